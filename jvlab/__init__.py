@@ -139,7 +139,8 @@ def __getattr__(name: str) -> object:
         with importing(f"what jv.{name} needs"):  # jax takes seconds
             value = getattr(importlib.import_module(_WHERE[name]), name)
     else:
-        if name.startswith("_"):  # modules that are not loaded yet, and Python's own questions
+        # modules that are not loaded yet, and Python's own questions
+        if name.startswith("_"):
             raise AttributeError(f"module 'jvlab' has no attribute {name!r}")
         from jvlab._errors import UnknownName
 

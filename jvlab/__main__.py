@@ -3,7 +3,8 @@
 import os
 import sys
 
-if os.environ.get("JVLAB_WITHOUT_RAY"):  # set by a rollout process for the workers that vLLM starts from it
+# set by a rollout process for the workers that vLLM starts from it
+if os.environ.get("JVLAB_WITHOUT_RAY"):
     sys.modules.setdefault("ray", None)  # type: ignore[arg-type]
 
 from jvlab.cli._cli import main

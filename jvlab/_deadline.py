@@ -30,7 +30,10 @@ def check_timeout(timeout: Any, name: str = "timeout") -> float:
     problem = f"{name} must be a number of seconds, not {timeout!r}"
     if not math.isnan(seconds):
         problem = f"{name} must be positive, not {timeout!r}"
-    raise ConfigError(problem, remedy=f"{name}=60 is a minute, {name}=None no limit; leave it out for the default")
+    raise ConfigError(
+        problem,
+        remedy=f"{name}=60 is a minute, {name}=None no limit; leave it out for the default",
+    )
 
 
 class Deadline:

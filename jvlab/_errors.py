@@ -98,15 +98,20 @@ def module_names(
     """
 
     def missing(name: str) -> object:
-        if name.startswith("_"):  # modules of a package that are not loaded yet, and Python's own questions
+        # modules of a package that are not loaded yet, and Python's own questions
+        if name.startswith("_"):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        raise UnknownName.of(what, name, names, instead if isinstance(instead, str) else instead(name))
+        raise UnknownName.of(
+            what, name, names, instead if isinstance(instead, str) else instead(name)
+        )
 
     return lambda: sorted(names), missing
 
 
 if not TYPE_CHECKING:  # a type checker knows the names by itself
-    __dir__, __getattr__ = module_names(__name__, __all__, "error", "help(jv.errors) draws the tree")
+    __dir__, __getattr__ = module_names(
+        __name__, __all__, "error", "help(jv.errors) draws the tree"
+    )
 
 
 class JvlabError(Exception):
@@ -120,7 +125,9 @@ class JvlabError(Exception):
     """
 
     def __init__(self, message: str, *, remedy: str = "", **fields: object) -> None:
-        self.message, self.remedy, self.fields = message, remedy, fields
+        self.message = message
+        self.remedy = remedy
+        self.fields = fields
         super().__init__(f"{message}\n  → {remedy}" if remedy else message)
 
     def _render_traceback_(self) -> list[str]:
@@ -152,15 +159,23 @@ class UnknownName(ConfigError, KeyError, AttributeError):
         return str(self.args[0])  # KeyError's own would be quoted
 
     @classmethod
-    def of(cls, what: str, name: object, known: Iterable[str], instead: str = "") -> UnknownName:
+    def of(
+        cls, what: str, name: object, known: Iterable[str], instead: str = ""
+    ) -> UnknownName:
         """`what` is the kind of thing ("pool"), `instead` what else could be done."""
         import difflib
 
         listed = sorted(known)
         close = difflib.get_close_matches(str(name), listed, 1, 0.6)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(listed) or 'none'}"
+        hint = (
+            f"did you mean {close[0]!r}?"
+            if close
+            else f"there are: {', '.join(listed) or 'none'}"
+        )
         remedy = f"{hint}{' ' if close else '; '}{instead}" if instead else hint
-        return cls(f"no {what} is called {name!r}", remedy=remedy, name=name, known=listed)
+        return cls(
+            f"no {what} is called {name!r}", remedy=remedy, name=name, known=listed
+        )
 
 
 class RewardError(ConfigError):
@@ -207,7 +222,11 @@ class CoverageError(LayoutError):
     @property
     def problems(self) -> tuple[str, ...]:
         found = self.fields.get("problems", ())
-        return tuple(str(problem) for problem in found) if isinstance(found, (list, tuple)) else ()
+        return (
+            tuple(str(problem) for problem in found)
+            if isinstance(found, (list, tuple))
+            else ()
+        )
 
 
 class MeaningError(LayoutError):

@@ -17,10 +17,16 @@ PARTS = 8_000_000  # values in total: about half a gigabyte at worst
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DENIED = (errno.EROFS, errno.EACCES)
 NO_FOLDER = (errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
-LONGEST_NUMBER = 400  # digits; Python's own limit for an int is 4300, and a longer float is infinite
+# digits; Python's own limit for an int is 4300, and a longer float is infinite
+LONGEST_NUMBER = 400
 
 
-def read_bounded(path: str | os.PathLike[str], limit: int, what: str, error: type[ConfigError] = ConfigError) -> bytes:
+def read_bounded(
+    path: str | os.PathLike[str],
+    limit: int,
+    what: str,
+    error: type[ConfigError] = ConfigError,
+) -> bytes:
     """A whole file of at most `limit` bytes; its size is checked before it is read."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -39,7 +45,10 @@ def parse_json(text: bytes, parts: int = PARTS) -> Any:
 
     Also for too deep nesting, too long numbers or too many values: a byte of text can become 50 bytes of objects.
     """
-    if len(text) > parts and (count := sum(map(text.count, (b",", b"[", b"{")))) > parts:
+    if (
+        len(text) > parts
+        and (count := sum(map(text.count, (b",", b"[", b"{")))) > parts
+    ):
         raise ValueError(f"{count:,} values, more than {parts:,}")
     try:
         value = json.loads(text, parse_int=_int)
@@ -54,12 +63,18 @@ def parse_object(text: bytes, parts: int = PARTS) -> dict[str, Any]:
     """As `parse_json`, but the text must hold an object."""
     value = parse_json(text, parts)
     if not isinstance(value, dict):
-        raise ValueError(f"it holds a value of type {type(value).__name__}, not an object")
+        raise ValueError(
+            f"it holds a value of type {type(value).__name__}, not an object"
+        )
     return value
 
 
 def read_json_object(
-    path: str | os.PathLike[str], limit: int, what: str, error: type[ConfigError] = ConfigError, remedy: str = ""
+    path: str | os.PathLike[str],
+    limit: int,
+    what: str,
+    error: type[ConfigError] = ConfigError,
+    remedy: str = "",
 ) -> dict[str, Any]:
     """The object in a JSON file. FileNotFoundError passes through; anything else is raised as `error` with the path."""
     text = read_bounded(path, limit, what, error)
@@ -83,7 +98,9 @@ def _check_depth(value: Any) -> None:
     level = [value]
     for _ in range(DEEPEST):
         parts = [part.values() if isinstance(part, dict) else part for part in level]
-        level = [child for part in parts for child in part if isinstance(child, (dict, list))]
+        level = [
+            child for part in parts for child in part if isinstance(child, (dict, list))
+        ]
         if not level:
             return
     raise ValueError(f"nested more than {DEEPEST} deep")
@@ -97,7 +114,11 @@ def writing(path: str | os.PathLike[str], what: str) -> Iterator[None]:
     except JvlabError:
         raise
     except Exception as error:
-        number = error.errno or errno.EIO if isinstance(error, OSError) else _errno_in(str(error))
+        number = (
+            error.errno or errno.EIO
+            if isinstance(error, OSError)
+            else _errno_in(str(error))
+        )
         if number is None:
             raise
         raise _storage_error(number, Path(path), what) from error
@@ -105,7 +126,9 @@ def writing(path: str | os.PathLike[str], what: str) -> Iterator[None]:
 
 def _errno_in(text: str) -> int | None:
     """Libraries that write files by themselves (Orbax, safetensors) say what went wrong in words alone."""
-    return next((number for number in (*FULL, *DENIED) if os.strerror(number) in text), None)
+    return next(
+        (number for number in (*FULL, *DENIED) if os.strerror(number) in text), None
+    )
 
 
 def _storage_error(number: int, path: Path, what: str) -> StorageError:
@@ -114,7 +137,14 @@ def _storage_error(number: int, path: Path, what: str) -> StorageError:
     if number in FULL:
         remedy = "make room, or choose a folder on another disk; what was written before is kept"
     elif number in NO_FOLDER:
-        file = next((p for p in (path, *path.parents) if p.exists() and not p.is_dir()), path)
+        file = next(
+            (p for p in (path, *path.parents) if p.exists() and not p.is_dir()), path
+        )
         why = f"{file} is a file, not a folder"
         remedy = "choose another folder, or move that file away"
-    return StorageError(f"{what} cannot be written to {path}: {why}", remedy=remedy, path=str(path), number=number)
+    return StorageError(
+        f"{what} cannot be written to {path}: {why}",
+        remedy=remedy,
+        path=str(path),
+        number=number,
+    )

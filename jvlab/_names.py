@@ -45,7 +45,10 @@ def check_replica(name: object) -> str:
     """A replica's name, "pool/number"."""
     pool, slash, number = name.partition("/") if isinstance(name, str) else ("", "", "")
     if not slash or _NUMBER.fullmatch(number) is None:
-        raise ConfigError(f"the replica name {name!a} is not allowed", remedy="it is written POOL/NUMBER")
+        raise ConfigError(
+            f"the replica name {name!a} is not allowed",
+            remedy="it is written POOL/NUMBER",
+        )
     check_name("replica's pool", pool)
     return f"{pool}/{number}"
 

@@ -24,10 +24,14 @@ from jvlab._units import how_many
 
 REDRAW_SECONDS = 0.25  # between updates of a bar, unless its text changed
 TICK_SECONDS = 0.5  # between updates while nothing arrives
-FIRST_LINE, NEXT_LINE = 10.0, 60.0  # seconds until a log gets a line of work that goes on, and between two
-END_SECONDS = 2.0  # to wait for the thread of a bar that ends; it ends by itself if it is later
+# seconds until a log gets a line of work that goes on, and between two
+FIRST_LINE = 10.0
+NEXT_LINE = 60.0
+# to wait for the thread of a bar that ends; it ends by itself if it is later
+END_SECONDS = 2.0
 ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")  # colours and cursor movements
-METADATA = {"jvlab": "progress"}  # marks the output, so that a tool can leave it out of a committed notebook
+# marks the output, so that a tool can leave it out of a committed notebook
+METADATA = {"jvlab": "progress"}
 clock = time.monotonic
 
 
@@ -63,7 +67,14 @@ def importing(what: str) -> Iterator[None]:
     `JVLAB_IMPORTS=quiet`: never. What is said depends on the machine, and outputs of the tutorials are compared.
     """
     show = False if os.environ.get("JVLAB_IMPORTS") == "quiet" else None
-    with Progress(0, f"importing {what}, once in each process", unit="", show=show, after=2.0, first_line=5.0):
+    with Progress(
+        0,
+        f"importing {what}, once in each process",
+        unit="",
+        show=show,
+        after=2.0,
+        first_line=5.0,
+    ):
         yield
 
 
@@ -84,7 +95,9 @@ class CellFace:
         from IPython.display import display
 
         self._drawn = clock()
-        self._handle: Any = display(self._bundle(bar), metadata=METADATA, raw=True, display_id=True)
+        self._handle: Any = display(
+            self._bundle(bar), metadata=METADATA, raw=True, display_id=True
+        )
 
     def draw(self, bar: Progress, news: bool) -> None:
         now = clock()
@@ -126,7 +139,11 @@ class TerminalFace:
             return
         self._drawn = now
         done = round(self.WIDTH * bar.share)
-        drawing = "" if bar.stages or not bar.total else f"[{'#' * done}{' ' * (self.WIDTH - done)}]"
+        drawing = (
+            ""
+            if bar.stages or not bar.total
+            else f"[{'#' * done}{' ' * (self.WIDTH - done)}]"
+        )
         line = " ".join(filter(None, (bar.title(), drawing, bar.facts())))
         line = ", ".join(filter(None, (line, bar.remarks())))
         columns = shutil.get_terminal_size().columns
@@ -150,9 +167,13 @@ class LogFace:
 
     def draw(self, bar: Progress, news: bool) -> None:
         now = clock()
-        moved = bar.done != self._done and (bar.each or (bool(bar.stages) and now - bar.began >= 1.0))
+        moved = bar.done != self._done and (
+            bar.each or (bool(bar.stages) and now - bar.began >= 1.0)
+        )
         # syncs come and go beside long work: a wait is worth a line if it lasts
-        waits = bar.waiting not in ("", self._waiting) and now - self._last >= FIRST_LINE
+        waits = (
+            bar.waiting not in ("", self._waiting) and now - self._last >= FIRST_LINE
+        )
         if moved or waits or now >= self._next:
             self._last = now
             self._next = now + NEXT_LINE
@@ -192,17 +213,24 @@ class Progress:
         only_waiting: bool = False,
         ask: Callable[[], str] | None = None,
     ) -> None:
-        self.total, self.text, self.unit, self.stages = total, text, unit, tuple(stages)
-        self.each, self.first_line = each, first_line
+        self.total = total
+        self.text = text
+        self.unit = unit
+        self.stages = tuple(stages)
+        self.each = each
+        self.first_line = first_line
         self.done = 0
         self.note = ""  # a rate, or the last line of a log
         self.waiting = ""  # what is waited for
         self.began = clock()
-        self._after, self._only_waiting, self._ask = after, only_waiting, ask
+        self._after = after
+        self._only_waiting = only_waiting
+        self._ask = ask
         self.wanted = show is not False  # whether anybody is told anything
         self.shown = self.wanted and watched()  # whether somebody looks at a bar
         self._face: Face | None = None
-        self._lock = threading.RLock()  # its own thread and that of the work both draw it
+        # its own thread and that of the work both draw it
+        self._lock = threading.RLock()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -222,9 +250,12 @@ class Progress:
             self._thread.join(END_SECONDS)
         with self._lock:
             self.waiting = ""
-            face, self._face, self.wanted = self._face, None, False
+            face = self._face
+            self._face = None
+            self.wanted = False
             if face is not None:
-                with contextlib.suppress(OSError, ValueError):  # where it was shown is gone
+                # where it was shown is gone
+                with contextlib.suppress(OSError, ValueError):
                     face.close(self)
 
     def __enter__(self) -> Progress:
@@ -237,9 +268,13 @@ class Progress:
         if self._thread is None:
             # with the context of the caller: a notebook's output goes to the cell that began the work
             run = contextvars.copy_context().run
-            mine, ended = weakref.ref(self), self._ended
+            mine = weakref.ref(self)
+            ended = self._ended
             self._thread = threading.Thread(
-                target=run, args=(_tick_until, mine, ended), name="jvlab-progress", daemon=True
+                target=run,
+                args=(_tick_until, mine, ended),
+                name="jvlab-progress",
+                daemon=True,
             )
             self._thread.start()
 
@@ -297,7 +332,8 @@ class Progress:
                 if self._face is None:
                     self._face = LogFace(self) if not self.shown else self._live_face()
                 self._face.draw(self, news)
-            except (OSError, ValueError):  # a closed stream: the work goes on without a bar
+            # a closed stream: the work goes on without a bar
+            except (OSError, ValueError):
                 self.wanted = False
 
     def _live_face(self) -> Face:
@@ -312,8 +348,13 @@ class Progress:
 
     def title(self) -> str:
         """What it is, and its stages."""
-        marks = ("✓" if i < self.done else "▸" if i == self.done else "·" for i in range(len(self.stages)))
-        ticks = "  ".join(f"{mark} {stage}" for mark, stage in zip(marks, self.stages, strict=True))
+        marks = (
+            "✓" if i < self.done else "▸" if i == self.done else "·"
+            for i in range(len(self.stages))
+        )
+        ticks = "  ".join(
+            f"{mark} {stage}" for mark, stage in zip(marks, self.stages, strict=True)
+        )
         return ": ".join(filter(None, (self.text, ticks)))
 
     def facts(self) -> str:

@@ -17,14 +17,25 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_RED, _GREEN, _DIM, _BOLD, _PLAIN = "\x1b[31m", "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
-BEFORE, AFTER = 2, 1  # lines of context around the line that raised
+_RED = "\x1b[31m"
+_GREEN = "\x1b[32m"
+_DIM = "\x1b[2m"
+_BOLD = "\x1b[1m"
+_PLAIN = "\x1b[0m"
+# lines of context around the line that raised
+BEFORE = 2
+AFTER = 1
 
 
 def _installed() -> tuple[str, ...]:
     """Folders of Python itself and of installed packages."""
-    named = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return tuple({os.path.join(path, "") for path in [*named, *site.getsitepackages()] if path})
+    named = [
+        sysconfig.get_path(name)
+        for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    ]
+    return tuple(
+        {os.path.join(path, "") for path in [*named, *site.getsitepackages()] if path}
+    )
 
 
 def shorten(error: KeyboardInterrupt, says: str = "") -> None:
@@ -58,18 +69,36 @@ def render(error: BaseException) -> list[str]:
     tb = getattr(shell, "InteractiveTB", None)
     if tb is not None and getattr(tb, "mode", "Context") != "Context":
         return tb.structured_traceback(type(error), error, error.__traceback__)
-    colour = str(getattr(shell, "colors", "NoColor")).lower() not in ("nocolor", "no_color")
-    paint = (lambda code, text: f"{code}{text}{_PLAIN}") if colour else (lambda code, text: text)
-    frames, installed = _frames(error.__traceback__), _installed()
-    own = [frame for frame in frames if not frame[0].startswith((_PACKAGE, *installed, "<frozen"))]
+    colour = str(getattr(shell, "colors", "NoColor")).lower() not in (
+        "nocolor",
+        "no_color",
+    )
+    paint = (
+        (lambda code, text: f"{code}{text}{_PLAIN}")
+        if colour
+        else (lambda code, text: text)
+    )
+    frames = _frames(error.__traceback__)
+    installed = _installed()
+    own = [
+        frame
+        for frame in frames
+        if not frame[0].startswith((_PACKAGE, *installed, "<frozen"))
+    ]
     lines = [line for frame in own for line in _shown(frame, shell, paint)]
     name = paint(_RED + _BOLD, type(error).__name__)
     lines.append(f"{name}: {error}" if str(error) else name)
     if error.__cause__ is not None:
-        lines.append(f"caused by {''.join(traceback.format_exception_only(error.__cause__)).strip()}")
+        lines.append(
+            f"caused by {''.join(traceback.format_exception_only(error.__cause__)).strip()}"
+        )
     ours = [frame for frame in frames if frame[0].startswith(_PACKAGE)]
     if isinstance(error, KeyboardInterrupt):  # where it was interrupted is chance
-        lines.append(paint(_DIM, f"%tb Verbose shows the {len(frames) - len(own)} frames left out"))
+        lines.append(
+            paint(
+                _DIM, f"%tb Verbose shows the {len(frames) - len(own)} frames left out"
+            )
+        )
     elif ours:
         file, number, name = ours[-1]
         place = f"{os.path.relpath(file, os.path.dirname(_PACKAGE.rstrip(os.sep)))}:{number}, in {name}"
@@ -111,25 +140,39 @@ def _after(tb: TracebackType | None, folders: tuple[str, ...]) -> TracebackType 
 def _shell() -> Any:
     """IPython's shell, if there is one; never imports it."""
     module = sys.modules.get("IPython")
-    return module.get_ipython() if module is not None and hasattr(module, "get_ipython") else None
+    return (
+        module.get_ipython()
+        if module is not None and hasattr(module, "get_ipython")
+        else None
+    )
 
 
 def _frames(tb: TracebackType | None) -> list[tuple[str, int, str]]:
     """(file, line, function) of each frame, outermost first."""
-    return [(frame.f_code.co_filename, line or 0, frame.f_code.co_qualname) for frame, line in traceback.walk_tb(tb)]
+    return [
+        (frame.f_code.co_filename, line or 0, frame.f_code.co_qualname)
+        for frame, line in traceback.walk_tb(tb)
+    ]
 
 
 def _shown(frame: tuple[str, int, str], shell: Any, paint: Any) -> list[str]:
     """One frame of the user's: where it is, and its line with some context."""
     file, number, name = frame
-    cell = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)(file)
+    cell = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)(
+        file
+    )
     place = " ".join(cell) if cell else f"File {os.path.basename(file)}"
     inside = "" if name == "<module>" else f", in {name}"
     text = linecache.getlines(file)
-    first, last = max(1, number - BEFORE), min(len(text), number + AFTER)
+    first = max(1, number - BEFORE)
+    last = min(len(text), number + AFTER)
     body = []
     for at in range(first, last + 1):
         line = text[at - 1].rstrip()
-        arrow = f"{'-' * max(1, 5 - len(str(at)))}> {at}" if at == number else f"{at:>7}"
-        body.append(f"{paint(_GREEN, arrow) if at == number else paint(_DIM, arrow)} {line}")
+        arrow = (
+            f"{'-' * max(1, 5 - len(str(at)))}> {at}" if at == number else f"{at:>7}"
+        )
+        body.append(
+            f"{paint(_GREEN, arrow) if at == number else paint(_DIM, arrow)} {line}"
+        )
     return [f"{paint(_GREEN, place)}, line {number}{inside}", *body, ""]

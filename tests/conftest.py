@@ -48,12 +48,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # The same examples in every run, so that only a code change breaks a test; JVLAB_FUZZ=1 explores new ones.
 # No deadlines: the machine may be busy.
 # How long an example takes says more about what else the machine does.
-QUIET: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+QUIET: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow],
+}
 settings.register_profile("steady", derandomize=True, **QUIET)
 settings.register_profile("explore", **QUIET)
 settings.load_profile("explore" if NEW_EXAMPLES else "steady")
 
-LEFT_BY_ENGINES = re.compile(r"jvengine-|jvnew-|jvlab-|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
+LEFT_BY_ENGINES = re.compile(
+    r"jvengine-|jvnew-|jvlab-|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"
+)
 
 
 @contextlib.contextmanager
@@ -63,7 +68,9 @@ def private_temporary_folder() -> Iterator[Path]:
     Its name is short: a socket's path has at most 107 characters. Compiler caches are kept for the next session.
     """
     cache = os.path.join(tempfile.gettempdir(), "torchinductor_tests")
-    before = {name: os.environ.get(name) for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")}
+    before = {
+        name: os.environ.get(name) for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")
+    }
     folder = tempfile.mkdtemp(prefix="t")
     os.environ["TMPDIR"] = folder
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
@@ -106,7 +113,11 @@ def scratch_of(pids: set[int]) -> set[str]:
         with contextlib.suppress(OSError):
             folder = f"/proc/{pid}/fd"
             links = [os.readlink(f"{folder}/{name}") for name in os.listdir(folder)]
-            found |= {path for path in links if os.path.basename(path).startswith(SCRATCH) and os.path.isdir(path)}
+            found |= {
+                path
+                for path in links
+                if os.path.basename(path).startswith(SCRATCH) and os.path.isdir(path)
+            }
     return found
 
 
@@ -116,7 +127,11 @@ MARKS = re.compile(r"^pytestmark = (\[.*?^\]|.*?$)", re.DOTALL | re.MULTILINE)
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not import a file of which `-m "... not NAME ..."` leaves out every test: imports take longer than tests."""
     unwanted = re.findall(r"\bnot (\w+)", str(config.option.markexpr))
-    if unwanted and collection_path.suffix == ".py" and collection_path.name.startswith("test_"):
+    if (
+        unwanted
+        and collection_path.suffix == ".py"
+        and collection_path.name.startswith("test_")
+    ):
         marks = " ".join(MARKS.findall(collection_path.read_text(encoding="utf-8")))
         if "browser" in unwanted and collection_path.parent.name == "browser":
             return True
@@ -134,12 +149,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
     class BrowserTogether(CrashesFailOnce):
         def _split_scope(self, nodeid: str) -> str:
-            return "tests/browser" if nodeid.startswith("tests/browser/") else super()._split_scope(nodeid)
+            return (
+                "tests/browser"
+                if nodeid.startswith("tests/browser/")
+                else super()._split_scope(nodeid)
+            )
 
-    return BrowserTogether(config, log) if config.getoption("dist") == "loadfile" else None
+    return (
+        BrowserTogether(config, log) if config.getoption("dist") == "loadfile" else None
+    )
 
 
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> bool | None:
     """Run a test that failed on a starved machine again, at most twice; the report of the last run counts.
 
     Starved: meanwhile its host gave a third of its processors, or more, to others, so that any deadline may be missed.
@@ -154,8 +177,16 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         reports = runtestprotocol(item, nextitem=nextitem, log=False)
         share = (stolen_time() - stolen) / max(time.monotonic() - began, 1e-3)
         failed = [report.longreprtext for report in reports if report.failed]
-        if left and share > 1 / 3 and failed and not any("Timeout (>" in text for text in failed):
-            print(f"{item.nodeid} failed while the host took {share:.0%} of the processors; again", file=sys.stderr)
+        if (
+            left
+            and share > 1 / 3
+            and failed
+            and not any("Timeout (>" in text for text in failed)
+        ):
+            print(
+                f"{item.nodeid} failed while the host took {share:.0%} of the processors; again",
+                file=sys.stderr,
+            )
             _forget_failed_fixtures(item)
             continue
         for report in reports:
@@ -170,7 +201,9 @@ def _forget_failed_fixtures(item: pytest.Function) -> None:
     item._initrequest()
     for definitions in item._fixtureinfo.name2fixturedefs.values():
         for definition in definitions:
-            if (cached := getattr(definition, "cached_result", None)) is not None and cached[2] is not None:
+            if (
+                cached := getattr(definition, "cached_result", None)
+            ) is not None and cached[2] is not None:
                 definition.finish(item._request)  # type: ignore[arg-type]
 
 
@@ -205,12 +238,18 @@ def jvlab_processes() -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["pid", "cmdline", "name", "status"]):
         words = process.info["cmdline"] or []
-        ours = any(w in ("gateway", "rollout", "warm") for w in words) and any("jvlab" in w for w in words)
+        ours = any(w in ("gateway", "rollout", "warm") for w in words) and any(
+            "jvlab" in w for w in words
+        )
         if process.info["name"] == HOST:
             continue  # `jvlab warm`, which outlives labs
         ours = ours or any("_supervisor.py" in w for w in words)
         engine = (process.info["name"] or "").startswith(("VLLM::", "EngineCore"))
-        if (ours or engine) and process.pid != os.getpid() and process.info["status"] != psutil.STATUS_ZOMBIE:
+        if (
+            (ours or engine)
+            and process.pid != os.getpid()
+            and process.info["status"] != psutil.STATUS_ZOMBIE
+        ):
             found.append(process)
     return found
 
@@ -293,4 +332,6 @@ def lab() -> Iterator[object]:
 @pytest.fixture(scope="session")
 def pool(lab, llama):
     """One real vLLM engine, shared by tests that do not change it; its limits are higher than the defaults."""
-    return lab.launch(llama, name="shared", limits={"n": 250_000, "samples": 250_000}).wait()
+    return lab.launch(
+        llama, name="shared", limits={"n": 250_000, "samples": 250_000}
+    ).wait()

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-NEW_EXAMPLES = bool(os.environ.get("JVLAB_FUZZ"))  # set by `make soak`: explore instead of repeating
+# set by `make soak`: explore instead of repeating
+NEW_EXAMPLES = bool(os.environ.get("JVLAB_FUZZ"))
 
 
 def examples(full: int) -> int:
@@ -25,9 +26,15 @@ def in_turn(*axes: Sequence[Any]) -> list[Any]:
     """
     longest = max(map(len, axes))
     usual = {tuple(axis[k % len(axis)] for axis in axes) for k in range(longest)}
-    return [pytest.param(*row, marks=() if row in usual else pytest.mark.soak) for row in itertools.product(*axes)]
+    return [
+        pytest.param(*row, marks=() if row in usual else pytest.mark.soak)
+        for row in itertools.product(*axes)
+    ]
 
 
 def soak_but(usual: Collection[Any], values: Iterable[Any]) -> list[Any]:
     """Values for `parametrize`, of which only `usual` run in `make test`."""
-    return [value if value in usual else pytest.param(value, marks=pytest.mark.soak) for value in values]
+    return [
+        value if value in usual else pytest.param(value, marks=pytest.mark.soak)
+        for value in values
+    ]

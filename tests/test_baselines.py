@@ -9,7 +9,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 H200 = json.loads((ROOT / "tests" / "baselines" / "h200.json").read_text())
-PAGES = ("README.md", "tests/baselines/README.md", *(f"notebooks/{page}.md" for page in ("GUIDE", "WHERE", "LIMITS")))
+PAGES = (
+    "README.md",
+    "tests/baselines/README.md",
+    *(f"notebooks/{page}.md" for page in ("GUIDE", "WHERE", "LIMITS")),
+)
 README = "\n".join((ROOT / page).read_text() for page in PAGES)
 AGAIN = "to be run again"  # in place of a result that was cut off or wrong
 
@@ -56,9 +60,21 @@ def test_each_result_names_card_date_and_command():
 def test_readme_claims_the_measured_ratios():
     result = H200["rollout"]["result"]
     assert result["device"] == "cuda"
-    assert len(result["batch_samples"]["plain"]) == len(result["batch_samples"]["jvlab"]) == result["rounds"]
-    assert abs(result["batch_ratio"] - result["batch_jvlab_tokens_per_s"] / result["batch_plain_tokens_per_s"]) < 1e-9
-    row = next(line for line in README.splitlines() if "H200" in line and "64 prompts" in line)
+    assert (
+        len(result["batch_samples"]["plain"])
+        == len(result["batch_samples"]["jvlab"])
+        == result["rounds"]
+    )
+    assert (
+        abs(
+            result["batch_ratio"]
+            - result["batch_jvlab_tokens_per_s"] / result["batch_plain_tokens_per_s"]
+        )
+        < 1e-9
+    )
+    row = next(
+        line for line in README.splitlines() if "H200" in line and "64 prompts" in line
+    )
     assert f"{result['batch_ratio']:.2f}" in row
     assert f"{result['single_ratio']:.2f}" in row
 
@@ -68,16 +84,27 @@ def test_the_sync_result_is_whole_and_its_ratios_are_what_they_say():
     best = min(result["vllm_plain_ms"], result["vllm_packed_ms"])
     assert result["vllm_best_ms"] == best
     assert result["transport"] == "ipc"
-    assert set(result["ways"]) == {"direct", "direct_verified", "staged", "staged_verified"}
-    assert all(result["tokens_equal"].values()), "tokens are those of an engine that loaded the same weights itself"
+    assert set(result["ways"]) == {
+        "direct",
+        "direct_verified",
+        "staged",
+        "staged_verified",
+    }
+    assert all(result["tokens_equal"].values()), (
+        "tokens are those of an engine that loaded the same weights itself"
+    )
     assert "masters" in result["tokens_equal"], "float32 masters too"
     for way in result["ways"].values():
         assert abs(way["vs_vllm_ratio"] - best / way["sync_ms"]) < 1e-9
-        assert abs(way["move_vs_ceiling"] - result["ceiling_ms"] / way["move_ms"]) < 1e-9
+        assert (
+            abs(way["move_vs_ceiling"] - result["ceiling_ms"] / way["move_ms"]) < 1e-9
+        )
         assert way["sync_ms"] < way["total_ms"] < way["call_ms"]
     for way in ("direct", "direct_verified", "staged"):
         assert result["ways"][way]["move_vs_ceiling"] >= 0.75
-    assert result["ways"]["staged_verified"]["move_vs_ceiling"] > 0.6, "with the summing up of digests on the host"
+    assert result["ways"]["staged_verified"]["move_vs_ceiling"] > 0.6, (
+        "with the summing up of digests on the host"
+    )
     assert result["ways"]["direct"]["vs_vllm_ratio"] >= 30
     assert result["ways"]["direct_verified"]["vs_vllm_ratio"] >= 20
     for way in ("staged", "staged_verified"):
@@ -91,9 +118,18 @@ def test_the_sync_result_is_whole_and_its_ratios_are_what_they_say():
 
 def test_readme_claims_the_measured_sync():
     ways = H200["sync"]["result"]["ways"]
-    row = next((line for line in README.splitlines() if "H200" in line and "ipc" in line and " ms" in line), "")
+    row = next(
+        (
+            line
+            for line in README.splitlines()
+            if "H200" in line and "ipc" in line and " ms" in line
+        ),
+        "",
+    )
     for way in ("direct", "direct_verified"):
-        assert f"{ways[way]['sync_ms']:.1f} ms" in row, f"README's H200 row on ipc: {way}"
+        assert f"{ways[way]['sync_ms']:.1f} ms" in row, (
+            f"README's H200 row on ipc: {way}"
+        )
         assert f"{ways[way]['vs_vllm_ratio']:.0f}×" in row
 
 
@@ -109,13 +145,31 @@ def test_time_grows_with_size_and_memory_does_not():
     assert list(sizes) == ["1", "4", "16", "32"]
     assert [round(facts["bytes"] / 1e9) for facts in sizes.values()] == [1, 4, 16, 32]
     for facts in sizes.values():
-        assert facts["extra_mib"]["direct"] == facts["extra_mib"]["direct_verified"] == 0, "nothing is staged"
-        assert facts["extra_mib"]["staged_verified"] <= facts["bytes"] / 2**20 + 64, "the shadows alone"
+        assert (
+            facts["extra_mib"]["direct"] == facts["extra_mib"]["direct_verified"] == 0
+        ), "nothing is staged"
+        assert facts["extra_mib"]["staged_verified"] <= facts["bytes"] / 2**20 + 64, (
+            "the shadows alone"
+        )
     for way in ("direct", "direct_verified"):
-        rate = {size: facts["bytes"] / facts["ways"][way]["sync_ms"] for size, facts in sizes.items()}
-        assert rate["1"] < rate["16"] <= rate["32"] * 1.1, "what does not grow with size counts less and less"
-        assert abs(rate["32"] / rate["16"] - 1) < 0.1, "from there on time is linear in bytes"
-    row = next((line for line in README.splitlines() if "H200" in line and "1, 4, 16 and 32 GB" in line), "")
+        rate = {
+            size: facts["bytes"] / facts["ways"][way]["sync_ms"]
+            for size, facts in sizes.items()
+        }
+        assert rate["1"] < rate["16"] <= rate["32"] * 1.1, (
+            "what does not grow with size counts less and less"
+        )
+        assert abs(rate["32"] / rate["16"] - 1) < 0.1, (
+            "from there on time is linear in bytes"
+        )
+    row = next(
+        (
+            line
+            for line in README.splitlines()
+            if "H200" in line and "1, 4, 16 and 32 GB" in line
+        ),
+        "",
+    )
     for facts in sizes.values():
         assert f"{facts['ways']['direct']['sync_ms']:.1f}" in row
         assert f"{facts['ways']['direct_verified']['sync_ms']:.1f}" in row
@@ -124,9 +178,17 @@ def test_time_grows_with_size_and_memory_does_not():
 def test_readme_claims_the_measured_launch():
     result = H200["launch"]["result"]
     assert abs(result["vs_vllm_ratio"] - result["vllm_s"] / result["warm_s"]) < 1e-9
-    assert result["warm_s"] == sorted(result["warm_samples"])[len(result["warm_samples"]) // 2]
-    row = next((line for line in README.splitlines() if "H200, launch → ready" in line), "")
-    for claim in (f"{result['warm_s']:.1f} s ({result['vs_vllm_ratio']:.1f}×)", f"{result['cold_s']:.1f} s"):
+    assert (
+        result["warm_s"]
+        == sorted(result["warm_samples"])[len(result["warm_samples"]) // 2]
+    )
+    row = next(
+        (line for line in README.splitlines() if "H200, launch → ready" in line), ""
+    )
+    for claim in (
+        f"{result['warm_s']:.1f} s ({result['vs_vllm_ratio']:.1f}×)",
+        f"{result['cold_s']:.1f} s",
+    ):
         assert claim in row
     assert f"({result['cold_vs_vllm_ratio']:.1f}×)" in row
 
@@ -135,7 +197,12 @@ def test_each_way_of_an_order_saves_what_the_architecture_says():
     text = (ROOT / "ARCHITECTURE.md").read_text()
     ms = {way: facts["call_ms"] for way, facts in H200["orders"]["result"].items()}
     for mode in ("direct", "staged"):
-        assert ", ".join(f"{ms[f'{way} {mode}']:.1f}" for way in ("gateway", "socket", "core")) in text
+        assert (
+            ", ".join(
+                f"{ms[f'{way} {mode}']:.1f}" for way in ("gateway", "socket", "core")
+            )
+            in text
+        )
     assert ms["core direct"] < ms["socket direct"] < ms["gateway direct"]
     assert ms["socket staged"] < ms["gateway staged"]
 
@@ -151,26 +218,53 @@ def test_colocation_lends_and_returns_the_card():
     for level in ("level_1", "level_2"):
         facts = result[level]
         assert facts["freed_bytes"] > result["weights_bytes"]
-        assert facts["jax_beyond_share_bytes"] > 0.8 * facts["freed_bytes"], "JAX took what the engine lent"
-        assert facts["jax_returned_bytes"] > 0.95 * facts["jax_beyond_share_bytes"], "and gave it back"
-    row = next((line for line in README.splitlines() if "H200" in line and "what sleep lends" in line), "")
+        assert facts["jax_beyond_share_bytes"] > 0.8 * facts["freed_bytes"], (
+            "JAX took what the engine lent"
+        )
+        assert facts["jax_returned_bytes"] > 0.95 * facts["jax_beyond_share_bytes"], (
+            "and gave it back"
+        )
+    row = next(
+        (
+            line
+            for line in README.splitlines()
+            if "H200" in line and "what sleep lends" in line
+        ),
+        "",
+    )
     assert f"{result['level_1']['freed_bytes'] / 2**30:.1f}" in row
     assert f"{result['level_2']['freed_bytes'] / 2**30:.1f}" in row
 
 
 def test_two_ranks_on_one_card():
     assert H200["tensor_parallel"]["result"]["runs"]
-    assert set(H200["tensor_parallel"]["sync"]["result"]) == {"up_s", "direct", "staged"}
+    assert set(H200["tensor_parallel"]["sync"]["result"]) == {
+        "up_s",
+        "direct",
+        "staged",
+    }
 
 
 def test_readme_claims_the_measured_nccl():
     result = H200["nccl"]["result"]
-    rates = {way: result["bytes"] / min(taken) / 1e9 for way, taken in result["seconds"].items()}
-    assert all(abs(result["gb_per_s"][way] - rate) < 1e-9 for way, rate in rates.items())
+    rates = {
+        way: result["bytes"] / min(taken) / 1e9
+        for way, taken in result["seconds"].items()
+    }
+    assert all(
+        abs(result["gb_per_s"][way] - rate) < 1e-9 for way, rate in rates.items()
+    )
     ratio = rates["jvlab"] / rates["nccl"]
     assert ratio >= 0.9
     assert [3, 2] in result["bit_exact"]
-    row = next((line for line in README.splitlines() if "H200" in line and "bare NCCL" in line), "")
+    row = next(
+        (
+            line
+            for line in README.splitlines()
+            if "H200" in line and "bare NCCL" in line
+        ),
+        "",
+    )
     assert f"{ratio:.2f}" in row
     assert f"{result['killed_receiver_told_s']:.1f} s" in row
 
@@ -178,7 +272,14 @@ def test_readme_claims_the_measured_nccl():
 def test_a_sleep_gives_memory_back():
     for level in ("level 1", "level 2"):
         assert H200["sleep"]["result"][level]["freed_mib"] > 4000
-    row = next((line for line in README.splitlines() if "H200" in line and "sleep" in line and "MiB" in line), "")
+    row = next(
+        (
+            line
+            for line in README.splitlines()
+            if "H200" in line and "sleep" in line and "MiB" in line
+        ),
+        "",
+    )
     assert f"{H200['sleep']['result']['level 1']['freed_mib']:.0f}" in row
 
 
@@ -190,9 +291,28 @@ def test_readme_claims_the_measured_loops():
         assert runs[name]["max_staleness"] <= bound
         assert runs[name]["reward_last"] > 0.8
     for name in ("k1", "k2"):
-        assert abs(result[f"{name}_vs_k0_ratio"] - runs[name]["steps_per_s"] / runs["k0"]["steps_per_s"]) < 1e-9
-    assert abs(result["vs_jax_decode_ratio"] - runs["k0"]["steps_per_s"] / runs["jax"]["steps_per_s"]) < 1e-9
-    row = next((line for line in README.splitlines() if "H200" in line and "bench grpo --steps" in line), "")
+        assert (
+            abs(
+                result[f"{name}_vs_k0_ratio"]
+                - runs[name]["steps_per_s"] / runs["k0"]["steps_per_s"]
+            )
+            < 1e-9
+        )
+    assert (
+        abs(
+            result["vs_jax_decode_ratio"]
+            - runs["k0"]["steps_per_s"] / runs["jax"]["steps_per_s"]
+        )
+        < 1e-9
+    )
+    row = next(
+        (
+            line
+            for line in README.splitlines()
+            if "H200" in line and "bench grpo --steps" in line
+        ),
+        "",
+    )
     for key in ("k1_vs_k0_ratio", "k2_vs_k0_ratio", "vs_jax_decode_ratio"):
         assert f"{result[key]:.2f}" in row, f"README's H200 row on bench grpo: {key}"
 
@@ -202,24 +322,36 @@ def test_the_switch_was_exact_and_its_absence_was_not():
     for name in ("tiny", "tiny-graphs", "large-graphs"):
         assert result["pools"][name]["exact"], name
         assert result["pools"][name]["score_exact"], name
-        assert all(case["same_bits"] == case["prompts"] == 8 for case in result["pools"][name]["cases"])
+        assert all(
+            case["same_bits"] == case["prompts"] == 8
+            for case in result["pools"][name]["cases"]
+        )
     for name in ("tiny-flash", "tiny-off"):
         assert not result["pools"][name]["exact"]
         assert result["pools"][name]["causes"], "and it was said why"
     assert result["grpo_repeats"]
-    rates = {name: sorted(found)[len(found) // 2] for name, found in result["tokens_per_s"].items()}
+    rates = {
+        name: sorted(found)[len(found) // 2]
+        for name, found in result["tokens_per_s"].items()
+    }
     row = next(
-        line for line in README.splitlines() if "H200" in line and "deterministic=True" in line and "tokens/s" in line
+        line
+        for line in README.splitlines()
+        if "H200" in line and "deterministic=True" in line and "tokens/s" in line
     )
     assert f"| {rates['large-graphs'] / rates['large-off']:.2f} " in row
 
 
 def test_readme_claims_the_measured_gap():
     rows = H200["gap"]["result"]["rows"]
-    gap = lambda engine, policy: next(r for r in rows if (r["engine"], r["policy"]) == (engine, policy))
+    gap = lambda engine, policy: next(
+        r for r in rows if (r["engine"], r["policy"]) == (engine, policy)
+    )
     claims = {
         "today: bfloat16 on both sides": gap("bfloat16", "bfloat16"),
-        "float32 head on both sides": gap("bfloat16, float32 head", "bfloat16, float32 head"),
+        "float32 head on both sides": gap(
+            "bfloat16, float32 head", "bfloat16, float32 head"
+        ),
         "batch-invariant kernels": gap("bfloat16, batch-invariant", "bfloat16"),
         "**float16 on both sides**": gap("float16", "float16"),
         "float32 on both sides": gap("float32", "float32"),
@@ -234,7 +366,11 @@ def test_the_look_for_nan_costs_what_readme_says():
     kernels = H200["poison"]["result"]["kernels"]
     assert len(kernels) == 12
     assert max(k["looking_ms"] / k["ms"] - 1 for k in kernels) < 0.01
-    row = next(line for line in README.splitlines() if "H200" in line and "NaN" in line and "kernels" in line)
+    row = next(
+        line
+        for line in README.splitlines()
+        if "H200" in line and "NaN" in line and "kernels" in line
+    )
     assert "under 1 % longer" in row
 
 
@@ -246,9 +382,13 @@ def test_stacked_leaves_are_synced_as_fast():
     assert result["transport"] == "ipc"
     assert all(result["tokens_equal"].values())
     assert result["tokens_equal"].keys() == before["tokens_equal"].keys()
-    assert result["vllm_best_ms"] == min(result["vllm_plain_ms"], result["vllm_packed_ms"])
+    assert result["vllm_best_ms"] == min(
+        result["vllm_plain_ms"], result["vllm_packed_ms"]
+    )
     for name, way in result["ways"].items():
-        assert abs(way["vs_vllm_ratio"] - result["vllm_best_ms"] / way["sync_ms"]) < 1e-9
+        assert (
+            abs(way["vs_vllm_ratio"] - result["vllm_best_ms"] / way["sync_ms"]) < 1e-9
+        )
         assert way["sync_ms"] < 1.2 * before["ways"][name]["sync_ms"]
     assert result["ways"]["direct"]["sync_ms"] < 3.6
     assert result["ways"]["direct_verified"]["sync_ms"] < 4.8
@@ -260,7 +400,12 @@ def test_a_grpo_step_of_size_against_trl():
     result = H200["grpo_size"]["result"]
     ours = [row for row in result["runs"] if row["who"] == "jvlab"]
     theirs = [row for row in result["runs"] if row["who"] == "TRL"]
-    assert [(row["tokens"], row["max_staleness"]) for row in ours] == [(512, 0), (512, 1), (3000, 0), (3000, 1)]
+    assert [(row["tokens"], row["max_staleness"]) for row in ours] == [
+        (512, 0),
+        (512, 1),
+        (3000, 0),
+        (3000, 1),
+    ]
     assert [row["tokens"] for row in theirs] == [512, 3000]
     facts = facts_of(ours, theirs)
     assert {key: result[key] for key in facts} == facts
@@ -282,12 +427,19 @@ def test_long_rows_train_beside_an_engine():
     result = H200["train_beside_engine"]["result"]
     assert [row["tokens"] for row in result["rows"]] == [32768, 49152]
     for row in result["rows"]:
-        assert row["peak_bytes"] < result["trainer_limit_bytes"] < result["card_used_bytes"] < result["card_bytes"]
+        assert (
+            row["peak_bytes"]
+            < result["trainer_limit_bytes"]
+            < result["card_used_bytes"]
+            < result["card_bytes"]
+        )
         assert all(map(math.isfinite, (*row["loss"], *row["grad_norm"])))
         assert not any(row["skipped"])
         assert row["compiled"][1:] == [0, 0]
         assert row["synced_verified"]
-        assert abs(row["peak_bytes"] / row["estimate_bytes"] - 1) < 0.1, "policy.memory said so before"
+        assert abs(row["peak_bytes"] / row["estimate_bytes"] - 1) < 0.1, (
+            "policy.memory said so before"
+        )
 
 
 def test_a_step_that_fits_only_while_the_engine_sleeps():
@@ -296,19 +448,35 @@ def test_a_step_that_fits_only_while_the_engine_sleeps():
     assert "RESOURCE_EXHAUSTED" in result["without_sleep"]
     assert len(result["slept_s"]) == len(result["steps"]["train_s"]) == 2
     assert [sync["sync"] for sync in result["syncs"]] == [1, 2, 3]
-    assert all(sync["verified"] and sync["mode"] == "staged" for sync in result["syncs"])
+    assert all(
+        sync["verified"] and sync["mode"] == "staged" for sync in result["syncs"]
+    )
     assert result["engine_holds_the_last"]
-    assert abs(result["jax_peak_bytes"] / result["memory_bytes"] - 1) < 0.05, "policy.memory said so before"
+    assert abs(result["jax_peak_bytes"] / result["memory_bytes"] - 1) < 0.05, (
+        "policy.memory said so before"
+    )
     for shape in result["temporary_gib"]:
         assert abs(shape["with_the_rest"] / shape["estimate"] - 1) < 0.1, shape
-    assert max(result["steps"]["logprob_gap"]) < 0.6, "the engine spoke with the trainer's weights"
+    assert max(result["steps"]["logprob_gap"]) < 0.6, (
+        "the engine spoke with the trainer's weights"
+    )
     assert max(result["steps"]["staleness_max"]) == 0
 
 
 def test_readme_claims_the_measured_passes():
     result = H200["train"]["result"]
-    row = next((line for line in README.splitlines() if "forward and backward pass" in line and "H200" in line), "")
-    assert ", ".join(f"{result[f'mfu_{n}']:.2f}" for n in ("1k", "4k", "16k", "32k")) in row
+    row = next(
+        (
+            line
+            for line in README.splitlines()
+            if "forward and backward pass" in line and "H200" in line
+        ),
+        "",
+    )
+    assert (
+        ", ".join(f"{result[f'mfu_{n}']:.2f}" for n in ("1k", "4k", "16k", "32k"))
+        in row
+    )
     ratios = [shape["torch_ms"] / shape["ms"] for shape in result["shapes"]]
     assert ", ".join(f"{ratio:.2f}" for ratio in ratios) + "×" in row
     assert f"{result['compile_s']:.1f} s" in row
@@ -318,17 +486,35 @@ def test_readme_claims_the_measured_passes():
 
 def test_readme_claims_the_measured_steps():
     result = H200["grpo_size"]["result"]
-    row = next((line for line in README.splitlines() if "against TRL" in line and "H200" in line), "")
+    row = next(
+        (
+            line
+            for line in README.splitlines()
+            if "against TRL" in line and "H200" in line
+        ),
+        "",
+    )
     for name in ("512", "3000", "512_k1", "3000_k1"):
         assert f"{result[f'vs_trl_ratio_{name}']:.2f}" in row, name
-        assert f"{result[f'step_s_{name}']:.3g}"[:4] in row or f"{result[f'step_s_{name}']:.2f}" in row, name
+        assert (
+            f"{result[f'step_s_{name}']:.3g}"[:4] in row
+            or f"{result[f'step_s_{name}']:.2f}" in row
+        ), name
 
 
 def test_readme_claims_the_stacked_sync_and_the_long_rows():
     ways = H200["sync_stacked"]["result"]["ways"]
-    row = next((line for line in README.splitlines() if "stacked layers (14 leaves" in line), "")
-    assert f"{ways['direct']['sync_ms']:.2f} and {ways['direct_verified']['sync_ms']:.2f} ms" in row
-    row = next((line for line in README.splitlines() if "trained beside an engine" in line), "")
+    row = next(
+        (line for line in README.splitlines() if "stacked layers (14 leaves" in line),
+        "",
+    )
+    assert (
+        f"{ways['direct']['sync_ms']:.2f} and {ways['direct_verified']['sync_ms']:.2f} ms"
+        in row
+    )
+    row = next(
+        (line for line in README.splitlines() if "trained beside an engine" in line), ""
+    )
     assert "32,768 tokens in 1.5 s" in row
     rows = {r["tokens"]: r for r in H200["train_beside_engine"]["result"]["rows"]}
     assert max(rows[32768]["steps_s"]) < 1.55
@@ -336,21 +522,41 @@ def test_readme_claims_the_stacked_sync_and_the_long_rows():
 
 def test_readme_claims_the_measured_adapters_and_experts():
     result = H200["lora"]["result"]
-    row = next((line for line in README.splitlines() if "into vLLM's adapter slot by ipc" in line), "")
+    row = next(
+        (
+            line
+            for line in README.splitlines()
+            if "into vLLM's adapter slot by ipc" in line
+        ),
+        "",
+    )
     times = [result[name] for name in ("sync_ms", "staged_ms", "staged_pause_ms")]
     assert ", ".join(f"{ms:.1f} ms" for ms in times) in row
     assert f"files {result['files_ms']:.0f} ms" in row
-    assert f"{result['vs_files_ratio']:.0f}× and {result['staged_vs_files_ratio']:.0f}×" in row
+    assert (
+        f"{result['vs_files_ratio']:.0f}× and {result['staged_vs_files_ratio']:.0f}×"
+        in row
+    )
     assert result["same_tokens"]
     assert result["tokens_moved"]
     result = H200["experts"]["result"]["of_size"]
-    direct, verified, staged = (result["ways"][way] for way in ("direct", "direct_verified", "staged_verified"))
+    direct, verified, staged = (
+        result["ways"][way] for way in ("direct", "direct_verified", "staged_verified")
+    )
     best = min(result["vllm_plain_ms"], result["vllm_packed_ms"])
-    assert all(abs(way["vs_vllm_ratio"] - best / way["sync_ms"]) < 1e-9 for way in result["ways"].values())
+    assert all(
+        abs(way["vs_vllm_ratio"] - best / way["sync_ms"]) < 1e-9
+        for way in result["ways"].values()
+    )
     assert all(result["tokens_equal"].values())
-    row = next((line for line in README.splitlines() if "of a mixture of experts" in line), "")
+    row = next(
+        (line for line in README.splitlines() if "of a mixture of experts" in line), ""
+    )
     assert f"{direct['sync_ms']:.1f} ms, {verified['sync_ms']:.1f} ms" in row
-    assert f"{direct['vs_vllm_ratio']:.0f}× and {verified['vs_vllm_ratio']:.0f}× vLLM's own" in row
+    assert (
+        f"{direct['vs_vllm_ratio']:.0f}× and {verified['vs_vllm_ratio']:.0f}× vLLM's own"
+        in row
+    )
     assert f"{best:.0f} ms)" in row
     assert f"{staged['sync_ms']:.1f} ms ({staged['vs_vllm_ratio']:.0f}×)" in row
     assert f"stands still for {staged['pause_ms']:.1f}" in row
@@ -360,7 +566,10 @@ def test_readme_claims_the_measured_adapters_and_experts():
 def test_readme_claims_the_measured_eight_bits():
     result = H200["fp8"]["result"]
     ms = result["milliseconds"]
-    row = next((line for line in README.splitlines() if "into an FP8 engine by ipc" in line), "")
+    row = next(
+        (line for line in README.splitlines() if "into an FP8 engine by ipc" in line),
+        "",
+    )
     for mode in ("direct", "staged"):
         facts = ms[mode]
         assert abs(facts["ratio"] - facts["eight"] / facts["sixteen"]) < 0.01
@@ -368,9 +577,13 @@ def test_readme_claims_the_measured_eight_bits():
         assert f"{facts['eight']:.1f} ms ({facts['ratio']:.2f}×)" in row, mode
         assert facts["device_growth_mib"] == 0
     assert ms["trainer_kept_mib"] == 0
-    assert f"{ms['trainer_peak_mib'] / 1024:.1f} GiB more in the trainer meanwhile" in row
+    assert (
+        f"{ms['trainer_peak_mib'] / 1024:.1f} GiB more in the trainer meanwhile" in row
+    )
     assert f"{ms['sixteen_bytes'] / 1e9:.2f} GB" in row
-    assert 0.5 < ms["eight_bytes"] / ms["sixteen_bytes"] < 0.7, "matrices in 8 bits; embeddings and the head in 16"
+    assert 0.5 < ms["eight_bytes"] / ms["sixteen_bytes"] < 0.7, (
+        "matrices in 8 bits; embeddings and the head in 16"
+    )
     assert set(result["tests"].values()) <= {"passed", AGAIN}
     assert set(H200["reload"]["result"]) == {"direct", "staged"}
 
@@ -383,14 +596,20 @@ def test_ids_of_experts_close_the_gap_on_a_card():
         assert facts["mean"]["ids"] <= 1.05 * facts["mean"]["none"]
         assert facts["mean"]["wrong ids"] > 5 * facts["mean"]["ids"]
     mean, most = seen["qwen3_moe"]["mean"], seen["qwen3_moe"]["max"]
-    assert f"{mean['none']:.3f} and {most['none']:.1f}\nwithout, {mean['ids']:.3f} and {most['ids']:.2f} with" in README
+    assert (
+        f"{mean['none']:.3f} and {most['none']:.1f}\nwithout, {mean['ids']:.3f} and {most['ids']:.2f} with"
+        in README
+    )
 
 
 def test_readme_claims_the_certificates():
     """What README says passed on a card did; what has to run again is not claimed."""
     result = H200["certify"]["result"]
     assert {"graphs", "sleeping", "mixtral", "qwen3-moe", "lora", "fp8"} == set(result)
-    row = next((line for line in README.splitlines() if line.startswith("| `jv.certify` |")), "")
+    row = next(
+        (line for line in README.splitlines() if line.startswith("| `jv.certify` |")),
+        "",
+    )
     words = {
         "graphs": "CUDA graphs",
         "sleeping": "sleep mode",
@@ -405,4 +624,8 @@ def test_readme_claims_the_certificates():
             assert facts["ok"]
             assert facts["counts"]["fail"] == 0
             assert set(facts["states"].values()) <= {"pass", "not applicable"}
-            assert facts["states"]["arrives staged"] == facts["states"]["restored"] == "pass"
+            assert (
+                facts["states"]["arrives staged"]
+                == facts["states"]["restored"]
+                == "pass"
+            )

@@ -15,11 +15,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("jvlab_checks", ROOT / ".ci" / "checks.py")
+    spec = importlib.util.spec_from_file_location(
+        "jvlab_checks", ROOT / ".ci" / "checks.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "jvlab_checks", module)  # dataclasses look their module up
+    # dataclasses look their module up
+    monkeypatch.setitem(sys.modules, "jvlab_checks", module)
     spec.loader.exec_module(module)
     return module
 
@@ -102,12 +105,18 @@ async def f(): await asyncio.wait(tasks, timeout=5)
 
 
 @pytest.mark.parametrize("line", WAITS.strip().splitlines())
-def test_a_wait_without_a_deadline_is_found_unless_it_gives_a_reason(checks: ModuleType, line: str):
+def test_a_wait_without_a_deadline_is_found_unless_it_gives_a_reason(
+    checks: ModuleType, line: str
+):
     (found,) = checks.waits("a.py", line)
     assert (found.path, found.line) == ("a.py", 1)
     assert "without a deadline" in found.text
     assert not list(checks.waits("a.py", f"{line}  # no deadline: it was killed"))
-    assert not list(checks.waits("a.py", f"# no deadline: `close` ends it, which\n# is always called\n{line}"))
+    assert not list(
+        checks.waits(
+            "a.py", f"# no deadline: `close` ends it, which\n# is always called\n{line}"
+        )
+    )
     assert list(checks.waits("a.py", f"{line}  # no deadline:")), "a reason is wanted"
     assert list(checks.waits("a.py", f"{line}\n# no deadline: at another line"))
 
@@ -119,7 +128,9 @@ def test_other_calls_are_not(checks: ModuleType, line: str):
 
 def test_a_put_waits_only_if_a_queue_has_a_bound(checks: ModuleType):
     assert not list(checks.waits("a.py", "queue = Queue()\nqueue.put(1)"))
-    (found,) = checks.waits("a.py", "queue = Queue(maxsize=3)\nqueue.put(1)\nqueue.put(1, timeout=5)")
+    (found,) = checks.waits(
+        "a.py", "queue = Queue(maxsize=3)\nqueue.put(1)\nqueue.put(1, timeout=5)"
+    )
     assert found.line == 2
 
 
@@ -139,12 +150,16 @@ def test_a_reason_that_is_no_longer_needed_is_found(checks: ModuleType):
 def test_the_command_names_file_and_line_and_fails(tmp_path: Path):
     """And the package passes it: `make lint` runs this."""
     command = [sys.executable, str(ROOT / ".ci" / "checks.py")]
-    clean = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    clean = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False
+    )
     assert clean.returncode == 0, clean.stdout
     planted = ROOT / "jvlab" / "sync" / "_bucket_senders.py"
     bad = tmp_path / "planted.py"
     bad.write_text(f"{planted.read_text()}\npending_digests.acquire()\n")
-    wrong = subprocess.run([*command, str(bad)], capture_output=True, text=True, timeout=120, check=False)
+    wrong = subprocess.run(
+        [*command, str(bad)], capture_output=True, text=True, timeout=120, check=False
+    )
     assert wrong.returncode == 1, wrong.stderr
     last = len(bad.read_text().splitlines())
     assert f"planted.py:{last}: acquire waits without a deadline" in wrong.stdout

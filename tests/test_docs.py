@@ -19,17 +19,33 @@ MOST_WORDS = 1000
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_file_that_is_named_exists(document: str):
     text = (ROOT / document).read_text()
-    named = set(re.findall(r"`((?:[a-z_]+/)+[a-z_0-9]+\.(?:py|md|js|proto|json|ipynb|txt))`", text))
-    lost = [name for name in named if not any((base / name).is_file() for base in (ROOT, ROOT / "jvlab"))]
-    lost = [name for name in lost if not name.startswith(("views/panels/static/name", "transport/_name"))]
+    named = set(
+        re.findall(
+            r"`((?:[a-z_]+/)+[a-z_0-9]+\.(?:py|md|js|proto|json|ipynb|txt))`", text
+        )
+    )
+    lost = [
+        name
+        for name in named
+        if not any((base / name).is_file() for base in (ROOT, ROOT / "jvlab"))
+    ]
+    lost = [
+        name
+        for name in lost
+        if not name.startswith(("views/panels/static/name", "transport/_name"))
+    ]
     assert not lost
-    rooms = {name for name in re.findall(r"`([a-z]+)/`", text) if not (ROOT / name).is_dir()}
+    rooms = {
+        name for name in re.findall(r"`([a-z]+)/`", text) if not (ROOT / name).is_dir()
+    }
     assert all((ROOT / "jvlab" / name).is_dir() for name in rooms)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_link_leads_somewhere(document: str):
-    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", (ROOT / document).read_text()):
+    for target in re.findall(
+        r"\]\((?!https?:|#)([^)#]+)", (ROOT / document).read_text()
+    ):
         assert ((ROOT / document).parent / target).exists(), target
 
 

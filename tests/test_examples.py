@@ -49,7 +49,9 @@ PLAIN = (
 )
 MODULES = ("errors", "models", "tasks", "transport")
 # Of the errors the module, the root and one class show how to use them; the others differ in what they are about.
-SHOWN = {name: tuple(getattr(jv, name).__all__) for name in MODULES} | {"errors": ("JvlabError", "UnknownName")}
+SHOWN = {name: tuple(getattr(jv, name).__all__) for name in MODULES} | {
+    "errors": ("JvlabError", "UnknownName")
+}
 
 
 def examples(name: str) -> list[doctest.DocTest]:
@@ -57,9 +59,12 @@ def examples(name: str) -> list[doctest.DocTest]:
     thing = getattr(jv, name)
     finder = doctest.DocTestFinder(recurse=not inspect.ismodule(thing))
     found = finder.find(thing, name, globs={})
-    for member in SHOWN.get(name, ()):  # a module's own functions are often defined in a private one
+    # a module's own functions are often defined in a private one
+    for member in SHOWN.get(name, ()):
         if callable(value := getattr(thing, member)):
-            found += finder.find(value, f"{name}.{member}", module=inspect.getmodule(value), globs={})
+            found += finder.find(
+                value, f"{name}.{member}", module=inspect.getmodule(value), globs={}
+            )
     return [test for test in found if test.examples]
 
 
@@ -69,7 +74,9 @@ def run(name: str, globs: dict[str, Any]) -> int:
     count, report = 0, []
     for test in examples(name):
         test.globs = {**globs}
-        assert not any(doctest.SKIP in e.options for e in test.examples), f"{test.name} is not executed"
+        assert not any(doctest.SKIP in e.options for e in test.examples), (
+            f"{test.name} is not executed"
+        )
         result = runner.run(test, out=report.append, clear_globs=False)
         count += result.attempted
         if name == "Lab":
@@ -96,7 +103,11 @@ def test_examples_of_public_modules(name: str, plain: dict[str, Any]):
     """Of the module itself, and of everything callable in it."""
     assert run(name, plain) > 0
     shown = {test.name for test in examples(name)}
-    members = {f"{name}.{member}" for member in SHOWN[name] if callable(getattr(getattr(jv, name), member))}
+    members = {
+        f"{name}.{member}"
+        for member in SHOWN[name]
+        if callable(getattr(getattr(jv, name), member))
+    }
     assert shown == {name, *members}
 
 
@@ -130,7 +141,9 @@ def test_examples_that_need_an_engine(name: str, notebook: dict[str, Any]):
 
 
 @pytest.mark.engine
-def test_magics_on_a_real_pool(notebook: dict[str, Any], tmp_path, monkeypatch: pytest.MonkeyPatch):
+def test_magics_on_a_real_pool(
+    notebook: dict[str, Any], tmp_path, monkeypatch: pytest.MonkeyPatch
+):
     from IPython.core.interactiveshell import InteractiveShell
     from traitlets.config import Config
 
@@ -140,8 +153,12 @@ def test_magics_on_a_real_pool(notebook: dict[str, Any], tmp_path, monkeypatch: 
     InteractiveShell.clear_instance()
     shell: Any = InteractiveShell.instance(config=config)
     shell.run_line_magic("load_ext", "jvlab")
-    shell.user_ns.update({k: v for k, v in notebook.items() if k in ("lab", "pool", "link", "policy")})
-    batch = shell.run_cell_magic("rollout", "n=2 max_tokens=4 ignore_eos=True", "one\ntwo\n")
+    shell.user_ns.update(
+        {k: v for k, v in notebook.items() if k in ("lab", "pool", "link", "policy")}
+    )
+    batch = shell.run_cell_magic(
+        "rollout", "n=2 max_tokens=4 ignore_eos=True", "one\ntwo\n"
+    )
     assert [len(s.token_ids) for s in batch] == [4] * 4
     assert shell.run_line_magic("jv", "sync").verified
     shell.run_line_magic("jv", "status")
@@ -155,7 +172,9 @@ def test_every_public_name_says_what_it_is():
         assert inspect.getdoc(thing), name
         if inspect.isclass(thing):
             for method, value in vars(thing).items():
-                public = not method.startswith("_") and isinstance(value, (types.FunctionType, property, classmethod))
+                public = not method.startswith("_") and isinstance(
+                    value, (types.FunctionType, property, classmethod)
+                )
                 told = inspect.getdoc(getattr(thing, method)) if public else "private"
                 assert told, f"{name}.{method} has no docstring"
 

@@ -21,12 +21,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jvlab import _files
-from jvlab._errors import ConfigError, JvlabError, ModelError, TraceError, TransportError
+from jvlab._errors import (
+    ConfigError,
+    JvlabError,
+    ModelError,
+    TraceError,
+    TransportError,
+)
 from jvlab.engine._defaults import checkpoint_dtype
-from jvlab.layout._layout_codec import _WIRE_VERSION, layout_from_bytes, layout_from_plain
+from jvlab.layout._layout_codec import (
+    _WIRE_VERSION,
+    layout_from_bytes,
+    layout_from_plain,
+)
 from jvlab.layout._plan import MAGIC, TransferPlan
 from jvlab.layout.checkpoint._safetensors import read_header, read_weight_map
-from jvlab.layout.checkpoint._tensors import CheckpointValues, checkpoint_tensors, read_config_file
+from jvlab.layout.checkpoint._tensors import (
+    CheckpointValues,
+    checkpoint_tensors,
+    read_config_file,
+)
 from jvlab.record._batch import RolloutBatch
 from jvlab.record._events import RunStart, StepEvent
 from jvlab.record._log import EVENTS, SAMPLES, LogReader, encode
@@ -86,8 +100,12 @@ def survives(read: Callable[[], Any], *errors: type[JvlabError]) -> Any:
 def batch(count: int = 3) -> RolloutBatch:
     ids, logprobs = np.array([7, 8, 9]), np.array([-0.5, -1.0, -1.5])
     spans = ((3, 0, 2), (4, 2, 3))
-    make = lambda k: Sample(0, k, np.array([5, 6]), ids, logprobs, prompt="p", text="abc", versions=spans)
-    return RolloutBatch([make(k) for k in range(count)], model="m").compare([[-0.5, -1.0, -1.5]] * count)
+    make = lambda k: Sample(
+        0, k, np.array([5, 6]), ids, logprobs, prompt="p", text="abc", versions=spans
+    )
+    return RolloutBatch([make(k) for k in range(count)], model="m").compare(
+        [[-0.5, -1.0, -1.5]] * count
+    )
 
 
 @pytest.fixture(scope="module")
@@ -95,13 +113,17 @@ def good_batch(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return Path(batch().save(tmp_path_factory.mktemp("batch") / "b.npz")).read_bytes()
 
 
-def repacked(path: Path, good: bytes, change: Callable[[dict[str, bytes]], Any], **options: Any) -> Path:
+def repacked(
+    path: Path, good: bytes, change: Callable[[dict[str, bytes]], Any], **options: Any
+) -> Path:
     """The good file with its members changed."""
     (path / "good.npz").write_bytes(good)
     with zipfile.ZipFile(path / "good.npz") as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     change(members)
-    with zipfile.ZipFile(path / "bad.npz", "w", **{"compression": zipfile.ZIP_DEFLATED, **options}) as archive:
+    with zipfile.ZipFile(
+        path / "bad.npz", "w", **{"compression": zipfile.ZIP_DEFLATED, **options}
+    ) as archive:
         for name, data in members.items():
             archive.writestr(name, data)
     return path / "bad.npz"
@@ -116,7 +138,11 @@ def npy(array: np.ndarray) -> bytes:
 
 
 def text_member(value: Any) -> bytes:
-    return npy(np.frombuffer(value if isinstance(value, bytes) else json.dumps(value).encode(), np.uint8))
+    return npy(
+        np.frombuffer(
+            value if isinstance(value, bytes) else json.dumps(value).encode(), np.uint8
+        )
+    )
 
 
 def altered(**fields: Any) -> Callable[[dict[str, bytes]], None]:
@@ -137,7 +163,9 @@ def put(name: str, data: bytes) -> Callable[[dict[str, bytes]], Any]:
 
 OVERLAP = put("ends", npy(np.array([9, 0, 9])))
 HUGE_SHAPE = (
-    npy(np.zeros(9, np.int32)).replace(b"(9,), }", b"(9" + b"0" * 15 + b",), }").replace(b" " * 15 + b"\n", b"\n")
+    npy(np.zeros(9, np.int32))
+    .replace(b"(9,), }", b"(9" + b"0" * 15 + b",), }")
+    .replace(b" " * 15 + b"\n", b"\n")
 )
 BATCHES = {
     "a deep header": put("header", text_member(DEEP)),
@@ -171,7 +199,9 @@ def test_hostile_batch_files_are_refused(name: str, tmp_path: Path, good_batch: 
 
 
 @pytest.mark.parametrize("kind", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_hostile_batch_files_of_other_compression_are_refused(kind: int, tmp_path: Path, good_batch: bytes):
+def test_hostile_batch_files_of_other_compression_are_refused(
+    kind: int, tmp_path: Path, good_batch: bytes
+):
     path = repacked(tmp_path, good_batch, lambda members: None, compression=kind)
     with pytest.raises(ConfigError, match="compressed"):
         RolloutBatch.load(path)
@@ -188,15 +218,21 @@ def test_hostile_batch_with_a_broken_stream(tmp_path: Path, good_batch: bytes):
         RolloutBatch.load(tmp_path / "b.npz")
 
 
-def test_hostile_bombs_are_refused_before_they_are_read(tmp_path: Path, good_batch: bytes):
-    path = repacked(tmp_path, good_batch, put("tokens", npy(np.zeros(10_000_000, np.int32))))
+def test_hostile_bombs_are_refused_before_they_are_read(
+    tmp_path: Path, good_batch: bytes
+):
+    path = repacked(
+        tmp_path, good_batch, put("tokens", npy(np.zeros(10_000_000, np.int32)))
+    )
     assert path.stat().st_size < 100_000
     tracemalloc.start()
     with pytest.raises(ConfigError, match="declares 40,0"):
         RolloutBatch.load(path, max_bytes=20_000_000)
     assert tracemalloc.get_traced_memory()[1] < 1_000_000
     tracemalloc.stop()
-    lying = path.read_bytes().replace(struct.pack("<I", 40_000_128), struct.pack("<I", 164))
+    lying = path.read_bytes().replace(
+        struct.pack("<I", 40_000_128), struct.pack("<I", 164)
+    )
     path.write_bytes(lying)  # declares little and would expand to a lot
     with bounded(), pytest.raises(ConfigError, match="is not a rollout batch"):
         RolloutBatch.load(path, max_bytes=20_000_000)
@@ -211,7 +247,9 @@ def test_hostile_sizes_do_not_refuse_what_a_user_asks_for(tmp_path: Path):
 
 @settings(max_examples=examples(60))
 @given(data=st.data())
-def test_hostile_batches_fuzzed(tmp_path_factory: pytest.TempPathFactory, good_batch: bytes, data: st.DataObject):
+def test_hostile_batches_fuzzed(
+    tmp_path_factory: pytest.TempPathFactory, good_batch: bytes, data: st.DataObject
+):
     path = tmp_path_factory.getbasetemp() / "fuzzed.npz"
     path.write_bytes(changed(data.draw, good_batch))
     found = survives(lambda: RolloutBatch.load(path), ConfigError)
@@ -228,7 +266,12 @@ def line(body: bytes) -> bytes:
     return b'%b,"crc":"%08x"}\n' % (body[:-1], zlib.crc32(body))
 
 
-GOOD = [StepEvent(step=i, version=i, start=float(i), stop=i + 0.5, tokens=3, versions={i: 3}) for i in range(3)]
+GOOD = [
+    StepEvent(
+        step=i, version=i, start=float(i), stop=i + 0.5, tokens=3, versions={i: 3}
+    )
+    for i in range(3)
+]
 LINES = {
     "no JSON": line(b'{"kind":"step",}'),
     "deep": line(b'{"kind":' + DEEP + b"}"),
@@ -256,16 +299,30 @@ def test_hostile_lines_make_nothing_else_unreadable(name: str, tmp_path: Path):
         assert len(record.events()) + record.damaged == 5
         assert record.summary()["steps"] == 3
         assert record.summary()["tokens"] == 0
-        for look in (record.__repr__, record._repr_html_, record.staleness, lambda: record.table("rollout")):
+        for look in (
+            record.__repr__,
+            record._repr_html_,
+            record.staleness,
+            lambda: record.table("rollout"),
+        ):
             look()
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_hostile_lines_among_samples_are_counted_and_passed_by(name: str, tmp_path: Path):
+def test_hostile_lines_among_samples_are_counted_and_passed_by(
+    name: str, tmp_path: Path
+):
     with RecordWriter(tmp_path, run="r") as writer:
-        writer.write_samples([SampleRecord(step=0, group=i, tokens=(1, 2), versions=((0, 0, 2),)) for i in range(2)])
+        writer.write_samples(
+            [
+                SampleRecord(step=0, group=i, tokens=(1, 2), versions=((0, 0, 2),))
+                for i in range(2)
+            ]
+        )
     good = (tmp_path / SAMPLES).read_bytes().splitlines(keepends=True)
-    (tmp_path / SAMPLES).write_bytes(good[0] + LINES[name] + line(b'{"kind":"sample","tokens":"x"}') + good[1])
+    (tmp_path / SAMPLES).write_bytes(
+        good[0] + LINES[name] + line(b'{"kind":"sample","tokens":"x"}') + good[1]
+    )
     record = Record.open(tmp_path)
     with bounded():
         assert {0, 1} <= {s.group for s in record.samples()} <= {-1, 0, 1}
@@ -273,7 +330,9 @@ def test_hostile_lines_among_samples_are_counted_and_passed_by(name: str, tmp_pa
     assert f"{record.damaged} damaged" in repr(record)
 
 
-def test_hostile_line_without_an_end_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_hostile_line_without_an_end_is_not_held_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("jvlab.record._log.LONGEST_LINE", 1 << 16)
     monkeypatch.setattr("jvlab.record._log.CHUNK", 1 << 12)
     first, last = encode({"kind": "a"}), encode({"kind": "b"})
@@ -291,8 +350,16 @@ def test_hostile_line_without_an_end_is_not_held_in_memory(tmp_path: Path, monke
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just("NaN"),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.just("NaN"),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 FIELDS = st.sampled_from(
@@ -320,21 +387,46 @@ FIELDS = st.sampled_from(
         "extra",
     ]
 )
-KIND = st.sampled_from(["step", "rollout", "sync", "run_start", "run_stop", "fault", "pause", "score", "reward", "x"])
+KIND = st.sampled_from(
+    [
+        "step",
+        "rollout",
+        "sync",
+        "run_start",
+        "run_stop",
+        "fault",
+        "pause",
+        "score",
+        "reward",
+        "x",
+    ]
+)
 
 
 @settings(max_examples=examples(60))
-@given(strange=st.lists(st.tuples(KIND, st.dictionaries(FIELDS, JSON, max_size=8)), max_size=4))
-def test_hostile_events_fuzzed(tmp_path_factory: pytest.TempPathFactory, strange: list[tuple[str, dict[str, Any]]]):
+@given(
+    strange=st.lists(
+        st.tuples(KIND, st.dictionaries(FIELDS, JSON, max_size=8)), max_size=4
+    )
+)
+def test_hostile_events_fuzzed(
+    tmp_path_factory: pytest.TempPathFactory, strange: list[tuple[str, dict[str, Any]]]
+):
     """Events of any content, checksums in order: what is around them can be read, and so can they."""
     folder = tmp_path_factory.getbasetemp() / "fuzzed-record"
     folder.mkdir(exist_ok=True)
-    bad = [line(json.dumps({**fields, "kind": kind}).encode()) for kind, fields in strange]
+    bad = [
+        line(json.dumps({**fields, "kind": kind}).encode()) for kind, fields in strange
+    ]
     events = [encode(e.to_json()) for e in [RunStart.now("r"), *GOOD]]
     (folder / EVENTS).write_bytes(b"".join([*events[:2], *bad, *events[2:]]))
     record = Record.open(folder)
     assert len(record.events()) + record.damaged == 4 + len(bad)
-    assert {e.step for e in record.events("step") if isinstance(e, StepEvent)} >= {0, 1, 2}
+    assert {e.step for e in record.events("step") if isinstance(e, StepEvent)} >= {
+        0,
+        1,
+        2,
+    }
     for event in record.events():
         json.dumps(event.to_json(), allow_nan=False)
 
@@ -352,7 +444,12 @@ def good_plan() -> bytes:
 
 
 def plan_bytes(header: bytes, size: int | None = None, rest: bytes = b"") -> bytes:
-    return MAGIC + (len(header) if size is None else size).to_bytes(8, "little") + header + rest
+    return (
+        MAGIC
+        + (len(header) if size is None else size).to_bytes(8, "little")
+        + header
+        + rest
+    )
 
 
 PLANS = {
@@ -363,9 +460,13 @@ PLANS = {
     "a large size": plan_bytes(b"{}", 1 << 62),
     "a list": plan_bytes(b"[]"),
     "empty": plan_bytes(b"{}"),
-    "an array of objects": plan_bytes(b'{"arrays": [["x", "|O", [1]]]}', rest=b"\0" * 8),
+    "an array of objects": plan_bytes(
+        b'{"arrays": [["x", "|O", [1]]]}', rest=b"\0" * 8
+    ),
     "a negative shape": plan_bytes(b'{"arrays": [["x", "<i8", [-1]]]}'),
-    "a large shape": plan_bytes(b'{"arrays": [["x", "<i8", [4611686018427387904, 4611686018427387904]]]}'),
+    "a large shape": plan_bytes(
+        b'{"arrays": [["x", "<i8", [4611686018427387904, 4611686018427387904]]]}'
+    ),
     "a name that is a list": plan_bytes(b'{"arrays": [[[1], "<i8", [0]]]}'),
 }
 
@@ -379,7 +480,9 @@ def test_hostile_plans_are_refused(name: str):
 @settings(max_examples=examples(60))
 @given(data=st.data())
 def test_hostile_plans_fuzzed(good_plan: bytes, data: st.DataObject):
-    survives(lambda: TransferPlan.from_bytes(changed(data.draw, good_plan)), ConfigError)
+    survives(
+        lambda: TransferPlan.from_bytes(changed(data.draw, good_plan)), ConfigError
+    )
 
 
 LAYOUTS: dict[str, bytes] = {
@@ -388,7 +491,8 @@ LAYOUTS: dict[str, bytes] = {
     "a list": b"[]",
     "another version": b'{"wire": 1, "columns": {}}',
     "no columns": b'{"wire": %d}' % _WIRE_VERSION,
-    "columns of another kind": b'{"wire": %d, "columns": {"tensor": 3}}' % _WIRE_VERSION,
+    "columns of another kind": b'{"wire": %d, "columns": {"tensor": 3}}'
+    % _WIRE_VERSION,
     "odd bytes": b'{"wire": %d, "columns": {"tensor": [[1], "AAA="]}}' % _WIRE_VERSION,
     "no base64": b'{"wire": %d, "columns": {"tensor": [[1], 5]}}' % _WIRE_VERSION,
 }
@@ -401,7 +505,11 @@ def test_hostile_layouts_are_refused(name: str):
 
 
 @settings(max_examples=examples(100))
-@given(plain=st.dictionaries(st.sampled_from(["wire", "columns", "rank", "notes", "tensors"]), JSON))
+@given(
+    plain=st.dictionaries(
+        st.sampled_from(["wire", "columns", "rank", "notes", "tensors"]), JSON
+    )
+)
 def test_hostile_layouts_fuzzed(plain: dict[str, Any]):
     with pytest.raises(TraceError):
         layout_from_plain({**plain, "wire": _WIRE_VERSION})
@@ -455,12 +563,16 @@ def test_hostile_safetensors_are_refused_by_every_reader(name: str, tmp_path: Pa
             read()
 
 
-def test_hostile_file_that_ends_early_is_refused_where_its_values_are_read(tmp_path: Path):
+def test_hostile_file_that_ends_early_is_refused_where_its_values_are_read(
+    tmp_path: Path,
+):
     header = tensors(entry(shape=[1 << 40], place=[0, 4 << 40]))
     (tmp_path / "model.safetensors").write_bytes(header)
     assert len(CheckpointValues(tmp_path)) == 0
     (tmp_path / "model.safetensors").write_bytes(header + bytes(100))
-    assert checkpoint_tensors(tmp_path)[0].shape == (1 << 40,), "a header alone is enough to plan with"
+    assert checkpoint_tensors(tmp_path)[0].shape == (1 << 40,), (
+        "a header alone is enough to plan with"
+    )
     for read in readers(tmp_path)[1:]:
         with bounded(), pytest.raises(ModelError, match="ends before w"):
             read()
@@ -468,18 +580,31 @@ def test_hostile_file_that_ends_early_is_refused_where_its_values_are_read(tmp_p
 
 @settings(max_examples=examples(60))
 @given(data=st.data())
-def test_hostile_safetensors_fuzzed(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject):
+def test_hostile_safetensors_fuzzed(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+):
     folder = tmp_path_factory.getbasetemp() / "fuzzed-tensors"
     folder.mkdir(exist_ok=True)
     good = tensors(
-        {"__metadata__": {"format": "pt"}, **entry(), "b": {"dtype": "BF16", "shape": [4], "data_offsets": [8, 16]}}
+        {
+            "__metadata__": {"format": "pt"},
+            **entry(),
+            "b": {"dtype": "BF16", "shape": [4], "data_offsets": [8, 16]},
+        }
     )
     (folder / "model.safetensors").write_bytes(changed(data.draw, good + bytes(16)))
     for read in readers(folder):
         survives(read, ModelError)
 
 
-TEXTS = {"nothing": b"", "deep": DEEP, "a list": b"[]", "a number": b"3", "no text": b"\xff\xfe", "half": b'{"a": '}
+TEXTS = {
+    "nothing": b"",
+    "deep": DEEP,
+    "a list": b"[]",
+    "a number": b"3",
+    "no text": b"\xff\xfe",
+    "half": b'{"a": ',
+}
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -521,7 +646,15 @@ def test_hostile_size_is_looked_at_before_reading(tmp_path: Path):
 
 # Runs and buckets -----------------------------------------------------------------------------------------------------
 
-POSITION = {"format": 1, "step": 1, "version": 1, "seed": 0, "groups": 3, "pending": [[1, 0]], "task": {}}
+POSITION = {
+    "format": 1,
+    "step": 1,
+    "version": 1,
+    "seed": 0,
+    "groups": 3,
+    "pending": [[1, 0]],
+    "task": {},
+}
 POSITIONS = {
     **TEXTS, "another format": json.dumps({**POSITION, "format": 2}).encode(),
     "a step that is none": json.dumps({**POSITION, "step": "x"}).encode(),

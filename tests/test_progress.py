@@ -79,7 +79,9 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], Screen]:
 
 
 def ticking() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "jvlab-progress"]
+    return [
+        thread for thread in threading.enumerate() if thread.name == "jvlab-progress"
+    ]
 
 
 # In a notebook --------------------------------------------------------------------------------------------------------
@@ -98,9 +100,16 @@ def test_a_bar_is_html_and_its_last_state_stays(cell: list[dict[str, Any]]):
 
 @pytest.mark.parametrize(
     ("total", "unit", "said"),
-    [(1, "sample", "0 of 1 sample"), (1200, "step", "0 of 1,200 steps"), (4e6, "B", "0.0 of 4.0 MB"), (0, "", "")],
+    [
+        (1, "sample", "0 of 1 sample"),
+        (1200, "step", "0 of 1,200 steps"),
+        (4e6, "B", "0.0 of 4.0 MB"),
+        (0, "", ""),
+    ],
 )
-def test_a_unit_is_said_once_and_one_is_no_plural(cell: list[dict[str, Any]], total: int, unit: str, said: str):
+def test_a_unit_is_said_once_and_one_is_no_plural(
+    cell: list[dict[str, Any]], total: int, unit: str, said: str
+):
     with Progress(total, "p", unit=unit):
         pass
     assert cell[-1]["text/plain"] == ", ".join(filter(None, ("p", said, "0.0 s")))
@@ -125,7 +134,9 @@ def test_quick_work_shows_nothing(cell: list[dict[str, Any]]):
     assert cell == []
 
 
-def test_the_clock_goes_on_while_nothing_arrives(cell: list[dict[str, Any]], clock: Clock):
+def test_the_clock_goes_on_while_nothing_arrives(
+    cell: list[dict[str, Any]], clock: Clock
+):
     """Nobody calls anything: a thread of the bar's own draws it, and ends with it."""
     with Progress(50, "digits", unit="step"):
         assert cell[-1]["text/plain"] == "digits, 0 of 50 steps, 0.0 s"
@@ -140,11 +151,16 @@ def test_a_bar_that_nobody_holds_ends_its_thread(cell: list[dict[str, Any]]):
     until(lambda: not ticking())
 
 
-def test_a_bar_says_what_it_waits_for_until_that_is_over(cell: list[dict[str, Any]], clock: Clock):
+def test_a_bar_says_what_it_waits_for_until_that_is_over(
+    cell: list[dict[str, Any]], clock: Clock
+):
     with Progress(1, "p: generate", unit="sample") as bar:
         clock.now += 2
         bar.waits("p was paused by python on host <b>")
-        assert cell[-1]["text/plain"] == "p: generate, 0 of 1 sample, 2.0 s, waits: p was paused by python on host <b>"
+        assert (
+            cell[-1]["text/plain"]
+            == "p: generate, 0 of 1 sample, 2.0 s, waits: p was paused by python on host <b>"
+        )
         assert "host &lt;b&gt;" in cell[-1]["text/html"]
         bar.waits("")
         bar.advance(1, "512 tokens/s")
@@ -183,9 +199,14 @@ def test_a_terminal_has_one_line_that_is_written_again(
         bar.waits("p was paused by this process")
     written = terminal.getvalue()
     assert (written.count("\n"), written[-1]) == (1, "\n")
-    drawn = [line.strip("\n").removesuffix("\x1b[K") for line in written.split("\r")[1:]]
+    drawn = [
+        line.strip("\n").removesuffix("\x1b[K") for line in written.split("\r")[1:]
+    ]
     assert drawn[0] == f"p: generate [{' ' * 20}] 0 of 4 samples, 0.0 s"
-    assert f"p: generate [{'#' * 10}{' ' * 10}] 2 of 4 samples, 1.0 s, 512 tokens/s" in drawn
+    assert (
+        f"p: generate [{'#' * 10}{' ' * 10}] 2 of 4 samples, 1.0 s, 512 tokens/s"
+        in drawn
+    )
     whole = f"p: generate [{'#' * 10}{' ' * 10}] 2 of 4 samples, 2.0 s, waits: p was paused by this process"
     assert len(whole) > 84
     assert whole[:84] in drawn, "cut where the terminal ends"
@@ -216,16 +237,22 @@ def test_a_log_has_a_line_for_each_step(screen: Callable[[bool], Screen], clock:
     ]
 
 
-def test_a_log_has_a_line_of_a_step_that_hangs(screen: Callable[[bool], Screen], clock: Clock):
+def test_a_log_has_a_line_of_a_step_that_hangs(
+    screen: Callable[[bool], Screen], clock: Clock
+):
     log = screen(False)
     with Progress(3, "digits", unit="step", each=True) as bar:
         for _ in range(200):
             clock.now += 1
             bar.tick()
-    assert [line.partition(", ")[2] for line in log.lines] == [f"0 of 3 steps, {s} s" for s in (10, 70, 130, 190)]
+    assert [line.partition(", ")[2] for line in log.lines] == [
+        f"0 of 3 steps, {s} s" for s in (10, 70, 130, 190)
+    ]
 
 
-def test_a_log_has_the_stages_of_a_launch(screen: Callable[[bool], Screen], clock: Clock):
+def test_a_log_has_the_stages_of_a_launch(
+    screen: Callable[[bool], Screen], clock: Clock
+):
     log = screen(False)
     with Progress(3, "p", unit="stage", stages=("process", "weights", "ready")) as bar:
         for stage, seconds in ((0, 12), (1, 1), (1, 1), (3, 1)):
@@ -235,7 +262,9 @@ def test_a_log_has_the_stages_of_a_launch(screen: Callable[[bool], Screen], cloc
     assert log.lines == ["p: process, 12 s", "p: weights, 13 s", "p: ready, 15 s"]
 
 
-def test_a_log_has_nothing_of_quick_work_nor_of_a_pool_that_is_ready(screen: Callable[[bool], Screen], clock: Clock):
+def test_a_log_has_nothing_of_quick_work_nor_of_a_pool_that_is_ready(
+    screen: Callable[[bool], Screen], clock: Clock
+):
     log = screen(False)
     with Progress(32, "p: generate", unit="sample", after=1.0) as bar:
         for _ in range(32):
@@ -249,7 +278,9 @@ def test_a_log_has_nothing_of_quick_work_nor_of_a_pool_that_is_ready(screen: Cal
     assert log.getvalue() == ""
 
 
-def test_a_log_says_why_long_work_waits_and_how_it_ended(screen: Callable[[bool], Screen], clock: Clock):
+def test_a_log_says_why_long_work_waits_and_how_it_ended(
+    screen: Callable[[bool], Screen], clock: Clock
+):
     log = screen(False)
     with Progress(2, "p: generate", unit="sample", show=True, after=1.0) as bar:
         clock.now += 2

@@ -26,7 +26,11 @@ def name_of(path: Path) -> str:
 
 MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 ROOMS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
-FOLDERS = sorted(path.parent for path in PACKAGE.glob("[a-z]*/**/__init__.py") if path.parent.name[0] != "_")
+FOLDERS = sorted(
+    path.parent
+    for path in PACKAGE.glob("[a-z]*/**/__init__.py")
+    if path.parent.name[0] != "_"
+)
 
 
 def imports_of(source: str) -> dict[str, bool]:
@@ -42,13 +46,21 @@ def imports_of(source: str) -> dict[str, bool]:
                 names = [alias.name for alias in child.names]
             elif isinstance(child, ast.ImportFrom) and child.module:
                 names = [
-                    full if (full := f"{child.module}.{alias.name}") in MODULES else child.module
+                    full
+                    if (full := f"{child.module}.{alias.name}") in MODULES
+                    else child.module
                     for alias in child.names
                 ]
             for name in names:
                 if name in MODULES:
                     found[name] = found.get(name, True) and inside
-            visit(child, inside or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)))
+            visit(
+                child,
+                inside
+                or isinstance(
+                    child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+                ),
+            )
 
     visit(ast.parse(source), False)
     return found
@@ -59,7 +71,11 @@ def import_cycle(sources: dict[str, str]) -> list[str]:
 
     jvlab/__init__.py is not part of it: it imports public names on first use.
     """
-    graph = {name: imports_of(source).keys() - {name, "jvlab"} for name, source in sources.items() if name != "jvlab"}
+    graph = {
+        name: imports_of(source).keys() - {name, "jvlab"}
+        for name, source in sources.items()
+        if name != "jvlab"
+    }
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
@@ -75,8 +91,14 @@ def test_no_import_cycle():
 def test_an_import_cycle_is_found():
     below, above = "jvlab.layout._digest", "jvlab.lab._lab"
     at_the_top = {below: f"import {above}", above: f"import {below}"}
-    inside = {below: "def f():\n    from jvlab.lab import _lab", above: f"import {below}"}
-    for_types = {below: f"if TYPE_CHECKING:\n    import {above}", above: f"import {below}"}
+    inside = {
+        below: "def f():\n    from jvlab.lab import _lab",
+        above: f"import {below}",
+    }
+    for_types = {
+        below: f"if TYPE_CHECKING:\n    import {above}",
+        above: f"import {below}",
+    }
     assert set(import_cycle(at_the_top)) == set(import_cycle(inside)) == {below, above}
     assert not import_cycle(for_types)
     assert imports_of(inside[below]) == {above: True}
@@ -91,7 +113,9 @@ def test_there_are_twelve_rooms_and_bench():
     assert len(ROOMS) == 13
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.relative_to(PACKAGE).as_posix())
+@pytest.mark.parametrize(
+    "folder", FOLDERS, ids=lambda folder: folder.relative_to(PACKAGE).as_posix()
+)
 def test_a_room_has_a_docstring(folder: Path):
     docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
     assert "import" in docstring.lower() or "the public API" in docstring
@@ -100,12 +124,17 @@ def test_a_room_has_a_docstring(folder: Path):
 def test_every_room_is_in_the_contract():
     import tomllib
 
-    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"][
+        "importlinter"
+    ]["contracts"][0]
     layers = {name.strip() for layer in contract["layers"] for name in layer.split("|")}
     assert layers == {room.name for room in ROOMS} | SHARED_MODULES
 
 
 def test_tests_mirror_the_rooms():
     besides = {"baselines", "browser", "gpu", "live"}
-    folders = {path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").glob("*/**/*.py")}
+    folders = {
+        path.relative_to(ROOT / "tests").parts[0]
+        for path in (ROOT / "tests").glob("*/**/*.py")
+    }
     assert folders - besides <= {room.name for room in ROOMS}

@@ -53,7 +53,9 @@ def test_it():
 @pytest.fixture
 def stages(monkeypatch: pytest.MonkeyPatch) -> Any:
     """.ci/test.py, as a module."""
-    spec = importlib.util.spec_from_file_location("stages_of_make_test", ROOT / ".ci" / "test.py")
+    spec = importlib.util.spec_from_file_location(
+        "stages_of_make_test", ROOT / ".ci" / "test.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -63,15 +65,33 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_a_test_that_crashes_its_worker_fails_by_name_and_alone(workers: int, tmp_path: Path) -> None:
+def test_a_test_that_crashes_its_worker_fails_by_name_and_alone(
+    workers: int, tmp_path: Path
+) -> None:
     """In the first, middle and last place of a file: the others run, once each, and the session ends."""
     for at in range(3):
         (tmp_path / f"test_{at}.py").write_text(CRASHES.format(at=at))
     (tmp_path / "test_fine.py").write_text(CRASHES.format(at=-1))
-    command = [*PYTEST, "-q", "-n", str(workers), "--dist", "loadfile", "--rootdir", str(tmp_path), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
-    failed = re.findall(r"^FAILED \S*(test_\d\.py::test_it\[\d\])", done.stdout, re.MULTILINE)
-    assert sorted(failed) == [f"test_{at}.py::test_it[{at}]" for at in range(3)], done.stdout
+    command = [
+        *PYTEST,
+        "-q",
+        "-n",
+        str(workers),
+        "--dist",
+        "loadfile",
+        "--rootdir",
+        str(tmp_path),
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, cwd=ROOT
+    )
+    failed = re.findall(
+        r"^FAILED \S*(test_\d\.py::test_it\[\d\])", done.stdout, re.MULTILINE
+    )
+    assert sorted(failed) == [f"test_{at}.py::test_it[{at}]" for at in range(3)], (
+        done.stdout
+    )
     assert "3 failed, 9 passed" in done.stdout
     assert done.returncode == 1
 
@@ -86,11 +106,17 @@ def test_a_stage_that_is_silent_shows_its_stacks_and_is_ended(
     said = capfdbinary.readouterr().out.decode()
     assert stage.failed
     assert stage.names[0] == "planted: ended, no output for 25 s"
-    assert any("test_hangs.py::test_it: was running then" in name for name in stage.names[1:]), said
+    assert any(
+        "test_hangs.py::test_it: was running then" in name for name in stage.names[1:]
+    ), said
     listed = {int(pid) for pid in re.findall(r"^ +(\d+) ", said, re.MULTILINE)}
     assert len(listed) >= 2, "pytest and its worker"
-    assert re.search(r"line \d+ in wait_for_ever", said), "the stack of the test that hangs"
-    assert re.search(r"line \d+ in loop_once", said), "and that of the process that waits for it"
+    assert re.search(r"line \d+ in wait_for_ever", said), (
+        "the stack of the test that hangs"
+    )
+    assert re.search(r"line \d+ in loop_once", said), (
+        "and that of the process that waits for it"
+    )
     assert not wait_for_exit({pid for pid in listed if psutil.pid_exists(pid)}, 30)
 
 

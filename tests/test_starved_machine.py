@@ -47,7 +47,9 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "tests.conftest", "-
 """
 
 
-@pytest.mark.parametrize(("share", "expected"), [("0.5", "2 failed, 2 passed"), ("0.1", "3 failed, 1 error")])
+@pytest.mark.parametrize(
+    ("share", "expected"), [("0.5", "2 failed, 2 passed"), ("0.1", "3 failed, 1 error")]
+)
 def test_it_is_run_again_only_then(tmp_path: Path, share: str, expected: str):
     (tmp_path / "test_three.py").write_text(TESTS)
     done = subprocess.run(
@@ -59,6 +61,10 @@ def test_it_is_run_again_only_then(tmp_path: Path, share: str, expected: str):
         timeout=500,
     )
     assert expected in done.stdout, done.stdout + done.stderr
-    assert ("test_third_time_lucky failed while the host took 50%" in done.stderr) == (share == "0.5")
+    assert ("test_third_time_lucky failed while the host took 50%" in done.stderr) == (
+        share == "0.5"
+    )
     assert "Timeout (>1.0s)" in done.stdout
-    assert "test_that_hangs failed while" not in done.stderr, "it has no timer the second time"
+    assert "test_that_hangs failed while" not in done.stderr, (
+        "it has no timer the second time"
+    )

@@ -20,7 +20,9 @@ from jvlab.lab._pool_table import PoolTable, check_connect, check_pool, replica_
 from tests.trainer.fake_pool import fresh_params, logprobs_fn, world
 
 MODULES = ("errors", "models", "tasks", "transport")
-FAKE = SimpleNamespace(name="demo", _snapshot=SimpleNamespace(replicas=[SimpleNamespace(replica="demo/0")]))
+FAKE = SimpleNamespace(
+    name="demo", _snapshot=SimpleNamespace(replicas=[SimpleNamespace(replica="demo/0")])
+)
 LINK = SimpleNamespace(sync=jv.Link.sync)
 PAIR = (fresh_params, logprobs_fn)
 
@@ -37,39 +39,147 @@ def look_for(prompt: Any, policy: Any = None, **options: Any) -> Any:
 MISTAKES: dict[str, tuple[Callable[[], Any], type[jv.JvlabError], str]] = {
     # what is typed: the call, the error, words of its remedy
     "jv.Polcy": (lambda: jv.Polcy, jv.errors.UnknownName, "did you mean 'Policy'"),
-    "jv.tasks.gsm8k": (lambda: jv.tasks.gsm8k, jv.errors.UnknownName, "jv.Task(prompts, reward)"),  # type: ignore[attr-defined]
-    "jv.models.llama": (lambda: jv.models.llama, jv.errors.UnknownName, "jv.models.tiny('llama')"),  # type: ignore[attr-defined]
-    "jv.transport.rdma": (lambda: jv.transport.rdma, jv.errors.UnknownName, 'transport="shm"'),  # type: ignore[attr-defined]
-    "jv.errors.EngineDirt": (lambda: jv.errors.EngineDirt, jv.errors.UnknownName, "'EngineDirty'"),  # type: ignore[attr-defined]
-    "jv.tasks.named('gsm8k')": (lambda: jv.tasks.named("gsm8k"), jv.errors.UnknownName, "jv.tasks.jsonl(path)"),
+    "jv.tasks.gsm8k": (
+        lambda: jv.tasks.gsm8k,
+        jv.errors.UnknownName,
+        "jv.Task(prompts, reward)",
+    ),  # type: ignore[attr-defined]
+    "jv.models.llama": (
+        lambda: jv.models.llama,
+        jv.errors.UnknownName,
+        "jv.models.tiny('llama')",
+    ),  # type: ignore[attr-defined]
+    "jv.transport.rdma": (
+        lambda: jv.transport.rdma,
+        jv.errors.UnknownName,
+        'transport="shm"',
+    ),  # type: ignore[attr-defined]
+    "jv.errors.EngineDirt": (
+        lambda: jv.errors.EngineDirt,
+        jv.errors.UnknownName,
+        "'EngineDirty'",
+    ),  # type: ignore[attr-defined]
+    "jv.tasks.named('gsm8k')": (
+        lambda: jv.tasks.named("gsm8k"),
+        jv.errors.UnknownName,
+        "jv.tasks.jsonl(path)",
+    ),
     "task='gsm8k'": (lambda: train("gsm8k"), jv.errors.UnknownName, "digits"),
-    "task=None": (lambda: train(None), jv.errors.ConfigError, "jv.Task(prompts, reward)"),
-    "grpo(lr=)": (lambda: train("digits", lr=1e-3), jv.errors.ConfigError, "'learning_rate'"),
-    "grpo(steps='5')": (lambda: train("digits", steps="5"), jv.errors.ConfigError, "whole number"),
-    "grpo(pool=None)": (lambda: jv.grpo(PAIR, None, None, "digits"), jv.errors.ConfigError, "lab.launch"),  # type: ignore[arg-type]
-    "grpo(link=pool)": (lambda: jv.grpo(PAIR, world()[0], {}, "digits"), jv.errors.ConfigError, "lab.connect"),  # type: ignore[arg-type]
-    "lab.pools['x']": (lambda: PoolTable({"demo": None})["demos"], jv.errors.UnknownName, "did you mean 'demo'"),  # type: ignore[dict-item]
-    "lab.pools[0]": (lambda: PoolTable({})[0], jv.errors.UnknownName, "lab.launch(model"),  # type: ignore[index]
-    "connect(params, 'demo')": (lambda: check_pool("demo", ""), jv.errors.ConfigError, "lab.pools['demo']"),
-    "connect(pool, params)": (lambda: check_pool({}, "lab.connect(params, pool)"), jv.errors.ConfigError, "this order"),
-    "bisect(params)": (lambda: look_for({"a": 1}), jv.errors.ConfigError, 'link.bisect("a prompt", policy)'),
-    "bisect(prompt, params)": (lambda: look_for("x", {"a": 1}), jv.errors.ConfigError, "params=params"),
-    "bisect(policy)": (lambda: look_for(SimpleNamespace(params={})), jv.errors.ConfigError, "a prompt"),
-    "Task(reward='equals')": (lambda: jv.Task(["a"], "equals"), jv.errors.ConfigError, "jv.tasks.jsonl"),  # type: ignore[arg-type]
-    "Rules.parse(lines)": (lambda: jv.Rules.parse(["a -> b"]), jv.errors.ConfigError, "one rule per line"),  # type: ignore[arg-type]
+    "task=None": (
+        lambda: train(None),
+        jv.errors.ConfigError,
+        "jv.Task(prompts, reward)",
+    ),
+    "grpo(lr=)": (
+        lambda: train("digits", lr=1e-3),
+        jv.errors.ConfigError,
+        "'learning_rate'",
+    ),
+    "grpo(steps='5')": (
+        lambda: train("digits", steps="5"),
+        jv.errors.ConfigError,
+        "whole number",
+    ),
+    "grpo(pool=None)": (
+        lambda: jv.grpo(PAIR, None, None, "digits"),
+        jv.errors.ConfigError,
+        "lab.launch",
+    ),  # type: ignore[arg-type]
+    "grpo(link=pool)": (
+        lambda: jv.grpo(PAIR, world()[0], {}, "digits"),
+        jv.errors.ConfigError,
+        "lab.connect",
+    ),  # type: ignore[arg-type]
+    "lab.pools['x']": (
+        lambda: PoolTable({"demo": None})["demos"],
+        jv.errors.UnknownName,
+        "did you mean 'demo'",
+    ),  # type: ignore[dict-item]
+    "lab.pools[0]": (
+        lambda: PoolTable({})[0],
+        jv.errors.UnknownName,
+        "lab.launch(model",
+    ),  # type: ignore[index]
+    "connect(params, 'demo')": (
+        lambda: check_pool("demo", ""),
+        jv.errors.ConfigError,
+        "lab.pools['demo']",
+    ),
+    "connect(pool, params)": (
+        lambda: check_pool({}, "lab.connect(params, pool)"),
+        jv.errors.ConfigError,
+        "this order",
+    ),
+    "bisect(params)": (
+        lambda: look_for({"a": 1}),
+        jv.errors.ConfigError,
+        'link.bisect("a prompt", policy)',
+    ),
+    "bisect(prompt, params)": (
+        lambda: look_for("x", {"a": 1}),
+        jv.errors.ConfigError,
+        "params=params",
+    ),
+    "bisect(policy)": (
+        lambda: look_for(SimpleNamespace(params={})),
+        jv.errors.ConfigError,
+        "a prompt",
+    ),
+    "Task(reward='equals')": (
+        lambda: jv.Task(["a"], "equals"),
+        jv.errors.ConfigError,
+        "jv.tasks.jsonl",
+    ),  # type: ignore[arg-type]
+    "Rules.parse(lines)": (
+        lambda: jv.Rules.parse(["a -> b"]),
+        jv.errors.ConfigError,
+        "one rule per line",
+    ),  # type: ignore[arg-type]
     "Rules(7)": (lambda: jv.Rules(7), jv.errors.ConfigError, "help(jv.Rules)"),  # type: ignore[arg-type]
-    "Rules.named('polcy')": (lambda: jv.Rules.named("polcy"), jv.errors.ConfigError, "did you mean 'policy'"),
+    "Rules.named('polcy')": (
+        lambda: jv.Rules.named("polcy"),
+        jv.errors.ConfigError,
+        "did you mean 'policy'",
+    ),
     "mesh('fsdp')": (lambda: jv.mesh("fsdp"), jv.errors.ConfigError, "fsdp=4,tp=2"),
     "mesh('fdsp=4')": (lambda: jv.mesh("fdsp=4"), jv.errors.ConfigError, "fsdp"),
     "mesh(4)": (lambda: jv.mesh(4), jv.errors.ConfigError, 'jv.mesh("fsdp=4,tp=2")'),  # type: ignore[arg-type]
-    "mesh('fsdp=1', tp=1)": (lambda: jv.mesh("fsdp=1", tp=1), jv.errors.ConfigError, "jv.mesh(fsdp=4, tp=2)"),
-    "Record('folder')": (lambda: jv.Record("folder"), jv.errors.ConfigError, "jv.Record.open"),  # type: ignore[arg-type]
-    "grpo(sync=)": (lambda: jv.grpo(PAIR, world()[0], LINK, "digits", sync={"modus": 1}), jv.errors.ConfigError, "kv"),  # type: ignore[arg-type]
-    "grpo(evaluate='gsm8k')": (lambda: train("digits", evaluate="gsm8k"), jv.errors.UnknownName, "digits"),
-    "connect(None, pool)": (lambda: check_connect(None, {}), jv.errors.ConfigError, "pytree"),
-    "connect(hots=)": (lambda: check_connect({}, {"hots": ""}), jv.errors.ConfigError, "host, directory"),
+    "mesh('fsdp=1', tp=1)": (
+        lambda: jv.mesh("fsdp=1", tp=1),
+        jv.errors.ConfigError,
+        "jv.mesh(fsdp=4, tp=2)",
+    ),
+    "Record('folder')": (
+        lambda: jv.Record("folder"),
+        jv.errors.ConfigError,
+        "jv.Record.open",
+    ),  # type: ignore[arg-type]
+    "grpo(sync=)": (
+        lambda: jv.grpo(PAIR, world()[0], LINK, "digits", sync={"modus": 1}),
+        jv.errors.ConfigError,
+        "kv",
+    ),  # type: ignore[arg-type]
+    "grpo(evaluate='gsm8k')": (
+        lambda: train("digits", evaluate="gsm8k"),
+        jv.errors.UnknownName,
+        "digits",
+    ),
+    "connect(None, pool)": (
+        lambda: check_connect(None, {}),
+        jv.errors.ConfigError,
+        "pytree",
+    ),
+    "connect(hots=)": (
+        lambda: check_connect({}, {"hots": ""}),
+        jv.errors.ConfigError,
+        "host, directory",
+    ),
     "pool.logs(7)": (lambda: replica_name(FAKE, 7), jv.errors.UnknownName, "demo/0"),
-    "batch['text']": (lambda: jv.RolloutBatch([])["text"], jv.errors.ConfigError, "batch.arrays()"),  # type: ignore[call-overload]
+    "batch['text']": (
+        lambda: jv.RolloutBatch([])["text"],
+        jv.errors.ConfigError,
+        "batch.arrays()",
+    ),  # type: ignore[call-overload]
     "launch(engine='x')": (
         lambda: LaunchOptions(model="m", engine="x").check_counts(),  # type: ignore[arg-type]
         jv.errors.ConfigError,
@@ -83,7 +193,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[jv.JvlabError], str]] = {
 }
 
 
-@pytest.mark.parametrize("written", ["fsdp=2,tp=1", " fsdp=2, tp=1 ", {"fsdp": 2, "tp": 1}])
+@pytest.mark.parametrize(
+    "written", ["fsdp=2,tp=1", " fsdp=2, tp=1 ", {"fsdp": 2, "tp": 1}]
+)
 def test_a_mesh_as_it_is_written_elsewhere(written: Any):
     assert jv.mesh(written) == jv.mesh(fsdp=2, tp=1)
     policy = jv.Policy.from_pretrained(jv.models.tiny("llama"), mesh=written)
@@ -96,7 +208,9 @@ def test_a_mistake_is_an_error_with_a_remedy(typed: str):
     with pytest.raises(kind) as caught:
         call()
     assert words in caught.value.remedy
-    assert f"\n  → {caught.value.remedy}" in str(caught.value), "as KeyError prints it, quoted"
+    assert f"\n  → {caught.value.remedy}" in str(caught.value), (
+        "as KeyError prints it, quoted"
+    )
 
 
 def test_unknown_names_are_what_python_expects():
@@ -121,14 +235,26 @@ def test_no_package_shows_what_it_imports():
     for found in pkgutil.iter_modules(jv.__path__):
         if not found.name.startswith("_"):
             module = import_module(f"jvlab.{found.name}")
-            leaked = [n for n in dir(module) if not n.startswith("_") and n not in getattr(module, "__all__", ())]
-            ours = [n for n in leaked if getattr(getattr(module, n), "__package__", "").startswith(module.__name__)]
+            leaked = [
+                n
+                for n in dir(module)
+                if not n.startswith("_") and n not in getattr(module, "__all__", ())
+            ]
+            ours = [
+                n
+                for n in leaked
+                if getattr(getattr(module, n), "__package__", "").startswith(
+                    module.__name__
+                )
+            ]
             assert leaked == ours
 
 
 def test_the_version_on_the_command_line():
     command = [sys.executable, "-m", "jvlab", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=120
+    )
     assert done.stdout == f"jvlab {jv.__version__}\n"
 
 
@@ -159,7 +285,9 @@ ask()
 """
 
 
-def test_a_traceback_in_a_notebook_shows_the_users_lines_and_the_remedy(shell: Any, capsys: pytest.CaptureFixture):
+def test_a_traceback_in_a_notebook_shows_the_users_lines_and_the_remedy(
+    shell: Any, capsys: pytest.CaptureFixture
+):
     shell.run_cell(CELL, store_history=True)
     shown = capsys.readouterr().out
     assert "Cell In[1], line 10" in shown
@@ -172,7 +300,9 @@ def test_a_traceback_in_a_notebook_shows_the_users_lines_and_the_remedy(shell: A
     assert len(shown.splitlines()) < 20
 
 
-def test_all_frames_are_shown_to_those_who_ask(shell: Any, capsys: pytest.CaptureFixture):
+def test_all_frames_are_shown_to_those_who_ask(
+    shell: Any, capsys: pytest.CaptureFixture
+):
     shell.run_cell(CELL)
     capsys.readouterr()
     shell.run_line_magic("tb", "Verbose")
@@ -202,7 +332,9 @@ def test_ctrl_c_in_a_notebook_shows_no_frame_of_ours(
     assert "_plan.py" in capsys.readouterr().out, "those who ask see where"
 
 
-def test_an_interrupt_says_what_it_left_behind(shell: Any, capsys: pytest.CaptureFixture):
+def test_an_interrupt_says_what_it_left_behind(
+    shell: Any, capsys: pytest.CaptureFixture
+):
     from jvlab._tracebacks import shorten
 
     def interrupted() -> None:
@@ -218,5 +350,7 @@ def test_an_interrupt_says_what_it_left_behind(shell: Any, capsys: pytest.Captur
 
 
 def test_a_cause_is_named(shell: Any, capsys: pytest.CaptureFixture, tmp_path: Path):
-    shell.run_cell(f"import jvlab as jv\njv.tasks.jsonl({str(tmp_path / 'none.jsonl')!r})")
+    shell.run_cell(
+        f"import jvlab as jv\njv.tasks.jsonl({str(tmp_path / 'none.jsonl')!r})"
+    )
     assert "caused by FileNotFoundError" in capsys.readouterr().out

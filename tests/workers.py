@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 def pytest_configure(config: pytest.Config) -> None:
     """At SIGUSR1, which `.ci/test.py` sends to a stage that is silent for too long, write the stacks of all threads."""
-    faulthandler.register(signal.SIGUSR1, file=os.dup(2), all_threads=True)  # output is not captured yet
+    # output is not captured yet
+    faulthandler.register(signal.SIGUSR1, file=os.dup(2), all_threads=True)
 
 
 class CrashesFailOnce(LoadFileScheduling):
@@ -32,7 +33,12 @@ class CrashesFailOnce(LoadFileScheduling):
     def remove_node(self, node: WorkerController) -> str | None:
         """Forget a worker. If it crashed, return the test that it ran, which has failed; others get the rest."""
         units = self.assigned_work.pop(node)
-        left = [nodeid for unit in units.values() for nodeid, done in unit.items() if not done]
+        left = [
+            nodeid
+            for unit in units.values()
+            for nodeid, done in unit.items()
+            if not done
+        ]
         if not left:
             return None
         crashed = left[0]
@@ -59,4 +65,6 @@ class CrashesFailOnce(LoadFileScheduling):
 
 @pytest.hookimpl(optionalhook=True, trylast=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    return CrashesFailOnce(config, log) if config.getoption("dist") == "loadfile" else None
+    return (
+        CrashesFailOnce(config, log) if config.getoption("dist") == "loadfile" else None
+    )

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
-UNOPTIMISED = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+UNOPTIMISED = [
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+]
 PLAIN_LOOPS = "xla_cpu_use_fusion_emitters"
-HAVE_IT = "0.10."  # seen with 0.10.2; 0.11.2 refuses it, though its library has the name
+# seen with 0.10.2; 0.11.2 refuses it, though its library has the name
+HAVE_IT = "0.10."
 
 
 def plain_loops() -> list[str]:

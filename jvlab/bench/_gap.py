@@ -17,14 +17,23 @@ import numpy as np
 
 from jvlab._errors import ConfigError
 
-PROMPTS, SAMPLES, TOKENS, ROUNDS = 8, 4, 256, 2
+PROMPTS = 8
+SAMPLES = 4
+TOKENS = 256
+ROUNDS = 2
 SCORED = 16  # completions of each engine that the policies score
 # name -> engine arguments, deterministic
 ENGINES: dict[str, dict[str, tuple[dict[str, Any], bool]]] = {
     "cuda": {
         "bfloat16": ({"dtype": "bfloat16"}, False),
-        "bfloat16, float32 head": ({"dtype": "bfloat16", "head_dtype": "float32"}, False),
-        "bfloat16, Triton attention": ({"dtype": "bfloat16", "attention_backend": "TRITON_ATTN"}, False),
+        "bfloat16, float32 head": (
+            {"dtype": "bfloat16", "head_dtype": "float32"},
+            False,
+        ),
+        "bfloat16, Triton attention": (
+            {"dtype": "bfloat16", "attention_backend": "TRITON_ATTN"},
+            False,
+        ),
         "bfloat16, deterministic": ({"dtype": "bfloat16"}, True),
         "float16": ({"dtype": "float16"}, False),
         "float16, float32 head": ({"dtype": "float16", "head_dtype": "float32"}, False),
@@ -32,7 +41,10 @@ ENGINES: dict[str, dict[str, tuple[dict[str, Any], bool]]] = {
     },
     "cpu": {
         "bfloat16": ({"dtype": "bfloat16"}, False),
-        "bfloat16, float32 head": ({"dtype": "bfloat16", "head_dtype": "float32"}, False),
+        "bfloat16, float32 head": (
+            {"dtype": "bfloat16", "head_dtype": "float32"},
+            False,
+        ),
         "float32": ({"dtype": "float32"}, False),
     },
 }
@@ -50,7 +62,10 @@ CAUSES: dict[str, tuple[str, str]] = {
     "head: float32 in the engine": ("bfloat16, float32 head", "bfloat16"),
     "head: float32 on both sides": ("bfloat16, float32 head", "bfloat16, float32 head"),
     "head: rounded as the engine rounds": ("bfloat16", "bfloat16, bfloat16 head"),
-    "attention: Triton's instead of FlashAttention": ("bfloat16, Triton attention", "bfloat16"),
+    "attention: Triton's instead of FlashAttention": (
+        "bfloat16, Triton attention",
+        "bfloat16",
+    ),
     "kernels: batch-invariant": ("bfloat16, deterministic", "bfloat16"),
     "dtype: the trainer in float32": ("bfloat16", "float32"),
     "dtype: float16 on both sides": ("float16", "float16"),
@@ -59,26 +74,36 @@ CAUSES: dict[str, tuple[str, str]] = {
 }
 
 
-def run_bench_gap(model: str | None = None, device: str = "auto", eager: bool = False) -> dict[str, Any]:
+def run_bench_gap(
+    model: str | None = None, device: str = "auto", eager: bool = False
+) -> dict[str, Any]:
     """Measure every pair; prints a table, returns the facts."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the engines share the card
+    # the engines share the card
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jvlab as jv
     from jvlab.lab._launch_settings import resolve_device
 
     device = resolve_device(device)
     path = jv.models.resolve(model) if model else jv.models.tiny("llama")
     if not Path(path).is_dir():
-        raise ConfigError(f"{path!r} is not a folder", remedy="--model DIR, a checkpoint that the trainer can read too")
+        raise ConfigError(
+            f"{path!r} is not a folder",
+            remedy="--model DIR, a checkpoint that the trainer can read too",
+        )
     print(f"bench gap on {device}: {Path(path).name}", flush=True)
     with jv.Lab() as lab:
         batches, rates = _sample(lab, path, device, eager)
     rows = _compare(path, batches)
     by_pair = {(row["engine"], row["policy"]): row for row in rows}
     causes = {what: by_pair[pair] for what, pair in CAUSES.items() if pair in by_pair}
-    print(f"\n{'what is switched':<46}{'mean':>9}{'p99':>9}{'largest':>9}{'engine tokens/s':>17}")
+    print(
+        f"\n{'what is switched':<46}{'mean':>9}{'p99':>9}{'largest':>9}{'engine tokens/s':>17}"
+    )
     for what, row in causes.items():
         rate = rates[row["engine"]]
-        print(f"{what:<46}{row['mean']:>9.4f}{row['p99']:>9.4f}{row['largest']:>9.4f}{rate:>17.0f}")
+        print(
+            f"{what:<46}{row['mean']:>9.4f}{row['p99']:>9.4f}{row['largest']:>9.4f}{rate:>17.0f}"
+        )
     first = next(iter(causes.values()))
     best = min(causes.values(), key=lambda row: row["mean"])
     return {
@@ -89,39 +114,64 @@ def run_bench_gap(model: str | None = None, device: str = "auto", eager: bool = 
         "gap_mean": first["mean"],
         "gap_largest": first["largest"],
         "best_mean": best["mean"],
-        "causes": {what: {k: row[k] for k in ("mean", "p99", "largest")} for what, row in causes.items()},
+        "causes": {
+            what: {k: row[k] for k in ("mean", "p99", "largest")}
+            for what, row in causes.items()
+        },
         "router": "no router in this model",
         "rows": rows,
         "engine_tokens_per_s": rates,
     }
 
 
-def _sample(lab: Any, path: str, device: str, eager: bool) -> tuple[dict[str, Any], dict[str, float]]:
+def _sample(
+    lab: Any, path: str, device: str, eager: bool
+) -> tuple[dict[str, Any], dict[str, float]]:
     """What each engine sampled, and its tokens/s."""
     wanted = ENGINES[device]
-    common: dict[str, Any] = {"max_model_len": 1024, "enforce_eager": eager or device == "cpu"}
+    common: dict[str, Any] = {
+        "max_model_len": 1024,
+        "enforce_eager": eager or device == "cpu",
+    }
     if not (Path(path) / "tokenizer.json").is_file():
         common["skip_tokenizer_init"] = True
     if device == "cuda":
         common |= {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 3 << 30}
     launch = lambda name: lab.launch(
-        path, device=device, engine={**common, **wanted[name][0]}, deterministic=wanted[name][1]
+        path,
+        device=device,
+        engine={**common, **wanted[name][0]},
+        deterministic=wanted[name][1],
     )
     # a GPU machine has memory and cores for all engines at once; a CPU runs one after the other
     pools = {name: launch(name) for name in wanted} if device == "cuda" else {}
-    batches, rates = {}, {}
+    batches = {}
+    rates = {}
     for name in wanted:
-        pool = (pools.get(name) or launch(name)).wait()  # no deadline: `Pool.wait` has a default
+        # no deadline: `Pool.wait` has a default
+        pool = (pools.get(name) or launch(name)).wait()
         vocabulary = pool._facts().vocab_size
         random = np.random.default_rng(0)
-        prompts = [random.integers(5, vocabulary - 5, 20 + 13 * i).tolist() for i in range(PROMPTS)]
+        prompts = [
+            random.integers(5, vocabulary - 5, 20 + 13 * i).tolist()
+            for i in range(PROMPTS)
+        ]
         times = []
         for turn in range(ROUNDS + 1):  # the first one warms up
             start = time.perf_counter()
-            options = {"max_tokens": TOKENS, "temperature": 1.0, "seed": turn, "ignore_eos": True, "progress": False}
+            options = {
+                "max_tokens": TOKENS,
+                "temperature": 1.0,
+                "seed": turn,
+                "ignore_eos": True,
+                "progress": False,
+            }
             batch = pool.generate(prompts, n=SAMPLES, **options)
             times.append(batch.tokens / (time.perf_counter() - start))
-        batches[name], rates[name] = list(batch)[:: PROMPTS * SAMPLES // SCORED], statistics.median(times[1:])
+        batches[name], rates[name] = (
+            list(batch)[:: PROMPTS * SAMPLES // SCORED],
+            statistics.median(times[1:]),
+        )
         print(f"  engine {name}: {rates[name]:.0f} tokens/s", flush=True)
         pool.close()
     return batches, rates
@@ -131,17 +181,28 @@ def _compare(path: str, batches: dict[str, Any]) -> list[dict[str, Any]]:
     """Every policy against every engine's samples."""
     import jvlab as jv
 
-    width = max(len(s.prompt_token_ids) + len(s.token_ids) for samples in batches.values() for s in samples)
+    width = max(
+        len(s.prompt_token_ids) + len(s.token_ids)
+        for samples in batches.values()
+        for s in samples
+    )
     rows = []
     for policy_name, (compute, head) in POLICIES.items():
         policy = jv.Policy.from_pretrained(path, compute_dtype=compute, head_dtype=head)
         for engine_name, samples in batches.items():
-            tokens, mask = np.zeros((len(samples), width), np.int32), np.zeros((len(samples), width), bool)
+            tokens = np.zeros((len(samples), width), np.int32)
+            mask = np.zeros((len(samples), width), bool)
             for row, sample in enumerate(samples):
                 ids = [*sample.prompt_token_ids.tolist(), *sample.token_ids.tolist()]
-                tokens[row, : len(ids)], mask[row, : len(ids)] = ids, True
+                tokens[row, : len(ids)] = ids
+                mask[row, : len(ids)] = True
             found = np.asarray(policy.logprobs(policy.params, tokens, mask))
-            apart = np.concatenate([_completion(row, s) - s.logprobs for row, s in zip(found, samples, strict=True)])
+            apart = np.concatenate(
+                [
+                    _completion(row, s) - s.logprobs
+                    for row, s in zip(found, samples, strict=True)
+                ]
+            )
             gap = np.abs(apart)
             rows.append(
                 {

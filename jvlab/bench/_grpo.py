@@ -19,32 +19,58 @@ from pathlib import Path
 from typing import Any
 
 WARM = 3  # steps that are not counted
-GROUPS, SAMPLES = 8, 8  # per step
+# per step
+GROUPS = 8
+SAMPLES = 8
 
 
 def run_bench_grpo(
-    steps: int = 15, model: str | None = None, device: str = "auto", seed: int = 0, eager: bool = False
+    steps: int = 15,
+    model: str | None = None,
+    device: str = "auto",
+    seed: int = 0,
+    eager: bool = False,
 ) -> dict[str, Any]:
     """Measure all four runs; prints a table as it goes, returns the facts."""
     import jvlab as jv
     from jvlab.bench import _jax_decode
 
-    path = jv.models.resolve(model) if model else jv.models.tiny("llama", vocab_size=288)
-    print(f"bench grpo: {Path(path).name}, {GROUPS} × {SAMPLES} samples a step, {steps} steps counted", flush=True)
+    path = (
+        jv.models.resolve(model) if model else jv.models.tiny("llama", vocab_size=288)
+    )
+    print(
+        f"bench grpo: {Path(path).name}, {GROUPS} × {SAMPLES} samples a step, {steps} steps counted",
+        flush=True,
+    )
     runs: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="jvlab-bench-") as folder, jv.Lab() as lab:
-        engine = {} if resolve(device) == "cpu" else {"gpu_memory_utilization": 0.4, "enforce_eager": eager}
+        engine = (
+            {}
+            if resolve(device) == "cpu"
+            else {"gpu_memory_utilization": 0.4, "enforce_eager": eager}
+        )
         pool = lab.launch(path, load="dummy", device=device, engine=engine).wait()
         for bound in (0, 1, 2):
             policy = jv.Policy.from_pretrained(path)
             link = lab.connect(policy.params, pool, rules="policy")
-            runs[f"k{bound}"] = _run(policy, pool, link, steps, bound, seed, Path(folder) / f"k{bound}")
+            runs[f"k{bound}"] = _run(
+                policy, pool, link, steps, bound, seed, Path(folder) / f"k{bound}"
+            )
         policy = jv.Policy.from_pretrained(path)
         peer = _peer(_jax_decode, policy)
-        runs["jax"] = _run(policy, peer, _jax_decode.JaxLink(peer), steps, 0, seed, Path(folder) / "jax")
+        runs["jax"] = _run(
+            policy,
+            peer,
+            _jax_decode.JaxLink(peer),
+            steps,
+            0,
+            seed,
+            Path(folder) / "jax",
+        )
     return {
         "vs_jax_decode_ratio": runs["k0"]["steps_per_s"] / runs["jax"]["steps_per_s"],
-        "vs_jax_decode_rollout_ratio": runs["k0"]["rollouts_per_s"] / runs["jax"]["rollouts_per_s"],
+        "vs_jax_decode_rollout_ratio": runs["k0"]["rollouts_per_s"]
+        / runs["jax"]["rollouts_per_s"],
         "k1_vs_k0_ratio": runs["k1"]["steps_per_s"] / runs["k0"]["steps_per_s"],
         "k2_vs_k0_ratio": runs["k2"]["steps_per_s"] / runs["k0"]["steps_per_s"],
         "model": Path(path).name,
@@ -67,14 +93,18 @@ def _peer(decode: Any, policy: Any) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(policy.source)
-    encode = lambda text, special=True: tokenizer.encode(text, add_special_tokens=special)
+    encode = lambda text, special=True: tokenizer.encode(
+        text, add_special_tokens=special
+    )
     text = lambda ids: tokenizer.decode(ids.tolist(), skip_special_tokens=True)
     stop = policy.hf_config.get("eos_token_id", tokenizer.eos_token_id)
     stop = stop[0] if isinstance(stop, list) else -1 if stop is None else stop
     return decode.JaxPool(policy, GROUPS, encode, text, stop, width=16)
 
 
-def _run(policy: Any, pool: Any, link: Any, steps: int, bound: int, seed: int, folder: Path) -> dict[str, Any]:
+def _run(
+    policy: Any, pool: Any, link: Any, steps: int, bound: int, seed: int, folder: Path
+) -> dict[str, Any]:
     from jvlab.trainer import _task_library
     from jvlab.trainer._grpo import grpo
 
@@ -95,9 +125,17 @@ def _run(policy: Any, pool: Any, link: Any, steps: int, bound: int, seed: int, f
         background=False,
         progress=False,
     )
-    facts = _facts(run.record.events(), steps) | {"reward_last": run.record.summary()["reward_last"]}
-    name = f"vLLM, staleness ≤ {bound}" if getattr(pool, "name", "") != "jax" else "decoded in JAX"
-    shares = ", ".join(f"{k} {v:.2f} s" for k, v in facts["seconds_per_step"].items() if v >= 0.005)
+    facts = _facts(run.record.events(), steps) | {
+        "reward_last": run.record.summary()["reward_last"]
+    }
+    name = (
+        f"vLLM, staleness ≤ {bound}"
+        if getattr(pool, "name", "") != "jax"
+        else "decoded in JAX"
+    )
+    shares = ", ".join(
+        f"{k} {v:.2f} s" for k, v in facts["seconds_per_step"].items() if v >= 0.005
+    )
     print(
         f"{name}: {facts['steps_per_s']:.2f} steps/s, {facts['rollouts_per_s']:.0f} rollouts/s while generating; "
         f"a step: {shares}; reward {facts['reward_last']:.2f}",
@@ -113,7 +151,8 @@ def _facts(events: Sequence[Any], steps: int) -> dict[str, Any]:
     from jvlab.record._metrics import measure
 
     done = [e for e in events if isinstance(e, StepEvent)]
-    since, until = done[WARM - 1].stop, done[-1].stop
+    since = done[WARM - 1].stop
+    until = done[-1].stop
     counted = [e for e in events if isinstance(e, RolloutEvent) and e.start >= since]
     generating = measure(_metrics.spans(counted))
     table = _metrics.step_table(events)
@@ -123,5 +162,7 @@ def _facts(events: Sequence[Any], steps: int) -> dict[str, Any]:
         "rollouts_per_s": sum(e.samples for e in counted) / generating,
         "tokens_per_s": sum(e.tokens for e in counted) / generating,
         "max_staleness": int(table["staleness_max"].max()),
-        "seconds_per_step": {name[:-2]: float(table[name][WARM:].mean()) for name in parts},
+        "seconds_per_step": {
+            name[:-2]: float(table[name][WARM:].mean()) for name in parts
+        },
     }

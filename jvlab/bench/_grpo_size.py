@@ -32,13 +32,20 @@ import numpy as np
 from jvlab._errors import ConfigError
 from jvlab.bench._side import ENDED, read_order, rows_of, write_rows
 
-GROUPS, SAMPLES = 8, 8  # per step
+# per step
+GROUPS = 8
+SAMPLES = 8
 TOKENS = (512, 3000)
 BOUNDS = (0, 1)
 STEPS = 4  # counted ones; even, see above
-ENGINE_SHARE, TRAINER_SHARE = 0.35, 0.57  # of a card's memory
+# of a card's memory
+ENGINE_SHARE = 0.35
+TRAINER_SHARE = 0.57
 PROMPT_ROOM = 96  # tokens
-PROMPTS = [f"Question {i}: how much is {i} plus {i * 7 % 31}? Think first, then answer." for i in range(64)]
+PROMPTS = [
+    f"Question {i}: how much is {i} plus {i * 7 % 31}? Think first, then answer."
+    for i in range(64)
+]
 PHASES = ("generate", "score", "reward", "train", "sync", "overlap", "idle")
 SHAPES = ("qwen3-1.7b",)
 PEERS = ("trl",)
@@ -58,16 +65,34 @@ def run_bench_grpo_size(
     import jvlab as jv
     from jvlab.lab._launch_settings import resolve_device
 
-    device, tokens = resolve_device(device), tuple(tokens or TOKENS)
+    device = resolve_device(device)
+    tokens = tuple(tokens or TOKENS)
     if any(n < 2 for n in tokens) or steps < 1:
-        raise ConfigError(f"tokens {tokens}, {steps} steps", remedy="e.g. --tokens 512,3000 --steps 3")
+        raise ConfigError(
+            f"tokens {tokens}, {steps} steps", remedy="e.g. --tokens 512,3000 --steps 3"
+        )
     if (model is None) == (shape is None):
-        raise ConfigError(f"model={model!r}, shape={shape!r}", remedy=f"give one: a folder, or {', '.join(SHAPES)}")
+        raise ConfigError(
+            f"model={model!r}, shape={shape!r}",
+            remedy=f"give one: a folder, or {', '.join(SHAPES)}",
+        )
     with tempfile.TemporaryDirectory(prefix="jvbench-") as scratch:
-        path = jv.models.resolve(model) if model else shaped_model(str(shape), f"{scratch}/model")
-        order: dict[str, Any] = {"model": path, "tokens": tokens, "bounds": tuple(bounds), "steps": steps}
+        path = (
+            jv.models.resolve(model)
+            if model
+            else shaped_model(str(shape), f"{scratch}/model")
+        )
+        order: dict[str, Any] = {
+            "model": path,
+            "tokens": tokens,
+            "bounds": tuple(bounds),
+            "steps": steps,
+        }
         order |= {"device": device, "eager": eager, "scratch": scratch}
-        print(f"bench grpo on {device}: {shape or Path(path).name}, {GROUPS} × {SAMPLES} samples a step", flush=True)
+        print(
+            f"bench grpo on {device}: {shape or Path(path).name}, {GROUPS} × {SAMPLES} samples a step",
+            flush=True,
+        )
         ours = list(_side("jvlab", order))
         theirs, missing = _peer_rows(peer, order)
     return facts_of(ours, theirs) | {
@@ -86,28 +111,43 @@ def shaped_model(shape: str, path: str) -> str:
     from jvlab.bench._train import QWEN3_1_7B
 
     if shape not in SHAPES:
-        raise ConfigError(f"shape={shape!r}", remedy=f"one of {', '.join(SHAPES)}, or --model DIR")
+        raise ConfigError(
+            f"shape={shape!r}", remedy=f"one of {', '.join(SHAPES)}, or --model DIR"
+        )
     return jv.models.tiny("qwen3", path, **QWEN3_1_7B)
 
 
-def _peer_rows(peer: str | None, order: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+def _peer_rows(
+    peer: str | None, order: dict[str, Any]
+) -> tuple[list[dict[str, Any]], str]:
     """What the peer measured, a process for each length; or why there is nothing."""
     if peer is None:
         return [], ""
     if peer not in PEERS:
         raise ConfigError(f"peer={peer!r}", remedy=f"one of {', '.join(PEERS)}")
     why = "" if find_spec(peer) else f"{peer} is not installed: pip install {peer}"
-    why = why or ("" if order["device"] == "cuda" else f"{peer} with vLLM in its process needs a GPU")
+    why = why or (
+        ""
+        if order["device"] == "cuda"
+        else f"{peer} with vLLM in its process needs a GPU"
+    )
     if why:
         print(why, flush=True)
         return [], why
-    return [row for n in order["tokens"] for row in _side(peer, {**order, "tokens": [n]})], ""
+    return [
+        row for n in order["tokens"] for row in _side(peer, {**order, "tokens": [n]})
+    ], ""
 
 
-def facts_of(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def facts_of(
+    ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
     """Flat keys beside the runs themselves: step_s_512 (on-policy), step_s_512_k1, vs_trl_ratio_512, ..."""
     out: dict[str, Any] = {}
-    name = lambda key, row: f"{key}_{row['tokens']}" + (f"_k{row['max_staleness']}" if row["max_staleness"] else "")
+    name = lambda key, row: (
+        f"{key}_{row['tokens']}"
+        + (f"_k{row['max_staleness']}" if row["max_staleness"] else "")
+    )
     for row in ours:
         out[name("step_s", row)] = row["step_s"]
         out[name("tokens_per_s", row)] = row["tokens_per_s"]
@@ -118,17 +158,24 @@ def facts_of(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -
         for row in ours:
             if row["tokens"] == peer["tokens"]:
                 out[name("vs_trl_ratio", row)] = peer["step_s"] / row["step_s"]
-    on_policy = {row["tokens"]: row["step_s"] for row in ours if row["max_staleness"] == 0}
+    on_policy = {
+        row["tokens"]: row["step_s"] for row in ours if row["max_staleness"] == 0
+    }
     for row in ours:
         if row["max_staleness"] and row["tokens"] in on_policy:
-            out[f"k{row['max_staleness']}_vs_k0_ratio_{row['tokens']}"] = on_policy[row["tokens"]] / row["step_s"]
+            out[f"k{row['max_staleness']}_vs_k0_ratio_{row['tokens']}"] = (
+                on_policy[row["tokens"]] / row["step_s"]
+            )
     return out | {"runs": [*ours, *theirs]}
 
 
 def _side(side: str, order: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The results of one side, printed as they come."""
     environment = {"JVLAB_COMPILE_CACHE": f"{order['scratch']}/xla"}
-    if side == "jvlab" and not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & set(os.environ):
+    if side == "jvlab" and not {
+        "XLA_CLIENT_MEM_FRACTION",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    } & set(os.environ):
         environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(TRAINER_SHARE)
     for row in rows_of("jvlab.bench._grpo_size", side, order, environment):
         print(_text(row), flush=True)
@@ -136,8 +183,14 @@ def _side(side: str, order: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _text(row: dict[str, Any]) -> str:
-    who = row["who"] if row["who"] != "jvlab" else f"jvlab, staleness ≤ {row['max_staleness']}"
-    parts = ", ".join(f"{k} {v:.2f}" for k, v in row.get("seconds", {}).items() if v >= 0.005)
+    who = (
+        row["who"]
+        if row["who"] != "jvlab"
+        else f"jvlab, staleness ≤ {row['max_staleness']}"
+    )
+    parts = ", ".join(
+        f"{k} {v:.2f}" for k, v in row.get("seconds", {}).items() if v >= 0.005
+    )
     more = f" ({parts})" if parts else ""
     return f"{who}, {row['tokens']} tokens: {row['step_s']:.2f} s a step{more}; the first {row['first_step_s']:.1f} s"
 
@@ -158,19 +211,31 @@ def _jvlab_side(order: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if card:
         import jax
 
-        engine |= {"gpu_memory_utilization": ENGINE_SHARE, "enforce_eager": order["eager"]}
-        jax.block_until_ready(jax.numpy.zeros(1))  # JAX takes its share before the engine measures what is free
+        engine |= {
+            "gpu_memory_utilization": ENGINE_SHARE,
+            "enforce_eager": order["eager"],
+        }
+        # JAX takes its share before the engine measures what is free
+        jax.block_until_ready(jax.numpy.zeros(1))
     with jv.Lab() as lab:
-        pool = lab.launch(order["model"], load="dummy", device=order["device"], engine=engine)
-        policy = jv.Policy.from_pretrained(order["model"], compute_dtype="bfloat16" if card else None)
+        pool = lab.launch(
+            order["model"], load="dummy", device=order["device"], engine=engine
+        )
+        policy = jv.Policy.from_pretrained(
+            order["model"], compute_dtype="bfloat16" if card else None
+        )
         pool.wait()
         link = lab.connect(policy.params, pool, rules="policy")
-        task = jv.Task(PROMPTS, lambda sample, example=None: reward_of(sample.text), name="size")
+        task = jv.Task(
+            PROMPTS, lambda sample, example=None: reward_of(sample.text), name="size"
+        )
         yield from jvlab_rows(order, policy, pool, link, task)
         yield ENDED  # before a teardown that may hang
 
 
-def jvlab_rows(order: dict[str, Any], policy: Any, pool: Any, link: Any, task: Any) -> Iterator[dict[str, Any]]:
+def jvlab_rows(
+    order: dict[str, Any], policy: Any, pool: Any, link: Any, task: Any
+) -> Iterator[dict[str, Any]]:
     """One row for each length and bound."""
     from jvlab.trainer._grpo import grpo
 
@@ -196,7 +261,9 @@ def jvlab_rows(order: dict[str, Any], policy: Any, pool: Any, link: Any, task: A
             yield row_of(run.record.events(), tokens, bound, order["steps"])
 
 
-def row_of(events: Sequence[Any], tokens: int, bound: int, steps: int) -> dict[str, Any]:
+def row_of(
+    events: Sequence[Any], tokens: int, bound: int, steps: int
+) -> dict[str, Any]:
     """The counted steps of a run: not the first, which compiles, and not those for which nothing is generated ahead."""
     from jvlab.record import _metrics
 
@@ -214,7 +281,9 @@ def row_of(events: Sequence[Any], tokens: int, bound: int, steps: int) -> dict[s
         "first_step_s": float(table["window_s"][0]),
         "steps_s": window.tolist(),
         "seconds": mean,
-        "shares": {name: seconds / float(window.mean()) for name, seconds in mean.items()},
+        "shares": {
+            name: seconds / float(window.mean()) for name, seconds in mean.items()
+        },
         "tokens_per_s": float(np.median(table["tokens"][counted])) / step_s,
         "tokens_trained": int(np.median(table["tokens"][counted])),
         "padding": max((e.extra.get("padding", 0.0) for e in trained), default=0.0),
@@ -226,7 +295,13 @@ def row_of(events: Sequence[Any], tokens: int, bound: int, steps: int) -> dict[s
 
 def _trl_side(order: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """TRL with vLLM in its own process, told to do the same work."""
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    alone = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29511",
+    }
     os.environ.update(alone | {"WANDB_DISABLED": "true"})
     import datasets
     import torch
@@ -286,7 +361,8 @@ def _trl_side(order: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def main(side: str) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the lab is closed on the way out
+    # the lab is closed on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     order = read_order()
     if side == "jvlab":
         write_rows(_jvlab_side(order))

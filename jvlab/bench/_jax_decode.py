@@ -33,47 +33,80 @@ def _attend(
     self: Attention, x: jax.Array, rope: Any, visible: jax.Array, cache: Cache, at: Any
 ) -> tuple[jax.Array, Cache]:
     """`Attention.__call__` with a KV cache: new keys and values are written from position `at` on."""
-    config, q, k, v = self.config, self.q(x), self.k(x), self.v(x)
+    config = self.config
+    q = self.q(x)
+    k = self.k(x)
+    v = self.v(x)
     if config.head_norms:
-        q, k = self.q_norm(q), self.k_norm(k)
+        q = self.q_norm(q)
+        k = self.k_norm(k)
     elif config.whole_norms:
         q = self.q_norm(q.reshape(*x.shape[:2], -1)).reshape(q.shape)
         k = self.k_norm(k.reshape(*x.shape[:2], -1)).reshape(k.shape)
-    q, k = _rope.rotate(q, rope), _rope.rotate(k, rope)
+    q = _rope.rotate(q, rope)
+    k = _rope.rotate(k, rope)
     keys = jax.lax.dynamic_update_slice_in_dim(cache[0], k, at, axis=1)
     values = jax.lax.dynamic_update_slice_in_dim(cache[1], v, at, axis=1)
     q = q.reshape(*q.shape[:2], config.kv_heads, -1, config.head_dim)
     einsum = partial(jnp.einsum, precision=self.runtime.precision)
-    scores = einsum("btkgh,bskh->bkgts", q, keys, preferred_element_type=jnp.float32) * config.attention_scale
+    scores = (
+        einsum("btkgh,bskh->bkgts", q, keys, preferred_element_type=jnp.float32)
+        * config.attention_scale
+    )
     scores = softcap(scores, config.attention_softcap)
-    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED_SCORE), axis=-1)
+    weights = jax.nn.softmax(
+        jnp.where(visible[:, None, None], scores, MASKED_SCORE), axis=-1
+    )
     mixed = einsum("bkgts,bskh->btkgh", weights.astype(x.dtype), values)
-    return self.o(mixed.reshape(*x.shape[:2], config.heads, config.head_dim)), (keys, values)
+    return self.o(mixed.reshape(*x.shape[:2], config.heads, config.head_dim)), (
+        keys,
+        values,
+    )
 
 
-def _layer(self: Layer, x: jax.Array, rope: Any, visible: jax.Array, cache: Cache, at: Any) -> tuple[jax.Array, Cache]:
-    before, after = self.config.pre_norms, self.config.post_norms
-    y, cache = _attend(self.attn, self.attn_norm(x) if before else x, rope, visible, cache, at)
+def _layer(
+    self: Layer, x: jax.Array, rope: Any, visible: jax.Array, cache: Cache, at: Any
+) -> tuple[jax.Array, Cache]:
+    before = self.config.pre_norms
+    after = self.config.post_norms
+    y, cache = _attend(
+        self.attn, self.attn_norm(x) if before else x, rope, visible, cache, at
+    )
     x = x + (self.post_attn_norm(y) if after else y)
     y = self.mlp(self.mlp_norm(x) if before else x)
     return x + (self.post_mlp_norm(y) if after else y), cache
 
 
 def _forward(
-    decoder: Decoder, tokens: jax.Array, positions: jax.Array, every: jax.Array, seen: jax.Array, caches: Any, at: Any
+    decoder: Decoder,
+    tokens: jax.Array,
+    positions: jax.Array,
+    every: jax.Array,
+    seen: jax.Array,
+    caches: Any,
+    at: Any,
 ) -> tuple[jax.Array, Any]:
     """Logits after the last of `tokens`; `every` [B, S] are the positions of the whole cache, `seen` is its mask."""
-    config, runtime = decoder.config, decoder.runtime
+    config = decoder.config
+    runtime = decoder.runtime
     x = jnp.take(runtime.weight(decoder.embed.embedding), tokens, axis=0)
     x = x * jnp.asarray(config.embedding_scale, x.dtype)
     ropes = [_rope.tables(rope, positions) for rope in config.ropes]
     distance = positions[:, :, None] - every[:, None, :]
-    order = (at + jnp.arange(tokens.shape[1]))[None, :, None] >= jnp.arange(every.shape[1])[None, None, :]
+    order = (at + jnp.arange(tokens.shape[1]))[None, :, None] >= jnp.arange(
+        every.shape[1]
+    )[None, None, :]
     graph, stacked = nnx.split(decoder.layers)
     out = []
-    for number, (rope, window, cache) in enumerate(zip(config.layer_ropes, config.windows, caches, strict=True)):
-        layer = nnx.merge(graph, jax.tree.map(lambda leaf, number=number: leaf[number], stacked))
-        visible = order & seen[:, None, :] & (True if window is None else distance < window)
+    for number, (rope, window, cache) in enumerate(
+        zip(config.layer_ropes, config.windows, caches, strict=True)
+    ):
+        layer = nnx.merge(
+            graph, jax.tree.map(lambda leaf, number=number: leaf[number], stacked)
+        )
+        visible = (
+            order & seen[:, None, :] & (True if window is None else distance < window)
+        )
         x, cache = _layer(layer, x, ropes[rope], visible, cache, at)
         out.append(cache)
     return decoder.unembed(decoder.head(), decoder.final_norm(x)[:, -1:])[:, 0], out
@@ -100,7 +133,9 @@ def generate(
     exists = jnp.concatenate([mask, jnp.ones((rows, length), bool)], axis=1)
     empty = jnp.zeros((rows, total, config.kv_heads, config.head_dim), runtime.dtype)
     caches: Any = [(empty, empty) for _ in range(config.layers)]
-    logits, caches = _forward(decoder, tokens, every[:, :width], every, exists, caches, 0)
+    logits, caches = _forward(
+        decoder, tokens, every[:, :width], every, exists, caches, 0
+    )
 
     def step(state: Any) -> Any:
         t, key, logits, caches, done, out, logprobs = state
@@ -108,14 +143,25 @@ def generate(
         scores = jax.nn.log_softmax(logits / temperature)
         token = jnp.where(done, stop, jax.random.categorical(draw, scores))
         chosen = jnp.take_along_axis(scores, token[:, None], axis=1)[:, 0]
-        out, logprobs = out.at[:, t].set(token), logprobs.at[:, t].set(jnp.where(done, 0.0, chosen))
+        out = out.at[:, t].set(token)
+        logprobs = logprobs.at[:, t].set(jnp.where(done, 0.0, chosen))
         done = done | (token == stop)
         position = jax.lax.dynamic_slice_in_dim(every, width + t, 1, axis=1)
-        logits, caches = _forward(decoder, token[:, None], position, every, exists, caches, width + t)
+        logits, caches = _forward(
+            decoder, token[:, None], position, every, exists, caches, width + t
+        )
         return t + 1, key, logits, caches, done, out, logprobs
 
     shape = (rows, length)
-    start = (0, key, logits, caches, jnp.zeros(rows, bool), jnp.full(shape, stop), jnp.zeros(shape, jnp.float32))
+    start = (
+        0,
+        key,
+        logits,
+        caches,
+        jnp.zeros(rows, bool),
+        jnp.full(shape, stop),
+        jnp.zeros(shape, jnp.float32),
+    )
     state = jax.lax.while_loop(lambda s: (s[0] < length) & ~s[4].all(), step, start)
     return {"tokens": state[5], "logprobs": state[6]}
 
@@ -126,20 +172,40 @@ class JaxPool:
     The groups of a step are decoded in one batch, once `together` of them have been requested.
     """
 
-    def __init__(self, policy: Policy, together: int, encode: Any, decode: Any, stop: int, width: int) -> None:
-        self.name, self.model = "jax", str(policy.source)
+    def __init__(
+        self,
+        policy: Policy,
+        together: int,
+        encode: Any,
+        decode: Any,
+        stop: int,
+        width: int,
+    ) -> None:
+        self.name = "jax"
+        self.model = str(policy.source)
         self.params: Any = policy.params
         self.version = 0
-        self._policy, self._together, self._encode, self._decode = policy, together, encode, decode
-        self._stop, self._width = stop, width
-        self._waiting: list[tuple[np.ndarray, int, int, asyncio.Future[list[Sample]]]] = []
+        self._policy = policy
+        self._together = together
+        self._encode = encode
+        self._decode = decode
+        self._stop = stop
+        self._width = width
+        self._waiting: list[
+            tuple[np.ndarray, int, int, asyncio.Future[list[Sample]]]
+        ] = []
         self._program = jax.jit(
-            partial(generate, config=policy.config, runtime=policy.runtime, stop=stop), static_argnames=("length",)
+            partial(generate, config=policy.config, runtime=policy.runtime, stop=stop),
+            static_argnames=("length",),
         )
 
     def status(self) -> dict[str, Any]:
         """One replica, which cannot die."""
-        return {"healthy": 1, "replicas": [{"replica": "jax/0", "state": "ready", "cause": None}], "dtype": "float32"}
+        return {
+            "healthy": 1,
+            "replicas": [{"replica": "jax/0", "state": "ready", "cause": None}],
+            "dtype": "float32",
+        }
 
     async def agenerate(
         self,
@@ -157,27 +223,40 @@ class JaxPool:
         ids = np.array(self._encode(prompts[0], True), np.int32)
         self._waiting.append((ids, n, seed, future))
         if len(self._waiting) == self._together:
-            batch, self._waiting = self._waiting, []
+            batch = self._waiting
+            self._waiting = []
             made = await asyncio.to_thread(self._batch, batch, max_tokens, temperature)
             for (_, _, _, waiter), samples in zip(batch, made, strict=True):
                 waiter.set_result(samples)
         return RolloutBatch(await future)
 
-    def _batch(self, batch: Sequence[Any], length: int, temperature: float) -> list[list[Sample]]:
+    def _batch(
+        self, batch: Sequence[Any], length: int, temperature: float
+    ) -> list[list[Sample]]:
         rows = [ids for ids, n, _, _ in batch for _ in range(n)]
-        tokens, mask = np.zeros((len(rows), self._width), np.int32), np.zeros((len(rows), self._width), bool)
+        tokens = np.zeros((len(rows), self._width), np.int32)
+        mask = np.zeros((len(rows), self._width), bool)
         for row, ids in enumerate(rows):
-            tokens[row, self._width - len(ids) :], mask[row, self._width - len(ids) :] = ids, True
+            tokens[row, self._width - len(ids) :] = ids
+            mask[row, self._width - len(ids) :] = True
         key = jax.random.key(batch[0][2])
-        found = self._program(self.params, tokens, mask, key, temperature, length=length)
-        made, logprobs = np.asarray(found["tokens"]), np.asarray(found["logprobs"])
-        out, at = [], 0
+        found = self._program(
+            self.params, tokens, mask, key, temperature, length=length
+        )
+        made = np.asarray(found["tokens"])
+        logprobs = np.asarray(found["logprobs"])
+        out = []
+        at = 0
         for ids, n, _, _ in batch:
-            out.append([self._sample(ids, k, made[at + k], logprobs[at + k]) for k in range(n)])
+            out.append(
+                [self._sample(ids, k, made[at + k], logprobs[at + k]) for k in range(n)]
+            )
             at += n
         return out
 
-    def _sample(self, prompt: np.ndarray, index: int, tokens: np.ndarray, logprobs: np.ndarray) -> Sample:
+    def _sample(
+        self, prompt: np.ndarray, index: int, tokens: np.ndarray, logprobs: np.ndarray
+    ) -> Sample:
         ends = np.flatnonzero(tokens == self._stop)
         count = int(ends[0]) + 1 if len(ends) else len(tokens)
         kept = tokens[:count]
@@ -198,13 +277,21 @@ class JaxLink:
     """The peer's link: decoding reads the trainer's own arrays, so a sync costs nothing."""
 
     def __init__(self, pool: JaxPool) -> None:
-        self.pool, self.version = pool, 0
+        self.pool = pool
+        self.version = 0
 
     def sync(self, params: Any, version: int, **_: Any) -> SyncReport:
         """Let the decoder use these arrays."""
         start = time.perf_counter()
-        self.pool.params, self.pool.version, self.version = params, version, version
+        self.pool.params = params
+        self.pool.version = version
+        self.version = version
         seconds = {"total": time.perf_counter() - start}
         return SyncReport(
-            version, 0, seconds, (Outcome("jax/0", "committed", version),), verify="off", transport="none"
+            version,
+            0,
+            seconds,
+            (Outcome("jax/0", "committed", version),),
+            verify="off",
+            transport="none",
         )

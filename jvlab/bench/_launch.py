@@ -46,7 +46,9 @@ def run_bench_launch(
 
     device = resolve_device(device)
     path = jv.models.resolve(model) if model else jv.models.tiny("llama")
-    engine: dict[str, Any] = {"max_model_len": 512} | ({"enforce_eager": True} if eager else {})
+    engine: dict[str, Any] = {"max_model_len": 512} | (
+        {"enforce_eager": True} if eager else {}
+    )
     print(f"bench launch on {device}: {path}", flush=True)
     seconds = []
     if os.environ.get("JVLAB_WARM") != "0":
@@ -54,14 +56,18 @@ def run_bench_launch(
     with jv.Lab() as lab:
         for number in range(rounds + 1):
             start = time.perf_counter()
-            with lab.launch(path, name=f"launch{number}", engine=engine, device=device).wait(progress=False):
+            with lab.launch(
+                path, name=f"launch{number}", engine=engine, device=device
+            ).wait(progress=False):
                 seconds.append(time.perf_counter() - start)
             print(f"{'warm' if number else 'cold'}: {seconds[-1]:.2f} s", flush=True)
     env = _defaults.environment(device, 1, 1, 0, _defaults.usable_cores(), path)
     arguments = _defaults.engine_arguments(path, device, 1, "auto", engine)
     imported, started = _plain({"env": env, "arguments": arguments})
     warm = statistics.median(seconds[1:])
-    print(f"vllm.LLM: {started:.2f} s, after {imported:.2f} s of imports; {started / warm:.2f} × a warm launch")
+    print(
+        f"vllm.LLM: {started:.2f} s, after {imported:.2f} s of imports; {started / warm:.2f} × a warm launch"
+    )
     return {
         "device": device,
         "eager": eager or device == "cpu",

@@ -27,29 +27,41 @@ RANK = 16
 
 
 def run_bench_lora(
-    rounds: int = 5, model: str | None = None, device: str = "auto", shape: str | None = None
+    rounds: int = 5,
+    model: str | None = None,
+    device: str = "auto",
+    shape: str | None = None,
 ) -> dict[str, Any]:
     """Measure both ways; prints a line for each, returns the facts."""
     if shape is not None and (model is not None or device != "cuda"):
         remedy = "--device cuda --shape qwen3-1.7b, or --model DIR"
-        raise ConfigError(f"shape={shape!r}, model={model!r}, device={device!r}", remedy=remedy)
+        raise ConfigError(
+            f"shape={shape!r}, model={model!r}, device={device!r}", remedy=remedy
+        )
     if device == "cuda":
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the engine needs the rest of the card
+        # the engine needs the rest of the card
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
     import jvlab as jv
 
-    times: dict[str, list[float]] = {name: [] for name in ("direct", "staged", "pause", "save", "load")}
+    times: dict[str, list[float]] = {
+        name: [] for name in ("direct", "staged", "pause", "save", "load")
+    }
     with tempfile.TemporaryDirectory(prefix="jvlab-bench-") as folder, jv.Lab() as lab:
         pool, base = _engine_and_base(lab, Path(folder) / "model", model, device, shape)
         policy = base.with_lora(rank=RANK)
         link = lab.connect(policy.lora, pool)
         plain = _tokens(pool)
         for turn in range(rounds + 1):  # the first one warms up and does not count
-            policy.lora = jax.block_until_ready(jax.tree.map(lambda x: x + 0.002, policy.lora))
+            policy.lora = jax.block_until_ready(
+                jax.tree.map(lambda x: x + 0.002, policy.lora)
+            )
             taken: dict[str, float] = {}
             for mode in ("direct", "staged"):
-                taken[mode], report = _timed(lambda m=mode: link.sync(policy.lora, mode=m, progress=False))
+                taken[mode], report = _timed(
+                    lambda m=mode: link.sync(policy.lora, mode=m, progress=False)
+                )
                 if not report.verified:
                     raise LaunchError("the engine does not hold what was synced")
             taken["pause"] = report.seconds.get("pause", 0.0)
@@ -58,26 +70,53 @@ def run_bench_lora(
             taken["load"], _ = _timed(lambda to=target: pool.load_adapter("file", to))
             for name, seconds in taken.items():
                 times[name] += [seconds] * bool(turn)
-        ours, theirs = _tokens(pool), _tokens(pool, adapter="file")
-        facts = _facts(times, link.plan.total_bytes) | {"transport": link.transport, "meaning": link.meaning.text}
+        ours = _tokens(pool)
+        theirs = _tokens(pool, adapter="file")
+        facts = _facts(times, link.plan.total_bytes) | {
+            "transport": link.transport,
+            "meaning": link.meaning.text,
+        }
     same = {"same_tokens": ours == theirs, "tokens_moved": ours != plain}
-    out = {"rounds": rounds, "rank": RANK, "base": shape or model or "500 MB", **same, **facts}
+    out = {
+        "rounds": rounds,
+        "rank": RANK,
+        "base": shape or model or "500 MB",
+        **same,
+        **facts,
+    }
     print(_table(out), flush=True)
     return out
 
 
-def _engine_and_base(lab: Any, folder: Path, model: str | None, device: str, shape: str | None) -> tuple[Any, Any]:
+def _engine_and_base(
+    lab: Any, folder: Path, model: str | None, device: str, shape: str | None
+) -> tuple[Any, Any]:
     """An engine with slots for adapters, and the policy that it serves."""
     import jvlab as jv
 
-    engine = {"max_model_len": 256, "enable_lora": True, "max_loras": 3, "max_lora_rank": RANK}
+    engine = {
+        "max_model_len": 256,
+        "enable_lora": True,
+        "max_loras": 3,
+        "max_lora_rank": RANK,
+    }
     if shape is None:
-        path = jv.models.resolve(model) if model else jv.models.tiny("llama", path=folder, **SIZES)
-        return lab.launch(path, engine=engine, device=device).wait(), jv.Policy.from_pretrained(path)
+        path = (
+            jv.models.resolve(model)
+            if model
+            else jv.models.tiny("llama", path=folder, **SIZES)
+        )
+        return lab.launch(
+            path, engine=engine, device=device
+        ).wait(), jv.Policy.from_pretrained(path)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config_of(size_of(shape))))
     base = policy_of(folder)
-    engine |= {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4 << 30, "max_num_seqs": 32}
+    engine |= {
+        "gpu_memory_utilization": 0.2,
+        "kv_cache_memory_bytes": 4 << 30,
+        "max_num_seqs": 32,
+    }
     engine |= {"dtype": "bfloat16", "skip_tokenizer_init": True}
     pool = lab.launch(str(folder), load="dummy", engine=engine, device=device).wait(500)
     with lab.connect(base.params, pool, rules="policy") as link:
@@ -92,8 +131,15 @@ def _timed(work: Any) -> tuple[float, Any]:
 
 
 def _tokens(pool: Any, **more: Any) -> list[list[int]]:
-    greedy = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, "progress": False}
-    return [s.token_ids.tolist() for s in pool.generate([[5, 6, 7, 8]], **greedy, **more)]
+    greedy = {
+        "temperature": 0.0,
+        "max_tokens": 16,
+        "ignore_eos": True,
+        "progress": False,
+    }
+    return [
+        s.token_ids.tolist() for s in pool.generate([[5, 6, 7, 8]], **greedy, **more)
+    ]
 
 
 def _facts(times: dict[str, list[float]], size: int) -> dict[str, Any]:

@@ -13,10 +13,16 @@ from multiprocessing.connection import Connection
 from typing import Any, Self
 
 from jvlab._errors import DeadlineExceeded, LaunchError
-from jvlab.wire.processes._supervisor import descendants, make_scratch, shared_memory, unlink_segments
+from jvlab.wire.processes._supervisor import (
+    descendants,
+    make_scratch,
+    shared_memory,
+    unlink_segments,
+)
 
 Order = dict[str, Any]
-ANSWER_SECONDS = 3600.0  # for what it measures next: a large model may load and compile first
+# for what it measures next: a large model may load and compile first
+ANSWER_SECONDS = 3600.0
 
 
 class PlainVllm:
@@ -25,13 +31,17 @@ class PlainVllm:
     vLLM leaves its sockets where it made them: here in a folder that is removed.
     """
 
-    def __init__(self, serve: Callable[[Connection, Order], None], order: Order) -> None:
+    def __init__(
+        self, serve: Callable[[Connection, Order], None], order: Order
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self._scratch, self._lock = make_scratch()
         own = {"TMPDIR": self._scratch, "VLLM_RPC_BASE_PATH": self._scratch}
         order = {**order, "env": {**order["env"], **own}}
-        self._process = context.Process(target=_run, args=(serve, theirs, order), daemon=False)
+        self._process = context.Process(
+            target=_run, args=(serve, theirs, order), daemon=False
+        )
         self._process.start()
         theirs.close()  # so that recv() raises EOFError if it dies
 
@@ -39,12 +49,15 @@ class PlainVllm:
         """What it sends next."""
         if not self.pipe.poll(ANSWER_SECONDS):
             raise DeadlineExceeded(
-                f"plain vLLM sent nothing for {ANSWER_SECONDS:g} s", remedy="its own lines above may say why"
+                f"plain vLLM sent nothing for {ANSWER_SECONDS:g} s",
+                remedy="its own lines above may say why",
             )
         try:
             return self.pipe.recv()  # no deadline: there is something
         except EOFError as error:
-            raise LaunchError("plain vLLM ended; its own lines above say why") from error
+            raise LaunchError(
+                "plain vLLM ended; its own lines above say why"
+            ) from error
 
     def wait_ready(self) -> None:
         """Until it says so."""
@@ -72,7 +85,9 @@ class PlainVllm:
         self.close()
 
 
-def _run(serve: Callable[[Connection, Order], None], pipe: Connection, order: Order) -> None:
+def _run(
+    serve: Callable[[Connection, Order], None], pipe: Connection, order: Order
+) -> None:
     """In the new process, which leads a group of its own."""
     os.setsid()
     os.environ.update(order["env"])

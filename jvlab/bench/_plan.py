@@ -26,7 +26,15 @@ if TYPE_CHECKING:
     from jvlab.layout._types import RankLayout
 
 DEADLINE = 900.0  # seconds for one process of a case
-COLUMNS = ("tensor", "parameter", "shape", "src_offset", "src_strides", "dst_offset", "dst_strides")
+COLUMNS = (
+    "tensor",
+    "parameter",
+    "shape",
+    "src_offset",
+    "src_strides",
+    "dst_offset",
+    "dst_strides",
+)
 LLAMA_405B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -92,12 +100,19 @@ LAYER_GROWTH = (8, 31, 126)
 
 def growth_cases() -> dict[str, PlanCase]:
     """How planning grows: with devices (the dense model), and with tensors (layers of the dense model)."""
-    out = {f"devices={n}": PlanCase("dense_405b", LLAMA_405B, 8, f"fsdp={n}") for n in DEVICE_GROWTH}
+    out = {
+        f"devices={n}": PlanCase("dense_405b", LLAMA_405B, 8, f"fsdp={n}")
+        for n in DEVICE_GROWTH
+    }
     out |= {
-        f"layers={n}": PlanCase(f"layers_{n}", {**LLAMA_405B, "num_hidden_layers": n}, 8, "fsdp=256")
+        f"layers={n}": PlanCase(
+            f"layers_{n}", {**LLAMA_405B, "num_hidden_layers": n}, 8, "fsdp=256"
+        )
         for n in LAYER_GROWTH
     }
-    out["moe, data-parallel copies"] = PlanCase("moe_671b", DEEPSEEK_671B, 16, "dp=8,fsdp=64", 1, DEEPSEEK_RULES)
+    out["moe, data-parallel copies"] = PlanCase(
+        "moe_671b", DEEPSEEK_671B, 16, "dp=8,fsdp=64", 1, DEEPSEEK_RULES
+    )
     return out
 
 
@@ -134,14 +149,28 @@ def _spec(case: PlanCase) -> dict[str, Any]:
     return {k: getattr(case, k) for k in case.__dataclass_fields__}
 
 
-def _child(step: str, cases: dict[str, dict[str, Any]], folder: str) -> dict[str, dict[str, Any]]:
+def _child(
+    step: str, cases: dict[str, dict[str, Any]], folder: str
+) -> dict[str, dict[str, Any]]:
     """Run one step in a new process, to measure its peak memory; its last line is JSON."""
     command = [sys.executable, "-m", "jvlab.bench._plan", step, folder]
-    env = {**os.environ, "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
-    found = subprocess.run(command, input=json.dumps(cases), capture_output=True, text=True, timeout=DEADLINE, env=env)
+    env = {
+        **os.environ,
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+    }
+    found = subprocess.run(
+        command,
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        env=env,
+    )
     if found.returncode:
         tail = "\n".join(found.stderr.strip().splitlines()[-6:])
-        raise JvlabError(f"bench plan: the {step} process failed\n{tail}", remedy="run jvlab doctor")
+        raise JvlabError(
+            f"bench plan: the {step} process failed\n{tail}", remedy="run jvlab doctor"
+        )
     return json.loads(found.stdout.strip().splitlines()[-1])
 
 
@@ -157,7 +186,10 @@ def _trace(cases: dict[str, PlanCase], folder: Path) -> dict[str, dict[str, Any]
     for name, case in cases.items():
         started = time.perf_counter()
         layouts = trace_offline(case.config, tensor_parallel=case.tensor_parallel)
-        out[name] = {"trace_s": round(time.perf_counter() - started, 3), "import_vllm_s": round(imported, 3)}
+        out[name] = {
+            "trace_s": round(time.perf_counter() - started, 3),
+            "import_vllm_s": round(imported, 3),
+        }
         save_layouts(folder / f"{name}.npz", layouts)
     return out
 
@@ -175,14 +207,18 @@ def _plan(name: str, case: PlanCase, folder: Path) -> dict[str, Any]:
     if case.rules == "policy":
         shapes = policy_shapes(case.config, tensors, "float32")
     else:
-        shapes = leaf_shapes_for(Rules.parse(case.rules), tensors, case.config, "float32")
-    started = time.perf_counter()  # after the shapes: a real trainer has its tree already
+        shapes = leaf_shapes_for(
+            Rules.parse(case.rules), tensors, case.config, "float32"
+        )
+    # after the shapes: a real trainer has its tree already
+    started = time.perf_counter()
     bindings = bind(case.rules, shapes, tensors, case.config)
     leaves = leaves_of(shapes, case.mesh)
     bound = time.perf_counter()
     plan = compile_plan(leaves, bindings, layouts, replicas=case.replicas, title=name)
     compiled = time.perf_counter()
-    proof = prove(plan)  # again, to time it alone: compile_plan has proven it already, against its inputs
+    # again, to time it alone: compile_plan has proven it already, against its inputs
+    proof = prove(plan)
     proven = time.perf_counter()
     table = plan.all_links
     return {
@@ -190,7 +226,9 @@ def _plan(name: str, case: PlanCase, folder: Path) -> dict[str, Any]:
         "bind_s": round(bound - started, 3),
         "compile_and_prove_s": round(compiled - bound, 3),
         "prove_again_s": round(proven - compiled, 3),
-        "peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20), 3),
+        "peak_gib": round(
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20), 3
+        ),
         "tensors": len(tensors),
         "leaves": len(leaves),
         "devices": len(plan.devices),
@@ -234,17 +272,27 @@ def load_layouts(file: Path) -> list[RankLayout]:
         for i, plain in enumerate(json.loads(data["head"].tobytes())):
             shared = plain["tensors"] is None
             plain["tensors"] = plain["tensors"] or []
-            plain["columns"] = {k: (shape, data[f"{i}.{k}"].tobytes()) for k, shape in plain["columns"].items()}
+            plain["columns"] = {
+                k: (shape, data[f"{i}.{k}"].tobytes())
+                for k, shape in plain["columns"].items()
+            }
             layout = layout_from_plain(plain)
-            layouts.append(replace(layout, tensors=layouts[0].tensors) if shared else layout)
+            layouts.append(
+                replace(layout, tensors=layouts[0].tensors) if shared else layout
+            )
     return layouts
 
 
 def main(argv: list[str]) -> int:
     """One step of the bench: cases as JSON on standard input, results as JSON on the last line."""
     if len(argv) != 2 or argv[0] not in ("trace", "plan"):
-        raise ConfigError("usage: python -m jvlab.bench._plan trace|plan FOLDER", remedy="or run: jvlab bench plan")
-    cases = {name: PlanCase(**spec) for name, spec in json.loads(sys.stdin.read()).items()}
+        raise ConfigError(
+            "usage: python -m jvlab.bench._plan trace|plan FOLDER",
+            remedy="or run: jvlab bench plan",
+        )
+    cases = {
+        name: PlanCase(**spec) for name, spec in json.loads(sys.stdin.read()).items()
+    }
     folder = Path(argv[1])
     if argv[0] == "trace":
         out = _trace(cases, folder)

@@ -30,17 +30,34 @@ def _plain_side(pipe: Connection, order: dict[str, Any]) -> None:
     llm = LLM(**order["arguments"])
     pipe.send("ready")
     while True:
-        prompts, n, tokens = pipe.recv()  # no deadline: it is killed, or the pipe's other end closes
-        params = SamplingParams(n=n, max_tokens=tokens, temperature=1.0, seed=0, ignore_eos=True, logprobs=0)
+        # no deadline: it is killed, or the pipe's other end closes
+        prompts, n, tokens = pipe.recv()
+        params = SamplingParams(
+            n=n, max_tokens=tokens, temperature=1.0, seed=0, ignore_eos=True, logprobs=0
+        )
         start = time.perf_counter()
-        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        outputs = llm.generate(
+            [{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False
+        )
         seconds = time.perf_counter() - start
-        pipe.send((seconds, sum(len(o.token_ids) for out in outputs for o in out.outputs)))
+        pipe.send(
+            (seconds, sum(len(o.token_ids) for out in outputs for o in out.outputs))
+        )
 
 
-def _jvlab_side(pool: Any, prompts: list[list[int]], n: int, tokens: int) -> tuple[float, int]:
+def _jvlab_side(
+    pool: Any, prompts: list[list[int]], n: int, tokens: int
+) -> tuple[float, int]:
     start = time.perf_counter()
-    batch = pool.generate(prompts, n=n, max_tokens=tokens, temperature=1.0, seed=0, ignore_eos=True, progress=False)
+    batch = pool.generate(
+        prompts,
+        n=n,
+        max_tokens=tokens,
+        temperature=1.0,
+        seed=0,
+        ignore_eos=True,
+        progress=False,
+    )
     return time.perf_counter() - start, batch.tokens
 
 
@@ -62,8 +79,14 @@ def run_bench_rollout(
     cores = _defaults.usable_cores()
     env = _defaults.environment(device, 1, 1, 0, cores, path)
     arguments = _defaults.engine_arguments(path, device, 1, load, engine)
-    print(f"bench rollout on {device}: {path}; plain vLLM against jvlab, {rounds} rounds", flush=True)
-    with PlainVllm(_plain_side, {"env": env, "arguments": arguments}) as plain, jv.Lab() as lab:
+    print(
+        f"bench rollout on {device}: {path}; plain vLLM against jvlab, {rounds} rounds",
+        flush=True,
+    )
+    with (
+        PlainVllm(_plain_side, {"env": env, "arguments": arguments}) as plain,
+        jv.Lab() as lab,
+    ):
         pool = lab.launch(path, load=load, engine=engine, env=env, device=device).wait()
         plain.wait_ready()
         times = _measure(pool, plain, rounds)
@@ -75,9 +98,14 @@ def run_bench_rollout(
     }
     for case, sides in times.items():
         rate = {side: statistics.median(rates) for side, rates in sides.items()}
-        result |= {f"{case}_plain_tokens_per_s": rate["plain"], f"{case}_jvlab_tokens_per_s": rate["jvlab"]}
+        result |= {
+            f"{case}_plain_tokens_per_s": rate["plain"],
+            f"{case}_jvlab_tokens_per_s": rate["jvlab"],
+        }
         result[f"{case}_ratio"] = rate["jvlab"] / rate["plain"]
-        result[f"{case}_samples"] = {side: [round(r, 1) for r in rates] for side, rates in sides.items()}
+        result[f"{case}_samples"] = {
+            side: [round(r, 1) for r in rates] for side, rates in sides.items()
+        }
         prompts, n, tokens = CASES[case]
         print(
             f"{case}: {prompts} prompts × n={n} × {tokens} tokens: plain {rate['plain']:.1f} tokens/s, "
@@ -87,8 +115,12 @@ def run_bench_rollout(
     return result
 
 
-def _measure(pool: Any, plain: PlainVllm, rounds: int) -> dict[str, dict[str, list[float]]]:
-    times: dict[str, dict[str, list[float]]] = {case: {"plain": [], "jvlab": []} for case in CASES}
+def _measure(
+    pool: Any, plain: PlainVllm, rounds: int
+) -> dict[str, dict[str, list[float]]]:
+    times: dict[str, dict[str, list[float]]] = {
+        case: {"plain": [], "jvlab": []} for case in CASES
+    }
     for turn in range(rounds + 1):  # the first one warms up and does not count
         for case, (count, n, tokens) in CASES.items():
             prompts = _prompts(count)
@@ -100,10 +132,18 @@ def _measure(pool: Any, plain: PlainVllm, rounds: int) -> dict[str, dict[str, li
                     else:
                         seconds, made = _jvlab_side(pool, prompts, n, tokens)
                     if made != count * n * tokens:
-                        raise RuntimeError(f"{side} made {made} tokens instead of {count * n * tokens}")
+                        raise RuntimeError(
+                            f"{side} made {made} tokens instead of {count * n * tokens}"
+                        )
                     if turn:
                         times[case][side].append(made / seconds)
         print(
-            json.dumps({c: {s: [round(r) for r in v[-1:]] for s, v in d.items()} for c, d in times.items()}), flush=True
+            json.dumps(
+                {
+                    c: {s: [round(r) for r in v[-1:]] for s, v in d.items()}
+                    for c, d in times.items()
+                }
+            ),
+            flush=True,
         )
     return times

@@ -7,7 +7,8 @@ from typing import Any
 
 from jvlab._errors import ConfigError
 
-SHAPES = {  # GB of bfloat16 -> layers, hidden, intermediate, heads, key-value heads, vocabulary
+# GB of bfloat16 -> layers, hidden, intermediate, heads, key-value heads, vocabulary
+SHAPES = {
     "1": (7, 2048, 6144, 16, 8, 32768),
     "4": (28, 2048, 6144, 16, 8, 151936),
     "16": (35, 4096, 12288, 32, 8, 151936),
@@ -34,7 +35,10 @@ def config_of(size: str) -> dict[str, Any]:
 
     "4" has Qwen3-1.7B's shapes; "moe-16" is 12 of the 48 layers of Qwen3-30B-A3B.
     """
-    layers, hidden, intermediate, heads, kv, vocabulary, *experts = {**SHAPES, **EXPERTS}[size]
+    layers, hidden, intermediate, heads, kv, vocabulary, *experts = {
+        **SHAPES,
+        **EXPERTS,
+    }[size]
     return {
         "architectures": ["Qwen3MoeForCausalLM" if experts else "Qwen3ForCausalLM"],
         "model_type": "qwen3_moe" if experts else "qwen3",
@@ -82,20 +86,39 @@ def policy_of(folder: Path, dtype: str = "bfloat16", seed: int = 0) -> Any:
     from jvlab.trainer.decoder._runtime import Runtime
 
     hf_config = read_config(folder)
-    config, tensors = DecoderConfig.from_hf(hf_config), tuple(checkpoint_tensors(folder))
+    config = DecoderConfig.from_hf(hf_config)
+    tensors = tuple(checkpoint_tensors(folder))
     mesh = _sharding.mesh(fsdp=1)
     layout = _sharding.Layout(mesh)
     params: dict[str, Any] = {}
     key = jax.random.key(seed)
-    draw = jax.jit(lambda k, shape: 0.02 * jax.random.normal(k, shape, dtype), static_argnums=1)
-    for number, (path, (letters, shape)) in enumerate(_model.parameter_letters(config).items()):
+    draw = jax.jit(
+        lambda k, shape: 0.02 * jax.random.normal(k, shape, dtype), static_argnums=1
+    )
+    for number, (path, (letters, shape)) in enumerate(
+        _model.parameter_letters(config).items()
+    ):
         where, _ = layout.parameter(letters, shape)
         node = params
         for part in path[:-1]:
             node = node.setdefault(part, {})
-        scale = len(letters.removeprefix("l")) == 1  # a norm's, also those of stacked layers
-        value = jnp.ones(shape, dtype) if scale else draw(jax.random.fold_in(key, number), shape)
+        # a norm's, also those of stacked layers
+        scale = len(letters.removeprefix("l")) == 1
+        value = (
+            jnp.ones(shape, dtype)
+            if scale
+            else draw(jax.random.fold_in(key, number), shape)
+        )
         node[path[-1]] = jax.device_put(value, where)
     jax.block_until_ready(params)
     bindings = tuple(bind(config, hf_config, tensors, dtype, folder))
-    return Policy(config, params, mesh, Runtime(dtype, layout, "none"), folder, hf_config, tensors, bindings)
+    return Policy(
+        config,
+        params,
+        mesh,
+        Runtime(dtype, layout, "none"),
+        folder,
+        hf_config,
+        tensors,
+        bindings,
+    )

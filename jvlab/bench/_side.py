@@ -17,16 +17,21 @@ TEARDOWN_S = 90.0  # an engine on a card may hang when it ends
 ENDED = {"ended": True}
 
 
-def rows_of(module: str, side: str, order: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[Any]:
+def rows_of(
+    module: str, side: str, order: Mapping[str, Any], environment: Mapping[str, str]
+) -> Iterator[Any]:
     """The results of `python -m module side`, as they come. If it hangs at its end, it is killed with all below it."""
     pipe = subprocess.PIPE
     command = [sys.executable, "-m", module, side]
-    process = subprocess.Popen(command, env={**os.environ, **environment}, stdin=pipe, stdout=pipe, text=True)
+    process = subprocess.Popen(
+        command, env={**os.environ, **environment}, stdin=pipe, stdout=pipe, text=True
+    )
     assert process.stdin is not None
     assert process.stdout is not None
     ended = False
     try:
-        with contextlib.suppress(BrokenPipeError):  # it died before it read: its exit code says more
+        # it died before it read: its exit code says more
+        with contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps(order))
             process.stdin.close()
         for line in process.stdout:
@@ -42,7 +47,10 @@ def rows_of(module: str, side: str, order: Mapping[str, Any], environment: Mappi
         process.wait()  # no deadline: it has ended or was killed
         process.stdout.close()
     if not ended:
-        raise JvlabError(f"the {side} side ended with {process.returncode}", remedy="its own lines above say why")
+        raise JvlabError(
+            f"the {side} side ended with {process.returncode}",
+            remedy="its own lines above say why",
+        )
 
 
 def read_order() -> dict[str, Any]:

@@ -46,7 +46,8 @@ ENGINES = {"packed": {}, "live": {"JVLAB_LIVE_WEIGHTS": "1"}}
 
 def memcpy_gbps(size: int = 256 << 20, rounds: int = 5) -> float:
     """Single-thread memcpy of this machine in GB/s; the best of a few."""
-    source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
+    source = np.ones(size, np.uint8)
+    target = np.zeros(size, np.uint8)
     best = min(_timed(lambda: np.copyto(target, source)) for _ in range(rounds))
     return size / best / 1e9
 
@@ -64,10 +65,21 @@ def run_bench_sync(rounds: int = 5, model: str | None = None) -> dict[str, Any]:
 
     with ExitStack() as stack:
         memory = Path("/dev/shm") if shutil.disk_usage("/dev/shm").free > 3e9 else None
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jvlab-bench-", dir=memory)))
-        path = jv.models.resolve(model) if model else jv.models.tiny("llama", path=folder / "model", **SIZES)
+        folder = Path(
+            stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="jvlab-bench-", dir=memory)
+            )
+        )
+        path = (
+            jv.models.resolve(model)
+            if model
+            else jv.models.tiny("llama", path=folder / "model", **SIZES)
+        )
         floor = memcpy_gbps()
-        print(f"bench sync on cpu: {Path(path).name}; memcpy {floor:.1f} GB/s; {rounds} rounds", flush=True)
+        print(
+            f"bench sync on cpu: {Path(path).name}; memcpy {floor:.1f} GB/s; {rounds} rounds",
+            flush=True,
+        )
         cores = _defaults.usable_cores()
         result: dict[str, Any] = {
             "device": "cpu",
@@ -87,7 +99,9 @@ def run_bench_sync(rounds: int = 5, model: str | None = None) -> dict[str, Any]:
     return result | _claims(result["engines"])
 
 
-def _jvlab_side(path: str, env: dict[str, str], rounds: int, written: Path) -> dict[str, Any]:
+def _jvlab_side(
+    path: str, env: dict[str, str], rounds: int, written: Path
+) -> dict[str, Any]:
     import jax
 
     import jvlab as jv
@@ -97,7 +111,9 @@ def _jvlab_side(path: str, env: dict[str, str], rounds: int, written: Path) -> d
     jax.block_until_ready(policy.params)
     out: dict[str, Any] = {"reports": {way: [] for way in WAYS}, "write": []}
     with jv.Lab() as lab:
-        pool = lab.launch(path, load="dummy", engine={"max_model_len": 256}, env=env).wait()
+        pool = lab.launch(
+            path, load="dummy", engine={"max_model_len": 256}, env=env
+        ).wait()
         link = lab.connect(policy.params, pool, rules="policy")
         for turn in range(rounds + 1):  # the first one warms up and does not count
             for way, options in WAYS.items():
@@ -113,10 +129,14 @@ def _jvlab_side(path: str, env: dict[str, str], rounds: int, written: Path) -> d
     return out
 
 
-def _vllm_side(path: str, env: dict[str, str], rounds: int, written: Path) -> dict[str, list[float]]:
+def _vllm_side(
+    path: str, env: dict[str, str], rounds: int, written: Path
+) -> dict[str, list[float]]:
     from jvlab.engine import _defaults
 
-    arguments = _defaults.engine_arguments(path, "cpu", 1, "auto", {"max_model_len": 256})
+    arguments = _defaults.engine_arguments(
+        path, "cpu", 1, "auto", {"max_model_len": 256}
+    )
     times: dict[str, list[float]] = {"peer_reload": [], "peer_feed": []}
     with PlainVllm(_sync_peer.serve, {"env": env, "arguments": arguments}) as plain:
         plain.wait_ready()
@@ -129,14 +149,31 @@ def _vllm_side(path: str, env: dict[str, str], rounds: int, written: Path) -> di
     return times
 
 
-def _facts(ours: dict[str, Any], theirs: dict[str, list[float]], floor: float) -> dict[str, Any]:
+def _facts(
+    ours: dict[str, Any], theirs: dict[str, list[float]], floor: float
+) -> dict[str, Any]:
     """Medians of everything, in milliseconds, and ratios."""
     out: dict[str, Any] = {}
     for way, reports in ours["reports"].items():
-        for part in ("total", "pause", "pack", "copy", "move", "scatter", "digest", "repack"):
-            out[f"{way}_{part}_ms"] = 1e3 * statistics.median(r.seconds.get(part, 0.0) for r in reports)
-        out[f"{way}_copy_vs_memcpy"] = ours["bytes"] / out[f"{way}_copy_ms"] / 1e6 / floor
-        out[f"{way}_move_vs_memcpy"] = ours["bytes"] / out[f"{way}_move_ms"] / 1e6 / floor
+        for part in (
+            "total",
+            "pause",
+            "pack",
+            "copy",
+            "move",
+            "scatter",
+            "digest",
+            "repack",
+        ):
+            out[f"{way}_{part}_ms"] = 1e3 * statistics.median(
+                r.seconds.get(part, 0.0) for r in reports
+            )
+        out[f"{way}_copy_vs_memcpy"] = (
+            ours["bytes"] / out[f"{way}_copy_ms"] / 1e6 / floor
+        )
+        out[f"{way}_move_vs_memcpy"] = (
+            ours["bytes"] / out[f"{way}_move_ms"] / 1e6 / floor
+        )
     out["write_ms"] = 1e3 * statistics.median(ours["write"])
     out["reload_ms"] = 1e3 * statistics.median(theirs["peer_reload"])
     out["feed_ms"] = 1e3 * statistics.median(theirs["peer_feed"])
@@ -150,7 +187,8 @@ def _facts(ours: dict[str, Any], theirs: dict[str, list[float]], floor: float) -
 
 def _claims(engines: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The headline numbers, for vLLM's default engine; the move is the trainer's copy into the ring alone."""
-    default, live = engines["packed"], engines["live"]
+    default = engines["packed"]
+    live = engines["live"]
     return {
         "vs_vllm_ratio": default["direct_vs_vllm_ratio"],
         "verified_vs_vllm_ratio": default["direct_verified_vs_vllm_ratio"],
@@ -161,7 +199,8 @@ def _claims(engines: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "staged_pause_ms": default["staged_verified_pause_ms"],
         "direct_ms": default["direct_verified_total_ms"],
         "staged_ms": default["staged_verified_total_ms"],
-        "staged_pause_vs_direct_ratio": default["staged_pause_ms"] / default["direct_total_ms"],
+        "staged_pause_vs_direct_ratio": default["staged_pause_ms"]
+        / default["direct_total_ms"],
     }
 
 

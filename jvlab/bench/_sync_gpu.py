@@ -38,14 +38,20 @@ def copy_ms(size: int, rounds: int = 20) -> float:
     import cupy
 
     with cupy.cuda.Device(0):
-        source, target = cupy.cuda.alloc(size), cupy.cuda.alloc(size)
+        source = cupy.cuda.alloc(size)
+        target = cupy.cuda.alloc(size)
         stream = cupy.cuda.Stream(non_blocking=True)
         times = []
         for _ in range(rounds):
-            start, end = cupy.cuda.Event(), cupy.cuda.Event()
+            start = cupy.cuda.Event()
+            end = cupy.cuda.Event()
             start.record(stream)
             cupy.cuda.runtime.memcpyAsync(
-                target.ptr, source.ptr, size, cupy.cuda.runtime.memcpyDeviceToDevice, stream.ptr
+                target.ptr,
+                source.ptr,
+                size,
+                cupy.cuda.runtime.memcpyDeviceToDevice,
+                stream.ptr,
             )
             end.record(stream)
             end.synchronize()
@@ -61,7 +67,9 @@ def peak_extra() -> Iterator[dict[str, float]]:
     import cupy
 
     used = lambda: (lambda free, total: total - free)(*cupy.cuda.runtime.memGetInfo())
-    first, over, out = used(), threading.Event(), {"mib": 0.0}
+    first = used()
+    over = threading.Event()
+    out = {"mib": 0.0}
 
     def poll() -> None:
         while not over.is_set():
@@ -78,7 +86,8 @@ def peak_extra() -> Iterator[dict[str, float]]:
 
 def _engine(weights: int, eager: bool, experts: bool = False) -> dict[str, Any]:
     """An engine's options, for so many bytes of weights."""
-    more = {"moe_backend": "triton"} if experts else {}  # it computes from live memory; others re-arrange experts
+    # it computes from live memory; others re-arrange experts
+    more = {"moe_backend": "triton"} if experts else {}
     return more | {
         "max_model_len": 512,
         "gpu_memory_utilization": min(0.6, weights / 141e9 + 0.12),
@@ -91,12 +100,21 @@ def _engine(weights: int, eager: bool, experts: bool = False) -> dict[str, Any]:
 
 
 def _greedy(pool: Any, prompts: list[list[int]]) -> list[list[int]]:
-    options = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True, "progress": False}
+    options = {
+        "max_tokens": TOKENS,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "progress": False,
+    }
     return [pool.generate([ids], **options)[0].token_ids.tolist() for ids in prompts]
 
 
 def measure(
-    policy: Any, rounds: int, ways: dict[str, dict[str, Any]], eager: bool = False, masters: bool = False
+    policy: Any,
+    rounds: int,
+    ways: dict[str, dict[str, Any]],
+    eager: bool = False,
+    masters: bool = False,
 ) -> dict[str, Any]:
     """jvlab's side: the reports of every way, tokens after each, and the extra device memory of a sync."""
     import jax
@@ -112,16 +130,24 @@ def measure(
         "tokens": {},
         "seconds": {},
     }
-    other = jax.tree.map(lambda x: x * 2 if x.ndim > 1 else x, params)  # different weights, to alternate with
+    # different weights, to alternate with
+    other = jax.tree.map(lambda x: x * 2 if x.ndim > 1 else x, params)
     engine = _engine(weights, eager, bool(policy.config.experts))
     with jv.Lab() as lab:
         start = time.perf_counter()
-        pool = lab.launch(str(policy.source), load="dummy", engine=engine, device="cuda").wait(500)
+        pool = lab.launch(
+            str(policy.source), load="dummy", engine=engine, device="cuda"
+        ).wait(500)
         out["launch_s"] = time.perf_counter() - start
         start = time.perf_counter()
         link = lab.connect(params, pool, rules="policy")
-        out["connect_s"], out["transport"], out["reason"] = time.perf_counter() - start, link.transport, link.reason
-        print(f"{link!r}; up in {out['launch_s']:.0f} s, connected in {out['connect_s']:.1f} s", flush=True)
+        out["connect_s"] = time.perf_counter() - start
+        out["transport"] = link.transport
+        out["reason"] = link.reason
+        print(
+            f"{link!r}; up in {out['launch_s']:.0f} s, connected in {out['connect_s']:.1f} s",
+            flush=True,
+        )
         status = []
         for _ in range(20):
             start = time.perf_counter()
@@ -129,7 +155,8 @@ def measure(
             status.append(time.perf_counter() - start)
         out["empty_call_ms"] = 1e3 * statistics.median(status)
         for way, options in ways.items():
-            with peak_extra() as extra:  # the first staged sync allocates the shadow buffers, which stay
+            # the first staged sync allocates the shadow buffers, which stay
+            with peak_extra() as extra:
                 link.sync(other, progress=False, **options)
                 link.sync(params, progress=False, **options)
             out.setdefault("extra_mib", {})[way] = extra["mib"]
@@ -139,7 +166,9 @@ def measure(
             reports = []
             for turn in range(rounds):
                 start = time.perf_counter()
-                report = link.sync(params if turn % 2 else other, progress=False, **options)
+                report = link.sync(
+                    params if turn % 2 else other, progress=False, **options
+                )
                 reports.append({**report.seconds, "call": time.perf_counter() - start})
             out["seconds"][way] = reports
             link.sync(params, progress=False, **options)
@@ -149,7 +178,9 @@ def measure(
     return out
 
 
-def _masters(lab: Any, pool: Any, params: Any, rounds: int, prompts: list[list[int]]) -> dict[str, Any]:
+def _masters(
+    lab: Any, pool: Any, params: Any, rounds: int, prompts: list[list[int]]
+) -> dict[str, Any]:
     """The same weights as float32 masters in the trainer, cast in transit."""
     import jax
 
@@ -165,9 +196,16 @@ def _masters(lab: Any, pool: Any, params: Any, rounds: int, prompts: list[list[i
 def _medians(reports: list[dict[str, float]]) -> dict[str, float]:
     """The median of each part in milliseconds; `sync` is the total without pause and resume."""
     names = sorted({name for r in reports for name in r})
-    out = {f"{name}_ms": 1e3 * statistics.median(r.get(name, 0.0) for r in reports) for name in names}
+    out = {
+        f"{name}_ms": 1e3 * statistics.median(r.get(name, 0.0) for r in reports)
+        for name in names
+    }
     bare = [r["total"] - r.get("halt", 0.0) - r.get("go_on", 0.0) for r in reports]
-    return {"sync_ms": 1e3 * statistics.median(bare), "sync_worst_ms": 1e3 * max(bare), **out}
+    return {
+        "sync_ms": 1e3 * statistics.median(bare),
+        "sync_worst_ms": 1e3 * max(bare),
+        **out,
+    }
 
 
 def _line(m: dict[str, float]) -> str:
@@ -186,7 +224,12 @@ def _line(m: dict[str, float]) -> str:
         "go_on",
         "control",
     )
-    return ", ".join(f"{name} {m[f'{name}_ms']:.2f}" for name in parts if f"{name}_ms" in m) + " ms"
+    return (
+        ", ".join(
+            f"{name} {m[f'{name}_ms']:.2f}" for name in parts if f"{name}_ms" in m
+        )
+        + " ms"
+    )
 
 
 class GpuPeer(PlainVllm):
@@ -220,30 +263,50 @@ class GpuPeer(PlainVllm):
 
 def run_bench_sync_gpu(rounds: int = 20, size: str = "4") -> dict[str, Any]:
     """Measure every way at one size of `_shapes.py` against vLLM's own; prints as it goes, returns the facts."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the engine needs the rest of the card
+    # the engine needs the rest of the card
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
     from jvlab.engine import _vllm_versions
 
     with ExitStack() as stack:
         config = config_of(size)
-        source = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jvlab-bench-")))
+        source = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="jvlab-bench-"))
+        )
         (source / "config.json").write_text(json.dumps(config))
         policy = policy_of(source)
         weights = sum(x.nbytes for x in jax.tree.leaves(policy.params))
-        memory = Path("/dev/shm") if shutil.disk_usage("/dev/shm").free > 2 * weights else None
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jvlab-bench-", dir=memory)))
-        written, experts = Path(policy.save_pretrained(folder / "written")), "num_experts" in config
-        peer = stack.enter_context(GpuPeer(written, max(3, rounds // 2), _engine(weights, True, experts)))
+        memory = (
+            Path("/dev/shm")
+            if shutil.disk_usage("/dev/shm").free > 2 * weights
+            else None
+        )
+        folder = Path(
+            stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="jvlab-bench-", dir=memory)
+            )
+        )
+        written = Path(policy.save_pretrained(folder / "written"))
+        experts = "num_experts" in config
+        peer = stack.enter_context(
+            GpuPeer(written, max(3, rounds // 2), _engine(weights, True, experts))
+        )
         # eager like the peer, for equal rounding; a float32 copy of a large model would not fit beside it
         ours = measure(policy, rounds, WAYS, eager=True, masters=weights < 8e9)
         try:
             theirs = peer.measure()
         except LaunchError:
-            print(json.dumps(ours), flush=True)  # what was measured before the peer failed
+            # what was measured before the peer failed
+            print(json.dumps(ours), flush=True)
             raise
     result = _facts(ours, theirs)
-    result |= {"device": "cuda", "size": size, "rounds": rounds, "vllm": " ".join(_vllm_versions.build())}
+    result |= {
+        "device": "cuda",
+        "size": size,
+        "rounds": rounds,
+        "vllm": " ".join(_vllm_versions.build()),
+    }
     print(_table(result), flush=True)
     return result
 
@@ -251,8 +314,13 @@ def run_bench_sync_gpu(rounds: int = 20, size: str = "4") -> dict[str, Any]:
 def _facts(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     median = lambda values: 1e3 * statistics.median(values)
     best = min(median(theirs["plain"]), median(theirs["packed"]))
-    paused = min(median(theirs["plain_with_pause"]), median(theirs["packed_with_pause"]))
-    tokens = {**ours["tokens"], **({"masters": ours["masters_tokens"]} if "masters" in ours else {})}
+    paused = min(
+        median(theirs["plain_with_pause"]), median(theirs["packed_with_pause"])
+    )
+    tokens = {
+        **ours["tokens"],
+        **({"masters": ours["masters_tokens"]} if "masters" in ours else {}),
+    }
     out: dict[str, Any] = {
         "bytes": ours["bytes"],
         "ceiling_ms": ours["ceiling_ms"],
@@ -270,7 +338,9 @@ def _facts(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
         "vllm_tensors": theirs["tensors"],
         "tokens_equal": {way: got == theirs["tokens"] for way, got in tokens.items()},
         "tokens": {"loaded": theirs["tokens"], **tokens},
-        "vllm_tokens_equal": theirs["plain_tokens"] == theirs["packed_tokens"] == theirs["tokens"],
+        "vllm_tokens_equal": theirs["plain_tokens"]
+        == theirs["packed_tokens"]
+        == theirs["tokens"],
         "ways": {way: _medians(reports) for way, reports in ours["seconds"].items()},
     }
     for m in out["ways"].values():
@@ -303,7 +373,10 @@ def run_sizes(sizes: list[str], rounds: int = 10) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for size in sizes:
         with tempfile.TemporaryDirectory(prefix="jvlab-bench-") as folder:
-            ways = {name: WAYS[name] for name in ("direct_verified", "direct", "staged_verified")}
+            ways = {
+                name: WAYS[name]
+                for name in ("direct_verified", "direct", "staged_verified")
+            }
             (Path(folder) / "config.json").write_text(json.dumps(config_of(size)))
             ours = measure(policy_of(Path(folder)), rounds, ways, eager=True)
             out[size] = {
@@ -311,7 +384,9 @@ def run_sizes(sizes: list[str], rounds: int = 10) -> dict[str, Any]:
                 "ceiling_ms": ours["ceiling_ms"],
                 "extra_mib": ours["extra_mib"],
                 "connect_s": ours["connect_s"],
-                "ways": {way: _medians(reports) for way, reports in ours["seconds"].items()},
+                "ways": {
+                    way: _medians(reports) for way, reports in ours["seconds"].items()
+                },
             }
             print(json.dumps({size: out[size]}), flush=True)
         jax.clear_caches()
@@ -319,7 +394,9 @@ def run_sizes(sizes: list[str], rounds: int = 10) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="time and memory of a sync over sizes, on one GPU")
+    parser = argparse.ArgumentParser(
+        description="time and memory of a sync over sizes, on one GPU"
+    )
     parser.add_argument("--sizes", default="1,4,16,32")
     parser.add_argument("--rounds", type=int, default=10)
     given = parser.parse_args()

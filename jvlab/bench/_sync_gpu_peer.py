@@ -23,7 +23,9 @@ def serve(pipe: Connection, order: dict[str, Any]) -> None:
     run = lambda work: asyncio.run_coroutine_threadsafe(work, loop).result()
     try:
         engine = run(_start(order["arguments"]))
-        pipe.send({"tokens": run(_greedy(engine, order["prompts"], order["max_tokens"]))})
+        pipe.send(
+            {"tokens": run(_greedy(engine, order["prompts"], order["max_tokens"]))}
+        )
         # no deadline: it is killed, or the pipe's other end closes
         pipe.recv()  # "go": the GPU is idle now
         pipe.send(_times(run, engine, order))
@@ -47,19 +49,27 @@ async def _greedy(engine: Any, prompts: list[list[int]], count: int) -> list[lis
     from vllm.sampling_params import RequestOutputKind
 
     params = SamplingParams(
-        max_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        max_tokens=count,
+        temperature=0.0,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
     async def one(k: int, ids: list[int]) -> list[int]:
         last: Any = None
-        async for output in engine.generate({"prompt_token_ids": ids}, params, f"peer-{k}-{time.time_ns()}"):
+        async for output in engine.generate(
+            {"prompt_token_ids": ids}, params, f"peer-{k}-{time.time_ns()}"
+        ):
             last = output
         return list(last.outputs[0].token_ids)
 
     return [await one(k, ids) for k, ids in enumerate(prompts)]
 
 
-def _times(run: Callable[[Any], Any], engine: Any, order: dict[str, Any]) -> dict[str, Any]:
+def _times(
+    run: Callable[[Any], Any], engine: Any, order: dict[str, Any]
+) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM
     from vllm.distributed.weight_transfer.base import ModuleSource
@@ -70,13 +80,21 @@ def _times(run: Callable[[Any], Any], engine: Any, order: dict[str, Any]) -> dic
         """The engine calls that vLLM's trainer side makes."""
 
         def init_weight_transfer_engine(self, init_info: Any) -> None:
-            run(engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": init_info}))
+            run(
+                engine.collective_rpc(
+                    "init_weight_transfer_engine", kwargs={"init_info": init_info}
+                )
+            )
 
         def start_weight_update(self) -> None:
             run(engine.collective_rpc("start_weight_update"))
 
         def update_weights(self, update_info: Any) -> None:
-            run(engine.collective_rpc("update_weights", kwargs={"update_info": update_info}))
+            run(
+                engine.collective_rpc(
+                    "update_weights", kwargs={"update_info": update_info}
+                )
+            )
 
         def finish_weight_update(self, weight_version: str | None = None) -> None:
             run(engine.collective_rpc("finish_weight_update"))
@@ -85,9 +103,16 @@ def _times(run: Callable[[Any], Any], engine: Any, order: dict[str, Any]) -> dic
             return 1
 
     torch.cuda.set_device(0)
-    model: Any = AutoModelForCausalLM.from_pretrained(order["arguments"]["model"], dtype=torch.bfloat16)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        order["arguments"]["model"], dtype=torch.bfloat16
+    )
     model = model.to("cuda")
-    out: dict[str, Any] = {"empty_rpc": [], "pause": [], "resume": [], "tensors": len(list(model.parameters()))}
+    out: dict[str, Any] = {
+        "empty_rpc": [],
+        "pause": [],
+        "resume": [],
+        "tensors": len(list(model.parameters())),
+    }
     for _ in range(order["rounds"]):
         start = time.perf_counter()
         run(engine.collective_rpc("check_health"))
@@ -95,9 +120,12 @@ def _times(run: Callable[[Any], Any], engine: Any, order: dict[str, Any]) -> dic
     for packed in (False, True):
         name = "packed" if packed else "plain"
         sender = WeightTransferTrainerFactory.trainer_init(
-            init_info=IPCTrainerInitInfo(rank=0, packed=packed), client=Client(), source=ModuleSource(model)
+            init_info=IPCTrainerInitInfo(rank=0, packed=packed),
+            client=Client(),
+            source=ModuleSource(model),
         )
-        out[name], out[f"{name}_with_pause"] = [], []
+        out[name] = []
+        out[f"{name}_with_pause"] = []
         for turn in range(order["rounds"] + 1):
             torch.cuda.synchronize()
             begin = time.perf_counter()
@@ -112,5 +140,7 @@ def _times(run: Callable[[Any], Any], engine: Any, order: dict[str, Any]) -> dic
                 out[f"{name}_with_pause"].append(end - begin)
                 out["pause"].append(start - begin)
                 out["resume"].append(end - moved)
-        out[f"{name}_tokens"] = run(_greedy(engine, order["prompts"], order["max_tokens"]))
+        out[f"{name}_tokens"] = run(
+            _greedy(engine, order["prompts"], order["max_tokens"])
+        )
     return out

@@ -24,7 +24,9 @@ class VllmPeer(WorkerExtension):
         from safetensors.torch import load_file
 
         files = sorted(Path(folder).glob("*.safetensors"))
-        tensors = [(name, t.clone()) for file in files for name, t in load_file(file).items()]
+        tensors = [
+            (name, t.clone()) for file in files for name, t in load_file(file).items()
+        ]
         start = time.perf_counter()
         self.model_runner.reload_weights(weights_iterator=iter(tensors))  # type: ignore[attr-defined]
         return time.perf_counter() - start
@@ -34,10 +36,16 @@ def serve(pipe: Connection, order: dict[str, Any]) -> None:
     """Plain vLLM, driven over the pipe, until it is killed."""
     from vllm import LLM
 
-    llm = LLM(**{**order["arguments"], "worker_extension_cls": "jvlab.bench._sync_peer.VllmPeer"})
+    llm = LLM(
+        **{
+            **order["arguments"],
+            "worker_extension_cls": "jvlab.bench._sync_peer.VllmPeer",
+        }
+    )
     pipe.send("ready")
     while True:
-        method, folder = pipe.recv()  # no deadline: it is killed, or the pipe's other end closes
+        # no deadline: it is killed, or the pipe's other end closes
+        method, folder = pipe.recv()
         start = time.perf_counter()
         inside = llm.collective_rpc(method, args=(folder,))
         pipe.send((time.perf_counter() - start, max(inside)))

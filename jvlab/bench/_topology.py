@@ -47,39 +47,64 @@ class PoolWay:
     """A pool's own API."""
 
     def __init__(self, name: str, pool: Pool) -> None:
-        self.name, self._pool = name, pool
-        self.engine_seconds: list[float] = []  # the engine's own time for each single-prompt request
+        self.name = name
+        self._pool = pool
+        # the engine's own time for each single-prompt request
+        self.engine_seconds: list[float] = []
 
     def ask(self, prompts: Tokens, tokens: int) -> tuple[Tokens, int]:
         batch = self._pool.generate(prompts, max_tokens=tokens, progress=False, **SAME)
         if len(prompts) == 1:
             self.engine_seconds.append(batch[0].seconds["total"])
-        return [sample.token_ids.tolist() for sample in batch], int(batch[0].versions[0])
+        return [sample.token_ids.tolist() for sample in batch], int(
+            batch[0].versions[0]
+        )
 
 
 class HttpWay:
     """OpenAI completions over HTTP, as from any client."""
 
-    def __init__(self, name: str, url: str, token: str, model: str, keep_alive: bool) -> None:
-        self.name, self._model, self._keep = name, model, keep_alive
+    def __init__(
+        self, name: str, url: str, token: str, model: str, keep_alive: bool
+    ) -> None:
+        self.name = name
+        self._model = model
+        self._keep = keep_alive
         parts = urlsplit(url)
-        self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=120)
+        self._connection = http.client.HTTPConnection(
+            parts.hostname or "", parts.port, timeout=120
+        )
         self._path = f"{parts.path}/completions"
-        self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        self._headers = {
+            "Authorization": f"Bearer {token}",
+            "Content-Type": "application/json",
+        }
         if not keep_alive:
             self._headers["Connection"] = "close"
 
     def ask(self, prompts: Tokens, tokens: int) -> tuple[Tokens, int]:
-        body = {"model": self._model, "prompt": prompts, "max_tokens": tokens, "return_token_ids": True, **SAME}
+        body = {
+            "model": self._model,
+            "prompt": prompts,
+            "max_tokens": tokens,
+            "return_token_ids": True,
+            **SAME,
+        }
         self._connection.request("POST", self._path, json.dumps(body), self._headers)
         reply = self._connection.getresponse()
         text = reply.read()
         if not self._keep:
             self._connection.close()
         if reply.status != 200:
-            raise ControlError(f"{self.name}: HTTP {reply.status}: {text[:300].decode(errors='replace')}")
-        choices = sorted(json.loads(text)["choices"], key=lambda choice: choice["index"])
-        return [choice["token_ids"] for choice in choices], int(reply.headers["x-jvlab-version"])
+            raise ControlError(
+                f"{self.name}: HTTP {reply.status}: {text[:300].decode(errors='replace')}"
+            )
+        choices = sorted(
+            json.loads(text)["choices"], key=lambda choice: choice["index"]
+        )
+        return [choice["token_ids"] for choice in choices], int(
+            reply.headers["x-jvlab-version"]
+        )
 
     def close(self) -> None:
         self._connection.close()
@@ -102,7 +127,10 @@ def run_bench_topology(
     from jvlab.bench._topology_gateway import measure_gateway
 
     result = measure_ways(rounds, model, device)
-    print(f"gateway alone: {requests} requests to {', '.join(map(str, replicas))} simulated replicas", flush=True)
+    print(
+        f"gateway alone: {requests} requests to {', '.join(map(str, replicas))} simulated replicas",
+        flush=True,
+    )
     gateway = measure_gateway(replicas, requests)
     for row in gateway["rows"]:
         print(
@@ -119,7 +147,9 @@ def run_bench_topology(
     }
 
 
-def measure_ways(rounds: int = 5, model: str | None = None, device: str = "auto") -> dict[str, Any]:
+def measure_ways(
+    rounds: int = 5, model: str | None = None, device: str = "auto"
+) -> dict[str, Any]:
     """The four ways to an engine, without the gateway's own benchmark."""
     import jvlab as jv
     from jvlab.engine import _vllm_versions
@@ -129,21 +159,33 @@ def measure_ways(rounds: int = 5, model: str | None = None, device: str = "auto"
     path = jv.models.resolve(model) if model else jv.models.tiny("llama")
     engine: dict[str, Any] = {"max_model_len": 512}
     if device == "cuda":
-        engine["gpu_memory_utilization"] = 0.3  # two engines and a trainer share the card
+        # two engines and a trainer share the card
+        engine["gpu_memory_utilization"] = 0.3
     print(f"bench topology on {device}: {path}, {rounds} rounds", flush=True)
     with ExitStack() as ends:
         lab = ends.enter_context(jv.Lab())
         remote = lab.launch(path, engine=engine, device=device, http=True)
-        local = ends.enter_context(jv.Pool.in_process(path, engine=engine, device=device))
+        local = ends.enter_context(
+            jv.Pool.in_process(path, engine=engine, device=device)
+        )
         remote.wait(progress=False)  # no deadline: `Pool.wait` has a default
         ways = _ways(local, remote, ends)
         params = jv.Policy.from_pretrained(path).params
-        # no deadline: `Pool.connect` has a default
-        links = {"in_process": local.connect(params), "grpc": lab.connect(params, remote)}
+        links = {
+            # no deadline: `Pool.connect` has a default
+            "in_process": local.connect(params),
+            "grpc": lab.connect(params, remote),
+        }
         for link in links.values():
-            link.sync(params, progress=False)  # both engines now hold the same bits, by the same route
+            # both engines now hold the same bits, by the same route
+            link.sync(params, progress=False)
         _check_alike(ways)
-        result = {"device": device, "model": path, "rounds": rounds, "vllm": " ".join(_vllm_versions.build())}
+        result = {
+            "device": device,
+            "model": path,
+            "rounds": rounds,
+            "vllm": " ".join(_vllm_versions.build()),
+        }
         result |= _requests(ways, rounds) | _throughput(ways, rounds)
         result["freshness_ms"] = _freshness(ways, links, params, rounds)
         result["transports"] = {name: link.transport for name, link in links.items()}
@@ -152,8 +194,12 @@ def measure_ways(rounds: int = 5, model: str | None = None, device: str = "auto"
 
 
 def _ways(local: Pool, remote: Pool, ends: ExitStack) -> list[Way]:
-    url, token = remote.http_url, remote.http_token
-    over = [HttpWay(n, url, token, remote.model, n == "http_keep_alive") for n in ("http_keep_alive", "http")]
+    url = remote.http_url
+    token = remote.http_token
+    over = [
+        HttpWay(n, url, token, remote.model, n == "http_keep_alive")
+        for n in ("http_keep_alive", "http")
+    ]
     for way in over:
         ends.callback(way.close)
     return [PoolWay("in_process", local), PoolWay("grpc", remote), *over]
@@ -169,12 +215,16 @@ def _check_alike(ways: Sequence[Way]) -> None:
     for way in ways[1:]:
         found, _ = way.ask(_prompts(4), 16)
         if found != wanted:
-            raise ControlError(f"{way.name} gave different greedy tokens than {ways[0].name}: {found} and {wanted}")
+            raise ControlError(
+                f"{way.name} gave different greedy tokens than {ways[0].name}: {found} and {wanted}"
+            )
 
 
 def _turns(ways: Sequence[Way], rounds: int) -> list[Way]:
     """Every way once per round, starting with a different one each time."""
-    return [ways[(turn + k) % len(ways)] for turn in range(rounds) for k in range(len(ways))]
+    return [
+        ways[(turn + k) % len(ways)] for turn in range(rounds) for k in range(len(ways))
+    ]
 
 
 def _timed(work: Callable[[], Any]) -> float:
@@ -193,7 +243,9 @@ def _requests(ways: Sequence[Way], rounds: int) -> dict[str, Any]:
     for times in own.values():
         times.clear()
     for way in _turns(ways, rounds):
-        seconds[way.name] += [_timed(lambda p=p, way=way: way.ask([p], 1)) for p in prompts]
+        seconds[way.name] += [
+            _timed(lambda p=p, way=way: way.ask([p], 1)) for p in prompts
+        ]
     ms = {name: 1e3 * statistics.median(times) for name, times in seconds.items()}
     engine = {name: 1e3 * statistics.median(times) for name, times in own.items()}
     return {
@@ -202,9 +254,13 @@ def _requests(ways: Sequence[Way], rounds: int) -> dict[str, Any]:
         "http_without_keep_alive_vs_inprocess_ratio": ms["http"] / ms["in_process"],
         "request_ms": ms,
         "engine_ms": engine,
-        "request_p99_ms": {n: 1e3 * sorted(t)[len(t) * 99 // 100] for n, t in seconds.items()},
+        "request_p99_ms": {
+            n: 1e3 * sorted(t)[len(t) * 99 // 100] for n, t in seconds.items()
+        },
         # gRPC and HTTP go to the same replica
-        "overhead_ms": {name: value - engine.get(name, engine["grpc"]) for name, value in ms.items()},
+        "overhead_ms": {
+            name: value - engine.get(name, engine["grpc"]) for name, value in ms.items()
+        },
     }
 
 
@@ -216,20 +272,31 @@ def _throughput(ways: Sequence[Way], rounds: int) -> dict[str, Any]:
         made = sum(map(len, way.ask(_prompts(count), tokens)[0]))
         rates[way.name].append(made / (time.perf_counter() - start))
         if made != count * tokens:
-            raise ControlError(f"{way.name} made {made} tokens instead of {count * tokens}")
-    return {"tokens_per_s": {name: statistics.median(found) for name, found in rates.items()}}
+            raise ControlError(
+                f"{way.name} made {made} tokens instead of {count * tokens}"
+            )
+    return {
+        "tokens_per_s": {
+            name: statistics.median(found) for name, found in rates.items()
+        }
+    }
 
 
-def _freshness(ways: Sequence[Way], links: dict[str, Link], params: Any, rounds: int) -> dict[str, float]:
+def _freshness(
+    ways: Sequence[Way], links: dict[str, Link], params: Any, rounds: int
+) -> dict[str, float]:
     """Time from the start of a sync until a request returns a token of the new version, polling with requests."""
     found: dict[str, list[float]] = {way.name: [] for way in ways}
     for way in _turns(ways, rounds):
         link = links.get(way.name, links["grpc"])
-        start, version = time.perf_counter(), link.version + 1
+        start = time.perf_counter()
+        version = link.version + 1
         handle = link.sync_async(params, version)
         while way.ask(_prompts(1), 1)[1] < version:
             if time.perf_counter() - start > FRESH_SECONDS:
-                raise ControlError(f"{way.name} did not serve version {version} within {FRESH_SECONDS:g} s")
+                raise ControlError(
+                    f"{way.name} did not serve version {version} within {FRESH_SECONDS:g} s"
+                )
         found[way.name].append(time.perf_counter() - start)
         if not handle.result(FRESH_SECONDS).verified:
             raise ControlError(f"{way.name}: version {version} was not verified")
@@ -237,7 +304,9 @@ def _freshness(ways: Sequence[Way], links: dict[str, Link], params: Any, rounds:
 
 
 def _show(result: dict[str, Any]) -> None:
-    print(f"{'':16} {'1 token':>10} {'overhead':>10} {'tokens/s':>9} {'fresh after':>12}")
+    print(
+        f"{'':16} {'1 token':>10} {'overhead':>10} {'tokens/s':>9} {'fresh after':>12}"
+    )
     for name, ms in result["request_ms"].items():
         print(
             f"{name:16} {ms:7.1f} ms {result['overhead_ms'][name]:7.1f} ms {result['tokens_per_s'][name]:9.0f} "

@@ -33,7 +33,8 @@ from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire import jvlab_pb2_grpc as rpc
 
 POOL = "sim"
-START_SECONDS, CALL_SECONDS = 120.0, 600.0
+START_SECONDS = 120.0
+CALL_SECONDS = 600.0
 WARM = 1000
 FACTS = pb.EngineFacts(
     vllm_version="0",
@@ -49,7 +50,10 @@ FACTS = pb.EngineFacts(
 
 
 def measure_gateway(
-    replicas: Sequence[int] = (1, 10, 100, 1000), requests: int = 10_000, concurrency: int = 64, routing: str = "least"
+    replicas: Sequence[int] = (1, 10, 100, 1000),
+    requests: int = 10_000,
+    concurrency: int = 64,
+    routing: str = "least",
 ) -> dict[str, Any]:
     """Requests routed per second, latency and memory for each number of replicas.
 
@@ -60,8 +64,11 @@ def measure_gateway(
                                  as its prompts (`batch_routes_per_s`)
     """
     # no deadline: every call in it has one
-    with ThreadPoolExecutor(1, "bench-topology") as thread:  # a notebook's main thread already runs a loop
-        run = thread.submit(lambda: asyncio.run(_measure(replicas, requests, concurrency, routing)))
+    # a notebook's main thread already runs a loop
+    with ThreadPoolExecutor(1, "bench-topology") as thread:
+        run = thread.submit(
+            lambda: asyncio.run(_measure(replicas, requests, concurrency, routing))
+        )
         rows, direct = run.result()  # no deadline: every call in it has one
     last = rows[-1]
     return {
@@ -79,7 +86,9 @@ def measure_gateway(
 
 def run_bench_gateway(replicas: Sequence[int] | None, requests: int) -> dict[str, Any]:
     """`jvlab bench gateway`: prints a line for each number of replicas, and returns everything."""
-    found = measure_gateway(replicas or (1, 10, 100, 1000), requests, min(64, max(1, requests // 16)))
+    found = measure_gateway(
+        replicas or (1, 10, 100, 1000), requests, min(64, max(1, requests // 16))
+    )
     for row in found["rows"]:
         print(
             f"{row['replicas']:4} simulated replicas: {row['routes_per_s']:5.0f} requests/s, "
@@ -91,22 +100,30 @@ def run_bench_gateway(replicas: Sequence[int] | None, requests: int) -> dict[str
 async def _measure(
     counts: Sequence[int], requests: int, concurrency: int, routing: str
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    rows, direct, warm = [], {}, min(WARM, requests)
+    rows = []
+    direct = {}
+    warm = min(WARM, requests)
     for count in counts:
         token = security.new_token()
         metadata = security.authorization(token)
-        with tempfile.TemporaryDirectory(prefix="jvlab-bench-") as folder, contextlib.ExitStack() as ends:
+        with (
+            tempfile.TemporaryDirectory(prefix="jvlab-bench-") as folder,
+            contextlib.ExitStack() as ends,
+        ):
             gateway = ends.enter_context(_part("gateway", folder, token))
             address = _wait_for(Path(folder) / "lab.json", gateway)["address"]
             channel = grpc.aio.insecure_channel(address, options=security.options())
             async with channel:
                 stub = rpc.LabStub(channel)
                 await _launch(stub, metadata, count, routing)
-                simulation = ends.enter_context(_part("replicas", folder, token, address, str(count)))
+                simulation = ends.enter_context(
+                    _part("replicas", folder, token, address, str(count))
+                )
                 port = _wait_for(Path(folder) / "replicas.json", simulation)["port"]
                 ready = await _wait_ready(stub, metadata, count)
                 ask = _asker(stub, metadata)
-                await _load(ask, warm, concurrency)  # the first requests open the connections
+                # the first requests open the connections
+                await _load(ask, warm, concurrency)
                 before = _cpu_seconds(gateway)
                 many = await _load(ask, requests, concurrency)
                 cpu = (_cpu_seconds(gateway) - before) / requests
@@ -155,29 +172,44 @@ async def _launch(stub: rpc.LabStub, metadata: Any, count: int, routing: str) ->
 async def _wait_ready(stub: rpc.LabStub, metadata: Any, count: int) -> float:
     """Seconds until every simulated replica has registered."""
     began = time.perf_counter()
-    watched = stub.Watch(pb.PoolRequest(pool=POOL), timeout=START_SECONDS, metadata=metadata)
+    watched = stub.Watch(
+        pb.PoolRequest(pool=POOL), timeout=START_SECONDS, metadata=metadata
+    )
     async for status in watched:
         if all(replica.state == pb.READY for replica in status.replicas):
             watched.cancel()
             return time.perf_counter() - began
-    raise ControlError(f"the pool of {count} simulated replicas ended before all had registered")
+    raise ControlError(
+        f"the pool of {count} simulated replicas ended before all had registered"
+    )
 
 
 async def _check(stub: rpc.LabStub, metadata: Any, count: int, requests: int) -> None:
     """Check that every request reached a replica once, and none is still counted as in flight."""
-    status = await stub.Describe(pb.DescribeRequest(), timeout=START_SECONDS, metadata=metadata)
+    status = await stub.Describe(
+        pb.DescribeRequest(), timeout=START_SECONDS, metadata=metadata
+    )
     replicas = status.pools[0].replicas
-    served, left = sum(r.served for r in replicas), sum(r.routed for r in replicas)
+    served = sum(r.served for r in replicas)
+    left = sum(r.routed for r in replicas)
     if (len(replicas), served, left) != (count, requests, 0):
-        raise ControlError(f"{len(replicas)} replicas served {served} of {requests} requests, {left} are in flight")
+        raise ControlError(
+            f"{len(replicas)} replicas served {served} of {requests} requests, {left} are in flight"
+        )
 
 
 def _asker(stub: rpc.LabStub, metadata: Any) -> Callable[[int], Awaitable[None]]:
     """A function that makes one single-sample request through the gateway."""
 
     async def ask(number: int) -> None:
-        start = pb.GenerateStart(pool=POOL, prompts=[_prompt(number)], n=1, sampling_json="{}")
-        call = stub.Generate(iter([pb.GenerateCall(start=start)]), timeout=CALL_SECONDS, metadata=metadata)
+        start = pb.GenerateStart(
+            pool=POOL, prompts=[_prompt(number)], n=1, sampling_json="{}"
+        )
+        call = stub.Generate(
+            iter([pb.GenerateCall(start=start)]),
+            timeout=CALL_SECONDS,
+            metadata=metadata,
+        )
         samples = [sample async for event in call for sample in event.samples]
         if len(samples) != 1 or samples[0].error:
             raise ControlError(f"request {number} came back as {samples}")
@@ -189,9 +221,12 @@ def _prompt(number: int) -> pb.Prompt:
     return pb.Prompt(tokens=pb.TokenIds(ids=[number % 1000] * 32))
 
 
-async def _load(ask: Callable[[int], Awaitable[None]], requests: int, concurrency: int) -> dict[str, float]:
+async def _load(
+    ask: Callable[[int], Awaitable[None]], requests: int, concurrency: int
+) -> dict[str, float]:
     """Make `requests` requests, `concurrency` at a time."""
-    numbers, seconds = iter(range(requests)), []
+    numbers = iter(range(requests))
+    seconds = []
 
     async def worker() -> None:
         for number in numbers:
@@ -212,9 +247,14 @@ async def _load(ask: Callable[[int], Awaitable[None]], requests: int, concurrenc
 
 async def _batch(stub: rpc.LabStub, metadata: Any, requests: int) -> float:
     """Prompts routed per second with all of them in one call, as a trainer does."""
-    start = pb.GenerateStart(pool=POOL, prompts=map(_prompt, range(requests)), n=1, sampling_json="{}")
-    began, arrived = time.perf_counter(), 0
-    call = stub.Generate(iter([pb.GenerateCall(start=start)]), timeout=CALL_SECONDS, metadata=metadata)
+    start = pb.GenerateStart(
+        pool=POOL, prompts=map(_prompt, range(requests)), n=1, sampling_json="{}"
+    )
+    began = time.perf_counter()
+    arrived = 0
+    call = stub.Generate(
+        iter([pb.GenerateCall(start=start)]), timeout=CALL_SECONDS, metadata=metadata
+    )
     async for event in call:
         arrived += sum(not sample.error for sample in event.samples)
     if arrived != requests:
@@ -222,15 +262,28 @@ async def _batch(stub: rpc.LabStub, metadata: Any, requests: int) -> float:
     return requests / (time.perf_counter() - began)
 
 
-async def _direct(port: int, metadata: Any, requests: int, concurrency: int) -> dict[str, float]:
+async def _direct(
+    port: int, metadata: Any, requests: int, concurrency: int
+) -> dict[str, float]:
     """The floor: the same requests directly to one replica."""
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=security.options()) as channel:
+    async with grpc.aio.insecure_channel(
+        f"127.0.0.1:{port}", options=security.options()
+    ) as channel:
         stub = rpc.RolloutStub(channel)
 
         async def ask(number: int) -> None:
-            work = [pb.PromptWork(prompt_index=0, prompt=_prompt(number), sample_indexes=[0])]
+            work = [
+                pb.PromptWork(
+                    prompt_index=0, prompt=_prompt(number), sample_indexes=[0]
+                )
+            ]
             order = pb.RolloutRequest(epoch=1, work=work, sampling_json="{}")
-            batches = [batch async for batch in stub.Generate(order, timeout=CALL_SECONDS, metadata=metadata)]
+            batches = [
+                batch
+                async for batch in stub.Generate(
+                    order, timeout=CALL_SECONDS, metadata=metadata
+                )
+            ]
             if len(batches) != 1:
                 raise ControlError(f"request {number} came back as {batches}")
 
@@ -242,12 +295,21 @@ async def _direct(port: int, metadata: Any, requests: int, concurrency: int) -> 
 
 
 @contextlib.contextmanager
-def _part(role: str, folder: str, token: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+def _part(
+    role: str, folder: str, token: str, *arguments: str
+) -> Iterator[subprocess.Popen[bytes]]:
     """A process that runs this file in another role, ended when the block is left."""
     log = Path(folder) / f"{role}.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "jvlab.bench._topology_gateway", role, folder, *arguments],
+            [
+                sys.executable,
+                "-m",
+                "jvlab.bench._topology_gateway",
+                role,
+                folder,
+                *arguments,
+            ],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
@@ -269,8 +331,12 @@ def _wait_for(file: Path, process: subprocess.Popen[bytes]) -> dict[str, Any]:
     deadline = time.monotonic() + START_SECONDS
     while not file.exists():
         if process.poll() is not None or time.monotonic() > deadline:
-            logs = "\n".join(log.read_text()[-2000:] for log in file.parent.glob("*.log"))
-            raise ControlError(f"no {file.name}: a part of the benchmark did not start\n{logs}")
+            logs = "\n".join(
+                log.read_text()[-2000:] for log in file.parent.glob("*.log")
+            )
+            raise ControlError(
+                f"no {file.name}: a part of the benchmark did not start\n{logs}"
+            )
         time.sleep(0.02)
     return json.loads(file.read_text())
 
@@ -285,7 +351,9 @@ class SimulatedGateway(Gateway):
 class SimulatedReplica(rpc.RolloutServicer):
     """Replies at once."""
 
-    async def Generate(self, request: pb.RolloutRequest, context: Any) -> AsyncIterator[pb.SampleBatch]:
+    async def Generate(
+        self, request: pb.RolloutRequest, context: Any
+    ) -> AsyncIterator[pb.SampleBatch]:
         for work in request.work:
             samples = [
                 pb.Sample(
@@ -303,26 +371,39 @@ class SimulatedReplica(rpc.RolloutServicer):
 
 async def _simulate(folder: Path, token: str, gateway: str, count: int) -> None:
     """Replicas 0 to count - 1, each on its own port, registered and sending heartbeats."""
-    server = grpc.aio.server(interceptors=[security.TokenInterceptor(token)], options=security.options())
+    server = grpc.aio.server(
+        interceptors=[security.TokenInterceptor(token)], options=security.options()
+    )
     rpc.add_RolloutServicer_to_server(SimulatedReplica(), server)
     ports = [server.add_insecure_port("127.0.0.1:0") for _ in range(count)]
     await server.start()
-    metadata, stats = security.authorization(token), pb.ReplicaStats()
+    metadata = security.authorization(token)
+    stats = pb.ReplicaStats()
     temporary = folder / "replicas.json.new"
     temporary.write_text(json.dumps({"port": ports[0]}))
     temporary.replace(folder / "replicas.json")
-    async with grpc.aio.insecure_channel(gateway, options=security.options()) as channel:
+    async with grpc.aio.insecure_channel(
+        gateway, options=security.options()
+    ) as channel:
         stub = rpc.RegistryStub(channel)
 
         async def live(number: int) -> None:
-            name, address = f"{POOL}/{number}", f"127.0.0.1:{ports[number]}"
-            hello = pb.RegisterRequest(replica=name, address=address, facts=FACTS, stats=stats)
+            name = f"{POOL}/{number}"
+            address = f"127.0.0.1:{ports[number]}"
+            hello = pb.RegisterRequest(
+                replica=name, address=address, facts=FACTS, stats=stats
+            )
             reply = await stub.Register(hello, timeout=START_SECONDS, metadata=metadata)
-            await asyncio.sleep(reply.beat_seconds * number / count)  # as if started at different times
+            # as if started at different times
+            await asyncio.sleep(reply.beat_seconds * number / count)
             while True:
                 beat = pb.BeatRequest(replica=name, epoch=reply.epoch, stats=stats)
-                if (await stub.Beat(beat, timeout=START_SECONDS, metadata=metadata)).fenced:
-                    raise ControlError(f"{name} was fenced: the gateway received no heartbeat in time")
+                if (
+                    await stub.Beat(beat, timeout=START_SECONDS, metadata=metadata)
+                ).fenced:
+                    raise ControlError(
+                        f"{name} was fenced: the gateway received no heartbeat in time"
+                    )
                 await asyncio.sleep(reply.beat_seconds)
 
         await asyncio.gather(*(live(number) for number in range(count)))

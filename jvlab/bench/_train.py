@@ -21,7 +21,13 @@ from jvlab.bench._side import read_order, rows_of, write_rows
 TOKENS = {"cuda": 8192, "cpu": 1024}
 LENGTHS = {"cuda": (1024, 4096, 16384, 32768), "cpu": (256, 1024)}
 # bfloat16 without sparsity, by what the driver calls the card
-PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
+PEAKS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+}
 QWEN3_1_7B: dict[str, Any] = {
     "hidden_size": 2048,
     "intermediate_size": 6144,
@@ -34,12 +40,20 @@ QWEN3_1_7B: dict[str, Any] = {
     "dtype": "bfloat16",
     "tie_word_embeddings": False,
 }
-SMALL: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "vocab_size": 4096}
+SMALL: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 8,
+    "vocab_size": 4096,
+}
 REPEAT = 4
 
 
 def run_bench_train(
-    model: str | None = None, lengths: Sequence[int] | None = None, device: str = "auto", remat: str | None = None
+    model: str | None = None,
+    lengths: Sequence[int] | None = None,
+    device: str = "auto",
+    remat: str | None = None,
 ) -> dict[str, Any]:
     """Measure; prints a line for each shape and side, returns the facts."""
     import jvlab as jv
@@ -48,27 +62,45 @@ def run_bench_train(
     device = resolve_device(device) if device == "auto" else device
     lengths = tuple(lengths or LENGTHS[device])
     if any(n < 8 for n in lengths):
-        raise ConfigError(f"lengths {lengths}", remedy="tokens of a row, at least 8 each: --lengths 1024,4096")
+        raise ConfigError(
+            f"lengths {lengths}",
+            remedy="tokens of a row, at least 8 each: --lengths 1024,4096",
+        )
     with tempfile.TemporaryDirectory(prefix="jvbench-") as scratch:
         sizes = QWEN3_1_7B if device == "cuda" else SMALL
-        path = jv.models.resolve(model) if model else jv.models.tiny("qwen3", f"{scratch}/model", **sizes)
+        path = (
+            jv.models.resolve(model)
+            if model
+            else jv.models.tiny("qwen3", f"{scratch}/model", **sizes)
+        )
         shapes = [(max(TOKENS[device] // n, 1), n) for n in lengths]
         order = {"model": path, "shapes": shapes, "device": device, "remat": remat}
         print(f"bench train on {device}: {path}", flush=True)
-        found = {side: {tuple(r["shape"]): r for r in _side(side, order, scratch)} for side in ("jax", "torch")}
+        found = {
+            side: {tuple(r["shape"]): r for r in _side(side, order, scratch)}
+            for side in ("jax", "torch")
+        }
         return _facts(found, shapes, device, path, remat)
 
 
 def _side(side: str, order: dict[str, Any], scratch: str) -> Iterator[dict[str, Any]]:
     """The results of one side, printed as they come."""
     # an empty compilation cache: the seconds to compile are one of the results
-    environment = {"JVLAB_COMPILE_CACHE": f"{scratch}/xla", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
+    environment = {
+        "JVLAB_COMPILE_CACHE": f"{scratch}/xla",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
+    }
     for row in rows_of("jvlab.bench._train", side, order, environment):
         if "error" in row:
             print(f"{side} {row['shape']}: {row['error']}", flush=True)
         else:
-            more = f", compiled in {row['compile_s']:.1f} s" if "compile_s" in row else ""
-            print(f"{side} {row['shape'][0]} × {row['shape'][1]}: {row['ms']:.0f} ms{more}", flush=True)
+            more = (
+                f", compiled in {row['compile_s']:.1f} s" if "compile_s" in row else ""
+            )
+            print(
+                f"{side} {row['shape'][0]} × {row['shape'][1]}: {row['ms']:.0f} ms{more}",
+                flush=True,
+            )
         yield row
 
 
@@ -79,29 +111,50 @@ def _facts(
     path: str,
     remat: str | None,
 ) -> dict[str, Any]:
-    ours, theirs = found["jax"], found["torch"]
-    peak, source = next((row["peak"], row["peak_from"]) for row in ours.values() if "peak" in row)
+    ours = found["jax"]
+    theirs = found["torch"]
+    peak, source = next(
+        (row["peak"], row["peak_from"]) for row in ours.values() if "peak" in row
+    )
     flops = _flops_per_pass(path)
     out: dict[str, Any] = {
         "device": device,
         "model": path,
         "remat": remat or "chosen by length",
-        "attention": next((row["attention"] for row in ours.values() if "attention" in row), {}),
+        "attention": next(
+            (row["attention"] for row in ours.values() if "attention" in row), {}
+        ),
         "peak_flops": peak,
         "peak_from": source,
         "shapes": [],
     }
     for shape in shapes:
-        a, b = ours.get(shape, {}), theirs.get(shape, {})
-        row: dict[str, Any] = {"rows": shape[0], "tokens": shape[1], "ms": a.get("ms"), "torch_ms": b.get("ms")}
+        a = ours.get(shape, {})
+        b = theirs.get(shape, {})
+        row: dict[str, Any] = {
+            "rows": shape[0],
+            "tokens": shape[1],
+            "ms": a.get("ms"),
+            "torch_ms": b.get("ms"),
+        }
         row |= {k: a.get(k) for k in ("compile_s", "peak_bytes", "remat")}
-        row |= {f"torch_{k}": b.get(k) for k in ("peak_bytes", "checkpointing", "also_ms")}
+        row |= {
+            f"torch_{k}": b.get(k) for k in ("peak_bytes", "checkpointing", "also_ms")
+        }
         row["error"], row["torch_error"] = a.get("error"), b.get("error")
         row["mfu"] = flops(*shape) / (row["ms"] / 1e3) / peak if row["ms"] else None
-        row["torch_mfu"] = flops(*shape) / (row["torch_ms"] / 1e3) / peak if row["torch_ms"] else None
+        row["torch_mfu"] = (
+            flops(*shape) / (row["torch_ms"] / 1e3) / peak if row["torch_ms"] else None
+        )
         out["shapes"].append(row)
-        out[f"mfu_{shape[1] // 1024}k" if shape[1] >= 1024 else f"mfu_{shape[1]}"] = row["mfu"]
-    ratios = [row["torch_ms"] / row["ms"] for row in out["shapes"] if row["ms"] and row["torch_ms"]]
+        out[f"mfu_{shape[1] // 1024}k" if shape[1] >= 1024 else f"mfu_{shape[1]}"] = (
+            row["mfu"]
+        )
+    ratios = [
+        row["torch_ms"] / row["ms"]
+        for row in out["shapes"]
+        if row["ms"] and row["torch_ms"]
+    ]
     out["vs_torch_ratio"] = min(ratios) if ratios else None
     checkpointed = [
         row["torch_ms" if row["torch_checkpointing"] else "torch_also_ms"] / row["ms"]
@@ -109,12 +162,16 @@ def _facts(
         if row["ms"] and row["torch_ms"] and row["torch_also_ms"]
     ]
     out["vs_torch_checkpointing_ratio"] = min(checkpointed) if checkpointed else None
-    out["compile_s"] = max((row["compile_s"] for row in out["shapes"] if row["compile_s"]), default=None)
+    out["compile_s"] = max(
+        (row["compile_s"] for row in out["shapes"] if row["compile_s"]), default=None
+    )
     out["padding"] = drawn_padding()
     for row in out["shapes"]:
         if row["ms"] and row["torch_ms"]:
             share = f"{row['mfu']:.2f} of the peak, transformers {row['torch_mfu']:.2f}"
-            print(f"{row['rows']} × {row['tokens']}: {row['torch_ms'] / row['ms']:.2f} × transformers, {share}")
+            print(
+                f"{row['rows']} × {row['tokens']}: {row['torch_ms'] / row['ms']:.2f} × transformers, {share}"
+            )
     return out
 
 
@@ -124,7 +181,10 @@ def drawn_padding(budget: int = 16384, steps: int = 8, samples: int = 256) -> fl
 
     from jvlab.trainer._micro_batches import Packer
 
-    rng, packer, tokens, computed = np.random.default_rng(0), Packer(budget), 0, 0
+    rng = np.random.default_rng(0)
+    packer = Packer(budget)
+    tokens = 0
+    computed = 0
     for _ in range(steps):
         answers = np.minimum(rng.lognormal(7.2, 0.7, samples).astype(int) + 1, 4096)
         lengths = answers + np.repeat(rng.integers(60, 300, samples // 8), 8)
@@ -140,9 +200,13 @@ def _flops_per_pass(path: str) -> Callable[[int, int], float]:
 
     c = DecoderConfig.from_hf(read_config(path))
     heads = c.head_dim * (2 * c.heads + 2 * c.kv_heads)
-    parameters = c.layers * (c.width * heads + 3 * c.width * c.inner) + c.width * c.vocab
+    parameters = (
+        c.layers * (c.width * heads + 3 * c.width * c.inner) + c.width * c.vocab
+    )
     attention = c.layers * c.heads * c.head_dim
-    return lambda rows, tokens: 6.0 * parameters * rows * tokens + 6.0 * attention * rows * tokens * tokens
+    return lambda rows, tokens: (
+        6.0 * parameters * rows * tokens + 6.0 * attention * rows * tokens * tokens
+    )
 
 
 # The two sides, each in its own process -------------------------------------------------------------------------------
@@ -166,25 +230,44 @@ def _jax_side(order: dict[str, Any]) -> Iterator[dict[str, Any]]:
     import jvlab as jv
 
     dtype = "bfloat16" if order["device"] == "cuda" else "float32"
-    policy = jv.Policy.from_pretrained(order["model"], dtype=dtype, remat=order["remat"])
-    step = jax.jit(jax.value_and_grad(lambda p, x, m: -policy.logprobs_fn(p, x, m).mean()))
+    policy = jv.Policy.from_pretrained(
+        order["model"], dtype=dtype, remat=order["remat"]
+    )
+    step = jax.jit(
+        jax.value_and_grad(lambda p, x, m: -policy.logprobs_fn(p, x, m).mean())
+    )
     first = True
     for shape in order["shapes"]:
         row: dict[str, Any] = {"shape": shape}
         try:
-            tokens = np.random.default_rng(0).integers(5, policy.config.vocab, shape).astype(np.int32)
+            tokens = (
+                np.random.default_rng(0)
+                .integers(5, policy.config.vocab, shape)
+                .astype(np.int32)
+            )
             mask = np.ones(shape, bool)
             row["remat"] = policy.memory(*shape).remat
             start = time.perf_counter()
             compiled = step.lower(policy.params, tokens, mask).compile()
             row["compile_s"] = time.perf_counter() - start
             memory = compiled.memory_analysis()
-            row["peak_bytes"] = int(memory.temp_size_in_bytes + memory.argument_size_in_bytes) if memory else None
+            row["peak_bytes"] = (
+                int(memory.temp_size_in_bytes + memory.argument_size_in_bytes)
+                if memory
+                else None
+            )
             row["ms"] = _measure(
-                shape, lambda run=compiled, x=(tokens, mask): jax.block_until_ready(run(policy.params, *x))
+                shape,
+                lambda run=compiled, x=(tokens, mask): jax.block_until_ready(
+                    run(policy.params, *x)
+                ),
             )
             if first:
-                row["attention"], (row["peak"], row["peak_from"]), first = policy.attention, _peak(dtype), False
+                row["attention"], (row["peak"], row["peak_from"]), first = (
+                    policy.attention,
+                    _peak(dtype),
+                    False,
+                )
         except Exception as error:  # out of memory is a result
             row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
         yield row
@@ -203,7 +286,9 @@ def _peak(dtype: str) -> tuple[float, str]:
     x = jnp.ones((size, size), dtype)
     product = jax.jit(lambda a: a @ a)
     ms = _measure((size, size), lambda: product(x).block_until_ready())
-    return 2 * size**3 / (ms / 1e3), f"a product of {size} × {size} matrices in {dtype}, in the same run"
+    return 2 * size**3 / (
+        ms / 1e3
+    ), f"a product of {size} × {size} matrices in {dtype}, in the same run"
 
 
 def _torch_side(order: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -213,20 +298,25 @@ def _torch_side(order: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
     cuda = order["device"] == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
-    model: Any = AutoModelForCausalLM.from_pretrained(order["model"], dtype=dtype, attn_implementation="sdpa")
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        order["model"], dtype=dtype, attn_implementation="sdpa"
+    )
     model = (model.cuda() if cuda else model).train()
     vocabulary = int(model.config.vocab_size)
 
     def loss(hidden: Any, targets: Any) -> Any:
         scores = model.lm_head(hidden).float().flatten(0, 1)
-        return torch.nn.functional.cross_entropy(scores, targets.flatten(), reduction="sum")
+        return torch.nn.functional.cross_entropy(
+            scores, targets.flatten(), reduction="sum"
+        )
 
     def one(tokens: Any) -> None:
         model.zero_grad(set_to_none=True)
         hidden = model.model(tokens).last_hidden_state[:, :-1]
         total: Any = 0.0
         for at in range(0, hidden.shape[1], 1024):
-            part, targets = hidden[:, at : at + 1024], tokens[:, 1:][:, at : at + 1024]
+            part = hidden[:, at : at + 1024]
+            targets = tokens[:, 1:][:, at : at + 1024]
             total = total + checkpoint(loss, part, targets, use_reentrant=False)
         (total / tokens.numel()).backward()
         if cuda:
@@ -235,17 +325,36 @@ def _torch_side(order: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for shape in order["shapes"]:
         row: dict[str, Any] = {"shape": shape}
         try:
-            tokens = torch.randint(5, vocabulary, tuple(shape), device="cuda" if cuda else "cpu")
-            found = {kept: _torch_pass(model, cuda, kept, shape, lambda tokens=tokens: one(tokens)) for kept in (0, 1)}
-            best = min((r for r in found.values() if "ms" in r), key=lambda r: r["ms"], default=found[1])
-            row |= best | {"also_ms": next((r.get("ms") for r in found.values() if r is not best), None)}
+            tokens = torch.randint(
+                5, vocabulary, tuple(shape), device="cuda" if cuda else "cpu"
+            )
+            found = {
+                kept: _torch_pass(
+                    model, cuda, kept, shape, lambda tokens=tokens: one(tokens)
+                )
+                for kept in (0, 1)
+            }
+            best = min(
+                (r for r in found.values() if "ms" in r),
+                key=lambda r: r["ms"],
+                default=found[1],
+            )
+            row |= best | {
+                "also_ms": next(
+                    (r.get("ms") for r in found.values() if r is not best), None
+                )
+            }
         except Exception as error:
             row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
         yield row
 
 
 def _torch_pass(
-    model: Any, cuda: bool, checkpointing: int, shape: Sequence[int], one: Callable[[], None]
+    model: Any,
+    cuda: bool,
+    checkpointing: int,
+    shape: Sequence[int],
+    one: Callable[[], None],
 ) -> dict[str, Any]:
     """One shape with or without gradient checkpointing: the peer may have whichever is faster."""
     import torch

@@ -67,7 +67,10 @@ class Noise:
         (busy, steal, total), own = _machine_seconds(), _own_seconds()
         passed = max(total - self._machine[2], 1e-9)
         others = busy - self._machine[0] - (own - self._own)
-        return {"steal": (steal - self._machine[1]) / passed, "others": max(others, 0.0) / passed}
+        return {
+            "steal": (steal - self._machine[1]) / passed,
+            "others": max(others, 0.0) / passed,
+        }
 
 
 def _machine_seconds() -> tuple[float, float, float]:
@@ -77,7 +80,9 @@ def _machine_seconds() -> tuple[float, float, float]:
     times = psutil.cpu_times()
     idle = times.idle + getattr(times, "iowait", 0.0)
     steal = getattr(times, "steal", 0.0)
-    total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+    total = (
+        sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+    )
     return total - idle - steal, steal, total
 
 
@@ -110,18 +115,35 @@ def run_bench_whatif(
 
     chosen = [case for case in CASES if not only or case.name in only]
     if steps < 2 or tries < 1 or not chosen:
-        raise ConfigError(f"{steps} steps, {tries} tries, {len(chosen)} settings", remedy="at least 2, 1 and 1")
-    path = jv.models.resolve(model) if model else jv.models.tiny("llama", vocab_size=288)
+        raise ConfigError(
+            f"{steps} steps, {tries} tries, {len(chosen)} settings",
+            remedy="at least 2, 1 and 1",
+        )
+    path = (
+        jv.models.resolve(model) if model else jv.models.tiny("llama", vocab_size=288)
+    )
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="jvlab-bench-") as scratch:
         for replicas in sorted({case.replicas for case in chosen}):
             cases = [case for case in chosen if case.replicas == replicas]
-            for row in _measure(path, resolve_device(device), cases, steps, tries, Path(folder or scratch)):
+            for row in _measure(
+                path,
+                resolve_device(device),
+                cases,
+                steps,
+                tries,
+                Path(folder or scratch),
+            ):
                 print(_line(row), flush=True)
                 rows.append(row)
     order = {case.name: at for at, case in enumerate(CASES)}
     rows.sort(key=lambda row: order[row["name"]])
-    facts = {"model": Path(path).name, "device": resolve_device(device), "steps": steps, "runs": rows}
+    facts = {
+        "model": Path(path).name,
+        "device": resolve_device(device),
+        "steps": steps,
+        "runs": rows,
+    }
     return facts | errors_of(facts)
 
 
@@ -135,7 +157,11 @@ def errors_of(facts: dict[str, Any]) -> dict[str, Any]:
     table = jv.whatif(facts).check(*others)
     print(table, flush=True)
     sizes = sorted(abs(error) for error in table.errors)
-    return {"errors": list(table.errors), "median_error": statistics.median(sizes), "worst_error": sizes[-1]}
+    return {
+        "errors": list(table.errors),
+        "median_error": statistics.median(sizes),
+        "worst_error": sizes[-1],
+    }
 
 
 def _measure(
@@ -145,21 +171,39 @@ def _measure(
 
     engine = {} if device == "cpu" else {"gpu_memory_utilization": 0.35}
     with jv.Lab() as lab:
-        pool = lab.launch(path, load="dummy", device=device, replicas=cases[0].replicas, engine=engine).wait()
+        pool = lab.launch(
+            path, load="dummy", device=device, replicas=cases[0].replicas, engine=engine
+        ).wait()
         policy = jv.Policy.from_pretrained(path)
         link = lab.connect(policy.params, pool, rules="policy")
-        task = jv.Task(PROMPTS, lambda sample, example=None: reward_of(sample.text), name="whatif")
+        task = jv.Task(
+            PROMPTS, lambda sample, example=None: reward_of(sample.text), name="whatif"
+        )
         for case in cases:
             found = []
             for attempt in range(tries):
-                found.append(_once(case, policy, pool, link, task, steps, folder / f"{case.name}-{attempt}"))
+                found.append(
+                    _once(
+                        case,
+                        policy,
+                        pool,
+                        link,
+                        task,
+                        steps,
+                        folder / f"{case.name}-{attempt}",
+                    )
+                )
                 if sum(found[-1]["noise"].values()) <= QUIET:
                     break
             best = min(found, key=lambda row: sum(row["noise"].values()))
-            yield best | {"tries": [{"step_s": r["step_s"], **r["noise"]} for r in found]}
+            yield best | {
+                "tries": [{"step_s": r["step_s"], **r["noise"]} for r in found]
+            }
 
 
-def _once(case: Case, policy: Any, pool: Any, link: Any, task: Any, steps: int, folder: Path) -> dict[str, Any]:
+def _once(
+    case: Case, policy: Any, pool: Any, link: Any, task: Any, steps: int, folder: Path
+) -> dict[str, Any]:
     """One run of one setting."""
     from jvlab.trainer._grpo import grpo
 
@@ -181,7 +225,10 @@ def _once(case: Case, policy: Any, pool: Any, link: Any, task: Any, steps: int, 
         background=False,
         progress=False,
     )
-    return row_of(case, run.record, steps) | {"noise": noise.shares(), "at": time.strftime("%H:%M")}
+    return row_of(case, run.record, steps) | {
+        "noise": noise.shares(),
+        "at": time.strftime("%H:%M"),
+    }
 
 
 def row_of(case: Case, record: Any, steps: int) -> dict[str, Any]:
@@ -198,7 +245,9 @@ def row_of(case: Case, record: Any, steps: int) -> dict[str, Any]:
         "setting": {k: v for k, v in asdict(case).items() if k != "use"},
         "step_s": typical_step(window.tolist(), case.max_staleness),
         "steps_s": [round(float(w), 4) for w in window],
-        "seconds": {n: round(float(table[f"{n}_s"][counted].mean()), 4) for n in PHASES},
+        "seconds": {
+            n: round(float(table[f"{n}_s"][counted].mean()), 4) for n in PHASES
+        },
         "staleness_mean": round(float(table["staleness_mean"][counted].mean()), 3),
     }
 

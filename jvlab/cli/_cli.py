@@ -40,7 +40,9 @@ def run_stop(arguments: Any) -> dict[str, Any]:
     done = stop_lab(arguments.name, arguments.timeout)
     if not arguments.json:
         how = f", {len(done['killed'])} of them killed" if done["killed"] else ""
-        print(f"{done['stopped']} ended in {done['seconds']:.1f} s: {done['processes']} processes{how}, none is left")
+        print(
+            f"{done['stopped']} ended in {done['seconds']:.1f} s: {done['processes']} processes{how}, none is left"
+        )
     return done
 
 
@@ -48,12 +50,24 @@ def run_stop(arguments: Any) -> dict[str, Any]:
 
 
 def add_certify_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, help="a model directory, or tiny:FAMILY")
+    parser.add_argument(
+        "--model", required=True, help="a model directory, or tiny:FAMILY"
+    )
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N")
     parser.add_argument("--replicas", type=int, default=1, metavar="N")
-    parser.add_argument("--engine", default="{}", metavar="JSON", help='vLLM\'s arguments: {"enable_lora": true}')
-    parser.add_argument("--check", action="append", choices=list(CHECKS), help="only this one; may be repeated")
+    parser.add_argument(
+        "--engine",
+        default="{}",
+        metavar="JSON",
+        help='vLLM\'s arguments: {"enable_lora": true}',
+    )
+    parser.add_argument(
+        "--check",
+        action="append",
+        choices=list(CHECKS),
+        help="only this one; may be repeated",
+    )
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -64,12 +78,24 @@ def run_certify(arguments: argparse.Namespace) -> dict[str, Any]:
     try:
         engine = json.loads(arguments.engine)
     except ValueError as error:
-        raise ConfigError(f"--engine is no JSON: {error}", remedy="""--engine '{"enforce_eager": true}'""") from error
+        raise ConfigError(
+            f"--engine is no JSON: {error}",
+            remedy="""--engine '{"enforce_eager": true}'""",
+        ) from error
     if not isinstance(engine, dict):
-        raise ConfigError("--engine is no JSON object", remedy="""--engine '{"enforce_eager": true}'""")
+        raise ConfigError(
+            "--engine is no JSON object",
+            remedy="""--engine '{"enforce_eager": true}'""",
+        )
     with jv.Lab() as lab:
-        options = {"device": arguments.device, "tensor_parallel": arguments.tensor_parallel, "engine": engine}
-        pool = lab.launch(arguments.model, name="certified", replicas=arguments.replicas, **options).wait()
+        options = {
+            "device": arguments.device,
+            "tensor_parallel": arguments.tensor_parallel,
+            "engine": engine,
+        }
+        pool = lab.launch(
+            arguments.model, name="certified", replicas=arguments.replicas, **options
+        ).wait()
         found = jv.certify(pool, arguments.check, seed=arguments.seed)
         if not arguments.json:
             print(found)
@@ -78,69 +104,172 @@ def run_certify(arguments: argparse.Namespace) -> dict[str, Any]:
 
 # ----------------------------------------------------------------------------------------------------
 
-SHIPPED = "share/jvlab/notebooks"  # below sys.prefix, where a wheel's data files go (pyproject.toml)
+# below sys.prefix, where a wheel's data files go (pyproject.toml)
+SHIPPED = "share/jvlab/notebooks"
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="jvlab", description="JAX training coupled with vLLM rollouts. Start with: jvlab doctor, then jvlab demo."
+        prog="jvlab",
+        description="JAX training coupled with vLLM rollouts. Start with: jvlab doctor, then jvlab demo.",
     )
     parser.add_argument("--version", action="version", version=f"jvlab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("--json", action="store_true", help="end with one line of JSON")
+        command.add_argument(
+            "--json", action="store_true", help="end with one line of JSON"
+        )
         return command
 
-    add("doctor", "what this machine can run; for what it cannot, why not and what to install")
+    add(
+        "doctor",
+        "what this machine can run; for what it cannot, why not and what to install",
+    )
     demo = add(
-        "demo", "a complete run on a tiny model: GRPO on real vLLM rollouts, every weight sync verified by digests"
+        "demo",
+        "a complete run on a tiny model: GRPO on real vLLM rollouts, every weight sync verified by digests",
     )
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--steps", type=int, default=20)
-    demo.add_argument("--max-staleness", type=int, default=0, help="0: on-policy; above: rollouts and training overlap")
-    gateway = add("gateway", "run a lab's gateway in the foreground (jv.Lab() does this for you)")
+    demo.add_argument(
+        "--max-staleness",
+        type=int,
+        default=0,
+        help="0: on-policy; above: rollouts and training overlap",
+    )
+    gateway = add(
+        "gateway", "run a lab's gateway in the foreground (jv.Lab() does this for you)"
+    )
     _gateway_arguments(gateway)
-    rollout = add("rollout", "run one rollout process; with --gateway: offer it to a running gateway")
+    rollout = add(
+        "rollout",
+        "run one rollout process; with --gateway: offer it to a running gateway",
+    )
     add_join_arguments(rollout)
-    rollout.add_argument("--supervised", action="store_true", help="end when standard input closes")
-    rollout.add_argument("--warm", action="store_true", help="import vLLM, then fork rollout processes on request")
-    rollout.add_argument("--http", action="store_true", help="serve vLLM's OpenAI-compatible app too, on loopback")
-    warm = add("warm", "keep vLLM imported until interrupted: every lab on this machine then launches in seconds")
+    rollout.add_argument(
+        "--supervised", action="store_true", help="end when standard input closes"
+    )
+    rollout.add_argument(
+        "--warm",
+        action="store_true",
+        help="import vLLM, then fork rollout processes on request",
+    )
+    rollout.add_argument(
+        "--http",
+        action="store_true",
+        help="serve vLLM's OpenAI-compatible app too, on loopback",
+    )
+    warm = add(
+        "warm",
+        "keep vLLM imported until interrupted: every lab on this machine then launches in seconds",
+    )
     warm.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    bench = add("bench", "measure, each as a ratio against a peer or a floor in the same run")
+    bench = add(
+        "bench", "measure, each as a ratio against a peer or a floor in the same run"
+    )
     bench.add_argument(
         "what",
-        choices=["rollout", "launch", "plan", "sync", "lora", "grpo", "train", "topology", "gateway", "gap", "whatif"],
+        choices=[
+            "rollout",
+            "launch",
+            "plan",
+            "sync",
+            "lora",
+            "grpo",
+            "train",
+            "topology",
+            "gateway",
+            "gap",
+            "whatif",
+        ],
     )
-    bench.add_argument("--rounds", type=int, default=5, help="rollout, launch, sync, lora, topology: number of rounds")
-    bench.add_argument("--requests", type=int, default=10_000, help="topology, gateway: requests to the gateway alone")
-    bench.add_argument("--replicas", type=_numbers, help="gateway: numbers of simulated replicas, e.g. 1,10")
-    bench.add_argument("--steps", type=int, help="grpo: steps of each run that count; default 15, of a given model 4")
-    bench.add_argument("--model", help="another model; grpo: one of size, with these options")
+    bench.add_argument(
+        "--rounds",
+        type=int,
+        default=5,
+        help="rollout, launch, sync, lora, topology: number of rounds",
+    )
+    bench.add_argument(
+        "--requests",
+        type=int,
+        default=10_000,
+        help="topology, gateway: requests to the gateway alone",
+    )
+    bench.add_argument(
+        "--replicas",
+        type=_numbers,
+        help="gateway: numbers of simulated replicas, e.g. 1,10",
+    )
+    bench.add_argument(
+        "--steps",
+        type=int,
+        help="grpo: steps of each run that count; default 15, of a given model 4",
+    )
+    bench.add_argument(
+        "--model", help="another model; grpo: one of size, with these options"
+    )
     bench.add_argument(
         "--shape",
         help="grpo, and on a GPU sync and lora: instead of --model, random weights of a known shape: qwen3-1.7b; "
         "sync: or qwen3-moe",
     )
-    bench.add_argument("--tokens", type=_numbers, help="grpo: tokens of every completion, e.g. 512,3000")
-    bench.add_argument("--staleness", type=_numbers, help="grpo: bounds of a model of size, e.g. 0,1,2; default 0,1")
-    bench.add_argument("--peer", choices=["trl"], help="grpo: the same work by another trainer, if it is installed")
-    bench.add_argument("--lengths", type=_numbers, help="train: tokens of a row, e.g. 1024,4096")
-    bench.add_argument("--load", default="auto", choices=["auto", "dummy"], help="rollout: how its weights are loaded")
-    bench.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    bench.add_argument("--eager", action="store_true", help="launch, grpo, gap: no CUDA graphs; engines start sooner")
-    add_certify_arguments(
-        add("certify", "can an engine configuration be trusted? checks on a running engine; exit status 1 if one fails")
+    bench.add_argument(
+        "--tokens",
+        type=_numbers,
+        help="grpo: tokens of every completion, e.g. 512,3000",
     )
-    add_plan_arguments(add("plan", "where every byte would go: a dry run, without GPU, pool or weights"))
-    add_slurm_arguments(add("slurm", "write an sbatch script: gateway, rollouts and your trainer in one job"))
+    bench.add_argument(
+        "--staleness",
+        type=_numbers,
+        help="grpo: bounds of a model of size, e.g. 0,1,2; default 0,1",
+    )
+    bench.add_argument(
+        "--peer",
+        choices=["trl"],
+        help="grpo: the same work by another trainer, if it is installed",
+    )
+    bench.add_argument(
+        "--lengths", type=_numbers, help="train: tokens of a row, e.g. 1024,4096"
+    )
+    bench.add_argument(
+        "--load",
+        default="auto",
+        choices=["auto", "dummy"],
+        help="rollout: how its weights are loaded",
+    )
+    bench.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    bench.add_argument(
+        "--eager",
+        action="store_true",
+        help="launch, grpo, gap: no CUDA graphs; engines start sooner",
+    )
+    add_certify_arguments(
+        add(
+            "certify",
+            "can an engine configuration be trusted? checks on a running engine; exit status 1 if one fails",
+        )
+    )
+    add_plan_arguments(
+        add(
+            "plan", "where every byte would go: a dry run, without GPU, pool or weights"
+        )
+    )
+    add_slurm_arguments(
+        add(
+            "slurm",
+            "write an sbatch script: gateway, rollouts and your trainer in one job",
+        )
+    )
     add("ps", "your running labs: pools, replicas, holders")
     stop = add("stop", "end a lab and wait until none of its processes is left")
     stop.add_argument("name", metavar="NAME", help="as `jvlab ps` shows it")
     stop.add_argument(
-        "--timeout", type=float, default=30.0, help="seconds in all; what has not ended by then is killed"
+        "--timeout",
+        type=float,
+        default=30.0,
+        help="seconds in all; what has not ended by then is killed",
     )
     lab = add("lab", "open JupyterLab on the tutorials")
     lab.add_argument("--port", type=int, default=8888)
@@ -148,18 +277,39 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _gateway_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", default="127.0.0.1", help="anything but loopback needs --tls-cert and --tls-key")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="anything but loopback needs --tls-cert and --tls-key",
+    )
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
     parser.add_argument(
-        "--lease", type=float, default=600.0, help="seconds to keep running when no process holds the lab"
+        "--lease",
+        type=float,
+        default=600.0,
+        help="seconds to keep running when no process holds the lab",
     )
-    parser.add_argument("--beat", type=float, default=1.0, help="seconds between a replica's heartbeats")
-    parser.add_argument("--missed-beats", type=int, default=10, help="missed heartbeats after which a replica is lost")
+    parser.add_argument(
+        "--beat", type=float, default=1.0, help="seconds between a replica's heartbeats"
+    )
+    parser.add_argument(
+        "--missed-beats",
+        type=int,
+        default=10,
+        help="missed heartbeats after which a replica is lost",
+    )
     parser.add_argument("--tls-cert", help="PEM certificate chain")
     parser.add_argument("--tls-key", help="PEM private key")
-    parser.add_argument("--tls-dir", help="instead: a private folder; a certificate is created there if missing")
+    parser.add_argument(
+        "--tls-dir",
+        help="instead: a private folder; a certificate is created there if missing",
+    )
     parser.add_argument("--token-file", help="the lab's token; created if missing")
-    parser.add_argument("--token-stdin", action="store_true", help="the token is the first line of standard input")
+    parser.add_argument(
+        "--token-stdin",
+        action="store_true",
+        help="the token is the first line of standard input",
+    )
     parser.add_argument(
         "--place",
         default="local",
@@ -167,9 +317,13 @@ def _gateway_arguments(parser: argparse.ArgumentParser) -> None:
         help="who starts replicas: this gateway, or hosts that run `jvlab rollout --gateway`",
     )
     parser.add_argument(
-        "--metrics-port", type=int, help="serve Prometheus metrics on this loopback port; 0: a free one"
+        "--metrics-port",
+        type=int,
+        help="serve Prometheus metrics on this loopback port; 0: a free one",
     )
-    parser.add_argument("--lab", help="name of the lab; default: made from the process id")
+    parser.add_argument(
+        "--lab", help="name of the lab; default: made from the process id"
+    )
     parser.add_argument("--folder", help="where its state and logs go")
 
 
@@ -235,7 +389,8 @@ def _warm(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _numbers(text: str) -> tuple[int, ...]:
     """Whole numbers between commas."""
-    return tuple(int(word) for word in text.split(","))  # argparse reports a ValueError as a wrong argument
+    # argparse reports a ValueError as a wrong argument
+    return tuple(int(word) for word in text.split(","))
 
 
 def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -257,7 +412,11 @@ def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.what == "whatif":
         from jvlab.bench._whatif import run_bench_whatif
 
-        return run_bench_whatif(12 if arguments.steps is None else arguments.steps, arguments.model, arguments.device)
+        return run_bench_whatif(
+            12 if arguments.steps is None else arguments.steps,
+            arguments.model,
+            arguments.device,
+        )
     if arguments.what == "train":
         from jvlab.bench._train import run_bench_train
 
@@ -265,7 +424,9 @@ def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.what == "lora":
         from jvlab.bench._lora import run_bench_lora
 
-        return run_bench_lora(arguments.rounds, arguments.model, arguments.device, arguments.shape)
+        return run_bench_lora(
+            arguments.rounds, arguments.model, arguments.device, arguments.shape
+        )
     if arguments.what == "gap":
         from jvlab.bench._gap import run_bench_gap
 
@@ -273,7 +434,9 @@ def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.what == "launch":
         from jvlab.bench._launch import run_bench_launch
 
-        return run_bench_launch(arguments.rounds, arguments.model, arguments.device, arguments.eager)
+        return run_bench_launch(
+            arguments.rounds, arguments.model, arguments.device, arguments.eager
+        )
     if arguments.what == "gateway":
         from jvlab.bench._topology_gateway import run_bench_gateway
 
@@ -281,10 +444,14 @@ def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.what == "topology":
         from jvlab.bench._topology import run_bench_topology
 
-        return run_bench_topology(arguments.rounds, arguments.model, arguments.device, arguments.requests)
+        return run_bench_topology(
+            arguments.rounds, arguments.model, arguments.device, arguments.requests
+        )
     from jvlab.bench._rollout import run_bench_rollout
 
-    return run_bench_rollout(arguments.rounds, arguments.model, arguments.load, arguments.device)
+    return run_bench_rollout(
+        arguments.rounds, arguments.model, arguments.load, arguments.device
+    )
 
 
 def _bench_grpo(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -303,12 +470,16 @@ def _bench_grpo(arguments: argparse.Namespace) -> dict[str, Any]:
         )
     if arguments.tokens or arguments.peer or arguments.staleness:
         raise ConfigError(
-            "--tokens, --staleness and --peer are for a model of size", remedy="--model DIR, or --shape qwen3-1.7b"
+            "--tokens, --staleness and --peer are for a model of size",
+            remedy="--model DIR, or --shape qwen3-1.7b",
         )
     from jvlab.bench._grpo import run_bench_grpo
 
     return run_bench_grpo(
-        15 if arguments.steps is None else arguments.steps, None, arguments.device, eager=arguments.eager
+        15 if arguments.steps is None else arguments.steps,
+        None,
+        arguments.device,
+        eager=arguments.eager,
     )
 
 
@@ -343,10 +514,17 @@ def _lab(arguments: argparse.Namespace) -> dict[str, Any]:
     import subprocess
 
     root = _tutorials()
-    command = [sys.executable, "-m", "jupyterlab", f"--port={arguments.port}", f"--notebook-dir={root}"]
+    command = [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        f"--port={arguments.port}",
+        f"--notebook-dir={root}",
+    ]
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         command.append("--allow-root")  # containers often have no other user
-    return {"exit": subprocess.call(command)}  # no deadline: JupyterLab runs until its user ends it
+    # no deadline: JupyterLab runs until its user ends it
+    return {"exit": subprocess.call(command)}
 
 
 def _tutorials() -> Path:

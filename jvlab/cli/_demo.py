@@ -18,7 +18,9 @@ VOCABULARY = 288  # small enough that a random model emits a digit now and then
 PROMPT = "Digits: "
 
 
-def run_demo(seed: int = 0, max_staleness: int = 0, steps: int = STEPS) -> dict[str, Any]:
+def run_demo(
+    seed: int = 0, max_staleness: int = 0, steps: int = STEPS
+) -> dict[str, Any]:
     """Train a tiny random llama to emit digits; prints progress, returns the facts, leaves only runs/<name>."""
     import jvlab as jv
     from jvlab.cli._doctor import diagnose, render
@@ -30,22 +32,34 @@ def run_demo(seed: int = 0, max_staleness: int = 0, steps: int = STEPS) -> dict[
     model = jv.models.tiny("llama", vocab_size=VOCABULARY, seed=seed)
     with jv.Lab() as lab:
         pool = lab.launch(model, load="dummy")
-        say(f"\n{pool}: returned at once; vLLM comes up with dummy weights, and JAX loads the real ones meanwhile")
+        say(
+            f"\n{pool}: returned at once; vLLM comes up with dummy weights, and JAX loads the real ones meanwhile"
+        )
         policy = jv.Policy.from_pretrained(model)
         pool.wait()
         say(f"{pool} after {time.perf_counter() - began:.0f} s\n{policy}")
         link = lab.connect(policy.params, pool, rules="policy")
-        say(f"{link}\n\nTwo weight syncs from JAX, each compared by digests of the engine's memory:")
+        say(
+            f"{link}\n\nTwo weight syncs from JAX, each compared by digests of the engine's memory:"
+        )
         for _ in range(2):
             say(f"  {link.sync(policy.params, progress=False)}")
         early = _greedy_check(policy, pool)
-        say(f"Greedy tokens: vLLM and JAX agree on all {early['tokens']}; largest logprob gap {early['gap']:.1e}")
+        say(
+            f"Greedy tokens: vLLM and JAX agree on all {early['tokens']}; largest logprob gap {early['gap']:.1e}"
+        )
         task = _task_library.digits(seed=seed)
         bound = (
-            "strictly on-policy" if not max_staleness else f"rollouts and training overlap, staleness ≤ {max_staleness}"
+            "strictly on-policy"
+            if not max_staleness
+            else f"rollouts and training overlap, staleness ≤ {max_staleness}"
         )
-        say(f"\nGRPO on {task.name!r} ({bound}): reward is the share of digits in what the model says")
-        say(f"{'step':>5} {'reward':>7} {'loss':>9} {'gap':>8} {'staleness':>9} {'seconds':>8}")
+        say(
+            f"\nGRPO on {task.name!r} ({bound}): reward is the share of digits in what the model says"
+        )
+        say(
+            f"{'step':>5} {'reward':>7} {'loss':>9} {'gap':>8} {'staleness':>9} {'seconds':>8}"
+        )
         run = _grpo.grpo(
             policy,
             pool,
@@ -62,11 +76,17 @@ def run_demo(seed: int = 0, max_staleness: int = 0, steps: int = STEPS) -> dict[
         )
         late = _greedy_check(policy, pool)
         facts = _facts(run, max(early["gap"], late["gap"]), syncs_before=2)
-        said = pool.generate([PROMPT], max_tokens=16, temperature=1.0, seed=seed)[0].text
+        said = pool.generate([PROMPT], max_tokens=16, temperature=1.0, seed=seed)[
+            0
+        ].text
     say(f"\nIt now says {said!r}.\n{run}\n{_times(run)}")
     say(
         "\n".join(
-            ["Figures, events and checkpoints:", *(f"  {path}" for path in run.save_figures()), f"  {run.folder}"]
+            [
+                "Figures, events and checkpoints:",
+                *(f"  {path}" for path in run.save_figures()),
+                f"  {run.folder}",
+            ]
         )
     )
     seconds = time.perf_counter() - began
@@ -98,7 +118,9 @@ def _greedy_check(policy: jv.Policy, pool: jv.Pool) -> dict[str, Any]:
     sample = pool.generate([PROMPT], max_tokens=24, temperature=0.0, ignore_eos=True)[0]
     tokens = np.concatenate([sample.prompt_token_ids, sample.token_ids])[None]
     start = len(sample.prompt_token_ids)
-    chosen = np.argmax(np.asarray(policy.logits(policy.params, tokens))[0], axis=-1)[start - 1 : -1]
+    chosen = np.argmax(np.asarray(policy.logits(policy.params, tokens))[0], axis=-1)[
+        start - 1 : -1
+    ]
     if not np.array_equal(chosen, sample.token_ids):
         raise VerifyError(
             f"greedy tokens differ: vLLM {sample.token_ids.tolist()}, JAX {chosen.tolist()}",
@@ -114,7 +136,9 @@ def _facts(run: Run, gap: float, syncs_before: int) -> dict[str, Any]:
     return {
         "reward_first": s["reward_first"],
         "reward_last": s["reward_last"],
-        "logprob_gap": max(gap, s["logprob_gap"]) if math.isfinite(s["logprob_gap"]) else gap,
+        "logprob_gap": max(gap, s["logprob_gap"])
+        if math.isfinite(s["logprob_gap"])
+        else gap,
         "syncs": s["syncs"] + syncs_before,
         "syncs_verified": s["syncs_verified"] + syncs_before,
         "max_staleness": s["max_staleness"],
@@ -131,5 +155,9 @@ def _facts(run: Run, gap: float, syncs_before: int) -> dict[str, Any]:
 
 def _times(run: Run) -> str:
     s = run.record.summary()
-    parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in s["time"].items() if seconds >= 0.05)
+    parts = ", ".join(
+        f"{name} {seconds:.1f} s"
+        for name, seconds in s["time"].items()
+        if seconds >= 0.05
+    )
     return f"Time: {parts} of {s['seconds']:.1f} s; {s['tokens_per_s_generating']:.0f} tokens/s while generating."

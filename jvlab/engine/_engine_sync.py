@@ -14,12 +14,26 @@ from typing import Any
 import numpy as np
 
 from jvlab import _errors as errors
-from jvlab._errors import DeadlineExceeded, EngineDirty, JvlabError, SyncError, Unsupported
+from jvlab._errors import (
+    DeadlineExceeded,
+    EngineDirty,
+    JvlabError,
+    SyncError,
+    Unsupported,
+)
 from jvlab.engine import _vllm
 from jvlab.engine.worker import _fault_injection
 from jvlab.wire import _core_channel
 from jvlab.wire import jvlab_pb2 as pb
-from jvlab.wire._sync_words import AFTER_VERIFY, BEFORE_BYTES, ORDER, STAGE_AFTER, Phase, Stage, Terms
+from jvlab.wire._sync_words import (
+    AFTER_VERIFY,
+    BEFORE_BYTES,
+    ORDER,
+    STAGE_AFTER,
+    Phase,
+    Stage,
+    Terms,
+)
 
 # The sync state of one replica: which phase may come next, what it holds, whether it may generate. No I/O.
 # The order of phases is that of `jvlab.wire._sync_words`. In direct mode live memory is written from MOVE on:
@@ -37,13 +51,18 @@ class SyncState:
     link: str = ""
     terms: Terms | None = None
     done: int = 0  # phases of this sync that are done
-    halted: bool = False  # generation is paused for a sync, or because the replica is dirty
+    # generation is paused for a sync, or because the replica is dirty
+    halted: bool = False
     discarded: bool = False  # a sleep discarded the weights
 
     @property
     def stage(self) -> str:
         """idle, prepared, halted, moving, verified or committed."""
-        stage = Stage.IDLE if self.terms is None else STAGE_AFTER[ORDER[self.terms.mode][self.done - 1]]
+        stage = (
+            Stage.IDLE
+            if self.terms is None
+            else STAGE_AFTER[ORDER[self.terms.mode][self.done - 1]]
+        )
         return stage.value
 
     @property
@@ -78,10 +97,13 @@ class SyncState:
         if phase == "prepare":
             if self.terms is not None:
                 raise SyncError(
-                    f"version {self.terms.version} is still {self.stage}", remedy="commit or abandon that sync first"
+                    f"version {self.terms.version} is still {self.stage}",
+                    remedy="commit or abandon that sync first",
                 )
             if terms is None:
-                raise SyncError("a prepare without terms", remedy="send SyncTerms with PREPARE")
+                raise SyncError(
+                    "a prepare without terms", remedy="send SyncTerms with PREPARE"
+                )
             if terms.version <= self.version:
                 raise SyncError(
                     f"version {terms.version} is not newer than the {self.version} that this replica holds",
@@ -91,10 +113,15 @@ class SyncState:
         if self.terms is None and phase == "go_on" and not self.dirty:
             return  # repeated by a gateway that missed our answer
         if self.terms is None:
-            raise SyncError(f"{phase} without a prepare", remedy="a sync begins with prepare")
+            raise SyncError(
+                f"{phase} without a prepare", remedy="a sync begins with prepare"
+            )
         wanted = ORDER[self.terms.mode][self.done].word
         if phase != wanted:
-            raise SyncError(f"{phase} cannot follow {self.stage} in {self.terms.mode} mode", remedy=f"{wanted} is next")
+            raise SyncError(
+                f"{phase} cannot follow {self.stage} in {self.terms.mode} mode",
+                remedy=f"{wanted} is next",
+            )
 
     def enter(self, phase: str) -> None:
         """The phase is about to run: mark what it may break before it begins.
@@ -103,7 +130,9 @@ class SyncState:
         """
         if phase == "halt":
             self.halted = True
-        if self.terms is not None and phase == ("move" if self.terms.mode == "direct" else "commit"):
+        if self.terms is not None and phase == (
+            "move" if self.terms.mode == "direct" else "commit"
+        ):
             self.dirty = True
 
     def did(self, phase: str, terms: Terms | None = None) -> None:
@@ -111,17 +140,23 @@ class SyncState:
         if phase in ("check", "abandon"):
             return
         if phase == "prepare":
-            self.terms, self.done = terms, 0
+            self.terms = terms
+            self.done = 0
         self.done += 1
         if phase == "commit":
             assert self.terms is not None
-            self.version, self.dirty, self.discarded = self.terms.version, False, False
+            self.version = self.terms.version
+            self.dirty = False
+            self.discarded = False
         elif phase == "go_on":
-            self.terms, self.done, self.halted = None, 0, False
+            self.terms = None
+            self.done = 0
+            self.halted = False
 
     def abandoned(self) -> bool:
         """The sync is abandoned; True if generation is to resume (with the committed version)."""
-        self.terms, self.done = None, 0
+        self.terms = None
+        self.done = 0
         go_on = self.halted and not self.dirty
         self.halted = self.halted and self.dirty
         return go_on
@@ -162,7 +197,11 @@ def is_swap(sync: EngineSync, request: pb.RolloutSyncRequest) -> bool:
     """Whether the core runs the rest in one call. Not if requests are to finish first: that can be abandoned."""
     last = tuple(request.phases[-len(SWAP) :])
     soon = sync.state.terms is not None and sync.state.terms.pause != "wait"
-    return last == SWAP and soon and sync.llm.vllm_config.parallel_config.data_parallel_size == 1
+    return (
+        last == SWAP
+        and soon
+        and sync.llm.vllm_config.parallel_config.data_parallel_size == 1
+    )
 
 
 async def swap(sync: EngineSync) -> None:
@@ -206,7 +245,9 @@ async def _go_on(sync: EngineSync, resumed: bool) -> None:
     sync.state.did("go_on")
 
 
-async def direct_sync(sync: EngineSync, terms: Terms, request: pb.RolloutSyncRequest) -> None:
+async def direct_sync(
+    sync: EngineSync, terms: Terms, request: pb.RolloutSyncRequest
+) -> None:
     """Run every phase. Raises on failure; `sync.at` names the phase."""
     for phase in (phase.word for phase in BEFORE_BYTES["direct"]):
         sync.at = phase
@@ -218,16 +259,25 @@ async def direct_sync(sync: EngineSync, terms: Terms, request: pb.RolloutSyncReq
     await sync.run_to_completion(_core_sync(sync, terms, request))
 
 
-async def _core_sync(sync: EngineSync, terms: Terms, request: pb.RolloutSyncRequest) -> None:
+async def _core_sync(
+    sync: EngineSync, terms: Terms, request: pb.RolloutSyncRequest
+) -> None:
     resume = sync.core_may_resume
-    order = {**_core_channel.order(terms, request.seconds or SECONDS, request.call), "resume": resume}
+    order = {
+        **_core_channel.order(terms, request.seconds or SECONDS, request.call),
+        "resume": resume,
+    }
     reply = await sync.llm.engine_core.call_utility_async("jv_direct_sync", order)
     sync.note(reply["seconds"])
     sync.at = "verify" if reply["stage"] == "verify" else "move"
     answers = sync.checked(reply["answers"])
     sync.at = "verify"
     claimed: bytes = reply["claimed"]
-    sync.take(answers, None if terms.verify == "off" else lambda: claims(claimed, sync.names), claimed)
+    sync.take(
+        answers,
+        None if terms.verify == "off" else lambda: claims(claimed, sync.names),
+        claimed,
+    )
     sync.state.did("verify")
     sync.at = "commit"
     await _go_on(sync, resume)
@@ -239,14 +289,16 @@ def claims(claimed: bytes, names: dict[int, list[str]]) -> dict[tuple[str, int],
     values = np.frombuffer(claimed, np.uint64).tolist()
     if len(values) != len(keys):
         raise errors.SyncError(
-            f"the trainer sent {len(values)} digests, this engine has {len(keys)} parameters", remedy="connect again"
+            f"the trainer sent {len(values)} digests, this engine has {len(keys)} parameters",
+            remedy="connect again",
         )
     return dict(zip(keys, values, strict=True))
 
 
 # The adapter that a link syncs into this engine: which requests use it, and which versions are its own.
 
-LINKED_PREFIX = "adapter."  # of an adapter's memory in a plan; as in engine/tracing/_lora_slots.py, which imports torch
+# of an adapter's memory in a plan; as in engine/tracing/_lora_slots.py, which imports torch
+LINKED_PREFIX = "adapter."
 NAME = "jvlab-link"
 
 
@@ -261,7 +313,8 @@ class LinkedAdapter:
     def __init__(self) -> None:
         self.request: Any = None  # vLLM's LoRARequest
         self.open = False  # whether the open link is an adapter's
-        self._base_versions = [0]  # versions of the base; those in between are the adapter's
+        # versions of the base; those in between are the adapter's
+        self._base_versions = [0]
 
     def opened(self, number: int, version: int) -> None:
         """A link to the adapter was opened, while the engine holds this version."""
@@ -279,7 +332,11 @@ class LinkedAdapter:
         """(version, start, stop) of a sample, given vLLM's spans, and whether it was made with the linked adapter."""
         out: list[tuple[int, int, int]] = []
         for span in found:
-            version = int(span.version) if adapted or self.request is None else self._base(int(span.version))
+            version = (
+                int(span.version)
+                if adapted or self.request is None
+                else self._base(int(span.version))
+            )
             if out and out[-1][0] == version and out[-1][2] == span.start:
                 out[-1] = version, out[-1][1], span.end
             else:
@@ -304,17 +361,24 @@ class EngineSync:
     """Runs the phases on an AsyncLLM. One call at a time."""
 
     def __init__(self, llm: Any, state: SyncState, replica: str, device: str) -> None:
-        self.llm, self.state, self._replica, self._device = llm, state, replica, device
+        self.llm = llm
+        self.state = state
+        self._replica = replica
+        self._device = device
         self.at = "open"  # the current phase
-        self.core_channel: list[str] = []  # path and key of the engine core's channel, while an ipc link is open
+        # path and key of the engine core's channel, while an ipc link is open
+        self.core_channel: list[str] = []
         self.lock = asyncio.Lock()
         self._committed: Callable[[], Digests] = dict
-        self.nonfinite = False  # this sync's weights are not all finite, and the trainer allows it
+        # this sync's weights are not all finite, and the trainer allows it
+        self.nonfinite = False
         self._found: Digests = {}
         self._moved: Callable[[], Digests] = dict
         self._differing: list[str] = []
-        self._evidence: Counter[str] = Counter()  # of this call: number of parameters by evidence
-        self._reloaded: dict[str, float] = {}  # of this call: seconds of layers that vLLM's own reload processed
+        # of this call: number of parameters by evidence
+        self._evidence: Counter[str] = Counter()
+        # of this call: seconds of layers that vLLM's own reload processed
+        self._reloaded: dict[str, float] = {}
         self._bytes = 0
         self._seconds: list[tuple[str, float]] = []
         self._committing: asyncio.Task[None] | None = None
@@ -322,29 +386,40 @@ class EngineSync:
         self._halted = 0.0  # when generation was paused for this sync
         self.asleep: set[str] = set()  # "weights", "kv_cache": released memory
         self._ipc = False
-        self._exports: list[str] = []  # what the ranks exported in this call, for the trainer to attach
+        # what the ranks exported in this call, for the trainer to attach
+        self._exports: list[str] = []
         self.wanted: dict[str, Any] = {}
         self._admitted = 0.0
-        self._engine_labelled = False  # VERIFY has already applied the commit to the engine
-        self.names: dict[int, list[str]] = {}  # of each rank's digests, where it returns bare values
+        # VERIFY has already applied the commit to the engine
+        self._engine_labelled = False
+        # of each rank's digests, where it returns bare values
+        self.names: dict[int, list[str]] = {}
         self.linked = LinkedAdapter()
-        self.reserve_slot: Callable[[], None] = lambda: None  # raises if adapters of folders leave no slot for a link's
+        # raises if adapters of folders leave no slot for a link's
+        self.reserve_slot: Callable[[], None] = lambda: None
 
     async def run(self, request: pb.RolloutSyncRequest) -> pb.RolloutSyncReply:
         """Open, close, or phases; a failure is reported in the outcome, with the phase in which it happened."""
         async with self.lock:
-            if self._committing is not None:  # its caller was cancelled: let it finish first
+            # its caller was cancelled: let it finish first
+            if self._committing is not None:
                 await asyncio.gather(self._committing, return_exceptions=True)
                 self._committing = None
-            self._seconds, self._found, self._differing, self._exports = [], {}, [], []
-            self._evidence, self._reloaded = Counter(), {}
+            self._seconds = []
+            self._found = {}
+            self._differing = []
+            self._exports = []
+            self._evidence = Counter()
+            self._reloaded = {}
             self._whole = {pb.VERIFY, pb.COMMIT} <= set(request.phases)
             self.nonfinite = request.nonfinite
             self._moves = {pb.HALT, pb.MOVE} <= set(request.phases)
             self.at, outcome = "open", pb.ReplicaOutcome(replica=self._replica)
             try:
                 if request.HasField("open"):
-                    await self._open(request.link, request.open, request.seconds or OPEN_SECONDS)
+                    await self._open(
+                        request.link, request.open, request.seconds or OPEN_SECONDS
+                    )
                 elif request.close:
                     self.at = "close"
                     await self._close(request.link)
@@ -353,23 +428,36 @@ class EngineSync:
                     await direct_sync(self, Terms.read(request.terms).check(), request)
                 else:
                     swaps = self._ipc and is_swap(self, request)
-                    for number in request.phases[: -len(SWAP)] if swaps else request.phases:
+                    for number in (
+                        request.phases[: -len(SWAP)] if swaps else request.phases
+                    ):
                         self.at = Phase(number).word
                         await self._phase(self.at, request)
                     if swaps:
                         self.state.check_link(request.link)
                         await swap(self)
             except JvlabError as error:
-                outcome.failed, outcome.error, outcome.kind = self.at, str(error), type(error).__name__
+                outcome.failed, outcome.error, outcome.kind = (
+                    self.at,
+                    str(error),
+                    type(error).__name__,
+                )
             except Exception as error:
                 if isinstance(error, _vllm.dead_errors()) or await self._is_dying():
                     raise  # reported as a lost replica, not as a phase that failed
-                outcome.failed, outcome.error = self.at, f"{type(error).__name__}: {error}"
+                outcome.failed, outcome.error = (
+                    self.at,
+                    f"{type(error).__name__}: {error}",
+                )
             committed = pb.COMMIT in request.phases and not outcome.failed
             outcome.state = "committed" if committed else self.state.standing
-            outcome.version, outcome.bytes = self.state.version, self._bytes
-            outcome.seconds.extend(pb.PhaseSeconds(name=n, seconds=s) for n, s in self._seconds)
-            if pb.CHECK in request.phases or self._differing:  # else they equal the trainer's
+            outcome.version = self.state.version
+            outcome.bytes = self._bytes
+            outcome.seconds.extend(
+                pb.PhaseSeconds(name=n, seconds=s) for n, s in self._seconds
+            )
+            # else they equal the trainer's
+            if pb.CHECK in request.phases or self._differing:
                 rows = sorted(self._found.items())
                 outcome.found.parameters.extend(name for (name, _), _ in rows)
                 outcome.found.ranks.extend(rank for (_, rank), _ in rows)
@@ -400,10 +488,16 @@ class EngineSync:
         """Call every worker; raises the first error that one of them returns, as its own class."""
         return _checked(await self.llm.collective_rpc(method, args=args))
 
-    async def _ask_and_label(self, method: str, args: tuple[Any, ...], terms: Terms) -> list[dict[str, Any]]:
+    async def _ask_and_label(
+        self, method: str, args: tuple[Any, ...], terms: Terms
+    ) -> list[dict[str, Any]]:
         """The same, and apply the commit to the engine, in one round trip."""
         recompute = terms.kv == "recompute"
-        return _checked(await _vllm.finish(self.llm, method, args, terms.version, recompute, self.nonfinite))
+        return _checked(
+            await _vllm.finish(
+                self.llm, method, args, terms.version, recompute, self.nonfinite
+            )
+        )
 
     # A link -------------------------------------------------------------------------------------------------------
 
@@ -420,7 +514,14 @@ class EngineSync:
         self.linked.open = False
         if _vllm.adapter_slots(self.llm) and _is_adapters(order.plan):
             self.reserve_slot()
-        work = self.ask("jv_open", order.transport, order.plan, order.index, list(order.ranks_json), seconds)
+        work = self.ask(
+            "jv_open",
+            order.transport,
+            order.plan,
+            order.index,
+            list(order.ranks_json),
+            seconds,
+        )
         answers = await self._timed("open", work)
         self._exports = _handles(answers)
         self.names = {a["rank"]: a["names"] for a in answers if "names" in a}
@@ -462,13 +563,18 @@ class EngineSync:
             "prepare": lambda: self.prepare(terms),
             "halt": self._halt,
             "move": self._move,
-            "verify": lambda: self._verify(request.digests, request.seconds or VERIFY_SECONDS),
+            "verify": lambda: self._verify(
+                request.digests, request.seconds or VERIFY_SECONDS
+            ),
             "commit": self._commit_whole,
             "go_on": self._go_on,
             "check": lambda: self._check(request.digests),
         }.get(phase)
         if run is None:
-            raise SyncError(f"no such phase: {phase}", remedy="gateway and replica are of different versions")
+            raise SyncError(
+                f"no such phase: {phase}",
+                remedy="gateway and replica are of different versions",
+            )
         await self.enter(phase)
         await self._timed(phase, run())
         if phase != "commit":
@@ -483,9 +589,12 @@ class EngineSync:
     async def prepare(self, terms: Terms | None) -> None:
         assert terms is not None  # checked before
         self.need_weights()
-        self._bytes, self._admitted, self._engine_labelled = 0, 0.0, False
+        self._bytes = 0
+        self._admitted = 0.0
+        self._engine_labelled = False
         self.wanted = _core_channel.wanted(terms)
-        if not self._ipc or terms.mode == "staged":  # a direct ipc sync allocates nothing, and MOVE carries the terms
+        # a direct ipc sync allocates nothing, and MOVE carries the terms
+        if not self._ipc or terms.mode == "staged":
             self._exports = _handles(await self.ask("jv_prepare", self.wanted))
 
     async def _halt(self) -> None:
@@ -519,10 +628,17 @@ class EngineSync:
         else:
             answers = await self._verified(seconds)
         parts = ("scatter", "digest", "repack", "load")
-        self.note({part: max((a["seconds"].get(part, 0.0) for a in answers), default=0.0) for part in parts})
+        self.note(
+            {
+                part: max((a["seconds"].get(part, 0.0) for a in answers), default=0.0)
+                for part in parts
+            }
+        )
         one_rank = len(answers) == 1 and list(expected.parameters) == self.names.get(0)
         values = np.array(expected.values, np.uint64).tobytes() if one_rank else b""
-        self.take(answers, None if terms.verify == "off" else lambda: _given(expected), values)
+        self.take(
+            answers, None if terms.verify == "off" else lambda: _given(expected), values
+        )
         self._engine_labelled = early
 
     async def _verified(self, seconds: float) -> list[dict[str, Any]]:
@@ -540,7 +656,12 @@ class EngineSync:
                 )
             await asyncio.sleep(0.002)
 
-    def take(self, answers: list[dict[str, Any]], expected: Callable[[], Digests] | None, values: bytes = b"") -> None:
+    def take(
+        self,
+        answers: list[dict[str, Any]],
+        expected: Callable[[], Digests] | None,
+        values: bytes = b"",
+    ) -> None:
         """Compare the workers' digests with the trainer's; `values`: the trainer's, in the order of ranks."""
         self._bytes = sum(a["bytes"] for a in answers)
         self._note_evidence(answers)
@@ -559,7 +680,11 @@ class EngineSync:
             wrong += [k for k in self._found if k not in expected]
         self._differing = [f"{name} (rank {rank})" for name, rank in sorted(set(wrong))]
         if self._differing:
-            more = f" and {len(self._differing) - 3} more" if len(self._differing) > 3 else ""
+            more = (
+                f" and {len(self._differing) - 3} more"
+                if len(self._differing) > 3
+                else ""
+            )
             raise errors.VerifyError(
                 f"{self._replica} does not hold the trainer's bits: {', '.join(self._differing[:3])}{more} differ",
                 remedy="sync again; if it differs again, look at report.differing and pool.peek",
@@ -639,12 +764,17 @@ class EngineSync:
         In the middle of a sync: of what has arrived so far, in live memory or the shadow.
         """
         self.need_weights()
-        given, end = _given(expected), time.monotonic() + VERIFY_SECONDS
+        given = _given(expected)
+        end = time.monotonic() + VERIFY_SECONDS
         midway = self.state.terms is not None
         while True:
             answers = await self.ask("jv_check", midway)
             self._found = _columns(answers, self.names)
-            if not midway or given.keys() <= self._found.keys() or time.monotonic() > end:
+            if (
+                not midway
+                or given.keys() <= self._found.keys()
+                or time.monotonic() > end
+            ):
                 break  # else the last digest is still being computed
             await asyncio.sleep(0.01)
         self._note_evidence(answers)
@@ -664,20 +794,32 @@ def _checked(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     failed = [a for a in answers if a.get("error")]
     if failed:
         kind = getattr(errors, failed[0].get("kind", ""), SyncError)
-        kind = kind if isinstance(kind, type) and issubclass(kind, JvlabError) else SyncError
+        kind = (
+            kind
+            if isinstance(kind, type) and issubclass(kind, JvlabError)
+            else SyncError
+        )
         text = "; ".join(dict.fromkeys(a["error"] for a in failed))
-        raise kind(text, remedy=failed[0].get("remedy", ""), ranks=[a["rank"] for a in failed])
+        raise kind(
+            text, remedy=failed[0].get("remedy", ""), ranks=[a["rank"] for a in failed]
+        )
     return answers
 
 
 def _handles(answers: list[dict[str, Any]]) -> list[str]:
     """The ranks' exports, in order of ranks."""
-    return [text for a in sorted(answers, key=lambda a: a["rank"]) for text in a.get("handles", ())]
+    return [
+        text
+        for a in sorted(answers, key=lambda a: a["rank"])
+        for text in a.get("handles", ())
+    ]
 
 
 def _values(answers: list[dict[str, Any]]) -> bytes:
     """Digests of ranks that returned bare values, in order of ranks."""
-    return b"".join(a.get("values", b"") for a in sorted(answers, key=lambda a: a["rank"]))
+    return b"".join(
+        a.get("values", b"") for a in sorted(answers, key=lambda a: a["rank"])
+    )
 
 
 def _columns(answers: list[dict[str, Any]], names: dict[int, list[str]]) -> Digests:
@@ -685,7 +827,9 @@ def _columns(answers: list[dict[str, Any]], names: dict[int, list[str]]) -> Dige
     for a in answers:
         rank = a["rank"]
         if values := a.get("values"):
-            pairs = zip(names[rank], np.frombuffer(values, np.uint64).tolist(), strict=True)
+            pairs = zip(
+                names[rank], np.frombuffer(values, np.uint64).tolist(), strict=True
+            )
         else:
             pairs = a["digests"]
         out |= {(name, rank): value for name, value in pairs}

@@ -28,11 +28,16 @@ END_SECONDS = 1  # for open requests when the process ends
 DROP_SECONDS = 2.0  # for vLLM to abort a dropped request
 OPEN_PATHS = ("/health", "/ping")  # without the token
 # Response headers for clients:
-VERSION, VERSIONS, REPLICA = "x-jvlab-version", "x-jvlab-versions", "x-jvlab-replica"
+VERSION = "x-jvlab-version"
+VERSIONS = "x-jvlab-versions"
+REPLICA = "x-jvlab-replica"
 # Between gateway and replica: the epoch of a request, and why it was refused ("dirty", "fenced", "dead").
-EPOCH, REFUSED = "x-jvlab-epoch", "x-jvlab-refused"
+EPOCH = "x-jvlab-epoch"
+REFUSED = "x-jvlab-refused"
 
-_seen: contextvars.ContextVar[list[int] | None] = contextvars.ContextVar("jvlab_http_versions", default=None)
+_seen: contextvars.ContextVar[list[int] | None] = contextvars.ContextVar(
+    "jvlab_http_versions", default=None
+)
 
 
 class Labelled:
@@ -42,14 +47,19 @@ class Labelled:
     """
 
     def __init__(self, llm: Any, linked: LinkedAdapter | None = None) -> None:
-        self._llm, self._linked = llm, linked
+        self._llm = llm
+        self._linked = linked
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)
 
     async def generate(self, *arguments: Any, **options: Any) -> AsyncIterator[Any]:
         seen = _seen.get()  # no deadline: a context variable
-        if self._linked is not None and self._linked.request is not None and options.get("lora_request") is None:
+        if (
+            self._linked is not None
+            and self._linked.request is not None
+            and options.get("lora_request") is None
+        ):
             options["lora_request"] = self._linked.request
         outputs = self._llm.generate(*arguments, **options)
         try:
@@ -73,21 +83,37 @@ def note_versions(seen: list[int], spans: Any) -> None:
 class ReplicaGate:
     """In front of vLLM's app: checks the token and whether this replica may answer, and adds the version headers."""
 
-    def __init__(self, app: Any, verify: Callable[[Any], bool], engine: Engine, epoch: Callable[[], int]) -> None:
-        self._app, self._verify, self._engine, self._epoch = app, verify, engine, epoch
+    def __init__(
+        self,
+        app: Any,
+        verify: Callable[[Any], bool],
+        engine: Engine,
+        epoch: Callable[[], int],
+    ) -> None:
+        self._app = app
+        self._verify = verify
+        self._engine = engine
+        self._epoch = epoch
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
-            if scope["type"] != "lifespan":  # a websocket, whose weight versions would not be reported
+            # a websocket, whose weight versions would not be reported
+            if scope["type"] != "lifespan":
                 raise RuntimeError(f"{scope['type']} is not served")
             await self._app(scope, receive, send)
             return
         from starlette.datastructures import Headers
 
-        headers, path = Headers(scope=scope), scope["path"]
+        headers = Headers(scope=scope)
+        path = scope["path"]
         # vLLM's middleware guards /v1 and a few more, but not /invocations, /tokenize or /scale_elastic_ep.
         if path not in OPEN_PATHS and not self._verify(headers):
-            await _refuse(send, 401, "the lab's token is missing or wrong", "send Authorization: Bearer <token>")
+            await _refuse(
+                send,
+                401,
+                "the lab's token is missing or wrong",
+                "send Authorization: Bearer <token>",
+            )
             return
         if scope["method"] == "POST":
             await self._answer(scope, receive, send, headers)
@@ -108,27 +134,43 @@ class ReplicaGate:
             if not headers.get("content-type", "").startswith("multipart/"):
                 self._check(body)
         except ConfigError as error:
-            await _refuse(send, 400, error.message, error.remedy, reason=type(error).__name__)
+            await _refuse(
+                send, 400, error.message, error.remedy, reason=type(error).__name__
+            )
             return
         receive = _replay(body, receive)
         seen: list[int] = []
-        progress, dropped = _Progress(), asyncio.Event()
+        progress = _Progress()
+        dropped = asyncio.Event()
         _seen.set(seen)  # this task's own context, which vLLM's tasks inherit
         # Among the engine's tasks in flight, so that a fenced replica drops it with the others.
-        watch = self._engine._spawn(asyncio.Event().wait())  # no deadline: it is cancelled below
+        # no deadline: it is cancelled below
+        watch = self._engine._spawn(asyncio.Event().wait())
         watch.add_done_callback(lambda _: dropped.set())
-        work = asyncio.ensure_future(self._app(scope, _until(dropped, receive), self._labelling(send, seen, progress)))
+        work = asyncio.ensure_future(
+            self._app(
+                scope, _until(dropped, receive), self._labelling(send, seen, progress)
+            )
+        )
         dropping = asyncio.create_task(dropped.wait())
         try:
             # no deadline: a client waits as long as it likes; leaving ends it
             await asyncio.wait({work, dropping}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():  # vLLM is told that the client disconnected, and aborts the request in the engine
+            # vLLM is told that the client disconnected, and aborts the request in the engine
+            if not work.done():
                 await asyncio.wait({work}, timeout=DROP_SECONDS)
                 work.cancel()
                 await asyncio.wait({work})  # no deadline: it was cancelled
                 if not progress.started:
-                    await _refuse(send, 503, "this replica was fenced; its work was dropped", "ask again", "fenced")
-                return  # without an end: the server breaks the connection, so that the answer is seen to be incomplete
+                    await _refuse(
+                        send,
+                        503,
+                        "this replica was fenced; its work was dropped",
+                        "ask again",
+                        "fenced",
+                    )
+                # without an end: the server breaks the connection, so that the answer is seen to be incomplete
+                return
             await work
         finally:
             watch.cancel()
@@ -143,15 +185,26 @@ class ReplicaGate:
             self._engine.limits.check(of_http(content, facts.max_model_len))
             bad = unknown_token(content.get("prompt"), facts.vocab_size)
             if bad is not None:
-                raise ConfigError(f"token id {bad}; the vocabulary has {facts.vocab_size}", remedy="ids count from 0")
+                raise ConfigError(
+                    f"token id {bad}; the vocabulary has {facts.vocab_size}",
+                    remedy="ids count from 0",
+                )
 
     async def _problem(self, epoch: str | None) -> tuple[str, str, str] | None:
         """(kind, text, remedy) if this replica must not answer now."""
         if self._engine.dead:
-            return "dead", self._engine.why_dead(), "pool.logs() shows why; pool.restart(replica) restarts it"
+            return (
+                "dead",
+                self._engine.why_dead(),
+                "pool.logs() shows why; pool.restart(replica) restarts it",
+            )
         mine = self._epoch()
         if mine == 0 or (epoch is not None and epoch != str(mine)):
-            return "fenced", f"an order of epoch {epoch}, and this replica is at epoch {mine}", "ask the gateway"
+            return (
+                "fenced",
+                f"an order of epoch {epoch}, and this replica is at epoch {mine}",
+                "ask the gateway",
+            )
         try:
             await self._engine._wait_clean()
         except SyncError as error:
@@ -165,15 +218,28 @@ class ReplicaGate:
         async def labelled(message: Any) -> None:
             if message["type"] == "http.response.start":
                 progress.started = True
-                versions = seen or [engine.version if progress.streams(message) else at_start]
-                added = [(VERSION, versions[0]), (VERSIONS, ",".join(map(str, versions))), (REPLICA, engine.replica)]
+                versions = seen or [
+                    engine.version if progress.streams(message) else at_start
+                ]
+                added = [
+                    (VERSION, versions[0]),
+                    (VERSIONS, ",".join(map(str, versions))),
+                    (REPLICA, engine.replica),
+                ]
                 if message["status"] >= 500 and engine.dead:
                     message["status"] = 503
                     added.append((REFUSED, "dead"))
-                message["headers"] = [*message["headers"], *((k.encode(), str(v).encode()) for k, v in added)]
+                message["headers"] = [
+                    *message["headers"],
+                    *((k.encode(), str(v).encode()) for k, v in added),
+                ]
             elif progress.is_stream and not message.get("more_body", False):
                 # A stream's headers are sent before its tokens, so its versions follow in a final comment.
-                tail = f": {VERSIONS} {','.join(map(str, seen))}\n\n".encode() if seen else b""
+                tail = (
+                    f": {VERSIONS} {','.join(map(str, seen))}\n\n".encode()
+                    if seen
+                    else b""
+                )
                 message = {**message, "body": message.get("body", b"") + tail}
             await send(message)
 
@@ -187,7 +253,9 @@ class _Progress:
         self.started = self.is_stream = False
 
     def streams(self, start: Any) -> bool:
-        kind = next((v for k, v in start["headers"] if k.lower() == b"content-type"), b"")
+        kind = next(
+            (v for k, v in start["headers"] if k.lower() == b"content-type"), b""
+        )
         self.is_stream = kind.startswith(b"text/event-stream")
         return self.is_stream
 
@@ -196,7 +264,8 @@ def _until(dropped: asyncio.Event, receive: Any) -> Any:
     """`receive` that reports a disconnect to the app once the request is dropped."""
 
     async def received() -> Any:
-        incoming, gone = asyncio.ensure_future(receive()), asyncio.ensure_future(dropped.wait())
+        incoming = asyncio.ensure_future(receive())
+        gone = asyncio.ensure_future(dropped.wait())
         try:
             # no deadline: vLLM listens for a disconnect; the request's end cancels it
             await asyncio.wait({incoming, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -213,7 +282,15 @@ def unknown_token(prompt: Any, vocabulary: int) -> int | None:
     """A token id outside the vocabulary, in the prompt or in one of several: the engine does not check."""
     parts = prompt if isinstance(prompt, list) else []
     lists = [part for part in parts if isinstance(part, list)] or [parts]
-    return next((t for part in lists for t in part if isinstance(t, int) and not 0 <= t < vocabulary), None)
+    return next(
+        (
+            t
+            for part in lists
+            for t in part
+            if isinstance(t, int) and not 0 <= t < vocabulary
+        ),
+        None,
+    )
 
 
 async def _read_body(receive: Any) -> bytes | None:
@@ -221,13 +298,17 @@ async def _read_body(receive: Any) -> bytes | None:
     parts: list[bytes] = []
     size = 0
     while True:
-        message = await receive()  # no deadline: from the gateway's front on this machine; ends with its connection
+        # no deadline: from the gateway's front on this machine; ends with its connection
+        message = await receive()
         if message["type"] != "http.request":
             return None
         parts.append(message.get("body", b""))
         size += len(parts[-1])
         if size > MAX_MESSAGE:
-            raise ConfigError(f"the body is longer than {MAX_MESSAGE >> 20} MiB", remedy="send it in several requests")
+            raise ConfigError(
+                f"the body is longer than {MAX_MESSAGE >> 20} MiB",
+                remedy="send it in several requests",
+            )
         if not message.get("more_body", False):
             return b"".join(parts)
 
@@ -239,7 +320,8 @@ def _replay(body: bytes, receive: Any) -> Any:
     async def received() -> Any:
         nonlocal replayed
         if replayed:
-            return await receive()  # no deadline: vLLM listens for a disconnect; the request's end cancels it
+            # no deadline: vLLM listens for a disconnect; the request's end cancels it
+            return await receive()
         replayed = True
         return {"type": "http.request", "body": body, "more_body": False}
 
@@ -247,11 +329,24 @@ def _replay(body: bytes, receive: Any) -> Any:
 
 
 async def _refuse(
-    send: Any, status: int, message: str, remedy: str, kind: str = "", reason: str = "unauthorized"
+    send: Any,
+    status: int,
+    message: str,
+    remedy: str,
+    kind: str = "",
+    reason: str = "unauthorized",
 ) -> None:
-    body = {"message": f"{message}\n  → {remedy}", "type": kind or reason, "param": None, "code": status}
+    body = {
+        "message": f"{message}\n  → {remedy}",
+        "type": kind or reason,
+        "param": None,
+        "code": status,
+    }
     content = json.dumps({"error": {**body, "remedy": remedy}}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(content)).encode()),
+    ]
     if kind:
         headers.append((REFUSED.encode(), kind.encode()))
     await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -261,8 +356,12 @@ async def _refuse(
 class HttpServer:
     """The server of the app, on the engine's own loop."""
 
-    def __init__(self, server: Any, task: asyncio.Task[Any], listener: socket.socket) -> None:
-        self._server, self._task, self._listener = server, task, listener
+    def __init__(
+        self, server: Any, task: asyncio.Task[Any], listener: socket.socket
+    ) -> None:
+        self._server = server
+        self._task = task
+        self._listener = listener
         self.url = f"http://{HOST}:{listener.getsockname()[1]}/v1"
 
     async def close(self) -> None:
@@ -280,7 +379,9 @@ def loopback_listener() -> socket.socket:
     return listener
 
 
-async def serve_http(engine: Engine, epoch: Callable[[], int], token: str) -> HttpServer:
+async def serve_http(
+    engine: Engine, epoch: Callable[[], int], token: str
+) -> HttpServer:
     """Serve vLLM's app on a free loopback port; `epoch` is this replica's, 0 while it is not registered."""
     _vllm_versions.check(_vllm_versions.HTTP)
     import uvicorn
@@ -288,12 +389,16 @@ async def serve_http(engine: Engine, epoch: Callable[[], int], token: str) -> Ht
     from vllm.entrypoints.launchers.app import build_app
     from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
-    os.environ.pop("VLLM_SERVER_DEV_MODE", None)  # its routes would change weights and state outside of a sync
+    # its routes would change weights and state outside of a sync
+    os.environ.pop("VLLM_SERVER_DEV_MODE", None)
     llm: Any = Labelled(engine._llm, engine._sync.linked)
     arguments = _arguments(engine, token)
     tasks = await llm.get_supported_tasks()
     if "generate" not in tasks:
-        raise ConfigError(f"this model does not generate (it can: {', '.join(tasks)})", remedy="launch without http")
+        raise ConfigError(
+            f"this model does not generate (it can: {', '.join(tasks)})",
+            remedy="launch without http",
+        )
     _vllm.export_metrics(engine._llm)
     app = build_app(arguments, tasks, llm.model_config)
     await init_app_state(llm, app.state, arguments, tasks)
@@ -330,12 +435,21 @@ def _arguments(engine: Engine, token: str) -> Any:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    given, config = engine._arguments, engine._llm.model_config
-    parsed: Any = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", config.model])
+    given = engine._arguments
+    config = engine._llm.model_config
+    parsed: Any = make_arg_parser(FlexibleArgumentParser()).parse_args(
+        ["--model", config.model]
+    )
     parsed.api_key = [token]
-    parsed.host, parsed.port = HOST, 0
+    parsed.host = HOST
+    parsed.port = 0
     parsed.disable_log_stats = True  # else the app prints stats every few seconds
-    names = given.get("served_model_name") or [config.model, config.model.rstrip("/").rpartition("/")[2]]
-    parsed.served_model_name = list(dict.fromkeys([names] if isinstance(names, str) else names))
+    names = given.get("served_model_name") or [
+        config.model,
+        config.model.rstrip("/").rpartition("/")[2],
+    ]
+    parsed.served_model_name = list(
+        dict.fromkeys([names] if isinstance(names, str) else names)
+    )
     parsed.chat_template = None
     return parsed

@@ -47,10 +47,18 @@ def _patch_dispatcher() -> None:
     register = dispatcher.register_kernels
 
     def once(overrides: Mapping[str, Any]) -> None:
-        if fresh := {name: kernel for name, kernel in overrides.items() if name not in dispatcher._registry}:
+        if fresh := {
+            name: kernel
+            for name, kernel in overrides.items()
+            if name not in dispatcher._registry
+        }:
             register(fresh)
 
-    dispatcher.vars = lambda value: found if isinstance(found := vars(value), Mapping) else {}  # type: ignore[attr-defined]
+    def attributes(value: object) -> Mapping[str, Any]:
+        found = vars(value)
+        return found if isinstance(found, Mapping) else {}
+
+    dispatcher.vars = attributes  # type: ignore[attr-defined]
     dispatcher.register_kernels = once
 
 
@@ -70,18 +78,29 @@ class _Outbox:
 class ThreadCore(EngineCoreProc):
     """The core of vLLM's engine processes, without handshake and sockets."""
 
-    def __init__(self, config: Any, executor: Any, log_stats: bool, deliver: Callable[[Any], None]) -> None:
+    def __init__(
+        self,
+        config: Any,
+        executor: Any,
+        log_stats: bool,
+        deliver: Callable[[Any], None],
+    ) -> None:
         # What EngineCoreProc.__init__ sets for one engine without data parallelism, in its order.
         self.input_queue: Any = queue.Queue()
         self.output_queue: Any = _Outbox(deliver)
-        self.engine_index, self.engines_running = 0, False
+        self.engine_index = 0
+        self.engines_running = False
         self.shutdown_state = EngineShutdownState.RUNNING
         self.tensor_ipc_receiver = None
-        self.has_coordinator, self.frontend_stats_publish_address = False, None
-        self.publish_dp_lb_stats, self.last_counts = False, (0, 0)
+        self.has_coordinator = False
+        self.frontend_stats_publish_address = None
+        self.publish_dp_lb_stats = False
+        self.last_counts = (0, 0)
         self.process_input_queue_block = True
         self.enable_fault_tolerance = False
-        fail = lambda: self.input_queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
+        fail = lambda: self.input_queue.put_nowait(
+            (EngineCoreRequestType.EXECUTOR_FAILED, b"")
+        )
         EngineCore.__init__(self, config, executor, log_stats, fail, False)
 
 
@@ -93,9 +112,12 @@ class ThreadClient(AsyncMPClient):
     def __init__(self, config: Any, executor: Any, log_stats: bool) -> None:
         self.vllm_config = config
         self.resources: Any = SimpleNamespace(engine_dead=False)
-        self.engine_ranks_managed, self.core_engines = [0], [b"\0\0"]
+        self.engine_ranks_managed = [0]
+        self.core_engines = [b"\0\0"]
         self.core_engine = self.core_engines[0]
-        self.client_count, self.client_index, self.engines_running = 1, 0, False
+        self.client_count = 1
+        self.client_index = 0
+        self.engines_running = False
         self.utility_results: dict[int, Any] = {}
         self.outputs_queue: Any = asyncio.Queue()
         self._engine_status: dict[int, dict[str, Any]] = {}
@@ -105,11 +127,15 @@ class ThreadClient(AsyncMPClient):
         self._failure: BaseException | None = None
         self._up = threading.Event()
         self._thread = threading.Thread(
-            target=self._run_core, args=(config, executor, log_stats), name=THREAD, daemon=True
+            target=self._run_core,
+            args=(config, executor, log_stats),
+            name=THREAD,
+            daemon=True,
         )
         self._thread.start()
         # no deadline: the thread loads a model, and sets this however that ends
-        self._up.wait()  # blocks the loop while the model loads; nothing else runs on it yet
+        # blocks the loop while the model loads; nothing else runs on it yet
+        self._up.wait()
         if self._failure is not None:
             self._thread.join()  # no deadline: its last act was to say that it failed
             raise self._failure
@@ -134,7 +160,8 @@ class ThreadClient(AsyncMPClient):
             traceback.print_exception(error)  # there is no log file
             self._to_loop(self._died)
         finally:
-            core.shutdown()  # no deadline: vLLM's, in a thread that `shutdown` waits for with one
+            # no deadline: vLLM's, in a thread that `shutdown` waits for with one
+            core.shutdown()
 
     def _deliver(self, outputs: Any) -> None:
         outputs.engine_index = 0
@@ -168,25 +195,33 @@ class ThreadClient(AsyncMPClient):
         assert self._core is not None
         self._core.input_queue.put_nowait((kind, request))
 
-    def _send_input(self, request_type: EngineCoreRequestType, request: Any, engine: Any = None) -> Any:
+    def _send_input(
+        self, request_type: EngineCoreRequestType, request: Any, engine: Any = None
+    ) -> Any:
         core = self._core
         assert core is not None
         if request_type == EngineCoreRequestType.ADD:
             request = core.preprocess_add_request(request)
         elif request_type == EngineCoreRequestType.ABORT:
-            core.aborts_queue.put_nowait(request)  # both queues, as vLLM's input thread does
+            # both queues, as vLLM's input thread does
+            core.aborts_queue.put_nowait(request)
         return self._put(request_type, request)
 
-    async def _call_utility_async(self, method: str, *args: Any, engine: Any = None) -> Any:
+    async def _call_utility_async(
+        self, method: str, *args: Any, engine: Any = None
+    ) -> Any:
         future = self._loop.create_future()
         number = id(future)  # unique while it is awaited
         self.utility_results[number] = future
-        await self._put(EngineCoreRequestType.UTILITY, (self.client_index, number, method, args))
+        await self._put(
+            EngineCoreRequestType.UTILITY, (self.client_index, number, method, args)
+        )
         return await future
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End the core and its thread. Can be called twice, and from another thread (vLLM's finaliser)."""
-        core, self._core = self._core, None
+        core = self._core
+        self._core = None
         if core is None:
             return
         self.resources.engine_dead = True
@@ -211,7 +246,9 @@ class _Clients:
     """Replaces vLLM's EngineCoreClient while an AsyncLLM is created."""
 
     @staticmethod
-    def make_async_mp_client(vllm_config: Any, executor_class: Any, log_stats: bool, **_: Any) -> ThreadClient:
+    def make_async_mp_client(
+        vllm_config: Any, executor_class: Any, log_stats: bool, **_: Any
+    ) -> ThreadClient:
         if not issubclass(executor_class, UniProcExecutor):
             raise Unsupported(
                 f"these engine arguments need {executor_class.__name__}, whose workers are processes of their own",

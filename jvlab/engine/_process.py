@@ -42,9 +42,11 @@ class Order:
     engine: dict[str, Any]
     env: dict[str, str]
     http: bool = False
-    limits: dict[str, int] = field(default_factory=dict)  # of one call, over the defaults
+    # of one call, over the defaults
+    limits: dict[str, int] = field(default_factory=dict)
     run: int = 0  # tells this process from another of its name, to the gateway
-    bind: str = "127.0.0.1"  # the address to listen on; other than loopback needs the TLS files
+    # the address to listen on; other than loopback needs the TLS files
+    bind: str = "127.0.0.1"
     tls_ca: str | None = None  # the gateway's certificate, or its CA's
     tls_cert: str | None = None
     tls_key: str | None = None
@@ -54,7 +56,9 @@ class Order:
 def run(order: Order, token: str, supervised: bool) -> int:
     """Run the engine until it ends. Returns the exit code."""
     if supervised:
-        threading.Thread(target=_end_with_parent, name="watch-parent", daemon=True).start()
+        threading.Thread(
+            target=_end_with_parent, name="watch-parent", daemon=True
+        ).start()
     set_environment(order)
     try:
         asyncio.run(_serve(order, token))
@@ -62,7 +66,8 @@ def run(order: Order, token: str, supervised: bool) -> int:
         traceback.print_exc()
         sys.stderr.flush()
         sys.stdout.flush()
-        os._exit(1)  # vLLM's finalisers would hide the cause behind errors of their own, or hang
+        # vLLM's finalisers would hide the cause behind errors of their own, or hang
+        os._exit(1)
     return 0
 
 
@@ -96,20 +101,40 @@ def _visible_gpus() -> list[str]:
     """The GPUs that this process may use, as in CUDA_VISIBLE_DEVICES."""
     if given := os.environ.get("CUDA_VISIBLE_DEVICES"):
         return given.split(",")
-    return [str(n) for n in range(len(list(Path("/proc/driver/nvidia/gpus").glob("*"))))]
+    return [
+        str(n) for n in range(len(list(Path("/proc/driver/nvidia/gpus").glob("*"))))
+    ]
 
 
 def set_environment(order: Order) -> None:
     cores = _defaults.usable_cores()
     ours = _defaults.environment(
-        order.device, order.tensor_parallel, order.replicas, order.index, cores, order.model, _visible_gpus()
+        order.device,
+        order.tensor_parallel,
+        order.replicas,
+        order.index,
+        cores,
+        order.model,
+        _visible_gpus(),
     )
-    chosen = {"CUDA_VISIBLE_DEVICES"}  # chosen among those visible, so it replaces what is set
-    os.environ.update({name: value for name, value in ours.items() if name in chosen or name not in os.environ})
+    # chosen among those visible, so it replaces what is set
+    chosen = {"CUDA_VISIBLE_DEVICES"}
+    os.environ.update(
+        {
+            name: value
+            for name, value in ours.items()
+            if name in chosen or name not in os.environ
+        }
+    )
     os.environ.update(order.env)
-    if order.device == "cpu" and os.environ.get("VLLM_CPU_OMP_THREADS_BIND") != "nobind":
-        os.environ["OMP_NUM_THREADS"] = "1"  # for this process and the core; workers use the binding
-    os.environ.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)  # no pickle between our processes
+    if (
+        order.device == "cpu"
+        and os.environ.get("VLLM_CPU_OMP_THREADS_BIND") != "nobind"
+    ):
+        # for this process and the core; workers use the binding
+        os.environ["OMP_NUM_THREADS"] = "1"
+    # no pickle between our processes
+    os.environ.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)
     if order.engine.get("distributed_executor_backend") != "ray":
         # vLLM imports Ray if it is installed, which takes seconds in each of its processes; it is not needed here
         os.environ["JVLAB_WITHOUT_RAY"] = "1"
@@ -124,7 +149,12 @@ async def _serve(order: Order, token: str) -> None:
     from jvlab.engine._engine import Engine
 
     arguments = _defaults.engine_arguments(
-        order.model, order.device, order.tensor_parallel, order.load, order.engine, order.replicas
+        order.model,
+        order.device,
+        order.tensor_parallel,
+        order.load,
+        order.engine,
+        order.replicas,
     )
     if order.device == "cpu" and arguments.get("enforce_eager"):
         switch_compiler_off()
@@ -136,7 +166,8 @@ async def _serve(order: Order, token: str) -> None:
     try:
         await _serve_engine(engine, order, token)
     finally:
-        watchdog = threading.Timer(TEARDOWN_SECONDS, os._exit, [1])  # vLLM's teardown can hang
+        # vLLM's teardown can hang
+        watchdog = threading.Timer(TEARDOWN_SECONDS, os._exit, [1])
         watchdog.daemon = True
         watchdog.start()
         engine.close()
@@ -163,7 +194,9 @@ async def _serve_engine(engine: Any, order: Order, token: str) -> None:
     from jvlab.wire._channels import Trust, open_channel
 
     servicer = RolloutServicer(engine)
-    server = grpc.aio.server(interceptors=[security.TokenInterceptor(token)], options=security.options())
+    server = grpc.aio.server(
+        interceptors=[security.TokenInterceptor(token)], options=security.options()
+    )
     rpc.add_RolloutServicer_to_server(servicer, server)
     address, pem = _listen(server, order)
     engine.facts.host = platform.node()
@@ -177,11 +210,17 @@ async def _serve_engine(engine: Any, order: Order, token: str) -> None:
         engine.facts.http_url = web.url
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
-    async with open_channel(order.gateway, Trust.of_file(order.tls_ca, order.tls_name)) as channel:
-        beating = asyncio.create_task(_beat_forever(servicer, channel, order, token, address, pem))
+    async with open_channel(
+        order.gateway, Trust.of_file(order.tls_ca, order.tls_name)
+    ) as channel:
+        beating = asyncio.create_task(
+            _beat_forever(servicer, channel, order, token, address, pem)
+        )
         waiting = asyncio.create_task(ended.wait())
         # no deadline: the replica's whole life; SIGTERM or its pipe's end ends it
-        done, _ = await asyncio.wait({beating, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(
+            {beating, waiting}, return_when=asyncio.FIRST_COMPLETED
+        )
         for task in (beating, waiting):
             task.cancel()
         servicer.direct_orders.close()
@@ -210,7 +249,9 @@ def _listen(server: Any, order: Order) -> tuple[str, str]:
     return channels.joined(order.bind, port), Path(order.tls_cert).read_text()
 
 
-async def _beat_forever(servicer: Any, channel: Any, order: Order, token: str, address: str, pem: str = "") -> None:
+async def _beat_forever(
+    servicer: Any, channel: Any, order: Order, token: str, address: str, pem: str = ""
+) -> None:
     """Register, then beat; when fenced, drop all work and register again; without a gateway, end."""
     import grpc
 
@@ -219,8 +260,12 @@ async def _beat_forever(servicer: Any, channel: Any, order: Order, token: str, a
     from jvlab.wire import jvlab_pb2_grpc as rpc
     from jvlab.wire._rpc_errors import received
 
-    stub, metadata, engine = rpc.RegistryStub(channel), security.authorization(token), servicer.engine
-    registered, last_contact, beat_seconds = False, time.monotonic(), 1.0
+    stub = rpc.RegistryStub(channel)
+    metadata = security.authorization(token)
+    engine = servicer.engine
+    registered = False
+    last_contact = time.monotonic()
+    beat_seconds = 1.0
     while True:
         if engine.dead:
             raise RuntimeError(f"{engine.why_dead()}; see the log above")
@@ -236,20 +281,41 @@ async def _beat_forever(servicer: Any, channel: Any, order: Order, token: str, a
                     tls_name=order.tls_name,
                     run=order.run,
                 )
-                reply = await stub.Register(request, timeout=BEAT_DEADLINE, metadata=metadata)
-                servicer.epoch, beat_seconds, registered = reply.epoch, reply.beat_seconds, True
-                print(f"jvlab: {order.replica} registered, epoch {reply.epoch}, serving on {address}", flush=True)
+                reply = await stub.Register(
+                    request, timeout=BEAT_DEADLINE, metadata=metadata
+                )
+                servicer.epoch = reply.epoch
+                beat_seconds = reply.beat_seconds
+                registered = True
+                print(
+                    f"jvlab: {order.replica} registered, epoch {reply.epoch}, serving on {address}",
+                    flush=True,
+                )
             else:
-                beat = pb.BeatRequest(replica=order.replica, epoch=servicer.epoch, stats=await engine.stats())
-                if (await stub.Beat(beat, timeout=BEAT_DEADLINE, metadata=metadata)).fenced:
-                    print(f"jvlab: fenced at epoch {servicer.epoch}; dropping all work", flush=True)
-                    servicer.epoch, registered = 0, False
+                beat = pb.BeatRequest(
+                    replica=order.replica,
+                    epoch=servicer.epoch,
+                    stats=await engine.stats(),
+                )
+                if (
+                    await stub.Beat(beat, timeout=BEAT_DEADLINE, metadata=metadata)
+                ).fenced:
+                    print(
+                        f"jvlab: fenced at epoch {servicer.epoch}; dropping all work",
+                        flush=True,
+                    )
+                    servicer.epoch = 0
+                    registered = False
                     await engine.drop_all()
                     continue
             last_contact = time.monotonic()
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-                print(f"jvlab: the gateway refuses this replica: {error.details()}", file=sys.stderr, flush=True)
+                print(
+                    f"jvlab: the gateway refuses this replica: {error.details()}",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 return
             if time.monotonic() - last_contact > NO_GATEWAY_SECONDS:
                 raise RuntimeError(

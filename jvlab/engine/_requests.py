@@ -21,7 +21,8 @@ from jvlab.wire._limits import read_json
 
 # Turns a caller's prompts into token ids: texts, chats, tokens, and several of them joined.
 
-YIELD_BYTES = 1 << 18  # of prompts tokenised before yielding to the event loop, so that heartbeats are not late
+# of prompts tokenised before yielding to the event loop, so that heartbeats are not late
+YIELD_BYTES = 1 << 18
 MIN_BYTES = 256  # that each prompt counts as
 
 
@@ -29,9 +30,12 @@ class PromptReader:
     """Tokenises and checks prompts for one engine."""
 
     def __init__(self, tokenizer: Any, facts: pb.EngineFacts) -> None:
-        self._tokenizer, self.facts = tokenizer, facts
+        self._tokenizer = tokenizer
+        self.facts = facts
 
-    async def read(self, prompts: Sequence[tuple[int, pb.Prompt]]) -> dict[int, list[int]]:
+    async def read(
+        self, prompts: Sequence[tuple[int, pb.Prompt]]
+    ) -> dict[int, list[int]]:
         """Token ids of each prompt, by its index in the caller's list."""
         out: dict[int, list[int]] = {}
         part: list[tuple[int, pb.Prompt]] = []
@@ -41,11 +45,14 @@ class PromptReader:
             size += max(MIN_BYTES, prompt[1].ByteSize())
             if size >= YIELD_BYTES:
                 out |= self._tokenize(part)
-                part, size = [], 0
+                part = []
+                size = 0
                 await asyncio.sleep(0)
         return out | self._tokenize(part)
 
-    def _tokenize(self, prompts: Sequence[tuple[int, pb.Prompt]]) -> dict[int, list[int]]:
+    def _tokenize(
+        self, prompts: Sequence[tuple[int, pb.Prompt]]
+    ) -> dict[int, list[int]]:
         out: dict[int, list[int]] = {}
         texts: list[tuple[int, str]] = []
         for index, prompt in prompts:
@@ -55,14 +62,21 @@ class PromptReader:
                 case "text":
                     texts.append((index, self._short_enough(index, prompt.text)))
                 case "chat_json":
-                    out[index] = self._render_chat(index, read_json(prompt.chat_json, f"the chat of prompt {index}"))
+                    out[index] = self._render_chat(
+                        index,
+                        read_json(prompt.chat_json, f"the chat of prompt {index}"),
+                    )
                 case "parts":
                     out[index] = self._joined(index, prompt.parts.parts)
                 case other:
                     raise SamplingError(f"prompt {index} is of no known kind ({other})")
         if texts:
-            encoded = self._need_tokenizer(texts[0][0])([text for _, text in texts])["input_ids"]
-            out |= {index: list(ids) for (index, _), ids in zip(texts, encoded, strict=True)}
+            encoded = self._need_tokenizer(texts[0][0])([text for _, text in texts])[
+                "input_ids"
+            ]
+            out |= {
+                index: list(ids) for (index, _), ids in zip(texts, encoded, strict=True)
+            }
         for index, ids in out.items():
             self.check(index, ids)
         return out
@@ -70,7 +84,9 @@ class PromptReader:
     def _joined(self, index: int, parts: Sequence[pb.Prompt]) -> list[int]:
         """Token ids of several parts. Text after the first part gets no special tokens."""
         if not parts:
-            raise SamplingError(f"prompt {index} is empty", remedy="give it at least one token")
+            raise SamplingError(
+                f"prompt {index} is empty", remedy="give it at least one token"
+            )
         ids = self._tokenize([(index, parts[0])])[index]
         for part in parts[1:]:
             match part.WhichOneof("kind"):
@@ -78,22 +94,30 @@ class PromptReader:
                     ids += part.tokens.ids
                 case "text":
                     text = self._short_enough(index, part.text)
-                    ids += self._need_tokenizer(index)(text, add_special_tokens=False)["input_ids"]
+                    ids += self._need_tokenizer(index)(text, add_special_tokens=False)[
+                        "input_ids"
+                    ]
                 case other:
-                    raise SamplingError(f"prompt {index} goes on with {other}", remedy="go on with text or token ids")
+                    raise SamplingError(
+                        f"prompt {index} goes on with {other}",
+                        remedy="go on with text or token ids",
+                    )
         return ids
 
     def _need_tokenizer(self, index: int) -> Any:
         if self._tokenizer is None:
             raise SamplingError(
-                f"prompt {index} is text, but the engine was started without a tokenizer", remedy="pass token ids"
+                f"prompt {index} is text, but the engine was started without a tokenizer",
+                remedy="pass token ids",
             )
         return self._tokenizer
 
     def _short_enough(self, index: int, text: str) -> str:
         """The text; raises if its length alone shows that it is too long, as tokenising megabytes takes seconds."""
         limit = self.facts.max_model_len
-        if len(text) > (limit + 1) * getattr(self._tokenizer, "max_chars_per_token", len(text)):
+        if len(text) > (limit + 1) * getattr(
+            self._tokenizer, "max_chars_per_token", len(text)
+        ):
             raise SamplingError(
                 f"prompt {index} has {len(text)} characters: more than max_model_len={limit} tokens, however read",
                 remedy="shorten the prompt, or launch with engine={'max_model_len': ...}",
@@ -104,7 +128,12 @@ class PromptReader:
         tokenizer = self._need_tokenizer(index)
         try:
             return list(
-                tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+                tokenizer.apply_chat_template(
+                    messages,
+                    add_generation_prompt=True,
+                    tokenize=True,
+                    return_dict=False,
+                )
             )
         except Exception as error:  # templates may raise anything
             raise SamplingError(
@@ -114,9 +143,12 @@ class PromptReader:
 
     def check(self, index: int, ids: Sequence[int]) -> None:
         """Raise for a prompt that the engine would reject."""
-        limit, vocabulary = self.facts.max_model_len, self.facts.vocab_size
+        limit = self.facts.max_model_len
+        vocabulary = self.facts.vocab_size
         if not ids:
-            raise SamplingError(f"prompt {index} is empty", remedy="give it at least one token")
+            raise SamplingError(
+                f"prompt {index} is empty", remedy="give it at least one token"
+            )
         if len(ids) >= limit:
             raise SamplingError(
                 f"prompt {index} has {len(ids)} tokens; the engine takes at most {limit - 1} and one more to generate "
@@ -125,7 +157,9 @@ class PromptReader:
             )
         bad = next((token for token in ids if not 0 <= token < vocabulary), None)
         if bad is not None:
-            raise SamplingError(f"prompt {index} holds token id {bad}; the vocabulary has {vocabulary}")
+            raise SamplingError(
+                f"prompt {index} holds token id {bad}; the vocabulary has {vocabulary}"
+            )
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -151,7 +185,8 @@ class RequestGroup:
     """Requests with one reader. Has the `put` of vLLM's RequestOutputCollector."""
 
     def __init__(self, llm: Any, numbers: Iterator[int]) -> None:
-        self._llm, self._numbers = llm, numbers
+        self._llm = llm
+        self._numbers = numbers
         self._keys: dict[str, Any] = {}  # of requests that are not finished
         self._done: list[tuple[Any, Any]] = []
         self._error: BaseException | None = None
@@ -163,14 +198,24 @@ class RequestGroup:
         """How many outputs have not been read."""
         return 0 if self._over else len(self._keys) + len(self._done)
 
-    async def add(self, ids: list[int], params: Any, samples: Sequence[tuple[int, Any]], lora: Any = None) -> None:
+    async def add(
+        self,
+        ids: list[int],
+        params: Any,
+        samples: Sequence[tuple[int, Any]],
+        lora: Any = None,
+    ) -> None:
         """One request per sample (its number, and the key of its output) of a prompt."""
         llm = self._llm
         if llm.errored:
             raise _vllm.dead_errors()[0]()
         tasks = await llm.get_supported_tasks()
         request = llm.input_processor.process_inputs(
-            "", _vllm.prompt(ids), _vllm.reseeded(params, 0), supported_tasks=tasks, lora_request=lora
+            "",
+            _vllm.prompt(ids),
+            _vllm.reseeded(params, 0),
+            supported_tasks=tasks,
+            lora_request=lora,
         )
         llm.check_admission(len(samples))
         llm._run_output_handler()
@@ -183,10 +228,13 @@ class RequestGroup:
             own.sampling_params = _vllm.reseeded(checked, number)
             self._keys[own.request_id] = key
             llm.output_processor.add_request(own, None, None, 0, self)
-            llm.output_processor.request_states[own.request_id].logprobs_processor = _Logprobs()
+            llm.output_processor.request_states[
+                own.request_id
+            ].logprobs_processor = _Logprobs()
             await llm.engine_core.add_request_async(own)
             self._since_yield += 1
-            if self._since_yield >= YIELD_EVERY:  # for heartbeats, and to notice a caller that leaves
+            # for heartbeats, and to notice a caller that leaves
+            if self._since_yield >= YIELD_EVERY:
                 self._since_yield = 0
                 await asyncio.sleep(0)
 
@@ -209,10 +257,12 @@ class RequestGroup:
         """(key, output) of those that finished since the last call; waits for at least one. None after `drop`."""
         while not self._done and self._error is None and not self._over:
             self._changed.clear()
-            await self._changed.wait()  # no deadline: the caller has one, and cancels this
+            # no deadline: the caller has one, and cancels this
+            await self._changed.wait()
         if self._error is not None:
             raise self._error
-        done, self._done = self._done, []
+        done = self._done
+        self._done = []
         return done
 
     async def abort(self) -> None:
@@ -223,7 +273,9 @@ class RequestGroup:
     async def drop(self) -> None:
         """Abort what has not finished, and discard all outputs."""
         self._over = True
-        names, self._keys, self._done = list(self._keys), {}, []
+        names = list(self._keys)
+        self._keys = {}
+        self._done = []
         self._changed.set()
         if names and not self._llm.errored:
             await self._llm.abort(names, internal=True)
@@ -236,10 +288,16 @@ class Queue:
     and little is to be aborted when a caller leaves.
     """
 
-    def __init__(self, work: Sequence[Any], prompts: Mapping[int, list[int]], limit: int) -> None:
-        self._prompts, self._limit = prompts, limit
-        self._left = deque((item.prompt_index, deque(item.sample_indexes)) for item in work)
-        self.is_partial = sum(len(item.sample_indexes) for item in work) > limit  # never all in the engine at once
+    def __init__(
+        self, work: Sequence[Any], prompts: Mapping[int, list[int]], limit: int
+    ) -> None:
+        self._prompts = prompts
+        self._limit = limit
+        self._left = deque(
+            (item.prompt_index, deque(item.sample_indexes)) for item in work
+        )
+        # never all in the engine at once
+        self.is_partial = sum(len(item.sample_indexes) for item in work) > limit
 
     def __bool__(self) -> bool:
         return bool(self._left)
@@ -248,7 +306,10 @@ class Queue:
         """Add requests up to the limit."""
         while self._left and (free := self._limit - group.unfinished) > 0:
             index, numbers = self._left[0]
-            samples = [(k, (index, k)) for k in (numbers.popleft() for _ in range(min(free, len(numbers))))]
+            samples = [
+                (k, (index, k))
+                for k in (numbers.popleft() for _ in range(min(free, len(numbers))))
+            ]
             if not numbers:
                 self._left.popleft()
             try:
@@ -258,5 +319,6 @@ class Queue:
 
     def drain(self) -> list[tuple[int, int]]:
         """Remove what is left; returns its keys."""
-        left, self._left = self._left, deque()
+        left = self._left
+        self._left = deque()
         return [(index, k) for index, numbers in left for k in numbers]

@@ -52,7 +52,9 @@ class DirectOrders:
         if sys.platform == "linux":
             self._server = await asyncio.start_unix_server(self._serve, self.path)
 
-    def invitation(self, link: str, epoch: int, core_channel: Sequence[str] = ()) -> str:
+    def invitation(
+        self, link: str, epoch: int, core_channel: Sequence[str] = ()
+    ) -> str:
         """What a trainer needs to connect; invalidates earlier invitations. Empty if this is not listening.
 
         `core_channel`: the engine core's own path and key, if it has a channel.
@@ -61,10 +63,18 @@ class DirectOrders:
             return ""
         self._key = secrets.token_hex(16)
         return json.dumps(
-            {"path": self.path, "key": self._key, "link": link, "epoch": epoch, "core_channel": list(core_channel)}
+            {
+                "path": self.path,
+                "key": self._key,
+                "link": link,
+                "epoch": epoch,
+                "core_channel": list(core_channel),
+            }
         )
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         try:
             end: socket.socket = writer.get_extra_info("socket")
             if not same_user(end):
@@ -90,8 +100,11 @@ class DirectOrders:
             self._server = None
 
 
-async def _read(reader: asyncio.StreamReader, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
-    size = int.from_bytes(await reader.readexactly(4), "little")  # no deadline: a trainer is silent between two syncs
+async def _read(
+    reader: asyncio.StreamReader, max_bytes: int = MAX_FRAME_BYTES
+) -> bytes:
+    # no deadline: a trainer is silent between two syncs
+    size = int.from_bytes(await reader.readexactly(4), "little")
     if size > max_bytes:
         raise ConnectionError(f"a frame of {size} bytes")
     async with asyncio.timeout(FRAME_SECONDS):
@@ -112,13 +125,20 @@ class RolloutServicer(rpc.RolloutServicer):
         self.engine = engine
         self.epoch = 0
         self.direct_orders = DirectOrders(self._direct_orders)
-        self.beat_now = asyncio.Event()  # something changed that the gateway should know at once
+        # something changed that the gateway should know at once
+        self.beat_now = asyncio.Event()
 
-    async def _direct_orders(self, request: pb.RolloutSyncRequest) -> pb.RolloutSyncReply:
+    async def _direct_orders(
+        self, request: pb.RolloutSyncRequest
+    ) -> pb.RolloutSyncReply:
         """An order straight from a trainer."""
         if request.epoch != self.epoch or request.HasField("open") or request.close:
-            text = f"order of epoch {request.epoch}, this replica is at epoch {self.epoch}"
-            return pb.RolloutSyncReply(outcome=pb.ReplicaOutcome(failed="order", error=text, kind="SyncError"))
+            text = (
+                f"order of epoch {request.epoch}, this replica is at epoch {self.epoch}"
+            )
+            return pb.RolloutSyncReply(
+                outcome=pb.ReplicaOutcome(failed="order", error=text, kind="SyncError")
+            )
         reply = await self.engine.sync(request)
         if reply.outcome.failed or {pb.COMMIT, pb.ABANDON} & set(request.phases):
             self.beat_now.set()
@@ -139,11 +159,15 @@ class RolloutServicer(rpc.RolloutServicer):
     def explain(self, error: Exception) -> Exception:
         """The error for the gateway: whatever fails while the engine dies is reported as its death."""
         caller_error = isinstance(error, (ConfigError, Unsupported, CallFailed))
-        if not caller_error and (isinstance(error, _vllm.dead_errors()) or self.engine.dead):
+        if not caller_error and (
+            isinstance(error, _vllm.dead_errors()) or self.engine.dead
+        ):
             return CallFailed(grpc.StatusCode.UNAVAILABLE, self.engine.why_dead())
         return error
 
-    async def Generate(self, request: pb.RolloutRequest, context: Context) -> AsyncIterator[pb.SampleBatch]:
+    async def Generate(
+        self, request: pb.RolloutRequest, context: Context
+    ) -> AsyncIterator[pb.SampleBatch]:
         await self._check(request.epoch)
         adapter = request.adapter if request.HasField("adapter") else None
         samples = self.engine.generate(request.work, request.sampling_json, adapter)
@@ -153,50 +177,80 @@ class RolloutServicer(rpc.RolloutServicer):
         finally:
             await samples.aclose()  # type: ignore[attr-defined]
 
-    async def Score(self, request: pb.RolloutScoreRequest, context: Context) -> AsyncIterator[pb.ScoreBatch]:
+    async def Score(
+        self, request: pb.RolloutScoreRequest, context: Context
+    ) -> AsyncIterator[pb.ScoreBatch]:
         await self._check(request.epoch)
-        scores = self.engine.score([s.ids for s in request.sequences], request.indexes, request.top)
+        scores = self.engine.score(
+            [s.ids for s in request.sequences], request.indexes, request.top
+        )
         try:
             async for scored in scores:
                 yield pb.ScoreBatch(scored=[scored])
         finally:
             await scores.aclose()  # type: ignore[attr-defined]
 
-    async def Steer(self, request: pb.RolloutSteerRequest, context: Context) -> pb.SteerReply:
+    async def Steer(
+        self, request: pb.RolloutSteerRequest, context: Context
+    ) -> pb.SteerReply:
         await self._check(request.epoch)
         return pb.SteerReply(seconds=await self.engine.steer(request.order))
 
-    async def Stats(self, request: pb.EpochRequest, context: Context) -> pb.ReplicaStats:
+    async def Stats(
+        self, request: pb.EpochRequest, context: Context
+    ) -> pb.ReplicaStats:
         await self._check(request.epoch)
         return await self.engine.stats()
 
-    async def Trace(self, request: pb.RolloutTraceRequest, context: Context) -> AsyncIterator[pb.TraceEvent]:
+    async def Trace(
+        self, request: pb.RolloutTraceRequest, context: Context
+    ) -> AsyncIterator[pb.TraceEvent]:
         await self._check(request.epoch)
-        tensors: list[list[Any]] = [[t.name, list(t.shape), t.dtype] for t in request.tensors]
+        tensors: list[list[Any]] = [
+            [t.name, list(t.shape), t.dtype] for t in request.tensors
+        ]
         for layout in await self.engine.trace(tensors):
             yield pb.TraceEvent(layout=plain_to_bytes(layout))
 
-    async def Sync(self, request: pb.RolloutSyncRequest, context: Context) -> pb.RolloutSyncReply:
+    async def Sync(
+        self, request: pb.RolloutSyncRequest, context: Context
+    ) -> pb.RolloutSyncReply:
         await self._check(request.epoch)
         reply = await self.engine.sync(request)
-        if request.HasField("open") and request.open.transport == "ipc" and not reply.outcome.failed:
-            invitation = self.direct_orders.invitation(request.link, self.epoch, self.engine.core_channel)
+        if (
+            request.HasField("open")
+            and request.open.transport == "ipc"
+            and not reply.outcome.failed
+        ):
+            invitation = self.direct_orders.invitation(
+                request.link, self.epoch, self.engine.core_channel
+            )
             reply.outcome.direct_orders_json = invitation
         return reply
 
-    async def SetAdapter(self, request: pb.RolloutAdapterRequest, context: Context) -> pb.Empty:
+    async def SetAdapter(
+        self, request: pb.RolloutAdapterRequest, context: Context
+    ) -> pb.Empty:
         await self._check(request.epoch)
-        change = self.engine.adapters.drop if request.unload else self.engine.adapters.load
+        change = (
+            self.engine.adapters.drop if request.unload else self.engine.adapters.load
+        )
         await change(request.adapter)
         return pb.Empty()
 
-    async def Peek(self, request: pb.RolloutPeekRequest, context: Context) -> AsyncIterator[pb.PeekEvent]:
+    async def Peek(
+        self, request: pb.RolloutPeekRequest, context: Context
+    ) -> AsyncIterator[pb.PeekEvent]:
         await self._check(request.epoch)
         async for piece in self.engine.peek(request.rank, request.parameter):
             yield pb.PeekEvent(piece=piece)
 
-    async def Hidden(self, request: pb.RolloutHiddenRequest, context: Context) -> AsyncIterator[pb.HiddenEvent]:
+    async def Hidden(
+        self, request: pb.RolloutHiddenRequest, context: Context
+    ) -> AsyncIterator[pb.HiddenEvent]:
         await self._check(request.epoch)
-        async with contextlib.aclosing(self.engine.hidden(request.tokens.ids)) as pieces:
+        async with contextlib.aclosing(
+            self.engine.hidden(request.tokens.ids)
+        ) as pieces:
             async for layer, piece in pieces:
                 yield pb.HiddenEvent(layer=layer, piece=piece)

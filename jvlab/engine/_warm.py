@@ -29,7 +29,8 @@ from jvlab.wire.processes._warm import MAX_ORDER_BYTES
 
 IDLE_SECONDS = 900.0  # without children and orders for this long, end
 PR_SET_PDEATHSIG = 1
-IMPORTED = (  # by front end, core or worker, besides what `_vllm_versions.check` imports
+# by front end, core or worker, besides what `_vllm_versions.check` imports
+IMPORTED = (
     "jvlab.engine._engine",
     "jvlab.engine.worker._scheduler",
     "transformers.models.auto.tokenization_auto",
@@ -42,7 +43,8 @@ WORKERS = {"cpu": "vllm.v1.worker.cpu_worker", "cuda": "vllm.v1.worker.gpu_worke
 
 def run_warm() -> int:
     """Import, then fork until the gateway is gone. Never returns in a child."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # also in the middle of an import
+    # also in the middle of an import
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     find_title()
@@ -78,7 +80,9 @@ def serve(connection: socket.socket, environment: dict[str, str]) -> int:
             if not message:
                 return 0
             used = time.monotonic()
-            children.add(_fork(json.loads(message), descriptors, connection, environment))
+            children.add(
+                _fork(json.loads(message), descriptors, connection, environment)
+            )
         with contextlib.suppress(ChildProcessError):
             while ended := os.waitpid(-1, os.WNOHANG)[0]:
                 children.discard(ended)
@@ -91,7 +95,9 @@ def _refuse_cuda_context() -> None:
     import torch
 
     if torch.cuda.is_initialized():
-        raise RuntimeError("importing vLLM has initialised CUDA, so this process cannot fork engines")
+        raise RuntimeError(
+            "importing vLLM has initialised CUDA, so this process cannot fork engines"
+        )
 
 
 def find_title() -> None:
@@ -106,7 +112,10 @@ def find_title() -> None:
 
 
 def _fork(
-    message: dict[str, Any], descriptors: list[int], connection: socket.socket, environment: dict[str, str]
+    message: dict[str, Any],
+    descriptors: list[int],
+    connection: socket.socket,
+    environment: dict[str, str],
 ) -> int:
     """Fork a supervisor for this order; returns its pid."""
     pid = os.fork()
@@ -123,7 +132,9 @@ def _fork(
             os.close(descriptor)
         os.environ.clear()
         os.environ.update(environment)
-        start = lambda scratch, held: _Forked(message["order"], message["log"], scratch, held)
+        start = lambda scratch, held: _Forked(
+            message["order"], message["log"], scratch, held
+        )
         code = _supervisor.supervise(message["grace"], start, f"{os.getpid()} ")
         os.write(1, f"{code}\n".encode())
     except BrokenPipeError:
@@ -135,7 +146,9 @@ def _fork(
 class _Forked:
     """A forked rollout process, with the interface of `subprocess.Popen`."""
 
-    def __init__(self, order: dict[str, Any], log: str, scratch: str, held: int | None) -> None:
+    def __init__(
+        self, order: dict[str, Any], log: str, scratch: str, held: int | None
+    ) -> None:
         self._code: int | None = None
         read, write = os.pipe()
         self.pid = os.fork()

@@ -36,22 +36,29 @@ IMPORTS_READ = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "LD_"),
 )
 AND = {"PYTHONPATH", "PYTHONHOME"}
-BUT = {"TORCHINDUCTOR_CACHE_DIR", "VLLM_RPC_BASE_PATH", "HF_HUB_OFFLINE"}  # read later, or compared by the key
+# read later, or compared by the key
+BUT = {"TORCHINDUCTOR_CACHE_DIR", "VLLM_RPC_BASE_PATH", "HF_HUB_OFFLINE"}
 
 
 def run_host(device: str) -> NoReturn:
     """Listen, import, and fork a warm process for each gateway that connects. Ends this process when interrupted."""
     path = processes.shared_socket()
     if path is None:
-        raise ConfigError(f"JVLAB_WARM={os.environ['JVLAB_WARM']} says not to", remedy="unset it")
-    given, began = dict(os.environ), time.time()
+        raise ConfigError(
+            f"JVLAB_WARM={os.environ['JVLAB_WARM']} says not to", remedy="unset it"
+        )
+    given = dict(os.environ)
+    began = time.time()
     _warm.find_title()
     name_process(HOST)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with _listen(path) as listener:
         try:
             _warm.import_engine(_order(device))
-            print(f"jvlab warm: vLLM is imported; labs on this machine fork from {path}", flush=True)
+            print(
+                f"jvlab warm: vLLM is imported; labs on this machine fork from {path}",
+                flush=True,
+            )
             _accept(listener, _Facts(device, given, began))
         except KeyboardInterrupt:
             path.unlink(missing_ok=True)
@@ -80,21 +87,34 @@ def _order(device: str) -> _process.Order:
 def _listen(path: Path) -> socket.socket:
     """The socket at this path, which only its owner can write to."""
     if len(os.fsencode(path)) > MAX_SOCKET_PATH:
-        raise ConfigError(f"{path} is too long for a socket", remedy="set JVLAB_WARM to a shorter path")
+        raise ConfigError(
+            f"{path} is too long for a socket",
+            remedy="set JVLAB_WARM to a shorter path",
+        )
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if path.is_socket():
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other, contextlib.suppress(ConnectionRefusedError):
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other,
+            contextlib.suppress(ConnectionRefusedError),
+        ):
             other.setblocking(False)
-            with contextlib.suppress(BlockingIOError):  # its queue is full: it listens, and is stopped
+            # its queue is full: it listens, and is stopped
+            with contextlib.suppress(BlockingIOError):
                 other.connect(str(path))  # no deadline: it does not block
-            raise ConfigError(f"another `jvlab warm` listens at {path}", remedy="end it, or set JVLAB_WARM to a path")
+            raise ConfigError(
+                f"another `jvlab warm` listens at {path}",
+                remedy="end it, or set JVLAB_WARM to a path",
+            )
         path.unlink()  # left by one that was killed
-    listener, mask = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET), os.umask(0o177)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    mask = os.umask(0o177)
     try:
         listener.bind(str(path))
     except OSError as error:
         listener.close()
-        raise ConfigError(f"cannot listen at {path}: {error}", remedy="set JVLAB_WARM to another path") from error
+        raise ConfigError(
+            f"cannot listen at {path}: {error}", remedy="set JVLAB_WARM to another path"
+        ) from error
     finally:
         os.umask(mask)
     listener.listen(64)
@@ -155,19 +175,31 @@ class _Facts:
     def difference(self, request: dict[str, Any], user: int) -> str:
         """Why a gateway must not use these imports; empty if it may."""
         if not request:
-            return ""  # `_listen` of another one, which only looks whether somebody is here
+            # `_listen` of another one, which only looks whether somebody is here
+            return ""
         if user != os.getuid():
             return f"it belongs to user {os.getuid()}, not {user}"
         if request["key"] != self._key:
             return f"it serves local models on {self._key[0]}"
-        if (request["python"], request["package"]) != (sys.executable, processes.__file__):
+        if (request["python"], request["package"]) != (
+            sys.executable,
+            processes.__file__,
+        ):
             return f"it runs {sys.executable} with jvlab from {ROOT}"
-        if _installed() != self._files or any(p.stat().st_mtime > self._began for p in ROOT.rglob("*.py")):
+        if _installed() != self._files or any(
+            p.stat().st_mtime > self._began for p in ROOT.rglob("*.py")
+        ):
             return "jvlab or vLLM has changed since it imported them; start it again"
         before, after = self._environments
         theirs = _relevant(request["environment"])
-        known = before | {name: value for name, value in theirs.items() if after.get(name) == value}
-        differ = sorted(name for name in known.keys() | theirs.keys() if known.get(name) != theirs.get(name))
+        known = before | {
+            name: value for name, value in theirs.items() if after.get(name) == value
+        }
+        differ = sorted(
+            name
+            for name in known.keys() | theirs.keys()
+            if known.get(name) != theirs.get(name)
+        )
         return f"other values of {', '.join(differ)}" if differ else ""
 
 
@@ -180,7 +212,13 @@ def _installed() -> tuple[str, str]:
 def _relevant(environment: dict[str, str]) -> dict[str, str]:
     """The variables that imports may have read. In a search path, what is there twice counts once: OpenCV's import
     puts its folder in front each time, also of what it inherits."""
-    found = {k: v for k, v in environment.items() if k not in BUT and (k in AND or k.startswith(IMPORTS_READ))}
+    found = {
+        k: v
+        for k, v in environment.items()
+        if k not in BUT and (k in AND or k.startswith(IMPORTS_READ))
+    }
     if "LD_LIBRARY_PATH" in found:
-        found["LD_LIBRARY_PATH"] = ":".join(dict.fromkeys(filter(None, found["LD_LIBRARY_PATH"].split(":"))))
+        found["LD_LIBRARY_PATH"] = ":".join(
+            dict.fromkeys(filter(None, found["LD_LIBRARY_PATH"].split(":")))
+        )
     return found

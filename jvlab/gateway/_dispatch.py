@@ -96,9 +96,15 @@ class Replicas(Protocol):
         ...
 
 
-DIRTY_RETRIES, DIRTY_RETRY_SECONDS = 20, 0.05
+DIRTY_RETRIES = 20
+DIRTY_RETRY_SECONDS = 0.05
 MAX_RESULTS = 256  # in one message
-RETRYABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.ABORTED, grpc.StatusCode.UNKNOWN}
+RETRYABLE = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.UNKNOWN,
+}
 
 
 class Dispatch:
@@ -118,17 +124,22 @@ class Dispatch:
         policy: Policy = least_in_flight,
         seconds: float | None = None,
     ) -> None:
-        self._policy, self._seconds = policy, seconds
+        self._policy = policy
+        self._seconds = seconds
         self._requests: Counter[str] = Counter()  # open calls, by replica
-        self._replicas, self._open = replicas, open_call
-        self._part_of, self._results_of = part_of, results_of
+        self._replicas = replicas
+        self._open = open_call
+        self._part_of = part_of
+        self._results_of = results_of
         self._todo = deque(items)
-        self._window, self._outstanding = window, 0
+        self._window = window
+        self._outstanding = 0
         self._unfinished = sum(len(item.parts) for item in items)
         self._over = self._waiting = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._out: asyncio.Queue[Done | Lost | str | JvlabError] = asyncio.Queue()
-        self._next_event: Lost | str | JvlabError | None = None  # taken from the queue, not yet yielded
+        # taken from the queue, not yet yielded
+        self._next_event: Lost | str | JvlabError | None = None
 
     def credit(self, parts: int) -> None:
         """The caller has read this many parts; as many more may be started."""
@@ -138,12 +149,17 @@ class Dispatch:
     async def events(self) -> AsyncIterator[Done | Lost | str]:
         """Results as they arrive; a plain string is a note for the caller. Leaving early cancels all work."""
         loop = asyncio.get_running_loop()
-        timer = None if self._seconds is None else loop.call_later(self._seconds, self._expire)
+        timer = (
+            None
+            if self._seconds is None
+            else loop.call_later(self._seconds, self._expire)
+        )
         try:
             self._start()
             while self._unfinished > 0:
                 # no deadline: `_expire` puts an error there
-                event, self._next_event = self._next_event or await self._out.get(), None
+                event = self._next_event or await self._out.get()
+                self._next_event = None
                 if isinstance(event, JvlabError):
                     raise event
                 if isinstance(event, Done):
@@ -153,7 +169,8 @@ class Dispatch:
                     self._unfinished -= len(event.parts)
                 yield event
             while self._next_event is not None or not self._out.empty():
-                event, self._next_event = self._next_event or self._out.get_nowait(), None
+                event = self._next_event or self._out.get_nowait()
+                self._next_event = None
                 if isinstance(event, str):
                     yield event
         finally:
@@ -170,7 +187,11 @@ class Dispatch:
     def _coalesced(self, first: Done) -> Done:
         """Put results that are already queued into one message: messages cost more than their content."""
         results = list(first.results)
-        while self._next_event is None and not self._out.empty() and len(results) < MAX_RESULTS:
+        while (
+            self._next_event is None
+            and not self._out.empty()
+            and len(results) < MAX_RESULTS
+        ):
             event = self._out.get_nowait()
             if isinstance(event, Done):
                 results += event.results
@@ -185,7 +206,11 @@ class Dispatch:
         ready: list[Item] = []
         while self._todo:
             size = len(self._todo[0].parts)
-            if self._window and self._outstanding and self._outstanding + size > self._window:
+            if (
+                self._window
+                and self._outstanding
+                and self._outstanding + size > self._window
+            ):
                 break
             item = self._todo.popleft()
             self._outstanding += size
@@ -194,14 +219,22 @@ class Dispatch:
         waiting: list[Item] = []
         board = self._replicas.board()
         for item in ready:
-            name = self._policy(board, RouteRequest(len(item.parts), item.key, frozenset(item.avoid)))
+            name = self._policy(
+                board, RouteRequest(len(item.parts), item.key, frozenset(item.avoid))
+            )
             if name is None and self._must_wait(item, board):
                 self._outstanding -= len(item.parts)
                 waiting.append(item)
                 continue
             if name is None:
-                reason = "no other replica is ready" if item.retried else "no replica is ready"
-                self._out.put_nowait(Lost(item.index, tuple(sorted(item.parts)), reason))
+                reason = (
+                    "no other replica is ready"
+                    if item.retried
+                    else "no replica is ready"
+                )
+                self._out.put_nowait(
+                    Lost(item.index, tuple(sorted(item.parts)), reason)
+                )
                 continue
             self._replicas.count(name, len(item.parts))
             batches.setdefault(name, []).append(item)
@@ -216,7 +249,8 @@ class Dispatch:
         """Its parts are no longer in flight. A callback, because a task cancelled early never runs."""
         self._tasks.discard(task)
         # no deadline: the task is done
-        if not task.cancelled() and (error := task.exception()) is not None:  # a bug: report it instead of hanging
+        # a bug: report it instead of hanging
+        if not task.cancelled() and (error := task.exception()) is not None:
             text = f"work for {name} broke off: {type(error).__name__}: {error}"
             self._out.put_nowait(CallFailed(grpc.StatusCode.INTERNAL, text))
         self._requests[name] -= 1
@@ -226,7 +260,8 @@ class Dispatch:
 
     def _must_wait(self, item: Item, board: Board) -> bool:
         """No replica may take this item now. True: it waits for a sync, or the whole call fails anyway."""
-        change = self._replicas.wait_for(frozenset(item.avoid))  # no deadline: it returns an event and does not wait
+        # no deadline: it returns an event and does not wait
+        change = self._replicas.wait_for(frozenset(item.avoid))
         why = None if len(board) or change is not None else self._replicas.barred()
         if why is not None:
             self._out.put_nowait(why)
@@ -240,7 +275,8 @@ class Dispatch:
 
     def _start_after(self, wait: Callable[[], Awaitable[Any]]) -> None:
         async def start_again() -> None:
-            await wait()  # no deadline: `events` cancels it when the call's time is over
+            # no deadline: `events` cancels it when the call's time is over
+            await wait()
             self._waiting = False
             self._start()
 
@@ -255,14 +291,21 @@ class Dispatch:
         for item in items:
             if item.parts:
                 self._outstanding -= len(item.parts)
-                self._todo.append(replace(item, parts=set(item.parts), dirty_retries=item.dirty_retries + 1))
+                self._todo.append(
+                    replace(
+                        item,
+                        parts=set(item.parts),
+                        dirty_retries=item.dirty_retries + 1,
+                    )
+                )
         self._start_after(lambda: asyncio.sleep(DIRTY_RETRY_SECONDS))
         return True
 
     async def _run(self, name: str, items: list[Item]) -> None:
         """One request to one replica, until it succeeds or fails."""
         open_items = {item.index: item for item in items}
-        call, epoch = None, self._replicas.epoch(name)
+        call = None
+        epoch = self._replicas.epoch(name)
         try:
             call = self._open(name, items)
             if call is None:
@@ -299,24 +342,40 @@ class Dispatch:
                 self._replicas.untrack(name, call)
                 call.cancel()
 
-    def _requeue(self, name: str, items: list[Item], reason: str, lost_it: bool = True) -> None:
+    def _requeue(
+        self, name: str, items: list[Item], reason: str, lost_it: bool = True
+    ) -> None:
         """Retry the unfinished parts elsewhere; those that were retried before are lost."""
-        again, lost, count = [], [], 0
+        again = []
+        lost = []
+        count = 0
         for item in items:
             if not item.parts:
                 continue
             count += len(item.parts)
             self._outstanding -= len(item.parts)
             fresh = replace(
-                item, parts=set(item.parts), retried=item.retried + 1, avoid=item.avoid | {name}, dirty_retries=0
+                item,
+                parts=set(item.parts),
+                retried=item.retried + 1,
+                avoid=item.avoid | {name},
+                dirty_retries=0,
             )
             (lost if fresh.retried > 1 else again).append(fresh)
         if not count:  # all results had arrived before it failed
             return
         what = "was lost" if lost_it else "failed"
-        self._out.put_nowait(f"replica {name} {what} ({reason}); {count} unfinished part(s) handed back")
+        self._out.put_nowait(
+            f"replica {name} {what} ({reason}); {count} unfinished part(s) handed back"
+        )
         for item in lost:
-            self._out.put_nowait(Lost(item.index, tuple(sorted(item.parts)), f"lost twice; last on {name}: {reason}"))
+            self._out.put_nowait(
+                Lost(
+                    item.index,
+                    tuple(sorted(item.parts)),
+                    f"lost twice; last on {name}: {reason}",
+                )
+            )
         self._todo.extendleft(reversed(again))
         asyncio.get_running_loop().call_soon(self._start)
 

@@ -22,7 +22,12 @@ from jvlab.gateway._dispatch import being_cancelled
 from jvlab.gateway._http_front import Fronts
 from jvlab.gateway._link_service import Links, Teams
 from jvlab.gateway._pool_commands import Adapters
-from jvlab.gateway._replica_processes import Agents, JoinedProcess, ReplicaProcess, make_process
+from jvlab.gateway._replica_processes import (
+    Agents,
+    JoinedProcess,
+    ReplicaProcess,
+    make_process,
+)
 from jvlab.gateway._routing import Loads
 from jvlab.gateway._sync_types import Standing
 from jvlab.wire import _security as security
@@ -36,7 +41,8 @@ from jvlab.wire.processes._rollout_process import GRACE_SECONDS
 from jvlab.wire.processes._warm import WarmProcesses
 
 TICK_SECONDS = 0.25
-PREDECESSOR_SECONDS = 30.0  # that a new process waits for the one that had its name to end, which is killed before
+# that a new process waits for the one that had its name to end, which is killed before
+PREDECESSOR_SECONDS = 30.0
 WAITS = "waits for its predecessor to end"  # the stage of a replica until then
 # Status codes of a failed call that mean that the replica is gone, or registered again under another epoch.
 GONE_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED)
@@ -53,22 +59,38 @@ PB_STATE = {
 class Gateway:
     """State, processes and open calls of one lab, for the servicers; no protocol details."""
 
-    def __init__(self, lab: str, folder: Path, token: str, lease: float, beat: float, missed_beats: int) -> None:
-        self.lab, self.folder, self.token = lab, folder, token
+    def __init__(
+        self,
+        lab: str,
+        folder: Path,
+        token: str,
+        lease: float,
+        beat: float,
+        missed_beats: int,
+    ) -> None:
+        self.lab = lab
+        self.folder = folder
+        self.token = token
         self.registry = reg.Registry(lease, beat, missed_beats, time.monotonic())
         self.address = ""  # for replicas; known once the server listens
-        self.public_address = self.metrics_url = ""  # for others; the latter is empty without metrics
-        self.processes: dict[str, ReplicaProcess] = {}  # the last one started under each name, ended or not
+        # for others; the latter is empty without metrics
+        self.public_address = self.metrics_url = ""
+        # the last one started under each name, ended or not
+        self.processes: dict[str, ReplicaProcess] = {}
         self.warm = WarmProcesses(folder)
         self.agents = Agents(self)
         self.place = "local"  # who starts processes, unless a launch says otherwise
-        self.process_factories: dict[str, Callable[[str, reg.PoolSpec, int], ReplicaProcess]] = {}  # by place
+        # by place
+        self.process_factories: dict[
+            str, Callable[[str, reg.PoolSpec, int], ReplicaProcess]
+        ] = {}
         self.trust: dict[str, Trust] = {}  # replicas' certificates
         self.facts: dict[str, pb.EngineFacts] = {}
         self.stats: dict[str, pb.ReplicaStats] = {}
         self.links = Links(self)
         self.fronts, self.pause_state = Fronts(self), _pool_commands.PauseState()
-        self.steering: Counter[str] = Counter()  # pause and resume orders in progress, by pool
+        # pause and resume orders in progress, by pool
+        self.steering: Counter[str] = Counter()
         self._reconciling: set[str] = set()
         self.teams = Teams()
         self.adapters = Adapters(self)
@@ -138,7 +160,10 @@ class Gateway:
 
     def _drop_process(self, replica: str) -> None:
         """Forget a process that has ended, with its log, if its pool is forgotten."""
-        if reg.pool_of(replica) not in self.registry.pools and self.processes[replica].ended.is_set():
+        if (
+            reg.pool_of(replica) not in self.registry.pools
+            and self.processes[replica].ended.is_set()
+        ):
             del self.processes[replica]
 
     def process_of(self, replica: reg.Replica) -> ReplicaProcess | None:
@@ -149,7 +174,10 @@ class Gateway:
     def _idle(self, replica: str) -> bool:
         """No request runs there, and no sync includes it."""
         busy = self.routed(replica) or self._calls.get(replica)
-        return not busy and replica not in self.links.of(reg.pool_of(replica)).machine.participants
+        return (
+            not busy
+            and replica not in self.links.of(reg.pool_of(replica)).machine.participants
+        )
 
     async def _start_process(self, replica: str, spec: reg.PoolSpec) -> None:
         run = spec.run
@@ -162,7 +190,9 @@ class Gateway:
             if not self._wanted(replica, run):
                 failed("it was closed before it was started")
                 return
-            process = make_process(self, replica, spec, self.registry.replica(replica).index)
+            process = make_process(
+                self, replica, spec, self.registry.replica(replica).index
+            )
         except OSError as error:  # a TimeoutError is one too
             failed(str(error))
             return
@@ -173,9 +203,12 @@ class Gateway:
         try:
             await process.start(
                 on_pid=lambda pid: self.handle(reg.ProcessStarted(replica, pid, run)),
-                on_exit=lambda cause, tail: self.handle(reg.ProcessExited(replica, cause, tail, run)),
+                on_exit=lambda cause, tail: self.handle(
+                    reg.ProcessExited(replica, cause, tail, run)
+                ),
             )
-        except OSError as error:  # no process, no log file: fail instead of staying in "starting"
+        # no process, no log file: fail instead of staying in "starting"
+        except OSError as error:
             process.ended.set()
             failed(f"the rollout process could not be started: {error}")
             return
@@ -209,8 +242,11 @@ class Gateway:
     def register(self, request: pb.RegisterRequest) -> reg.Replica:
         """A replica registers, or registers again; updates every part of the gateway. Raises Refused."""
         name = request.replica
-        self.handle(reg.Registered(name, request.address, time.monotonic(), request.run))
-        self.trust[name], self.facts[name] = Trust(request.tls_pem, request.tls_name), request.facts
+        self.handle(
+            reg.Registered(name, request.address, time.monotonic(), request.run)
+        )
+        self.trust[name] = Trust(request.tls_pem, request.tls_name)
+        self.facts[name] = request.facts
         self.stats[name] = request.stats
         replica = self.registry.replica(name)
         self.links.joined(replica, request.stats)
@@ -219,9 +255,14 @@ class Gateway:
 
     def check_pause(self, replica: reg.Replica, stats: pb.ReplicaStats) -> None:
         """Wake, pause or resume a replica that differs from its pool."""
-        pool, name = replica.pool, replica.name
+        pool = replica.pool
+        name = replica.name
         what = _pool_commands.differs(self.pause_state, pool, stats)
-        if what is not None and not self.steering[pool] and name not in self._reconciling:
+        if (
+            what is not None
+            and not self.steering[pool]
+            and name not in self._reconciling
+        ):
             self._reconciling.add(name)
             self.in_background(_pool_commands.reconcile_pause(self, replica))
 
@@ -244,7 +285,11 @@ class Gateway:
             if process is not None and (signalled := process.death()):
                 why = f"{why}: {signalled}"
             self.handle(reg.Unreachable(replica, epoch, why))
-        return "" if self.is_current(replica, epoch) else self.loss(replica) or "it registered again"
+        return (
+            ""
+            if self.is_current(replica, epoch)
+            else self.loss(replica) or "it registered again"
+        )
 
     async def tick_forever(self) -> None:
         """Check missed beats, the lease, and the stages of starting processes."""
@@ -256,7 +301,9 @@ class Gateway:
                     self.handle(reg.Drained(replica.name))
                 process = self.process_of(replica)
                 if replica.state is reg.State.STARTING and process is not None:
-                    self.handle(reg.StageSeen(replica.name, process.stage(), replica.run))
+                    self.handle(
+                        reg.StageSeen(replica.name, process.stage(), replica.run)
+                    )
             for name in list(self.processes):
                 self._drop_process(name)
             await asyncio.sleep(TICK_SECONDS)
@@ -265,10 +312,14 @@ class Gateway:
         """End every process and close every channel; bounded by each process's own deadline."""
         await self.fronts.shut_down()
         self.agents.end_idle()
-        await asyncio.gather(*(process.end(GRACE_SECONDS + 5) for process in self.processes.values()))
+        await asyncio.gather(
+            *(process.end(GRACE_SECONDS + 5) for process in self.processes.values())
+        )
         await self.warm.close()
         await self.links.shut_down()
-        await asyncio.gather(*(channel.close(None) for _, channel, _ in self._stubs.values()))
+        await asyncio.gather(
+            *(channel.close(None) for _, channel, _ in self._stubs.values())
+        )
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -276,11 +327,19 @@ class Gateway:
     # For the dispatcher (its protocol `Replicas`) ----------------------------------------------------------------
 
     def ready(self, pool: str) -> list[reg.Replica]:
-        return [r for r in self.registry.pool(pool).replicas.values() if r.state is reg.State.READY]
+        return [
+            r
+            for r in self.registry.pool(pool).replicas.values()
+            if r.state is reg.State.READY
+        ]
 
     def alive(self, pool: str) -> list[reg.Replica]:
         """The ready and the draining ones: pause and resume go to both."""
-        return [r for r in self.registry.pool(pool).replicas.values() if r.state in reg.BEATING]
+        return [
+            r
+            for r in self.registry.pool(pool).replicas.values()
+            if r.state in reg.BEATING
+        ]
 
     def routed(self, replica: str) -> int:
         return self.loads.of(replica)
@@ -324,8 +383,14 @@ class Gateway:
 
     def deadline_error(self, pool: str, replicas: Sequence[str]) -> CallFailed:
         """The error for work that these replicas did not finish in time; empty: no replica had it yet."""
-        who = f"replica {', '.join(replicas)}" if replicas else f"a replica of pool {pool!r} that takes work"
-        text, remedy, machine = f"waited for {who}", "", self.links.of(pool).machine
+        who = (
+            f"replica {', '.join(replicas)}"
+            if replicas
+            else f"a replica of pool {pool!r} that takes work"
+        )
+        text = f"waited for {who}"
+        remedy = ""
+        machine = self.links.of(pool).machine
         if paused := self.pause_state.why(pool):
             text += f", but the pool is {paused}"
             remedy = f"{'pool.resume()' if paused == _pool_commands.PAUSED else 'pool.wake()'} lets it go on"
@@ -349,12 +414,27 @@ class Gateway:
 
     def limits(self, pool: str) -> Limits:
         """What one call may ask of this pool. Raises Refused for an unknown pool."""
-        known, given = self._facts(pool), json.loads(self.registry.pool(pool).spec.limits_json)
-        return Limits.resolve(given, *((known.max_num_seqs, known.max_model_len) if known is not None else (0, 0)))
+        known = self._facts(pool)
+        given = json.loads(self.registry.pool(pool).spec.limits_json)
+        return Limits.resolve(
+            given,
+            *(
+                (known.max_num_seqs, known.max_model_len)
+                if known is not None
+                else (0, 0)
+            ),
+        )
 
     def _facts(self, pool: str) -> pb.EngineFacts | None:
         """The facts of any engine of the pool; all were launched alike."""
-        return next((self.facts[name] for name in self.registry.pool(pool).replicas if name in self.facts), None)
+        return next(
+            (
+                self.facts[name]
+                for name in self.registry.pool(pool).replicas
+                if name in self.facts
+            ),
+            None,
+        )
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         return security.authorization(self.token)
@@ -378,7 +458,9 @@ class Gateway:
             state=PB_STATE[replica.state],
             stage=replica.stage,
             pid=replica.pid,
-            seconds=replica.ready_after if replica.ready_after is not None else now - replica.started,
+            seconds=replica.ready_after
+            if replica.ready_after is not None
+            else now - replica.started,
             epoch=replica.epoch,
             cause=replica.cause,
             log_tail=replica.log_tail,
@@ -392,19 +474,22 @@ class Gateway:
         status.version = -1 if member is None else member.version
         if member is not None:
             standing = machine.standing(replica.name)
-            status.dirty, status.stale = member.dirty, standing is Standing.STALE
+            status.dirty = member.dirty
+            status.stale = standing is Standing.STALE
         if replica.name in self.facts:
             status.facts.CopyFrom(self.facts[replica.name])
         if replica.name in self.stats:
             status.stats.CopyFrom(self.stats[replica.name])
-        if replica.state not in reg.BEATING:  # these are its last stats: it runs nothing now
+        # these are its last stats: it runs nothing now
+        if replica.state not in reg.BEATING:
             for name in ("running", "waiting", "tokens_per_s"):
                 status.stats.ClearField(name)
         return status
 
     def pool_status(self, name: str) -> pb.PoolStatus:
         pool = self.registry.pool(name)
-        spec, machine = pool.spec, self.links.of(name).machine
+        spec = pool.spec
+        machine = self.links.of(name).machine
         held = self.pause_state.of(name)
         self._revision += 1
         return pb.PoolStatus(
@@ -421,14 +506,21 @@ class Gateway:
             routing=spec.routing,
             revision=self._revision,
             http_url=self.fronts.url(name),
-            limits=pb.CallLimits(**self.limits(name).as_dict()) if self._facts(name) is not None else None,
+            limits=pb.CallLimits(**self.limits(name).as_dict())
+            if self._facts(name) is not None
+            else None,
             paused_by=held.get(_pool_commands.PAUSED, ""),
-            asleep_by=next((by for state, by in held.items() if state != _pool_commands.PAUSED), ""),
-            stepping=machine.open and machine.terms is not None and machine.terms.stepped,
+            asleep_by=next(
+                (by for state, by in held.items() if state != _pool_commands.PAUSED), ""
+            ),
+            stepping=machine.open
+            and machine.terms is not None
+            and machine.terms.stepped,
         )
 
     def lab_status(self) -> pb.LabStatus:
-        r, me = self.registry, Identity.own()
+        r = self.registry
+        me = Identity.own()
         return pb.LabStatus(
             lab=self.lab,
             pid=me.pid,

@@ -41,16 +41,23 @@ if TYPE_CHECKING:
 IDLE_SECONDS = 300.0  # without an update for this long, the helper ends
 END_SECONDS = 5.0
 START_SECONDS = 180.0  # for imports and compilation, on top of an update's own deadline
-DEFAULT_TIMEOUT, MAX_TIMEOUT = 600.0, 86_400.0
+DEFAULT_TIMEOUT = 600.0
+MAX_TIMEOUT = 86_400.0
 LINE_BYTES = 256 << 20
-STATUS = {"LinkBusy": 409, "DeadlineExceeded": 504, "MissingDependency": 501, "Unsupported": 501}
+STATUS = {
+    "LinkBusy": 409,
+    "DeadlineExceeded": 504,
+    "MissingDependency": 501,
+    "Unsupported": 501,
+}
 
 
 class Updates:
     """Updates of one pool, one at a time."""
 
     def __init__(self, gateway: Gateway, pool: str) -> None:
-        self._gateway, self._pool = gateway, pool
+        self._gateway = gateway
+        self._pool = pool
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[dict[str, Any]] | None = None
         self._idle: asyncio.TimerHandle | None = None
@@ -60,16 +67,25 @@ class Updates:
         """Load a checkpoint into the pool. Runs to its end even if the client disconnects."""
         timeout = fields.get("timeout", DEFAULT_TIMEOUT)
         if not 0 < timeout <= MAX_TIMEOUT:
-            text = f"timeout must be positive and at most {MAX_TIMEOUT:g} s, not {timeout}"
+            text = (
+                f"timeout must be positive and at most {MAX_TIMEOUT:g} s, not {timeout}"
+            )
             raise Refusal(400, text, "default: 600 s")
         if self._task is not None and not self._task.done():
-            raise Refusal(409, "an update is under way", "GET /bridge/version shows when it is over", "LinkBusy")
+            raise Refusal(
+                409,
+                "an update is under way",
+                "GET /bridge/version shows when it is over",
+                "LinkBusy",
+            )
         self._task = asyncio.create_task(self._update(dict(fields), timeout))
         answer = await asyncio.shield(self._task)
         if error := answer.get("error"):
             kind = error["kind"]
             status = STATUS.get(kind, int(error["status"]))
-            raise Refusal(status, error["message"], error["remedy"] or "GET /bridge/status", kind)
+            raise Refusal(
+                status, error["message"], error["remedy"] or "GET /bridge/status", kind
+            )
         return {"pool": self._pool, **answer}
 
     async def _update(self, fields: dict[str, Any], timeout: float) -> dict[str, Any]:
@@ -84,7 +100,9 @@ class Updates:
         assert process.stdout is not None
         try:
             async with asyncio.timeout(timeout + START_SECONDS):
-                process.stdin.write(json.dumps({**fields, "timeout": timeout}).encode() + b"\n")
+                process.stdin.write(
+                    json.dumps({**fields, "timeout": timeout}).encode() + b"\n"
+                )
                 await process.stdin.drain()
                 line = await process.stdout.readline()
                 if not line:
@@ -93,11 +111,24 @@ class Updates:
         except (ConnectionError, TimeoutError, ValueError) as error:
             await self._end()
             log = self._gateway.folder / self._log
-            what = "did not answer in time" if isinstance(error, TimeoutError) else f"failed: {error}"
+            what = (
+                "did not answer in time"
+                if isinstance(error, TimeoutError)
+                else f"failed: {error}"
+            )
             remedy = f"its log: {log}; GET /bridge/status shows what the replicas hold"
-            return {"error": {"kind": "SyncError", "status": 500, "message": f"the update {what}", "remedy": remedy}}
+            return {
+                "error": {
+                    "kind": "SyncError",
+                    "status": 500,
+                    "message": f"the update {what}",
+                    "remedy": remedy,
+                }
+            }
         finally:
-            self._idle = asyncio.get_running_loop().call_later(IDLE_SECONDS, self._end_later)
+            self._idle = asyncio.get_running_loop().call_later(
+                IDLE_SECONDS, self._end_later
+            )
 
     @property
     def _log(self) -> str:
@@ -127,7 +158,8 @@ class Updates:
 
     async def _end(self) -> None:
         """Close its input, which ends it; kill it if it does not."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is None or process.returncode is not None:
             return
         assert process.stdin is not None
@@ -152,16 +184,24 @@ class Updates:
 
 # ----------------------------------------------------------------------------------------------------
 
-TRACE_SECONDS, STEER_SECONDS = 300.0, 600.0
+TRACE_SECONDS = 300.0
+STEER_SECONDS = 600.0
 HTTP = "an HTTP client"  # who paused a pool, for display
-KINDS = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "object": dict}
+KINDS = {
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "object": dict,
+}
 
 
 class Bridge:
     """One pool's bridge."""
 
     def __init__(self, gateway: Gateway, pool: str) -> None:
-        self._gateway, self._pool = gateway, pool
+        self._gateway = gateway
+        self._pool = pool
         self._updates = Updates(gateway, pool)
 
     def routes(self) -> list[tuple[str, str, Handler]]:
@@ -174,7 +214,10 @@ class Bridge:
             "resume": self._resume,
             "notify_update": self._notify_update,
         }
-        found = [(route.method, route.path, _handler(route, answers[route.name])) for route in ROUTES]
+        found = [
+            (route.method, route.path, _handler(route, answers[route.name]))
+            for route in ROUTES
+        ]
         return [*found, ("GET", "/bridge/openapi.json", self._openapi)]
 
     async def close(self) -> None:
@@ -183,12 +226,16 @@ class Bridge:
     async def _openapi(self, request: web.Request) -> web.StreamResponse:
         from aiohttp import web
 
-        return web.json_response(document(__version__, f"{request.scheme}://{request.host}"))
+        return web.json_response(
+            document(__version__, f"{request.scheme}://{request.host}")
+        )
 
     async def _status(self, _: Mapping[str, Any]) -> dict[str, Any]:
         from jvlab.wire._pool_summary import pool_summary
 
-        return pool_summary(await _pool_commands.fresh_status(self._gateway, self._pool))
+        return pool_summary(
+            await _pool_commands.fresh_status(self._gateway, self._pool)
+        )
 
     async def _version(self, _: Mapping[str, Any]) -> dict[str, Any]:
         status = self._gateway.pool_status(self._pool)
@@ -196,7 +243,9 @@ class Bridge:
             "pool": self._pool,
             "version": status.version,
             "sync": status.sync or "idle",
-            "replicas": {replica.replica: replica.version for replica in status.replicas},
+            "replicas": {
+                replica.replica: replica.version for replica in status.replicas
+            },
         }
 
     async def _mapping(self, _: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,20 +253,31 @@ class Bridge:
 
         model = self._gateway.registry.pool(self._pool).spec.model
         tensors = await asyncio.to_thread(checkpoint_tensors, model)
-        replica, layouts = await _pool_commands.trace(self._gateway, self._pool, tensors, TRACE_SECONDS)
+        replica, layouts = await _pool_commands.trace(
+            self._gateway, self._pool, tensors, TRACE_SECONDS
+        )
         mapped = await asyncio.to_thread(mapping_json, layouts)
         return {"pool": self._pool, "model": model, "replica": replica, **mapped}
 
     async def _pause(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        mode, clear = body.get("mode", "keep"), body.get("clear_cache", False)
-        return await self._steer(pb.SteerCall(pool=self._pool, what=pb.PAUSE, mode=mode, clear_cache=clear, by=HTTP))
+        mode = body.get("mode", "keep")
+        clear = body.get("clear_cache", False)
+        return await self._steer(
+            pb.SteerCall(
+                pool=self._pool, what=pb.PAUSE, mode=mode, clear_cache=clear, by=HTTP
+            )
+        )
 
     async def _resume(self, _: Mapping[str, Any]) -> dict[str, Any]:
         return await self._steer(pb.SteerCall(pool=self._pool, what=pb.RESUME))
 
     async def _steer(self, order: pb.SteerCall) -> dict[str, Any]:
         reply = await _pool_commands.steer(self._gateway, order, STEER_SECONDS)
-        return {"pool": self._pool, "paused": order.what == pb.PAUSE, "seconds": reply.seconds}
+        return {
+            "pool": self._pool,
+            "paused": order.what == pb.PAUSE,
+            "seconds": reply.seconds,
+        }
 
     async def _notify_update(self, body: Mapping[str, Any]) -> dict[str, Any]:
         return await self._updates.take(body)
@@ -227,7 +287,11 @@ def _handler(route: Route, answer: Any) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         from aiohttp import web
 
-        fields = read_fields(route, await read_body(request)) if route.method == "POST" else {}
+        fields = (
+            read_fields(route, await read_body(request))
+            if route.method == "POST"
+            else {}
+        )
         return web.json_response(await answer(fields))
 
     return handle
@@ -238,21 +302,44 @@ def read_fields(route: Route, body: bytes) -> dict[str, Any]:
     fields = read_object(body) if body.strip() else {}
     known = route.takes
     if unknown := sorted(set(fields) - set(known)):
-        raise Refusal(400, f"{route.path} takes no {', '.join(unknown)}", f"it takes: {', '.join(known) or 'nothing'}")
+        raise Refusal(
+            400,
+            f"{route.path} takes no {', '.join(unknown)}",
+            f"it takes: {', '.join(known) or 'nothing'}",
+        )
     if missing := [name for name in route.required if name not in fields]:
-        raise Refusal(400, f"{route.path} needs {', '.join(missing)}", "GET /bridge/openapi.json describes it")
+        raise Refusal(
+            400,
+            f"{route.path} needs {', '.join(missing)}",
+            "GET /bridge/openapi.json describes it",
+        )
     for name, value in fields.items():
         kind = known[name]["type"]
-        if not isinstance(value, KINDS[kind]) or (isinstance(value, bool) and kind != "boolean"):
+        if not isinstance(value, KINDS[kind]) or (
+            isinstance(value, bool) and kind != "boolean"
+        ):
             shown = json.dumps(value)[:200]
-            raise Refusal(400, f"{name} must be of type {kind}, not {shown}", known[name]["description"])
-        if kind in ("integer", "number") and abs(value) >= 2**63:  # beyond any time or version
-            raise Refusal(400, f"{name} is too large a number", known[name]["description"])
+            raise Refusal(
+                400,
+                f"{name} must be of type {kind}, not {shown}",
+                known[name]["description"],
+            )
+        # beyond any time or version
+        if kind in ("integer", "number") and abs(value) >= 2**63:
+            raise Refusal(
+                400, f"{name} is too large a number", known[name]["description"]
+            )
         if (words := known[name].get("enum")) and value not in words:
             listed = f"{', '.join(map(repr, words[:-1]))} or {words[-1]!r}"
-            raise Refusal(400, f"{name} must be {listed}, not {value!r}", known[name]["description"])
+            raise Refusal(
+                400,
+                f"{name} must be {listed}, not {value!r}",
+                known[name]["description"],
+            )
         if isinstance(value, str) and "\0" in value:
-            raise Refusal(400, f"{name} holds a NUL character", known[name]["description"])
+            raise Refusal(
+                400, f"{name} holds a NUL character", known[name]["description"]
+            )
     return fields
 
 
@@ -260,8 +347,18 @@ def mapping_json(layouts: list[bytes]) -> dict[str, Any]:
     """Traced layouts as plain values."""
     from jvlab.layout._layout_codec import layout_from_bytes
 
-    ranks = sorted((layout_from_bytes(layout) for layout in layouts), key=lambda layout: layout.rank)
-    tensors = [{"name": t.name, "shape": list(t.shape), "dtype": t.dtype} for t in ranks[0].tensors] if ranks else []
+    ranks = sorted(
+        (layout_from_bytes(layout) for layout in layouts),
+        key=lambda layout: layout.rank,
+    )
+    tensors = (
+        [
+            {"name": t.name, "shape": list(t.shape), "dtype": t.dtype}
+            for t in ranks[0].tensors
+        ]
+        if ranks
+        else []
+    )
     return {"tensors": tensors, "ranks": [_rank(layout) for layout in ranks]}
 
 
@@ -270,7 +367,12 @@ def _rank(layout: RankLayout) -> dict[str, Any]:
         "rank": layout.rank,
         "coords": dict(layout.coords),
         "parameters": [
-            {"name": p.name, "shape": list(p.shape), "dtype": p.dtype, "strides": list(p.strides)}
+            {
+                "name": p.name,
+                "shape": list(p.shape),
+                "dtype": p.dtype,
+                "strides": list(p.strides),
+            }
             for p in layout.parameters
         ],
         "copies": [_copy(layout, row) for row in range(len(layout.tensor))],

@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any
 from jvlab._errors import JvlabError
 from jvlab.gateway import _registry as reg
 from jvlab.gateway._dispatch import DIRTY_RETRIES, DIRTY_RETRY_SECONDS, being_cancelled
-from jvlab.gateway._http_server import Handler, Listener, Refusal, error_body, listen, metrics_page, read_body
+from jvlab.gateway._http_server import (
+    Handler,
+    Listener,
+    Refusal,
+    error_body,
+    listen,
+    metrics_page,
+    read_body,
+)
 from jvlab.gateway._pool_commands import PoolReplicas
 from jvlab.gateway._routing import POLICIES, RouteRequest, prefix_key
 from jvlab.wire._limits import Limits, of_http, read_json, read_object
@@ -33,12 +41,22 @@ if TYPE_CHECKING:
     from jvlab.gateway._http_bridge import Bridge
 
 HOLD_SECONDS = 120.0  # the longest that a request is held while its pool is paused
-CONNECT_SECONDS, MAX_SECONDS = 5.0, 86_400.0
-CLOSE_SECONDS = 10.0  # the longest that a launch waits for the front of the pool that had its name
+CONNECT_SECONDS = 5.0
+MAX_SECONDS = 86_400.0
+# the longest that a launch waits for the front of the pool that had its name
+CLOSE_SECONDS = 10.0
 TRIES = 2
-SAMPLING = ("/v1/completions", "/v1/chat/completions")  # these count as samples in flight
-ROUTED = (*(("POST", path) for path in SAMPLING), ("GET", "/v1/models"), ("POST", "/tokenize"), ("POST", "/detokenize"))
-EPOCH, REFUSED, MIN_VERSION = "x-jvlab-epoch", "x-jvlab-refused", "x-jvlab-min-version"
+# these count as samples in flight
+SAMPLING = ("/v1/completions", "/v1/chat/completions")
+ROUTED = (
+    *(("POST", path) for path in SAMPLING),
+    ("GET", "/v1/models"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+)
+EPOCH = "x-jvlab-epoch"
+REFUSED = "x-jvlab-refused"
+MIN_VERSION = "x-jvlab-min-version"
 FORWARDED = ("content-type", "accept", "x-request-id", "traceparent", "tracestate")
 NOT_RETURNED = frozenset(
     {
@@ -85,7 +103,8 @@ class Front:
     """One pool's listener: `/v1/...` routed, `/bridge/...`, `/metrics` and `/health` answered here."""
 
     def __init__(self, gateway: Gateway, pool: str) -> None:
-        self._gateway, self._pool = gateway, pool
+        self._gateway = gateway
+        self._pool = pool
         self._session: aiohttp.ClientSession | None = None
         self._listener: Listener | None = None
 
@@ -95,19 +114,26 @@ class Front:
         return f"{self._listener.url}/v1"
 
     async def open(self, port: int, bridge: Bridge) -> None:
-        gateway, pool = self._gateway, self._pool
-        routes: list[tuple[str, str, Handler]] = [(method, path, self._forward) for method, path in ROUTED]
+        gateway = self._gateway
+        pool = self._pool
+        routes: list[tuple[str, str, Handler]] = [
+            (method, path, self._forward) for method, path in ROUTED
+        ]
         routes += [
             ("GET", "/health", self._health),
             ("GET", "/metrics", metrics_page(lambda: [gateway.pool_status(pool)])),
             *bridge.routes(),
         ]
-        self._listener = await listen(routes, gateway.token, port, ("/health",), (bridge.close, self._end))
+        self._listener = await listen(
+            routes, gateway.token, port, ("/health",), (bridge.close, self._end)
+        )
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=MAX_SECONDS, sock_connect=CONNECT_SECONDS)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0), timeout=timeout, auto_decompress=False
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
+            timeout=timeout,
+            auto_decompress=False,
         )
 
     async def close(self) -> None:
@@ -123,16 +149,23 @@ class Front:
         from aiohttp import web
 
         serving = [replica.name for replica in self._gateway.links.serving(self._pool)]
-        return web.json_response({"pool": self._pool, "serving": serving}, status=200 if serving else 503)
+        return web.json_response(
+            {"pool": self._pool, "serving": serving}, status=200 if serving else 503
+        )
 
     # Routing --------------------------------------------------------------------------------------------------------
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         """Send a request to a replica; retry elsewhere if that one is lost before it answers."""
-        work = await read_work(request, self._gateway.limits(self._pool), self._gateway.model_len(self._pool))
+        work = await read_work(
+            request,
+            self._gateway.limits(self._pool),
+            self._gateway.model_len(self._pool),
+        )
         replicas = PoolReplicas(self._gateway, self._pool, work.version)
         avoid: set[str] = set()
-        reason, dirty_retries = "", 0
+        reason = ""
+        dirty_retries = 0
         until = time.monotonic() + HOLD_SECONDS
         while True:
             name = await self._choose(work, replicas, frozenset(avoid), until, reason)
@@ -143,7 +176,10 @@ class Front:
                 dirty_retries += 1
                 if dirty_retries > DIRTY_RETRIES:
                     raise Refusal(
-                        503, str(error), "sync again: POST /bridge/notify_update, or link.sync", "dirty"
+                        503,
+                        str(error),
+                        "sync again: POST /bridge/notify_update, or link.sync",
+                        "dirty",
                     ) from None
                 await asyncio.sleep(DIRTY_RETRY_SECONDS)
             except _Lost as error:
@@ -153,24 +189,39 @@ class Front:
                 avoid.add(name)
                 if len(avoid) >= TRIES:
                     raise Refusal(
-                        502, f"lost twice; {reason}", "ask again; GET /bridge/status", "replica_lost"
+                        502,
+                        f"lost twice; {reason}",
+                        "ask again; GET /bridge/status",
+                        "replica_lost",
                     ) from None
 
-    async def _choose(self, work: HttpWork, replicas: Any, avoid: frozenset[str], until: float, reason: str) -> str:
+    async def _choose(
+        self,
+        work: HttpWork,
+        replicas: Any,
+        avoid: frozenset[str],
+        until: float,
+        reason: str,
+    ) -> str:
         """The replica for it; waits while the pool is paused or an open sync may make a replica serve."""
-        gateway, pool = self._gateway, self._pool
+        gateway = self._gateway
+        pool = self._pool
         while True:
             change = gateway.change(pool)
             state = gateway.registry.pool(pool)
             if state.closed:
-                raise Refusal(503, f"pool {pool!r} is closed", "launch a new one", "closed")
+                raise Refusal(
+                    503, f"pool {pool!r} is closed", "launch a new one", "closed"
+                )
             waiting = gateway.pause_state.why(pool)
             if not waiting:
-                policy, board = POLICIES[state.spec.routing], replicas.board()
+                policy = POLICIES[state.spec.routing]
+                board = replicas.board()
                 name = policy(board, RouteRequest(max(1, work.parts), work.key, avoid))
                 if name is not None:
                     return name
-                if replicas.wait_for(avoid) is None:  # no deadline: it returns an event and does not wait
+                # no deadline: it returns an event and does not wait
+                if replicas.wait_for(avoid) is None:
                     raise self._no_replica(replicas, len(board), reason)
                 waiting = "waiting for a sync to commit"
             left = until - time.monotonic()
@@ -190,21 +241,38 @@ class Front:
     def _no_replica(self, replicas: Any, board: int, reason: str) -> Refusal:
         """Why no replica can be given it."""
         if reason:
-            return Refusal(502, f"{reason}; no other replica is ready", "ask again; GET /bridge/status", "replica_lost")
+            return Refusal(
+                502,
+                f"{reason}; no other replica is ready",
+                "ask again; GET /bridge/status",
+                "replica_lost",
+            )
         if not board and (why := replicas.barred()):
             return Refusal(503, why.message, why.remedy, why.message.partition(":")[0])
-        return Refusal(503, f"no replica of pool {self._pool!r} is ready", "GET /bridge/status says why", "not_ready")
+        return Refusal(
+            503,
+            f"no replica of pool {self._pool!r} is ready",
+            "GET /bridge/status says why",
+            "not_ready",
+        )
 
 
 class _Attempt:
     """One request to one replica: counted as in flight there, and cancelled if the replica is lost."""
 
-    def __init__(self, front: Front, request: web.Request, work: HttpWork, replica: str) -> None:
-        self._front, self._request, self._work, self._replica = front, request, work, replica
+    def __init__(
+        self, front: Front, request: web.Request, work: HttpWork, replica: str
+    ) -> None:
+        self._front = front
+        self._request = request
+        self._work = work
+        self._replica = replica
         self.answer: web.StreamResponse | None = None  # once its first byte is sent
 
     async def run(self) -> web.StreamResponse:
-        gateway, name, parts = self._front._gateway, self._replica, self._work.parts
+        gateway = self._front._gateway
+        name = self._replica
+        parts = self._work.parts
         gateway.count(name, parts)
         exchange = asyncio.create_task(self._exchange())
         gateway.track(name, exchange)
@@ -230,43 +298,66 @@ class _Attempt:
     async def _exchange(self) -> web.StreamResponse:
         import aiohttp
 
-        front, request = self._front, self._request
+        front = self._front
+        request = self._request
         replica = front._gateway.registry.find(self._replica)
         facts = front._gateway.facts.get(self._replica)
         if replica is None or facts is None or not facts.http_url:
             raise _Lost("it serves no HTTP")
-        headers = {name: request.headers[name] for name in FORWARDED if name in request.headers}
-        headers |= {"Authorization": f"Bearer {front._gateway.token}", EPOCH: str(replica.epoch)}
+        headers = {
+            name: request.headers[name] for name in FORWARDED if name in request.headers
+        }
+        headers |= {
+            "Authorization": f"Bearer {front._gateway.token}",
+            EPOCH: str(replica.epoch),
+        }
         url = facts.http_url.removesuffix("/v1") + request.raw_path
         assert front._session is not None
         try:
             async with front._session.request(
-                request.method, url, data=self._work.body or None, headers=headers, allow_redirects=False
+                request.method,
+                url,
+                data=self._work.body or None,
+                headers=headers,
+                allow_redirects=False,
             ) as reply:
                 if refused := reply.headers.get(REFUSED):
                     # no deadline: the session has one, and a lost replica's exchange is cancelled
                     text = (await reply.read()).decode(errors="replace")
-                    raise (_BecameDirty if refused == "dirty" else _Lost)(_message_of(text))
+                    raise (_BecameDirty if refused == "dirty" else _Lost)(
+                        _message_of(text)
+                    )
                 if reply.content_type == "text/event-stream":
                     return await self._stream(reply)
                 # no deadline: the session has one, and a lost replica's exchange is cancelled
                 return self._whole(reply, await reply.read())
-        except aiohttp.ClientConnectorError as error:  # nothing listens there: declare it lost
-            front._gateway.handle(reg.Unreachable(self._replica, replica.epoch, f"its port is closed: {error}"))
+        # nothing listens there: declare it lost
+        except aiohttp.ClientConnectorError as error:
+            front._gateway.handle(
+                reg.Unreachable(
+                    self._replica, replica.epoch, f"its port is closed: {error}"
+                )
+            )
             raise _Lost(front._gateway.loss(self._replica) or str(error)) from error
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-            raise _Lost(front._gateway.loss(self._replica) or f"{type(error).__name__}: {error}") from error
+            raise _Lost(
+                front._gateway.loss(self._replica) or f"{type(error).__name__}: {error}"
+            ) from error
 
     def _whole(self, reply: aiohttp.ClientResponse, body: bytes) -> web.StreamResponse:
         from aiohttp import web
 
-        return web.Response(status=reply.status, headers=_returned_headers(reply), body=body)
+        return web.Response(
+            status=reply.status, headers=_returned_headers(reply), body=body
+        )
 
     async def _stream(self, reply: aiohttp.ClientResponse) -> web.StreamResponse:
         """Pass on events as they arrive, only complete ones."""
         from aiohttp import web
 
-        answer = web.StreamResponse(status=reply.status, headers=_returned_headers(reply))
+        answer = web.StreamResponse(
+            status=reply.status, headers=_returned_headers(reply)
+        )
         rest = b""
         async for chunk in reply.content.iter_any():
             whole, found, rest = (rest + chunk).rpartition(EVENT_END)
@@ -295,7 +386,9 @@ class _Attempt:
     async def end_with_error(self, reason: str) -> web.StreamResponse:
         """The status is already sent: send the error as an event, and end without [DONE]."""
         assert self.answer is not None
-        body = error_body(502, f"{reason}; the answer is not complete", "ask again", "replica_lost")
+        body = error_body(
+            502, f"{reason}; the answer is not complete", "ask again", "replica_lost"
+        )
         try:
             await self.answer.write(b"data: " + json.dumps(body).encode() + EVENT_END)
             await self.answer.write_eof()
@@ -304,14 +397,25 @@ class _Attempt:
         return self.answer
 
 
-async def read_work(request: web.Request, limits: Limits, max_model_len: int) -> HttpWork:
+async def read_work(
+    request: web.Request, limits: Limits, max_model_len: int
+) -> HttpWork:
     """The request's body and what routing needs; refused if it exceeds the limits of one call."""
     version = request.headers.get(MIN_VERSION, "0")
     if _VERSION.fullmatch(version) is None:
-        raise Refusal(400, f"{MIN_VERSION} must be a version, not {version[:30]!a}", "a whole number, counted from 1")
+        raise Refusal(
+            400,
+            f"{MIN_VERSION} must be a version, not {version[:30]!a}",
+            "a whole number, counted from 1",
+        )
     for name in FORWARDED:
-        if not request.headers.get(name, "").isprintable():  # bytes that are not text arrive as surrogates
-            raise Refusal(400, f"the header {name} holds bytes that are not text", "send it in ASCII")
+        # bytes that are not text arrive as surrogates
+        if not request.headers.get(name, "").isprintable():
+            raise Refusal(
+                400,
+                f"the header {name} holds bytes that are not text",
+                "send it in ASCII",
+            )
     body = await read_body(request)
     if request.path not in SAMPLING:
         if body:
@@ -328,18 +432,30 @@ def _first(content: dict[str, Any]) -> str | list[int]:
     if "messages" in content:
         return json.dumps(content["messages"])
     prompt = content.get("prompt")
-    if isinstance(prompt, list) and prompt and all(isinstance(p, (str, list)) for p in prompt):
+    if (
+        isinstance(prompt, list)
+        and prompt
+        and all(isinstance(p, (str, list)) for p in prompt)
+    ):
         first = prompt[0]
         return first if isinstance(first, str) else _ids(first)
     return _ids(prompt) if isinstance(prompt, list) else str(prompt)
 
 
 def _ids(tokens: list[Any]) -> list[int]:
-    return [token for token in tokens if isinstance(token, int) and -(2**31) <= token < 2**31]
+    return [
+        token
+        for token in tokens
+        if isinstance(token, int) and -(2**31) <= token < 2**31
+    ]
 
 
 def _returned_headers(reply: aiohttp.ClientResponse) -> dict[str, str]:
-    return {name: value for name, value in reply.headers.items() if name.lower() not in NOT_RETURNED}
+    return {
+        name: value
+        for name, value in reply.headers.items()
+        if name.lower() not in NOT_RETURNED
+    }
 
 
 def _message_of(text: str) -> str:
@@ -356,9 +472,12 @@ class Fronts:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._open: dict[str, Front] = {}
-        self._closing: dict[asyncio.Task[None], str] = {}  # of fronts of closed pools, until their port is free
+        # of fronts of closed pools, until their port is free
+        self._closing: dict[asyncio.Task[None], str] = {}
 
-    async def launch(self, spec: reg.PoolSpec, port: int, start: Callable[[], None]) -> None:
+    async def launch(
+        self, spec: reg.PoolSpec, port: int, start: Callable[[], None]
+    ) -> None:
         """Listen for a pool, then start it; whichever fails leaves nothing behind."""
         from jvlab.gateway._http_bridge import Bridge
 
@@ -366,7 +485,8 @@ class Fronts:
             text = f"http is served on loopback, and the replicas of a {spec.place!r} pool may run elsewhere"
             remedy = "launch it without http, or in a lab whose gateway starts the replicas itself"
             raise refused(text, remedy)
-        if closing := self._closing_of(spec.pool):  # that of an earlier pool of this name may have the same port
+        # that of an earlier pool of this name may have the same port
+        if closing := self._closing_of(spec.pool):
             await asyncio.wait(closing, timeout=CLOSE_SECONDS)
         front = Front(self._gateway, spec.pool)
         try:

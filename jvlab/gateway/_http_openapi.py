@@ -16,7 +16,9 @@ def _is(kind: str, description: str, **more: Any) -> Schema:
 
 
 def _object(description: str, properties: Mapping[str, Schema]) -> Schema:
-    return _is("object", description, properties=dict(properties), required=list(properties))
+    return _is(
+        "object", description, properties=dict(properties), required=list(properties)
+    )
 
 
 def _list(description: str, of: Schema) -> Schema:
@@ -47,7 +49,9 @@ class Route:
 
 
 _POOL = _is("string", "the pool's name")
-_VERSION = _is("integer", "of the weights that the last sync committed; 0 before the first")
+_VERSION = _is(
+    "integer", "of the weights that the last sync committed; 0 before the first"
+)
 _OUTCOME = _object(
     "one replica after the sync",
     {
@@ -77,7 +81,10 @@ _COPY = _object(
         "dst_strides": _list("in the parameter's storage", _is("integer", "elements")),
     },
 )
-_NOTE = _object("an exception, and why", {"name": _is("string", "whose"), "reason": _is("string", "why")})
+_NOTE = _object(
+    "an exception, and why",
+    {"name": _is("string", "whose"), "reason": _is("string", "why")},
+)
 _SHAPED = {
     "name": _is("string", "its name"),
     "shape": _list("its shape", _is("integer", "elements")),
@@ -89,7 +96,14 @@ _RANK = _object(
         "rank": _is("integer", "its number"),
         "coords": _is("object", "its index in each kind of parallelism"),
         "parameters": _list(
-            "live parameters", _object("one", {**_SHAPED, "strides": _list("in elements", _is("integer", "elements"))})
+            "live parameters",
+            _object(
+                "one",
+                {
+                    **_SHAPED,
+                    "strides": _list("in elements", _is("integer", "elements")),
+                },
+            ),
         ),
         "copies": _list("the copies that the loader makes", _COPY),
         "opaque": _list("tensors that must go whole through load_weights", _NOTE),
@@ -119,7 +133,10 @@ _STATUS = _is(
                     "state": _is("string", "ready, starting, failed, ..."),
                     "version": _is("integer", "the version it holds"),
                     "in_flight": _is("integer", "unfinished samples that it was given"),
-                    "http_url": {"type": ["string", "null"], "description": "base address of its own OpenAI app"},
+                    "http_url": {
+                        "type": ["string", "null"],
+                        "description": "base address of its own OpenAI app",
+                    },
                 },
             ),
         ),
@@ -131,19 +148,32 @@ _UPDATE_RESULT = _object(
         "pool": _POOL,
         "version": _is("integer", "the version that the pool holds now"),
         "verified": _is("boolean", "every parameter's digest matched on every replica"),
-        "meaning": _is("string", "whether tensors mean the same on both sides: checked and how, or unchecked and why"),
+        "meaning": _is(
+            "string",
+            "whether tensors mean the same on both sides: checked and how, or unchecked and why",
+        ),
         "bytes": _is("integer", "bytes moved"),
         "transport": _is("string", "the transport used"),
-        "seconds": _is("object", "durations by part of the sync", additionalProperties={"type": "number"}),
+        "seconds": _is(
+            "object",
+            "durations by part of the sync",
+            additionalProperties={"type": "number"},
+        ),
         "outcomes": _list("every replica", _OUTCOME),
         "digests": _is(
             "object",
             "parameter -> rank -> digest as 16 hexadecimal digits",
-            additionalProperties={"type": "object", "additionalProperties": {"type": "string"}},
+            additionalProperties={
+                "type": "object",
+                "additionalProperties": {"type": "string"},
+            },
         ),
     },
 )
-_STEER_FAILURES = {409: "a sync is open, or no replica is ready", 503: "a replica was lost meanwhile"}
+_STEER_FAILURES = {
+    409: "a sync is open, or no replica is ready",
+    503: "a replica was lost meanwhile",
+}
 
 ROUTES = (
     Route("GET", "status", "One fresh snapshot of the pool", _STATUS),
@@ -235,7 +265,13 @@ def document(version: str, server: str) -> dict[str, Any]:
         "security": [{"token": []}],
         "paths": paths,
         "components": {
-            "securitySchemes": {"token": {"type": "http", "scheme": "bearer", "description": "the lab's token"}},
+            "securitySchemes": {
+                "token": {
+                    "type": "http",
+                    "scheme": "bearer",
+                    "description": "the lab's token",
+                }
+            },
             "schemas": {"Error": _ERROR},
         },
     }
@@ -247,10 +283,20 @@ def _operation(route: Route) -> dict[str, Any]:
     if route.method == "POST":
         failures.setdefault(400, "the body is wrong")
     responses: dict[str, Any] = {
-        "200": {"description": route.answer["description"], "content": {"application/json": {"schema": route.answer}}}
+        "200": {
+            "description": route.answer["description"],
+            "content": {"application/json": {"schema": route.answer}},
+        }
     }
-    responses |= {str(status): {"description": why, "content": failed} for status, why in sorted(failures.items())}
-    operation: dict[str, Any] = {"operationId": route.name, "summary": route.summary, "responses": responses}
+    responses |= {
+        str(status): {"description": why, "content": failed}
+        for status, why in sorted(failures.items())
+    }
+    operation: dict[str, Any] = {
+        "operationId": route.name,
+        "summary": route.summary,
+        "responses": responses,
+    }
     if route.method == "POST":
         schema = {
             "type": "object",
@@ -258,6 +304,9 @@ def _operation(route: Route) -> dict[str, Any]:
             "required": list(route.required),
             "additionalProperties": False,
         }
-        body = {"content": {"application/json": {"schema": schema}}, "required": bool(route.required)}
+        body = {
+            "content": {"application/json": {"schema": schema}},
+            "required": bool(route.required),
+        }
         operation["requestBody"] = body
     return operation

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from jvlab._errors import ConfigError, EngineDirty, JvlabError, LayoutError, MissingDependency, ReplicaLost, Unsupported
+from jvlab._errors import (
+    ConfigError,
+    EngineDirty,
+    JvlabError,
+    LayoutError,
+    MissingDependency,
+    ReplicaLost,
+    Unsupported,
+)
 from jvlab.gateway import _registry as reg
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._pool_summary import pool_summary
@@ -25,25 +33,56 @@ if TYPE_CHECKING:
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 POOL = {  # name: (value from a pool's summary, help)
-    "jvlab_pool_healthy_replicas": (lambda pool: pool["healthy"], "Replicas that are ready, and not dirty or stale."),
+    "jvlab_pool_healthy_replicas": (
+        lambda pool: pool["healthy"],
+        "Replicas that are ready, and not dirty or stale.",
+    ),
     "jvlab_pool_replicas": (lambda pool: len(pool["replicas"]), "Replicas requested."),
 }
 REPLICA = {  # field of a replica in the summary: (name, type, help)
-    "in_flight": ("jvlab_replica_in_flight", "gauge", "Requests routed to the replica and not yet answered."),
-    "running": ("jvlab_replica_running", "gauge", "Requests the engine is generating for."),
+    "in_flight": (
+        "jvlab_replica_in_flight",
+        "gauge",
+        "Requests routed to the replica and not yet answered.",
+    ),
+    "running": (
+        "jvlab_replica_running",
+        "gauge",
+        "Requests the engine is generating for.",
+    ),
     "waiting": ("jvlab_replica_waiting", "gauge", "Requests waiting in the engine."),
-    "kv_use": ("jvlab_replica_kv_cache_use_ratio", "gauge", "Share of the KV cache in use, 0 to 1."),
-    "prefix_hit_rate": ("jvlab_replica_prefix_cache_hit_ratio", "gauge", "Share of prompt tokens found cached."),
-    "tokens_per_s": ("jvlab_replica_tokens_per_second", "gauge", "Tokens generated per second, recently."),
+    "kv_use": (
+        "jvlab_replica_kv_cache_use_ratio",
+        "gauge",
+        "Share of the KV cache in use, 0 to 1.",
+    ),
+    "prefix_hit_rate": (
+        "jvlab_replica_prefix_cache_hit_ratio",
+        "gauge",
+        "Share of prompt tokens found cached.",
+    ),
+    "tokens_per_s": (
+        "jvlab_replica_tokens_per_second",
+        "gauge",
+        "Tokens generated per second, recently.",
+    ),
     "generated_tokens": (
         "jvlab_replica_generated_tokens_total",
         "counter",
         "Tokens generated since engine start.",
     ),
-    "version": ("jvlab_replica_weight_version", "gauge", "Version of the weights the engine holds."),
+    "version": (
+        "jvlab_replica_weight_version",
+        "gauge",
+        "Version of the weights the engine holds.",
+    ),
     "paused": ("jvlab_replica_paused", "gauge", "1 while generation is paused."),
     "sleeping": ("jvlab_replica_sleeping", "gauge", "1 while the engine sleeps."),
-    "beat_age": ("jvlab_replica_heartbeat_age_seconds", "gauge", "Seconds since the replica's last heartbeat."),
+    "beat_age": (
+        "jvlab_replica_heartbeat_age_seconds",
+        "gauge",
+        "Seconds since the replica's last heartbeat.",
+    ),
 }
 
 
@@ -61,16 +100,24 @@ class PoolMetrics:
             for pool in self._pools:
                 family.add_metric([pool["pool"]], value(pool))
             yield family
-        replicas = [([p["pool"], str(r["replica"])], r) for p in self._pools for r in p["replicas"]]
+        replicas = [
+            ([p["pool"], str(r["replica"])], r)
+            for p in self._pools
+            for r in p["replicas"]
+        ]
         labels = ["pool", "replica", "state"]
         ready = GaugeMetricFamily(
-            "jvlab_replica_ready", "1 if the replica may be given work; its state is a label.", labels=labels
+            "jvlab_replica_ready",
+            "1 if the replica may be given work; its state is a label.",
+            labels=labels,
         )
         for values, replica in replicas:
             ready.add_metric([*values, replica["state"]], float(replica["ready"]))
         yield ready
         for field, (name, kind, text) in REPLICA.items():
-            family = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}[kind](name, text, labels=labels[:2])
+            family = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}[kind](
+                name, text, labels=labels[:2]
+            )
             for values, replica in replicas:
                 if replica.get(field) is not None:
                     family.add_metric(values, float(replica[field]))
@@ -105,16 +152,39 @@ Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
 class Refusal(Exception):
     """An error response: its status, what is wrong, and what to do."""
 
-    def __init__(self, status: int, message: str, remedy: str, kind: str = "refused", **headers: str) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        remedy: str,
+        kind: str = "refused",
+        **headers: str,
+    ) -> None:
         super().__init__(message)
-        self.status, self.message, self.remedy, self.kind = status, message, remedy, kind
-        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        self.status = status
+        self.message = message
+        self.remedy = remedy
+        self.kind = kind
+        self.headers = {
+            name.replace("_", "-"): value for name, value in headers.items()
+        }
 
 
-def error_body(status: int, message: str, remedy: str = "", kind: str = "refused", **more: Any) -> dict[str, Any]:
+def error_body(
+    status: int, message: str, remedy: str = "", kind: str = "refused", **more: Any
+) -> dict[str, Any]:
     """An error as OpenAI's clients read it, with our remedy."""
     text = f"{message}\n  → {remedy}" if remedy else message
-    return {"error": {"message": text, "type": kind, "param": None, "code": status, "remedy": remedy, **more}}
+    return {
+        "error": {
+            "message": text,
+            "type": kind,
+            "param": None,
+            "code": status,
+            "remedy": remedy,
+            **more,
+        }
+    }
 
 
 def refusal_of(error: Exception) -> Refusal:
@@ -127,7 +197,9 @@ def refusal_of(error: Exception) -> Refusal:
         case CallFailed() | EngineDirty() | ReplicaLost():
             code = status_of(error)
             remedy = error.remedy or "GET /bridge/status"
-            return Refusal(FROM_GRPC.get(code, 500), error.message, remedy, code.name.lower())
+            return Refusal(
+                FROM_GRPC.get(code, 500), error.message, remedy, code.name.lower()
+            )
         case MissingDependency() | Unsupported():
             return Refusal(501, error.message, error.remedy, type(error).__name__)
         case ConfigError():
@@ -152,21 +224,38 @@ def _guard(token: str, unguarded: frozenset[str]) -> Any:
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path not in unguarded and not fits(request.headers.get("Authorization", "")):
+        if request.path not in unguarded and not fits(
+            request.headers.get("Authorization", "")
+        ):
             body = error_body(
-                401, "the lab's token is missing or wrong", "Authorization: Bearer <token>", "unauthorized"
+                401,
+                "the lab's token is missing or wrong",
+                "Authorization: Bearer <token>",
+                "unauthorized",
             )
             return web.json_response(body, status=401)
         try:
             return await handler(request)
-        except web.HTTPException as error:  # aiohttp's own: no such route, another method, too large a body
-            body = error_body(error.status, f"{request.method} {request.path}: {error.reason}", "", "http")
-            allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+        # aiohttp's own: no such route, another method, too large a body
+        except web.HTTPException as error:
+            body = error_body(
+                error.status,
+                f"{request.method} {request.path}: {error.reason}",
+                "",
+                "http",
+            )
+            allowed = (
+                {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+            )
             return web.json_response(body, status=error.status, headers=allowed)
         except (Refusal, JvlabError) as error:
             refusal = refusal_of(error)
-            body = error_body(refusal.status, refusal.message, refusal.remedy, refusal.kind)
-            return web.json_response(body, status=refusal.status, headers=refusal.headers)
+            body = error_body(
+                refusal.status, refusal.message, refusal.remedy, refusal.kind
+            )
+            return web.json_response(
+                body, status=refusal.status, headers=refusal.headers
+            )
 
     return guard
 
@@ -180,18 +269,31 @@ async def read_body(request: web.Request) -> bytes:
             return await request.read()
     except TimeoutError:
         text = f"the body did not arrive within {BODY_SECONDS:g} s"
-        raise Refusal(408, text, "send it again; a Content-Length larger than the body is waited for") from None
+        raise Refusal(
+            408,
+            text,
+            "send it again; a Content-Length larger than the body is waited for",
+        ) from None
     except RequestPayloadError as error:
         encoding = request.headers.get("Content-Encoding", "none")
         text = f"the body can't be unpacked ({encoding[:30]!a}): {type(error).__name__}"
-        raise Refusal(400, text, "send it uncompressed, without Content-Encoding") from None
+        raise Refusal(
+            400, text, "send it uncompressed, without Content-Encoding"
+        ) from None
 
 
 class Listener:
     """A listening server; `close()` frees its port and ends its requests."""
 
-    def __init__(self, runner: web.AppRunner, port: int, endings: tuple[Callable[[], Awaitable[None]], ...]) -> None:
-        self._runner, self.port, self._endings = runner, port, endings
+    def __init__(
+        self,
+        runner: web.AppRunner,
+        port: int,
+        endings: tuple[Callable[[], Awaitable[None]], ...],
+    ) -> None:
+        self._runner = runner
+        self.port = port
+        self._endings = endings
         self.url = f"http://{HOST}:{port}"
 
     async def close(self) -> None:
@@ -213,20 +315,26 @@ async def listen(
         from aiohttp import web
     except ImportError as error:
         raise MissingDependency(
-            f"HTTP needs aiohttp, which is not installed: {error}", remedy="pip install aiohttp"
+            f"HTTP needs aiohttp, which is not installed: {error}",
+            remedy="pip install aiohttp",
         ) from error
-    app = web.Application(middlewares=[_guard(token, frozenset(unguarded))], client_max_size=MAX_MESSAGE)
+    app = web.Application(
+        middlewares=[_guard(token, frozenset(unguarded))], client_max_size=MAX_MESSAGE
+    )
     for method, path, handler in routes:
         app.router.add_route(method, path, handler)
     # A client that leaves cancels its request, and with it the request in the engine.
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=END_SECONDS)
+    runner = web.AppRunner(
+        app, access_log=None, handler_cancellation=True, shutdown_timeout=END_SECONDS
+    )
     await runner.setup()
     try:
         await web.TCPSite(runner, HOST, port).start()
     except (OSError, OverflowError) as error:
         await runner.cleanup()
         raise ConfigError(
-            f"cannot serve HTTP on {HOST}:{port}: {error}", remedy="is the port taken? http=True takes a free one"
+            f"cannot serve HTTP on {HOST}:{port}: {error}",
+            remedy="is the port taken? http=True takes a free one",
         ) from error
     return Listener(runner, runner.addresses[0][1], endings)
 
@@ -246,6 +354,10 @@ def metrics_page(status: Callable[[], list[pb.PoolStatus]]) -> Handler:
     return page
 
 
-async def serve_metrics(status: Callable[[], pb.LabStatus], token: str, port: int) -> Listener:
+async def serve_metrics(
+    status: Callable[[], pb.LabStatus], token: str, port: int
+) -> Listener:
     """Listen on 127.0.0.1; a scrape sends `Authorization: Bearer <token>`, as every other call does."""
-    return await listen([("GET", "/metrics", metrics_page(lambda: list(status().pools)))], token, port)
+    return await listen(
+        [("GET", "/metrics", metrics_page(lambda: list(status().pools)))], token, port
+    )

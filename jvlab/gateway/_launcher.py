@@ -68,7 +68,9 @@ def run_gateway(arguments: Any) -> dict[str, Any]:
     return {"lab": lab}
 
 
-def start_gateway(options: GatewayOptions, name: str | None = None) -> tuple[dict[str, Any], int]:
+def start_gateway(
+    options: GatewayOptions, name: str | None = None
+) -> tuple[dict[str, Any], int]:
     """Start a gateway in a session of its own, so that it outlives this process; (its lab file, its pid)."""
     with _claimed(name) as folder:
         return _start_in(folder, options)
@@ -86,16 +88,21 @@ def _claimed(name: str | None) -> Iterator[Path]:
                 folder.mkdir(mode=0o700)
                 yield folder
                 return
-        raise ConfigError(f"no free name for a lab in {parent}", remedy="pass name=, or remove old folders there")
+        raise ConfigError(
+            f"no free name for a lab in {parent}",
+            remedy="pass name=, or remove old folders there",
+        )
     folder = parent / name
     with open(parent / ".names", "ab") as file:
-        _lock(file, name)  # until the lab is up: of two starting under one name, one is refused
+        # until the lab is up: of two starting under one name, one is refused
+        _lock(file, name)
         if taken(name):
             raise ConfigError(
                 f"a lab called {name!r} is running",
                 remedy=f"jv.Lab.attach({name!r}) joins it, `jvlab stop {name}` ends it; or choose another name",
             )
-        if folder.exists():  # logs of an earlier lab: moved away, as stages and causes are read from logs
+        # logs of an earlier lab: moved away, as stages and causes are read from logs
+        if folder.exists():
             shutil.rmtree(parent / f"{name}.old", ignore_errors=True)
             folder.rename(parent / f"{name}.old")
         folder.mkdir(mode=0o700)
@@ -124,7 +131,10 @@ def taken(name: str) -> bool:
     """Whether a lab of this name runs, or may run on another host."""
     from jvlab.wire.processes._labs import list_labs
 
-    return any(info.name == name and info.state != "unreadable" for info in list_labs(query=False))
+    return any(
+        info.name == name and info.state != "unreadable"
+        for info in list_labs(query=False)
+    )
 
 
 def new_name() -> str:
@@ -145,7 +155,16 @@ _WHO = (
 
 
 def _start_in(folder: Path, options: GatewayOptions) -> tuple[dict[str, Any], int]:
-    command = [sys.executable, "-m", "jvlab", "gateway", "--lab", folder.name, "--folder", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "jvlab",
+        "gateway",
+        "--lab",
+        folder.name,
+        "--folder",
+        str(folder),
+    ]
     command += [*options.command_line(), "--token-stdin"]
     log = folder / "gateway.log"
     with log.open("ab") as out:
@@ -164,10 +183,14 @@ def _start_in(folder: Path, options: GatewayOptions) -> tuple[dict[str, Any], in
     deadline = time.monotonic() + START_DEADLINE
     while not (folder / "lab.json").exists():
         if process.poll() is not None:
-            raise GatewayUnreachable(f"the gateway did not start:\n{log.read_text()[-2000:]}")
+            raise GatewayUnreachable(
+                f"the gateway did not start:\n{log.read_text()[-2000:]}"
+            )
         if time.monotonic() > deadline:
             process.kill()
-            raise GatewayUnreachable(f"the gateway did not start within {START_DEADLINE:g} s; its log: {log}")
+            raise GatewayUnreachable(
+                f"the gateway did not start within {START_DEADLINE:g} s; its log: {log}"
+            )
         time.sleep(0.02)
     _CHILDREN.append(process)
     return json.loads((folder / "lab.json").read_text()), process.pid

@@ -47,7 +47,9 @@ class TeamMember:
     member: int
     name: str
     team: TrainerTeam
-    outbox: asyncio.Queue[pb.TeamEvent] = field(default_factory=asyncio.Queue, repr=False)
+    outbox: asyncio.Queue[pb.TeamEvent] = field(
+        default_factory=asyncio.Queue, repr=False
+    )
 
 
 @dataclass(eq=False)
@@ -59,7 +61,9 @@ class TrainerTeam:
     running: bool = False
 
     def roll(self) -> pb.TeamEvent:
-        names = [self.members[k].name if k in self.members else "" for k in range(self.size)]
+        names = [
+            self.members[k].name if k in self.members else "" for k in range(self.size)
+        ]
         return pb.TeamEvent(roll=pb.TeamRoll(names=names, complete=self.running))
 
 
@@ -82,7 +86,14 @@ class TeamTable:
         team = self._forming.setdefault(key, TrainerTeam(order.size))
         deliveries: list[Delivery] = []
         if (old := team.members.get(order.member)) is not None:
-            deliveries.append((old, _over(f"{order.name} joined as member {order.member} too, after {old.name}")))
+            deliveries.append(
+                (
+                    old,
+                    _over(
+                        f"{order.name} joined as member {order.member} too, after {old.name}"
+                    ),
+                )
+            )
         member = team.members[order.member] = TeamMember(order.member, order.name, team)
         if len(team.members) == team.size:
             team.running = True
@@ -92,14 +103,22 @@ class TeamTable:
     def _rolls(self, team: TrainerTeam) -> list[Delivery]:
         """The roll, to everybody once all have joined; until then to the leader, which reports whom it waits for."""
         roll = team.roll()
-        return [(member, roll) for member in team.members.values() if team.running or not member.member]
+        return [
+            (member, roll)
+            for member in team.members.values()
+            if team.running or not member.member
+        ]
 
-    def deliver(self, sender: TeamMember, payload: bytes, to_all: bool = False) -> list[Delivery]:
+    def deliver(
+        self, sender: TeamMember, payload: bytes, to_all: bool = False
+    ) -> list[Delivery]:
         """A message for each of its recipients."""
         team = sender.team
         if not team.running:
             raise refused("a message before all members are there")
-        event = pb.TeamEvent(delivery=pb.TeamDelivery(member=sender.member, payload=payload))
+        event = pb.TeamEvent(
+            delivery=pb.TeamDelivery(member=sender.member, payload=payload)
+        )
         everyone = to_all or not sender.member
         others = [other for other in team.members.values() if other is not sender]
         return [(other, event) for other in others if everyone or not other.member]
@@ -107,13 +126,17 @@ class TeamTable:
     def leave(self, member: TeamMember) -> list[Delivery]:
         """Its stream has ended."""
         team = member.team
-        if team.members.get(member.member) is not member:  # it was replaced, or the team is over
+        # it was replaced, or the team is over
+        if team.members.get(member.member) is not member:
             return []
         del team.members[member.member]
         if not team.running:
-            self._forming = {key: t for key, t in self._forming.items() if t is not team or t.members}
+            self._forming = {
+                key: t for key, t in self._forming.items() if t is not team or t.members
+            }
             return self._rolls(team)
-        rest, team.members = list(team.members.values()), {}
+        rest = list(team.members.values())
+        team.members = {}
         over = _over(f"member {member.member} of {team.size} ({member.name}) has gone")
         return [(other, over) for other in rest]
 
@@ -130,7 +153,8 @@ class Teams:
 
     async def serve(self, context: Context) -> None:
         """One member's stream, until it or the team ends."""
-        first = await context.read()  # no deadline: only its own call waits, and ends with its connection
+        # no deadline: only its own call waits, and ends with its connection
+        first = await context.read()
         if first is EOF or first.WhichOneof("kind") != "join":
             raise refused("the first message of a team must be join")
         member, deliveries = self.table.join(first.join)
@@ -152,10 +176,13 @@ class Teams:
         try:
             # no deadline: members are silent between two syncs; their connections are watched
             while (message := await context.read()) is not EOF:
-                self._deliver(self.table.deliver(member, message.payload, message.to_all))
+                self._deliver(
+                    self.table.deliver(member, message.payload, message.to_all)
+                )
         except CallFailed as error:
             why = error.message
-        except Exception as error:  # however a stream breaks, the others must be notified
+        # however a stream breaks, the others must be notified
+        except Exception as error:
             why = f"its stream broke: {error}"
         member.outbox.put_nowait(_over(why))
 
@@ -166,18 +193,26 @@ class Teams:
 
 # ----------------------------------------------------------------------------------------------------
 
-CLEANUP_SECONDS = 4.0  # for ABANDON and CLOSE: a replica that takes longer counts as dirty
-OWN_ERROR_SECONDS = 0.3  # after its deadline, for a replica to report what it waited for
-CLEANUP_GRACE = 0.7  # seconds that clean-up may go past the deadline of an order; below the client's GRACE
+# for ABANDON and CLOSE: a replica that takes longer counts as dirty
+CLEANUP_SECONDS = 4.0
+# after its deadline, for a replica to report what it waited for
+OWN_ERROR_SECONDS = 0.3
+# seconds that clean-up may go past the deadline of an order; below the client's GRACE
+CLEANUP_GRACE = 0.7
 MIN_SECONDS = 0.001
-LOST_CODES = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.ABORTED}
+LOST_CODES = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.ABORTED,
+}
 
 
 class PoolLinks:
     """One pool's state machine, its open calls, and the orders that wait for a reply."""
 
     def __init__(self, gateway: Gateway, state: reg.PoolState) -> None:
-        self.gateway, self.state = gateway, state
+        self.gateway = gateway
+        self.state = state
         self.pool = state.spec.pool
         self.machine = PoolSync(self.pool)
         self._calls: dict[int, asyncio.Task[None]] = {}
@@ -197,7 +232,9 @@ class PoolLinks:
         for instruction in self.machine.handle(event):
             match instruction:
                 case sync.Send(ticket):
-                    self._calls[ticket] = task = asyncio.create_task(self._send(instruction))
+                    self._calls[ticket] = task = asyncio.create_task(
+                        self._send(instruction)
+                    )
                     self._background.add(task)
                     task.add_done_callback(self._background.discard)
                 case sync.Cancel(ticket):
@@ -216,20 +253,27 @@ class PoolLinks:
 
     async def _send(self, order: sync.Send) -> None:
         """One Rollout.Sync call; its result is fed back as an event."""
-        gateway, name = self.gateway, order.replica
+        gateway = self.gateway
+        name = order.replica
         seconds = self._seconds_for(order)
         request = self._request(order, seconds)
-        call = gateway.stub(name).Sync(request, timeout=seconds + OWN_ERROR_SECONDS, metadata=gateway.metadata())
+        call = gateway.stub(name).Sync(
+            request, timeout=seconds + OWN_ERROR_SECONDS, metadata=gateway.metadata()
+        )
         gateway.track(name, call)
         epoch = request.epoch
-        kind, error, outcome, lost = "ok", "", pb.ReplicaOutcome(), None
+        kind = "ok"
+        error = ""
+        outcome = pb.ReplicaOutcome()
+        lost = None
         try:
             outcome = (await call).outcome
         except asyncio.CancelledError:
             if being_cancelled():
                 call.cancel()
                 raise
-            kind, error = "lost", gateway.loss(name)
+            kind = "lost"
+            error = gateway.loss(name)
         except grpc.aio.AioRpcError as failure:
             kind, error = _kind_of(failure, seconds if order.cleanup else self._seconds)
             if kind == "deadline" and (paused := gateway.pause_state.why(self.pool)):
@@ -240,21 +284,32 @@ class PoolLinks:
             gateway.untrack(name, call)
             self._calls.pop(order.ticket, None)
         if lost is not None:
-            why = gateway.failed(name, epoch, lost)  # also informs the machine if the replica is gone
+            # also informs the machine if the replica is gone
+            why = gateway.failed(name, epoch, lost)
             kind, error = ("lost", why) if why else ("failed", error)
         if kind == "ok":
             self._remember(name, outcome)
             if outcome.failed:
-                kind, error = failure_code(outcome.kind, bool(outcome.differing)), outcome.error
+                kind = failure_code(outcome.kind, bool(outcome.differing))
+                error = outcome.error
         self.feed(
-            sync.Answered(order.ticket, kind, time.monotonic(), outcome.failed, error, outcome.state, outcome.version)
+            sync.Answered(
+                order.ticket,
+                kind,
+                time.monotonic(),
+                outcome.failed,
+                error,
+                outcome.state,
+                outcome.version,
+            )
         )
 
     def _seconds_for(self, order: sync.Send) -> float:
         left = self._until - time.monotonic()
         if not order.cleanup:
             return max(MIN_SECONDS, left)
-        if all(future.done() for future in self._waiting.values()):  # no reply waits for it
+        # no reply waits for it
+        if all(future.done() for future in self._waiting.values()):
             return CLEANUP_SECONDS
         return min(CLEANUP_SECONDS, max(0.0, left) + CLEANUP_GRACE)
 
@@ -263,7 +318,9 @@ class PoolLinks:
         request = pb.RolloutSyncRequest(epoch=epoch, link=order.link, seconds=seconds)
         match order.phases:
             case (Phase.OPEN,):
-                endpoint = next(e for e in self._opening.endpoints if e.replica == order.replica)
+                endpoint = next(
+                    e for e in self._opening.endpoints if e.replica == order.replica
+                )
                 request.open.CopyFrom(
                     pb.RolloutOpen(
                         transport=self._opening.transport,
@@ -278,7 +335,9 @@ class PoolLinks:
                 request.phases.extend(int(phase) for phase in phases)  # pyright: ignore[reportArgumentType]
                 if Phase.PREPARE in phases:
                     request.terms.CopyFrom(self._terms)
-                if {Phase.VERIFY, Phase.CHECK} & set(phases) and order.replica in self._digests:
+                if {Phase.VERIFY, Phase.CHECK} & set(
+                    phases
+                ) and order.replica in self._digests:
                     request.digests.CopyFrom(self._digests[order.replica])
                 request.nonfinite = self._nonfinite
         return request
@@ -306,8 +365,11 @@ class PoolLinks:
         for result in reply.outcomes:
             outcome = pb.ReplicaOutcome()
             outcome.CopyFrom(self._details.get(result.replica, outcome))
-            outcome.replica, outcome.state, outcome.version = result.replica, result.state, result.version
-            outcome.failed, outcome.error = result.failed, result.error
+            outcome.replica = result.replica
+            outcome.state = result.state
+            outcome.version = result.version
+            outcome.failed = result.failed
+            outcome.error = result.error
             outcomes.append(outcome)
         return pb.LinkReply(
             number=reply.number,
@@ -326,35 +388,65 @@ class PoolLinks:
             await self._wait_for_release(link, until)
             # A refused trainer must not change what the holder's calls read.
             if self.machine.holder is None or self.machine.holder.link == link:
-                self._opening, self._until, self._seconds, self._details = order.open, until, order.seconds, {}
+                self._opening = order.open
+                self._until = until
+                self._seconds = order.seconds
+                self._details = {}
             names = tuple(endpoint.replica for endpoint in order.open.endpoints)
             event: sync.SyncEvent = sync.Opened(
-                link, order.open.holder, order.number, names, order.open.lease_seconds, time.monotonic()
+                link,
+                order.open.holder,
+                order.number,
+                names,
+                order.open.lease_seconds,
+                time.monotonic(),
             )
         else:
             steps = order.steps
             try:
                 phases = tuple(Phase(number) for number in steps.phases)
             except ValueError as error:
-                return pb.LinkReply(number=order.number, code="refused", error=f"no such phase: {error}", state="idle")
+                return pb.LinkReply(
+                    number=order.number,
+                    code="refused",
+                    error=f"no such phase: {error}",
+                    state="idle",
+                )
             if self.machine.holder is not None and self.machine.holder.link == link:
-                self._until, self._seconds, self._details = until, order.seconds, {}
+                self._until = until
+                self._seconds = order.seconds
+                self._details = {}
                 self._digests = {digests.replica: digests for digests in steps.digests}
                 self._nonfinite = steps.nonfinite
                 if steps.HasField("terms"):
                     self._terms = steps.terms
             terms = Terms.read(steps.terms) if steps.HasField("terms") else None
-            event = sync.Ordered(link, order.number, phases, now, terms, frozenset(d.replica for d in steps.digests))
-        future = self._waiting[link, order.number] = asyncio.get_running_loop().create_future()
+            event = sync.Ordered(
+                link,
+                order.number,
+                phases,
+                now,
+                terms,
+                frozenset(d.replica for d in steps.digests),
+            )
+        future = self._waiting[link, order.number] = (
+            asyncio.get_running_loop().create_future()
+        )
         self.feed(event)
         return await future
 
     async def _wait_for_release(self, link: str, until: float) -> None:
         """While the clean-up after a holder that left is running, wait for it instead of replying "busy"."""
-        while (holder := self.machine.holder) is not None and holder.ended and holder.link != link:
+        while (
+            (holder := self.machine.holder) is not None
+            and holder.ended
+            and holder.link != link
+        ):
             self._released.clear()
             try:
-                await asyncio.wait_for(self._released.wait(), max(MIN_SECONDS, until - time.monotonic()))
+                await asyncio.wait_for(
+                    self._released.wait(), max(MIN_SECONDS, until - time.monotonic())
+                )
             except TimeoutError:
                 return
 
@@ -381,7 +473,8 @@ class Links:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._pools: dict[str, PoolLinks] = {}
-        self._contradicting: dict[str, bool] = {}  # replicas whose last beat contradicts our state
+        # replicas whose last beat contradicts our state
+        self._contradicting: dict[str, bool] = {}
 
     def of(self, pool: str) -> PoolLinks:
         """The links of this pool, not those of an earlier pool of the same name."""
@@ -394,22 +487,32 @@ class Links:
     def forget(self, pool: str) -> None:
         """The pool is closed and no longer listed."""
         self._pools.pop(pool, None)
-        for replica in [name for name in self._contradicting if reg.pool_of(name) == pool]:
+        for replica in [
+            name for name in self._contradicting if reg.pool_of(name) == pool
+        ]:
             del self._contradicting[replica]
 
     def joined(self, replica: reg.Replica, stats: pb.ReplicaStats) -> None:
-        self.of(replica.pool).feed(sync.ReplicaJoined(replica.name, stats.weight_version, stats.dirty))
+        self.of(replica.pool).feed(
+            sync.ReplicaJoined(replica.name, stats.weight_version, stats.dirty)
+        )
 
     def reported(self, replica: reg.Replica, stats: pb.ReplicaStats) -> None:
         """What a replica's beat reports that it holds: direct ipc syncs bypass the gateway."""
-        links, name = self.of(replica.pool), replica.name
+        links = self.of(replica.pool)
+        name = replica.name
         before = self._contradicting.pop(name, None)
         if not stats.dirty and links.machine.is_news(name, stats.weight_version):
             links.feed(sync.ReplicaReported(name, stats.weight_version))
-        elif links.machine.is_quiet(name) and links.machine.members[name].dirty != stats.dirty:
+        elif (
+            links.machine.is_quiet(name)
+            and links.machine.members[name].dirty != stats.dirty
+        ):
             # One beat may be out of date; two in a row count.
             if before == stats.dirty:
-                links.feed(sync.ReplicaReported(name, stats.weight_version, stats.dirty))
+                links.feed(
+                    sync.ReplicaReported(name, stats.weight_version, stats.dirty)
+                )
             else:
                 self._contradicting[name] = stats.dirty
 
@@ -429,35 +532,59 @@ class Links:
     def serving(self, pool: str) -> list[reg.Replica]:
         """Replicas that are ready and may be given work."""
         machine = self.of(pool).machine
-        return [r for r in self._gateway.ready(pool) if machine.standing(r.name) is Standing.SERVING]
+        return [
+            r
+            for r in self._gateway.ready(pool)
+            if machine.standing(r.name) is Standing.SERVING
+        ]
 
     def holding(self, pool: str, version: int) -> list[str]:
         """Ready replicas that are not dirty and hold this version or a later one, stale ones included."""
         members = self.of(pool).machine.members
-        known = {r.name: members[r.name] for r in self._gateway.ready(pool) if r.name in members}
-        return at_least_version({name: m.version for name, m in known.items() if not m.dirty}, version)
+        known = {
+            r.name: members[r.name]
+            for r in self._gateway.ready(pool)
+            if r.name in members
+        }
+        return at_least_version(
+            {name: m.version for name, m in known.items() if not m.dirty}, version
+        )
 
-    def syncing(self, pool: str, avoid: frozenset[str] = frozenset(), version: int = 0) -> bool:
+    def syncing(
+        self, pool: str, avoid: frozenset[str] = frozenset(), version: int = 0
+    ) -> bool:
         """Whether an open sync may soon make a replica available for this work."""
         machine = self.of(pool).machine
         if version and (machine.terms is None or machine.terms.version < version):
             return False
         names = [r.name for r in self._gateway.ready(pool) if r.name not in avoid]
         return any(
-            name in machine.participants if version else machine.standing(name) is Standing.SYNCING for name in names
+            name in machine.participants
+            if version
+            else machine.standing(name) is Standing.SYNCING
+            for name in names
         )
 
     def barred(self, pool: str, version: int = 0) -> EngineDirty | None:
         """Why no ready replica may be given work; None if one may, or none is ready."""
-        machine, ready = self.of(pool).machine, self._gateway.ready(pool)
+        machine = self.of(pool).machine
+        ready = self._gateway.ready(pool)
         if version:
-            held = ", ".join(f"{r.name} holds {machine.members[r.name].version}" for r in ready)
+            held = ", ".join(
+                f"{r.name} holds {machine.members[r.name].version}" for r in ready
+            )
             text = f"stale: no replica of pool {pool!r} holds version {version} or a later one ({held})"
-            return EngineDirty(text, remedy="sync that version first, or ask for less") if ready else None
+            return (
+                EngineDirty(text, remedy="sync that version first, or ask for less")
+                if ready
+                else None
+            )
         standings = {r.name: machine.standing(r.name) for r in ready}
         if not ready or not set(standings.values()) <= {Standing.DIRTY, Standing.STALE}:
             return None
-        words = ", ".join(f"{name} is {standing.value}" for name, standing in standings.items())
+        words = ", ".join(
+            f"{name} is {standing.value}" for name, standing in standings.items()
+        )
         if Standing.DIRTY in standings.values():
             what = "a sync did not finish, or a sleep took the weights"
             why = f"dirty: no replica of pool {pool!r} may generate ({words}): {what}"
@@ -471,7 +598,11 @@ class Links:
         if machine.open and machine.holder is not None:
             text = f"{machine.holder.name} syncs pool {pool!r} ({machine.stage.value}) and has it halted or will"
             raise refused(text, "wait for the sync to end, or abandon it")
-        dirty = [r.name for r in self._gateway.ready(pool) if machine.standing(r.name) is Standing.DIRTY]
+        dirty = [
+            r.name
+            for r in self._gateway.ready(pool)
+            if machine.standing(r.name) is Standing.DIRTY
+        ]
         if what == pb.RESUME and dirty:
             text = f"dirty: {', '.join(dirty)} may hold parts of two versions and can't resume"
             raise EngineDirty(text, remedy=SYNC_AGAIN)
@@ -480,13 +611,16 @@ class Links:
 
     async def link(self, context: Context) -> None:
         """One Link stream. However it ends, an open sync is abandoned and the pool is released."""
-        name, links = uuid.uuid4().hex, None
+        name = uuid.uuid4().hex
+        links = None
         try:
             # no deadline: a trainer is silent between two syncs; its connection is watched
             while (order := await context.read()) is not grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]
                 problem = self._order_problem(order, links)
                 if problem is not None:
-                    reply = pb.LinkReply(number=order.number, code="refused", error=problem, state="idle")
+                    reply = pb.LinkReply(
+                        number=order.number, code="refused", error=problem, state="idle"
+                    )
                 else:
                     if order.WhichOneof("kind") == "open":
                         links = self.of(order.open.pool)
@@ -497,7 +631,9 @@ class Links:
             if links is not None:
                 links.feed(sync.Ended(name, time.monotonic()))
 
-    def _order_problem(self, order: pb.LinkOrder, links: PoolLinks | None) -> str | None:
+    def _order_problem(
+        self, order: pb.LinkOrder, links: PoolLinks | None
+    ) -> str | None:
         if order.seconds <= 0:
             return f"an order needs a deadline; seconds is {order.seconds:g}"
         kind = order.WhichOneof("kind")

@@ -33,9 +33,15 @@ class PoolReplicas:
     """
 
     def __init__(self, gateway: Gateway, pool: str, version: int = 0) -> None:
-        self._gateway, self._pool, self._version = gateway, pool, version
-        self.count, self.served, self.loss = gateway.count, gateway.served, gateway.loss
-        self.track, self.untrack, self.failed = gateway.track, gateway.untrack, gateway.failed
+        self._gateway = gateway
+        self._pool = pool
+        self._version = version
+        self.count = gateway.count
+        self.served = gateway.served
+        self.loss = gateway.loss
+        self.track = gateway.track
+        self.untrack = gateway.untrack
+        self.failed = gateway.failed
 
     def board(self) -> Board:
         return self._gateway.loads.board(self._pool, self._version, self._names)
@@ -100,7 +106,8 @@ class Adapters:
             known = self._known.setdefault(call.pool, {})
             before = known.get(call.adapter.name)
             if call.unload:
-                self.find(call.pool, call.adapter.name)  # raises, with a list, if it is unknown
+                # raises, with a list, if it is unknown
+                self.find(call.pool, call.adapter.name)
                 assert before is not None
                 del known[call.adapter.name]
                 await self._order_all(replicas, before, True, UNLOAD_SECONDS)
@@ -119,21 +126,40 @@ class Adapters:
                 await self._order_all(replicas, before, True, UNLOAD_SECONDS)
 
     async def _order_all(
-        self, replicas: list[reg.Replica], adapter: pb.Adapter, unload: bool, timeout: float
+        self,
+        replicas: list[reg.Replica],
+        adapter: pb.Adapter,
+        unload: bool,
+        timeout: float,
     ) -> list[JvlabError]:
         """Order it from all replicas; returns the failures. A replica lost meanwhile is none: it holds nothing."""
         answers = await asyncio.gather(
-            *(self._order_one(replica, adapter, unload, timeout) for replica in replicas), return_exceptions=True
+            *(
+                self._order_one(replica, adapter, unload, timeout)
+                for replica in replicas
+            ),
+            return_exceptions=True,
         )
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, JvlabError):
                 raise answer
-        return [a for a in answers if isinstance(a, JvlabError) and status_of(a) is not grpc.StatusCode.UNAVAILABLE]
+        return [
+            a
+            for a in answers
+            if isinstance(a, JvlabError)
+            and status_of(a) is not grpc.StatusCode.UNAVAILABLE
+        ]
 
-    async def _order_one(self, replica: reg.Replica, adapter: pb.Adapter, unload: bool, timeout: float) -> None:
-        order = pb.RolloutAdapterRequest(epoch=replica.epoch, adapter=adapter, unload=unload)
+    async def _order_one(
+        self, replica: reg.Replica, adapter: pb.Adapter, unload: bool, timeout: float
+    ) -> None:
+        order = pb.RolloutAdapterRequest(
+            epoch=replica.epoch, adapter=adapter, unload=unload
+        )
         gateway = self._gateway
-        call = gateway.stub(replica.name).SetAdapter(order, timeout=timeout, metadata=gateway.metadata())
+        call = gateway.stub(replica.name).SetAdapter(
+            order, timeout=timeout, metadata=gateway.metadata()
+        )
         with gateway.watched(replica.name, call):
             await call
 
@@ -185,17 +211,25 @@ class PauseState:
         self._pools.pop(pool, None)
 
 
-async def fresh_status(gateway: Gateway, pool: str, seconds: float = STATS_DEADLINE) -> pb.PoolStatus:
+async def fresh_status(
+    gateway: Gateway, pool: str, seconds: float = STATS_DEADLINE
+) -> pb.PoolStatus:
     """A pool's snapshot with fresh stats from its replicas."""
 
     async def refresh(replica: reg.Replica) -> None:
-        name, epoch = replica.name, replica.epoch
+        name = replica.name
+        epoch = replica.epoch
         try:
             stats = await gateway.stub(name).Stats(
-                pb.EpochRequest(epoch=epoch), timeout=min(seconds, STATS_DEADLINE), metadata=gateway.metadata()
+                pb.EpochRequest(epoch=epoch),
+                timeout=min(seconds, STATS_DEADLINE),
+                metadata=gateway.metadata(),
             )
         except grpc.aio.AioRpcError as error:  # beat_age shows how old the numbers are
-            print(f"gateway: no fresh numbers from {name}: {error.code().name}", flush=True)
+            print(
+                f"gateway: no fresh numbers from {name}: {error.code().name}",
+                flush=True,
+            )
             gateway.failed(name, epoch, error)
             return
         if gateway.is_current(name, epoch):  # else the stats are outdated
@@ -223,8 +257,13 @@ async def steer(gateway: Gateway, order: pb.SteerCall, timeout: float) -> pb.Ste
             del gateway.steering[order.pool]
     failed = [answer for answer in answers if isinstance(answer, JvlabError)]
     if failed:
-        if undo is not None:  # all or none: don't leave a pool half paused or half asleep
-            done = [r for r, answer in zip(replicas, answers, strict=True) if isinstance(answer, pb.SteerReply)]
+        # all or none: don't leave a pool half paused or half asleep
+        if undo is not None:
+            done = [
+                r
+                for r, answer in zip(replicas, answers, strict=True)
+                if isinstance(answer, pb.SteerReply)
+            ]
             # One that did not answer in time undoes a pause itself, when its call is cancelled; a sleep may have been
             # done in part, and one that did not sleep wakes without doing anything.
             steered = done if order.what == pb.PAUSE else replicas
@@ -237,7 +276,9 @@ async def steer(gateway: Gateway, order: pb.SteerCall, timeout: float) -> pb.Ste
             raise answer
     gateway.pause_state.steered(order)
     gateway.announce(order.pool)  # held requests may go on
-    return pb.SteerReply(seconds=max(a.seconds for a in answers if isinstance(a, pb.SteerReply)))
+    return pb.SteerReply(
+        seconds=max(a.seconds for a in answers if isinstance(a, pb.SteerReply))
+    )
 
 
 def _opposite(known: PauseState, order: pb.SteerCall) -> pb.SteerCall | None:
@@ -254,7 +295,8 @@ def _opposite(known: PauseState, order: pb.SteerCall) -> pb.SteerCall | None:
 
 
 async def _undo(gateway: Gateway, replica: reg.Replica, undo: pb.SteerCall) -> None:
-    with contextlib.suppress(JvlabError):  # lost, or too slow: its next beat reports that it is paused or asleep
+    # lost, or too slow: its next beat reports that it is paused or asleep
+    with contextlib.suppress(JvlabError):
         await _steer_one(gateway, replica, undo, UNDO_SECONDS)
 
 
@@ -270,25 +312,40 @@ def differs(known: PauseState, pool: str, stats: pb.ReplicaStats) -> pb.Steering
 
 async def reconcile_pause(gateway: Gateway, replica: reg.Replica) -> None:
     """Wake, pause or resume a replica to match its pool."""
-    name, epoch = replica.name, replica.epoch
+    name = replica.name
+    epoch = replica.epoch
     try:
         stats = await gateway.stub(name).Stats(
-            pb.EpochRequest(epoch=epoch), timeout=STATS_DEADLINE, metadata=gateway.metadata()
+            pb.EpochRequest(epoch=epoch),
+            timeout=STATS_DEADLINE,
+            metadata=gateway.metadata(),
         )
         # No await between here and the order, so that it cannot overtake a later one of the user's.
         what = differs(gateway.pause_state, replica.pool, stats)
-        if gateway.is_current(name, epoch) and what is not None and not gateway.steering[replica.pool]:
-            await _undo(gateway, replica, pb.SteerCall(pool=replica.pool, what=what, mode="keep"))
+        if (
+            gateway.is_current(name, epoch)
+            and what is not None
+            and not gateway.steering[replica.pool]
+        ):
+            await _undo(
+                gateway,
+                replica,
+                pb.SteerCall(pool=replica.pool, what=what, mode="keep"),
+            )
     except grpc.aio.AioRpcError:
         pass  # its next beat reports whether it is alive and paused
     finally:
         gateway.reconciled(name)
 
 
-async def _steer_one(gateway: Gateway, replica: reg.Replica, order: pb.SteerCall, timeout: float) -> pb.SteerReply:
+async def _steer_one(
+    gateway: Gateway, replica: reg.Replica, order: pb.SteerCall, timeout: float
+) -> pb.SteerReply:
     """One order to one replica; raises at once if the replica is lost."""
     message = pb.RolloutSteerRequest(epoch=replica.epoch, order=order)
-    call: Any = gateway.stub(replica.name).Steer(message, timeout=timeout, metadata=gateway.metadata())
+    call: Any = gateway.stub(replica.name).Steer(
+        message, timeout=timeout, metadata=gateway.metadata()
+    )
     with gateway.watched(replica.name, call):
         return await call
 
@@ -301,8 +358,12 @@ async def trace(
     if not ready:
         raise refused(f"no replica of {pool} is ready")
     asked = ready[0]
-    listed = [pb.TraceTensor(name=t.name, shape=t.shape, dtype=t.dtype) for t in tensors]
+    listed = [
+        pb.TraceTensor(name=t.name, shape=t.shape, dtype=t.dtype) for t in tensors
+    ]
     order = pb.RolloutTraceRequest(epoch=asked.epoch, tensors=listed)
-    call: Any = gateway.stub(asked.name).Trace(order, timeout=timeout, metadata=gateway.metadata())
+    call: Any = gateway.stub(asked.name).Trace(
+        order, timeout=timeout, metadata=gateway.metadata()
+    )
     with gateway.watched(asked.name, call):
         return asked.name, [event.layout async for event in call]

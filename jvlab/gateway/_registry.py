@@ -75,7 +75,8 @@ class Replica:
     cause: str = ""
     log_tail: str = ""
     place: str = ""  # who starts it, if not as the rest of the pool
-    run: int = 0  # tells its process from every other that had its name: the epoch at which it was started
+    # tells its process from every other that had its name: the epoch at which it was started
+    run: int = 0
 
     @property
     def ended(self) -> bool:
@@ -89,7 +90,8 @@ class PoolState:
     spec: PoolSpec
     replicas: dict[str, Replica] = field(default_factory=dict)
     closed: bool = False
-    retired: dict[str, Replica] = field(default_factory=dict)  # those that left; a name may be used again
+    # those that left; a name may be used again
+    retired: dict[str, Replica] = field(default_factory=dict)
 
 
 # Events -------------------------------------------------------------------------------------------------------------
@@ -283,7 +285,9 @@ class EndLab:
     reason: str
 
 
-Instruction = StartProcess | EndProcess | DropWork | Announce | Forget | ForgetPool | EndLab
+Instruction = (
+    StartProcess | EndProcess | DropWork | Announce | Forget | ForgetPool | EndLab
+)
 
 
 class Refused(JvlabError):
@@ -336,9 +340,14 @@ MAX_TICK_SECONDS = 1.0  # between two ticks of a gateway that is busy, but not s
 class Registry:
     """The gateway's state. Only `handle` changes it."""
 
-    def __init__(self, lease: float, beat: float, missed_beats: int, now: float) -> None:
-        self.lease, self.beat, self.missed_beats = lease, beat, missed_beats
-        self.pools: dict[str, PoolState] = {}  # the closed ones in the order in which they were closed
+    def __init__(
+        self, lease: float, beat: float, missed_beats: int, now: float
+    ) -> None:
+        self.lease = lease
+        self.beat = beat
+        self.missed_beats = missed_beats
+        # the closed ones in the order in which they were closed
+        self.pools: dict[str, PoolState] = {}
         self._spent = 0  # no replica of a forgotten pool had a higher epoch
         self._unnamed = 0  # names given by `free_name`
         self.holders: list[str] = []
@@ -365,12 +374,16 @@ class Registry:
     def cause(self, name: str) -> str:
         """Why a replica failed, was lost or left its pool."""
         pool = self.pools.get(pool_of(name))
-        known = None if pool is None else pool.replicas.get(name) or pool.retired.get(name)
+        known = (
+            None if pool is None else pool.replicas.get(name) or pool.retired.get(name)
+        )
         return "it left the pool" if known is None else known.cause
 
     def pool(self, name: str) -> PoolState:
         if name not in self.pools:
-            raise Refused(f"no pool is called {name!r}; there are: {', '.join(self.pools) or 'none'}")
+            raise Refused(
+                f"no pool is called {name!r}; there are: {', '.join(self.pools) or 'none'}"
+            )
         return self.pools[name]
 
     def free_name(self) -> str:
@@ -398,7 +411,11 @@ class Registry:
                 return [Announce(replica.pool)]
             case StageSeen(name, stage, run):
                 replica = self._of_run(name, run)
-                if replica is None or replica.state is not State.STARTING or replica.stage == stage:
+                if (
+                    replica is None
+                    or replica.state is not State.STARTING
+                    or replica.stage == stage
+                ):
                     return []
                 replica.stage = stage
                 return [Announce(replica.pool)]
@@ -413,12 +430,18 @@ class Registry:
             case BeatReceived(name, epoch, now):
                 replica = self.replica(name)
                 if replica.state not in BEATING or replica.epoch != epoch:
-                    raise Refused(f"{name} beats with epoch {epoch}, but is {replica.state.value} at {replica.epoch}")
+                    raise Refused(
+                        f"{name} beats with epoch {epoch}, but is {replica.state.value} at {replica.epoch}"
+                    )
                 replica.last_beat = now
                 return []
             case Unreachable(name, epoch, reason):
                 replica = self.find(name)
-                if replica is None or replica.state not in BEATING or replica.epoch != epoch:
+                if (
+                    replica is None
+                    or replica.state not in BEATING
+                    or replica.epoch != epoch
+                ):
                     return []  # already known, or of an earlier epoch
                 return self._lost(replica, reason)
             case HoldOpened(holder):
@@ -443,7 +466,11 @@ class Registry:
                 return self._scale(self.pool(pool), replicas, serving, now)
             case Drained(name):
                 replica = self.replica(name)
-                return self._close_replica(replica, "it was drained") if replica.state is State.DRAINING else []
+                return (
+                    self._close_replica(replica, "it was drained")
+                    if replica.state is State.DRAINING
+                    else []
+                )
             case LabCloseRequested(reason):
                 return self._end(reason)
             case Tick(now):
@@ -457,7 +484,10 @@ class Registry:
         if spec.replicas < 1 or spec.tensor_parallel < 1:
             raise Refused("replicas and tensor_parallel must be at least 1")
         if spec.replicas > MAX_REPLICAS:
-            raise Refused(f"{spec.replicas} replicas are more than one pool takes", remedy=f"at most {MAX_REPLICAS}")
+            raise Refused(
+                f"{spec.replicas} replicas are more than one pool takes",
+                remedy=f"at most {MAX_REPLICAS}",
+            )
         out = self._forget_pool(spec.pool) if spec.pool in self.pools else []
         pool = self.pools[spec.pool] = PoolState(spec)
         return [*out, *(self._add(pool, index, now) for index in range(spec.replicas))]
@@ -471,33 +501,58 @@ class Registry:
 
     def _add(self, pool: PoolState, index: int, now: float) -> StartProcess:
         """Add the replica of this number."""
-        spec, name = pool.spec, f"{pool.spec.pool}/{index}"
+        spec = pool.spec
+        name = f"{pool.spec.pool}/{index}"
         # Above that of any earlier one of this name: fences orders to it, and tells its process from this one.
-        epoch = max(self._spent, pool.retired[name].epoch if name in pool.retired else 0)
+        epoch = max(
+            self._spent, pool.retired[name].epoch if name in pool.retired else 0
+        )
         fresh = Replica(name, spec.pool, index, started=now, epoch=epoch, run=epoch)
         pool.replicas[name] = fresh
         # Cores and GPUs are divided by replica number, so the count must exceed a process's own number.
-        return StartProcess(name, replace(spec, replicas=max(spec.replicas, index + 1), run=epoch))
+        return StartProcess(
+            name, replace(spec, replicas=max(spec.replicas, index + 1), run=epoch)
+        )
 
     def _offered(self, pool: PoolState, now: float) -> list[Instruction]:
         if pool.closed or self.ending:
             raise Refused(f"pool {pool.spec.pool!r} is closed")
         pool.spec = replace(pool.spec, replicas=pool.spec.replicas + 1)
         taken = {r.index for r in pool.replicas.values()}
-        start = self._add(pool, next(index for index in range(len(taken) + 1) if index not in taken), now)
+        start = self._add(
+            pool,
+            next(index for index in range(len(taken) + 1) if index not in taken),
+            now,
+        )
         pool.replicas[start.replica].place = "join"
-        pool.replicas = dict(sorted(pool.replicas.items(), key=lambda item: item[1].index))
-        return [replace(start, spec=replace(start.spec, place="join")), Announce(pool.spec.pool)]
+        pool.replicas = dict(
+            sorted(pool.replicas.items(), key=lambda item: item[1].index)
+        )
+        return [
+            replace(start, spec=replace(start.spec, place="join")),
+            Announce(pool.spec.pool),
+        ]
 
-    def _scale(self, pool: PoolState, wanted: int, serving: frozenset[str], now: float) -> list[Instruction]:
+    def _scale(
+        self, pool: PoolState, wanted: int, serving: frozenset[str], now: float
+    ) -> list[Instruction]:
         if pool.closed or self.ending:
             raise Refused(f"pool {pool.spec.pool!r} is closed")
         if wanted < 1:
-            raise Refused("a pool has at least 1 replica", remedy="pool.close() ends it")
+            raise Refused(
+                "a pool has at least 1 replica", remedy="pool.close() ends it"
+            )
         if wanted > MAX_REPLICAS:
-            raise Refused(f"{wanted} replicas are more than one pool takes", remedy=f"at most {MAX_REPLICAS}")
+            raise Refused(
+                f"{wanted} replicas are more than one pool takes",
+                remedy=f"at most {MAX_REPLICAS}",
+            )
         pool.spec = replace(pool.spec, replicas=wanted)
-        staying = [r for r in pool.replicas.values() if r.state not in (State.DRAINING, State.CLOSED)]
+        staying = [
+            r
+            for r in pool.replicas.values()
+            if r.state not in (State.DRAINING, State.CLOSED)
+        ]
         out: list[Instruction] = []
         if len(staying) > wanted:
             ranks = {State.FAILED: 0, State.LOST: 1, State.STARTING: 2, State.READY: 3}
@@ -508,11 +563,18 @@ class Registry:
             missing = wanted - len(staying)
             draining = [r for r in pool.replicas.values() if r.state is State.DRAINING]
             for replica in draining[:missing]:
-                replica.state, replica.stage = State.READY, "ready"
+                replica.state = State.READY
+                replica.stage = "ready"
             taken = {r.index for r in pool.replicas.values()}
-            free = (index for index in range(len(taken) + missing) if index not in taken)
-            out += [self._add(pool, next(free), now) for _ in range(missing - len(draining))]
-            pool.replicas = dict(sorted(pool.replicas.items(), key=lambda item: item[1].index))
+            free = (
+                index for index in range(len(taken) + missing) if index not in taken
+            )
+            out += [
+                self._add(pool, next(free), now) for _ in range(missing - len(draining))
+            ]
+            pool.replicas = dict(
+                sorted(pool.replicas.items(), key=lambda item: item[1].index)
+            )
         return [*out, Announce(pool.spec.pool)]
 
     def _remove(self, pool: PoolState, replica: Replica) -> list[Instruction]:
@@ -520,15 +582,22 @@ class Registry:
         if replica.state is State.FAILED:
             return self._forget(pool, replica)
         if replica.state is State.READY:
-            replica.state, replica.stage = State.DRAINING, "draining"
+            replica.state = State.DRAINING
+            replica.stage = "draining"
             return []
         return self._close_replica(replica, "the pool was scaled down")
 
     def _close_replica(self, replica: Replica, reason: str) -> list[Instruction]:
         """End its process; it is forgotten when that has exited."""
-        replica.state, replica.stage, replica.cause = State.CLOSED, "closed", reason
+        replica.state = State.CLOSED
+        replica.stage = "closed"
+        replica.cause = reason
         replica.epoch += 1
-        return [DropWork(replica.name, reason), EndProcess(replica.name), Announce(replica.pool)]
+        return [
+            DropWork(replica.name, reason),
+            EndProcess(replica.name),
+            Announce(replica.pool),
+        ]
 
     def _forget(self, pool: PoolState, replica: Replica) -> list[Instruction]:
         del pool.replicas[replica.name]
@@ -537,27 +606,40 @@ class Registry:
         return [Forget(replica.name), Announce(replica.pool)]
 
     def _exited(self, replica: Replica, cause: str, log_tail: str) -> list[Instruction]:
-        pool, drained = self.pool(replica.pool), replica.state is State.DRAINING
+        pool = self.pool(replica.pool)
+        drained = replica.state is State.DRAINING
         if replica.state is State.CLOSED and not pool.closed:
             return self._forget(pool, replica)
         if replica.ended:
             return []
-        if drained:  # it was leaving anyway; callers that wait for its work get the reason
+        # it was leaving anyway; callers that wait for its work get the reason
+        if drained:
             replica.cause = cause
             return [DropWork(replica.name, cause), *self._forget(pool, replica)]
-        replica.state, replica.stage, replica.cause, replica.log_tail = State.FAILED, "failed", cause, log_tail
+        replica.state = State.FAILED
+        replica.stage = "failed"
+        replica.cause = cause
+        replica.log_tail = log_tail
         replica.epoch += 1
         return [DropWork(replica.name, cause), Announce(replica.pool)]
 
-    def _registered(self, replica: Replica, address: str, now: float) -> list[Instruction]:
+    def _registered(
+        self, replica: Replica, address: str, now: float
+    ) -> list[Instruction]:
         if replica.ended:
             raise Refused(f"{replica.name} is {replica.state.value}")
         # A replica that registers while READY did not receive our reply: its old work is void all the same.
-        dropped: list[Instruction] = [DropWork(replica.name, "registered again")] if replica.state in BEATING else []
+        dropped: list[Instruction] = (
+            [DropWork(replica.name, "registered again")]
+            if replica.state in BEATING
+            else []
+        )
         if replica.state is not State.DRAINING:
-            replica.state, replica.stage = State.READY, "ready"
+            replica.state = State.READY
+            replica.stage = "ready"
         replica.cause = ""
-        replica.address, replica.last_beat = address, now
+        replica.address = address
+        replica.last_beat = now
         replica.epoch += 1
         if replica.ready_after is None:
             replica.ready_after = now - replica.started
@@ -566,16 +648,33 @@ class Registry:
     def _restart(self, pool: PoolState, name: str, now: float) -> list[Instruction]:
         replica = pool.replicas.get(name)
         if replica is None:
-            raise Refused(f"pool {pool.spec.pool!r} has no replica {name!r}; it has: {', '.join(pool.replicas)}")
+            raise Refused(
+                f"pool {pool.spec.pool!r} has no replica {name!r}; it has: {', '.join(pool.replicas)}"
+            )
         if pool.closed or self.ending:
             raise Refused(f"pool {pool.spec.pool!r} is closed")
         if replica.state is not State.FAILED:
-            raise Refused(f"{name} is {replica.state.value}: only a replica that failed can be restarted")
+            raise Refused(
+                f"{name} is {replica.state.value}: only a replica that failed can be restarted"
+            )
         place = replica.place
         run = replica.epoch
-        fresh = Replica(name, replica.pool, replica.index, started=now, epoch=run, place=place, run=run)
+        fresh = Replica(
+            name,
+            replica.pool,
+            replica.index,
+            started=now,
+            epoch=run,
+            place=place,
+            run=run,
+        )
         pool.replicas[name] = fresh
-        return [StartProcess(name, replace(pool.spec, place=place or pool.spec.place, run=run)), Announce(replica.pool)]
+        return [
+            StartProcess(
+                name, replace(pool.spec, place=place or pool.spec.place, run=run)
+            ),
+            Announce(replica.pool),
+        ]
 
     def _close(self, pool: PoolState) -> list[Instruction]:
         if pool.closed:
@@ -583,40 +682,58 @@ class Registry:
         pool.closed = True
         out: list[Instruction] = []
         for replica in pool.replicas.values():
-            if replica.state is State.CLOSED:  # already dropped when the pool was scaled down
+            # already dropped when the pool was scaled down
+            if replica.state is State.CLOSED:
                 continue
             if replica.state is not State.FAILED:
-                replica.state, replica.stage = State.CLOSED, "closed"
+                replica.state = State.CLOSED
+                replica.stage = "closed"
             replica.epoch += 1
-            out += [DropWork(replica.name, "the pool was closed"), EndProcess(replica.name)]
+            out += [
+                DropWork(replica.name, "the pool was closed"),
+                EndProcess(replica.name),
+            ]
         self.pools[pool.spec.pool] = self.pools.pop(pool.spec.pool)
         return [*out, Announce(pool.spec.pool)]
 
     def _forget_oldest(self) -> list[Instruction]:
         """Of the closed pools, those beyond KEPT_CLOSED."""
         closed = [name for name, pool in self.pools.items() if pool.closed]
-        return [instruction for name in closed[:-KEPT_CLOSED] for instruction in self._forget_pool(name)]
+        return [
+            instruction
+            for name in closed[:-KEPT_CLOSED]
+            for instruction in self._forget_pool(name)
+        ]
 
     def _end(self, reason: str) -> list[Instruction]:
         if self.ending:
             return []
         self.ending = True
-        out = [instruction for pool in list(self.pools.values()) for instruction in self._close(pool)]
+        out = [
+            instruction
+            for pool in list(self.pools.values())
+            for instruction in self._close(pool)
+        ]
         return [*out, EndLab(reason)]
 
     def _lost(self, replica: Replica, cause: str) -> list[Instruction]:
         if replica.state is State.DRAINING:
             return self._close_replica(replica, f"{cause} while draining")
-        replica.state, replica.stage, replica.cause = State.LOST, "lost", cause
+        replica.state = State.LOST
+        replica.stage = "lost"
+        replica.cause = cause
         replica.epoch += 1
         return [DropWork(replica.name, cause), Announce(replica.pool)]
 
     def _exclude_own_pause(self, now: float) -> None:
         """Leave out the time in which this process was stopped: no beat and no holder could reach it."""
-        ticked, self._ticked = self._ticked, now
+        ticked = self._ticked
+        self._ticked = now
         if ticked is None:
             return
-        late = lambda since: max(0.0, now - max(since, ticked) - max(self.beat, MAX_TICK_SECONDS))
+        late = lambda since: max(
+            0.0, now - max(since, ticked) - max(self.beat, MAX_TICK_SECONDS)
+        )
         for replica in self.replicas():
             if replica.last_beat is not None:
                 replica.last_beat += late(replica.last_beat)
@@ -631,6 +748,10 @@ class Registry:
                 silent = now - replica.last_beat
                 if silent > self.beat * self.missed_beats:
                     out += self._lost(replica, f"no heartbeat for {silent:.1f} s")
-        if not self.detached and self.unheld_since is not None and now - self.unheld_since >= self.lease:
+        if (
+            not self.detached
+            and self.unheld_since is not None
+            and now - self.unheld_since >= self.lease
+        ):
             out += self._end(f"nobody held the lab for {self.lease:g} s")
         return out

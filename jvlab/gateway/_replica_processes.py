@@ -41,7 +41,9 @@ class ReplicaProcess(Protocol):
     log: Path
     ended: asyncio.Event
 
-    async def start(self, on_pid: Callable[[int], None], on_exit: Callable[[str, str], None]) -> None:
+    async def start(
+        self, on_pid: Callable[[int], None], on_exit: Callable[[str, str], None]
+    ) -> None:
         """Start it, or have it started; `on_exit(cause, log tail)` is called once, when it has exited."""
         ...
 
@@ -72,35 +74,52 @@ class JoinedHost:
 class JoinedProcess:
     """A process that an agent runs; waits until there is one."""
 
-    def __init__(self, replica: str, spec: reg.PoolSpec, index: int, folder: Path) -> None:
-        self.replica, self.spec, self.index = replica, spec, index
+    def __init__(
+        self, replica: str, spec: reg.PoolSpec, index: int, folder: Path
+    ) -> None:
+        self.replica = replica
+        self.spec = spec
+        self.index = index
         self.run = spec.run
         self.log = folder / f"{replica.replace('/', '-')}.log"
         self.ended = asyncio.Event()
         self.agent: JoinedHost | None = None
         self.started = False
-        self._stage, self._tail = WAITING, ""
+        self._stage = WAITING
+        self._tail = ""
         self._ending = False
         self._on_pid: Callable[[int], None] = lambda pid: None
         self._on_exit: Callable[[str, str], None] = lambda cause, tail: None
         self._reconnect_timer: asyncio.TimerHandle | None = None
 
-    async def start(self, on_pid: Callable[[int], None], on_exit: Callable[[str, str], None]) -> None:
-        self._on_pid, self._on_exit = on_pid, on_exit
+    async def start(
+        self, on_pid: Callable[[int], None], on_exit: Callable[[str, str], None]
+    ) -> None:
+        self._on_pid = on_pid
+        self._on_exit = on_exit
 
     @property
     def free(self) -> bool:
         """No agent has been assigned yet."""
-        return self.agent is None and not self.started and not self.ended.is_set() and not self._ending
+        return (
+            self.agent is None
+            and not self.started
+            and not self.ended.is_set()
+            and not self._ending
+        )
 
     def assign(self, agent: JoinedHost) -> None:
         """This agent runs it from now on."""
-        self.agent, self.started, self._stage = agent, True, "process"
+        self.agent = agent
+        self.started = True
+        self._stage = "process"
         if self._reconnect_timer is not None:
             self._reconnect_timer.cancel()
             self._reconnect_timer = None
         if agent.offer.running:
-            agent.orders.put_nowait(pb.JoinOrder(end=True) if self._ending else pb.JoinOrder(wait=True))
+            agent.orders.put_nowait(
+                pb.JoinOrder(end=True) if self._ending else pb.JoinOrder(wait=True)
+            )
             return
         order = order_of(self.replica, self.spec, self.index)
         agent.orders.put_nowait(pb.JoinOrder(start_json=json.dumps(order)))
@@ -111,21 +130,25 @@ class JoinedProcess:
             case "pid":
                 self._on_pid(report.pid)
             case "news":
-                self._stage, self._tail = report.news.stage, report.news.log_tail
+                self._stage = report.news.stage
+                self._tail = report.news.log_tail
                 self.log.write_text(self._tail)
             case "exited":
                 self.exited(report.exited)
 
     def agent_left(self) -> None:
         """The agent's stream ended; if it does not reconnect, its replica counts as exited."""
-        agent, self.agent = self.agent, None
+        agent = self.agent
+        self.agent = None
         if self.ended.is_set() or agent is None:
             return
         text = f"its host's process ({agent.offer.agent}) went away"
         if self._ending:
             self.exited("ended")
         else:
-            self._reconnect_timer = asyncio.get_running_loop().call_later(RECONNECT_SECONDS, self.exited, text)
+            self._reconnect_timer = asyncio.get_running_loop().call_later(
+                RECONNECT_SECONDS, self.exited, text
+            )
 
     def exited(self, cause: str) -> None:
         """The process has exited, or counts as such. Can be called twice."""
@@ -157,8 +180,11 @@ class JoinedProcess:
             await asyncio.wait_for(self.ended.wait(), deadline + AGENT_SECONDS)
         except TimeoutError:
             if self.agent is not None:
-                self.agent.orders.put_nowait(None)  # ends the stream, and the agent with it
-            self.exited(f"its host's process did not answer within {deadline:g} s of the order to end")
+                # ends the stream, and the agent with it
+                self.agent.orders.put_nowait(None)
+            self.exited(
+                f"its host's process did not answer within {deadline:g} s of the order to end"
+            )
 
 
 class Agents:
@@ -169,36 +195,58 @@ class Agents:
         self._idle: list[JoinedHost] = []
 
     def _joined(self) -> list[JoinedProcess]:
-        return [p for p in self._gateway.processes.values() if isinstance(p, JoinedProcess)]
+        return [
+            p for p in self._gateway.processes.values() if isinstance(p, JoinedProcess)
+        ]
 
     def match(self) -> None:
         """Assign waiting replicas to idle agents that fit, first come first served."""
         for process in self._joined():
-            if process.free and (agent := next((a for a in self._idle if a.fits(process.replica)), None)):
+            if process.free and (
+                agent := next((a for a in self._idle if a.fits(process.replica)), None)
+            ):
                 self._idle.remove(agent)
                 process.assign(agent)
 
     def _admit(self, agent: JoinedHost) -> None:
         """Find a replica for a new agent: a waiting, a failed or an additional one. Raises Refused."""
-        name, registry = agent.offer.name, self._gateway.registry
+        name = agent.offer.name
+        registry = self._gateway.registry
         running = agent.offer.running
         if running:
             process = self._gateway.processes.get(running)
-            if not isinstance(process, JoinedProcess) or process.agent is not None or process.ended.is_set():
-                raise reg.Refused(f"{running} counts as exited, or another agent runs it")
+            if (
+                not isinstance(process, JoinedProcess)
+                or process.agent is not None
+                or process.ended.is_set()
+            ):
+                raise reg.Refused(
+                    f"{running} counts as exited, or another agent runs it"
+                )
             process.assign(agent)
             return
         self._idle.append(agent)
         known = registry.find(name)
-        if known is not None:  # a new agent for this replica: whatever ran under its name has ended
+        # a new agent for this replica: whatever ran under its name has ended
+        if known is not None:
             process = self._gateway.processes.get(name)
-            if isinstance(process, JoinedProcess) and process.started and process.agent is None:
+            if (
+                isinstance(process, JoinedProcess)
+                and process.started
+                and process.agent is None
+            ):
                 process.exited("its host's process was restarted")
             if known.state is reg.State.FAILED:
                 self._gateway.restart(reg.pool_of(name), name)
         self.match()
-        if agent in self._idle and name in registry.pools and not registry.pools[name].closed:
-            if sum(idle.offer.name == name for idle in self._idle) <= self._coming(registry.pools[name]):
+        if (
+            agent in self._idle
+            and name in registry.pools
+            and not registry.pools[name].closed
+        ):
+            if sum(idle.offer.name == name for idle in self._idle) <= self._coming(
+                registry.pools[name]
+            ):
                 return  # `match` is called again for each of those
             try:
                 self._gateway.handle(reg.Offered(name, time.monotonic()))
@@ -209,7 +257,11 @@ class Agents:
     def _coming(self, pool: reg.PoolState) -> int:
         """How many replicas of a pool will wait for an agent as soon as the gateway has made their processes."""
         made = {(process.replica, process.run) for process in self._joined()}
-        starting = [r for r in pool.replicas.values() if r.state is reg.State.STARTING and (r.name, r.run) not in made]
+        starting = [
+            r
+            for r in pool.replicas.values()
+            if r.state is reg.State.STARTING and (r.name, r.run) not in made
+        ]
         return sum((r.place or pool.spec.place) == "join" for r in starting)
 
     def end_idle(self) -> None:
@@ -217,7 +269,9 @@ class Agents:
         for agent in self._idle:
             agent.orders.put_nowait(pb.JoinOrder(end=True))
 
-    async def join(self, reports: AsyncIterator[pb.JoinReport]) -> AsyncIterator[pb.JoinOrder]:
+    async def join(
+        self, reports: AsyncIterator[pb.JoinReport]
+    ) -> AsyncIterator[pb.JoinOrder]:
         """One agent's stream, from its offer to its end."""
         first = await anext(reports, None)
         if first is None or first.WhichOneof("kind") != "offer":
@@ -228,7 +282,9 @@ class Agents:
         try:
             while True:
                 try:
-                    order = await asyncio.wait_for(agent.orders.get(), KEEPALIVE_SECONDS)
+                    order = await asyncio.wait_for(
+                        agent.orders.get(), KEEPALIVE_SECONDS
+                    )
                 except TimeoutError:
                     order = pb.JoinOrder(wait=True)
                 if order is None:
@@ -238,7 +294,9 @@ class Agents:
             reading.cancel()
             self._leave(agent)
 
-    async def _read(self, agent: JoinedHost, reports: AsyncIterator[pb.JoinReport]) -> None:
+    async def _read(
+        self, agent: JoinedHost, reports: AsyncIterator[pb.JoinReport]
+    ) -> None:
         try:
             async for report in reports:
                 if process := self._process_of(agent):
@@ -248,7 +306,9 @@ class Agents:
             self._leave(agent)
 
     def _process_of(self, agent: JoinedHost) -> JoinedProcess | None:
-        return next((process for process in self._joined() if process.agent is agent), None)
+        return next(
+            (process for process in self._joined() if process.agent is agent), None
+        )
 
     def _leave(self, agent: JoinedHost) -> None:
         if agent in self._idle:
@@ -260,17 +320,29 @@ class Agents:
 def check_reachable(address: str, tls_pem: str) -> None:
     """Raise Refused for a replica on another host to which the token would go in clear text."""
     if not tls_pem and not security.is_loopback(host_of(address)):
-        raise reg.Refused(f"a replica at {address} without a certificate: the token would go there in clear text")
+        raise reg.Refused(
+            f"a replica at {address} without a certificate: the token would go there in clear text"
+        )
 
 
 def make_process(gateway: Gateway, replica: str, spec: reg.PoolSpec, index: int) -> Any:
     """The process of this replica, by its place; raises OSError for an unknown place."""
     match spec.place:
         case "local":
-            return RolloutProcess(replica, spec, index, gateway.folder, gateway.address, gateway.token, gateway.warm)
+            return RolloutProcess(
+                replica,
+                spec,
+                index,
+                gateway.folder,
+                gateway.address,
+                gateway.token,
+                gateway.warm,
+            )
         case "join":
             return JoinedProcess(replica, spec, index, gateway.folder)
         case place if place in gateway.process_factories:
             return gateway.process_factories[place](replica, spec, index)
         case place:
-            raise OSError(f"this gateway can't start processes on {place!r}; it can: local, join")
+            raise OSError(
+                f"this gateway can't start processes on {place!r}; it can: local, join"
+            )

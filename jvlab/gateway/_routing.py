@@ -19,7 +19,8 @@ from jvlab._errors import SamplingError
 
 PREFIX_CHARACTERS = 256  # of a prompt that are hashed; a shorter prompt is hashed whole
 PREFIX_TOKENS = 64
-MIN_BOUND = 16  # requests in flight up to which no replica counts as busy: an engine runs that many in parallel
+# requests in flight up to which no replica counts as busy: an engine runs that many in parallel
+MIN_BOUND = 16
 IMBALANCE = 1.25  # above that, a replica gets at most this many times its fair share
 POINTS = 32  # of each replica on the ring: enough that shares differ little
 
@@ -68,7 +69,8 @@ class Board:
 
     def least(self, avoid: frozenset[str]) -> str | None:
         """Fewest in flight, first by name among equals; None if all are to be avoided."""
-        heap, aside = self._heap, []
+        heap = self._heap
+        aside = []
         while heap:
             count, _, name = heap[0]
             if count == self._load[name] and name not in avoid:
@@ -87,7 +89,11 @@ class Board:
         When a replica joins or leaves, only the keys that it gains or loses change their home.
         """
         if self._ring is None:
-            points = sorted((_hash(f"{name}#{k}".encode()), name) for name in self._load for k in range(POINTS))
+            points = sorted(
+                (_hash(f"{name}#{k}".encode()), name)
+                for name in self._load
+                for k in range(POINTS)
+            )
             self._ring = [point for point, _ in points], [name for _, name in points]
         points, names = self._ring
         seen: set[str] = set()
@@ -118,7 +124,11 @@ def keep_home(home: str, otherwise: Policy) -> Policy:
     """The home gets all requests while it may be given work, however busy: its KV cache is worth the wait."""
 
     def choose(board: Board, request: RouteRequest) -> str | None:
-        return home if home in board and home not in request.avoid else otherwise(board, request)
+        return (
+            home
+            if home in board and home not in request.avoid
+            else otherwise(board, request)
+        )
 
     return choose if home else otherwise
 
@@ -134,7 +144,10 @@ POLICIES: dict[str, Policy] = {"least": least_in_flight, "prefix": prefix_affini
 
 def unknown_policy(name: str) -> SamplingError:
     """The error for an unknown policy."""
-    return SamplingError(f"routing={name!r} is not known", remedy=f"one of {', '.join(map(repr, POLICIES))}")
+    return SamplingError(
+        f"routing={name!r} is not known",
+        remedy=f"one of {', '.join(map(repr, POLICIES))}",
+    )
 
 
 def prefix_key(content: str | Iterable[int]) -> int:
@@ -159,12 +172,15 @@ class Loads:
 
     def count(self, pool: str, replica: str, change: int) -> None:
         self._in_flight[replica] = self.of(replica) + change
-        if not self._in_flight[replica]:  # so that replicas that are gone leave nothing behind
+        # so that replicas that are gone leave nothing behind
+        if not self._in_flight[replica]:
             del self._in_flight[replica]
         for board in self._boards.get(pool, {}).values():
             board.count(replica, change)
 
-    def board(self, pool: str, version: int, names: Callable[[], Iterable[str]]) -> Board:
+    def board(
+        self, pool: str, version: int, names: Callable[[], Iterable[str]]
+    ) -> Board:
         """The board of a pool's replicas that may serve this; rebuilt after `changed`."""
         boards = self._boards.setdefault(pool, {})
         if version not in boards:

@@ -37,8 +37,10 @@ class GatewayOptions:
     host: str = "127.0.0.1"
     port: int = 0  # 0: a free one
     tls: security.Tls | None = None
-    metrics_port: int | None = None  # Prometheus metrics on loopback; 0: a free one, None: none
-    place: str = "local"  # who starts a pool's processes, unless its launch says otherwise
+    # Prometheus metrics on loopback; 0: a free one, None: none
+    metrics_port: int | None = None
+    # who starts a pool's processes, unless its launch says otherwise
+    place: str = "local"
     max_message: int = security.MAX_MESSAGE
 
     def check(self) -> GatewayOptions:
@@ -47,18 +49,31 @@ class GatewayOptions:
         for name in ("lease", "beat", "missed_beats"):
             given = getattr(self, name)
             if isinstance(given, bool) or not isinstance(given, (int, float)):
-                raise ConfigError(f"{name}={given!r} is not a number", remedy=f"pass {name}=... in seconds, or a count")
+                raise ConfigError(
+                    f"{name}={given!r} is not a number",
+                    remedy=f"pass {name}=... in seconds, or a count",
+                )
         if not self.lease > 0:
             raise ConfigError(
-                f"lease must be positive, not {self.lease}", remedy="lab.detach() keeps a lab until it is closed"
+                f"lease must be positive, not {self.lease}",
+                remedy="lab.detach() keeps a lab until it is closed",
             )
         if not self.beat > 0 or self.missed_beats < 1:
-            raise ConfigError(f"beat={self.beat:g} and missed_beats={self.missed_beats} must be positive")
+            raise ConfigError(
+                f"beat={self.beat:g} and missed_beats={self.missed_beats} must be positive"
+            )
         return self
 
     def command_line(self) -> list[str]:
         """As arguments of `jvlab gateway`."""
-        words = ["--lease", self.lease, "--beat", self.beat, "--missed-beats", self.missed_beats]
+        words = [
+            "--lease",
+            self.lease,
+            "--beat",
+            self.beat,
+            "--missed-beats",
+            self.missed_beats,
+        ]
         words += ["--host", self.host, "--port", self.port]
         if self.metrics_port is not None:
             words += ["--metrics-port", self.metrics_port]
@@ -81,12 +96,17 @@ async def serve(
 ) -> None:
     """Run one gateway until it is closed, its lease is over, or a signal ends it."""
     security.check_bind(options.host, options.tls)
-    host, tls = options.host, options.tls
-    gateway = make(lab, folder, token, options.lease, options.beat, options.missed_beats)
+    host = options.host
+    tls = options.tls
+    gateway = make(
+        lab, folder, token, options.lease, options.beat, options.missed_beats
+    )
     gateway.place = options.place
     server = grpc.aio.server(
         interceptors=[security.TokenInterceptor(token)],
-        options=security.options(options.max_message, keepalive=not security.is_loopback(host)),
+        options=security.options(
+            options.max_message, keepalive=not security.is_loopback(host)
+        ),
         maximum_concurrent_rpcs=None,
     )
     rpc.add_LabServicer_to_server(LabServicer(gateway), server)
@@ -95,20 +115,36 @@ async def serve(
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     shown_host = f"[{host}]" if ":" in host else host
     target = f"{shown_host}:{options.port}"
-    bound = server.add_secure_port(target, tls.credentials()) if tls else server.add_insecure_port(target)
+    bound = (
+        server.add_secure_port(target, tls.credentials())
+        if tls
+        else server.add_insecure_port(target)
+    )
     shown = f"{shown_host}:{bound}"
     # With TLS on the public port, processes of this machine use a loopback port of their own.
-    gateway.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}" if tls else shown
+    gateway.address = (
+        f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}" if tls else shown
+    )
     gateway.public_address = shown
     await server.start()
     await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT) if signals else ():  # main thread only
-        loop.add_signal_handler(number, lambda n=number: gateway.handle(reg.LabCloseRequested(f"signal {n}")))
+    # main thread only
+    for number in (signal.SIGTERM, signal.SIGINT) if signals else ():
+        loop.add_signal_handler(
+            number,
+            lambda n=number: gateway.handle(reg.LabCloseRequested(f"signal {n}")),
+        )
     metrics = None
     if options.metrics_port is not None:
         metrics = await serve_metrics(gateway.lab_status, token, options.metrics_port)
-    facts = {"lab": lab, "address": gateway.address, "public_address": shown, "token": token, "tls": bool(tls)}
+    facts = {
+        "lab": lab,
+        "address": gateway.address,
+        "public_address": shown,
+        "token": token,
+        "tls": bool(tls),
+    }
     if metrics is not None:
         gateway.metrics_url = facts["metrics_url"] = f"{metrics.url}/metrics"
     write_lab_file(folder, facts | asdict(Identity.own()))
@@ -117,10 +153,13 @@ async def serve(
     ending = asyncio.create_task(gateway.ended.wait())
     try:
         # no deadline: the gateway's whole life; a lease ends it
-        done, _ = await asyncio.wait({ending, ticking}, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(
+            {ending, ticking}, return_when=asyncio.FIRST_COMPLETED
+        )
         for task in done:
             # no deadline: the task is done
-            task.result()  # if ticking failed, end: the lab would have no lease and no heartbeats
+            # if ticking failed, end: the lab would have no lease and no heartbeats
+            task.result()
     finally:
         ending.cancel()
         (folder / "lab.json").unlink(missing_ok=True)

@@ -27,14 +27,18 @@ from jvlab.wire._rpc_errors import LOST_REMEDY, CallFailed, refused, reports_err
 
 MAX_SECONDS = 86_400.0
 SLACK = 2.0
-PAUSE_FACTOR, MAX_PAUSE = 10.0, 1.0  # after a snapshot that took t seconds, none for 10 t
+# after a snapshot that took t seconds, none for 10 t
+PAUSE_FACTOR = 10.0
+MAX_PAUSE = 1.0
 Context = grpc.aio.ServicerContext
 
 
 def _remaining(context: Context) -> float:
     """Seconds we may take: the caller's deadline, less the time for an error that says what we waited for."""
     left = context.time_remaining()
-    return MAX_SECONDS if left is None else max(0.0, left - min(ANSWER_SECONDS, left / 2))
+    return (
+        MAX_SECONDS if left is None else max(0.0, left - min(ANSWER_SECONDS, left / 2))
+    )
 
 
 @reports_errors
@@ -44,10 +48,14 @@ class LabServicer(rpc.LabServicer):
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
 
-    async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.LabStatus:
+    async def Describe(
+        self, request: pb.DescribeRequest, context: Context
+    ) -> pb.LabStatus:
         return self.gateway.lab_status()
 
-    async def Hold(self, request: pb.HoldRequest, context: Context) -> AsyncIterator[pb.HoldEvent]:
+    async def Hold(
+        self, request: pb.HoldRequest, context: Context
+    ) -> AsyncIterator[pb.HoldEvent]:
         self.gateway.handle(reg.HoldOpened(request.holder))
         try:
             sequence = 0
@@ -66,7 +74,9 @@ class LabServicer(rpc.LabServicer):
         self.gateway.handle(reg.LabCloseRequested(request.reason))
         return pb.Empty()
 
-    async def Launch(self, request: pb.LaunchRequest, context: Context) -> pb.PoolStatus:
+    async def Launch(
+        self, request: pb.LaunchRequest, context: Context
+    ) -> pb.PoolStatus:
         spec = reg.PoolSpec(
             request.pool or self.gateway.registry.free_name(),
             request.model,
@@ -92,12 +102,17 @@ class LabServicer(rpc.LabServicer):
             start()
         return self.gateway.pool_status(spec.pool)
 
-    async def Watch(self, request: pb.PoolRequest, context: Context) -> AsyncIterator[pb.PoolStatus]:
+    async def Watch(
+        self, request: pb.PoolRequest, context: Context
+    ) -> AsyncIterator[pb.PoolStatus]:
         registry = self.gateway.registry
-        pool, status = registry.pool(request.pool), pb.PoolStatus()
+        pool = registry.pool(request.pool)
+        status = pb.PoolStatus()
         while True:
-            change, began = self.gateway.change(request.pool), time.perf_counter()
-            if registry.pools.get(request.pool) is not pool:  # closed, and another may have its name
+            change = self.gateway.change(request.pool)
+            began = time.perf_counter()
+            # closed, and another may have its name
+            if registry.pools.get(request.pool) is not pool:
                 status.closed = True
                 yield status
                 return
@@ -109,21 +124,37 @@ class LabServicer(rpc.LabServicer):
             # A thousand replicas that register would mean a thousand snapshots of a thousand replicas: several
             # changes go into one.
             await asyncio.sleep(min(MAX_PAUSE, PAUSE_FACTOR * took))
-            await change.wait()  # no deadline: a watcher waits for news, and leaves when it likes
+            # no deadline: a watcher waits for news, and leaves when it likes
+            await change.wait()
 
     async def Status(self, request: pb.PoolRequest, context: Context) -> pb.PoolStatus:
-        return await _pool_commands.fresh_status(self.gateway, request.pool, _remaining(context))
+        return await _pool_commands.fresh_status(
+            self.gateway, request.pool, _remaining(context)
+        )
 
     async def ClosePool(self, request: pb.PoolRequest, context: Context) -> pb.Empty:
         self.gateway.handle(reg.PoolCloseRequested(request.pool))
         names = self.gateway.registry.pool(request.pool).replicas
-        ending = [self.gateway.processes[name] for name in names if name in self.gateway.processes]
-        closing = self.gateway.fronts.begin_close(request.pool)  # they close whether this call waits for it or not
+        ending = [
+            self.gateway.processes[name]
+            for name in names
+            if name in self.gateway.processes
+        ]
+        # they close whether this call waits for it or not
+        closing = self.gateway.fronts.begin_close(request.pool)
         try:
             async with asyncio.timeout(_remaining(context)):
-                await asyncio.gather(*(process.ended.wait() for process in ending), *map(asyncio.shield, closing))
+                await asyncio.gather(
+                    *(process.ended.wait() for process in ending),
+                    *map(asyncio.shield, closing),
+                )
         except TimeoutError:
-            late = ", ".join(process.replica for process in ending if not process.ended.is_set()) or "its HTTP front"
+            late = (
+                ", ".join(
+                    process.replica for process in ending if not process.ended.is_set()
+                )
+                or "its HTTP front"
+            )
             raise CallFailed(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
                 f"waited for {late} to end",
@@ -131,19 +162,24 @@ class LabServicer(rpc.LabServicer):
             ) from None
         return pb.Empty()
 
-    async def Generate(self, request_iterator: Any, context: Context) -> AsyncIterator[pb.GenerateEvent]:
+    async def Generate(
+        self, request_iterator: Any, context: Context
+    ) -> AsyncIterator[pb.GenerateEvent]:
         first = await anext(aiter(request_iterator), None)
         if first is None or first.WhichOneof("kind") != "start":
             raise SamplingError("the first message must be a start")
         start: pb.GenerateStart = first.start
         if not start.prompts or start.n < 1:
             raise SamplingError("no prompts, or n below 1")
-        remaining, gateway = _remaining(context), self.gateway
+        remaining = _remaining(context)
+        gateway = self.gateway
         routing = start.routing or gateway.registry.pool(start.pool).spec.routing
         if routing not in POLICIES:
             raise unknown_policy(routing)
         if start.min_version < 0:
-            raise SamplingError(f"min_version must not be negative, but is {start.min_version}")
+            raise SamplingError(
+                f"min_version must not be negative, but is {start.min_version}"
+            )
         adapter = gateway.adapters.find(start.pool, start.adapter)
         _check_limits(gateway, start)
 
@@ -151,14 +187,23 @@ class LabServicer(rpc.LabServicer):
             if (replica := gateway.registry.find(name)) is None:
                 return None
             work = [
-                pb.PromptWork(prompt_index=i.index, prompt=start.prompts[i.index], sample_indexes=sorted(i.parts))
+                pb.PromptWork(
+                    prompt_index=i.index,
+                    prompt=start.prompts[i.index],
+                    sample_indexes=sorted(i.parts),
+                )
                 for i in items
             ]
             order = pb.RolloutRequest(
-                epoch=replica.epoch, work=work, sampling_json=start.sampling_json, adapter=adapter
+                epoch=replica.epoch,
+                work=work,
+                sampling_json=start.sampling_json,
+                adapter=adapter,
             )
             # This deadline only matters if the gateway dies: ours comes first, with a better error.
-            return gateway.stub(name).Generate(order, timeout=remaining + SLACK, metadata=gateway.metadata())
+            return gateway.stub(name).Generate(
+                order, timeout=remaining + SLACK, metadata=gateway.metadata()
+            )
 
         dispatch = Dispatch(
             PoolReplicas(gateway, start.pool, start.min_version),
@@ -183,8 +228,11 @@ class LabServicer(rpc.LabServicer):
             if crediting is not None:
                 crediting.cancel()
 
-    async def Score(self, request: pb.ScoreCall, context: Context) -> AsyncIterator[pb.ScoreEvent]:
-        remaining, gateway = _remaining(context), self.gateway
+    async def Score(
+        self, request: pb.ScoreCall, context: Context
+    ) -> AsyncIterator[pb.ScoreEvent]:
+        remaining = _remaining(context)
+        gateway = self.gateway
         lengths = [len(sequence.ids) for sequence in request.sequences]
         gateway.limits(request.pool).check(of_prompts(lengths, 1, {"max_tokens": 1}, 0))
 
@@ -197,7 +245,9 @@ class LabServicer(rpc.LabServicer):
                 sequences=[request.sequences[i.index] for i in items],
                 indexes=[i.index for i in items],
             )
-            return gateway.stub(name).Score(order, timeout=remaining + SLACK, metadata=gateway.metadata())
+            return gateway.stub(name).Score(
+                order, timeout=remaining + SLACK, metadata=gateway.metadata()
+            )
 
         dispatch = Dispatch(
             PoolReplicas(gateway, request.pool),
@@ -220,12 +270,17 @@ class LabServicer(rpc.LabServicer):
     async def Steer(self, request: pb.SteerCall, context: Context) -> pb.SteerReply:
         return await _pool_commands.steer(self.gateway, request, _remaining(context))
 
-    async def Trace(self, request: pb.TraceCall, context: Context) -> AsyncIterator[pb.TraceEvent]:
+    async def Trace(
+        self, request: pb.TraceCall, context: Context
+    ) -> AsyncIterator[pb.TraceEvent]:
         gateway = self.gateway
         replicas = gateway.ready(request.pool)
         if not replicas:
             raise refused(f"no replica of {request.pool} is ready")
-        asked = next((r for r in replicas if r.name == request.replica or not request.replica), None)
+        asked = next(
+            (r for r in replicas if r.name == request.replica or not request.replica),
+            None,
+        )
         if asked is None:
             names = ", ".join(r.name for r in replicas)
             raise refused(f"{request.replica!r} is not among those ready: {names}")
@@ -233,10 +288,14 @@ class LabServicer(rpc.LabServicer):
         async for event in self._relay(asked.name, "Trace", order, context):
             yield event
 
-    async def _relay(self, replica: str, method: str, order: Any, context: Context) -> AsyncIterator[Any]:
+    async def _relay(
+        self, replica: str, method: str, order: Any, context: Context
+    ) -> AsyncIterator[Any]:
         """Stream this replica's reply to one order."""
         gateway = self.gateway
-        call = getattr(gateway.stub(replica), method)(order, timeout=_remaining(context), metadata=gateway.metadata())
+        call = getattr(gateway.stub(replica), method)(
+            order, timeout=_remaining(context), metadata=gateway.metadata()
+        )
         with gateway.watched(replica, call):
             async for event in call:
                 yield event
@@ -251,11 +310,17 @@ class LabServicer(rpc.LabServicer):
 
     async def Logs(self, request: pb.LogsRequest, context: Context) -> pb.LogsReply:
         known = self.gateway.registry.find(request.replica)
-        process = self.gateway.process_of(known) if known is not None else self.gateway.processes.get(request.replica)
+        process = (
+            self.gateway.process_of(known)
+            if known is not None
+            else self.gateway.processes.get(request.replica)
+        )
         if process is None and known is not None:
             return pb.LogsReply()  # it is not started yet
         if process is None:
-            raise CallFailed(grpc.StatusCode.NOT_FOUND, f"no replica is called {request.replica!r}")
+            raise CallFailed(
+                grpc.StatusCode.NOT_FOUND, f"no replica is called {request.replica!r}"
+            )
         return pb.LogsReply(text=process.tail(request.lines))
 
     async def Link(self, request_iterator: Any, context: Context) -> None:
@@ -264,13 +329,19 @@ class LabServicer(rpc.LabServicer):
     async def Team(self, request_iterator: Any, context: Context) -> None:
         await self.gateway.teams.serve(context)
 
-    async def Peek(self, request: pb.PeekCall, context: Context) -> AsyncIterator[pb.PeekEvent]:
+    async def Peek(
+        self, request: pb.PeekCall, context: Context
+    ) -> AsyncIterator[pb.PeekEvent]:
         asked = self._ready(request.pool, request.replica)
-        order = pb.RolloutPeekRequest(epoch=asked.epoch, rank=request.rank, parameter=request.parameter)
+        order = pb.RolloutPeekRequest(
+            epoch=asked.epoch, rank=request.rank, parameter=request.parameter
+        )
         async for event in self._relay(asked.name, "Peek", order, context):
             yield event
 
-    async def Hidden(self, request: pb.HiddenCall, context: Context) -> AsyncIterator[pb.HiddenEvent]:
+    async def Hidden(
+        self, request: pb.HiddenCall, context: Context
+    ) -> AsyncIterator[pb.HiddenEvent]:
         asked = self._ready(request.pool, request.replica)
         order = pb.RolloutHiddenRequest(epoch=asked.epoch, tokens=request.tokens)
         async for event in self._relay(asked.name, "Hidden", order, context):
@@ -282,8 +353,14 @@ class LabServicer(rpc.LabServicer):
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.PoolStatus:
         gateway = self.gateway
-        serving = frozenset(replica.name for replica in gateway.links.serving(request.pool))
-        gateway.handle(reg.ScaleRequested(request.pool, request.replicas, serving, time.monotonic()))
+        serving = frozenset(
+            replica.name for replica in gateway.links.serving(request.pool)
+        )
+        gateway.handle(
+            reg.ScaleRequested(
+                request.pool, request.replicas, serving, time.monotonic()
+            )
+        )
         return gateway.pool_status(request.pool)
 
     async def SetAdapter(self, request: pb.AdapterCall, context: Context) -> pb.Empty:
@@ -303,12 +380,18 @@ def _check_limits(gateway: Gateway, start: pb.GenerateStart) -> None:
     """Raise LimitExceeded for a call over the limits. Text prompts are counted where they are tokenised."""
     lengths = [len(prompt.tokens.ids) for prompt in start.prompts]
     sampling = read_object(start.sampling_json, "sampling_json")
-    gateway.limits(start.pool).check(of_prompts(lengths, start.n, sampling, gateway.model_len(start.pool)))
+    gateway.limits(start.pool).check(
+        of_prompts(lengths, start.n, sampling, gateway.model_len(start.pool))
+    )
 
 
 def _items(start: pb.GenerateStart, routing: str) -> list[Item]:
     """One item per prompt, with its prefix key if routing needs it."""
-    keys = [_key(prompt) for prompt in start.prompts] if routing == "prefix" else [0] * len(start.prompts)
+    keys = (
+        [_key(prompt) for prompt in start.prompts]
+        if routing == "prefix"
+        else [0] * len(start.prompts)
+    )
     return [Item(i, set(range(start.n)), key=key) for i, key in enumerate(keys)]
 
 
@@ -332,7 +415,13 @@ def _generate_event(event: Done | Lost | str) -> pb.GenerateEvent:
             return pb.GenerateEvent(samples=[sample for sample, _ in results])
         case Lost(index, parts, reason):
             lost = [
-                pb.Sample(prompt_index=index, sample_index=part, finish_reason="error", error=reason) for part in parts
+                pb.Sample(
+                    prompt_index=index,
+                    sample_index=part,
+                    finish_reason="error",
+                    error=reason,
+                )
+                for part in parts
             ]
             return pb.GenerateEvent(samples=lost)
         case note:
@@ -346,7 +435,9 @@ class RegistryServicer(rpc.RegistryServicer):
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
 
-    async def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterReply:
+    async def Register(
+        self, request: pb.RegisterRequest, context: Context
+    ) -> pb.RegisterReply:
         gateway = self.gateway
         check_reachable(request.address, request.tls_pem)
         replica = gateway.register(request)
@@ -354,7 +445,9 @@ class RegistryServicer(rpc.RegistryServicer):
 
     async def Beat(self, request: pb.BeatRequest, context: Context) -> pb.BeatReply:
         try:
-            self.gateway.handle(reg.BeatReceived(request.replica, request.epoch, time.monotonic()))
+            self.gateway.handle(
+                reg.BeatReceived(request.replica, request.epoch, time.monotonic())
+            )
         except reg.Refused:
             return pb.BeatReply(fenced=True)
         replica = self.gateway.registry.replica(request.replica)
@@ -363,6 +456,8 @@ class RegistryServicer(rpc.RegistryServicer):
         self.gateway.check_pause(replica, request.stats)
         return pb.BeatReply(fenced=False)
 
-    async def Join(self, request_iterator: Any, context: Context) -> AsyncIterator[pb.JoinOrder]:
+    async def Join(
+        self, request_iterator: Any, context: Context
+    ) -> AsyncIterator[pb.JoinOrder]:
         async for order in self.gateway.agents.join(aiter(request_iterator)):
             yield order

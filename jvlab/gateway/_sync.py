@@ -58,7 +58,10 @@ def _out_of_order(phases: Phases, stage: Stage, terms: Terms) -> tuple[str, str]
     for phase in phases:
         wanted = NEXT[terms.mode, stage]
         if phase is not wanted:
-            return f"{phase.name} while {stage.value} in {terms.mode} mode", f"{wanted.name} or ABANDON may follow"
+            return (
+                f"{phase.name} while {stage.value} in {terms.mode} mode",
+                f"{wanted.name} or ABANDON may follow",
+            )
         stage = STAGE_AFTER[phase]
     return None
 
@@ -76,26 +79,50 @@ def order_problem(
     if not event.phases:
         return "an order without phases", "name at least one"
     if terms is None:
-        return f"{event.phases[0].name} while {stage.value}: no sync is open", "begin with PREPARE and terms"
+        return (
+            f"{event.phases[0].name} while {stage.value}: no sync is open",
+            "begin with PREPARE and terms",
+        )
     if problem := _out_of_order(event.phases, stage, terms):
         return problem
     if Phase.PREPARE in event.phases:
         if gone := sorted(participants - set(members)):
-            return f"not ready: {', '.join(gone)}", "pool.status() says why; leave them out, or restart them"
+            return (
+                f"not ready: {', '.join(gone)}",
+                "pool.status() says why; leave them out, or restart them",
+            )
         if shut := sorted(participants - opened):
-            return f"the link is not open on {', '.join(shut)}", "open it again for them: they came later"
+            return (
+                f"the link is not open on {', '.join(shut)}",
+                "open it again for them: they came later",
+            )
         if not participants:
-            return "no replica takes part", "wait until one is ready and open the link on it"
+            return (
+                "no replica takes part",
+                "wait until one is ready and open the link on it",
+            )
         # The pool's own version may be sent to named replicas that are behind it: nothing changes for the others.
-        late = bool(terms.replicas) and all(members[name].version < version for name in participants)
+        late = bool(terms.replicas) and all(
+            members[name].version < version for name in participants
+        )
         if terms.version < version or (terms.version == version and not late):
             error = f"version {terms.version} is not larger than the pool's, {version}"
             return error, f"use version {version + 1} or more"
         newest = max(sorted(participants), key=lambda name: members[name].version)
         if terms.version <= (held := members[newest].version):
-            return f"replica {newest} holds a version {held} already", f"use version {held + 1} or more"
-    if Phase.VERIFY in event.phases and terms.verify != "off" and (blind := sorted(participants - event.digests)):
-        return f"VERIFY without digests for {', '.join(blind)}", 'send them, or sync with verify="off"'
+            return (
+                f"replica {newest} holds a version {held} already",
+                f"use version {held + 1} or more",
+            )
+    if (
+        Phase.VERIFY in event.phases
+        and terms.verify != "off"
+        and (blind := sorted(participants - event.digests))
+    ):
+        return (
+            f"VERIFY without digests for {', '.join(blind)}",
+            'send them, or sync with verify="off"',
+        )
     return None
 
 
@@ -106,7 +133,8 @@ class PoolSyncState:
     """The versions of one pool and its open sync; `PoolSync` changes them."""
 
     def __init__(self, pool: str) -> None:
-        self.pool, self.version = pool, 0
+        self.pool = pool
+        self.version = 0
         self.members: dict[str, Member] = {}
         self.holder: Holder | None = None
         self.stage = Stage.IDLE
@@ -114,12 +142,14 @@ class PoolSyncState:
         self.participants: set[str] = set()  # of the open transaction
         self._initial_participants: list[str] = []  # when it began
         self._work: Work | None = None
-        self._lapsed: Work | None = None  # a sync that ended between two orders: the next reply reports it
+        # a sync that ended between two orders: the next reply reports it
+        self._lapsed: Work | None = None
         self._queued: sync.Ordered | None = None  # received during clean-up
         self._tickets: dict[int, tuple[str, Phases]] = {}
         self._last_ticket = 0
         self._left_midway: set[str] = set()  # left in the middle of a sync
-        self._unacknowledged: dict[int, str] = {}  # ABANDONs that no work waits for: ticket → replica
+        # ABANDONs that no work waits for: ticket → replica
+        self._unacknowledged: dict[int, str] = {}
         self._last_version: dict[str, int] = {}  # of replicas that left
         self._now = 0.0
         self._announced = self._snapshot()  # what was announced last
@@ -140,7 +170,9 @@ class PoolSyncState:
     @property
     def open(self) -> bool:
         """Whether a sync is open, or being abandoned."""
-        return self.stage is not Stage.IDLE or (self._work is not None and self._work.kind in ("steps", "abandon"))
+        return self.stage is not Stage.IDLE or (
+            self._work is not None and self._work.kind in ("steps", "abandon")
+        )
 
     def is_news(self, replica: str, version: int) -> bool:
         """Whether a replica's report that it committed this version is newer than what we know.
@@ -153,30 +185,55 @@ class PoolSyncState:
         """Whether no order is in progress there, so that its own report is the latest."""
         member = self.members.get(replica)
         return member is not None and not (
-            member.unacknowledged or replica in self.participants or self._work is not None
+            member.unacknowledged
+            or replica in self.participants
+            or self._work is not None
         )
 
     def _snapshot(self) -> tuple[object, ...]:
         holder = self.holder
         # These four determine a standing; computing it would cost a call for each of a thousand replicas.
-        now, participants = self.version, self.participants
+        now = self.version
+        participants = self.participants
         standings = [
             (n, m.version, m.dirty, n in participants and (m.dirty or m.version != now))
             for n, m in self.members.items()
         ]
-        return self.version, self.stage, holder and (holder.link, holder.ended), standings
+        return (
+            self.version,
+            self.stage,
+            holder and (holder.link, holder.ended),
+            standings,
+        )
 
     def _has_committed(self, replica: str) -> bool:
         member = self.members[replica]
-        return self.terms is not None and not member.dirty and member.version == self.terms.version
+        return (
+            self.terms is not None
+            and not member.dirty
+            and member.version == self.terms.version
+        )
 
-    def _outcomes(self, names: list[str], work: Work | None = None) -> tuple[sync.ReplicaResult, ...]:
+    def _outcomes(
+        self, names: list[str], work: Work | None = None
+    ) -> tuple[sync.ReplicaResult, ...]:
         out = []
-        for name in sorted(names, key=lambda name: (len(name), name)):  # p/2 before p/10
-            kind, failed, error = work.faults.get(name, ("", "", "")) if work is not None else ("", "", "")
+        # p/2 before p/10
+        for name in sorted(names, key=lambda name: (len(name), name)):
+            kind, failed, error = (
+                work.faults.get(name, ("", "", ""))
+                if work is not None
+                else ("", "", "")
+            )
             member = self.members.get(name)
-            version = self._last_version.get(name, 0) if member is None else member.version
-            state = "lost" if member is None or kind == "lost" else self._state(name, member, work)
+            version = (
+                self._last_version.get(name, 0) if member is None else member.version
+            )
+            state = (
+                "lost"
+                if member is None or kind == "lost"
+                else self._state(name, member, work)
+            )
             out.append(sync.ReplicaResult(name, state, version, failed, error))
         return tuple(out)
 
@@ -185,7 +242,11 @@ class PoolSyncState:
             return "committed" if self._has_committed(name) else "ready"
         if member.dirty:
             return "dirty"
-        if work is not None and work.terms is not None and member.version == work.terms.version:
+        if (
+            work is not None
+            and work.terms is not None
+            and member.version == work.terms.version
+        ):
             return "committed"
         if member.version != self.version:
             return "stale"
@@ -207,10 +268,17 @@ class PoolSync(PoolSyncState):
         self._now = getattr(event, "now", self._now)
         match event:
             case sync.ReplicaJoined(replica, version, dirty):
-                out = self._left(replica, "it registered again") if replica in self.members else []
-                unacknowledged = replica in self._left_midway  # it may still be halted by a sync that has ended
+                out = (
+                    self._left(replica, "it registered again")
+                    if replica in self.members
+                    else []
+                )
+                # it may still be halted by a sync that has ended
+                unacknowledged = replica in self._left_midway
                 self._left_midway.discard(replica)
-                self.members[replica] = Member(version, dirty or unacknowledged, unacknowledged)
+                self.members[replica] = Member(
+                    version, dirty or unacknowledged, unacknowledged
+                )
             case sync.ReplicaReported(replica, version, dirty):
                 if not dirty and self.is_news(replica, version):
                     self._holds(self.members[replica], version)
@@ -226,10 +294,15 @@ class PoolSync(PoolSyncState):
             case sync.Answered():
                 out = self._answered(event)
             case sync.Ended(link, _):
-                out = self._ended() if self.holder is not None and self.holder.link == link else []
+                out = (
+                    self._ended()
+                    if self.holder is not None and self.holder.link == link
+                    else []
+                )
             case sync.SyncTick(now):
                 out = self._tick(now)
-        before, self._announced = self._announced, self._snapshot()
+        before = self._announced
+        self._announced = self._snapshot()
         return [*out, sync.AnnounceVersion()] if self._announced != before else out
 
     def _open(self, event: sync.Opened) -> list[sync.SyncInstruction]:
@@ -237,26 +310,63 @@ class PoolSync(PoolSyncState):
         problem: tuple[str, str, str] | None = None
         if holder is not None and holder.link != event.link:
             text = f"pool {self.pool!r} is held by {holder.name}, for {event.now - holder.since:.0f} s already"
-            problem = "busy", text, "close that link or end that process: a pool has one trainer at a time"
+            problem = (
+                "busy",
+                text,
+                "close that link or end that process: a pool has one trainer at a time",
+            )
             if holder.ended and self._work is not None:
                 who = ", ".join(self._work.waiting) or "its replicas"
                 text = f"waited for {who} to let go of the link of {holder.name}, which has ended"
-                problem = "deadline", text, "try again; pool.status() and pool.logs() say more of a silent replica"
+                problem = (
+                    "deadline",
+                    text,
+                    "try again; pool.status() and pool.logs() say more of a silent replica",
+                )
         elif self._work is not None or self.stage is not Stage.IDLE:
-            problem = "refused", f"a sync is {self.stage.value}", "finish or abandon it before opening again"
+            problem = (
+                "refused",
+                f"a sync is {self.stage.value}",
+                "finish or abandon it before opening again",
+            )
         elif event.lease <= 0:
-            problem = "refused", f"lease_seconds must be positive, not {event.lease:g}", ""
+            problem = (
+                "refused",
+                f"lease_seconds must be positive, not {event.lease:g}",
+                "",
+            )
         elif gone := [name for name in event.replicas if name not in self.members]:
-            problem = "refused", f"not ready: {', '.join(gone)}", "pool.status() says why; open without them"
+            problem = (
+                "refused",
+                f"not ready: {', '.join(gone)}",
+                "pool.status() says why; open without them",
+            )
         if problem is not None:
-            return [sync.Reply(event.link, event.number, self.stage, *problem, self._outcomes(list(self.members)))]
+            return [
+                sync.Reply(
+                    event.link,
+                    event.number,
+                    self.stage,
+                    *problem,
+                    self._outcomes(list(self.members)),
+                )
+            ]
         if holder is None:
-            holder = self.holder = Holder(event.link, event.holder, event.now, event.lease, event.now)
+            holder = self.holder = Holder(
+                event.link, event.holder, event.now, event.lease, event.now
+            )
             self._lapsed = None
         holder.lease = event.lease
         holder.asked |= set(event.replicas)
-        unacknowledged = tuple(name for name in event.replicas if self.members[name].unacknowledged)
-        work = self._work = Work("open", event.number, list(event.replicas), [((Phase.OPEN,), event.replicas)])
+        unacknowledged = tuple(
+            name for name in event.replicas if self.members[name].unacknowledged
+        )
+        work = self._work = Work(
+            "open",
+            event.number,
+            list(event.replicas),
+            [((Phase.OPEN,), event.replicas)],
+        )
         if unacknowledged:
             work.todo.append(((Phase.ABANDON,), unacknowledged))
         return self._advance()
@@ -264,19 +374,36 @@ class PoolSync(PoolSyncState):
     def _ordered(self, event: sync.Ordered) -> list[sync.SyncInstruction]:
         if self.holder is None or self.holder.link != event.link:
             return [
-                sync.Reply(event.link, event.number, self.stage, "refused", "the first order of a link must be open")
+                sync.Reply(
+                    event.link,
+                    event.number,
+                    self.stage,
+                    "refused",
+                    "the first order of a link must be open",
+                )
             ]
         if self._work is not None:
             if self._work.number is None and self._queued is None:
                 self._queued = event  # after our own clean-up
                 return []
-            return self._refusal(event, "the order before this one is still being carried out", "wait for its reply")
+            return self._refusal(
+                event,
+                "the order before this one is still being carried out",
+                "wait for its reply",
+            )
         self.holder.last_order = event.now
-        lapsed, self._lapsed = self._lapsed, None
+        lapsed = self._lapsed
+        self._lapsed = None
         only = event.phases[0] if len(event.phases) == 1 else None
         if only is Phase.ABANDON:
             return self._begin(
-                Work("abandon", event.number, self._initial_participants, terms=self.terms, give_up=True)
+                Work(
+                    "abandon",
+                    event.number,
+                    self._initial_participants,
+                    terms=self.terms,
+                    give_up=True,
+                )
             )
         if only is Phase.CHECK:
             return self._check(event)
@@ -284,19 +411,37 @@ class PoolSync(PoolSyncState):
         if lapsed is not None and not fresh:
             return [self._reply(lapsed, event.number)]
         terms = event.terms if fresh else self.terms
-        participants = self._choose(terms) if terms is not None and fresh else self.participants
+        participants = (
+            self._choose(terms) if terms is not None and fresh else self.participants
+        )
         if problem := order_problem(
-            event, terms, participants, self.stage, self.version, self.members, self.holder.opened
+            event,
+            terms,
+            participants,
+            self.stage,
+            self.version,
+            self.members,
+            self.holder.opened,
         ):
             return self._refusal(event, *problem)
         assert terms is not None
         if fresh:
-            self.terms, self.participants = terms, set(participants)
-            self._initial_participants = [name for name in self.members if name in participants]
+            self.terms = terms
+            self.participants = set(participants)
+            self._initial_participants = [
+                name for name in self.members if name in participants
+            ]
         work = Work("steps", event.number, self._initial_participants, terms=terms)
-        work.todo = [(part, None) for part in segments(event.phases, terms, len(self.participants))]
+        work.todo = [
+            (part, None)
+            for part in segments(event.phases, terms, len(self.participants))
+        ]
         if fresh and (
-            unacknowledged := tuple(name for name in self._initial_participants if self.members[name].unacknowledged)
+            unacknowledged := tuple(
+                name
+                for name in self._initial_participants
+                if self.members[name].unacknowledged
+            )
         ):
             work.todo.insert(0, ((Phase.ABANDON,), unacknowledged))
         return self._begin(work)
@@ -304,20 +449,42 @@ class PoolSync(PoolSyncState):
     def _check(self, event: sync.Ordered) -> list[sync.SyncInstruction]:
         assert self.holder is not None
         named = event.digests or self.holder.opened
-        targets = tuple(name for name in self.members if name in self.holder.opened and name in named)
+        targets = tuple(
+            name
+            for name in self.members
+            if name in self.holder.opened and name in named
+        )
         if not targets:
-            return self._refusal(event, "CHECK: the link is open on no replica that is there", "open the link again")
-        return self._begin(Work("check", event.number, list(targets), [((Phase.CHECK,), targets)]))
+            return self._refusal(
+                event,
+                "CHECK: the link is open on no replica that is there",
+                "open the link again",
+            )
+        return self._begin(
+            Work("check", event.number, list(targets), [((Phase.CHECK,), targets)])
+        )
 
     def _choose(self, terms: Terms) -> set[str]:
         """The participants: the replicas named, or all; with "any" only those of them that are ready."""
         assert self.holder is not None
         wanted = set(terms.replicas) or set(self.members)
-        return wanted & self.holder.opened & set(self.members) if terms.require == "any" else wanted
+        return (
+            wanted & self.holder.opened & set(self.members)
+            if terms.require == "any"
+            else wanted
+        )
 
-    def _refusal(self, event: sync.Ordered, error: str, remedy: str) -> list[sync.SyncInstruction]:
-        outcomes = self._outcomes(self._initial_participants if self.participants else list(self.members))
-        return [sync.Reply(event.link, event.number, self.stage, "refused", error, remedy, outcomes)]
+    def _refusal(
+        self, event: sync.Ordered, error: str, remedy: str
+    ) -> list[sync.SyncInstruction]:
+        outcomes = self._outcomes(
+            self._initial_participants if self.participants else list(self.members)
+        )
+        return [
+            sync.Reply(
+                event.link, event.number, self.stage, "refused", error, remedy, outcomes
+            )
+        ]
 
     # Execution -----------------------------------------------------------------------------------------------------
 
@@ -331,30 +498,47 @@ class PoolSync(PoolSyncState):
         self._last_ticket += 1
         self._tickets[self._last_ticket] = (replica, phases)
         self._work.waiting[replica] = self._last_ticket
-        if Phase.MOVE in phases and self.terms is not None and self.terms.mode == "direct":
+        if (
+            Phase.MOVE in phases
+            and self.terms is not None
+            and self.terms.mode == "direct"
+        ):
             self.members[replica].dirty = True
         return sync.Send(self._last_ticket, replica, self.holder.link, phases, cleanup)
 
     def _advance(self) -> list[sync.SyncInstruction]:
         """If no answer is outstanding: send the next group of phases, abandon, or finish this work."""
-        work, holder = self._work, self.holder
+        work = self._work
+        holder = self.holder
         assert work is not None
         assert holder is not None
         if work.waiting:
             return []
         if work.give_up and not work.abandoning:
-            work.abandoning, work.todo = True, []
+            work.abandoning = True
+            work.todo = []
             if out := self._send_abandon(work):
                 return out
-        if work.kind == "steps" and work.current and not work.abandoning and self.participants:
+        if (
+            work.kind == "steps"
+            and work.current
+            and not work.abandoning
+            and self.participants
+        ):
             self._move_stage(work)
         if work.abandoning or (work.kind == "steps" and not self.participants):
             self._close_transaction()
         elif work.todo and (work.kind == "close" or not holder.ended):
             work.current, targets = work.todo.pop(0)
-            names = [n for n in self.members if n in (self.participants if targets is None else targets)]
+            names = [
+                n
+                for n in self.members
+                if n in (self.participants if targets is None else targets)
+            ]
             cleanup = work.current[0] in (Phase.ABANDON, Phase.CLOSE)
-            sends: list[sync.SyncInstruction] = [self._send(name, work.current, cleanup) for name in names]
+            sends: list[sync.SyncInstruction] = [
+                self._send(name, work.current, cleanup) for name in names
+            ]
             return sends or self._advance()
         return self._finish(work, holder)
 
@@ -362,7 +546,9 @@ class PoolSync(PoolSyncState):
         """The stage after the phases just done; a GO_ON that failed on a replica may be ordered again."""
         assert self.terms is not None
         for phase in work.current if work.current != (Phase.ABANDON,) else ():
-            if phase is Phase.GO_ON and any(name in self.participants for name in work.faults):
+            if phase is Phase.GO_ON and any(
+                name in self.participants for name in work.faults
+            ):
                 break
             self.stage = STAGE_AFTER[phase]
         work.current = ()
@@ -373,17 +559,21 @@ class PoolSync(PoolSyncState):
         """Replicas that committed go on with the new version, the others abandon."""
         out: list[sync.SyncInstruction] = []
         for name in [n for n in self.members if n in self.participants]:
-            if work.faults.get(name, ("",))[0] != "lost":  # unreachable; sent again at the next open
+            # unreachable; sent again at the next open
+            if work.faults.get(name, ("",))[0] != "lost":
                 phase = Phase.GO_ON if self._has_committed(name) else Phase.ABANDON
                 out.append(self._send(name, (phase,), cleanup=True))
         return out
 
     def _close_transaction(self) -> None:
-        self.stage, self.terms, self.participants = Stage.IDLE, None, set()
+        self.stage = Stage.IDLE
+        self.terms = None
+        self.participants = set()
 
     def _finish(self, work: Work, holder: Holder) -> list[sync.SyncInstruction]:
         """This work is done: reply, then run the queued order, or wind up an ended link."""
-        self._work, holder.last_order = None, self._now
+        self._work = None
+        holder.last_order = self._now
         if work.kind == "close":
             self.holder = None
             return [sync.Release(holder.link)]
@@ -392,7 +582,8 @@ class PoolSync(PoolSyncState):
             out.append(self._reply(work, work.number))
         elif work.faults or work.cause:
             self._lapsed = work
-        queued, self._queued = self._queued, None
+        queued = self._queued
+        self._queued = None
         if holder.ended:
             return [*out, *self._wind_up(holder)]
         return [*out, *(self._ordered(queued) if queued is not None else [])]
@@ -402,7 +593,8 @@ class PoolSync(PoolSyncState):
     def _answered(self, event: sync.Answered) -> list[sync.SyncInstruction]:
         if event.ticket in self._unacknowledged:
             return self._acknowledged(self._unacknowledged.pop(event.ticket), event)
-        known, work = self._tickets.pop(event.ticket, None), self._work
+        known = self._tickets.pop(event.ticket, None)
+        work = self._work
         if known is None or work is None:
             return []  # cancelled, or its replica was lost meanwhile
         replica, phases = known
@@ -414,83 +606,134 @@ class PoolSync(PoolSyncState):
     ) -> list[sync.SyncInstruction]:
         """Apply one answer to its replica."""
         assert self.holder is not None
-        member, well = self.members[replica], event.kind == "ok"
+        member = self.members[replica]
+        well = event.kind == "ok"
         if phases == (Phase.CLOSE,):
             return []
         if phases == (Phase.ABANDON,):
             return self._abandoned(work, replica, member, event)
         if phases == (Phase.OPEN,) and well:
             self.holder.opened.add(replica)
-            if event.state != "dirty" and event.version > member.version and not member.unacknowledged:
-                self._holds(member, event.version)  # of a direct sync, not yet reported by a beat
+            if (
+                event.state != "dirty"
+                and event.version > member.version
+                and not member.unacknowledged
+            ):
+                # of a direct sync, not yet reported by a beat
+                self._holds(member, event.version)
         where = event.failed or "/".join(phase.word for phase in phases)
         names = [phase.word for phase in phases]
-        done = phases if well else phases[: names.index(event.failed)] if event.failed in names else ()
+        done = (
+            phases
+            if well
+            else phases[: names.index(event.failed)]
+            if event.failed in names
+            else ()
+        )
         if Phase.COMMIT in done:
             self._committed(member)
         if well:
             return []
-        unknown = event.kind == "lost" or (Phase.COMMIT in phases and event.failed not in names)
+        unknown = event.kind == "lost" or (
+            Phase.COMMIT in phases and event.failed not in names
+        )
         if unknown or (work.abandoning and phases == (Phase.GO_ON,)):
-            member.dirty = True  # unknown what it holds, or whether it runs, until it reports
+            # unknown what it holds, or whether it runs, until it reports
+            member.dirty = True
             member.unacknowledged = True
         return self._fault(work, replica, (event.kind, where, event.error))
 
-    def _abandoned(self, work: Work, replica: str, member: Member, event: sync.Answered) -> list[sync.SyncInstruction]:
+    def _abandoned(
+        self, work: Work, replica: str, member: Member, event: sync.Answered
+    ) -> list[sync.SyncInstruction]:
         if event.kind != "ok":
             member.dirty = member.unacknowledged = True
             fault = (event.kind, "abandon", event.error)
-            if replica in self.participants:  # of an earlier sync, resent before PREPARE
+            # of an earlier sync, resent before PREPARE
+            if replica in self.participants:
                 return self._fault(work, replica, fault)
             work.faults.setdefault(replica, fault)
             return []
-        member.unacknowledged, member.dirty, member.version = False, event.state == "dirty", event.version
-        if self._has_committed(replica):  # its answer to COMMIT was late; ABANDON made it go on
+        member.unacknowledged = False
+        member.dirty = event.state == "dirty"
+        member.version = event.version
+        # its answer to COMMIT was late; ABANDON made it go on
+        if self._has_committed(replica):
             self._committed(member)
         return []
 
-    def _acknowledged(self, replica: str, event: sync.Answered) -> list[sync.SyncInstruction]:
+    def _acknowledged(
+        self, replica: str, event: sync.Answered
+    ) -> list[sync.SyncInstruction]:
         member = self.members.get(replica)
-        if member is not None and member.unacknowledged and event.kind == "ok" and replica not in self.participants:
-            member.unacknowledged, member.dirty, member.version = False, event.state == "dirty", event.version
+        if (
+            member is not None
+            and member.unacknowledged
+            and event.kind == "ok"
+            and replica not in self.participants
+        ):
+            member.unacknowledged = False
+            member.dirty = event.state == "dirty"
+            member.version = event.version
         return []
 
     def _resend(self) -> list[sync.SyncInstruction]:
         """Send ABANDON again to those that have not acknowledged it."""
         out: list[sync.SyncInstruction] = []
         for name, member in self.members.items():
-            if member.unacknowledged and name not in self.participants and name not in self._unacknowledged.values():
+            if (
+                member.unacknowledged
+                and name not in self.participants
+                and name not in self._unacknowledged.values()
+            ):
                 self._last_ticket += 1
                 self._unacknowledged[self._last_ticket] = name
                 link = self.holder.link if self.holder is not None else ""
-                out.append(sync.Send(self._last_ticket, name, link, (Phase.ABANDON,), cleanup=True))
+                out.append(
+                    sync.Send(
+                        self._last_ticket, name, link, (Phase.ABANDON,), cleanup=True
+                    )
+                )
         return out
 
     def _holds(self, member: Member, version: int) -> None:
         """As the replica itself reports."""
-        member.version, member.dirty = version, False
+        member.version = version
+        member.dirty = False
         self.version = max(self.version, version)
 
     def _committed(self, member: Member) -> None:
         assert self.terms is not None
-        member.version, member.dirty, member.unacknowledged = self.terms.version, False, False
+        member.version = self.terms.version
+        member.dirty = False
+        member.unacknowledged = False
         self.version = self.terms.version
 
-    def _fault(self, work: Work, replica: str, fault: tuple[str, str, str]) -> list[sync.SyncInstruction]:
+    def _fault(
+        self, work: Work, replica: str, fault: tuple[str, str, str]
+    ) -> list[sync.SyncInstruction]:
         work.faults.setdefault(replica, fault)
         if work.kind != "steps" or work.abandoning or self._has_committed(replica):
             return []  # nothing to abandon: only GO_ON failed, or no sync is open
         assert self.terms is not None
         if self.terms.require == "any" or Phase.COMMIT in work.current:
             self.participants.discard(replica)
-            return [] if fault[0] == "lost" else [self._send(replica, (Phase.ABANDON,), cleanup=True)]
+            return (
+                []
+                if fault[0] == "lost"
+                else [self._send(replica, (Phase.ABANDON,), cleanup=True)]
+            )
         work.give_up = True
         # After a failure that a replica reports, the others may finish and report too; not after a lost or silent one.
         return self._cancel_waiting(work) if fault[0] in ("lost", "deadline") else []
 
     def _cancel_waiting(self, work: Work) -> list[sync.SyncInstruction]:
         """Cancel the open calls, except ABANDON: it is short and must arrive."""
-        cut = [(name, ticket) for name, ticket in work.waiting.items() if self._tickets[ticket][1] != (Phase.ABANDON,)]
+        cut = [
+            (name, ticket)
+            for name, ticket in work.waiting.items()
+            if self._tickets[ticket][1] != (Phase.ABANDON,)
+        ]
         for name, ticket in cut:
             del work.waiting[name], self._tickets[ticket]
         return [sync.Cancel(ticket) for _, ticket in cut]
@@ -500,8 +743,13 @@ class PoolSync(PoolSyncState):
         if member is None:
             return []
         self._last_version[replica] = member.version
-        took_part, work = replica in self.participants, self._work
-        if took_part or member.unacknowledged or (work is not None and replica in work.waiting):
+        took_part = replica in self.participants
+        work = self._work
+        if (
+            took_part
+            or member.unacknowledged
+            or (work is not None and replica in work.waiting)
+        ):
             self._left_midway.add(replica)
         self.participants.discard(replica)
         if self.holder is not None:
@@ -517,30 +765,48 @@ class PoolSync(PoolSyncState):
         if replica in work.names:
             phase = "/".join(phase.word for phase in work.current)
             work.faults.setdefault(replica, ("lost", phase, reason))
-        if work.kind == "steps" and took_part and not work.abandoning and self._all_or_none(work):
+        if (
+            work.kind == "steps"
+            and took_part
+            and not work.abandoning
+            and self._all_or_none(work)
+        ):
             work.give_up = True
             out += self._cancel_waiting(work)
         return [*out, *self._advance()]
 
     def _all_or_none(self, work: Work | None) -> bool:
         """Whether one replica's loss must end the sync on the others: none of them can have committed."""
-        committing = self.stage is Stage.COMMITTED or (work is not None and Phase.COMMIT in work.current)
+        committing = self.stage is Stage.COMMITTED or (
+            work is not None and Phase.COMMIT in work.current
+        )
         return self.terms is not None and self.terms.require == "all" and not committing
 
-    def _left_between_orders(self, replica: str, reason: str) -> list[sync.SyncInstruction]:
+    def _left_between_orders(
+        self, replica: str, reason: str
+    ) -> list[sync.SyncInstruction]:
         """A participant left while no order was in progress."""
         if self.participants and not self._all_or_none(None):
             return []  # the next reply reports it
         fault = ("lost", self.stage.value, reason)
         return self._begin(
-            Work("abandon", None, self._initial_participants, terms=self.terms, faults={replica: fault}, give_up=True)
+            Work(
+                "abandon",
+                None,
+                self._initial_participants,
+                terms=self.terms,
+                faults={replica: fault},
+                give_up=True,
+            )
         )
 
     # Endings --------------------------------------------------------------------------------------------------------
 
     def _ended(self) -> list[sync.SyncInstruction]:
         assert self.holder is not None
-        self.holder.ended, self._queued, work = True, None, self._work
+        self.holder.ended = True
+        self._queued = None
+        work = self._work
         if work is None:
             return self._wind_up(self.holder)
         if work.abandoning or Phase.COMMIT in work.current:
@@ -551,7 +817,15 @@ class PoolSync(PoolSyncState):
 
     def _wind_up(self, holder: Holder) -> list[sync.SyncInstruction]:
         if self.stage is not Stage.IDLE:
-            return self._begin(Work("abandon", None, self._initial_participants, terms=self.terms, give_up=True))
+            return self._begin(
+                Work(
+                    "abandon",
+                    None,
+                    self._initial_participants,
+                    terms=self.terms,
+                    give_up=True,
+                )
+            )
         targets = tuple(name for name in self.members if name in holder.asked)
         return self._begin(Work("close", None, [], [((Phase.CLOSE,), targets)]))
 
@@ -559,11 +833,23 @@ class PoolSync(PoolSyncState):
         holder = self.holder
         if self._work is not None:
             return []
-        if holder is None or holder.ended or self.stage is Stage.IDLE or now - holder.last_order <= holder.lease:
+        if (
+            holder is None
+            or holder.ended
+            or self.stage is Stage.IDLE
+            or now - holder.last_order <= holder.lease
+        ):
             return self._resend()
         text = f"no order came for {holder.lease:g} s while {self.stage.value}: the sync was abandoned"
         return self._begin(
-            Work("abandon", None, self._initial_participants, terms=self.terms, cause=("deadline", text), give_up=True)
+            Work(
+                "abandon",
+                None,
+                self._initial_participants,
+                terms=self.terms,
+                cause=("deadline", text),
+                give_up=True,
+            )
         )
 
     # Replies --------------------------------------------------------------------------------------------------------
@@ -573,13 +859,24 @@ class PoolSync(PoolSyncState):
         outcomes = self._outcomes(work.names, work)
         code, error = work.cause or ("", "")
         well = any(o.state in ("ready", "committed") and not o.error for o in outcomes)
-        lenient = work.terms is not None and work.terms.require == "any" and work.kind == "steps" and well
+        lenient = (
+            work.terms is not None
+            and work.terms.require == "any"
+            and work.kind == "steps"
+            and well
+        )
         if work.faults and not lenient and not code:
             name, (code, phase, why) = next(iter(work.faults.items()))
             error = f"{code} at replica {name} in {phase}" + (f": {why}" if why else "")
             if len(work.faults) > 1:
                 error += f" ({len(work.faults) - 1} more failed too)"
         remedy = (
-            "" if not code else SYNC_AGAIN if work.terms is not None else "look at the outcomes; pool.logs() says more"
+            ""
+            if not code
+            else SYNC_AGAIN
+            if work.terms is not None
+            else "look at the outcomes; pool.logs() says more"
         )
-        return sync.Reply(self.holder.link, number, self.stage, code, error, remedy, outcomes)
+        return sync.Reply(
+            self.holder.link, number, self.stage, code, error, remedy, outcomes
+        )

@@ -96,7 +96,16 @@ class SyncTick:
     now: float
 
 
-SyncEvent = ReplicaJoined | ReplicaReported | Left | Opened | Ordered | Answered | Ended | SyncTick
+SyncEvent = (
+    ReplicaJoined
+    | ReplicaReported
+    | Left
+    | Opened
+    | Ordered
+    | Answered
+    | Ended
+    | SyncTick
+)
 
 
 # Instructions ---------------------------------------------------------------------------------------------------------
@@ -192,11 +201,14 @@ class Work:
     kind: str  # "open", "check", "steps", "abandon" or "close"
     number: int | None
     names: list[str]  # whose outcomes are in the reply
-    todo: list[tuple[Phases, tuple[str, ...] | None]] = field(default_factory=list)  # None: all participants
+    # None: all participants
+    todo: list[tuple[Phases, tuple[str, ...] | None]] = field(default_factory=list)
     terms: Terms | None = None
-    cause: tuple[str, str] | None = None  # (code, error), where it is no replica's fault
+    # (code, error), where it is no replica's fault
+    cause: tuple[str, str] | None = None
     current: Phases = ()
     waiting: dict[str, int] = field(default_factory=dict)  # replica → ticket
-    faults: dict[str, tuple[str, str, str]] = field(default_factory=dict)  # replica → (kind, phase, error)
+    # replica → (kind, phase, error)
+    faults: dict[str, tuple[str, str, str]] = field(default_factory=dict)
     give_up: bool = False
     abandoning: bool = False

@@ -16,7 +16,11 @@ import numpy as np
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, Unsupported
 from jvlab._names import check_name
-from jvlab.layout.checkpoint._tensors import _header, checkpoint_tensors, read_config_file
+from jvlab.layout.checkpoint._tensors import (
+    _header,
+    checkpoint_tensors,
+    read_config_file,
+)
 from jvlab.wire import jvlab_pb2 as pb
 
 if TYPE_CHECKING:
@@ -36,7 +40,12 @@ def split(sampling: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def load(
-    pool: Pool, name: str, source: Any, config: Mapping[str, Any] | None, version: int | None, deadline: Deadline
+    pool: Pool,
+    name: str,
+    source: Any,
+    config: Mapping[str, Any] | None,
+    version: int | None,
+    deadline: Deadline,
 ) -> int:
     """Load it on every replica and return its version; a folder written for an older version is removed."""
     check_name("adapter", name)
@@ -46,21 +55,31 @@ def load(
             remedy="launch(..., engine={'enable_lora': True, 'max_loras': 4, 'max_lora_rank': 16})",
         )
     if version is None:
-        version = 1 + max((loaded for other, loaded in _loaded(pool, deadline) if other == name), default=0)
+        version = 1 + max(
+            (loaded for other, loaded in _loaded(pool, deadline) if other == name),
+            default=0,
+        )
     elif isinstance(version, bool) or not isinstance(version, int) or version < 1:
-        raise ConfigError(f"version must be a whole number of at least 1, not {version!r}", remedy="or leave it out")
+        raise ConfigError(
+            f"version must be a whole number of at least 1, not {version!r}",
+            remedy="or leave it out",
+        )
     folder, ours = _folder(source, config)
     try:
         check_shapes(_header(folder / FILE), pool.model)
         adapter = pb.Adapter(name=name, version=version, path=str(folder))
-        pool._client.call("SetAdapter", pb.AdapterCall(pool=pool.name, adapter=adapter), deadline)
+        pool._client.call(
+            "SetAdapter", pb.AdapterCall(pool=pool.name, adapter=adapter), deadline
+        )
     except BaseException:
         if ours:
             shutil.rmtree(folder, ignore_errors=True)
         raise
     _remove_folder(pool, name)
     if ours:  # kept for replicas that join later; removed with this pool object
-        pool._adapter_folders[name] = weakref.finalize(pool, shutil.rmtree, folder, ignore_errors=True)
+        pool._adapter_folders[name] = weakref.finalize(
+            pool, shutil.rmtree, folder, ignore_errors=True
+        )
     return version
 
 
@@ -75,7 +94,11 @@ def unload(pool: Pool, name: str, deadline: Deadline) -> None:
 def _loaded(pool: Pool, deadline: Deadline) -> list[tuple[str, int]]:
     """Adapters and versions that the replicas have now."""
     snapshot = pool._client.call("Status", pb.PoolRequest(pool=pool.name), deadline)
-    return [(a.name, a.version) for replica in snapshot.replicas for a in replica.stats.adapters]
+    return [
+        (a.name, a.version)
+        for replica in snapshot.replicas
+        for a in replica.stats.adapters
+    ]
 
 
 def _remove_folder(pool: Pool, name: str) -> None:
@@ -89,7 +112,9 @@ def _folder(source: Any, config: Mapping[str, Any] | None) -> tuple[Path, bool]:
         return write(source, config), True
     path = Path(source).expanduser().resolve()
     if config is not None:
-        raise ConfigError("config goes with tensors; a folder has its own", remedy="leave config out")
+        raise ConfigError(
+            "config goes with tensors; a folder has its own", remedy="leave config out"
+        )
     for name in ("adapter_config.json", FILE):  # an adapter_model.bin would be a pickle
         if not (path / name).is_file():
             raise ConfigError(
@@ -103,21 +128,30 @@ def check_shapes(tensors: Sequence[CheckpointTensor], model: str) -> None:
     """Check that each pair fits its module's weight: vLLM would silently copy what fits and leave the rest zero."""
     if not Path(model).is_dir():
         return  # a hub id: its files are not here
-    weights = {t.name.removesuffix(".weight"): t.shape for t in checkpoint_tensors(model) if t.name.endswith(".weight")}
+    weights = {
+        t.name.removesuffix(".weight"): t.shape
+        for t in checkpoint_tensors(model)
+        if t.name.endswith(".weight")
+    }
     gpt2 = read_config_file(Path(model)).get("model_type") == "gpt2"
     problems = []
     for tensor in tensors:
         found = _TENSOR.match(tensor.name.removeprefix(PREFIX))
         if found is None:
             continue  # a bias or an embedding: left to vLLM
-        module, side = found[1], found[2]
+        module = found[1]
+        side = found[2]
         # some checkpoints leave out the first part of a name (gpt2: "h.0..." for "transformer.h.0...")
-        shape = weights.get(module) or next((s for n, s in weights.items() if module.endswith(f".{n}")), None)
+        shape = weights.get(module) or next(
+            (s for n, s in weights.items() if module.endswith(f".{n}")), None
+        )
         width = tensor.shape[1] if side == "lora_A" else tensor.shape[0]
         if shape is None:
             problems.append(f"{module}: the model has no such module")
         elif len(shape) == 2 and width != _end(shape, side, gpt2):
-            problems.append(f"{tensor.name} is {tensor.shape}, the module's weight {tuple(shape)}")
+            problems.append(
+                f"{tensor.name} is {tensor.shape}, the module's weight {tuple(shape)}"
+            )
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ConfigError(
@@ -137,7 +171,9 @@ def write(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Path:
     """Tensors by PEFT's names ("...q_proj.lora_A.weight"; "base_model.model." may be left out) as a new folder."""
     from safetensors.numpy import save_file
 
-    arrays, ranks, modules = {}, set(), set()
+    arrays = {}
+    ranks = set()
+    modules = set()
     for name, value in tensors.items():
         found = _TENSOR.match(name)
         if found is None:
@@ -147,18 +183,33 @@ def write(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Path:
             )
         array = _array(value)
         if array.ndim != 2:
-            raise ConfigError(f"{name} has shape {array.shape}", remedy="lora_A is r × in, lora_B is out × r")
+            raise ConfigError(
+                f"{name} has shape {array.shape}",
+                remedy="lora_A is r × in, lora_B is out × r",
+            )
         ranks.add(array.shape[0 if found[2] == "lora_A" else 1])
         modules.add(found[1].rpartition(".")[2])
         arrays[name if name.startswith(PREFIX) else PREFIX + name] = array
     alone = [
         n
         for n in arrays
-        if n.replace("lora_A", "lora_@").replace("lora_B", "lora_A").replace("lora_@", "lora_B") not in arrays
+        if n.replace("lora_A", "lora_@")
+        .replace("lora_B", "lora_A")
+        .replace("lora_@", "lora_B")
+        not in arrays
     ]
     if not arrays or alone:
-        raise ConfigError(f"no pair of lora_A and lora_B: {alone[:3]}", remedy="pass both of every module")
-    chosen = {"peft_type": "LORA", "bias": "none", "r": max(ranks), "target_modules": sorted(modules), **(config or {})}
+        raise ConfigError(
+            f"no pair of lora_A and lora_B: {alone[:3]}",
+            remedy="pass both of every module",
+        )
+    chosen = {
+        "peft_type": "LORA",
+        "bias": "none",
+        "r": max(ranks),
+        "target_modules": sorted(modules),
+        **(config or {}),
+    }
     if "lora_alpha" not in chosen:
         raise ConfigError(
             "the tensors do not define their scale",
@@ -174,6 +225,12 @@ def _array(value: Any) -> np.ndarray:
     """As numpy; 16-bit floats become float32, losslessly, since safetensors' numpy API lacks bfloat16."""
     if hasattr(value, "detach"):  # torch, whose bfloat16 numpy does not know
         value = value.detach().cpu()
-        value = value.float().numpy() if value.is_floating_point() and value.element_size() == 2 else value.numpy()
+        value = (
+            value.float().numpy()
+            if value.is_floating_point() and value.element_size() == 2
+            else value.numpy()
+        )
     array = np.asarray(value)
-    return np.ascontiguousarray(array.astype(np.float32) if array.dtype.itemsize == 2 else array)
+    return np.ascontiguousarray(
+        array.astype(np.float32) if array.dtype.itemsize == 2 else array
+    )

@@ -16,31 +16,61 @@ from typing import Any
 
 import numpy as np
 
-from jvlab._errors import ConfigError, JvlabError, LayoutError, ModelError, NonFiniteError
+from jvlab._errors import (
+    ConfigError,
+    JvlabError,
+    LayoutError,
+    ModelError,
+    NonFiniteError,
+)
 from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout.checkpoint._safetensors import DTYPES, read_header
 from jvlab.wire.processes._pipe import read_secret
 
-STATUS = ((ConfigError, 400), (LayoutError, 422), (NonFiniteError, 422))  # the first match; else 500
+# the first match; else 500
+STATUS = ((ConfigError, 400), (LayoutError, 422), (NonFiniteError, 422))
 BUCKET_MIB = 16.0
-OPTIONS = ("version", "mode", "verify", "require", "pause", "kv", "nonfinite", "timeout")
+OPTIONS = (
+    "version",
+    "mode",
+    "verify",
+    "require",
+    "pause",
+    "kv",
+    "nonfinite",
+    "timeout",
+)
 
 
 def read_checkpoint(path: str) -> dict[str, np.ndarray]:
     """The tensors of a folder of safetensors files by name, memory-mapped."""
     folder = Path(path)
     if not folder.is_absolute():
-        raise ModelError(f"path {path!r} is relative, and the gateway has another folder", remedy="give the whole path")
+        raise ModelError(
+            f"path {path!r} is relative, and the gateway has another folder",
+            remedy="give the whole path",
+        )
     if not folder.is_dir():
-        raise ModelError(f"{folder} is no folder here", remedy="write it where the gateway sees it", path=path)
+        raise ModelError(
+            f"{folder} is no folder here",
+            remedy="write it where the gateway sees it",
+            path=path,
+        )
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ModelError(f"{folder} holds no safetensors files", remedy="save with safetensors, then notify", path=path)
+        raise ModelError(
+            f"{folder} holds no safetensors files",
+            remedy="save with safetensors, then notify",
+            path=path,
+        )
     found: dict[str, np.ndarray] = {}
     for file in files:
         for name, array in _tensors(file):
             if name in found:
-                raise ModelError(f"{name} is in two files of {folder}", remedy="remove what an older save left")
+                raise ModelError(
+                    f"{name} is in two files of {folder}",
+                    remedy="remove what an older save left",
+                )
             found[name] = array
     return found
 
@@ -49,11 +79,15 @@ def _tensors(file: Path) -> list[tuple[str, np.ndarray]]:
     try:
         entries = read_header(file)
         memory = np.memmap(file, np.uint8, mode="r")
-        return [(e.name, memory[e.begin : e.end].view(_dtype(e.dtype)).reshape(e.shape)) for e in entries]
+        return [
+            (e.name, memory[e.begin : e.end].view(_dtype(e.dtype)).reshape(e.shape))
+            for e in entries
+        ]
     except (ValueError, TypeError) as error:  # ModelError is a ValueError
         text = getattr(error, "message", str(error))
         raise ModelError(
-            f"{file} is no whole safetensors file: {text}", remedy="notify after the file is written and closed"
+            f"{file} is no whole safetensors file: {text}",
+            remedy="notify after the file is written and closed",
         ) from error
 
 
@@ -73,7 +107,9 @@ class Updater:
 
         self._client = Client(address, token)
         self._version: str = self._client.call("Describe", pb.DescribeRequest()).version
-        self._pool = Pool(self._client, self._client.call("Status", pb.PoolRequest(pool=pool)))
+        self._pool = Pool(
+            self._client, self._client.call("Status", pb.PoolRequest(pool=pool))
+        )
         self._agreements: dict[Any, Any] = {}
 
     def update(self, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,7 +132,9 @@ class Updater:
         )
         _connect.check_meaning(agreed, tensors, self._pool, "auto", None, None)
         options = {name: fields[name] for name in OPTIONS if name in fields}
-        link = Link(self._pool, agreed, options.get("mode", "direct"), None, lambda _: None)
+        link = Link(
+            self._pool, agreed, options.get("mode", "direct"), None, lambda _: None
+        )
         try:
             return _reply(link.sync(tensors, progress=False, **options))
         finally:
@@ -119,7 +157,13 @@ def _reply(report: Any) -> dict[str, Any]:
         "seconds": dict(report.seconds),
         "digests": digests,
         "outcomes": [
-            {"replica": o.replica, "state": o.state, "version": o.version, "error": o.error} for o in report.outcomes
+            {
+                "replica": o.replica,
+                "state": o.state,
+                "version": o.version,
+                "error": o.error,
+            }
+            for o in report.outcomes
         ],
     }
 
@@ -127,15 +171,27 @@ def _reply(report: Any) -> dict[str, Any]:
 def _failure(error: JvlabError) -> dict[str, Any]:
     status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
     outcomes = error.fields.get("outcomes")
-    states = f" ({', '.join(f'{k}: {v}' for k, v in outcomes.items())})" if isinstance(outcomes, dict) else ""
+    states = (
+        f" ({', '.join(f'{k}: {v}' for k, v in outcomes.items())})"
+        if isinstance(outcomes, dict)
+        else ""
+    )
     message = f"{error.message}{states}"
-    return {"error": {"kind": type(error).__name__, "status": status, "message": message, "remedy": error.remedy}}
+    return {
+        "error": {
+            "kind": type(error).__name__,
+            "status": status,
+            "message": message,
+            "remedy": error.remedy,
+        }
+    }
 
 
 def main() -> int:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not mix with replies
-    order, token = json.loads(os.environ.pop("JVLAB_ORDER")), read_secret()
+    order = json.loads(os.environ.pop("JVLAB_ORDER"))
+    token = read_secret()
     updater: Updater | None = None
     try:
         for line in sys.stdin:
@@ -144,13 +200,22 @@ def main() -> int:
                 answer = updater.update(json.loads(line))
             except JvlabError as error:
                 answer = _failure(error)
-            except Exception as error:  # reply, so that the caller is not left waiting; the log has the traceback
+            # reply, so that the caller is not left waiting; the log has the traceback
+            except Exception as error:
                 traceback.print_exc()
                 text = f"{type(error).__name__}: {error}"
-                answer = {"error": {"kind": "SyncError", "status": 500, "message": text, "remedy": ""}}
+                answer = {
+                    "error": {
+                        "kind": "SyncError",
+                        "status": 500,
+                        "message": text,
+                        "remedy": "",
+                    }
+                }
             print(json.dumps(answer), file=out, flush=True)
     finally:
-        watchdog = threading.Timer(3.0, os._exit, [1])  # the gateway is gone: nothing may keep this process alive
+        # the gateway is gone: nothing may keep this process alive
+        watchdog = threading.Timer(3.0, os._exit, [1])
         watchdog.daemon = True
         watchdog.start()
         if updater is not None:

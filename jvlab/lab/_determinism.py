@@ -30,10 +30,14 @@ def launch_settings(
 
     `latent_attention`: the model uses multi-head latent attention (DeepSeek), which has kernels of its own.
     """
-    engine, env = dict(engine or {}), dict(env or {})
+    engine = dict(engine or {})
+    env = dict(env or {})
     if speculative is not None:
         if "speculative_config" in engine:
-            raise ConfigError("speculative is given twice", remedy="leave speculative_config out of engine={...}")
+            raise ConfigError(
+                "speculative is given twice",
+                remedy="leave speculative_config out of engine={...}",
+            )
         engine["speculative_config"] = dict(speculative)
     if not deterministic:
         return engine, env
@@ -83,8 +87,10 @@ class DeterminismReport:
     sampling: Mapping[str, Any]
     device: str
     version: int
-    scored: Case | None = None  # `pool.score` of the same tokens against the sampler; None if not comparable
-    causes: tuple[str, ...] = ()  # known causes of differences on this engine; empty if all is exact
+    # `pool.score` of the same tokens against the sampler; None if not comparable
+    scored: Case | None = None
+    # known causes of differences on this engine; empty if all is exact
+    causes: tuple[str, ...] = ()
 
     @property
     def tokens_equal(self) -> bool:
@@ -107,12 +113,24 @@ class DeterminismReport:
         return max((case.gap for case in self.cases), default=0.0)
 
     def __repr__(self) -> str:
-        found = "equal to the bit" if self.exact else "tokens equal" if self.tokens_equal else "tokens differ"
+        found = (
+            "equal to the bit"
+            if self.exact
+            else "tokens equal"
+            if self.tokens_equal
+            else "tokens differ"
+        )
         gap = "" if self.exact else f", largest logprob gap {self.largest_gap:.1e}"
-        size = f"{self.prompts} prompts × {self.max_tokens} tokens, {len(self.cases)} ways"
+        size = (
+            f"{self.prompts} prompts × {self.max_tokens} tokens, {len(self.cases)} ways"
+        )
         score = ""
         if self.scored is not None:
-            score = "; scored the same" if self.scored.exact else f"; scored within {self.scored.gap:.1e}"
+            score = (
+                "; scored the same"
+                if self.scored.exact
+                else f"; scored within {self.scored.gap:.1e}"
+            )
         return f"DeterminismReport({size}: {found}{gap}{score})"
 
     def _repr_html_(self) -> str:
@@ -133,13 +151,24 @@ def check(
 ) -> DeterminismReport:
     """Run the prompts one at a time, then in every other way, and compare."""
     if repeats < 1 or any(size < 1 for size in batches):
-        raise ConfigError("repeats and batch sizes must be at least 1", remedy="leave them out for the defaults")
+        raise ConfigError(
+            "repeats and batch sizes must be at least 1",
+            remedy="leave them out for the defaults",
+        )
     deadline = Deadline.of(timeout)
     facts = pool._facts(deadline)
     listed = (
-        _prompts.as_list(prompts) if prompts is not None else default_prompts(facts.vocab_size, facts.max_model_len)
+        _prompts.as_list(prompts)
+        if prompts is not None
+        else default_prompts(facts.vocab_size, facts.max_model_len)
     )
-    chosen = {"temperature": 1.0, "seed": 0, "ignore_eos": True, **sampling, "max_tokens": max_tokens}
+    chosen = {
+        "temperature": 1.0,
+        "seed": 0,
+        "ignore_eos": True,
+        **sampling,
+        "max_tokens": max_tokens,
+    }
     replicas = [r.replica for r in pool._snapshot.replicas if r.state == pb.READY]
     alone = [[i] for i in range(len(listed))]
     run = lambda home, groups: _run(pool, home, listed, groups, chosen, deadline)
@@ -152,21 +181,40 @@ def check(
     device = pool._snapshot.device
     why = causes(device, facts, cases, scored)
     return DeterminismReport(
-        tuple(cases), len(listed), max_tokens, chosen, device, max(versions, default=0), scored, why
+        tuple(cases),
+        len(listed),
+        max_tokens,
+        chosen,
+        device,
+        max(versions, default=0),
+        scored,
+        why,
     )
 
 
 def comparable(sampling: Mapping[str, Any]) -> bool:
     """Whether the sampler's log-probabilities are the raw model's, like those of `pool.score`."""
-    harmless = {"temperature", "seed", "ignore_eos", "max_tokens", "min_tokens", "stop", "stop_token_ids"}
+    harmless = {
+        "temperature",
+        "seed",
+        "ignore_eos",
+        "max_tokens",
+        "min_tokens",
+        "stop",
+        "stop_token_ids",
+    }
     return sampling.get("temperature") == 1.0 and set(sampling) <= harmless
 
 
 def _scored(pool: Pool, reference: Sequence[Sample], deadline: Deadline) -> Case:
     """Compare the log-probabilities of `pool.score` for the sampled tokens with the sampler's."""
-    whole = [[*sample.prompt_token_ids.tolist(), *sample.token_ids.tolist()] for sample in reference]
+    whole = [
+        [*sample.prompt_token_ids.tolist(), *sample.token_ids.tolist()]
+        for sample in reference
+    ]
     scores = pool.score(whole, timeout=deadline)
-    gap, same = 0.0, 0
+    gap = 0.0
+    same = 0
     for sample, row in zip(reference, scores.logprobs, strict=True):
         mine = np.asarray(row[-len(sample.token_ids) :], sample.logprobs.dtype)
         same += np.array_equal(mine, sample.logprobs)
@@ -174,9 +222,13 @@ def _scored(pool: Pool, reference: Sequence[Sample], deadline: Deadline) -> Case
     return Case("scored", len(reference), len(reference), int(same), gap, None)
 
 
-def causes(device: str, facts: Any, cases: Sequence[Case], scored: Case | None = None) -> tuple[str, ...]:
+def causes(
+    device: str, facts: Any, cases: Sequence[Case], scored: Case | None = None
+) -> tuple[str, ...]:
     """Known causes of bitwise differences on such an engine, if there were any. `facts`: an engine's."""
-    differing = [case.name for case in (*cases, *([scored] if scored else [])) if not case.exact]
+    differing = [
+        case.name for case in (*cases, *([scored] if scored else [])) if not case.exact
+    ]
     if not differing:
         return ()
     any_case = lambda start: any(name.startswith(start) for name in differing)
@@ -213,14 +265,17 @@ def causes(device: str, facts: Any, cases: Sequence[Case], scored: Case | None =
         ),
     ]
     found = tuple(text for applies, text in known if applies)
-    return found or ("no known cause applies: compare versions and arguments of the engines",)
+    return found or (
+        "no known cause applies: compare versions and arguments of the engines",
+    )
 
 
 def ways(
     count: int, batches: Sequence[int], repeats: int, replicas: Sequence[str]
 ) -> Iterator[tuple[str, str, list[list[int]]]]:
     """(name, replica, groups of prompts sent together) of every run after the first."""
-    home, order = replicas[0], list(range(count))
+    home = replicas[0]
+    order = list(range(count))
     alone = [[i] for i in order]
     for k in range(1, repeats):
         yield "alone again" if k == 1 else f"alone again ({k})", home, alone
@@ -233,7 +288,12 @@ def ways(
 
 
 def _run(
-    pool: Pool, home: str, prompts: list[Any], groups: list[list[int]], sampling: Mapping[str, Any], deadline: Deadline
+    pool: Pool,
+    home: str,
+    prompts: list[Any],
+    groups: list[list[int]],
+    sampling: Mapping[str, Any],
+    deadline: Deadline,
 ) -> list[Sample]:
     """The sample of each prompt; the prompts of a group are sent together, one group after the other."""
     found: dict[int, Sample] = {}
@@ -249,10 +309,14 @@ def _run(
 def compare(name: str, reference: Sequence[Sample], samples: Sequence[Sample]) -> Case:
     """Compare a run with the reference, prompt by prompt."""
     equal = same_bits = 0
-    gap, first = 0.0, None
+    gap = 0.0
+    first = None
     for one, other in zip(reference, samples, strict=True):
         if set(one.versions.tolist()) != set(other.versions.tolist()):
-            raise ConfigError("the weights changed during the check", remedy="check while no sync runs")
+            raise ConfigError(
+                "the weights changed during the check",
+                remedy="check while no sync runs",
+            )
         size = min(len(one.token_ids), len(other.token_ids))
         differ = np.flatnonzero(one.token_ids[:size] != other.token_ids[:size])
         stop = int(differ[0]) if len(differ) else size
@@ -261,7 +325,10 @@ def compare(name: str, reference: Sequence[Sample], samples: Sequence[Sample]) -
         same_bits += same and np.array_equal(one.logprobs, other.logprobs)
         if not same:
             first = stop if first is None else min(first, stop)
-        gap = max(gap, float(np.abs(one.logprobs[:stop] - other.logprobs[:stop]).max(initial=0.0)))
+        gap = max(
+            gap,
+            float(np.abs(one.logprobs[:stop] - other.logprobs[:stop]).max(initial=0.0)),
+        )
     return Case(name, len(reference), equal, int(same_bits), gap, first)
 
 

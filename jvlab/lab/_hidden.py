@@ -16,10 +16,13 @@ from jvlab.wire import jvlab_pb2 as pb
 if TYPE_CHECKING:
     from jvlab.lab._pool_calls import PoolCalls
 
-JUMP = 10.0  # the models diverge at the first layer with this multiple of any earlier layer's difference
+# the models diverge at the first layer with this multiple of any earlier layer's difference
+JUMP = 10.0
 
 
-def hidden_states(pool: PoolCalls, tokens: Sequence[int], deadline: Deadline) -> np.ndarray:
+def hidden_states(
+    pool: PoolCalls, tokens: Sequence[int], deadline: Deadline
+) -> np.ndarray:
     """Float32 [layers, tokens, width]."""
     if pool.replicas != 1:
         raise Unsupported(
@@ -38,7 +41,10 @@ def hidden_states(pool: PoolCalls, tokens: Sequence[int], deadline: Deadline) ->
             remedy='launch with engine={"enforce_eager": True}',
         )
     if any(len(row) % len(tokens) for row in rows):
-        raise Unsupported("other requests ran at the same time", remedy="try again when the pool is idle")
+        raise Unsupported(
+            "other requests ran at the same time",
+            remedy="try again when the pool is idle",
+        )
     return np.stack([row.reshape(len(tokens), -1) for row in rows])
 
 
@@ -58,12 +64,18 @@ class LayerGaps:
         return int(np.argmax(self.apart))
 
     def __str__(self) -> str:
-        before = f"after layer {self.layer - 1} they are {self.apart[self.layer - 1]:.2g} apart, " if self.layer else ""
+        before = (
+            f"after layer {self.layer - 1} they are {self.apart[self.layer - 1]:.2g} apart, "
+            if self.layer
+            else ""
+        )
         return f"{before}after layer {self.layer} {self.apart[self.layer]:.2g}"
 
 
 def compare_layers(engine: np.ndarray, trainer: Any) -> LayerGaps:
     """Per layer, the largest difference divided by the largest value."""
     theirs = np.asarray(trainer, np.float32)
-    off = np.abs(engine - theirs).max(axis=(1, 2)) / np.maximum(np.abs(theirs).max(axis=(1, 2)), 1e-12)
+    off = np.abs(engine - theirs).max(axis=(1, 2)) / np.maximum(
+        np.abs(theirs).max(axis=(1, 2)), 1e-12
+    )
     return LayerGaps(tuple(float(v) for v in off))

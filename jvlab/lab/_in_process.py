@@ -41,7 +41,9 @@ if TYPE_CHECKING:
     from jvlab.engine._engine import Engine
 
 Made = TypeVar("Made")
-INSTEAD = "lab = jv.Lab(); pool = lab.launch(...) runs engines in processes of their own"
+INSTEAD = (
+    "lab = jv.Lab(); pool = lab.launch(...) runs engines in processes of their own"
+)
 _claim = threading.Lock()
 _open: list[Any] = []  # the only in-process pool, or the host of one that is starting
 
@@ -49,10 +51,16 @@ _open: list[Any] = []  # the only in-process pool, or the host of one that is st
 class EngineHost(Gateway):
     """Gateway and replica in one: starts no process, serves no port; its only replica is an object."""
 
-    def __init__(self, spec: reg.PoolSpec, engine: dict[str, Any], env: dict[str, str]) -> None:
-        super().__init__("in-process", Path(), "", lease=float("inf"), beat=1.0, missed_beats=10**9)
-        self.spec, self.name = spec, f"{spec.pool}/0"
-        self._arguments, self._env = engine, env
+    def __init__(
+        self, spec: reg.PoolSpec, engine: dict[str, Any], env: dict[str, str]
+    ) -> None:
+        super().__init__(
+            "in-process", Path(), "", lease=float("inf"), beat=1.0, missed_beats=10**9
+        )
+        self.spec = spec
+        self.name = f"{spec.pool}/0"
+        self._arguments = engine
+        self._env = env
         self.engine: Engine | None = None
         self._local: Any = None
         self._beating: asyncio.Task[None] | None = None
@@ -84,17 +92,27 @@ class EngineHost(Gateway):
         from jvlab.engine._engine import Engine
 
         spec = self.spec
-        given = {"use_tqdm_on_load": False, **self._arguments}  # no progress bars in the trainer's output
-        arguments = _defaults.engine_arguments(spec.model, spec.device, 1, spec.load, given)
+        # no progress bars in the trainer's output
+        given = {"use_tqdm_on_load": False, **self._arguments}
+        arguments = _defaults.engine_arguments(
+            spec.model, spec.device, 1, spec.load, given
+        )
         note = _defaults.cpu_dtype(spec.model, given)[1] if spec.device == "cpu" else ""
-        with _defaults.variables(self._env):  # around imports too: libraries read some of them at import
+        # around imports too: libraries read some of them at import
+        with _defaults.variables(self._env):
             _vllm_versions.build()  # raises with a remedy, before torch's own error
             with _restored_state():
                 _vllm_versions.check_engine()
                 _vllm_versions.check(_vllm_versions.FEATURES["Pool.in_process"])
                 from jvlab.engine._in_process import start
 
-                self.engine = Engine(arguments, spec.device, self.name, start, json.loads(spec.limits_json))
+                self.engine = Engine(
+                    arguments,
+                    spec.device,
+                    self.name,
+                    start,
+                    json.loads(spec.limits_json),
+                )
             await asyncio.sleep(0)  # a KeyboardInterrupt during loading arrives here
             self.engine.facts.pid = os.getpid()
             self.engine.facts.vllm_warning = note
@@ -109,7 +127,10 @@ class EngineHost(Gateway):
     async def _register(self, engine: Engine, servicer: Any) -> None:
         """Register, as a replica process does when it starts, or when it was fenced but is still alive."""
         request = pb.RegisterRequest(
-            replica=self.name, address="this process", facts=engine.facts, stats=await engine.stats()
+            replica=self.name,
+            address="this process",
+            facts=engine.facts,
+            stats=await engine.stats(),
         )
         servicer.epoch = self.register(request).epoch
 
@@ -118,7 +139,9 @@ class EngineHost(Gateway):
         while not engine.dead:
             self.stats[self.name] = await engine.stats()
             try:
-                self.handle(reg.BeatReceived(self.name, servicer.epoch, time.monotonic()))
+                self.handle(
+                    reg.BeatReceived(self.name, servicer.epoch, time.monotonic())
+                )
             except reg.Refused:
                 if self.registry.replica(self.name).ended:
                     return
@@ -126,7 +149,13 @@ class EngineHost(Gateway):
                 await self._register(engine, servicer)
             self.links.tick(time.monotonic())
             await asyncio.sleep(TICK_SECONDS)
-        self.handle(reg.ProcessExited(self.name, "the engine in this process died; its last lines were printed", ""))
+        self.handle(
+            reg.ProcessExited(
+                self.name,
+                "the engine in this process died; its last lines were printed",
+                "",
+            )
+        )
 
     async def tear_down(self) -> None:
         """End the engine and free its memory. Can be called twice."""
@@ -136,7 +165,9 @@ class EngineHost(Gateway):
             self._beating.cancel()
             await asyncio.gather(self._beating, return_exceptions=True)
         await self.shut_down()
-        engine, self.engine, self._local = self.engine, None, None
+        engine = self.engine
+        self.engine = None
+        self._local = None
         if engine is not None:
             await engine.drop_all()
             engine.close()
@@ -144,7 +175,10 @@ class EngineHost(Gateway):
             gc.collect()
 
 
-def open_pool(make: Callable[[LocalClient, pb.PoolStatus, EngineHost], Made], options: LaunchOptions) -> Made:
+def open_pool(
+    make: Callable[[LocalClient, pb.PoolStatus, EngineHost], Made],
+    options: LaunchOptions,
+) -> Made:
     """See `Pool.in_process`. `make` builds the pool once the engine is up."""
     if options.name is not None:
         check_name("pool", options.name)
@@ -162,7 +196,9 @@ def open_pool(make: Callable[[LocalClient, pb.PoolStatus, EngineHost], Made], op
         options.routing,
         limits_json=json.dumps(chosen.limits),
     )
-    host = EngineHost(spec, chosen.engine, _environment(chosen.device, chosen.model, chosen.env))
+    host = EngineHost(
+        spec, chosen.engine, _environment(chosen.device, chosen.model, chosen.env)
+    )
     with _claim:
         if _open:
             raise ConfigError(
@@ -176,23 +212,32 @@ def open_pool(make: Callable[[LocalClient, pb.PoolStatus, EngineHost], Made], op
 
 def _refuse(replicas: int, tensor_parallel: int, http: bool | int, place: Any) -> None:
     if replicas != 1:
-        raise Unsupported(f"one process holds one engine, not {replicas} replicas", remedy=INSTEAD)
+        raise Unsupported(
+            f"one process holds one engine, not {replicas} replicas", remedy=INSTEAD
+        )
     if tensor_parallel != 1:
         raise Unsupported(
             f"tensor_parallel={tensor_parallel} needs a process for each rank, and this engine is in this one",
             remedy=INSTEAD,
         )
     if place is not None:
-        raise Unsupported(f"place={place!r}: an in-process engine can't be placed elsewhere", remedy=INSTEAD)
+        raise Unsupported(
+            f"place={place!r}: an in-process engine can't be placed elsewhere",
+            remedy=INSTEAD,
+        )
     if http is not False:
-        raise Unsupported("an engine in this process serves no port", remedy="lab.launch(..., http=True)")
+        raise Unsupported(
+            "an engine in this process serves no port",
+            remedy="lab.launch(..., http=True)",
+        )
 
 
 def _environment(device: str, model: str, given: dict[str, str]) -> dict[str, str]:
     """Environment variables while the engine starts. The hub's are not set: they would affect the trainer too."""
     ours = _defaults.environment(device, 1, 1, 0, _defaults.usable_cores(), model)
     ours.pop("HF_HUB_OFFLINE", None)
-    ours.pop("VLLM_CPU_OMP_THREADS_BIND", None)  # the trainer computes in this process too
+    # the trainer computes in this process too
+    ours.pop("VLLM_CPU_OMP_THREADS_BIND", None)
     ours["VLLM_LOGGING_LEVEL"] = "ERROR"
     # Trainer and engine share the cores: with OpenMP threads that spin while waiting, a small matrix product takes a
     # millisecond instead of 80 µs. Only effective if torch is not loaded yet.
@@ -212,7 +257,8 @@ def _restored_state() -> Iterator[None]:
     threads = torch.set_num_threads  # vLLM's CPU worker replaces it
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # from libraries that vLLM imports; a replica process logs them
+            # from libraries that vLLM imports; a replica process logs them
+            warnings.simplefilter("ignore")
             yield
     finally:
         torch.set_num_threads = threads
@@ -221,7 +267,9 @@ def _restored_state() -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
-def _start(host: EngineHost, make: Callable[[LocalClient, pb.PoolStatus, EngineHost], Made]) -> Made:
+def _start(
+    host: EngineHost, make: Callable[[LocalClient, pb.PoolStatus, EngineHost], Made]
+) -> Made:
     """Start the engine in the background loop and wait for it."""
     client = LocalClient()
     title = f"{host.spec.pool}: imports vLLM and starts its engine in this process"
@@ -230,7 +278,9 @@ def _start(host: EngineHost, make: Callable[[LocalClient, pb.PoolStatus, EngineH
             snapshot = client.loop.run(host.bring_up())
     except KeyboardInterrupt:
         # Loading can't be interrupted: tear the engine down as soon as it is up; then another may be started.
-        threading.Thread(target=_end_later, args=(client, host), name="jvlab-end", daemon=True).start()
+        threading.Thread(
+            target=_end_later, args=(client, host), name="jvlab-end", daemon=True
+        ).start()
         raise
     except BaseException as error:
         client.close()
@@ -245,7 +295,10 @@ def _start(host: EngineHost, make: Callable[[LocalClient, pb.PoolStatus, EngineH
         if is_full(cause):
             held, remedy = who_holds(remedy)
         raise LaunchError(
-            f"the engine did not start in this process: {cause}{held}", remedy=remedy, cause=cause, log=""
+            f"the engine did not start in this process: {cause}{held}",
+            remedy=remedy,
+            cause=cause,
+            log="",
         ) from error
     for replica in snapshot.replicas:
         if replica.facts.vllm_warning:

@@ -10,7 +10,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jvlab._deadline import LONGEST, Deadline, check_timeout
-from jvlab._errors import ConfigError, ControlError, DeadlineExceeded, GatewayUnreachable, LabNotFound
+from jvlab._errors import (
+    ConfigError,
+    ControlError,
+    DeadlineExceeded,
+    GatewayUnreachable,
+    LabNotFound,
+)
 from jvlab._names import own_name
 from jvlab._tracebacks import brief
 from jvlab.gateway._serve import GatewayOptions
@@ -35,18 +41,23 @@ if TYPE_CHECKING:
 
 
 def open_cluster(
-    cluster: str | None, address: str | None, gateway: GatewayOptions, name: str | None = None
+    cluster: str | None,
+    address: str | None,
+    gateway: GatewayOptions,
+    name: str | None = None,
 ) -> RayCluster | None:
     """The cluster on which the lab's gateway now runs; None for this machine."""
     if cluster is None:
         if address is not None:
             raise ConfigError(
-                "address= needs a cluster", remedy='pass cluster="ray" too; jv.Lab.attach(address, token) rejoins a lab'
+                "address= needs a cluster",
+                remedy='pass cluster="ray" too; jv.Lab.attach(address, token) rejoins a lab',
             )
         return None
     if cluster != "ray":
         raise ConfigError(
-            f"cluster={cluster!r} is not known", remedy='"ray"; for SLURM use jv.Lab.from_slurm() inside a job'
+            f"cluster={cluster!r} is not known",
+            remedy='"ray"; for SLURM use jv.Lab.from_slurm() inside a job',
         )
     defaults = GatewayOptions()
     for option in ("tls", "host", "port", "metrics_port"):
@@ -219,18 +230,27 @@ class Lab:
         self._ends_with_script = lease is None and not _script_end.in_session()
         lease = _script_end.default_lease(cluster) if lease is None else lease
         _script_end.unwind_at_sigterm()
-        gateway = GatewayOptions(lease, beat, missed_beats, host, port, pair, metrics_port).check()
+        gateway = GatewayOptions(
+            lease, beat, missed_beats, host, port, pair, metrics_port
+        ).check()
         self._cluster = open_cluster(cluster, address, gateway, name)
         if self._cluster is None:
             content, _ = _launcher.start_gateway(gateway, name)
             self._join(content["address"], content["token"], None)
         else:
             content = self._cluster.content
-            self._cluster.guard(self._join, content["address"], content["token"], content["tls_ca"])
+            self._cluster.guard(
+                self._join, content["address"], content["token"], content["tls_ca"]
+            )
 
     @classmethod
     def attach(
-        cls, address: str | None = None, token: str | None = None, *, tls_ca: str | None = None, timeout: float = 30.0
+        cls,
+        address: str | None = None,
+        token: str | None = None,
+        *,
+        tls_ca: str | None = None,
+        timeout: float = 30.0,
     ) -> Lab:
         """Rejoin a running lab: `attach()` for your only one, `attach(name)` for one of several (`jv.Lab.list()` shows
         the names), `attach(address, token)` for any lab.
@@ -239,15 +259,22 @@ class Lab:
 
         deadline = Deadline.of(timeout)
         if address is None and token is not None:
-            raise ConfigError("a token without an address", remedy="pass both, or neither to find your lab")
+            raise ConfigError(
+                "a token without an address",
+                remedy="pass both, or neither to find your lab",
+            )
         if token is None:
             try:
                 found = find_lab(address)
             except LabNotFound:
                 if address is None or ":" not in address:  # names have no colon
                     raise
-                raise ConfigError(f"no token for the lab at {address}", remedy="it is in that lab's lab.json") from None
-            address, token = found.address, found.token
+                raise ConfigError(
+                    f"no token for the lab at {address}",
+                    remedy="it is in that lab's lab.json",
+                ) from None
+            address = found.address
+            token = found.token
         lab = cls.__new__(cls)
         lab._join(str(address), token, tls_ca, deadline)
         return lab
@@ -275,7 +302,13 @@ class Lab:
 
         write_private(path, self._token + "\n")
 
-    def _join(self, address: str, token: str, tls_ca: str | None, deadline: Deadline | None = None) -> None:
+    def _join(
+        self,
+        address: str,
+        token: str,
+        tls_ca: str | None,
+        deadline: Deadline | None = None,
+    ) -> None:
         from jvlab.wire import jvlab_pb2 as pb
         from jvlab.wire._channels import host_of
         from jvlab.wire._client import Client
@@ -330,8 +363,12 @@ class Lab:
         request = pb.HoldRequest(holder=self._holder)
         metadata = self._client.metadata
         # without an end of its own: this process may be stopped, or short of the GIL, when it had to be renewed
-        open_stream = lambda: self._client.stub.Hold(request, timeout=LONGEST, metadata=metadata)
-        await self._client.follow(open_stream, lambda _: setattr(self, "_is_held", True))
+        open_stream = lambda: self._client.stub.Hold(
+            request, timeout=LONGEST, metadata=metadata
+        )
+        await self._client.follow(
+            open_stream, lambda _: setattr(self, "_is_held", True)
+        )
 
     @property
     def _starts_here(self) -> bool:
@@ -411,10 +448,12 @@ class Lab:
         options.check_counts()
         order = options.request()
         if order.device == "cpu" and place in (None, "local") and self._starts_here:
-            _cpu.check_dtype(options.engine or {})  # now, not when a process has started
+            # now, not when a process has started
+            _cpu.check_dtype(options.engine or {})
         pool = Pool(self._client, self._client.call("Launch", order))
         pool.colocated = colocate
-        if before := self._pools.get(pool.name):  # closed, or the name would not have been free
+        # closed, or the name would not have been free
+        if before := self._pools.get(pool.name):
             before._forget("it was closed, and another pool has its name")
         self._drop_closed()
         self._pools[pool.name] = pool
@@ -501,12 +540,25 @@ class Lab:
             if team is not None:
                 team.agree(agreed)
             for link in self._links:
-                if faults is None and team is None and link.matches(pool, agreed, mode, nonfinite):
+                if (
+                    faults is None
+                    and team is None
+                    and link.matches(pool, agreed, mode, nonfinite)
+                ):
                     link.remembered.take(params)
                     return link
             for link in [link for link in self._links if link.pool is pool]:
                 link.close()  # replaced by the new one
-            link = Link(pool, agreed, mode, faults, self._links.remove, team, nonfinite, deadline)
+            link = Link(
+                pool,
+                agreed,
+                mode,
+                faults,
+                self._links.remove,
+                team,
+                nonfinite,
+                deadline,
+            )
             link.remembered.take(params)
         self._links.append(link)
         return link
@@ -543,7 +595,11 @@ class Lab:
         from jvlab.wire import jvlab_pb2 as pb
 
         reply = self._client.call("Describe", pb.DescribeRequest())
-        return MessageToDict(reply, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+        return MessageToDict(
+            reply,
+            preserving_proto_field_name=True,
+            always_print_fields_with_no_presence=True,
+        )
 
     def processes(self) -> builtins.list[ProcessRow]:
         """Gateway, replicas and their workers: state, pid, device, memory, version, heartbeat, load."""
@@ -591,14 +647,19 @@ class Lab:
             return
         try:
             # half of the time: a gateway that does not reply must be killed, which takes time too
-            self._client.call("Close", pb.CloseRequest(reason="close() was called"), min(deadline.seconds / 2, 5.0))
+            self._client.call(
+                "Close",
+                pb.CloseRequest(reason="close() was called"),
+                min(deadline.seconds / 2, 5.0),
+            )
         except ControlError as error:
             if not isinstance(error, (GatewayUnreachable, DeadlineExceeded)):
                 raise
         self._leave()
         if self._cluster is not None:
             self._cluster.end(max(1.0, deadline.left()))
-        while (gateway := self._gateway.process()) is not None:  # only ever this lab's own, and only on this machine
+        # only ever this lab's own, and only on this machine
+        while (gateway := self._gateway.process()) is not None:
             if deadline.over:
                 kill_tree(gateway)
                 break
@@ -610,7 +671,8 @@ class Lab:
         self._closed = True
         for link in list(self._links):
             link.close()
-        for pool in list(self._pools.values()):  # a panel's thread may add a pool in the meantime
+        # a panel's thread may add a pool in the meantime
+        for pool in list(self._pools.values()):
             pool._forget("the lab was closed or left")
         self._client.close()
         _script_end.open_labs.discard(self)

@@ -23,7 +23,10 @@ def launch_fields(http: bool | int) -> dict[str, Any]:
     if isinstance(http, bool):
         return {"http": http}
     if not isinstance(http, int) or not 0 < http < 2**16:
-        raise ConfigError(f"http must be True, False or a port, not {http!r}", remedy="True takes a free port")
+        raise ConfigError(
+            f"http must be True, False or a port, not {http!r}",
+            remedy="True takes a free port",
+        )
     return {"http": True, "http_port": http}
 
 
@@ -44,8 +47,11 @@ def http_url(snapshot: pb.PoolStatus) -> str:
 
 ENGINE_SHARE = 0.45
 SPARE = 0.08  # CUDA contexts, graphs, and kernels' own memory, on both sides
-FRACTION, OLD_FRACTION = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX refuses both together
-ALLOCATOR, ELASTIC = "XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async"
+# JAX refuses both together
+FRACTION = "XLA_CLIENT_MEM_FRACTION"
+OLD_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
+ELASTIC = "cuda_async"
 
 
 def engine_arguments(given: dict[str, Any]) -> dict[str, Any]:
@@ -76,10 +82,14 @@ def share_card(engine: float) -> None:
     import jax
 
     stats = jax.local_devices()[0].memory_stats() or {}
-    taken, total = stats.get("bytes_limit", 0), _card_bytes()
+    taken = stats.get("bytes_limit", 0)
+    total = _card_bytes()
     if not total or taken <= (share + SPARE / 2) * total:
         return
-    if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() in ("false", "0"):
+    if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() in (
+        "false",
+        "0",
+    ):
         return  # an upper bound, not memory that JAX holds
     raise ConfigError(
         f"JAX has taken {taken / total:.0%} of the card already, the engine is to have {engine:.0%}",
@@ -110,7 +120,9 @@ def give_back() -> None:
 
     for device in jax.local_devices():
         if device.platform in ("gpu", "cuda"):
-            cupy.cuda.Device(int(getattr(device, "local_hardware_id", 0) or 0)).synchronize()
+            cupy.cuda.Device(
+                int(getattr(device, "local_hardware_id", 0) or 0)
+            ).synchronize()
 
 
 def jax_has_started() -> bool:
@@ -170,13 +182,24 @@ class LaunchOptions:
         for what in ("engine", "env", "speculative"):
             given = getattr(self, what)
             if not (given is None or isinstance(given, Mapping)):
-                raise ConfigError(f"{what} is {type(given).__name__}", remedy=f'a dict: {what}={{"name": value}}')
-        for what, most in (("replicas", MAX_REPLICAS), ("tensor_parallel", MAX_TENSOR_PARALLEL)):
+                raise ConfigError(
+                    f"{what} is {type(given).__name__}",
+                    remedy=f'a dict: {what}={{"name": value}}',
+                )
+        for what, most in (
+            ("replicas", MAX_REPLICAS),
+            ("tensor_parallel", MAX_TENSOR_PARALLEL),
+        ):
             count = getattr(self, what)
             if not isinstance(count, int) or count < 1:
-                raise ConfigError(f"{what} must be a whole number of at least 1, not {count!r}")
+                raise ConfigError(
+                    f"{what} must be a whole number of at least 1, not {count!r}"
+                )
             if count > most:
-                raise ConfigError(f"{what}={count} is more than one pool takes", remedy=f"at most {most}")
+                raise ConfigError(
+                    f"{what}={count} is more than one pool takes",
+                    remedy=f"at most {most}",
+                )
 
     def settings(self) -> EngineSettings:
         """The settings; raises `ConfigError` if invalid. With `colocate`, also limits this process's GPU memory."""
@@ -188,7 +211,8 @@ class LaunchOptions:
             raise ConfigError(f"load must be 'auto' or 'dummy', not {self.load!r}")
         _scaling.check_routing(self.routing)
         bounds = _limits.check_given(self.limits)
-        path, device = models.resolve(self.model), resolve_device(self.device)
+        path = models.resolve(self.model)
+        device = resolve_device(self.device)
         latent = self.deterministic and _latent_attention(path)
         engine, env = _determinism.launch_settings(
             device, self.engine, self.env, self.deterministic, self.speculative, latent
@@ -198,22 +222,35 @@ class LaunchOptions:
             given = arguments.get("hf_overrides") or {}
             if not isinstance(given, dict):
                 raise ConfigError(
-                    "head_dtype can't be combined with hf_overrides that are no dict", remedy="set it in hf_overrides"
+                    "head_dtype can't be combined with hf_overrides that are no dict",
+                    remedy="set it in hf_overrides",
                 )
-            arguments["hf_overrides"] = {**given, "head_dtype": str(arguments.pop("head_dtype"))}
+            arguments["hf_overrides"] = {
+                **given,
+                "head_dtype": str(arguments.pop("head_dtype")),
+            }
         if device == "cpu" and arguments.get("enable_lora") and _has_experts(path):
             raise Unsupported(
                 "vLLM 0.32.0 adapts no model with experts on a CPU: it dies at the first token, for want of Triton",
                 remedy="launch without enable_lora and sync link.sync(policy.merge().params), or use a GPU",
                 model=path,
             )
-        if arguments.get("enable_return_routed_experts") and os.path.isdir(path) and not _has_experts(path):
+        if (
+            arguments.get("enable_return_routed_experts")
+            and os.path.isdir(path)
+            and not _has_experts(path)
+        ):
             raise ConfigError(
-                "enable_return_routed_experts, and the model has no experts", remedy="leave it out", model=path
+                "enable_return_routed_experts, and the model has no experts",
+                remedy="leave it out",
+                model=path,
             )
         if self.colocate:
             if device != "cuda":
-                raise ConfigError(f"colocate=True shares a GPU, and the device is {device}", remedy="leave it out")
+                raise ConfigError(
+                    f"colocate=True shares a GPU, and the device is {device}",
+                    remedy="leave it out",
+                )
             arguments = engine_arguments(arguments)
             share_card(float(arguments["gpu_memory_utilization"]))
         return EngineSettings(path, device, arguments, dict(env or {}), bounds)
@@ -224,9 +261,12 @@ class LaunchOptions:
 
         chosen = self.settings()
         try:
-            engine_json, env_json = json.dumps(chosen.engine), json.dumps(chosen.env)
+            engine_json = json.dumps(chosen.engine)
+            env_json = json.dumps(chosen.env)
         except TypeError as error:
-            raise ConfigError(f"an engine argument is not a plain value: {error}") from error
+            raise ConfigError(
+                f"an engine argument is not a plain value: {error}"
+            ) from error
         return pb.LaunchRequest(
             pool=self.name or "",
             model=chosen.model,
@@ -267,10 +307,19 @@ def resolve_device(device: str) -> str:
     if text := _vllm_versions.warning(full=False):
         warnings.warn(text, stacklevel=2)
     cuda_build = name == "vllm" and "cpu" not in version
-    gpu = os.path.exists("/proc/driver/nvidia/version") or os.path.exists("/dev/nvidia0")
+    gpu = os.path.exists("/proc/driver/nvidia/version") or os.path.exists(
+        "/dev/nvidia0"
+    )
     if device == "cuda" and not (cuda_build and gpu):
-        lacks = "no NVIDIA GPU was found" if cuda_build else f"{name} {version} is a CPU build"
-        raise ConfigError(f"device='cuda', but {lacks}", remedy="`jvlab doctor` shows what this machine can run")
+        lacks = (
+            "no NVIDIA GPU was found"
+            if cuda_build
+            else f"{name} {version} is a CPU build"
+        )
+        raise ConfigError(
+            f"device='cuda', but {lacks}",
+            remedy="`jvlab doctor` shows what this machine can run",
+        )
     if device == "auto":
         return "cuda" if cuda_build and gpu else "cpu"
     return device

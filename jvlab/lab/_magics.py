@@ -51,7 +51,11 @@ class JvMagics(Magics):
                 print(HELP)
                 return None
         close = difflib.get_close_matches(command, COMMANDS, 1)
-        hint = f"did you mean %jv {close[0]}?" if close else f"one of {', '.join(COMMANDS)}"
+        hint = (
+            f"did you mean %jv {close[0]}?"
+            if close
+            else f"one of {', '.join(COMMANDS)}"
+        )
         raise MagicError(f"%jv has no command {command!r}", remedy=hint)
 
     @cell_magic
@@ -60,9 +64,14 @@ class JvMagics(Magics):
         words, options, keep = _parse(line)
         prompts = [text for text in cell.splitlines() if text.strip()]
         if not prompts:
-            raise MagicError("%%rollout has no prompts", remedy="write one per line, below the first")
+            raise MagicError(
+                "%%rollout has no prompts", remedy="write one per line, below the first"
+            )
         if len(words) > 1:
-            raise MagicError(f"%%rollout takes one pool, not {words}", remedy="settings are written name=value")
+            raise MagicError(
+                f"%%rollout takes one pool, not {words}",
+                remedy="settings are written name=value",
+            )
         pool = self._named(words[0], "Pool") if words else self._pool()
         batch = pool.generate(prompts, **options)
         if keep:
@@ -79,9 +88,15 @@ class JvMagics(Magics):
 
     def _every(self, kind: str) -> dict[str, Any]:
         """Variable -> object of that kind, each object once, without IPython's own names (_, _1)."""
-        wanted, seen, out = _kind(kind), set(), {}
+        wanted = _kind(kind)
+        seen = set()
+        out = {}
         for name, value in list(self._namespace.items()):
-            if not name.startswith("_") and isinstance(value, wanted) and id(value) not in seen:
+            if (
+                not name.startswith("_")
+                and isinstance(value, wanted)
+                and id(value) not in seen
+            ):
                 seen.add(id(value))
                 out[name] = value
         return out
@@ -92,13 +107,18 @@ class JvMagics(Magics):
             raise MagicError(f"there is no {kind} in this notebook", remedy=make)
         if len(found) > 1:
             raise MagicError(
-                f"there are {len(found)} of the kind {kind}: {', '.join(sorted(found))}", remedy=f"say which: {say}"
+                f"there are {len(found)} of the kind {kind}: {', '.join(sorted(found))}",
+                remedy=f"say which: {say}",
             )
         return next(iter(found.values()))
 
     def _pool(self) -> Any:
         if not self._every("Pool"):
-            pools = [pool for lab in self._every("Lab").values() for pool in lab._pools.values()]
+            pools = [
+                pool
+                for lab in self._every("Lab").values()
+                for pool in lab._pools.values()
+            ]
             if len(pools) == 1:
                 return pools[0]
         return self._one("Pool", "pool = jv.Lab().launch(model)", "%%rollout NAME n=2")
@@ -107,7 +127,9 @@ class JvMagics(Magics):
         value = self._namespace.get(name)
         if not isinstance(value, _kind(kind)):
             known = ", ".join(sorted(self._every(kind))) or "none"
-            raise MagicError(f"{name!r} is no {kind} of this notebook", remedy=f"there are: {known}")
+            raise MagicError(
+                f"{name!r} is no {kind} of this notebook", remedy=f"there are: {known}"
+            )
         return value
 
     # Commands -----------------------------------------------------------------------------------------------------
@@ -117,7 +139,10 @@ class JvMagics(Magics):
 
         labs, pools, links = (self._every(kind) for kind in ("Lab", "Pool", "Link"))
         if not (labs or pools or links):
-            raise MagicError("there is no Lab, Pool or Link in this notebook", remedy="lab = jv.Lab()")
+            raise MagicError(
+                "there is no Lab, Pool or Link in this notebook",
+                remedy="lab = jv.Lab()",
+            )
         for pool in pools.values():
             if not pool._snapshot.closed:
                 pool.status()  # refreshes the snapshot that is shown below
@@ -127,45 +152,82 @@ class JvMagics(Magics):
             f'<div style="margin:4px 0"><code>{escape(name)}</code>{value._repr_html_()}</div>'
             for name, value in {**pools, **links}.items()
         )
-        lines = "".join(f"<div><code>{escape(n)}</code>: {escape(repr(v))}</div>" for n, v in labs.items())
-        display({"text/plain": text, "text/html": f"<div>{lines}{page}</div>"}, raw=True)
+        lines = "".join(
+            f"<div><code>{escape(n)}</code>: {escape(repr(v))}</div>"
+            for n, v in labs.items()
+        )
+        display(
+            {"text/plain": text, "text/html": f"<div>{lines}{page}</div>"}, raw=True
+        )
 
     def _sync(self, rest: str) -> Any:
         words, options, _ = _parse(rest)
-        link = self._one("Link", "link = lab.connect(policy.params, pool)", "link.sync(params)")
+        link = self._one(
+            "Link", "link = lab.connect(policy.params, pool)", "link.sync(params)"
+        )
         if len(words) > 1:
-            raise MagicError(f"%jv sync takes one expression, not {words}", remedy="%jv sync policy.params")
+            raise MagicError(
+                f"%jv sync takes one expression, not {words}",
+                remedy="%jv sync policy.params",
+            )
         if not words:
-            policy = self._one("Policy", "%jv sync NAME, or make a jv.Policy", "%jv sync NAME.params")
+            policy = self._one(
+                "Policy", "%jv sync NAME, or make a jv.Policy", "%jv sync NAME.params"
+            )
             return link.sync(policy.params, **options)
         shell = self.shell
         assert shell is not None
         value = shell.ev(words[0])
-        return link.sync(value.params if isinstance(value, _kind("Policy")) else value, **options)
+        return link.sync(
+            value.params if isinstance(value, _kind("Policy")) else value, **options
+        )
 
     def _bisect(self, prompt: str) -> Any:
         if not prompt.strip():
-            raise MagicError("%jv bisect needs a prompt", remedy="%jv bisect Once upon a time")
-        link = self._one("Link", "link = lab.connect(policy.params, pool)", "link.bisect(prompt)")
+            raise MagicError(
+                "%jv bisect needs a prompt", remedy="%jv bisect Once upon a time"
+            )
+        link = self._one(
+            "Link", "link = lab.connect(policy.params, pool)", "link.bisect(prompt)"
+        )
         policies = self._every("Policy")
-        return link.bisect(prompt.strip(), next(iter(policies.values())) if len(policies) == 1 else None)
+        return link.bisect(
+            prompt.strip(),
+            next(iter(policies.values())) if len(policies) == 1 else None,
+        )
 
     # Completion ---------------------------------------------------------------------------------------------------
 
     def complete_jv(self, _shell: Any, event: Any) -> list[str]:
         """Complete commands, then their arguments."""
         words = event.text_until_cursor.split()
-        if len(words) < 2 or (len(words) == 2 and not event.text_until_cursor.endswith(" ")):
+        if len(words) < 2 or (
+            len(words) == 2 and not event.text_until_cursor.endswith(" ")
+        ):
             return list(COMMANDS)
         if words[1] == "sync":
-            return [*self._every("Policy"), "mode=", "verify=", "pause=", "kv=", "nonfinite="]
+            return [
+                *self._every("Policy"),
+                "mode=",
+                "verify=",
+                "pause=",
+                "kv=",
+                "nonfinite=",
+            ]
         return []
 
     def complete_rollout(self, _shell: Any, event: Any) -> list[str]:
         """Complete pools and their sampling parameters."""
         pools = self._every("Pool")
-        facts = [r.facts for pool in pools.values() for r in pool._snapshot.replicas if r.HasField("facts")]
-        known = sorted({f"{name}=" for each in facts for name in each.sampling_names} - set(COMMON))
+        facts = [
+            r.facts
+            for pool in pools.values()
+            for r in pool._snapshot.replicas
+            if r.HasField("facts")
+        ]
+        known = sorted(
+            {f"{name}=" for each in facts for name in each.sampling_names} - set(COMMON)
+        )
         return [*pools, *COMMON, *known]
 
 
@@ -180,7 +242,9 @@ def _parse(line: str) -> tuple[list[str], dict[str, Any], str]:
     try:
         parts = shlex.split(line, posix=True)
     except ValueError as error:
-        raise MagicError(f"{line!r}: {error}", remedy="close the quotation mark") from error
+        raise MagicError(
+            f"{line!r}: {error}", remedy="close the quotation mark"
+        ) from error
     words: list[str] = []
     options: dict[str, Any] = {}
     keep = ""
@@ -189,7 +253,10 @@ def _parse(line: str) -> tuple[list[str], dict[str, Any], str]:
         name, equals, value = part.partition("=")
         if part == "-o":
             if not parts or not parts[0].isidentifier():
-                raise MagicError("-o needs a name to keep the batch under", remedy="%%rollout -o batch")
+                raise MagicError(
+                    "-o needs a name to keep the batch under",
+                    remedy="%%rollout -o batch",
+                )
             keep = parts.pop(0)
         elif equals and name.isidentifier():
             try:

@@ -36,7 +36,8 @@ class Pool(PoolCalls):
     1
     """
 
-    colocated = False  # launched with colocate=True by this process: it may sleep while an on-policy run trains
+    # launched with colocate=True by this process: it may sleep while an on-policy run trains
+    colocated = False
 
     @staticmethod
     def in_process(model: str, **options: Any) -> InProcessPool:
@@ -58,7 +59,9 @@ class InProcessPool(Pool):
 
     _one_process = True
 
-    def __init__(self, client: LocalClient, snapshot: pb.PoolStatus, host: EngineHost) -> None:
+    def __init__(
+        self, client: LocalClient, snapshot: pb.PoolStatus, host: EngineHost
+    ) -> None:
         super().__init__(client, snapshot)
         self._host = host
         self._links: list[Link] = []
@@ -84,7 +87,15 @@ class InProcessPool(Pool):
 
         params, scorer = unpack(params)
         agreed = _connect.negotiate(
-            params, self, rules, transport, bucket_mib, {}, self._agreements, __version__, same_host=True
+            params,
+            self,
+            rules,
+            transport,
+            bucket_mib,
+            {},
+            self._agreements,
+            __version__,
+            same_host=True,
         )
         _connect.check_meaning(agreed, params, self, meaning, checkpoint, scorer)
         for link in self._links:
@@ -104,10 +115,15 @@ class InProcessPool(Pool):
             remedy="pool.close(), then jv.Pool.in_process(...) again",
         )
 
-    def scale(self, replicas: int, *, wait: bool = True, timeout: float = 900.0) -> InProcessPool:
+    def scale(
+        self, replicas: int, *, wait: bool = True, timeout: float = 900.0
+    ) -> InProcessPool:
         if replicas == 1:
             return self
-        raise Unsupported(f"this pool has one engine, in this process; it can't have {replicas}", remedy=INSTEAD)
+        raise Unsupported(
+            f"this pool has one engine, in this process; it can't have {replicas}",
+            remedy=INSTEAD,
+        )
 
     def logs(self, replica: int = 0, lines: int = 50) -> str:
         raise Unsupported(

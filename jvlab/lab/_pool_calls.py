@@ -102,8 +102,12 @@ class PoolCalls(WatchedPool, Turns):
         `adapter="name"` uses a LoRA adapter loaded with `load_adapter`.
         """
         deadline = Deadline.of(timeout)
-        start = self._start(prompts, n, 0, sampling, routing, min_version, deadline=deadline)
-        return self._client.loop.run(self._collect(start, _prompts.as_list(prompts), progress, deadline))
+        start = self._start(
+            prompts, n, 0, sampling, routing, min_version, deadline=deadline
+        )
+        return self._client.loop.run(
+            self._collect(start, _prompts.as_list(prompts), progress, deadline)
+        )
 
     async def agenerate(
         self,
@@ -118,9 +122,20 @@ class PoolCalls(WatchedPool, Turns):
     ) -> RolloutBatch:
         """`generate`, awaited. `on_sample(sample)` is called with each sample as it ends; it must return at once."""
         deadline = Deadline.of(timeout)
-        start = await asyncio.to_thread(self._start, prompts, n, 0, sampling, routing, min_version, deadline=deadline)
+        start = await asyncio.to_thread(
+            self._start,
+            prompts,
+            n,
+            0,
+            sampling,
+            routing,
+            min_version,
+            deadline=deadline,
+        )
         listed = _prompts.as_list(prompts)
-        return await self._client.loop.arun(self._collect(start, listed, False, deadline, on_sample))
+        return await self._client.loop.arun(
+            self._collect(start, listed, False, deadline, on_sample)
+        )
 
     def stream(
         self,
@@ -144,16 +159,24 @@ class PoolCalls(WatchedPool, Turns):
             window = 2 * facts.max_num_seqs * len(self._snapshot.replicas)
         if window < 1:
             raise SamplingError(f"window must be at least 1, not {window}")
-        start = self._start(prompts, n, window, sampling, routing, min_version, deadline=deadline)
+        start = self._start(
+            prompts, n, window, sampling, routing, min_version, deadline=deadline
+        )
         samples = self._samples(start, _prompts.as_list(prompts), [], deadline)
         told = self._told(samples, len(start.prompts) * start.n)
-        return Stream(self._client.loop, told, lambda: self._refuse_own_stepper("the stream"))
+        return Stream(
+            self._client.loop, told, lambda: self._refuse_own_stepper("the stream")
+        )
 
-    async def _told(self, samples: AsyncGenerator[Sample, None], total: int) -> AsyncGenerator[Sample, None]:
+    async def _told(
+        self, samples: AsyncGenerator[Sample, None], total: int
+    ) -> AsyncGenerator[Sample, None]:
         """The samples, with a bar only while the reader waits for one that something holds up."""
         reading = False  # the caller works on a sample, and waits for none
         asked = time.monotonic()  # when the caller began to wait for the next
-        with Progress(total, f"{self.name}: stream", unit="sample", only_waiting=True) as bar:
+        with Progress(
+            total, f"{self.name}: stream", unit="sample", only_waiting=True
+        ) as bar:
             async with (
                 self._explained(bar, lambda: time.monotonic() if reading else asked),
                 contextlib.aclosing(samples),
@@ -166,20 +189,27 @@ class PoolCalls(WatchedPool, Turns):
                     asked = time.monotonic()
 
     async def _samples(
-        self, start: pb.GenerateStart, prompts: list[Any], notes: list[str], deadline: Deadline
+        self,
+        start: pb.GenerateStart,
+        prompts: list[Any],
+        notes: list[str],
+        deadline: Deadline,
     ) -> AsyncGenerator[Sample, None]:
         """Samples of one Generate call, on the client's loop; grants credit as they are consumed."""
         import grpc
 
         from jvlab.wire._client import translate
 
-        call, tally = self._client.begin("Generate", deadline=deadline), RolloutTally()
+        call = self._client.begin("Generate", deadline=deadline)
+        tally = RolloutTally()
         try:
             await call.write(pb.GenerateCall(start=start))
             if not start.window:
                 await call.done_writing()
             # Samples the gateway may not start before we grant credit; while there are any, it can't have finished.
-            withheld = len(start.prompts) * start.n - start.window if start.window else 0
+            withheld = (
+                len(start.prompts) * start.n - start.window if start.window else 0
+            )
             async for event in call:
                 notes.extend(event.notes)
                 for message in event.samples:
@@ -190,7 +220,9 @@ class PoolCalls(WatchedPool, Turns):
                         withheld -= 1
                         await call.write(pb.GenerateCall(credit=1))
         except grpc.aio.AioRpcError as error:
-            raise translate(error, "generate", deadline.seconds, self._client.address) from None
+            raise translate(
+                error, "generate", deadline.seconds, self._client.address
+            ) from None
         finally:
             call.cancel()
             _calls.note(self._client, *tally.events())
@@ -203,11 +235,15 @@ class PoolCalls(WatchedPool, Turns):
         deadline: Deadline,
         on_sample: Callable[[Sample], None] | None = None,
     ) -> RolloutBatch:
-        began, notes, samples = time.perf_counter(), [], []
+        began = time.perf_counter()
+        notes = []
+        samples = []
         total = len(start.prompts) * start.n
         tokens = 0
         arrived = time.monotonic()
-        with Progress(total, f"{self.name}: generate", unit="sample", show=progress, after=1.0) as bar:
+        with Progress(
+            total, f"{self.name}: generate", unit="sample", show=progress, after=1.0
+        ) as bar:
             async with self._explained(bar, lambda: arrived):
                 async for sample in self._samples(start, prompts, notes, deadline):
                     samples.append(sample)
@@ -215,7 +251,9 @@ class PoolCalls(WatchedPool, Turns):
                     if on_sample is not None and not sample.error:
                         on_sample(sample)
                     tokens += len(sample.token_ids)
-                    bar.advance(1, f"{tokens / (time.perf_counter() - began):,.0f} tokens/s")
+                    bar.advance(
+                        1, f"{tokens / (time.perf_counter() - began):,.0f} tokens/s"
+                    )
         samples.sort(key=lambda s: (s.prompt_index, s.sample_index))
         mode = _prompts.logprobs_mode(self._snapshot)
         batch = RolloutBatch(
@@ -228,7 +266,8 @@ class PoolCalls(WatchedPool, Turns):
         lost = [s for s in samples if s.error]
         if lost:
             raise ReplicaLost(
-                f"{len(lost)} of {total} samples were lost: {lost[0].error}. " + " ".join(notes),
+                f"{len(lost)} of {total} samples were lost: {lost[0].error}. "
+                + " ".join(notes),
                 remedy="the finished ones are in this error's .fields['batch']; pool.status() shows the replicas",
                 batch=replace(batch, samples=tuple(s for s in samples if not s.error)),
             )
@@ -236,7 +275,9 @@ class PoolCalls(WatchedPool, Turns):
 
     # Score --------------------------------------------------------------------------------------------------------
 
-    def score(self, sequences: Any, top: int = 0, *, timeout: float | Deadline = 3600.0) -> Scores:
+    def score(
+        self, sequences: Any, top: int = 0, *, timeout: float | Deadline = 3600.0
+    ) -> Scores:
         """log P of every token given its prefix, under the raw model, in one prefill pass per sequence.
 
         sequences    texts, which `pool.tokenizer` splits as for `generate`; lists of token ids; or a RolloutBatch (its
@@ -245,9 +286,13 @@ class PoolCalls(WatchedPool, Turns):
         """
         deadline = Deadline.of(timeout)
         self._refuse_own_stepper("score")
-        return self._client.loop.run(self._score(self._score_call(sequences, top, deadline), deadline, True))
+        return self._client.loop.run(
+            self._score(self._score_call(sequences, top, deadline), deadline, True)
+        )
 
-    async def ascore(self, sequences: Any, top: int = 0, *, timeout: float | Deadline = 3600.0) -> Scores:
+    async def ascore(
+        self, sequences: Any, top: int = 0, *, timeout: float | Deadline = 3600.0
+    ) -> Scores:
         """`score`, awaited."""
         deadline = Deadline.of(timeout)
         call = await asyncio.to_thread(self._score_call, sequences, top, deadline)
@@ -259,10 +304,20 @@ class PoolCalls(WatchedPool, Turns):
         listed = _prompts.as_list(sequences)
         self._facts(deadline)
         self._check_limits(len(listed), 1)
-        if isinstance(top, bool) or not isinstance(top, (int, np.integer)) or not 0 <= top < 2**31:
-            raise SamplingError(f"top must be a whole number of at least 0, not {top!r}")
-        messages = [_prompts.to_message(i, self._tokens_of(i, p)) for i, p in enumerate(listed)]
-        return pb.ScoreCall(pool=self.name, sequences=[m.tokens for m in messages], top=top)
+        if (
+            isinstance(top, bool)
+            or not isinstance(top, (int, np.integer))
+            or not 0 <= top < 2**31
+        ):
+            raise SamplingError(
+                f"top must be a whole number of at least 0, not {top!r}"
+            )
+        messages = [
+            _prompts.to_message(i, self._tokens_of(i, p)) for i, p in enumerate(listed)
+        ]
+        return pb.ScoreCall(
+            pool=self.name, sequences=[m.tokens for m in messages], top=top
+        )
 
     def _tokens_of(self, index: int, sequence: Any) -> Any:
         """A sequence to score as token ids: a text is tokenised as the engine does with a prompt."""
@@ -276,30 +331,48 @@ class PoolCalls(WatchedPool, Turns):
             )
         return sequence
 
-    async def _score(self, request: pb.ScoreCall, deadline: Deadline, told: bool = False) -> Scores:
+    async def _score(
+        self, request: pb.ScoreCall, deadline: Deadline, told: bool = False
+    ) -> Scores:
         start = clock()
         count = len(request.sequences)
         began = time.monotonic()
-        with Progress(count, f"{self.name}: score", unit="sequence", show=told, only_waiting=True) as bar:
+        with Progress(
+            count, f"{self.name}: score", unit="sequence", show=told, only_waiting=True
+        ) as bar:
             async with self._explained(bar, lambda: began):
                 events = await self._client.gather("Score", request, deadline)
-        results: dict[int, pb.Scored] = {scored.index: scored for event in events for scored in event.scored}
-        scores = _prompts.to_scores([results[i] for i in range(len(request.sequences))], request)
+        results: dict[int, pb.Scored] = {
+            scored.index: scored for event in events for scored in event.scored
+        }
+        scores = _prompts.to_scores(
+            [results[i] for i in range(len(request.sequences))], request
+        )
         tokens = sum(len(s.ids) for s in request.sequences)
-        done = ScoreEvent(start=start, stop=clock(), what="score", samples=len(scores), tokens=tokens)
+        done = ScoreEvent(
+            start=start, stop=clock(), what="score", samples=len(scores), tokens=tokens
+        )
         _calls.note(self._client, done)
         return scores
 
     # Control ------------------------------------------------------------------------------------------------------
 
-    def pause(self, mode: str = "keep", *, clear_cache: bool = False, timeout: float | Deadline = 600.0) -> float:
+    def pause(
+        self,
+        mode: str = "keep",
+        *,
+        clear_cache: bool = False,
+        timeout: float | Deadline = 600.0,
+    ) -> float:
         """Stop generation on every replica; returns the seconds it took.
 
         Requests in flight: "keep" freezes them until resume(), "wait" lets them finish first, "abort" ends them.
         """
         deadline = Deadline.of(timeout)
         if mode not in CHOICES["pause"]:
-            raise ConfigError(f"pause mode must be 'keep', 'wait' or 'abort', not {mode!r}")
+            raise ConfigError(
+                f"pause mode must be 'keep', 'wait' or 'abort', not {mode!r}"
+            )
         return self._steer(deadline, what=pb.PAUSE, mode=mode, clear_cache=clear_cache)
 
     def resume(self, *, timeout: float | Deadline = 60.0) -> float:
@@ -314,12 +387,15 @@ class PoolCalls(WatchedPool, Turns):
         self._release_shadows(deadline)
         return self._steer(deadline, what=pb.SLEEP, level=level)
 
-    def wake(self, tags: Sequence[str] | None = None, *, timeout: float | Deadline = 120.0) -> float:
+    def wake(
+        self, tags: Sequence[str] | None = None, *, timeout: float | Deadline = 120.0
+    ) -> float:
         """Allocate the memory again; tags choose what: "weights", "kv_cache". Not on CPU."""
         unknown = set(tags or ()) - {"weights", "kv_cache"}
         if unknown:
             raise ConfigError(
-                f"no such wake tag: {sorted(unknown)}", remedy="'weights', 'kv_cache', or nothing for both"
+                f"no such wake tag: {sorted(unknown)}",
+                remedy="'weights', 'kv_cache', or nothing for both",
             )
         deadline = Deadline.of(timeout)
         self._release_shadows(deadline)
@@ -332,7 +408,9 @@ class PoolCalls(WatchedPool, Turns):
 
     def _steer(self, deadline: Deadline, **order: Any) -> float:
         self._facts(deadline)
-        return self._client.call("Steer", pb.SteerCall(pool=self.name, by=own_name(), **order), deadline).seconds
+        return self._client.call(
+            "Steer", pb.SteerCall(pool=self.name, by=own_name(), **order), deadline
+        ).seconds
 
     # Inspect ------------------------------------------------------------------------------------------------------
 
@@ -360,10 +438,16 @@ class PoolCalls(WatchedPool, Turns):
     def logs(self, replica: int = 0, lines: int = 50) -> str:
         """The last lines of a replica's log."""
         name = replica_name(self, replica)
-        return self._client.call("Logs", pb.LogsRequest(pool=self.name, replica=name, lines=lines)).text
+        return self._client.call(
+            "Logs", pb.LogsRequest(pool=self.name, replica=name, lines=lines)
+        ).text
 
     def trace(
-        self, tensors: Sequence[CheckpointTensor] | None = None, *, replica: str = "", timeout: float | Deadline = 300.0
+        self,
+        tensors: Sequence[CheckpointTensor] | None = None,
+        *,
+        replica: str = "",
+        timeout: float | Deadline = 300.0,
     ) -> list[RankLayout]:
         """Where the live engine stores every checkpoint element, rank by rank. Nothing in the engine changes.
 
@@ -378,20 +462,42 @@ class PoolCalls(WatchedPool, Turns):
         call = pb.TraceCall(
             pool=self.name,
             replica=replica,
-            tensors=[pb.TraceTensor(name=t.name, shape=t.shape, dtype=t.dtype) for t in listed],
+            tensors=[
+                pb.TraceTensor(name=t.name, shape=t.shape, dtype=t.dtype)
+                for t in listed
+            ],
         )
         return self._client.loop.run(self._trace(call, deadline))
 
-    def peek(self, parameter: str, rank: int = 0, *, replica: int = 0, timeout: float | Deadline = 120.0) -> bytes:
+    def peek(
+        self,
+        parameter: str,
+        rank: int = 0,
+        *,
+        replica: int = 0,
+        timeout: float | Deadline = 120.0,
+    ) -> bytes:
         """The raw bytes of a live parameter on one rank of one replica."""
         deadline = Deadline.of(timeout)
-        call = pb.PeekCall(pool=self.name, replica=replica_name(self, replica), rank=rank, parameter=parameter)
+        call = pb.PeekCall(
+            pool=self.name,
+            replica=replica_name(self, replica),
+            rank=rank,
+            parameter=parameter,
+        )
         return self._client.loop.run(self._peek(call, deadline))
 
     async def _peek(self, request: pb.PeekCall, deadline: Deadline) -> bytes:
-        return b"".join([event.piece for event in await self._client.gather("Peek", request, deadline)])
+        return b"".join(
+            [
+                event.piece
+                for event in await self._client.gather("Peek", request, deadline)
+            ]
+        )
 
-    def hidden(self, tokens: Sequence[int], *, timeout: float | Deadline = 600.0) -> np.ndarray:
+    def hidden(
+        self, tokens: Sequence[int], *, timeout: float | Deadline = 600.0
+    ) -> np.ndarray:
         """Hidden states after every decoder layer, float32 [layers, tokens, width], for one sequence.
 
         Needs one replica, an eager engine and no other request at the same time.
@@ -408,7 +514,9 @@ class PoolCalls(WatchedPool, Turns):
         self._refresh(deadline)
         return self
 
-    def scale(self, replicas: int, *, wait: bool = True, timeout: float | Deadline = 900.0) -> Self:
+    def scale(
+        self, replicas: int, *, wait: bool = True, timeout: float | Deadline = 900.0
+    ) -> Self:
         """Set the number of replicas; returns when new ones are ready and surplus ones have ended.
 
         More: new processes start next to the old ones. If the pool was ever synced, a new replica gets no requests
@@ -419,10 +527,15 @@ class PoolCalls(WatchedPool, Turns):
         _scaling.scale(self, replicas, wait, timeout)
         return self
 
-    async def _trace(self, request: pb.TraceCall, deadline: Deadline) -> list[RankLayout]:
+    async def _trace(
+        self, request: pb.TraceCall, deadline: Deadline
+    ) -> list[RankLayout]:
         from jvlab.layout._layout_codec import layout_from_bytes
 
-        layouts = [layout_from_bytes(event.layout) for event in await self._client.gather("Trace", request, deadline)]
+        layouts = [
+            layout_from_bytes(event.layout)
+            for event in await self._client.gather("Trace", request, deadline)
+        ]
         return sorted(layouts, key=lambda layout: layout.rank)
 
     # Closing and display ------------------------------------------------------------------------------------------
@@ -455,7 +568,9 @@ class PoolCalls(WatchedPool, Turns):
         if not self._snapshot.HasField("limits"):
             return {}
         known = self._snapshot.limits
-        return {field.name: getattr(known, field.name) for field in known.DESCRIPTOR.fields}
+        return {
+            field.name: getattr(known, field.name) for field in known.DESCRIPTOR.fields
+        }
 
     @property
     def http_url(self) -> str:
@@ -489,7 +604,9 @@ class PoolCalls(WatchedPool, Turns):
         from jvlab.wire._pool_summary import pool_state
 
         if not have_widgets():
-            return follow(self, lambda: pool_state(self._snapshot).startswith("starting"))
+            return follow(
+                self, lambda: pool_state(self._snapshot).startswith("starting")
+            )
         return show(self, None if self._snapshot.closed else lambda: PoolPanel(self))
 
     def _ipython_display_(self) -> None:

@@ -20,19 +20,25 @@ class Turns:
     def _pool(self) -> Pool:
         return cast("Pool", self)
 
-    def session(self, prompt: Any, *, routing: str | None = None, **sampling: Any) -> Session:
+    def session(
+        self, prompt: Any, *, routing: str | None = None, **sampling: Any
+    ) -> Session:
         """A multi-turn session with one replica: `s.generate(8)`, `s.append(observation)`, `s.generate(8)`, ..."""
         from jvlab.lab._session import Session
 
         return Session(self._pool(), prompt, sampling, routing=routing)
 
-    def sessions(self, prompts: Any, n: int = 1, *, routing: str | None = None, **sampling: Any) -> Sessions:
+    def sessions(
+        self, prompts: Any, n: int = 1, *, routing: str | None = None, **sampling: Any
+    ) -> Sessions:
         """`n` sessions for each prompt, whose turns run concurrently: `group.generate(8)`."""
         from jvlab.lab._session import open_sessions
 
         return open_sessions(self._pool(), prompts, n, routing, sampling)
 
-    def check_determinism(self, prompts: Any = None, **options: Any) -> DeterminismReport:
+    def check_determinism(
+        self, prompts: Any = None, **options: Any
+    ) -> DeterminismReport:
         """Measure determinism: the same prompts alone, again, in batches of several sizes and orders, on each replica.
 
         prompts    default: 8 prompts of token ids, 5 to 300 long
@@ -57,7 +63,9 @@ class Turns:
         config     with tensors: PEFT's config; lora_alpha is required, r defaults to the shapes'
         version    default: one more than the last
         """
-        return _adapters.load(self._pool(), name, source, config, version, Deadline.of(timeout))
+        return _adapters.load(
+            self._pool(), name, source, config, version, Deadline.of(timeout)
+        )
 
     def unload_adapter(self, name: str, *, timeout: float | Deadline = 300.0) -> None:
         """Unload an adapter; requests in flight that use it still finish."""

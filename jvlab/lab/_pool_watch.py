@@ -12,7 +12,13 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, Self
 
 from jvlab._deadline import Deadline
-from jvlab._errors import ControlError, DeadlineExceeded, JvlabError, LaunchError, SyncError
+from jvlab._errors import (
+    ControlError,
+    DeadlineExceeded,
+    JvlabError,
+    LaunchError,
+    SyncError,
+)
 from jvlab._names import own_name
 from jvlab._progress import Progress
 from jvlab._tracebacks import brief
@@ -26,8 +32,11 @@ if TYPE_CHECKING:
     from jvlab.sync._link import Link
 
 WATCH_SECONDS = 3600.0
-ANSWER_WITHIN = 5.0  # seconds; a gateway that takes longer is named while the wait goes on
-LOG_SECONDS, LOG_CHARACTERS = 2.0, 120  # of the log's last line, while a pool starts
+# seconds; a gateway that takes longer is named while the wait goes on
+ANSWER_WITHIN = 5.0
+# of the log's last line, while a pool starts
+LOG_SECONDS = 2.0
+LOG_CHARACTERS = 120
 LOOK_SECONDS = 0.5  # between two looks at what a call waits for
 SILENT_SECONDS = 1.0  # without a result, until a bar says what is waited for
 RATE_SECONDS = 2.0  # between two questions for a pool's tokens/s
@@ -41,26 +50,34 @@ class WatchedPool:
     _why_closed = ""
 
     def __init__(self, client: Client, snapshot: pb.PoolStatus) -> None:
-        self._client, self._snapshot = client, snapshot
+        self._client = client
+        self._snapshot = snapshot
         self.name: str = snapshot.pool
         self.model: str = snapshot.model
         self._changed = threading.Condition()
         self._warned: set[str] = set()  # what `wait` has warned of
-        self._adapter_folders: dict[str, weakref.finalize] = {}  # written for `load_adapter`; removed with the pool
-        self._removing = threading.Lock()  # close() and the watching thread both remove; close() waits for the other
+        # written for `load_adapter`; removed with the pool
+        self._adapter_folders: dict[str, weakref.finalize] = {}
+        # close() and the watching thread both remove; close() waits for the other
+        self._removing = threading.Lock()
         self._listeners: list[Callable[[pb.PoolStatus], None]] = []
-        self._linked: weakref.WeakSet[Link] = weakref.WeakSet()  # this process's links to the pool
+        # this process's links to the pool
+        self._linked: weakref.WeakSet[Link] = weakref.WeakSet()
         self._watching = client.loop.submit(self._watch())
 
     async def _watch(self) -> None:
         """Keep the snapshot up to date, so that a repr needs no RPC."""
-        request, metadata = pb.PoolRequest(pool=self.name), self._client.metadata
-        open_stream = lambda: self._client.stub.Watch(request, timeout=WATCH_SECONDS, metadata=metadata)
+        request = pb.PoolRequest(pool=self.name)
+        metadata = self._client.metadata
+        open_stream = lambda: self._client.stub.Watch(
+            request, timeout=WATCH_SECONDS, metadata=metadata
+        )
         self._forget(await self._client.follow(open_stream, self._take))
 
     def _take(self, snapshot: pb.PoolStatus) -> None:
         with self._changed:
-            if 0 < snapshot.revision < self._snapshot.revision:  # replies may overtake the watched stream
+            # replies may overtake the watched stream
+            if 0 < snapshot.revision < self._snapshot.revision:
                 return
             self._snapshot = snapshot
             self._changed.notify_all()
@@ -93,7 +110,9 @@ class WatchedPool:
                 )
 
     @contextlib.asynccontextmanager
-    async def _explained(self, bar: Progress, arrived: Callable[[], float]) -> AsyncIterator[None]:
+    async def _explained(
+        self, bar: Progress, arrived: Callable[[], float]
+    ) -> AsyncIterator[None]:
         """Inside, the bar says what is waited for once nothing has arrived for a while. On the client's loop.
 
         `arrived()`: when something arrived last, by `time.monotonic()`.
@@ -121,7 +140,9 @@ class WatchedPool:
     async def _show_rate(self, bar: Progress) -> None:
         """The pool's tokens/s: while no sample ends, nothing tells a rate of the call's own."""
         try:
-            snapshot = await self._client.acall("Status", pb.PoolRequest(pool=self.name), RATE_SECONDS)
+            snapshot = await self._client.acall(
+                "Status", pb.PoolRequest(pool=self.name), RATE_SECONDS
+            )
         except JvlabError:  # the call itself says what is wrong
             return
         self._take(snapshot)
@@ -131,35 +152,58 @@ class WatchedPool:
     # Starting -----------------------------------------------------------------------------------------------------
 
     @brief
-    def wait(self, timeout: float | Deadline = 900.0, progress: bool | None = None) -> Self:
+    def wait(
+        self, timeout: float | Deadline = 900.0, progress: bool | None = None
+    ) -> Self:
         """Wait until every replica is ready; a failed start raises with the last lines of the engine's log.
 
         Warns, once for each pool, of a vLLM that jvlab was not seen to work with, and names what it lacks; and of a CPU
         that cannot compute in the checkpoint's dtype.
         """
         self._wait_until(Deadline.of(timeout), progress, self._all_ready, confirm=True)
-        said = {r.facts.vllm_warning for r in self._snapshot.replicas} - self._warned - {""}
+        said = (
+            {r.facts.vllm_warning for r in self._snapshot.replicas}
+            - self._warned
+            - {""}
+        )
         self._warned |= said
         for text in sorted(said):
             warnings.warn(text, stacklevel=3)  # of the caller, above `brief`
         return self
 
     def _wait_until(
-        self, deadline: Deadline, progress: bool | None, done: Callable[[], Any], confirm: bool = False
+        self,
+        deadline: Deadline,
+        progress: bool | None,
+        done: Callable[[], Any],
+        confirm: bool = False,
     ) -> None:
         """Wait for `done`, with a progress bar. `confirm`: of what the gateway says now, not when it was last heard."""
         title = _stage_text(self._snapshot)
-        with Progress(len(STAGES), title, unit="stage", show=progress, stages=STAGES) as bar:
-            while not (done() and (not confirm or (self._gateway_answers(deadline, bar) and done()))):
-                bar.to(min((_stage_number(r) for r in _scaling.staying(self._snapshot)), default=0))
+        with Progress(
+            len(STAGES), title, unit="stage", show=progress, stages=STAGES
+        ) as bar:
+            while not (
+                done()
+                and (not confirm or (self._gateway_answers(deadline, bar) and done()))
+            ):
+                bar.to(
+                    min(
+                        (_stage_number(r) for r in _scaling.staying(self._snapshot)),
+                        default=0,
+                    )
+                )
                 bar.describe(_stage_text(self._snapshot))
                 if not done():
                     said = self._last_log_line() if bar.shown else ""
                     bar.remark(said or ("it imports vLLM" if bar.done == 0 else ""))
-                lost = [r for r in _scaling.staying(self._snapshot) if r.stage == "lost"]
+                lost = [
+                    r for r in _scaling.staying(self._snapshot) if r.stage == "lost"
+                ]
                 bar.waits(", ".join(f"{r.replica} is lost ({r.cause})" for r in lost))
                 if deadline.over:
-                    self._ask_gateway(deadline, 0.0)  # raises if it is the gateway that is late
+                    # raises if it is the gateway that is late
+                    self._ask_gateway(deadline, 0.0)
                     raise DeadlineExceeded(
                         f"{self.name} was not ready after {deadline.seconds:g} s: waited for "
                         + _scaling.not_ready(self._snapshot),
@@ -189,17 +233,25 @@ class WatchedPool:
         async def ask() -> pb.PoolStatus:
             call = self._client.begin("Status", request, deadline=Deadline(seconds))
             waited = round(deadline.seconds - deadline.left() + seconds, 1)
-            return await self._client.guard(call, f"waiting for pool {self.name!r}", waited)
+            return await self._client.guard(
+                call, f"waiting for pool {self.name!r}", waited
+            )
 
         self._take(self._client.loop.run(ask()))
 
     def _last_log_line(self) -> str:
         """What a starting engine said last, of the first replica that is not ready; empty if nothing can be read."""
-        late = next((r.replica for r in self._snapshot.replicas if r.stage != "ready"), "")
+        late = next(
+            (r.replica for r in self._snapshot.replicas if r.stage != "ready"), ""
+        )
         if not late:
             return ""
         try:
-            reply = self._client.call("Logs", pb.LogsRequest(pool=self.name, replica=late, lines=1), LOG_SECONDS)
+            reply = self._client.call(
+                "Logs",
+                pb.LogsRequest(pool=self.name, replica=late, lines=1),
+                LOG_SECONDS,
+            )
         except ControlError:  # the wait itself says what is wrong
             return ""
         return reply.text.strip()[-LOG_CHARACTERS:]
@@ -213,7 +265,8 @@ class WatchedPool:
         snapshot = self._snapshot
         if snapshot.closed:
             raise ControlError(
-                f"{self.name} is closed: {self._why_closed or 'by another holder'}", remedy="launch a new pool"
+                f"{self.name} is closed: {self._why_closed or 'by another holder'}",
+                remedy="launch a new pool",
             )
         for replica in snapshot.replicas:
             if replica.state == pb.FAILED:
@@ -228,7 +281,11 @@ class WatchedPool:
                     cause=replica.cause,
                     log=replica.log_tail,
                 )
-        return all(replica.state == pb.READY for replica in snapshot.replicas if replica.state not in _scaling.LEAVING)
+        return all(
+            replica.state == pb.READY
+            for replica in snapshot.replicas
+            if replica.state not in _scaling.LEAVING
+        )
 
     def _facts(self, timeout: float | Deadline = 900.0) -> pb.EngineFacts:
         """The engine's facts; waits for the pool if it is still starting."""
@@ -236,7 +293,11 @@ class WatchedPool:
 
         def up() -> bool:
             snapshot = self._snapshot
-            found[:] = [r.facts for r in snapshot.replicas if r.state == pb.READY and not snapshot.closed]
+            found[:] = [
+                r.facts
+                for r in snapshot.replicas
+                if r.state == pb.READY and not snapshot.closed
+            ]
             if not found:
                 self._all_ready()  # raises if none will become ready
             return bool(found)
@@ -255,4 +316,6 @@ def _stage_text(snapshot: pb.PoolStatus) -> str:
     stages = [replica.stage for replica in _scaling.staying(snapshot)]
     if len(set(stages)) <= 1:
         return snapshot.pool
-    return f"{snapshot.pool}: " + ", ".join(f"{r.replica} {r.stage}" for r in snapshot.replicas)
+    return f"{snapshot.pool}: " + ", ".join(
+        f"{r.replica} {r.stage}" for r in snapshot.replicas
+    )

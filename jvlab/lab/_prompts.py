@@ -21,7 +21,9 @@ from jvlab.wire import jvlab_pb2 as pb
 # Decodes replies into the objects that users get.
 
 
-def logprobs_mode(snapshot: pb.PoolStatus) -> Literal["processed_logprobs", "raw_logprobs"]:
+def logprobs_mode(
+    snapshot: pb.PoolStatus,
+) -> Literal["processed_logprobs", "raw_logprobs"]:
     """How the pool's engines report log-probabilities; the same on all of them."""
     mode = next(r.facts.logprobs_mode for r in snapshot.replicas if r.HasField("facts"))
     return cast(Literal["processed_logprobs", "raw_logprobs"], mode)
@@ -39,7 +41,9 @@ def to_sample(message: pb.Sample, prompts: list[Any]) -> Sample:
         token_ids=message.token_ids[:],  # type: ignore[arg-type]
         logprobs=message.logprobs[:],  # type: ignore[arg-type]
         finish_reason=message.finish_reason,
-        versions=tuple((span.version, span.start, span.stop) for span in message.versions),
+        versions=tuple(
+            (span.version, span.start, span.stop) for span in message.versions
+        ),
         replica=message.replica,
         retried=message.retried,
         seconds={
@@ -49,15 +53,24 @@ def to_sample(message: pb.Sample, prompts: list[Any]) -> Sample:
         },
         error=message.error or None,
         cached_tokens=message.cached_tokens,
-        adapter=(message.adapter.name, message.adapter.version) if message.HasField("adapter") else None,
+        adapter=(message.adapter.name, message.adapter.version)
+        if message.HasField("adapter")
+        else None,
         **_experts(message),
     )
 
 
 def _experts(message: pb.Sample) -> dict[str, Any]:
     shape = -1, message.expert_layers, message.experts_chosen
-    columns = (("expert_ids", message.expert_ids, "<i2"), ("expert_weights", message.expert_weights, "<f4"))
-    return {name: np.frombuffer(data, kind).reshape(shape) for name, data, kind in columns if data}
+    columns = (
+        ("expert_ids", message.expert_ids, "<i2"),
+        ("expert_weights", message.expert_weights, "<f4"),
+    )
+    return {
+        name: np.frombuffer(data, kind).reshape(shape)
+        for name, data, kind in columns
+        if data
+    }
 
 
 def to_scores(ordered: Sequence[pb.Scored], request: pb.ScoreCall) -> Scores:
@@ -65,8 +78,14 @@ def to_scores(ordered: Sequence[pb.Scored], request: pb.ScoreCall) -> Scores:
     return Scores(
         logprobs=[np.array(s.logprobs, np.float32) for s in ordered],
         versions=np.array([s.weight_version for s in ordered], np.int64),
-        top_ids=[np.array(s.top_ids, np.int32).reshape(-1, top) for s in ordered] if top else None,
-        top_logprobs=[np.array(s.top_logprobs, np.float32).reshape(-1, top) for s in ordered] if top else None,
+        top_ids=[np.array(s.top_ids, np.int32).reshape(-1, top) for s in ordered]
+        if top
+        else None,
+        top_logprobs=[
+            np.array(s.top_logprobs, np.float32).reshape(-1, top) for s in ordered
+        ]
+        if top
+        else None,
         token_ids=[np.array(s.ids, np.int32) for s in request.sequences],
     )
 
@@ -76,7 +95,11 @@ def launch_remedy(cause: str, model: str = "") -> str:
     low = cause.lower()
     if "illegal instruction" in low:
         return "`jvlab doctor` shows what this CPU can compute; engine={'dtype': 'float32'} works on every one"
-    if low.startswith("assertionerror") and os.path.isdir(model) and unnamed_routers(read_config(model)):
+    if (
+        low.startswith("assertionerror")
+        and os.path.isdir(model)
+        and unnamed_routers(read_config(model))
+    ):
         return (
             "the checkpoint is fp8 in blocks, and vLLM takes its routers for fp8 too: name them in config.json, "
             "quantization_config.modules_to_not_convert, e.g. model.layers.0.mlp.gate, one for each layer"
@@ -84,10 +107,17 @@ def launch_remedy(cause: str, model: str = "") -> str:
     if "head" in low and "support" in low:
         return "vLLM's kernels for this device do not support that head size: use another model or device"
     if "engine argument" in low or "validation error" in low:
-        return "check the names and values in engine={...} against vLLM's engine arguments"
+        return (
+            "check the names and values in engine={...} against vLLM's engine arguments"
+        )
     if "memory" in low or "sigkill" in low or "kv cache" in low:
         return "use a smaller model, fewer replicas or engine={'max_model_len': ...}; `jvlab doctor` shows memory"
-    if "architectures" in low or "no such file" in low or "repo id" in low or "config" in low:
+    if (
+        "architectures" in low
+        or "no such file" in low
+        or "repo id" in low
+        or "config" in low
+    ):
         return "is it a model folder with config.json and an architecture that vLLM supports?"
     return "the log lines above say more; pool.logs() shows all of them"
 
@@ -123,11 +153,19 @@ def is_tokens(prompt: object) -> bool:
     """Is it one prompt of token ids?"""
     if isinstance(prompt, np.ndarray):
         return prompt.ndim == 1 and prompt.dtype.kind in "iu" and prompt.size > 0
-    return isinstance(prompt, Sequence) and len(prompt) > 0 and all(isinstance(t, (int, np.integer)) for t in prompt)
+    return (
+        isinstance(prompt, Sequence)
+        and len(prompt) > 0
+        and all(isinstance(t, (int, np.integer)) for t in prompt)
+    )
 
 
 def _is_chat(prompt: object) -> bool:
-    return isinstance(prompt, Sequence) and len(prompt) > 0 and all(isinstance(m, Mapping) for m in prompt)
+    return (
+        isinstance(prompt, Sequence)
+        and len(prompt) > 0
+        and all(isinstance(m, Mapping) for m in prompt)
+    )
 
 
 def to_message(index: int, prompt: Prompt | Joined) -> pb.Prompt:
@@ -135,16 +173,26 @@ def to_message(index: int, prompt: Prompt | Joined) -> pb.Prompt:
     from jvlab.wire import jvlab_pb2 as pb
 
     if isinstance(prompt, Joined):
-        return pb.Prompt(parts=pb.PromptParts(parts=[to_message(index, part) for part in prompt.parts]))
+        return pb.Prompt(
+            parts=pb.PromptParts(
+                parts=[to_message(index, part) for part in prompt.parts]
+            )
+        )
     if isinstance(prompt, str):
         if not prompt:
-            raise SamplingError(f"prompt {index} is an empty text", remedy="give it at least one character")
+            raise SamplingError(
+                f"prompt {index} is an empty text",
+                remedy="give it at least one character",
+            )
         _check_text(f"prompt {index}", prompt)
         return pb.Prompt(text=prompt)
     if is_tokens(prompt):
         ids = [int(token) for token in prompt]  # type: ignore[arg-type]
         if not -(2**31) <= min(ids) <= max(ids) < 2**31:
-            raise SamplingError(f"prompt {index} has a number that is not a token id", remedy="ids start at 0")
+            raise SamplingError(
+                f"prompt {index} has a number that is not a token id",
+                remedy="ids start at 0",
+            )
         return pb.Prompt(tokens=pb.TokenIds(ids=ids))
     if _is_chat(prompt):
         return pb.Prompt(chat_json=_chat_json(index, prompt))  # type: ignore[arg-type]
@@ -168,24 +216,39 @@ def _chat_json(index: int, chat: Sequence[Mapping[str, Any]]) -> str:
     try:
         text = json.dumps(list(chat), ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise SamplingError(f"prompt {index} is a chat that is not plain JSON: {error}") from error
+        raise SamplingError(
+            f"prompt {index} is a chat that is not plain JSON: {error}"
+        ) from error
     _check_text(f"prompt {index}", text)
     return text
 
 
-def check_sampling(given: Mapping[str, Any], known: Collection[str], reserved: Mapping[str, str]) -> str:
+def check_sampling(
+    given: Mapping[str, Any], known: Collection[str], reserved: Mapping[str, str]
+) -> str:
     """Sampling parameters as JSON; the error for an unknown name suggests the closest one."""
     for name in given:
         if name in reserved:
-            raise SamplingError(f"the sampling parameter {name!r} is set by jvlab", remedy=reserved[name])
+            raise SamplingError(
+                f"the sampling parameter {name!r} is set by jvlab",
+                remedy=reserved[name],
+            )
         if name not in known:
             close = difflib.get_close_matches(name, sorted(known), n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known))}"
+            hint = (
+                f"did you mean {close[0]!r}?"
+                if close
+                else f"known: {', '.join(sorted(known))}"
+            )
             raise SamplingError(f"vLLM has no sampling parameter {name!r}", remedy=hint)
     try:
-        return json.dumps({name: _plain(value) for name, value in given.items()}, allow_nan=False)
+        return json.dumps(
+            {name: _plain(value) for name, value in given.items()}, allow_nan=False
+        )
     except (TypeError, ValueError, RecursionError) as error:
-        raise SamplingError(f"a sampling parameter is not a plain value: {error}") from error
+        raise SamplingError(
+            f"a sampling parameter is not a plain value: {error}"
+        ) from error
 
 
 def _plain(value: Any) -> Any:
@@ -201,11 +264,13 @@ def tokenizer_of(model: str) -> Any:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise MissingDependency(
-            "a tokenizer needs transformers", remedy="pip install transformers, or pass token ids"
+            "a tokenizer needs transformers",
+            remedy="pip install transformers, or pass token ids",
         ) from error
     try:
         return AutoTokenizer.from_pretrained(model)
-    except Exception as error:  # transformers raises OSError, ValueError, KeyError and others
+    # transformers raises OSError, ValueError, KeyError and others
+    except Exception as error:
         lines = str(error).strip().splitlines()
         raise ModelError(
             f"the tokenizer of {model} cannot be loaded here: {lines[0] if lines else type(error).__name__}",

@@ -25,14 +25,21 @@ def staying(snapshot: pb.PoolStatus) -> list[pb.ReplicaStatus]:
 def not_ready(snapshot: pb.PoolStatus) -> str:
     """The replicas that are not ready, and the stage of each."""
     late = [r for r in staying(snapshot) if r.state != pb.READY]
-    words = [f"{r.replica}, which is at {r.stage}" + (f" ({r.cause})" if r.cause else "") for r in late]
+    words = [
+        f"{r.replica}, which is at {r.stage}" + (f" ({r.cause})" if r.cause else "")
+        for r in late
+    ]
     return "; ".join(words) or f"a replica of {snapshot.pool}"
 
 
 def check_routing(routing: str | None) -> None:
     if routing is not None and routing not in POLICIES:
         names = ", ".join(map(repr, POLICIES))
-        raise ConfigError(f"routing={routing!r} is not known", remedy=f"one of {names}", routing=routing)
+        raise ConfigError(
+            f"routing={routing!r} is not known",
+            remedy=f"one of {names}",
+            routing=routing,
+        )
 
 
 def check_version(version: Any) -> int:
@@ -66,7 +73,11 @@ def place_fields(place: str | dict[str, Any] | None) -> dict[str, Any]:
 def on_this_host(pool: PoolCalls, gateway: str) -> bool:
     """Whether every ready replica runs on this machine."""
     ready = [r for r in pool._snapshot.replicas if r.state == pb.READY]
-    return all((r.facts.host or gateway) == platform.node() for r in ready) if ready else gateway == platform.node()
+    return (
+        all((r.facts.host or gateway) == platform.node() for r in ready)
+        if ready
+        else gateway == platform.node()
+    )
 
 
 def reachable(options: dict[str, Any], gateway: str) -> dict[str, Any]:
@@ -79,7 +90,9 @@ def reachable(options: dict[str, Any], gateway: str) -> dict[str, Any]:
     return {**options, "host": _channels.address_towards(host)}
 
 
-def scale(pool: PoolCalls, replicas: Any, wait: bool, timeout: float | Deadline) -> None:
+def scale(
+    pool: PoolCalls, replicas: Any, wait: bool, timeout: float | Deadline
+) -> None:
     """Set the number of replicas, and wait until new ones are ready and surplus ones have ended."""
     deadline = Deadline.of(timeout)
     if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
@@ -88,15 +101,24 @@ def scale(pool: PoolCalls, replicas: Any, wait: bool, timeout: float | Deadline)
             remedy="pass a whole number of at least 1; pool.close() ends the pool",
         )
     if replicas > MAX_REPLICAS:
-        raise ConfigError(f"scale({replicas}) is more than one pool takes", remedy=f"at most {MAX_REPLICAS}")
-    pool._take(pool._client.call("Scale", pb.ScaleRequest(pool=pool.name, replicas=replicas), deadline))
+        raise ConfigError(
+            f"scale({replicas}) is more than one pool takes",
+            remedy=f"at most {MAX_REPLICAS}",
+        )
+    pool._take(
+        pool._client.call(
+            "Scale", pb.ScaleRequest(pool=pool.name, replicas=replicas), deadline
+        )
+    )
     if not wait:
         return
     while leaving := [r for r in pool._snapshot.replicas if r.state in LEAVING]:
         if pool._snapshot.closed:
             break  # pool.wait() says why
         if deadline.over:
-            words = ", ".join(f"{r.replica} is {r.stage} with {r.routed} in flight" for r in leaving)
+            words = ", ".join(
+                f"{r.replica} is {r.stage} with {r.routed} in flight" for r in leaving
+            )
             paused = any(r.stats.paused for r in leaving)
             raise DeadlineExceeded(
                 f"{pool.name} did not remove all within {deadline.seconds:g} s: {words}"

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 NOTEBOOK_LEASE = 600.0
 SCRIPT_LEASE = 15.0
 CLUSTER_LEASE = 60.0  # of a script whose gateway may be at the other end of a network
-UNWIND_SECONDS = 20.0  # after SIGTERM, for the script's own end; SLURM and Kubernetes kill after 30
+# after SIGTERM, for the script's own end; SLURM and Kubernetes kill after 30
+UNWIND_SECONDS = 20.0
 THREAD_SECONDS = 5.0  # after the main thread's end, for threads that Python waits for
 DESCRIBE_SECONDS = 3.0
 open_labs: weakref.WeakSet[Lab] = weakref.WeakSet()
@@ -43,7 +44,11 @@ _ending = threading.Lock()
 def in_session() -> bool:
     """Whether somebody works in this process by hand: a notebook's kernel, or IPython."""
     module = sys.modules.get("IPython")
-    shell = module.get_ipython() if module is not None and hasattr(module, "get_ipython") else None
+    shell = (
+        module.get_ipython()
+        if module is not None and hasattr(module, "get_ipython")
+        else None
+    )
     return shell is not None or in_marimo()
 
 
@@ -62,7 +67,9 @@ def unwind_at_sigterm() -> None:
     """
     if threading.current_thread() is not threading.main_thread() or in_session():
         return
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and not _caught_in_c(signal.SIGTERM):
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and not _caught_in_c(
+        signal.SIGTERM
+    ):
         signal.signal(signal.SIGTERM, _unwind)
 
 
@@ -104,7 +111,9 @@ def _in_child() -> None:
 
 
 _forking = threading.local()
-os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child
+)
 
 
 def _watch_the_end(number: int) -> None:
@@ -112,12 +121,19 @@ def _watch_the_end(number: int) -> None:
     unwound = Deadline(UNWIND_SECONDS)
     joining: Deadline | None = None
     while not unwound.over:
-        threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
-        if not threading.main_thread().is_alive() and not all(thread.daemon for thread in threads):
+        threads = [
+            thread
+            for thread in threading.enumerate()
+            if thread is not threading.main_thread()
+        ]
+        if not threading.main_thread().is_alive() and not all(
+            thread.daemon for thread in threads
+        ):
             joining = joining or Deadline(THREAD_SECONDS)
             if joining.over:
                 close_labs()
-                os.kill(os.getpid(), number)  # SIGTERM would have ended these threads too
+                # SIGTERM would have ended these threads too
+                os.kill(os.getpid(), number)
                 return
         time.sleep(0.05)
     close_labs()
@@ -145,6 +161,8 @@ def _held_by_others(lab: Lab) -> bool:
     from jvlab.wire import jvlab_pb2 as pb
 
     with contextlib.suppress(JvlabError):
-        holders = lab._client.call("Describe", pb.DescribeRequest(), DESCRIBE_SECONDS).holders
+        holders = lab._client.call(
+            "Describe", pb.DescribeRequest(), DESCRIBE_SECONDS
+        ).holders
         return any(holder != lab._holder for holder in holders)
     return False

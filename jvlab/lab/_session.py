@@ -56,8 +56,13 @@ class SessionStats:
             prompt_tokens=sum(len(t.prompt_token_ids) for t in turns),
             cached_tokens=sum(t.cached_tokens for t in turns),
             prefill_seconds=sum(map(_prefill, turns)),
-            seconds_per_prefill_token=sum(max(0.0, _prefill(t) - _step(t)) for t in turns) / max(1, computed),
-            moves=sum(turn.moved_from is not None for s in sessions for turn in s.turns),
+            seconds_per_prefill_token=sum(
+                max(0.0, _prefill(t) - _step(t)) for t in turns
+            )
+            / max(1, computed),
+            moves=sum(
+                turn.moved_from is not None for s in sessions for turn in s.turns
+            ),
             versions=tuple(sorted({v for t in turns for v in t.versions.tolist()})),
         )
 
@@ -95,13 +100,17 @@ class SessionStats:
 
 def _prefill(turn: Sample) -> float:
     """Seconds from scheduling to the first token."""
-    return max(0.0, turn.seconds.get("first_token", 0.0) - turn.seconds.get("queued", 0.0))
+    return max(
+        0.0, turn.seconds.get("first_token", 0.0) - turn.seconds.get("queued", 0.0)
+    )
 
 
 def _step(turn: Sample) -> float:
     """Seconds of one decode step, which even an empty prefill takes."""
     rest = turn.seconds.get("total", 0.0) - turn.seconds.get("first_token", 0.0)
-    return max(0.0, rest) / (len(turn.token_ids) - 1) if len(turn.token_ids) > 1 else 0.0
+    return (
+        max(0.0, rest) / (len(turn.token_ids) - 1) if len(turn.token_ids) > 1 else 0.0
+    )
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -111,7 +120,8 @@ def _step(turn: Sample) -> float:
 class Turn(Sample):
     """One turn of the model: a `Sample` whose prompt is all tokens before it."""
 
-    moved_from: str | None = None  # the previous turn's replica, if this one went to another
+    # the previous turn's replica, if this one went to another
+    moved_from: str | None = None
     notes: tuple[str, ...] = ()  # incidents: a replica lost, a retry
 
     @classmethod
@@ -120,7 +130,11 @@ class Turn(Sample):
         return cls(**values, moved_from=moved_from, notes=tuple(notes))
 
     def __repr__(self) -> str:
-        moved = f", moved from {self.moved_from} to {self.replica}" if self.moved_from else ""
+        moved = (
+            f", moved from {self.moved_from} to {self.replica}"
+            if self.moved_from
+            else ""
+        )
         return f"{super().__repr__().replace('Sample(', 'Turn(', 1)[:-1]}{moved})"
 
 
@@ -158,14 +172,19 @@ class Session:
         prompt_index: int = 0,
         sample_index: int = 0,
     ) -> None:
-        _prompts.to_message(prompt_index, prompt)  # raises here for a bad prompt, not at the first turn
-        self.pool, self.prompt, self.sampling = pool, prompt, dict(sampling)
-        self.prompt_index, self.sample_index = prompt_index, sample_index
+        # raises here for a bad prompt, not at the first turn
+        _prompts.to_message(prompt_index, prompt)
+        self.pool = pool
+        self.prompt = prompt
+        self.sampling = dict(sampling)
+        self.prompt_index = prompt_index
+        self.sample_index = sample_index
         self.turns: list[Turn] = []
         self._routing = routing
         self._tokens: list[int] = []
         self._mask: list[bool] = []
-        self._pending: list[str | list[int]] = []  # appended, and not yet sent to the engine
+        # appended, and not yet sent to the engine
+        self._pending: list[str | list[int]] = []
         self._texts: list[str] = []  # after the prompt
         self._busy = False
 
@@ -186,7 +205,9 @@ class Session:
         self._pending.append(list(message.tokens.ids))
         return self
 
-    def generate(self, max_tokens: int | None = None, *, timeout: float = 3600.0, **sampling: Any) -> Turn:
+    def generate(
+        self, max_tokens: int | None = None, *, timeout: float = 3600.0, **sampling: Any
+    ) -> Turn:
         """The model's next turn, of at most `max_tokens`; `sampling` overrides the session's.
 
         If it fails, the session is unchanged, and `generate` can be called again.
@@ -195,7 +216,9 @@ class Session:
         request = self._request(max_tokens, sampling, deadline)
         return self.pool._client.loop.run(_told_turns([self], [request], deadline))[0]
 
-    async def agenerate(self, max_tokens: int | None = None, *, timeout: float = 3600.0, **sampling: Any) -> Turn:
+    async def agenerate(
+        self, max_tokens: int | None = None, *, timeout: float = 3600.0, **sampling: Any
+    ) -> Turn:
         """`generate`, awaited."""
         deadline = Deadline.of(timeout)
         request = await asyncio.to_thread(self._request, max_tokens, sampling, deadline)
@@ -213,17 +236,29 @@ class Session:
         first: Any = list(self._tokens) if self.turns else self.prompt
         new = list(self._pending)
         prompt = _prompts.Joined((first, *new)) if new else first
-        start = self.pool._start([prompt], 1, 0, chosen, self._routing, deadline=deadline)
+        start = self.pool._start(
+            [prompt], 1, 0, chosen, self._routing, deadline=deadline
+        )
         start.home = self.replica or ""
         return start, len(new)
 
-    async def _run_turn(self, request: tuple[pb.GenerateStart, int], deadline: Deadline) -> Turn:
+    async def _run_turn(
+        self, request: tuple[pb.GenerateStart, int], deadline: Deadline
+    ) -> Turn:
         if self._busy:
-            raise ConfigError("this session is in the middle of a turn", remedy="wait for it, or use another session")
+            raise ConfigError(
+                "this session is in the middle of a turn",
+                remedy="wait for it, or use another session",
+            )
         self._busy = True
         try:
             notes: list[str] = []
-            found = [sample async for sample in self.pool._samples(request[0], [self.prompt], notes, deadline)]
+            found = [
+                sample
+                async for sample in self.pool._samples(
+                    request[0], [self.prompt], notes, deadline
+                )
+            ]
             sample = found[0]
             if sample.error:
                 raise ReplicaLost(
@@ -238,15 +273,21 @@ class Session:
         seen = sample.prompt_token_ids.tolist()
         if seen[: len(self._tokens)] != self._tokens:
             raise ConfigError(
-                "another turn of this session ended first", remedy="one turn at a time; pool.sessions for several"
+                "another turn of this session ended first",
+                remedy="one turn at a time; pool.sessions for several",
             )
         moved = self.replica if self.replica not in (None, sample.replica) else None
-        sample = replace(sample, prompt_index=self.prompt_index, sample_index=self.sample_index)
+        sample = replace(
+            sample, prompt_index=self.prompt_index, sample_index=self.sample_index
+        )
         turn = Turn.of(sample, moved, notes)
-        given, made = seen[len(self._tokens) :], sample.token_ids.tolist()
+        given = seen[len(self._tokens) :]
+        made = sample.token_ids.tolist()
         self._tokens += given + made
         self._mask += [False] * len(given) + [True] * len(made)
-        self._texts += [p if isinstance(p, str) else "" for p in self._pending[:sent]] + [sample.text]
+        self._texts += [
+            p if isinstance(p, str) else "" for p in self._pending[:sent]
+        ] + [sample.text]
         del self._pending[:sent]
         self.turns.append(turn)
         return turn
@@ -271,7 +312,11 @@ class Session:
     @property
     def finished(self) -> bool:
         """Did the model end its last turn itself (end token or stop string), with nothing appended since?"""
-        return bool(self.turns) and self.turns[-1].finish_reason == "stop" and not self._pending
+        return (
+            bool(self.turns)
+            and self.turns[-1].finish_reason == "stop"
+            and not self._pending
+        )
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -291,12 +336,16 @@ class Session:
     @property
     def logprobs(self) -> np.ndarray:
         """Log-probabilities of `token_ids[mask]`, float32."""
-        return np.concatenate([np.zeros(0, np.float32), *(turn.logprobs for turn in self.turns)])
+        return np.concatenate(
+            [np.zeros(0, np.float32), *(turn.logprobs for turn in self.turns)]
+        )
 
     @property
     def versions(self) -> np.ndarray:
         """The weight version of each token of `token_ids[mask]`, int64."""
-        return np.concatenate([np.zeros(0, np.int64), *(turn.versions for turn in self.turns)])
+        return np.concatenate(
+            [np.zeros(0, np.int64), *(turn.versions for turn in self.turns)]
+        )
 
     @property
     def text(self) -> str:
@@ -311,13 +360,21 @@ class Session:
     def sample(self, reward: float | None = None) -> Sample:
         """The session as one sample for training: see `RolloutBatch.from_sessions`."""
         if not self.turns:
-            raise ConfigError("a session without a turn has no sample", remedy="generate() first")
-        first, last = self.turns[0], self.turns[-1]
+            raise ConfigError(
+                "a session without a turn has no sample", remedy="generate() first"
+            )
+        first = self.turns[0]
+        last = self.turns[-1]
         start = len(first.prompt_token_ids)
         own = self.mask[start:]
-        logprobs, versions = np.zeros(len(own), np.float32), np.full(len(own), -1, np.int64)
-        logprobs[own], versions[own] = self.logprobs, self.versions
-        totals = {k: sum(t.seconds.get(k, 0.0) for t in self.turns) for k in ("queued", "total")}
+        logprobs = np.zeros(len(own), np.float32)
+        versions = np.full(len(own), -1, np.int64)
+        logprobs[own] = self.logprobs
+        versions[own] = self.versions
+        totals = {
+            k: sum(t.seconds.get(k, 0.0) for t in self.turns)
+            for k in ("queued", "total")
+        }
         return Sample(
             self.prompt_index,
             self.sample_index,
@@ -402,10 +459,14 @@ class Sessions(Sequence[Session]):
         """`generate`, awaited."""
         chosen = self._members if only is None else list(only)
         deadline = Deadline.of(timeout)
-        requests = await asyncio.to_thread(lambda: [s._request(max_tokens, sampling, deadline) for s in chosen])
+        requests = await asyncio.to_thread(
+            lambda: [s._request(max_tokens, sampling, deadline) for s in chosen]
+        )
         if not chosen:
             return []
-        return await chosen[0].pool._client.loop.arun(_all_turns(chosen, requests, deadline))
+        return await chosen[0].pool._client.loop.arun(
+            _all_turns(chosen, requests, deadline)
+        )
 
     def batch(self, rewards: Sequence[float | None] | None = None) -> RolloutBatch:
         """One training sample per session."""
@@ -426,17 +487,26 @@ class Sessions(Sequence[Session]):
         return sessions_html(self)
 
 
-async def _told_turns(chosen: Sequence[Session], requests: Sequence[Any], deadline: Deadline) -> list[Turn]:
+async def _told_turns(
+    chosen: Sequence[Session], requests: Sequence[Any], deadline: Deadline
+) -> list[Turn]:
     """`_all_turns`, with a bar only while something holds them up."""
     pool = chosen[0].pool
     began = time.monotonic()
-    with Progress(len(chosen), f"{pool.name}: turns", unit="turn", only_waiting=True) as bar:
+    with Progress(
+        len(chosen), f"{pool.name}: turns", unit="turn", only_waiting=True
+    ) as bar:
         async with pool._explained(bar, lambda: began):
             return await _all_turns(chosen, requests, deadline)
 
 
-async def _all_turns(chosen: Sequence[Session], requests: Sequence[Any], deadline: Deadline) -> list[Turn]:
-    jobs = (session._run_turn(request, deadline) for session, request in zip(chosen, requests, strict=True))
+async def _all_turns(
+    chosen: Sequence[Session], requests: Sequence[Any], deadline: Deadline
+) -> list[Turn]:
+    jobs = (
+        session._run_turn(request, deadline)
+        for session, request in zip(chosen, requests, strict=True)
+    )
     results = await asyncio.gather(*jobs, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
@@ -444,7 +514,9 @@ async def _all_turns(chosen: Sequence[Session], requests: Sequence[Any], deadlin
     return [result for result in results if isinstance(result, Turn)]
 
 
-def open_sessions(pool: Pool, prompts: Any, n: int, routing: str | None, sampling: Mapping[str, Any]) -> Sessions:
+def open_sessions(
+    pool: Pool, prompts: Any, n: int, routing: str | None, sampling: Mapping[str, Any]
+) -> Sessions:
     """`n` sessions for each prompt; like samples, session k of a prompt uses seed + k."""
     if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1:
         raise SamplingError(f"n must be a whole number of at least 1, not {n!r}")
@@ -454,11 +526,21 @@ def open_sessions(pool: Pool, prompts: Any, n: int, routing: str | None, samplin
             own = dict(sampling)
             if own.get("seed") is not None:
                 own["seed"] = own["seed"] + k
-            made.append(Session(pool, prompt, own, routing=routing, prompt_index=index, sample_index=k))
+            made.append(
+                Session(
+                    pool,
+                    prompt,
+                    own,
+                    routing=routing,
+                    prompt_index=index,
+                    sample_index=k,
+                )
+            )
     return Sessions(made)
 
 
 def turn_seed(seed: int, generated: int) -> int:
     """The seed of a later turn, from the session's seed and the number of tokens generated before it."""
     digest = hashlib.blake2b(f"{seed} {generated}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 2  # vLLM adds small numbers, and torch takes 63 bits
+    # vLLM adds small numbers, and torch takes 63 bits
+    return int.from_bytes(digest, "little") >> 2

@@ -15,11 +15,13 @@ import numpy as np
 
 from jvlab._errors import LayoutError
 
-MAX_ENUMERATED = 65536  # pieces that one pair of boxes with unrelated strides may fall into
+# pieces that one pair of boxes with unrelated strides may fall into
+MAX_ENUMERATED = 65536
 MAX_CELLS = 1 << 25  # cells of a compressed grid; beyond it boxes are compared in pairs
 PAIR_BLOCK = 4096
 
-StridedAxis = tuple[int, tuple[int, ...], Any]  # size, its stride in each array, and what must agree to merge
+# size, its stride in each array, and what must agree to merge
+StridedAxis = tuple[int, tuple[int, ...], Any]
 
 
 def merge_axes(axes: Iterable[StridedAxis]) -> list[StridedAxis]:
@@ -28,7 +30,11 @@ def merge_axes(axes: Iterable[StridedAxis]) -> list[StridedAxis]:
     for size, strides, kind in axes:
         if size == 1:
             continue
-        if out and out[-1][2] == kind and out[-1][1] == tuple(size * s for s in strides):
+        if (
+            out
+            and out[-1][2] == kind
+            and out[-1][1] == tuple(size * s for s in strides)
+        ):
             out[-1] = (out[-1][0] * size, strides, kind)
         else:
             out.append((size, strides, kind))
@@ -37,13 +43,19 @@ def merge_axes(axes: Iterable[StridedAxis]) -> list[StridedAxis]:
 
 def storage_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
     """Elements from the first to the last of a strided box."""
-    return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if all(shape) else 0
+    return (
+        1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+        if all(shape)
+        else 0
+    )
 
 
 def unique_rows(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """First index of each distinct row, and each row's class. Rows are hashed to 64 bits, then compared: exact."""
     flat = [np.atleast_2d(c.T).T for c in columns]
-    table = np.concatenate([c.reshape(len(c), -1).astype(np.int64, copy=False) for c in flat], axis=1)
+    table = np.concatenate(
+        [c.reshape(len(c), -1).astype(np.int64, copy=False) for c in flat], axis=1
+    )
     key = np.zeros(len(table), np.uint64)
     with np.errstate(over="ignore"):
         for column in table.T:
@@ -51,10 +63,14 @@ def unique_rows(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
             key ^= key >> np.uint64(29)
     _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
     inverse = inverse.reshape(-1)
-    if not np.array_equal(table[first[inverse]], table):  # a hash collision: compare the rows themselves
-        _, first, inverse = np.unique(table, axis=0, return_index=True, return_inverse=True)
+    # a hash collision: compare the rows themselves
+    if not np.array_equal(table[first[inverse]], table):
+        _, first, inverse = np.unique(
+            table, axis=0, return_index=True, return_inverse=True
+        )
         inverse = inverse.reshape(-1)
-    order = np.argsort(first, kind="stable")  # number classes by first appearance, so that results are deterministic
+    # number classes by first appearance, so that results are deterministic
+    order = np.argsort(first, kind="stable")
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
     return first[order], rank[inverse]
@@ -68,17 +84,24 @@ def split_intervals(
     Digit 0 is the lowest; `radices[l]` is the radix of digit l, the last is unbounded. Empty intervals are dropped.
     """
     keep = np.flatnonzero(hi > lo)
-    lo, hi = lo[keep], hi[keep]
+    lo = lo[keep]
+    hi = hi[keep]
     if not radices:
         return keep, lo[:, None], hi[:, None]
-    radix, above = radices[0], radices[1:]
-    first, last = lo // radix, (hi - 1) // radix
-    left, right = lo % radix, (hi - 1) % radix + 1
+    radix = radices[0]
+    above = radices[1:]
+    first = lo // radix
+    last = (hi - 1) // radix
+    left = lo % radix
+    right = (hi - 1) % radix + 1
     one = first == last
-    head, tail = ~one & (left > 0), ~one & (right < radix)
-    body_lo, body_hi = first + (left > 0), last + (right == radix)
+    head = ~one & (left > 0)
+    tail = ~one & (right < radix)
+    body_lo = first + (left > 0)
+    body_hi = last + (right == radix)
     body = ~one & (body_hi > body_lo)
-    zero, full = np.zeros_like(lo), np.full_like(lo, radix)
+    zero = np.zeros_like(lo)
+    full = np.full_like(lo, radix)
     parts = [
         (one, left, right, first, first + 1),
         (head, left, full, first, first + 1),
@@ -114,7 +137,9 @@ def clip_axes(
         return _clip_unrelated(steps, sizes, lo, hi)
     radices = [b // a for a, b in itertools.pairwise(chain)]
     top = sum((n - 1) * s for n, s in zip(sizes, steps, strict=True)) + 1
-    index, low, high = split_intervals(np.clip(lo, 0, top), np.clip(hi, 0, top), radices)
+    index, low, high = split_intervals(
+        np.clip(lo, 0, top), np.clip(hi, 0, top), radices
+    )
     keep = np.ones(len(index), bool)
     axis_lo = np.zeros((len(index), len(steps)), np.int64)
     axis_hi = np.ones((len(index), len(steps)), np.int64)
@@ -122,7 +147,10 @@ def clip_axes(
     for level, stride in enumerate(chain):
         if stride in owner:
             a = owner[stride]
-            axis_lo[:, a], axis_hi[:, a] = low[:, level], np.minimum(high[:, level], sizes[a])
+            axis_lo[:, a], axis_hi[:, a] = (
+                low[:, level],
+                np.minimum(high[:, level], sizes[a]),
+            )
             keep &= axis_hi[:, a] > axis_lo[:, a]
         else:  # between two lattice steps: only digit 0 belongs to the lattice
             keep &= low[:, level] == 0
@@ -134,7 +162,11 @@ def _clip_unrelated(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`clip_axes` where no step divides the next: the first axis that breaks the chain is enumerated."""
     order = sorted(range(len(steps)), key=lambda a: steps[a])
-    odd = next(b for a, b in itertools.pairwise(order) if steps[b] % steps[a] or steps[a] == steps[b])
+    odd = next(
+        b
+        for a, b in itertools.pairwise(order)
+        if steps[b] % steps[a] or steps[a] == steps[b]
+    )
     if sizes[odd] > MAX_ENUMERATED:
         raise LayoutError(
             f"axes with steps {tuple(steps)} share one leaf dimension, but no step divides the next",
@@ -145,8 +177,15 @@ def _clip_unrelated(
     parts = []
     for i in range(sizes[odd]):
         shift = i * steps[odd]
-        index, low, high = clip_axes([steps[a] for a in others], [sizes[a] for a in others], lo - shift, hi - shift)
-        parts.append((index, np.insert(low, odd, i, axis=1), np.insert(high, odd, i + 1, axis=1)))
+        index, low, high = clip_axes(
+            [steps[a] for a in others],
+            [sizes[a] for a in others],
+            lo - shift,
+            hi - shift,
+        )
+        parts.append(
+            (index, np.insert(low, odd, i, axis=1), np.insert(high, odd, i + 1, axis=1))
+        )
     index, low, high = (np.concatenate([p[k] for p in parts]) for k in range(3))
     order = np.argsort(index, kind="stable")
     return index[order], low[order], high[order]
@@ -179,29 +218,42 @@ class Strided:
         for a in self.live():
             level = chain.index(self.strides[a])
             if level in at_level:
-                raise LayoutError("two axes with one stride: the box overlaps itself", sizes=self.sizes)
+                raise LayoutError(
+                    "two axes with one stride: the box overlaps itself",
+                    sizes=self.sizes,
+                )
             at_level[level] = self.sizes[a]
         offset = self.offset
-        digits = [(offset % b) // a for a, b in itertools.pairwise(chain)] + [offset // chain[-1]]
+        digits = [(offset % b) // a for a, b in itertools.pairwise(chain)] + [
+            offset // chain[-1]
+        ]
         if offset % chain[0]:
             return []
         return _spread(digits, at_level, chain, 0, 0, 1)
 
     def decode(self, value: int) -> list[int]:
         """Axis indices of the element at flat position `value` (which must belong to the box)."""
-        index, rest = [0] * len(self.sizes), value - self.offset
+        index = [0] * len(self.sizes)
+        rest = value - self.offset
         for a in reversed(self.live()):
             index[a], rest = divmod(rest, self.strides[a])
         return index
 
 
 def _spread(
-    digits: list[int], at_level: dict[int, int], chain: Sequence[int], level: int, carry: int, spill: int
+    digits: list[int],
+    at_level: dict[int, int],
+    chain: Sequence[int],
+    level: int,
+    carry: int,
+    spill: int,
 ) -> list[tuple[tuple[int, int], ...]]:
     """Digit boxes of the levels from `level` up; `carry` comes from below, `spill` is how many units it spans."""
     size = at_level.get(level, 1)
     if size > 1 and spill > 1:
-        raise LayoutError("an inner axis reaches beyond the next stride: the box overlaps itself")
+        raise LayoutError(
+            "an inner axis reaches beyond the next stride: the box overlaps itself"
+        )
     low = digits[level] + carry
     high = low + max(size, spill)
     if level == len(chain) - 1:
@@ -241,7 +293,10 @@ def partition_defects(
         return 0, int(shape[found].prod(axis=1).sum()), found[:2]
     box_index, low, high = found
     expected_boxes = np.array(domain.digit_boxes(chain), np.int64)
-    cuts = [np.unique(np.concatenate([low[:, k], high[:, k], *expected_boxes[:, k].T])) for k in range(len(chain))]
+    cuts = [
+        np.unique(np.concatenate([low[:, k], high[:, k], *expected_boxes[:, k].T]))
+        for k in range(len(chain))
+    ]
     if np.prod([float(len(c)) for c in cuts]) > MAX_CELLS:
         return _compare_pairs(expected_boxes, box_index, low, high)
     count, volume = _paint(cuts, low, high)
@@ -253,7 +308,11 @@ def partition_defects(
 
 
 def _at_fault(
-    cuts: list[np.ndarray], wrong: np.ndarray, box_index: np.ndarray, low: np.ndarray, high: np.ndarray
+    cuts: list[np.ndarray],
+    wrong: np.ndarray,
+    box_index: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
 ) -> list[int]:
     if not wrong.any():
         return []
@@ -262,10 +321,15 @@ def _at_fault(
     return np.unique(box_index[inside])[:2].tolist()
 
 
-def _paint(cuts: list[np.ndarray], low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _paint(
+    cuts: list[np.ndarray], low: np.ndarray, high: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """How many boxes cover each cell of the compressed grid, and each cell's volume."""
     grid = np.zeros([len(c) for c in cuts], np.int64)
-    at = [(np.searchsorted(c, low[:, k]), np.searchsorted(c, high[:, k])) for k, c in enumerate(cuts)]
+    at = [
+        (np.searchsorted(c, low[:, k]), np.searchsorted(c, high[:, k]))
+        for k, c in enumerate(cuts)
+    ]
     for corner in range(1 << len(cuts)):
         sign = -1 if bin(corner).count("1") % 2 else 1
         np.add.at(grid, tuple(at[k][(corner >> k) & 1] for k in range(len(cuts))), sign)
@@ -282,7 +346,8 @@ def _to_digits(
     chain: list[int], offset: np.ndarray, shape: np.ndarray, strides: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | list[int]:
     """All boxes as digit boxes (which box, lows, highs); or the boxes that overlap themselves or lie below zero."""
-    count, levels = len(offset), len(chain)
+    count = len(offset)
+    levels = len(chain)
     if (offset < 0).any():
         return np.flatnonzero(offset < 0).tolist()
     sizes = np.ones((count, levels), np.int64)
@@ -292,8 +357,11 @@ def _to_digits(
         if twice.any():
             return np.flatnonzero(twice).tolist()
         sizes[:, level] = np.where(here, shape, 1).max(axis=1, initial=1)
-    box_index, low, high = np.arange(count), np.zeros((count, 0), np.int64), np.zeros((count, 0), np.int64)
-    carry, spill = np.zeros(count, np.int64), np.ones(count, np.int64)
+    box_index = np.arange(count)
+    low = np.zeros((count, 0), np.int64)
+    high = np.zeros((count, 0), np.int64)
+    carry = np.zeros(count, np.int64)
+    spill = np.ones(count, np.int64)
     for level, stride in enumerate(chain):
         size = sizes[box_index, level]
         clash = (size > 1) & (spill > 1)
@@ -304,15 +372,20 @@ def _to_digits(
             return (
                 box_index,
                 np.concatenate([low, start[:, None]], axis=1),
-                np.concatenate([high, (start + np.maximum(size, spill))[:, None]], axis=1),
+                np.concatenate(
+                    [high, (start + np.maximum(size, spill))[:, None]], axis=1
+                ),
             )
         radix = chain[level + 1] // stride
         start = (offset[box_index] // stride) % radix + carry
-        index, lows, highs = split_intervals(start, start + np.maximum(size, spill), [radix])
+        index, lows, highs = split_intervals(
+            start, start + np.maximum(size, spill), [radix]
+        )
         box_index = box_index[index]
         low = np.concatenate([low[index], lows[:, :1]], axis=1)
         high = np.concatenate([high[index], highs[:, :1]], axis=1)
-        carry, spill = lows[:, 1], highs[:, 1] - lows[:, 1]
+        carry = lows[:, 1]
+        spill = highs[:, 1] - lows[:, 1]
     raise AssertionError("a chain has at least one level")
 
 
@@ -322,28 +395,44 @@ def _compare_pairs(
     """The same result by comparing every pair: for grids too fine to paint."""
     inside = 0
     for box in expected_boxes:
-        inside += int(np.clip(np.minimum(high, box[:, 1]) - np.maximum(low, box[:, 0]), 0, None).prod(axis=1).sum())
+        inside += int(
+            np.clip(np.minimum(high, box[:, 1]) - np.maximum(low, box[:, 0]), 0, None)
+            .prod(axis=1)
+            .sum()
+        )
     written = int((high - low).prod(axis=1).sum())
     total = int((expected_boxes[:, :, 1] - expected_boxes[:, :, 0]).prod(axis=1).sum())
-    twice, fault = 0, []
+    twice = 0
+    fault = []
     order = np.argsort(low[:, -1], kind="stable")
-    box_index, low, high = box_index[order], low[order], high[order]
+    box_index = box_index[order]
+    low = low[order]
+    high = high[order]
     for start in range(0, len(low), PAIR_BLOCK):
-        a_lo, a_hi = low[start : start + PAIR_BLOCK], high[start : start + PAIR_BLOCK]
-        stop = int(np.searchsorted(low[:, -1], a_hi[:, -1].max()))  # sorted: nothing beyond can overlap this block
+        a_lo = low[start : start + PAIR_BLOCK]
+        a_hi = high[start : start + PAIR_BLOCK]
+        # sorted: nothing beyond can overlap this block
+        stop = int(np.searchsorted(low[:, -1], a_hi[:, -1].max()))
         for other in range(start, stop, PAIR_BLOCK):
-            b_lo, b_hi = low[other : other + PAIR_BLOCK], high[other : other + PAIR_BLOCK]
+            b_lo = low[other : other + PAIR_BLOCK]
+            b_hi = high[other : other + PAIR_BLOCK]
             shared = np.ones((len(a_lo), len(b_lo)), np.int64)
             for k in range(low.shape[1]):
-                width = np.minimum(a_hi[:, None, k], b_hi[None, :, k]) - np.maximum(a_lo[:, None, k], b_lo[None, :, k])
+                width = np.minimum(a_hi[:, None, k], b_hi[None, :, k]) - np.maximum(
+                    a_lo[:, None, k], b_lo[None, :, k]
+                )
                 shared *= np.clip(width, 0, None)
             i, j = np.nonzero(shared)
             later = i + start < j + other
             twice += int(shared[i[later], j[later]].sum())
             if later.any() and not fault:
-                fault = [int(box_index[i[later][0] + start]), int(box_index[j[later][0] + other])]
+                fault = [
+                    int(box_index[i[later][0] + start]),
+                    int(box_index[j[later][0] + other]),
+                ]
     extra = twice + written - inside
-    return max(total - inside, 0), extra, fault  # `missing` is a lower bound where boxes overlap
+    # `missing` is a lower bound where boxes overlap
+    return max(total - inside, 0), extra, fault
 
 
 def _paint_elements(
@@ -356,7 +445,10 @@ def _paint_elements(
         return flat
 
     domain_elements = elements(domain.offset, domain.sizes, domain.strides)
-    pieces = [elements(int(o), n.tolist(), s.tolist()) for o, n, s in zip(offset, shape, strides, strict=True)]
+    pieces = [
+        elements(int(o), n.tolist(), s.tolist())
+        for o, n, s in zip(offset, shape, strides, strict=True)
+    ]
     box_index = np.repeat(np.arange(len(pieces)), [len(p) for p in pieces])
     written = np.concatenate(pieces) if pieces else np.zeros(0, np.int64)
     seen, count = np.unique(written, return_counts=True)
@@ -372,6 +464,9 @@ def contiguous(shape: np.ndarray, strides: np.ndarray) -> np.ndarray:
     """Which boxes [N, K] are one contiguous run, whatever the order of their axes."""
     big = np.iinfo(np.int64).max
     order = np.argsort(np.where(shape > 1, strides, big), axis=1, kind="stable")
-    sizes, steps = np.take_along_axis(shape, order, 1), np.take_along_axis(strides, order, 1)
-    expect = np.concatenate([np.ones((len(shape), 1), np.int64), np.cumprod(sizes, axis=1)[:, :-1]], axis=1)
+    sizes = np.take_along_axis(shape, order, 1)
+    steps = np.take_along_axis(strides, order, 1)
+    expect = np.concatenate(
+        [np.ones((len(shape), 1), np.int64), np.cumprod(sizes, axis=1)[:, :-1]], axis=1
+    )
     return ((steps == expect) | (sizes == 1)).all(axis=1)

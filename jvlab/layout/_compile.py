@@ -9,16 +9,33 @@ import numpy as np
 
 from jvlab._errors import ConfigError, LayoutError
 from jvlab.layout._boxes import clip_axes, unique_rows
-from jvlab.layout._compose import Piece, PieceAxis, Region, axes_numbers, compose, row_major
+from jvlab.layout._compose import (
+    Piece,
+    PieceAxis,
+    Region,
+    axes_numbers,
+    compose,
+    row_major,
+)
 from jvlab.layout._plan import TransferPlan
-from jvlab.layout._plan_types import LIVE, OPAQUE, STAGED, LeafInfo, Sharding, TargetInfo, ValueTransform, item_bytes
+from jvlab.layout._plan_types import (
+    LIVE,
+    OPAQUE,
+    STAGED,
+    LeafInfo,
+    Sharding,
+    TargetInfo,
+    ValueTransform,
+    item_bytes,
+)
 from jvlab.layout._problems import check_inputs, raise_problems
 from jvlab.layout._proof import plan_problems
 from jvlab.layout._types import Binding, Leaf, Parameter, RankLayout
 
 # Each class's piece cut by its sharding's cells: local boxes, and which of several owners sends each. numpy only.
 
-SPLIT_BYTES = 4 << 20  # a replicated box above this is split among the devices that hold it
+# a replicated box above this is split among the devices that hold it
+SPLIT_BYTES = 4 << 20
 
 
 @dataclass
@@ -44,22 +61,37 @@ class Drafts:
     def axis_tables(self) -> dict[str, np.ndarray]:
         """The plan's axis_* columns, unused axes with size 1."""
         shape = (len(self.axes), self.width)
-        size, dim = np.ones(shape, np.int64), np.full(shape, -1, np.int8)
-        step, stride = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        size = np.ones(shape, np.int64)
+        dim = np.full(shape, -1, np.int8)
+        step = np.zeros(shape, np.int64)
+        stride = np.zeros(shape, np.int64)
         for c, axes in enumerate(self.axes):
             for k, a in enumerate(axes):
-                size[c, k], dim[c, k], step[c, k], stride[c, k] = a.size, a.leaf_dim, a.leaf_step, a.dst_stride
-        return {"axis_size": size, "axis_leaf_dim": dim, "axis_leaf_step": step, "axis_dst_stride": stride}
+                size[c, k] = a.size
+                dim[c, k] = a.leaf_dim
+                step[c, k] = a.leaf_step
+                stride[c, k] = a.dst_stride
+        return {
+            "axis_size": size,
+            "axis_leaf_dim": dim,
+            "axis_leaf_step": step,
+            "axis_dst_stride": stride,
+        }
 
 
 def pad_columns(table: np.ndarray, width: int, fill: int) -> np.ndarray:
     """A [N, k] table widened to [N, width]."""
     if table.shape[1] == width:
         return table
-    return np.concatenate([table, np.full((len(table), width - table.shape[1]), fill, table.dtype)], axis=1)
+    return np.concatenate(
+        [table, np.full((len(table), width - table.shape[1]), fill, table.dtype)],
+        axis=1,
+    )
 
 
-def build_boxes(drafts: Drafts, shardings: Sequence[Sharding], replicas: int) -> dict[str, np.ndarray]:
+def build_boxes(
+    drafts: Drafts, shardings: Sequence[Sharding], replicas: int
+) -> dict[str, np.ndarray]:
     """The plan's box_* columns."""
     width = drafts.width
     parts: list[tuple[np.ndarray, ...]] = []
@@ -68,28 +100,42 @@ def build_boxes(drafts: Drafts, shardings: Sequence[Sharding], replicas: int) ->
         members = int(drafts.member_ptr[c + 1] - drafts.member_ptr[c])
         item = item_bytes(drafts.transforms[drafts.transform[c]].wire)
         cell, low, high = cut_by_cells(axes, drafts.start[c], sharding)
-        cell, low, high = _share_out(cell, low, high, sharding, members * replicas, item)
+        cell, low, high = _share_out(
+            cell, low, high, sharding, members * replicas, item
+        )
         shape = high - low
         dim = np.array([a.leaf_dim for a in axes], np.int64)
         step = np.array([a.leaf_step for a in axes], np.int64)
         stride = np.array([a.dst_stride for a in axes], np.int64)
         local = sharding.local_strides[cell]
-        leaf_strides = np.where(dim >= 0, local[:, dim] * step, 0) if local.shape[1] else np.zeros_like(shape)
+        leaf_strides = (
+            np.where(dim >= 0, local[:, dim] * step, 0)
+            if local.shape[1]
+            else np.zeros_like(shape)
+        )
         anchor = drafts.start[c][: local.shape[1]] - sharding.starts[cell]
         src = (anchor * local).sum(axis=1) + (low * leaf_strides).sum(axis=1)
         dst_strides = np.broadcast_to(stride, shape.shape)
-        parts.append((cell, shape, src, leaf_strides, (low * stride).sum(axis=1), dst_strides))
+        parts.append(
+            (cell, shape, src, leaf_strides, (low * stride).sum(axis=1), dst_strides)
+        )
     sizes = [len(p[0]) for p in parts]
     nd = np.zeros(0, np.int64)
     none = np.zeros((0, width), np.int64)
     boxes = {
         "box_ptr": np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
         "box_cell": np.concatenate([p[0] for p in parts] or [nd]).astype(np.int32),
-        "box_shape": np.concatenate([pad_columns(p[1], width, 1) for p in parts] or [none]),
+        "box_shape": np.concatenate(
+            [pad_columns(p[1], width, 1) for p in parts] or [none]
+        ),
         "box_src": np.concatenate([p[2] for p in parts] or [nd]),
-        "box_src_strides": np.concatenate([pad_columns(p[3], width, 0) for p in parts] or [none]),
+        "box_src_strides": np.concatenate(
+            [pad_columns(p[3], width, 0) for p in parts] or [none]
+        ),
         "box_dst": np.concatenate([p[4] for p in parts] or [nd]),
-        "box_dst_strides": np.concatenate([pad_columns(p[5], width, 0) for p in parts] or [none]),
+        "box_dst_strides": np.concatenate(
+            [pad_columns(p[5], width, 0) for p in parts] or [none]
+        ),
     }
     boxes["box_turn"] = _turns(drafts, shardings, boxes, replicas)
     return boxes
@@ -106,15 +152,29 @@ def cut_by_cells(
         if sharding.whole[d]:
             continue
         mine = [k for k, a in enumerate(axes) if a.leaf_dim == d]
-        lo, hi = sharding.starts[:, d] - start[d], sharding.stops[:, d] - start[d]
-        at, a_lo, a_hi = clip_axes([axes[k].leaf_step for k in mine], [axes[k].size for k in mine], lo[cell], hi[cell])
-        cell, low, high = cell[at], low[at], high[at]
-        low[:, mine], high[:, mine] = a_lo, a_hi
+        lo = sharding.starts[:, d] - start[d]
+        hi = sharding.stops[:, d] - start[d]
+        at, a_lo, a_hi = clip_axes(
+            [axes[k].leaf_step for k in mine],
+            [axes[k].size for k in mine],
+            lo[cell],
+            hi[cell],
+        )
+        cell = cell[at]
+        low = low[at]
+        high = high[at]
+        low[:, mine] = a_lo
+        high[:, mine] = a_hi
     return cell, low, high
 
 
 def _share_out(
-    cell: np.ndarray, low: np.ndarray, high: np.ndarray, sharding: Sharding, uses: int, item: int
+    cell: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
+    sharding: Sharding,
+    uses: int,
+    item: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Large boxes that round-robin would not balance, split along their longest axis, one part per owner."""
     owners = np.diff(sharding.owner_ptr)[cell]
@@ -123,39 +183,66 @@ def _share_out(
     shape = high - low
     axis = np.argmax(shape, axis=1)
     row = np.arange(len(cell))
-    uneven = (owners > 1) & (uses % np.maximum(owners, 1) != 0) & (shape.prod(axis=1) * item > SPLIT_BYTES)
+    uneven = (
+        (owners > 1)
+        & (uses % np.maximum(owners, 1) != 0)
+        & (shape.prod(axis=1) * item > SPLIT_BYTES)
+    )
     parts = np.where(uneven, np.minimum(owners, shape[row, axis]), 1)
     at = np.repeat(row, parts)
     k = np.arange(len(at)) - np.repeat(np.cumsum(parts) - parts, parts)
-    new_low, new_high, ax = low[at], high[at], axis[at]
-    size, base, n = shape[at, ax], low[at, ax], parts[at]
+    new_low = low[at]
+    new_high = high[at]
+    ax = axis[at]
+    size = shape[at, ax]
+    base = low[at, ax]
+    n = parts[at]
     i = np.arange(len(at))
-    new_low[i, ax], new_high[i, ax] = base + size * k // n, base + size * (k + 1) // n
+    new_low[i, ax] = base + size * k // n
+    new_high[i, ax] = base + size * (k + 1) // n
     return cell[at], new_low, new_high
 
 
-def _turns(drafts: Drafts, shardings: Sequence[Sharding], boxes: dict[str, np.ndarray], replicas: int) -> np.ndarray:
+def _turns(
+    drafts: Drafts,
+    shardings: Sequence[Sharding],
+    boxes: dict[str, np.ndarray],
+    replicas: int,
+) -> np.ndarray:
     """Members of a class are sent round-robin by the owners of a cell; choose the first owner to balance the devices.
 
     Heaviest classes first; each box starts where the members left over after full rounds hit the least loaded devices.
     """
-    ptr, turn = boxes["box_ptr"], np.zeros(len(boxes["box_cell"]), np.int32)
+    ptr = boxes["box_ptr"]
+    turn = np.zeros(len(boxes["box_cell"]), np.int32)
     top = max([int(s.owners.max(initial=0)) for s in shardings] + [0]) + 1
     load = np.zeros(top, np.int64)
     item = np.array([item_bytes(x.wire) for x in drafts.transforms], np.int64)
     owner_of = np.repeat(np.arange(len(drafts.axes)), np.diff(ptr))
-    nbytes = boxes["box_shape"].prod(axis=1) * (item[drafts.transform[owner_of]] if len(owner_of) else 1)
-    heaviest = [int(nbytes[ptr[c] : ptr[c + 1]].max(initial=0)) for c in range(len(drafts.axes))]
+    nbytes = boxes["box_shape"].prod(axis=1) * (
+        item[drafts.transform[owner_of]] if len(owner_of) else 1
+    )
+    heaviest = [
+        int(nbytes[ptr[c] : ptr[c + 1]].max(initial=0)) for c in range(len(drafts.axes))
+    ]
     for c in sorted(range(len(drafts.axes)), key=lambda c: (-heaviest[c], c)):
         sharding = shardings[drafts.sharding[c]]
         uses = int(drafts.member_ptr[c + 1] - drafts.member_ptr[c]) * replicas
-        for b in range(int(ptr[c]), int(ptr[c + 1])) if np.diff(sharding.owner_ptr).max(initial=0) > 1 else ():
+        for b in (
+            range(int(ptr[c]), int(ptr[c + 1]))
+            if np.diff(sharding.owner_ptr).max(initial=0) > 1
+            else ()
+        ):
             cell = boxes["box_cell"][b]
-            group = sharding.owners[sharding.owner_ptr[cell] : sharding.owner_ptr[cell + 1]]
+            group = sharding.owners[
+                sharding.owner_ptr[cell] : sharding.owner_ptr[cell + 1]
+            ]
             even, odd = divmod(uses, len(group))
             if odd:
                 around = np.concatenate([load[group], load[group]])
-                window = np.convolve(around, np.ones(odd, np.int64), "valid")[: len(group)]
+                window = np.convolve(around, np.ones(odd, np.int64), "valid")[
+                    : len(group)
+                ]
                 turn[b] = int(np.argmin(window))
                 load[group[(turn[b] + np.arange(odd)) % len(group)]] += nbytes[b]
             load[group] += even * nbytes[b]
@@ -181,7 +268,8 @@ class Targets:
     def of(cls, layouts: Sequence[RankLayout]) -> Targets:
         table: dict[TargetInfo, int] = {}
         rows: list[tuple[int, int, int, int]] = []
-        of_rank, opaque_of_rank = [], []
+        of_rank = []
+        opaque_of_rank = []
         for layout in layouts:
             padding: dict[str, int] = {}
             for note in layout.padding:
@@ -191,19 +279,37 @@ class Targets:
             for p in layout.parameters:
                 info = table.setdefault(_info(p), len(table))
                 mine.append(len(rows))
-                rows.append((layout.rank, info, STAGED if p.name in staged else LIVE, padding.get(p.name, 0)))
+                rows.append(
+                    (
+                        layout.rank,
+                        info,
+                        STAGED if p.name in staged else LIVE,
+                        padding.get(p.name, 0),
+                    )
+                )
             of_rank.append(np.array(mine, np.int32))
             shapes = {t.name: t for t in layout.tensors} if layout.opaque else {}
             opaque: dict[str, int] = {}
             for name in sorted({note.name for note in layout.opaque} & set(shapes)):
                 t = shapes[name]
-                info = table.setdefault(TargetInfo(name, t.shape, t.dtype, row_major(t.shape)), len(table))
+                info = table.setdefault(
+                    TargetInfo(name, t.shape, t.dtype, row_major(t.shape)), len(table)
+                )
                 opaque[name] = len(rows)
                 rows.append((layout.rank, info, OPAQUE, 0))
             opaque_of_rank.append(opaque)
         columns = np.array(rows, np.int64).reshape(-1, 4)
-        rank, parameter = columns[:, 0].astype(np.int32), columns[:, 1].astype(np.int32)
-        return cls(tuple(table), rank, parameter, columns[:, 2].astype(np.int8), columns[:, 3], of_rank, opaque_of_rank)
+        rank = columns[:, 0].astype(np.int32)
+        parameter = columns[:, 1].astype(np.int32)
+        return cls(
+            tuple(table),
+            rank,
+            parameter,
+            columns[:, 2].astype(np.int8),
+            columns[:, 3],
+            of_rank,
+            opaque_of_rank,
+        )
 
 
 def _info(p: Parameter) -> TargetInfo:
@@ -228,14 +334,27 @@ class Rows:
         ids: dict[str, int] = {}
         numbered: dict[int, np.ndarray] = {}  # ranks usually share one tuple of tensors
         width = max(
-            [x.shape.shape[1] for x in layouts] + [len(t.shape) for x in layouts for t in x.tensors if x.opaque]
+            [x.shape.shape[1] for x in layouts]
+            + [len(t.shape) for x in layouts for t in x.tensors if x.opaque]
         )
-        parts: dict[str, list[np.ndarray]] = {k: [] for k in cls.__dataclass_fields__ if k != "tensor_ids"}
-        for layout, of_rank, opaque in zip(layouts, targets.of_rank, targets.opaque_of_rank, strict=True):
+        parts: dict[str, list[np.ndarray]] = {
+            k: [] for k in cls.__dataclass_fields__ if k != "tensor_ids"
+        }
+        for layout, of_rank, opaque in zip(
+            layouts, targets.of_rank, targets.opaque_of_rank, strict=True
+        ):
             if id(layout.tensors) not in numbered:
-                numbered[id(layout.tensors)] = np.array([ids.setdefault(t.name, len(ids)) for t in layout.tensors])
+                numbered[id(layout.tensors)] = np.array(
+                    [ids.setdefault(t.name, len(ids)) for t in layout.tensors]
+                )
             number = numbered[id(layout.tensors)]
-            plain = np.flatnonzero(~np.isin(number[layout.tensor], [ids[n] for n in opaque])) if opaque else slice(None)
+            plain = (
+                np.flatnonzero(
+                    ~np.isin(number[layout.tensor], [ids[n] for n in opaque])
+                )
+                if opaque
+                else slice(None)
+            )
             parts["tensor"].append(number[layout.tensor][plain])
             parts["target"].append(of_rank[layout.parameter][plain])
             parts["src_offset"].append(layout.src_offset[plain])
@@ -253,8 +372,14 @@ class Rows:
                     ("src_strides", info.strides, 0),
                     ("dst_strides", info.strides, 0),
                 ):
-                    parts[k].append(pad_columns(np.array([value], np.int64).reshape(1, -1), width, fill))
-        return cls(ids, **{k: np.concatenate(v).astype(np.int64) for k, v in parts.items()})
+                    parts[k].append(
+                        pad_columns(
+                            np.array([value], np.int64).reshape(1, -1), width, fill
+                        )
+                    )
+        return cls(
+            ids, **{k: np.concatenate(v).astype(np.int64) for k, v in parts.items()}
+        )
 
 
 # Affine pieces of the whole model: bindings joined with traced rows, stacked pieces merged into one. numpy only.
@@ -279,7 +404,13 @@ def join(leaves: Sequence[Leaf], bindings: Sequence[Binding], rows: Rows) -> Pie
     leaf_id = {x.path: i for i, x in enumerate(leaves)}
     ndim = max([len(x.shape) for x in leaves] + [1])
     transforms: dict[tuple[float, str | None], int] = {}
-    transform = np.array([transforms.setdefault((float(b.add), b.cast), len(transforms)) for b in bindings], np.int64)
+    transform = np.array(
+        [
+            transforms.setdefault((float(b.add), b.cast), len(transforms))
+            for b in bindings
+        ],
+        np.int64,
+    )
     start = np.zeros((len(bindings), ndim), np.int64)
     for i, b in enumerate(bindings):
         start[i, : len(b.leaf_start)] = b.leaf_start
@@ -297,7 +428,8 @@ def join(leaves: Sequence[Leaf], bindings: Sequence[Binding], rows: Rows) -> Pie
     times = sizes[kind]
     pair, within = _repeat(times)
     piece = (np.cumsum(sizes) - sizes)[kind[pair]] + within
-    b, r = binding[pair], row[pair]
+    b = binding[pair]
+    r = row[pair]
     return Pieces(
         geometry=list(forms),
         kind=flat_kind[piece],
@@ -321,7 +453,9 @@ def _pairs(bindings: Sequence[Binding], rows: Rows) -> tuple[np.ndarray, np.ndar
     tensor = np.array([rows.tensor_ids.get(b.tensor, -1) for b in bindings], np.int64)
     order = np.argsort(tensor, kind="stable")
     first = np.searchsorted(tensor[order], rows.tensor)
-    row, within = _repeat(np.searchsorted(tensor[order], rows.tensor, side="right") - first)
+    row, within = _repeat(
+        np.searchsorted(tensor[order], rows.tensor, side="right") - first
+    )
     return order[first[row] + within].astype(np.int64), row
 
 
@@ -331,9 +465,14 @@ def _compose_kinds(
     """The pieces of each distinct pair of geometries, and each pair's kind."""
     shapes: dict[tuple[object, ...], int] = {}
     numbers = axes_numbers(bindings)
-    keys = [(b.tensor_shape, b.tensor_start, n, len(b.leaf_shape)) for b, n in zip(bindings, numbers, strict=True)]
+    keys = [
+        (b.tensor_shape, b.tensor_start, n, len(b.leaf_shape))
+        for b, n in zip(bindings, numbers, strict=True)
+    ]
     geometry = np.array([shapes.setdefault(k, len(shapes)) for k in keys], np.int64)
-    heads, row_kind = unique_rows([rows.shape, rows.src_offset, rows.src_strides, rows.dst_strides])
+    heads, row_kind = unique_rows(
+        [rows.shape, rows.src_offset, rows.src_strides, rows.dst_strides]
+    )
     firsts, kind = unique_rows([geometry[binding], row_kind[row]])
     found: list[list[Piece]] = []
     for at in firsts.tolist():
@@ -351,7 +490,9 @@ def _compose_kinds(
 def _compose_named(binding: Binding, region: Region) -> list[Piece]:
     b = binding
     try:
-        return compose(b.tensor_shape, b.tensor_start, b.axes, len(b.leaf_shape), region)
+        return compose(
+            b.tensor_shape, b.tensor_start, b.axes, len(b.leaf_shape), region
+        )
     except LayoutError as e:
         raise LayoutError(
             f"{binding.leaf!r} {binding.leaf_shape} → {binding.tensor!r} {binding.tensor_shape}: {e.message}",
@@ -373,8 +514,13 @@ def _nests(
     taken = np.zeros((len(geometry), step.shape[1]), bool)
     for g, axes in enumerate(geometry):
         taken[g, [a.leaf_dim for a in axes if a.leaf_dim >= 0]] = True
-    span = np.array([sum((a.size - 1) * a.dst_stride for a in axes) for axes in geometry], np.int64)
-    least = np.array([min([a.dst_stride for a in axes], default=1 << 62) for axes in geometry], np.int64)
+    span = np.array(
+        [sum((a.size - 1) * a.dst_stride for a in axes) for axes in geometry], np.int64
+    )
+    least = np.array(
+        [min([a.dst_stride for a in axes], default=1 << 62) for axes in geometry],
+        np.int64,
+    )
     apart = (step_dst > span[kind]) | ((size - 1) * step_dst < least[kind])
     return apart & ~((step != 0) & taken[kind]).any(axis=1)
 
@@ -419,7 +565,11 @@ def merge_stacks(p: Pieces) -> Pieces:
     made = []
     for f in firsts:
         base, n, d, s, t = (int(c[f]) for c in cols)
-        axes = tuple(sorted((*p.geometry[base], PieceAxis(n, d, s, t)), key=lambda x: -x.dst_stride))
+        axes = tuple(
+            sorted(
+                (*p.geometry[base], PieceAxis(n, d, s, t)), key=lambda x: -x.dst_stride
+            )
+        )
         made.append(forms.setdefault(axes, len(forms)))
     new_kind = kind.copy()
     new_kind[head[chosen]] = np.array(made, np.int64)[cls]
@@ -458,10 +608,20 @@ def compile_plan(
             remedy="all of these must be above 0",
         )
     problems, good, sound = check_inputs(leaves, bindings, layouts, ignored_leaves)
-    if problems and not _meet(sound, layouts):  # nothing to compile, so no further problems
+    # nothing to compile, so no further problems
+    if problems and not _meet(sound, layouts):
         raise_problems(problems)
     size = int(bucket_mib * (1 << 20))
-    plan = _compile(good, sound, layouts, replicas, device_process or {}, size, float(link_gbps), title)
+    plan = _compile(
+        good,
+        sound,
+        layouts,
+        replicas,
+        device_process or {},
+        size,
+        float(link_gbps),
+        title,
+    )
     problems += plan_problems(plan, bindings=sound, layouts=layouts)
     if problems:
         raise_problems(problems)
@@ -472,7 +632,8 @@ def _meet(bindings: Sequence[Binding], layouts: Sequence[RankLayout]) -> bool:
     """Whether any binding reaches any rank."""
     bound = {b.tensor for b in bindings}
     return any(
-        any(note.name in bound for note in x.opaque) or any(x.tensors[i].name in bound for i in np.unique(x.tensor))
+        any(note.name in bound for note in x.opaque)
+        or any(x.tensors[i].name in bound for i in np.unique(x.tensor))
         for x in layouts
     )
 
@@ -493,9 +654,14 @@ def _compile(
     pieces = merge_stacks(join(leaves, bindings, rows))
     drafts = _classes(leaves, shardings, leaf_sharding, targets, pieces)
     boxes = build_boxes(drafts, shardings, replicas)
-    devices = np.unique(np.concatenate([s.owners for s in shardings] or [np.zeros(0, np.int32)])).astype(np.int32)
+    devices = np.unique(
+        np.concatenate([s.owners for s in shardings] or [np.zeros(0, np.int32)])
+    ).astype(np.int32)
     return TransferPlan(
-        leaves=tuple(LeafInfo(x.path, x.shape, x.dtype, int(k)) for x, k in zip(leaves, leaf_sharding, strict=True)),
+        leaves=tuple(
+            LeafInfo(x.path, x.shape, x.dtype, int(k))
+            for x, k in zip(leaves, leaf_sharding, strict=True)
+        ),
         shardings=tuple(shardings),
         parameters=targets.parameters,
         transforms=tuple(drafts.transforms),
@@ -527,14 +693,20 @@ def _compile(
 
 def distinct_shardings(leaves: Sequence[Leaf]) -> tuple[list[Sharding], np.ndarray]:
     """The distinct shardings (shape, device boxes) of the leaves, and the index of each leaf's."""
-    by_id: dict[tuple[object, ...], int] = {}  # by array identity, to skip comparing contents
+    # by array identity, to skip comparing contents
+    by_id: dict[tuple[object, ...], int] = {}
     by_content: dict[tuple[object, ...], int] = {}
     shardings: list[Sharding] = []
     which = np.zeros(len(leaves), np.int32)
     for i, leaf in enumerate(leaves):
         identity = (leaf.shape, id(leaf.devices), id(leaf.starts), id(leaf.stops))
         if identity not in by_id:
-            key = (leaf.shape, leaf.devices.tobytes(), leaf.starts.tobytes(), leaf.stops.tobytes())
+            key = (
+                leaf.shape,
+                leaf.devices.tobytes(),
+                leaf.starts.tobytes(),
+                leaf.stops.tobytes(),
+            )
             if key not in by_content:
                 by_content[key] = len(shardings)
                 shardings.append(_sharding(leaf))
@@ -549,14 +721,27 @@ def _sharding(leaf: Leaf) -> Sharding:
     if starts.shape[1]:
         first, cell = unique_rows([starts, stops])
     else:
-        first, cell = np.zeros(1, np.int64), np.zeros(len(leaf.devices), np.int64)
+        first = np.zeros(1, np.int64)
+        cell = np.zeros(len(leaf.devices), np.int64)
     order = np.lexsort((leaf.devices, cell))
-    ptr = np.concatenate([[0], np.cumsum(np.bincount(cell, minlength=len(first)))]).astype(np.int64)
-    return Sharding(tuple(leaf.shape), starts[first], stops[first], ptr, leaf.devices[order].astype(np.int32))
+    ptr = np.concatenate(
+        [[0], np.cumsum(np.bincount(cell, minlength=len(first)))]
+    ).astype(np.int64)
+    return Sharding(
+        tuple(leaf.shape),
+        starts[first],
+        stops[first],
+        ptr,
+        leaf.devices[order].astype(np.int32),
+    )
 
 
 def _classes(
-    leaves: Sequence[Leaf], shardings: Sequence[Sharding], leaf_sharding: np.ndarray, targets: Targets, p: Pieces
+    leaves: Sequence[Leaf],
+    shardings: Sequence[Sharding],
+    leaf_sharding: np.ndarray,
+    targets: Targets,
+    p: Pieces,
 ) -> Drafts:
     ndim = p.start.shape[1]
     whole = np.ones((len(shardings), ndim), bool)
@@ -567,14 +752,20 @@ def _classes(
     transforms: dict[ValueTransform, int] = {}
     dtypes: dict[str, int] = {}
     src = np.array([dtypes.setdefault(x.dtype, len(dtypes)) for x in leaves], np.int64)
-    dst = np.array([dtypes.setdefault(x.dtype, len(dtypes)) for x in targets.parameters], np.int64)
+    dst = np.array(
+        [dtypes.setdefault(x.dtype, len(dtypes)) for x in targets.parameters], np.int64
+    )
     names = list(dtypes)
     lf, lk = unique_rows([p.transform, src[p.leaf], dst[targets.parameter[p.target]]])
     numbers = []
     for f in lf:
         add, cast = p.transforms[p.transform[f]]
         wire = names[dst[targets.parameter[p.target[f]]]]
-        numbers.append(transforms.setdefault(ValueTransform(names[src[p.leaf[f]]], wire, add, cast), len(transforms)))
+        numbers.append(
+            transforms.setdefault(
+                ValueTransform(names[src[p.leaf[f]]], wire, add, cast), len(transforms)
+            )
+        )
     transform = np.array(numbers, np.int64)[lk] if len(lk) else np.zeros(0, np.int64)
     fixed = np.where(free, 0, p.start)
     heads, cls = unique_rows([of_leaf, transform, p.kind, fixed])
@@ -585,7 +776,9 @@ def _classes(
         transform=transform[heads].astype(np.int32),
         start=fixed[heads],
         axes=[p.geometry[k] for k in p.kind[heads]],
-        member_ptr=np.concatenate([[0], np.cumsum(np.bincount(cls, minlength=len(heads)))]).astype(np.int64),
+        member_ptr=np.concatenate(
+            [[0], np.cumsum(np.bincount(cls, minlength=len(heads)))]
+        ).astype(np.int64),
         member_leaf=p.leaf[order].astype(np.int32),
         member_target=p.target[order].astype(np.int32),
         member_start=np.where(free, p.start, 0)[order],

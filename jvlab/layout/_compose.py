@@ -35,7 +35,8 @@ class Piece:
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides, in elements, of a C-contiguous array."""
-    strides, step = [], 1
+    strides = []
+    step = 1
     for n in reversed(shape):
         strides.append(step)
         step *= n
@@ -70,8 +71,14 @@ def compose(
         tuple(a.tensor_step * flat[a.tensor_dim] for a in axes),
     )
     shape, offset, src, dst = region
-    repeated = [PieceAxis(n, -1, 0, d) for n, s, d in zip(shape, src, dst, strict=True) if n > 1 and s == 0]
-    kept = [k for k, (n, s) in enumerate(zip(shape, src, strict=True)) if n > 1 and s != 0]
+    repeated = [
+        PieceAxis(n, -1, 0, d)
+        for n, s, d in zip(shape, src, dst, strict=True)
+        if n > 1 and s == 0
+    ]
+    kept = [
+        k for k, (n, s) in enumerate(zip(shape, src, strict=True)) if n > 1 and s != 0
+    ]
     theirs = Strided(offset, tuple(shape[k] for k in kept), tuple(src[k] for k in kept))
     theirs_dst = tuple(dst[k] for k in kept)
     pieces: list[Piece] = []
@@ -80,13 +87,19 @@ def compose(
     return pieces
 
 
-def _nested(ours: Strided, theirs: Strided) -> Iterator[tuple[Strided, Strided, dict[int, int], dict[int, int]]]:
+def _nested(
+    ours: Strided, theirs: Strided
+) -> Iterator[tuple[Strided, Strided, dict[int, int], dict[int, int]]]:
     """The pair itself where all strides form a chain; else its parts with one offending axis enumerated at a time."""
     work = [(ours, theirs, dict[int, int](), dict[int, int]())]
     made = 0
     while work:
         a, b, a_fixed, b_fixed = work.pop()
-        strides = [1, *(a.strides[k] for k in a.live()), *(b.strides[k] for k in b.live())]
+        strides = [
+            1,
+            *(a.strides[k] for k in a.live()),
+            *(b.strides[k] for k in b.live()),
+        ]
         if stride_chain(strides) is not None:
             yield a, b, a_fixed, b_fixed
             continue
@@ -121,28 +134,45 @@ def _meet(
     ndim: int,
     repeated: list[PieceAxis],
 ) -> list[Piece]:
-    chain = stride_chain([1, *(ours.strides[k] for k in ours.live()), *(theirs.strides[k] for k in theirs.live())])
+    chain = stride_chain(
+        [
+            1,
+            *(ours.strides[k] for k in ours.live()),
+            *(theirs.strides[k] for k in theirs.live()),
+        ]
+    )
     assert chain is not None
-    mine, other = _owners(ours, chain), _owners(theirs, chain)
+    mine = _owners(ours, chain)
+    other = _owners(theirs, chain)
     pieces: list[Piece] = []
     for left in ours.digit_boxes(chain):
         for right in theirs.digit_boxes(chain):
-            both = [(max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(left, right, strict=True)]
+            both = [
+                (max(p[0], q[0]), min(p[1], q[1]))
+                for p, q in zip(left, right, strict=True)
+            ]
             if any(lo >= hi for lo, hi in both):
                 continue
             corner = sum(lo * r for (lo, _), r in zip(both, chain, strict=True))
             start = [0] * ndim
             for a, i in enumerate(ours.decode(corner)):
-                start[axes[a].leaf_dim] += (i + ours_fixed.get(a, 0)) * axes[a].leaf_step
-            at = [i + theirs_fixed.get(k, 0) for k, i in enumerate(theirs.decode(corner))]
+                start[axes[a].leaf_dim] += (i + ours_fixed.get(a, 0)) * axes[
+                    a
+                ].leaf_step
+            at = [
+                i + theirs_fixed.get(k, 0) for k, i in enumerate(theirs.decode(corner))
+            ]
             dst = sum(i * d for i, d in zip(at, theirs_dst, strict=True))
             found = []
             for level, (lo, hi) in enumerate(both):
                 if hi - lo > 1:
-                    a, k = mine[level], other[level]
+                    a = mine[level]
+                    k = other[level]
                     leaf_step = axes[a].leaf_step * (chain[level] // ours.strides[a])
                     dst_stride = theirs_dst[k] * (chain[level] // theirs.strides[k])
-                    found.append(PieceAxis(hi - lo, axes[a].leaf_dim, leaf_step, dst_stride))
+                    found.append(
+                        PieceAxis(hi - lo, axes[a].leaf_dim, leaf_step, dst_stride)
+                    )
             pieces.append(Piece(_tidy([*found, *repeated]), tuple(start), dst))
     return pieces
 
@@ -150,13 +180,28 @@ def _meet(
 def _owners(box: Strided, chain: list[int]) -> list[int]:
     """For each level of the chain, the axis whose digits it holds: the one with the largest stride not above it."""
     live = box.live()
-    return [max((k for k in live if box.strides[k] <= r), key=lambda k: box.strides[k], default=-1) for r in chain]
+    return [
+        max(
+            (k for k in live if box.strides[k] <= r),
+            key=lambda k: box.strides[k],
+            default=-1,
+        )
+        for r in chain
+    ]
 
 
 def _tidy(axes: list[PieceAxis]) -> tuple[PieceAxis, ...]:
     """Axes by descending target stride, merged where contiguous in leaf and target; repeats stay apart."""
     order = sorted(axes, key=lambda x: (x.dst_stride, x.leaf_step))[::-1]
     rows = (
-        (a.size, (a.leaf_step, a.dst_stride), a.leaf_dim if a.leaf_dim >= 0 else (-1, k)) for k, a in enumerate(order)
+        (
+            a.size,
+            (a.leaf_step, a.dst_stride),
+            a.leaf_dim if a.leaf_dim >= 0 else (-1, k),
+        )
+        for k, a in enumerate(order)
     )
-    return tuple(PieceAxis(n, dim if isinstance(dim, int) else -1, *steps) for n, steps, dim in merge_axes(rows))
+    return tuple(
+        PieceAxis(n, dim if isinstance(dim, int) else -1, *steps)
+        for n, steps, dim in merge_axes(rows)
+    )

@@ -30,7 +30,10 @@ from jvlab.layout._slices import slice_text
 # The inner loop of the digest, compiled where numba is installed: one pass at memory speed.
 
 Loop = Callable[[np.ndarray, np.ndarray, np.ndarray], int]
-Scan = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.uint64, np.uint64], tuple[int, int]]
+Scan = Callable[
+    [np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.uint64, np.uint64],
+    tuple[int, int],
+]
 NONE = np.uint64(0)
 
 
@@ -41,13 +44,15 @@ def _kernel() -> Any:
         return None
 
     def scan(table: Any, outer: Any, inner: Any, wide: Any, bits: Any, low: Any) -> Any:
-        total, found = np.uint64(0), np.uint64(0)
+        total = np.uint64(0)
+        found = np.uint64(0)
         for i in range(table.shape[0]):
             line = np.uint64(0)
             for j in range(table.shape[1]):
                 line += np.uint64(table[i, j]) * np.uint64(inner[j])
             total += line * outer[i]
-            for j in range(wide.shape[1]):  # the same line again, while it is in the L1 cache
+            # the same line again, while it is in the L1 cache
+            for j in range(wide.shape[1]):
                 found |= (wide[i, j] & bits) + low
         return total, found
 
@@ -72,17 +77,25 @@ def compiled_loop() -> Loop | None:
 
     Measured on one Neoverse N1 core, float32: 15 GB/s; numpy's exact float64 products reach 1.4. Releases the GIL.
     """
-    fast, nothing = _kernel(), np.zeros((0, 0), np.uint64)
+    fast = _kernel()
+    nothing = np.zeros((0, 0), np.uint64)
     if fast is None:
         return None
-    for table, (outer, inner) in _samples():  # compile now, at connect, not during the pause of the first sync
-        exact = int((table.astype(np.uint64) * inner.astype(np.uint64) * outer[:, None]).sum(dtype=np.uint64))
+    # compile now, at connect, not during the pause of the first sync
+    for table, (outer, inner) in _samples():
+        exact = int(
+            (table.astype(np.uint64) * inner.astype(np.uint64) * outer[:, None]).sum(
+                dtype=np.uint64
+            )
+        )
         if int(fast(table, outer, inner, nothing, NONE, NONE)[0]) != exact:
             raise LayoutError(
                 "the compiled digest gives a wrong sum: what numba kept on disk is damaged",
                 remedy=f"delete the files _digest_loop.*.nb* in {Path(__file__).parent / '__pycache__'}",
             )
-    return lambda table, outer, inner: int(fast(table, outer, inner, nothing, NONE, NONE)[0])
+    return lambda table, outer, inner: int(
+        fast(table, outer, inner, nothing, NONE, NONE)[0]
+    )
 
 
 @functools.cache
@@ -108,9 +121,19 @@ def compiled_scan() -> Scan | None:
 def _samples() -> Iterator[tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]]:
     """Tables of each layout: dense, strided lines, strided elements (the last two compile to one)."""
     for word in ("u2", "u4"):
-        table = (np.arange(32, dtype=np.uint64) * 2654435761 + 12345).astype(word).reshape(2, 16)
+        table = (
+            (np.arange(32, dtype=np.uint64) * 2654435761 + 12345)
+            .astype(word)
+            .reshape(2, 16)
+        )
         for part in (table[:, :8].copy(), table[:, :8], table[:, ::2]):
-            yield part, (np.array([3, 1 << 63 | 5], np.uint64), np.arange(1, 9, dtype=np.uint32) * 0x1FFFFFFF)
+            yield (
+                part,
+                (
+                    np.array([3, 1 << 63 | 5], np.uint64),
+                    np.arange(1, 9, dtype=np.uint32) * 0x1FFFFFFF,
+                ),
+            )
 
 
 # NaN and Inf, detected by their exponent bits in passes that read the values anyway.
@@ -118,7 +141,8 @@ def _samples() -> Iterator[tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]]:
 # exponent then carries into the bit above, the sign's. So one AND, one ADD and one OR check as many floats as a
 # word holds.
 
-EXPONENTS = {  # bits that are all set if not finite; float8_e4m3fn has no Inf, and one NaN of each sign
+# bits that are all set if not finite; float8_e4m3fn has no Inf, and one NaN of each sign
+EXPONENTS = {
     "float16": 0x7C00,
     "bfloat16": 0x7F80,
     "float32": 0x7F800000,
@@ -126,7 +150,8 @@ EXPONENTS = {  # bits that are all set if not finite; float8_e4m3fn has no Inf, 
     "float8_e4m3fn": 0x7F,
     "float8_e5m2": 0x7C,
 }
-Flawed = set[tuple[str, ValueTransform]]  # leaves that are not finite after a value transform
+# leaves that are not finite after a value transform
+Flawed = set[tuple[str, ValueTransform]]
 NAMED = 6  # leaves that an error names one by one
 CHECKED_BYTES = 1 << 19  # bytes checked while they are in the cache: half a MiB
 
@@ -139,9 +164,14 @@ def exponent(dtype: str) -> int:
 @functools.cache
 def lanes(dtype: str) -> tuple[np.uint64, np.uint64, int]:
     """(bits of the exponents, the lowest of each, the bits above) of as many elements as 64 bits hold."""
-    bits, size = exponent(dtype), 8 * numpy_dtype(dtype).itemsize
+    bits = exponent(dtype)
+    size = 8 * numpy_dtype(dtype).itemsize
     spread = lambda x: sum(x << (size * k) for k in range(64 // size))
-    return np.uint64(spread(bits)), np.uint64(spread(bits & -bits)), spread(1 << (size - 1))
+    return (
+        np.uint64(spread(bits)),
+        np.uint64(spread(bits & -bits)),
+        spread(1 << (size - 1)),
+    )
 
 
 @functools.cache
@@ -155,10 +185,13 @@ def compiled_check() -> Callable[[np.ndarray, np.uint64, np.uint64], int]:
         return found
 
     if importlib.util.find_spec("numba") is None:
-        return lambda words, bits, low: int(np.bitwise_or.reduce((words & bits) + low)) if words.size else 0
+        return lambda words, bits, low: (
+            int(np.bitwise_or.reduce((words & bits) + low)) if words.size else 0
+        )
 
     fast: Any = compiled(scan)
-    fast(np.zeros(2, np.uint64), np.uint64(0), np.uint64(0))  # compile now, not during the first sync
+    # compile now, not during the first sync
+    fast(np.zeros(2, np.uint64), np.uint64(0), np.uint64(0))
     return lambda words, bits, low: int(fast(words, bits, low))
 
 
@@ -167,7 +200,9 @@ def flawed(values: np.ndarray, dtype: str) -> bool:
     bits = EXPONENTS.get(dtype)
     if bits is None or not values.size:
         return False
-    flat = (values if values.flags.c_contiguous else np.ascontiguousarray(values)).reshape(-1)
+    flat = (
+        values if values.flags.c_contiguous else np.ascontiguousarray(values)
+    ).reshape(-1)
     rest = flat.nbytes % 8 // flat.itemsize
     words = flat[: flat.size - rest].view(np.uint64)
     if not words.flags.aligned:
@@ -175,7 +210,9 @@ def flawed(values: np.ndarray, dtype: str) -> bool:
     all_bits, low, above = lanes(dtype)
     if words.size and compiled_check()(words, all_bits, low) & above:
         return True
-    return bool(rest) and bool(((flat[flat.size - rest :].view(f"u{flat.itemsize}") & bits) == bits).any())
+    return bool(rest) and bool(
+        ((flat[flat.size - rest :].view(f"u{flat.itemsize}") & bits) == bits).any()
+    )
 
 
 # Reports --------------------------------------------------------------------------------------------------------------
@@ -200,14 +237,22 @@ class NonFinite:
     def __str__(self) -> str:
         parts = [
             f"{count} {word}"
-            for count, word in ((self.nan, "NaN"), (self.inf, "Inf"), (self.overflow, f"beyond what {self.wire} holds"))
+            for count, word in (
+                (self.nan, "NaN"),
+                (self.inf, "Inf"),
+                (self.overflow, f"beyond what {self.wire} holds"),
+            )
             if count
         ]
-        return f"{self.leaf}: {', '.join(parts) or 'not finite'} of {self.elements} values"
+        return (
+            f"{self.leaf}: {', '.join(parts) or 'not finite'} of {self.elements} values"
+        )
 
 
 def examine(
-    arrays: Mapping[str, Any], pairs: Iterable[tuple[str, ValueTransform]], stacked: Mapping[str, int] | None = None
+    arrays: Mapping[str, Any],
+    pairs: Iterable[tuple[str, ValueTransform]],
+    stacked: Mapping[str, int] | None = None,
 ) -> list[NonFinite]:
     """Count the values that are not finite, each after its value transform; reads the leaves again, sends nothing.
 
@@ -254,12 +299,15 @@ def _pieces(array: Any, dim: int | None) -> Iterator[tuple[int, Any]]:
     found = getattr(array, "addressable_shards", None)
     own = [piece for piece in found or () if getattr(piece, "replica_id", 0) == 0]
     start = lambda piece: 0 if dim is None else _start(array, piece, dim)
-    for first, shard in [(0, array)] if found is None else [(start(piece), piece.data) for piece in own]:
+    for first, shard in (
+        [(0, array)] if found is None else [(start(piece), piece.data) for piece in own]
+    ):
         if dim is None:
             yield 0, shard
             continue
         values = shard if hasattr(shard, "devices") else np.asarray(shard)
-        for k in range(values.shape[dim]):  # one at a time: a whole stack of layers may not fit into memory again
+        # one at a time: a whole stack of layers may not fit into memory again
+        for k in range(values.shape[dim]):
             yield first + k, values[(slice(None),) * dim + (k,)]
 
 
@@ -268,7 +316,11 @@ def _start(array: Any, piece: Any, dim: int) -> int:
     if hasattr(piece, "index"):
         return piece.index[dim].start or 0
     leaf = leaf_from_array("", array)  # torch
-    starts = (int(start[dim]) for d, start in zip(leaf.devices, leaf.starts, strict=True) if int(d) == piece.device.id)
+    starts = (
+        int(start[dim])
+        for d, start in zip(leaf.devices, leaf.starts, strict=True)
+        if int(d) == piece.device.id
+    )
     return next(starts, 0)
 
 
@@ -280,17 +332,25 @@ def _counts(shard: Any, transform: ValueTransform) -> np.ndarray:
         values: Any = shard
         cast = lambda x, name: x.astype(name)
     else:
-        lib, values = np, np.asarray(shard)
+        lib = np
+        values = np.asarray(shard)
         cast = lambda x, name: x.astype(numpy_dtype(name))
     if not exponent(str(values.dtype)) and not exponent(transform.wire):
         return np.array([values.size, 0, 0, 0], np.int64)
     with np.errstate(all="ignore"):
-        nan, inf = lib.isnan(values), lib.isinf(values)
-        after = cast(values, "float32") + np.float32(transform.add) if transform.add else values
+        nan = lib.isnan(values)
+        inf = lib.isinf(values)
+        after = (
+            cast(values, "float32") + np.float32(transform.add)
+            if transform.add
+            else values
+        )
         for name in (transform.cast, transform.wire):
             after = cast(after, name) if name else after
         over = ~lib.isfinite(after) & ~nan & ~inf
-        return np.array([values.size, *(int(lib.sum(x)) for x in (nan, inf, over))], np.int64)
+        return np.array(
+            [values.size, *(int(lib.sum(x)) for x in (nan, inf, over))], np.int64
+        )
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -298,10 +358,14 @@ def _counts(shard: Any, transform: ValueTransform) -> np.ndarray:
 MASK = (1 << 64) - 1
 # Bits of word + weight + count must stay within the 53 that float64 holds exactly: 16 + 24 + 13, or 32 + 12 + 9 with
 # the weight in two halves.
-INNER, INNER_WIDE = 8192, 512
+INNER = 8192
+INNER_WIDE = 512
 HALF = 12
-BLOCK = 1 << 18  # words converted at once, 2 MiB: more would leave the cache, fewer cost calls (measured)
-LINE, COLUMN = 0x9E3779B9, 0x85EBCA6B  # seeds of u and v
+# words converted at once, 2 MiB: more would leave the cache, fewer cost calls (measured)
+BLOCK = 1 << 18
+# seeds of u and v
+LINE = 0x9E3779B9
+COLUMN = 0x85EBCA6B
 PLACE = np.array([1, 0xB5297B], np.uint64)  # k
 
 
@@ -318,7 +382,9 @@ def mix(index: np.ndarray) -> np.ndarray:
 
 def weights(index: np.ndarray, seed: int) -> np.ndarray:
     """u or v at these indices: odd, below 2²⁴, as uint32."""
-    return (mix(index.astype(np.uint32) ^ np.uint32(seed)) >> np.uint32(8)) | np.uint32(1)
+    return (mix(index.astype(np.uint32) ^ np.uint32(seed)) >> np.uint32(8)) | np.uint32(
+        1
+    )
 
 
 def row_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
@@ -330,26 +396,38 @@ def row_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
 def flat_digest(storage: np.ndarray, row: int) -> int:
     """Digest of a whole dense storage, given as a 1-d array."""
     lines, rest = divmod(storage.size, row)
-    total = box_digest(storage[: lines * row].reshape(lines, row), 0, (row, 1), row) if lines else 0
+    total = (
+        box_digest(storage[: lines * row].reshape(lines, row), 0, (row, 1), row)
+        if lines
+        else 0
+    )
     if rest:
         total += box_digest(storage[lines * row :], lines * row, (1,), row)
     return total & MASK
 
 
-def box_digest(values: np.ndarray, offset: int, strides: Sequence[int], row: int) -> int:
+def box_digest(
+    values: np.ndarray, offset: int, strides: Sequence[int], row: int
+) -> int:
     """Digest of the part of a storage that a box fills: element i of `values` lies at offset + Σ i_k·strides_k."""
     return _of_box(values, offset, strides, row, "")[0]
 
 
-def box_scan(values: np.ndarray, offset: int, strides: Sequence[int], row: int) -> tuple[int, bool]:
+def box_scan(
+    values: np.ndarray, offset: int, strides: Sequence[int], row: int
+) -> tuple[int, bool]:
     """As `box_digest`, and whether any value is NaN or Inf: checked while they are in the cache."""
     return _of_box(values, offset, strides, row, values.dtype.name)
 
 
-def _of_box(values: np.ndarray, offset: int, strides: Sequence[int], row: int, check: str) -> tuple[int, bool]:
+def _of_box(
+    values: np.ndarray, offset: int, strides: Sequence[int], row: int, check: str
+) -> tuple[int, bool]:
     """Digest, and whether any value, of dtype `check`, is not finite; '' skips that check."""
     if values.ndim != len(strides):
-        raise LayoutError(f"a box of {values.ndim} dimensions with {len(strides)} strides")
+        raise LayoutError(
+            f"a box of {values.ndim} dimensions with {len(strides)} strides"
+        )
     if not values.size:
         return 0, False
     check = check if exponent(check) else ""
@@ -358,26 +436,37 @@ def _of_box(values: np.ndarray, offset: int, strides: Sequence[int], row: int, c
     kinds = ["line" if s % row == 0 and row > 1 else "column" for _, s in axes]
     if row == 1:
         kinds = ["line"] * len(axes)
-    reach = sum((n - 1) * s for (n, s), kind in zip(axes, kinds, strict=True) if kind == "column")
+    reach = sum(
+        (n - 1) * s
+        for (n, s), kind in zip(axes, kinds, strict=True)
+        if kind == "column"
+    )
     if reach < 0 or column0 + reach >= row or any(s < 0 for _, s in axes):
-        return _gathered(values, offset, strides, row), bool(check) and flawed(values, check)
+        return _gathered(values, offset, strides, row), bool(check) and flawed(
+            values, check
+        )
     u = weights(_grid(axes, kinds, "line", line0, row), LINE)
     v = weights(_grid(axes, kinds, "column", column0, 1), COLUMN)
     order = [k for k, kind in enumerate(kinds) if kind == "line" and axes[k][0] > 1]
     other = [k for k, kind in enumerate(kinds) if kind == "column" and axes[k][0] > 1]
     single = [k for k in range(len(axes)) if axes[k][0] == 1]
-    by_column = bool(order) and bool(other) and max(other) < min(order)  # a transposed box: columns come first
+    # a transposed box: columns come first
+    by_column = bool(order) and bool(other) and max(other) < min(order)
     if by_column:
         return _separable(values.transpose(single + other + order), v, u, check)
     return _separable(values.transpose(single + order + other), u, v, check)
 
 
-def _grid(axes: list[tuple[int, int]], kinds: list[str], kind: str, first: int, unit: int) -> np.ndarray:
+def _grid(
+    axes: list[tuple[int, int]], kinds: list[str], kind: str, first: int, unit: int
+) -> np.ndarray:
     """Line or column numbers over the axes of that kind, flattened in their order."""
     out = np.array([first], np.int64)
     for (n, s), k in zip(axes, kinds, strict=True):
         if k == kind and n > 1:
-            out = (out[:, None] + np.arange(n, dtype=np.int64) * (s // unit)).reshape(-1)
+            out = (out[:, None] + np.arange(n, dtype=np.int64) * (s // unit)).reshape(
+                -1
+            )
     return out
 
 
@@ -387,19 +476,32 @@ def _words(values: np.ndarray) -> tuple[np.ndarray, int]:
     return values.view(np.dtype(f"u{size}")), values.itemsize // size
 
 
-def _separable(values: np.ndarray, outer: np.ndarray, inner: np.ndarray, check: str) -> tuple[int, bool]:
+def _separable(
+    values: np.ndarray, outer: np.ndarray, inner: np.ndarray, check: str
+) -> tuple[int, bool]:
     """Σ outer·inner·place·word, the trailing axes of `values` being the inner ones; and whether one is not finite."""
-    table = values.reshape(len(outer), len(inner))  # a copy only where axes are out of order
+    # a copy only where axes are out of order
+    table = values.reshape(len(outer), len(inner))
     loop = compiled_loop()
     if loop is not None and table.itemsize <= 4:
-        words, lines = table.view(f"u{table.itemsize}"), outer.astype(np.uint64)
-        return _scanned(words, lines, inner, check) if check else (loop(words, lines, inner), False)
-    return _separable_in_numpy(table, outer, inner), bool(check) and flawed(table, check)
+        words = table.view(f"u{table.itemsize}")
+        lines = outer.astype(np.uint64)
+        return (
+            _scanned(words, lines, inner, check)
+            if check
+            else (loop(words, lines, inner), False)
+        )
+    return _separable_in_numpy(table, outer, inner), bool(check) and flawed(
+        table, check
+    )
 
 
-def _scanned(words: np.ndarray, outer: np.ndarray, inner: np.ndarray, check: str) -> tuple[int, bool]:
+def _scanned(
+    words: np.ndarray, outer: np.ndarray, inner: np.ndarray, check: str
+) -> tuple[int, bool]:
     """`_separable` by the compiled loops."""
-    loop, scan = compiled_loop(), compiled_scan()
+    loop = compiled_loop()
+    scan = compiled_scan()
     assert loop is not None
     assert scan is not None
     if words.strides[1] == words.itemsize and words.shape[1] * words.itemsize % 8 == 0:
@@ -411,7 +513,8 @@ def _scanned(words: np.ndarray, outer: np.ndarray, inner: np.ndarray, check: str
     total = 0
     bad = False
     step = max(1, CHECKED_BYTES // (words.itemsize * len(inner)))
-    for at in range(0, len(words), step):  # lines that are not whole 64-bit words, or not contiguous
+    # lines that are not whole 64-bit words, or not contiguous
+    for at in range(0, len(words), step):
         block = words[at : at + step]
         total += loop(block, outer[at : at + step], inner)
         bad = bad or flawed(block, check)
@@ -429,19 +532,32 @@ def _separable_in_numpy(table: np.ndarray, outer: np.ndarray, inner: np.ndarray)
     for at in range(0, len(table), lines):
         block = table[at : at + lines]
         words = buffer[: len(block)]
-        np.copyto(words, _words(block if count == 1 else np.ascontiguousarray(block))[0].reshape(words.shape))
+        np.copyto(
+            words,
+            _words(block if count == 1 else np.ascontiguousarray(block))[0].reshape(
+                words.shape
+            ),
+        )
         sums = np.zeros(len(block), np.uint64)
         for first in range(0, width, step):
             part = words[:, first : first + step]
             for column, factor in columns:
                 sums += (part @ column[first : first + step]).astype(np.uint64) * factor
-        total += int((sums * outer[at : at + lines].astype(np.uint64)).sum(dtype=np.uint64))
+        total += int(
+            (sums * outer[at : at + lines].astype(np.uint64)).sum(dtype=np.uint64)
+        )
     return total & MASK
 
 
-def _columns(inner: np.ndarray, count: int, wide: bool) -> list[tuple[np.ndarray, np.uint64]]:
+def _columns(
+    inner: np.ndarray, count: int, wide: bool
+) -> list[tuple[np.ndarray, np.uint64]]:
     """The weights of a line as float64 vectors: one per word of an element and half of a weight, with its factor."""
-    halves = [(inner >> HALF, 1 << HALF), (inner & ((1 << HALF) - 1), 1)] if wide else [(inner, 1)]
+    halves = (
+        [(inner >> HALF, 1 << HALF), (inner & ((1 << HALF) - 1), 1)]
+        if wide
+        else [(inner, 1)]
+    )
     out = []
     for place in range(count):
         for part, factor in halves:
@@ -457,12 +573,17 @@ def _gathered(values: np.ndarray, offset: int, strides: Sequence[int], row: int)
     for n, s in zip(values.shape, strides, strict=True):
         at = (at[:, None] + np.arange(n, dtype=np.int64) * int(s)).reshape(-1)
     words, count = _words(np.ascontiguousarray(values).reshape(-1))
-    weight = weights(at // row, LINE).astype(np.uint64) * weights(at % row, COLUMN).astype(np.uint64)
-    sums = (words.reshape(-1, count).astype(np.uint64) * weight[:, None]).sum(axis=0, dtype=np.uint64)
+    weight = weights(at // row, LINE).astype(np.uint64) * weights(
+        at % row, COLUMN
+    ).astype(np.uint64)
+    sums = (words.reshape(-1, count).astype(np.uint64) * weight[:, None]).sum(
+        axis=0, dtype=np.uint64
+    )
     return int((sums * PLACE[:count]).sum(dtype=np.uint64))
 
 
 def in_sample(parameter: str, version: int, one_in: int = 8) -> bool:
     """Whether verify="sampled" checks this parameter in this version; over `one_in` versions every one is checked."""
-    place = sum(parameter.encode()) + len(parameter)  # spread evenly enough, and the same in every process
+    # spread evenly enough, and the same in every process
+    place = sum(parameter.encode()) + len(parameter)
     return (place + version) % one_in == 0

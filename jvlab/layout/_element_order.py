@@ -17,8 +17,11 @@ def source_order(link: LinkPlan) -> LinkPlan:
     """
     if not len(link):
         return link
-    key = np.where(link.shape == 1, np.iinfo(np.int64).max, link.src_strides)  # axes of size one go first
-    key = np.where((link.src_strides == 0) & (link.shape > 1), np.iinfo(np.int64).max - 1, key)
+    # axes of size one go first
+    key = np.where(link.shape == 1, np.iinfo(np.int64).max, link.src_strides)
+    key = np.where(
+        (link.src_strides == 0) & (link.shape > 1), np.iinfo(np.int64).max - 1, key
+    )
     order = np.argsort(-key, axis=1, kind="stable")
     take = lambda table: np.take_along_axis(table, order, axis=1)
     return replace(

@@ -45,17 +45,25 @@ class BlockScale:
 def block_size(config: Mapping[str, Any]) -> tuple[int, ...]:
     """The blocks of a checkpoint that is quantised in blocks; empty for any other."""
     given = config.get("quantization_config") or {}
-    return tuple(map(int, given.get("weight_block_size") or ())) if given.get("quant_method") == "fp8" else ()
+    return (
+        tuple(map(int, given.get("weight_block_size") or ()))
+        if given.get("quant_method") == "fp8"
+        else ()
+    )
 
 
-def _grid(t: CheckpointTensor, size: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _grid(
+    t: CheckpointTensor, size: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The block in all of a tensor's dimensions, and how many there are along each."""
     block = (1,) * (len(t.shape) - 2) + size
     return block, tuple(-(-n // b) for n, b in zip(t.shape, block, strict=False))
 
 
 def with_block_scales(
-    tensors: Sequence[CheckpointTensor], config: Mapping[str, Any], layouts: Sequence[RankLayout]
+    tensors: Sequence[CheckpointTensor],
+    config: Mapping[str, Any],
+    layouts: Sequence[RankLayout],
 ) -> list[CheckpointTensor]:
     """The checkpoint's tensors, if their names came from config.json alone, which has them before quantisation.
 
@@ -67,17 +75,26 @@ def with_block_scales(
     held = set()
     for layout in layouts:
         into = [p.dtype == FP8 for p in layout.parameters]
-        held |= {layout.tensors[t].name for t, p in zip(layout.tensor, layout.parameter, strict=True) if into[p]}
+        held |= {
+            layout.tensors[t].name
+            for t, p in zip(layout.tensor, layout.parameter, strict=True)
+            if into[p]
+        }
     out = []
     for t in tensors:
         if t.name not in held:
             out.append(t)
             continue
-        out += [replace(t, dtype=FP8), CheckpointTensor(t.name + SUFFIX, _grid(t, size)[1], "float32")]
+        out += [
+            replace(t, dtype=FP8),
+            CheckpointTensor(t.name + SUFFIX, _grid(t, size)[1], "float32"),
+        ]
     return out
 
 
-def block_scales(tensors: Sequence[CheckpointTensor], config: Mapping[str, Any]) -> dict[str, BlockScale]:
+def block_scales(
+    tensors: Sequence[CheckpointTensor], config: Mapping[str, Any]
+) -> dict[str, BlockScale]:
     """fp8 tensor → its scales, for a checkpoint that is quantised in blocks; empty for any other."""
     size = block_size(config)
     if not size:
@@ -87,27 +104,43 @@ def block_scales(tensors: Sequence[CheckpointTensor], config: Mapping[str, Any])
     for t in tensors:
         scale = named.get(t.name + SUFFIX)
         block, grid = _grid(t, size)
-        if t.dtype == FP8 and scale is not None and scale.dtype == "float32" and tuple(scale.shape) == grid:
+        if (
+            t.dtype == FP8
+            and scale is not None
+            and scale.dtype == "float32"
+            and tuple(scale.shape) == grid
+        ):
             found[t.name] = BlockScale(scale, block)
     return found
 
 
-def before_blocks(tensors: Sequence[CheckpointTensor], config: Mapping[str, Any]) -> list[CheckpointTensor]:
+def before_blocks(
+    tensors: Sequence[CheckpointTensor], config: Mapping[str, Any]
+) -> list[CheckpointTensor]:
     """The tensors that a block-scaled checkpoint was quantised from, in the model's dtype; any other's as they are."""
     scales = block_scales(tensors, config)
     hidden = {scale.tensor.name for scale in scales.values()}
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    return [replace(t, dtype=dtype) if t.name in scales else t for t in tensors if t.name not in hidden]
+    return [
+        replace(t, dtype=dtype) if t.name in scales else t
+        for t in tensors
+        if t.name not in hidden
+    ]
 
 
 def expand_blocks(
-    leaves: Sequence[Leaf], bindings: Sequence[Binding], scales: Mapping[str, BlockScale]
+    leaves: Sequence[Leaf],
+    bindings: Sequence[Binding],
+    scales: Mapping[str, BlockScale],
 ) -> tuple[list[Leaf], list[Binding], tuple[Quantised, ...]]:
     """The leaves and bindings of a plan that sends fp8 values and their scales, and how each leaf is quantised."""
     of_leaf: dict[str, list[Binding]] = {}
     for b in bindings:
         of_leaf.setdefault(b.leaf, []).append(b)
-    sent, more, made, problems = [], [], [], []
+    sent = []
+    more = []
+    made = []
+    problems = []
     for leaf in leaves:
         own = of_leaf.get(leaf.path, [])
         if leaf.dtype == FP8 or not any(b.tensor in scales for b in own):
@@ -121,7 +154,10 @@ def expand_blocks(
         devices = np.unique(leaf.devices)
         zeros = np.zeros((len(devices), len(quantised.grid)), np.int64)
         ends = np.broadcast_to(np.array(quantised.grid, np.int64), zeros.shape).copy()
-        sent += [replace(leaf, dtype=FP8), Leaf(quantised.scales, quantised.grid, "float32", devices, zeros, ends)]
+        sent += [
+            replace(leaf, dtype=FP8),
+            Leaf(quantised.scales, quantised.grid, "float32", devices, zeros, ends),
+        ]
         more += bound
         made.append(quantised)
     if problems:
@@ -140,11 +176,23 @@ def _block_quantised(
         text = f"it fills {plain[0]!r}, which is not quantised, and others that are"
         return Problem("format", leaf.path, text, _REMEDY)
     if len({(b.add, b.cast) for b in bindings}) > 1:
-        return Problem("format", leaf.path, "its parts are cast in different ways before fp8", _REMEDY)
-    add, cast = bindings[0].add, bindings[0].cast
-    if leaf.dtype not in ("bfloat16", "float32") or cast not in (None, "bfloat16", leaf.dtype):
+        return Problem(
+            "format",
+            leaf.path,
+            "its parts are cast in different ways before fp8",
+            _REMEDY,
+        )
+    add = bindings[0].add
+    cast = bindings[0].cast
+    if leaf.dtype not in ("bfloat16", "float32") or cast not in (
+        None,
+        "bfloat16",
+        leaf.dtype,
+    ):
         text = f"{leaf.dtype} values{f', rounded to {cast},' if cast else ''} can't be quantised in blocks"
-        return Problem("format", leaf.path, text, "keep the leaf in bfloat16 or float32")
+        return Problem(
+            "format", leaf.path, text, "keep the leaf in bfloat16 or float32"
+        )
     bound: list[Binding] = []
     blocks: set[tuple[int, ...]] = set()
     for b in bindings:
@@ -154,11 +202,15 @@ def _block_quantised(
         blocks.add(found[0])
         bound.append(found[1])
     if len(blocks) > 1:
-        return Problem("format", leaf.path, "its parts have blocks of different shapes", _REMEDY)
+        return Problem(
+            "format", leaf.path, "its parts have blocks of different shapes", _REMEDY
+        )
     block = blocks.pop()
     grid = tuple(-(-n // b) for n, b in zip(leaf.shape, block, strict=True))
     path = scales_path(leaf.path)
-    made = Quantised(leaf.path, leaf.dtype, cast or leaf.dtype, grid, (), add, cast, block)
+    made = Quantised(
+        leaf.path, leaf.dtype, cast or leaf.dtype, grid, (), add, cast, block
+    )
     return made, [replace(b, leaf=path, leaf_shape=grid) for b in bound]
 
 
@@ -166,32 +218,48 @@ def _divided(b: Binding, scale: BlockScale) -> tuple[tuple[int, ...], Binding] |
     """The block of the leaf's dimensions, and the binding of the scales; or why the leaf has no such blocks."""
     if any(at % size for at, size in zip(b.tensor_start, scale.block, strict=True)):
         return "a part of it begins inside of a block"
-    block, axes = [1] * len(b.leaf_shape), []
+    block = [1] * len(b.leaf_shape)
+    axes = []
     for d in range(len(b.leaf_shape)):
         mine = sorted((a for a in b.axes if a.leaf_dim == d), key=lambda a: a.leaf_step)
         step = 1
         for k, a in enumerate(mine):
-            size, last = scale.block[a.tensor_dim], k == len(mine) - 1
-            whole = a.tensor_step * a.size <= size and (size % (a.tensor_step * a.size) == 0 or last)
+            size = scale.block[a.tensor_dim]
+            last = k == len(mine) - 1
+            whole = a.tensor_step * a.size <= size and (
+                size % (a.tensor_step * a.size) == 0 or last
+            )
             if a.leaf_step != step or (not whole and not last):
                 return f"dimension {d} of the leaf runs through its blocks in another order"
             if not whole and a.tensor_step % size and size % a.tensor_step:
                 return f"blocks of {size} end inside of a run of {a.tensor_step}"
-            inside = a.size if whole else max(1, size // a.tensor_step)  # steps that stay in one block
+            # steps that stay in one block
+            inside = a.size if whole else max(1, size // a.tensor_step)
             if last:
                 block[d] = a.leaf_step * inside
                 count = -(-a.size // inside)
-                axes.append(Axis(count, d, 1, a.tensor_dim, max(1, a.tensor_step // size)))
+                axes.append(
+                    Axis(count, d, 1, a.tensor_dim, max(1, a.tensor_step // size))
+                )
             step *= a.size
     if any(at % size for at, size in zip(b.leaf_start, block, strict=True)):
         return "a part of the leaf begins inside of a block"
     start = tuple(at // size for at, size in zip(b.leaf_start, block, strict=True))
-    into = tuple(at // size for at, size in zip(b.tensor_start, scale.block, strict=True))
+    into = tuple(
+        at // size for at, size in zip(b.tensor_start, scale.block, strict=True)
+    )
     of = scale.tensor
     made = replace(
-        b, tensor=of.name, tensor_shape=tuple(of.shape), leaf_start=start, tensor_start=into, axes=tuple(axes)
+        b,
+        tensor=of.name,
+        tensor_shape=tuple(of.shape),
+        leaf_start=start,
+        tensor_start=into,
+        axes=tuple(axes),
     )
-    return tuple(block), replace(made, add=0.0, cast=None, reason="the scales of its blocks", warning="")
+    return tuple(block), replace(
+        made, add=0.0, cast=None, reason="the scales of its blocks", warning=""
+    )
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -208,7 +276,8 @@ def expand_formats(
         return list(leaves), list(bindings), list(layouts), ()
     cells = [_cells(layout) for layout in layouts]
     groups, number = _groups(layouts, cells)
-    made, problems = [], []
+    made = []
+    problems = []
     for leaf in leaves:
         own = [b for b in bindings if b.leaf == leaf.path]
         if any(b.tensor in groups for b in own):
@@ -221,19 +290,45 @@ def expand_formats(
     holders = [leaf for leaf in leaves if leaf.path in sent]
     if not holders:  # the rules reach none of them: compiling says so
         return list(leaves), list(bindings), list(layouts), ()
-    devices, count = holders[0].devices, len(holders[0].devices)
+    devices = holders[0].devices
+    count = len(holders[0].devices)
     for leaf in holders:
         if not np.array_equal(np.sort(leaf.devices), np.sort(devices)):
             text = f"it is on other devices than {holders[0].path}: no program can compute one scale for both"
-            raise_problems([Problem("format", leaf.path, text, "put all parameters on one mesh")])
+            raise_problems(
+                [Problem("format", leaf.path, text, "put all parameters on one mesh")]
+            )
     scales = Leaf(
-        SCALES, (number,), "float32", devices, np.zeros((count, 1), np.int64), np.full((count, 1), number, np.int64)
+        SCALES,
+        (number,),
+        "float32",
+        devices,
+        np.zeros((count, 1), np.int64),
+        np.full((count, 1), number, np.int64),
     )
-    whole = Binding(SCALES, SCALES, (number,), (number,), (0,), (0,), (Axis(number, 0, 1, 0, 1),), reason="a format")
+    whole = Binding(
+        SCALES,
+        SCALES,
+        (number,),
+        (number,),
+        (0,),
+        (0,),
+        (Axis(number, 0, 1, 0, 1),),
+        reason="a format",
+    )
     return (
         [*(replace(x, dtype=FP8) if x.path in sent else x for x in leaves), scales],
-        [*(replace(b, add=0.0, cast=None) if b.leaf in sent else b for b in bindings), whole],
-        [_with_scales(x, mine, groups, number) for x, mine in zip(layouts, cells, strict=True)],
+        [
+            *(
+                replace(b, add=0.0, cast=None) if b.leaf in sent else b
+                for b in bindings
+            ),
+            whole,
+        ],
+        [
+            _with_scales(x, mine, groups, number)
+            for x, mine in zip(layouts, cells, strict=True)
+        ],
         quantised,
     )
 
@@ -243,7 +338,9 @@ def _loaded(layouts: Sequence[RankLayout]) -> dict[str, str]:
     out = {}
     for layout in layouts:
         of = {f.parameter: f.loaded for f in layout.formats}
-        for t, p in {*zip(layout.tensor.tolist(), layout.parameter.tolist(), strict=True)}:
+        for t, p in {
+            *zip(layout.tensor.tolist(), layout.parameter.tolist(), strict=True)
+        }:
             if (name := layout.parameters[p].name) in of:
                 out[layout.tensors[t].name] = of[name]
     return out
@@ -262,12 +359,19 @@ def _cells(layout: RankLayout) -> dict[Cell, set[str]]:
             name = layout.tensors[int(layout.tensor[across[0]])].name
             text = f"one copy fills several blocks of {f.parameter}, each with a scale of its own"
             raise_problems([Problem("format", name, text, _UNLIKE)])
-        for row, block in sorted(zip(rows.tolist(), (first // f.block).tolist(), strict=True), key=lambda x: x[1]):
-            out.setdefault((f.parameter, block), set()).add(layout.tensors[int(layout.tensor[row])].name)
+        for row, block in sorted(
+            zip(rows.tolist(), (first // f.block).tolist(), strict=True),
+            key=lambda x: x[1],
+        ):
+            out.setdefault((f.parameter, block), set()).add(
+                layout.tensors[int(layout.tensor[row])].name
+            )
     return out
 
 
-def _groups(layouts: Sequence[RankLayout], cells: Sequence[Mapping[Cell, set[str]]]) -> tuple[dict[str, int], int]:
+def _groups(
+    layouts: Sequence[RankLayout], cells: Sequence[Mapping[Cell, set[str]]]
+) -> tuple[dict[str, int], int]:
     """Tensor → group, and how many groups there are: tensors that share a block on some rank share a scale."""
     parent: dict[str, str] = {}
 
@@ -291,12 +395,17 @@ def _groups(layouts: Sequence[RankLayout], cells: Sequence[Mapping[Cell, set[str
             group = out[min(names)]
             if held.setdefault(group, cell) != cell:
                 text = f"it fills {held[group][0]} and {cell[0]} on rank {layout.rank}, which have scales of their own"
-                raise_problems([Problem("format", min(names), text, "launch without quantization")])
+                raise_problems(
+                    [Problem("format", min(names), text, "launch without quantization")]
+                )
     return out, len(groups)
 
 
 def _quantised(
-    leaf: Leaf, bindings: Sequence[Binding], groups: Mapping[str, int], loaded: Mapping[str, str]
+    leaf: Leaf,
+    bindings: Sequence[Binding],
+    groups: Mapping[str, int],
+    loaded: Mapping[str, str],
 ) -> Quantised | Problem:
     """How one leaf is quantised, or why it cannot be."""
     plain = [b.tensor for b in bindings if b.tensor not in groups]
@@ -305,41 +414,79 @@ def _quantised(
         text = f"it fills {plain[0]!r}, which is not quantised, and {bindings[0].tensor!r}, which is"
         return Problem("format", leaf.path, text, _UNLIKE)
     if len(ways) > 1:
-        return Problem("format", leaf.path, "its parts are cast in different ways before fp8", _UNLIKE)
+        return Problem(
+            "format",
+            leaf.path,
+            "its parts are cast in different ways before fp8",
+            _UNLIKE,
+        )
     (add, cast, dtype) = ways.pop()
     for name in (cast or dtype, dtype):
         if name not in ("bfloat16", leaf.dtype):
             text = f"{leaf.dtype} values would be rounded to {name} and then to fp8"
-            remedy = 'launch with engine={"dtype": "bfloat16"}, or keep the leaf in ' + name
+            remedy = (
+                'launch with engine={"dtype": "bfloat16"}, or keep the leaf in ' + name
+            )
             return Problem("format", leaf.path, text, remedy)
     indices = [_indices(b) for b in bindings]
-    cut = [d for d, n in enumerate(leaf.shape) if any(len(index[d]) != n for index in indices)]
-    grid = np.full([n if d in cut else 1 for d, n in enumerate(leaf.shape)], -1, np.int64)
+    cut = [
+        d
+        for d, n in enumerate(leaf.shape)
+        if any(len(index[d]) != n for index in indices)
+    ]
+    grid = np.full(
+        [n if d in cut else 1 for d, n in enumerate(leaf.shape)], -1, np.int64
+    )
     for b, index in zip(bindings, indices, strict=True):
-        at = np.ix_(*(index[d] if d in cut else np.zeros(1, np.int64) for d in range(len(leaf.shape))))
+        at = np.ix_(
+            *(
+                index[d] if d in cut else np.zeros(1, np.int64)
+                for d in range(len(leaf.shape))
+            )
+        )
         if ((grid[at] != -1) & (grid[at] != groups[b.tensor])).any():
-            return Problem("format", leaf.path, "one part of it fills parameters with scales of their own", _UNLIKE)
+            return Problem(
+                "format",
+                leaf.path,
+                "one part of it fills parameters with scales of their own",
+                _UNLIKE,
+            )
         grid[at] = groups[b.tensor]
     for d in cut:  # fused parts of one group need no table along the fused dimension
         first = np.take(grid, [0], axis=d)
         if (grid == first).all():
             grid = first
-    return Quantised(leaf.path, leaf.dtype, dtype, tuple(grid.shape), tuple(grid.reshape(-1).tolist()), add, cast)
+    return Quantised(
+        leaf.path,
+        leaf.dtype,
+        dtype,
+        tuple(grid.shape),
+        tuple(grid.reshape(-1).tolist()),
+        add,
+        cast,
+    )
 
 
 def _indices(b: Binding) -> list[np.ndarray]:
     """The indices of a leaf that a binding reads, for each of its dimensions."""
     out = [np.array([start], np.int64) for start in b.leaf_start]
     for a in b.axes:
-        out[a.leaf_dim] = (out[a.leaf_dim][:, None] + np.arange(a.size) * a.leaf_step).reshape(-1)
+        out[a.leaf_dim] = (
+            out[a.leaf_dim][:, None] + np.arange(a.size) * a.leaf_step
+        ).reshape(-1)
     return [np.unique(x) for x in out]
 
 
 def _with_scales(
-    layout: RankLayout, cells: Mapping[Cell, set[str]], groups: Mapping[str, int], number: int
+    layout: RankLayout,
+    cells: Mapping[Cell, set[str]],
+    groups: Mapping[str, int],
+    number: int,
 ) -> RankLayout:
     """The layout with fp8 tensors, and rows that copy scales from `SCALES` to the parameters that hold them."""
-    tensors = [*(replace(t, dtype=FP8) if t.name in groups else t for t in layout.tensors)]
+    tensors = [
+        *(replace(t, dtype=FP8) if t.name in groups else t for t in layout.tensors)
+    ]
     tensors.append(CheckpointTensor(SCALES, (number,), "float32"))
     place = {p.name: i for i, p in enumerate(layout.parameters)}
     scale = {f.parameter: place[f.scale] for f in layout.formats}
@@ -368,7 +515,9 @@ def _with_scales(
     return replace(
         layout,
         tensors=tuple(tensors),
-        tensor=np.append(layout.tensor, np.full(len(runs), len(tensors) - 1)).astype(np.int32),
+        tensor=np.append(layout.tensor, np.full(len(runs), len(tensors) - 1)).astype(
+            np.int32
+        ),
         parameter=np.append(layout.parameter, into).astype(np.int32),
         shape=np.concatenate([layout.shape, more(count, 1)]),
         src_offset=np.append(layout.src_offset, source),

@@ -14,7 +14,9 @@ from jvlab._files import parse_object
 from jvlab.layout._types import CheckpointTensor, Format, Note, Parameter, RankLayout
 
 _COLUMNS = {"tensor": "<i4", "parameter": "<i4"}  # numpy dtype codes on the wire
-_COLUMNS |= dict.fromkeys(("shape", "src_offset", "src_strides", "dst_offset", "dst_strides"), "<i8")
+_COLUMNS |= dict.fromkeys(
+    ("shape", "src_offset", "src_strides", "dst_offset", "dst_strides"), "<i8"
+)
 _NOTES = ("padding", "opaque", "staged")
 _WIRE_VERSION = 4
 
@@ -26,11 +28,23 @@ def layout_to_plain(layout: RankLayout) -> dict[str, Any]:
         "rank": layout.rank,
         "coords": [[axis, place] for axis, place in layout.coords],
         "tensors": [[t.name, list(t.shape), t.dtype] for t in layout.tensors],
-        "parameters": [[p.name, list(p.shape), p.dtype, list(p.strides)] for p in layout.parameters],
-        "columns": {name: _column(getattr(layout, name), kind) for name, kind in _COLUMNS.items()},
-        "notes": {name: [[n.name, n.reason, n.elements, n.kind] for n in getattr(layout, name)] for name in _NOTES},
+        "parameters": [
+            [p.name, list(p.shape), p.dtype, list(p.strides)] for p in layout.parameters
+        ],
+        "columns": {
+            name: _column(getattr(layout, name), kind)
+            for name, kind in _COLUMNS.items()
+        },
+        "notes": {
+            name: [
+                [n.name, n.reason, n.elements, n.kind] for n in getattr(layout, name)
+            ]
+            for name in _NOTES
+        },
         "unused": list(layout.unused),
-        "formats": [[f.parameter, f.scale, f.loaded, f.block, f.text] for f in layout.formats],
+        "formats": [
+            [f.parameter, f.scale, f.loaded, f.block, f.text] for f in layout.formats
+        ],
     }
 
 
@@ -48,7 +62,13 @@ def layout_from_plain(plain: Mapping[str, Any]) -> RankLayout:
         )
     try:
         return _layout(plain)
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:
         raise TraceError(
             f"a rank layout is damaged: {str(error)[:200]}",
             remedy="the reply was cut short or altered in transit: ask for the trace again",
@@ -68,15 +88,23 @@ def _layout(plain: Mapping[str, Any]) -> RankLayout:
             )
         columns[name] = array.reshape(shape)
     notes: dict[str, Any] = {
-        name: tuple(Note(str(n), str(r), int(e), str(k)) for n, r, e, k in plain["notes"][name]) for name in _NOTES
+        name: tuple(
+            Note(str(n), str(r), int(e), str(k)) for n, r, e, k in plain["notes"][name]
+        )
+        for name in _NOTES
     }
     return RankLayout(
         rank=int(plain["rank"]),
         coords=tuple((str(axis), int(place)) for axis, place in plain["coords"]),
         tensors=tuple(CheckpointTensor(n, tuple(s), d) for n, s, d in plain["tensors"]),
-        parameters=tuple(Parameter(n, tuple(s), d, tuple(t)) for n, s, d, t in plain["parameters"]),
+        parameters=tuple(
+            Parameter(n, tuple(s), d, tuple(t)) for n, s, d, t in plain["parameters"]
+        ),
         unused=tuple(plain["unused"]),
-        formats=tuple(Format(str(p), str(s), str(x), int(b), str(t)) for p, s, x, b, t in plain["formats"]),
+        formats=tuple(
+            Format(str(p), str(s), str(x), int(b), str(t))
+            for p, s, x, b, t in plain["formats"]
+        ),
         **columns,
         **notes,
     )
@@ -84,7 +112,10 @@ def _layout(plain: Mapping[str, Any]) -> RankLayout:
 
 def plain_to_bytes(plain: Mapping[str, Any]) -> bytes:
     """The output of `layout_to_plain` as JSON; columns in base64."""
-    columns = {name: [shape, base64.b64encode(data).decode()] for name, (shape, data) in plain["columns"].items()}
+    columns = {
+        name: [shape, base64.b64encode(data).decode()]
+        for name, (shape, data) in plain["columns"].items()
+    }
     return json.dumps({**plain, "columns": columns}).encode()
 
 
@@ -92,7 +123,10 @@ def layout_from_bytes(text: bytes) -> RankLayout:
     """The inverse of `plain_to_bytes`, back to a layout."""
     try:
         plain = parse_object(text)
-        columns = {name: [shape, base64.b64decode(data)] for name, (shape, data) in plain["columns"].items()}
+        columns = {
+            name: [shape, base64.b64decode(data)]
+            for name, (shape, data) in plain["columns"].items()
+        }
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise TraceError(
             f"these bytes are not a rank layout: {str(error)[:200]}",

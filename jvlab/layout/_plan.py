@@ -45,7 +45,14 @@ if TYPE_CHECKING:
 Plan = TypeVar("Plan")
 MAGIC = b"jvplan1\n"
 SCALARS = ("ranks", "replicas", "bucket_bytes", "link_gbps", "ignored", "title")
-DTYPES = {"|b1", "|i1", "|u1", *(f"<{kind}{size}" for kind in "iu" for size in (2, 4, 8)), "<f4", "<f8"}
+DTYPES = {
+    "|b1",
+    "|i1",
+    "|u1",
+    *(f"<{kind}{size}" for kind in "iu" for size in (2, 4, 8)),
+    "<f4",
+    "<f8",
+}
 CELLS = ("starts", "stops", "owner_ptr", "owners")
 
 
@@ -62,10 +69,18 @@ def plan_to_bytes(plan: TransferPlan) -> bytes:
     }
     if plan.quantised:
         header["quantised"] = [
-            [x.path, x.source, x.loaded, x.grid, x.groups, x.add, x.cast, x.block] for x in plan.quantised
+            [x.path, x.source, x.loaded, x.grid, x.groups, x.add, x.cast, x.block]
+            for x in plan.quantised
         ]
     text = json.dumps(header, separators=(",", ":"), sort_keys=True).encode()
-    return b"".join([MAGIC, len(text).to_bytes(8, "little"), text, *(a.tobytes() for a in arrays.values())])
+    return b"".join(
+        [
+            MAGIC,
+            len(text).to_bytes(8, "little"),
+            text,
+            *(a.tobytes() for a in arrays.values()),
+        ]
+    )
 
 
 def _arrays(plan: TransferPlan) -> dict[str, np.ndarray]:
@@ -73,14 +88,19 @@ def _arrays(plan: TransferPlan) -> dict[str, np.ndarray]:
     arrays = {k: a for k, a in found.items() if isinstance(a, np.ndarray)}
     for i, s in enumerate(plan.shardings):
         arrays |= {f"sharding.{i}.{k}": getattr(s, k) for k in CELLS}
-    return {k: a.astype(a.dtype.newbyteorder("<"), copy=False) for k, a in arrays.items()}
+    return {
+        k: a.astype(a.dtype.newbyteorder("<"), copy=False) for k, a in arrays.items()
+    }
 
 
 def plan_from_bytes(data: bytes | memoryview, build: Callable[..., Plan]) -> Plan:
     """Parse what `plan_to_bytes` wrote and pass its fields to `build`; refuses anything else."""
     view = memoryview(data)
     if bytes(view[: len(MAGIC)]) != MAGIC:
-        raise ConfigError("these bytes hold no transfer plan", remedy="pass what TransferPlan.to_bytes() returned")
+        raise ConfigError(
+            "these bytes hold no transfer plan",
+            remedy="pass what TransferPlan.to_bytes() returned",
+        )
     at = len(MAGIC) + 8
     size = int.from_bytes(view[len(MAGIC) : at], "little")
     try:
@@ -91,19 +111,30 @@ def plan_from_bytes(data: bytes | memoryview, build: Callable[..., Plan]) -> Pla
         raise
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as e:
         raise ConfigError(
-            f"the plan's header is cut off or altered: {str(e)[:200]}", remedy="send the bytes whole"
+            f"the plan's header is cut off or altered: {str(e)[:200]}",
+            remedy="send the bytes whole",
         ) from e
 
 
-def _read_arrays(entries: list[Any], view: memoryview, at: int) -> dict[str, np.ndarray]:
+def _read_arrays(
+    entries: list[Any], view: memoryview, at: int
+) -> dict[str, np.ndarray]:
     arrays: dict[str, np.ndarray] = {}
     for name, dtype, shape in entries:
-        if dtype not in DTYPES or any(type(n) is not int or n < 0 for n in shape) or len(shape) > 8:
-            raise ValueError(f"{str(name)[:40]!r} is {str(dtype)[:20]!r} of shape {str(shape)[:60]}")
+        if (
+            dtype not in DTYPES
+            or any(type(n) is not int or n < 0 for n in shape)
+            or len(shape) > 8
+        ):
+            raise ValueError(
+                f"{str(name)[:40]!r} is {str(dtype)[:20]!r} of shape {str(shape)[:60]}"
+            )
         end = at + math.prod(shape) * np.dtype(dtype).itemsize
         if end > len(view):
             raise ConfigError(
-                f"the plan is cut off inside {str(name)[:40]!r}", remedy="send the bytes whole", array=name
+                f"the plan is cut off inside {str(name)[:40]!r}",
+                remedy="send the bytes whole",
+                array=name,
             )
         arrays[name] = np.frombuffer(view[at:end], np.dtype(dtype)).reshape(shape)
         at = end
@@ -123,7 +154,9 @@ def _fields(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> dict[str, 
         **scalars,
         "leaves": tuple(LeafInfo(p, tuple(s), d, k) for p, s, d, k in header["leaves"]),
         "shardings": shardings,
-        "parameters": tuple(TargetInfo(n, tuple(s), d, tuple(t)) for n, s, d, t in header["parameters"]),
+        "parameters": tuple(
+            TargetInfo(n, tuple(s), d, tuple(t)) for n, s, d, t in header["parameters"]
+        ),
         "transforms": tuple(ValueTransform(*x) for x in header["transforms"]),
         "quantised": tuple(
             Quantised(p, s, d, tuple(grid), tuple(groups), add, cast, tuple(block))
@@ -134,7 +167,8 @@ def _fields(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> dict[str, 
 
 # When each bucket of a plan would be sent, if devices send and ranks receive one bucket at a time. numpy only.
 
-EXACT_COPIES = 20_000  # up to this many copies the real bucket sizes are used; beyond it, full buckets
+# up to this many copies the real bucket sizes are used; beyond it, full buckets
+EXACT_COPIES = 20_000
 MAX_SLOTS = 20_000
 
 
@@ -157,7 +191,9 @@ def schedule(plan: TransferPlan, link_gbps: float | None = None) -> list[Slot]:
     rank_free: dict[tuple[int, int], float] = {}
     waiting = [
         (0.0, order, device, target, sizes)
-        for order, (device, target, sizes) in enumerate((d, t, s) for (d, t), s in _buckets(plan).items())
+        for order, (device, target, sizes) in enumerate(
+            (d, t, s) for (d, t), s in _buckets(plan).items()
+        )
     ]
     heapq.heapify(waiting)
     out: list[Slot] = []
@@ -182,9 +218,14 @@ def _buckets(plan: TransferPlan) -> dict[tuple[int, tuple[int, int]], list[int]]
     many = int((-(-table.nbytes // plan.bucket_bytes)).sum()) > MAX_SLOTS
     out: dict[tuple[int, tuple[int, int]], list[int]] = {}
     # ranks in turn, each device starting at a different one, so that not all send to rank 0 first
-    rows = sorted(range(len(table)), key=lambda i: ((table.rank[i] - table.device[i]) % plan.ranks, table.device[i]))
+    rows = sorted(
+        range(len(table)),
+        key=lambda i: ((table.rank[i] - table.device[i]) % plan.ranks, table.device[i]),
+    )
     for i in rows:
-        device, replica, rank, size = (int(x[i]) for x in (table.device, table.replica, table.rank, table.nbytes))
+        device, replica, rank, size = (
+            int(x[i]) for x in (table.device, table.replica, table.rank, table.nbytes)
+        )
         if exact:
             sizes = [int(n) for n in plan.link(device, rank, replica).bucket_sizes]
         elif many:
@@ -200,7 +241,11 @@ def _buckets(plan: TransferPlan) -> dict[tuple[int, tuple[int, int]], list[int]]
 
 
 def expand_link(
-    plan: TransferPlan, device: int, rank: int, replica: int, classes: Iterable[int] | None = None
+    plan: TransferPlan,
+    device: int,
+    rank: int,
+    replica: int,
+    classes: Iterable[int] | None = None,
 ) -> LinkPlan:
     """The boxes that `device` sends to `rank` of `replica`, by target and position; of all classes, or of some."""
     if not (0 <= rank < plan.ranks and 0 <= replica < plan.replicas):
@@ -220,7 +265,9 @@ def expand_link(
     table = {
         "leaf": plan.member_leaf[member],
         "target": plan.member_target[member],
-        "transform": plan.class_transform[plan.member_class[member]] if len(member) else np.zeros(0, np.int32),
+        "transform": plan.class_transform[plan.member_class[member]]
+        if len(member)
+        else np.zeros(0, np.int32),
         "shape": plan.box_shape[box],
         "src_offset": plan.box_src[box] + shift,
         "src_strides": plan.box_src_strides[box],
@@ -234,25 +281,41 @@ def expand_link(
     nbytes = table["shape"].prod(axis=1) * wire[table["transform"]]
     bucket, place, sizes = _fill(nbytes, plan.bucket_bytes)
     return LinkPlan(
-        device, process, rank, replica, **table, nbytes=nbytes, bucket=bucket, bucket_offset=place, bucket_sizes=sizes
+        device,
+        process,
+        rank,
+        replica,
+        **table,
+        nbytes=nbytes,
+        bucket=bucket,
+        bucket_offset=place,
+        bucket_sizes=sizes,
     )
 
 
-def _class_boxes(plan: TransferPlan, c: int, device: int, rank: int, replica: int) -> tuple[np.ndarray, ...]:
+def _class_boxes(
+    plan: TransferPlan, c: int, device: int, rank: int, replica: int
+) -> tuple[np.ndarray, ...]:
     """(member, box, source shift) of one class on one link."""
     none = np.zeros(0, np.int64)
     sharding = plan.shardings[plan.class_sharding[c]]
     cell = sharding.cell_of(device)
-    lo, hi = int(plan.member_ptr[c]), int(plan.member_ptr[c + 1])
+    lo = int(plan.member_ptr[c])
+    hi = int(plan.member_ptr[c + 1])
     if cell < 0 or lo == hi:
         return none, none, none
-    boxes = int(plan.box_ptr[c]) + np.flatnonzero(plan.box_cell[plan.box_ptr[c] : plan.box_ptr[c + 1]] == cell)
+    boxes = int(plan.box_ptr[c]) + np.flatnonzero(
+        plan.box_cell[plan.box_ptr[c] : plan.box_ptr[c + 1]] == cell
+    )
     turn = np.flatnonzero(plan.target_rank[plan.member_target[lo:hi]] == rank)
     if not len(boxes) or not len(turn):
         return none, none, none
-    first, last = sharding.owner_ptr[cell], sharding.owner_ptr[cell + 1]
+    first = sharding.owner_ptr[cell]
+    last = sharding.owner_ptr[cell + 1]
     place = int(np.flatnonzero(sharding.owners[first:last] == device)[0])
-    chosen = (turn[:, None] + plan.box_turn[boxes][None, :] + replica * (hi - lo)) % (last - first) == place
+    chosen = (turn[:, None] + plan.box_turn[boxes][None, :] + replica * (hi - lo)) % (
+        last - first
+    ) == place
     m, b = np.nonzero(chosen)
     member = lo + turn[m]
     strides = sharding.local_strides[cell]
@@ -260,7 +323,9 @@ def _class_boxes(plan: TransferPlan, c: int, device: int, rank: int, replica: in
     return member, boxes[b], shift
 
 
-def _cut(table: dict[str, np.ndarray], wire: np.ndarray, limit: int) -> dict[str, np.ndarray]:
+def _cut(
+    table: dict[str, np.ndarray], wire: np.ndarray, limit: int
+) -> dict[str, np.ndarray]:
     """Boxes larger than a bucket, halved along their outermost long axis until they fit."""
     while True:
         nbytes = table["shape"].prod(axis=1) * wire[table["transform"]]
@@ -270,7 +335,9 @@ def _cut(table: dict[str, np.ndarray], wire: np.ndarray, limit: int) -> dict[str
         axis = np.argmax(table["shape"][big] > 1, axis=1)
         size = table["shape"][big, axis]
         if (size == 1).any():
-            raise ConfigError(f"a bucket of {limit} bytes holds no element", remedy="raise bucket_mib")
+            raise ConfigError(
+                f"a bucket of {limit} bytes holds no element", remedy="raise bucket_mib"
+            )
         first = {k: v.copy() for k, v in table.items()}
         half = -(-size // 2)
         first["shape"][big, axis] = half
@@ -280,7 +347,8 @@ def _cut(table: dict[str, np.ndarray], wire: np.ndarray, limit: int) -> dict[str
         second["src_offset"] += half * second["src_strides"][row, axis]
         second["dst_offset"] += half * second["dst_strides"][row, axis]
         joined = {k: np.concatenate([first[k], second[k]]) for k in table}
-        where = np.concatenate([np.arange(len(nbytes)) * 2, big * 2 + 1])  # each second half follows its first
+        # each second half follows its first
+        where = np.concatenate([np.arange(len(nbytes)) * 2, big * 2 + 1])
         order = np.argsort(where, kind="stable")
         table = {k: v[order] for k, v in joined.items()}
 
@@ -289,12 +357,16 @@ def _fill(nbytes: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray, np.nd
     """Bucket and byte position of each box: boxes in order, a new bucket where the next box would not fit."""
     padded = -(-nbytes // ALIGN) * ALIGN
     ends = np.cumsum(padded)
-    bucket, place = np.zeros(len(nbytes), np.int32), np.zeros(len(nbytes), np.int64)
+    bucket = np.zeros(len(nbytes), np.int32)
+    place = np.zeros(len(nbytes), np.int64)
     sizes: list[int] = []
     at = 0
     while at < len(nbytes):
         base = int(ends[at] - padded[at])
-        last = int(np.searchsorted(ends - (padded - nbytes), base + limit, side="right"))  # the tail needs no padding
+        # the tail needs no padding
+        last = int(
+            np.searchsorted(ends - (padded - nbytes), base + limit, side="right")
+        )
         last = max(last, at + 1)
         bucket[at:last] = len(sizes)
         place[at:last] = ends[at:last] - padded[at:last] - base
@@ -338,22 +410,27 @@ class TransferPlan:
     target_rank: np.ndarray = field(repr=False)  # int32 [T]
     target_parameter: np.ndarray = field(repr=False)  # int32 [T]
     target_kind: np.ndarray = field(repr=False)  # int8 [T]
-    target_padding: np.ndarray = field(repr=False)  # int64 [T], elements that nothing fills
+    # int64 [T], elements that nothing fills
+    target_padding: np.ndarray = field(repr=False)
     class_sharding: np.ndarray = field(repr=False)  # int32 [C]
     class_transform: np.ndarray = field(repr=False)  # int32 [C]
-    class_start: np.ndarray = field(repr=False)  # int64 [C, ND], leaf index of the piece, 0 along whole dimensions
+    # int64 [C, ND], leaf index of the piece, 0 along whole dimensions
+    class_start: np.ndarray = field(repr=False)
     axis_size: np.ndarray = field(repr=False)  # int64 [C, K]
-    axis_leaf_dim: np.ndarray = field(repr=False)  # int8 [C, K], -1 where a leaf element is repeated
+    # int8 [C, K], -1 where a leaf element is repeated
+    axis_leaf_dim: np.ndarray = field(repr=False)
     axis_leaf_step: np.ndarray = field(repr=False)  # int64 [C, K]
     axis_dst_stride: np.ndarray = field(repr=False)  # int64 [C, K]
     member_ptr: np.ndarray = field(repr=False)  # int64 [C + 1]
     member_leaf: np.ndarray = field(repr=False)  # int32 [M]
     member_target: np.ndarray = field(repr=False)  # int32 [M]
-    member_start: np.ndarray = field(repr=False)  # int64 [M, ND], leaf index along whole dimensions
+    # int64 [M, ND], leaf index along whole dimensions
+    member_start: np.ndarray = field(repr=False)
     member_dst: np.ndarray = field(repr=False)  # int64 [M]
     box_ptr: np.ndarray = field(repr=False)  # int64 [C + 1]
     box_cell: np.ndarray = field(repr=False)  # int32 [B], cell of the class's sharding
-    box_turn: np.ndarray = field(repr=False)  # int32 [B], which owner of the cell serves the first member
+    # int32 [B], which owner of the cell serves the first member
+    box_turn: np.ndarray = field(repr=False)
     box_shape: np.ndarray = field(repr=False)  # int64 [B, K]
     box_src: np.ndarray = field(repr=False)  # int64 [B]
     box_src_strides: np.ndarray = field(repr=False)  # int64 [B, K]
@@ -364,10 +441,12 @@ class TransferPlan:
     ranks: int = 1
     replicas: int = 1
     bucket_bytes: int = 64 << 20
-    link_gbps: float = 50.0  # GB/s each way per device and rank, for predictions; 50 is a 400 Gb/s port
+    # GB/s each way per device and rank, for predictions; 50 is a 400 Gb/s port
+    link_gbps: float = 50.0
     ignored: tuple[str, ...] = ()  # checkpoint tensors that no rank takes anything from
     title: str = ""
-    quantised: tuple[Quantised, ...] = field(default=(), repr=False)  # leaves that are sent as fp8
+    # leaves that are sent as fp8
+    quantised: tuple[Quantised, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         for part in (self, *self.shardings):
@@ -438,14 +517,21 @@ class TransferPlan:
     def process_of(self, device: int) -> int:
         """The trainer process that holds a device."""
         if device not in self._device_slot:
-            raise ConfigError(f"no device {device} in this plan", remedy=f"devices: {self.devices[:8].tolist()} …")
+            raise ConfigError(
+                f"no device {device} in this plan",
+                remedy=f"devices: {self.devices[:8].tolist()} …",
+            )
         return int(self.processes[self._device_slot[device]])
 
     # ---- links ----------------------------------------------------------------------------------------------
 
     def owners_of(self, box: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Start in the sharding's owner list, and number of owners, of boxes of one class."""
-        sharding = self.shardings[self.class_sharding[self.box_class[box[0]]]] if len(box) else None
+        sharding = (
+            self.shardings[self.class_sharding[self.box_class[box[0]]]]
+            if len(box)
+            else None
+        )
         if sharding is None:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
         cell = self.box_cell[box]
@@ -461,7 +547,12 @@ class TransferPlan:
     def all_links(self) -> LinkTable:
         """The links of all replicas, concatenated. Copies of a leaf are used in turn, so replicas may differ."""
         tables = [self.links(r) for r in range(self.replicas)]
-        return LinkTable(**{f.name: np.concatenate([getattr(t, f.name) for t in tables]) for f in fields(LinkTable)})
+        return LinkTable(
+            **{
+                f.name: np.concatenate([getattr(t, f.name) for t in tables])
+                for f in fields(LinkTable)
+            }
+        )
 
     @cached_property
     def _link_tables(self) -> dict[int, LinkTable]:
@@ -482,15 +573,22 @@ class TransferPlan:
             owners = self.shardings[self.class_sharding[c]].owners
             for width in np.unique(count).tolist():
                 b = boxes[count == width]
-                turns = np.zeros((width, self.ranks), np.int64)  # members of each rank by their position in the round
+                # members of each rank by their position in the round
+                turns = np.zeros((width, self.ranks), np.int64)
                 np.add.at(turns, (np.arange(len(mine)) % width, mine), 1)
                 for place in range(width):
                     owner = (place + self.box_turn[b] + replica * len(mine)) % width
                     slot = slot_of[owners[base[count == width] + owner]]
                     for k, weight in enumerate(
-                        (self.box_bytes[b], np.ones(len(b), np.int64), self.box_bytes[b] * self.box_contiguous[b])
+                        (
+                            self.box_bytes[b],
+                            np.ones(len(b), np.int64),
+                            self.box_bytes[b] * self.box_contiguous[b],
+                        )
                     ):
-                        per_slot = np.bincount(slot, weights=weight, minlength=slots).astype(np.int64)
+                        per_slot = np.bincount(
+                            slot, weights=weight, minlength=slots
+                        ).astype(np.int64)
                         table[k] += per_slot[:, None] * turns[place]
         device, rank = np.nonzero(table[1])
         return LinkTable(
@@ -551,6 +649,9 @@ class TransferPlan:
         table = self.all_links
         if not len(table):
             return 0.0
-        out = np.bincount(table.device, weights=table.nbytes).max()  # a source feeds every replica
-        into = np.bincount(table.replica * self.ranks + table.rank, weights=table.nbytes).max()
+        # a source feeds every replica
+        out = np.bincount(table.device, weights=table.nbytes).max()
+        into = np.bincount(
+            table.replica * self.ranks + table.rank, weights=table.nbytes
+        ).max()
         return float(max(out, into) / ((link_gbps or self.link_gbps) * 1e9))

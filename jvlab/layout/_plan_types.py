@@ -12,8 +12,12 @@ from jvlab._errors import ConfigError, MissingDependency
 ALIGN = 16  # bytes: each box of a bucket starts on this boundary
 
 
-LIVE, OPAQUE, STAGED = 0, 1, 2  # kinds of target
-SCALES = "@scales"  # the leaf, made while syncing, that holds the scale of every quantised group
+# kinds of target
+LIVE = 0
+OPAQUE = 1
+STAGED = 2
+# the leaf, made while syncing, that holds the scale of every quantised group
+SCALES = "@scales"
 FP8 = "float8_e4m3fn"
 FP8_MAX = 448.0  # its largest value; it has no infinity
 
@@ -38,16 +42,28 @@ def numpy_dtype(name: str) -> np.dtype:
         import ml_dtypes
     except ImportError as e:
         raise MissingDependency(
-            f"numpy has no dtype {name!r}", remedy="pip install ml_dtypes (it comes with jax)", dtype=name
+            f"numpy has no dtype {name!r}",
+            remedy="pip install ml_dtypes (it comes with jax)",
+            dtype=name,
         ) from e
     if not hasattr(ml_dtypes, name):
-        raise ConfigError(f"unknown dtype {name!r}", remedy="use a numpy or ml_dtypes name, e.g. bfloat16", dtype=name)
+        raise ConfigError(
+            f"unknown dtype {name!r}",
+            remedy="use a numpy or ml_dtypes name, e.g. bfloat16",
+            dtype=name,
+        )
     return np.dtype(getattr(ml_dtypes, name))
 
 
 def item_bytes(name: str) -> int:
     """Bytes of one element of a dtype, by name; needs no ml_dtypes."""
-    known = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1}
+    known = {
+        "bfloat16": 2,
+        "float8_e4m3fn": 1,
+        "float8_e5m2": 1,
+        "float8_e4m3fnuz": 1,
+        "float8_e5m2fnuz": 1,
+    }
     return known[name] if name in known else numpy_dtype(name).itemsize
 
 
@@ -59,7 +75,8 @@ class Sharding:
     starts: np.ndarray = field(repr=False)  # int64 [U, nd]
     stops: np.ndarray = field(repr=False)  # int64 [U, nd]
     owner_ptr: np.ndarray = field(repr=False)  # int64 [U + 1]
-    owners: np.ndarray = field(repr=False)  # int32, device ids; cell u is on owners[owner_ptr[u] : owner_ptr[u + 1]]
+    # int32, device ids; cell u is on owners[owner_ptr[u] : owner_ptr[u + 1]]
+    owners: np.ndarray = field(repr=False)
 
     @cached_property
     def local_strides(self) -> np.ndarray:
@@ -73,12 +90,18 @@ class Sharding:
     @cached_property
     def whole(self) -> np.ndarray:
         """Per dimension: does every device hold all of it? bool [nd]."""
-        return ((self.starts == 0) & (self.stops == np.array(self.shape, np.int64))).all(axis=0)
+        return (
+            (self.starts == 0) & (self.stops == np.array(self.shape, np.int64))
+        ).all(axis=0)
 
     def cell_of(self, device: int) -> int:
         """The cell that a device holds, or -1."""
         where = np.flatnonzero(self.owners == device)
-        return int(np.searchsorted(self.owner_ptr, where[0], side="right")) - 1 if len(where) else -1
+        return (
+            int(np.searchsorted(self.owner_ptr, where[0], side="right")) - 1
+            if len(where)
+            else -1
+        )
 
 
 @dataclass(frozen=True)
@@ -164,7 +187,8 @@ class LinkPlan:
     shape: np.ndarray
     src_offset: np.ndarray
     src_strides: np.ndarray
-    leaf_dim: np.ndarray  # [N, K], the leaf's dimension that an axis walks along; -1 where an element is repeated
+    # [N, K], the leaf's dimension that an axis walks along; -1 where an element is repeated
+    leaf_dim: np.ndarray
     dst_offset: np.ndarray
     dst_strides: np.ndarray
     nbytes: np.ndarray

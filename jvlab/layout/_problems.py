@@ -33,10 +33,13 @@ def raise_problems(problems: Sequence[Problem]) -> NoReturn:
     """One CoverageError with every problem."""
     lines = [f"  {p}" for p in problems[:SHOWN]]
     if len(problems) > SHOWN:
-        lines.append(f"  … and {len(problems) - SHOWN} more (all in the error's fields['problems'])")
+        lines.append(
+            f"  … and {len(problems) - SHOWN} more (all in the error's fields['problems'])"
+        )
     noun = "problem" if len(problems) == 1 else "problems"
     raise CoverageError(
-        f"the plan does not cover the model: {len(problems)} {noun}\n" + "\n".join(lines),
+        f"the plan does not cover the model: {len(problems)} {noun}\n"
+        + "\n".join(lines),
         remedy="fix the rules or the tree as each line below suggests; nothing was sent",
         problems=tuple(problems),
     )
@@ -50,12 +53,17 @@ def check_inputs(
 ) -> tuple[list[Problem], list[Leaf], list[Binding]]:
     """Problems of the inputs, and the leaves and bindings that are sound enough to compile."""
     problems, by_path = _check_leaves(leaves)
-    tensors = {t.name: t for many in {id(x.tensors): x.tensors for x in layouts}.values() for t in many}
+    tensors = {
+        t.name: t
+        for many in {id(x.tensors): x.tensors for x in layouts}.values()
+        for t in many
+    }
     paths = {x.path for x in leaves}
     sound: list[Binding] = []
     good_keys: set[tuple[object, ...]] = set()  # geometries already found good
     for b, number in zip(bindings, axes_numbers(bindings), strict=True):
-        leaf, tensor = by_path.get(b.leaf), tensors.get(b.tensor)
+        leaf = by_path.get(b.leaf)
+        tensor = tensors.get(b.tensor)
         if leaf is None and b.leaf in paths:  # its sharding is reported already
             continue
         key = (
@@ -77,7 +85,9 @@ def check_inputs(
         sound.append(b)
     taken, declared = _used_tensors(layouts)
     problems += _check_tensors({b.tensor for b in bindings}, taken, declared, tensors)
-    problems += _check_dropped(bindings, taken, tensors, set(by_path) - set(ignored_leaves))
+    problems += _check_dropped(
+        bindings, taken, tensors, set(by_path) - set(ignored_leaves)
+    )
     problems += padding_problems(layouts)
     bound = {b.leaf for b in bindings}
     for path in sorted(set(by_path) - bound - set(ignored_leaves)):
@@ -100,7 +110,14 @@ def _check_leaves(leaves: Sequence[Leaf]) -> tuple[list[Problem], dict[str, Leaf
     verdict: dict[tuple[object, ...], str] = {}
     for leaf in leaves:
         if leaf.path in seen:
-            problems.append(Problem("extra", leaf.path, "two leaves have this path", "give each leaf its own path"))
+            problems.append(
+                Problem(
+                    "extra",
+                    leaf.path,
+                    "two leaves have this path",
+                    "give each leaf its own path",
+                )
+            )
             continue
         seen.add(leaf.path)
         identity = (leaf.shape, id(leaf.starts), id(leaf.stops))
@@ -122,18 +139,30 @@ def _check_leaves(leaves: Sequence[Leaf]) -> tuple[list[Problem], dict[str, Leaf
 
 def _sharding_fault(leaf: Leaf) -> str:
     """Why the devices' boxes are not a valid sharding of the leaf; '' if they are."""
-    starts, stops = leaf.starts.reshape(len(leaf.devices), -1), leaf.stops.reshape(len(leaf.devices), -1)
+    starts = leaf.starts.reshape(len(leaf.devices), -1)
+    stops = leaf.stops.reshape(len(leaf.devices), -1)
     if not len(leaf.devices):
         return "no device holds any part of it"
     if starts.shape[1] != len(leaf.shape) or starts.shape != stops.shape:
         return f"device boxes have {starts.shape[1]} dimensions"
     if not len(leaf.shape):
         return ""
-    if (starts < 0).any() or (stops > np.array(leaf.shape)).any() or (stops < starts).any():
-        k = int(np.flatnonzero(((starts < 0) | (stops > np.array(leaf.shape)) | (stops < starts)).any(axis=1))[0])
+    if (
+        (starts < 0).any()
+        or (stops > np.array(leaf.shape)).any()
+        or (stops < starts).any()
+    ):
+        k = int(
+            np.flatnonzero(
+                ((starts < 0) | (stops > np.array(leaf.shape)) | (stops < starts)).any(
+                    axis=1
+                )
+            )[0]
+        )
         return f"device {leaf.devices[k]} claims {starts[k].tolist()} to {stops[k].tolist()}, outside of the leaf"
     cells = np.unique(np.concatenate([starts, stops], axis=1), axis=0)
-    lo, hi = cells[:, : starts.shape[1]].astype(np.int64), cells[:, starts.shape[1] :].astype(np.int64)
+    lo = cells[:, : starts.shape[1]].astype(np.int64)
+    hi = cells[:, starts.shape[1] :].astype(np.int64)
     strides = np.array(row_major(leaf.shape), np.int64)
     full = (hi > lo).all(axis=1)
     shape = (hi - lo)[full]
@@ -148,22 +177,47 @@ def _sharding_fault(leaf: Leaf) -> str:
     return ""
 
 
-def _check_binding(b: Binding, leaf: Leaf | None, tensor: CheckpointTensor | None) -> tuple[str, str, str] | None:
+def _check_binding(
+    b: Binding, leaf: Leaf | None, tensor: CheckpointTensor | None
+) -> tuple[str, str, str] | None:
     rule = f" (rule: {b.rule})" if b.rule else ""
     if leaf is None:
-        return "missing", f"a rule names this leaf for {b.tensor!r}, but the tree has none{rule}", "fix the rule's path"
+        return (
+            "missing",
+            f"a rule names this leaf for {b.tensor!r}, but the tree has none{rule}",
+            "fix the rule's path",
+        )
     if tensor is None:
-        return "extra", f"fills {b.tensor!r}, which the checkpoint does not have{rule}", "fix the rule's tensor name"
+        return (
+            "extra",
+            f"fills {b.tensor!r}, which the checkpoint does not have{rule}",
+            "fix the rule's tensor name",
+        )
     if tuple(b.leaf_shape) != tuple(leaf.shape):
         text = f"the leaf has shape {leaf.shape}, its rule for {b.tensor!r} expects {b.leaf_shape}{rule}"
-        return "shape", text, "check the head counts and whether the kernel is transposed"
+        return (
+            "shape",
+            text,
+            "check the head counts and whether the kernel is transposed",
+        )
     if tuple(b.tensor_shape) != tuple(tensor.shape):
         text = f"leaf {leaf.shape} makes {b.tensor!r} as {b.tensor_shape}, the checkpoint has {tensor.shape}{rule}"
-        return "shape", text, "check the head counts and whether the kernel is transposed"
-    for side, start, shape in (("leaf", b.leaf_start, leaf.shape), ("tensor", b.tensor_start, tensor.shape)):
+        return (
+            "shape",
+            text,
+            "check the head counts and whether the kernel is transposed",
+        )
+    for side, start, shape in (
+        ("leaf", b.leaf_start, leaf.shape),
+        ("tensor", b.tensor_start, tensor.shape),
+    ):
         end = list(start)
         for a in b.axes:
-            dim, step = (a.leaf_dim, a.leaf_step) if side == "leaf" else (a.tensor_dim, a.tensor_step)
+            dim, step = (
+                (a.leaf_dim, a.leaf_step)
+                if side == "leaf"
+                else (a.tensor_dim, a.tensor_step)
+            )
             end[dim] += (a.size - 1) * step
         if any(e >= n or s < 0 for s, e, n in zip(start, end, shape, strict=True)):
             text = f"its rule for {b.tensor!r} reaches index {tuple(end)} of the {side}, of shape {tuple(shape)}{rule}"
@@ -181,9 +235,9 @@ def dtypes_agree(source: str, target: str, cast: str | None = None) -> bool:
     """
     if cast is None:
         return _family(source) == _family(target)
-    return _family(cast) == _family(target) and _family(source).removeprefix(_SCALED) == _family(target).removeprefix(
+    return _family(cast) == _family(target) and _family(source).removeprefix(
         _SCALED
-    )
+    ) == _family(target).removeprefix(_SCALED)
 
 
 def dtype_remedy(target: str) -> str:
@@ -208,10 +262,13 @@ def _used_tensors(layouts: Sequence[RankLayout]) -> tuple[set[str], set[str]]:
     """Tensors that some rank takes something from, and those that some rank declares unused."""
     taken: set[str] = set()
     declared: set[str] = set()
-    counted: dict[int, tuple[tuple[CheckpointTensor, ...], np.ndarray]] = {}  # ranks usually share one tuple
+    # ranks usually share one tuple
+    counted: dict[int, tuple[tuple[CheckpointTensor, ...], np.ndarray]] = {}
     for layout in layouts:
         rows = np.bincount(layout.tensor, minlength=len(layout.tensors))
-        before = counted.get(id(layout.tensors), (layout.tensors, np.zeros_like(rows)))[1]
+        before = counted.get(id(layout.tensors), (layout.tensors, np.zeros_like(rows)))[
+            1
+        ]
         counted[id(layout.tensors)] = (layout.tensors, before + rows)
         taken.update(note.name for note in layout.opaque)
         declared.update(layout.unused)
@@ -221,7 +278,10 @@ def _used_tensors(layouts: Sequence[RankLayout]) -> tuple[set[str], set[str]]:
 
 
 def _check_dropped(
-    bindings: Sequence[Binding], taken: set[str], tensors: dict[str, CheckpointTensor], leaves: set[str]
+    bindings: Sequence[Binding],
+    taken: set[str],
+    tensors: dict[str, CheckpointTensor],
+    leaves: set[str],
 ) -> list[Problem]:
     """Leaves that are bound, but only to tensors which no rank takes anything from: training them has no effect.
 
@@ -244,7 +304,10 @@ def _check_dropped(
 
 
 def _check_tensors(
-    bound: set[str], taken: set[str], declared: set[str], tensors: dict[str, CheckpointTensor]
+    bound: set[str],
+    taken: set[str],
+    declared: set[str],
+    tensors: dict[str, CheckpointTensor],
 ) -> list[Problem]:
     problems: list[Problem] = []
     for name in sorted(taken - bound):
@@ -282,18 +345,28 @@ def padding_problems(layouts: Sequence[RankLayout]) -> list[Problem]:
         loose = [n for n in layout.padding if n.kind not in ("constant", "opaque")]
         shapes = {p.name: tuple(p.shape) for p in layout.parameters} if loose else {}
         for note in loose:
-            gaps.setdefault(note.name, []).append((layout.rank, note, shapes.get(note.name, ())))
+            gaps.setdefault(note.name, []).append(
+                (layout.rank, note, shapes.get(note.name, ()))
+            )
     out = []
     for name, found in sorted(gaps.items()):
         rank, note, shape = found[0]
         others = f" (and {len(found) - 1} more ranks)" if len(found) > 1 else ""
         if name in filled:
             total = int(np.prod(shape, dtype=np.int64))
+            kind = "gap"
             text = (
-                f"parameter of shape {shape}: {note.elements} of {total} elements on rank {rank}{others} are filled by "
+                f"parameter of shape {shape}: {note.elements} of {total} elements on rank {rank}{others} "
+                f"are filled by nothing, and no loader pads them: {note.reason}"
             )
-            kind, text = "gap", text + f"nothing, and no loader pads them: {note.reason}"
         else:
-            kind, text = "missing", f"live parameter of shape {shape} is filled on no rank: {note.reason}"
-        out.append(Problem(kind, name, text, "pass the complete list of the checkpoint's tensors"))
+            kind = "missing"
+            text = (
+                f"live parameter of shape {shape} is filled on no rank: {note.reason}"
+            )
+        out.append(
+            Problem(
+                kind, name, text, "pass the complete list of the checkpoint's tensors"
+            )
+        )
     return out

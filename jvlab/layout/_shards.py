@@ -13,10 +13,13 @@ import numpy as np
 from jvlab._errors import ConfigError, LayoutError
 from jvlab.layout._types import Leaf
 
-MESH_AXES = ("fsdp", "tp", "ep", "dp")  # of a described mesh, as of one made by `jv.mesh`
+# of a described mesh, as of one made by `jv.mesh`
+MESH_AXES = ("fsdp", "tp", "ep", "dp")
 _MAX_AXIS_SIZE = 1 << 20  # devices
-REPLICATING = ("data", "dp", "replica", "batch")  # mesh axes that conventionally hold copies of the weights
-Spec = tuple[str | tuple[str, ...] | None, ...]  # per dimension: the mesh axis (or axes) it is cut along
+# mesh axes that conventionally hold copies of the weights
+REPLICATING = ("data", "dp", "replica", "batch")
+# per dimension: the mesh axis (or axes) it is cut along
+Spec = tuple[str | tuple[str, ...] | None, ...]
 
 
 @dataclass(frozen=True)
@@ -30,21 +33,33 @@ class MeshSpec:
     def __post_init__(self) -> None:
         if len(set(self.names)) != len(self.names) or any(n < 1 for n in self.sizes):
             raise ConfigError(
-                f"mesh {self} repeats an axis or has one smaller than 1", remedy="write it like fsdp=4,tp=2"
+                f"mesh {self} repeats an axis or has one smaller than 1",
+                remedy="write it like fsdp=4,tp=2",
             )
-        if self.ids and (len(self.ids) != self.devices or len(set(self.ids)) != len(self.ids)):
+        if self.ids and (
+            len(self.ids) != self.devices or len(set(self.ids)) != len(self.ids)
+        ):
             raise ConfigError(
-                f"mesh {self} of {self.devices} devices needs as many distinct ids", remedy="list each device once"
+                f"mesh {self} of {self.devices} devices needs as many distinct ids",
+                remedy="list each device once",
             )
 
     @classmethod
     def parse(cls, text: str) -> MeshSpec:
         """`fsdp=3,tp=2` → a mesh of six devices."""
         try:
-            pairs = [part.split("=") for part in text.replace(" ", "").split(",") if part]
-            return cls(tuple(k for k, _ in pairs), tuple(_axis_size(int(v)) for _, v in pairs))
+            pairs = [
+                part.split("=") for part in text.replace(" ", "").split(",") if part
+            ]
+            return cls(
+                tuple(k for k, _ in pairs), tuple(_axis_size(int(v)) for _, v in pairs)
+            )
         except ValueError as e:
-            raise ConfigError(f"cannot read the mesh {text!r}", remedy="write it like fsdp=4,tp=2", mesh=text) from e
+            raise ConfigError(
+                f"cannot read the mesh {text!r}",
+                remedy="write it like fsdp=4,tp=2",
+                mesh=text,
+            ) from e
 
     @classmethod
     def of(cls, mesh: object) -> MeshSpec:
@@ -55,15 +70,24 @@ class MeshSpec:
             return cls.parse(mesh)._known()
         shape = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
         if not isinstance(shape, Mapping):
-            raise ConfigError(f"cannot read a mesh from {type(mesh).__name__}", remedy='pass "fsdp=4,tp=2" or a dict')
+            raise ConfigError(
+                f"cannot read a mesh from {type(mesh).__name__}",
+                remedy='pass "fsdp=4,tp=2" or a dict',
+            )
         ids = tuple(int(d.id) for d in _mesh_devices(mesh))
-        made = cls(tuple(str(k) for k in shape), tuple(map(_axis_size, shape.values())), ids)
+        made = cls(
+            tuple(str(k) for k in shape), tuple(map(_axis_size, shape.values())), ids
+        )
         return made._known() if isinstance(mesh, Mapping) else made
 
     def _known(self) -> MeshSpec:
         for name in self.names:
             if name not in MESH_AXES:
-                raise ConfigError(f"mesh axis {name!r} is not known", remedy=f"axes: {', '.join(MESH_AXES)}", axis=name)
+                raise ConfigError(
+                    f"mesh axis {name!r} is not known",
+                    remedy=f"axes: {', '.join(MESH_AXES)}",
+                    axis=name,
+                )
         return self
 
     @property
@@ -77,8 +101,15 @@ class MeshSpec:
 
 
 def _axis_size(size: Any) -> int:
-    if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or not 1 <= size <= _MAX_AXIS_SIZE:
-        raise ConfigError(f"a mesh axis of size {str(size)[:40]}", remedy="pass a whole number from 1 up")
+    if (
+        isinstance(size, bool)
+        or not isinstance(size, (int, np.integer))
+        or not 1 <= size <= _MAX_AXIS_SIZE
+    ):
+        raise ConfigError(
+            f"a mesh axis of size {str(size)[:40]}",
+            remedy="pass a whole number from 1 up",
+        )
     return int(size)
 
 
@@ -113,21 +144,39 @@ def default_spec(shape: tuple[int, ...], mesh: MeshSpec) -> Spec:
     return tuple(spec)
 
 
-def leaf_from_spec(path: str, shape: Sequence[int], dtype: str, mesh: MeshSpec, spec: Spec | None = None) -> Leaf:
+def leaf_from_spec(
+    path: str,
+    shape: Sequence[int],
+    dtype: str,
+    mesh: MeshSpec,
+    spec: Spec | None = None,
+) -> Leaf:
     """A leaf on a described mesh. As in JAX, a mesh axis must divide the dimension it cuts."""
     dims = tuple(int(n) for n in shape)
-    entries = default_spec(dims, mesh) if spec is None else tuple(spec) + (None,) * (len(dims) - len(spec))
+    entries = (
+        default_spec(dims, mesh)
+        if spec is None
+        else tuple(spec) + (None,) * (len(dims) - len(spec))
+    )
     try:
         devices, starts, stops = _boxes(dims, mesh, entries)
     except LayoutError as e:
-        raise LayoutError(f"leaf {path!r}: {e.message}", remedy=e.remedy, leaf=path, **e.fields) from e
+        raise LayoutError(
+            f"leaf {path!r}: {e.message}", remedy=e.remedy, leaf=path, **e.fields
+        ) from e
     return Leaf(path, dims, dtype, devices, starts, stops)
 
 
 @lru_cache(maxsize=4096)
-def _boxes(shape: tuple[int, ...], mesh: MeshSpec, spec: Spec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _boxes(
+    shape: tuple[int, ...], mesh: MeshSpec, spec: Spec
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Device boxes; cached, so that equal leaves share arrays and the planner can compare them by identity."""
-    flat = [n for entry in spec for n in ((entry,) if isinstance(entry, str) else entry or ())]
+    flat = [
+        n
+        for entry in spec
+        for n in ((entry,) if isinstance(entry, str) else entry or ())
+    ]
     unknown = [n for n in flat if n not in mesh.names]
     if len(spec) != len(shape) or unknown or len(set(flat)) != len(flat):
         raise LayoutError(
@@ -136,7 +185,11 @@ def _boxes(shape: tuple[int, ...], mesh: MeshSpec, spec: Spec) -> tuple[np.ndarr
             shape=shape,
             spec=spec,
         )
-    coords = np.indices(mesh.sizes).reshape(len(mesh.sizes), -1) if mesh.sizes else np.zeros((0, 1), np.int64)
+    coords = (
+        np.indices(mesh.sizes).reshape(len(mesh.sizes), -1)
+        if mesh.sizes
+        else np.zeros((0, 1), np.int64)
+    )
     starts = np.zeros((coords.shape[1], len(shape)), np.int64)
     stops = np.tile(np.array(shape, np.int64), (coords.shape[1], 1))
     for d, entry in enumerate(spec):
@@ -160,7 +213,9 @@ def _boxes(shape: tuple[int, ...], mesh: MeshSpec, spec: Spec) -> tuple[np.ndarr
     return ids[order], starts[order], stops[order]
 
 
-def leaf_from_array(path: str, array: Any, cache: dict[object, tuple[np.ndarray, ...]] | None = None) -> Leaf:
+def leaf_from_array(
+    path: str, array: Any, cache: dict[object, tuple[np.ndarray, ...]] | None = None
+) -> Leaf:
     """A leaf from a jax.Array, or a ShapeDtypeStruct with a sharding; without one, on device 0."""
     shape = tuple(int(n) for n in array.shape)
     dtype = np.dtype(array.dtype).name
@@ -168,14 +223,20 @@ def leaf_from_array(path: str, array: Any, cache: dict[object, tuple[np.ndarray,
     if sharding is None:
         one = np.zeros(1, np.int32)
         return Leaf(
-            path, shape, dtype, one, np.zeros((1, len(shape)), np.int64), np.array([shape], np.int64).reshape(1, -1)
+            path,
+            shape,
+            dtype,
+            one,
+            np.zeros((1, len(shape)), np.int64),
+            np.array([shape], np.int64).reshape(1, -1),
         )
     cache = {} if cache is None else cache
     key = (sharding, shape)
     if key not in cache:
         try:
             cache[key] = _read_sharding(sharding, shape)
-        except ValueError as e:  # such as jax's IndivisibleError; it does not name the leaf
+        # such as jax's IndivisibleError; it does not name the leaf
+        except ValueError as e:
             spec = getattr(sharding, "spec", None)
             raise LayoutError(
                 f"leaf {path!r}: shape {shape} does not suit its sharding {sharding}: {e}",
@@ -187,32 +248,51 @@ def leaf_from_array(path: str, array: Any, cache: dict[object, tuple[np.ndarray,
     return Leaf(path, shape, dtype, *cache[key])
 
 
-def _read_sharding(sharding: Any, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _read_sharding(
+    sharding: Any, shape: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     items = sorted(sharding.devices_indices_map(shape).items(), key=lambda kv: kv[0].id)
-    bounds = [[s.indices(n) for s, n in zip(index, shape, strict=True)] for _, index in items]
-    starts = np.array([[b[0] for b in row] for row in bounds], np.int64).reshape(len(items), len(shape))
-    stops = np.array([[b[1] for b in row] for row in bounds], np.int64).reshape(len(items), len(shape))
+    bounds = [
+        [s.indices(n) for s, n in zip(index, shape, strict=True)] for _, index in items
+    ]
+    starts = np.array([[b[0] for b in row] for row in bounds], np.int64).reshape(
+        len(items), len(shape)
+    )
+    stops = np.array([[b[1] for b in row] for row in bounds], np.int64).reshape(
+        len(items), len(shape)
+    )
     return np.array([d.id for d, _ in items], np.int32), starts, stops
 
 
 def leaves_of(
-    arrays: Mapping[str, Any], mesh: object = None, specs: Mapping[str, Spec] | None = None, dtype: str | None = None
+    arrays: Mapping[str, Any],
+    mesh: object = None,
+    specs: Mapping[str, Spec] | None = None,
+    dtype: str | None = None,
 ) -> list[Leaf]:
     """Leaves of a flat {path: array or shape}. With `mesh`, shardings are described, not read from the arrays."""
     if mesh is None:
         cache: dict[object, tuple[np.ndarray, ...]] = {}
         return [leaf_from_array(path, a, cache) for path, a in arrays.items()]
-    described, problems = MeshSpec.of(mesh), []
+    described = MeshSpec.of(mesh)
+    problems = []
     leaves: list[Leaf] = []
     for path, a in arrays.items():
-        name = dtype or (a.dtype if isinstance(a.dtype, str) else np.dtype(a.dtype).name)
+        name = dtype or (
+            a.dtype if isinstance(a.dtype, str) else np.dtype(a.dtype).name
+        )
         try:
-            leaves.append(leaf_from_spec(path, a.shape, name, described, (specs or {}).get(path)))
+            leaves.append(
+                leaf_from_spec(path, a.shape, name, described, (specs or {}).get(path))
+            )
         except LayoutError as e:
             problems.append(e)
     if problems:
         text = "\n".join(f"  {e.message}" for e in problems[:40])
-        raise LayoutError(f"{len(problems)} leaves do not fit the mesh\n{text}", remedy=problems[0].remedy)
+        raise LayoutError(
+            f"{len(problems)} leaves do not fit the mesh\n{text}",
+            remedy=problems[0].remedy,
+        )
     return leaves
 
 

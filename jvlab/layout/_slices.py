@@ -42,7 +42,9 @@ def without_slice(name: str) -> str:
 def parse_slice(name: str) -> tuple[str, int, int] | None:
     """`layers.q[:, 3]` → (`layers.q`, 1, 3): the leaf, the dimension, the index; None without an index."""
     found = _INDEXED.search(name)
-    return (name[: found.start()], found[1].count(":"), int(found[2])) if found else None
+    return (
+        (name[: found.start()], found[1].count(":"), int(found[2])) if found else None
+    )
 
 
 def layer_number(tensor: str) -> int | None:
@@ -54,7 +56,9 @@ def layer_number(tensor: str) -> int | None:
 def fixed_dims(b: Binding) -> tuple[int, ...]:
     """The dimensions of a leaf of which a binding takes a single index."""
     moving = {a.leaf_dim for a in b.axes}
-    return tuple(d for d, size in enumerate(b.leaf_shape) if size > 1 and d not in moving)
+    return tuple(
+        d for d, size in enumerate(b.leaf_shape) if size > 1 and d not in moving
+    )
 
 
 def stacked_dims(bindings: Iterable[Binding]) -> dict[str, int]:
@@ -68,7 +72,11 @@ def stacked_dims(bindings: Iterable[Binding]) -> dict[str, int]:
         by_leaf[b.leaf].append(b)
     out = {}
     for leaf, bound in by_leaf.items():
-        dims = set(fixed_dims(bound[0])).intersection(*(fixed_dims(b) for b in bound[1:])) if len(bound) > 1 else ()
+        dims = (
+            set(fixed_dims(bound[0])).intersection(*(fixed_dims(b) for b in bound[1:]))
+            if len(bound) > 1
+            else ()
+        )
         for d in sorted(dims):
             pairs = {(layer_number(b.tensor), b.leaf_start[d]) for b in bound}
             numbers, indices = ({pair[k] for pair in pairs} for k in (0, 1))

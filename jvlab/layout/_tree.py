@@ -28,12 +28,17 @@ _UNSIGNED = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 
 def is_tensor(leaf: Any) -> bool:
     """Is it a torch tensor? By class name, so that torch need not be installed."""
-    return any(c.__name__ == "Tensor" and c.__module__ == "torch" for c in type(leaf).__mro__)
+    return any(
+        c.__name__ == "Tensor" and c.__module__ == "torch" for c in type(leaf).__mro__
+    )
 
 
 def is_module(tree: Any) -> bool:
     """Is it a torch.nn.Module?"""
-    return any(c.__name__ == "Module" and c.__module__.startswith("torch.nn") for c in type(tree).__mro__)
+    return any(
+        c.__name__ == "Module" and c.__module__.startswith("torch.nn")
+        for c in type(tree).__mro__
+    )
 
 
 def is_distributed(leaf: Any) -> bool:
@@ -58,8 +63,13 @@ class Boxes:
     boxes: tuple[Box, ...]
     own: int  # this process
 
-    def devices_indices_map(self, shape: Sequence[int]) -> dict[Place, tuple[slice, ...]]:
-        return {p: tuple(slice(a, b) for a, b in box) for p, box in zip(self.places, self.boxes, strict=True)}
+    def devices_indices_map(
+        self, shape: Sequence[int]
+    ) -> dict[Place, tuple[slice, ...]]:
+        return {
+            p: tuple(slice(a, b) for a, b in box)
+            for p, box in zip(self.places, self.boxes, strict=True)
+        }
 
     @property
     def device_set(self) -> set[Place]:
@@ -96,8 +106,13 @@ class TorchShard:
                 remedy="load or initialise the model before a sync; a plan needs no numbers",
             )
         tensor = tensor.cpu()
-        if self.dtype.isbuiltin != 1:  # bfloat16, float8: numpy has them by ml_dtypes, torch's numpy() does not
-            raw = tensor.view(getattr(torch, _UNSIGNED[self.dtype.itemsize])).numpy().view(self.dtype)
+        # bfloat16, float8: numpy has them by ml_dtypes, torch's numpy() does not
+        if self.dtype.isbuiltin != 1:
+            raw = (
+                tensor.view(getattr(torch, _UNSIGNED[self.dtype.itemsize]))
+                .numpy()
+                .view(self.dtype)
+            )
         else:
             raw = tensor.resolve_conj().resolve_neg().numpy()
         return raw if dtype is None else raw.astype(dtype)
@@ -116,13 +131,16 @@ class TorchLeaf:
                 remedy="pass dense tensors: tensor.to_dense(), tensor.dequantize()",
                 leaf=path,
             )
-        self._tensor, self._sender = tensor, sender
+        self._tensor = tensor
+        self._sender = sender
         self._dtensor = is_distributed(tensor)
 
     @cached_property
     def local(self) -> Any:
         """This process's part, as a plain tensor."""
-        return self._tensor.detach().to_local() if self._dtensor else self._tensor.detach()
+        return (
+            self._tensor.detach().to_local() if self._dtensor else self._tensor.detach()
+        )
 
     @cached_property
     def sharding(self) -> Boxes | None:
@@ -134,18 +152,29 @@ class TorchLeaf:
         from torch import distributed
 
         whole: Box = tuple((0, n) for n in self.shape)
-        return Boxes((Place(self._sender, self._sender, self.local.device.type),), (whole,), distributed.get_rank())
+        return Boxes(
+            (Place(self._sender, self._sender, self.local.device.type),),
+            (whole,),
+            distributed.get_rank(),
+        )
 
     @property
     def addressable_shards(self) -> list[PlacedShard]:
         if self.sharding is None:
-            return [PlacedShard(Place(0, 0, self.local.device.type), TorchShard(self.local))]
-        return [PlacedShard(place, TorchShard(self.local)) for place in self.sharding.addressable_devices]
+            return [
+                PlacedShard(Place(0, 0, self.local.device.type), TorchShard(self.local))
+            ]
+        return [
+            PlacedShard(place, TorchShard(self.local))
+            for place in self.sharding.addressable_devices
+        ]
 
     @property
     def is_fully_addressable(self) -> bool:
         sharding = self.sharding
-        return sharding is None or len(sharding.addressable_devices) == len(sharding.places)
+        return sharding is None or len(sharding.addressable_devices) == len(
+            sharding.places
+        )
 
     def devices(self) -> set[Place]:
         """The ranks of this process that hold it."""
@@ -154,7 +183,9 @@ class TorchLeaf:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if not self.is_fully_addressable:
             raise LayoutError(
-                f"leaf {self.path!r} is sharded over several processes", remedy="gather it first", leaf=self.path
+                f"leaf {self.path!r} is sharded over several processes",
+                remedy="gather it first",
+                leaf=self.path,
             )
         return TorchShard(self.local).__array__(dtype)
 
@@ -162,7 +193,14 @@ class TorchLeaf:
     def memory_key(self) -> tuple[Any, ...]:
         """Equal for leaves that share the same memory."""
         t = self.local
-        return t.untyped_storage()._cdata, t.storage_offset(), tuple(t.shape), tuple(t.stride()), self.shape, self.dtype
+        return (
+            t.untyped_storage()._cdata,
+            t.storage_offset(),
+            tuple(t.shape),
+            tuple(t.stride()),
+            self.shape,
+            self.dtype,
+        )
 
     def __repr__(self) -> str:
         return f"TorchLeaf({self.path!r}, {self.dtype.name}{list(self.shape)})"
@@ -178,9 +216,18 @@ def adopt(arrays: dict[str, Any]) -> dict[str, Any]:
     torch_ones = [path for path, leaf in arrays.items() if is_tensor(leaf)]
     if not torch_ones:
         return arrays
-    others = [path for path, leaf in arrays.items() if not is_tensor(leaf) and not isinstance(leaf, TorchLeaf)]
+    others = [
+        path
+        for path, leaf in arrays.items()
+        if not is_tensor(leaf) and not isinstance(leaf, TorchLeaf)
+    ]
     if others:
-        kinds = sorted({type(arrays[path]).__module__.split(".")[0].removesuffix("lib") for path in others})
+        kinds = sorted(
+            {
+                type(arrays[path]).__module__.split(".")[0].removesuffix("lib")
+                for path in others
+            }
+        )
         raise LayoutError(
             f"a tree of torch tensors and of others: {len(torch_ones)} of torch ({torch_ones[0]}, …), {len(others)} of "
             f"{', '.join(kinds)} ({others[0]}, …)",
@@ -191,7 +238,10 @@ def adopt(arrays: dict[str, Any]) -> dict[str, Any]:
     meshes = [t.device_mesh.mesh for t in arrays.values() if is_distributed(t)]
     # A plain tensor beside DTensors is replicated in every process (an unsharded norm): one of them sends it.
     sender = min(int(mesh.min()) for mesh in meshes) if meshes else -1
-    return {path: x if isinstance(x, TorchLeaf) else TorchLeaf(path, x, sender) for path, x in arrays.items()}
+    return {
+        path: x if isinstance(x, TorchLeaf) else TorchLeaf(path, x, sender)
+        for path, x in arrays.items()
+    }
 
 
 # DTensor --------------------------------------------------------------------------------------------------------------
@@ -200,14 +250,21 @@ def adopt(arrays: dict[str, Any]) -> dict[str, Any]:
 def _boxes_of(path: str, tensor: Any, local: Any) -> Boxes:
     from torch import distributed
 
-    mesh, shape = tensor.device_mesh, tuple(int(n) for n in tensor.shape)
+    mesh = tensor.device_mesh
+    shape = tuple(int(n) for n in tensor.shape)
     cuts = tuple(_cut(path, p) for p in tensor.placements)
     try:
         boxes = mesh_boxes(shape, tuple(int(n) for n in mesh.mesh.shape), cuts)
     except LayoutError as e:
-        raise LayoutError(f"leaf {path!r}: {e.message}", remedy=e.remedy, leaf=path) from e
+        raise LayoutError(
+            f"leaf {path!r}: {e.message}", remedy=e.remedy, leaf=path
+        ) from e
     ranks = [int(r) for r in mesh.mesh.reshape(-1).tolist()]
-    held = {rank: box for rank, box in zip(ranks, boxes, strict=True) if all(b > a for a, b in box)}
+    held = {
+        rank: box
+        for rank, box in zip(ranks, boxes, strict=True)
+        if all(b > a for a, b in box)
+    }
     own = distributed.get_rank()
     mine = tuple(b - a for a, b in held[own]) if own in held else None
     if mine is not None and mine != tuple(local.shape):
@@ -237,7 +294,11 @@ def _cut(path: str, placement: Any) -> tuple[int, int] | None:
 
 
 @lru_cache(maxsize=4096)
-def mesh_boxes(shape: tuple[int, ...], mesh: tuple[int, ...], cuts: tuple[tuple[int, int] | None, ...]) -> list[Box]:
+def mesh_boxes(
+    shape: tuple[int, ...],
+    mesh: tuple[int, ...],
+    cuts: tuple[tuple[int, int] | None, ...],
+) -> list[Box]:
     """The box of each rank of a mesh, in C order, as DTensor cuts: like torch.chunk, later ranks may hold less or none.
 
     Mesh dimensions cut from left to right; one with a split factor cuts after those to its right.
@@ -246,7 +307,11 @@ def mesh_boxes(shape: tuple[int, ...], mesh: tuple[int, ...], cuts: tuple[tuple[
     for k in reversed(range(len(cuts))):
         cut = cuts[k]
         if cut and cut[1]:
-            right = math.prod(mesh[j] for j in range(k + 1, len(cuts)) if (c := cuts[j]) and c[0] == cut[0])
+            right = math.prod(
+                mesh[j]
+                for j in range(k + 1, len(cuts))
+                if (c := cuts[j]) and c[0] == cut[0]
+            )
             if cut[1] != right:
                 raise LayoutError(
                     f"a strided shard with split factor {cut[1]}, where the mesh to its right cuts by {right}",
@@ -287,7 +352,11 @@ def checkpoint_names(
     notes = []
     for path in [p for p in leaves if p not in named]:
         if (twin := first.get(leaves[path].memory_key)) is not None:
-            notes.append(Note(path, f"tied: the same memory as {twin}, which the checkpoint names"))
+            notes.append(
+                Note(
+                    path, f"tied: the same memory as {twin}, which the checkpoint names"
+                )
+            )
             del leaves[path]
     if isinstance(rules, str) and rules == "auto" and 2 * len(named) > len(leaves):
         rules = f"{prefix}{{path*}} -> {{path*}}" if prefix else "checkpoint"
@@ -326,7 +395,10 @@ class FlatTree:
     @property
     def shapes(self) -> dict[str, LeafShape]:
         """What `Rules.bind` and `infer` take."""
-        return {path: LeafShape(tuple(a.shape), str(a.dtype)) for path, a in self.arrays.items()}
+        return {
+            path: LeafShape(tuple(a.shape), str(a.dtype))
+            for path, a in self.arrays.items()
+        }
 
 
 _TREES = "a pytree of arrays: nnx.state(model, nnx.Param), variables['params'], or a dict of arrays"
@@ -341,10 +413,16 @@ def flatten(tree: Any) -> FlatTree:
     arrays: dict[str, Any] = {}
     skipped: list[Note] = []
     tree = _plain(tree)
-    if isinstance(tree, Mapping) and "params" in tree and isinstance(_plain(tree["params"]), Mapping):
+    if (
+        isinstance(tree, Mapping)
+        and "params" in tree
+        and isinstance(_plain(tree["params"]), Mapping)
+    ):
         for collection in tree:
             if collection != "params":
-                skipped.append(Note(str(collection), "a collection beside `params`: no parameters"))
+                skipped.append(
+                    Note(str(collection), "a collection beside `params`: no parameters")
+                )
         tree = tree["params"]
     for path, leaf in _walk(tree, ()):
         name = ".".join(path)
@@ -354,7 +432,11 @@ def flatten(tree: Any) -> FlatTree:
             continue
         leaf = _value(leaf)
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            whole = "its parameters: policy.params" if not name and hasattr(leaf, "params") else ""
+            whole = (
+                "its parameters: policy.params"
+                if not name and hasattr(leaf, "params")
+                else ""
+            )
             raise LayoutError(
                 f"leaf {name or '(the tree itself)'} is of type {type(leaf).__name__}, not an array",
                 remedy=f"pass {whole or _TREES}",
@@ -386,11 +468,15 @@ class Flattener:
         self._kind: Any = None
         self._places: dict[str, int] = {}
         self._paths: list[str] = []
-        self._levels: Levels | None = None  # for a tree of plain dicts, which needs no jax
+        # for a tree of plain dicts, which needs no jax
+        self._levels: Levels | None = None
 
     def arrays(self, tree: Any) -> dict[str, Any]:
         """The arrays by dotted path, as `flatten(tree).arrays`."""
-        if self._levels is not None and (found := self._levels.leaves(tree)) is not None:
+        if (
+            self._levels is not None
+            and (found := self._levels.leaves(tree)) is not None
+        ):
             return dict(zip(self._paths, found, strict=True))
         import jax
 
@@ -398,14 +484,22 @@ class Flattener:
         if self._kind is None or kind != self._kind or self._levels is not None:
             arrays = flatten(tree).arrays
             where = {id(leaf): k for k, leaf in enumerate(leaves)}
-            plain = len(where) == len(leaves) and all(id(a) in where for a in arrays.values())
-            self._kind = kind if plain else None  # else a leaf occurs twice, or differs from jax's
-            self._places = {path: where[id(a)] for path, a in arrays.items()} if plain else {}
-            self._levels, self._paths = None, []
+            plain = len(where) == len(leaves) and all(
+                id(a) in where for a in arrays.values()
+            )
+            # else a leaf occurs twice, or differs from jax's
+            self._kind = kind if plain else None
+            self._places = (
+                {path: where[id(a)] for path, a in arrays.items()} if plain else {}
+            )
+            self._levels = None
+            self._paths = []
             if plain and (levels := Levels.of(tree)) is not None:
-                found, paths = levels.leaves(tree) or [], {id(a): path for path, a in arrays.items()}
+                found = levels.leaves(tree) or []
+                paths = {id(a): path for path, a in arrays.items()}
                 if {id(a) for a in found} == paths.keys():
-                    self._levels, self._paths = levels, [paths[id(a)] for a in found]
+                    self._levels = levels
+                    self._paths = [paths[id(a)] for a in found]
             return dict(arrays)
         return {path: leaves[k] for path, k in self._places.items()}
 
@@ -414,7 +508,8 @@ class Flattener:
 class Alike:
     """Dicts of one level that have the same keys."""
 
-    at: Callable[[Any], tuple[Any, ...]]  # selects them from the values of the level above
+    # selects them from the values of the level above
+    at: Callable[[Any], tuple[Any, ...]]
     size: int
     values: Callable[[Any], Iterable[Any]]  # their values, in the order of the keys
 
@@ -434,8 +529,13 @@ class Levels:
             for place, value in enumerate(values):
                 if type(value) is dict:
                     alike.setdefault(tuple(value), []).append(place)
-            groups = [Alike(_several(places), len(keys), _values(keys)) for keys, places in alike.items()]
-            values = [value for group in groups for value in group.values(group.at(values))]
+            groups = [
+                Alike(_several(places), len(keys), _values(keys))
+                for keys, places in alike.items()
+            ]
+            values = [
+                value for group in groups for value in group.values(group.at(values))
+            ]
             leaves = [type(value) is not dict for value in values]
             self._levels.append((groups, leaves))
             self._kinds += map(type, compress(values, leaves))
@@ -445,8 +545,16 @@ class Levels:
         """None if any branch is not a plain dict, or is empty."""
         if type(tree) is not dict or not tree:
             return None
-        below = [value for value in tree.values() if isinstance(value, list | tuple | Mapping)]
-        return Levels(tree) if all(Levels.of(value) is not None for value in below) else None
+        below = [
+            value
+            for value in tree.values()
+            if isinstance(value, list | tuple | Mapping)
+        ]
+        return (
+            Levels(tree)
+            if all(Levels.of(value) is not None for value in below)
+            else None
+        )
 
     def leaves(self, tree: Any) -> list[Any] | None:
         """The leaves, always in the same order; None if the tree has another structure."""
@@ -469,18 +577,27 @@ class Levels:
 
 def _several(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
     """Selects these indices of a list, as a tuple."""
-    return itemgetter(*places) if len(places) > 1 else lambda values: (values[places[0]],)
+    return (
+        itemgetter(*places) if len(places) > 1 else lambda values: (values[places[0]],)
+    )
 
 
 def _values(keys: tuple[Any, ...]) -> Callable[[Any], Iterable[Any]]:
     """Selects the values of these keys from every dict."""
     take = itemgetter(*keys)
-    return (lambda nodes: map(take, nodes)) if len(keys) == 1 else lambda nodes: chain.from_iterable(map(take, nodes))
+    return (
+        (lambda nodes: map(take, nodes))
+        if len(keys) == 1
+        else lambda nodes: chain.from_iterable(map(take, nodes))
+    )
 
 
 def _is(tree: Any, *names: str) -> bool:
     """Is it an instance of a flax class of that name? By name, so that flax need not be installed."""
-    return any(c.__name__ in names and c.__module__.split(".")[0] == "flax" for c in type(tree).__mro__)
+    return any(
+        c.__name__ in names and c.__module__.split(".")[0] == "flax"
+        for c in type(tree).__mro__
+    )
 
 
 def _plain(tree: Any) -> Any:
@@ -512,7 +629,9 @@ def _value(leaf: Any) -> Any:
 def _skip_reason(leaf: Any) -> str:
     if leaf is None:
         return "None"
-    if _is(leaf, "RngState") or (_is(leaf, "VariableState") and "Rng" in getattr(leaf.type, "__name__", "")):
+    if _is(leaf, "RngState") or (
+        _is(leaf, "VariableState") and "Rng" in getattr(leaf.type, "__name__", "")
+    ):
         return "nnx RNG state: no parameter"
     return ""
 
@@ -522,7 +641,12 @@ def _walk(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], A
     if isinstance(tree, Mapping):
         for key, child in tree.items():
             yield from _walk(child, (*path, str(key)))
-    elif _is_variable(tree) or _is(tree, "AxisMetadata") or tree is None or hasattr(tree, "shape"):
+    elif (
+        _is_variable(tree)
+        or _is(tree, "AxisMetadata")
+        or tree is None
+        or hasattr(tree, "shape")
+    ):
         yield path, tree
     elif isinstance(tree, tuple) and hasattr(tree, "_fields"):
         names: tuple[str, ...] = getattr(tree, "_fields")  # noqa: B009 - a NamedTuple, which the type checker cannot see
@@ -535,11 +659,15 @@ def _walk(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], A
         yield from _registered(tree, path)
 
 
-def _registered(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _registered(
+    tree: Any, path: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Any other pytree node registered with jax: equinox modules, chex dataclasses, user classes."""
     import jax
 
-    children, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+    children, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda x: x is not tree
+    )
     if len(children) == 1 and children[0][1] is tree:
         yield path, tree
         return

@@ -43,7 +43,8 @@ class Binding:
     tensor_start: tuple[int, ...]
     axes: tuple[Axis, ...]
     add: float = 0.0
-    cast: str | None = None  # dtype to cast to before the engine's own, e.g. "bfloat16"; None: straight to the engine's
+    # dtype to cast to before the engine's own, e.g. "bfloat16"; None: straight to the engine's
+    cast: str | None = None
     rule: str = ""  # the rule's text
     reason: str = ""  # why this leaf matched this tensor
     confidence: float = 1.0
@@ -112,7 +113,8 @@ class Format:
     text: str  # for people: "fp8, one scale per fused parameter, transposed"
 
 
-RELOADED = "reloaded"  # kind of a staged parameter that vLLM's own reload makes of what arrives, in each sync
+# kind of a staged parameter that vLLM's own reload makes of what arrives, in each sync
+RELOADED = "reloaded"
 
 
 @dataclass(frozen=True)
@@ -134,11 +136,15 @@ class RankLayout:
     src_strides: np.ndarray = field(repr=False)  # int64 [R, K]
     dst_offset: np.ndarray = field(repr=False)  # int64 [R]
     dst_strides: np.ndarray = field(repr=False)  # int64 [R, K]
-    padding: tuple[Note, ...] = ()  # elements of live parameters that no checkpoint element fills
-    opaque: tuple[Note, ...] = ()  # checkpoint tensors that must go whole through load_weights
+    # elements of live parameters that no checkpoint element fills
+    padding: tuple[Note, ...] = ()
+    # checkpoint tensors that must go whole through load_weights
+    opaque: tuple[Note, ...] = ()
     staged: tuple[Note, ...] = ()  # live parameters that are re-packed after loading
-    unused: tuple[str, ...] = ()  # checkpoint tensors this rank's loader takes nothing from
-    formats: tuple[Format, ...] = ()  # parameters that hold a function of the checkpoint's values
+    # checkpoint tensors this rank's loader takes nothing from
+    unused: tuple[str, ...] = ()
+    # parameters that hold a function of the checkpoint's values
+    formats: tuple[Format, ...] = ()
 
     @property
     def reloaded(self) -> set[str]:

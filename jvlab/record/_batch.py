@@ -16,7 +16,14 @@ from jvlab._errors import ConfigError, MissingDependency
 from jvlab._names import model_words
 from jvlab._units import how_many
 from jvlab.record import _batch_file
-from jvlab.record._sample import FINISH_REASONS, Sample, check_replay, expert_arrays, shorten, spans_text
+from jvlab.record._sample import (
+    FINISH_REASONS,
+    Sample,
+    check_replay,
+    expert_arrays,
+    shorten,
+    spans_text,
+)
 
 if TYPE_CHECKING:
     import pandas
@@ -25,24 +32,36 @@ if TYPE_CHECKING:
 # A trainer's log-probabilities of a batch's completions, one row per sample.
 
 
-def trainer_rows(batch: RolloutBatch, trainer: Any, params: Any, temperature: float, replay: str) -> list[Any]:
+def trainer_rows(
+    batch: RolloutBatch, trainer: Any, params: Any, temperature: float, replay: str
+) -> list[Any]:
     """The policy's log-probabilities of every completion, or the rows passed in; one per sample."""
     check_replay(replay)
     if not hasattr(trainer, "logprobs"):
         given = list(trainer)
         if replay != "none":
-            raise ConfigError(f"replay={replay!r} of rows that are given", remedy="pass a jv.Policy, or leave it out")
+            raise ConfigError(
+                f"replay={replay!r} of rows that are given",
+                remedy="pass a jv.Policy, or leave it out",
+            )
         if len(given) != len(batch):
             raise ConfigError(
-                f"{len(given)} rows for {len(batch)} samples", remedy="pass one array per sample, in order"
+                f"{len(given)} rows for {len(batch)} samples",
+                remedy="pass one array per sample, in order",
             )
         return given
     arrays = batch.arrays(pad_to="power_of_two")  # few lengths, so few compilations
     tree = trainer.params if params is None else params
     experts = expert_arrays(batch.samples, arrays["tokens"].shape[1], replay)
     more = {"routes": tuple(experts.values())} if experts else {}
-    rows = np.asarray(trainer.logprobs(tree, arrays["tokens"], arrays["lengths"], temperature=temperature, **more))
-    ends = zip(rows, arrays["prompt_lengths"].tolist(), arrays["lengths"].tolist(), strict=True)
+    rows = np.asarray(
+        trainer.logprobs(
+            tree, arrays["tokens"], arrays["lengths"], temperature=temperature, **more
+        )
+    )
+    ends = zip(
+        rows, arrays["prompt_lengths"].tolist(), arrays["lengths"].tolist(), strict=True
+    )
     return [row[start:stop] for row, start, stop in ends]
 
 
@@ -65,7 +84,11 @@ class PartedReward(float):
 
 def is_parted(value: Any) -> TypeGuard[Mapping[str, Any]]:
     """Whether this is a mapping of names to numbers, at least one."""
-    return isinstance(value, Mapping) and bool(value) and all(isinstance(v, NUMBERS) for v in value.values())
+    return (
+        isinstance(value, Mapping)
+        and bool(value)
+        and all(isinstance(v, NUMBERS) for v in value.values())
+    )
 
 
 def parts_of(reward: Any) -> dict[str, float]:
@@ -75,7 +98,8 @@ def parts_of(reward: Any) -> dict[str, float]:
 
 # ----------------------------------------------------------------------------------------------------
 
-LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")  # after temperature and filters, or before
+# after temperature and filters, or before
+LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")
 SHOWN = 10  # rows printed by `table`
 
 
@@ -106,7 +130,10 @@ class RolloutBatch(Sequence[Sample]):
         object.__setattr__(self, "samples", tuple(self.samples))
         object.__setattr__(self, "notes", tuple(self.notes))
         if self.logprobs_mode not in LOGPROBS_MODES:
-            raise ConfigError(f"logprobs_mode={self.logprobs_mode!r}", remedy=f"one of {', '.join(LOGPROBS_MODES)}")
+            raise ConfigError(
+                f"logprobs_mode={self.logprobs_mode!r}",
+                remedy=f"one of {', '.join(LOGPROBS_MODES)}",
+            )
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -123,7 +150,8 @@ class RolloutBatch(Sequence[Sample]):
             return replace(self, samples=self.samples[index], seconds=None)
         if isinstance(index, str):
             raise ConfigError(
-                f"a batch has no column {index!r}", remedy="batch.arrays() has columns; batch[0] is a sample"
+                f"a batch has no column {index!r}",
+                remedy="batch.arrays() has columns; batch[0] is a sample",
             )
         return self.samples[index]
 
@@ -138,15 +166,21 @@ class RolloutBatch(Sequence[Sample]):
             )
         mine = {s.prompt_index: s.prompt_token_ids for s in self.samples}
         clash = any(
-            s.prompt_index in mine and not np.array_equal(mine[s.prompt_index], s.prompt_token_ids)
+            s.prompt_index in mine
+            and not np.array_equal(mine[s.prompt_index], s.prompt_token_ids)
             for s in other.samples
         )
         shift = max(mine) + 1 if clash else 0
-        moved = tuple(replace(s, prompt_index=s.prompt_index + shift) if shift else s for s in other.samples)
+        moved = tuple(
+            replace(s, prompt_index=s.prompt_index + shift) if shift else s
+            for s in other.samples
+        )
         known = self.seconds is not None and other.seconds is not None
         return RolloutBatch(
             samples=(*self.samples, *moved),
-            model=self.model if self.model == other.model else ", ".join(dict.fromkeys([self.model, other.model])),
+            model=self.model
+            if self.model == other.model
+            else ", ".join(dict.fromkeys([self.model, other.model])),
             logprobs_mode=self.logprobs_mode,
             notes=(*self.notes, *(n for n in other.notes if n not in self.notes)),
             seconds=(self.seconds or 0.0) + (other.seconds or 0.0) if known else None,
@@ -155,7 +189,10 @@ class RolloutBatch(Sequence[Sample]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RolloutBatch):
             return NotImplemented
-        return all(getattr(self, name) == getattr(other, name) for name in self.__dataclass_fields__)
+        return all(
+            getattr(self, name) == getattr(other, name)
+            for name in self.__dataclass_fields__
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -164,12 +201,17 @@ class RolloutBatch(Sequence[Sample]):
         found: dict[int, list[Sample]] = {}
         for sample in self.samples:
             found.setdefault(sample.prompt_index, []).append(sample)
-        return [tuple(sorted(found[i], key=lambda s: s.sample_index)) for i in sorted(found)]
+        return [
+            tuple(sorted(found[i], key=lambda s: s.sample_index)) for i in sorted(found)
+        ]
 
     @property
     def tokens(self) -> int:
         """Tokens generated, prompts not counted."""
-        return sum(len(s.token_ids) if s.loss_mask is None else int(s.loss_mask.sum()) for s in self.samples)
+        return sum(
+            len(s.token_ids) if s.loss_mask is None else int(s.loss_mask.sum())
+            for s in self.samples
+        )
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -179,10 +221,14 @@ class RolloutBatch(Sequence[Sample]):
     @property
     def versions(self) -> tuple[int, ...]:
         """The policy versions that produced tokens of this batch, ascending."""
-        return tuple(sorted({v for s in self.samples for v in s.versions.tolist() if v >= 0}))
+        return tuple(
+            sorted({v for s in self.samples for v in s.versions.tolist() if v >= 0})
+        )
 
     def arrays(
-        self, pad_to: int | Sequence[int] | Literal["power_of_two"] | None = None, pad_id: int = 0
+        self,
+        pad_to: int | Sequence[int] | Literal["power_of_two"] | None = None,
+        pad_id: int = 0,
     ) -> dict[str, np.ndarray]:
         """The batch as arrays [B, T] for a loss: prompt, completion, then padding on the right.
 
@@ -194,9 +240,13 @@ class RolloutBatch(Sequence[Sample]):
         prompts = np.array([len(s.prompt_token_ids) for s in self.samples], np.int32)
         lengths = prompts + np.array([len(s.token_ids) for s in self.samples], np.int32)
         shape = (len(self), _width(int(lengths.max(initial=0)), pad_to))
-        tokens, logprobs = np.full(shape, pad_id, np.int32), np.zeros(shape, np.float32)
-        versions, own = np.full(shape, -1, np.int64), np.zeros(shape, bool)
-        for row, (sample, start, stop) in enumerate(zip(self.samples, prompts, lengths, strict=True)):
+        tokens = np.full(shape, pad_id, np.int32)
+        logprobs = np.zeros(shape, np.float32)
+        versions = np.full(shape, -1, np.int64)
+        own = np.zeros(shape, bool)
+        for row, (sample, start, stop) in enumerate(
+            zip(self.samples, prompts, lengths, strict=True)
+        ):
             tokens[row, :start] = sample.prompt_token_ids
             tokens[row, start:stop] = sample.token_ids
             logprobs[row, start:stop] = sample.logprobs
@@ -215,7 +265,9 @@ class RolloutBatch(Sequence[Sample]):
         }
 
     @classmethod
-    def from_sessions(cls, sessions: Iterable[Any], rewards: Sequence[float | None] | None = None) -> RolloutBatch:
+    def from_sessions(
+        cls, sessions: Iterable[Any], rewards: Sequence[float | None] | None = None
+    ) -> RolloutBatch:
         """One sample per session (see `pool.session`) with all its turns; `loss_mask` marks the model's tokens.
 
         Different prompts with the same number are renumbered.
@@ -225,21 +277,37 @@ class RolloutBatch(Sequence[Sample]):
             raise ConfigError("no sessions were given", remedy="pass at least one")
         if rewards is not None and len(rewards) != len(listed):
             raise ConfigError(
-                f"{len(rewards)} rewards for {len(listed)} sessions", remedy="pass one per session, in order"
+                f"{len(rewards)} rewards for {len(listed)} sessions",
+                remedy="pass one per session, in order",
             )
         given = [None] * len(listed) if rewards is None else list(rewards)
-        samples = [session.sample(reward) for session, reward in zip(listed, given, strict=True)]
+        samples = [
+            session.sample(reward)
+            for session, reward in zip(listed, given, strict=True)
+        ]
         places = {(s.prompt_index, s.sample_index) for s in samples}
-        if len(places) < len(samples):  # pool.session numbers each from 0: number them by prompt
+        # pool.session numbers each from 0: number them by prompt
+        if len(places) < len(samples):
             prompts: dict[bytes, int] = {}
             counts: dict[int, int] = {}
             for i, s in enumerate(samples):
                 number = prompts.setdefault(s.prompt_token_ids.tobytes(), len(prompts))
-                samples[i] = replace(s, prompt_index=number, sample_index=counts.get(number, 0))
+                samples[i] = replace(
+                    s, prompt_index=number, sample_index=counts.get(number, 0)
+                )
                 counts[number] = counts.get(number, 0) + 1
         pool = listed[0].pool
-        notes = tuple(dict.fromkeys(note for s in listed for turn in s.turns for note in turn.notes))
-        return cls(tuple(samples), model=pool.model, logprobs_mode=listed[0].logprobs_mode, notes=notes)
+        notes = tuple(
+            dict.fromkeys(
+                note for s in listed for turn in s.turns for note in turn.notes
+            )
+        )
+        return cls(
+            tuple(samples),
+            model=pool.model,
+            logprobs_mode=listed[0].logprobs_mode,
+            notes=notes,
+        )
 
     def to_pandas(self) -> pandas.DataFrame:
         """One row per sample: texts, reward, mean log-probability, versions, tokens; token by token: `arrays()`."""
@@ -247,7 +315,8 @@ class RolloutBatch(Sequence[Sample]):
             import pandas
         except ImportError as e:
             raise MissingDependency(
-                "a DataFrame needs pandas", remedy="pip install pandas; batch.arrays() and batch.table() need nothing"
+                "a DataFrame needs pandas",
+                remedy="pip install pandas; batch.arrays() and batch.table() need nothing",
             ) from e
         parts = sorted({name for s in self.samples for name in s.reward_parts})
         rows = []
@@ -259,13 +328,18 @@ class RolloutBatch(Sequence[Sample]):
                 "prompt": s.prompt,
                 "text": s.text,
                 "reward": math.nan if s.reward is None else s.reward,
-                **{f"reward_{name}": s.reward_parts.get(name, math.nan) for name in parts},
+                **{
+                    f"reward_{name}": s.reward_parts.get(name, math.nan)
+                    for name in parts
+                },
                 "finish_reason": s.finish_reason,
                 "tokens": int(s.own.sum()),
                 "prompt_tokens": len(s.prompt_token_ids),
                 "cached_tokens": s.cached_tokens,
                 "mean_logprob": s.mean_logprob,
-                "gap": math.nan if s.gap is None else float(np.abs(s.gap).max(initial=0.0)),
+                "gap": math.nan
+                if s.gap is None
+                else float(np.abs(s.gap).max(initial=0.0)),
                 "first_version": min(own, default=-1),
                 "last_version": max(own, default=-1),
                 "replica": s.replica,
@@ -282,7 +356,9 @@ class RolloutBatch(Sequence[Sample]):
         return _batch_file.save(self, path)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, max_bytes: int = 2 << 30) -> RolloutBatch:
+    def load(
+        cls, path: str | os.PathLike[str], *, max_bytes: int = 2 << 30
+    ) -> RolloutBatch:
         """Read what `save` wrote; a file that declares more than `max_bytes` is refused before it is read."""
         return _batch_file.load(path, cls, max_bytes)
 
@@ -290,8 +366,13 @@ class RolloutBatch(Sequence[Sample]):
         prompts = len({s.prompt_index for s in self.samples})
         ends = collections.Counter(s.finish_reason for s in self.samples)
         counts = {"sample": len(self), "prompt": prompts, "token": self.tokens}
-        parts = [*(how_many(number, what) for what, number in counts.items()), _version_text(self.versions)]
-        parts += [f"{ends[reason]} {reason}" for reason in FINISH_REASONS if ends[reason]]
+        parts = [
+            *(how_many(number, what) for what, number in counts.items()),
+            _version_text(self.versions),
+        ]
+        parts += [
+            f"{ends[reason]} {reason}" for reason in FINISH_REASONS if ends[reason]
+        ]
         if self.model:
             parts.append(f"model {model_words(self.model)}")
         if self.notes:
@@ -300,7 +381,16 @@ class RolloutBatch(Sequence[Sample]):
 
     def table(self, rows: int = SHOWN, width: int = 40) -> str:
         """The first `rows` samples as plain text."""
-        head = ("prompt", "sample", "prompt text", "text", "finish", "tokens", "logprob", "version")
+        head = (
+            "prompt",
+            "sample",
+            "prompt text",
+            "text",
+            "finish",
+            "tokens",
+            "logprob",
+            "version",
+        )
         body = [tuple(shorten(cell, width) for cell in row) for row in self._rows(rows)]
         widths = [max(len(row[c]) for row in [head, *body]) for c in range(len(head))]
         right = {0, 1, 5, 6}
@@ -314,7 +404,12 @@ class RolloutBatch(Sequence[Sample]):
         rest = len(self) - len(body)
         notes = [f"note: {note}" for note in self.notes]
         return "\n".join(
-            [repr(self), *(line.rstrip() for line in lines), *([f"… {rest} more"] if rest > 0 else []), *notes]
+            [
+                repr(self),
+                *(line.rstrip() for line in lines),
+                *([f"… {rest} more"] if rest > 0 else []),
+                *notes,
+            ]
         )
 
     def _rows(self, rows: int) -> Iterator[tuple[str, ...]]:
@@ -322,7 +417,9 @@ class RolloutBatch(Sequence[Sample]):
             yield (
                 str(s.prompt_index),
                 str(s.sample_index),
-                s.prompt if s.prompt is not None else f"{len(s.prompt_token_ids)} tokens",
+                s.prompt
+                if s.prompt is not None
+                else f"{len(s.prompt_token_ids)} tokens",
                 s.text if s.error is None else f"{s.text} [{s.error}]",
                 s.finish_reason,
                 str(len(s.token_ids)),
@@ -332,19 +429,36 @@ class RolloutBatch(Sequence[Sample]):
 
     # Rewards, the trainer's logprobs, displays -----------------------------------------------------------------------
 
-    def with_rewards(self, rewards: Sequence[float | Mapping[str, float] | None]) -> RolloutBatch:
+    def with_rewards(
+        self, rewards: Sequence[float | Mapping[str, float] | None]
+    ) -> RolloutBatch:
         """The same batch, each sample with its reward, in the order of the samples; of parts with names: their sum."""
         if len(rewards) != len(self):
-            raise ConfigError(f"{len(rewards)} rewards for {len(self)} samples", remedy="pass one per sample, in order")
+            raise ConfigError(
+                f"{len(rewards)} rewards for {len(self)} samples",
+                remedy="pass one per sample, in order",
+            )
         for given in rewards:
             if isinstance(given, Mapping) and not is_parted(given):
-                raise ConfigError(f"a reward is {given!r}", remedy="a number, or a mapping of names to numbers")
-        pairs = zip(self.samples, (PartedReward(r) if is_parted(r) else r for r in rewards), strict=True)
+                raise ConfigError(
+                    f"a reward is {given!r}",
+                    remedy="a number, or a mapping of names to numbers",
+                )
+        pairs = zip(
+            self.samples,
+            (PartedReward(r) if is_parted(r) else r for r in rewards),
+            strict=True,
+        )
         scored = (replace(s, reward=r, reward_parts=parts_of(r)) for s, r in pairs)  # type: ignore[arg-type]
         return replace(self, samples=tuple(scored))
 
     def compare(
-        self, trainer: Any, params: Any = None, *, temperature: float = 1.0, replay: str = "none"
+        self,
+        trainer: Any,
+        params: Any = None,
+        *,
+        temperature: float = 1.0,
+        replay: str = "none",
     ) -> RolloutBatch:
         """The same batch with the trainer's log-probability of every token added: see `Sample.gap`.
 
@@ -354,8 +468,14 @@ class RolloutBatch(Sequence[Sample]):
         replay       of a policy with experts: "ids" takes the experts that the engine chose, "full" their weights too
         """
 
-        pairs = zip(self.samples, trainer_rows(self, trainer, params, temperature, replay), strict=True)
-        return replace(self, samples=tuple(replace(s, trainer_logprobs=row) for s, row in pairs))
+        pairs = zip(
+            self.samples,
+            trainer_rows(self, trainer, params, temperature, replay),
+            strict=True,
+        )
+        return replace(
+            self, samples=tuple(replace(s, trainer_logprobs=row) for s, row in pairs)
+        )
 
     def panel(self, colour: str | None = None) -> Any:
         """Show the viewer: completions coloured token by token, samples of a prompt side by side.
@@ -383,7 +503,9 @@ def _width(longest: int, pad_to: int | Sequence[int] | str | None) -> int:
             return 1 << max(longest - 1, 0).bit_length()
         case bool() | str():
             raise ConfigError(
-                f"pad_to={pad_to!r}", remedy='pass a number, a list of numbers, "power_of_two" or None', pad_to=pad_to
+                f"pad_to={pad_to!r}",
+                remedy='pass a number, a list of numbers, "power_of_two" or None',
+                pad_to=pad_to,
             )
         case int():
             buckets = [pad_to]
@@ -429,7 +551,8 @@ class Scores:
     versions: np.ndarray
     top_ids: list[np.ndarray] | None = None
     top_logprobs: list[np.ndarray] | None = None
-    token_ids: list[np.ndarray] | None = None  # what was scored, also where it was given as text
+    # what was scored, also where it was given as text
+    token_ids: list[np.ndarray] | None = None
 
     def __len__(self) -> int:
         return len(self.logprobs)
@@ -444,7 +567,8 @@ class Scores:
             for sample, scored in zip(batch, self.logprobs, strict=True)
             if len(sample.token_ids)
         ]
-        return float(np.max(np.concatenate(differences))) if differences else 0.0  # NaN stays NaN
+        # NaN stays NaN
+        return float(np.max(np.concatenate(differences))) if differences else 0.0
 
     def __repr__(self) -> str:
         tokens = sum(len(row) for row in self.logprobs)

@@ -36,7 +36,8 @@ _REQUIRED = (
     "seconds",
     "error",
 )
-_OPTIONAL = ("reward", "reward_parts", "cached_tokens", "adapter")  # fields that files of earlier versions do not have
+# fields that files of earlier versions do not have
+_OPTIONAL = ("reward", "reward_parts", "cached_tokens", "adapter")
 _COMMON = ("model", "logprobs_mode", "notes", "seconds")
 _ARRAYS = {
     "header": "u1",
@@ -57,9 +58,12 @@ _ARRAYS = {
     "expert_weights": "<f4",
 }
 _MAGIC = b"\x93NUMPY\x01\x00"
-_HEAD = re.compile(rb"\{'descr': '([<>|]?[a-z][0-9]*)', 'fortran_order': False, 'shape': \(([0-9, ]{0,60})\), \} *\n")
+_HEAD = re.compile(
+    rb"\{'descr': '([<>|]?[a-z][0-9]*)', 'fortran_order': False, 'shape': \(([0-9, ]{0,60})\), \} *\n"
+)
 MAX_BYTES = 2 << 30
-BYTES_PER_PART = 256  # of max_bytes per value in the header: about what a Python object takes
+# of max_bytes per value in the header: about what a Python object takes
+BYTES_PER_PART = 256
 
 
 def save(batch: RolloutBatch, path: str | os.PathLike[str]) -> str:
@@ -67,7 +71,10 @@ def save(batch: RolloutBatch, path: str | os.PathLike[str]) -> str:
     header = {
         "format": _FORMAT,
         "batch": {name: getattr(batch, name) for name in _COMMON},
-        "samples": [{name: getattr(s, name) for name in (*_REQUIRED, *_OPTIONAL)} for s in batch.samples],
+        "samples": [
+            {name: getattr(s, name) for name in (*_REQUIRED, *_OPTIONAL)}
+            for s in batch.samples
+        ],
     }
     spans = [np.array(s.version_spans, np.int64).reshape(-1, 3) for s in batch.samples]
     arrays = {
@@ -76,7 +83,9 @@ def save(batch: RolloutBatch, path: str | os.PathLike[str]) -> str:
         "prompt_tokens": _joined([s.prompt_token_ids for s in batch.samples], np.int32),
         "prompt_ends": _ends(s.prompt_token_ids for s in batch.samples),
         "tokens": _joined([s.token_ids for s in batch.samples], np.int32),
-        "logprobs": _joined([s.logprobs for s in batch.samples if s.logprobs is not None], np.float32),
+        "logprobs": _joined(
+            [s.logprobs for s in batch.samples if s.logprobs is not None], np.float32
+        ),
         "ends": _ends(s.token_ids for s in batch.samples),
         "spans": _joined([part.ravel() for part in spans], np.int64).reshape(-1, 3),
         "span_ends": _ends(spans),
@@ -84,11 +93,15 @@ def save(batch: RolloutBatch, path: str | os.PathLike[str]) -> str:
     compared = [s.trainer_logprobs for s in batch.samples]
     if any(row is not None for row in compared):
         arrays["compared"] = np.array([row is not None for row in compared])
-        arrays["trainer_logprobs"] = _joined([row for row in compared if row is not None], np.float32)
+        arrays["trainer_logprobs"] = _joined(
+            [row for row in compared if row is not None], np.float32
+        )
     masks = [s.loss_mask for s in batch.samples]
     if any(mask is not None for mask in masks):
         arrays["masked"] = np.array([mask is not None for mask in masks])
-        arrays["loss_mask"] = _joined([mask for mask in masks if mask is not None], np.bool_)
+        arrays["loss_mask"] = _joined(
+            [mask for mask in masks if mask is not None], np.bool_
+        )
     arrays |= _expert_columns(batch.samples)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -111,26 +124,48 @@ def _expert_columns(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
     weights = [s.expert_weights for s in samples]
     return {
         "expert_shapes": np.array(
-            [(0, 0) if s.expert_ids is None else s.expert_ids.shape[1:] for s in samples], np.int64
+            [
+                (0, 0) if s.expert_ids is None else s.expert_ids.shape[1:]
+                for s in samples
+            ],
+            np.int64,
         ),
-        "expert_ids": _joined([s.expert_ids.ravel() for s in samples if s.expert_ids is not None], np.int16),
+        "expert_ids": _joined(
+            [s.expert_ids.ravel() for s in samples if s.expert_ids is not None],
+            np.int16,
+        ),
         "weighed": np.array([row is not None for row in weights]),
-        "expert_weights": _joined([row.ravel() for row in weights if row is not None], np.float32),
+        "expert_weights": _joined(
+            [row.ravel() for row in weights if row is not None], np.float32
+        ),
     }
 
 
-def _expert_rows(file: Mapping[str, np.ndarray], lengths: Sequence[int]) -> list[dict[str, np.ndarray]]:
+def _expert_rows(
+    file: Mapping[str, np.ndarray], lengths: Sequence[int]
+) -> list[dict[str, np.ndarray]]:
     """Each sample's experts, by the names of `Sample`'s fields, of so many tokens."""
     if "expert_shapes" not in file:
         return [{}] * len(lengths)
     if file["expert_shapes"].shape[1] != 2:
-        raise ValueError(f"its shapes of experts have {file['expert_shapes'].shape[1]} columns")
-    shapes = [(n, *shape) for n, shape in zip(lengths, file["expert_shapes"].tolist(), strict=True)]
+        raise ValueError(
+            f"its shapes of experts have {file['expert_shapes'].shape[1]} columns"
+        )
+    shapes = [
+        (n, *shape)
+        for n, shape in zip(lengths, file["expert_shapes"].tolist(), strict=True)
+    ]
     has = [min(shape[1:]) > 0 for shape in shapes]
-    weighed = [flag and known for flag, known in zip(file["weighed"].tolist(), has, strict=True)]
+    weighed = [
+        flag and known
+        for flag, known in zip(file["weighed"].tolist(), has, strict=True)
+    ]
     out: list[dict[str, np.ndarray]] = [{} for _ in shapes]
     for name, flags in (("expert_ids", has), ("expert_weights", weighed)):
-        sizes = [math.prod(shape) if flag else 0 for shape, flag in zip(shapes, flags, strict=True)]
+        sizes = [
+            math.prod(shape) if flag else 0
+            for shape, flag in zip(shapes, flags, strict=True)
+        ]
         parts = _split(file[name], np.cumsum(sizes, dtype=np.int64))
         for entry, part, shape, flag in zip(out, parts, shapes, flags, strict=True):
             if flag:
@@ -138,22 +173,36 @@ def _expert_rows(file: Mapping[str, np.ndarray], lengths: Sequence[int]) -> list
     return out
 
 
-def load(path: str | os.PathLike[str], build: Callable[..., Batch], max_bytes: int = MAX_BYTES) -> Batch:
+def load(
+    path: str | os.PathLike[str],
+    build: Callable[..., Batch],
+    max_bytes: int = MAX_BYTES,
+) -> Batch:
     """Read a file that `save` wrote, and call `build` with its fields.
 
     Anything else is an error that names the file; at most `max_bytes` are read.
     """
-    with open(path, "rb") as stream:  # outside the try below: a missing file stays a FileNotFoundError
+    # outside the try below: a missing file stays a FileNotFoundError
+    with open(path, "rb") as stream:
         return _load(stream, path, build, max_bytes)
 
 
-def _load(stream: BinaryIO, path: str | os.PathLike[str], build: Callable[..., Batch], max_bytes: int) -> Batch:
+def _load(
+    stream: BinaryIO,
+    path: str | os.PathLike[str],
+    build: Callable[..., Batch],
+    max_bytes: int,
+) -> Batch:
     try:
         with zipfile.ZipFile(stream) as archive:
             file = _read(archive, max_bytes)
-        header = parse_object(file.pop("header").tobytes(), max(max_bytes // BYTES_PER_PART, 1000))
+        header = parse_object(
+            file.pop("header").tobytes(), max(max_bytes // BYTES_PER_PART, 1000)
+        )
         if header["format"] != _FORMAT:
-            raise ValueError(f"its format is {str(header['format'])[:60]!r}, not {_FORMAT!r}")
+            raise ValueError(
+                f"its format is {str(header['format'])[:60]!r}, not {_FORMAT!r}"
+            )
         return build(**_fields(header, file))
     # what zipfile, zlib and numpy raise for bytes that they cannot or must not read
     except (
@@ -180,21 +229,32 @@ def _load(stream: BinaryIO, path: str | os.PathLike[str], build: Callable[..., B
 def _read(archive: zipfile.ZipFile, max_bytes: int) -> dict[str, np.ndarray]:
     """The arrays, by name. Their declared sizes are summed before any is read, and compared with what is read."""
     found = archive.infolist()
-    if len(found) > len(_ARRAYS) or {info.filename for info in found} - {f"{name}.npy" for name in _ARRAYS}:
-        raise ValueError(f"it holds other arrays: {', '.join(info.filename[:40] for info in found[:8])}")
+    if len(found) > len(_ARRAYS) or {info.filename for info in found} - {
+        f"{name}.npy" for name in _ARRAYS
+    }:
+        raise ValueError(
+            f"it holds other arrays: {', '.join(info.filename[:40] for info in found[:8])}"
+        )
     total = sum(info.file_size for info in found)
     if total > max_bytes:
-        raise ValueError(f"it declares {total:,} bytes, more than max_bytes={max_bytes:,}")
+        raise ValueError(
+            f"it declares {total:,} bytes, more than max_bytes={max_bytes:,}"
+        )
     return {info.filename.removesuffix(".npy"): _array(archive, info) for info in found}
 
 
 def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
-    name, wanted = info.filename, _ARRAYS[info.filename.removesuffix(".npy")]
+    name = info.filename
+    wanted = _ARRAYS[info.filename.removesuffix(".npy")]
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ValueError(f"{name} is compressed in a way that save does not use")
     with archive.open(info) as stream:
         start = stream.read(10)
-        head = _HEAD.fullmatch(stream.read(int.from_bytes(start[8:], "little"))) if start[:8] == _MAGIC else None
+        head = (
+            _HEAD.fullmatch(stream.read(int.from_bytes(start[8:], "little")))
+            if start[:8] == _MAGIC
+            else None
+        )
         if head is None or head[1].decode() != np.dtype(wanted).str:
             raise ValueError(f"{name} does not begin as an array of {np.dtype(wanted)}")
         shape = tuple(int(n) for n in head[2].split(b",") if n.strip())
@@ -203,7 +263,9 @@ def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
             raise ValueError(f"{name} has shape {shape}")
         size = math.prod(shape) * dtype.itemsize
         if size > info.file_size:
-            raise ValueError(f"{name} declares {size:,} bytes but has {info.file_size:,}")
+            raise ValueError(
+                f"{name} declares {size:,} bytes but has {info.file_size:,}"
+            )
         data = stream.read(size)
         if len(data) != size or stream.read(1):
             raise ValueError(f"{name} is longer or shorter than it declares")
@@ -212,15 +274,22 @@ def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
 
 def _fields(header: dict[str, Any], file: Mapping[str, np.ndarray]) -> dict[str, Any]:
     entries = [_checked(entry) for entry in header["samples"]]
-    if {len(file[name]) for name in ("prompt_ends", "ends", "span_ends")} != {len(entries)}:
+    if {len(file[name]) for name in ("prompt_ends", "ends", "span_ends")} != {
+        len(entries)
+    }:
         raise ValueError(f"its arrays are not those of {len(entries)} samples")
     if file["spans"].shape[1] != 3:
         raise ValueError(f"its spans have {file['spans'].shape[1]} columns")
-    prompts, tokens = _split(file["prompt_tokens"], file["prompt_ends"]), _split(file["tokens"], file["ends"])
-    logprobs, spans = _split(file["logprobs"], file["ends"]), _split(file["spans"], file["span_ends"])
+    prompts = _split(file["prompt_tokens"], file["prompt_ends"])
+    tokens = _split(file["tokens"], file["ends"])
+    logprobs = _split(file["logprobs"], file["ends"])
+    spans = _split(file["spans"], file["span_ends"])
     trainer = _optional_rows(file, "compared", "trainer_logprobs", tokens)
     masks = _optional_rows(file, "masked", "loss_mask", tokens)
-    experts = _expert_rows(file, [len(prompt) + len(ids) for prompt, ids in zip(prompts, tokens, strict=True)])
+    experts = _expert_rows(
+        file,
+        [len(prompt) + len(ids) for prompt, ids in zip(prompts, tokens, strict=True)],
+    )
     samples = [
         Sample(
             **{name: entry[name] for name in _REQUIRED},
@@ -234,7 +303,15 @@ def _fields(header: dict[str, Any], file: Mapping[str, np.ndarray]) -> dict[str,
             **chosen,
         )
         for entry, prompt, ids, logprob, part, trainer_row, mask, chosen in zip(
-            entries, prompts, tokens, logprobs, spans, trainer, masks, experts, strict=True
+            entries,
+            prompts,
+            tokens,
+            logprobs,
+            spans,
+            trainer,
+            masks,
+            experts,
+            strict=True,
         )
     ]
     common = {name: header["batch"][name] for name in _COMMON}
@@ -252,7 +329,9 @@ def _checked(entry: Any) -> dict[str, Any]:
     whole = lambda value: type(value) is int and -(1 << 63) <= value < 1 << 63
     text = lambda value: isinstance(value, str)
     some = lambda value: value is None or text(value)
-    numbers = lambda value: isinstance(value, dict) and all(map(_is_number, value.values()))
+    numbers = lambda value: (
+        isinstance(value, dict) and all(map(_is_number, value.values()))
+    )
     rules = {
         "prompt_index": whole,
         "sample_index": whole,
@@ -266,7 +345,9 @@ def _checked(entry: Any) -> dict[str, Any]:
         "reward_parts": lambda value: value is None or numbers(value),
         "seconds": numbers,
         "cached_tokens": lambda value: value is None or whole(value),
-        "adapter": lambda value: value is None or (len(value) == 2 and text(value[0]) and whole(value[1])),
+        "adapter": lambda value: (
+            value is None or (len(value) == 2 and text(value[0]) and whole(value[1]))
+        ),
     }
     for name, fits in rules.items():
         value = entry[name] if name in _REQUIRED else entry.get(name)
@@ -276,7 +357,11 @@ def _checked(entry: Any) -> dict[str, Any]:
 
 
 def _is_number(value: Any, or_none: bool = False) -> bool:
-    return type(value) is float or (type(value) is int and abs(value) < 1 << 63) or (or_none and value is None)
+    return (
+        type(value) is float
+        or (type(value) is int and abs(value) < 1 << 63)
+        or (or_none and value is None)
+    )
 
 
 def _are_strings(value: Any) -> bool:
@@ -307,6 +392,7 @@ def _split(values: np.ndarray, ends: np.ndarray) -> list[np.ndarray]:
     last = int(ends[-1]) if len(ends) else 0
     if last != len(values):
         raise ValueError(f"{len(values)} values where {last} are declared")
-    if len(ends) and (ends[0] < 0 or (np.diff(ends) < 0).any()):  # could exceed the file
+    # could exceed the file
+    if len(ends) and (ends[0] < 0 or (np.diff(ends) < 0).any()):
         raise ValueError("its pieces overlap")
     return np.split(values, ends[:-1]) if len(ends) else []

@@ -11,7 +11,8 @@ from jvlab.record._events import Event, RolloutEvent, RunStart, SyncEvent, clock
 from jvlab.record._record import Record
 
 KEPT = 2000  # events of a lab; older ones are dropped
-_asked: weakref.WeakKeyDictionary[Any, deque[Event]] = weakref.WeakKeyDictionary()  # lab client -> its calls
+# lab client -> its calls
+_asked: weakref.WeakKeyDictionary[Any, deque[Event]] = weakref.WeakKeyDictionary()
 
 
 def note(client: Any, *events: Event) -> None:
@@ -25,7 +26,14 @@ def calls_of(client: Any) -> Record:
     if not events:
         return Record.of(())
     at = events[0].start
-    return Record.of([RunStart(run="this session", actor="trainer", start=at, stop=at, wall=time.time()), *events])
+    return Record.of(
+        [
+            RunStart(
+                run="this session", actor="trainer", start=at, stop=at, wall=time.time()
+            ),
+            *events,
+        ]
+    )
 
 
 class RolloutTally:

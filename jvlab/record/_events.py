@@ -26,7 +26,8 @@ import numpy as np
 from jvlab._errors import ConfigError
 from jvlab._version import __version__
 
-FORMAT = 1  # of the files; readers keep unknown fields, so it changes only if a meaning does
+# of the files; readers keep unknown fields, so it changes only if a meaning does
+FORMAT = 1
 NAN = float("nan")
 LARGE = 1 << 63  # integers must fit int64, as event tables are numpy arrays
 
@@ -41,12 +42,15 @@ class Event:
     actor: str = ""  # "trainer", "pool/0", "reward", ...
     start: float = NAN
     stop: float = NAN
-    extra: dict[str, Any] = field(default_factory=dict)  # fields that a newer jvlab wrote
+    # fields that a newer jvlab wrote
+    extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         values = self.__dict__
         for name, hint in _hints(type(self)).items():
-            if type(values[name]) is hint and (hint is not int or -LARGE <= values[name] < LARGE):
+            if type(values[name]) is hint and (
+                hint is not int or -LARGE <= values[name] < LARGE
+            ):
                 continue  # the common case: already of the declared type
             try:
                 values[name] = coerce(hint, values[name])
@@ -75,7 +79,11 @@ class Event:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values, `kind` first; no NaN or infinity."""
         names = (f.name for f in dataclasses.fields(self) if f.name != "extra")
-        return {"kind": self.kind} | {n: plain(getattr(self, n)) for n in names} | plain(self.extra)
+        return (
+            {"kind": self.kind}
+            | {n: plain(getattr(self, n)) for n in names}
+            | plain(self.extra)
+        )
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
@@ -96,7 +104,8 @@ class RunStart(Event):
     wall: float = NAN
     config: dict[str, Any] = field(default_factory=dict)
     gap_alarm: float = NAN  # largest acceptable `logprob_gap`
-    resumed: int = -1  # the step that a resumed session continues with; earlier records from there on are superseded
+    # the step that a resumed session continues with; earlier records from there on are superseded
+    resumed: int = -1
     jvlab: str = ""
     pid: int = 0
     host: str = ""
@@ -104,10 +113,16 @@ class RunStart(Event):
 
     @classmethod
     def now(
-        cls, run: str = "", *, config: Mapping[str, Any] | None = None, gap_alarm: float = NAN, resumed: int = -1
+        cls,
+        run: str = "",
+        *,
+        config: Mapping[str, Any] | None = None,
+        gap_alarm: float = NAN,
+        resumed: int = -1,
     ) -> RunStart:
         """An event stamped with both clocks, this process and jvlab's version."""
-        at, wall = clock(), time.time()
+        at = clock()
+        wall = time.time()
         return cls(
             run=run,
             config=dict(config or {}),
@@ -143,7 +158,8 @@ class RolloutEvent(Event):
     tokens: int = 0  # generated; prompts not counted
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompts' tokens: found in the prefix cache
-    versions: dict[int, int] = field(default_factory=dict)  # version → tokens it generated
+    # version → tokens it generated
+    versions: dict[int, int] = field(default_factory=dict)
     groups: tuple[int, ...] = ()
     finish: dict[str, int] = field(default_factory=dict)  # finish reason → samples
     retried: int = 0
@@ -209,19 +225,23 @@ class StepEvent(Event):
     reward_std: float = NAN
     kl: float = NAN  # to the reference
     entropy: float = NAN
-    ratios: dict[str, float] = field(default_factory=dict)  # trainer over engine: mean, p01, p50, p99, max, ...
+    # trainer over engine: mean, p01, p50, p99, max, ...
+    ratios: dict[str, float] = field(default_factory=dict)
     ratios_by_staleness: dict[int, dict[str, float]] = field(default_factory=dict)
     clip_fraction: float = NAN
-    effective_samples: float = NAN  # (Σw)² / (n Σw²) of the importance weights w: 1 if all weights are equal
+    # (Σw)² / (n Σw²) of the importance weights w: 1 if all weights are equal
+    effective_samples: float = NAN
     masked_fraction: float = NAN  # share of tokens whose importance weight is 0
-    logprob_gap: float = NAN  # largest |trainer − engine| under the current version; NaN: not measured
+    # largest |trainer − engine| under the current version; NaN: not measured
+    logprob_gap: float = NAN
     logprob_gap_mean: float = NAN
     grad_norm: float = NAN
     learning_rate: float = NAN
     skipped: bool = False  # the NaN guard kept the parameters unchanged
     samples: int = 0
     tokens: int = 0  # completion tokens in the loss
-    versions: dict[int, int] = field(default_factory=dict)  # version → completion tokens it generated
+    # version → completion tokens it generated
+    versions: dict[int, int] = field(default_factory=dict)
     groups: tuple[int, ...] = ()
     dropped: int = 0  # samples dropped as too stale since the previous step
     regenerated: int = 0
@@ -232,13 +252,21 @@ class StepEvent(Event):
     @property
     def expert_extremes(self) -> dict[str, float]:
         """Of all layers the largest `max`, the smallest `min` and `entropy`; NaN without experts."""
-        worst = lambda name, of: of(self.experts[name]) if self.experts.get(name) else NAN
-        return {"max": worst("max", max), "min": worst("min", min), "entropy": worst("entropy", min)}
+        worst = lambda name, of: (
+            of(self.experts[name]) if self.experts.get(name) else NAN
+        )
+        return {
+            "max": worst("max", max),
+            "min": worst("min", min),
+            "entropy": worst("entropy", min),
+        }
 
     @property
     def staleness(self) -> dict[int, int]:
         """Staleness → tokens: how many versions each token was behind the trainer."""
-        return {self.version - v: n for v, n in sorted(self.versions.items(), reverse=True)}
+        return {
+            self.version - v: n for v, n in sorted(self.versions.items(), reverse=True)
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,9 +277,11 @@ class SyncEvent(Event):
     actor: str = "trainer"
     version: int
     bytes: int = 0
-    phases: dict[str, float] = field(default_factory=dict)  # pack, move, scatter, digest, commit, ... in seconds
+    # pack, move, scatter, digest, commit, ... in seconds
+    phases: dict[str, float] = field(default_factory=dict)
     verified: bool | None = None  # digests compared and equal; None: not compared
-    meaning: str = ""  # whether the numbers mean the same on both sides: "checked by value ...", "unchecked: ..."
+    # whether the numbers mean the same on both sides: "checked by value ...", "unchecked: ..."
+    meaning: str = ""
     pause: float = NAN
     replicas: tuple[str, ...] = ()
     mode: str = ""
@@ -295,9 +325,12 @@ class UnknownEvent(Event):
         return self.name
 
     def to_json(self) -> dict[str, Any]:
-        return {"kind": self.name, "actor": self.actor, "start": plain(self.start), "stop": plain(self.stop)} | plain(
-            self.extra
-        )
+        return {
+            "kind": self.name,
+            "actor": self.actor,
+            "start": plain(self.start),
+            "stop": plain(self.stop),
+        } | plain(self.extra)
 
 
 KINDS: dict[str, type[Event]] = {
@@ -325,7 +358,8 @@ def event_from_json(fields: Mapping[str, Any]) -> Event:
         try:
             return KINDS[kind].from_fields(rest)
         except (ConfigError, TypeError):
-            pass  # a field changed its type or a required one is missing: keep all fields as they are
+            # a field changed its type or a required one is missing: keep all fields as they are
+            pass
     base = {"actor": str, "start": float, "stop": float}
     known = {}
     for name, hint in base.items():
@@ -335,7 +369,9 @@ def event_from_json(fields: Mapping[str, Any]) -> Event:
             continue
     if known.get("stop", 0.0) < known.get("start", 0.0):
         known.pop("stop")
-    return UnknownEvent(name=kind, **known, extra={k: v for k, v in rest.items() if k not in known})
+    return UnknownEvent(
+        name=kind, **known, extra={k: v for k, v in rest.items() if k not in known}
+    )
 
 
 @functools.cache
@@ -345,7 +381,11 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _hint_text(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")
+    return (
+        hint.__name__
+        if isinstance(hint, type) and not typing.get_args(hint)
+        else str(hint).replace("typing.", "")
+    )
 
 
 def coerce(hint: Any, value: Any) -> Any:
@@ -355,7 +395,11 @@ def coerce(hint: Any, value: Any) -> Any:
             return _NON_FINITE[value] if value in _NON_FINITE else _reject(value)
         return float(value)
     if hint is int:
-        whole = int(value) if isinstance(value, float) and value.is_integer() else operator.index(_scalar(value))
+        whole = (
+            int(value)
+            if isinstance(value, float) and value.is_integer()
+            else operator.index(_scalar(value))
+        )
         return whole if -LARGE <= whole < LARGE else _reject(value)
     if hint is bool:
         value = _scalar(value)
@@ -381,7 +425,11 @@ def _coerce_many(origin: Any, args: tuple[Any, ...], value: Any) -> Any:
     if origin is tuple:
         return tuple(coerce(hint, v) for hint, v in zip(args, value, strict=True))
     if origin is dict:
-        key = (lambda k: coerce(int, int(k) if isinstance(k, str) else k)) if args[0] is int else str
+        key = (
+            (lambda k: coerce(int, int(k) if isinstance(k, str) else k))
+            if args[0] is int
+            else str
+        )
         return {key(k): coerce(args[1], v) for k, v in dict(value).items()}
     raise TypeError(f"no rule for {origin}")
 
@@ -415,19 +463,26 @@ def plain(value: Any) -> Any:
         case int() | np.integer():
             return int(value)
         case np.floating() if value.dtype == np.float32:
-            return plain(float(str(value)))  # the shortest text that round-trips this float32
+            # the shortest text that round-trips this float32
+            return plain(float(str(value)))
         case float() | np.floating():
             value = float(value)
             if math.isfinite(value):
                 return value
-            return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+            return (
+                "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+            )
         case Mapping():
             return {str(k): plain(v) for k, v in value.items()}
-        case list() | tuple() if _all_of(int, value) or (_all_of(float, value) and math.isfinite(sum(value))):
+        case list() | tuple() if _all_of(int, value) or (
+            _all_of(float, value) and math.isfinite(sum(value))
+        ):
             return list(value)  # a sum is finite only if all of it is
         case list() | tuple() | set() | frozenset() | np.ndarray() | Iterator():
             return [plain(v) for v in value]
         case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+            return {
+                f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)
+            }
         case _:
             return str(value)

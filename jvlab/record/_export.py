@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jvlab._errors import MissingDependency
-from jvlab.record._events import NAN, Event, FaultEvent, RolloutEvent, RunStart, RunStop, StepEvent, SyncEvent, plain
+from jvlab.record._events import (
+    NAN,
+    Event,
+    FaultEvent,
+    RolloutEvent,
+    RunStart,
+    RunStop,
+    StepEvent,
+    SyncEvent,
+    plain,
+)
 from jvlab.record._metrics import lanes
 
 if TYPE_CHECKING:
@@ -41,14 +51,22 @@ def trace(events: Sequence[Event]) -> dict[str, Any]:
         lane = lanes([(e.start, e.stop) for e in own])
         count = max(lane, default=0) + 1
         for i in range(count):
-            out.append(_meta("thread_name", thread + i, actor if not i else f"{actor} ({i + 1})"))
+            out.append(
+                _meta(
+                    "thread_name", thread + i, actor if not i else f"{actor} ({i + 1})"
+                )
+            )
             out.append(_meta("thread_sort_index", thread + i, thread + i, "sort_index"))
         out += [_slice(e, thread + at) for e, at in zip(own, lane, strict=True)]
         thread += count
     for event in known:
         if isinstance(event, StepEvent):
             out += _counters(event)
-    return {"traceEvents": out, "displayTimeUnit": "ms", "otherData": {"source": "jvlab record"}}
+    return {
+        "traceEvents": out,
+        "displayTimeUnit": "ms",
+        "otherData": {"source": "jvlab record"},
+    }
 
 
 def write(events: Sequence[Event], path: str | os.PathLike[str]) -> str:
@@ -72,8 +90,19 @@ def _meta(what: str, thread: int, value: object, key: str = "name") -> dict[str,
 
 
 def _slice(event: Event, thread: int) -> dict[str, Any]:
-    fields = {k: v for k, v in event.to_json().items() if k not in ("kind", "actor", "start", "stop")}
-    base = {"name": _name(event), "cat": event.kind, "pid": PID, "tid": thread, "ts": event.start * 1e6, "args": fields}
+    fields = {
+        k: v
+        for k, v in event.to_json().items()
+        if k not in ("kind", "actor", "start", "stop")
+    }
+    base = {
+        "name": _name(event),
+        "cat": event.kind,
+        "pid": PID,
+        "tid": thread,
+        "ts": event.start * 1e6,
+        "args": fields,
+    }
     if isinstance(event, (FaultEvent, RunStart, RunStop)) or not event.seconds > 0:
         return base | {"ph": "i", "s": "p" if isinstance(event, FaultEvent) else "t"}
     return base | {"ph": "X", "dur": event.seconds * 1e6}
@@ -86,7 +115,9 @@ def _name(event: Event) -> str:
         case SyncEvent():
             return f"sync version {event.version}"
         case RolloutEvent():
-            return "generate, version " + (", ".join(str(v) for v in sorted(event.versions)) or "unknown")
+            return "generate, version " + (
+                ", ".join(str(v) for v in sorted(event.versions)) or "unknown"
+            )
         case FaultEvent():
             return event.fault
         case _:
@@ -97,9 +128,18 @@ def _counters(event: StepEvent) -> list[dict[str, Any]]:
     values = {name: plain(getattr(event, name)) for name in COUNTERS}
     total = sum(event.versions.values())
     if total:
-        values["staleness"] = sum(level * n for level, n in event.staleness.items()) / total
+        values["staleness"] = (
+            sum(level * n for level, n in event.staleness.items()) / total
+        )
     return [
-        {"name": name, "ph": "C", "pid": PID, "tid": 0, "ts": event.stop * 1e6, "args": {name: value}}
+        {
+            "name": name,
+            "ph": "C",
+            "pid": PID,
+            "tid": 0,
+            "ts": event.stop * 1e6,
+            "args": {name: value},
+        }
         for name, value in values.items()
         if not isinstance(value, str)  # a counter must be a finite number
     ]
@@ -131,14 +171,25 @@ class Scalars:
         match event:
             case StepEvent():
                 self.step = event.step
-                found = {name: getattr(event, field) for name, field in STEP_SCALARS.items()}
+                found = {
+                    name: getattr(event, field) for name, field in STEP_SCALARS.items()
+                }
                 found |= {f"ratio/{key}": value for key, value in event.ratios.items()}
-                found |= {"health/skipped": float(event.skipped), "time/train_s": event.seconds}
+                found |= {
+                    "health/skipped": float(event.skipped),
+                    "time/train_s": event.seconds,
+                }
                 if total := sum(event.versions.values()):
-                    found["staleness/mean"] = sum(s * n for s, n in event.staleness.items()) / total
+                    found["staleness/mean"] = (
+                        sum(s * n for s, n in event.staleness.items()) / total
+                    )
                     found["staleness/max"] = max(event.staleness)
             case SyncEvent():
-                found = {"sync/gb_per_s": event.gb_per_s, "sync/seconds": event.seconds, "sync/pause_s": event.pause}
+                found = {
+                    "sync/gb_per_s": event.gb_per_s,
+                    "sync/seconds": event.seconds,
+                    "sync/pause_s": event.pause,
+                }
             case RolloutEvent() if event.seconds > 0:
                 found = {"rollout/tokens_per_s": event.tokens / event.seconds}
             case _:
@@ -167,7 +218,9 @@ def _summary_writer() -> Any:
             return importlib.import_module(module).SummaryWriter
         except ImportError:
             continue
-    raise MissingDependency("TensorBoard files need a writer", remedy="pip install tensorboardX")
+    raise MissingDependency(
+        "TensorBoard files need a writer", remedy="pip install tensorboardX"
+    )
 
 
 class WandbSink:
@@ -177,14 +230,20 @@ class WandbSink:
         try:
             import wandb
         except ImportError as e:
-            raise MissingDependency("logging to Weights & Biases needs wandb", remedy="pip install wandb") from e
+            raise MissingDependency(
+                "logging to Weights & Biases needs wandb", remedy="pip install wandb"
+            ) from e
         self._scalars = Scalars()
         self._run: Any = wandb.init(**init)
 
     def __call__(self, event: Event, *, wall: float | None = None) -> None:
         numbers = self._scalars(event)
         if numbers:
-            self._run.log(numbers | {"step": self._scalars.step} | ({} if wall is None else {"wall": wall}))
+            self._run.log(
+                numbers
+                | {"step": self._scalars.step}
+                | ({} if wall is None else {"wall": wall})
+            )
 
     def close(self) -> None:
         """Finish the run."""
@@ -196,22 +255,30 @@ class WandbSink:
 Columns = Mapping[str, np.ndarray]
 
 
-def event_columns(events: Iterable[Event], kind: type[Event] = Event) -> dict[str, np.ndarray]:
+def event_columns(
+    events: Iterable[Event], kind: type[Event] = Event
+) -> dict[str, np.ndarray]:
     """One row per event: its scalars; maps from names to numbers as one column per name; anything else as JSON text."""
     found = list(events)
     hints = typing.get_type_hints(kind)
     columns: dict[str, np.ndarray] = {}
     for name in (f.name for f in dataclasses.fields(kind)):
-        values, hint = [getattr(e, name) for e in found], hints[name]
+        values = [getattr(e, name) for e in found]
+        hint = hints[name]
         if hint in (int, float, bool):
             columns[name] = np.array(values, np.int64 if hint is int else hint)
         elif hint is str or hint == bool | None:
             columns[name] = np.array(values, object)
         elif hint in (dict[str, float], dict[str, int]):
             for key in sorted({k for v in values for k in v}):
-                columns[f"{name}_{key}"] = np.array([v.get(key, NAN) for v in values], float)
+                columns[f"{name}_{key}"] = np.array(
+                    [v.get(key, NAN) for v in values], float
+                )
         elif name != "extra" or any(values):
-            texts = [None if v is None else json.dumps(plain(v), ensure_ascii=False) for v in values]
+            texts = [
+                None if v is None else json.dumps(plain(v), ensure_ascii=False)
+                for v in values
+            ]
             columns[name] = np.array(texts, object)
     return columns
 
@@ -222,7 +289,8 @@ def to_pandas(columns: Columns) -> pandas.DataFrame:
         import pandas
     except ImportError as e:
         raise MissingDependency(
-            "a DataFrame needs pandas", remedy="pip install pandas; record.steps() and to_csv() need nothing"
+            "a DataFrame needs pandas",
+            remedy="pip install pandas; record.steps() and to_csv() need nothing",
         ) from e
     return pandas.DataFrame(dict(columns))
 
@@ -234,10 +302,16 @@ def to_parquet(columns: Columns, path: str | os.PathLike[str]) -> str:
         from pyarrow import parquet
     except ImportError as e:
         raise MissingDependency(
-            "a Parquet file needs pyarrow", remedy="pip install pyarrow; to_csv() needs nothing"
+            "a Parquet file needs pyarrow",
+            remedy="pip install pyarrow; to_csv() needs nothing",
         ) from e
     target = _target(path)
-    table = pyarrow.table({name: pyarrow.array(values, from_pandas=False) for name, values in columns.items()})
+    table = pyarrow.table(
+        {
+            name: pyarrow.array(values, from_pandas=False)
+            for name, values in columns.items()
+        }
+    )
     parquet.write_table(table, target)
     return str(target)
 

@@ -24,10 +24,13 @@ from typing import Any
 from jvlab._errors import ConfigError
 from jvlab._files import parse_object, writing
 
-EVENTS, SAMPLES = "events.jsonl", "samples.jsonl"
+EVENTS = "events.jsonl"
+SAMPLES = "samples.jsonl"
 LOCK = "writer.lock"
-RESERVE = 8192  # bytes that the lock's file takes, so that a full disk still has room for how the run ended
-LOCK_SECONDS = 0.5  # a reader's `is_locked` holds the lock for an instant, so retry that long
+# bytes that the lock's file takes, so that a full disk still has room for how the run ended
+RESERVE = 8192
+# a reader's `is_locked` holds the lock for an instant, so retry that long
+LOCK_SECONDS = 0.5
 CHUNK = 1 << 20
 LONGEST_LINE = 1 << 26  # bytes; a sample of a million tokens fits
 MARK = b',"crc":"'
@@ -36,8 +39,11 @@ MARK = b',"crc":"'
 def encode(fields: Mapping[str, Any]) -> bytes:
     """One line. NaN and infinity raise ValueError: strict JSON cannot hold them."""
     try:
-        body = json.dumps(fields, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
-    except UnicodeEncodeError:  # half a surrogate pair, as in a cut-off completion: not UTF-8, so escape it
+        body = json.dumps(
+            fields, allow_nan=False, ensure_ascii=False, separators=(",", ":")
+        ).encode()
+    # half a surrogate pair, as in a cut-off completion: not UTF-8, so escape it
+    except UnicodeEncodeError:
         body = json.dumps(fields, allow_nan=False, separators=(",", ":")).encode()
     if len(body) < 3:
         raise ValueError("an event without fields")
@@ -60,7 +66,9 @@ class LogReader:
     """Reads a growing log incrementally. `damaged` counts lines that are not objects or have a wrong checksum."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.offset, self.damaged = path, 0, 0
+        self.path = path
+        self.offset = 0
+        self.damaged = 0
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Every complete line since the last call, in order; those written meanwhile are for the next call."""
@@ -70,10 +78,12 @@ class LogReader:
             return
         with file:
             file.seek(self.offset)
-            end = os.fstat(file.fileno()).st_size  # a writer faster than its reader would never let it end
+            # a writer faster than its reader would never let it end
+            end = os.fstat(file.fileno()).st_size
             while self.offset < end and (line := file.readline(LONGEST_LINE)):
                 length = len(line)
-                while not line.endswith(b"\n") and length >= LONGEST_LINE:  # too long for an event: skip it in pieces
+                # too long for an event: skip it in pieces
+                while not line.endswith(b"\n") and length >= LONGEST_LINE:
                     line = file.readline(CHUNK)
                     length += len(line)
                     if not line:
@@ -104,7 +114,10 @@ class FolderLock:
                 if time.monotonic() < deadline:
                     time.sleep(0.02)
                     continue
-                holder = os.read(self._fd, 200).decode(errors="replace").strip() or "another process"
+                holder = (
+                    os.read(self._fd, 200).decode(errors="replace").strip()
+                    or "another process"
+                )
                 os.close(self._fd)
                 raise ConfigError(
                     f"the record in {folder} is being written by {holder}",
@@ -158,10 +171,13 @@ class LogWriter:
     """
 
     def __init__(self, path: Path, *, fsync_s: float | None = 1.0) -> None:
-        self.path, self._fsync_s = path, fsync_s
+        self.path = path
+        self._fsync_s = fsync_s
         self._lock = threading.Lock()
         self._synced = time.monotonic()
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._fd = os.open(
+            path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
+        )
         self._size = self._cut_torn_line()
         _OPEN.add(self)
 
@@ -184,16 +200,22 @@ class LogWriter:
         line = encode(fields)
         with self._lock:
             if self._fd < 0:
-                raise ConfigError(f"{self.path.name} is closed", remedy="write events before the record is closed")
+                raise ConfigError(
+                    f"{self.path.name} is closed",
+                    remedy="write events before the record is closed",
+                )
             with writing(self.path, "the record of the run"):
                 try:
                     _write_all(self._fd, line)
                 except OSError:
-                    os.ftruncate(self._fd, self._size)  # a full disk may have stored a part of it
+                    # a full disk may have stored a part of it
+                    os.ftruncate(self._fd, self._size)
                     raise
                 self._size += len(line)
                 now = time.monotonic()
-                if sync or (self._fsync_s is not None and now - self._synced >= self._fsync_s):
+                if sync or (
+                    self._fsync_s is not None and now - self._synced >= self._fsync_s
+                ):
                     os.fsync(self._fd)
                     self._synced = now
 
@@ -227,7 +249,8 @@ def _close_in_child() -> None:
             os.close(item._fd)
             item._fd = -1
         if isinstance(item, LogWriter):
-            item._lock = threading.Lock()  # another thread of the parent may have held it
+            # another thread of the parent may have held it
+            item._lock = threading.Lock()
     _OPEN.clear()
 
 

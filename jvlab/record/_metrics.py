@@ -28,7 +28,11 @@ from jvlab.record._events import (
 
 def tidy(intervals: object) -> np.ndarray:
     """As an (n, 2) float array, without empty and NaN intervals."""
-    given = list(intervals) if isinstance(intervals, Iterable) and not isinstance(intervals, np.ndarray) else intervals
+    given = (
+        list(intervals)
+        if isinstance(intervals, Iterable) and not isinstance(intervals, np.ndarray)
+        else intervals
+    )
     array = np.asarray(given, float).reshape(-1, 2)
     return array[array[:, 1] > array[:, 0]]
 
@@ -62,7 +66,8 @@ def subtract(a: object, b: object) -> np.ndarray:
 
 
 def _combine(a: object, b: object, keep) -> np.ndarray:
-    left, right = union(a), union(b)
+    left = union(a)
+    right = union(b)
     cuts = np.unique(np.concatenate([left.ravel(), right.ravel()]))
     chosen = keep(_containing(left, cuts[:-1]) >= 0, _containing(right, cuts[:-1]) >= 0)
     return union(np.stack([cuts[:-1], cuts[1:]], axis=1)[chosen])
@@ -90,38 +95,54 @@ class TimeSplit:
     @property
     def overlap(self) -> np.ndarray:
         """The time in which two or more phases ran."""
-        return sum((t for names, t in self.together.items() if len(names) > 1), np.zeros(len(self.windows)))
+        return sum(
+            (t for names, t in self.together.items() if len(names) > 1),
+            np.zeros(len(self.windows)),
+        )
 
 
 def split_time(phases: Mapping[str, object], windows: object) -> TimeSplit:
     """Split disjoint windows, in order, among phases whose intervals may overlap each other and themselves."""
     frames = np.asarray(windows, float).reshape(-1, 2)
     unions = {name: union(intervals) for name, intervals in phases.items()}
-    cuts = np.unique(np.concatenate([frames.ravel(), *(u.ravel() for u in unions.values())]))
-    points, lengths = cuts[:-1], np.diff(cuts)
+    cuts = np.unique(
+        np.concatenate([frames.ravel(), *(u.ravel() for u in unions.values())])
+    )
+    points = cuts[:-1]
+    lengths = np.diff(cuts)
     frame = _containing(frames, points)
     inside = frame >= 0
     active = {name: _containing(u, points) >= 0 for name, u in unions.items()}
-    code = sum((mask << i for i, mask in enumerate(active.values())), np.zeros(len(points), np.int64))
+    code = sum(
+        (mask << i for i, mask in enumerate(active.values())),
+        np.zeros(len(points), np.int64),
+    )
 
     def total(mask: np.ndarray) -> np.ndarray:
         chosen = inside & mask
-        return np.bincount(frame[chosen], weights=lengths[chosen], minlength=len(frames))
+        return np.bincount(
+            frame[chosen], weights=lengths[chosen], minlength=len(frames)
+        )
 
     combinations = [c for c in np.unique(code[inside]).tolist() if c]
     return TimeSplit(
         frames,
         busy={name: total(mask) for name, mask in active.items()},
-        together={tuple(n for i, n in enumerate(active) if c >> i & 1): total(code == c) for c in combinations},
+        together={
+            tuple(n for i, n in enumerate(active) if c >> i & 1): total(code == c)
+            for c in combinations
+        },
         idle=total(code == 0),
     )
 
 
 def rate(intervals: object, amounts: object, edges: np.ndarray) -> np.ndarray:
     """Amount per second in each bin between the edges; amounts are spread evenly over their intervals."""
-    spans, weights = np.asarray(intervals, float).reshape(-1, 2), np.asarray(amounts, float).reshape(-1)
+    spans = np.asarray(intervals, float).reshape(-1, 2)
+    weights = np.asarray(amounts, float).reshape(-1)
     total = np.zeros(len(edges))
-    for (start, stop), amount in zip(spans, weights, strict=True):  # one at a time: runs have many, bins are few
+    # one at a time: runs have many, bins are few
+    for (start, stop), amount in zip(spans, weights, strict=True):
         if stop > start:
             total += amount * np.clip((edges - start) / (stop - start), 0.0, 1.0)
         else:
@@ -135,10 +156,13 @@ def lanes(intervals: object, slack: float = 1e-6) -> list[int]:
     Two that overlap by at most `slack` seconds may share one, to allow for rounding.
     """
     spans = np.asarray(intervals, float).reshape(-1, 2)
-    out, ends = [0] * len(spans), []
+    out = [0] * len(spans)
+    ends = []
     for i in np.argsort(spans[:, 0], kind="stable").tolist():
         start, stop = spans[i].tolist()
-        free = next((lane for lane, end in enumerate(ends) if end <= start + slack), len(ends))
+        free = next(
+            (lane for lane, end in enumerate(ends) if end <= start + slack), len(ends)
+        )
         ends[free : free + 1] = [stop]
         out[i] = free
     return out
@@ -169,7 +193,8 @@ def sessions(events: Sequence[Event]) -> np.ndarray:
         if isinstance(event, RunStart) or not found:
             anchored = isinstance(event, RunStart)
             found.append([event.start, event.start])
-        last = found[-1]  # an unknown event may have no times: comparisons with NaN are false
+        # an unknown event may have no times: comparisons with NaN are false
+        last = found[-1]
         if not anchored and not last[0] <= event.start and event.start == event.start:
             last[0] = event.start  # a record without a RunStart
         if not last[1] >= event.stop and event.stop == event.stop:
@@ -233,7 +258,9 @@ class Staleness:
     @property
     def histogram(self) -> dict[int, int]:
         """Staleness → tokens, of the whole run."""
-        return dict(zip(self.levels.tolist(), self.tokens.sum(axis=0).tolist(), strict=True))
+        return dict(
+            zip(self.levels.tolist(), self.tokens.sum(axis=0).tolist(), strict=True)
+        )
 
 
 def staleness(events: Sequence[Event]) -> Staleness:
@@ -241,13 +268,18 @@ def staleness(events: Sequence[Event]) -> Staleness:
     steps = trained(events)
     counts = [e.staleness for e in steps]
     levels = np.array(sorted({s for c in counts for s, n in c.items() if n}), np.int64)
-    tokens = np.array([[c.get(int(s), 0) for s in levels] for c in counts], np.int64).reshape(len(steps), len(levels))
+    tokens = np.array(
+        [[c.get(int(s), 0) for s in levels] for c in counts], np.int64
+    ).reshape(len(steps), len(levels))
     total = tokens.sum(axis=1)
     some = total > 0
-    mean, most = np.full(len(steps), NAN), np.full(len(steps), NAN)
+    mean = np.full(len(steps), NAN)
+    most = np.full(len(steps), NAN)
     mean[some] = (tokens[some] @ levels) / total[some]
     most[some] = [levels[row > 0].max() for row in tokens[some]]
-    return Staleness(np.array([e.step for e in steps], np.int64), levels, tokens, mean, most)
+    return Staleness(
+        np.array([e.step for e in steps], np.int64), levels, tokens, mean, most
+    )
 
 
 # time ----------------------------------------------------------------------------------------------------------------
@@ -259,7 +291,8 @@ def step_windows(events: Sequence[Event]) -> np.ndarray:
     Windows of one session are adjacent, so a step's window holds the sync of the weights it generated with, the
     generation, the rewards and the training. Time after the last step is in no window.
     """
-    out, begin = [], NAN
+    out = []
+    begin = NAN
     counting = {id(e) for e in trained(events)}
     for event in events:
         if isinstance(event, RunStart) or begin != begin:
@@ -307,7 +340,11 @@ def utilisation(events: Sequence[Event]) -> dict[str, float]:
     replicas = sorted({e.actor for e in events if isinstance(e, RolloutEvent)})
     out = {}
     for actor, found in sorted(work.items()):
-        stood = spans(p for p in pauses if actor in replicas and (not p.replicas or actor in p.replicas))
+        stood = spans(
+            p
+            for p in pauses
+            if actor in replicas and (not p.replicas or actor in p.replicas)
+        )
         out[actor] = measure(subtract(spans(found), stood)) / total
     if replicas:
         out["pool"] = float(np.mean([out[r] for r in replicas]))
@@ -331,7 +368,9 @@ def throughput(events: Sequence[Event]) -> dict[str, float]:
         "samples_per_s": over(sum(e.samples for e in rollouts), total),
         "trained_tokens_per_s": over(sum(e.tokens for e in steps), total),
         "steps_per_s": over(len(steps), total),
-        "sync_gb_per_s": over(sum(e.bytes for e in syncs), 1e9 * sum(e.seconds for e in syncs)),
+        "sync_gb_per_s": over(
+            sum(e.bytes for e in syncs), 1e9 * sum(e.seconds for e in syncs)
+        ),
     }
 
 
@@ -349,7 +388,11 @@ def rates(events: Sequence[Event], bins: int = 100) -> Rates:
     """Tokens and samples per second in equal bins; an event's amount is spread evenly over its duration."""
     frame = sessions(events)
     frame = frame[np.isfinite(frame).all(axis=1)]
-    low, high = (float(frame[:, 0].min()), float(frame[:, 1].max())) if len(frame) else (0.0, 0.0)
+    low, high = (
+        (float(frame[:, 0].min()), float(frame[:, 1].max()))
+        if len(frame)
+        else (0.0, 0.0)
+    )
     edges = np.linspace(low, high if high > low else low + 1.0, bins + 1)
     rollouts = [e for e in events if isinstance(e, RolloutEvent)]
     steps = [e for e in events if isinstance(e, StepEvent)]
@@ -366,7 +409,11 @@ def rates(events: Sequence[Event], bins: int = 100) -> Rates:
 
 def gap_alarm(events: Iterable[Event], given: float | None = None) -> float:
     """The threshold: `given`, else the run's own, else the default."""
-    own = [e.gap_alarm for e in events if isinstance(e, RunStart) and e.gap_alarm == e.gap_alarm]
+    own = [
+        e.gap_alarm
+        for e in events
+        if isinstance(e, RunStart) and e.gap_alarm == e.gap_alarm
+    ]
     return given if given is not None else own[-1] if own else GAP_ALARM
 
 
@@ -416,12 +463,18 @@ def step_table(events: Sequence[Event]) -> dict[str, np.ndarray]:
     kinds = {"skipped": bool} | dict.fromkeys(
         ("step", "version", "samples", "tokens", "dropped", "regenerated"), np.int64
     )
-    table = {name: np.array([getattr(e, name) for e in steps], kinds.get(name, float)) for name in SCALARS}
+    table = {
+        name: np.array([getattr(e, name) for e in steps], kinds.get(name, float))
+        for name in SCALARS
+    }
     for key in sorted({k for e in steps for k in e.ratios}):
         table[f"ratio_{key}"] = np.array([e.ratios.get(key, NAN) for e in steps], float)
     if any(e.experts for e in steps):
         worst = [e.expert_extremes for e in steps]
-        table |= {f"expert_{k}": np.array([w[k] for w in worst], float) for k in ("max", "min", "entropy")}
+        table |= {
+            f"expert_{k}": np.array([w[k] for w in worst], float)
+            for k in ("max", "min", "entropy")
+        }
     stale = staleness(events)
     table |= {"staleness_mean": stale.mean, "staleness_max": stale.max}
     split = step_times(events)
@@ -444,7 +497,9 @@ def ratios_by_staleness(events: Sequence[Event]) -> dict[int, dict[str, float]]:
     fold = {"max": np.nanmax, "min": np.nanmin}
     return {
         level: {
-            key: float(fold.get(key, np.nanmean)(values)) if np.isfinite(values).any() else NAN
+            key: float(fold.get(key, np.nanmean)(values))
+            if np.isfinite(values).any()
+            else NAN
             for key, values in stats.items()
         }
         for level, stats in sorted(found.items())
@@ -453,13 +508,16 @@ def ratios_by_staleness(events: Sequence[Event]) -> dict[int, dict[str, float]]:
 
 def summary(events: Sequence[Event]) -> dict[str, Any]:
     """The run's summary statistics."""
-    steps, once = trained(events), counted(events)
+    steps = trained(events)
+    once = counted(events)
     made = lambda found: sum(e.samples for e in found if isinstance(e, RolloutEvent))
     syncs = [e for e in events if isinstance(e, SyncEvent)]
     stale = staleness(events)
     times = run_times(events)
     starts = [e for e in events if isinstance(e, RunStart)]
-    last_end = next((e for e in reversed(events) if isinstance(e, (RunStart, RunStop))), None)
+    last_end = next(
+        (e for e in reversed(events) if isinstance(e, (RunStart, RunStop))), None
+    )
     gaps = [e.logprob_gap for e in steps if e.logprob_gap == e.logprob_gap]
     pauses = [e.pause for e in syncs if e.pause == e.pause]
     return {
@@ -473,9 +531,12 @@ def summary(events: Sequence[Event]) -> dict[str, Any]:
         "reward_last": steps[-1].reward_mean if steps else NAN,
         "rollouts": sum(isinstance(e, RolloutEvent) for e in once),
         "samples": made(once),
-        "replayed": made(events) - made(once),  # generated before a resume and again after it; counted once above
+        # generated before a resume and again after it; counted once above
+        "replayed": made(events) - made(once),
         "tokens": sum(e.tokens for e in once if isinstance(e, RolloutEvent)),
-        "reward_failures": sum(e.failures + e.timeouts for e in once if isinstance(e, RewardEvent)),
+        "reward_failures": sum(
+            e.failures + e.timeouts for e in once if isinstance(e, RewardEvent)
+        ),
         "syncs": len(syncs),
         "syncs_verified": sum(e.verified is True for e in syncs),
         "sync_bytes": sum(e.bytes for e in syncs),

@@ -59,23 +59,43 @@ class Comparison:
         """One row per number, one column per run."""
         from jvlab.record._export import to_pandas
 
-        columns = {name: np.array([pair[j] for pair in self.numbers.values()]) for j, name in enumerate(self.names)}
+        columns = {
+            name: np.array([pair[j] for pair in self.numbers.values()])
+            for j, name in enumerate(self.names)
+        }
         return to_pandas(columns).set_axis(list(self.numbers), axis=0)
 
     def _rows(self) -> list[tuple[str, str, str]]:
-        rows = [(name, _cell_text(one), _cell_text(other)) for name, (one, other) in self.numbers.items()]
-        return [*rows, *((name, repr(one), repr(other)) for name, (one, other) in self.settings.items())]
+        rows = [
+            (name, _cell_text(one), _cell_text(other))
+            for name, (one, other) in self.numbers.items()
+        ]
+        return [
+            *rows,
+            *(
+                (name, repr(one), repr(other))
+                for name, (one, other) in self.settings.items()
+            ),
+        ]
 
     def __repr__(self) -> str:
         rows = [("", *self.names), *self._rows()]
         widths = [max(len(row[c]) for row in rows) for c in range(3)]
-        lines = [f"{a.ljust(widths[0])}  {b.rjust(widths[1])}  {c.rjust(widths[2])}".rstrip() for a, b, c in rows]
+        lines = [
+            f"{a.ljust(widths[0])}  {b.rjust(widths[1])}  {c.rjust(widths[2])}".rstrip()
+            for a, b, c in rows
+        ]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         cell = "padding:2px 10px 2px 0;text-align:left;color:inherit;background:transparent"
-        head = "".join(f'<th style="{cell}">{escape(name)}</th>' for name in ("", *self.names))
-        rows = ["".join(f'<td style="{cell}">{escape(text)}</td>' for text in row) for row in self._rows()]
+        head = "".join(
+            f'<th style="{cell}">{escape(name)}</th>' for name in ("", *self.names)
+        )
+        rows = [
+            "".join(f'<td style="{cell}">{escape(text)}</td>' for text in row)
+            for row in self._rows()
+        ]
         body = "".join(f"<tr>{row}</tr>" for row in rows)
         return f'<table style="border-collapse:collapse;color:inherit"><tr>{head}</tr>{body}</table>'
 
@@ -91,13 +111,23 @@ def compare(one: Record, other: Record) -> Comparison:
         f"reward, last {_LAST} steps": _pair(_mean(r[-_LAST:]) for r in rewards),
         f"reward, same {common} steps": _pair(_mean(r[:common]) for r in rewards),
     }
-    numbers |= {row: _pair(float(s[key]) for s in summaries) for row, key in _SUMMARY.items()}
+    numbers |= {
+        row: _pair(float(s[key]) for s in summaries) for row, key in _SUMMARY.items()
+    }
     numbers["faults"] = _pair(float(sum(s["faults"].values())) for s in summaries)
-    starts = [next((e for e in r.events() if isinstance(e, RunStart)), None) for r in pair]
+    starts = [
+        next((e for e in r.events() if isinstance(e, RunStart)), None) for r in pair
+    ]
     configs = [dict(s.config) if s is not None else {} for s in starts]
     keys = dict.fromkeys([*configs[0], *configs[1]])
-    differ = {k: (configs[0].get(k), configs[1].get(k)) for k in keys if configs[0].get(k) != configs[1].get(k)}
-    return Comparison(_names(one, other, [s["run"] for s in summaries]), numbers, differ)
+    differ = {
+        k: (configs[0].get(k), configs[1].get(k))
+        for k in keys
+        if configs[0].get(k) != configs[1].get(k)
+    }
+    return Comparison(
+        _names(one, other, [s["run"] for s in summaries]), numbers, differ
+    )
 
 
 def _names(one: Record, other: Record, runs: list[str]) -> tuple[str, str]:
@@ -115,13 +145,21 @@ def _pair(values: Any) -> tuple[float, float]:
 
 
 def _mean(values: np.ndarray) -> float:
-    return float(np.nanmean(values)) if len(values) and not np.isnan(values).all() else math.nan
+    return (
+        float(np.nanmean(values))
+        if len(values) and not np.isnan(values).all()
+        else math.nan
+    )
 
 
 def _cell_text(value: float) -> str:
     if value != value:
         return "–"
-    return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 1000 else f"{value:.3g}"
+    return (
+        f"{value:,.0f}"
+        if float(value).is_integer() or abs(value) >= 1000
+        else f"{value:.3g}"
+    )
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -131,25 +169,40 @@ class _WallClock:
     """Shifts events of every session to seconds since the first start, never before the end of the previous session."""
 
     def __init__(self) -> None:
-        self._wall, self._shift, self._reach = NAN, 0.0, 0.0
+        self._wall = NAN
+        self._shift = 0.0
+        self._reach = 0.0
         self._known = False
 
     def shift(self, fields: dict[str, Any]) -> dict[str, Any]:
-        start, stop, wall = (_number(fields.get(name)) for name in ("start", "stop", "wall"))
+        start, stop, wall = (
+            _number(fields.get(name)) for name in ("start", "stop", "wall")
+        )
         if start == start and fields.get("kind") == RunStart.tag and wall == wall:
             self._wall = wall if self._wall != self._wall else self._wall
-            self._shift, self._known = max(wall - self._wall, self._reach) - start, True
+            self._shift = max(wall - self._wall, self._reach) - start
+            self._known = True
         elif start == start and not self._known:  # a record without a RunStart
-            self._shift, self._known = -start, True
+            self._shift = -start
+            self._known = True
         if stop == stop:
             self._reach = max(self._reach, stop + self._shift)
         times = (("start", start), ("stop", stop))
-        return {**fields, **{n: t + self._shift if t == t else "NaN" for n, t in times if n in fields}}
+        return {
+            **fields,
+            **{
+                n: t + self._shift if t == t else "NaN" for n, t in times if n in fields
+            },
+        }
 
 
 def _number(value: object) -> float:
     """A finite time; NaN for anything else."""
-    return float(value) if isinstance(value, (int, float)) and -1e15 < value < 1e15 else NAN
+    return (
+        float(value)
+        if isinstance(value, (int, float)) and -1e15 < value < 1e15
+        else NAN
+    )
 
 
 class Record:
@@ -164,7 +217,8 @@ class Record:
     def __init__(self, folder: Path | None, events: Iterable[Event] = ()) -> None:
         if not (folder is None or isinstance(folder, Path)):
             raise ConfigError(
-                f"a record is not made from {type(folder).__name__}", remedy="jv.Record.open(folder), or run.record"
+                f"a record is not made from {type(folder).__name__}",
+                remedy="jv.Record.open(folder), or run.record",
             )
         self.folder = folder
         self._events: list[Event] = []
@@ -179,7 +233,8 @@ class Record:
         """Read a run folder; the run may still be active."""
         if not isinstance(folder, (str, os.PathLike)):
             raise ConfigError(
-                f"folder is {type(folder).__name__}", remedy="a run, its record, or the path of its folder"
+                f"folder is {type(folder).__name__}",
+                remedy="a run, its record, or the path of its folder",
             )
         path = Path(folder)
         if not (path / EVENTS).is_file():
@@ -198,7 +253,10 @@ class Record:
     def _read(self) -> list[Event]:
         with self._lock:
             if self._log is not None:
-                self._events += [event_from_json(self._clock.shift(fields)) for fields in self._log.read()]
+                self._events += [
+                    event_from_json(self._clock.shift(fields))
+                    for fields in self._log.read()
+                ]
             return list(self._events)
 
     def events(self, kind: str | None = None) -> list[Event]:
@@ -208,19 +266,27 @@ class Record:
             return events
         found = [e for e in events if e.kind == kind]
         if not found and kind not in KINDS and kind not in {e.kind for e in events}:
-            raise ConfigError(f"no events of kind {kind!r}", remedy=f"one of {', '.join(KINDS)}", kind=kind)
+            raise ConfigError(
+                f"no events of kind {kind!r}",
+                remedy=f"one of {', '.join(KINDS)}",
+                kind=kind,
+            )
         return found
 
     def steps(self) -> dict[str, np.ndarray]:
         """One row per optimiser step, as numpy columns."""
         return _metrics.step_table(self._read())
 
-    def samples(self, step: int | None = None, group: int | None = None) -> list[SampleRecord]:
+    def samples(
+        self, step: int | None = None, group: int | None = None
+    ) -> list[SampleRecord]:
         """The kept samples with their tokens, of all steps or of one; empty if the run kept none.
 
         Of a step that was repeated after a resume, only the later ones.
         """
-        wanted = lambda s: (step is None or s.step == step) and (group is None or s.group == group)
+        wanted = lambda s: (
+            (step is None or s.step == step) and (group is None or s.group == group)
+        )
         return list(filter(wanted, self.iter_samples()))
 
     def batch(self, step: int | None = None, model: str = "") -> RolloutBatch:
@@ -238,12 +304,17 @@ class Record:
         if self.folder is None:
             return
         resumed = [e.resumed for e in self._read() if isinstance(e, RunStart)]
-        yield from self._all_samples() if len(resumed) < 2 else current(self._all_samples, resumed)
+        yield from (
+            self._all_samples()
+            if len(resumed) < 2
+            else current(self._all_samples, resumed)
+        )
 
     def _all_samples(self) -> Iterator[SampleRecord]:
         """Every sample in the file; unreadable ones are counted and skipped."""
         assert self.folder is not None
-        log, bad = LogReader(self.folder / SAMPLES), 0
+        log = LogReader(self.folder / SAMPLES)
+        bad = 0
         for fields in log.read():
             try:
                 sample = sample_from_json(fields)
@@ -266,7 +337,8 @@ class Record:
 
     def summary(self) -> dict[str, Any]:
         """The run in plain numbers."""
-        running = self.running  # before reading: a writer that ends meanwhile has said how
+        # before reading: a writer that ends meanwhile has said how
+        running = self.running
         found = _metrics.summary(self._read())
         if found["ended"] is None and self.folder is not None and not running:
             found["ended"] = "interrupted"  # its process was killed
@@ -295,7 +367,9 @@ class Record:
         """Unix time of the first start; NaN if the record does not say."""
         return next((e.wall for e in self._read() if isinstance(e, RunStart)), NAN)
 
-    def follow(self, *, poll: float = 0.2, timeout: float | None = None) -> Iterator[Event]:
+    def follow(
+        self, *, poll: float = 0.2, timeout: float | None = None
+    ) -> Iterator[Event]:
         """Events as they arrive, from the first. Stops when the run has ended or its process died, or after `timeout`
         seconds without a new event.
         """
@@ -303,9 +377,11 @@ class Record:
         return self._follow(poll, limit)
 
     def _follow(self, poll: float, limit: float) -> Iterator[Event]:
-        seen, quiet = 0, time.monotonic()
+        seen = 0
+        quiet = time.monotonic()
         while True:
-            writing = self.running  # checked before reading, so that a dying writer's last events are read
+            # checked before reading, so that a dying writer's last events are read
+            writing = self.running
             fresh = self._read()[seen:]
             yield from fresh
             seen += len(fresh)
@@ -332,7 +408,9 @@ class Record:
         `panel(compare=other)` draws the curves of both.
         """
 
-        found: Any = other if isinstance(other, Record) else getattr(other, "record", other)
+        found: Any = (
+            other if isinstance(other, Record) else getattr(other, "record", other)
+        )
         return compare(self, found if isinstance(found, Record) else Record.open(found))
 
     def to_pandas(self, table: str = "steps") -> pandas.DataFrame:
@@ -379,18 +457,23 @@ class Record:
     def _repr_html_(self) -> str:
         s = self.summary()
         shown: Mapping[str, str] = {
-            "steps": f"{s['steps']:,}" + (f", {s['skipped']} skipped" if s["skipped"] else ""),
+            "steps": f"{s['steps']:,}"
+            + (f", {s['skipped']} skipped" if s["skipped"] else ""),
             "reward": f"{_text(s['reward_first'])} → {_text(s['reward_last'])}",
             "generated": f"{s['samples']:,} samples, {s['tokens']:,} tokens, {_text(s['tokens_per_s'])} tokens/s",
             "syncs": f"{s['syncs']:,}, {s['syncs_verified']:,} with equal digests, {_text(s['sync_gb_per_s'])} GB/s",
             "staleness": f"mean {_text(s['mean_staleness'])}, at most {s['max_staleness']}",
             "logprob gap": f"at most {_text(s['logprob_gap'])}, {s['alarms']} steps over {s['gap_alarm']:.2g}",
-            "time": ", ".join(f"{name} {_text(v)} s" for name, v in s["time"].items() if v),
-            "faults": ", ".join(f"{name} × {n}" for name, n in s["faults"].items()) or "none",
+            "time": ", ".join(
+                f"{name} {_text(v)} s" for name, v in s["time"].items() if v
+            ),
+            "faults": ", ".join(f"{name} × {n}" for name, n in s["faults"].items())
+            or "none",
         }
         cell = "padding:2px 10px 2px 0;text-align:left;color:inherit;background:transparent"
         rows = "".join(
-            f'<tr><th style="{cell}">{escape(k)}</th><td style="{cell}">{escape(v)}</td></tr>' for k, v in shown.items()
+            f'<tr><th style="{cell}">{escape(k)}</th><td style="{cell}">{escape(v)}</td></tr>'
+            for k, v in shown.items()
         )
         return (
             f'<div style="color:inherit"><b>{escape(_line(s))}</b>'
@@ -407,14 +490,24 @@ def _feed(sink: Any, events: Iterable[Event], started: float) -> None:
 
 
 def _text(value: float) -> str:
-    return "–" if value != value else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return (
+        "–"
+        if value != value
+        else f"{value:,.0f}"
+        if abs(value) >= 1000
+        else f"{value:.3g}"
+    )
 
 
 def _line(s: Mapping[str, Any]) -> str:
     state = "running" if s["running"] else s["ended"] or "not ended"
     if state == "interrupted":
         state = f"interrupted after {how_many(s['steps'], 'step')}"
-    parts = [how_many(s["steps"], "step"), f"{s['samples']:,} samples", f"{s['syncs']:,} syncs"]
+    parts = [
+        how_many(s["steps"], "step"),
+        f"{s['samples']:,} samples",
+        f"{s['syncs']:,} syncs",
+    ]
     if s["steps"]:
         parts.append(f"reward {_text(s['reward_first'])} → {_text(s['reward_last'])}")
     if s["alarms"]:

@@ -12,7 +12,13 @@ import numpy as np
 
 from jvlab._units import how_many
 from jvlab.record import _metrics
-from jvlab.record._events import EvaluationEvent, RolloutEvent, RunStart, RunStop, StepEvent
+from jvlab.record._events import (
+    EvaluationEvent,
+    RolloutEvent,
+    RunStart,
+    RunStop,
+    StepEvent,
+)
 from jvlab.record._metrics import GAP_ALARM, phase_spans, split_time
 from jvlab.record._record import Record
 
@@ -37,20 +43,29 @@ class RunFeed:
     """`read()` reads what was recorded since the last call and returns the first row that changed."""
 
     record: Record
-    rows: np.ndarray = field(default_factory=lambda: np.empty((0, len(COLUMNS)), np.float32))
-    histogram: Counter[int] = field(default_factory=Counter)  # staleness → tokens trained on
+    rows: np.ndarray = field(
+        default_factory=lambda: np.empty((0, len(COLUMNS)), np.float32)
+    )
+    # staleness → tokens trained on
+    histogram: Counter[int] = field(default_factory=Counter)
     alarm: float = GAP_ALARM
     faults: int = 0
     rollouts: int = 0  # groups that were generated
-    evaluations: list[tuple[int, float]] = field(default_factory=list)  # (steps done, mean reward of held-out prompts)
+    # (steps done, mean reward of held-out prompts)
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
     compile_seconds: float = 0.0  # of the steps that compiled something
     _new_rows: list[tuple[float, ...]] = field(default_factory=list)
     _events_read: int = 0
     _begin: float = math.nan  # start of the next step's time window
     _tokens: int = 0  # generated since then
-    _rates: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=SMOOTH))  # (tokens, seconds) per step
+    # (tokens, seconds) per step
+    _rates: deque[tuple[int, float]] = field(
+        default_factory=lambda: deque(maxlen=SMOOTH)
+    )
     # of the last steps: index among the events, start and stop of the time window
-    _windows: deque[tuple[int, float, float]] = field(default_factory=lambda: deque(maxlen=RECENT + 1))
+    _windows: deque[tuple[int, float, float]] = field(
+        default_factory=lambda: deque(maxlen=RECENT + 1)
+    )
 
     def read(self) -> int | None:
         """The first row that is new or was removed; None if nothing changed."""
@@ -64,7 +79,10 @@ class RunFeed:
                     self._tokens += event.tokens
                     self.rollouts += 1
                 case EvaluationEvent():
-                    self.evaluations = [*self.evaluations, (event.step, event.reward_mean)]
+                    self.evaluations = [
+                        *self.evaluations,
+                        (event.step, event.reward_mean),
+                    ]
                 case StepEvent():
                     self._new_rows.append(self._row(event, number))
                 case _ if event.kind == "fault":
@@ -75,14 +93,17 @@ class RunFeed:
 
     def _append_rows(self) -> None:
         if self._new_rows:
-            self.rows = np.concatenate([self.rows, np.array(self._new_rows, np.float32)])
+            self.rows = np.concatenate(
+                [self.rows, np.array(self._new_rows, np.float32)]
+            )
             self._new_rows = []
 
     def _session(self, event: RunStart) -> int:
         """A session began; if it resumed a run, drop the steps that it repeats. Returns the first row dropped."""
         if event.gap_alarm == event.gap_alarm:
             self.alarm = event.gap_alarm
-        self._begin, self._tokens = event.start, 0
+        self._begin = event.start
+        self._tokens = 0
         self._append_rows()
         if event.resumed >= 0:
             self.rows = self.rows[self.rows[:, 0] < event.resumed]
@@ -97,7 +118,8 @@ class RunFeed:
         self._rates.append((self._tokens, event.stop - begin))
         tokens, seconds = (sum(column) for column in zip(*self._rates, strict=True))
         self._windows.append((number, begin, event.stop))
-        self._begin, self._tokens = max(begin, event.stop), 0
+        self._begin = max(begin, event.stop)
+        self._tokens = 0
         stale = event.staleness
         self.histogram.update(stale)
         total = sum(stale.values())
@@ -128,9 +150,15 @@ class RunFeed:
             return {}
         windows = list(self._windows)
         # events are written when they end, so those that overlap the windows come after the step before them
-        start, windows = (windows[0][0] + 1, windows[1:]) if len(windows) > RECENT else (0, windows)
-        times = split_time(phase_spans(self.record._events[start:]), [window for _, *window in windows])
-        found = {name: float(busy.sum()) / len(windows) for name, busy in times.busy.items()}
+        start, windows = (
+            (windows[0][0] + 1, windows[1:]) if len(windows) > RECENT else (0, windows)
+        )
+        times = split_time(
+            phase_spans(self.record._events[start:]), [window for _, *window in windows]
+        )
+        found = {
+            name: float(busy.sum()) / len(windows) for name, busy in times.busy.items()
+        }
         found["idle"] = float(times.idle.sum()) / len(windows)
         threshold = MIN_SHARE * sum(found.values())
         return {name: found[name] for name in SPLIT if found.get(name, 0.0) > threshold}
@@ -145,7 +173,8 @@ INTERRUPTED = "interrupted"  # the writing process ended before the run did
 class RunStatus:
     """A snapshot of a run."""
 
-    state: str  # "starting", "running", "paused", "stopping", "finished", "stopped", "failed" or "interrupted"
+    # "starting", "running", "paused", "stopping", "finished", "stopped", "failed" or "interrupted"
+    state: str
     step: int  # steps done
     steps: int
     version: int
@@ -159,15 +188,22 @@ class RunStatus:
     lost: int = 0  # groups that were rejected
     seconds: float = 0.0
     error: str = ""
-    effective_samples: float = math.nan  # of the last step's importance weights: 1 if all tokens weigh the same
-    masked_fraction: float = math.nan  # share of the last step's tokens that the importance mask removed
-    experts: Mapping[str, float] = field(default_factory=dict)  # `expert_extremes` of the last step; {} if it has none
-    best: SampleRecord | None = None  # of the last step's samples: the one with the highest reward
-    worst: SampleRecord | None = None  # the one with the lowest; the same sample if all rewards are equal
+    # of the last step's importance weights: 1 if all tokens weigh the same
+    effective_samples: float = math.nan
+    # share of the last step's tokens that the importance mask removed
+    masked_fraction: float = math.nan
+    # `expert_extremes` of the last step; {} if it has none
+    experts: Mapping[str, float] = field(default_factory=dict)
+    # of the last step's samples: the one with the highest reward
+    best: SampleRecord | None = None
+    # the one with the lowest; the same sample if all rewards are equal
+    worst: SampleRecord | None = None
     waiting: str = ""  # which function of the user's has been waited for, and how long
 
 
-def extremes(samples: Iterable[SampleRecord]) -> tuple[SampleRecord, SampleRecord] | None:
+def extremes(
+    samples: Iterable[SampleRecord],
+) -> tuple[SampleRecord, SampleRecord] | None:
     """The samples with the highest and the lowest reward, the first of equals; None if none has a reward."""
     found = [s for s in samples if math.isfinite(s.reward)]
     if not found:
@@ -177,10 +213,13 @@ def extremes(samples: Iterable[SampleRecord]) -> tuple[SampleRecord, SampleRecor
 
 def status_of(record: Record, samples: bool = True) -> RunStatus:
     """The status of a run as its record tells it; `samples`: look for the best and the worst among the kept ones."""
-    running = record.running  # before reading: a writer that ends meanwhile has said how
+    # before reading: a writer that ends meanwhile has said how
+    running = record.running
     events = record.events()
     start = next((e for e in reversed(events) if isinstance(e, RunStart)), None)
-    stop = next((e for e in reversed(events) if isinstance(e, RunStart | RunStop)), None)
+    stop = next(
+        (e for e in reversed(events) if isinstance(e, RunStart | RunStop)), None
+    )
     ended = stop if isinstance(stop, RunStop) else None
     state = ended.reason if ended else "running" if running else INTERRUPTED
     trained = _metrics.trained(events)
@@ -189,7 +228,11 @@ def status_of(record: Record, samples: bool = True) -> RunStatus:
     error = ended.text if ended else ""
     if state == INTERRUPTED and not error:
         done = how_many(last.step + 1, "step") if last else "its first step"
-        error = f"its process ended after {done}" if last else f"its process ended before {done}"
+        error = (
+            f"its process ended after {done}"
+            if last
+            else f"its process ended before {done}"
+        )
     gaps = [e.logprob_gap for e in trained if e.logprob_gap == e.logprob_gap]
     status = RunStatus(
         state,

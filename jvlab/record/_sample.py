@@ -22,16 +22,31 @@ def versions_of(given: Any, count: int, **where: object) -> np.ndarray:
     try:
         array = np.array(given, np.int64)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(f"versions {given!r}: {error}", remedy="pass one whole number per token", **where) from error
+        raise ConfigError(
+            f"versions {given!r}: {error}",
+            remedy="pass one whole number per token",
+            **where,
+        ) from error
     if array.size and array.ndim == 1:
         if len(array) != count:
-            raise ConfigError(f"{len(array)} versions for {count} tokens", remedy="pass one per token", **where)
+            raise ConfigError(
+                f"{len(array)} versions for {count} tokens",
+                remedy="pass one per token",
+                **where,
+            )
     elif array.size and array.shape[1:] != (3,):
-        raise ConfigError(f"versions of shape {array.shape}", remedy="pass one per token, or (version, start, stop)s")
+        raise ConfigError(
+            f"versions of shape {array.shape}",
+            remedy="pass one per token, or (version, start, stop)s",
+        )
     else:
         spans = array.reshape(-1, 3)
         edges = [0, *spans[:, 2].tolist()]
-        if spans[:, 1].tolist() != edges[:-1] or edges[-1] != count or (spans[:, 1] >= spans[:, 2]).any():
+        if (
+            spans[:, 1].tolist() != edges[:-1]
+            or edges[-1] != count
+            or (spans[:, 1] >= spans[:, 2]).any()
+        ):
             raise ConfigError(
                 f"version spans {tuple(map(tuple, spans.tolist()))} do not cover {count} tokens once, in order",
                 remedy="pass contiguous (version, start, stop) from 0 to the number of tokens",
@@ -52,7 +67,8 @@ def spans_of(versions: np.ndarray) -> Spans:
 
 # The experts that an engine chose for each token of some samples, as arrays for a trainer. numpy only.
 
-REPLAYS = ("none", "ids", "full")  # own router; the engine's experts; its experts and their weights
+# own router; the engine's experts; its experts and their weights
+REPLAYS = ("none", "ids", "full")
 
 
 def check_replay(replay: str) -> None:
@@ -61,13 +77,21 @@ def check_replay(replay: str) -> None:
         raise ConfigError(f"replay={replay!r}", remedy=f"one of {', '.join(REPLAYS)}")
 
 
-def frozen_routes(ids: Any, weights: Any, tokens: int, **where: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+def frozen_routes(
+    ids: Any, weights: Any, tokens: int, **where: int
+) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Ids as int16 and weights as float32, read-only, both [tokens, layers, chosen]; raises if shapes do not fit."""
     if ids is None:
         if weights is not None:
-            raise ConfigError("expert_weights without expert_ids", remedy="pass both, or ids alone", **where)
+            raise ConfigError(
+                "expert_weights without expert_ids",
+                remedy="pass both, or ids alone",
+                **where,
+            )
         return None, None
-    found = [np.array(ids, np.int16)] + ([] if weights is None else [np.array(weights, np.float32)])
+    found = [np.array(ids, np.int16)] + (
+        [] if weights is None else [np.array(weights, np.float32)]
+    )
     for array in found:
         if array.ndim != 3 or array.shape != found[0].shape or len(array) != tokens:
             raise ConfigError(
@@ -79,7 +103,9 @@ def frozen_routes(ids: Any, weights: Any, tokens: int, **where: int) -> tuple[np
     return found[0], found[1] if weights is not None else None
 
 
-def expert_arrays(samples: Sequence[Any], width: int, replay: str) -> dict[str, np.ndarray]:
+def expert_arrays(
+    samples: Sequence[Any], width: int, replay: str
+) -> dict[str, np.ndarray]:
     """`expert_ids` [N, width, layers, chosen] int16, and for "full" `expert_weights`, float32; nothing for "none".
 
     -1 where no choice is known: padding, a sample's last token, and prompts found in an engine's prefix cache.
@@ -98,7 +124,11 @@ def expert_arrays(samples: Sequence[Any], width: int, replay: str) -> dict[str, 
                 f"replay={replay!r}, but sample {missing} has no {what}",
                 remedy='lab.launch(..., engine={"enable_return_routed_experts": True}); weights come from CPUs only',
             )
-        out = np.full((len(rows), width, *rows[0].shape[1:]), -1 if name == "expert_ids" else 0, rows[0].dtype)
+        out = np.full(
+            (len(rows), width, *rows[0].shape[1:]),
+            -1 if name == "expert_ids" else 0,
+            rows[0].dtype,
+        )
         for at, row in enumerate(rows):
             out[at, : len(row)] = row
         found[name] = out
@@ -107,13 +137,18 @@ def expert_arrays(samples: Sequence[Any], width: int, replay: str) -> dict[str, 
 
 # ----------------------------------------------------------------------------------------------------
 
-FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")  # vLLM's; `Sample.error` says why one failed
+# vLLM's; `Sample.error` says why one failed
+FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
 def _frozen(values: object, dtype: type, what: str) -> np.ndarray:
     array = np.array(values, dtype=dtype)
     if array.ndim != 1:
-        raise ConfigError(f"{what} has shape {array.shape}", remedy="pass one number per token", shape=array.shape)
+        raise ConfigError(
+            f"{what} has shape {array.shape}",
+            remedy="pass one number per token",
+            shape=array.shape,
+        )
     array.setflags(write=False)
     return array
 
@@ -154,16 +189,21 @@ class Sample:
     error: str | None = None
     reward: float | None = None  # the task's, if it was scored
     trainer_logprobs: np.ndarray | None = None  # see `RolloutBatch.compare`
-    loss_mask: np.ndarray | None = None  # which tokens are the model's own; None: all. Others: logprob 0, version -1
+    # which tokens are the model's own; None: all. Others: logprob 0, version -1
+    loss_mask: np.ndarray | None = None
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     adapter: tuple[str, int] | None = None  # name and version of the LoRA adapter
-    reward_parts: Mapping[str, float] = field(default_factory=dict)  # what `reward` is the sum of; {}: one number
+    # what `reward` is the sum of; {}: one number
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
     expert_ids: np.ndarray | None = None  # int16
     expert_weights: np.ndarray | None = None  # float32
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)
-        put("prompt_token_ids", _frozen(self.prompt_token_ids, np.int32, "prompt_token_ids"))
+        put(
+            "prompt_token_ids",
+            _frozen(self.prompt_token_ids, np.int32, "prompt_token_ids"),
+        )
         put("token_ids", _frozen(self.token_ids, np.int32, "token_ids"))
         count = len(self.token_ids)
         given = np.full(count, np.nan) if self.logprobs is None else self.logprobs
@@ -171,24 +211,50 @@ class Sample:
         put("seconds", dict(self.seconds))
         put("reward", None if self.reward is None else float(self.reward))
         if self.trainer_logprobs is not None:
-            put("trainer_logprobs", _frozen(self.trainer_logprobs, np.float32, "trainer_logprobs"))
+            put(
+                "trainer_logprobs",
+                _frozen(self.trainer_logprobs, np.float32, "trainer_logprobs"),
+            )
         if self.loss_mask is not None:
             put("loss_mask", _frozen(self.loss_mask, np.bool_, "loss_mask"))
-        put("reward_parts", {str(name): float(value) for name, value in (self.reward_parts or {}).items()})
+        put(
+            "reward_parts",
+            {
+                str(name): float(value)
+                for name, value in (self.reward_parts or {}).items()
+            },
+        )
         put("cached_tokens", int(self.cached_tokens or 0))
-        put("adapter", None if self.adapter is None else (str(self.adapter[0]), int(self.adapter[1])))
+        put(
+            "adapter",
+            None
+            if self.adapter is None
+            else (str(self.adapter[0]), int(self.adapter[1])),
+        )
         where = {"prompt_index": self.prompt_index, "sample_index": self.sample_index}
-        columns = (("logprobs", given), ("trainer_logprobs", self.trainer_logprobs), ("loss_mask", self.loss_mask))
+        columns = (
+            ("logprobs", given),
+            ("trainer_logprobs", self.trainer_logprobs),
+            ("loss_mask", self.loss_mask),
+        )
         for what, values in columns:
             if values is not None and len(values) != count:
-                raise ConfigError(f"{len(values)} {what} for {count} tokens", remedy="pass one per token", **where)
+                raise ConfigError(
+                    f"{len(values)} {what} for {count} tokens",
+                    remedy="pass one per token",
+                    **where,
+                )
         if self.finish_reason not in FINISH_REASONS:
             raise ConfigError(
-                f"finish_reason={self.finish_reason!r}", remedy=f"one of {', '.join(FINISH_REASONS)}", **where
+                f"finish_reason={self.finish_reason!r}",
+                remedy=f"one of {', '.join(FINISH_REASONS)}",
+                **where,
             )
         put("versions", versions_of(self.versions, count, **where))
         length = len(self.prompt_token_ids) + count
-        ids, weights = frozen_routes(self.expert_ids, self.expert_weights, length, **where)
+        ids, weights = frozen_routes(
+            self.expert_ids, self.expert_weights, length, **where
+        )
         put("expert_ids", ids)
         put("expert_weights", weights)
 
@@ -205,26 +271,47 @@ class Sample:
     @property
     def own(self) -> np.ndarray:
         """Which tokens the model generated, bool: all but observations between the turns of a session."""
-        return np.ones(len(self.token_ids), bool) if self.loss_mask is None else self.loss_mask
+        return (
+            np.ones(len(self.token_ids), bool)
+            if self.loss_mask is None
+            else self.loss_mask
+        )
 
     @property
     def mean_logprob(self) -> float:
         """Mean over the model's own tokens; NaN if there are none."""
-        return float(self.logprobs[self.own].mean(dtype=np.float64)) if self.own.any() else float("nan")
+        return (
+            float(self.logprobs[self.own].mean(dtype=np.float64))
+            if self.own.any()
+            else float("nan")
+        )
 
     @property
     def gap(self) -> np.ndarray | None:
         """Engine's minus trainer's log-probability of each token; None before `RolloutBatch.compare`."""
         rows = self.trainer_logprobs
-        return None if rows is None else np.where(self.own, self.logprobs - rows, np.float32(0))
+        return (
+            None
+            if rows is None
+            else np.where(self.own, self.logprobs - rows, np.float32(0))
+        )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sample):
             return NotImplemented
-        arrays = ("prompt_token_ids", "token_ids", "logprobs", "versions", "trainer_logprobs", "loss_mask")
+        arrays = (
+            "prompt_token_ids",
+            "token_ids",
+            "logprobs",
+            "versions",
+            "trainer_logprobs",
+            "loss_mask",
+        )
         arrays += ("expert_ids", "expert_weights")
         return all(
-            _arrays_equal(getattr(self, n), getattr(other, n)) if n in arrays else getattr(self, n) == getattr(other, n)
+            _arrays_equal(getattr(self, n), getattr(other, n))
+            if n in arrays
+            else getattr(self, n) == getattr(other, n)
             for n in self.__dataclass_fields__
         )
 
@@ -240,10 +327,17 @@ class Sample:
 def spans_text(sample: Sample) -> str:
     """The versions of a sample's own tokens, in order, as text."""
     found = [v for v, _, _ in sample.version_spans if v >= 0]
-    return ", ".join(str(v) for i, v in enumerate(found) if not i or v != found[i - 1]) or "none"
+    return (
+        ", ".join(str(v) for i, v in enumerate(found) if not i or v != found[i - 1])
+        or "none"
+    )
 
 
 def shorten(text: str, width: int) -> str:
     """One line of at most `width` characters, control characters escaped."""
-    line = json.dumps(text, ensure_ascii=False)[1:-1].replace('\\"', '"').replace("\\\\", "\\")
+    line = (
+        json.dumps(text, ensure_ascii=False)[1:-1]
+        .replace('\\"', '"')
+        .replace("\\\\", "\\")
+    )
     return line if len(line) <= width else line[: width - 1] + "…"

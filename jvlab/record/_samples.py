@@ -35,12 +35,17 @@ class SampleRecord(Event):
     logprobs: tuple[float, ...] = ()
     mask: tuple[int, ...] = ()
     finish_reason: str = ""
-    sampling: dict[str, Any] = field(default_factory=dict)  # temperature and the like: what logprobs depend on
-    reward_parts: dict[str, float] = field(default_factory=dict)  # {} if the reward is one number
-    session: int = -1  # which process of the run wrote it, from 0: a later one may have repeated it
+    # temperature and the like: what logprobs depend on
+    sampling: dict[str, Any] = field(default_factory=dict)
+    # {} if the reward is one number
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    # which process of the run wrote it, from 0: a later one may have repeated it
+    session: int = -1
 
     @classmethod
-    def of(cls, sample: Any, *, reward: float = NAN, step: int = -1, **fields: Any) -> SampleRecord:
+    def of(
+        cls, sample: Any, *, reward: float = NAN, step: int = -1, **fields: Any
+    ) -> SampleRecord:
         """From a `jvlab.Sample` of a rollout batch. `fields` add to the sample's or override them: group, ..."""
         logprobs = np.asarray(sample.logprobs, np.float32)
         taken = {
@@ -72,7 +77,10 @@ class SampleRecord(Event):
     def token_versions(self) -> np.ndarray:
         """The version that produced each token, int64."""
         spans = self.versions
-        return np.repeat(np.array([v for v, _, _ in spans], np.int64), [stop - start for _, start, stop in spans])
+        return np.repeat(
+            np.array([v for v, _, _ in spans], np.int64),
+            [stop - start for _, start, stop in spans],
+        )
 
     def staleness(self, trainer_version: int) -> np.ndarray:
         """Per token: how many versions it was behind the trainer."""
@@ -94,7 +102,9 @@ def shortest(values: np.ndarray) -> list[float]:
     """
     narrow = np.asarray(values, np.float32)
     wide = narrow.astype(np.float64)
-    found, left = wide.copy(), np.abs(narrow) < 2**23  # not NaN
+    # not NaN
+    found = wide.copy()
+    left = np.abs(narrow) < 2**23
     large = np.isfinite(narrow) & ~left
     for places in range(13):
         rounded = np.round(wide, places)
@@ -109,7 +119,9 @@ def shortest(values: np.ndarray) -> list[float]:
     return out
 
 
-def current(records: Callable[[], Iterable[SampleRecord]], resumed: Sequence[int]) -> Iterator[SampleRecord]:
+def current(
+    records: Callable[[], Iterable[SampleRecord]], resumed: Sequence[int]
+) -> Iterator[SampleRecord]:
     """Those that count: without samples that a later session repeated, or will.
 
     `records` is read twice, so that they need not fit in memory. `resumed` is, for each session, the step that it
@@ -123,11 +135,15 @@ def current(records: Callable[[], Iterable[SampleRecord]], resumed: Sequence[int
             last[record.step, record.group, record.index] = total
         newest[record.group] = max(newest.get(record.group, -1), record.session)
     for number, record in enumerate(records(), 1):
-        later = [step for step in resumed[record.session + 1 :] if step >= 0] if record.session >= 0 else []
+        later = (
+            [step for step in resumed[record.session + 1 :] if step >= 0]
+            if record.session >= 0
+            else []
+        )
         if record.step >= 0:
-            gone = number < last.get((record.step, record.group, record.index), 0) or record.step >= min(
-                later, default=record.step + 1
-            )
+            gone = number < last.get(
+                (record.step, record.group, record.index), 0
+            ) or record.step >= min(later, default=record.step + 1)
         else:
             gone = bool(later) and newest.get(record.group, -1) > record.session
         if number > total or not gone:

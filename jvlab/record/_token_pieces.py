@@ -21,12 +21,21 @@ def visible(text: str) -> str:
     """The text with invisible and direction-changing characters written as escapes: `\\u202e`."""
     if text.isprintable():
         return text
-    return "".join(c if c in "\n\t" or unicodedata.category(c) not in _INVISIBLE else _escape(c) for c in text)
+    return "".join(
+        c if c in "\n\t" or unicodedata.category(c) not in _INVISIBLE else _escape(c)
+        for c in text
+    )
 
 
 def _escape(c: str) -> str:
     number = ord(c)
-    return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}" if number < 65536 else f"\\U{number:08x}"
+    return (
+        f"\\x{number:02x}"
+        if number < 256
+        else f"\\u{number:04x}"
+        if number < 65536
+        else f"\\U{number:08x}"
+    )
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,8 @@ class TokenTexts:
     """The text of each token; if it is not known, `texts` is empty and `why` says why."""
 
     texts: tuple[str, ...] = ()
-    special: frozenset[int] = frozenset()  # positions of special tokens, which have a name and no text
+    # positions of special tokens, which have a name and no text
+    special: frozenset[int] = frozenset()
     why: str = ""
 
 
@@ -50,13 +60,21 @@ class TokenSplitter:
             return TokenTexts(why=self.why)
         ids = sample.token_ids.tolist()
         context = sample.prompt_token_ids[-CONTEXT:].tolist()
-        for start in (context, []):  # like the engine, fall back to decoding the completion alone
-            found = split_tokens(lambda part: self._tokenizer.decode(part, skip_special_tokens=True), start, ids)
+        # like the engine, fall back to decoding the completion alone
+        for start in (context, []):
+            found = split_tokens(
+                lambda part: self._tokenizer.decode(part, skip_special_tokens=True),
+                start,
+                ids,
+            )
             if "".join(found) == sample.text:
                 return self._named(found, ids)
-        if sample.finish_reason == "stop" and "".join(found).startswith(sample.text):  # a stop string was removed
+        # a stop string was removed
+        if sample.finish_reason == "stop" and "".join(found).startswith(sample.text):
             return self._named(found, ids)
-        return TokenTexts(why="the tokenizer of the model's folder does not give this text")
+        return TokenTexts(
+            why="the tokenizer of the model's folder does not give this text"
+        )
 
     def prompt_text(self, sample: Sample) -> str:
         """The prompt as text: as it was given, or decoded with its special tokens (a chat, a list of token ids)."""
@@ -71,28 +89,40 @@ class TokenSplitter:
             return f"{len(ids)} tokens"
         try:
             return self._tokenizer.decode(ids, skip_special_tokens=False)
-        except Exception as error:  # tokenizers raises plain Exceptions, e.g. for an id that is out of range
+        # tokenizers raises plain Exceptions, e.g. for an id that is out of range
+        except Exception as error:
             return f"{len(ids)} tokens ({error})"
 
     def _named(self, found: list[str], ids: list[int]) -> TokenTexts:
-        special, named = set(), list(found)
+        special = set()
+        named = list(found)
         for position, (text, token) in enumerate(zip(found, ids, strict=True)):
-            if not text and not self._tokenizer.decode([token], skip_special_tokens=True):
+            if not text and not self._tokenizer.decode(
+                [token], skip_special_tokens=True
+            ):
                 special.add(position)
                 named[position] = self._tokenizer.id_to_token(token) or f"⟨{token}⟩"
         return TokenTexts(tuple(named), frozenset(special))
 
 
-def split_tokens(decode: Callable[[Sequence[int]], str], context: Sequence[int], ids: Sequence[int]) -> list[str]:
+def split_tokens(
+    decode: Callable[[Sequence[int]], str], context: Sequence[int], ids: Sequence[int]
+) -> list[str]:
     """What each token adds to the text after `context`; a character made of several tokens belongs to the last one."""
-    known, begin, end = [*context, *ids], 0, len(context)
+    known = [*context, *ids]
+    begin = 0
+    end = len(context)
     out: list[str] = []
     for at in range(len(context), len(known)):
-        before, after = decode(known[begin:end]), decode(known[begin : at + 1])
-        whole = len(after) > len(before) and not after.endswith("\N{REPLACEMENT CHARACTER}")
+        before = decode(known[begin:end])
+        after = decode(known[begin : at + 1])
+        whole = len(after) > len(before) and not after.endswith(
+            "\N{REPLACEMENT CHARACTER}"
+        )
         if whole or at + 1 == len(known):
             out.append(after[len(before) :])
-            begin, end = end, at + 1
+            begin = end
+            end = at + 1
         else:
             out.append("")
     return out
@@ -103,7 +133,10 @@ def _tokenizer(model: str) -> tuple[Any, str]:
     """The model's fast tokenizer, or None and why."""
     file = Path(model) / "tokenizer.json"
     if not model or not file.is_file():
-        return None, "the model's folder, which holds the tokenizer, is not on this machine"
+        return (
+            None,
+            "the model's folder, which holds the tokenizer, is not on this machine",
+        )
     try:
         from tokenizers import Tokenizer
     except ImportError:

@@ -44,22 +44,40 @@ class RecordWriter:
         sinks: Iterable[Sink] = (),
     ) -> None:
         if keep_samples < 0:
-            raise ConfigError(f"keep_samples={keep_samples}", remedy="pass 0 for none, 1 for all, n for every n-th")
+            raise ConfigError(
+                f"keep_samples={keep_samples}",
+                remedy="pass 0 for none, 1 for all, n for every n-th",
+            )
         self.folder = Path(folder)
-        self._keep, self._seen, self._sinks = keep_samples, 0, list(sinks)
-        self._counting, self._closed = threading.Lock(), False
-        with contextlib.ExitStack() as opened, writing(self.folder, "the record of the run"):
+        self._keep = keep_samples
+        self._seen = 0
+        self._sinks = list(sinks)
+        self._counting = threading.Lock()
+        self._closed = False
+        with (
+            contextlib.ExitStack() as opened,
+            writing(self.folder, "the record of the run"),
+        ):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(self.folder)
             opened.callback(self._lock.close)
             self._events = LogWriter(self.folder / EVENTS, fsync_s=fsync_s)
             opened.callback(self._events.close)
-            self._samples = LogWriter(self.folder / SAMPLES, fsync_s=fsync_s) if keep_samples else None
+            self._samples = (
+                LogWriter(self.folder / SAMPLES, fsync_s=fsync_s)
+                if keep_samples
+                else None
+            )
             if self._samples is not None:
                 opened.callback(self._samples.close)
-            self._session = sum(line.get("kind") == RunStart.tag for line in LogReader(self.folder / EVENTS).read())
+            self._session = sum(
+                line.get("kind") == RunStart.tag
+                for line in LogReader(self.folder / EVENTS).read()
+            )
             name = run or self.folder.resolve().name
-            self.write(RunStart.now(name, config=config, gap_alarm=gap_alarm, resumed=resumed))
+            self.write(
+                RunStart.now(name, config=config, gap_alarm=gap_alarm, resumed=resumed)
+            )
             opened.pop_all()  # it stays open
 
     def write(self, event: Event) -> None:
@@ -69,21 +87,28 @@ class RecordWriter:
             event = dataclasses.replace(event, start=now, stop=now)
         elif event.stop != event.stop:
             event = dataclasses.replace(event, stop=max(clock(), event.start))
-        self._events.append(event.to_json(), sync=isinstance(event, (RunStart, RunStop, FaultEvent)))
+        self._events.append(
+            event.to_json(), sync=isinstance(event, (RunStart, RunStop, FaultEvent))
+        )
         for sink in tuple(self._sinks):
             try:
                 sink(event)
             except Exception as e:
                 self._sinks.remove(sink)
                 name = getattr(sink, "__name__", type(sink).__name__)
-                self.write(FaultEvent(fault="sink failed", who=name, text=f"{type(e).__name__}: {e}"))
+                self.write(
+                    FaultEvent(
+                        fault="sink failed", who=name, text=f"{type(e).__name__}: {e}"
+                    )
+                )
 
     def write_samples(self, samples: Sequence[SampleRecord]) -> int:
         """Append the content of every n-th sample; returns how many were kept."""
         if self._samples is None:
             return 0
         with self._counting:
-            first, self._seen = self._seen, self._seen + len(samples)
+            first = self._seen
+            self._seen = self._seen + len(samples)
         chosen = [s for i, s in enumerate(samples, first) if i % self._keep == 0]
         for sample in chosen:
             self._samples.append({**sample.to_json(), "session": self._session})
@@ -103,7 +128,8 @@ class RecordWriter:
                 return
             self._closed = True
         stop = RunStop(reason=reason, text=text, actor="trainer")
-        with contextlib.ExitStack() as ends:  # each of these, in reverse, whatever becomes of the others
+        # each of these, in reverse, whatever becomes of the others
+        with contextlib.ExitStack() as ends:
             for sink in self._sinks:
                 ends.callback(getattr(sink, "close", lambda: None))
             ends.callback(self._lock.close)
@@ -119,7 +145,12 @@ class RecordWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        _: TracebackType | None,
+    ) -> None:
         match error:
             case None:
                 self.close()

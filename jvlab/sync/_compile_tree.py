@@ -66,10 +66,18 @@ def bind_rules(
 def _listed(rules: Any) -> tuple[bool, list[Any]]:
     """Whether "auto" is among the rules, and the others; lines of a list are one text, so that they have numbers."""
     parts = list(rules) if isinstance(rules, (tuple, list)) else [rules]
-    parts = [x for part in parts for x in (part if isinstance(part, (tuple, list)) else [part])]
+    parts = [
+        x
+        for part in parts
+        for x in (part if isinstance(part, (tuple, list)) else [part])
+    ]
     auto = any(isinstance(part, str) and part == "auto" for part in parts)
     lines = [part for part in parts if isinstance(part, str) and "->" in part]
-    others = [part for part in parts if not (isinstance(part, str) and (part == "auto" or "->" in part))]
+    others = [
+        part
+        for part in parts
+        if not (isinstance(part, str) and (part == "auto" or "->" in part))
+    ]
     return auto, [*others, *(["\n".join(lines)] if lines else [])]
 
 
@@ -83,33 +91,54 @@ def _is_set(rules: Any) -> bool:
 
 
 def rules_of(
-    rules: Any, tensors: list[CheckpointTensor], config: Dict[str, Any], leaves: Dict[str, Any] | None = None
+    rules: Any,
+    tensors: list[CheckpointTensor],
+    config: Dict[str, Any],
+    leaves: Dict[str, Any] | None = None,
 ) -> Rules:
     """Declared rules: "policy", the name of a set, a file, rule text, or a Rules object; or a list of these.
 
     A named set is adapted to the model's family and to the prefixes of the checkpoint and the `leaves`.
     """
-    from jvlab.layout.rules._builtin import fit_leaves, numbers_layers, policy_rules, preset_rules
+    from jvlab.layout.rules._builtin import (
+        fit_leaves,
+        numbers_layers,
+        policy_rules,
+        preset_rules,
+    )
     from jvlab.layout.rules._ruleset import Rules
 
     if isinstance(rules, Rules):
         return rules
     if isinstance(rules, (tuple, list)):
-        return sum((rules_of(part, tensors, config, leaves) for part in _listed(rules)[1]), Rules(()))
+        return sum(
+            (rules_of(part, tensors, config, leaves) for part in _listed(rules)[1]),
+            Rules(()),
+        )
     if not isinstance(rules, str):
         raise ConfigError(
             f"rules must be text, a list of lines, or jv.Rules, not {type(rules).__name__}",
             remedy='pass "auto", a name, a file, lines such as "leaf -> tensor", jv.Rules; or ("auto", line, line, …)',
         )
     if rules == "policy":
-        found = policy_rules(config, [t.name for t in tensors], scanned=False if numbers_layers(leaves or ()) else None)
+        found = policy_rules(
+            config,
+            [t.name for t in tensors],
+            scanned=False if numbers_layers(leaves or ()) else None,
+        )
         return fit_leaves(found, leaves or {})
     if "->" in rules:
         return Rules.parse(rules)
     if _is_file(rules):
         return Rules.load(rules)
-    if rules.startswith("policy.") and leaves and not numbers_layers(leaves) and f"{rules}.scanned" in Rules.names():
-        rules = f"{rules}.scanned"  # the same layout with stacked layers, as jv.Policy has them
+    if (
+        rules.startswith("policy.")
+        and leaves
+        and not numbers_layers(leaves)
+        and f"{rules}.scanned" in Rules.names()
+    ):
+        # the same layout with stacked layers, as jv.Policy has them
+        rules = f"{rules}.scanned"
     return preset_rules(rules, config, tensors, leaves)
 
 
@@ -120,7 +149,9 @@ def _is_file(path: str) -> bool:
         return False
 
 
-def shapes_for(rules: Any, config: Dict[str, Any], tensors: list[CheckpointTensor]) -> Dict[str, Any]:
+def shapes_for(
+    rules: Any, config: Dict[str, Any], tensors: list[CheckpointTensor]
+) -> Dict[str, Any]:
     """Leaf shapes for a plan without parameters: those that declared rules imply; for "auto", the Policy's."""
     from jvlab.layout.rules._policy_shapes import leaf_shapes_for
 
@@ -137,20 +168,26 @@ def shapes_for(rules: Any, config: Dict[str, Any], tensors: list[CheckpointTenso
 
 
 def policy_shapes(
-    config: Dict[str, Any], tensors: list[CheckpointTensor], dtype: str | None = None, scanned: bool | None = None
+    config: Dict[str, Any],
+    tensors: list[CheckpointTensor],
+    dtype: str | None = None,
+    scanned: bool | None = None,
 ) -> Dict[str, Any]:
     """Leaf shapes of jvlab's own Policy for a model, from its config and tensors alone."""
     from jvlab.layout.rules._builtin import policy_rules
     from jvlab.layout.rules._policy_shapes import leaf_shapes_for
 
-    return leaf_shapes_for(policy_rules(config, [t.name for t in tensors], scanned), tensors, config, dtype)
+    return leaf_shapes_for(
+        policy_rules(config, [t.name for t in tensors], scanned), tensors, config, dtype
+    )
 
 
 # ----------------------------------------------------------------------------------------------------
 
 MakeMapping = Callable[..., "Mapping"]
 LINK_GBPS = 50.0  # GB/s each way per device: a 400 Gb/s network port
-CPU_GBPS = 2.0  # into an engine on a CPU, packing and digests included, as seen with shm on two cores
+# into an engine on a CPU, packing and digests included, as seen with shm on two cores
+CPU_GBPS = 2.0
 
 
 def trace_and_compile(
@@ -178,7 +215,8 @@ def trace_and_compile(
     from jvlab.layout.checkpoint._tensors import CheckpointValues, checkpoint_tensors
 
     clock = _Clock(timing)
-    if not isinstance(model, (str, os.PathLike, Dict)):  # a running pool: trace its engine
+    # a running pool: trace its engine
+    if not isinstance(model, (str, os.PathLike, Dict)):
         return _for_pool(into, model, params, mesh, rules, bucket_mib, link_gbps, clock)
     config = read_config(model)
     tensors = checkpoint_tensors(model)
@@ -199,11 +237,16 @@ def trace_and_compile(
             "quantization": quantization,
         }
         layouts = trace_offline(model, tensors=tensors, **options)
-        if (in_blocks := with_block_scales(tensors, config, layouts)) != tensors:  # from config.json alone
+        # from config.json alone
+        if (in_blocks := with_block_scales(tensors, config, layouts)) != tensors:
             tensors = in_blocks
             layouts = trace_offline(model, tensors=tensors, **options)
     clock.lap("trace_s")
-    title = model_words(str(model)) if not isinstance(model, Dict) else str(config.get("model_type", ""))
+    title = (
+        model_words(str(model))
+        if not isinstance(model, Dict)
+        else str(config.get("model_type", ""))
+    )
     return compile_tree(
         into,
         params,
@@ -239,7 +282,8 @@ def _for_pool(
             f"model must be a model folder, a config or a pool, not {type(pool).__name__}",
             remedy="pass a path, a dict, or what lab.launch returned",
         )
-    config, tensors = read_config(pool.model), checkpoint_tensors(pool.model)
+    config = read_config(pool.model)
+    tensors = checkpoint_tensors(pool.model)
     layouts = pool.trace(tensors)
     clock.lap("trace_s")
     return compile_tree(
@@ -268,8 +312,10 @@ def _quiet_vllm() -> Iterator[None]:
     from jvlab.engine._defaults import variables
 
     level = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")
-    logging.getLogger("vllm").setLevel(level)  # vLLM applies the variable too late for a warning of its own imports
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # it warns about missing Triton on a CPU
+    # vLLM applies the variable too late for a warning of its own imports
+    logging.getLogger("vllm").setLevel(level)
+    # it warns about missing Triton on a CPU
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
     with variables({"VLLM_LOGGING_LEVEL": level}):
         yield
 
@@ -308,7 +354,12 @@ def compile_tree(
 ) -> Mapping:
     """Bind rules, compile and prove the plan, for ranks that were traced already (offline or in a live engine)."""
     from jvlab.layout._compile import compile_plan
-    from jvlab.layout._formats import before_blocks, block_scales, expand_blocks, expand_formats
+    from jvlab.layout._formats import (
+        before_blocks,
+        block_scales,
+        expand_blocks,
+        expand_formats,
+    )
     from jvlab.layout._shards import device_processes, leaves_of, mesh_processes
     from jvlab.layout._tree import FlatTree, checkpoint_names, flatten
     from jvlab.sync._rebind import Origin
@@ -323,24 +374,40 @@ def compile_tree(
     kept, tied, rules = checkpoint_names(flat.arrays, rules, tensors)
     flat = FlatTree(kept, (*flat.skipped, *tied))
     if params is not None and not flat.arrays:
-        raise ConfigError("the tree holds no array", remedy="pass the parameters, e.g. policy.params")
-    scales = block_scales(tensors, config) if not any(_is_fp8(x) for x in flat.arrays.values()) else {}
-    hidden = {scale.tensor.name for scale in scales.values()}  # filled by the scales that quantising makes
+        raise ConfigError(
+            "the tree holds no array", remedy="pass the parameters, e.g. policy.params"
+        )
+    scales = (
+        block_scales(tensors, config)
+        if not any(_is_fp8(x) for x in flat.arrays.values())
+        else {}
+    )
+    # filled by the scales that quantising makes
+    hidden = {scale.tensor.name for scale in scales.values()}
     tensors = [t for t in tensors if t.name not in hidden]
-    values = flat.arrays if checkpoint is not None and all(map(_readable, flat.arrays.values())) else None
-    in_force, bindings = bind_rules(rules, flat.shapes, tensors, config, values, checkpoint)
+    values = (
+        flat.arrays
+        if checkpoint is not None and all(map(_readable, flat.arrays.values()))
+        else None
+    )
+    in_force, bindings = bind_rules(
+        rules, flat.shapes, tensors, config, values, checkpoint
+    )
     if params is None:  # the tree is derived from the rules, so nothing was assumed
         in_force = replace(in_force, warnings={})
         bindings = [replace(b, warning="") for b in bindings]
     clock.lap("bind_s")
     leaves = leaves_of(flat.arrays, mesh)
-    shapes, skipped = flat.shapes, flat.skipped
+    shapes = flat.shapes
+    skipped = flat.skipped
     processes = device_processes(flat.arrays) if mesh is None else mesh_processes(mesh)
 
     def make(in_force: Rules, bindings: list[Binding]) -> Mapping:
         bound = {b.leaf for b in bindings}
         sent, sent_bindings, in_blocks = expand_blocks(leaves, bindings, scales)
-        sent, sent_bindings, sent_layouts, quantised = expand_formats(sent, sent_bindings, layouts)
+        sent, sent_bindings, sent_layouts, quantised = expand_formats(
+            sent, sent_bindings, layouts
+        )
         made = compile_plan(
             sent,
             sent_bindings,
@@ -350,11 +417,18 @@ def compile_tree(
             link_gbps=LINK_GBPS if link_gbps is None else link_gbps,
             device_process=processes,
             title=title,
-            ignored_leaves=[x.path for x in leaves if x.path not in bound],  # `bind` raises unless a rule ignores them
+            # `bind` raises unless a rule ignores them
+            ignored_leaves=[x.path for x in leaves if x.path not in bound],
         )
         made = replace(made, quantised=(*in_blocks, *quantised))
         made._connected.update(paths)
-        return into(made, bindings, layouts, skipped, Origin(in_force, shapes, tuple(tensors), config, make))
+        return into(
+            made,
+            bindings,
+            layouts,
+            skipped,
+            Origin(in_force, shapes, tuple(tensors), config, make),
+        )
 
     mapping = make(in_force, bindings)
     clock.lap("compile_and_prove_s")
@@ -368,7 +442,9 @@ def _is_fp8(array: Any) -> bool:
 
 def _readable(array: Any) -> bool:
     """Can this process read the whole array? It may span processes."""
-    return hasattr(array, "__array__") and bool(getattr(array, "is_fully_addressable", True))
+    return hasattr(array, "__array__") and bool(
+        getattr(array, "is_fully_addressable", True)
+    )
 
 
 class _Clock:

@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from jvlab.sync._senders import SendingChannel
     from jvlab.transport._peer import Sender
 
-SHARED_FACTS = ("vllm_version", "vllm_build", "dtype", "architecture", "vocab_size")  # equal on all replicas
+# equal on all replicas
+SHARED_FACTS = ("vllm_version", "vllm_build", "dtype", "architecture", "vocab_size")
 CONNECT_SECONDS = 900.0  # includes waiting for a pool that is still starting
-SLOTS = 3  # buckets in flight to a rank: one being filled, one in transit, one being read
+# buckets in flight to a rank: one being filled, one in transit, one being read
+SLOTS = 3
 
 
 @dataclass
@@ -41,13 +43,17 @@ class Agreement:
     layouts: bytes = field(repr=False)  # of the first replica, serialized
     facts: dict[str, str]
     options: dict[str, Any] = field(default_factory=dict)
-    checked: dict[str, int] = field(default_factory=dict)  # replica -> epoch at which it was found to match
-    meaning: MeaningCheck = field(init=False, repr=False)  # of the tree that was connected last
+    # replica -> epoch at which it was found to match
+    checked: dict[str, int] = field(default_factory=dict)
+    # of the tree that was connected last
+    meaning: MeaningCheck = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.meaning = MeaningCheck(self)
 
-    def check_replica(self, pool: Pool, name: str, epoch: int, deadline: Deadline) -> None:
+    def check_replica(
+        self, pool: Pool, name: str, epoch: int, deadline: Deadline
+    ) -> None:
         """Trace a replica that is new in this epoch; it must have the first replica's layout."""
         if self.checked.get(name) == epoch:
             return
@@ -76,7 +82,11 @@ def ready_replicas(pool: Pool, deadline: Deadline) -> dict[str, tuple[int, int]]
     """Name -> (index in the pool, epoch) of every ready replica; waits for a pool that is still starting."""
     pool._facts(deadline)
     snapshot = pool._snapshot
-    return {r.replica: (i, r.epoch) for i, r in enumerate(snapshot.replicas) if r.state == pb.READY}
+    return {
+        r.replica: (i, r.epoch)
+        for i, r in enumerate(snapshot.replicas)
+        if r.state == pb.READY
+    }
 
 
 def facts_of(pool: Pool, name: str) -> dict[str, str]:
@@ -89,10 +99,15 @@ def facts_of(pool: Pool, name: str) -> dict[str, str]:
 
 def compare(one: dict[str, str], other: dict[str, str], who: str) -> None:
     """Raise one error that names both values of every fact that differs."""
-    differing = [f"{key}: {one[key]!r} and {other[key]!r}" for key in one if one[key] != other[key]]
+    differing = [
+        f"{key}: {one[key]!r} and {other[key]!r}"
+        for key in one
+        if one[key] != other[key]
+    ]
     if differing:
         raise SyncError(
-            f"{who} do not fit together: " + "; ".join(differing), remedy="launch both sides with the same versions"
+            f"{who} do not fit together: " + "; ".join(differing),
+            remedy="launch both sides with the same versions",
         )
 
 
@@ -110,21 +125,34 @@ def negotiate(
     deadline: Deadline | None = None,
 ) -> Agreement:
     """Settle everything that can be settled before any byte moves; one error lists what does not match."""
-    from jvlab.layout.checkpoint._tensors import CheckpointValues, checkpoint_tensors, read_config
+    from jvlab.layout.checkpoint._tensors import (
+        CheckpointValues,
+        checkpoint_tensors,
+        read_config,
+    )
     from jvlab.layout.rules._ruleset import Rules
     from jvlab.sync._compile_tree import CPU_GBPS, compile_tree
     from jvlab.sync._mapping import Mapping
 
     deadline = deadline or Deadline(CONNECT_SECONDS)
-    compare({"jvlab": __version__}, {"jvlab": gateway_version}, "this process and the gateway")
+    compare(
+        {"jvlab": __version__},
+        {"jvlab": gateway_version},
+        "this process and the gateway",
+    )
     flat = flatten(params)
     replicas = ready_replicas(pool, deadline)
     first = next(iter(replicas))
-    key = _key(flat.arrays, pool, replicas, rules, transport, bucket_mib, options, alone)
+    key = _key(
+        flat.arrays, pool, replicas, rules, transport, bucket_mib, options, alone
+    )
     if key is not None and key in cache:
         return cache[key]
-    adapter = hasattr(params, "peft_tensors")  # of `policy.with_lora()`; trainer/decoder/_lora.py
-    tensors = _adapter_tensors(params, pool) if adapter else checkpoint_tensors(pool.model)
+    # of `policy.with_lora()`; trainer/decoder/_lora.py
+    adapter = hasattr(params, "peft_tensors")
+    tensors = (
+        _adapter_tensors(params, pool) if adapter else checkpoint_tensors(pool.model)
+    )
     layouts = pool.trace(tensors, replica=first, timeout=deadline)
     mapping = compile_tree(
         Mapping,
@@ -142,10 +170,24 @@ def negotiate(
     )
     plan = mapping.plan
     name, reason = _choose(
-        transport, same_host, flat.arrays, plan, len(replicas), pool._snapshot.device, pool._one_process, alone
+        transport,
+        same_host,
+        flat.arrays,
+        plan,
+        len(replicas),
+        pool._snapshot.device,
+        pool._one_process,
+        alone,
     )
     agreed = Agreement(
-        plan, mapping, name, reason, layouts_bytes(layouts), facts_of(pool, first), options, {first: replicas[first][1]}
+        plan,
+        mapping,
+        name,
+        reason,
+        layouts_bytes(layouts),
+        facts_of(pool, first),
+        options,
+        {first: replicas[first][1]},
     )
     for other, (_, epoch) in replicas.items():
         agreed.check_replica(pool, other, epoch, deadline)
@@ -166,7 +208,14 @@ def _adapter_tensors(lora: Any, pool: Pool) -> list[Any]:
     return lora.peft_tensors()
 
 
-def check_meaning(agreed: Agreement, params: Any, pool: Pool, way: str, checkpoint: Any, scorer: Scorer | None) -> None:
+def check_meaning(
+    agreed: Agreement,
+    params: Any,
+    pool: Pool,
+    way: str,
+    checkpoint: Any,
+    scorer: Scorer | None,
+) -> None:
     """Compare the trainer's values with the checkpoint's before anything is written; see `_meaning.py`.
 
     A verdict is about values: an agreement is found again by shapes and rules, its meaning is not.
@@ -179,7 +228,10 @@ def check_meaning(agreed: Agreement, params: Any, pool: Pool, way: str, checkpoi
 
 def _key(arrays: Any, pool: Pool, replicas: Any, *rest: Any) -> Any:
     """The cache key of a plan; None if a part of it is not hashable."""
-    leaves = tuple((p, tuple(a.shape), str(a.dtype), getattr(a, "sharding", None)) for p, a in arrays.items())
+    leaves = tuple(
+        (p, tuple(a.shape), str(a.dtype), getattr(a, "sharding", None))
+        for p, a in arrays.items()
+    )
     key = (pool.name, tuple(replicas.items()), leaves, *(repr(part) for part in rest))
     try:
         hash(key)
@@ -205,7 +257,9 @@ def _choose(
     from jvlab.transport._choose import choose, in_one_process
     from jvlab.transport._shm import available_bytes
 
-    platforms = {d.platform for a in arrays.values() for d in getattr(a, "devices", set)()}
+    platforms = {
+        d.platform for a in arrays.values() for d in getattr(a, "devices", set)()
+    }
     device = next(iter(platforms - {"cpu"}), "cpu")
     need = plan.bucket_bytes * SLOTS * plan.ranks * replicas
     no_ipc = _no_ipc(plan) if engine == "cuda" or wanted == "ipc" else ""
@@ -224,7 +278,16 @@ def _choose(
             )
     if one_process:
         return in_one_process(wanted, device, engine, no_ipc)
-    return choose(wanted, same_host, device, find_spec("torch") is not None, available_bytes(), need, engine, no_ipc)
+    return choose(
+        wanted,
+        same_host,
+        device,
+        find_spec("torch") is not None,
+        available_bytes(),
+        need,
+        engine,
+        no_ipc,
+    )
 
 
 def _no_ipc(plan: TransferPlan) -> str:
@@ -249,7 +312,13 @@ def listen(agreed: Agreement, slot_bytes: int, replica: str, rank: int) -> Sende
     from jvlab.transport._choose import listen
 
     peer = f"rank {rank} of {replica}"
-    return listen(agreed.transport, slot_bytes=slot_bytes, slots=SLOTS, peer=peer, **agreed.options)
+    return listen(
+        agreed.transport,
+        slot_bytes=slot_bytes,
+        slots=SLOTS,
+        peer=peer,
+        **agreed.options,
+    )
 
 
 def ranks_json(channels: Sequence[SendingChannel | Port]) -> list[str]:

@@ -18,7 +18,13 @@ from jvlab.layout._digest import compiled_scan
 from jvlab.sync import _connect
 from jvlab.sync._senders import BucketSenders, Senders, Sent
 from jvlab.sync._sync_report import CheckReport, SyncOptions, SyncReport
-from jvlab.sync._transaction import ORDER_SECONDS, Transaction, check_report, replica_digests, terms_message
+from jvlab.sync._transaction import (
+    ORDER_SECONDS,
+    Transaction,
+    check_report,
+    replica_digests,
+    terms_message,
+)
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._client import LinkStream
 from jvlab.wire._direct_client import DirectStream
@@ -33,7 +39,8 @@ if TYPE_CHECKING:
 
 # `Channels`: one link's connections to the replicas of its pool, and the orders sent over them.
 
-LEASE_SECONDS = 600.0  # the gateway abandons an open sync that gets no order for this long
+# the gateway abandons an open sync that gets no order for this long
+LEASE_SECONDS = 600.0
 Ready = dict[str, tuple[int, int]]  # replica -> its index in the plan, its epoch
 
 
@@ -45,13 +52,21 @@ class Channels:
 
     processes = 1  # trainer processes that hold the parameters
 
-    def __init__(self, pool: Pool, agreed: _connect.Agreement, wrap: Callable[[Sender], Sender] | None) -> None:
-        self.pool, self.agreed, self._wrap = pool, agreed, wrap
+    def __init__(
+        self,
+        pool: Pool,
+        agreed: _connect.Agreement,
+        wrap: Callable[[Sender], Sender] | None,
+    ) -> None:
+        self.pool = pool
+        self.agreed = agreed
+        self._wrap = wrap
         self.version = 0
         self.closed = False
         self.stream = LinkStream(pool._client)
         self.senders: Senders | None = None
-        self.direct_orders: DirectStream | None = None  # the only replica's own socket, if it is reachable
+        # the only replica's own socket, if it is reachable
+        self.direct_orders: DirectStream | None = None
         self._epochs: dict[str, int] = {}  # of the replicas with open channels
 
     @property
@@ -68,7 +83,9 @@ class Channels:
         """Open right after connect."""
         self.ensure_open(deadline)
 
-    def ensure_open(self, deadline: Deadline, only: frozenset[str] | None = None) -> Senders:
+    def ensure_open(
+        self, deadline: Deadline, only: frozenset[str] | None = None
+    ) -> Senders:
         """Senders to every ready replica, or to `only` these. The link holds the pool while they are open."""
         self._refuse_closed("link = lab.connect(params, pool)")
         ready = self._ready_now(only, deadline)
@@ -76,7 +93,10 @@ class Channels:
             return self.senders
         self._check_replicas(ready, deadline)
         with self._opening(ready) as senders:
-            ranks = {name: _connect.ranks_json(channels) for name, channels in senders.replicas.items()}
+            ranks = {
+                name: _connect.ranks_json(channels)
+                for name, channels in senders.replicas.items()
+            }
             self._take_pool(senders, ready, ranks, deadline)
         return senders
 
@@ -87,11 +107,20 @@ class Channels:
     def _ready_now(self, only: frozenset[str] | None, deadline: Deadline) -> Ready:
         # Every replica gets the same values; its index only picks which copy of a leaf they are read from. So a
         # replica that joined after planning reuses an earlier replica's index.
-        ready = {n: r for n, r in _connect.ready_replicas(self.pool, deadline).items() if only is None or n in only}
-        return {name: (index % self.plan.replicas, epoch) for name, (index, epoch) in ready.items()}
+        ready = {
+            n: r
+            for n, r in _connect.ready_replicas(self.pool, deadline).items()
+            if only is None or n in only
+        }
+        return {
+            name: (index % self.plan.replicas, epoch)
+            for name, (index, epoch) in ready.items()
+        }
 
     def _is_open_to(self, ready: Ready) -> bool:
-        return self.stream.is_open and self._epochs == {name: epoch for name, (_, epoch) in ready.items()}
+        return self.stream.is_open and self._epochs == {
+            name: epoch for name, (_, epoch) in ready.items()
+        }
 
     def _check_replicas(self, ready: Ready, deadline: Deadline) -> None:
         """Drop open channels; check that new replicas have the same layout as the first."""
@@ -102,16 +131,23 @@ class Channels:
     @contextmanager
     def _opening(self, ready: Ready, process: int | None = None) -> Iterator[Senders]:
         """New senders, put in use when the block ends; closed if it fails."""
-        senders = self._make_senders({name: index for name, (index, _) in ready.items()}, process)
+        senders = self._make_senders(
+            {name: index for name, (index, _) in ready.items()}, process
+        )
         try:
             yield senders
         except BaseException:
             senders.close()
             self.drop()
             raise
-        self.senders, self._epochs = senders, {name: epoch for name, (_, epoch) in ready.items()}
+        self.senders, self._epochs = (
+            senders,
+            {name: epoch for name, (_, epoch) in ready.items()},
+        )
 
-    def _make_senders(self, replicas: dict[str, int], process: int | None = None) -> Senders:
+    def _make_senders(
+        self, replicas: dict[str, int], process: int | None = None
+    ) -> Senders:
         if self.transport == "nccl":
             from jvlab.sync._device_pack import DevicePack
 
@@ -132,7 +168,13 @@ class Channels:
         sender = _connect.listen(self.agreed, slot_bytes, replica, rank)
         return self._wrap(sender) if self._wrap is not None else sender
 
-    def _take_pool(self, senders: Senders, ready: Ready, ranks: dict[str, list[str]], deadline: Deadline) -> None:
+    def _take_pool(
+        self,
+        senders: Senders,
+        ready: Ready,
+        ranks: dict[str, list[str]],
+        deadline: Deadline,
+    ) -> None:
         """Acquire the pool and open the replicas' end of every channel."""
         request = pb.LinkOpen(
             pool=self.pool.name,
@@ -140,19 +182,27 @@ class Channels:
             transport=self.transport,
             plan=self.plan.to_bytes(),
             lease_seconds=LEASE_SECONDS,
-            endpoints=[pb.Endpoint(replica=n, index=ready[n][0], ranks_json=of_ranks) for n, of_ranks in ranks.items()],
+            endpoints=[
+                pb.Endpoint(replica=n, index=ready[n][0], ranks_json=of_ranks)
+                for n, of_ranks in ranks.items()
+            ],
         )
-        reply = senders.open(lambda: self.stream.open(request, deadline.left()), deadline)
+        reply = senders.open(
+            lambda: self.stream.open(request, deadline.left()), deadline
+        )
         self.direct_orders = senders.direct_orders(reply)
         # the pool's version counts too: restarted replicas hold none of its versions
         replica_versions = (int(o.version) for o in reply.outcomes)
-        self.version = max([self.version, int(self.pool._snapshot.version), *replica_versions])
+        self.version = max(
+            [self.version, int(self.pool._snapshot.version), *replica_versions]
+        )
 
     def drop(self) -> None:
         """Close every channel; the next call opens them again."""
         if self.senders is not None:
             self.senders.close()
-        self.senders, self._epochs = None, {}
+        self.senders = None
+        self._epochs = {}
         if self.direct_orders is not None:
             self.direct_orders.close()
             self.direct_orders = None
@@ -175,10 +225,16 @@ class Channels:
 
     def wake_up(self, options: SyncOptions) -> None:
         """Wake the engine core ahead of a sync, while this process checks the parameters."""
-        if self.direct_orders is not None and options.mode == "direct" and options.pause != "wait":
+        if (
+            self.direct_orders is not None
+            and options.mode == "direct"
+            and options.pause != "wait"
+        ):
             self.direct_orders.wake_up()
 
-    def begin(self, params: Any, version: int | None, options: SyncOptions, deadline: Deadline) -> Transaction:
+    def begin(
+        self, params: Any, version: int | None, options: SyncOptions, deadline: Deadline
+    ) -> Transaction:
         """A transaction, ready for `prepare()`."""
         began = time.perf_counter()
         self.next_version(version)  # refuse a bad version before opening anything
@@ -189,13 +245,20 @@ class Channels:
                 remedy='sync with mode="staged", which writes buffers that can be; or launch without sleep mode',
             )
         source = senders.source(params)
-        terms = options.terms(self.next_version(version), deadline.seconds)  # opening may have revealed a newer version
-        return Transaction(self.stream, senders, source, terms, self.transport, deadline, began)
+        # opening may have revealed a newer version
+        terms = options.terms(self.next_version(version), deadline.seconds)
+        return Transaction(
+            self.stream, senders, source, terms, self.transport, deadline, began
+        )
 
     def next_version(self, version: int | None) -> int:
         """`version`, or the last version plus one."""
         wanted = self.version + 1 if version is None else version
-        if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted <= self.version:
+        if (
+            not isinstance(wanted, int)
+            or isinstance(wanted, bool)
+            or wanted <= self.version
+        ):
             raise ConfigError(
                 f"version must be an integer larger than {self.version}, which the pool holds, not {wanted!r}",
                 remedy="leave it out to use the next one",
@@ -208,17 +271,30 @@ class Channels:
         digests = {} if params is None else senders.digests(senders.source(params))
         return self.check(self.expected(senders, digests), deadline)
 
-    def expected(self, senders: Senders, digests: dict[int, int]) -> list[pb.ReplicaDigests]:
+    def expected(
+        self, senders: Senders, digests: dict[int, int]
+    ) -> list[pb.ReplicaDigests]:
         """The digests every replica should report; empty if `digests` is."""
         targets = tuple(sorted(digests))
-        rows = [(*pair, digests[t]) for t, pair in zip(targets, senders.named(targets), strict=True)]
-        return [replica_digests(replica, rows) for replica in senders.replicas] if rows else []
+        rows = [
+            (*pair, digests[t])
+            for t, pair in zip(targets, senders.named(targets), strict=True)
+        ]
+        return (
+            [replica_digests(replica, rows) for replica in senders.replicas]
+            if rows
+            else []
+        )
 
-    def check(self, digests: list[pb.ReplicaDigests], deadline: Deadline) -> CheckReport:
+    def check(
+        self, digests: list[pb.ReplicaDigests], deadline: Deadline
+    ) -> CheckReport:
         """Compare digests of live memory with `digests`, or with the last commit's if empty."""
         start = time.perf_counter()
         try:
-            outcomes = self.stream.steps([Phase.CHECK], deadline.left(), digests=digests).outcomes
+            outcomes = self.stream.steps(
+                [Phase.CHECK], deadline.left(), digests=digests
+            ).outcomes
         except SyncDeadline:
             if self.stream.busy:  # a late reply would be taken for the next order's
                 self.drop()
@@ -226,7 +302,8 @@ class Channels:
         except VerifyError as error:  # differences are the result here, not an error
             outcomes = error.fields["reply"].outcomes  # type: ignore[union-attr]
         report = check_report(outcomes, self.version, time.perf_counter() - start)
-        if self.direct_orders is not None:  # the gateway may not know of the last commit yet
+        # the gateway may not know of the last commit yet
+        if self.direct_orders is not None:
             report = replace(report, version=max(report.version, self.version))
         return report
 
@@ -234,7 +311,10 @@ class Channels:
         """Stop all replicas from serving their weights, by beginning a sync and abandoning it."""
         # Replicas that reply late count as dirty too: the gateway marks them when it sends the order.
         senders = self.ensure_open(deadline)
-        terms = terms_message(SyncOptions(verify="off").terms(self.version + 1, ORDER_SECONDS), senders.replicas)
+        terms = terms_message(
+            SyncOptions(verify="off").terms(self.version + 1, ORDER_SECONDS),
+            senders.replicas,
+        )
         self.stream.steps(BEFORE_BYTES["direct"], deadline.left(), terms=terms)
         self.stream.steps([Phase.ABANDON], deadline.left())
         self.drop()
@@ -245,13 +325,20 @@ class Channels:
 
 def behind(snapshot: pb.PoolStatus) -> frozenset[str]:
     """Ready replicas that hold an older version than the pool."""
-    return frozenset(r.replica for r in snapshot.replicas if r.state == pb.READY and r.version < snapshot.version)
+    return frozenset(
+        r.replica
+        for r in snapshot.replicas
+        if r.state == pb.READY and r.version < snapshot.version
+    )
 
 
-def catch_up(channels: Channels, params: Any, mode: str, deadline: Deadline) -> SyncReport | None:
+def catch_up(
+    channels: Channels, params: Any, mode: str, deadline: Deadline
+) -> SyncReport | None:
     """See `Link.catch_up`."""
     snapshot = _current(channels, deadline)
-    late, version = behind(snapshot), int(snapshot.version)
+    late = behind(snapshot)
+    version = int(snapshot.version)
     if not late:
         return None
     began = time.perf_counter()
@@ -260,11 +347,20 @@ def catch_up(channels: Channels, params: Any, mode: str, deadline: Deadline) -> 
     terms = SyncOptions(mode, nonfinite="allow").terms(version, deadline.seconds)
     senders = channels.ensure_open(deadline, late)
     source = senders.source(params)
-    transaction = Transaction(channels.stream, senders, source, terms, channels.transport, deadline, began)
+    transaction = Transaction(
+        channels.stream, senders, source, terms, channels.transport, deadline, began
+    )
     try:
-        with Progress(senders.total_bytes, f"catch up to {version}", unit="B", show=None, after=1.0) as bar:
+        with Progress(
+            senders.total_bytes,
+            f"catch up to {version}",
+            unit="B",
+            show=None,
+            after=1.0,
+        ) as bar:
             return transaction.run(lambda sent: bar.to(sent.bytes))
-    except BaseException as error:  # KeyboardInterrupt included: no engine may be left waiting
+    # KeyboardInterrupt included: no engine may be left waiting
+    except BaseException as error:
         transaction.abandon(error)
         raise
     finally:
@@ -287,7 +383,13 @@ def _current(channels: Channels, deadline: Deadline) -> pb.PoolStatus:
         time.sleep(0.1)
 
 
-def _same_as_committed(channels: Channels, params: Any, late: frozenset[str], version: int, deadline: Deadline) -> None:
+def _same_as_committed(
+    channels: Channels,
+    params: Any,
+    late: frozenset[str],
+    version: int,
+    deadline: Deadline,
+) -> None:
     """Check `params` against the digests of the replicas that hold `version`: one version, one set of weights."""
     senders = channels.ensure_open(deadline)
     digests = channels.expected(senders, senders.digests(senders.source(params)))
@@ -319,7 +421,8 @@ class SyncCoordinator:
 
     def __init__(self, channels: Channels) -> None:
         self._channels = channels
-        self._checking = channels.agreed.meaning  # by the sync in progress: a connect meanwhile makes another
+        # by the sync in progress: a connect meanwhile makes another
+        self._checking = channels.agreed.meaning
         self._lock = threading.RLock()
         self.stepper: Stepper | None = None  # the open one, if any
         self.last: SyncReport | None = None
@@ -337,7 +440,9 @@ class SyncCoordinator:
         finally:
             self._lock.release()
 
-    def begin(self, params: Any, version: int | None, options: SyncOptions, deadline: Deadline) -> Transaction:
+    def begin(
+        self, params: Any, version: int | None, options: SyncOptions, deadline: Deadline
+    ) -> Transaction:
         """A transaction, ready for `prepare()`; raises if a stepper is open."""
         self._refuse_stepper()
         self._checking = self._channels.agreed.meaning
@@ -348,7 +453,9 @@ class SyncCoordinator:
 
     def _refuse_stepper(self) -> None:
         if self.stepper is not None:
-            raise SyncError("a stepper is open on this link", remedy="finish it, or stepper.abort()")
+            raise SyncError(
+                "a stepper is open on this link", remedy="finish it, or stepper.abort()"
+            )
 
     def sync(
         self,
@@ -366,11 +473,16 @@ class SyncCoordinator:
             channels.wake_up(chosen)
             transaction = self.begin(params, version, chosen, deadline)
             transaction.direct_orders = channels.direct_orders
-            total, title = transaction.senders.total_bytes, f"sync {transaction.terms.version}"
+            total = transaction.senders.total_bytes
+            title = f"sync {transaction.terms.version}"
             try:
-                with Progress(total, title, unit="B", show=progress, after=1.0) as bar, channels.sharing():
+                with (
+                    Progress(total, title, unit="B", show=progress, after=1.0) as bar,
+                    channels.sharing(),
+                ):
                     report = transaction.run(lambda sent: _show(bar, sent, listener))
-            except BaseException as error:  # KeyboardInterrupt included: no engine may be left waiting
+            # KeyboardInterrupt included: no engine may be left waiting
+            except BaseException as error:
                 self.give_up(transaction, error)
                 if isinstance(error, KeyboardInterrupt):
                     version = transaction.terms.version
@@ -378,7 +490,9 @@ class SyncCoordinator:
                 raise
             return self.committed(report, transaction, params, deadline)
 
-    def give_up(self, transaction: Transaction, error: BaseException | None = None) -> None:
+    def give_up(
+        self, transaction: Transaction, error: BaseException | None = None
+    ) -> None:
         """Abandon it because of `error`; the next sync opens all channels again."""
         transaction.abandon(error)
         self._channels.drop()
@@ -401,25 +515,42 @@ class SyncCoordinator:
             said += f": {pool.name} serves version {snapshot.version}, as before"
         shorten(error, said)
 
-    def committed(self, report: SyncReport, transaction: Transaction, params: Any, deadline: Deadline) -> SyncReport:
+    def committed(
+        self,
+        report: SyncReport,
+        transaction: Transaction,
+        params: Any,
+        deadline: Deadline,
+    ) -> SyncReport:
         """After a commit: check the mapping's meaning if that is still open, and store the report."""
-        channels, check = self._channels, self._checking
+        channels = self._channels
+        check = self._checking
         channels.version = report.version
         arrays = transaction.source.by_path
         check.committed(report.version, arrays)
 
         def mark_dirty() -> None:
-            channels.mark_dirty(Deadline(max(DIRTY_SECONDS, deadline.within(ORDER_SECONDS))))
+            channels.mark_dirty(
+                Deadline(max(DIRTY_SECONDS, deadline.within(ORDER_SECONDS)))
+            )
 
         try:
             if check.is_open and channels.processes > 1:
-                check.give_up("the trainer's log-probabilities are spread over several processes")
+                check.give_up(
+                    "the trainer's log-probabilities are spread over several processes"
+                )
             elif check.is_open:
-                check.after_sync(channels.pool, report.version, params, deadline.left(), mark_dirty)
+                check.after_sync(
+                    channels.pool, report.version, params, deadline.left(), mark_dirty
+                )
             elif channels.processes == 1:
-                check.again(channels.pool, report.version, params, deadline.left(), mark_dirty)
+                check.again(
+                    channels.pool, report.version, params, deadline.left(), mark_dirty
+                )
         finally:
-            self.last = report = replace(report, meaning=_meaning_of(check.text_of(report.version, arrays)))
+            self.last = report = replace(
+                report, meaning=_meaning_of(check.text_of(report.version, arrays))
+            )
             channels.plan._reports.append(report)
         return report
 
@@ -434,8 +565,13 @@ class SyncCoordinator:
                 raise
             if report is None:
                 return None
-            known = self.last.meaning if self.last is not None else self._channels.agreed.meaning.meaning.text
-            return replace(report, meaning=_meaning_of(known))  # the bits of the last sync, compared by digest
+            known = (
+                self.last.meaning
+                if self.last is not None
+                else self._channels.agreed.meaning.meaning.text
+            )
+            # the bits of the last sync, compared by digest
+            return replace(report, meaning=_meaning_of(known))
 
     def verify(self, params: Any, deadline: Deadline) -> CheckReport:
         """See `Link.verify`."""
@@ -446,7 +582,11 @@ class SyncCoordinator:
         """A check during a sync, of the parameters that have fully arrived."""
         wanted = []
         for d in transaction.expected():
-            rows = [row for row in zip(d.parameters, d.ranks, d.values, strict=True) if row[0] in names]
+            rows = [
+                row
+                for row in zip(d.parameters, d.ranks, d.values, strict=True)
+                if row[0] in names
+            ]
             wanted.append(replica_digests(d.replica, rows))
         return self._channels.check(wanted, Deadline(transaction.terms.bucket_seconds))
 

@@ -25,8 +25,11 @@ class DeviceShards:
     """The shards that one bucket reads; computed, and kept alive."""
 
     def __init__(self, paths: list[str], shards: list[Any]) -> None:
-        self.paths, self.shards = paths, shards
-        self.pointers = np.array([int(s.unsafe_buffer_pointer()) for s in shards], np.uint64)
+        self.paths = paths
+        self.shards = shards
+        self.pointers = np.array(
+            [int(s.unsafe_buffer_pointer()) for s in shards], np.uint64
+        )
 
     @property
     def aligned(self) -> bool:
@@ -36,9 +39,18 @@ class DeviceShards:
 class DevicePack(LinkPack):
     """A `LinkPack` whose source is a GPU; `values` are the shards themselves."""
 
-    def __init__(self, plan: TransferPlan, device: int, rank: int, replica: int, ordinal: int | None = None) -> None:
+    def __init__(
+        self,
+        plan: TransferPlan,
+        device: int,
+        rank: int,
+        replica: int,
+        ordinal: int | None = None,
+    ) -> None:
         super().__init__(plan, device, rank, replica)
-        for transform in {box.transform for bucket in self.buckets for _, box in bucket}:
+        for transform in {
+            box.transform for bucket in self.buckets for _, box in bucket
+        }:
             try:
                 program_of(transform, "rows")
             except Unsupported as e:
@@ -49,13 +61,16 @@ class DevicePack(LinkPack):
                 ) from e
         self.ordinal = cuda_ordinal(device) if ordinal is None else ordinal
         self._launchers: dict[tuple[str, int, bool], Launcher] = {}
-        self._checked: dict[int, tuple[Launcher, Any]] = {}  # bucket -> the launch that checked for non-finite values
+        # bucket -> the launch that checked for non-finite values
+        self._checked: dict[int, tuple[Launcher, Any]] = {}
         self._lock = threading.Lock()  # another thread takes the digests
         self._stream: Any = None
         for bucket in range(len(self.sizes)):  # compile now, not during the first sync
             paths = self._paths(bucket)
             for what in ("pack", "digest"):
-                self._launcher(what, bucket, True, paths).warm(digests=(what == "digest",))
+                self._launcher(what, bucket, True, paths).warm(
+                    digests=(what == "digest",)
+                )
 
     def _paths(self, bucket: int) -> list[str]:
         """The leaves that a bucket reads, in pointer order."""
@@ -71,12 +86,17 @@ class DevicePack(LinkPack):
         check_layouts([(paths, shards)])
         return DeviceShards(paths, shards)
 
-    def write(self, bucket: int, values: Any, out: Any, check_finite: bool = False) -> None:
+    def write(
+        self, bucket: int, values: Any, out: Any, check_finite: bool = False
+    ) -> None:
         """Launch the pack of a bucket into its slot, on the slot's stream; does not wait."""
         if not isinstance(out, DeviceBytes):
             used = self._write_host(bucket, values, out)
         elif out.device == self.ordinal:
-            used = self._launch_pack(bucket, values, out.pointer, out.stream), out.stream
+            used = (
+                self._launch_pack(bucket, values, out.pointer, out.stream),
+                out.stream,
+            )
         else:
             used = self._write_peer(bucket, values, out)
         if check_finite:
@@ -87,24 +107,41 @@ class DevicePack(LinkPack):
         launcher, stream = self._checked.pop(bucket, (None, None))
         if launcher is None or not launcher.flawed(stream):
             return set()
-        return {(box.leaf, box.transform) for _, box in self.buckets[bucket]}  # one of these; the caller looks closer
+        # one of these; the caller looks closer
+        return {(box.leaf, box.transform) for _, box in self.buckets[bucket]}
 
-    def _launch_pack(self, bucket: int, values: DeviceShards, pointer: int, stream: Any) -> Launcher:
-        launcher = self._launcher("pack", bucket, values.aligned and pointer % 16 == 0, values.paths)
-        targets = np.array([pointer + box.at for _, box in self.buckets[bucket]], np.uint64)
-        launcher.launch(stream, self._upload(values.pointers, stream), self._upload(targets, stream), digest=False)
+    def _launch_pack(
+        self, bucket: int, values: DeviceShards, pointer: int, stream: Any
+    ) -> Launcher:
+        launcher = self._launcher(
+            "pack", bucket, values.aligned and pointer % 16 == 0, values.paths
+        )
+        targets = np.array(
+            [pointer + box.at for _, box in self.buckets[bucket]], np.uint64
+        )
+        launcher.launch(
+            stream,
+            self._upload(values.pointers, stream),
+            self._upload(targets, stream),
+            digest=False,
+        )
         return launcher
 
-    def _write_host(self, bucket: int, values: DeviceShards, out: memoryview) -> tuple[Launcher, Any]:
+    def _write_host(
+        self, bucket: int, values: DeviceShards, out: memoryview
+    ) -> tuple[Launcher, Any]:
         cp = cupy()
         stream = self._own_stream()
         with cp.cuda.Device(self.ordinal), stream:
             buffer = cp.empty(max(self.sizes[bucket], 1), np.uint8)
             launcher = self._launch_pack(bucket, values, buffer.data.ptr, stream)
-            out[:] = buffer.get(stream=stream)[: len(out)].tobytes()  # no deadline: a copy from the GPU
+            # no deadline: a copy from the GPU
+            out[:] = buffer.get(stream=stream)[: len(out)].tobytes()
         return launcher, stream
 
-    def _write_peer(self, bucket: int, values: DeviceShards, out: DeviceBytes) -> tuple[Launcher, Any]:
+    def _write_peer(
+        self, bucket: int, values: DeviceShards, out: DeviceBytes
+    ) -> tuple[Launcher, Any]:
         """For a slot on another GPU of this process than the shards."""
         cp = cupy()
         stream = self._own_stream()
@@ -112,12 +149,19 @@ class DevicePack(LinkPack):
             buffer = cp.empty(max(self.sizes[bucket], 1), np.uint8)
             launcher = self._launch_pack(bucket, values, buffer.data.ptr, stream)
             cp.cuda.runtime.memcpyPeerAsync(
-                out.pointer, out.device, buffer.data.ptr, self.ordinal, self.sizes[bucket], stream.ptr
+                out.pointer,
+                out.device,
+                buffer.data.ptr,
+                self.ordinal,
+                self.sizes[bucket],
+                stream.ptr,
             )
             stream.synchronize()
         return launcher, stream
 
-    def digests(self, bucket: int, values: Any, flawed: Flawed | None = None) -> dict[int, int]:
+    def digests(
+        self, bucket: int, values: Any, flawed: Flawed | None = None
+    ) -> dict[int, int]:
         """What these boxes add to the digest of each target, computed from the shards."""
         numbers = sorted(self.targets(bucket))
         if not numbers:
@@ -125,26 +169,44 @@ class DevicePack(LinkPack):
         with self._lock:
             stream = self._own_stream()
             launcher = self._launcher("digest", bucket, values.aligned, values.paths)
-            no_targets = self._upload(np.zeros(len(numbers), np.uint64), stream)  # nothing is written
+            # nothing is written
+            no_targets = self._upload(np.zeros(len(numbers), np.uint64), stream)
             launcher.launch(stream, self._upload(values.pointers, stream), no_targets)
             sums = launcher.sums(stream).tolist()
             if flawed is not None:
                 wrong = {numbers[slot] for slot in launcher.flawed(stream)}
-                flawed |= {(box.leaf, box.transform) for _, box in self.buckets[bucket] if box.target in wrong}
+                flawed |= {
+                    (box.leaf, box.transform)
+                    for _, box in self.buckets[bucket]
+                    if box.target in wrong
+                }
         return {t: s & MASK for t, s in zip(numbers, sums, strict=True)}
 
-    def _launcher(self, what: str, bucket: int, aligned: bool, paths: list[str]) -> Launcher:
+    def _launcher(
+        self, what: str, bucket: int, aligned: bool, paths: list[str]
+    ) -> Launcher:
         key = (what, bucket, aligned)
         if key not in self._launchers:
             leaf = {path: k for k, path in enumerate(paths)}
             boxes = [box for _, box in self.buckets[bucket]]
             if what == "pack":
-                made = tables([pack_box(box, k, leaf[box.leaf]) for k, box in enumerate(boxes)], aligned)
+                made = tables(
+                    [pack_box(box, k, leaf[box.leaf]) for k, box in enumerate(boxes)],
+                    aligned,
+                )
                 self._launchers[key] = Launcher(self.ordinal, made, 1)
             else:
                 slot = {t: k for k, t in enumerate(sorted(self.targets(bucket)))}
-                made = tables([digest_box(box, slot[box.target], leaf[box.leaf]) for box in boxes], aligned)
-                self._launchers[key] = Launcher(self.ordinal, made, len(slot), write=False)
+                made = tables(
+                    [
+                        digest_box(box, slot[box.target], leaf[box.leaf])
+                        for box in boxes
+                    ],
+                    aligned,
+                )
+                self._launchers[key] = Launcher(
+                    self.ordinal, made, len(slot), write=False
+                )
         return self._launchers[key]
 
     def _upload(self, pointers: np.ndarray, stream: Any) -> Any:
@@ -163,15 +225,28 @@ class DevicePack(LinkPack):
 
 def pack_box(box: Box, number: int, source: int) -> IpcBox:
     """The dense copy of a box into its bucket, with a target pointer of its own."""
-    axes, step = [], 1
+    axes = []
+    step = 1
     for n, stride in zip(reversed(box.shape), reversed(box.src_strides), strict=True):
         axes.append((n, stride, step))
         step *= n
-    last = next((n for n in reversed(box.shape) if n > 1), 1)  # row length, along which the kernel cuts blocks
-    return IpcBox(source, box.src_offset, number, 0, tuple(reversed(axes)), box.transform, last, 0)
+    # row length, along which the kernel cuts blocks
+    last = next((n for n in reversed(box.shape) if n > 1), 1)
+    return IpcBox(
+        source, box.src_offset, number, 0, tuple(reversed(axes)), box.transform, last, 0
+    )
 
 
 def digest_box(box: Box, slot: int, source: int) -> IpcBox:
     """The same box at its position in the target, for the digest."""
     axes = zip(box.shape, box.src_strides, box.dst_strides, strict=True)
-    return IpcBox(source, box.src_offset, slot, box.dst_offset, tuple(axes), box.transform, box.row, slot)
+    return IpcBox(
+        source,
+        box.src_offset,
+        slot,
+        box.dst_offset,
+        tuple(axes),
+        box.transform,
+        box.row,
+        slot,
+    )

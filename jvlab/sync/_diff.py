@@ -54,14 +54,20 @@ def targets_named(plan: TransferPlan, name: str) -> list[int]:
     close = difflib.get_close_matches(name, known, 3)
     raise ConfigError(
         f"no parameter of the engine and no leaf is called {name!r}",
-        remedy=f"did you mean {', '.join(close)}?" if close else "link.mapping lists them",
+        remedy=f"did you mean {', '.join(close)}?"
+        if close
+        else "link.mapping lists them",
     )
 
 
-def differences(link: Link, name: str, source: Source, replica: int = 0) -> list[TensorDiff]:
+def differences(
+    link: Link, name: str, source: Source, replica: int = 0
+) -> list[TensorDiff]:
     """For every rank's part of a tensor: what the engine holds now against what a sync would write."""
     out = []
-    for target in (t for one in _of_slice(link, name) for t in targets_named(link.plan, one)):
+    for target in (
+        t for one in _of_slice(link, name) for t in targets_named(link.plan, one)
+    ):
         info, rank, now, new = both_sides(link, target, source, replica)
         out.append(difference(info.name, rank, info.shape, now, new))
     return out
@@ -71,7 +77,8 @@ def _of_slice(link: Link, name: str) -> list[str]:
     """The parameters of one layer of a stacked leaf, if the name means that; else the name itself."""
     try:
         place = find(link.mapping, name)
-    except ConfigError:  # several leaves make up this parameter, or there is none: the caller says so
+    # several leaves make up this parameter, or there is none: the caller says so
+    except ConfigError:
         return [name]
     return targets(link.mapping, place) or [name]
 
@@ -81,28 +88,40 @@ def both_sides(
 ) -> tuple[TargetInfo, int, np.ndarray, np.ndarray]:
     """A target's parameter and rank, the values its engine holds, and those that a sync of `source` would write."""
     plan = link.plan
-    info, rank = plan.parameters[plan.target_parameter[target]], int(plan.target_rank[target])
+    info = plan.parameters[plan.target_parameter[target]]
+    rank = int(plan.target_rank[target])
     if plan.target_kind[target] == OPAQUE:
-        raise ConfigError(f"{info.name} is loaded by vLLM's own loader: it can't be compared element by element")
+        raise ConfigError(
+            f"{info.name} is loaded by vLLM's own loader: it can't be compared element by element"
+        )
     if any(info.name in layout.reloaded for layout in link.mapping._layouts):
-        raise ConfigError(f"{info.name} is what vLLM's own reload makes of it: it can't be compared element by element")
+        raise ConfigError(
+            f"{info.name} is what vLLM's own reload makes of it: it can't be compared element by element"
+        )
     dtype = numpy_dtype(info.dtype)
     now = np.frombuffer(link.pool.peek(info.name, rank, replica=replica), dtype)
     new = now.copy()
     for job in jobs_of(plan, rank, replica):
         if target not in job.pack.targets(job.bucket):
             continue
-        for (_, box), values in zip(job.pack.buckets[job.bucket], job.pack.values(job.bucket, source), strict=True):
+        for (_, box), values in zip(
+            job.pack.buckets[job.bucket],
+            job.pack.values(job.bucket, source),
+            strict=True,
+        ):
             if box.target == target:
                 strides = [s * dtype.itemsize for s in box.dst_strides]
                 as_strided(new[box.dst_offset :], box.shape, strides)[...] = values
     return info, rank, now, new
 
 
-def difference(name: str, rank: int, shape: tuple[int, ...], now: np.ndarray, new: np.ndarray) -> TensorDiff:
+def difference(
+    name: str, rank: int, shape: tuple[int, ...], now: np.ndarray, new: np.ndarray
+) -> TensorDiff:
     bits = np.dtype(f"u{now.itemsize}")
     changed = now.view(bits) != new.view(bits)
-    before, after = now.astype(np.float64), new.astype(np.float64)
+    before = now.astype(np.float64)
+    after = new.astype(np.float64)
     change = after - before
     return TensorDiff(
         name,

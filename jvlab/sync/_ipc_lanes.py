@@ -17,8 +17,11 @@ from jvlab.transport._ipc_tables import IpcBox, tables
 
 # Lanes of at least SPLIT_BYTES are launched in two parts; the first has at most FIRST_LEAVES leaves and about
 # FIRST_SHARE of the bytes.
-SPLIT_BYTES, FIRST_LEAVES, FIRST_SHARE = 64 << 20, 24, 0.35
-Held = list[tuple[Sequence[str], Sequence[Any]]]  # leaf paths and their shards on one device, kept alive
+SPLIT_BYTES = 64 << 20
+FIRST_LEAVES = 24
+FIRST_SHARE = 0.35
+# leaf paths and their shards on one device, kept alive
+Held = list[tuple[Sequence[str], Sequence[Any]]]
 
 
 class Announcement:
@@ -46,7 +49,9 @@ class Lane:
     numbers: list[int]  # targets, in target pointer and digest order
     pieces: list[IpcBox] = field(repr=False)
     nbytes: int
-    _launchers: dict[tuple[LanePart, bool, bool, int | None], Launcher] = field(default_factory=dict, repr=False)
+    _launchers: dict[tuple[LanePart, bool, bool, int | None], Launcher] = field(
+        default_factory=dict, repr=False
+    )
 
     @cached_property
     def whole(self) -> LanePart:
@@ -62,29 +67,49 @@ class Lane:
         if self.nbytes < SPLIT_BYTES or len(self.leaves) < 2 * FIRST_LEAVES:
             return [self.whole]
         largest = sorted(range(len(sizes)), key=lambda k: -sizes[k])[:FIRST_LEAVES]
-        enough = (n for n in range(1, FIRST_LEAVES) if sum(sizes[k] for k in largest[:n]) > FIRST_SHARE * self.nbytes)
+        enough = (
+            n
+            for n in range(1, FIRST_LEAVES)
+            if sum(sizes[k] for k in largest[:n]) > FIRST_SHARE * self.nbytes
+        )
         first = tuple(sorted(largest[: next(enough, FIRST_LEAVES)]))
-        return [LanePart(self, first), LanePart(self, tuple(k for k in range(len(sizes)) if k not in set(first)))]
+        return [
+            LanePart(self, first),
+            LanePart(self, tuple(k for k in range(len(sizes)) if k not in set(first))),
+        ]
 
     def launcher(
-        self, aligned: bool, write: bool = True, target: int | None = None, part: LanePart | None = None
+        self,
+        aligned: bool,
+        write: bool = True,
+        target: int | None = None,
+        part: LanePart | None = None,
     ) -> Launcher:
         """The cached launcher for 16-byte aligned pointers or any, for one target or all, for a part or the lane."""
         part = part or self.whole
         key = (part, aligned, write, target)
         if key not in self._launchers:
-            of, sources = self.boxes(target), set(part.at)
+            of = self.boxes(target)
+            sources = set(part.at)
             made = tables([piece for piece in of if piece.source in sources], aligned)
-            self._launchers[key] = Launcher(self.ordinal, made, len(self.numbers), write=write)
+            self._launchers[key] = Launcher(
+                self.ordinal, made, len(self.numbers), write=write
+            )
         return self._launchers[key]
 
     def feeding(self, slot: int) -> set[tuple[str, ValueTransform]]:
         """The leaves written to a target, with their value transforms."""
-        return {(self.leaves[piece.source], piece.transform) for piece in self.pieces if piece.slot == slot}
+        return {
+            (self.leaves[piece.source], piece.transform)
+            for piece in self.pieces
+            if piece.slot == slot
+        }
 
     def boxes(self, target: int | None) -> list[IpcBox]:
         """The boxes of one target, or all."""
-        return [p for p in self.pieces if target is None or self.numbers[p.slot] == target]
+        return [
+            p for p in self.pieces if target is None or self.numbers[p.slot] == target
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +150,9 @@ class IpcJob:
 
     @property
     def nbytes(self) -> int:
-        return sum(p.count * item_bytes(p.transform.wire) for p in self.lane.boxes(self.target))
+        return sum(
+            p.count * item_bytes(p.transform.wire) for p in self.lane.boxes(self.target)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +186,8 @@ class Port:
     rank: int
     lanes: list[Lane]
     sender: Announcement = field(default_factory=Announcement)
-    into: dict[tuple[bool, int], Destination] = field(default_factory=dict, repr=False)  # (staged, ordinal)
+    # (staged, ordinal)
+    into: dict[tuple[bool, int], Destination] = field(default_factory=dict, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -173,7 +201,10 @@ class Port:
     @property
     def jobs(self) -> list[IpcJob]:
         """The jobs of all lanes, ordered by target."""
-        return sorted((IpcJob(lane, t) for lane in self.lanes for t in lane.numbers), key=lambda job: job.target)
+        return sorted(
+            (IpcJob(lane, t) for lane in self.lanes for t in lane.numbers),
+            key=lambda job: job.target,
+        )
 
 
 def cuda_ordinal(device: int) -> int:
@@ -196,7 +227,11 @@ def cuda_ordinal(device: int) -> int:
 
 def check_layouts(held: Held) -> None:
     """Raise unless every array has JAX's default (row-major) layout, which the kernels assume."""
-    for path, array in ((path, array) for paths, arrays in held for path, array in zip(paths, arrays, strict=True)):
+    for path, array in (
+        (path, array)
+        for paths, arrays in held
+        for path, array in zip(paths, arrays, strict=True)
+    ):
         layout = getattr(getattr(array, "format", None), "layout", None)
         order = getattr(layout, "major_to_minor", None)
         if order is not None and tuple(order) != tuple(range(array.ndim)):

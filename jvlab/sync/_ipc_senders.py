@@ -25,7 +25,17 @@ from jvlab._errors import DeadlineExceeded, LayoutError, SyncError, TransportErr
 from jvlab.layout._digest import MASK
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._tree import Flattener, as_sent
-from jvlab.sync._ipc_lanes import Destination, Held, IpcJob, Lane, LanePart, Launch, Port, check_layouts, cuda_ordinal
+from jvlab.sync._ipc_lanes import (
+    Destination,
+    Held,
+    IpcJob,
+    Lane,
+    LanePart,
+    Launch,
+    Port,
+    check_layouts,
+    cuda_ordinal,
+)
 from jvlab.sync._pack import Source, check_like_connected
 from jvlab.sync._quantise import Naming, sent_arrays, unchanged
 from jvlab.sync._senders import Exports, Senders, Sent
@@ -40,7 +50,8 @@ from jvlab.wire._direct_client import DirectStream, try_direct
 # `jvlab.sync._pack.Source` inspects every cell of every sharding each time, which takes longer than the whole copy.
 
 KEPT = 4  # trees remembered: several programs may alternate
-AVAL, SHARDING = attrgetter("aval"), attrgetter("sharding")
+AVAL = attrgetter("aval")
+SHARDING = attrgetter("sharding")
 DELETED = methodcaller("is_deleted")
 READY = methodcaller("is_ready")
 READY_SAMPLE = 64  # every 64th array is asked whether it is ready
@@ -50,9 +61,12 @@ class Shards:
     """One version of the parameters, with the interface of `Source` that senders need."""
 
     def __init__(self, arrays: Mapping[str, Any], whole: bool) -> None:
-        self._arrays, self._whole = arrays, whole  # whole: every array is on one device
+        # whole: every array is on one device
+        self._arrays = arrays
+        self._whole = whole
         self.by_path = arrays  # the trainer's own, where what is sent differs
-        self.naming: Naming = unchanged  # of leaves that are not finite, as `by_path` has them
+        # of leaves that are not finite, as `by_path` has them
+        self.naming: Naming = unchanged
         self._pieces: dict[str, dict[int, Any]] = {}
 
     def shard(self, path: str, device: int) -> Any:
@@ -61,12 +75,18 @@ class Shards:
         if self._whole or len(array.sharding.device_set) == 1:
             return array
         if path not in self._pieces:
-            self._pieces[path] = {piece.device.id: piece.data for piece in array.addressable_shards}
+            self._pieces[path] = {
+                piece.device.id: piece.data for piece in array.addressable_shards
+            }
         return self._pieces[path][device]
 
     def shards(self, paths: Sequence[str], device: int) -> Sequence[Any]:
         """The shards of several leaves."""
-        return _several(self._arrays, paths) if self._whole else [self.shard(p, device) for p in paths]
+        return (
+            _several(self._arrays, paths)
+            if self._whole
+            else [self.shard(p, device) for p in paths]
+        )
 
     def memory(self, path: str, device: int) -> None:
         """None: these arrays are on a GPU."""
@@ -102,29 +122,37 @@ class KnownArrays:
     """
 
     def __init__(self, plan: TransferPlan) -> None:
-        self._plan, self._paths = plan, [info.path for info in plan.leaves]
+        self._plan = plan
+        self._paths = [info.path for info in plan.leaves]
         self._known: list[TreeSignature] = []
 
     def source(self, given: Mapping[str, Any]) -> Shards:
         """The arrays as `Shards`; raises unless paths, shapes, dtypes and shardings match the plan."""
         arrays, naming = sent_arrays(self._plan, given)
         source = self._matching(arrays)
-        source.by_path, source.naming = given, naming
+        source.by_path = given
+        source.naming = naming
         return source
 
     def _matching(self, arrays: Mapping[str, Any]) -> Shards:
         try:
             ours = _several(arrays, self._paths)
-            kinds, avals, shardings = set(map(type, ours)), tuple(map(AVAL, ours)), tuple(map(SHARDING, ours))
-        except (LookupError, AttributeError):  # a leaf is missing, or is not a JAX array
+            kinds = set(map(type, ours))
+            avals = tuple(map(AVAL, ours))
+            shardings = tuple(map(SHARDING, ours))
+        # a leaf is missing, or is not a JAX array
+        except (LookupError, AttributeError):
             check_like_connected(self._plan, arrays)
             raise
-        if len(arrays) != len(self._paths):  # extra leaves: tied ones are fine, new ones are an error
+        # extra leaves: tied ones are fine, new ones are an error
+        if len(arrays) != len(self._paths):
             check_like_connected(self._plan, arrays)
         signature = TreeSignature(kinds, avals, shardings)
         deleted = next(iter(kinds)).is_deleted if len(kinds) == 1 else DELETED
         # try signatures with the identical last sharding object first: comparing equal but distinct objects is slow
-        likely = sorted(self._known, key=lambda known: known.shardings[-1] is not shardings[-1])
+        likely = sorted(
+            self._known, key=lambda known: known.shardings[-1] is not shardings[-1]
+        )
         match = next((known for known in likely if known == signature), None)
         if match is None or any(map(deleted, ours)):
             check_like_connected(self._plan, arrays)
@@ -135,14 +163,19 @@ class KnownArrays:
 
 
 def _several(arrays: Mapping[str, Any], paths: Sequence[str]) -> Sequence[Any]:
-    return itemgetter(*paths)(arrays) if len(paths) > 1 else [arrays[path] for path in paths]
+    return (
+        itemgetter(*paths)(arrays)
+        if len(paths) > 1
+        else [arrays[path] for path in paths]
+    )
 
 
 # ----------------------------------------------------------------------------------------------------
 
 TABLES_KEPT = 8
 POINTER = methodcaller("unsafe_buffer_pointer")
-SPIN_SECONDS = 0.05  # busy-wait for the device this long before sleeping: a sync takes milliseconds
+# busy-wait for the device this long before sleeping: a sync takes milliseconds
+SPIN_SECONDS = 0.05
 
 
 @dataclass(eq=False)
@@ -172,13 +205,18 @@ class IpcSenders(Senders):
         super().__init__(plan, replicas)
         self._ordinal = ordinal or cuda_ordinal
         self._arrays, self._flattener = KnownArrays(plan), Flattener()
-        self.staged = False  # whether the next send_all writes shadow buffers or live memory
+        # whether the next send_all writes shadow buffers or live memory
+        self.staged = False
         self._streams: dict[int, Any] = {}
         self._closed = self._checked = False
         self._early: Gathered | None = None
         self._running: list[Launch] = []
         self._uploaded: dict[Lane, dict[bytes, Any]] = {}
-        mine = None if process is None else [int(d) for d in plan.devices if plan.process_of(int(d)) == process]
+        mine = (
+            None
+            if process is None
+            else [int(d) for d in plan.devices if plan.process_of(int(d)) == process]
+        )
         self.channels = [
             Port(name, rank, self._lanes(rank, index, mine))
             for name, index in replicas.items()
@@ -188,11 +226,24 @@ class IpcSenders(Senders):
     def _lanes(self, rank: int, index: int, devices: list[int] | None) -> list[Lane]:
         out = []
         for link in whole_links(self.plan, rank, index, devices):
-            leaves = {int(leaf): k for k, leaf in enumerate(np.unique(link.leaf).tolist())}
+            leaves = {
+                int(leaf): k for k, leaf in enumerate(np.unique(link.leaf).tolist())
+            }
             numbers = np.unique(link.target).tolist()
-            pieces = link_pieces(self.plan, link, leaves, {t: k for k, t in enumerate(numbers)})
+            pieces = link_pieces(
+                self.plan, link, leaves, {t: k for k, t in enumerate(numbers)}
+            )
             paths = [self.plan.leaves[leaf].path for leaf in leaves]
-            out.append(Lane(link.device, self._ordinal(link.device), paths, numbers, pieces, link.total_bytes))
+            out.append(
+                Lane(
+                    link.device,
+                    self._ordinal(link.device),
+                    paths,
+                    numbers,
+                    pieces,
+                    link.total_bytes,
+                )
+            )
         return out
 
     @property
@@ -205,10 +256,20 @@ class IpcSenders(Senders):
 
     # Opening ------------------------------------------------------------------------------------------------------
 
-    def open(self, order: Callable[[], pb.LinkReply], deadline: Deadline) -> pb.LinkReply:
+    def open(
+        self, order: Callable[[], pb.LinkReply], deadline: Deadline
+    ) -> pb.LinkReply:
         reply = order()
         exports = exports_of(reply)
-        self.no_direct = next((e["no_direct"] for ranks in exports.values() for e in ranks if "no_direct" in e), "")
+        self.no_direct = next(
+            (
+                e["no_direct"]
+                for ranks in exports.values()
+                for e in ranks
+                if "no_direct" in e
+            ),
+            "",
+        )
         if not self.no_direct:
             self.attach(exports)
             self.ready(0.0)
@@ -221,9 +282,12 @@ class IpcSenders(Senders):
         """Map the memory that ranks exported, live or shadow; replaces earlier mappings."""
         ports = {(port.replica, port.rank): port for port in self.channels}
         if exports and self._early is not None:
-            self._early.digest = None  # its launches point to the mappings that are replaced now
+            # its launches point to the mappings that are replaced now
+            self._early.digest = None
         try:
-            for replica, plain in ((name, e) for name, many in exports.items() for e in many):
+            for replica, plain in (
+                (name, e) for name, many in exports.items() for e in many
+            ):
                 port = ports.get((replica, int(plain["rank"])))
                 if port is None or plain["plan"] != self.plan.digest:
                     raise SyncError(
@@ -241,14 +305,18 @@ class IpcSenders(Senders):
         place = {int(t): where for t, *where in plain["targets"]}
         missing = [t for t in lane.numbers if t not in place]
         if missing:
-            raise LayoutError(f"rank {port.rank} of {port.replica} exported no memory for targets {missing[:3]}")
+            raise LayoutError(
+                f"rank {port.rank} of {port.replica} exported no memory for targets {missing[:3]}"
+            )
         if key in port.into:
             port.into.pop(key).mapped.close()
         mapped = Mapped(plain, lane.ordinal, f"rank {port.rank} of {port.replica}")
         try:
             cp = cupy()
             with cp.cuda.Device(lane.ordinal):
-                pointers = np.array([mapped.pointer(place[t]) for t in lane.numbers], np.uint64)
+                pointers = np.array(
+                    [mapped.pointer(place[t]) for t in lane.numbers], np.uint64
+                )
                 if lane.ordinal not in self._streams:
                     self._streams[lane.ordinal] = cp.cuda.Stream(non_blocking=True)
                 targets = cp.asarray(pointers)
@@ -257,7 +325,11 @@ class IpcSenders(Senders):
             for part in lane.parts:
                 lane.launcher(bool(aligned), part=part).warm()
             port.into[key] = Destination(
-                mapped, targets, bool(aligned), mapped.pointer(plain["permit"]), int(plain["token"])
+                mapped,
+                targets,
+                bool(aligned),
+                mapped.pointer(plain["permit"]),
+                int(plain["token"]),
             )
         except BaseException:
             mapped.close()
@@ -278,7 +350,9 @@ class IpcSenders(Senders):
             what = "shadow memory" if staged else "memory"
             raise TransportError(
                 f"rank {port.rank} of {port.replica} has not exported its {what}",
-                remedy="open the link again" if not staged else "prepare a staged sync first",
+                remedy="open the link again"
+                if not staged
+                else "prepare a staged sync first",
             ) from None
 
     def release_shadows(self) -> None:
@@ -303,13 +377,18 @@ class IpcSenders(Senders):
     ) -> None:
         """Write one target to one rank and wait; its digest is added to `sent`."""
         if self._closed or job.lane not in channel.lanes:
-            raise TransportError("these senders are closed, or the job belongs to another rank", remedy="connect again")
+            raise TransportError(
+                "these senders are closed, or the job belongs to another rank",
+                remedy="connect again",
+            )
         until = time.monotonic() + seconds
         try:
             self._early, gathered = None, self._pointers(source, [job.lane.whole])
             sent.seconds["pack"] += gathered.seconds
             check_layouts(gathered.held)
-            self._launch(self._launches(gathered.pointers, digest, job), version, until, sent)
+            self._launch(
+                self._launches(gathered.pointers, digest, job), version, until, sent
+            )
             with sent.timed("copy"):
                 self._wait(until)
                 self.collect(sent)
@@ -333,31 +412,44 @@ class IpcSenders(Senders):
         """
         if self._closed:
             raise TransportError("these senders are closed", remedy="connect again")
-        until, start, sent = time.monotonic() + seconds, time.perf_counter(), Sent()
+        until = time.monotonic() + seconds
+        start = time.perf_counter()
+        sent = Sent()
         try:
-            early, self._early = self._early, None
+            early = self._early
+            self._early = None
             held: Held = []
             for number in range(self._part_count):
-                gathered = early if number == 0 and early is not None and early.source is source else None
+                gathered = (
+                    early
+                    if number == 0 and early is not None and early.source is source
+                    else None
+                )
                 gathered = gathered or self._pointers(source, self._parts(number))
                 sent.seconds["pack"] += gathered.seconds
                 held += gathered.held
                 if not self._checked:
                     check_layouts(gathered.held)
                 ready = (gathered.digest, gathered.staged) == (digest, self.staged)
-                launches = gathered.launches if ready else self._launches(gathered.pointers, digest)
+                launches = (
+                    gathered.launches
+                    if ready
+                    else self._launches(gathered.pointers, digest)
+                )
                 self._launch(launches, version, until, sent, cleared=ready)
                 del gathered
             with sent.timed("copy"):
                 if self._checked:
-                    check_layouts(held)  # takes a third of the copy's time, so it runs during the copy
+                    # takes a third of the copy's time, so it runs during the copy
+                    check_layouts(held)
                 self._checked = True
                 self._wait(until)
             del held  # nothing reads the arrays any more: JAX may free them
             if collect:
                 self.collect(sent)
         except BaseException:
-            self.close()  # waits for running kernels before arrays or mappings are released
+            # waits for running kernels before arrays or mappings are released
+            self.close()
             raise
         sent.seconds["move"] = sent.seconds["sent"] = time.perf_counter() - start
         progress(sent)
@@ -365,7 +457,8 @@ class IpcSenders(Senders):
 
     def collect(self, sent: Sent) -> None:
         """Read the kernels' results: refused blocks (an error), digests, non-finite leaves."""
-        running, self._running = self._running, []
+        running = self._running
+        self._running = []
         for launch in running:
             stream = self._streams[launch.lane.ordinal]
             if refused := launch.launcher.refused(stream):
@@ -381,7 +474,9 @@ class IpcSenders(Senders):
             for slot in launch.launcher.flawed(stream):
                 sent.flawed |= launch.lane.feeding(slot)
 
-    def settle_jobs(self, jobs: Iterable[IpcJob], channel: Port, sent: Sent, seconds: float) -> None:
+    def settle_jobs(
+        self, jobs: Iterable[IpcJob], channel: Port, sent: Sent, seconds: float
+    ) -> None:
         """Nothing to do: `send` has waited and collected already."""
 
     def settle(self, source: Source | Shards, staged: bool) -> None:
@@ -394,18 +489,31 @@ class IpcSenders(Senders):
 
     @property
     def _part_count(self) -> int:
-        return max((len(lane.parts) for port in self.channels for lane in port.lanes), default=0)
+        return max(
+            (len(lane.parts) for port in self.channels for lane in port.lanes),
+            default=0,
+        )
 
     def _parts(self, number: int) -> list[LanePart]:
         """Part `number` of every lane that has one."""
-        return [p for port in self.channels for lane in port.lanes for p in lane.parts[number : number + 1]]
+        return [
+            p
+            for port in self.channels
+            for lane in port.lanes
+            for p in lane.parts[number : number + 1]
+        ]
 
     def gather(self, source: Source | Shards, digest: bool) -> None:
         """Prepare the first launches of `send_all` while the engine is waited for."""
         gathered = self._pointers(source, self._parts(0))
-        if all((self.staged, lane.ordinal) in port.into for port in self.channels for lane in port.lanes):
+        if all(
+            (self.staged, lane.ordinal) in port.into
+            for port in self.channels
+            for lane in port.lanes
+        ):
             gathered.launches = self._launches(gathered.pointers, digest)
-            gathered.digest, gathered.staged = digest, self.staged
+            gathered.digest = digest
+            gathered.staged = self.staged
             for launch in gathered.launches:
                 launch.launcher.clear(self._streams[launch.lane.ordinal])
         self._early = gathered
@@ -427,12 +535,18 @@ class IpcSenders(Senders):
             pointers[part] = part.table(list(map(POINTER, arrays)))
         return Gathered(source, held, pointers, time.perf_counter() - start)
 
-    def _launches(self, pointers: dict[LanePart, np.ndarray], digest: bool, only: IpcJob | None = None) -> list[Launch]:
+    def _launches(
+        self,
+        pointers: dict[LanePart, np.ndarray],
+        digest: bool,
+        only: IpcJob | None = None,
+    ) -> list[Launch]:
         ports = {id(lane): port for port in self.channels for lane in port.lanes}
         target = only.target if only is not None else None
         out = []
         for part, table in pointers.items():
-            lane, port = part.lane, ports[id(part.lane)]
+            lane = part.lane
+            port = ports[id(part.lane)]
             destination = self._destination(port, lane, self.staged)
             aligned = destination.aligned and not int(np.bitwise_or.reduce(table)) % 16
             launcher = lane.launcher(aligned, target=target, part=part)
@@ -441,9 +555,17 @@ class IpcSenders(Senders):
             out.append(Launch(port, lane, launcher, destination, sources, digested))
         return out
 
-    def _launch(self, launches: list[Launch], version: int, until: float, sent: Sent, cleared: bool = False) -> None:
+    def _launch(
+        self,
+        launches: list[Launch],
+        version: int,
+        until: float,
+        sent: Sent,
+        cleared: bool = False,
+    ) -> None:
         for launch in launches:
-            if time.monotonic() >= until:  # a process that was suspended in the meantime must not write now
+            # a process that was suspended in the meantime must not write now
+            if time.monotonic() >= until:
                 raise _deadline_passed(launch.port)
             launch.launcher.launch(
                 self._streams[launch.lane.ordinal],
@@ -460,7 +582,8 @@ class IpcSenders(Senders):
 
     def _upload(self, lane: Lane, pointers: np.ndarray, stream: Any) -> Any:
         """A pointer table on the device. The last few are cached: with donation, buffers alternate between trees."""
-        known, key = self._uploaded.setdefault(lane, {}), pointers.tobytes()
+        known = self._uploaded.setdefault(lane, {})
+        key = pointers.tobytes()
         if key in known:
             return known[key]
         cp = cupy()
@@ -479,14 +602,20 @@ class IpcSenders(Senders):
                 now = time.monotonic()
                 if now >= until:
                     raise DeadlineExceeded(
-                        "the sync's deadline passed while the copy kernels ran", remedy="pass a larger timeout="
+                        "the sync's deadline passed while the copy kernels ran",
+                        remedy="pass a larger timeout=",
                     )
                 if now - begun > SPIN_SECONDS:
                     time.sleep(0.0005)
 
     def digests(self, source: Source | Shards) -> dict[int, int]:
         """By target, the digests the replica would hold if these parameters were sent; writes nothing."""
-        lanes = [lane for port in self.channels if port.replica == self.digest_replica for lane in port.lanes]
+        lanes = [
+            lane
+            for port in self.channels
+            if port.replica == self.digest_replica
+            for lane in port.lanes
+        ]
         gathered = self._pointers(source, [lane.whole for lane in lanes])
         check_layouts(gathered.held)
         out: dict[int, int] = {}
@@ -496,19 +625,25 @@ class IpcSenders(Senders):
                 if lane.ordinal not in self._streams:
                     self._streams[lane.ordinal] = cupy().cuda.Stream(non_blocking=True)
                 stream = self._streams[lane.ordinal]
-                no_targets = cupy().asarray(np.zeros(len(lane.numbers), np.uint64))  # nothing is written
+                # nothing is written
+                no_targets = cupy().asarray(np.zeros(len(lane.numbers), np.uint64))
             launcher = lane.launcher(not (table % 16).any(), write=False)
             launcher.launch(stream, self._upload(lane, table, stream), no_targets)
-            for t, value in zip(lane.numbers, launcher.sums(stream).tolist(), strict=True):
+            for t, value in zip(
+                lane.numbers, launcher.sums(stream).tolist(), strict=True
+            ):
                 out[t] = (out.get(t, 0) + value) & MASK
         del gathered
         return out
 
     def close(self) -> None:
         """Wait for running kernels, then unmap all memory. Can be called twice."""
-        self._closed, self._early, self._running = True, None, []
+        self._closed = True
+        self._early = None
+        self._running = []
         for stream in self._streams.values():
-            with contextlib.suppress(Exception):  # a broken CUDA context holds nothing any more
+            # a broken CUDA context holds nothing any more
+            with contextlib.suppress(Exception):
                 stream.synchronize()
         for port in self.channels:
             while port.into:

@@ -42,11 +42,18 @@ if TYPE_CHECKING:
 class SyncHandle:
     """A sync running in the background. `result()` waits for the report, or raises the sync's error."""
 
-    def __init__(self, sync: Callable[[Callable[[float], None]], SyncReport], pool: str, total: int) -> None:
+    def __init__(
+        self,
+        sync: Callable[[Callable[[float], None]], SyncReport],
+        pool: str,
+        total: int,
+    ) -> None:
         """`sync` is called with a function that it reports bytes sent to, out of `total`."""
         self._future: Future[SyncReport] = Future()
-        self._sync, self._pool = sync, pool
-        self._bytes, self._total = 0.0, max(1, total)
+        self._sync = sync
+        self._pool = pool
+        self._bytes = 0.0
+        self._total = max(1, total)
         threading.Thread(target=self._run, name="jvlab-sync", daemon=True).start()
 
     def _run(self) -> None:
@@ -92,7 +99,8 @@ class SyncHandle:
 
 # ----------------------------------------------------------------------------------------------------
 
-SYNC_SECONDS, STEP_SECONDS = 600.0, 3600.0
+SYNC_SECONDS = 600.0
+STEP_SECONDS = 3600.0
 
 
 class Link:
@@ -122,13 +130,22 @@ class Link:
         deadline: Deadline | None = None,
     ) -> None:
         SyncOptions(mode, nonfinite=nonfinite)  # validates both
-        self.pool, self.mode, self.nonfinite, self._on_close = pool, mode, nonfinite, on_close
+        self.pool = pool
+        self.mode = mode
+        self.nonfinite = nonfinite
+        self._on_close = on_close
         self._agreed = agreed
-        self._channels = Channels(pool, agreed, wrap) if team is None else TeamChannels(pool, agreed, wrap, team)
+        self._channels = (
+            Channels(pool, agreed, wrap)
+            if team is None
+            else TeamChannels(pool, agreed, wrap, team)
+        )
         self._coordinator = SyncCoordinator(self._channels)
-        self.remembered = RememberedParams()  # what it was connected with, for comparisons
+        # what it was connected with, for comparisons
+        self.remembered = RememberedParams()
         pool._linked.add(self)
-        agreed.mapping._link = weakref.ref(self)  # its inspector reads values from this link's engines
+        # its inspector reads values from this link's engines
+        agreed.mapping._link = weakref.ref(self)
         self._channels.open_first(mode, deadline or Deadline(ORDER_SECONDS))
 
     @property
@@ -178,7 +195,11 @@ class Link:
 
     def matches(self, pool: Pool, agreed: Agreement, mode: str, nonfinite: str) -> bool:
         """Would connecting with these arguments give the same link?"""
-        return self.pool is pool and self._agreed is agreed and (self.mode, self.nonfinite) == (mode, nonfinite)
+        return (
+            self.pool is pool
+            and self._agreed is agreed
+            and (self.mode, self.nonfinite) == (mode, nonfinite)
+        )
 
     def lend_scores(self, policy: Any) -> None:
         """While the mapping's meaning is unsettled, let the next sync score tokens with this policy."""
@@ -230,11 +251,21 @@ class Link:
         After a failure each engine is on its old version, or dirty (refuses to generate) until a later sync commits.
         A multi-process trainer calls it in every process with the same arguments: all return, or all raise.
         """
-        options = {"mode": mode, "verify": verify, "require": require, "pause": pause, "kv": kv, "nonfinite": nonfinite}
+        options = {
+            "mode": mode,
+            "verify": verify,
+            "require": require,
+            "pause": pause,
+            "kv": kv,
+            "nonfinite": nonfinite,
+        }
         deadline = Deadline.of(timeout)
         start = clock()
         return self._noted(
-            start, self._coordinator.sync(params, version, lambda: self._options(**options), deadline, progress)
+            start,
+            self._coordinator.sync(
+                params, version, lambda: self._options(**options), deadline, progress
+            ),
         )
 
     def _noted(self, start: float, report: SyncReport) -> SyncReport:
@@ -242,40 +273,60 @@ class Link:
         _calls.note(self.pool._client, _calls.sync_event(report, start, clock()))
         return report
 
-    def _options(self, mode: str | None = None, nonfinite: str | None = None, **given: Any) -> SyncOptions:
+    def _options(
+        self, mode: str | None = None, nonfinite: str | None = None, **given: Any
+    ) -> SyncOptions:
         """The given options; mode and nonfinite default to those of connect."""
-        return SyncOptions(mode or self.mode, nonfinite=nonfinite or self.nonfinite, **given)
+        return SyncOptions(
+            mode or self.mode, nonfinite=nonfinite or self.nonfinite, **given
+        )
 
     def _require_one_process(self, what: str, instead: str) -> None:
         if (processes := self._channels.processes) > 1:
             raise Unsupported(
-                f"{what} needs all parameters in one process; these are spread over {processes}", remedy=instead
+                f"{what} needs all parameters in one process; these are spread over {processes}",
+                remedy=instead,
             )
 
     @brief
-    def catch_up(self, params: Any, *, timeout: float | Deadline = SYNC_SECONDS) -> SyncReport | None:
+    def catch_up(
+        self, params: Any, *, timeout: float | Deadline = SYNC_SECONDS
+    ) -> SyncReport | None:
         """Bring replicas that joined or returned to the version that the others hold; None if none is behind.
 
         `params` must be those of the last sync, which is first checked by digest. The other replicas keep generating,
         and the version does not change.
         """
-        self._require_one_process("catch_up", "link.sync(params), in every process, gives all replicas a new version")
+        self._require_one_process(
+            "catch_up",
+            "link.sync(params), in every process, gives all replicas a new version",
+        )
         return self._coordinator.catch_up(params, self.mode, Deadline.of(timeout))
 
-    def sync_async(self, params: Any, version: int | None = None, **options: Any) -> SyncHandle:
+    def sync_async(
+        self, params: Any, version: int | None = None, **options: Any
+    ) -> SyncHandle:
         """`sync` in the background: returns a handle with `.progress`, `.done()`, `.result()`."""
         deadline = Deadline.of(options.pop("timeout", SYNC_SECONDS))
 
         def sync(listener: Callable[[float], None]) -> SyncReport:
-            chosen, start = lambda: self._options(**options), clock()
-            return self._noted(start, self._coordinator.sync(params, version, chosen, deadline, False, listener))
+            chosen = lambda: self._options(**options)
+            start = clock()
+            return self._noted(
+                start,
+                self._coordinator.sync(
+                    params, version, chosen, deadline, False, listener
+                ),
+            )
 
         return SyncHandle(sync, self.pool.name, self.plan.total_bytes)
 
     # Inspecting ---------------------------------------------------------------------------------------------------
 
     @brief
-    def verify(self, params: Any = None, *, timeout: float | Deadline = SYNC_SECONDS) -> CheckReport:
+    def verify(
+        self, params: Any = None, *, timeout: float | Deadline = SYNC_SECONDS
+    ) -> CheckReport:
         """Compare digests of what the engines hold now with the last commit, or with `params`."""
         return self._coordinator.verify(params, Deadline.of(timeout))
 
@@ -296,7 +347,14 @@ class Link:
         self._require_one_process("a stepper", "link.sync(params), in every process")
         chosen = self._options(**options)
         return Stepper(
-            self, self._coordinator, params, version, chosen, unit=unit, breakpoints=breakpoints, timeout=timeout
+            self,
+            self._coordinator,
+            params,
+            version,
+            chosen,
+            unit=unit,
+            breakpoints=breakpoints,
+            timeout=timeout,
         )
 
     @brief
@@ -304,7 +362,9 @@ class Link:
         """Compare what the engine holds of a parameter (or of everything a leaf or a slice feeds) with `params`."""
         from jvlab.sync._diff import differences
 
-        self._require_one_process("diff", "link.verify(params), in every process, compares digests")
+        self._require_one_process(
+            "diff", "link.verify(params), in every process, compares digests"
+        )
         return differences(self, name, Source.of(self.plan, params), replica)
 
     def values(self, name: str, params: Any, replica: int, bins: int) -> list[Values]:
@@ -318,7 +378,11 @@ class Link:
 
         Raises a `MeaningError` if they contradict it, as `lab.connect` with these rules would.
         """
-        given = None if params is None else flatten(getattr(params, "params", params)).arrays
+        given = (
+            None
+            if params is None
+            else flatten(getattr(params, "params", params)).arrays
+        )
         arrays = self.remembered.arrays() if given is None else given
         if arrays is None:
             raise ConfigError(
@@ -364,7 +428,9 @@ class Link:
         """
         from jvlab.analysis.diagnose._bisect import bisect
 
-        self._require_one_process("bisect", "connect from one process that holds all parameters")
+        self._require_one_process(
+            "bisect", "connect from one process that holds all parameters"
+        )
         return bisect(
             self,
             prompt,

@@ -47,7 +47,8 @@ class Place:
 
     leaf: str
     part: Slice | None = None
-    alias: str = ""  # the name that was asked for, if it numbers a layer that has no leaf of its own
+    # the name that was asked for, if it numbers a layer that has no leaf of its own
+    alias: str = ""
 
     @property
     def name(self) -> str:
@@ -68,7 +69,12 @@ def find(mapping: Mapping, name: str) -> Place:
     rows = [r for r in mapping.rows if r.leaf and name in (r.tensor, r.parameter)]
     if rows:
         leaf = _only(sorted({r.leaf for r in rows}), name)
-        parts = {slice_of(b, mapping.stacked) for r in rows for b in mapping.bindings if _same(b, leaf, r.tensor)}
+        parts = {
+            slice_of(b, mapping.stacked)
+            for r in rows
+            for b in mapping.bindings
+            if _same(b, leaf, r.tensor)
+        }
         return Place(leaf, parts.pop() if len(parts) == 1 else None)
     found = _numbered(mapping, name)
     if found:
@@ -88,21 +94,31 @@ def targets(mapping: Mapping, place: Place) -> list[str]:
 def bindings_at(mapping: Mapping, place: Place) -> list[Binding]:
     """The bindings of a leaf, or of one of its slices."""
     of_leaf = [b for b in mapping.bindings if b.leaf == place.leaf]
-    return [b for b in of_leaf if place.part is None or slice_of(b, mapping.stacked) == place.part]
+    return [
+        b
+        for b in of_leaf
+        if place.part is None or slice_of(b, mapping.stacked) == place.part
+    ]
 
 
 def _near(paths: Sequence[str], name: str) -> list[str]:
     """The leaf with this path, else those whose path begins with it, else those whose path ends with it."""
     if name in paths:
         return [name]
-    return [p for p in paths if p.startswith(name + ".")] or [p for p in paths if p.endswith("." + name)]
+    return [p for p in paths if p.startswith(name + ".")] or [
+        p for p in paths if p.endswith("." + name)
+    ]
 
 
 def _only(near: Sequence[str], name: str) -> str:
     if len(near) == 1:
         return near[0]
     shown = ", ".join(near[:8]) + (" …" if len(near) > 8 else "")
-    raise ConfigError(f"{name!r} matches {len(near)} leaves", remedy=f"ask for one of: {shown}", name=name)
+    raise ConfigError(
+        f"{name!r} matches {len(near)} leaves",
+        remedy=f"ask for one of: {shown}",
+        name=name,
+    )
 
 
 def _same(b: Binding, leaf: str, tensor: str) -> bool:
@@ -117,11 +133,20 @@ def _given_slice(mapping: Mapping, name: str, base: str, dim: int, index: int) -
     """`layers.attn.q.kernel[1]`."""
     leaf = find(mapping, base).leaf
     if mapping.stacked.get(leaf) != dim:
-        how = f"its layers are stacked along dim {mapping.stacked[leaf]}" if leaf in mapping.stacked else "it is not"
-        raise ConfigError(f"{name!r} asks for a slice of a stacked leaf, and {leaf} has none there: {how}", name=name)
+        how = (
+            f"its layers are stacked along dim {mapping.stacked[leaf]}"
+            if leaf in mapping.stacked
+            else "it is not"
+        )
+        raise ConfigError(
+            f"{name!r} asks for a slice of a stacked leaf, and {leaf} has none there: {how}",
+            name=name,
+        )
     count = next(b.leaf_shape[dim] for b in mapping.bindings if b.leaf == leaf)
     if index >= count:
-        raise ConfigError(f"{leaf} has {count} slices, so there is no slice {index}", name=name)
+        raise ConfigError(
+            f"{leaf} has {count} slices, so there is no slice {index}", name=name
+        )
     return Place(leaf, Slice(dim, index, count))
 
 
@@ -130,7 +155,11 @@ def _numbered(mapping: Mapping, name: str) -> list[Place]:
     out = []
     for shorter, number in without_number(name):
         for leaf in _near(list(mapping.stacked), shorter):
-            of_layer = (b for b in mapping.bindings if b.leaf == leaf and layer_number(b.tensor) == number)
+            of_layer = (
+                b
+                for b in mapping.bindings
+                if b.leaf == leaf and layer_number(b.tensor) == number
+            )
             part = next((slice_of(b, mapping.stacked) for b in of_layer), None)
             out += [Place(leaf, part, name)] if part is not None else []
     return out
@@ -138,10 +167,20 @@ def _numbered(mapping: Mapping, name: str) -> list[Place]:
 
 def _unknown(mapping: Mapping, name: str) -> ConfigError:
     paths = [x.path for x in mapping.plan.leaves]
-    known = [*paths, *(r.numbered for r in mapping.rows if r.numbered), *(r.tensor for r in mapping.rows)]
+    known = [
+        *paths,
+        *(r.numbered for r in mapping.rows if r.numbered),
+        *(r.tensor for r in mapping.rows),
+    ]
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-    remedy = f"did you mean {', '.join(close)}?" if close else f"leaves look like {', '.join(paths[:3])}"
-    return ConfigError(f"no leaf, tensor or parameter is called {name!r}", remedy=remedy, name=name)
+    remedy = (
+        f"did you mean {', '.join(close)}?"
+        if close
+        else f"leaves look like {', '.join(paths[:3])}"
+    )
+    return ConfigError(
+        f"no leaf, tensor or parameter is called {name!r}", remedy=remedy, name=name
+    )
 
 
 # `Explanation`: where one leaf, or one slice of a stacked leaf, goes and why.
@@ -151,29 +190,47 @@ class Explanation:
     """Where one leaf goes, as text, and as HTML with a drawing."""
 
     def __init__(self, mapping: Mapping, place: Place) -> None:
-        self.mapping, self.place = mapping, place
+        self.mapping = mapping
+        self.place = place
         self.leaf = place.leaf
-        self.parameters = targets(mapping, place)  # of a slice; empty: all that the leaf is written to
+        # of a slice; empty: all that the leaf is written to
+        self.parameters = targets(mapping, place)
 
     @cached_property
     def lines(self) -> list[str]:
         """The explanation, line by line."""
-        plan, place = self.mapping.plan, self.place
+        plan = self.mapping.plan
+        place = self.place
         info = next(x for x in plan.leaves if x.path == self.leaf)
         sharding = plan.shardings[info.sharding]
-        cells, devices = len(sharding.starts), len(sharding.owners)
-        local = tuple(int(n) for n in sharding.stops[0] - sharding.starts[0]) if cells else ()
-        how = "whole on every device" if cells == 1 else f"cut into {cells} pieces of {local}"
+        cells = len(sharding.starts)
+        devices = len(sharding.owners)
+        local = (
+            tuple(int(n) for n in sharding.stops[0] - sharding.starts[0])
+            if cells
+            else ()
+        )
+        how = (
+            "whole on every device"
+            if cells == 1
+            else f"cut into {cells} pieces of {local}"
+        )
         copies = f", each on {devices // cells}" if 1 < cells < devices else ""
         where = f"{how}{copies} ({devices} device{'s' * (devices != 1)})"
-        dtype = next((x.source for x in plan.quantised if x.path == self.leaf), info.dtype)
+        dtype = next(
+            (x.source for x in plan.quantised if x.path == self.leaf), info.dtype
+        )
         out = [f"{info.path}  {dtype}{list(info.shape)}: {where}"]
         dim = self.mapping.stacked.get(self.leaf)
         if place.part is not None:
             asked = f", which {place.alias!r} means" if place.alias else ""
-            out.append(f"  slice {place.part} of {place.part.count} along dim {place.part.dim}{asked}")
+            out.append(
+                f"  slice {place.part} of {place.part.count} along dim {place.part.dim}{asked}"
+            )
         elif dim is not None:
-            out.append(f"  {info.shape[dim]} slices along dim {dim}, one for each layer")
+            out.append(
+                f"  {info.shape[dim]} slices along dim {dim}, one for each layer"
+            )
         out += self._ways()
         return [*out, *self._senders()]
 
@@ -188,12 +245,18 @@ class Explanation:
             if part is None or how not in said:
                 yield from (f"      {text}" for text in how)
             said.add(how)
-            for r in (r for r in self.mapping.rows if r.tensor == b.tensor and r.leaf == self.leaf):
+            for r in (
+                r
+                for r in self.mapping.rows
+                if r.tensor == b.tensor and r.leaf == self.leaf
+            ):
                 if r.status == "unused":
                     yield "      no rank takes anything from it"
                     continue
                 yield f"      → {r.parameter} on rank {r.rank_text}: {r.nbytes:,} bytes as {r.dtype} ({r.status})"
-                note = self.mapping.notes.get(r.parameter) or self.mapping.notes.get(r.tensor)
+                note = self.mapping.notes.get(r.parameter) or self.mapping.notes.get(
+                    r.tensor
+                )
                 if note:
                     yield f"        {note}"
 
@@ -204,8 +267,12 @@ class Explanation:
         out = []
         for rank in sorted({r for _, r in table}):
             who = sorted((d, n) for (d, r), n in table.items() if r == rank)
-            shown = ", ".join(f"device {d}: {n:,}" for d, n in who[:8]) + (" …" if len(who) > 8 else "")
-            out.append(f"  rank {rank} takes {sum(n for _, n in who):,} bytes from {len(who)} device(s): {shown}")
+            shown = ", ".join(f"device {d}: {n:,}" for d, n in who[:8]) + (
+                " …" if len(who) > 8 else ""
+            )
+            out.append(
+                f"  rank {rank} takes {sum(n for _, n in who):,} bytes from {len(who)} device(s): {shown}"
+            )
         return out
 
     def __str__(self) -> str:
@@ -241,13 +308,16 @@ def axis_words(b: Binding) -> list[str]:
         words.append("index for index the same")
     else:
         moves = [
-            f"leaf dim {a.leaf_dim}{_by(a.leaf_step)} → dim {a.tensor_dim}{_by(a.tensor_step)} ({a.size})" for a in leaf
+            f"leaf dim {a.leaf_dim}{_by(a.leaf_step)} → dim {a.tensor_dim}{_by(a.tensor_step)} ({a.size})"
+            for a in leaf
         ]
         words.append("; ".join(moves))
     fixed = fixed_dims(b)
     start = [0 if d in fixed else at for d, at in enumerate(b.leaf_start)]
     if any(start) or any(b.tensor_start):
-        words.append(f"starting at {start} of the leaf and {list(b.tensor_start)} of the tensor")
+        words.append(
+            f"starting at {start} of the leaf and {list(b.tensor_start)} of the tensor"
+        )
     if b.add:
         words.append(f"{b.add:+g} is added")
     if b.cast:
@@ -297,10 +367,14 @@ class Mapping:
         skipped: Sequence[Note] = (),
         origin: Origin | None = None,
     ) -> None:
-        self.plan, self.skipped = plan, tuple(skipped)
-        self._origin = origin  # inputs for trying other rules; None for a mapping that was built by hand
-        self._link: Any = None  # a weak reference to the link that uses this mapping, if any
-        self.bindings, self._layouts = tuple(bindings), tuple(layouts)
+        self.plan = plan
+        self.skipped = tuple(skipped)
+        # inputs for trying other rules; None for a mapping that was built by hand
+        self._origin = origin
+        # a weak reference to the link that uses this mapping, if any
+        self._link: Any = None
+        self.bindings = tuple(bindings)
+        self._layouts = tuple(layouts)
 
     @cached_property
     def rows(self) -> tuple[MappingRow, ...]:
@@ -308,7 +382,9 @@ class Mapping:
         bound = {b.tensor for b in self.bindings}
         rows = self._rows_of(self.bindings)
         rows += [
-            MappingRow("", "", "no rank takes it", 1.0, name, "", (), "", "", 0, "unused")
+            MappingRow(
+                "", "", "no rank takes it", 1.0, name, "", (), "", "", 0, "unused"
+            )
             for name in self.plan.ignored
             if name not in bound
         ]
@@ -316,7 +392,9 @@ class Mapping:
 
     def _rows_of(self, bindings: Sequence[Binding]) -> list[MappingRow]:
         """One row per (binding, parameter) pair in the traced ranks."""
-        dtypes = {x.path: x.dtype for x in self.plan.leaves} | {x.path: x.source for x in self.plan.quantised}
+        dtypes = {x.path: x.dtype for x in self.plan.leaves} | {
+            x.path: x.source for x in self.plan.quantised
+        }
         quantised = {x.path for x in self.plan.quantised}
         destinations = self._destinations()
         stacked = self.stacked if bindings is self.bindings else stacked_dims(bindings)
@@ -328,13 +406,34 @@ class Mapping:
             )
             found = destinations.get(b.tensor, {})
             if not found:
-                rows.append(self._row(b, slice_of(b, stacked), "", (), leaf, "", 0, "unused"))
+                rows.append(
+                    self._row(b, slice_of(b, stacked), "", (), leaf, "", 0, "unused")
+                )
             for (parameter, dtype, kind), taken in found.items():
                 nbytes = round(sum(n for _, n in taken) * share) * item_bytes(dtype)
-                status = kind if kind != "direct" else "direct" if leaf == dtype and not b.add else "cast"
-                status = "quantised" if b.leaf in quantised and kind == "direct" else status
+                status = (
+                    kind
+                    if kind != "direct"
+                    else "direct"
+                    if leaf == dtype and not b.add
+                    else "cast"
+                )
+                status = (
+                    "quantised" if b.leaf in quantised and kind == "direct" else status
+                )
                 ranks = tuple(r for r, _ in taken)
-                rows.append(self._row(b, slice_of(b, stacked), parameter, ranks, leaf, dtype, nbytes, status))
+                rows.append(
+                    self._row(
+                        b,
+                        slice_of(b, stacked),
+                        parameter,
+                        ranks,
+                        leaf,
+                        dtype,
+                        nbytes,
+                        status,
+                    )
+                )
         return rows
 
     @staticmethod
@@ -348,28 +447,52 @@ class Mapping:
         nbytes: int,
         status: str,
     ) -> MappingRow:
-        layer = (str(part), numbered(b.leaf, b.tensor)) if part is not None else ("", "")
+        layer = (
+            (str(part), numbered(b.leaf, b.tensor)) if part is not None else ("", "")
+        )
         why = b.leaf, b.rule, b.reason, b.confidence
-        return MappingRow(*why, b.tensor, parameter, ranks, leaf, dtype, nbytes, status, b.warning, *layer)
+        return MappingRow(
+            *why,
+            b.tensor,
+            parameter,
+            ranks,
+            leaf,
+            dtype,
+            nbytes,
+            status,
+            b.warning,
+            *layer,
+        )
 
-    def _destinations(self) -> dict[str, dict[tuple[str, str, str], list[tuple[int, int]]]]:
+    def _destinations(
+        self,
+    ) -> dict[str, dict[tuple[str, str, str], list[tuple[int, int]]]]:
         """Tensor → (parameter, dtype, status) → [(rank, elements)]."""
-        out: dict[str, dict[tuple[str, str, str], list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+        out: dict[str, dict[tuple[str, str, str], list[tuple[int, int]]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
         for layout in self._layouts:
-            opaque, staged = {n.name for n in layout.opaque}, {n.name for n in layout.staged}
-            key = layout.tensor.astype(np.int64) * len(layout.parameters) + layout.parameter
+            opaque = {n.name for n in layout.opaque}
+            staged = {n.name for n in layout.staged}
+            key = (
+                layout.tensor.astype(np.int64) * len(layout.parameters)
+                + layout.parameter
+            )
             pairs, at = np.unique(key, return_inverse=True)
             total = np.zeros(len(pairs), np.int64)
             np.add.at(total, at.reshape(-1), layout.shape.prod(axis=1))
             for pair, elements in zip(pairs.tolist(), total.tolist(), strict=True):
-                t, p = layout.tensors[pair // len(layout.parameters)], layout.parameters[pair % len(layout.parameters)]
+                t = layout.tensors[pair // len(layout.parameters)]
+                p = layout.parameters[pair % len(layout.parameters)]
                 if t.name not in opaque:
                     kind = "staged" if p.name in staged else "direct"
                     out[t.name][p.name, p.dtype, kind].append((layout.rank, elements))
             for t in layout.tensors:
                 if t.name in opaque:
                     size = int(np.prod(t.shape, dtype=np.int64))
-                    out[t.name]["(load_weights)", t.dtype, "opaque"].append((layout.rank, size))
+                    out[t.name]["(load_weights)", t.dtype, "opaque"].append(
+                        (layout.rank, size)
+                    )
         return out
 
     @cached_property
@@ -383,7 +506,11 @@ class Mapping:
         for layout in self._layouts:
             for f in layout.formats:
                 out.setdefault(f.parameter, f"format: {f.text}")
-            for kind, found in (("opaque", layout.opaque), ("staged", layout.staged), ("padding", layout.padding)):
+            for kind, found in (
+                ("opaque", layout.opaque),
+                ("staged", layout.staged),
+                ("padding", layout.padding),
+            ):
                 for note in found:
                     out.setdefault(note.name, f"{kind}: {note.reason}")
         return out
@@ -395,10 +522,16 @@ class Mapping:
         Assumptions that this mapping's link has confirmed since, by value or by function, are left out.
         """
         found: dict[str, dict[str, None]] = defaultdict(dict)
-        still = self.ambiguous if any(b.warning for b in self.bindings) and self.meaning is not None else None
+        still = (
+            self.ambiguous
+            if any(b.warning for b in self.bindings) and self.meaning is not None
+            else None
+        )
         for b in self.bindings:
             for text in filter(None, b.warning.split("; ")):
-                settled = [w for w in ("rotary", "1 + w") if w in text and still is not None]
+                settled = [
+                    w for w in ("rotary", "1 + w") if w in text and still is not None
+                ]
                 if not any(w not in (still or {}).get(b.leaf, "") for w in settled):
                     found[text][b.rule.split(" -> ")[0] or b.leaf] = None
         lines = []
@@ -439,7 +572,13 @@ class Mapping:
     # Searching and editing: called by the inspector's fields and buttons ------------------------------------------
 
     def search(
-        self, text: str = "", *, status: str = "", rule: str = "", rank: int | None = None, sort: str = ""
+        self,
+        text: str = "",
+        *,
+        status: str = "",
+        rule: str = "",
+        rank: int | None = None,
+        sort: str = "",
     ) -> list[MappingRow]:
         """The rows that contain every word of `text` in some column, filtered by status, rule or rank, and sorted.
 
@@ -449,7 +588,10 @@ class Mapping:
         from jvlab.views._mapping_view import search_rows
 
         if not isinstance(text, str):
-            raise ConfigError(f"text is {type(text).__name__}", remedy='words: mapping.search("layers.0 q_proj")')
+            raise ConfigError(
+                f"text is {type(text).__name__}",
+                remedy='words: mapping.search("layers.0 q_proj")',
+            )
         return search_rows(self.rows, text, status, rule, rank, sort)
 
     def select(self, name: str) -> Explanation:
@@ -481,20 +623,29 @@ class Mapping:
         self.rules.save(path)
         return Path(path)
 
-    def values(self, name: str, params: Any = None, *, replica: int = 0, bins: int = 48) -> list[Values]:
+    def values(
+        self, name: str, params: Any = None, *, replica: int = 0, bins: int = 48
+    ) -> list[Values]:
         """Histograms of a tensor on both sides and of their difference, per rank; needs a link.
 
         params   the trainer's arrays, or a Policy; default: those that the link was connected with, while they exist
         """
-        link, place = self._open_link(), find(self, name)
+        link = self._open_link()
+        place = find(self, name)
         names = targets(self, place) or [place.leaf]
-        return [found for one in names for found in link.values(one, params, replica, bins)]
+        return [
+            found for one in names for found in link.values(one, params, replica, bins)
+        ]
 
     @property
     def meaning(self) -> Meaning | None:
         """Whether the link's values mean the same on both sides; None if no link uses this mapping."""
         link = self._link() if self._link is not None else None
-        return link.meaning if link is not None and getattr(link, "mapping", None) is self else None
+        return (
+            link.meaning
+            if link is not None and getattr(link, "mapping", None) is self
+            else None
+        )
 
     @property
     def ambiguous(self) -> dict[str, str]:

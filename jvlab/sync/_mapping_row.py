@@ -23,7 +23,8 @@ class MappingRow:
     status: str  # direct, cast, quantised, staged, opaque, unused
     warning: str = ""  # what was assumed without evidence
     part: str = ""  # the slice of a stacked leaf, `[1]`
-    numbered: str = ""  # the same slice named as a layer of its own, `layers.1.attn.q.kernel`
+    # the same slice named as a layer of its own, `layers.1.attn.q.kernel`
+    numbered: str = ""
 
     @property
     def name(self) -> str:

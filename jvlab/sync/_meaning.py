@@ -24,7 +24,12 @@ from jvlab._errors import ConfigError, JvlabError, MeaningError, ModelError
 from jvlab._units import how_many
 from jvlab.layout._slices import stacked_dims, without_slice
 from jvlab.layout._tree import flatten
-from jvlab.sync._value_check import LeafEvidence, ambiguities_of, decide, still_ambiguous
+from jvlab.sync._value_check import (
+    LeafEvidence,
+    ambiguities_of,
+    decide,
+    still_ambiguous,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,14 +66,20 @@ class RememberedParams:
     def arrays(self) -> Mapping[str, Any] | None:
         """The arrays by path; None if one of them is gone, or its memory was given to a training step."""
         found = {path: ref() for path, ref in self._refs.items()}
-        alive = all(a is not None and not getattr(a, "is_deleted", bool)() for a in found.values())
+        alive = all(
+            a is not None and not getattr(a, "is_deleted", bool)()
+            for a in found.values()
+        )
         return found if found and alive else None
 
     def holds(self, arrays: Mapping[str, Any]) -> bool:
         """Are these the same arrays, with the same values? Only JAX's can be known to be: others change in place."""
         if not self._refs or arrays.keys() != self._refs.keys():
             return False
-        return all(hasattr(a, "addressable_shards") and self._refs[path]() is a for path, a in arrays.items())
+        return all(
+            hasattr(a, "addressable_shards") and self._refs[path]() is a
+            for path, a in arrays.items()
+        )
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -76,7 +87,8 @@ class RememberedParams:
 WAYS = ("auto", "function", "off")
 NAMED = 6  # leaves named in one message
 EAGER = 8  # syncs at which leaves that could not be told apart are compared again
-MAX_BINDINGS = 20_000  # with more, alternative rules are not searched: that would take minutes
+# with more, alternative rules are not searched: that would take minutes
+MAX_BINDINGS = 20_000
 Scorer = Callable[[Any, "np.ndarray"], "np.ndarray"]
 
 
@@ -113,14 +125,26 @@ class Meaning:
         """The summary for a sync whose values were not compared themselves, but those of `version`."""
         if self.state == "checked":
             at = "" if version is None else f" at version {version}"
-            rest = f", except for {how_many(len(self.ambiguous), 'leaf', 'leaves')}" if self.ambiguous else ""
+            rest = (
+                f", except for {how_many(len(self.ambiguous), 'leaf', 'leaves')}"
+                if self.ambiguous
+                else ""
+            )
             return f"meaning checked by {self.how}{at}{rest}"
-        return f"meaning {self.state}: {self.why}" if self.why else f"meaning {self.state}"
+        return (
+            f"meaning {self.state}: {self.why}" if self.why else f"meaning {self.state}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values."""
         seen = {
-            leaf: {"kind": s.kind, "compared": s.compared, "equal": s.equal, "r": s.r, "text": s.text}
+            leaf: {
+                "kind": s.kind,
+                "compared": s.compared,
+                "equal": s.equal,
+                "r": s.r,
+                "text": s.text,
+            }
             for leaf, s in self.leaves.items()
         }
         known = {"state": self.state, "how": self.how, "why": self.why}
@@ -161,11 +185,14 @@ class MeaningCheck:
 
     def __init__(self, agreed: Agreement) -> None:
         self._agreed = agreed
-        self.way, self.scorer = "auto", None
+        self.way = "auto"
+        self.scorer = None
         self._checkpoint: Any = None  # the checkpoint the trainer loaded, if given
         self._searched_owner = False
-        self._compared = RememberedParams()  # the arrays whose values were compared, while they exist
-        self._version: int | None = None  # of the sync whose values were compared: the first, unless it settled nothing
+        # the arrays whose values were compared, while they exist
+        self._compared = RememberedParams()
+        # of the sync whose values were compared: the first, unless it settled nothing
+        self._version: int | None = None
         self._syncs = 0
         self._last_scorer: Scorer | None = None
         self.meaning = Meaning("pending", why="nothing was compared yet")
@@ -192,8 +219,11 @@ class MeaningCheck:
     def configure(self, way: str, checkpoint: Any, scorer: Scorer | None) -> None:
         """Take the arguments of a connect."""
         if way not in WAYS:
-            raise ConfigError(f"meaning must be one of {', '.join(map(repr, WAYS))}, not {way!r}")
-        self.way, self._checkpoint = way, checkpoint
+            raise ConfigError(
+                f"meaning must be one of {', '.join(map(repr, WAYS))}, not {way!r}"
+            )
+        self.way = way
+        self._checkpoint = checkpoint
         self.scorer = scorer
         if way == "off":
             self._set("unchecked", 'turned off by meaning="off"')
@@ -205,13 +235,17 @@ class MeaningCheck:
         """Is the meaning still unsettled?"""
         return self.way != "off" and self.meaning.state in ("pending", "unchecked")
 
-    def _set(self, state: str, why: str, seen: Mapping[str, LeafEvidence] | None = None) -> None:
+    def _set(
+        self, state: str, why: str, seen: Mapping[str, LeafEvidence] | None = None
+    ) -> None:
         left = still_ambiguous(self.known, seen or {}, False)
         self.meaning = Meaning(state, None, why, dict(seen or {}), left)
 
     # By value -----------------------------------------------------------------------------------------------------
 
-    def by_value(self, arrays: Mapping[str, Any], model: Any, trained: bool = False) -> None:
+    def by_value(
+        self, arrays: Mapping[str, Any], model: Any, trained: bool = False
+    ) -> None:
         """Compare with the checkpoint's values; raises a MeaningError if they contradict the mapping.
 
         After an error the meaning is as it was: what is known of other values stays true.
@@ -219,7 +253,10 @@ class MeaningCheck:
         """
         if self.way != "auto":
             return
-        files = _files(model if self._checkpoint is None else self._checkpoint, given=self._checkpoint is not None)
+        files = _files(
+            model if self._checkpoint is None else self._checkpoint,
+            given=self._checkpoint is not None,
+        )
         if files is None:
             self._set("pending", "the model folder holds no weights to compare with")
             return
@@ -229,20 +266,33 @@ class MeaningCheck:
         found = sample(bindings, arrays, files)
         seen = dict(found.seen)
         if not any(s.compared for s in seen.values()):
-            self._set("pending", "the tree has no values yet, or none that the checkpoint has", seen=seen)
+            self._set(
+                "pending",
+                "the tree has no values yet, or none that the checkpoint has",
+                seen=seen,
+            )
             return
-        against = {without_slice(name) for name, s in seen.items() if s.contradicts or s.kind == "named"}
+        against = {
+            without_slice(name)
+            for name, s in seen.items()
+            if s.contradicts or s.kind == "named"
+        }
         readings: dict[str, str] = {}
         orders: dict[str, dict[int, int]] = {}
         if against and any(s.agrees for s in seen.values()):
             readings = self._alternatives(against, arrays, files)
             orders = self._orders(against - readings.keys(), arrays, files)
-            for name, s in found.seen.items():  # under its own name, but another tensor's numbers, or its own elsewhere
+            # under its own name, but another tensor's numbers, or its own elsewhere
+            for name, s in found.seen.items():
                 moved = without_slice(name) in (*readings, *orders)
-                if s.kind == "named" and (moved or rearranged(name, bindings, arrays, files)):
+                if s.kind == "named" and (
+                    moved or rearranged(name, bindings, arrays, files)
+                ):
                     seen[name] = replace(s, kind="different")
         verdict = decide(seen, (*readings, *orders), trained)
-        left = still_ambiguous(self.known, seen, verdict.state == "checked", found.alike)
+        left = still_ambiguous(
+            self.known, seen, verdict.state == "checked", found.alike
+        )
         state = "pending" if verdict.state == "open" else verdict.state
         how = None if verdict.state == "open" else "value"
         meaning = Meaning(state, how, verdict.why, seen, left)
@@ -251,29 +301,39 @@ class MeaningCheck:
         self.meaning = meaning
         self._compared.take_arrays(arrays)
 
-    def _orders(self, leaves: set[str], arrays: Mapping[str, Any], files: Any) -> dict[str, dict[int, int]]:
+    def _orders(
+        self, leaves: set[str], arrays: Mapping[str, Any], files: Any
+    ) -> dict[str, dict[int, int]]:
         """Stacked leaf -> index -> the index whose layer's values it holds, where layers are in another order."""
         from jvlab.sync._value_samples import slice_order
 
         bindings = self._agreed.mapping.bindings
         out = {}
         for leaf, dim in stacked_dims(b for b in bindings if b.leaf in leaves).items():
-            order = slice_order([b for b in bindings if b.leaf == leaf], arrays.get(leaf), files, dim)
+            order = slice_order(
+                [b for b in bindings if b.leaf == leaf], arrays.get(leaf), files, dim
+            )
             out |= {leaf: order} if order else {}
         return out
 
-    def _alternatives(self, leaves: set[str], arrays: Mapping[str, Any], files: Any) -> dict[str, str]:
+    def _alternatives(
+        self, leaves: set[str], arrays: Mapping[str, Any], files: Any
+    ) -> dict[str, str]:
         """Leaf -> the rule under which its values match the checkpoint's, where one was found."""
         from jvlab.layout.rules._alternatives import alternatives_of
         from jvlab.sync._value_samples import sample
 
         mapping = self._agreed.mapping
         out: dict[str, str] = {}
-        for other in alternatives_of(mapping) if len(mapping.bindings) <= MAX_BINDINGS else ():
+        for other in (
+            alternatives_of(mapping) if len(mapping.bindings) <= MAX_BINDINGS else ()
+        ):
             mine = {leaf for leaf in other.leaves if leaf in leaves and leaf not in out}
             if not mine or not other.rules:
                 continue
-            found = sample([b for b in other.bindings if b.leaf in mine], arrays, files).seen
+            found = sample(
+                [b for b in other.bindings if b.leaf in mine], arrays, files
+            ).seen
             if all(s.fits for s in found.values()):
                 out |= dict.fromkeys(mine, other.rule_text)
         return out
@@ -289,19 +349,38 @@ class MeaningCheck:
         by_rule: dict[str, list[str]] = {}
         for name, seen in wrong.items():
             by_rule.setdefault(seen.rule, []).append(name)
-        readings = {name: readings[leaf] for name in wrong if (leaf := without_slice(name)) in readings}
+        readings = {
+            name: readings[leaf]
+            for name in wrong
+            if (leaf := without_slice(name)) in readings
+        }
         lines = []
         for rule, names in by_rule.items():
             more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-            better = next((f"\n    they are by: {readings[name]}" for name in names if name in readings), "")
-            mixed = [f"\n    {leaf}: {_order_words(orders[leaf])}" for leaf in orders if _has_leaf(names, leaf)]
+            better = next(
+                (
+                    f"\n    they are by: {readings[name]}"
+                    for name in names
+                    if name in readings
+                ),
+                "",
+            )
+            mixed = [
+                f"\n    {leaf}: {_order_words(orders[leaf])}"
+                for leaf in orders
+                if _has_leaf(names, leaf)
+            ]
             lines.append(
                 f"  {', '.join(names[:NAMED])}{more}: {wrong[names[0]].text}\n"
                 f"    by the rule: {rule}{better}{''.join(mixed[:NAMED])}"
             )
         text = "\n".join(lines)
         rules = list(dict.fromkeys(readings.values()))
-        remedy = f"write {'; '.join(rules)}" if rules else "correct the rules of these leaves"
+        remedy = (
+            f"write {'; '.join(rules)}"
+            if rules
+            else "correct the rules of these leaves"
+        )
         if orders:
             remedy = f"stack the layers of {', '.join(list(orders)[:NAMED])} in the checkpoint's order"
         return MeaningError(
@@ -348,14 +427,26 @@ class MeaningCheck:
         same = self._version in (None, version) or self._compared.holds(arrays)
         return self.meaning.text_at(None if same else self._version)
 
-    def after_sync(self, pool: Pool, version: int, params: Any, seconds: float, mark_dirty: Callable[[], None]) -> None:
+    def after_sync(
+        self,
+        pool: Pool,
+        version: int,
+        params: Any,
+        seconds: float,
+        mark_dirty: Callable[[], None],
+    ) -> None:
         """Check by function, once per scorer. A MeaningError leaves the pool dirty."""
         if hasattr(params, "is_zero") and params.is_zero():
-            self._set("pending", "the adapter is still zero: no log-probability depends on where it is")
+            self._set(
+                "pending",
+                "the adapter is still zero: no log-probability depends on where it is",
+            )
             return
         scorer = self._take_scorer(params)
         if scorer is None:
-            self.give_up("the trainer's log-probabilities are not known (connect a jv.Policy or (params, logprobs_fn))")
+            self.give_up(
+                "the trainer's log-probabilities are not known (connect a jv.Policy or (params, logprobs_fn))"
+            )
             return
         from jvlab.sync._value_samples import compare
 
@@ -363,7 +454,9 @@ class MeaningCheck:
         if found.state == "unchecked":
             self.give_up(found.why)
             return
-        self.meaning = Meaning(found.state, "function", found.why, self.meaning.leaves, found.ambiguous)
+        self.meaning = Meaning(
+            found.state, "function", found.why, self.meaning.leaves, found.ambiguous
+        )
         if found.state == "failed":
             raise self._disagreement(found, version, _dirty(mark_dirty))
         self._settled(version, flatten(params).arrays)
@@ -374,11 +467,20 @@ class MeaningCheck:
             self._searched_owner = True
             owner = owner_of(params)
             self.scorer = scorer_of(owner) if owner is not None else None
-        scorer, self.scorer = self.scorer, None  # used once, while the meaning is open
+        # used once, while the meaning is open
+        scorer = self.scorer
+        self.scorer = None
         self._last_scorer = scorer or self._last_scorer
         return scorer
 
-    def again(self, pool: Pool, version: int, params: Any, seconds: float, mark_dirty: Callable[[], None]) -> None:
+    def again(
+        self,
+        pool: Pool,
+        version: int,
+        params: Any,
+        seconds: float,
+        mark_dirty: Callable[[], None],
+    ) -> None:
         """Check by function the leaves that could not be told apart, once they differ. Raises as `after_sync` does.
 
         Tried at the first syncs, then at every power of two: it costs as much as a small request.
@@ -394,21 +496,40 @@ class MeaningCheck:
 
         arrays = flatten(params).arrays
         same = untold(self._agreed.mapping.bindings, arrays)
-        apart = {leaf: self.known.get(leaf, (("order", why),)) for leaf, why in open_.items() if leaf not in same}
+        apart = {
+            leaf: self.known.get(leaf, (("order", why),))
+            for leaf, why in open_.items()
+            if leaf not in same
+        }
         if not apart:
             return
         found = compare(pool, params, scorer, apart, self._agreed.mapping, seconds)
         if found.state == "checked":
-            left = {leaf: why for leaf, why in open_.items() if leaf not in apart or leaf in found.ambiguous}
+            left = {
+                leaf: why
+                for leaf, why in open_.items()
+                if leaf not in apart or leaf in found.ambiguous
+            }
             if left != open_:
-                how = "function" if self.meaning.how == "function" else "value and function"
+                how = (
+                    "function"
+                    if self.meaning.how == "function"
+                    else "value and function"
+                )
                 why = f"{self.meaning.why}; at version {version}: {found.why}"
                 self.meaning = replace(self.meaning, how=how, why=why, ambiguous=left)
                 self._settled(version, arrays)
-        elif found.state == "failed" and set(found.suspects) & apart.keys() and found.rule:
-            self.meaning = Meaning("failed", "function", found.why, self.meaning.leaves, dict(open_))
+        elif (
+            found.state == "failed"
+            and set(found.suspects) & apart.keys()
+            and found.rule
+        ):
+            self.meaning = Meaning(
+                "failed", "function", found.why, self.meaning.leaves, dict(open_)
+            )
             raise self._disagreement(found, version, _dirty(mark_dirty))
-        elif found.state == "failed":  # for whatever reason: it is not known to be these leaves
+        # for whatever reason: it is not known to be these leaves
+        elif found.state == "failed":
             why = f"at version {version} engine and trainer are {found.why}"
             self.meaning = replace(self.meaning, state="unchecked", how=None, why=why)
 
@@ -416,7 +537,11 @@ class MeaningCheck:
         """Mark a pending meaning as unchecked, for this reason in addition to the earlier one."""
         if self.meaning.state == "pending":
             before = self.meaning.why
-            self.meaning = replace(self.meaning, state="unchecked", why=f"{before}; {why}" if before else why)
+            self.meaning = replace(
+                self.meaning,
+                state="unchecked",
+                why=f"{before}; {why}" if before else why,
+            )
 
     def _disagreement(self, found: ScoreGap, version: int, state: str) -> MeaningError:
         shown = ", ".join(found.suspects[:NAMED]) or "no leaf is ambiguous"
@@ -426,14 +551,18 @@ class MeaningCheck:
             f"version {version} arrived, but engine and trainer compute different things with it: {found.why}. "
             f"{state}. Most suspicious: {shown}",
             remedy="connect with corrected rules and sync again"
-            + ("" if found.rule else "; link.bisect(prompt, policy) looks for the rule"),
+            + (
+                "" if found.rule else "; link.bisect(prompt, policy) looks for the rule"
+            ),
             leaves=tuple(found.suspects),
             meaning=self.meaning,
             mapping=self._agreed.mapping,
         )
 
 
-def whole_leaves(wrong: Sequence[str], seen: Mapping[str, LeafEvidence]) -> dict[str, LeafEvidence]:
+def whole_leaves(
+    wrong: Sequence[str], seen: Mapping[str, LeafEvidence]
+) -> dict[str, LeafEvidence]:
     """Name -> evidence of what is wrong: a stacked leaf by its path if all its slices are, else slice by slice."""
     slices: dict[str, list[str]] = {}
     for name in seen:
@@ -450,8 +579,12 @@ def _has_leaf(names: Sequence[str], leaf: str) -> bool:
 
 
 def _order_words(order: Mapping[int, int]) -> str:
-    shown = ", ".join(f"[{i}] holds the values of layer [{j}]" for i, j in list(order.items())[:NAMED])
-    return f"its layers are in another order: {shown}{' …' if len(order) > NAMED else ''}"
+    shown = ", ".join(
+        f"[{i}] holds the values of layer [{j}]" for i, j in list(order.items())[:NAMED]
+    )
+    return (
+        f"its layers are in another order: {shown}{' …' if len(order) > NAMED else ''}"
+    )
 
 
 def _dirty(mark_dirty: Callable[[], None]) -> str:
@@ -473,7 +606,9 @@ def owner_of(params: Any) -> Any:
     mine = flatten(params).arrays
     for policy in list(module.alive):
         theirs = flatten(policy.params).arrays
-        if theirs.keys() == mine.keys() and all(theirs[path] is array for path, array in mine.items()):
+        if theirs.keys() == mine.keys() and all(
+            theirs[path] is array for path, array in mine.items()
+        ):
             return policy
     return None
 

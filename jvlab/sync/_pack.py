@@ -16,7 +16,14 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from jvlab._errors import LayoutError
-from jvlab.layout._digest import CHECKED_BYTES, MASK, Flawed, box_scan, flawed, row_elements
+from jvlab.layout._digest import (
+    CHECKED_BYTES,
+    MASK,
+    Flawed,
+    box_scan,
+    flawed,
+    row_elements,
+)
 from jvlab.layout._element_order import source_order
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import LinkPlan, ValueTransform, convert, numpy_dtype
@@ -31,7 +38,8 @@ from jvlab.sync._quantise import Naming, sent_arrays, unchanged
 class Recipe:
     """Static steps from a local shard to a packed box; hashable, so it can be static in a jitted program."""
 
-    pad: tuple[int, ...]  # elements appended to each dimension, so that merged axes divide it
+    # elements appended to each dimension, so that merged axes divide it
+    pad: tuple[int, ...]
     window: tuple[tuple[int, int], ...]  # [start, stop) per dimension
     factors: tuple[int, ...]  # the windows' dimensions split into axes
     picks: tuple[tuple[int, int, int], ...]  # (start, stop, step) per factor
@@ -44,7 +52,11 @@ class Recipe:
         if any(self.pad):
             shard = xp.pad(shard, [(0, n) for n in self.pad])
         part = shard[tuple(slice(a, b) for a, b in self.window)].reshape(self.factors)
-        part = part[tuple(slice(a, b, c) for a, b, c in self.picks)].transpose(self.order).reshape(self.base)
+        part = (
+            part[tuple(slice(a, b, c) for a, b, c in self.picks)]
+            .transpose(self.order)
+            .reshape(self.base)
+        )
         return part if self.base == self.shape else xp.broadcast_to(part, self.shape)
 
 
@@ -54,7 +66,9 @@ def box_recipe(plan: TransferPlan, link: LinkPlan, i: int) -> Recipe:
     cell = sharding.cell_of(link.device)
     local = (sharding.stops[cell] - sharding.starts[cell]).tolist()
     strides = sharding.local_strides[cell].tolist()
-    shape, dims, src = link.shape[i].tolist(), link.leaf_dim[i].tolist(), link.src_strides[i].tolist()
+    shape = link.shape[i].tolist()
+    dims = link.leaf_dim[i].tolist()
+    src = link.src_strides[i].tolist()
     rest = int(link.src_offset[i])
     pad: list[int] = []
     window: list[tuple[int, int]] = []
@@ -63,7 +77,10 @@ def box_recipe(plan: TransferPlan, link: LinkPlan, i: int) -> Recipe:
     place: dict[int, int] = {}  # axis of the box -> its factor
     for d, size in enumerate(local):
         start, rest = divmod(rest, strides[d])
-        axes = sorted((k for k in range(len(shape)) if dims[k] == d and shape[k] > 1), key=lambda k: -src[k])
+        axes = sorted(
+            (k for k in range(len(shape)) if dims[k] == d and shape[k] > 1),
+            key=lambda k: -src[k],
+        )
         split = _split([shape[k] for k in axes], [src[k] // strides[d] for k in axes])
         place |= {k: len(factors) + j for j, k in enumerate(axes)}
         factors += [w for w, _ in split]
@@ -74,15 +91,28 @@ def box_recipe(plan: TransferPlan, link: LinkPlan, i: int) -> Recipe:
     moved = [place[k] for k in range(len(shape)) if k in place]
     order = tuple([f for f in range(len(factors)) if f not in moved] + moved)
     base = tuple(n if k in place else 1 for k, n in enumerate(shape))
-    return Recipe(tuple(pad), tuple(window), tuple(factors), tuple(picks), order, base, tuple(shape))
+    return Recipe(
+        tuple(pad),
+        tuple(window),
+        tuple(factors),
+        tuple(picks),
+        order,
+        base,
+        tuple(shape),
+    )
 
 
-def _split(sizes: list[int], steps: list[int]) -> list[tuple[int, tuple[int, int, int]]]:
+def _split(
+    sizes: list[int], steps: list[int]
+) -> list[tuple[int, tuple[int, int, int]]]:
     """(width, pick) of each factor of one dimension that these axes, major first, walk along."""
     if not sizes:
         return [(1, (0, 1, 1))]
     if any(a % b for a, b in itertools.pairwise(steps)):
-        raise LayoutError(f"steps {steps} on one dimension do not divide each other", remedy="pack this box by gather")
+        raise LayoutError(
+            f"steps {steps} on one dimension do not divide each other",
+            remedy="pack this box by gather",
+        )
     last = len(sizes) - 1
     span = (sizes[-1] - 1) * steps[-1] + 1
     if last == 0:
@@ -102,7 +132,8 @@ class Source:
     def __init__(self, plan: TransferPlan, arrays: Mapping[str, Any]) -> None:
         check_like_connected(plan, arrays)
         self.by_path = arrays  # the trainer's own, where what is sent differs
-        self.naming: Naming = unchanged  # of leaves that are not finite, as `by_path` has them
+        # of leaves that are not finite, as `by_path` has them
+        self.naming: Naming = unchanged
         self._shards: dict[tuple[str, int], Any] = {}
         self._memory: dict[tuple[str, int], np.ndarray] = {}
         for info in plan.leaves:
@@ -111,7 +142,9 @@ class Source:
             if pieces is None:
                 self._shards[info.path, 0] = array
             else:
-                self._shards |= {(info.path, piece.device.id): piece.data for piece in pieces}
+                self._shards |= {
+                    (info.path, piece.device.id): piece.data for piece in pieces
+                }
 
     @classmethod
     def of(cls, plan: TransferPlan, params: Any) -> Source:
@@ -123,7 +156,8 @@ class Source:
         """From the trainer's arrays by path; those that feed a quantised engine are quantised here."""
         arrays, naming = sent_arrays(plan, given)
         source = cls(plan, arrays)
-        source.by_path, source.naming = given, naming
+        source.by_path = given
+        source.naming = naming
         return source
 
     def shard(self, path: str, device: int) -> Any:
@@ -148,8 +182,14 @@ class Source:
 def check_like_connected(plan: TransferPlan, arrays: Mapping[str, Any]) -> None:
     """Raise one error listing every path, shape, dtype or sharding that differs from what the plan was compiled for."""
     planned = {info.path: info for info in plan.leaves}
-    problems = [f"{path}: was connected, is missing now" for path in planned.keys() - arrays.keys()]
-    problems += [f"{path}: is new, was not connected" for path in arrays.keys() - planned.keys() - plan._connected]
+    problems = [
+        f"{path}: was connected, is missing now"
+        for path in planned.keys() - arrays.keys()
+    ]
+    problems += [
+        f"{path}: is new, was not connected"
+        for path in arrays.keys() - planned.keys() - plan._connected
+    ]
     cache_: dict[object, tuple[np.ndarray, ...]] = {}
     for path, info in planned.items():
         if path not in arrays:
@@ -160,9 +200,13 @@ def check_like_connected(plan: TransferPlan, arrays: Mapping[str, Any]) -> None:
             continue
         leaf = leaf_from_array(path, array, cache_)
         if leaf.shape != info.shape or leaf.dtype != info.dtype:
-            problems.append(f"{path}: connected as {info.dtype}{info.shape}, now {leaf.dtype}{leaf.shape}")
+            problems.append(
+                f"{path}: connected as {info.dtype}{info.shape}, now {leaf.dtype}{leaf.shape}"
+            )
         elif not _same_cells(plan, info.sharding, leaf):
-            problems.append(f"{path}: connected with another sharding than {getattr(array, 'sharding', 'none')}")
+            problems.append(
+                f"{path}: connected with another sharding than {getattr(array, 'sharding', 'none')}"
+            )
     if problems:
         more = f"\n  … and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise LayoutError(
@@ -180,8 +224,12 @@ def _same_cells(plan: TransferPlan, index: int, leaf: Any) -> bool:
     order = np.argsort(sharding.owners, kind="stable")
     return (
         np.array_equal(sharding.owners[order], np.sort(leaf.devices))
-        and np.array_equal(sharding.starts[cell[order]], leaf.starts[np.argsort(leaf.devices)])
-        and np.array_equal(sharding.stops[cell[order]], leaf.stops[np.argsort(leaf.devices)])
+        and np.array_equal(
+            sharding.starts[cell[order]], leaf.starts[np.argsort(leaf.devices)]
+        )
+        and np.array_equal(
+            sharding.stops[cell[order]], leaf.stops[np.argsort(leaf.devices)]
+        )
     )
 
 
@@ -205,8 +253,13 @@ class Box:
 class LinkPack:
     """One device → rank link: its buckets as lists of boxes."""
 
-    def __init__(self, plan: TransferPlan, device: int, rank: int, replica: int) -> None:
-        self.plan, self.device, self.rank, self.replica = plan, device, rank, replica
+    def __init__(
+        self, plan: TransferPlan, device: int, rank: int, replica: int
+    ) -> None:
+        self.plan = plan
+        self.device = device
+        self.rank = rank
+        self.replica = replica
         self.link: LinkPlan = source_order(plan.link(device, rank, replica))
         self.sizes: list[int] = self.link.bucket_sizes.tolist()
         rows: dict[int, int] = {}
@@ -216,10 +269,12 @@ class LinkPack:
         self.buckets: list[list[tuple[int, Box]]] = [[] for _ in self.sizes]
         for i in range(len(self.link)):
             self.buckets[int(self.link.bucket[i])].append((i, self._box(i, rows)))
-        self._flawed: dict[int, Flawed] = {}  # bucket -> non-finite leaves found by its last checked write
+        # bucket -> non-finite leaves found by its last checked write
+        self._flawed: dict[int, Flawed] = {}
 
     def _box(self, i: int, rows: dict[int, int]) -> Box:
-        link, target = self.link, int(self.link.target[i])
+        link = self.link
+        target = int(self.link.target[i])
         return Box(
             self.plan.leaves[int(link.leaf[i])].path,
             target,
@@ -247,20 +302,36 @@ class LinkPack:
             flat = source.memory(box.leaf, self.device)
             if flat is not None:
                 size = flat.itemsize
-                part = as_strided(flat[box.src_offset :], box.shape, [s * size for s in box.src_strides])
+                part = as_strided(
+                    flat[box.src_offset :],
+                    box.shape,
+                    [s * size for s in box.src_strides],
+                )
                 return part if plain(box.transform) else convert(part, box.transform)
         recipe = box_recipe(self.plan, self.link, i)
         starts = np.array([first for first, _ in recipe.window], np.int32)
         window = tuple((0, last - first) for first, last in recipe.window)
         shard = source.shard(box.leaf, self.device)
-        return np.asarray(_program()(shard, starts, replace(recipe, window=window), box.transform))
+        return np.asarray(
+            _program()(shard, starts, replace(recipe, window=window), box.transform)
+        )
 
-    def write(self, bucket: int, values: list[np.ndarray], out: memoryview, check_finite: bool = False) -> None:
+    def write(
+        self,
+        bucket: int,
+        values: list[np.ndarray],
+        out: memoryview,
+        check_finite: bool = False,
+    ) -> None:
         """Copy the boxes of a bucket into its bytes; with `check_finite`, note leaves with non-finite values."""
         data = np.frombuffer(out, np.uint8)
         found: Flawed = set()
         for (_, box), numbers in zip(self.buckets[bucket], values, strict=True):
-            part = data[box.at : box.at + box.nbytes].view(numpy_dtype(box.transform.wire)).reshape(box.shape)
+            part = (
+                data[box.at : box.at + box.nbytes]
+                .view(numpy_dtype(box.transform.wire))
+                .reshape(box.shape)
+            )
             if not check_finite:
                 np.copyto(part, numbers)
             elif copy_and_check(part, numbers, box.transform.wire):
@@ -271,7 +342,9 @@ class LinkPack:
         """The leaves with non-finite values found by the last checked write of this bucket; call once it is sent."""
         return self._flawed.pop(bucket, set())
 
-    def digests(self, bucket: int, values: list[np.ndarray], flawed: Flawed | None = None) -> dict[int, int]:
+    def digests(
+        self, bucket: int, values: list[np.ndarray], flawed: Flawed | None = None
+    ) -> dict[int, int]:
         """What these boxes add to each target's digest; leaves with non-finite values are added to `flawed`."""
         out: dict[int, int] = {}
         for (_, box), numbers in zip(self.buckets[bucket], values, strict=True):
@@ -284,7 +357,8 @@ class LinkPack:
 
 def copy_and_check(out: np.ndarray, numbers: np.ndarray, dtype: str) -> bool:
     """Copy, and return whether some of it is not finite; each block is checked while it is in the cache."""
-    out, numbers = np.atleast_1d(out), np.atleast_1d(numbers)
+    out = np.atleast_1d(out)
+    numbers = np.atleast_1d(numbers)
     step = max(1, CHECKED_BYTES * len(out) // max(1, out.nbytes)) if len(out) else 1
     flaw = False
     for at in range(0, len(out), step):
@@ -296,7 +370,11 @@ def copy_and_check(out: np.ndarray, numbers: np.ndarray, dtype: str) -> bool:
 
 def plain(transform: ValueTransform) -> bool:
     """Does this transform leave every value unchanged?"""
-    return not transform.add and transform.cast in (None, transform.source) and transform.wire == transform.source
+    return (
+        not transform.add
+        and transform.cast in (None, transform.source)
+        and transform.wire == transform.source
+    )
 
 
 @cache
@@ -311,7 +389,10 @@ def _program() -> Any:
         part = jax.lax.dynamic_slice(shard, starts, [size for _, size in recipe.window])
         values = replace(recipe, pad=(0,) * len(recipe.pad)).apply(part, jnp)
         if transform.add:
-            values = values.astype(jnp.promote_types(values.dtype, jnp.float32)) + transform.add
+            values = (
+                values.astype(jnp.promote_types(values.dtype, jnp.float32))
+                + transform.add
+            )
         if transform.cast:
             values = values.astype(transform.cast)
         return values.astype(transform.wire)

@@ -54,7 +54,10 @@ def plan(
     TransferPlan(llama: 3 devices → 1 × 2 ranks, ...)
     """
     options = {"bucket_mib": bucket_mib, "link_gbps": link_gbps}
-    parallel = {"pipeline_parallel": pipeline_parallel, "expert_parallel": expert_parallel}
+    parallel = {
+        "pipeline_parallel": pipeline_parallel,
+        "expert_parallel": expert_parallel,
+    }
     return Mapping.of(
         params,
         model,
@@ -72,18 +75,30 @@ def plan(
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `jvlab plan`."""
     parser.add_argument(
-        "--model", required=True, help="directory with a config.json (weights are not needed), or tiny:llama"
+        "--model",
+        required=True,
+        help="directory with a config.json (weights are not needed), or tiny:llama",
     )
-    parser.add_argument("--mesh", default="fsdp=1", help="trainer mesh, e.g. fsdp=3,tp=2")
+    parser.add_argument(
+        "--mesh", default="fsdp=1", help="trainer mesh, e.g. fsdp=3,tp=2"
+    )
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N")
     parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="N")
     parser.add_argument("--expert-parallel", action="store_true")
     parser.add_argument("--replicas", type=int, default=1, metavar="N")
     parser.add_argument("--rules", default="auto", help=RULES_HELP)
     parser.add_argument("--dtype", default="auto", help="the engine's dtype")
-    parser.add_argument("--quantization", help="fp8: the engine quantises while loading, per tensor")
+    parser.add_argument(
+        "--quantization", help="fp8: the engine quantises while loading, per tensor"
+    )
     parser.add_argument("--bucket-mib", type=float, default=64.0)
-    parser.add_argument("--link-gbps", type=float, nargs="+", default=[LINK_GBPS], help="GB/s per device, each way")
+    parser.add_argument(
+        "--link-gbps",
+        type=float,
+        nargs="+",
+        default=[LINK_GBPS],
+        help="GB/s per device, each way",
+    )
 
 
 def run_plan(args: argparse.Namespace) -> dict[str, Any]:
@@ -111,7 +126,15 @@ def run_plan(args: argparse.Namespace) -> dict[str, Any]:
     for warning in mapping.warnings:
         print(f"warning: {warning}")
     table = made.all_links
-    names = ("replica", "device", "process", "rank", "nbytes", "copies", "contiguous_bytes")
+    names = (
+        "replica",
+        "device",
+        "process",
+        "rank",
+        "nbytes",
+        "copies",
+        "contiguous_bytes",
+    )
     columns = [getattr(table, n).tolist()[:MAX_LINKS] for n in names]
     keys = [n.replace("nbytes", "bytes") for n in names]
     return plan_summary(made) | {
@@ -119,5 +142,7 @@ def run_plan(args: argparse.Namespace) -> dict[str, Any]:
         "warnings": list(mapping.warnings),
         "timing": timing,
         "predicted_s_by_gbps": {f"{g:g}": made.predict(g) for g in args.link_gbps},
-        "link_table": [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)],
+        "link_table": [
+            dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)
+        ],
     }

@@ -20,10 +20,18 @@ import numpy as np
 from jvlab._errors import LayoutError, Unsupported
 from jvlab.layout._digest import Flawed
 from jvlab.layout._plan import TransferPlan
-from jvlab.layout._plan_types import FP8, FP8_MAX, SCALES, Quantised, ValueTransform, is_scales
+from jvlab.layout._plan_types import (
+    FP8,
+    FP8_MAX,
+    SCALES,
+    Quantised,
+    ValueTransform,
+    is_scales,
+)
 
 _LARGEST = np.float32(FP8_MAX)
-SMALLEST = np.float32(1e-4)  # vLLM's `per_block_cast_to_fp8` takes no magnitude of a block for smaller
+# vLLM's `per_block_cast_to_fp8` takes no magnitude of a block for smaller
+SMALLEST = np.float32(1e-4)
 Naming = Callable[[Flawed], Flawed]
 BITS = {"bfloat16": (8, 7), "float32": (8, 23)}  # exponent, mantissa
 _KNOWN: WeakKeyDictionary[TransferPlan, Quantiser] = WeakKeyDictionary()
@@ -46,7 +54,10 @@ class Quantiser:
     def _parts(self) -> dict[Quantised, slice]:
         """Where each leaf's slices or blocks are in that result."""
         ends = np.cumsum([q.count for q in self.leaves]).tolist()
-        return {q: slice(end - q.count, end) for q, end in zip(self.leaves, ends, strict=True)}
+        return {
+            q: slice(end - q.count, end)
+            for q, end in zip(self.leaves, ends, strict=True)
+        }
 
     def arrays(self, given: Mapping[str, Any]) -> tuple[Mapping[str, Any], Naming]:
         """The arrays to send, by path, and how to name those of `given` that are not finite."""
@@ -74,19 +85,27 @@ class Quantiser:
             array = given.get(q.path)
             if array is None:
                 problems.append(f"{q.path}: was connected, is missing now")
-            elif not hasattr(array, "addressable_shards") or not hasattr(array, "sharding"):
+            elif not hasattr(array, "addressable_shards") or not hasattr(
+                array, "sharding"
+            ):
                 raise Unsupported(
                     f"{q.path} is {type(array).__name__}: leaves of a quantised engine are quantised by JAX",
                     remedy="pass jax.Arrays, e.g. jax.device_put(x); torch tensors by jax.dlpack.from_dlpack(t)",
                 )
-            elif (str(array.dtype), tuple(array.shape)) != (q.source, self._shapes[q.path]):
+            elif (str(array.dtype), tuple(array.shape)) != (
+                q.source,
+                self._shapes[q.path],
+            ):
                 was = f"{q.source}{self._shapes[q.path]}"
-                problems.append(f"{q.path}: connected as {was}, now {array.dtype}{tuple(array.shape)}")
+                problems.append(
+                    f"{q.path}: connected as {was}, now {array.dtype}{tuple(array.shape)}"
+                )
             elif array.is_deleted():
                 problems.append(f"{q.path}: its buffer was deleted or donated")
         if problems:
             raise LayoutError(
-                f"{len(problems)} leaves differ from what was connected:\n  " + "\n  ".join(problems[:8]),
+                f"{len(problems)} leaves differ from what was connected:\n  "
+                + "\n  ".join(problems[:8]),
                 remedy="pass the same tree, or connect again: link = lab.connect(params, pool)",
                 problems=problems,
             )
@@ -97,8 +116,13 @@ class Quantiser:
         shardings = tuple(x.sharding for x in values)
         if shardings not in self._programs:
             everywhere = replicated(shardings[0])
-            largest = jax.jit(lambda leaves: amax_of(leaves, self.leaves), out_shardings=everywhere)
-            cast = jax.jit(lambda leaves, inverse: cast_all(leaves, inverse, self.leaves), out_shardings=[*shardings])
+            largest = jax.jit(
+                lambda leaves: amax_of(leaves, self.leaves), out_shardings=everywhere
+            )
+            cast = jax.jit(
+                lambda leaves, inverse: cast_all(leaves, inverse, self.leaves),
+                out_shardings=[*shardings],
+            )
             self._programs = {shardings: (largest, cast, everywhere)}
         return self._programs[shardings]
 
@@ -111,7 +135,9 @@ class Quantiser:
         }
 
 
-def sent_arrays(plan: TransferPlan, given: Mapping[str, Any]) -> tuple[Mapping[str, Any], Naming]:
+def sent_arrays(
+    plan: TransferPlan, given: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], Naming]:
     """`Quantiser.arrays` of the plan's quantiser, made once: its programs take longer to compile than a sync."""
     if not plan.quantised:
         return given, unchanged
@@ -135,7 +161,8 @@ def named(found: Flawed, flawed: Flawed) -> Flawed:
 def scales_of(amax: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The scale of each group, and 1 / scale for each slice; float32, each operation rounded once, as vLLM does."""
     largest = np.zeros(int(groups.max()) + 1, np.float32)
-    used, inverse = groups >= 0, np.ones(len(groups), np.float32)
+    used = groups >= 0
+    inverse = np.ones(len(groups), np.float32)
     with np.errstate(all="ignore"):
         np.maximum.at(largest, groups[used], amax[used])  # NaN stays NaN
         scales = largest / _LARGEST
@@ -156,11 +183,16 @@ def amax_of(leaves: list[Any], recipes: tuple[Quantised, ...]) -> Any:
 
     out = []
     for x, q in zip(leaves, recipes, strict=True):
-        magnitude, inner = jnp.abs(_loaded(x, q)), tuple(d for d, n in enumerate(q.grid) if n == 1)
+        magnitude = jnp.abs(_loaded(x, q))
+        inner = tuple(d for d, n in enumerate(q.grid) if n == 1)
         if q.block:
-            magnitude, inner = in_blocks(magnitude, q), tuple(range(1, 2 * len(q.grid), 2))
-        flawed = jnp.isnan(magnitude)  # XLA's maximum may drop NaN (seen on a CPU: a block of NaN and padding gave 0)
-        largest = jnp.max(jnp.where(flawed, 0, magnitude), axis=inner).astype(jnp.float32)
+            magnitude = in_blocks(magnitude, q)
+            inner = tuple(range(1, 2 * len(q.grid), 2))
+        # XLA's maximum may drop NaN (seen on a CPU: a block of NaN and padding gave 0)
+        flawed = jnp.isnan(magnitude)
+        largest = jnp.max(jnp.where(flawed, 0, magnitude), axis=inner).astype(
+            jnp.float32
+        )
         out.append(jnp.where(jnp.any(flawed, axis=inner), jnp.nan, largest).reshape(-1))
     return jnp.concatenate(out)
 
@@ -170,7 +202,13 @@ def in_blocks(x: Any, q: Quantised) -> Any:
     import jax.numpy as jnp
 
     pairs = list(zip(q.grid, q.block, strict=True))
-    wide = jnp.pad(x, [(0, grid * block - n) for n, (grid, block) in zip(x.shape, pairs, strict=True)])
+    wide = jnp.pad(
+        x,
+        [
+            (0, grid * block - n)
+            for n, (grid, block) in zip(x.shape, pairs, strict=True)
+        ],
+    )
     return wide.reshape([n for pair in pairs for n in pair])
 
 
@@ -180,22 +218,34 @@ def over_blocks(values: Any, q: Quantised, shape: tuple[int, ...]) -> Any:
 
     pairs = list(zip(q.grid, q.block, strict=True))
     spread = jnp.broadcast_to(
-        values.reshape([n for grid, _ in pairs for n in (grid, 1)]), [n for p in pairs for n in p]
+        values.reshape([n for grid, _ in pairs for n in (grid, 1)]),
+        [n for p in pairs for n in p],
     )
-    return spread.reshape([grid * block for grid, block in pairs])[tuple(slice(n) for n in shape)]
+    return spread.reshape([grid * block for grid, block in pairs])[
+        tuple(slice(n) for n in shape)
+    ]
 
 
-def cast_all(leaves: list[Any], inverse: Any, recipes: tuple[Quantised, ...]) -> list[Any]:
+def cast_all(
+    leaves: list[Any], inverse: Any, recipes: tuple[Quantised, ...]
+) -> list[Any]:
     """Every leaf as fp8, given 1 / scale of each slice."""
     import jax.numpy as jnp
 
-    out, at = [], 0
+    out = []
+    at = 0
     for x, q in zip(leaves, recipes, strict=True):
         own = inverse[at : at + q.count].reshape(q.grid)
-        scaled = _loaded(x, q).astype(jnp.float32) * (over_blocks(own, q, x.shape) if q.block else own)
+        scaled = _loaded(x, q).astype(jnp.float32) * (
+            over_blocks(own, q, x.shape) if q.block else own
+        )
         at += q.count
         # 0 · (1 / 0) is NaN; vLLM's kernel clamps it to the largest value. Scales of blocks are never 0
-        limited = jnp.where(jnp.isnan(scaled) & (not q.block), _LARGEST, jnp.clip(scaled, -_LARGEST, _LARGEST))
+        limited = jnp.where(
+            jnp.isnan(scaled) & (not q.block),
+            _LARGEST,
+            jnp.clip(scaled, -_LARGEST, _LARGEST),
+        )
         out.append(limited.astype(FP8))
     return out
 
@@ -208,7 +258,8 @@ def _loaded(x: Any, q: Quantised) -> Any:
     if q.add:
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32)) + q.add
     for name in (q.cast, q.loaded):
-        if name and str(x.dtype) != name:  # not astype: XLA may leave out a cast down and up again
+        # not astype: XLA may leave out a cast down and up again
+        if name and str(x.dtype) != name:
             x = jax.lax.reduce_precision(x.astype(jnp.float32), *BITS[name])
     return x
 

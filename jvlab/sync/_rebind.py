@@ -28,7 +28,8 @@ class Origin:
     shapes: Mapping[str, HasShape] = field(repr=False)
     tensors: Sequence[CheckpointTensor] = field(repr=False)
     config: Mapping[str, Any] = field(repr=False)
-    make: Callable[[Rules, list[Binding]], LayoutMapping] = field(repr=False)  # compiles and proves
+    # compiles and proves
+    make: Callable[[Rules, list[Binding]], LayoutMapping] = field(repr=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +75,11 @@ class Coverage:
     @property
     def line(self) -> str:
         """The coverage in one line."""
-        state = "complete" if self.complete else f"{len(self.problems)} problem{'s' * (len(self.problems) != 1)}"
+        state = (
+            "complete"
+            if self.complete
+            else f"{len(self.problems)} problem{'s' * (len(self.problems) != 1)}"
+        )
         return f"{self.leaves_bound}/{self.leaves} leaves, {self.tensors_filled}/{self.tensors} tensors, {state}"
 
     def __repr__(self) -> str:
@@ -86,17 +91,32 @@ def changed_rules(rules: Rules, text: str, replaced: str = "") -> Rules:
     old = _find(rules, replaced) if replaced.strip() else None
     parsed = Rules.parse(text).rules
     if len(parsed) > 1:
-        raise ConfigError(f"edit takes one rule, not {len(parsed)}", remedy="call it per rule, or use jv.Rules.parse")
+        raise ConfigError(
+            f"edit takes one rule, not {len(parsed)}",
+            remedy="call it per rule, or use jv.Rules.parse",
+        )
     if not parsed:
         if old is None:
             raise ConfigError(
-                "an empty rule removes one, but none is named", remedy="pass the text of the old rule as replace="
+                "an empty rule removes one, but none is named",
+                remedy="pass the text of the old rule as replace=",
             )
         kept = tuple(r for r in rules if r is not old)
     else:
         new = parsed[0]
-        old = old or next((r for r in rules if r.leaf and new.leaf and name_text(r.leaf) == name_text(new.leaf)), None)
-        kept = (*rules, new) if old is None else tuple(replace(new, line=r.line) if r is old else r for r in rules)
+        old = old or next(
+            (
+                r
+                for r in rules
+                if r.leaf and new.leaf and name_text(r.leaf) == name_text(new.leaf)
+            ),
+            None,
+        )
+        kept = (
+            (*rules, new)
+            if old is None
+            else tuple(replace(new, line=r.line) if r is old else r for r in rules)
+        )
     texts = {str(r) for r in kept}
     notes = {k: v for k, v in rules.notes.items() if k in texts}
     return Rules(kept, notes, {k: v for k, v in rules.warnings.items() if k in texts})
@@ -106,7 +126,10 @@ def _find(rules: Rules, text: str) -> Rule:
     wanted = str(Rules.parse(text).rules[0])
     found = next((r for r in rules if str(r) == wanted), None)
     if found is None:
-        raise ConfigError(f"no rule in force reads `{wanted}`", remedy="print(mapping.rules) shows them")
+        raise ConfigError(
+            f"no rule in force reads `{wanted}`",
+            remedy="print(mapping.rules) shows them",
+        )
     return found
 
 
@@ -120,13 +143,19 @@ def coverage_of(mapping: LayoutMapping, rules: Rules) -> Coverage:
         try:
             made = origin.make(rules, bindings)
             made._link = mapping._link
-        except CoverageError as error:  # the rules bind, but some elements on a rank would not be written
+        # the rules bind, but some elements on a rank would not be written
+        except CoverageError as error:
             texts = list(error.problems) or [error.message]
     trouble = {p.leaf for p in problems} - {""}
     bound = {b.leaf for b in bindings} - trouble
-    ignored = {p for p in origin.shapes if p not in bound and p not in trouble}  # `leaf -> ~` leaves no trace
+    # `leaf -> ~` leaves no trace
+    ignored = {p for p in origin.shapes if p not in bound and p not in trouble}
     unfilled = {p.tensor for p in problems} - {""}
-    rows = made.rows if made is not None else (*_rows_of(problems, texts), *mapping._rows_of(bindings))
+    rows = (
+        made.rows
+        if made is not None
+        else (*_rows_of(problems, texts), *mapping._rows_of(bindings))
+    )
     return Coverage(
         rules,
         len(origin.shapes),
@@ -140,8 +169,16 @@ def coverage_of(mapping: LayoutMapping, rules: Rules) -> Coverage:
     )
 
 
-def _rows_of(problems: Sequence[RuleProblem], texts: Sequence[str]) -> tuple[MappingRow, ...]:
+def _rows_of(
+    problems: Sequence[RuleProblem], texts: Sequence[str]
+) -> tuple[MappingRow, ...]:
     """One table row per problem."""
     if not problems:
-        return tuple(MappingRow("", "", text, 0.0, "", "", (), "", "", 0, PROBLEM) for text in texts)
-    return tuple(MappingRow(p.leaf, p.rule, p.what, 0.0, p.tensor, "", (), "", "", 0, PROBLEM) for p in problems)
+        return tuple(
+            MappingRow("", "", text, 0.0, "", "", (), "", "", 0, PROBLEM)
+            for text in texts
+        )
+    return tuple(
+        MappingRow(p.leaf, p.rule, p.what, 0.0, p.tensor, "", (), "", "", 0, PROBLEM)
+        for p in problems
+    )

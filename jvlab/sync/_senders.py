@@ -35,7 +35,9 @@ class Sent:
 
     bytes: int = 0
     buckets: int = 0
-    seconds: dict[str, float] = field(default_factory=lambda: {"pack": 0.0, "copy": 0.0, "digest": 0.0, "move": 0.0})
+    seconds: dict[str, float] = field(
+        default_factory=lambda: {"pack": 0.0, "copy": 0.0, "digest": 0.0, "move": 0.0}
+    )
     digests: dict[int, int] = field(default_factory=dict)
     flawed: Flawed = field(default_factory=set)  # leaves with NaN or Inf
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -71,7 +73,8 @@ class Senders(ABC):
 
     plan: TransferPlan
     channels: Sequence[Any]
-    digest_replica: str  # digests are taken of what goes to this replica: the others get the same
+    # digests are taken of what goes to this replica: the others get the same
+    digest_replica: str
     no_direct = ""  # why live memory can't be written from here; empty if it can
 
     def __init__(self, plan: TransferPlan, replicas: Mapping[str, int]) -> None:
@@ -102,7 +105,9 @@ class Senders(ABC):
         """A tree of parameters as these senders read it; raises if it does not match the connected one."""
 
     @abstractmethod
-    def open(self, order: Callable[[], pb.LinkReply], deadline: Deadline) -> pb.LinkReply:
+    def open(
+        self, order: Callable[[], pb.LinkReply], deadline: Deadline
+    ) -> pb.LinkReply:
         """Open both ends; `order` asks the gateway to open the replicas' ends."""
 
     @abstractmethod
@@ -124,12 +129,21 @@ class Senders(ABC):
 
     @abstractmethod
     def send(
-        self, job: Any, channel: Any, source: Any, version: int, seconds: float, sent: Sent, digest: bool
+        self,
+        job: Any,
+        channel: Any,
+        source: Any,
+        version: int,
+        seconds: float,
+        sent: Sent,
+        digest: bool,
     ) -> Callable[[], None] | None:
         """Send one job; returns a function that computes its digest, if that is left to do. `settle_jobs` follows."""
 
     @abstractmethod
-    def settle_jobs(self, jobs: Iterable[Any], channel: Any, sent: Sent, seconds: float) -> None:
+    def settle_jobs(
+        self, jobs: Iterable[Any], channel: Any, sent: Sent, seconds: float
+    ) -> None:
         """Wait until these jobs have arrived, and add their non-finite leaves to `sent`."""
 
     @abstractmethod
@@ -149,7 +163,11 @@ class Senders(ABC):
 
     def claims(self, sent: Sent) -> bytes:
         """Digests of what was sent, in the order in which the ranks report theirs."""
-        values = [sent.digests[t] for channel in self.replicas[self.digest_replica] for t in channel.targets]
+        values = [
+            sent.digests[t]
+            for channel in self.replicas[self.digest_replica]
+            for t in channel.targets
+        ]
         return np.array(values, np.uint64).tobytes()
 
     @abstractmethod
@@ -166,7 +184,10 @@ class Senders(ABC):
 
 def by_parameter(plan: TransferPlan, targets: Iterable[int]) -> list[tuple[str, int]]:
     """(parameter, rank) of targets of a plan."""
-    return [(plan.parameters[plan.target_parameter[t]].name, int(plan.target_rank[t])) for t in targets]
+    return [
+        (plan.parameters[plan.target_parameter[t]].name, int(plan.target_rank[t]))
+        for t in targets
+    ]
 
 
 # Sending in buckets: one channel per rank, and the threads that feed them during a sync.
@@ -200,17 +221,30 @@ class SendingChannel:
         return sorted({t for job in self.jobs for t in job.pack.targets(job.bucket)})
 
 
-MakePack = Callable[[TransferPlan, int, int, int], LinkPack]  # plan, device, rank, replica
+# plan, device, rank, replica
+MakePack = Callable[[TransferPlan, int, int, int], LinkPack]
 
 
 def jobs_of(
-    plan: TransferPlan, rank: int, index: int, pack: MakePack = LinkPack, process: int | None = None
+    plan: TransferPlan,
+    rank: int,
+    index: int,
+    pack: MakePack = LinkPack,
+    process: int | None = None,
 ) -> list[Job]:
     """Every bucket for one rank of one replica, ordered by parameter across devices so that each completes early."""
     table = plan.links(index)
-    mine = [d for d in table.device[table.rank == rank].tolist() if process in (None, plan.process_of(d))]
+    mine = [
+        d
+        for d in table.device[table.rank == rank].tolist()
+        if process in (None, plan.process_of(d))
+    ]
     packs = [pack(plan, d, rank, index) for d in mine]
-    keyed = [(min(p.targets(b), default=-1), n, b) for n, p in enumerate(packs) for b in range(len(p.sizes))]
+    keyed = [
+        (min(p.targets(b), default=-1), n, b)
+        for n, p in enumerate(packs)
+        for b in range(len(p.sizes))
+    ]
     return [Job(packs[n], b) for _, n, b in sorted(keyed)]
 
 
@@ -235,7 +269,9 @@ class BucketSenders(Senders):
                 for rank in range(plan.ranks):
                     jobs = jobs_of(plan, rank, index, pack, process)
                     largest = max((job.nbytes for job in jobs), default=1)
-                    self.channels.append(SendingChannel(name, rank, make(largest, name, rank), jobs))
+                    self.channels.append(
+                        SendingChannel(name, rank, make(largest, name, rank), jobs)
+                    )
         except BaseException:
             self.close()
             raise
@@ -247,9 +283,12 @@ class BucketSenders(Senders):
     def source(self, params: Any) -> Source:
         return Source.of(self.plan, params)
 
-    def open(self, order: Callable[[], pb.LinkReply], deadline: Deadline) -> pb.LinkReply:
+    def open(
+        self, order: Callable[[], pb.LinkReply], deadline: Deadline
+    ) -> pb.LinkReply:
         # no deadline: `ready` has one
-        with ThreadPoolExecutor(1, "jvlab-open") as background:  # some transports open both ends at the same time
+        # some transports open both ends at the same time
+        with ThreadPoolExecutor(1, "jvlab-open") as background:
             opened = background.submit(self.ready, deadline.left())
             try:
                 reply = order()
@@ -265,9 +304,17 @@ class BucketSenders(Senders):
             channel.sender.ready(max(0.1, until - time.monotonic()))
 
     def send(
-        self, job: Job, channel: SendingChannel, source: Source, version: int, seconds: float, sent: Sent, digest: bool
+        self,
+        job: Job,
+        channel: SendingChannel,
+        source: Source,
+        version: int,
+        seconds: float,
+        sent: Sent,
+        digest: bool,
     ) -> Callable[[], None] | None:
-        pack, bucket = job.pack, job.bucket
+        pack = job.pack
+        bucket = job.bucket
         digested = channel.replica == self.digest_replica
         with sent.timed("pack"):
             values = pack.values(bucket, source)
@@ -276,7 +323,9 @@ class BucketSenders(Senders):
             with sent.timed("copy"):
                 pack.write(bucket, values, slot, check_finite=digested and not digest)
 
-        channel.sender.send(Header(version, pack.device, bucket, job.nbytes), fill, seconds)
+        channel.sender.send(
+            Header(version, pack.device, bucket, job.nbytes), fill, seconds
+        )
         channel.sent += 1
         with sent.lock:
             sent.bytes += job.nbytes
@@ -292,7 +341,9 @@ class BucketSenders(Senders):
 
         return compute_digests
 
-    def settle_jobs(self, jobs: Iterable[Job], channel: SendingChannel, sent: Sent, seconds: float) -> None:
+    def settle_jobs(
+        self, jobs: Iterable[Job], channel: SendingChannel, sent: Sent, seconds: float
+    ) -> None:
         channel.sender.flush(seconds)
         for job in jobs:
             sent.add_flawed(job.pack.pop_flawed(job.bucket))
@@ -325,15 +376,27 @@ class BucketSenders(Senders):
                 for job in channel.jobs:
                     if stop.is_set():
                         return None
-                    compute = self.send(job, channel, source, version, _left(until, channel), sent, digest)
+                    compute = self.send(
+                        job,
+                        channel,
+                        source,
+                        version,
+                        _left(until, channel),
+                        sent,
+                        digest,
+                    )
                     if compute is not None:
-                        _wait_for_digest(digesting, until, channel)  # one at a time: each holds a bucket's values
-                        digesting = threads.submit(compute)  # raises once all of this ends
+                        # one at a time: each holds a bucket's values
+                        _wait_for_digest(digesting, until, channel)
+                        # raises once all of this ends
+                        digesting = threads.submit(compute)
                 self.settle_jobs(channel.jobs, channel, sent, _left(until, channel))
                 return digesting
 
             try:
-                futures = {threads.submit(feed, channel): channel for channel in self.channels}
+                futures = {
+                    threads.submit(feed, channel): channel for channel in self.channels
+                }
                 pending = set(futures)
                 while pending:
                     done, pending = wait(pending, 0.2, FIRST_EXCEPTION)
@@ -355,7 +418,9 @@ class BucketSenders(Senders):
         sent = Sent()
         for channel in self.replicas.get(self.digest_replica, ()):
             for job in channel.jobs:
-                sent.add_digests(job.pack.digests(job.bucket, job.pack.values(job.bucket, source)))
+                sent.add_digests(
+                    job.pack.digests(job.bucket, job.pack.values(job.bucket, source))
+                )
         return sent.digests
 
     def close(self) -> None:
@@ -373,7 +438,9 @@ def _left(until: float, channel: SendingChannel) -> float:
     return left
 
 
-def _wait_for_digest(digesting: Future[None] | None, until: float, channel: SendingChannel) -> None:
+def _wait_for_digest(
+    digesting: Future[None] | None, until: float, channel: SendingChannel
+) -> None:
     if digesting is None:
         return
     try:

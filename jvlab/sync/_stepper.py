@@ -83,7 +83,8 @@ class Stepper:
     ) -> None:
         if unit not in UNITS:
             raise ConfigError(f"unit must be one of {UNITS}, not {unit!r}")
-        self.link, self._coordinator = link, coordinator
+        self.link = link
+        self._coordinator = coordinator
         self.breakpoints: list[str] = [_regex(b) for b in breakpoints]
         deadline = Deadline.of(timeout)
         with coordinator.exclusive(deadline):
@@ -91,13 +92,16 @@ class Stepper:
             self._transaction.terms = replace(self._transaction.terms, stepped=True)
             coordinator.stepper = self
         self._thread = threading.get_ident()  # of the one who opened it
-        self._params: Any = params  # kept until the end: the first commit may check their meaning
+        # kept until the end: the first commit may check their meaning
+        self._params: Any = params
         self._units = _units(self._transaction.senders.channels, link.plan, unit)
         self._next, self._stop = 0, threading.Event()
         self._stepping = threading.RLock()  # one step at a time, from any thread
         self.busy = False  # a step or a run is in progress
-        self.stopped_at = ""  # the tensor ahead at which the last run stopped; empty again after the next step
-        self.checked: dict[str, bool] = {}  # parameter → whether its digest was as expected, if one was compared
+        # the tensor ahead at which the last run stopped; empty again after the next step
+        self.stopped_at = ""
+        # parameter → whether its digest was as expected, if one was compared
+        self.checked: dict[str, bool] = {}
         self.state = "ready"  # ready, moving, moved, verified, committed, aborted
         self.report: SyncReport | None = None
         self.steps: list[Step] = []
@@ -124,7 +128,10 @@ class Stepper:
 
         Another thread may wait: its work goes on once this one has finished the sync.
         """
-        halted = self.state in ("moving", "moved", "verified") and self._transaction.terms.mode == "direct"
+        halted = (
+            self.state in ("moving", "moved", "verified")
+            and self._transaction.terms.mode == "direct"
+        )
         return halted and threading.get_ident() == self._thread
 
     def __len__(self) -> int:
@@ -136,7 +143,8 @@ class Stepper:
     def step(self) -> Step:
         """Send the next tensor (or bucket); after the last one, verify, then commit."""
         with self._stepping:
-            outer, self.busy = self.busy, True
+            outer = self.busy
+            self.busy = True
             try:
                 return self._step()
             finally:
@@ -144,7 +152,10 @@ class Stepper:
 
     def _step(self) -> Step:
         if self.state in ("committed", "aborted"):
-            raise SyncError(f"this stepper is over: {self.state}", remedy="link.stepper(params) starts another")
+            raise SyncError(
+                f"this stepper is over: {self.state}",
+                remedy="link.stepper(params) starts another",
+            )
         start = time.perf_counter()
         self._transaction.deadline = Deadline(self._transaction.terms.bucket_seconds)
         try:
@@ -167,15 +178,21 @@ class Stepper:
                 self._transaction.commit()
                 self.state = "committed"
                 self._coordinator.stepper = None
-                report, deadline = self._transaction.report(), self._transaction.deadline
-                self.report = self._coordinator.committed(report, self._transaction, self._params, deadline)
+                report = self._transaction.report()
+                deadline = self._transaction.deadline
+                self.report = self._coordinator.committed(
+                    report, self._transaction, self._params, deadline
+                )
                 self._params = None
                 self._refresh_status()
                 step = self._record_step("commit", (), 0, start)
-        except BaseException as error:  # KeyboardInterrupt included: nothing is left open
+        # KeyboardInterrupt included: nothing is left open
+        except BaseException as error:
             self._abort(self._transaction.deadline)
             if isinstance(error, KeyboardInterrupt):
-                self._coordinator.explain(error, f"the sync of version {self.version}", self.version)
+                self._coordinator.explain(
+                    error, f"the sync of version {self.version}", self.version
+                )
             raise
         return step
 
@@ -185,32 +202,63 @@ class Stepper:
             reply = self._transaction.verify()
         except VerifyError as error:
             failed: Any = error.fields.get("reply")
-            self._record_checks(self._compared(), [n for o in getattr(failed, "outcomes", ()) for n in o.differing])
+            self._record_checks(
+                self._compared(),
+                [n for o in getattr(failed, "outcomes", ()) for n in o.differing],
+            )
             raise
-        self._record_checks(self._compared(), [n for o in reply.outcomes for n in o.differing])
+        self._record_checks(
+            self._compared(), [n for o in reply.outcomes for n in o.differing]
+        )
 
     def _compared(self) -> set[str]:
         if not self._transaction.digesting:
             return set()
-        return {name for digests in self._transaction.expected() for name in digests.parameters}
+        return {
+            name
+            for digests in self._transaction.expected()
+            for name in digests.parameters
+        }
 
     def _record_checks(self, names: Iterable[str], differing: Iterable[str]) -> None:
         wrong = {name.partition(" (")[0] for name in differing}  # "parameter (rank r)"
         self.checked |= {name: name not in wrong for name in names}
 
-    def _record_step(self, name: str, parameters: tuple[str, ...], size: int, start: float) -> Step:
-        step = Step(len(self.steps) + 1, len(self), name, parameters, size, time.perf_counter() - start)
+    def _record_step(
+        self, name: str, parameters: tuple[str, ...], size: int, start: float
+    ) -> Step:
+        step = Step(
+            len(self.steps) + 1,
+            len(self),
+            name,
+            parameters,
+            size,
+            time.perf_counter() - start,
+        )
         self.steps.append(step)
         return step
 
     def _send(self, unit: _Unit) -> int:
         t = self._transaction
         for channel, job in unit.work:
-            digest = t.senders.send(job, channel, t.source, t.terms.version, t.deadline.left(), t.sent, t.digesting)
+            digest = t.senders.send(
+                job,
+                channel,
+                t.source,
+                t.terms.version,
+                t.deadline.left(),
+                t.sent,
+                t.digesting,
+            )
             if digest is not None:
                 digest()
         for channel in {id(c): c for c, _ in unit.work}.values():
-            t.senders.settle_jobs([job for c, job in unit.work if c is channel], channel, t.sent, t.deadline.left())
+            t.senders.settle_jobs(
+                [job for c, job in unit.work if c is channel],
+                channel,
+                t.sent,
+                t.deadline.left(),
+            )
         t.check_finite()
         return unit.nbytes
 
@@ -223,7 +271,8 @@ class Stepper:
         """
         patterns = [_regex(until)] if until else []
         self._stop.clear()
-        outer, self.busy = self.busy, True
+        outer = self.busy
+        self.busy = True
         try:
             self._run(patterns)
         finally:
@@ -233,15 +282,22 @@ class Stepper:
     def _run(self, patterns: list[str]) -> None:
         taken = 0
         while self.state not in ("committed", "aborted") and not self._stop.is_set():
-            stop_here = [*patterns, *(self.breakpoints if taken or not self._at_break else [])]
-            found = next((name for name in self.ahead for p in stop_here if re.search(p, name)), None)
+            stop_here = [
+                *patterns,
+                *(self.breakpoints if taken or not self._at_break else []),
+            ]
+            found = next(
+                (name for name in self.ahead for p in stop_here if re.search(p, name)),
+                None,
+            )
             if found is not None:
                 self._at_break = True
                 self.stopped_at = found if self._next < len(self._units) else ""
                 break
             self._at_break = False
             with self._stepping:
-                if self._stop.is_set() or self.state in ("committed", "aborted"):  # while waiting for the lock
+                # while waiting for the lock
+                if self._stop.is_set() or self.state in ("committed", "aborted"):
                     break
                 self.step()
             taken += 1
@@ -266,8 +322,12 @@ class Stepper:
     def verify(self) -> CheckReport:
         """Compare the tensors that have fully arrived with what was sent."""
         with self._stepping:
-            done = {name for unit in self._units[: self._next] for name in unit.parameters}
-            done -= {name for unit in self._units[self._next :] for name in unit.parameters}
+            done = {
+                name for unit in self._units[: self._next] for name in unit.parameters
+            }
+            done -= {
+                name for unit in self._units[self._next :] for name in unit.parameters
+            }
             report = self._coordinator.check_sent(self._transaction, done)
         names = {name for name, _ in report.digests} & done
         self._record_checks(names, [n for o in report.outcomes for n in o.differing])
@@ -296,10 +356,12 @@ class Stepper:
         try:
             if self.state in ("committed", "aborted"):
                 return
-            touched, self.state = self.state != "ready", "aborted"
+            touched = self.state != "ready"
+            self.state = "aborted"
             self._coordinator.stepper = self._params = None
             if touched:
-                self.busy = True  # until the engines' state is known: the panel's last rendering shows it
+                # until the engines' state is known: the panel's last rendering shows it
+                self.busy = True
                 self._transaction.deadline = deadline
                 self._coordinator.give_up(self._transaction)
                 self._refresh_status()
@@ -339,7 +401,12 @@ class Stepper:
         from jvlab.views.panels._live import show
         from jvlab.views.panels._stepper_panel import StepperPanel
 
-        return show(self, None if self.state in ("committed", "aborted") else lambda: StepperPanel(self))
+        return show(
+            self,
+            None
+            if self.state in ("committed", "aborted")
+            else lambda: StepperPanel(self),
+        )
 
     def _ipython_display_(self) -> None:
         self.panel()
@@ -349,19 +416,32 @@ def _regex(pattern: str) -> str:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f"{pattern!r} is not a regular expression: {error}") from error
+        raise ConfigError(
+            f"{pattern!r} is not a regular expression: {error}"
+        ) from error
     return pattern
 
 
 def _units(channels: Sequence[Any], plan: Any, unit: str) -> list[_Unit]:
     """One unit per bucket; or one per tensor, with all buckets that hold parts of it and are in no earlier unit."""
     named = [
-        (channel, job, tuple(dict.fromkeys(n for n, _ in by_parameter(plan, sorted(job.pack.targets(job.bucket))))))
+        (
+            channel,
+            job,
+            tuple(
+                dict.fromkeys(
+                    n
+                    for n, _ in by_parameter(plan, sorted(job.pack.targets(job.bucket)))
+                )
+            ),
+        )
         for channel in channels
         for job in channel.jobs
     ]
     if unit == "bucket":
-        return [_Unit(names[0], names, [(channel, job)]) for channel, job, names in named]
+        return [
+            _Unit(names[0], names, [(channel, job)]) for channel, job, names in named
+        ]
     order = list(dict.fromkeys(name for _, _, names in named for name in names))
     units = {name: _Unit(name, (name,)) for name in order}
     for channel, job, names in named:

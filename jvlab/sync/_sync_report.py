@@ -27,7 +27,9 @@ class SyncOptions:
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
             if (value := getattr(self, name)) not in known:
-                raise ConfigError(f"{name} must be one of {', '.join(map(repr, known))}, not {value!r}")
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(map(repr, known))}, not {value!r}"
+                )
 
     def terms(self, version: int, seconds: float) -> Terms:
         """The terms of one transaction that commits this version."""
@@ -48,8 +50,10 @@ class Outcome:
     seconds: Mapping[str, float] = field(default_factory=dict)
     error: str = ""
     differing: tuple[str, ...] = ()
-    evidence: Mapping[str, int] = field(default_factory=dict)  # parameter counts, see `SyncReport.evidence`
-    reloaded: Mapping[str, float] = field(default_factory=dict)  # layer -> seconds, see `SyncReport.reloaded`
+    # parameter counts, see `SyncReport.evidence`
+    evidence: Mapping[str, int] = field(default_factory=dict)
+    # layer -> seconds, see `SyncReport.reloaded`
+    reloaded: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -68,14 +72,17 @@ class SyncReport:
     bytes: int
     seconds: Mapping[str, float]
     outcomes: tuple[Outcome, ...]
-    digests: Mapping[tuple[str, int], int] = field(repr=False, default_factory=dict)  # (parameter, rank) -> digest
+    # (parameter, rank) -> digest
+    digests: Mapping[tuple[str, int], int] = field(repr=False, default_factory=dict)
     verify: str = "full"
     mode: str = "direct"
     transport: str = "shm"
     buckets: int = 0
     notes: tuple[str, ...] = ()
-    nonfinite: tuple[str, ...] = ()  # leaves with NaN or Inf, sent because of nonfinite="allow"
-    spans: Mapping[str, tuple[float, float]] = field(repr=False, default_factory=dict)  # part -> start, stop in seconds
+    # leaves with NaN or Inf, sent because of nonfinite="allow"
+    nonfinite: tuple[str, ...] = ()
+    # part -> start, stop in seconds
+    spans: Mapping[str, tuple[float, float]] = field(repr=False, default_factory=dict)
     # or "checked by value", "checked by function", "unchecked: <why>"; see `link.meaning`. With "at version 1": these
     # values were not compared, but those of version 1; with "except for 5 leaves": those could not be told apart
     meaning: str = "unchecked"
@@ -123,13 +130,20 @@ class SyncReport:
     @property
     def gbps(self) -> float:
         """Gigabytes per second during the move."""
-        return self.bytes / self.seconds["move"] / 1e9 if self.seconds.get("move") else 0.0
+        return (
+            self.bytes / self.seconds["move"] / 1e9 if self.seconds.get("move") else 0.0
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the digests as plain values."""
         plain = asdict(self)
         del plain["digests"]
-        return {**plain, "verified": self.verified, "notes": list(self.notes), "seconds": dict(self.seconds)}
+        return {
+            **plain,
+            "verified": self.verified,
+            "notes": list(self.notes),
+            "seconds": dict(self.seconds),
+        }
 
     def __repr__(self) -> str:
         from jvlab.views._sync_view import sync_line
@@ -165,12 +179,16 @@ class CheckReport:
     @property
     def ok(self) -> bool:
         """Did every replica reply with the expected digests? This is about bits, not their meaning."""
-        return bool(self.outcomes) and not any(o.differing or o.error for o in self.outcomes)
+        return bool(self.outcomes) and not any(
+            o.differing or o.error for o in self.outcomes
+        )
 
     @property
     def differing(self) -> tuple[str, ...]:
         """What differs, as "replica: parameter (rank)"."""
-        return tuple(f"{o.replica}: {name}" for o in self.outcomes for name in o.differing)
+        return tuple(
+            f"{o.replica}: {name}" for o in self.outcomes for name in o.differing
+        )
 
     def __bool__(self) -> bool:
         return self.ok

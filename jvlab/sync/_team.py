@@ -25,7 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 from jvlab import _errors as errors
 from jvlab._deadline import Deadline
-from jvlab._errors import ConfigError, DeadlineExceeded, JvlabError, SyncError, TransportError
+from jvlab._errors import (
+    ConfigError,
+    DeadlineExceeded,
+    JvlabError,
+    SyncError,
+    TransportError,
+)
 from jvlab._names import own_name
 from jvlab.layout._digest import NonFinite, merged
 from jvlab.layout._shards import device_processes
@@ -45,21 +51,34 @@ if TYPE_CHECKING:
 
 
 JOIN_SECONDS = 120.0  # for the other processes to call connect
-CAUSE_SECONDS = 0.5  # after a secondary failure, wait this long for the report of its cause in another process
+# after a secondary failure, wait this long for the report of its cause in another process
+CAUSE_SECONDS = 0.5
 SECONDARY_REASONS = ("closed", "closed here", "lost", "failed")  # of a TransportError
-RESTART = "restart all trainer processes, and call lab.connect(params, pool) in every one"
+RESTART = (
+    "restart all trainer processes, and call lab.connect(params, pool) in every one"
+)
 
 
 class Team:
     """One process's view of the trainer's processes. Used by one thread at a time."""
 
-    def __init__(self, client: Client, pool: str, processes: list[int], own: int, job: str) -> None:
-        self.processes, self.member, self.size = processes, processes.index(own), len(processes)
-        self._round, self._kind = 0, "connect"
-        self._close: Callable[[], object] | None = None  # cancels the work in progress here
+    def __init__(
+        self, client: Client, pool: str, processes: list[int], own: int, job: str
+    ) -> None:
+        self.processes, self.member, self.size = (
+            processes,
+            processes.index(own),
+            len(processes),
+        )
+        self._round = 0
+        self._kind = "connect"
+        # cancels the work in progress here
+        self._close: Callable[[], object] | None = None
         self._failed: set[int] = set()  # rounds whose failure this process has reported
         name = own_name()
-        join = pb.TeamJoin(pool=pool, team=job, member=self.member, size=self.size, name=name)
+        join = pb.TeamJoin(
+            pool=pool, team=job, member=self.member, size=self.size, name=name
+        )
         self._stream = TeamStream(client, join)
         self._stream.on_news = self._on_message
 
@@ -79,7 +98,9 @@ class Team:
 
     def _who(self, member: int) -> str:
         name = self._stream.names[member]
-        return f"trainer process {self.processes[member]}" + (f" ({name})" if name else "")
+        return f"trainer process {self.processes[member]}" + (
+            f" ({name})" if name else ""
+        )
 
     def assemble(self, seconds: float = JOIN_SECONDS) -> None:
         """Wait until every process has joined."""
@@ -87,8 +108,11 @@ class Team:
         if stream.wait(lambda: stream.complete, seconds):
             return
         self.check()
-        absent = [str(self.processes[k]) for k, name in enumerate(stream.names) if not name]
-        missing = ", ".join(absent) if self.leads else "some"  # only the leader knows who has joined
+        absent = [
+            str(self.processes[k]) for k, name in enumerate(stream.names) if not name
+        ]
+        # only the leader knows who has joined
+        missing = ", ".join(absent) if self.leads else "some"
         raise DeadlineExceeded(
             f"these parameters span {self.size} trainer processes; {missing} did not connect within {seconds:g} s",
             remedy="call lab.connect(params, pool) in every process that holds some of them",
@@ -114,7 +138,11 @@ class Team:
         except BaseException as error:
             if not getattr(error, "fields", {}).get("reported"):
                 self.fail(error)
-            cause = self._stream.wait(self._cause, CAUSE_SECONDS) if _is_secondary(error) else None
+            cause = (
+                self._stream.wait(self._cause, CAUSE_SECONDS)
+                if _is_secondary(error)
+                else None
+            )
             if cause is None:
                 raise
             raise cause from error
@@ -133,7 +161,8 @@ class Team:
         close = self._close
         if close is not None and self._find_error() is not None:
             self._close = None
-            threading.Thread(target=close, name="jvlab-team", daemon=True).start()  # must not block the event loop
+            # must not block the event loop
+            threading.Thread(target=close, name="jvlab-team", daemon=True).start()
 
     def fail(self, error: BaseException) -> None:
         """Report to the others, once per round, that this process failed."""
@@ -148,8 +177,11 @@ class Team:
             "kind": type(error).__name__,
             "echo": _is_secondary(error),
         }
-        with suppress(JvlabError):  # the client is closed: the others see the stream end
-            self._stream.send({"round": self._round, "step": "error", "error": report}, to_all=True)
+        # the client is closed: the others see the stream end
+        with suppress(JvlabError):
+            self._stream.send(
+                {"round": self._round, "step": "error", "error": report}, to_all=True
+            )
 
     def check(self) -> None:
         """Raise another process's error, or that one has left."""
@@ -174,15 +206,24 @@ class Team:
                 self._error_of(member, message["error"])
                 for member in range(self.size)
                 for message in self._stream.messages(member)
-                if message["round"] == self._round and message["step"] == "error" and message["error"]["echo"] == echo
+                if message["round"] == self._round
+                and message["step"] == "error"
+                and message["error"]["echo"] == echo
             ]
 
     def _error_of(self, member: int, report: Mapping[str, Any]) -> JvlabError:
         kind = getattr(errors, str(report["kind"]), SyncError)
-        kind = kind if isinstance(kind, type) and issubclass(kind, JvlabError) else SyncError
+        kind = (
+            kind
+            if isinstance(kind, type) and issubclass(kind, JvlabError)
+            else SyncError
+        )
         text = f"{self._who(member)} gave up: {report['message']}"
         return kind(
-            text, remedy=str(report["remedy"]) or "try again in every process", reported=True, echo=report["echo"]
+            text,
+            remedy=str(report["remedy"]) or "try again in every process",
+            reported=True,
+            echo=report["echo"],
         )
 
     # Messages -----------------------------------------------------------------------------------------------------
@@ -196,7 +237,8 @@ class Team:
             return None
         if queue[0]["step"] == "error":
             return None  # `check` finds it
-        kind, at = queue[0]["kind"], queue[0]["step"]
+        kind = queue[0]["kind"]
+        at = queue[0]["step"]
         if (kind, at) != (self._kind, step):
             raise SyncError(
                 f"{self._who(member)} is at {kind}, {at}; this process at {self._kind}, {step}",
@@ -209,13 +251,20 @@ class Team:
             if self._errors(echo=False) or self._errors(echo=True):
                 return [{}]
             received = [self._next(m, step) for m in members]
-            return [m for m in received if m is not None] if all(m is not None for m in received) else None
+            return (
+                [m for m in received if m is not None]
+                if all(m is not None for m in received)
+                else None
+            )
 
         found = self._stream.wait(done, seconds)
-        if found in (None, [{}]):  # a received message counts, even if its sender has left since
+        # a received message counts, even if its sender has left since
+        if found in (None, [{}]):
             self.check()
         if found is None:
-            late = ", ".join(self._who(m) for m in members if self._next(m, step) is None)
+            late = ", ".join(
+                self._who(m) for m in members if self._next(m, step) is None
+            )
             raise DeadlineExceeded(
                 f"{late} did not reach {self._kind} ({step}) within {seconds:.3g} s",
                 remedy=f"call link.{self._kind}(...) in every process; pass a larger timeout= if one is slower",
@@ -235,7 +284,9 @@ class Team:
 
     def send(self, step: str, **body: Any) -> None:
         """Send to all others (leader), or to the leader."""
-        self._stream.send({"round": self._round, "kind": self._kind, "step": step, **body})
+        self._stream.send(
+            {"round": self._round, "kind": self._kind, "step": step, **body}
+        )
 
     def agree(self, agreed: Agreement) -> None:
         """Check that all processes made the same plan, and settle on one transport."""
@@ -245,7 +296,11 @@ class Team:
                 f"the plan reads from processes {held}, the arrays' shardings name {self.processes}",
                 remedy="give every leaf a sharding over the trainer's devices (numpy arrays have none)",
             )
-        own = {"plan": agreed.plan.digest, "transport": agreed.transport, "reason": agreed.reason}
+        own = {
+            "plan": agreed.plan.digest,
+            "transport": agreed.transport,
+            "reason": agreed.reason,
+        }
         if self.leads:
             others = self.gather("plan", JOIN_SECONDS)
             for member, other in enumerate(others, 1):
@@ -256,12 +311,14 @@ class Team:
                     )
             names = {other["transport"] for other in others} | {agreed.transport}
             if len(names) > 1:  # only some processes share the engine's host
-                agreed.transport, agreed.reason = "gloo", "the trainer's processes are on different hosts"
+                agreed.transport = "gloo"
+                agreed.reason = "the trainer's processes are on different hosts"
             self.send("agreed", transport=agreed.transport, reason=agreed.reason)
         else:
             self.send("plan", **own)
             report = self.receive("agreed", JOIN_SECONDS)
-            agreed.transport, agreed.reason = report["transport"], report["reason"]
+            agreed.transport = report["transport"]
+            agreed.reason = report["reason"]
 
     def close(self) -> None:
         """Leave the team, which ends the others' waits. Can be called twice."""
@@ -272,13 +329,18 @@ def _is_secondary(error: BaseException) -> bool:
     """Is it the effect of a failure elsewhere: a channel or call closed by the other side?"""
     fields = getattr(error, "fields", {})
     if isinstance(error, TransportError):
-        secondary = fields.get("reason") in SECONDARY_REASONS or fields.get("code") == "transport"
+        secondary = (
+            fields.get("reason") in SECONDARY_REASONS
+            or fields.get("code") == "transport"
+        )
         return secondary or bool(fields.get("echo"))
     return isinstance(error, CancelledError) or bool(fields.get("echo"))
 
 
 @contextmanager
-def together(client: Any, arrays: Mapping[str, Any], pool: str) -> Iterator[Team | None]:
+def together(
+    client: Any, arrays: Mapping[str, Any], pool: str
+) -> Iterator[Team | None]:
     """The team of all processes that hold shards of these arrays, once all have joined; None if this is the only one.
 
     Errors inside are reported to all of them.
@@ -332,9 +394,16 @@ SLACK = 1.0
 class TeamChannels(Channels):
     """This process's channels; all processes open, sync and check together."""
 
-    def __init__(self, pool: Pool, agreed: Agreement, wrap: Callable[[Sender], Sender] | None, team: Team) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        agreed: Agreement,
+        wrap: Callable[[Sender], Sender] | None,
+        team: Team,
+    ) -> None:
         super().__init__(pool, agreed, wrap)
-        self.team, self.processes = team, team.size
+        self.team = team
+        self.processes = team.size
 
     def together(self, kind: str) -> AbstractContextManager[None]:
         return self.team.round(kind)
@@ -357,7 +426,8 @@ class TeamChannels(Channels):
     def _agree(self, wanted: Mapping[str, Any], deadline: Deadline) -> bool:
         """Check that all processes ask for the same; returns (leader) whether all have their channels open."""
         self._refuse_closed("link = lab.connect(params, pool), in every process")
-        team, is_open = self.team, self.senders is not None
+        team = self.team
+        is_open = self.senders is not None
         if not team.leads:
             team.send("begin", wanted=wanted, open=is_open)
             return is_open
@@ -366,7 +436,10 @@ class TeamChannels(Channels):
                 differing = [k for k in wanted if other["wanted"].get(k) != wanted[k]]
                 raise ConfigError(
                     f"trainer processes {team.processes[member]} and {team.process} ask for different things: "
-                    + ", ".join(f"{k}={other['wanted'].get(k)!r} and {wanted[k]!r}" for k in differing),
+                    + ", ".join(
+                        f"{k}={other['wanted'].get(k)!r} and {wanted[k]!r}"
+                        for k in differing
+                    ),
                     remedy="call it with the same arguments in every process",
                 )
             is_open = is_open and other["open"]
@@ -387,7 +460,10 @@ class TeamChannels(Channels):
             others = team.gather("endpoints", deadline.left())
             endpoints = [_endpoints(senders), *(other["endpoints"] for other in others)]
             ranks = {
-                name: [json.dumps(list(of_rank)) for of_rank in zip(*(e[name] for e in endpoints), strict=True)]
+                name: [
+                    json.dumps(list(of_rank))
+                    for of_rank in zip(*(e[name] for e in endpoints), strict=True)
+                ]
                 for name in ready
             }
             with team.watching(lambda: (senders.close(), self.stream.close())):
@@ -407,45 +483,76 @@ class TeamChannels(Channels):
             team.send("endpoints", endpoints=_endpoints(senders))
             with team.watching(senders.close):
                 senders.ready(deadline.left() + SLACK)
-            self.version = int(team.receive("opened", deadline.left() + SLACK)["version"])
+            self.version = int(
+                team.receive("opened", deadline.left() + SLACK)["version"]
+            )
         return senders
 
     # One sync or check --------------------------------------------------------------------------------------------
 
-    def begin(self, params: Any, version: int | None, options: SyncOptions, deadline: Deadline) -> Transaction:
+    def begin(
+        self, params: Any, version: int | None, options: SyncOptions, deadline: Deadline
+    ) -> Transaction:
         """A transaction of all processes, ready for `prepare()`."""
         began = time.perf_counter()
         self.next_version(version)
-        wanted = {**asdict(options), "timeout": deadline.seconds, "version": version}  # None: the next version
+        # None: the next version
+        wanted = {**asdict(options), "timeout": deadline.seconds, "version": version}
         is_open = self._agree(wanted, deadline)
-        source = Source.of(self.plan, params)  # raises on a mismatch, before anything is opened
+        # raises on a mismatch, before anything is opened
+        source = Source.of(self.plan, params)
         senders = self._open_together(deadline, is_open)
-        terms = options.terms(self.next_version(version), deadline.seconds)  # opening may have revealed a newer version
+        # opening may have revealed a newer version
+        terms = options.terms(self.next_version(version), deadline.seconds)
         kind = Leading if self.team.leads else Following
-        return kind(self.team, self.stream, senders, source, terms, self.transport, deadline, began)
+        return kind(
+            self.team,
+            self.stream,
+            senders,
+            source,
+            terms,
+            self.transport,
+            deadline,
+            began,
+        )
 
     def verify(self, params: Any, deadline: Deadline) -> CheckReport:
         """Compare digests of live memory with the last commit, or with the parameters of all processes."""
         team = self.team
         with self.together("verify"):
-            is_open = self._agree({"params": params is not None, "timeout": deadline.seconds}, deadline)
-            senders, sum_of_parts = self._open_together(deadline, is_open), Sent()
+            is_open = self._agree(
+                {"params": params is not None, "timeout": deadline.seconds}, deadline
+            )
+            senders = self._open_together(deadline, is_open)
+            sum_of_parts = Sent()
             if params is not None:
                 sum_of_parts.add_digests(senders.digests(senders.source(params)))
             if not team.leads:
                 team.send("digests", digests=list(sum_of_parts.digests.items()))
-                return _check_from_plain(team.receive("checked", deadline.left() + SLACK)["report"])
+                return _check_from_plain(
+                    team.receive("checked", deadline.left() + SLACK)["report"]
+                )
             for other in team.gather("digests", deadline.left()):
-                sum_of_parts.add_digests({int(target): int(value) for target, value in other["digests"]})
+                sum_of_parts.add_digests(
+                    {int(target): int(value) for target, value in other["digests"]}
+                )
             with team.watching(self.stream.close):
-                report = self.check(self.expected(senders, sum_of_parts.digests), deadline)
-            team.send("checked", report={**asdict(report), "digests": _digests_to_plain(report.digests)})
+                report = self.check(
+                    self.expected(senders, sum_of_parts.digests), deadline
+                )
+            team.send(
+                "checked",
+                report={**asdict(report), "digests": _digests_to_plain(report.digests)},
+            )
             return report
 
 
 def _endpoints(senders: Senders) -> dict[str, list[dict[str, Any]]]:
     """By replica, this process's endpoint for each rank."""
-    return {name: [channel.sender.endpoint() for channel in of] for name, of in senders.replicas.items()}
+    return {
+        name: [channel.sender.endpoint() for channel in of]
+        for name, of in senders.replicas.items()
+    }
 
 
 # Transactions ---------------------------------------------------------------------------------------------------------
@@ -460,7 +567,8 @@ class Shared(Transaction):
 
     def send_all(self, progress: Callable[[Sent], None], collect: bool = True) -> None:
         with self._team.watching(self.senders.close):
-            super().send_all(progress, collect)  # non-finite values in one process fail all of them
+            # non-finite values in one process fail all of them
+            super().send_all(progress, collect)
 
     @property
     def _seconds_left(self) -> float:
@@ -479,7 +587,9 @@ class Leading(Shared):
         super().send_all(progress, collect)
         for other in self._team.gather("sent", self.deadline.left()):
             _add(self.sent, other)
-            self.nonfinite = merged([*self.nonfinite, *(NonFinite(**found) for found in other["nonfinite"])])
+            self.nonfinite = merged(
+                [*self.nonfinite, *(NonFinite(**found) for found in other["nonfinite"])]
+            )
 
     def finish(self) -> SyncReport:
         report = super().finish()
@@ -507,12 +617,16 @@ class Following(Shared):
         )
 
     def finish(self) -> SyncReport:
-        return _report_from_plain(self._team.receive("committed", self._seconds_left)["report"])
+        return _report_from_plain(
+            self._team.receive("committed", self._seconds_left)["report"]
+        )
 
     def abandon(self, error: BaseException | None = None) -> None:
         """Close the channels; the leader abandons the sync and knows each replica's state."""
         if isinstance(error, SyncError):
-            error.fields.setdefault("outcomes", dict.fromkeys(self.senders.replicas, "unknown"))
+            error.fields.setdefault(
+                "outcomes", dict.fromkeys(self.senders.replicas, "unknown")
+            )
         self.senders.close()
         self.state = "over"
 
@@ -521,7 +635,10 @@ def _add(sent: Sent, other: Mapping[str, Any]) -> None:
     """Add another process's part: bytes and digests are summed, times are the slowest's."""
     sent.bytes += other["bytes"]
     sent.buckets += other["buckets"]
-    sent.seconds = {name: max(s, other["seconds"].get(name, 0.0)) for name, s in sent.seconds.items()}
+    sent.seconds = {
+        name: max(s, other["seconds"].get(name, 0.0))
+        for name, s in sent.seconds.items()
+    }
     sent.add_digests({int(target): int(value) for target, value in other["digests"]})
 
 
@@ -534,9 +651,15 @@ def _digests_to_plain(digests: Mapping[tuple[str, int], int]) -> list[list[Any]]
 
 def _shared_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that both reports share, from JSON."""
-    outcomes = [Outcome(**{**o, "differing": tuple(o["differing"])}) for o in plain["outcomes"]]
+    outcomes = [
+        Outcome(**{**o, "differing": tuple(o["differing"])}) for o in plain["outcomes"]
+    ]
     digests = {(name, int(rank)): int(value) for name, rank, value in plain["digests"]}
-    return {"outcomes": tuple(outcomes), "digests": digests, "notes": tuple(plain["notes"])}
+    return {
+        "outcomes": tuple(outcomes),
+        "digests": digests,
+        "notes": tuple(plain["notes"]),
+    }
 
 
 def _report_to_plain(report: SyncReport) -> dict[str, Any]:
@@ -545,7 +668,14 @@ def _report_to_plain(report: SyncReport) -> dict[str, Any]:
 
 def _report_from_plain(plain: Mapping[str, Any]) -> SyncReport:
     spans = {name: tuple(times) for name, times in plain["spans"].items()}
-    return SyncReport(**{**plain, **_shared_fields(plain), "nonfinite": tuple(plain["nonfinite"]), "spans": spans})
+    return SyncReport(
+        **{
+            **plain,
+            **_shared_fields(plain),
+            "nonfinite": tuple(plain["nonfinite"]),
+            "spans": spans,
+        }
+    )
 
 
 def _check_from_plain(plain: Mapping[str, Any]) -> CheckReport:

@@ -35,30 +35,58 @@ def terms_message(terms: Terms, replicas: Iterable[str]) -> pb.SyncTerms:
 def replica_digests(replica: str, rows: list[DigestRow]) -> pb.ReplicaDigests:
     """The digests that a replica is expected to have."""
     return pb.ReplicaDigests(
-        replica=replica, parameters=[r[0] for r in rows], ranks=[r[1] for r in rows], values=[r[2] for r in rows]
+        replica=replica,
+        parameters=[r[0] for r in rows],
+        ranks=[r[1] for r in rows],
+        values=[r[2] for r in rows],
     )
 
 
 def exports_of(reply: pb.LinkReply) -> dict[str, list[dict[str, Any]]]:
     """By replica, what its ranks exported."""
-    return {o.replica: [json.loads(text) for text in o.exports_json] for o in reply.outcomes if o.exports_json}
+    return {
+        o.replica: [json.loads(text) for text in o.exports_json]
+        for o in reply.outcomes
+        if o.exports_json
+    }
 
 
 def outcome_of(o: pb.ReplicaOutcome) -> Outcome:
     """A replica's outcome as plain values."""
     seconds = {part.name: part.seconds for part in o.seconds}
     evidence = {how: int(count) for how, count in o.evidence.items()}
-    differing, reloaded = tuple(o.differing), dict(o.reloaded)
-    return Outcome(o.replica, o.state, int(o.version), int(o.bytes), seconds, o.error, differing, evidence, reloaded)
+    differing = tuple(o.differing)
+    reloaded = dict(o.reloaded)
+    return Outcome(
+        o.replica,
+        o.state,
+        int(o.version),
+        int(o.bytes),
+        seconds,
+        o.error,
+        differing,
+        evidence,
+        reloaded,
+    )
 
 
-def check_report(outcomes: Iterable[pb.ReplicaOutcome], version: int, seconds: float) -> CheckReport:
+def check_report(
+    outcomes: Iterable[pb.ReplicaOutcome], version: int, seconds: float
+) -> CheckReport:
     """The report of a check; `version` is the fallback if no replica replied."""
     found: dict[tuple[str, int], int] = {}
     for o in outcomes:
-        found |= dict(zip(zip(o.found.parameters, o.found.ranks, strict=True), o.found.values, strict=True))
+        found |= dict(
+            zip(
+                zip(o.found.parameters, o.found.ranks, strict=True),
+                o.found.values,
+                strict=True,
+            )
+        )
     listed = tuple(map(outcome_of, outcomes))
-    return CheckReport(max((o.version for o in listed), default=version), listed, found, seconds)
+    return CheckReport(
+        max((o.version for o in listed), default=version), listed, found, seconds
+    )
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -92,11 +120,17 @@ def refusal(found: Sequence[NonFinite], mode: str) -> NonFiniteError:
         "direct": "Live memory was written and nothing committed: replicas refuse to generate until a sync commits",
     }[mode]
     overflow = next((f for f in found if f.overflow), None)
-    cast = f"; or launch with a dtype that holds {overflow.leaf} ({overflow.wire} does not)" if overflow else ""
+    cast = (
+        f"; or launch with a dtype that holds {overflow.leaf} ({overflow.wire} does not)"
+        if overflow
+        else ""
+    )
     return NonFiniteError(
         f"{count}:\n  " + "\n  ".join(map(str, found[:NAMED])) + f"{more}\n  {state}.",
         remedy=f'sync finite parameters, e.g. those of the step before{cast}; nonfinite="allow" sends them as they are',
-        leaves={f.leaf: {"nan": f.nan, "inf": f.inf, "overflow": f.overflow} for f in found},
+        leaves={
+            f.leaf: {"nan": f.nan, "inf": f.inf, "overflow": f.overflow} for f in found
+        },
         mode=mode,
     )
 
@@ -114,19 +148,28 @@ class Transaction:
         deadline: Deadline,
         began: float,
     ) -> None:
-        self.deadline = deadline  # of the current call: each step of a stepper has its own
-        self.stream, self.senders, self.source, self.terms = stream, senders, source, terms
+        # of the current call: each step of a stepper has its own
+        self.deadline = deadline
+        self.stream = stream
+        self.senders = senders
+        self.source = source
+        self.terms = terms
         self._transport = transport
-        self.direct_orders: DirectStream | None = None  # if set, orders bypass the gateway
+        # if set, orders bypass the gateway
+        self.direct_orders: DirectStream | None = None
         self.replies: list[pb.LinkReply] = []
         self.seconds: dict[str, float] = {}
-        self.spans: dict[str, tuple[float, float]] = {}  # start and stop of each part, since the sync began
+        # start and stop of each part, since the sync began
+        self.spans: dict[str, tuple[float, float]] = {}
         self.sent = Sent()
         self.state = "idle"
-        self._began, self._ended = began, 0.0
-        self._digests: dict[tuple[str, int], int] | None = None  # for the report, if computed already
+        self._began = began
+        self._ended = 0.0
+        # for the report, if computed already
+        self._digests: dict[tuple[str, int], int] | None = None
         self.nonfinite: list[NonFinite] = []  # found and allowed
-        self.stacked: Callable[[], Mapping[str, int]] = dict  # leaf → the dimension of its layers, to name a layer
+        # leaf → the dimension of its layers, to name a layer
+        self.stacked: Callable[[], Mapping[str, int]] = dict
 
     @property
     def digesting(self) -> bool:
@@ -154,7 +197,9 @@ class Transaction:
         """Prepare the engines to receive bytes; in direct mode they are paused from now on."""
         mode = self.terms.mode
         self.senders.settle(self.source, mode == "staged")
-        reply = self._steps("prepare", BEFORE_BYTES[mode], terms=self._message, meanwhile=self._gather)
+        reply = self._steps(
+            "prepare", BEFORE_BYTES[mode], terms=self._message, meanwhile=self._gather
+        )
         self.senders.attach(exports_of(reply))
 
     @property
@@ -166,8 +211,12 @@ class Transaction:
 
     def send_all(self, progress: Callable[[Sent], None], collect: bool = True) -> None:
         """Send everything, until it is in the engines' memory. Without `collect`, ipc's results are left for later."""
-        left, version, start = max(self.deadline.left(), 0.1), self.terms.version, time.perf_counter()
-        self.sent = self.senders.send_all(self.source, version, left, self.digesting, progress, collect)
+        left = max(self.deadline.left(), 0.1)
+        version = self.terms.version
+        start = time.perf_counter()
+        self.sent = self.senders.send_all(
+            self.source, version, left, self.digesting, progress, collect
+        )
         self._span("move", start)
         if collect:
             self.check_finite()
@@ -176,7 +225,9 @@ class Transaction:
         """Raise if non-finite values were found while packing, unless the terms allow them."""
         if not self.sent.flawed:
             return
-        found = examine(self.source.by_path, self.source.naming(self.sent.flawed), self.stacked())
+        found = examine(
+            self.source.by_path, self.source.naming(self.sent.flawed), self.stacked()
+        )
         if self.terms.nonfinite == "refuse":
             raise refusal(found, self.terms.mode)
         self.nonfinite = found
@@ -191,7 +242,10 @@ class Transaction:
                 "ranks": [rank for _, rank in pairs],
                 "values": [self.sent.digests[t] for t in targets],
             }
-            return [pb.ReplicaDigests(replica=replica, **columns) for replica in self.senders.replicas]
+            return [
+                pb.ReplicaDigests(replica=replica, **columns)
+                for replica in self.senders.replicas
+            ]
         rows = [(*pair, value) for pair, value in self._named()]
         if self.terms.verify == "sampled":
             rows = [row for row in rows if in_sample(row[0], self.terms.version)]
@@ -200,7 +254,9 @@ class Transaction:
     def _named(self) -> list[tuple[tuple[str, int], int]]:
         targets = sorted(self.sent.digests)
         names = self.senders.named(tuple(targets))
-        return [(pair, self.sent.digests[t]) for t, pair in zip(targets, names, strict=True)]
+        return [
+            (pair, self.sent.digests[t]) for t, pair in zip(targets, names, strict=True)
+        ]
 
     def run(self, progress: Callable[[Sent], None]) -> SyncReport:
         """Run the whole sync, in a single order if possible."""
@@ -217,11 +273,19 @@ class Transaction:
         """
         known = self.terms.verify in ("full", "off") and self.terms.pause != "wait"
         channel = orders.core_channel
-        return channel is not None and channel.is_open and known and self.terms.mode == "direct"
+        return (
+            channel is not None
+            and channel.is_open
+            and known
+            and self.terms.mode == "direct"
+        )
 
-    def _exchange(self, orders: DirectStream, progress: Callable[[Sent], None]) -> SyncReport:
+    def _exchange(
+        self, orders: DirectStream, progress: Callable[[Sent], None]
+    ) -> SyncReport:
         """Run the sync in a single order, and make the report."""
-        self.senders.settle(self.source, staged=False)  # wait for JAX before the engine pauses
+        # wait for JAX before the engine pauses
+        self.senders.settle(self.source, staged=False)
 
         def claims() -> bytes:  # runs while the engine digests its memory
             self.senders.collect(self.sent)
@@ -230,10 +294,18 @@ class Transaction:
             return self.senders.claims(self.sent)
 
         write = lambda: self.send_all(progress, collect=not self.digesting)
-        seconds, start = self.deadline.left(), time.perf_counter()
+        seconds = self.deadline.left()
+        start = time.perf_counter()
         try:
             claimed = claims if self.digesting else None
-            reply = orders.exchange(self._message, seconds, self._gather, write, claimed, lambda: bool(self.nonfinite))
+            reply = orders.exchange(
+                self._message,
+                seconds,
+                self._gather,
+                write,
+                claimed,
+                lambda: bool(self.nonfinite),
+            )
         except JvlabError:
             if not orders.busy:
                 self.state = "over"
@@ -249,7 +321,10 @@ class Transaction:
     @property
     def _claimed(self) -> dict[str, Any]:
         """The arguments of a verify order."""
-        return {"digests": self.expected() if self.digesting else [], "nonfinite": bool(self.nonfinite)}
+        return {
+            "digests": self.expected() if self.digesting else [],
+            "nonfinite": bool(self.nonfinite),
+        }
 
     def verify(self) -> pb.LinkReply:
         """Compare digests; only commit() or abandon() may follow."""
@@ -257,11 +332,15 @@ class Transaction:
 
     def commit(self) -> pb.LinkReply:
         """Commit the new version and resume generation."""
-        return self._steps("commit", AFTER_VERIFY[self.terms.mode], nonfinite=bool(self.nonfinite))
+        return self._steps(
+            "commit", AFTER_VERIFY[self.terms.mode], nonfinite=bool(self.nonfinite)
+        )
 
     def finish(self) -> SyncReport:
         """Verify and commit in one order, and make the report."""
-        self._steps("finish", [Phase.VERIFY, *AFTER_VERIFY[self.terms.mode]], **self._claimed)
+        self._steps(
+            "finish", [Phase.VERIFY, *AFTER_VERIFY[self.terms.mode]], **self._claimed
+        )
         self._ended = time.perf_counter()
         return self.report()
 
@@ -274,11 +353,19 @@ class Transaction:
         states = dict.fromkeys(self.senders.replicas, "unknown")
         self.senders.close()
         way = self.direct_orders or self.stream
-        open_still = self.state != "over" and self.stream.is_open and way.is_open and not way.busy
+        open_still = (
+            self.state != "over"
+            and self.stream.is_open
+            and way.is_open
+            and not way.busy
+        )
         if open_still and self.deadline.left() > ENOUGH:
             self.deadline = Deadline(self.deadline.within(ABANDON_SECONDS))
             try:
-                states |= {o.replica: o.state for o in self._steps("abandon", [Phase.ABANDON]).outcomes}
+                states |= {
+                    o.replica: o.state
+                    for o in self._steps("abandon", [Phase.ABANDON]).outcomes
+                }
             except JvlabError as failed:
                 known = failed.fields.get("outcomes")
                 states |= known if isinstance(known, dict) else {}
@@ -295,11 +382,18 @@ class Transaction:
         for reply in self.replies:
             for o in map(outcome_of, reply.outcomes):
                 before = merged.get(o.replica, o)
-                kept = {"evidence": o.evidence or before.evidence, "reloaded": o.reloaded or before.reloaded}
-                merged[o.replica] = replace(o, seconds={**before.seconds, **o.seconds}, **kept)
+                kept = {
+                    "evidence": o.evidence or before.evidence,
+                    "reloaded": o.reloaded or before.reloaded,
+                }
+                merged[o.replica] = replace(
+                    o, seconds={**before.seconds, **o.seconds}, **kept
+                )
         seconds = {name: self.sent.seconds[name] for name in ("pack", "move")}
         for part in WORKER_PARTS:
-            slowest = max((o.seconds.get(part, 0.0) for o in merged.values()), default=0.0)
+            slowest = max(
+                (o.seconds.get(part, 0.0) for o in merged.values()), default=0.0
+            )
             if slowest:
                 seconds[part] = slowest
         seconds["copy"] = self.sent.seconds["copy"]
@@ -307,10 +401,17 @@ class Transaction:
         seconds["digest"] = max(seconds.get("digest", 0.0), self.sent.seconds["digest"])
         seconds["total"] = (self._ended or time.perf_counter()) - self._began
         phases = (*PHASES, "admit") if "exchange" in self.seconds else PHASES
-        inside = max((sum(o.seconds.get(p, 0.0) for p in phases) for o in merged.values()), default=0.0)
+        inside = max(
+            (sum(o.seconds.get(p, 0.0) for p in phases) for o in merged.values()),
+            default=0.0,
+        )
         seconds["control"] = max(0.0, sum(self.seconds.values()) - inside)
         digests = dict(self._named()) if self._digests is None else self._digests
-        notes = [f"{o.replica} stayed behind: {o.error or o.state}" for o in merged.values() if o.state != "committed"]
+        notes = [
+            f"{o.replica} stayed behind: {o.error or o.state}"
+            for o in merged.values()
+            if o.state != "committed"
+        ]
         flawed = tuple(map(str, self.nonfinite))
         notes += [f"not finite, and allowed: {line}" for line in flawed]
         return SyncReport(

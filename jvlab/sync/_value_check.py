@@ -20,11 +20,16 @@ from jvlab.layout._slices import distinct_leaves, without_slice
 from jvlab.layout._types import Axis, Binding
 from jvlab.layout.rules._roles import Role, classify, templates
 
-ROWS, COLUMNS = 64, 4  # sample size per leaf: values of one row are close together in a file, rows are far apart
+# sample size per leaf: values of one row are close together in a file, rows are far apart
+ROWS = 64
+COLUMNS = 4
 MAX_ROWS = 2**18  # of embeddings every row is looked at, up to this many
-BINDINGS = 32  # sampled per leaf (of stacked layers: per slice), first and last included: experts may be many
+# sampled per leaf (of stacked layers: per slice), first and last included: experts may be many
+BINDINGS = 32
 ENOUGH = 8  # values needed for a correlation to mean anything
-SURE, CHANCE = 0.9, 0.3  # a correlation above the first is no coincidence, below the second it is
+# a correlation above the first is no coincidence, below the second it is
+SURE = 0.9
+CHANCE = 0.3
 FAR = 8.0  # times the median difference
 GROWN = 1.5  # the size of trained values, relative to the checkpoint's, at most
 SLIGHT = 0.1  # relative error of values that were trained a little
@@ -37,9 +42,13 @@ EPSILON = {
     "float8_e5m2": 2.0**-2,
 }
 SMALLEST = {"float16": 2.0**-24, "float8_e4m3fn": 2.0**-9, "float8_e5m2": 2.0**-16}
-NO_ROTARY = ("gpt2", "opt", "bloom", "mpt", "gpt_bigcode")  # model types without rotary embeddings
-ONE_NUMBER, SAME_NUMBERS = "one number everywhere", "another leaf holds the same numbers"  # and so shows no order
-SAME_SHAPE = (("q", "k"), ("k", "v"), ("q", "v"), ("gate", "up"))  # roles that often have the same shape
+# model types without rotary embeddings
+NO_ROTARY = ("gpt2", "opt", "bloom", "mpt", "gpt_bigcode")
+# and so shows no order
+ONE_NUMBER = "one number everywhere"
+SAME_NUMBERS = "another leaf holds the same numbers"
+# roles that often have the same shape
+SAME_SHAPE = (("q", "k"), ("k", "v"), ("q", "v"), ("gate", "up"))
 
 
 @dataclass(frozen=True)
@@ -76,7 +85,11 @@ class LeafEvidence:
     @property
     def fits(self) -> bool:
         """Are these the checkpoint's values, whether or not they show the order?"""
-        return self.agrees or self.kind == "near" or (self.kind == "constant" and self.equal == self.compared)
+        return (
+            self.agrees
+            or self.kind == "near"
+            or (self.kind == "constant" and self.equal == self.compared)
+        )
 
     @property
     def contradicts(self) -> bool:
@@ -91,7 +104,9 @@ class LeafEvidence:
             case "equal":
                 return f"{of}: equal"
             case "correlated":
-                return f"{of}: moved, and still those of the checkpoint (r = {self.r:.3f})"
+                return (
+                    f"{of}: moved, and still those of the checkpoint (r = {self.r:.3f})"
+                )
             case "near":
                 return f"{of}: all close, with too little spread to show their order"
             case "constant":
@@ -120,10 +135,15 @@ def chosen(bindings: Sequence[Binding]) -> list[Binding]:
     """The bindings of one leaf to sample: all, or `BINDINGS` of them, evenly spread."""
     if len(bindings) <= BINDINGS:
         return list(bindings)
-    return [bindings[i] for i in np.linspace(0, len(bindings) - 1, BINDINGS).round().astype(int)]
+    return [
+        bindings[i]
+        for i in np.linspace(0, len(bindings) - 1, BINDINGS).round().astype(int)
+    ]
 
 
-def points(binding: Binding, rows: int = ROWS, columns: int = COLUMNS) -> tuple[np.ndarray, np.ndarray]:
+def points(
+    binding: Binding, rows: int = ROWS, columns: int = COLUMNS
+) -> tuple[np.ndarray, np.ndarray]:
     """Indices of the same elements in the leaf [n, d] and in the tensor [n, e], spread over every axis."""
     # seeded by shape, not by name: siblings are sampled at the same indices, so that equal ones are recognised
     seed = zlib.crc32(f"{binding.tensor_shape} {binding.tensor_start}".encode())
@@ -140,7 +160,11 @@ def points(binding: Binding, rows: int = ROWS, columns: int = COLUMNS) -> tuple[
         far = np.repeat(_spread(tall, rows, random), columns)
         near = random.permutation(_spread(wide, rows * columns, random))
     count = len(far)
-    at = {id(a): i for axes, flat in ((slow, far), (fast, near)) for a, i in _unravelled(axes, flat)}
+    at = {
+        id(a): i
+        for axes, flat in ((slow, far), (fast, near))
+        for a, i in _unravelled(axes, flat)
+    }
     leaf = np.tile(np.asarray(binding.leaf_start, np.int64), (count, 1))
     tensor = np.tile(np.asarray(binding.tensor_start, np.int64), (count, 1))
     for axis in binding.axes:
@@ -151,11 +175,20 @@ def points(binding: Binding, rows: int = ROWS, columns: int = COLUMNS) -> tuple[
 
 def _spread(size: int, count: int, random: np.random.Generator) -> np.ndarray:
     """One random index in each of `count` equal parts of a range: no gap is larger than two parts."""
-    return np.minimum(((np.arange(count) + random.random(count)) * (size / count)).astype(np.int64), size - 1)
+    return np.minimum(
+        ((np.arange(count) + random.random(count)) * (size / count)).astype(np.int64),
+        size - 1,
+    )
 
 
-def _unravelled(axes: Sequence[Axis], flat: np.ndarray) -> list[tuple[Axis, np.ndarray]]:
-    return list(zip(axes, np.unravel_index(flat, [a.size for a in axes]), strict=True)) if axes else []
+def _unravelled(
+    axes: Sequence[Axis], flat: np.ndarray
+) -> list[tuple[Axis, np.ndarray]]:
+    return (
+        list(zip(axes, np.unravel_index(flat, [a.size for a in axes]), strict=True))
+        if axes
+        else []
+    )
 
 
 def needs_more(seen: LeafEvidence) -> bool:
@@ -166,21 +199,30 @@ def needs_more(seen: LeafEvidence) -> bool:
 # One leaf ---------------------------------------------------------------------------------------------------------
 
 
-def judge(got: np.ndarray, want: np.ndarray, dtypes: Sequence[str] = ("float32",), rule: str = "") -> LeafEvidence:
+def judge(
+    got: np.ndarray,
+    want: np.ndarray,
+    dtypes: Sequence[str] = ("float32",),
+    rule: str = "",
+) -> LeafEvidence:
     """Classify `got`, a leaf's values under its mapping, against `want`, the checkpoint's at the same indices.
 
     `dtypes` are those that the trainer's values were rounded to: the leaf's own, and that of a cast.
     """
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    got = np.asarray(got, np.float64)
+    want = np.asarray(want, np.float64)
     keep = np.isfinite(got) & np.isfinite(want)
-    got, want = got[keep], want[keep]
+    got = got[keep]
+    want = want[keep]
     n = len(got)
     if not n:
         return LeafEvidence("unread", rule=rule)
     epsilon = _epsilon(dtypes)
     close = close_to(got, want, dtypes)
     equal = int(close.sum())
-    made = lambda kind, r=None, by=0.0: LeafEvidence(kind, n, equal, None if r is None else float(r), float(by), rule)
+    made = lambda kind, r=None, by=0.0: LeafEvidence(
+        kind, n, equal, None if r is None else float(r), float(by), rule
+    )
     if is_flat(got) or is_flat(want):
         return _judge_flat(got, want, equal == n, made)
     if equal == n:
@@ -189,7 +231,9 @@ def judge(got: np.ndarray, want: np.ndarray, dtypes: Sequence[str] = ("float32",
     if _offset(got - want):
         return made("shifted", by=by)
     factor = float(got @ want / (want @ want))
-    if abs(factor - 1) > SLIGHT and _rms(got - factor * want) <= max(1e-3, 4 * epsilon) * _rms(got):
+    if abs(factor - 1) > SLIGHT and _rms(got - factor * want) <= max(
+        1e-3, 4 * epsilon
+    ) * _rms(got):
         return made("scaled", by=factor)
     # correlate only what changed: a misplaced quarter must not hide behind three quarters that are right
     some = ~close if n - equal >= 2 * ENOUGH else np.ones(n, bool)
@@ -197,11 +241,19 @@ def judge(got: np.ndarray, want: np.ndarray, dtypes: Sequence[str] = ("float32",
     # trained values stray evenly: a few that stray far more, and follow the checkpoint's no longer, may be misplaced
     stray = np.abs(got - want)
     far = stray > FAR * np.median(stray[some])
-    if r >= SURE and far.sum() >= ENOUGH and (misplaced := _correlation(got[far], want[far])) < CHANCE:
+    if (
+        r >= SURE
+        and far.sum() >= ENOUGH
+        and (misplaced := _correlation(got[far], want[far])) < CHANCE
+    ):
         return made("weak", misplaced)
     if r >= SURE and n >= ENOUGH:
         # noise of training leaves the size as it is: what was scaled as well is not agreed to
-        return made("correlated", r) if 1 / GROWN <= factor <= GROWN else made("weak", r, by=factor)
+        return (
+            made("correlated", r)
+            if 1 / GROWN <= factor <= GROWN
+            else made("weak", r, by=factor)
+        )
     if _rms(got - want) <= SLIGHT * _rms(want):
         return made("near", r)
     return made("different" if r < CHANCE and n >= ENOUGH else "weak", r)
@@ -214,15 +266,25 @@ def _epsilon(dtypes: Sequence[str]) -> float:
 def close_to(got: np.ndarray, want: np.ndarray, dtypes: Sequence[str]) -> np.ndarray:
     """Which values are equal, up to half a unit in the last place of each dtype that they were rounded to?"""
     smallest = max(SMALLEST.get(d, 0.0) for d in (*dtypes, "float32"))
-    return np.abs(got - want) <= 0.51 * _epsilon(dtypes) * np.maximum(np.abs(got), np.abs(want)) + smallest
+    return (
+        np.abs(got - want)
+        <= 0.51 * _epsilon(dtypes) * np.maximum(np.abs(got), np.abs(want)) + smallest
+    )
 
 
 def under_its_name(bindings: Sequence[Binding]) -> bool:
     """Is the leaf the checkpoint's tensor by name and index for index? Then no rule can be wrong about it."""
-    return all(b.leaf == b.tensor and not b.add and all(a.leaf_dim == a.tensor_dim for a in b.axes) for b in bindings)
+    return all(
+        b.leaf == b.tensor
+        and not b.add
+        and all(a.leaf_dim == a.tensor_dim for a in b.axes)
+        for b in bindings
+    )
 
 
-def _judge_flat(got: np.ndarray, want: np.ndarray, equal: bool, made: Any) -> LeafEvidence:
+def _judge_flat(
+    got: np.ndarray, want: np.ndarray, equal: bool, made: Any
+) -> LeafEvidence:
     if equal:
         return made("constant")
     if is_flat(want) and _rms(got - want) <= SLIGHT * _rms(want):
@@ -239,7 +301,8 @@ def is_flat(values: np.ndarray) -> bool:
 
 def _offset(change: np.ndarray) -> bool:
     """Is the change the same everywhere? An offset of about 1 may vary more: the values may have been trained."""
-    mean, spread = abs(float(np.mean(change))), float(np.std(change))
+    mean = abs(float(np.mean(change)))
+    spread = float(np.std(change))
     return spread <= 1e-3 * mean or (abs(mean - 1) <= 0.1 and spread <= 0.2)
 
 
@@ -248,7 +311,8 @@ def _rms(values: np.ndarray) -> float:
 
 
 def _correlation(a: np.ndarray, b: np.ndarray) -> float:
-    a, b = a - a.mean(), b - b.mean()
+    a = a - a.mean()
+    b = b - b.mean()
     scale = float(np.sqrt((a @ a) * (b @ b)))
     return float(a @ b) / scale if scale > 0 else 0.0
 
@@ -268,10 +332,18 @@ class Verdict:
 def counted(names: Collection[str]) -> str:
     """`12 leaves`, or `40 slices of 12 leaves`."""
     leaves = distinct_leaves(names)
-    return f"{leaves} leaves" if leaves == len(names) else f"{len(names)} slices of {leaves} leaves"
+    return (
+        f"{leaves} leaves"
+        if leaves == len(names)
+        else f"{len(names)} slices of {leaves} leaves"
+    )
 
 
-def decide(seen: Mapping[str, LeafEvidence], explained: Sequence[str] = (), trained: bool = False) -> Verdict:
+def decide(
+    seen: Mapping[str, LeafEvidence],
+    explained: Sequence[str] = (),
+    trained: bool = False,
+) -> Verdict:
     """The verdict; `explained` are leaves whose values match the checkpoint under an alternative rule.
 
     `trained`: the tree was right before, and may have been trained since. Then unrelated values in some leaves are no
@@ -281,7 +353,11 @@ def decide(seen: Mapping[str, LeafEvidence], explained: Sequence[str] = (), trai
     against = [leaf for leaf, s in seen.items() if s.contradicts]
     silent = len(seen) - len(agree) - len(against)
     moved = [s.r for s in seen.values() if s.kind == "correlated" and s.r is not None]
-    proof = bool(explained) or any(seen[leaf].kind != "different" for leaf in against) or not (trained and moved)
+    proof = (
+        bool(explained)
+        or any(seen[leaf].kind != "different" for leaf in against)
+        or not (trained and moved)
+    )
     if against and agree and proof and (explained or len(agree) >= len(against)):
         return Verdict(
             "failed",
@@ -289,10 +365,18 @@ def decide(seen: Mapping[str, LeafEvidence], explained: Sequence[str] = (), trai
             tuple(against),
         )
     if not agree or against:
-        some = f"only {len(agree)} of {counted(seen)} hold" if agree else "no leaf holds"
-        return Verdict("open", f"{some} the checkpoint's numbers, so values settle nothing")
+        some = (
+            f"only {len(agree)} of {counted(seen)} hold" if agree else "no leaf holds"
+        )
+        return Verdict(
+            "open", f"{some} the checkpoint's numbers, so values settle nothing"
+        )
     how = f"trained since, correlated r ≥ {min(moved):.2f}" if moved else "equal"
-    rest = f"; {silent} of {counted(seen)} show nothing (constant, unread or other numbers)" if silent else ""
+    rest = (
+        f"; {silent} of {counted(seen)} show nothing (constant, unread or other numbers)"
+        if silent
+        else ""
+    )
     return Verdict("checked", f"{counted(agree)} sampled: {how}{rest}")
 
 
@@ -304,24 +388,43 @@ def ambiguities(
 ) -> dict[str, tuple[tuple[str, str], ...]]:
     """Leaf → (kind, reason) of each alternative that names and shapes allow: square, sibling, rotary, offset."""
     shapes = {b.tensor: b.tensor_shape for b in bindings}
-    roles = {name: role for template, role in classify(templates(shapes)).items() for name in template.members.values()}
+    roles = {
+        name: role
+        for template, role in classify(templates(shapes)).items()
+        for name in template.members.values()
+    }
     layers: dict[tuple[Any, ...], dict[str, str]] = defaultdict(dict)
     for name, role in roles.items():
         layers[_parent(name), role.bias, shapes[name]][role.base] = name
     out: dict[str, dict[str, str]] = defaultdict(dict)
     for b in bindings:
-        role, found = roles[b.tensor], out[b.leaf]
+        role = roles[b.tensor]
+        found = out[b.leaf]
         if len(b.tensor_shape) == 2 and b.tensor_shape[0] == b.tensor_shape[1] > 1:
-            found["square"] = f"square ({b.tensor_shape[0]} × {b.tensor_shape[1]}): its transpose fits as well"
+            found["square"] = (
+                f"square ({b.tensor_shape[0]} × {b.tensor_shape[1]}): its transpose fits as well"
+            )
         beside = layers[_parent(b.tensor), role.bias, b.tensor_shape]
-        similar = [y if x == role.base else x for x, y in SAME_SHAPE if role.base in (x, y)]
-        similar += [x for x in beside if x.startswith("norm") and role.base.startswith("norm")]
-        names = [beside[t].rsplit(".", 2)[-2] for t in similar if t in beside and beside[t] != b.tensor]
+        similar = [
+            y if x == role.base else x for x, y in SAME_SHAPE if role.base in (x, y)
+        ]
+        similar += [
+            x for x in beside if x.startswith("norm") and role.base.startswith("norm")
+        ]
+        names = [
+            beside[t].rsplit(".", 2)[-2]
+            for t in similar
+            if t in beside and beside[t] != b.tensor
+        ]
         if names:
-            found["sibling"] = f"{' and '.join(names)} {'has' if len(names) == 1 else 'have'} the same shape"
+            found["sibling"] = (
+                f"{' and '.join(names)} {'has' if len(names) == 1 else 'have'} the same shape"
+            )
         if _rotary(role, config):
             found["rotary"] = "rotary order: halves or pairs, which shapes do not show"
-        norm = role.base.startswith("norm") or (role.base == "?" and "norm" in b.tensor.lower())
+        norm = role.base.startswith("norm") or (
+            role.base == "?" and "norm" in b.tensor.lower()
+        )
         if b.add or (norm and not role.bias):
             found["offset"] = "w or 1 + w, which shapes do not show"
     return {leaf: tuple(found.items()) for leaf, found in out.items() if found}
@@ -333,7 +436,10 @@ def _parent(name: str) -> str:
 
 
 def _rotary(role: Role, config: Mapping[str, Any] | None) -> bool:
-    return role.base in ("q", "k", "qkv", "norm.q", "norm.k") and (config or {}).get("model_type") not in NO_ROTARY
+    return (
+        role.base in ("q", "k", "qkv", "norm.q", "norm.k")
+        and (config or {}).get("model_type") not in NO_ROTARY
+    )
 
 
 def still_ambiguous(
@@ -356,7 +462,9 @@ def still_ambiguous(
     for leaf, reasons in known.items():
         settled: set[str] = set()
         if checked and leaf in slices and all(s.agrees for s in slices[leaf]):
-            settled = {kind for kind, _ in reasons if kind != "sibling" or leaf not in doubles}
+            settled = {
+                kind for kind, _ in reasons if kind != "sibling" or leaf not in doubles
+            }
         elif checked and leaf in slices and all(s.fits for s in slices[leaf]):
             settled = {"offset"}
         left = [reason for kind, reason in reasons if kind not in settled]
@@ -375,7 +483,11 @@ def _untold(seen: LeafEvidence, alike: bool) -> str:
         return SAME_NUMBERS if alike else ""
     if seen.kind in ("near", "constant"):
         return ONE_NUMBER
-    return "its numbers were not compared" if seen.kind == "unread" else "its numbers are not the checkpoint's"
+    return (
+        "its numbers were not compared"
+        if seen.kind == "unread"
+        else "its numbers are not the checkpoint's"
+    )
 
 
 # The ambiguities that names and shapes leave in a mapping, less what a link has settled.
@@ -386,27 +498,40 @@ def ambiguities_of(mapping: Any) -> dict[str, tuple[tuple[str, str], ...]]:
     cache = mapping.__dict__
     if "_ambiguities" not in cache:
         origin = mapping._origin
-        cache["_ambiguities"] = ambiguities(mapping.bindings, origin.config if origin is not None else None)
+        cache["_ambiguities"] = ambiguities(
+            mapping.bindings, origin.config if origin is not None else None
+        )
     return cache["_ambiguities"]
 
 
 def unsettled(mapping: Any) -> dict[str, str]:
     """Leaf -> ambiguities not settled yet; what its link settled also counts for leaves that are bound the same."""
-    known = {leaf: "; ".join(reason for _, reason in found) for leaf, found in ambiguities_of(mapping).items()}
+    known = {
+        leaf: "; ".join(reason for _, reason in found)
+        for leaf, found in ambiguities_of(mapping).items()
+    }
     link = mapping._link() if mapping._link is not None else None
     settled = getattr(link, "meaning", None)
     if link is None or settled is None or settled.state != "checked":
         return known
     if link.mapping is mapping:
         return dict(settled.ambiguous)
-    before, now = _targets(link.mapping.bindings), _targets(mapping.bindings)
-    changed = {leaf: why for leaf, why in known.items() if before.get(leaf) != now[leaf]}
-    return {**{leaf: why for leaf, why in settled.ambiguous.items() if leaf in known}, **changed}
+    before = _targets(link.mapping.bindings)
+    now = _targets(mapping.bindings)
+    changed = {
+        leaf: why for leaf, why in known.items() if before.get(leaf) != now[leaf]
+    }
+    return {
+        **{leaf: why for leaf, why in settled.ambiguous.items() if leaf in known},
+        **changed,
+    }
 
 
 def _targets(bindings: Any) -> dict[str, set[tuple[Any, ...]]]:
     """Leaf -> where its elements go, regardless of the rule's text."""
     out: dict[str, set[tuple[Any, ...]]] = {}
     for b in bindings:
-        out.setdefault(b.leaf, set()).add((b.tensor, b.axes, b.leaf_start, b.tensor_start, b.add))
+        out.setdefault(b.leaf, set()).add(
+            (b.tensor, b.axes, b.leaf_start, b.tensor_start, b.add)
+        )
     return out

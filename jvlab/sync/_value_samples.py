@@ -47,16 +47,23 @@ if TYPE_CHECKING:
 
 # Checks a mapping by function: engine and trainer score the same few tokens after the first sync.
 
-SCORED_ROWS, TOKENS = 2, 24
-HEARTBEAT_SECONDS = 3.0  # a replica may take this long to report that it resumed after a sync
-SCORE_SECONDS = 30.0  # an engine that takes longer for so few tokens is busy with something else
+SCORED_ROWS = 2
+TOKENS = 24
+# a replica may take this long to report that it resumed after a sync
+HEARTBEAT_SECONDS = 3.0
+# an engine that takes longer for so few tokens is busy with something else
+SCORE_SECONDS = 30.0
 # In nats: the two agree up to the first number and disagree beyond the second; in between, rounding can't be told from
 # a wrong mapping. The largest difference for float32, the mean for 16-bit floats, where single tokens vary more.
-FULL, HALF = (1e-3, 0.05), (0.1, 0.5)
-SENSITIVE = 10.0  # perturbing a leaf must change the log-probabilities by this multiple of the gap to count as checked
-MAX_EXPLAIN_BYTES = 2**30  # alternatives are tried after a failure for parameters up to this size
+FULL = (1e-3, 0.05)
+HALF = (0.1, 0.5)
+# perturbing a leaf must change the log-probabilities by this multiple of the gap to count as checked
+SENSITIVE = 10.0
+# alternatives are tried after a failure for parameters up to this size
+MAX_EXPLAIN_BYTES = 2**30
 MANY = 2000  # leaves; with more, exchanging each pair would take minutes
-MAX_PERTURB_BYTES = 256 * 2**20  # leaves of one kind are perturbed together up to this size, else a single one
+# leaves of one kind are perturbed together up to this size, else a single one
+MAX_PERTURB_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -84,14 +91,19 @@ def by_policy(policy: Callable[[], Any]) -> Scorer:
 
 def by_function_of(function: Callable[..., Any]) -> Scorer:
     """Score with a trainer's `logprobs_fn(params, tokens, mask)`, at temperature 1."""
-    options: dict[str, Any] = {"temperature": 1.0} if "temperature" in _parameters(function) else {}
+    options: dict[str, Any] = (
+        {"temperature": 1.0} if "temperature" in _parameters(function) else {}
+    )
 
     def score(params: Any, tokens: np.ndarray) -> np.ndarray:
         import jax
         import jax.numpy as jnp
 
         program = jax.jit(lambda p, t, m: function(p, t, m, **options))
-        return np.asarray(program(params, jnp.asarray(tokens), jnp.ones(tokens.shape, bool)), np.float64)
+        return np.asarray(
+            program(params, jnp.asarray(tokens), jnp.ones(tokens.shape, bool)),
+            np.float64,
+        )
 
     return score
 
@@ -118,7 +130,9 @@ def compare(
     except JvlabError as error:
         return ScoreGap("unchecked", f"no replica could be asked: {error.message}")
     if _is_paused(pool, until):
-        return ScoreGap("unchecked", "the pool is paused or asleep, so no token could be scored")
+        return ScoreGap(
+            "unchecked", "the pool is paused or asleep, so no token could be scored"
+        )
     tokens = _tokens(int(facts.vocab_size), int(facts.max_model_len))
     try:
         scored = pool.score(tokens.tolist(), timeout=max(0.1, until - time.monotonic()))
@@ -128,21 +142,34 @@ def compare(
     ask = lambda tree: np.asarray(scorer(tree, tokens))[:, 1:]
     try:
         trainer = ask(params)
-    except Exception as error:  # a user's function: whatever it raises must not fail a sync that arrived
-        return ScoreGap("unchecked", f"the trainer scored no token: {type(error).__name__}: {error}")
+    # a user's function: whatever it raises must not fail a sync that arrived
+    except Exception as error:
+        return ScoreGap(
+            "unchecked", f"the trainer scored no token: {type(error).__name__}: {error}"
+        )
     half = _half(str(facts.dtype), params)
     found = judge_scores(engine, trainer, half, known, params, ask)
     if found.state == "checked":
         gap = max(gap_of(engine, trainer, half), (HALF if half else FULL)[0] / 10)
-        blind = blind_spots(params, mapping, lambda tree: gap_of(ask(tree), trainer, half), gap, until)
+        blind = blind_spots(
+            params, mapping, lambda tree: gap_of(ask(tree), trainer, half), gap, until
+        )
         return replace(found, ambiguous={**blind, **found.ambiguous})
-    return explain(found, engine, half, params, ask, mapping, until) if found.state == "failed" else found
+    return (
+        explain(found, engine, half, params, ask, mapping, until)
+        if found.state == "failed"
+        else found
+    )
 
 
 def _is_paused(pool: Pool, until: float) -> bool:
     """Is the pool paused or asleep, even after the next heartbeat? The last one may have come during the sync."""
     until = min(until, time.monotonic() + HEARTBEAT_SECONDS)
-    while any(r.stats.paused or r.stats.sleeping for r in pool._snapshot.replicas if r.state == pb.READY):
+    while any(
+        r.stats.paused or r.stats.sleeping
+        for r in pool._snapshot.replicas
+        if r.state == pb.READY
+    ):
         if time.monotonic() > until:
             return True
         time.sleep(0.1)
@@ -160,27 +187,52 @@ def judge_scores(
 ) -> ScoreGap:
     """Compare two sets of log-probabilities; `ask` scores another tree with the trainer."""
     if not np.isfinite(trainer).all():
-        return ScoreGap("unchecked", "the trainer's own log-probabilities are not finite")
+        return ScoreGap(
+            "unchecked", "the trainer's own log-probabilities are not finite"
+        )
     gap = gap_of(engine, trainer, half)
     fine, bad = HALF if half else FULL
     measure = "mean" if half else "largest"
-    text = f"{gap:.2g} nats apart ({measure} of {engine.size} tokens scored on both sides)"
-    everything = {leaf: "; ".join(reason for _, reason in reasons) for leaf, reasons in known.items()}
+    text = (
+        f"{gap:.2g} nats apart ({measure} of {engine.size} tokens scored on both sides)"
+    )
+    everything = {
+        leaf: "; ".join(reason for _, reason in reasons)
+        for leaf, reasons in known.items()
+    }
     if not gap <= bad:
         return ScoreGap("failed", text, everything, tuple(_most_ambiguous(known)))
     if gap > fine:
-        return ScoreGap("unchecked", f"{text}: too much to call it equal, too little to call it wrong")
-    missed = insensitive(params, known, lambda tree: gap_of(ask(tree), trainer, half), max(gap, fine / 10))
-    left = {leaf: f"{everything[leaf]}; log-probabilities hardly depend on it" for leaf in missed}
+        return ScoreGap(
+            "unchecked",
+            f"{text}: too much to call it equal, too little to call it wrong",
+        )
+    missed = insensitive(
+        params,
+        known,
+        lambda tree: gap_of(ask(tree), trainer, half),
+        max(gap, fine / 10),
+    )
+    left = {
+        leaf: f"{everything[leaf]}; log-probabilities hardly depend on it"
+        for leaf in missed
+    }
     if known and len(missed) == len(known):
-        return ScoreGap("unchecked", f"{text}, but these log-probabilities hardly depend on what is ambiguous")
+        return ScoreGap(
+            "unchecked",
+            f"{text}, but these log-probabilities hardly depend on what is ambiguous",
+        )
     rest = f"; they hardly depend on {len(missed)} ambiguous leaves" if missed else ""
     return ScoreGap("checked", text + rest, left)
 
 
 def gap_of(one: np.ndarray, other: np.ndarray, half: bool) -> float:
     apart = np.abs(one - other)
-    return float(np.mean(apart) if half else np.max(apart)) if np.isfinite(apart).all() else float("inf")
+    return (
+        float(np.mean(apart) if half else np.max(apart))
+        if np.isfinite(apart).all()
+        else float("inf")
+    )
 
 
 def _half(engine: str, params: Any) -> bool:
@@ -193,7 +245,8 @@ def _half(engine: str, params: Any) -> bool:
 
 def _tokens(vocabulary: int, longest: int) -> np.ndarray:
     """Token ids from the middle of the vocabulary: special tokens are at its ends."""
-    low, high = vocabulary // 8, max(vocabulary * 7 // 8, vocabulary // 8 + 2)
+    low = vocabulary // 8
+    high = max(vocabulary * 7 // 8, vocabulary // 8 + 2)
     shape = (SCORED_ROWS, max(2, min(TOKENS, longest - 1 if longest else TOKENS)))
     return np.random.default_rng(0).integers(low, min(high, vocabulary), shape)
 
@@ -224,8 +277,14 @@ def explain(
     for other in [*single, *joint(single)]:
         if time.monotonic() > until:
             break
-        tree = replace_leaves(params, {id(arrays[leaf]): value for leaf, value in reread(other, arrays).items()})
-        if tree is not None and gap_of(ask(tree), engine, half) <= (HALF if half else FULL)[0]:
+        tree = replace_leaves(
+            params,
+            {id(arrays[leaf]): value for leaf, value in reread(other, arrays).items()},
+        )
+        if (
+            tree is not None
+            and gap_of(ask(tree), engine, half) <= (HALF if half else FULL)[0]
+        ):
             return replace(found, suspects=other.leaves, rule=other.rule_text)
     return found
 
@@ -233,7 +292,9 @@ def explain(
 # Which leaves the log-probabilities depend on ---------------------------------------------------------------------
 
 
-def blind_spots(params: Any, mapping: Any, moved: Callable[[Any], float], gap: float, until: float) -> dict[str, str]:
+def blind_spots(
+    params: Any, mapping: Any, moved: Callable[[Any], float], gap: float, until: float
+) -> dict[str, str]:
     """Leaf -> why log-probabilities cannot tell it from another: its values show no order, or both compute the same.
 
     That they depend on a leaf is not enough: two leaves that are nearly equal can still be exchanged.
@@ -244,35 +305,54 @@ def blind_spots(params: Any, mapping: Any, moved: Callable[[Any], float], gap: f
 
     arrays = flatten(params).arrays
     out = untold(mapping.bindings, arrays)
-    swaps = [other for other in alternatives_of(mapping) if other.kind == "swapped"] if len(arrays) < MANY else []
+    swaps = (
+        [other for other in alternatives_of(mapping) if other.kind == "swapped"]
+        if len(arrays) < MANY
+        else []
+    )
     for other in swaps:
         leaves = [leaf for leaf in other.leaves if leaf not in out]
         size = sum(arrays[leaf].nbytes for leaf in other.leaves if leaf in arrays)
         if not leaves or size > MAX_PERTURB_BYTES or time.monotonic() > until:
             continue
         try:
-            new = {id(arrays[leaf]): value for leaf, value in reread(other, arrays).items()}
+            new = {
+                id(arrays[leaf]): value for leaf, value in reread(other, arrays).items()
+            }
             tree = replace_leaves(params, new)
             seen = tree is None or moved(tree) >= SENSITIVE * gap
         except Exception:  # as for `insensitive`
             seen = False
-        out |= {} if seen else dict.fromkeys(leaves, "exchanged with a leaf of its shape, it computes nearly the same")
+        out |= (
+            {}
+            if seen
+            else dict.fromkeys(
+                leaves,
+                "exchanged with a leaf of its shape, it computes nearly the same",
+            )
+        )
     return out
 
 
 def insensitive(
-    params: Any, known: Mapping[str, tuple[tuple[str, str], ...]], moved: Callable[[Any], float], gap: float
+    params: Any,
+    known: Mapping[str, tuple[tuple[str, str], ...]],
+    moved: Callable[[Any], float],
+    gap: float,
 ) -> list[str]:
     """Ambiguous leaves on which the log-probabilities hardly depend; each group is perturbed to find out."""
     groups: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     for leaf, reasons in known.items():
-        groups[re.sub(r"\d+", "#", leaf), tuple(kind for kind, _ in reasons)].append(leaf)
+        groups[re.sub(r"\d+", "#", leaf), tuple(kind for kind, _ in reasons)].append(
+            leaf
+        )
     out: list[str] = []
     for (_, kinds), leaves in groups.items():
         try:
             tree = perturb(params, leaves, offset=kinds == ("offset",))
             seen = tree is not None and moved(tree) >= SENSITIVE * gap
-        except Exception:  # a copy of a stacked leaf may not fit beside the engine: a sync that arrived must not fail
+        # a copy of a stacked leaf may not fit beside the engine: a sync that arrived must not fail
+        except Exception:
             seen = False
         out += [] if seen else leaves
     return out
@@ -286,10 +366,15 @@ def perturb(params: Any, leaves: list[str], offset: bool) -> Any:
 
     arrays = flatten(params).arrays
     wanted = {id(arrays[leaf]) for leaf in leaves if leaf in arrays}
-    if sum(arrays[leaf].nbytes for leaf in leaves if leaf in arrays) > MAX_PERTURB_BYTES:
+    if (
+        sum(arrays[leaf].nbytes for leaf in leaves if leaf in arrays)
+        > MAX_PERTURB_BYTES
+    ):
         wanted = {id(arrays[leaves[len(leaves) // 2]])}
     change = lambda a: a + 1 if offset else jnp.flip(a)
-    return replace_leaves(params, {id(a): change(a) for a in arrays.values() if id(a) in wanted})
+    return replace_leaves(
+        params, {id(a): change(a) for a in arrays.values() if id(a) in wanted}
+    )
 
 
 def replace_leaves(params: Any, new: Mapping[int, Any]) -> Any:
@@ -300,15 +385,22 @@ def replace_leaves(params: Any, new: Mapping[int, Any]) -> Any:
     if not new.keys() <= {id(a) for a in flat}:
         return None
     like = lambda a, b: jax.device_put(b, a.sharding) if hasattr(a, "sharding") else b
-    return jax.tree.unflatten(tree, [like(a, new[id(a)]) if id(a) in new else a for a in flat])
+    return jax.tree.unflatten(
+        tree, [like(a, new[id(a)]) if id(a) in new else a for a in flat]
+    )
 
 
 # ----------------------------------------------------------------------------------------------------
 
-ODD_ROWS, WIDE = 1024, 64  # rows of an embedding that are looked at closely, and how many values of each
-FEW = 1 / 8  # of the rows of an embedding: if more hold other numbers, it is another embedding
-MANY_ROWS = 2**15  # a tensor with more rows or columns is not searched for its rows in another order
-MOVED = 0.5  # relative error of a row that was trained at most; beyond it, the row holds other numbers
+# rows of an embedding that are looked at closely, and how many values of each
+ODD_ROWS = 1024
+WIDE = 64
+# of the rows of an embedding: if more hold other numbers, it is another embedding
+FEW = 1 / 8
+# a tensor with more rows or columns is not searched for its rows in another order
+MANY_ROWS = 2**15
+# relative error of a row that was trained at most; beyond it, the row holds other numbers
+MOVED = 0.5
 
 
 @dataclass(frozen=True)
@@ -345,34 +437,59 @@ def sample(
         array = arrays.get(bound[0].leaf)
         got, want, dtypes = both_sides(bound, array, checkpoint)
         found = judge(got, want, dtypes, bound[0].rule)
-        mostly = found.agrees or (2 * found.equal >= found.compared > 0 and not found.fits)
-        table = next((b for b in bound if b.tensor in tables and b.tensor in checkpoint), None)  # tied: of two
+        mostly = found.agrees or (
+            2 * found.equal >= found.compared > 0 and not found.fits
+        )
+        # tied: of two
+        table = next(
+            (b for b in bound if b.tensor in tables and b.tensor in checkpoint), None
+        )
         if mostly and table is not None:
             found = every_row(found, table, array, checkpoint, dtypes)
         elif needs_more(found):
             more, theirs, _ = both_sides(bound, array, checkpoint, times=4)
             found = judge(more, theirs, dtypes, bound[0].rule)
         # an exact multiple is no other weight, whatever its name
-        seen[name] = replace(found, kind="named") if found.kind == "different" and under_its_name(bound) else found
+        seen[name] = (
+            replace(found, kind="named")
+            if found.kind == "different" and under_its_name(bound)
+            else found
+        )
         if len(want):
             prints[bound[0].tensor_shape, want.tobytes()].add(name)
     return Sampled(seen, _doubles(prints))
 
 
 def _doubles(prints: Mapping[Any, set[str]]) -> frozenset[str]:
-    return frozenset(name for names in prints.values() if len(names) > 1 for name in names)
+    return frozenset(
+        name for names in prints.values() if len(names) > 1 for name in names
+    )
 
 
 def _tables(bindings: list[Binding]) -> set[str]:
     """Tensors with a row for each token: embeddings and output heads."""
-    flat = [b for b in bindings if len(b.tensor_shape) == 2 and layer_number(b.tensor) is None]  # not in a layer
+    # not in a layer
+    flat = [
+        b
+        for b in bindings
+        if len(b.tensor_shape) == 2 and layer_number(b.tensor) is None
+    ]
     shapes = {b.tensor: b.tensor_shape for b in flat}
     roles = classify(templates(shapes))
-    return {name for t, role in roles.items() if role.base in ("embed", "head") for name in t.members.values()}
+    return {
+        name
+        for t, role in roles.items()
+        if role.base in ("embed", "head")
+        for name in t.members.values()
+    }
 
 
 def every_row(
-    found: LeafEvidence, b: Binding, array: Any, checkpoint: CheckpointValues, dtypes: list[str]
+    found: LeafEvidence,
+    b: Binding,
+    array: Any,
+    checkpoint: CheckpointValues,
+    dtypes: list[str],
 ) -> LeafEvidence:
     """The evidence for an embedding from every row of it: two rows that are exchanged are in no small sample."""
     tall = math.prod(a.size for a in b.axes if a.tensor_dim != len(b.tensor_shape) - 1)
@@ -396,51 +513,89 @@ def every_row(
 
 
 def _odd_rows(
-    seen: LeafEvidence, odd: list[int], many: bool, b: Binding, array: Any, checkpoint: CheckpointValues
+    seen: LeafEvidence,
+    odd: list[int],
+    many: bool,
+    b: Binding,
+    array: Any,
+    checkpoint: CheckpointValues,
 ) -> LeafEvidence:
     """Whether rows that are not the checkpoint's were trained, hold other numbers, or each other's."""
-    columns = np.unique(np.linspace(0, b.tensor_shape[1] - 1, WIDE).round().astype(np.int64))
-    where = np.stack(np.meshgrid(np.asarray(odd), columns, indexing="ij"), axis=-1).reshape(-1, 2)
+    columns = np.unique(
+        np.linspace(0, b.tensor_shape[1] - 1, WIDE).round().astype(np.int64)
+    )
+    where = np.stack(
+        np.meshgrid(np.asarray(odd), columns, indexing="ij"), axis=-1
+    ).reshape(-1, 2)
     got, want, _ = _values_at(b, (_leaf_index(b, where), where), array, checkpoint)
     here = np.isfinite(got) & np.isfinite(want)  # another process may hold some columns
-    got, want = (np.where(here, side, 0.0).reshape(len(odd), -1) for side in (got, want))
+    got, want = (
+        np.where(here, side, 0.0).reshape(len(odd), -1) for side in (got, want)
+    )
     # A row that was exchanged is nearer to another odd row of the checkpoint than to its own, trained since or not. A
     # copy of a row that stayed where it was is no exchange: new tokens are often made so.
-    distance = np.sqrt(np.maximum((got**2).sum(1)[:, None] + (want**2).sum(1) - 2 * got @ want.T, 0.0))
+    distance = np.sqrt(
+        np.maximum((got**2).sum(1)[:, None] + (want**2).sum(1) - 2 * got @ want.T, 0.0)
+    )
     own = np.linalg.norm(got - want, axis=1)
     near = distance < MOVED * own[:, None]
     np.fill_diagonal(near, False)
     moved = [odd[i] for i in np.flatnonzero(near.any(axis=1) & near.any(axis=0))]
     if len(moved) > 1:
         names = ", ".join(map(str, moved[:4])) + (" …" if len(moved) > 4 else "")
-        return replace(seen, kind="exchanged", note=f"rows {names} hold each other's numbers")
+        return replace(
+            seen, kind="exchanged", note=f"rows {names} hold each other's numbers"
+        )
     other = int((~(own <= MOVED * np.linalg.norm(want, axis=1))).sum())
     if not other:
-        return seen if seen.agrees else replace(seen, kind="correlated", r=_correlation(got, want))
+        return (
+            seen
+            if seen.agrees
+            else replace(seen, kind="correlated", r=_correlation(got, want))
+        )
     if other == len(odd) and many:
         return replace(seen, kind="different", r=_correlation(got, want))
     rows = how_many(other, "row holds", "rows hold")
-    return replace(seen, kind="partly", note=f"{rows} other numbers: no evidence for them")
+    return replace(
+        seen, kind="partly", note=f"{rows} other numbers: no evidence for them"
+    )
 
 
-def rearranged(name: str, bindings: Iterable[Binding], arrays: Mapping[str, Any], checkpoint: CheckpointValues) -> bool:
+def rearranged(
+    name: str,
+    bindings: Iterable[Binding],
+    arrays: Mapping[str, Any],
+    checkpoint: CheckpointValues,
+) -> bool:
     """Does this leaf, which is a tensor by name, hold the tensor's rows or columns in another order?"""
     bound = [b for b in bindings if b.leaf == name and b.tensor in checkpoint]
     array = arrays.get(name)
-    if len(bound) != 1 or len(bound[0].tensor_shape) != 2 or array is None or max(bound[0].tensor_shape) > MANY_ROWS:
+    if (
+        len(bound) != 1
+        or len(bound[0].tensor_shape) != 2
+        or array is None
+        or max(bound[0].tensor_shape) > MANY_ROWS
+    ):
         return False
     b = bound[0]
     for dim in (0, 1):
-        lines, across = b.tensor_shape[dim], b.tensor_shape[1 - dim]
+        lines = b.tensor_shape[dim]
+        across = b.tensor_shape[1 - dim]
         columns = np.unique(np.linspace(0, across - 1, WIDE).round().astype(np.int64))
-        grid = np.stack(np.meshgrid(np.arange(lines), columns, indexing="ij"), axis=-1).reshape(-1, 2)
+        grid = np.stack(
+            np.meshgrid(np.arange(lines), columns, indexing="ij"), axis=-1
+        ).reshape(-1, 2)
         where = grid if dim == 0 else grid[:, ::-1]
         got, want, _ = _values_at(b, (_leaf_index(b, where), where), array, checkpoint)
-        got, want = got.reshape(lines, -1), want.reshape(lines, -1)
+        got = got.reshape(lines, -1)
+        want = want.reshape(lines, -1)
         picked = np.unique(np.linspace(0, lines - 1, WIDE).round().astype(np.int64))
         size = (want**2).sum(1)
         distance = (got[picked] ** 2).sum(1)[:, None] + size - 2 * got[picked] @ want.T
-        if len(columns) >= ENOUGH and (distance <= SLIGHT**2 * size).any(axis=1).mean() > MOVED:
+        if (
+            len(columns) >= ENOUGH
+            and (distance <= SLIGHT**2 * size).any(axis=1).mean() > MOVED
+        ):
             return True
     return False
 
@@ -461,7 +616,10 @@ def _leaf_index(b: Binding, tensor: np.ndarray) -> np.ndarray:
 
 
 def _values_at(
-    b: Binding, at: tuple[np.ndarray, np.ndarray], array: Any, checkpoint: CheckpointValues
+    b: Binding,
+    at: tuple[np.ndarray, np.ndarray],
+    array: Any,
+    checkpoint: CheckpointValues,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The leaf's values under its binding and the checkpoint's at (leaf, tensor) indices; and the tensor's indices."""
     leaf, tensor = at
@@ -482,10 +640,16 @@ def untold(bindings: Iterable[Binding], arrays: Mapping[str, Any]) -> dict[str, 
     prints: dict[tuple[tuple[int, ...], bytes], set[str]] = defaultdict(set)
     for name, bound in by_name.items():
         array = arrays.get(bound[0].leaf)
-        if array is None or not _has_numbers(array) or tuple(array.shape) != tuple(bound[0].leaf_shape):
+        if (
+            array is None
+            or not _has_numbers(array)
+            or tuple(array.shape) != tuple(bound[0].leaf_shape)
+        ):
             continue
         picked = chosen(bound)
-        index = np.concatenate([points(b, max(8, ROWS // len(picked)))[0] for b in picked])
+        index = np.concatenate(
+            [points(b, max(8, ROWS // len(picked)))[0] for b in picked]
+        )
         try:
             values = leaf_values(array, index)
         except LayoutError:  # torch's meta device: a shape without values
@@ -499,7 +663,9 @@ def untold(bindings: Iterable[Binding], arrays: Mapping[str, Any]) -> dict[str, 
     return out
 
 
-def slice_order(bound: list[Binding], array: Any, checkpoint: CheckpointValues, dim: int) -> dict[int, int]:
+def slice_order(
+    bound: list[Binding], array: Any, checkpoint: CheckpointValues, dim: int
+) -> dict[int, int]:
     """Index of a stacked leaf → the index whose layer's values it holds, where the slices are in another order.
 
     Empty unless each slice holds the values of exactly one layer.
@@ -515,10 +681,19 @@ def slice_order(bound: list[Binding], array: Any, checkpoint: CheckpointValues, 
     if len({len(side) for pair in sides for side in pair}) != 1:
         return {}
     dtypes = [np.dtype(array.dtype).name]
-    close = np.array([[judge(mine, theirs, dtypes).agrees for _, theirs in sides] for mine, _ in sides])
+    close = np.array(
+        [
+            [judge(mine, theirs, dtypes).agrees for _, theirs in sides]
+            for mine, _ in sides
+        ]
+    )
     if not (close.sum(axis=1) == 1).all() or not (close.sum(axis=0) == 1).all():
         return {}
-    return {indices[i]: indices[int(j)] for i, j in enumerate(close.argmax(axis=1)) if i != j}
+    return {
+        indices[i]: indices[int(j)]
+        for i, j in enumerate(close.argmax(axis=1))
+        if i != j
+    }
 
 
 def both_sides(
@@ -526,7 +701,12 @@ def both_sides(
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """One leaf's values under its bindings, the checkpoint's at the same indices, and the dtypes they were cast to."""
     picked = chosen([b for b in bound if b.tensor in checkpoint])
-    if array is None or not picked or not _has_numbers(array) or tuple(array.shape) != tuple(picked[0].leaf_shape):
+    if (
+        array is None
+        or not picked
+        or not _has_numbers(array)
+        or tuple(array.shape) != tuple(picked[0].leaf_shape)
+    ):
         return np.zeros(0), np.zeros(0), []
     rows = max(8, ROWS // len(picked))
     places = [points(b, times * rows, times * COLUMNS) for b in picked]
@@ -535,13 +715,24 @@ def both_sides(
         values = leaf_values(array, index)
     except LayoutError:  # torch's meta device: a shape without values
         return np.zeros(0), np.zeros(0), []
-    want = np.concatenate([checkpoint.at(b.tensor, tensor) for b, (_, tensor) in zip(picked, places, strict=True)])
+    want = np.concatenate(
+        [
+            checkpoint.at(b.tensor, tensor)
+            for b, (_, tensor) in zip(picked, places, strict=True)
+        ]
+    )
     counts = [len(leaf) for leaf, _ in places]
     got = values + np.repeat([b.add for b in picked], counts)
     for b, (start, stop) in zip(picked, _ranges(counts), strict=True):
         if b.cast:
-            got[start:stop] = got[start:stop].astype(numpy_dtype(b.cast)).astype(np.float64)
-    return got, want, sorted({np.dtype(array.dtype).name, *(b.cast or "" for b in picked)})
+            got[start:stop] = (
+                got[start:stop].astype(numpy_dtype(b.cast)).astype(np.float64)
+            )
+    return (
+        got,
+        want,
+        sorted({np.dtype(array.dtype).name, *(b.cast or "" for b in picked)}),
+    )
 
 
 def _ranges(counts: list[int]) -> list[tuple[int, int]]:
@@ -561,12 +752,21 @@ def leaf_values(array: Any, index: np.ndarray) -> np.ndarray:
     if pieces is None:
         return np.asarray(np.asarray(array)[tuple(index.T)], np.float64)
     leaf = leaf_from_array("", array)
-    boxes = {int(d): (a, b) for d, a, b in zip(leaf.devices, leaf.starts, leaf.stops, strict=True)}
+    boxes = {
+        int(d): (a, b)
+        for d, a, b in zip(leaf.devices, leaf.starts, leaf.stops, strict=True)
+    }
     out = np.full(len(index), np.nan)
     open_ = np.ones(len(index), bool)
     for piece in pieces:
-        start, stop = boxes.get(int(piece.device.id), (np.zeros(0), np.asarray(leaf.shape)))
-        start = start if len(start) == index.shape[1] else np.zeros(index.shape[1], np.int64)
+        start, stop = boxes.get(
+            int(piece.device.id), (np.zeros(0), np.asarray(leaf.shape))
+        )
+        start = (
+            start
+            if len(start) == index.shape[1]
+            else np.zeros(index.shape[1], np.int64)
+        )
         inside = open_ & ((index >= start) & (index < stop)).all(axis=1)
         if inside.any():
             # clip instead of selecting: a fixed index shape compiles to one program per device

@@ -41,7 +41,9 @@ class Values:
         return self.change_summary.share_changed == 0
 
     def __repr__(self) -> str:
-        state = "equal" if self.equal else f"{self.change_summary.share_changed:.1%} differ"
+        state = (
+            "equal" if self.equal else f"{self.change_summary.share_changed:.1%} differ"
+        )
         return f"Values({self.parameter} on rank {self.rank}, {state})"
 
     def _repr_html_(self) -> str:
@@ -50,7 +52,9 @@ class Values:
         return values_html([self])
 
 
-def values_of(link: Link, name: str, params: Any, replica: int = 0, bins: int = 48) -> list[Values]:
+def values_of(
+    link: Link, name: str, params: Any, replica: int = 0, bins: int = 48
+) -> list[Values]:
     """Histograms of every rank's part of a leaf or parameter. `params`: a tree of arrays, or has `.params`; None: those
     that the link was connected with."""
     if params is not None:
@@ -67,25 +71,45 @@ def values_of(link: Link, name: str, params: Any, replica: int = 0, bins: int = 
     out = []
     for target in targets_named(link.plan, name):
         info, rank, now, new = both_sides(link, target, source, replica)
-        out.append(histogram(difference(info.name, rank, info.shape, now, new), now, new, bins))
+        out.append(
+            histogram(difference(info.name, rank, info.shape, now, new), now, new, bins)
+        )
     return out
 
 
-def histogram(summary: TensorDiff, engine: np.ndarray, trainer: np.ndarray, bins: int = 48) -> Values:
+def histogram(
+    summary: TensorDiff, engine: np.ndarray, trainer: np.ndarray, bins: int = 48
+) -> Values:
     """Both sides with shared bins, the difference with its own."""
-    a, b = engine.astype(np.float64).reshape(-1), trainer.astype(np.float64).reshape(-1)
+    a = engine.astype(np.float64).reshape(-1)
+    b = trainer.astype(np.float64).reshape(-1)
     good = np.isfinite(a) & np.isfinite(b)
-    a, b = a[good], b[good]
+    a = a[good]
+    b = b[good]
     edges = _edges(np.concatenate([a, b]), bins)
     change = b - a
     change_edges = _edges(np.append(change, 0.0), bins)
-    counts = [np.histogram(x, e)[0] for x, e in ((a, edges), (b, edges), (change, change_edges))]
-    return Values(summary, edges, counts[0], counts[1], change_edges, counts[2], int((~good).sum()))
+    counts = [
+        np.histogram(x, e)[0]
+        for x, e in ((a, edges), (b, edges), (change, change_edges))
+    ]
+    return Values(
+        summary,
+        edges,
+        counts[0],
+        counts[1],
+        change_edges,
+        counts[2],
+        int((~good).sum()),
+    )
 
 
 def _edges(values: np.ndarray, bins: int) -> np.ndarray:
-    low, high = (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
+    low, high = (
+        (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
+    )
     if high <= low:  # a single value
         reach = abs(low) * 0.5 or 1.0
-        low, high = low - reach, high + reach
+        low = low - reach
+        high = high + reach
     return np.linspace(low, high, bins + 1)

@@ -15,7 +15,8 @@ from jvlab.record._sample import expert_arrays
 from jvlab.trainer._losses import Algorithm, advantages, groups_with_spread
 
 FAILED = ("abort", "error")  # finish reasons of incomplete samples
-PROBE_SAMPLES = 4  # of a batch, scored by the engines if none of it is of the current version alone
+# of a batch, scored by the engines if none of it is of the current version alone
+PROBE_SAMPLES = 4
 
 
 class TrainSample(Protocol):
@@ -52,9 +53,17 @@ class Buckets:
     multiple: int = 8
 
     def __post_init__(self) -> None:
-        good = self.rows >= 1 and self.shortest >= 1 and self.multiple >= 1 and self.growth > 1
+        good = (
+            self.rows >= 1
+            and self.shortest >= 1
+            and self.multiple >= 1
+            and self.growth > 1
+        )
         if not good or (self.longest is not None and self.longest < 1):
-            raise ConfigError(f"{self} is not valid", remedy="rows, lengths and multiple at least 1, growth above 1")
+            raise ConfigError(
+                f"{self} is not valid",
+                remedy="rows, lengths and multiple at least 1, growth above 1",
+            )
 
     def lengths(self) -> Iterator[int]:
         """The lengths in ascending order; endless without `longest`."""
@@ -99,9 +108,11 @@ class TrainBatch:
     buckets: Buckets = field(default_factory=Buckets)
     excluded: int = 0  # samples without a reward, or incomplete
     dropped: int = 0  # samples dropped by dynamic sampling
-    old_logprobs: np.ndarray | None = None  # [N, T] float32; None: taken from the step's own forward pass
+    # [N, T] float32; None: taken from the step's own forward pass
+    old_logprobs: np.ndarray | None = None
     reference_logprobs: np.ndarray | None = None  # [N, T] float32
-    expert_ids: np.ndarray | None = None  # [N, T, layers, chosen] int16, -1 where none is known; None: no replay
+    # [N, T, layers, chosen] int16, -1 where none is known; None: no replay
+    expert_ids: np.ndarray | None = None
     expert_weights: np.ndarray | None = None  # float32; None: the trainer's own
 
     def __len__(self) -> int:
@@ -123,9 +134,13 @@ class TrainBatch:
         """With replay, `replayed`: the share of tokens whose experts are the engine's."""
         if self.expert_ids is None:
             return {}
-        return {"replayed": float((self.expert_ids[..., 0, 0] >= 0)[self.token_mask].mean())}
+        return {
+            "replayed": float((self.expert_ids[..., 0, 0] >= 0)[self.token_mask].mean())
+        }
 
-    def with_logprobs(self, *, old: np.ndarray | None = None, reference: np.ndarray | None = None) -> TrainBatch:
+    def with_logprobs(
+        self, *, old: np.ndarray | None = None, reference: np.ndarray | None = None
+    ) -> TrainBatch:
         """The batch with the old or the reference policy's log-probabilities [N, T], as `TrainStep.score` returns."""
         for name, value in (("old", old), ("reference", reference)):
             if value is not None and value.shape != self.tokens.shape:
@@ -143,7 +158,10 @@ class TrainBatch:
     def take(self, rows: Sequence[int] | np.ndarray) -> TrainBatch:
         """Only these rows, in this order."""
         picked = {f.name: getattr(self, f.name) for f in fields(self)}
-        picked = {k: v[np.asarray(rows, np.int64)] if isinstance(v, np.ndarray) else v for k, v in picked.items()}
+        picked = {
+            k: v[np.asarray(rows, np.int64)] if isinstance(v, np.ndarray) else v
+            for k, v in picked.items()
+        }
         return replace(self, **picked)
 
     def micro_batches(self) -> Iterator[tuple[np.ndarray, int]]:
@@ -163,7 +181,9 @@ class TrainBatch:
         count for the loss.
         """
         if name in ("tokens", "token_mask", "expert_ids", "expert_weights"):
-            rows = np.concatenate([rows, np.full(self.buckets.rows - len(rows), rows[0])])
+            rows = np.concatenate(
+                [rows, np.full(self.buckets.rows - len(rows), rows[0])]
+            )
         return pad_rows(getattr(self, name), rows, width, self.buckets.rows)
 
     def __repr__(self) -> str:
@@ -174,10 +194,14 @@ class TrainBatch:
         return f"TrainBatch({how_many(len(self), 'sample')}, {how_many(groups, 'group')}, {tokens} tokens{omitted})"
 
 
-def pad_rows(values: np.ndarray, rows: np.ndarray, width: int, count: int) -> np.ndarray:
+def pad_rows(
+    values: np.ndarray, rows: np.ndarray, width: int, count: int
+) -> np.ndarray:
     """Some rows of an array, cut or padded to `width`, and padded with zero rows to `count`."""
     values = values[rows] if values.ndim == 1 else values[rows][:, :width]
-    padding = [(0, count - len(rows))] + ([(0, max(width - values.shape[1], 0))] if values.ndim > 1 else [])
+    padding = [(0, count - len(rows))] + (
+        [(0, max(width - values.shape[1], 0))] if values.ndim > 1 else []
+    )
     return np.pad(values, padding + [(0, 0)] * (values.ndim - 2))
 
 
@@ -197,8 +221,11 @@ def train_batch(
     are then dropped. `group_ids` defaults to the samples' prompt_index. With `replay` the batch holds the experts that
     the engine chose ("ids"), and their weights ("full").
     """
-    algorithm, buckets = algorithm or Algorithm(), buckets or Buckets()
-    groups = np.array([s.prompt_index for s in samples] if group_ids is None else group_ids, np.int32)
+    algorithm = algorithm or Algorithm()
+    buckets = buckets or Buckets()
+    groups = np.array(
+        [s.prompt_index for s in samples] if group_ids is None else group_ids, np.int32
+    )
     values = np.asarray(rewards, np.float64)
     if values.shape != (len(samples),) or groups.shape != values.shape:
         raise ConfigError(
@@ -214,7 +241,9 @@ def train_batch(
     return TrainBatch(
         **arrays,
         **expert_arrays([samples[i] for i in kept], arrays["tokens"].shape[1], replay),
-        advantages=advantages(values[kept], groups[kept], algorithm.advantages, algorithm.advantage_eps),
+        advantages=advantages(
+            values[kept], groups[kept], algorithm.advantages, algorithm.advantage_eps
+        ),
         rewards=values[kept].astype(np.float32),
         group_ids=groups[kept],
         buckets=buckets,
@@ -223,19 +252,26 @@ def train_batch(
     )
 
 
-def _arrays(samples: Sequence[TrainSample], buckets: Buckets, pad_id: int) -> dict[str, np.ndarray]:
+def _arrays(
+    samples: Sequence[TrainSample], buckets: Buckets, pad_id: int
+) -> dict[str, np.ndarray]:
     """The [N, T] arrays, T being the bucket of the longest sample."""
     lengths = [len(s.prompt_token_ids) + len(s.token_ids) for s in samples]
     shape = (len(samples), buckets.width(max(lengths, default=1)))
-    tokens, mask, loss = np.full(shape, pad_id, np.int32), np.zeros(shape, bool), np.zeros(shape, bool)
-    logprobs, versions = np.zeros(shape, np.float32), np.full(shape, -1, np.int32)
+    tokens = np.full(shape, pad_id, np.int32)
+    mask = np.zeros(shape, bool)
+    loss = np.zeros(shape, bool)
+    logprobs = np.zeros(shape, np.float32)
+    versions = np.full(shape, -1, np.int32)
     for row, sample in enumerate(samples):
-        start, stop = len(sample.prompt_token_ids), lengths[row]
+        start = len(sample.prompt_token_ids)
+        stop = lengths[row]
         own = getattr(sample, "loss_mask", None)
         own = np.ones(stop - start, bool) if own is None else np.asarray(own, bool)
         if len(own) != stop - start:
             raise ConfigError(
-                f"sample {row} has a loss mask of {len(own)} for {stop - start} tokens", remedy="one bool per token"
+                f"sample {row} has a loss mask of {len(own)} for {stop - start} tokens",
+                remedy="one bool per token",
             )
         if start == 0 and len(own) and own[0]:
             raise ConfigError(
@@ -248,8 +284,16 @@ def _arrays(samples: Sequence[TrainSample], buckets: Buckets, pad_id: int) -> di
                 remedy="generate with log-probabilities: the loss and logprob_gap need them",
                 row=row,
             )
-        tokens[row, :start], tokens[row, start:stop] = sample.prompt_token_ids, sample.token_ids
-        mask[row, :stop], loss[row, start:stop] = True, own
+        tokens[row, :start] = sample.prompt_token_ids
+        tokens[row, start:stop] = sample.token_ids
+        mask[row, :stop] = True
+        loss[row, start:stop] = own
         logprobs[row, start:stop] = np.where(own, sample.logprobs, 0.0)
         versions[row, start:stop] = np.where(own, sample.token_versions, -1)
-    return {"tokens": tokens, "token_mask": mask, "loss_mask": loss, "engine_logprobs": logprobs, "versions": versions}
+    return {
+        "tokens": tokens,
+        "token_mask": mask,
+        "loss_mask": loss,
+        "engine_logprobs": logprobs,
+        "versions": versions,
+    }

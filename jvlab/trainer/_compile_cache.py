@@ -16,7 +16,12 @@ def compile_cache_dir() -> Path | None:
     if given:
         return None if given == "0" else Path(given)
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "jvlab" / "xla" / (platform.node() or "host")
+    return (
+        (Path(base) if base else Path.home() / ".cache")
+        / "jvlab"
+        / "xla"
+        / (platform.node() or "host")
+    )
 
 
 def compile_cache_bytes() -> int:

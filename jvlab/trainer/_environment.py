@@ -16,7 +16,13 @@ import numpy as np
 from jvlab._errors import ConfigError
 from jvlab._tracebacks import own_lines
 from jvlab.trainer._batching import FAILED
-from jvlab.trainer._rewards import CallClock, RewardFailure, _InThread, _Raised, _TimedOut
+from jvlab.trainer._rewards import (
+    CallClock,
+    RewardFailure,
+    _InThread,
+    _Raised,
+    _TimedOut,
+)
 from jvlab.trainer._tasks import Example
 
 
@@ -95,7 +101,12 @@ class _Transcript:
         self.text: list[str] = []
 
     def add(
-        self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], own: bool, text: str
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[int],
+        own: bool,
+        text: str,
     ) -> None:
         if not len(tokens) == len(logprobs) == len(versions):
             raise ConfigError(
@@ -134,12 +145,25 @@ async def run_episode(
     engine would tokenise with special tokens; default: `encode`.
     """
     call = functools.partial(_call, timeout=timeout, clock=clock or CallClock())
-    transcript, total, turns, finish = _Transcript(()), 0.0, 0, "length"
+    transcript = _Transcript(())
+    total = 0.0
+    turns = 0
+    finish = "length"
     try:
-        transcript = _Transcript(_tokens(await call(environment.reset, example), encode_prompt or encode))
-        while turns < max_turns and (max_length is None or len(transcript) < max_length):
+        transcript = _Transcript(
+            _tokens(await call(environment.reset, example), encode_prompt or encode)
+        )
+        while turns < max_turns and (
+            max_length is None or len(transcript) < max_length
+        ):
             sample = await generate([*transcript.prompt, *transcript.tokens])
-            transcript.add(sample.token_ids, sample.logprobs, sample.token_versions, True, sample.text)
+            transcript.add(
+                sample.token_ids,
+                sample.logprobs,
+                sample.token_versions,
+                True,
+                sample.text,
+            )
             turns += 1
             if sample.finish_reason in FAILED:
                 finish = sample.finish_reason
@@ -150,13 +174,19 @@ async def run_episode(
                 finish = "stop"
                 break
             observed = _tokens(turn.observation, encode)
-            if turns == max_turns or (max_length is not None and len(transcript) + len(observed) >= max_length):
+            if turns == max_turns or (
+                max_length is not None and len(transcript) + len(observed) >= max_length
+            ):
                 break  # no completion follows, so the observation is not needed
             text = turn.observation if isinstance(turn.observation, str) else ""
-            transcript.add(observed, [0.0] * len(observed), [-1] * len(observed), False, text)
+            transcript.add(
+                observed, [0.0] * len(observed), [-1] * len(observed), False, text
+            )
         why = None
     except _Failed as error:
-        why, total, finish = (error.kind, error.message, error.trace), math.nan, "error"
+        why = (error.kind, error.message, error.trace)
+        total = math.nan
+        finish = "error"
     episode = functools.partial(
         Episode,
         example.index,
@@ -181,10 +211,14 @@ class _Failed(Exception):
 
     def __init__(self, kind: str, message: str, trace: str = "") -> None:
         super().__init__(message)
-        self.kind, self.message, self.trace = kind, message, trace
+        self.kind = kind
+        self.message = message
+        self.trace = trace
 
 
-async def _call(method: Callable[[Any], Any], value: Any, timeout: float, clock: CallClock) -> Any:
+async def _call(
+    method: Callable[[Any], Any], value: Any, timeout: float, clock: CallClock
+) -> Any:
     """One call of the environment within `timeout`; in a thread unless it is async."""
     name = getattr(method, "__name__", "environment")
     try:
@@ -195,17 +229,26 @@ async def _call(method: Callable[[Any], Any], value: Any, timeout: float, clock:
             return await asyncio.to_thread(once.call, value, None, timeout)
     except (TimeoutError, _TimedOut) as error:
         place = error.place if isinstance(error, _TimedOut) else ""
-        raise _Failed("timeout", f"{name}() did not return within {timeout:g} s", place) from error
+        raise _Failed(
+            "timeout", f"{name}() did not return within {timeout:g} s", place
+        ) from error
     except _Raised as error:
         raise _Failed("raised", f"{name}(): {error.message}", error.trace) from error
     except Exception as error:
-        raise _Failed("raised", f"{name}(): {type(error).__name__}: {error}", own_lines(error)) from error
+        raise _Failed(
+            "raised", f"{name}(): {type(error).__name__}: {error}", own_lines(error)
+        ) from error
 
 
 def _reward(turn: Any) -> float:
     if not isinstance(turn, EnvironmentTurn):
-        raise _Failed("not a number", f"step() returned {type(turn).__name__}, not an EnvironmentTurn")
-    if not isinstance(turn.reward, (int, float, np.number)) or not math.isfinite(turn.reward):
+        raise _Failed(
+            "not a number",
+            f"step() returned {type(turn).__name__}, not an EnvironmentTurn",
+        )
+    if not isinstance(turn.reward, (int, float, np.number)) or not math.isfinite(
+        turn.reward
+    ):
         raise _Failed("not a number", f"step() returned the reward {turn.reward!r}")
     return float(turn.reward)
 
@@ -222,12 +265,16 @@ class GuessNumber:
     """
 
     def __init__(self, low: int = 0, high: int = 9, guesses: int = 4) -> None:
-        self.low, self.high, self.guesses = low, high, guesses
-        self._answer, self._left = low, guesses
+        self.low = low
+        self.high = high
+        self.guesses = guesses
+        self._answer = low
+        self._left = guesses
 
     def reset(self, example: Example) -> Any:
         """Hide the number."""
-        self._answer, self._left = int(example.answer), self.guesses
+        self._answer = int(example.answer)
+        self._left = self.guesses
         return example.prompt
 
     def step(self, completion: str) -> EnvironmentTurn:
@@ -241,4 +288,6 @@ class GuessNumber:
             return EnvironmentTurn("", (1 + self._left) / self.guesses, True)
         closeness = max(0.0, 1 - abs(guess - self._answer) / (self.high - self.low + 1))
         hint = "higher" if guess < self._answer else "lower"
-        return EnvironmentTurn(f"\n{hint}: ", 0.5 * closeness / self.guesses, self._left == 0)
+        return EnvironmentTurn(
+            f"\n{hint}: ", 0.5 * closeness / self.guesses, self._left == 0
+        )

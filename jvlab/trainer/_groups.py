@@ -15,13 +15,33 @@ from typing import Any
 
 import numpy as np
 
-from jvlab._errors import ConfigError, ControlError, JvlabError, ReplicaLost, RewardError, SyncError
-from jvlab.record._events import EvaluationEvent, FaultEvent, RewardEvent, RolloutEvent, clock
+from jvlab._errors import (
+    ConfigError,
+    ControlError,
+    JvlabError,
+    ReplicaLost,
+    RewardError,
+    SyncError,
+)
+from jvlab.record._events import (
+    EvaluationEvent,
+    FaultEvent,
+    RewardEvent,
+    RolloutEvent,
+    clock,
+)
 from jvlab.record._samples import SampleRecord, shortest
 from jvlab.record._writer import RecordWriter
 from jvlab.trainer._batching import FAILED
 from jvlab.trainer._environment import run_episode
-from jvlab.trainer._rewards import CallClock, Rewarder, RewardFailure, RewardResult, RewardWatch, reward_result
+from jvlab.trainer._rewards import (
+    CallClock,
+    Rewarder,
+    RewardFailure,
+    RewardResult,
+    RewardWatch,
+    reward_result,
+)
 from jvlab.trainer._schedule import Ticket
 from jvlab.trainer._tasks import Example, Task
 
@@ -30,7 +50,8 @@ from jvlab.trainer._tasks import Example, Task
 GREEDY = {"temperature": 0.0, "n": 1, "progress": False}
 
 
-FIRST_REWARDS = 8  # of an evaluation: if these fail, and none did not, so will the others
+# of an evaluation: if these fail, and none did not, so will the others
+FIRST_REWARDS = 8
 
 
 class Evaluation:
@@ -40,10 +61,18 @@ class Evaluation:
     """
 
     def __init__(
-        self, task: Task, pool: Any, prompts: int, sampling: Mapping[str, Any], best: float = -math.inf
+        self,
+        task: Task,
+        pool: Any,
+        prompts: int,
+        sampling: Mapping[str, Any],
+        best: float = -math.inf,
     ) -> None:
         if not isinstance(task, Task):
-            raise ConfigError(f"evaluate is {type(task).__name__}", remedy="pass a jv.Task of held-out prompts")
+            raise ConfigError(
+                f"evaluate is {type(task).__name__}",
+                remedy="pass a jv.Task of held-out prompts",
+            )
         if task.environment is not None:
             raise ConfigError(
                 f"task {task.name!r} has several turns, and an evaluation answers once",
@@ -51,15 +80,25 @@ class Evaluation:
             )
         self._pool, self._rewarder = pool, task.rewarder()
         self._examples = task.first(prompts)
-        self._watch = RewardWatch(task.name, min(FIRST_REWARDS, len(self._examples)), FIRST_REWARDS * prompts)
-        own = {k: v for k, v in {**sampling, **task.sampling}.items() if k not in ("temperature", "n", "seed")}
+        self._watch = RewardWatch(
+            task.name, min(FIRST_REWARDS, len(self._examples)), FIRST_REWARDS * prompts
+        )
+        own = {
+            k: v
+            for k, v in {**sampling, **task.sampling}.items()
+            if k not in ("temperature", "n", "seed")
+        }
         self._sampling = {**own, **GREEDY}
         self.best = best
 
-    def run(self, step: int, version: int, meanwhile: Callable[[], None] = lambda: None) -> EvaluationEvent:
+    def run(
+        self, step: int, version: int, meanwhile: Callable[[], None] = lambda: None
+    ) -> EvaluationEvent:
         """One evaluation of the weights that the pool holds. `meanwhile()` is called about once a second."""
         start = clock()
-        samples = list(self._pool.generate([e.prompt for e in self._examples], **self._sampling))
+        samples = list(
+            self._pool.generate([e.prompt for e in self._examples], **self._sampling)
+        )
         result = self._rewards(samples, meanwhile)
         good = result.rewards[np.isfinite(result.rewards)]
         mean = float(good.mean()) if len(good) else math.nan
@@ -79,9 +118,14 @@ class Evaluation:
             best=best,
         )
 
-    def _rewards(self, samples: Sequence[Any], meanwhile: Callable[[], None]) -> RewardResult:
+    def _rewards(
+        self, samples: Sequence[Any], meanwhile: Callable[[], None]
+    ) -> RewardResult:
         pairs = zip(samples, self._examples, strict=True)
-        calls = [self._rewarder.start(i, sample, example) for i, (sample, example) in enumerate(pairs)]
+        calls = [
+            self._rewarder.start(i, sample, example)
+            for i, (sample, example) in enumerate(pairs)
+        ]
         left = set(calls)
         while left:  # each call has the task's timeout
             done, left = wait(left, 1.0, FIRST_COMPLETED)
@@ -102,8 +146,10 @@ class Evaluation:
 # ----------------------------------------------------------------------------------------------------
 
 MAX_TRIES = 4  # of a group whose replicas fail
-FAILED_GROUPS = 16  # whose rewards all fail, in a row, after others did not: then the run ends
-REPEAT_S = 60.0  # seconds before the loss of the same replica is reported again: it affects many groups
+# whose rewards all fail, in a row, after others did not: then the run ends
+FAILED_GROUPS = 16
+# seconds before the loss of the same replica is reported again: it affects many groups
+REPEAT_S = 60.0
 _LOST = re.compile(r"replica (\S+) was lost")
 
 
@@ -124,9 +170,13 @@ class SampleGroup:
     @property
     def usable(self) -> np.ndarray:
         """Which samples can be trained on: complete, and with a reward."""
-        return np.isfinite(self.rewards) & np.array([s.finish_reason not in FAILED for s in self.samples], bool)
+        return np.isfinite(self.rewards) & np.array(
+            [s.finish_reason not in FAILED for s in self.samples], bool
+        )
 
-    def records(self, step: int, advantages: np.ndarray, sampling: Mapping[str, Any]) -> list[SampleRecord]:
+    def records(
+        self, step: int, advantages: np.ndarray, sampling: Mapping[str, Any]
+    ) -> list[SampleRecord]:
         """Its samples as a run's record keeps them; `step` is -1 if it was not trained on."""
         prompt = self.example.prompt
         shared: dict[str, Any] = {
@@ -154,7 +204,11 @@ class SampleGroup:
                 **shared,
             )
             for sample, reward, parts, advantage in zip(
-                self.samples, self.rewards, self.parts or [{}] * len(self.samples), advantages, strict=True
+                self.samples,
+                self.rewards,
+                self.parts or [{}] * len(self.samples),
+                advantages,
+                strict=True,
             )
         ]
 
@@ -169,12 +223,16 @@ def _spans(versions: Any) -> tuple[tuple[int, int, int], ...]:
     """(version, start, stop) of each stretch of tokens of one version."""
     of_token = np.asarray(versions, np.int64)
     edges = [0, *(np.flatnonzero(np.diff(of_token)) + 1).tolist(), len(of_token)]
-    return tuple((int(of_token[a]), a, b) for a, b in itertools.pairwise(edges) if a < b)
+    return tuple(
+        (int(of_token[a]), a, b) for a, b in itertools.pairwise(edges) if a < b
+    )
 
 
 def group_seed(seed: int, ticket: Ticket, turn: int = 0) -> int:
     """The engine's seed for a group; sample k uses it plus k. Reproducible, and different for every group."""
-    words = np.random.SeedSequence([seed, ticket.index, ticket.attempt, turn]).generate_state(1)
+    words = np.random.SeedSequence(
+        [seed, ticket.index, ticket.attempt, turn]
+    ).generate_state(1)
     return int(words[0])
 
 
@@ -189,7 +247,8 @@ class GroupMaker:
     group_size: int
     sampling: Mapping[str, Any]
     max_turns: int = 8
-    encode: Callable[..., Sequence[int]] | None = None  # (text, special) -> token ids; only for environments
+    # (text, special) -> token ids; only for environments
+    encode: Callable[..., Sequence[int]] | None = None
     pool_version: Callable[[], int] = lambda: 0
     rewarder: Rewarder | None = None
     watch: RewardWatch = field(init=False)
@@ -197,7 +256,9 @@ class GroupMaker:
     _reported: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.watch = RewardWatch(self.task.name, self.group_size, FAILED_GROUPS * self.group_size)
+        self.watch = RewardWatch(
+            self.task.name, self.group_size, FAILED_GROUPS * self.group_size
+        )
         if self.task.environment is None:
             self.rewarder = self.task.rewarder()
         elif self.encode is None:
@@ -238,8 +299,12 @@ class GroupMaker:
                 f"the pool cannot be reached: {gone.message}",
                 remedy="jv.Lab.attach() if the lab is still running; then resume=True",
             ) from gone
-        if not any(r["state"] == "ready" for r in status["replicas"]):  # a dirty one waits for the next sync
-            causes = "; ".join(f"{r['replica']}: {r['cause'] or r['state']}" for r in status["replicas"])
+        # a dirty one waits for the next sync
+        if not any(r["state"] == "ready" for r in status["replicas"]):
+            causes = "; ".join(
+                f"{r['replica']}: {r['cause'] or r['state']}"
+                for r in status["replicas"]
+            )
             raise ReplicaLost(
                 f"every replica of the pool is dead ({causes})",
                 remedy="pool.restart(i) or lab.launch(...), then jv.grpo(..., folder=the same, resume=True)",
@@ -247,27 +312,47 @@ class GroupMaker:
         if last:
             raise error
 
-    async def _single(self, ticket: Ticket, example: Example, start: float) -> SampleGroup:
+    async def _single(
+        self, ticket: Ticket, example: Example, start: float
+    ) -> SampleGroup:
         assert self.rewarder is not None
-        rewarder, calls = self.rewarder, {}
+        rewarder = self.rewarder
+        calls = {}
 
         def begin(sample: Any) -> None:
             """While the group's other samples are still being generated."""
-            calls[sample.sample_index] = rewarder.start(sample.sample_index, sample, example)
+            calls[sample.sample_index] = rewarder.start(
+                sample.sample_index, sample, example
+            )
 
         options = {**self.sampling, "seed": group_seed(self.seed, ticket)}
-        batch = await self.pool.agenerate([example.prompt], n=self.group_size, on_sample=begin, **options)
+        batch = await self.pool.agenerate(
+            [example.prompt], n=self.group_size, on_sample=begin, **options
+        )
         self._record_rollouts(ticket, batch.samples, start, batch.notes)
         began = clock()
         for sample in batch.samples:
-            if sample.sample_index not in calls:  # a pool that hands over all its samples at once
+            # a pool that hands over all its samples at once
+            if sample.sample_index not in calls:
                 begin(sample)
-        found = await asyncio.gather(*(self._reward(ticket, calls[s.sample_index]) for s in batch.samples))
+        found = await asyncio.gather(
+            *(self._reward(ticket, calls[s.sample_index]) for s in batch.samples)
+        )
         result = reward_result(found)
-        group = self._group(ticket, example, batch.samples, result.rewards, result.failures, start, began)
+        group = self._group(
+            ticket,
+            example,
+            batch.samples,
+            result.rewards,
+            result.failures,
+            start,
+            began,
+        )
         return replace(group, parts=result.parts) if any(result.parts) else group
 
-    async def _reward(self, ticket: Ticket, call: Future[float | RewardFailure]) -> float | RewardFailure:
+    async def _reward(
+        self, ticket: Ticket, call: Future[float | RewardFailure]
+    ) -> float | RewardFailure:
         found = await asyncio.wrap_future(call)
         self._check_reward(ticket, found)
         return found
@@ -281,7 +366,9 @@ class GroupMaker:
                 self._reward_fault(ticket, found)
             raise
 
-    async def _episodes(self, ticket: Ticket, example: Example, start: float) -> SampleGroup:
+    async def _episodes(
+        self, ticket: Ticket, example: Example, start: float
+    ) -> SampleGroup:
         assert self.task.environment is not None
         encode = self.encode
         assert encode is not None
@@ -291,7 +378,10 @@ class GroupMaker:
 
             async def generate(tokens: list[int]) -> Any:
                 nonlocal turn
-                options = {**self.sampling, "seed": group_seed(self.seed, ticket, 1 + turn) + sample}
+                options = {
+                    **self.sampling,
+                    "seed": group_seed(self.seed, ticket, 1 + turn) + sample,
+                }
                 turn += 1
                 batch = await self.pool.agenerate([tokens], n=1, **options)
                 self.record_notes(batch.notes)
@@ -308,7 +398,9 @@ class GroupMaker:
                 clock=self.clock,
                 encode_prompt=lambda text: encode(text, True),
             )
-            self._check_reward(ticket, episode.reward if episode.failure is None else episode.failure)
+            self._check_reward(
+                ticket, episode.reward if episode.failure is None else episode.failure
+            )
             return episode
 
         episodes = await asyncio.gather(*(play(k) for k in range(self.group_size)))
@@ -330,7 +422,14 @@ class GroupMaker:
         good = rewards[np.isfinite(rewards)]
         timeouts = sum(f.kind == "timeout" for f in failures)
         statistics = (
-            {} if not len(good) else {"mean": good.mean(), "std": good.std(), "min": good.min(), "max": good.max()}
+            {}
+            if not len(good)
+            else {
+                "mean": good.mean(),
+                "std": good.std(),
+                "min": good.min(),
+                "max": good.max(),
+            }
         )
         self.writer.write(
             RewardEvent(
@@ -346,10 +445,23 @@ class GroupMaker:
         for failure in failures:
             self._reward_fault(ticket, failure)
         versions = [own_versions(s) for s in samples]
-        oldest = min((int(v.min()) for v in versions if len(v)), default=self.pool_version())
-        return SampleGroup(ticket.index, example, samples, rewards, oldest, tuple(failures), start, clock())
+        oldest = min(
+            (int(v.min()) for v in versions if len(v)), default=self.pool_version()
+        )
+        return SampleGroup(
+            ticket.index,
+            example,
+            samples,
+            rewards,
+            oldest,
+            tuple(failures),
+            start,
+            clock(),
+        )
 
-    def _record_rollouts(self, ticket: Ticket, samples: Sequence[Any], start: float, notes: Sequence[str]) -> None:
+    def _record_rollouts(
+        self, ticket: Ticket, samples: Sequence[Any], start: float, notes: Sequence[str]
+    ) -> None:
         """One event per replica that generated samples of the group."""
         stop = clock()
         for actor in sorted({getattr(s, "replica", "") or "pool" for s in samples}):
@@ -384,22 +496,32 @@ class GroupMaker:
 
     def _reward_fault(self, ticket: Ticket, failure: RewardFailure) -> None:
         text = f"{failure.kind}: {failure.message}"
-        self._fault("reward failed", f"group {ticket.index}, sample {failure.index}", text, failure.traceback)
+        self._fault(
+            "reward failed",
+            f"group {ticket.index}, sample {failure.index}",
+            text,
+            failure.traceback,
+        )
 
     def _fault(self, fault: str, who: str, text: str, trace: str = "") -> None:
         extra = {"traceback": trace} if trace else {}
-        self.writer.write(FaultEvent(actor="pool", fault=fault, who=who, text=text, extra=extra))
+        self.writer.write(
+            FaultEvent(actor="pool", fault=fault, who=who, text=text, extra=extra)
+        )
 
 
 def own_versions(sample: Any) -> np.ndarray:
     """The version of each token that the policy generated."""
-    versions, mask = np.asarray(sample.token_versions), getattr(sample, "loss_mask", None)
+    versions = np.asarray(sample.token_versions)
+    mask = getattr(sample, "loss_mask", None)
     return versions if mask is None else versions[np.asarray(mask, bool)]
 
 
 def count_versions(versions: Sequence[np.ndarray]) -> dict[int, int]:
     """version → tokens that it generated."""
-    found, counts = np.unique(np.concatenate([np.empty(0, np.int64), *versions]), return_counts=True)
+    found, counts = np.unique(
+        np.concatenate([np.empty(0, np.int64), *versions]), return_counts=True
+    )
     return dict(zip(found.tolist(), counts.tolist(), strict=True))
 
 
@@ -408,6 +530,10 @@ def tokenizer_of(model: str) -> Callable[..., Sequence[int]]:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise ConfigError("an environment's text needs a tokenizer", remedy="pip install transformers") from error
+        raise ConfigError(
+            "an environment's text needs a tokenizer", remedy="pip install transformers"
+        ) from error
     tokenizer = AutoTokenizer.from_pretrained(model)
-    return lambda text, special=False: tokenizer.encode(text, add_special_tokens=special)
+    return lambda text, special=False: tokenizer.encode(
+        text, add_special_tokens=special
+    )

@@ -113,7 +113,8 @@ def grpo(
     config = GrpoConfig.of(steps, max_staleness, options)
     task = _checked_task(task)
     _check_parts(pool, link, config)
-    algorithm, sampling = config.algorithm_for(task), config.sampling_for(task)
+    algorithm = config.algorithm_for(task)
+    sampling = config.sampling_for(task)
     params, logprobs_fn, keep_params = _model_and_logprobs(policy, config.temperature)
     config.check_replay_of(policy, logprobs_fn, pool, task)
     config.check_engine(pool, sampling)
@@ -121,10 +122,17 @@ def grpo(
     _offer_scoring(link, policy)
     train = _train_step(config, policy, logprobs_fn, algorithm, pool)
     own_reference = algorithm.needs_reference and config.reference is None
-    reference = _copied(params) if own_reference else _checked_reference(config.reference, params)
+    reference = (
+        _copied(params)
+        if own_reference
+        else _checked_reference(config.reference, params)
+    )
     settings = _settings(config, pool, algorithm, sampling, reference)
-    checkpoints, state = Checkpoints(folder, config.keep_checkpoints), train.init(params)
-    position, state = _resumed(checkpoints, state, task, config.seed) if resume else (None, state)
+    checkpoints = Checkpoints(folder, config.keep_checkpoints)
+    state = train.init(params)
+    position, state = (
+        _resumed(checkpoints, state, task, config.seed) if resume else (None, state)
+    )
     keep_params(state.params)
     started = position.step if position else 0
     version = max(position.version if position else 0, link.version + 1)
@@ -133,12 +141,15 @@ def grpo(
     try:
         if config.checkpoint_every:
             checkpoints.prepare(state)
-        writer = _writer(config, folder, about, settings.gap_alarm, started if resume else -1)
+        writer = _writer(
+            config, folder, about, settings.gap_alarm, started if resume else -1
+        )
     except BaseException:
         if evaluation is not None:
             evaluation.close()
         raise
-    reporter, task_state = _StepReporter(config, started, folder.name, pool), functools.partial(_task_state, task)
+    reporter = _StepReporter(config, started, folder.name, pool)
+    task_state = functools.partial(_task_state, task)
     loop = Loop(
         settings,
         train,
@@ -159,19 +170,34 @@ def grpo(
 
     def start() -> Producer:
         pending = tuple(Ticket(i, a) for i, a in position.pending) if position else ()
-        flow: Flow[SampleGroup] = Flow(config.flow, version, position.groups if position else task.position, pending)
+        flow: Flow[SampleGroup] = Flow(
+            config.flow,
+            version,
+            position.groups if position else task.position,
+            pending,
+        )
         pool_version = lambda: flow.pool_version
         maker = GroupMaker(
-            pool, task, writer, config.seed, config.group_size, sampling, config.max_turns, pool_version=pool_version
+            pool,
+            task,
+            writer,
+            config.seed,
+            config.group_size,
+            sampling,
+            config.max_turns,
+            pool_version=pool_version,
         )
         return Producer(flow, maker, loop.rejection_reason)
 
     client = getattr(pool, "_client", None)
-    run = Run(loop, start, folder, folder.name, max_staleness, client, on_end=reporter.close)
+    run = Run(
+        loop, start, folder, folder.name, max_staleness, client, on_end=reporter.close
+    )
     reporter.run = run
     remember(run)
     in_background = in_kernel() if config.background is None else config.background
-    return run if in_background else run.wait()  # no deadline: as long as the run takes; Ctrl-C ends it
+    # no deadline: as long as the run takes; Ctrl-C ends it
+    return run if in_background else run.wait()
 
 
 grpo.__signature__ = signature_with_options(grpo)  # type: ignore[attr-defined]  # for help() and completion
@@ -184,10 +210,12 @@ def _checked_task(task: Any) -> Task:
 
         return named(task)
     if hasattr(task, "rewarder") and task.environment is None:
-        task.rewarder().close()  # raises if the reward function cannot be run as the task says
+        # raises if the reward function cannot be run as the task says
+        task.rewarder().close()
     if not (hasattr(task, "example") and hasattr(task, "sampling")):
         raise ConfigError(
-            f"task is {type(task).__name__}", remedy="a jv.Task(prompts, reward), or the name of a built-in one"
+            f"task is {type(task).__name__}",
+            remedy="a jv.Task(prompts, reward), or the name of a built-in one",
         )
     return task
 
@@ -196,7 +224,8 @@ def _check_parts(pool: Any, link: Any, config: GrpoConfig) -> None:
     """Raise if the pool or the link is something else, or in the other's place, or does not know a sync option."""
     if not hasattr(pool, "status"):
         raise ConfigError(
-            f"pool is {type(pool).__name__}", remedy="pool = lab.launch(model); jv.grpo(policy, pool, link, task)"
+            f"pool is {type(pool).__name__}",
+            remedy="pool = lab.launch(model); jv.grpo(policy, pool, link, task)",
         )
     if not hasattr(link, "sync"):
         raise ConfigError(
@@ -214,7 +243,11 @@ def _check_parts(pool: Any, link: Any, config: GrpoConfig) -> None:
 
 
 def _train_step(
-    config: GrpoConfig, policy: Any, logprobs_fn: Callable[..., Any], algorithm: Algorithm, pool: Any
+    config: GrpoConfig,
+    policy: Any,
+    logprobs_fn: Callable[..., Any],
+    algorithm: Algorithm,
+    pool: Any,
 ) -> TrainStep:
     return TrainStep(
         logprobs_fn,
@@ -228,7 +261,13 @@ def _train_step(
     )
 
 
-def _writer(config: GrpoConfig, folder: Path, about: Mapping[str, Any], gap_alarm: float, resumed: int) -> RecordWriter:
+def _writer(
+    config: GrpoConfig,
+    folder: Path,
+    about: Mapping[str, Any],
+    gap_alarm: float,
+    resumed: int,
+) -> RecordWriter:
     return RecordWriter(
         folder,
         run=folder.name,
@@ -241,7 +280,11 @@ def _writer(config: GrpoConfig, folder: Path, about: Mapping[str, Any], gap_alar
 
 
 def _settings(
-    config: GrpoConfig, pool: Any, algorithm: Algorithm, sampling: Mapping[str, Any], reference: Any
+    config: GrpoConfig,
+    pool: Any,
+    algorithm: Algorithm,
+    sampling: Mapping[str, Any],
+    reference: Any,
 ) -> LoopSettings:
     return LoopSettings(
         config.steps,
@@ -257,7 +300,9 @@ def _settings(
         reference,
         config.every,
         # a score is computed with experts of its own, which says nothing about log-probabilities with replayed ones
-        probe=config.temperature == 1.0 and hasattr(pool, "score") and config.replay == "none",
+        probe=config.temperature == 1.0
+        and hasattr(pool, "score")
+        and config.replay == "none",
         sleep=config.sleeps(pool),
         replay=config.replay,
     )
@@ -271,7 +316,9 @@ class _StepReporter:
         self._user = progress if callable(progress) else None
         show = False if callable(progress) else progress
         self._pool = pool
-        self._bar = Progress(config.steps, name, unit="step", show=show, each=True, ask=self._look)
+        self._bar = Progress(
+            config.steps, name, unit="step", show=show, each=True, ask=self._look
+        )
         self._bar.to(done)
         self._bar.start()
         self._last = ""  # what it said of the last step
@@ -292,11 +339,23 @@ class _StepReporter:
 
     def _look(self) -> str:
         """What holds up the pool; the bar asks twice a second."""
-        if self.run is not None and not self._said and time.perf_counter() - self._since >= LATE_SECONDS:
+        if (
+            self.run is not None
+            and not self._said
+            and time.perf_counter() - self._since >= LATE_SECONDS
+        ):
             flying = how_many(self.run.status.flying, "group")
-            self._bar.remark(", ".join(filter(None, (self._last, f"{flying} being generated or rewarded"))))
+            self._bar.remark(
+                ", ".join(
+                    filter(None, (self._last, f"{flying} being generated or rewarded"))
+                )
+            )
         snapshot = getattr(self._pool, "_snapshot", None)  # fakes in tests have none
-        return "" if snapshot is None or _held_by_the_run(snapshot) else waiting_for(snapshot, own_name())
+        return (
+            ""
+            if snapshot is None or _held_by_the_run(snapshot)
+            else waiting_for(snapshot, own_name())
+        )
 
     def __call__(self, event: StepEvent) -> None:
         now = time.perf_counter()
@@ -313,15 +372,24 @@ class _StepReporter:
 
 def _held_by_the_run(snapshot: Any) -> bool:
     """Whether the pool is held up by what each step does: a sync, or a sleep while the trainer trains."""
-    syncs = snapshot.sync not in ("", "idle") and snapshot.trainer == own_name() and not snapshot.stepping
+    syncs = (
+        snapshot.sync not in ("", "idle")
+        and snapshot.trainer == own_name()
+        and not snapshot.stepping
+    )
     return syncs or snapshot.asleep_by == own_name()
 
 
-def _model_and_logprobs(policy: Any, temperature: float) -> tuple[Any, Callable[..., Any], Callable[[Any], None]]:
+def _model_and_logprobs(
+    policy: Any, temperature: float
+) -> tuple[Any, Callable[..., Any], Callable[[Any], None]]:
     """Parameters, the log-probability function at this temperature, and a callback for each step's new parameters."""
     if isinstance(policy, tuple):
         if len(policy) != 2 or not callable(policy[1]):
-            raise ConfigError("a policy as a tuple is (params, logprobs_fn)", remedy="see help(jv.grpo)")
+            raise ConfigError(
+                "a policy as a tuple is (params, logprobs_fn)",
+                remedy="see help(jv.grpo)",
+            )
         params, function = policy
         if "temperature" in inspect.signature(function).parameters:
             function = functools.partial(function, temperature=temperature)
@@ -330,21 +398,40 @@ def _model_and_logprobs(policy: Any, temperature: float) -> tuple[Any, Callable[
                 f"temperature={temperature}, but logprobs_fn takes no temperature",
                 remedy="add a temperature parameter to it, or sample at 1.0",
             )
-        return _copied(params), function, lambda _: None  # training donates its buffers: the caller's must survive
+        # training donates its buffers: the caller's must survive
+        return _copied(params), function, lambda _: None
     if not hasattr(policy, "logprobs_fn") or not hasattr(policy, "params"):
-        raise ConfigError(f"policy is {type(policy).__name__}", remedy="a jv.Policy, or (params, logprobs_fn)")
+        raise ConfigError(
+            f"policy is {type(policy).__name__}",
+            remedy="a jv.Policy, or (params, logprobs_fn)",
+        )
     function = functools.partial(policy.logprobs_fn, temperature=temperature)
     return policy.params, function, functools.partial(setattr, policy, "params")
 
 
 def _evaluation(
-    config: GrpoConfig, pool: Any, sampling: Mapping[str, Any], folder: Path, resume: bool
+    config: GrpoConfig,
+    pool: Any,
+    sampling: Mapping[str, Any],
+    folder: Path,
+    resume: bool,
 ) -> Evaluation | None:
     if config.evaluate is None:
         return None
-    earlier = Record.open(folder).events("evaluation") if resume and (folder / "best").exists() else []
-    best = max((e.reward_mean for e in earlier if isinstance(e, EvaluationEvent) and e.best), default=-math.inf)
-    held_out = _checked_task(config.evaluate) if isinstance(config.evaluate, str) else config.evaluate
+    earlier = (
+        Record.open(folder).events("evaluation")
+        if resume and (folder / "best").exists()
+        else []
+    )
+    best = max(
+        (e.reward_mean for e in earlier if isinstance(e, EvaluationEvent) and e.best),
+        default=-math.inf,
+    )
+    held_out = (
+        _checked_task(config.evaluate)
+        if isinstance(config.evaluate, str)
+        else config.evaluate
+    )
     return Evaluation(held_out, pool, config.evaluate_prompts, sampling, best)
 
 
@@ -354,7 +441,9 @@ def _exporter(policy: Any, folder: Path) -> Callable[[str], None] | None:
         return None
 
     def export(name: str) -> None:
-        target, fresh, old = (folder / part for part in (name, f"{name}.new", f"{name}.old"))
+        target, fresh, old = (
+            folder / part for part in (name, f"{name}.new", f"{name}.old")
+        )
         shutil.rmtree(fresh, ignore_errors=True)
         try:
             with writing(target, "the policy"):
@@ -374,7 +463,9 @@ def _token_budget(config: GrpoConfig, policy: Any) -> int | None:
     """The tokens of a micro-batch; None: samples are padded."""
     if config.micro_batch is not None:
         return None
-    return config.token_budget or (policy.token_budget() if hasattr(policy, "token_budget") else None)
+    return config.token_budget or (
+        policy.token_budget() if hasattr(policy, "token_budget") else None
+    )
 
 
 def _cores() -> int:
@@ -402,14 +493,20 @@ def _checked_reference(reference: Any, params: Any) -> Any:
 
     if reference is None or hasattr(reference, "score"):
         return reference
-    shapes = lambda tree: (jax.tree.structure(tree), [np.shape(leaf) for leaf in jax.tree.leaves(tree)])
+    shapes = lambda tree: (
+        jax.tree.structure(tree),
+        [np.shape(leaf) for leaf in jax.tree.leaves(tree)],
+    )
     if shapes(reference) != shapes(params):
         raise ConfigError(
             f"reference is {type(reference).__name__}, and no tree of the policy's shapes",
             remedy="a pool, parameters such as policy.params, or None: the policy as it is now",
             option="reference",
         )
-    return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf), reference)
+    return jax.tree.map(
+        lambda leaf: leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf),
+        reference,
+    )
 
 
 def _copied(params: Any) -> Any:
@@ -419,25 +516,42 @@ def _copied(params: Any) -> Any:
     return jax.tree.map(jnp.copy, params)
 
 
-def _folder(given: str | os.PathLike[str] | None, task: str, resume: bool | str) -> tuple[Path, bool]:
+def _folder(
+    given: str | os.PathLike[str] | None, task: str, resume: bool | str
+) -> tuple[Path, bool]:
     """The run's folder, and whether the run in it is continued."""
     if given is None:
         if resume:
-            raise ConfigError(f"resume={resume!r} without a folder", remedy="folder=run.folder of the run to resume")
+            raise ConfigError(
+                f"resume={resume!r} without a folder",
+                remedy="folder=run.folder of the run to resume",
+            )
         name = check_name("task", task.replace(" ", "-"))  # it becomes part of a path
         stem = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        stems = (stem if n == 1 else stem.with_name(f"{stem.name}-{n}") for n in range(1, 1000))
+        stems = (
+            stem if n == 1 else stem.with_name(f"{stem.name}-{n}")
+            for n in range(1, 1000)
+        )
         return next(folder for folder in stems if not folder.exists()).absolute(), False
     if "\0" in os.fspath(given):
-        raise ConfigError(f"no folder can be called {os.fspath(given)!r}", remedy="choose another name")
+        raise ConfigError(
+            f"no folder can be called {os.fspath(given)!r}",
+            remedy="choose another name",
+        )
     folder = Path(given).absolute()
     holds_run = (folder / EVENTS).exists() or bool(Checkpoints(folder).paths())
     if holds_run and not resume:
         raise ConfigError(
-            f"{folder} already holds a run", remedy="resume=True to continue it, or another folder", folder=str(folder)
+            f"{folder} already holds a run",
+            remedy="resume=True to continue it, or another folder",
+            folder=str(folder),
         )
     if resume is True and not holds_run:
-        raise ConfigError(f"{folder} holds no run to resume", remedy=_other_runs(folder), folder=str(folder))
+        raise ConfigError(
+            f"{folder} holds no run to resume",
+            remedy=_other_runs(folder),
+            folder=str(folder),
+        )
     return folder, holds_run
 
 
@@ -445,11 +559,19 @@ def _other_runs(folder: Path) -> str:
     """The runs beside a folder that holds none, the one with the nearest name first."""
     names = sorted(path.parent.name for path in folder.parent.glob(f"*/{EVENTS}"))
     close = difflib.get_close_matches(folder.name, names, 1)
-    hint = f"did you mean {close[0]!r}? " if close else f"runs beside it: {', '.join(names[:8])}; " if names else ""
+    hint = (
+        f"did you mean {close[0]!r}? "
+        if close
+        else f"runs beside it: {', '.join(names[:8])}; "
+        if names
+        else ""
+    )
     return f'{hint}resume="auto" starts a run if there is none'
 
 
-def _resumed(checkpoints: Checkpoints, state: TrainState, task: Task, seed: int) -> tuple[Position | None, TrainState]:
+def _resumed(
+    checkpoints: Checkpoints, state: TrainState, task: Task, seed: int
+) -> tuple[Position | None, TrainState]:
     """Position and state of the last checkpoint; (None, `state`) if there is none."""
     latest = checkpoints.latest()
     if latest is None:
@@ -457,7 +579,8 @@ def _resumed(checkpoints: Checkpoints, state: TrainState, task: Task, seed: int)
     position = checkpoints.position(latest)
     if position.seed != seed:
         raise ConfigError(
-            f"this run was started with seed {position.seed}, not {seed}", remedy=f"resume with seed={position.seed}"
+            f"this run was started with seed {position.seed}, not {seed}",
+            remedy=f"resume with seed={position.seed}",
         )
     task.load_state(position.task)
     return position, checkpoints.load(latest, state)

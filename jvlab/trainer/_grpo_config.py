@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from jvlab.trainer._tasks import Task
 
 GAP_ALARM_FLOAT32 = 1e-3  # default gap_alarm for a float32 engine
-GAP_ALARM_HALF = 0.3  # for 16-bit floats, where single tokens differ by as much in a healthy run
+# for 16-bit floats, where single tokens differ by as much in a healthy run
+GAP_ALARM_HALF = 0.3
 MEANT = {  # names that other trainers give to options
     "lr": "learning_rate",
     "num_generations": "group_size",
@@ -47,7 +48,8 @@ WHOLE = {  # options that are whole numbers, and the least of each
     "evaluate_prompts": 1,
     "keep_samples": 0,
 }
-RESERVED = ("seed", "max_tokens", "temperature", "n", "logprobs")  # sampling parameters that jv.grpo sets itself
+# sampling parameters that jv.grpo sets itself
+RESERVED = ("seed", "max_tokens", "temperature", "n", "logprobs")
 
 
 @dataclass(frozen=True)
@@ -90,14 +92,20 @@ class GrpoConfig:
     progress: bool | Callable[[StepEvent], None] | None = None
 
     @classmethod
-    def of(cls, steps: int, max_staleness: int, options: Mapping[str, Any]) -> GrpoConfig:
+    def of(
+        cls, steps: int, max_staleness: int, options: Mapping[str, Any]
+    ) -> GrpoConfig:
         """From the arguments of `jv.grpo`; an option that does not exist is an error that names one that does."""
         known = [field.name for field in fields(cls)]
         if unknown := [name for name in options if name not in known]:
-            meant = MEANT.get(unknown[0]) or next(iter(difflib.get_close_matches(unknown[0], known, 1)), "")
+            meant = MEANT.get(unknown[0]) or next(
+                iter(difflib.get_close_matches(unknown[0], known, 1)), ""
+            )
             raise ConfigError(
                 f"jv.grpo has no option {unknown[0]!r}",
-                remedy=f"did you mean {meant!r}?" if meant else f"options: {', '.join(known)}",
+                remedy=f"did you mean {meant!r}?"
+                if meant
+                else f"options: {', '.join(known)}",
                 option=unknown[0],
             )
         made = cls(steps, max_staleness, **options)
@@ -114,13 +122,19 @@ class GrpoConfig:
         """The learning rate, or a function of the number of updates."""
         from jvlab.trainer._step import schedule
 
-        if callable(self.learning_rate) or (self.schedule == "constant" and not self.warmup):
+        if callable(self.learning_rate) or (
+            self.schedule == "constant" and not self.warmup
+        ):
             return self.learning_rate
         return schedule(self.learning_rate, self.schedule, self.warmup, self.steps)
 
     def sleeps(self, pool: Any) -> bool:
         """Whether the pool is to sleep while the trainer trains."""
-        return bool(getattr(pool, "colocated", False) and not self.max_staleness) if self.sleep is None else self.sleep
+        return (
+            bool(getattr(pool, "colocated", False) and not self.max_staleness)
+            if self.sleep is None
+            else self.sleep
+        )
 
     @property
     def sync_options(self) -> dict[str, Any]:
@@ -132,7 +146,10 @@ class GrpoConfig:
         if isinstance(self.algorithm, Algorithm):
             chosen = self.algorithm
         elif not isinstance(self.algorithm, str):
-            raise ConfigError(f"algorithm is {self.algorithm!r}", remedy='a name such as "grpo", or a jv.Algorithm')
+            raise ConfigError(
+                f"algorithm is {self.algorithm!r}",
+                remedy='a name such as "grpo", or a jv.Algorithm',
+            )
         elif self.algorithm == "dr_grpo" and longest:
             chosen = Algorithm.named(self.algorithm, constant_length=longest)
         else:
@@ -186,11 +203,25 @@ class GrpoConfig:
         """Raise ConfigError for options of another kind than they are."""
         check_sampling(self.sampling)
         if self.sync is not None and not isinstance(self.sync, Mapping):
-            raise ConfigError(f"sync is {self.sync!r}", remedy='options of link.sync: sync={"mode": "staged"}')
-        if not (self.folder is None or isinstance(self.folder, (str, os.PathLike))) or self.folder == "":
-            raise ConfigError(f"folder is {self.folder!r}", remedy='the path of a folder, for instance "runs/first"')
-        if not isinstance(self.sinks, (tuple, list)) or not all(map(callable, self.sinks)):
-            raise ConfigError(f"sinks is {self.sinks!r}", remedy="a tuple of functions of an event: sinks=(function,)")
+            raise ConfigError(
+                f"sync is {self.sync!r}",
+                remedy='options of link.sync: sync={"mode": "staged"}',
+            )
+        if (
+            not (self.folder is None or isinstance(self.folder, (str, os.PathLike)))
+            or self.folder == ""
+        ):
+            raise ConfigError(
+                f"folder is {self.folder!r}",
+                remedy='the path of a folder, for instance "runs/first"',
+            )
+        if not isinstance(self.sinks, (tuple, list)) or not all(
+            map(callable, self.sinks)
+        ):
+            raise ConfigError(
+                f"sinks is {self.sinks!r}",
+                remedy="a tuple of functions of an event: sinks=(function,)",
+            )
 
     def _check_group_size(self, algorithm: Algorithm) -> None:
         if self.group_size == 1 and algorithm.advantages != "reinforce++":
@@ -200,17 +231,27 @@ class GrpoConfig:
                 option="group_size",
             )
 
-    def check_replay_of(self, policy: Any, logprobs_fn: Callable[..., Any], pool: Any, task: Task) -> None:
+    def check_replay_of(
+        self, policy: Any, logprobs_fn: Callable[..., Any], pool: Any, task: Task
+    ) -> None:
         """Raise ConfigError if the pool cannot deliver, or the policy not use, the experts that are to be replayed."""
         if self.replay == "none":
             return
         asked = f"replay={self.replay!r}"
         if getattr(getattr(policy, "config", None), "experts", None) == 0:
-            raise ConfigError(f"{asked}, and the policy has no experts: {policy}", remedy='replay="none"')
+            raise ConfigError(
+                f"{asked}, and the policy has no experts: {policy}",
+                remedy='replay="none"',
+            )
         if "routes" not in inspect.signature(logprobs_fn).parameters:
-            raise ConfigError(f"{asked}, and logprobs_fn takes no routes", remedy='a jv.Policy, or replay="none"')
+            raise ConfigError(
+                f"{asked}, and logprobs_fn takes no routes",
+                remedy='a jv.Policy, or replay="none"',
+            )
         if task.environment is not None:
-            raise ConfigError(f"{asked} of a task with turns is not there", remedy='replay="none"')
+            raise ConfigError(
+                f"{asked} of a task with turns is not there", remedy='replay="none"'
+            )
         delivers = pool._facts().routed_experts if hasattr(pool, "_facts") else ""
         if not delivers:
             raise ConfigError(
@@ -219,7 +260,8 @@ class GrpoConfig:
             )
         if delivers == "ids" and self.replay == "full":
             raise ConfigError(
-                f"{asked}, and vLLM returns no weights of experts on a GPU", remedy='replay="ids", or a pool on a CPU'
+                f"{asked}, and vLLM returns no weights of experts on a GPU",
+                remedy='replay="ids", or a pool on a CPU',
             )
         if delivers == "ids" and self.max_staleness:
             raise ConfigError(
@@ -236,7 +278,11 @@ class GrpoConfig:
         if self.schedule == "constant" and not self.warmup:
             return
         if self.optimizer is not None or callable(self.learning_rate):
-            owner = "the optimizer" if self.optimizer is not None else "learning_rate, a function,"
+            owner = (
+                "the optimizer"
+                if self.optimizer is not None
+                else "learning_rate, a function,"
+            )
             raise ConfigError(
                 f"schedule={self.schedule!r}, warmup={self.warmup}, but {owner} has its own learning rate",
                 remedy="learning_rate=1e-5, schedule=..., without optimizer=; or put the schedule there",
@@ -245,28 +291,38 @@ class GrpoConfig:
 
     def _check_optimizer(self) -> None:
         """Raise ConfigError unless it is one of optax's."""
-        if self.optimizer is not None and not (hasattr(self.optimizer, "init") and hasattr(self.optimizer, "update")):
-            raise ConfigError(f"optimizer is {self.optimizer!r}", remedy="one of optax: optimizer=optax.adam(1e-4)")
+        if self.optimizer is not None and not (
+            hasattr(self.optimizer, "init") and hasattr(self.optimizer, "update")
+        ):
+            raise ConfigError(
+                f"optimizer is {self.optimizer!r}",
+                remedy="one of optax: optimizer=optax.adam(1e-4)",
+            )
 
     def sampling_for(self, task: Task) -> dict[str, Any]:
         """vLLM's sampling parameters for rollouts of this task."""
         more = self.sampling or {}
         if reserved := sorted(set(RESERVED) & set(more)):
             raise ConfigError(
-                f"sampling holds {', '.join(reserved)}", remedy="these are arguments of jv.grpo itself, or fixed"
+                f"sampling holds {', '.join(reserved)}",
+                remedy="these are arguments of jv.grpo itself, or fixed",
             )
         options = {**task.sampling, **more, "temperature": self.temperature}
         if self.max_tokens is not None:
             options["max_tokens"] = self.max_tokens
         if "max_tokens" not in options:
-            raise ConfigError(f"task {task.name!r} does not set max_tokens", remedy="jv.grpo(..., max_tokens=64)")
+            raise ConfigError(
+                f"task {task.name!r} does not set max_tokens",
+                remedy="jv.grpo(..., max_tokens=64)",
+            )
         return options
 
     def check_engine(self, pool: Any, sampling: Mapping[str, Any]) -> None:
         """Raise ConfigError for sampling parameters that this pool's engines cannot take."""
         if not hasattr(pool, "_facts"):  # a fake
             return
-        facts, longest = pool._facts(), sampling["max_tokens"]
+        facts = pool._facts()
+        longest = sampling["max_tokens"]
         if facts.max_model_len and longest >= facts.max_model_len:
             raise ConfigError(
                 f"max_tokens={longest}, and the engine's context holds {facts.max_model_len} tokens, prompt included",
@@ -279,7 +335,9 @@ class GrpoConfig:
                 close = difflib.get_close_matches(name, known, 1)
                 raise ConfigError(
                     f"sampling holds {name!r}, which vLLM does not know",
-                    remedy=f"did you mean {close[0]!r}?" if close else f"names: {', '.join(sorted(known))}",
+                    remedy=f"did you mean {close[0]!r}?"
+                    if close
+                    else f"names: {', '.join(sorted(known))}",
                     option="sampling",
                 )
 
@@ -287,9 +345,15 @@ class GrpoConfig:
         """The logprob_gap that is recorded as a fault."""
         if self.gap_alarm is not None:
             return self.gap_alarm
-        return GAP_ALARM_FLOAT32 if (pool.status().get("dtype") or "float32") == "float32" else GAP_ALARM_HALF
+        return (
+            GAP_ALARM_FLOAT32
+            if (pool.status().get("dtype") or "float32") == "float32"
+            else GAP_ALARM_HALF
+        )
 
-    def to_record(self, task: Task, pool: Any, algorithm: Algorithm, sampling: Mapping[str, Any]) -> dict[str, Any]:
+    def to_record(
+        self, task: Task, pool: Any, algorithm: Algorithm, sampling: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """The run's configuration as its record stores it."""
         return {
             "task": task.name,
@@ -300,7 +364,9 @@ class GrpoConfig:
             "prompts_per_step": self.prompts_per_step,
             "seed": self.seed,
             "sampling": sampling,
-            "learning_rate": self.learning_rate if isinstance(self.learning_rate, float) else str(self.learning_rate),
+            "learning_rate": self.learning_rate
+            if isinstance(self.learning_rate, float)
+            else str(self.learning_rate),
             "schedule": self.schedule,
             "warmup": self.warmup,
             "on_stale": self.on_stale,
@@ -318,7 +384,8 @@ def _first_rate(learning_rate: Callable[[Any], Any]) -> Any:
         return found if isinstance(found, str) else float(found)
     except Exception as error:
         raise ConfigError(
-            f"learning_rate(0) raised {type(error).__name__}: {error}", remedy="a function of the number of updates"
+            f"learning_rate(0) raised {type(error).__name__}: {error}",
+            remedy="a function of the number of updates",
         ) from error
 
 
@@ -327,7 +394,12 @@ def signature_with_options(function: Callable[..., Any]) -> inspect.Signature:
     signature = inspect.signature(function)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     more = [
-        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=field.type,
+        )
         for field in fields(GrpoConfig)
         if field.name not in signature.parameters
     ]

@@ -26,9 +26,22 @@ from typing import Any
 
 import numpy as np
 
-from jvlab._errors import ConfigError, ControlError, NonFiniteError, ReplicaLost, SyncError
+from jvlab._errors import (
+    ConfigError,
+    ControlError,
+    NonFiniteError,
+    ReplicaLost,
+    SyncError,
+)
 from jvlab.record._calls import sync_event
-from jvlab.record._events import Event, FaultEvent, PauseEvent, ScoreEvent, StepEvent, clock
+from jvlab.record._events import (
+    Event,
+    FaultEvent,
+    PauseEvent,
+    ScoreEvent,
+    StepEvent,
+    clock,
+)
 from jvlab.record._run_status import extremes
 from jvlab.record._samples import SampleRecord
 from jvlab.record._writer import RecordWriter
@@ -80,7 +93,8 @@ class LoopSettings:
     sync: Mapping[str, Any] = field(default_factory=dict)  # options of link.sync
     reference: Any = None  # a pool, a tree of parameters, or None
     evaluate_every: int = 10  # steps
-    probe: bool = True  # measure logprob_gap with `pool.score` if a batch has no sample of the current version alone
+    # measure logprob_gap with `pool.score` if a batch has no sample of the current version alone
+    probe: bool = True
     sleep: bool = False  # the pool sleeps while the trainer trains on-policy
     replay: str = "none"  # which of the engine's experts are trained with
 
@@ -121,12 +135,21 @@ class Loop:
         export: Callable[[str], None] | None = None,
         on_wait: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._evaluation, self._export = evaluation, export
+        self._evaluation = evaluation
+        self._export = export
         self._on_wait = on_wait
-        self.settings, self.train, self.state, self.link = settings, train, state, link
-        self.writer, self.checkpoints, self.control = writer, checkpoints, control
-        self._task_state, self._keep, self._on_step = task_state, keep, on_step
-        self.step, self.version = step, version
+        self.settings = settings
+        self.train = train
+        self.state = state
+        self.link = link
+        self.writer = writer
+        self.checkpoints = checkpoints
+        self.control = control
+        self._task_state = task_state
+        self._keep = keep
+        self._on_step = on_step
+        self.step = step
+        self.version = version
         self.producer: Producer | None = None
         self.last: StepEvent | None = None
         self.max_gap = 0.0
@@ -135,15 +158,21 @@ class Loop:
         self._sample_thread = ThreadPoolExecutor(1, thread_name_prefix="jvlab-samples")
         self._writing: Future[None] | None = None  # of the last step's samples
         self._sleep: PoolSleep | None = None
-        self.extremes: tuple[SampleRecord, SampleRecord] | None = None  # best and worst sample of the last step
+        # best and worst sample of the last step
+        self.extremes: tuple[SampleRecord, SampleRecord] | None = None
 
     def rejection_reason(self, group: SampleGroup) -> str:
         """Why a group cannot be trained on, "" if it can."""
         good = group.usable
         if not good.any():
-            return f"group {group.index} has no usable sample" + (f": {group.failures[0]}" if group.failures else "")
+            return f"group {group.index} has no usable sample" + (
+                f": {group.failures[0]}" if group.failures else ""
+            )
         rewards = group.rewards[good]
-        if self.settings.algorithm.dynamic_sampling and not groups_with_spread(rewards, np.zeros(len(rewards))).any():
+        if (
+            self.settings.algorithm.dynamic_sampling
+            and not groups_with_spread(rewards, np.zeros(len(rewards))).any()
+        ):
             self._record_samples([group], -1, np.full(len(group.samples), math.nan))
             return f"all rewards of group {group.index} are equal, and dynamic_sampling drops such groups"
         return ""
@@ -160,8 +189,13 @@ class Loop:
             if self.control.pausing:
                 self._wait_while_paused()
                 continue
-            producer.set_remaining((self.settings.steps - self.step) * self.settings.groups_per_step)
-            taken = producer.take(lambda: self.control.pausing or self.control.stopping, self._tell_waiting)
+            producer.set_remaining(
+                (self.settings.steps - self.step) * self.settings.groups_per_step
+            )
+            taken = producer.take(
+                lambda: self.control.pausing or self.control.stopping,
+                self._tell_waiting,
+            )
             if taken is None:
                 continue
             trained = self._train(*taken)
@@ -170,10 +204,17 @@ class Loop:
             finally:  # a step is recorded even if its parameters cannot be sent
                 event = self._finish(trained)
             self._write(synced)
-            if self.step % self.settings.evaluate_every == 0 or self.step == self.settings.steps:
+            if (
+                self.step % self.settings.evaluate_every == 0
+                or self.step == self.settings.steps
+            ):
                 self._evaluate()
             every = self.settings.checkpoint_every
-            if every and (self.step % every == 0 or self.step == self.settings.steps or self.control.stopping):
+            if every and (
+                self.step % every == 0
+                or self.step == self.settings.steps
+                or self.control.stopping
+            ):
                 self.save()
             self._on_step(event)
         self._wait_for_samples()
@@ -211,7 +252,8 @@ class Loop:
     def save(self) -> None:
         """Write a checkpoint of the current position."""
         assert self.producer is not None
-        self._wait_for_samples()  # a run that resumes from here does not write them again
+        # a run that resumes from here does not write them again
+        self._wait_for_samples()
         flow = self.producer.snapshot()
         self.checkpoints.save(
             self.state,
@@ -233,18 +275,31 @@ class Loop:
         self.producer.pause(True)
         self.control.wait_while_pausing()
         self.producer.pause(False)
-        self.writer.write(PauseEvent(actor="trainer", start=start, stop=clock(), why="run.pause()"))
+        self.writer.write(
+            PauseEvent(actor="trainer", start=start, stop=clock(), why="run.pause()")
+        )
 
     # One step -----------------------------------------------------------------------------------------------------
 
-    def _train(self, groups: Sequence[SampleGroup], stale: Sequence[SampleGroup]) -> _Trained:
+    def _train(
+        self, groups: Sequence[SampleGroup], stale: Sequence[SampleGroup]
+    ) -> _Trained:
         """Train on the groups until the new parameters exist. The engines still hold the version before."""
-        settings, version, start = self.settings, self.version, clock()
+        settings = self.settings
+        version = self.version
+        start = clock()
         samples = [s for g in groups for s in g.samples]
         rewards = np.concatenate([g.rewards for g in groups])
         group_ids = np.concatenate([np.full(len(g.samples), g.index) for g in groups])
         replay = settings.replay
-        batch = train_batch(samples, rewards, settings.algorithm, settings.buckets, group_ids, replay=replay)
+        batch = train_batch(
+            samples,
+            rewards,
+            settings.algorithm,
+            settings.buckets,
+            group_ids,
+            replay=replay,
+        )
         batch = self._with_reference(batch)
         probe = self._probe(batch)
         if self._sleep is not None:
@@ -257,7 +312,9 @@ class Loop:
         if probe is not None:  # it scores with the version that a sync would replace
             wait([probe])  # no deadline: `Pool.score` has one
         self.version = version + 1
-        return _Trained(self.step, version, groups, stale, batch, pending, probe, start, stop)
+        return _Trained(
+            self.step, version, groups, stale, batch, pending, probe, start, stop
+        )
 
     def _finish(self, trained: _Trained) -> StepEvent:
         """Fetch what a step computed and record it."""
@@ -268,7 +325,8 @@ class Loop:
         self._record_faults(event, report)
         self._wait_for_samples()
         self._writing = self._sample_thread.submit(self._record_trained, trained)
-        self.last, self.step = event, trained.number + 1
+        self.last = event
+        self.step = trained.number + 1
         return event
 
     def _write(self, events: Sequence[Event]) -> None:
@@ -278,26 +336,45 @@ class Loop:
     def _with_reference(self, batch: TrainBatch) -> TrainBatch:
         if not self.settings.algorithm.needs_reference or not len(batch):
             return batch
-        start, reference = clock(), self.settings.reference
+        start = clock()
+        reference = self.settings.reference
         if hasattr(reference, "score"):
             found = np.zeros(batch.tokens.shape, np.float32)
-            sequences = [row[:n].tolist() for row, n in zip(batch.tokens, batch.lengths, strict=True)]
-            for row, logprobs in zip(found, reference.score(sequences).logprobs, strict=True):
+            sequences = [
+                row[:n].tolist()
+                for row, n in zip(batch.tokens, batch.lengths, strict=True)
+            ]
+            for row, logprobs in zip(
+                found, reference.score(sequences).logprobs, strict=True
+            ):
                 row[: len(logprobs)] = np.nan_to_num(logprobs)  # a first token has none
             actor = getattr(reference, "name", "reference")
         else:
-            found, actor = self.train.score(reference, batch), "trainer"
+            found = self.train.score(reference, batch)
+            actor = "trainer"
         self.writer.write(
-            ScoreEvent(actor=actor, start=start, stop=clock(), samples=len(batch), tokens=int(batch.token_mask.sum()))
+            ScoreEvent(
+                actor=actor,
+                start=start,
+                stop=clock(),
+                samples=len(batch),
+                tokens=int(batch.token_mask.sum()),
+            )
         )
         return batch.with_logprobs(reference=found)
 
-    def _event(self, trained: _Trained, report: StepReport, gap: tuple[float, float]) -> StepEvent:
-        groups, batch = trained.groups, trained.batch
+    def _event(
+        self, trained: _Trained, report: StepReport, gap: tuple[float, float]
+    ) -> StepEvent:
+        groups = trained.groups
+        batch = trained.batch
         finite = np.concatenate([g.rewards for g in groups])
         finite = finite[np.isfinite(finite)]
-        m, stale_samples = report.metrics, sum(len(g.samples) for g in trained.stale)
-        regenerate = self.producer is not None and self.producer.on_stale == "regenerate"
+        m = report.metrics
+        stale_samples = sum(len(g.samples) for g in trained.stale)
+        regenerate = (
+            self.producer is not None and self.producer.on_stale == "regenerate"
+        )
         pick = lambda stats: {k: stats[f"importance_{k}"] for k in RATIO_STATISTICS}
         return StepEvent(
             start=trained.start,
@@ -326,7 +403,12 @@ class Loop:
             dropped=0 if regenerate else stale_samples,
             regenerated=stale_samples if regenerate else 0,
             experts=dict(report.experts),
-            extra={"compiled": report.compiled, "padding": report.padding, **report.rows, **batch.replay_share},
+            extra={
+                "compiled": report.compiled,
+                "padding": report.padding,
+                **report.rows,
+                **batch.replay_share,
+            },
         )
 
     def _gap(self, trained: _Trained, report: StepReport) -> tuple[float, float]:
@@ -335,17 +417,24 @@ class Loop:
         Over the samples that this version generated entirely, or over those that `_probe` scored.
         """
         assert report.logprobs is not None
-        batch, probe = trained.batch, trained.probe
+        batch = trained.batch
+        probe = trained.probe
         if probe is None:
             counted = batch.loss_mask & _fresh(batch, trained.version)[:, None]
             gaps = np.abs(report.logprobs - batch.engine_logprobs)[counted]
         else:
             found = [
-                np.abs(report.logprobs[r, 1 : batch.lengths[r]] - np.asarray(scored)[1:])
+                np.abs(
+                    report.logprobs[r, 1 : batch.lengths[r]] - np.asarray(scored)[1:]
+                )
                 for r, scored in enumerate(probe.result(0))
             ]
             gaps = np.concatenate([np.empty(0, np.float32), *found])
-        return (float(gaps.max()), float(gaps.mean(dtype=np.float64))) if len(gaps) else (math.nan, math.nan)
+        return (
+            (float(gaps.max()), float(gaps.mean(dtype=np.float64)))
+            if len(gaps)
+            else (math.nan, math.nan)
+        )
 
     def _probe(self, batch: TrainBatch) -> Future[Any] | None:
         """If no sample is fresh, as in most steps of an asynchronous run, the engines score a few while the trainer
@@ -353,15 +442,22 @@ class Loop:
         """
         if not self.settings.probe or _fresh(batch, self.version).any():
             return None
-        pool, version = self.link.pool, self.version
-        sequences = [batch.tokens[r, : batch.lengths[r]].tolist() for r in range(min(PROBE_SAMPLES, len(batch)))]
+        pool = self.link.pool
+        version = self.version
+        sequences = [
+            batch.tokens[r, : batch.lengths[r]].tolist()
+            for r in range(min(PROBE_SAMPLES, len(batch)))
+        ]
 
         def score() -> Any:
             start = clock()
             try:
                 scores = pool.score(sequences)
-            except (ControlError, ReplicaLost, SyncError) as error:  # the run continues without this measurement
-                self._fault("probe failed", "pool", f"version {version}: {error.message}")
+            # the run continues without this measurement
+            except (ControlError, ReplicaLost, SyncError) as error:
+                self._fault(
+                    "probe failed", "pool", f"version {version}: {error.message}"
+                )
                 return []
             self.writer.write(
                 ScoreEvent(
@@ -393,9 +489,15 @@ class Loop:
 
     def _record_trained(self, trained: _Trained) -> None:
         """The samples of a step, in a thread of its own: a long batch takes longer to write than a sync."""
-        written = self._record_samples(trained.groups, trained.number, _advantages(trained.groups, trained.batch))
+        written = self._record_samples(
+            trained.groups, trained.number, _advantages(trained.groups, trained.batch)
+        )
         self.extremes = extremes(written) or self.extremes
-        self._record_samples(trained.stale, -1, np.full(sum(len(g.samples) for g in trained.stale), math.nan))
+        self._record_samples(
+            trained.stale,
+            -1,
+            np.full(sum(len(g.samples) for g in trained.stale), math.nan),
+        )
 
     def _wait_for_samples(self) -> None:
         """Until the last step's samples are in the file; raises what went wrong there."""
@@ -403,12 +505,16 @@ class Loop:
             self._writing.result()  # no deadline: it writes a file
             self._writing = None
 
-    def _record_samples(self, groups: Sequence[SampleGroup], step: int, advantages: np.ndarray) -> list[SampleRecord]:
+    def _record_samples(
+        self, groups: Sequence[SampleGroup], step: int, advantages: np.ndarray
+    ) -> list[SampleRecord]:
         """Write the samples of groups; returns all of them, also those that the record does not keep."""
         sampling = {"temperature": self.settings.temperature, **self.settings.sampling}
         out: list[SampleRecord] = []
         for group in groups:
-            records = group.records(step, advantages[len(out) : len(out) + len(group.samples)], sampling)
+            records = group.records(
+                step, advantages[len(out) : len(out) + len(group.samples)], sampling
+            )
             self.writer.write_samples(records)
             out += records
         return out
@@ -426,16 +532,26 @@ class Loop:
             self.version = max(self.version, self.link.version + 1)
             start = clock()
             try:
-                report = self.link.sync(self.state.params, self.version, progress=False, **self.settings.sync)
+                report = self.link.sync(
+                    self.state.params,
+                    self.version,
+                    progress=False,
+                    **self.settings.sync,
+                )
                 break
             except SyncError as error:
-                self._fault("sync failed", "pool", f"version {self.version}: {error.message}")
-                if isinstance(error, NonFiniteError):  # the same parameters would be rejected again
+                self._fault(
+                    "sync failed", "pool", f"version {self.version}: {error.message}"
+                )
+                # the same parameters would be rejected again
+                if isinstance(error, NonFiniteError):
                     raise
                 replicas = self.link.pool.status()["replicas"]
                 # Dirty ones count too: a sync is what they need.
                 if not any(r["state"] == "ready" for r in replicas):
-                    causes = "; ".join(f"{r['replica']}: {r['cause'] or r['state']}" for r in replicas)
+                    causes = "; ".join(
+                        f"{r['replica']}: {r['cause'] or r['state']}" for r in replicas
+                    )
                     raise ReplicaLost(
                         f"every replica of the pool is dead, the last one during a weight sync ({causes})",
                         remedy="lab.launch(...) again, then jv.grpo(..., folder=the same, resume=True)",
@@ -443,20 +559,26 @@ class Loop:
                 if attempt == SYNC_TRIES - 1:
                     raise
         self.version = report.version
-        stop, pause = clock(), report.seconds.get("pause", math.nan)
+        stop = clock()
+        pause = report.seconds.get("pause", math.nan)
         if self._sleep is not None:
             self._sleep.wake("kv_cache")
         replicas = tuple(o.replica for o in report.outcomes)
         if self.producer is not None:
             for lost in sorted(self._replicas - set(replicas)):
-                self.producer.note_lost_replica(lost, f"it took no part in the sync of version {self.version}")
+                self.producer.note_lost_replica(
+                    lost, f"it took no part in the sync of version {self.version}"
+                )
             self.producer.synced(self.version)
         self._replicas = set(replicas)
         event = sync_event(report, start, stop)
         if pause != pause:
             return (event,)
-        began, why = max(start, stop - pause), f"sync of version {self.version}"
-        return event, PauseEvent(start=began, stop=stop, replicas=replicas, mode="keep", why=why)
+        began = max(start, stop - pause)
+        why = f"sync of version {self.version}"
+        return event, PauseEvent(
+            start=began, stop=stop, replicas=replicas, mode="keep", why=why
+        )
 
 
 def _fresh(batch: TrainBatch, version: int) -> np.ndarray:
@@ -471,6 +593,8 @@ def _advantages(groups: Sequence[SampleGroup], batch: TrainBatch) -> np.ndarray:
     good = np.concatenate([g.usable for g in groups])
     out = np.full(len(good), math.nan)
     if int(good.sum()) != len(batch):
-        raise ConfigError(f"{len(batch)} samples in the batch, but {int(good.sum())} usable ones in its groups")
+        raise ConfigError(
+            f"{len(batch)} samples in the batch, but {int(good.sum())} usable ones in its groups"
+        )
     out[good] = batch.advantages
     return out

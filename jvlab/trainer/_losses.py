@@ -22,7 +22,10 @@ ADVANTAGES = ("group", "mean", "rloo", "reinforce++")
 
 
 def advantages(
-    rewards: Sequence[float] | np.ndarray, group_ids: Sequence[int] | np.ndarray, kind: str = "group", eps: float = 1e-4
+    rewards: Sequence[float] | np.ndarray,
+    group_ids: Sequence[int] | np.ndarray,
+    kind: str = "group",
+    eps: float = 1e-4,
 ) -> np.ndarray:
     """One advantage per sample, float32. With r the rewards, G the group of sample i (its n samples of one prompt):
 
@@ -45,14 +48,24 @@ def advantages(
             size = _per_sample(values, groups, len)
             out = _centred(values, groups) * size / np.maximum(size - 1, 1)
         case "reinforce++":
-            out = (values - values.mean()) / (values.std() + eps) if len(values) else values
+            out = (
+                (values - values.mean()) / (values.std() + eps)
+                if len(values)
+                else values
+            )
         case _:
-            raise ConfigError(f"advantages={kind!r}", remedy=f"one of {', '.join(ADVANTAGES)}", advantages=kind)
+            raise ConfigError(
+                f"advantages={kind!r}",
+                remedy=f"one of {', '.join(ADVANTAGES)}",
+                advantages=kind,
+            )
     return out.astype(np.float32)
 
 
 def groups_with_spread(
-    rewards: Sequence[float] | np.ndarray, group_ids: Sequence[int] | np.ndarray, tolerance: float = 0.0
+    rewards: Sequence[float] | np.ndarray,
+    group_ids: Sequence[int] | np.ndarray,
+    tolerance: float = 0.0,
 ) -> np.ndarray:
     """Dynamic sampling (DAPO): True for each sample whose group has max − min reward above `tolerance`.
 
@@ -63,7 +76,8 @@ def groups_with_spread(
 
 
 def _checked(rewards: object, group_ids: object) -> tuple[np.ndarray, np.ndarray]:
-    values, groups = np.asarray(rewards, np.float64), np.asarray(group_ids)
+    values = np.asarray(rewards, np.float64)
+    groups = np.asarray(group_ids)
     if values.ndim != 1 or groups.shape != values.shape:
         raise ConfigError(
             f"rewards of shape {values.shape} and group ids of shape {groups.shape}",
@@ -96,7 +110,8 @@ def _per_sample(values: np.ndarray, groups: np.ndarray, statistic) -> np.ndarray
 
 # ----------------------------------------------------------------------------------------------------
 
-LIMIT = 20.0  # log-ratios are clipped to ±20 before exp: e²⁰ is far outside of any clip range, e⁸⁹ is inf in float32
+# log-ratios are clipped to ±20 before exp: e²⁰ is far outside of any clip range, e⁸⁹ is inf in float32
+LIMIT = 20.0
 QUANTILES = (0.01, 0.5, 0.99)  # of ratios, in the metrics
 
 _CHOICES = {
@@ -176,21 +191,45 @@ class Algorithm:
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ConfigError(f"{name}={getattr(self, name)!r}", remedy=f"one of {', '.join(choices)}", option=name)
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r}",
+                    remedy=f"one of {', '.join(choices)}",
+                    option=name,
+                )
         checks = [
-            ("clip_low", "0 to 1, or inf", 0 <= self.clip_low <= 1 or self.clip_low == math.inf),
+            (
+                "clip_low",
+                "0 to 1, or inf",
+                0 <= self.clip_low <= 1 or self.clip_low == math.inf,
+            ),
             ("clip_high", "0 or more", self.clip_high >= 0),
             ("advantage_eps", "0 or more", self.advantage_eps >= 0),
             ("kl_coef", "0 or more, finite", 0 <= self.kl_coef < math.inf),
             ("entropy_coef", "finite", math.isfinite(self.entropy_coef)),
             ("importance_cap", "above 0", self.importance_cap > 0),
-            ("importance_low", "0 to importance_high", 0 <= self.importance_low <= self.importance_high),
-            ("sample_mask_low", "0 to sample_mask_high", 0 <= self.sample_mask_low <= self.sample_mask_high),
-            ("constant_length", "1 or more", self.constant_length is None or self.constant_length >= 1),
+            (
+                "importance_low",
+                "0 to importance_high",
+                0 <= self.importance_low <= self.importance_high,
+            ),
+            (
+                "sample_mask_low",
+                "0 to sample_mask_high",
+                0 <= self.sample_mask_low <= self.sample_mask_high,
+            ),
+            (
+                "constant_length",
+                "1 or more",
+                self.constant_length is None or self.constant_length >= 1,
+            ),
         ]
         for name, allowed, good in checks:
             if not good:
-                raise ConfigError(f"{name}={getattr(self, name)!r}", remedy=f"{name} must be {allowed}", option=name)
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r}",
+                    remedy=f"{name} must be {allowed}",
+                    option=name,
+                )
 
     @classmethod
     def named(cls, name: str, **options: Any) -> Algorithm:
@@ -201,12 +240,18 @@ class Algorithm:
         samples of the prompt are the baseline.
         """
         if name not in _PRESETS:
-            raise ConfigError(f"no algorithm {name!r}", remedy=f"one of {', '.join(_PRESETS)}", algorithm=name)
+            raise ConfigError(
+                f"no algorithm {name!r}",
+                remedy=f"one of {', '.join(_PRESETS)}",
+                algorithm=name,
+            )
         known = [field.name for field in fields(cls)]
         for option in options:
             if option not in known:
                 raise ConfigError(
-                    f"an algorithm has no option {option!r}", remedy=f"options: {', '.join(known)}", option=option
+                    f"an algorithm has no option {option!r}",
+                    remedy=f"options: {', '.join(known)}",
+                    option=option,
                 )
         return replace(cls(**_PRESETS[name]), **options)
 
@@ -218,7 +263,9 @@ class Algorithm:
     @property
     def kl_in_reward(self) -> bool:
         """Whether the KL term is in the reward, with "auto" resolved."""
-        return self.kl_placement == "reward" or (self.kl_placement == "auto" and self.kl == "k1")
+        return self.kl_placement == "reward" or (
+            self.kl_placement == "auto" and self.kl == "k1"
+        )
 
 
 def row_weights(algorithm: Algorithm, mask: np.ndarray, samples: int) -> np.ndarray:
@@ -238,7 +285,9 @@ def row_weights(algorithm: Algorithm, mask: np.ndarray, samples: int) -> np.ndar
                     'level="constant" needs constant_length',
                     remedy="give the maximum completion length: Algorithm.named('dr_grpo', constant_length=max_tokens)",
                 )
-            weights = np.full(len(mask), 1 / (max(samples, 1) * algorithm.constant_length))
+            weights = np.full(
+                len(mask), 1 / (max(samples, 1) * algorithm.constant_length)
+            )
     return weights.astype(np.float32)
 
 
@@ -267,7 +316,9 @@ def importance_ratio(level: str, old: Any, engine: Any, mask: Any) -> Any:
     return xp.exp(delta.clip(-LIMIT, LIMIT))
 
 
-def importance_weight(algorithm: Algorithm, old: Any, engine: Any, mask: Any, ratio: Any = None) -> Any:
+def importance_weight(
+    algorithm: Algorithm, old: Any, engine: Any, mask: Any, ratio: Any = None
+) -> Any:
     """w of each token [B, T], one sample per row; numpy or jax. `ratio`: r, if already known."""
     xp = np if isinstance(old, np.ndarray) else _jnp()
     if ratio is None:
@@ -278,12 +329,16 @@ def importance_weight(algorithm: Algorithm, old: Any, engine: Any, mask: Any, ra
         case "tis":
             weight = xp.minimum(ratio, algorithm.importance_cap)
         case _:
-            inside = (ratio >= algorithm.importance_low) & (ratio <= algorithm.importance_high)
+            inside = (ratio >= algorithm.importance_low) & (
+                ratio <= algorithm.importance_high
+            )
             weight = xp.where(inside, ratio, 0.0)
     if algorithm.sample_mask == "none":
         return weight
     sample_ratio = importance_ratio(algorithm.sample_mask, old, engine, mask)
-    inside = (sample_ratio >= algorithm.sample_mask_low) & (sample_ratio <= algorithm.sample_mask_high)
+    inside = (sample_ratio >= algorithm.sample_mask_low) & (
+        sample_ratio <= algorithm.sample_mask_high
+    )
     return xp.where(inside, weight, 0.0)
 
 
@@ -304,15 +359,21 @@ def policy_loss(
     jnp = _jnp()
     # Padding may hold -inf or NaN: cleared before use, since 0 · NaN is NaN.
     clear = lambda x: jnp.where(mask, x, 0.0)
-    now, before, sampled = clear(current), jax.lax.stop_gradient(clear(old)), clear(engine)
+    now = clear(current)
+    before = jax.lax.stop_gradient(clear(old))
+    sampled = clear(engine)
     advantage = jnp.broadcast_to(jnp.asarray(advantages)[:, None], now.shape)
     penalty = jnp.zeros_like(now)
     if algorithm.needs_reference:
         assert reference is not None
         if algorithm.kl_in_reward:
-            advantage = advantage - algorithm.kl_coef * kl_estimate(algorithm.kl, before - clear(reference))
+            advantage = advantage - algorithm.kl_coef * kl_estimate(
+                algorithm.kl, before - clear(reference)
+            )
         else:
-            penalty = algorithm.kl_coef * kl_estimate(algorithm.kl, now - clear(reference))
+            penalty = algorithm.kl_coef * kl_estimate(
+                algorithm.kl, now - clear(reference)
+            )
     ratio = jnp.exp((now - before).clip(-LIMIT, LIMIT))
     clipped = jnp.clip(ratio, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
     weight = importance_weight(algorithm, before, sampled, mask)
@@ -343,9 +404,15 @@ def token_metrics(
     version only: there both sides hold the same weights, so that it checks the sync. NaN: no token.
     """
     advantage = np.broadcast_to(np.asarray(advantages)[:, None], mask.shape)[mask]
-    before, sampled = np.asarray(old, np.float64), np.asarray(engine, np.float64)
+    before = np.asarray(old, np.float64)
+    sampled = np.asarray(engine, np.float64)
     ratio = importance_ratio(algorithm.importance_level, before, sampled, mask)
-    flat = {"current": current[mask], "old": old[mask], "engine": engine[mask], "advantage": advantage}
+    flat = {
+        "current": current[mask],
+        "old": old[mask],
+        "engine": engine[mask],
+        "advantage": advantage,
+    }
     flat["weight"] = importance_weight(algorithm, before, sampled, mask, ratio)[mask]
     flat["level_ratio"] = ratio[mask]
     if reference is not None:
@@ -358,46 +425,73 @@ def token_metrics(
     ages = [] if staleness is None else np.unique(age).tolist()
     one = dict(overall)  # of the only age there is, as in an on-policy step
     by_staleness = {
-        int(s): one if len(ages) == 1 else _summary(algorithm, {k: v[age == s] for k, v in flat.items()}) for s in ages
+        int(s): one
+        if len(ages) == 1
+        else _summary(algorithm, {k: v[age == s] for k, v in flat.items()})
+        for s in ages
     }
     fresh = np.abs(flat["old"] - flat["engine"])[age == 0]
     overall["logprob_gap_max"] = float(fresh.max()) if len(fresh) else math.nan
     overall["logprob_gap_mean"] = float(fresh.mean()) if len(fresh) else math.nan
     if staleness is not None and len(age):
-        overall["staleness_mean"], overall["staleness_max"] = float(age.mean()), float(age.max())
+        overall["staleness_mean"], overall["staleness_max"] = (
+            float(age.mean()),
+            float(age.max()),
+        )
     return overall, by_staleness
 
 
 def _summary(algorithm: Algorithm, flat: Mapping[str, np.ndarray]) -> dict[str, float]:
     """Metrics of some tokens, given as flat arrays."""
-    old, advantage = flat["old"], flat["advantage"]
+    old = flat["old"]
+    advantage = flat["advantage"]
     out: dict[str, float] = {"tokens": float(len(old))}
     ratio = np.exp(np.clip(flat["current"] - old, -LIMIT, LIMIT))
     importance = np.exp(np.clip(old - flat["engine"], -LIMIT, LIMIT))
     for name, values in (("ratio", ratio), ("importance", importance)):
         out[f"{name}_mean"] = _mean(values)
-        found = np.quantile(values, QUANTILES).tolist() if len(old) else [math.nan] * len(QUANTILES)
-        out |= {f"{name}_p{round(q * 100):02d}": value for q, value in zip(QUANTILES, found, strict=True)}
+        found = (
+            np.quantile(values, QUANTILES).tolist()
+            if len(old)
+            else [math.nan] * len(QUANTILES)
+        )
+        out |= {
+            f"{name}_p{round(q * 100):02d}": value
+            for q, value in zip(QUANTILES, found, strict=True)
+        }
         out[f"{name}_min"] = float(values.min()) if len(old) else math.nan
         out[f"{name}_max"] = float(values.max()) if len(old) else math.nan
     out["clip_low_fraction"] = _mean((ratio < 1 - algorithm.clip_low) & (advantage < 0))
-    out["clip_high_fraction"] = _mean((ratio > 1 + algorithm.clip_high) & (advantage > 0))
-    weight, level_ratio = flat["weight"], flat["level_ratio"]
+    out["clip_high_fraction"] = _mean(
+        (ratio > 1 + algorithm.clip_high) & (advantage > 0)
+    )
+    weight = flat["weight"]
+    level_ratio = flat["level_ratio"]
     match algorithm.importance:
         case "tis":
-            out["importance_cut_fraction"] = _mean(level_ratio > algorithm.importance_cap)
+            out["importance_cut_fraction"] = _mean(
+                level_ratio > algorithm.importance_cap
+            )
         case "mask":
-            inside = (level_ratio >= algorithm.importance_low) & (level_ratio <= algorithm.importance_high)
+            inside = (level_ratio >= algorithm.importance_low) & (
+                level_ratio <= algorithm.importance_high
+            )
             out["importance_cut_fraction"] = _mean(~inside)
     squares = float((weight**2).sum())
-    out["importance_ess"] = float(weight.sum()) ** 2 / (len(weight) * squares) if squares else math.nan
+    out["importance_ess"] = (
+        float(weight.sum()) ** 2 / (len(weight) * squares) if squares else math.nan
+    )
     out["masked_fraction"] = _mean(weight == 0)
-    out["kl_engine"] = _mean(kl_estimate("k3", flat["engine"] - old))  # KL(engine ‖ trainer): the engine sampled them
+    # KL(engine ‖ trainer): the engine sampled them
+    out["kl_engine"] = _mean(kl_estimate("k3", flat["engine"] - old))
     if "reference" in flat:
-        out["kl_reference"] = _mean(kl_estimate(algorithm.kl, flat["current"] - flat["reference"]))
+        out["kl_reference"] = _mean(
+            kl_estimate(algorithm.kl, flat["current"] - flat["reference"])
+        )
     if "entropy" in flat:
         out["entropy"] = _mean(flat["entropy"])
-    out["surprise"] = _mean(-flat["current"])  # estimates the entropy where no exact one is given
+    # estimates the entropy where no exact one is given
+    out["surprise"] = _mean(-flat["current"])
     return out
 
 

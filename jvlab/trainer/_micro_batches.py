@@ -52,7 +52,9 @@ def round_up(length: int) -> int:
     return math.ceil(length / multiple) * multiple
 
 
-def pack(lengths: Sequence[int] | np.ndarray, length: int, most: int = MOST) -> list[list[int]]:
+def pack(
+    lengths: Sequence[int] | np.ndarray, length: int, most: int = MOST
+) -> list[list[int]]:
     """Samples in rows of `length` tokens: the longest first, each into the fullest row that has room for it.
 
     Every sample is in exactly one row; one longer than a row is alone in its own. The order depends on the lengths
@@ -80,7 +82,12 @@ def rows_at_once(rows: int, length: int, budget: int) -> int:
     return max(math.ceil(rows / passes), 1)
 
 
-def row_length(lengths: Sequence[int] | np.ndarray, longest: int, most: int = MOST, budget: int | None = None) -> int:
+def row_length(
+    lengths: Sequence[int] | np.ndarray,
+    longest: int,
+    most: int = MOST,
+    budget: int | None = None,
+) -> int:
     """The row length of at most `longest` tokens that leaves the least padding in a batch of samples like these.
 
     Rows of padding that fill up the last pass of `budget` tokens count. Of lengths that are about as good the longest:
@@ -90,21 +97,28 @@ def row_length(lengths: Sequence[int] | np.ndarray, longest: int, most: int = MO
     sizes = sizes[sizes <= longest]
     if not len(sizes):
         return longest
-    best, least = longest, math.inf
+    best = longest
+    least = math.inf
     for candidate in _candidates(sizes, longest):
         rows = len(pack(sizes, candidate, most))
         at_once = rows_at_once(rows, candidate, budget or candidate)
         padding = 1 - sizes.sum() / (math.ceil(rows / at_once) * at_once * candidate)
         if padding < least - GOOD_ENOUGH:
-            best, least = candidate, padding
+            best = candidate
+            least = padding
     return best
 
 
 def _candidates(sizes: np.ndarray, longest: int) -> list[int]:
     """Row lengths worth a try, longest first: multiples of the longest sample, and fractions of all of them."""
-    most, total = int(sizes.max()), int(sizes.sum())
+    most = int(sizes.max())
+    total = int(sizes.sum())
     found = {longest} | {round_up(most * k) for k in range(1, 33)}
-    found |= {round_up(math.ceil(total / k * slack)) for k in range(1, 33) for slack in (1.0, 1.02)}
+    found |= {
+        round_up(math.ceil(total / k * slack))
+        for k in range(1, 33)
+        for slack in (1.0, 1.02)
+    }
     return sorted((n for n in found if most <= n <= longest), reverse=True)
 
 
@@ -147,8 +161,10 @@ def packed(lengths: np.ndarray, rows: Sequence[Sequence[int]], shape: Rows) -> P
 # ----------------------------------------------------------------------------------------------------
 
 SHORT_ROW = 256  # tokens that a short row may have in any case
-LONGER = 1.03  # short rows fit samples that are this much longer than those of the batch they are chosen for
-WASTEFUL = 1.2  # times the positions that rows chosen for the batch itself would have: worth another program
+# short rows fit samples that are this much longer than those of the batch they are chosen for
+LONGER = 1.03
+# times the positions that rows chosen for the batch itself would have: worth another program
+WASTEFUL = 1.2
 
 
 class Part(Protocol):
@@ -162,7 +178,9 @@ class Part(Protocol):
     def most(self) -> int: ...
     @property
     def tokens(self) -> int: ...  # computed, padding included
-    def token_arrays(self, batch: TrainBatch, more: Iterable[str] = ()) -> dict[str, np.ndarray]:
+    def token_arrays(
+        self, batch: TrainBatch, more: Iterable[str] = ()
+    ) -> dict[str, np.ndarray]:
         """What the model reads; `more` names other arrays of the batch with values for each token."""
         ...
 
@@ -179,9 +197,14 @@ class PaddedPart:
     def tokens(self) -> int:
         return self.most * self.width
 
-    def token_arrays(self, batch: TrainBatch, more: Iterable[str] = ()) -> dict[str, np.ndarray]:
+    def token_arrays(
+        self, batch: TrainBatch, more: Iterable[str] = ()
+    ) -> dict[str, np.ndarray]:
         """Tokens, and which of them are real."""
-        return {name: batch.padded(name, self.samples, self.width) for name in ("tokens", "token_mask", *more)}
+        return {
+            name: batch.padded(name, self.samples, self.width)
+            for name in ("tokens", "token_mask", *more)
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,7 +230,9 @@ class PackedPart:
     def tokens(self) -> int:
         return self.shape.tokens
 
-    def token_arrays(self, batch: TrainBatch, more: Iterable[str] = ()) -> dict[str, np.ndarray]:
+    def token_arrays(
+        self, batch: TrainBatch, more: Iterable[str] = ()
+    ) -> dict[str, np.ndarray]:
         """Tokens in rows, the samples of each row, and where a sample's tokens are."""
         content = self.content
         laid = {name: content.lay(getattr(batch, name)) for name in ("tokens", *more)}
@@ -231,10 +256,13 @@ class Packer:
     """
 
     def __init__(self, budget: int, short: bool = False, rows: int = 1) -> None:
-        self._budget, self._short, self._rows = budget, short, rows
+        self._budget = budget
+        self._short = short
+        self._rows = rows
         self.shape: Rows | None = None
         self._wasteful = 0  # batches in a row
-        self._last = np.empty(0, np.int64)  # lengths of the batch before: one is scored, then trained on
+        # lengths of the batch before: one is scored, then trained on
+        self._last = np.empty(0, np.int64)
 
     @property
     def rule(self) -> dict[str, Any]:
@@ -249,22 +277,29 @@ class Packer:
             own = Rows(self._rows, round_up(int(lengths[sample])), 1)
             yield PackedPart(packed(lengths, [[int(sample)]], own), own)
         short = np.flatnonzero(lengths <= shape.length)
-        rows = [[int(short[i]) for i in row] for row in pack(lengths[short], shape.length, shape.most)]
+        rows = [
+            [int(short[i]) for i in row]
+            for row in pack(lengths[short], shape.length, shape.most)
+        ]
         for at in range(0, len(rows), shape.count):
             yield PackedPart(packed(lengths, rows[at : at + shape.count], shape), shape)
 
     def _shape_for(self, lengths: np.ndarray) -> Rows:
-        known, self._last = np.array_equal(lengths, self._last), lengths
+        known = np.array_equal(lengths, self._last)
+        self._last = lengths
         if self.shape is None:
             return self._choose(lengths)
         if known:
             return self.shape
         computed = _computed(lengths, self.shape)
-        if computed <= WASTEFUL * lengths.sum():  # no other shape could be that much better
+        # no other shape could be that much better
+        if computed <= WASTEFUL * lengths.sum():
             self._wasteful = 0
             return self.shape
         own = self._choose(lengths)
-        self._wasteful = self._wasteful + 1 if computed > WASTEFUL * _computed(lengths, own) else 0
+        self._wasteful = (
+            self._wasteful + 1 if computed > WASTEFUL * _computed(lengths, own) else 0
+        )
         if self._wasteful < 2:
             return self.shape
         self._wasteful = 0
@@ -276,15 +311,22 @@ class Packer:
             longest = min(longest, max(SHORT_ROW, round_up(2 * int(lengths.max()))))
         budget = max(self._budget // self._rows, 1)
         length = row_length(lengths, longest, budget=budget if self._short else None)
-        if self._short:  # two or three samples fill a row: one token more, and it would hold one less
+        # two or three samples fill a row: one token more, and it would hold one less
+        if self._short:
             length = min(max(length, budget), round_up(math.ceil(length * LONGER)))
         rows = pack(lengths[lengths <= length], length)
         units = -(-len(rows) // self._rows)
         # of short rows a pass has many: the last one must not be half empty
-        at_once = rows_at_once(units, length, budget) if self._short else max(min(budget // length, units), 1)
+        at_once = (
+            rows_at_once(units, length, budget)
+            if self._short
+            else max(min(budget // length, units), 1)
+        )
         count = at_once * self._rows
         # later batches may have more, shorter samples; a fused kernel's memory grows with how many a row may hold
-        most = 2 ** math.ceil(math.log2(1.5 * max((len(row) for row in rows), default=1)))
+        most = 2 ** math.ceil(
+            math.log2(1.5 * max((len(row) for row in rows), default=1))
+        )
         return Rows(count, length, min(most, MOST))
 
 
@@ -329,25 +371,42 @@ class Packing:
         return packing_figure((self, *others))
 
     def __repr__(self) -> str:
-        counted = lambda n, word: f"{n} {word}{('es' if word == 'pass' else 's') * (n != 1)}"
-        samples, rows = counted(len(self.lengths), "sample"), counted(len(self.rows), "row")
-        passes, shapes = counted(len(self.shapes), "pass"), counted(self.compiled, "shape")
+        counted = lambda n, word: (
+            f"{n} {word}{('es' if word == 'pass' else 's') * (n != 1)}"
+        )
+        samples = counted(len(self.lengths), "sample")
+        rows = counted(len(self.rows), "row")
+        passes = counted(len(self.shapes), "pass")
+        shapes = counted(self.compiled, "shape")
         return f"Packing({samples} in {rows}, {passes} of {shapes}, {100 * self.padding:.1f} % padding)"
 
 
 def packing(samples: Any, packer: Packer | None, micro_batch: int) -> Packing:
     """The rows that a packer makes of samples, or, without one, those padded to buckets."""
     lengths = sample_lengths(samples)
-    return _packed(lengths, packer) if packer is not None else _padded(lengths, Buckets(rows=micro_batch))
+    return (
+        _packed(lengths, packer)
+        if packer is not None
+        else _padded(lengths, Buckets(rows=micro_batch))
+    )
 
 
 def sample_lengths(samples: Iterable[Any]) -> np.ndarray:
     """Tokens of each sample, prompt included; of a RolloutBatch, of samples, or as they are."""
-    found = [len(s.prompt_token_ids) + len(s.token_ids) if hasattr(s, "token_ids") else s for s in samples]
+    found = [
+        len(s.prompt_token_ids) + len(s.token_ids) if hasattr(s, "token_ids") else s
+        for s in samples
+    ]
     lengths = np.asarray(found)
-    if lengths.ndim != 1 or not len(lengths) or not np.issubdtype(lengths.dtype, np.integer) or lengths.min() < 1:
+    if (
+        lengths.ndim != 1
+        or not len(lengths)
+        or not np.issubdtype(lengths.dtype, np.integer)
+        or lengths.min() < 1
+    ):
         raise ConfigError(
-            "no lengths to pack", remedy="pass a RolloutBatch, or the tokens of each sample: [512, 300, …], at least 1"
+            "no lengths to pack",
+            remedy="pass a RolloutBatch, or the tokens of each sample: [512, 300, …], at least 1",
         )
     return lengths.astype(np.int64)
 
@@ -357,7 +416,8 @@ def _packed(lengths: np.ndarray, packer: Packer) -> Packing:
     widths: list[int] = []
     shapes: list[tuple[int, int]] = []
     for part in packer.parts(lengths):
-        count, left = part.shape.count, list(part.samples)
+        count = part.shape.count
+        left = list(part.samples)
         for row in part.content.segments:
             rows.append(tuple(int(left.pop(0)) for _ in range(int(row.max()))))
         widths += [part.shape.length] * count

@@ -50,7 +50,10 @@ def bind(
     source: Path,
 ) -> list[Binding]:
     """The rules of the Policy layout applied to this checkpoint."""
-    leaves = {".".join(path): LeafShape(shape, dtype) for path, (_, shape) in _model.parameter_letters(config).items()}
+    leaves = {
+        ".".join(path): LeafShape(shape, dtype)
+        for path, (_, shape) in _model.parameter_letters(config).items()
+    }
     rules = policy_rules(hf_config, [t.name for t in tensors])
     try:
         return rules.bind(leaves, tensors, hf_config)
@@ -78,7 +81,8 @@ def local(model: str) -> Path:
     wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer*", "*.model"]
     try:
         return Path(snapshot_download(model, allow_patterns=wanted))
-    except Exception as error:  # the hub's client raises many kinds: offline, gated, no such model
+    # the hub's client raises many kinds: offline, gated, no such model
+    except Exception as error:
         raise ModelError(
             f"{model!r} could not be fetched from the hub: {type(error).__name__}: {error}",
             remedy="check the name and the network, or pass a model directory",
@@ -88,7 +92,8 @@ def local(model: str) -> Path:
 
 # Writes adapters as PEFT does: adapter_config.json and adapter_model.safetensors.
 
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
 ONE_FILE = 1 << 62  # bytes: PEFT reads no index
 
 
@@ -102,11 +107,14 @@ def write_adapter(
 ) -> str:
     """Writes a folder that peft, transformers and vLLM load, all of it or nothing; returns its path."""
     lora = params if isinstance(params, LoraParams) else LoraParams(params, spec)
-    flat, tensors = flatten(lora), lora.peft_tensors()
+    flat = flatten(lora)
+    tensors = lora.peft_tensors()
     bindings = Rules.parse(lora.peft_rules()).bind(flat.shapes, tensors, hf_config)
     target = Path(folder).expanduser().absolute()
     with fresh_directory(target) as fresh:
-        _checkpoint.write_weights(fresh, tensors, bindings, flat.arrays.__getitem__, dtype, ONE_FILE)
+        _checkpoint.write_weights(
+            fresh, tensors, bindings, flat.arrays.__getitem__, dtype, ONE_FILE
+        )
         (fresh / "model.safetensors").rename(fresh / WEIGHTS)
         text = json.dumps(lora.peft_config(str(base)), indent=2)
         (fresh / CONFIG).write_text(text + "\n", encoding="utf-8")
@@ -116,7 +124,8 @@ def write_adapter(
 # ----------------------------------------------------------------------------------------------------
 
 DTYPES = ("float32", "bfloat16", "float16")
-alive: weakref.WeakSet[Policy] = weakref.WeakSet()  # so that `link.bisect(prompt)` can find its trainer
+# so that `link.bisect(prompt)` can find its trainer
+alive: weakref.WeakSet[Policy] = weakref.WeakSet()
 _SHARD_BYTES = 5_000_000_000  # largest weights file, as in transformers
 
 
@@ -146,14 +155,22 @@ class Policy:
     ) -> None:
         """Use `Policy.from_pretrained`, or `with_lora` for one with `frozen` parameters below `params`."""
         self._frozen = frozen
-        self.config, self.params, self.mesh, self.runtime = config, params, mesh, runtime
-        self.source, self.hf_config = source, dict(hf_config)
-        self._tensors, self._bindings = tensors, bindings
+        self.config = config
+        self.params = params
+        self.mesh = mesh
+        self.runtime = runtime
+        self.source = source
+        self.hf_config = dict(hf_config)
+        self._tensors = tensors
+        self._bindings = bindings
         alive.add(self)
         self._logits = jax.jit(partial(_model.logits, config=config, runtime=runtime))
-        self._hidden = jax.jit(partial(_model.layer_states, config=config, runtime=runtime))
+        self._hidden = jax.jit(
+            partial(_model.layer_states, config=config, runtime=runtime)
+        )
         self._logprobs = jax.jit(
-            partial(_model.logprobs, config=config, runtime=runtime), static_argnames=("with_entropy",)
+            partial(_model.logprobs, config=config, runtime=runtime),
+            static_argnames=("with_entropy",),
         )
 
     @classmethod
@@ -194,22 +211,37 @@ class Policy:
         bindings = bind(config, hf_config, tensors, dtype, source)
         layout = sharding.Layout(mesh)
         of_leaf: dict[str, dict[tuple[int, ...], Binding]] = {}
-        for binding in bindings:  # if a tied pair is stored twice, the embedding comes first
+        # if a tied pair is stored twice, the embedding comes first
+        for binding in bindings:
             of_leaf.setdefault(binding.leaf, {}).setdefault(binding.leaf_start, binding)
         params: dict[str, Any] = {}
-        fused = Runtime(compute_dtype, layout).attention(config, config.windows[0], 1)[0].form == "cudnn"
+        fused = (
+            Runtime(compute_dtype, layout)
+            .attention(config, config.windows[0], 1)[0]
+            .form
+            == "cudnn"
+        )
         with _cudnn.loading_libraries(fused):
             for path, (letters, shape) in _model.parameter_letters(config).items():
                 where, _ = layout.parameter(letters, shape)
                 node = params
                 for key in path[:-1]:
                     node = node.setdefault(key, {})
-                node[path[-1]] = _checkpoint.load_leaf([*of_leaf[".".join(path)].values()], files, dtype, where)
-        runtime = Runtime(compute_dtype, layout, _remat(remat), head_dtype, _memory.room(params))
-        return cls(config, params, mesh, runtime, source, hf_config, tensors, tuple(bindings))
+                node[path[-1]] = _checkpoint.load_leaf(
+                    [*of_leaf[".".join(path)].values()], files, dtype, where
+                )
+        runtime = Runtime(
+            compute_dtype, layout, _remat(remat), head_dtype, _memory.room(params)
+        )
+        return cls(
+            config, params, mesh, runtime, source, hf_config, tensors, tuple(bindings)
+        )
 
     def save_pretrained(
-        self, folder: str | os.PathLike[str], params: Params | None = None, dtype: str | None = None
+        self,
+        folder: str | os.PathLike[str],
+        params: Params | None = None,
+        dtype: str | None = None,
     ) -> str:
         """Writes config.json, safetensors and the tokenizer as transformers and vLLM load them; returns the path.
 
@@ -221,7 +253,9 @@ class Policy:
         if self._frozen is not None:
             dtype = dtype or str(jax.tree.leaves(params)[0].dtype)
             _check_dtype(dtype)
-            return write_adapter(folder, params, self.lora.spec, dtype, self.hf_config, self.source)
+            return write_adapter(
+                folder, params, self.lora.spec, dtype, self.hf_config, self.source
+            )
         dtype = dtype or self.dtype
         _check_dtype(dtype)
 
@@ -234,8 +268,12 @@ class Policy:
         target = Path(folder).expanduser().absolute()
         with fresh_directory(target) as fresh:
             _checkpoint.copy_auxiliary_files(self.source, fresh)
-            _checkpoint.write_weights(fresh, self._tensors, self._bindings, leaf, dtype, _SHARD_BYTES)
-            (fresh / "config.json").write_text(_checkpoint.config_text(self.hf_config, dtype), encoding="utf-8")
+            _checkpoint.write_weights(
+                fresh, self._tensors, self._bindings, leaf, dtype, _SHARD_BYTES
+            )
+            (fresh / "config.json").write_text(
+                _checkpoint.config_text(self.hf_config, dtype), encoding="utf-8"
+            )
         return str(target)
 
     def with_lora(
@@ -266,24 +304,42 @@ class Policy:
         """
         _check_dtype(dtype)
         base = self.params if self._frozen is None else self._frozen
-        spec = _lora.lora_spec(rank, alpha, targets, self._bindings, _model.parameter_letters(self.config))
+        spec = _lora.lora_spec(
+            rank, alpha, targets, self._bindings, _model.parameter_letters(self.config)
+        )
         lora = _lora.first_values(spec, base, sharding.Layout(self.mesh), dtype, seed)
-        return self._like(lora, replace(self.runtime, lora=spec, room=_memory.room(lora, base)), base)
+        return self._like(
+            lora, replace(self.runtime, lora=spec, room=_memory.room(lora, base)), base
+        )
 
     def merge(self, params: LoraParams | None = None) -> Policy:
         """A plain policy that computes the same: alpha / rank · A B is added to the base's kernels, in float32."""
         merged = _lora.merged(self.frozen, self.lora if params is None else params)
-        return self._like(merged, replace(self.runtime, lora=None, room=_memory.room(merged)))
+        return self._like(
+            merged, replace(self.runtime, lora=None, room=_memory.room(merged))
+        )
 
-    def _like(self, params: Any, runtime: Runtime, frozen: Params | None = None) -> Policy:
-        of = self.mesh, runtime, self.source, self.hf_config, self._tensors, self._bindings
+    def _like(
+        self, params: Any, runtime: Runtime, frozen: Params | None = None
+    ) -> Policy:
+        of = (
+            self.mesh,
+            runtime,
+            self.source,
+            self.hf_config,
+            self._tensors,
+            self._bindings,
+        )
         return Policy(self.config, params, *of, frozen)
 
     @property
     def lora(self) -> LoraParams:
         """The adapters of a policy made by `with_lora`: what is trained and synced."""
         if self._frozen is None:
-            raise ConfigError("this policy has no adapters", remedy="policy.with_lora(rank=16) gives one that has")
+            raise ConfigError(
+                "this policy has no adapters",
+                remedy="policy.with_lora(rank=16) gives one that has",
+            )
         return self.params  # type: ignore[return-value]
 
     @lora.setter
@@ -293,7 +349,11 @@ class Policy:
     def _whole(self, params: Params, frozen: Params | None = None) -> Params:
         """What the decoder takes: `params`, and the base below them if they are adapters."""
         base = self._frozen if frozen is None else frozen
-        return params if self._frozen is None or base is None else _lora.combined(base, params)
+        return (
+            params
+            if self._frozen is None or base is None
+            else _lora.combined(base, params)
+        )
 
     # ------------------------------------------------------------------------------------------------ computing
 
@@ -305,7 +365,9 @@ class Policy:
     ) -> jax.Array:
         """Float32 logits [B, T, v] of the token after each token of `tokens` [B, T]."""
         tokens = self._tokens(tokens)
-        return self._logits(self._whole(params), tokens=tokens, mask=_mask(tokens, lengths_or_mask))
+        return self._logits(
+            self._whole(params), tokens=tokens, mask=_mask(tokens, lengths_or_mask)
+        )
 
     @explaining()
     def logprobs(
@@ -325,13 +387,28 @@ class Policy:
         here. See `RolloutBatch.compare`.
         """
         if not temperature > 0:
-            raise ConfigError(f"temperature={temperature!r}", remedy="pass a number above 0", temperature=temperature)
+            raise ConfigError(
+                f"temperature={temperature!r}",
+                remedy="pass a number above 0",
+                temperature=temperature,
+            )
         tokens = self._tokens(tokens)
         mask = _mask(tokens, lengths_or_mask)
-        of: dict[str, Any] = {"tokens": tokens, "mask": mask, "temperature": temperature, "with_entropy": with_entropy}
-        return self._logprobs(self._whole(params), **of, routes=checked_routes(routes, tokens.shape, self.config))
+        of: dict[str, Any] = {
+            "tokens": tokens,
+            "mask": mask,
+            "temperature": temperature,
+            "with_entropy": with_entropy,
+        }
+        return self._logprobs(
+            self._whole(params),
+            **of,
+            routes=checked_routes(routes, tokens.shape, self.config),
+        )
 
-    def hidden(self, params: Params, tokens: ArrayLike | Sequence[Sequence[int]]) -> jax.Array:
+    def hidden(
+        self, params: Params, tokens: ArrayLike | Sequence[Sequence[int]]
+    ) -> jax.Array:
         """Hidden states after every layer, float32 [layers, B, T, d], of `tokens` [B, T]; for inspection."""
         return self._hidden(self._whole(params), tokens=self._tokens(tokens))
 
@@ -356,14 +433,25 @@ class Policy:
         from 1; 0 is padding. `with_loads` also returns how many tokens chose each expert, [layers, experts]; None for a
         model without experts.
         """
-        of = self._whole(params, frozen), self.config, tokens, mask, temperature, with_entropy, self.runtime
-        return _model.logprobs(*of, segments, most if segments is not None else 1, with_loads, routes)
+        of = (
+            self._whole(params, frozen),
+            self.config,
+            tokens,
+            mask,
+            temperature,
+            with_entropy,
+            self.runtime,
+        )
+        return _model.logprobs(
+            *of, segments, most if segments is not None else 1, with_loads, routes
+        )
 
     def _tokens(self, tokens: ArrayLike | Sequence[Sequence[int]]) -> jax.Array:
         tokens = jnp.asarray(tokens)
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ConfigError(
-                f"tokens are {tokens.dtype}{tuple(tokens.shape)}", remedy="pass whole numbers [batch, time]"
+                f"tokens are {tokens.dtype}{tuple(tokens.shape)}",
+                remedy="pass whole numbers [batch, time]",
             )
         return tokens
 
@@ -386,15 +474,23 @@ class Policy:
         of = lambda window: self.runtime.attention(self.config, window, 1)[0]
         limit = plain_tokens(self.config.heads)
         words = lambda choice: (
-            str(choice) if choice.form == "cudnn" else f"plain up to {limit:,} tokens, then chunked: {choice.refused}"
+            str(choice)
+            if choice.form == "cudnn"
+            else f"plain up to {limit:,} tokens, then chunked: {choice.refused}"
         )
-        return {str(window or "all"): words(of(window)) for window in dict.fromkeys(self.config.windows)}
+        return {
+            str(window or "all"): words(of(window))
+            for window in dict.fromkeys(self.config.windows)
+        }
 
     @property
     def fused_attention(self) -> bool:
         """Whether every layer's attention is a fused kernel, which takes no more time for packed rows."""
         windows = dict.fromkeys(self.config.windows)
-        return all(self.runtime.attention(self.config, w, 1)[0].form == "cudnn" for w in windows)
+        return all(
+            self.runtime.attention(self.config, w, 1)[0].form == "cudnn"
+            for w in windows
+        )
 
     def memory(self, batch: int, length: int, samples: int = 1) -> _memory.Memory:
         """What a training step over `batch` rows of `length` tokens at once will take of the fullest device.
@@ -408,14 +504,24 @@ class Policy:
             told = f"batch={batch}, length={length}, samples={samples}"
             raise ConfigError(told, remedy="pass numbers of at least 1")
         most = samples if self.fused_attention else 1
-        return _memory.estimate(self.config, self.runtime, self.params, batch, length, most, self.frozen)
+        return _memory.estimate(
+            self.config, self.runtime, self.params, batch, length, most, self.frozen
+        )
 
     def token_budget(self) -> int:
         """The tokens of a micro-batch that the memory at hand allows."""
         most = MOST if self.fused_attention else 1
-        return _memory.choose_budget(self.config, self.runtime, self.params, most, self.frozen)
+        return _memory.choose_budget(
+            self.config, self.runtime, self.params, most, self.frozen
+        )
 
-    def packing(self, samples: Any, *, token_budget: int | None = None, micro_batch: int | None = None) -> Packing:
+    def packing(
+        self,
+        samples: Any,
+        *,
+        token_budget: int | None = None,
+        micro_batch: int | None = None,
+    ) -> Packing:
         """How a training step would lay samples into rows: `.padding`, `.shapes`, `.plot()`. Nothing is computed.
 
         samples       a RolloutBatch, or the tokens of each sample, prompt included
@@ -428,12 +534,22 @@ class Policy:
         Packing(4 samples in 4 rows, 1 pass of 1 shape, 43.3 % padding)
         """
         if token_budget is not None and micro_batch is not None:
-            raise ConfigError("token_budget and micro_batch exclude each other", remedy="pass one of them")
+            raise ConfigError(
+                "token_budget and micro_batch exclude each other",
+                remedy="pass one of them",
+            )
         if min(x for x in (token_budget, micro_batch, 1) if x is not None) < 1:
-            raise ConfigError(f"token_budget={token_budget}, micro_batch={micro_batch}", remedy="at least 1")
+            raise ConfigError(
+                f"token_budget={token_budget}, micro_batch={micro_batch}",
+                remedy="at least 1",
+            )
         if micro_batch is not None:
             return packing(samples, None, micro_batch)
-        return packing(samples, Packer(token_budget or self.token_budget(), not self.fused_attention), 1)
+        return packing(
+            samples,
+            Packer(token_budget or self.token_budget(), not self.fused_attention),
+            1,
+        )
 
     @property
     def parameters(self) -> int:
@@ -453,21 +569,36 @@ class Policy:
     @property
     def sharding_notes(self) -> tuple[str, ...]:
         """What is replicated because it cannot be sharded as the table in jvlab/trainer/decoder/_sharding.py says."""
-        leaves = {".".join(path): entry for path, entry in _model.parameter_letters(self.config).items()}
+        leaves = {
+            ".".join(path): entry
+            for path, entry in _model.parameter_letters(self.config).items()
+        }
         return sharding.Layout(self.mesh).notes(leaves)
 
     def __repr__(self) -> str:
-        dtype = self.dtype if self.dtype == self.compute_dtype else f"{self.dtype} computing in {self.compute_dtype}"
+        dtype = (
+            self.dtype
+            if self.dtype == self.compute_dtype
+            else f"{self.dtype} computing in {self.compute_dtype}"
+        )
         more = f", {self.runtime.head_dtype} head" if self.runtime.head_dtype else ""
-        more += f", remat {self.runtime.remat}" if self.runtime.remat in ("dots", "full") else ""
+        more += (
+            f", remat {self.runtime.remat}"
+            if self.runtime.remat in ("dots", "full")
+            else ""
+        )
         return f"Policy({self.config.family}, {self._counted()}, {dtype}, {_mesh(self.mesh)}{more})"
 
     def _counted(self) -> str:
         if self._frozen is None:
             return f"{_count(self.parameters)} parameters"
         names = list(self.lora.spec.targets)
-        what = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-        whole = sum(leaf.size for leaf in jax.tree.leaves(self._frozen)) + self.parameters
+        what = (
+            names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+        )
+        whole = (
+            sum(leaf.size for leaf in jax.tree.leaves(self._frozen)) + self.parameters
+        )
         trained = f"{_count(self.parameters)} of {_count(whole)} parameters trained"
         return f"rank {self.lora.spec.rank} on {what}: {trained}"
 
@@ -479,7 +610,9 @@ class Policy:
             "model": f"{self.config.family}, {self.config.layers} layers, {self._counted()}",
             "mesh": _mesh(self.mesh),
             "dtype": f"{self.dtype}, computing in {self.compute_dtype}",
-            "bytes per device": human_bytes(sharding.bytes_per_device(jax.tree.leaves(self.params))),
+            "bytes per device": human_bytes(
+                sharding.bytes_per_device(jax.tree.leaves(self.params))
+            ),
         }
         notes = self.sharding_notes
         if notes:
@@ -494,25 +627,45 @@ class Policy:
 def _remat(given: str | bool | None) -> str:
     if given is None:
         return "auto"
-    name = {True: "full", False: "none"}.get(given, given) if isinstance(given, bool) else given
+    name = (
+        {True: "full", False: "none"}.get(given, given)
+        if isinstance(given, bool)
+        else given
+    )
     if name not in REMAT:
-        raise ConfigError(f"remat={given!r} is not known", remedy=f"one of {', '.join(REMAT)}", remat=given)
+        raise ConfigError(
+            f"remat={given!r} is not known",
+            remedy=f"one of {', '.join(REMAT)}",
+            remat=given,
+        )
     return name
 
 
 def _check_dtype(name: object) -> None:
     if name not in DTYPES:
-        raise ConfigError(f"dtype={name!r} is not known", remedy=f"one of {', '.join(DTYPES)}", dtype=name)
+        raise ConfigError(
+            f"dtype={name!r} is not known",
+            remedy=f"one of {', '.join(DTYPES)}",
+            dtype=name,
+        )
 
 
-def _mask(tokens: jax.Array, lengths_or_mask: ArrayLike | Sequence[int] | None) -> jax.Array:
+def _mask(
+    tokens: jax.Array, lengths_or_mask: ArrayLike | Sequence[int] | None
+) -> jax.Array:
     """The mask, or the one that corresponds to the lengths; shapes are checked."""
     if lengths_or_mask is None:
         return jnp.ones(tokens.shape, bool)
-    given = np.asarray(lengths_or_mask) if not isinstance(lengths_or_mask, jax.Array) else lengths_or_mask
+    given = (
+        np.asarray(lengths_or_mask)
+        if not isinstance(lengths_or_mask, jax.Array)
+        else lengths_or_mask
+    )
     if tuple(given.shape) == tuple(tokens.shape):
         return jnp.asarray(given).astype(bool)
-    if tuple(given.shape) == tokens.shape[:1] and jnp.issubdtype(given.dtype, jnp.integer):
+    if tuple(given.shape) == tokens.shape[:1] and jnp.issubdtype(
+        given.dtype, jnp.integer
+    ):
         return jnp.arange(tokens.shape[1])[None, :] < jnp.asarray(given)[:, None]
     raise ConfigError(
         f"lengths or mask are {given.dtype}{tuple(given.shape)} for tokens {tuple(tokens.shape)}",

@@ -19,27 +19,39 @@ from jvlab.trainer._groups import GroupMaker, SampleGroup
 from jvlab.trainer._schedule import Flow, Ticket
 
 THREADS = 64  # which mostly wait for gRPC replies and rewards
-MAX_REJECTED_STEPS = 20  # the run fails once so many steps' worth of groups in a row were rejected
+# the run fails once so many steps' worth of groups in a row were rejected
+MAX_REJECTED_STEPS = 20
 
 
 class Producer:
     """Starts groups and collects them. All state is in `flow`, under one lock; every change notifies waiters."""
 
     def __init__(
-        self, flow: Flow[SampleGroup], maker: GroupMaker, rejection_reason: Callable[[SampleGroup], str]
+        self,
+        flow: Flow[SampleGroup],
+        maker: GroupMaker,
+        rejection_reason: Callable[[SampleGroup], str],
     ) -> None:
         """`rejection_reason(group)`: why a group is not trained on, "" if it is."""
-        self._flow, self._maker, self._rejection_reason = flow, maker, rejection_reason
+        self._flow = flow
+        self._maker = maker
+        self._rejection_reason = rejection_reason
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._paused = self._closing = False
         self._remaining: int | None = None
-        self._rejected, self._rejection = 0, ""  # in a row, and the last reason
+        # in a row, and the last reason
+        self._rejected = 0
+        self._rejection = ""
         self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(ThreadPoolExecutor(THREADS, thread_name_prefix="jvlab-producer"))
+        self._loop.set_default_executor(
+            ThreadPoolExecutor(THREADS, thread_name_prefix="jvlab-producer")
+        )
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._thread = threading.Thread(target=self._run, name="jvlab-producer", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="jvlab-producer", daemon=True
+        )
         self._thread.start()
 
     # Called by the trainer ----------------------------------------------------------------------------------------
@@ -163,11 +175,15 @@ class Producer:
             reason = self._rejection_reason(group)
             if reason:
                 self._flow.reject(ticket.index)
-                self._rejected, self._rejection = self._rejected + 1, reason
+                self._rejected = self._rejected + 1
+                self._rejection = reason
             else:
                 self._flow.finish(group)
                 self._rejected = 0
-            if self._rejected > MAX_REJECTED_STEPS * self._flow.schedule.groups_per_step:
+            if (
+                self._rejected
+                > MAX_REJECTED_STEPS * self._flow.schedule.groups_per_step
+            ):
                 self._failure = ConfigError(
                     f"{self._rejected} groups in a row were rejected: {self._rejection}",
                     remedy="look at run.record.events('fault') and the task's reward function",
@@ -187,7 +203,8 @@ class Producer:
                 return
             self._closing = True
             self._loop.call_soon_threadsafe(self._wake.set)
-        self._maker.close()  # before the join: ends reward calls that threads of the event loop wait for
+        # before the join: ends reward calls that threads of the event loop wait for
+        self._maker.close()
         self._thread.join(30)
         if not self._thread.is_alive():
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
@@ -202,12 +219,15 @@ class PoolSleep:
     """
 
     def __init__(self, pool: Any, producer: Producer, writer: RecordWriter) -> None:
-        self._pool, self._producer, self._writer = pool, producer, writer
+        self._pool = pool
+        self._producer = producer
+        self._writer = writer
         self._since: float | None = None
 
     def begin(self, before: Sequence[Future[Any]]) -> None:
         """Put the pool to sleep once these have ended; not if it generates, as with a staleness bound above 0."""
-        self._producer.pause(True)  # so that a bound which is raised just now starts no group in a sleeping pool
+        # so that a bound which is raised just now starts no group in a sleeping pool
+        self._producer.pause(True)
         if self._producer.snapshot()["flying"]:
             self._producer.pause(False)
             return
@@ -222,7 +242,9 @@ class PoolSleep:
         self._pool.wake(tags=[tag])
         if tag == "kv_cache":
             why = "the trainer used its memory"
-            self._writer.write(PauseEvent(start=self._since, stop=clock(), mode="sleep", why=why))
+            self._writer.write(
+                PauseEvent(start=self._since, stop=clock(), mode="sleep", why=why)
+            )
             self._since = None
             self._producer.pause(False)
 
@@ -234,4 +256,8 @@ class PoolSleep:
         try:
             self._pool.wake()
         except JvlabError as error:
-            self._writer.write(FaultEvent(actor="trainer", fault="wake failed", who="pool", text=error.message))
+            self._writer.write(
+                FaultEvent(
+                    actor="trainer", fault="wake failed", who="pool", text=error.message
+                )
+            )

@@ -57,7 +57,8 @@ class RewardResult:
     rewards: np.ndarray  # float64
     failures: tuple[RewardFailure, ...] = ()
     seconds: float = 0.0
-    parts: tuple[Mapping[str, float], ...] = ()  # of each reward; {} where the function returned one number
+    # of each reward; {} where the function returned one number
+    parts: tuple[Mapping[str, float], ...] = ()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -72,13 +73,17 @@ class RewardResult:
 
     def __repr__(self) -> str:
         failed = "".join(f", {n} {kind}" for kind, n in sorted(self.counts.items()))
-        return f"RewardResult({len(self.rewards)} samples, mean {self.mean:.4g}{failed})"
+        return (
+            f"RewardResult({len(self.rewards)} samples, mean {self.mean:.4g}{failed})"
+        )
 
 
 def reward_result(found: Sequence[float | RewardFailure]) -> RewardResult:
     """What each sample got, as one result."""
     return RewardResult(
-        np.array([math.nan if isinstance(f, RewardFailure) else f for f in found], np.float64),
+        np.array(
+            [math.nan if isinstance(f, RewardFailure) else f for f in found], np.float64
+        ),
         tuple(f for f in found if isinstance(f, RewardFailure)),
         parts=tuple(parts_of(f) for f in found),
     )
@@ -88,7 +93,9 @@ class RewardWatch:
     """Raises RewardError if a task's rewards all fail: the first `first` of them, or later `later` in a row."""
 
     def __init__(self, task: str, first: int, later: int) -> None:
-        self._task, self._first, self._later = task, first, later
+        self._task = task
+        self._first = first
+        self._later = later
         self._row = 0
         self._any_good = False
         self._lock = threading.Lock()
@@ -104,7 +111,11 @@ class RewardWatch:
             failed = self._row
             if failed < (self._later if self._any_good else self._first):
                 return
-            which = f"{failed} samples in a row" if self._any_good else f"any of the first {failed} samples"
+            which = (
+                f"{failed} samples in a row"
+                if self._any_good
+                else f"any of the first {failed} samples"
+            )
         lines = f"\n{found.traceback}" if found.traceback else ""
         raise RewardError(
             f"task {self._task!r} has no reward for {which}. {found.kind}: {found.message}{lines}",
@@ -150,11 +161,16 @@ class Rewarder:
     """
 
     def __init__(
-        self, reward: Callable[..., Any], timeout: float = 30.0, processes: int = 0, workers: int | None = None
+        self,
+        reward: Callable[..., Any],
+        timeout: float = 30.0,
+        processes: int = 0,
+        workers: int | None = None,
     ) -> None:
         if not callable(reward):
             raise ConfigError(
-                f"reward is {type(reward).__name__}, not a function", remedy="reward(sample, example) -> float"
+                f"reward is {type(reward).__name__}, not a function",
+                remedy="reward(sample, example) -> float",
             )
         if not timeout > 0 or processes < 0 or (workers is not None and workers < 1):
             raise ConfigError(
@@ -162,12 +178,16 @@ class Rewarder:
                 remedy="timeout above 0, processes at least 0, workers at least 1",
             )
         self.clock = CallClock()
-        is_async = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
+        is_async = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(
+            type(reward).__call__
+        )
         if is_async and processes:
             raise ConfigError(
-                "an async reward cannot run in processes", remedy="make it a plain function, or processes=0"
+                "an async reward cannot run in processes",
+                remedy="make it a plain function, or processes=0",
             )
-        self.timeout, self._closed = timeout, False
+        self.timeout = timeout
+        self._closed = False
         count = processes or workers or (32 if is_async else 4)
         self._loop = _EventLoop() if is_async else None
         self._callers: queue.SimpleQueue[_Caller] = queue.SimpleQueue()
@@ -182,24 +202,36 @@ class Rewarder:
             self._callers.put(caller)
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="jvlab-reward")
 
-    def score(self, samples: Sequence[Any], examples: Sequence[Any] | None = None) -> RewardResult:
+    def score(
+        self, samples: Sequence[Any], examples: Sequence[Any] | None = None
+    ) -> RewardResult:
         """The rewards of all samples; takes at most about timeout · ⌈samples / workers⌉."""
         if self._closed:
             raise ConfigError("this Rewarder is closed", remedy="make a new one")
         given = [None] * len(samples) if examples is None else list(examples)
         if len(given) != len(samples):
-            raise ConfigError(f"{len(samples)} samples, {len(given)} examples", remedy="pass one example per sample")
+            raise ConfigError(
+                f"{len(samples)} samples, {len(given)} examples",
+                remedy="pass one example per sample",
+            )
         began = time.perf_counter()
-        calls = [self.start(i, sample, example) for i, (sample, example) in enumerate(zip(samples, given, strict=True))]
+        calls = [
+            self.start(i, sample, example)
+            for i, (sample, example) in enumerate(zip(samples, given, strict=True))
+        ]
         found = [call.result() for call in calls]  # no deadline: each call has one
         return replace(reward_result(found), seconds=time.perf_counter() - began)
 
-    def start(self, index: int, sample: Any, example: Any = None) -> Future[float | RewardFailure]:
+    def start(
+        self, index: int, sample: Any, example: Any = None
+    ) -> Future[float | RewardFailure]:
         """Begin with the reward of one sample; `index` is what a failure will name."""
         return self._threads.submit(self._one, index, sample, example)
 
     def _one(self, index: int, sample: Any, example: Any) -> float | RewardFailure:
-        caller, began = self._callers.get(), time.perf_counter()  # no deadline: there is a caller for each thread
+        # no deadline: there is a caller for each thread
+        caller = self._callers.get()
+        began = time.perf_counter()
         failed = lambda kind, message, trace="": RewardFailure(
             index, sample, kind, message, trace, time.perf_counter() - began
         )
@@ -215,13 +247,21 @@ class Rewarder:
         except _Raised as error:
             return failed("raised", error.message, error.trace)
         except Exception as error:
-            return failed("raised", f"{type(error).__name__}: {error}", own_lines(error))
+            return failed(
+                "raised", f"{type(error).__name__}: {error}", own_lines(error)
+            )
         finally:
             self._callers.put(caller)
         if not isinstance(reward, NUMBERS):
-            return failed("not a number", f"the reward function returned {type(value).__name__} {str(value)[:60]!r}")
+            return failed(
+                "not a number",
+                f"the reward function returned {type(value).__name__} {str(value)[:60]!r}",
+            )
         if not finite:
-            return failed("not a number", f"the reward function returned {parts_of(reward) or reward}")
+            return failed(
+                "not a number",
+                f"the reward function returned {parts_of(reward) or reward}",
+            )
         return reward if isinstance(reward, PartedReward) else float(reward)
 
     def waiting(self) -> str:
@@ -235,7 +275,8 @@ class Rewarder:
             caller.close()
         if self._loop is not None:
             self._loop.close()
-        self._threads.shutdown(wait=True, cancel_futures=True)  # no deadline: each call has one
+        # no deadline: each call has one
+        self._threads.shutdown(wait=True, cancel_futures=True)
 
     def __enter__(self) -> Rewarder:
         return self
@@ -261,7 +302,8 @@ class _Raised(Exception):
 
     def __init__(self, message: str, trace: str) -> None:
         super().__init__(message)
-        self.message, self.trace = message, trace
+        self.message = message
+        self.trace = trace
 
 
 class _Caller(Protocol):
@@ -279,12 +321,14 @@ class _InThread:
         self._results: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
 
     def call(self, sample: Any, example: Any, timeout: float) -> Any:
-        results = self._results = queue.SimpleQueue()  # a new one: an abandoned call may still write to the old one
+        # a new one: an abandoned call may still write to the old one
+        results = self._results = queue.SimpleQueue()
 
         def run() -> None:
             try:
                 results.put((True, self._reward(sample, example)))
-            except BaseException as error:  # SystemExit too: otherwise the call would seem to hang
+            # SystemExit too: otherwise the call would seem to hang
+            except BaseException as error:
                 results.put((False, error))
 
         thread = threading.Thread(target=run, name="jvlab-reward-call", daemon=True)
@@ -292,7 +336,9 @@ class _InThread:
         try:
             good, value = results.get(timeout=timeout)
         except queue.Empty:
-            raise _TimedOut(own_place(sys._current_frames().get(thread.ident or 0))) from None
+            raise _TimedOut(
+                own_place(sys._current_frames().get(thread.ident or 0))
+            ) from None
         if good:
             return value
         if isinstance(value, _Died):
@@ -308,7 +354,9 @@ class _EventLoop:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="jvlab-reward-loop", daemon=True)
+        self._thread = threading.Thread(
+            target=self.loop.run_forever, name="jvlab-reward-loop", daemon=True
+        )
         self._thread.start()
 
     async def _cancel_all(self) -> None:
@@ -319,7 +367,8 @@ class _EventLoop:
 
     def close(self) -> None:
         ending = asyncio.run_coroutine_threadsafe(self._cancel_all(), self.loop)
-        with contextlib.suppress(TimeoutError):  # a call that blocks the loop or ignores cancellation
+        # a call that blocks the loop or ignores cancellation
+        with contextlib.suppress(TimeoutError):
             ending.result(5)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(5)
@@ -331,14 +380,18 @@ class _OnLoop:
     """An async reward function, cancelled after its timeout."""
 
     def __init__(self, reward: Callable[..., Any], loop: _EventLoop) -> None:
-        self._reward, self._loop = reward, loop
+        self._reward = reward
+        self._loop = loop
 
     def call(self, sample: Any, example: Any, timeout: float) -> Any:
-        future = asyncio.run_coroutine_threadsafe(self._reward(sample, example), self._loop.loop)
+        future = asyncio.run_coroutine_threadsafe(
+            self._reward(sample, example), self._loop.loop
+        )
         try:
             return future.result(timeout)
         except TimeoutError:
-            if future.done() and not future.cancelled():  # the function's own TimeoutError
+            # the function's own TimeoutError
+            if future.done() and not future.cancelled():
                 raise
             future.cancel()
             raise _TimedOut from None
@@ -386,16 +439,22 @@ class _InProcess:
             if self._closed:
                 raise _Died("the Rewarder was closed")
             self._pipe, child_end = spawn.Pipe()
-            self._child = spawn.Process(target=_serve, args=(child_end, self._reward), daemon=True)
+            self._child = spawn.Process(
+                target=_serve, args=(child_end, self._reward), daemon=True
+            )
             self._child.start()
             child_end.close()
         try:
-            ready = self._pipe.poll(START_S) and self._pipe.recv()  # no deadline: there is something
+            # no deadline: there is something
+            ready = self._pipe.poll(START_S) and self._pipe.recv()
         except (EOFError, OSError):
             ready = False
         if ready is not True:
             self._kill()
-            why = ready or f"no answer within {START_S:g} s, or it ended with exit code {self._exit}"
+            why = (
+                ready
+                or f"no answer within {START_S:g} s, or it ended with exit code {self._exit}"
+            )
             raise _Died(f"the reward process did not start: {why}")
 
     def _kill(self) -> None:
@@ -419,14 +478,18 @@ class _InProcess:
 def _serve(pipe: Any, reward: bytes) -> None:
     """Runs in the child: serves calls one after the other until the pipe closes."""
     try:
-        function = pickle.loads(reward)  # sent by our own parent process over a private pipe
+        # sent by our own parent process over a private pipe
+        function = pickle.loads(reward)
     except BaseException as error:
-        pipe.send(f"{type(error).__name__}: {error}; define it in a module that can be imported")
+        pipe.send(
+            f"{type(error).__name__}: {error}; define it in a module that can be imported"
+        )
         return
     pipe.send(True)
     while True:
         try:
-            sample, example = pipe.recv()  # no deadline: it is killed, or the pipe's other end closes
+            # no deadline: it is killed, or the pipe's other end closes
+            sample, example = pipe.recv()
         except (EOFError, OSError):
             return
         try:

@@ -39,7 +39,11 @@ if TYPE_CHECKING:
 
 def replay(loop: Loop, checkpoints: Checkpoints, sample: SampleRecord) -> np.ndarray:
     """log P of each of the sample's tokens under its own version; raises if a version's checkpoint is missing."""
-    own = np.ones(len(sample.tokens), bool) if not sample.mask else np.asarray(sample.mask, bool)
+    own = (
+        np.ones(len(sample.tokens), bool)
+        if not sample.mask
+        else np.asarray(sample.mask, bool)
+    )
     versions = sample.token_versions
     wanted = sorted({int(v) for v in versions[own]})
     paths = {v: checkpoints.of_version(v) for v in wanted}
@@ -51,7 +55,9 @@ def replay(loop: Loop, checkpoints: Checkpoints, sample: SampleRecord) -> np.nda
             remedy="run with checkpoint_every=1 and keep_checkpoints=None to be able to replay every sample",
             versions=missing,
         )
-    batch, start, out = _batch(sample, own), len(sample.prompt_tokens), np.zeros(len(own), np.float32)
+    batch = _batch(sample, own)
+    start = len(sample.prompt_tokens)
+    out = np.zeros(len(own), np.float32)
     for version, path in paths.items():
         assert path is not None
         params: Any = checkpoints.load(path, loop.state).params
@@ -75,7 +81,15 @@ def _batch(sample: SampleRecord, own: np.ndarray) -> TrainBatch:
     one = np.zeros(1, np.float32)
     zeros = np.zeros((1, width), np.float32)
     return TrainBatch(
-        row, mask, loss, zeros, np.full((1, width), -1, np.int32), one, one, np.zeros(1, np.int32), buckets
+        row,
+        mask,
+        loss,
+        zeros,
+        np.full((1, width), -1, np.int32),
+        one,
+        one,
+        np.zeros(1, np.int32),
+        buckets,
     )
 
 
@@ -107,22 +121,30 @@ class Run:
         client: object = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        self.folder, self.name = folder, name
-        self._loop, self._start_producer, self._client = loop, start, client
+        self.folder = folder
+        self.name = name
+        self._loop = loop
+        self._start_producer = start
+        self._client = client
         self._on_end = on_end  # called before anybody who waits for the end is told
         self._max_staleness = max_staleness
-        self._state, self._error = "starting", None
-        self._began, self._ended = time.monotonic(), 0.0
+        self._state = "starting"
+        self._error = None
+        self._began = time.monotonic()
+        self._ended = 0.0
         self._final: dict[str, Any] = {}
         self._over = threading.Event()
         self._leaving = False  # the process ends
         self._listeners: list[Callable[[Run], None]] = []
-        self._thread = threading.Thread(target=self._run, name=f"jvlab-run-{name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"jvlab-run-{name}", daemon=True
+        )
         _open.add(self)
         self._thread.start()
 
     def _run(self) -> None:
-        producer, reason = None, "failed"
+        producer = None
+        reason = "failed"
         try:
             producer = self._start_producer()
             self._state = "running"
@@ -142,9 +164,15 @@ class Run:
             reason = "interrupted"
         elif self._error is not None:
             reason = "failed"
-        text = f"{type(self._error).__name__}: {self._error}" if self._error is not None else ""
+        text = (
+            f"{type(self._error).__name__}: {self._error}"
+            if self._error is not None
+            else ""
+        )
         self._release(lambda: self._loop.writer.close(reason, text))
-        self._state = "failed" if self._error is not None and reason == "finished" else reason
+        self._state = (
+            "failed" if self._error is not None and reason == "finished" else reason
+        )
         self._ended = time.monotonic()
         _open.discard(self)
         self._release(self._on_end)
@@ -189,7 +217,11 @@ class Run:
         try:
             self._await(deadline)
         except KeyboardInterrupt:
-            print("stopping after this step; Ctrl-C again to leave at once", file=sys.stderr, flush=True)
+            print(
+                "stopping after this step; Ctrl-C again to leave at once",
+                file=sys.stderr,
+                flush=True,
+            )
             self.stop()
             self._await(None)
         if self._error is not None:
@@ -197,10 +229,12 @@ class Run:
         return self
 
     def _await(self, deadline: Deadline | None) -> None:
-        while not self._over.wait(0.2):  # in short waits: signals are handled between them
+        # in short waits: signals are handled between them
+        while not self._over.wait(0.2):
             if deadline is not None and deadline.over:
                 raise DeadlineExceeded(
-                    f"{self!r} has not ended", remedy="wait longer, or run.stop() to end it after the current step"
+                    f"{self!r} has not ended",
+                    remedy="wait longer, or run.stop() to end it after the current step",
                 )
 
     @property
@@ -211,7 +245,10 @@ class Run:
     @max_staleness.setter
     def max_staleness(self, value: int) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ConfigError(f"max_staleness={value!r}", remedy="a whole number, 0 (on-policy) or more")
+            raise ConfigError(
+                f"max_staleness={value!r}",
+                remedy="a whole number, 0 (on-policy) or more",
+            )
         self._max_staleness = value
         if self._loop.producer is not None:
             self._loop.producer.limit(value)
@@ -241,12 +278,19 @@ class Run:
     @property
     def status(self) -> RunStatus:
         """A snapshot of the run."""
-        loop, last = self._loop, self._loop.last
+        loop = self._loop
+        last = self._loop.last
         producer = loop.producer
         flow = self._final or (producer.snapshot() if producer is not None else {})
         state = self._state
         if state == "running":
-            state = "stopping" if loop.control.stopping else "paused" if loop.control.pausing else state
+            state = (
+                "stopping"
+                if loop.control.stopping
+                else "paused"
+                if loop.control.pausing
+                else state
+            )
         return RunStatus(
             state,
             loop.step,
@@ -287,7 +331,11 @@ class Run:
         records: dict[str, Record] = {}
         for number, other in enumerate((self, *others), 1):
             record = other.record if isinstance(other, Run) else other
-            name = other.name if isinstance(other, Run) else Path(str(record.folder or f"run {number}")).name
+            name = (
+                other.name
+                if isinstance(other, Run)
+                else Path(str(record.folder or f"run {number}")).name
+            )
             records[name if name not in records else f"{name} ({number})"] = record
         return compare_figure(records)
 
@@ -299,11 +347,20 @@ class Run:
 
     def save_figures(self) -> list[str]:
         """Write figures of the run into its folder as PNG, and return their paths."""
-        from jvlab.views._record_plots import run_figure, staleness_figure, throughput_figure
+        from jvlab.views._record_plots import (
+            run_figure,
+            staleness_figure,
+            throughput_figure,
+        )
         from jvlab.views._timeline import timeline_figure
 
-        record, out = self.record, []
-        makers = {"run": run_figure, "staleness": staleness_figure, "throughput": throughput_figure}
+        record = self.record
+        out = []
+        makers = {
+            "run": run_figure,
+            "staleness": staleness_figure,
+            "throughput": throughput_figure,
+        }
         for name, make in {**makers, "timeline": timeline_figure}.items():
             out.append(str(self.folder / f"{name}.png"))
             make(record).savefig(out[-1], dpi=110)
@@ -369,7 +426,8 @@ def _stop_all() -> None:
 threading._register_atexit(_stop_all)  # type: ignore[attr-defined]
 
 
-_runs: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()  # lab client -> folders of its runs
+# lab client -> folders of its runs
+_runs: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
 def remember(run: Run) -> None:

@@ -32,7 +32,8 @@ class Position:
     version: int  # the trainer's version
     seed: int  # of the run; every other seed is derived from it and the group's number
     groups: int  # number of the next new group
-    pending: tuple[tuple[int, int], ...] = ()  # (group, attempt) in progress, to be regenerated after a resume
+    # (group, attempt) in progress, to be regenerated after a resume
+    pending: tuple[tuple[int, int], ...] = ()
     task: Mapping[str, Any] = field(default_factory=dict)
     updates: int = 0
     skipped: int = 0
@@ -43,8 +44,11 @@ class Checkpoints:
 
     def __init__(self, folder: str | os.PathLike[str], keep: int | None = 3) -> None:
         if keep is not None and keep < 1:
-            raise ConfigError(f"keep_checkpoints={keep}", remedy="1 or more, or None for all")
-        self.folder, self._keep = Path(folder).absolute() / "checkpoints", keep
+            raise ConfigError(
+                f"keep_checkpoints={keep}", remedy="1 or more, or None for all"
+            )
+        self.folder = Path(folder).absolute() / "checkpoints"
+        self._keep = keep
         self._orbax: Any = None
 
     def _checkpointer(self) -> Any:
@@ -56,7 +60,8 @@ class Checkpoints:
                     "checkpoints of a run need orbax-checkpoint",
                     remedy="pip install orbax-checkpoint, or jv.grpo(..., checkpoint_every=0)",
                 ) from error
-            logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs every file there
+            # Orbax logs every file there
+            logging.getLogger("absl").setLevel(logging.ERROR)
             self._orbax = ocp.StandardCheckpointer()
         return self._orbax
 
@@ -64,7 +69,11 @@ class Checkpoints:
         """Raise StorageError if a checkpoint of this state cannot be written here."""
         import jax
 
-        needed = sum(x.nbytes for x in jax.tree.leaves((state.params, state.opt_state)) if hasattr(x, "nbytes"))
+        needed = sum(
+            x.nbytes
+            for x in jax.tree.leaves((state.params, state.opt_state))
+            if hasattr(x, "nbytes")
+        )
         with writing(self.folder, WHAT):
             self.folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self.folder).close()
@@ -91,41 +100,72 @@ class Checkpoints:
             shutil.rmtree(old, ignore_errors=True)
         return target
 
-    def _write(self, state: TrainState, position: Position, fresh: Path, target: Path) -> None:
+    def _write(
+        self, state: TrainState, position: Position, fresh: Path, target: Path
+    ) -> None:
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
         orbax = self._checkpointer()
-        orbax.save(fresh / "state", {"params": state.params, "optimizer": state.opt_state})
+        orbax.save(
+            fresh / "state", {"params": state.params, "optimizer": state.opt_state}
+        )
         orbax.wait_until_finished()
         text = json.dumps({"format": FORMAT, **vars(position)}, indent=1)
         with open(fresh / "position.json", "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        shutil.rmtree(target, ignore_errors=True)  # exists if the run was resumed from an earlier step
+        # exists if the run was resumed from an earlier step
+        shutil.rmtree(target, ignore_errors=True)
         os.rename(fresh, target)
 
     def paths(self) -> list[Path]:
         """The complete checkpoints, oldest first."""
-        return sorted(p for p in self.folder.glob("step-*") if (p / "position.json").is_file() and p.suffix != ".part")
+        return sorted(
+            p
+            for p in self.folder.glob("step-*")
+            if (p / "position.json").is_file() and p.suffix != ".part"
+        )
 
     def position(self, path: Path) -> Position:
         """The position that a checkpoint stores."""
         remedy = f"remove {path.name}: the checkpoint before it is then used"
         try:
-            fields = read_json_object(path / "position.json", LONGEST_POSITION, "a run's position", remedy=remedy)
+            fields = read_json_object(
+                path / "position.json",
+                LONGEST_POSITION,
+                "a run's position",
+                remedy=remedy,
+            )
             if fields.pop("format") != FORMAT:
-                raise ConfigError(f"{path} has another format", remedy="resume with the jvlab version that wrote it")
-            numbers = {f.name for f in dataclasses.fields(Position)} - {"pending", "task"}
-            if wrong := [name for name in numbers if type(fields.get(name, 0)) is not int]:
+                raise ConfigError(
+                    f"{path} has another format",
+                    remedy="resume with the jvlab version that wrote it",
+                )
+            numbers = {f.name for f in dataclasses.fields(Position)} - {
+                "pending",
+                "task",
+            }
+            if wrong := [
+                name for name in numbers if type(fields.get(name, 0)) is not int
+            ]:
                 raise TypeError(f"{wrong[0]} is {fields[wrong[0]]!r}")
             if not isinstance(fields.get("task", {}), dict):
                 raise TypeError("its task is not an object")
-            return Position(**{**fields, "pending": tuple((int(i), int(a)) for i, a in fields["pending"])})
+            return Position(
+                **{
+                    **fields,
+                    "pending": tuple((int(i), int(a)) for i, a in fields["pending"]),
+                }
+            )
         except ConfigError:
             raise
         except (OSError, KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ConfigError(f"{path} holds no valid position: {error}", remedy=remedy, path=str(path)) from error
+            raise ConfigError(
+                f"{path} holds no valid position: {error}",
+                remedy=remedy,
+                path=str(path),
+            ) from error
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint."""
@@ -134,14 +174,19 @@ class Checkpoints:
 
     def of_version(self, version: int) -> Path | None:
         """The checkpoint of this version."""
-        return next((p for p in reversed(self.paths()) if self.position(p).version == version), None)
+        return next(
+            (p for p in reversed(self.paths()) if self.position(p).version == version),
+            None,
+        )
 
     def load(self, path: Path, like: TrainState) -> TrainState:
         """The state, with the shapes, dtypes and shardings of `like`."""
         import jax
 
         place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-        wanted = jax.tree.map(place, {"params": like.params, "optimizer": like.opt_state})
+        wanted = jax.tree.map(
+            place, {"params": like.params, "optimizer": like.opt_state}
+        )
         orbax = self._checkpointer()
         try:
             kept = self._metadata(path)
@@ -150,7 +195,11 @@ class Checkpoints:
             _check_shapes(kept["params"], form["params"])
             if older_form:
                 older = orbax.restore(path / "state", form)
-                found = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), _in_layers(older, _stacked), wanted)
+                found = jax.tree.map(
+                    lambda x, to: jax.device_put(x, to.sharding),
+                    _in_layers(older, _stacked),
+                    wanted,
+                )
             else:
                 found = orbax.restore(path / "state", wanted)
         except (ValueError, KeyError, TypeError) as error:
@@ -160,7 +209,9 @@ class Checkpoints:
                 path=str(path),
             ) from error
         position = self.position(path)
-        return TrainState(found["params"], found["optimizer"], position.updates, position.skipped)
+        return TrainState(
+            found["params"], found["optimizer"], position.updates, position.skipped
+        )
 
     def _metadata(self, path: Path) -> Any:
         """The tree of what a checkpoint holds, with shapes instead of values."""
@@ -180,23 +231,34 @@ def _check_shapes(kept: Any, wanted: Any) -> None:
     import jax
 
     shapes = lambda tree: {
-        jax.tree_util.keystr(k): tuple(v.shape) for k, v in jax.tree_util.tree_leaves_with_path(tree)
+        jax.tree_util.keystr(k): tuple(v.shape)
+        for k, v in jax.tree_util.tree_leaves_with_path(tree)
     }
-    ours, theirs = shapes(wanted), shapes(kept)
+    ours = shapes(wanted)
+    theirs = shapes(kept)
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
-            raise ValueError(f"{name} is {theirs.get(name, 'missing')} there and {ours.get(name, 'missing')} here")
+            raise ValueError(
+                f"{name} is {theirs.get(name, 'missing')} there and {ours.get(name, 'missing')} here"
+            )
 
 
 def _numbered(params: Any) -> bool:
     """Whether layers are held one by one, as jvlab 0.1 did."""
-    return isinstance(params, Mapping) and isinstance(params.get("layers"), Mapping) and "0" in params["layers"]
+    return (
+        isinstance(params, Mapping)
+        and isinstance(params.get("layers"), Mapping)
+        and "0" in params["layers"]
+    )
 
 
 def _in_layers(tree: Any, change: Callable[[Any], Any]) -> Any:
     """The tree with every mapping called "layers" changed: those of parameters, and of moments in an optax state."""
     if isinstance(tree, Mapping):
-        return {k: change(v) if k == "layers" else _in_layers(v, change) for k, v in tree.items()}
+        return {
+            k: change(v) if k == "layers" else _in_layers(v, change)
+            for k, v in tree.items()
+        }
     if isinstance(tree, tuple):
         values = [_in_layers(v, change) for v in tree]
         return type(tree)(*values) if hasattr(tree, "_fields") else tuple(values)
@@ -217,4 +279,6 @@ def _stacked(layers: Any) -> Any:
     import jax
     import jax.numpy as jnp
 
-    return jax.tree.map(lambda *x: jnp.stack(x), *(layers[str(i)] for i in range(len(layers))))
+    return jax.tree.map(
+        lambda *x: jnp.stack(x), *(layers[str(i)] for i in range(len(layers)))
+    )

@@ -52,11 +52,16 @@ class Schedule:
                 remedy="at least one group a step, and a staleness of 0 (on-policy) or more",
             )
         if self.on_stale not in ON_STALE:
-            raise ConfigError(f"on_stale={self.on_stale!r}", remedy=f"one of {', '.join(ON_STALE)}")
+            raise ConfigError(
+                f"on_stale={self.on_stale!r}", remedy=f"one of {', '.join(ON_STALE)}"
+            )
 
     def may_start(self, next_version: int, outstanding: int, pool_version: int) -> bool:
         """Whether a group that starts now will be fresh enough when it is trained on."""
-        return next_version + outstanding // self.groups_per_step - pool_version <= self.max_staleness
+        return (
+            next_version + outstanding // self.groups_per_step - pool_version
+            <= self.max_staleness
+        )
 
     def admits(self, version: int, oldest: int) -> bool:
         """Whether a group may be trained on at this version."""
@@ -74,10 +79,17 @@ class Ticket:
 class Flow(Generic[G]):
     """Tracks every group through the states in the module's diagram."""
 
-    def __init__(self, schedule: Schedule, version: int, position: int = 0, pending: tuple[Ticket, ...] = ()) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        version: int,
+        position: int = 0,
+        pending: tuple[Ticket, ...] = (),
+    ) -> None:
         self.schedule = schedule
         self.next_version = version
-        self.pool_version = version - schedule.max_staleness - 1  # nothing may start before the first sync
+        # nothing may start before the first sync
+        self.pool_version = version - schedule.max_staleness - 1
         self.position = position  # number of the next new group
         self.flying: dict[int, Ticket] = {}
         self.ready: dict[int, G] = {}
@@ -94,7 +106,11 @@ class Flow(Generic[G]):
     def pending(self) -> tuple[Ticket, ...]:
         """What must be regenerated if the process ends now: everything outstanding, and queued retries."""
         ready = [Ticket(i, self._attempts[i]) for i in self.ready]
-        return tuple(sorted([*self.flying.values(), *ready, *self._retries], key=lambda t: t.index))
+        return tuple(
+            sorted(
+                [*self.flying.values(), *ready, *self._retries], key=lambda t: t.index
+            )
+        )
 
     def limit(self, max_staleness: int) -> None:
         """Change the staleness bound."""
@@ -104,12 +120,15 @@ class Flow(Generic[G]):
         """A group to start now, or None. `remaining`: the most groups that the rest of the run will take."""
         if remaining is not None and self.outstanding >= remaining:
             return None
-        if not self.schedule.may_start(self.next_version, self.outstanding, self.pool_version):
+        if not self.schedule.may_start(
+            self.next_version, self.outstanding, self.pool_version
+        ):
             return None
         if self._retries:
             ticket = self._retries.popleft()
         else:
-            ticket, self.position = Ticket(self.position), self.position + 1
+            ticket = Ticket(self.position)
+            self.position = self.position + 1
         self.flying[ticket.index] = ticket
         return ticket
 
@@ -125,7 +144,11 @@ class Flow(Generic[G]):
 
     def remove_stale(self) -> list[G]:
         """Remove and return the groups that are too stale for the next step."""
-        stale = [g for g in self.ready.values() if not self.schedule.admits(self.next_version, g.oldest)]
+        stale = [
+            g
+            for g in self.ready.values()
+            if not self.schedule.admits(self.next_version, g.oldest)
+        ]
         for group in stale:
             del self.ready[group.index]
             attempt = self._attempts.pop(group.index)

@@ -74,9 +74,12 @@ class StepReport:
     seconds: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     by_staleness: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    logprobs: np.ndarray | None = field(default=None, repr=False)  # [N, T] of the batch, before the update
-    experts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by layer; see _step.py
-    rows: Mapping[str, Any] = field(default_factory=dict)  # their mean length over positions, what determines it
+    # [N, T] of the batch, before the update
+    logprobs: np.ndarray | None = field(default=None, repr=False)
+    # by layer; see _step.py
+    experts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    # their mean length over positions, what determines it
+    rows: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         note = f", skipped: {self.skipped}" if self.skipped else ""
@@ -93,7 +96,8 @@ class Pending:
     """
 
     state: TrainState
-    _report: Callable[[float], StepReport] = field(repr=False)  # of the seconds that the step took
+    # of the seconds that the step took
+    _report: Callable[[float], StepReport] = field(repr=False)
     _began: float
     _seconds: float | None = None
 
@@ -107,17 +111,25 @@ class Pending:
         """The state with its counts, and the report."""
         self.wait()  # no deadline: the trainer's own computation
         assert self._seconds is not None
-        state, report = self.state, self._report(self._seconds)
+        state = self.state
+        report = self._report(self._seconds)
         done = not report.skipped
-        return state._replace(updates=state.updates + done, skipped=state.skipped + (not done)), report
+        return state._replace(
+            updates=state.updates + done, skipped=state.skipped + (not done)
+        ), report
 
 
-def schedule(peak: float, kind: str = "constant", warmup: int = 0, steps: int | None = None) -> Schedule:
+def schedule(
+    peak: float, kind: str = "constant", warmup: int = 0, steps: int | None = None
+) -> Schedule:
     """A learning rate by update: linear warm-up over `warmup` updates, then constant, or down to 0 at `steps`."""
     if kind not in SCHEDULES:
         raise ConfigError(f"schedule={kind!r}", remedy=f"one of {', '.join(SCHEDULES)}")
     if kind != "constant" and (steps is None or steps <= warmup):
-        raise ConfigError(f"a {kind} schedule over steps={steps}", remedy=f"give steps above warmup={warmup}")
+        raise ConfigError(
+            f"a {kind} schedule over steps={steps}",
+            remedy=f"give steps above warmup={warmup}",
+        )
     match kind:
         case "constant":
             after = optax.constant_schedule(peak)
@@ -141,8 +153,8 @@ class TrainStep:
     `with_loads=True`, also, and last, how many tokens chose each expert of each layer, or None. Rows must not depend on
     each other.
     With a `token_budget`, the tokens of a micro-batch, samples are packed into rows (see _micro_batches.py), and it is
-    called with `segments=` [B, T], which numbers a row's samples from 1 and is 0 on padding, instead of a mask, and, if it
-    takes that too, with `most=`, the samples that a row may hold. `short_rows` makes several shorter rows of a
+    called with `segments=` [B, T], which numbers a row's samples from 1 and is 0 on padding, instead of a mask, and,
+    if it takes that too, with `most=`, the samples that a row may hold. `short_rows` makes several shorter rows of a
     micro-batch, where attention takes time in proportion to a row's length. If it takes `frozen=` and is a method of an
     object that has `.frozen`, a tree of arrays, it gets those: as arguments of the compiled programs, not constants.
     A batch with `expert_ids` needs one that takes `routes=`, (ids, weights or None) [B, T, layers, chosen]: an update
@@ -171,16 +183,25 @@ class TrainStep:
         short_rows: bool = False,
     ) -> None:
         self.algorithm = algorithm or Algorithm()
-        row_weights(self.algorithm, np.ones((1, 1), bool), 1)  # raises now if constant_length is missing
+        # raises now if constant_length is missing
+        row_weights(self.algorithm, np.ones((1, 1), bool), 1)
         self.learning_rate = learning_rate
         inner = optimizer or optax.adamw(learning_rate, weight_decay=weight_decay)
-        clip = [optax.clip_by_global_norm(max_grad_norm)] if max_grad_norm is not None else []
+        clip = (
+            [optax.clip_by_global_norm(max_grad_norm)]
+            if max_grad_norm is not None
+            else []
+        )
         self.optimizer = optax.chain(*clip, inner)
         self._own_optimizer = optimizer is None
-        self._logprobs_fn, self._batch_sharding, self._donate = logprobs_fn, batch_sharding, donate
+        self._logprobs_fn = logprobs_fn
+        self._batch_sharding = batch_sharding
+        self._donate = donate
         takes = inspect.signature(logprobs_fn).parameters
-        self._with_entropy, self._counts_samples = "with_entropy" in takes, "most" in takes
-        self._with_loads, self._takes_routes = "with_loads" in takes, "routes" in takes
+        self._with_entropy = "with_entropy" in takes
+        self._counts_samples = "most" in takes
+        self._with_loads = "with_loads" in takes
+        self._takes_routes = "routes" in takes
         self._frozen_of = _owner(logprobs_fn) if "frozen" in takes else None
         if token_budget is not None and "segments" not in takes:
             raise ConfigError(
@@ -188,8 +209,15 @@ class TrainStep:
                 remedy="let it take segments=[B, T], or give micro_batch, the samples of a micro-batch, instead",
             )
         if token_budget is not None and token_budget < 1:
-            raise ConfigError(f"token_budget={token_budget}", remedy="the tokens of a micro-batch, e.g. 8192")
-        self._packer = None if token_budget is None else Packer(token_budget, short_rows, _shards(batch_sharding))
+            raise ConfigError(
+                f"token_budget={token_budget}",
+                remedy="the tokens of a micro-batch, e.g. 8192",
+            )
+        self._packer = (
+            None
+            if token_budget is None
+            else Packer(token_budget, short_rows, _shards(batch_sharding))
+        )
         if self.algorithm.entropy_coef and not self._with_entropy:
             raise ConfigError(
                 "an entropy bonus needs a logprobs_fn that can return the entropy",
@@ -198,12 +226,15 @@ class TrainStep:
         on_gpu = deterministic and jax.default_backend() == "gpu"
         self._compiler = {"xla_gpu_deterministic_ops": True} if on_gpu else None
         self._programs: dict[str, Any] = {}
-        self._shardings: Any = None  # of the parameters that the programs were compiled for
+        # of the parameters that the programs were compiled for
+        self._shardings: Any = None
 
     def init(self, params: Params) -> TrainState:
         """The state before the first update. With `donate`, the first step reuses the memory of `params`."""
         # Committed to their devices, as a jitted program's results are: else the second step would compile again.
-        params = jax.tree.map(lambda p: jax.device_put(p, jnp.asarray(p).sharding), params)
+        params = jax.tree.map(
+            lambda p: jax.device_put(p, jnp.asarray(p).sharding), params
+        )
         wrong = [
             f"{jax.tree_util.keystr(path)} ({leaf.dtype})"
             for path, leaf in jax.tree_util.tree_leaves_with_path(params)
@@ -216,13 +247,18 @@ class TrainStep:
                 leaves=wrong,
             )
         # Moments in float32 also for parameters of 16 bits: sums of small squares would be lost there.
-        opt_state = self.optimizer.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
+        opt_state = self.optimizer.init(
+            jax.tree.map(lambda p: p.astype(jnp.float32), params)
+        )
         # Moments are sharded like their parameters; optax creates them unsharded.
         put = lambda moment, param: jax.device_put(moment, param.sharding)
         replicated = _replicated(params)
         other = lambda leaf: jax.device_put(leaf, replicated)
         return TrainState(
-            params, optax.tree_map_params(self.optimizer, put, opt_state, params, transform_non_params=other)
+            params,
+            optax.tree_map_params(
+                self.optimizer, put, opt_state, params, transform_non_params=other
+            ),
         )
 
     def score(self, params: Params, batch: TrainBatch) -> np.ndarray:
@@ -231,7 +267,10 @@ class TrainStep:
         out = np.zeros(batch.tokens.shape, np.float32)
         score = self._programs["score"]
         tokens = lambda part: self._inputs(batch, part, (), ())
-        pending = [(part, score(params, tokens(part), self._frozen)) for part in self._parts(batch)]
+        pending = [
+            (part, score(params, tokens(part), self._frozen))
+            for part in self._parts(batch)
+        ]
         for part, found in pending:
             unpad(part, np.asarray(found), out)
         return np.where(batch.token_mask, out, 0.0)
@@ -242,32 +281,47 @@ class TrainStep:
         """One update on the whole batch. `version` is the trainer's before it, from which staleness is computed."""
         return self.launch(state, batch, version).finish()
 
-    def launch(self, state: TrainState, batch: TrainBatch, version: int | None = None) -> Pending:
+    def launch(
+        self, state: TrainState, batch: TrainBatch, version: int | None = None
+    ) -> Pending:
         """Give the device one update on the whole batch, and return without waiting for it.
 
         Its micro-batches are packed and handed over one by one while the device computes those before: their gradients
         are summed, so a batch may have any number of them (gradient accumulation).
         """
-        began, before = time.perf_counter(), self.compilations
+        began = time.perf_counter()
+        before = self.compilations
         self._check(batch)
         self._compile(state.params, state.opt_state)
         weights = row_weights(self.algorithm, batch.loss_mask, len(batch))
         grads, loss = self._programs["zeros"](state.params)
-        seen, computed, spanned = [], 0, 0
+        seen = []
+        computed = 0
+        spanned = 0
         for part in self._parts(batch):
-            inputs = self._inputs(batch, part, self._names(batch), tuple(batch.replayed))
-            inputs["weights"] = self._put(pad_rows(weights, part.samples, part.width, part.most))
-            grads, loss, found = self._programs["accumulate"](state.params, grads, loss, inputs, self._frozen)
+            inputs = self._inputs(
+                batch, part, self._names(batch), tuple(batch.replayed)
+            )
+            inputs["weights"] = self._put(
+                pad_rows(weights, part.samples, part.width, part.most)
+            )
+            grads, loss, found = self._programs["accumulate"](
+                state.params, grads, loss, inputs, self._frozen
+            )
             jax.tree.map(lambda array: array.copy_to_host_async(), found)
             seen.append((part, found))
             computed += part.tokens
             spanned += part.tokens * part.width
-        params, opt_state, norm = self._programs["apply"](state.params, state.opt_state, grads, loss)
-        compiled, updates = self.compilations - before, state.updates
+        params, opt_state, norm = self._programs["apply"](
+            state.params, state.opt_state, grads, loss
+        )
+        compiled = self.compilations - before
+        updates = state.updates
 
         def report(seconds: float) -> StepReport:
             metrics, parts, current = self._metrics(batch, seen, version)
-            value, length = float(loss), float(norm)
+            value = float(loss)
+            length = float(norm)
             finite = math.isfinite(value) and math.isfinite(length)
             return StepReport(
                 loss=value,
@@ -284,16 +338,25 @@ class TrainStep:
                 by_staleness=parts,
                 logprobs=current,
                 experts=expert_balance(loads for _, (_, _, loads) in seen),
-                rows={"row_length": spanned / computed, **(self._packer.rule if self._packer else {})},
+                rows={
+                    "row_length": spanned / computed,
+                    **(self._packer.rule if self._packer else {}),
+                },
             )
 
-        return Pending(TrainState(params, opt_state, state.updates, state.skipped), report, began)
+        return Pending(
+            TrainState(params, opt_state, state.updates, state.skipped), report, began
+        )
 
     def _rate(self, updates: int) -> float:
         """The learning rate of the update after so many; NaN if the user's optimiser has its own."""
         if not self._own_optimizer:
             return math.nan
-        return float(self.learning_rate(updates)) if callable(self.learning_rate) else self.learning_rate
+        return (
+            float(self.learning_rate(updates))
+            if callable(self.learning_rate)
+            else self.learning_rate
+        )
 
     def _check(self, batch: TrainBatch) -> None:
         if not len(batch):
@@ -323,18 +386,28 @@ class TrainStep:
         Outputs keep the shardings of the inputs, so that the next step does not compile again.
         """
         shardings_of = lambda tree: jax.tree.map(lambda leaf: leaf.sharding, tree)
-        shardings, replicated = shardings_of(params), _replicated(params)
+        shardings = shardings_of(params)
+        replicated = _replicated(params)
         if not self._programs or shardings != self._shardings:
-            self._shardings, self._programs = shardings, {}
+            self._shardings = shardings
+            self._programs = {}
             donated = (1, 2) if self._donate else ()
-            self._programs["score"] = self._jit(lambda params, x, frozen: self._logprobs(params, x, frozen)[0])
-            self._programs["zeros"] = self._jit(_zeros, out_shardings=(shardings, replicated))
+            self._programs["score"] = self._jit(
+                lambda params, x, frozen: self._logprobs(params, x, frozen)[0]
+            )
+            self._programs["zeros"] = self._jit(
+                _zeros, out_shardings=(shardings, replicated)
+            )
             outs = (shardings, replicated, None)
-            self._programs["accumulate"] = self._jit(self._accumulate, donate_argnums=donated, out_shardings=outs)
+            self._programs["accumulate"] = self._jit(
+                self._accumulate, donate_argnums=donated, out_shardings=outs
+            )
         if opt_state is not None and "apply" not in self._programs:
             outs = (shardings, shardings_of(opt_state), replicated)
             donated = (0, 1) if self._donate else ()
-            self._programs["apply"] = self._jit(self._apply, donate_argnums=donated, out_shardings=outs)
+            self._programs["apply"] = self._jit(
+                self._apply, donate_argnums=donated, out_shardings=outs
+            )
 
     def _jit(self, function: Callable[..., Any], **options: Any) -> Any:
         return jax.jit(function, compiler_options=self._compiler, **options)
@@ -343,7 +416,9 @@ class TrainStep:
     def _frozen(self) -> Any:
         return None if self._frozen_of is None else self._frozen_of.frozen
 
-    def _logprobs(self, params: Params, x: Mapping[str, jax.Array], frozen: Any) -> tuple[jax.Array, Any, Any]:
+    def _logprobs(
+        self, params: Params, x: Mapping[str, jax.Array], frozen: Any
+    ) -> tuple[jax.Array, Any, Any]:
         """log P and entropy, [samples, time], also of packed rows; and the loads of experts. None: not known."""
         asked = {"with_entropy": self._with_entropy, "with_loads": self._with_loads}
         more: dict[str, Any] = {name: True for name, wanted in asked.items() if wanted}
@@ -355,17 +430,27 @@ class TrainStep:
         if "segments" in x:
             if self._counts_samples:
                 more["most"] = x["place"].shape[0] // x["tokens"].shape[0]
-            found = self._logprobs_fn(params, x["tokens"], segments=x["segments"], **more)
+            found = self._logprobs_fn(
+                params, x["tokens"], segments=x["segments"], **more
+            )
         else:
             found = self._logprobs_fn(params, x["tokens"], x["token_mask"], **more)
         logprobs, *rest = found if several else (found,)
-        entropy, loads = rest[0] if self._with_entropy else None, rest[-1] if self._with_loads else None
-        unpacked = lambda rows: rows if "place" not in x else jnp.pad(rows.reshape(-1), (0, 1))[x["place"]]
+        entropy = rest[0] if self._with_entropy else None
+        loads = rest[-1] if self._with_loads else None
+        unpacked = lambda rows: (
+            rows if "place" not in x else jnp.pad(rows.reshape(-1), (0, 1))[x["place"]]
+        )
         wide = lambda rows: None if rows is None else unpacked(rows.astype(jnp.float32))
         return wide(logprobs), wide(entropy), loads  # type: ignore[return-value]
 
     def _accumulate(
-        self, params: Params, grads: Params, loss: jax.Array, x: Mapping[str, jax.Array], frozen: Any
+        self,
+        params: Params,
+        grads: Params,
+        loss: jax.Array,
+        x: Mapping[str, jax.Array],
+        frozen: Any,
     ) -> Any:
         """Add one micro-batch's gradient and loss, in float32; also the log-probabilities, for the metrics."""
 
@@ -385,10 +470,14 @@ class TrainStep:
             return value, (current, entropy, loads)
 
         (value, found), more = jax.value_and_grad(objective, has_aux=True)(params)
-        grads = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), grads, more)
+        grads = jax.tree.map(
+            lambda total, g: total + g.astype(jnp.float32), grads, more
+        )
         return grads, loss + value, found
 
-    def _apply(self, params: Params, opt_state: Any, grads: Params, loss: jax.Array) -> Any:
+    def _apply(
+        self, params: Params, opt_state: Any, grads: Params, loss: jax.Array
+    ) -> Any:
         """The update, or the same values if loss or gradient is not finite."""
         norm = optax.global_norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
@@ -403,22 +492,44 @@ class TrainStep:
     def _parts(self, batch: TrainBatch) -> Iterator[Part]:
         """The batch's micro-batches."""
         if self._packer is None:
-            return (PaddedPart(rows, width, batch.buckets.rows) for rows, width in batch.micro_batches())
+            return (
+                PaddedPart(rows, width, batch.buckets.rows)
+                for rows, width in batch.micro_batches()
+            )
         return iter(self._packer.parts(batch.lengths))
 
     def _names(self, batch: TrainBatch) -> tuple[str, ...]:
-        extra = [n for n in ("old_logprobs", "reference_logprobs") if getattr(batch, n) is not None]
+        extra = [
+            n
+            for n in ("old_logprobs", "reference_logprobs")
+            if getattr(batch, n) is not None
+        ]
         return ("loss_mask", "engine_logprobs", "advantages", *extra)
 
-    def _inputs(self, batch: TrainBatch, part: Part, names: tuple[str, ...], more: tuple[str, ...]) -> dict[str, Any]:
+    def _inputs(
+        self,
+        batch: TrainBatch,
+        part: Part,
+        names: tuple[str, ...],
+        more: tuple[str, ...],
+    ) -> dict[str, Any]:
         found = part.token_arrays(batch, more)
-        found |= {n: pad_rows(getattr(batch, n), part.samples, part.width, part.most) for n in names}
+        found |= {
+            n: pad_rows(getattr(batch, n), part.samples, part.width, part.most)
+            for n in names
+        }
         return {name: self._put(value) for name, value in found.items()}
 
     def _put(self, array: np.ndarray) -> Any:
-        return array if self._batch_sharding is None else jax.device_put(array, self._batch_sharding)
+        return (
+            array
+            if self._batch_sharding is None
+            else jax.device_put(array, self._batch_sharding)
+        )
 
-    def _metrics(self, batch: TrainBatch, seen: list[Any], version: int | None) -> tuple[dict, dict, np.ndarray]:
+    def _metrics(
+        self, batch: TrainBatch, seen: list[Any], version: int | None
+    ) -> tuple[dict, dict, np.ndarray]:
         """Token metrics of the whole batch and its log-probabilities, from the forward passes of the micro-batches."""
         current = np.zeros(batch.tokens.shape, np.float32)
         entropy = np.zeros_like(current) if self._with_entropy else None
@@ -453,15 +564,26 @@ def _shards(sharding: jax.sharding.Sharding | None) -> int:
     if not isinstance(sharding, jax.sharding.NamedSharding) or not sharding.spec:
         return 1
     axes = sharding.spec[0]
-    return math.prod(sharding.mesh.shape[a] for a in ((axes,) if isinstance(axes, str) else axes or ()))
+    return math.prod(
+        sharding.mesh.shape[a]
+        for a in ((axes,) if isinstance(axes, str) else axes or ())
+    )
 
 
 def _zeros(params: Params) -> tuple[Params, jax.Array]:
-    return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params), jnp.zeros((), jnp.float32)
+    return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params), jnp.zeros(
+        (), jnp.float32
+    )
 
 
 def _replicated(params: Params) -> jax.sharding.Sharding:
     """The sharding of a scalar used with these parameters: on every device of their mesh, or on their one device."""
     shardings = [leaf.sharding for leaf in jax.tree.leaves(params)]
-    mesh = next((s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)), None)
-    return shardings[0] if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    mesh = next(
+        (s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)), None
+    )
+    return (
+        shardings[0]
+        if mesh is None
+        else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    )

@@ -25,7 +25,16 @@ from jvlab._errors import ConfigError, UnknownName, module_names
 from jvlab.trainer._environment import GuessNumber
 from jvlab.trainer._tasks import Example, Task
 
-__all__ = ["add", "digits", "guess_number", "jsonl", "named", "names", "repeat_letter", "sort_digits"]
+__all__ = [
+    "add",
+    "digits",
+    "guess_number",
+    "jsonl",
+    "named",
+    "names",
+    "repeat_letter",
+    "sort_digits",
+]
 
 
 _INSTEAD = "your own: jv.Task(prompts, reward), jv.tasks.jsonl(path)"
@@ -73,7 +82,10 @@ def repeat_letter(letters: str = "Z", seed: int = 0, max_tokens: int = 16) -> Ta
     ['Repeat c: ', 'Repeat b: ', 'Repeat c: ']
     """
     if not letters or any(len(c.strip()) != 1 for c in letters):
-        raise ConfigError(f"letters={letters!r}", remedy='give one or more visible characters, e.g. "abc"')
+        raise ConfigError(
+            f"letters={letters!r}",
+            remedy='give one or more visible characters, e.g. "abc"',
+        )
     return Task(
         partial(_letter_prompt, letters, seed),
         partial(_share, max_tokens, None),
@@ -98,7 +110,11 @@ def sort_digits(count: int = 4, seed: int = 0) -> Task:
     if count < 1:
         raise ConfigError(f"count={count}", remedy="sort at least one digit")
     return Task(
-        partial(_sort_prompt, count, seed), _places, name="sort-digits", seed=seed, sampling={"max_tokens": count + 1}
+        partial(_sort_prompt, count, seed),
+        _places,
+        name="sort-digits",
+        seed=seed,
+        sampling={"max_tokens": count + 1},
     )
 
 
@@ -117,7 +133,13 @@ def add(places: int = 1, seed: int = 0) -> Task:
     """
     if places < 1:
         raise ConfigError(f"places={places}", remedy="numbers have at least one digit")
-    return Task(partial(_add_prompt, places, seed), _places, name="add", seed=seed, sampling={"max_tokens": places + 2})
+    return Task(
+        partial(_add_prompt, places, seed),
+        _places,
+        name="add",
+        seed=seed,
+        sampling={"max_tokens": places + 2},
+    )
 
 
 def _add_prompt(places: int, seed: int, index: int) -> Example:
@@ -127,8 +149,11 @@ def _add_prompt(places: int, seed: int, index: int) -> Example:
 
 def _places(sample: Any, example: Example) -> float:
     """The share of positions that agree, out of the longer of text and answer."""
-    answered, answer = sample.text.strip(), example.answer
-    return sum(a == b for a, b in zip(answered, answer, strict=False)) / max(len(answered), len(answer))
+    answered = sample.text.strip()
+    answer = example.answer
+    return sum(a == b for a, b in zip(answered, answer, strict=False)) / max(
+        len(answered), len(answer)
+    )
 
 
 def guess_number(low: int = 0, high: int = 9, guesses: int = 4, seed: int = 0) -> Task:
@@ -139,7 +164,10 @@ def guess_number(low: int = 0, high: int = 9, guesses: int = 4, seed: int = 0) -
     'Guess a number from 0 to 9: '
     """
     if not 0 <= low < high or guesses < 1:
-        raise ConfigError(f"low={low}, high={high}, guesses={guesses}", remedy="0 <= low < high, at least one guess")
+        raise ConfigError(
+            f"low={low}, high={high}, guesses={guesses}",
+            remedy="0 <= low < high, at least one guess",
+        )
     return Task(
         partial(_guess_prompt, low, high, seed),
         environment=partial(GuessNumber, low, high, guesses),
@@ -150,7 +178,10 @@ def guess_number(low: int = 0, high: int = 9, guesses: int = 4, seed: int = 0) -
 
 
 def _guess_prompt(low: int, high: int, seed: int, index: int) -> Example:
-    return Example(f"Guess a number from {low} to {high}: ", int(_rng(seed, index).integers(low, high + 1)))
+    return Example(
+        f"Guess a number from {low} to {high}: ",
+        int(_rng(seed, index).integers(low, high + 1)),
+    )
 
 
 def jsonl(
@@ -180,19 +211,36 @@ def jsonl(
     ('4', {'level': 1})
     """
     if not isinstance(path, (str, os.PathLike)):
-        raise ConfigError(f"path is {type(path).__name__}", remedy="give the path of a JSON Lines file")
+        raise ConfigError(
+            f"path is {type(path).__name__}",
+            remedy="give the path of a JSON Lines file",
+        )
     file = Path(path)
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError(
-            f"cannot read {file}: {error.strerror}", remedy="give a JSON Lines file", path=str(file)
+            f"cannot read {file}: {error.strerror}",
+            remedy="give a JSON Lines file",
+            path=str(file),
         ) from error
-    items = [_line(file, number, line, prompt, answer) for number, line in enumerate(lines, 1) if line.strip()]
+    items = [
+        _line(file, number, line, prompt, answer)
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
     if not items:
-        raise ConfigError(f"{file} has no lines", remedy="one JSON object per line", path=str(file))
+        raise ConfigError(
+            f"{file} has no lines", remedy="one JSON object per line", path=str(file)
+        )
     return Task(
-        items, _checker(check), name=file.stem, shuffle=shuffle, seed=seed, timeout=timeout, processes=processes
+        items,
+        _checker(check),
+        name=file.stem,
+        shuffle=shuffle,
+        seed=seed,
+        timeout=timeout,
+        processes=processes,
     )
 
 
@@ -200,10 +248,14 @@ def _line(file: Path, number: int, line: str, prompt: str, answer: str) -> Examp
     try:
         item = json.loads(line)
     except ValueError as error:
-        raise ConfigError(f"{file} line {number} is not JSON: {error}", remedy="one JSON object per line") from error
+        raise ConfigError(
+            f"{file} line {number} is not JSON: {error}",
+            remedy="one JSON object per line",
+        ) from error
     if not isinstance(item, dict) or prompt not in item:
         raise ConfigError(
-            f"{file} line {number} has no field {prompt!r}", remedy="give the field's name: jsonl(path, prompt=...)"
+            f"{file} line {number} has no field {prompt!r}",
+            remedy="give the field's name: jsonl(path, prompt=...)",
         )
     rest = {k: v for k, v in item.items() if k not in (prompt, answer)}
     return Example(item[prompt], item.get(answer), rest)
@@ -219,15 +271,23 @@ def _checker(check: str | Callable[[Any, Example], float]) -> Callable[..., Any]
         try:
             return partial(_matches, re.compile(rest))
         except re.error as error:
-            raise ConfigError(f"invalid regular expression {rest!r}: {error}", remedy="see Python's re") from error
+            raise ConfigError(
+                f"invalid regular expression {rest!r}: {error}",
+                remedy="see Python's re",
+            ) from error
     try:
         found = getattr(importlib.import_module(kind), rest)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"check={check!r}: {error}", remedy='"equals", "regex:…", "module:function" or a function', check=check
+            f"check={check!r}: {error}",
+            remedy='"equals", "regex:…", "module:function" or a function',
+            check=check,
         ) from error
     if not callable(found):
-        raise ConfigError(f"check={check!r} is {type(found).__name__}, not a function", remedy="name a function")
+        raise ConfigError(
+            f"check={check!r} is {type(found).__name__}, not a function",
+            remedy="name a function",
+        )
     return found
 
 
@@ -242,7 +302,11 @@ def _matches(pattern: re.Pattern[str], sample: Any, example: Example) -> float:
         return 0.0
     found = matches[-1]
     answered = found[1] if pattern.groups else found[0]
-    return 1.0 if example.answer is None else float((answered or "").strip() == str(example.answer).strip())
+    return (
+        1.0
+        if example.answer is None
+        else float((answered or "").strip() == str(example.answer).strip())
+    )
 
 
 def _required(example: Example) -> Any:
@@ -277,4 +341,7 @@ def named(name: str, **options: Any) -> Task:
     try:
         return _TASKS[name](**options)
     except TypeError as error:
-        raise ConfigError(f"task {name!r}: {error}", remedy=f"see help(jv.tasks.{name.replace('-', '_')})") from error
+        raise ConfigError(
+            f"task {name!r}: {error}",
+            remedy=f"see help(jv.tasks.{name.replace('-', '_')})",
+        ) from error

@@ -90,15 +90,20 @@ class Task:
         check_whole("seed", seed, least=0)
         check_choice("shuffle", shuffle, (True, False))
         check_sampling(sampling)
-        if isinstance(prompts, (str, bytes)) or not (callable(prompts) or isinstance(prompts, Iterable)):
+        if isinstance(prompts, (str, bytes)) or not (
+            callable(prompts) or isinstance(prompts, Iterable)
+        ):
             raise ConfigError(
                 f"prompts of task {name!r} are {type(prompts).__name__}",
                 remedy="pass a list of prompts, or a function of an index",
             )
-        self.name, self.reward, self.environment = name, reward, environment
+        self.name = name
+        self.reward = reward
+        self.environment = environment
         self.processes = processes
         self.workers = workers
-        self.seed, self.sampling = seed, dict(sampling or {})
+        self.seed = seed
+        self.sampling = dict(sampling or {})
         self.position = 0
         self._function = prompts if callable(prompts) else None
         self._items: Sequence[Any] = []
@@ -115,7 +120,8 @@ class Task:
                 f"task {name!r} cannot shuffle prompts of unknown number",
                 remedy="pass a list; a function can draw its own order from the index",
             )
-        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))  # the round that was drawn last
+        # the round that was drawn last
+        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
 
     def example(self, index: int) -> Example:
         """The example at a position: the same for the same index, in every session."""
@@ -130,7 +136,12 @@ class Task:
         turn, at = divmod(index, len(self._items))
         if self.shuffle:
             if self._order[0] != turn:
-                self._order = turn, np.random.default_rng([self.seed, turn]).permutation(len(self._items))
+                self._order = (
+                    turn,
+                    np.random.default_rng([self.seed, turn]).permutation(
+                        len(self._items)
+                    ),
+                )
             at = int(self._order[1][at])
         return _example(self._items[at], index, self.name)
 
@@ -151,8 +162,11 @@ class Task:
         for index in range(count):
             example = self.example(index)
             try:
-                content = pickle.dumps((example.prompt, example.answer, dict(example.info)))
-            except Exception:  # something of the user's that cannot be compared: another one each time
+                content = pickle.dumps(
+                    (example.prompt, example.answer, dict(example.info))
+                )
+            # something of the user's that cannot be compared: another one each time
+            except Exception:
                 content = str(index).encode()
             found.setdefault(content, example)
         return list(found.values())
@@ -175,13 +189,20 @@ class Task:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, as plain values for a checkpoint."""
-        return {"name": self.name, "position": self.position, "seed": self.seed, "shuffle": self.shuffle}
+        return {
+            "name": self.name,
+            "position": self.position,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken. A state of another task is rejected."""
         mine = self.state_dict()
         wrong = [
-            f"{k}: {state.get(k)!r}, here {mine[k]!r}" for k in mine if k != "position" and state.get(k) != mine[k]
+            f"{k}: {state.get(k)!r}, here {mine[k]!r}"
+            for k in mine
+            if k != "position" and state.get(k) != mine[k]
         ]
         position = state.get("position")
         if wrong or not isinstance(position, int) or position < 0:
@@ -193,16 +214,24 @@ class Task:
 
     def __repr__(self) -> str:
         if self._function is not None or self._rest is not None:
-            count = "unlimited prompts" if self._function is not None else "prompts from an iterator"
+            count = (
+                "unlimited prompts"
+                if self._function is not None
+                else "prompts from an iterator"
+            )
         else:
-            count = how_many(len(self._items), "prompt") + (", shuffled" if self.shuffle else "")
+            count = how_many(len(self._items), "prompt") + (
+                ", shuffled" if self.shuffle else ""
+            )
         kind = "environment" if self.environment is not None else "reward"
         where = f" in {self.processes} processes" if self.processes else ""
         return f"Task({self.name!r}, {count}, {kind}{where}, position {self.position})"
 
     def _check_some(self) -> None:
         if not len(self._items):
-            raise ConfigError(f"task {self.name!r} has no prompts", remedy="pass at least one")
+            raise ConfigError(
+                f"task {self.name!r} has no prompts", remedy="pass at least one"
+            )
 
 
 # Checks of arguments --------------------------------------------------------------------------------------------------
@@ -211,19 +240,39 @@ class Task:
 def check_whole(name: str, given: Any, least: int = 1) -> None:
     """Raise ConfigError unless it is a whole number of at least `least`."""
     if isinstance(given, (bool, np.bool_)) or not isinstance(given, (int, np.integer)):
-        raise ConfigError(f"{name}={given!r}", remedy=f"{name} is a whole number of at least {least}", option=name)
+        raise ConfigError(
+            f"{name}={given!r}",
+            remedy=f"{name} is a whole number of at least {least}",
+            option=name,
+        )
     if given < least:
-        raise ConfigError(f"{name}={given}", remedy=f"{name} is at least {least}", option=name)
+        raise ConfigError(
+            f"{name}={given}", remedy=f"{name} is at least {least}", option=name
+        )
 
 
-def check_number(name: str, given: Any, above: float | None = None, least: float | None = None) -> None:
+def check_number(
+    name: str, given: Any, above: float | None = None, least: float | None = None
+) -> None:
     """Raise ConfigError unless it is a finite number, above or at least a bound."""
-    is_number = isinstance(given, (int, float, np.integer, np.floating)) and not isinstance(given, bool)
+    is_number = isinstance(
+        given, (int, float, np.integer, np.floating)
+    ) and not isinstance(given, bool)
     good = is_number and math.isfinite(given)
-    good = good and (above is None or given > above) and (least is None or given >= least)
+    good = (
+        good and (above is None or given > above) and (least is None or given >= least)
+    )
     if not good:
-        bound = f" above {above:g}" if above is not None else f" of at least {least:g}" if least is not None else ""
-        raise ConfigError(f"{name}={given!r}", remedy=f"{name} is a finite number{bound}", option=name)
+        bound = (
+            f" above {above:g}"
+            if above is not None
+            else f" of at least {least:g}"
+            if least is not None
+            else ""
+        )
+        raise ConfigError(
+            f"{name}={given!r}", remedy=f"{name} is a finite number{bound}", option=name
+        )
 
 
 def check_choice(name: str, given: Any, choices: Sequence[Any]) -> None:
@@ -235,13 +284,20 @@ def check_choice(name: str, given: Any, choices: Sequence[Any]) -> None:
 
 def check_sampling(given: Any) -> None:
     """Raise ConfigError unless these are sampling parameters by name, with a good max_tokens if there is one."""
-    if given is not None and not (isinstance(given, Mapping) and all(isinstance(name, str) for name in given)):
-        raise ConfigError(f"sampling is {given!r}", remedy='sampling={"top_p": 0.9}, by the names of vLLM')
+    if given is not None and not (
+        isinstance(given, Mapping) and all(isinstance(name, str) for name in given)
+    ):
+        raise ConfigError(
+            f"sampling is {given!r}",
+            remedy='sampling={"top_p": 0.9}, by the names of vLLM',
+        )
     if given and given.get("max_tokens") is not None:
         check_whole("max_tokens", given["max_tokens"])
 
 
-def _check_call(task: str, what: str, function: Callable[..., Any] | None, arguments: Sequence[str]) -> None:
+def _check_call(
+    task: str, what: str, function: Callable[..., Any] | None, arguments: Sequence[str]
+) -> None:
     """Raise ConfigError if the user's function cannot be called with so many arguments."""
     if function is None:
         return

@@ -19,7 +19,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from jvlab._errors import module_names
-from jvlab.transport._choose import NAMES, SLOT_BYTES, SLOTS, choose, listen, open_receiver
+from jvlab.transport._choose import (
+    NAMES,
+    SLOT_BYTES,
+    SLOTS,
+    choose,
+    listen,
+    open_receiver,
+)
 from jvlab.transport._faults import Faults, Fired
 from jvlab.transport._loopback import pair
 from jvlab.transport._peer import Bucket, Header, Receiver, Sender
@@ -43,4 +50,6 @@ __all__ = [
 _INSTEAD = f'transports are chosen by name: lab.connect(..., transport="shm"); names: {", ".join(NAMES)}'
 
 if not TYPE_CHECKING:  # a type checker knows the names by itself
-    __dir__, __getattr__ = module_names(__name__, __all__, "name of jv.transport", _INSTEAD)
+    __dir__, __getattr__ = module_names(
+        __name__, __all__, "name of jv.transport", _INSTEAD
+    )

@@ -8,7 +8,9 @@ from jvlab._errors import ConfigError
 from jvlab.transport._peer import Clock, Receiver, Sender
 
 NAMES = ("loopback", "shm", "gloo", "disk", "ipc", "nccl")
-SLOT_BYTES, SLOTS = 16 << 20, 3  # shm: 1 MiB slots halve the rate, 64 MiB slots add a fifth for 4 times the memory
+# shm: 1 MiB slots halve the rate, 64 MiB slots add a fifth for 4 times the memory
+SLOT_BYTES = 16 << 20
+SLOTS = 3
 
 
 def choose(
@@ -32,7 +34,10 @@ def choose(
     if engine == "cuda" or wanted == "ipc":
         no_ipc = no_ipc or _ipc_problem(same_host, device, engine)
         if wanted in ("auto", "ipc") and not no_ipc:
-            return "ipc", "both sides are on the GPUs of one host: the trainer writes the engines' memory itself"
+            return (
+                "ipc",
+                "both sides are on the GPUs of one host: the trainer writes the engines' memory itself",
+            )
         if wanted == "auto" and not same_host and not _nccl_problem(device, engine):
             return "nccl", "both sides are on GPUs, on different hosts"
         if wanted in ("auto", "ipc"):
@@ -40,18 +45,28 @@ def choose(
     if wanted == "nccl":
         if problem := _nccl_problem(device, engine):
             raise ConfigError(f"nccl: {problem}", remedy='use transport="auto"')
-        alike = "; processes that share a GPU need different NCCL_HOSTIDs" if same_host else ""
+        alike = (
+            "; processes that share a GPU need different NCCL_HOSTIDs"
+            if same_host
+            else ""
+        )
         return "nccl", f"asked for{alike}"
     fits = shm_free_bytes >= need_bytes
     sizes = f"the rings need {_mib(need_bytes)} of memory and {_mib(shm_free_bytes)} are free"
     through = "" if device == "cpu" else f"; the bytes of {device} cross host memory"
     if wanted == "auto":
         if same_host and fits:
-            return "shm", f"both sides are on one host, which has {_mib(shm_free_bytes)} free{through}"
+            return (
+                "shm",
+                f"both sides are on one host, which has {_mib(shm_free_bytes)} free{through}",
+            )
         why = sizes if same_host else "the sides are on different hosts"
         if has_torch:
             return "gloo", f"{why}; torch is installed on both{through}"
-        return "disk", f"{why}, and torch is missing on one side: files, through a folder that both see{through}"
+        return (
+            "disk",
+            f"{why}, and torch is missing on one side: files, through a folder that both see{through}",
+        )
     if wanted == "shm" and same_host and not fits:
         raise ConfigError(
             f"shm: {sizes}",
@@ -60,16 +75,26 @@ def choose(
             free_bytes=shm_free_bytes,
         )
     _check_asked(wanted, same_host, has_torch)
-    seen = "; the folder must be one that both hosts see" if wanted == "disk" and not same_host else ""
+    seen = (
+        "; the folder must be one that both hosts see"
+        if wanted == "disk" and not same_host
+        else ""
+    )
     return wanted, f"asked for{seen}{through}"
 
 
 def _check_asked(wanted: str, same_host: bool, has_torch: bool) -> None:
     """Raise if an explicitly requested transport can't work here."""
     if wanted == "shm" and not same_host:
-        raise ConfigError("shm: the sides are on different hosts", remedy='use transport="gloo", or "auto"')
+        raise ConfigError(
+            "shm: the sides are on different hosts",
+            remedy='use transport="gloo", or "auto"',
+        )
     if wanted == "gloo" and not has_torch:
-        raise ConfigError("gloo: torch is missing on one side", remedy='pip install torch, or transport="shm"')
+        raise ConfigError(
+            "gloo: torch is missing on one side",
+            remedy='pip install torch, or transport="shm"',
+        )
     if wanted == "loopback":
         raise ConfigError(
             "loopback joins two ends in one process, and an engine is another process",
@@ -77,11 +102,15 @@ def _check_asked(wanted: str, same_host: bool, has_torch: bool) -> None:
         )
     if wanted not in ("shm", "gloo", "disk"):
         raise ConfigError(
-            f"unknown transport {wanted!r}", remedy=f'use "auto" or one of {", ".join(NAMES)}', transport=wanted
+            f"unknown transport {wanted!r}",
+            remedy=f'use "auto" or one of {", ".join(NAMES)}',
+            transport=wanted,
         )
 
 
-def in_one_process(wanted: str, device: str, engine: str, no_ipc: str = "") -> tuple[str, str]:
+def in_one_process(
+    wanted: str, device: str, engine: str, no_ipc: str = ""
+) -> tuple[str, str]:
     """As `choose`, for an engine in the trainer's own process."""
     name = "ipc" if engine == "cuda" else "loopback"
     if wanted not in ("auto", name):
@@ -91,24 +120,40 @@ def in_one_process(wanted: str, device: str, engine: str, no_ipc: str = "") -> t
             transport=wanted,
         )
     if name == "loopback":
-        return name, "trainer and engine are one process: buckets are handed over in its memory"
+        return (
+            name,
+            "trainer and engine are one process: buckets are handed over in its memory",
+        )
     if problem := no_ipc or _ipc_problem(True, device, engine):
         raise ConfigError(f"ipc: {problem}", remedy=_without_ipc(device, engine))
-    return name, "trainer and engine are one process: the trainer writes the engine's memory itself"
+    return (
+        name,
+        "trainer and engine are one process: the trainer writes the engine's memory itself",
+    )
 
 
 def _ipc_problem(same_host: bool, device: str, engine: str) -> str:
     if not same_host:
-        return "the sides are on different hosts, and CUDA IPC reaches no further than one"
+        return (
+            "the sides are on different hosts, and CUDA IPC reaches no further than one"
+        )
     if engine != "cuda":
         return f"the engines run on {engine}"
-    return "" if device in ("gpu", "cuda") else f"the parameters are on {device}, the engines on cuda"
+    return (
+        ""
+        if device in ("gpu", "cuda")
+        else f"the parameters are on {device}, the engines on cuda"
+    )
 
 
 def _nccl_problem(device: str, engine: str) -> str:
     if engine != "cuda":
         return f"the engines run on {engine}"
-    return "" if device in ("gpu", "cuda") else f"the parameters are on {device}, the engines on cuda"
+    return (
+        ""
+        if device in ("gpu", "cuda")
+        else f"the parameters are on {device}, the engines on cuda"
+    )
 
 
 def _without_ipc(device: str, engine: str) -> str:
@@ -164,17 +209,24 @@ def listen(
         from jvlab.transport._loopback import LoopbackSender
 
         return LoopbackSender(slot_bytes, slots, peer, label)
-    raise ConfigError(f"unknown transport {name!r}", remedy=f"use one of {', '.join(NAMES)}", transport=name)
+    raise ConfigError(
+        f"unknown transport {name!r}",
+        remedy=f"use one of {', '.join(NAMES)}",
+        transport=name,
+    )
 
 
-def open_receiver(endpoint: dict[str, Any], deadline: float, *, label: str = "the rank") -> Receiver:
+def open_receiver(
+    endpoint: dict[str, Any], deadline: float, *, label: str = "the rank"
+) -> Receiver:
     """Open the rank's end of the channel that an endpoint describes, within `deadline` seconds.
 
     >>> sender = jv.transport.listen("loopback")
     >>> jv.transport.open_receiver(sender.endpoint(), deadline=5).name
     'loopback'
     """
-    name, clock = endpoint.get("transport"), Clock(deadline)
+    name = endpoint.get("transport")
+    clock = Clock(deadline)
     if name == "shm":
         from jvlab.transport._shm import ShmReceiver
 
@@ -195,4 +247,8 @@ def open_receiver(endpoint: dict[str, Any], deadline: float, *, label: str = "th
         from jvlab.transport._loopback import open_loopback
 
         return open_loopback(endpoint)
-    raise ConfigError(f"unknown transport {name!r}", remedy=f"use one of {', '.join(NAMES)}", transport=name)
+    raise ConfigError(
+        f"unknown transport {name!r}",
+        remedy=f"use one of {', '.join(NAMES)}",
+        transport=name,
+    )

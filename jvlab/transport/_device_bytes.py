@@ -22,20 +22,42 @@ class DeviceBytes:
 
     readonly = False
 
-    def __init__(self, pointer: int, nbytes: int, device: int, stream: Any, copies: Copies, owner: Any = None) -> None:
-        self.pointer, self.nbytes, self.device, self.stream = pointer, nbytes, device, stream
+    def __init__(
+        self,
+        pointer: int,
+        nbytes: int,
+        device: int,
+        stream: Any,
+        copies: Copies,
+        owner: Any = None,
+    ) -> None:
+        self.pointer = pointer
+        self.nbytes = nbytes
+        self.device = device
+        self.stream = stream
         self.view: Any = None  # the consumer's cached view of it
-        self._copies, self._owner = copies, owner
+        self._copies = copies
+        self._owner = owner
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.pointer, False), "version": 3, "strides": None}
+        return {
+            "shape": (self.nbytes,),
+            "typestr": "|u1",
+            "data": (self.pointer, False),
+            "version": 3,
+            "strides": None,
+        }
 
     def __len__(self) -> int:
         return self.nbytes
 
     def __bytes__(self) -> bytes:
-        return self._copies.get(self.pointer, self.nbytes, self.stream) if self.nbytes else b""
+        return (
+            self._copies.get(self.pointer, self.nbytes, self.stream)
+            if self.nbytes
+            else b""
+        )
 
     def __getitem__(self, key: int | slice) -> Any:
         if isinstance(key, int):
@@ -55,7 +77,14 @@ class DeviceBytes:
         if step != 1:
             raise ValueError("device memory takes contiguous slices only")
         size = max(0, stop - start)
-        return DeviceBytes(self.pointer + start, size, self.device, self.stream, self._copies, self._owner)
+        return DeviceBytes(
+            self.pointer + start,
+            size,
+            self.device,
+            self.stream,
+            self._copies,
+            self._owner,
+        )
 
     def release(self) -> None:
         """Drop the consumer's view; the transport owns the memory."""

@@ -44,7 +44,9 @@ from jvlab.transport._peer import (
 
 _PREFIX = "jvlab-disk-"
 _CHECK_SECONDS = 0.05  # between two checks that the peer is alive
-_SHORTEST, _LONGEST = 0.0005, 0.01  # seconds of one sleep while polling
+# seconds of one sleep while polling
+_SHORTEST = 0.0005
+_LONGEST = 0.01
 LONGEST_HEAD = 1 << 16  # bytes of a bucket's header; usually 100 to 200
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -58,7 +60,11 @@ def _write(path: Path, text: str) -> None:
 
 def _head(header: Header) -> bytes:
     """The header of a safetensors file that holds one uint8 tensor."""
-    names = {"version": str(header.version), "device": str(header.device), "bucket": str(header.bucket)}
+    names = {
+        "version": str(header.version),
+        "device": str(header.device),
+        "bucket": str(header.bucket),
+    }
     return encode_header([("bucket", (header.nbytes,))], "uint8", names, align=64)
 
 
@@ -66,10 +72,13 @@ class _Wait:
     """Polls a condition with growing pauses; each side defines what ends it early."""
 
     def __init__(self, clock: Clock, who: Peer | str, what: str) -> None:
-        self.clock, self.who, self.what = clock, who, what
+        self.clock = clock
+        self.who = who
+        self.what = what
 
     def until(self, done: Callable[[], bool], ended: Callable[[], None]) -> None:
-        pause, next_check = _SHORTEST, 0.0
+        pause = _SHORTEST
+        next_check = 0.0
         while not done():
             ended()
             now = time.monotonic()
@@ -88,19 +97,36 @@ class DiskSender:
     name = "disk"
 
     def __init__(
-        self, slot_bytes: int, slots: int, peer: str, label: str, directory: str | None, *, fsync: bool = False
+        self,
+        slot_bytes: int,
+        slots: int,
+        peer: str,
+        label: str,
+        directory: str | None,
+        *,
+        fsync: bool = False,
     ) -> None:
         check_ring(self.name, slot_bytes, slots)
-        self.slot_bytes, self.slots, self._expected, self._fsync = slot_bytes, slots, peer, fsync
+        self.slot_bytes = slot_bytes
+        self.slots = slots
+        self._expected = peer
+        self._fsync = fsync
         parent = Path(directory or tempfile.gettempdir())
         if not parent.is_dir():
-            raise ConfigError(f"disk: {parent} is not a folder", remedy="create it, or leave `directory` out")
+            raise ConfigError(
+                f"disk: {parent} is not a folder",
+                remedy="create it, or leave `directory` out",
+            )
         _sweep(parent)
-        self._me, self._peer = Peer.me(label), None
+        self._me = Peer.me(label)
+        self._peer = None
         self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))  # mode 0700
         self._outstanding: deque[Path] = deque()
-        self._sent, self._closed, self._broken = 0, False, False
-        self._removal = weakref.finalize(self, _remove, self._folder, self._me.pid)  # even if close is never called
+        self._sent = 0
+        self._closed = False
+        self._broken = False
+        # even if close is never called
+        self._removal = weakref.finalize(self, _remove, self._folder, self._me.pid)
         _write(self._folder / "sender.json", json.dumps(self._me.values()))
 
     def endpoint(self) -> dict[str, Any]:
@@ -114,14 +140,22 @@ class DiskSender:
 
     def ready(self, deadline: float) -> None:
         there = self._folder / "receiver.json"
-        _Wait(Clock(deadline), self._expected, "open its end").until(there.exists, self._ended)
+        _Wait(Clock(deadline), self._expected, "open its end").until(
+            there.exists, self._ended
+        )
         found = Peer.read(json.loads(there.read_text()))
-        self._peer = Peer(found.pid, found.start, found.place, found.host, self._expected)
+        self._peer = Peer(
+            found.pid, found.start, found.place, found.host, self._expected
+        )
 
     def send(self, header: Header, fill: Fill, deadline: float) -> None:
         check_fits(self.name, header.nbytes, self.slot_bytes)
         peer = self._open()
-        wait = _Wait(Clock(deadline), peer, f"release a bucket, so that bucket {header.bucket} has room")
+        wait = _Wait(
+            Clock(deadline),
+            peer,
+            f"release a bucket, so that bucket {header.bucket} has room",
+        )
         wait.until(lambda: self._count() < self.slots, self._ended)
         self._ended()
         path = self._folder / f"{self._sent:08d}.safetensors"
@@ -145,7 +179,8 @@ class DiskSender:
         size = len(head) + header.nbytes
         fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            os.posix_fallocate(fd, 0, size)  # so that a full disk fails here, not with SIGBUS while writing to the map
+            # so that a full disk fails here, not with SIGBUS while writing to the map
+            os.posix_fallocate(fd, 0, size)
             with mmap.mmap(fd, size) as memory:
                 memory[: len(head)] = head
                 view = memoryview(memory)[len(head) :]
@@ -175,7 +210,9 @@ class DiskSender:
     def flush(self, deadline: float) -> None:
         peer = self._open()
         what = f"release {self._count()} of {self._sent} buckets"
-        _Wait(Clock(deadline), peer, what).until(lambda: self._count() == 0, self._ended)
+        _Wait(Clock(deadline), peer, what).until(
+            lambda: self._count() == 0, self._ended
+        )
         self._ended(closing=False)
 
     def arrived(self) -> int:
@@ -195,9 +232,16 @@ class DiskSender:
         if self._closed:
             raise closed_here(self.name)
         if self._broken:
-            raise TransportError("disk: a bucket was left half-sent", remedy="open a new channel", reason="half sent")
+            raise TransportError(
+                "disk: a bucket was left half-sent",
+                remedy="open a new channel",
+                reason="half sent",
+            )
         if self._peer is None:
-            raise TransportError(f"disk: {self._expected} has not opened its end", remedy="call ready() first")
+            raise TransportError(
+                f"disk: {self._expected} has not opened its end",
+                remedy="call ready() first",
+            )
         return self._peer
 
     def _ended(self, closing: bool = True) -> None:
@@ -217,7 +261,10 @@ class DiskReceiver:
     name = "disk"
 
     def __init__(self, endpoint: dict[str, Any], label: str) -> None:
-        self._folder, self._sender = Path(str(endpoint["folder"])), Peer.read(endpoint["sender"])
+        self._folder, self._sender = (
+            Path(str(endpoint["folder"])),
+            Peer.read(endpoint["sender"]),
+        )
         self._next, self._closed, self._owner = 0, False, os.getpid()
         self._held: dict[int, tuple[Path, mmap.mmap]] = {}
         try:
@@ -228,13 +275,22 @@ class DiskReceiver:
                 remedy="give a `directory` on a file system that both sides mount",
                 reason="lost",
             ) from e
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-            raise TransportError(f"disk: {self._folder} is not a private folder of this user", remedy="run both as one")
+        if (
+            not stat.S_ISDIR(found.st_mode)
+            or found.st_uid != os.getuid()
+            or found.st_mode & 0o077
+        ):
+            raise TransportError(
+                f"disk: {self._folder} is not a private folder of this user",
+                remedy="run both as one",
+            )
         _write(self._folder / "receiver.json", json.dumps(Peer.me(label).values()))
 
     def recv(self, deadline: float) -> Bucket:
         path = self._folder / f"{self._next:08d}.safetensors"
-        _Wait(Clock(deadline), self._sender, "send the next bucket").until(path.exists, self._ended)
+        _Wait(Clock(deadline), self._sender, "send the next bucket").until(
+            path.exists, self._ended
+        )
         if self._closed:
             raise closed_here(self.name)
         try:
@@ -251,7 +307,9 @@ class DiskReceiver:
     def release(self, received: Bucket) -> None:
         path, memory = self._held.pop(received.token, (None, None))
         if path is None or memory is None:
-            raise TransportError(f"disk: bucket {received.header.bucket} was released already")
+            raise TransportError(
+                f"disk: bucket {received.header.bucket} was released already"
+            )
         with contextlib.suppress(BufferError):
             received.data.release()
             memory.close()
@@ -269,7 +327,8 @@ class DiskReceiver:
             return
         self._closed = True
         for _, memory in self._held.values():
-            with contextlib.suppress(BufferError):  # in use: unmapped with its last view
+            # in use: unmapped with its last view
+            with contextlib.suppress(BufferError):
                 memory.close()
         self._held.clear()
         if self._sender.dead():
@@ -289,21 +348,30 @@ def _read_head(memory: mmap.mmap, path: Path) -> tuple[Header, int]:
     """A bucket's header and the offset of its bytes; refuses any other file."""
     try:
         names, (entry,) = parse_header(memory, len(memory), LONGEST_HEAD)
-        version, device, bucket = (int(names[key]) for key in ("version", "device", "bucket"))
+        version, device, bucket = (
+            int(names[key]) for key in ("version", "device", "bucket")
+        )
     except (ValueError, KeyError, TypeError) as e:
-        raise TransportError(f"disk: {path} is not a bucket", remedy="no other program may write there") from e
+        raise TransportError(
+            f"disk: {path} is not a bucket", remedy="no other program may write there"
+        ) from e
     if entry.name != "bucket" or entry.end != len(memory):
-        raise TransportError(f"disk: {path} has {len(memory)} bytes, its header says {entry.end}")
+        raise TransportError(
+            f"disk: {path} has {len(memory)} bytes, its header says {entry.end}"
+        )
     return Header(version, device, bucket, entry.end - entry.begin), entry.begin
 
 
 def _remove(folder: Path, owner: int | None = None) -> None:
-    if owner in (None, os.getpid()):  # a forked copy of the sender must not remove its parent's folder
+    # a forked copy of the sender must not remove its parent's folder
+    if owner in (None, os.getpid()):
         gone = folder.with_name(folder.name + ".gone")
         with contextlib.suppress(OSError):
-            os.rename(folder, gone)  # atomic, so that the peer cannot write into it any more
+            # atomic, so that the peer cannot write into it any more
+            os.rename(folder, gone)
         for path in (folder, gone):
-            for _ in range(5):  # a file just being created by the peer keeps the folder from being removed
+            # a file just being created by the peer keeps the folder from being removed
+            for _ in range(5):
                 if path.exists():
                     shutil.rmtree(path, ignore_errors=True)
 
@@ -315,12 +383,18 @@ def _sweep(parent: Path) -> None:
             found = folder.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
                 continue
-            if not (folder / "sender.json").exists() and time.time() - found.st_mtime > 60:
+            if (
+                not (folder / "sender.json").exists()
+                and time.time() - found.st_mtime > 60
+            ):
                 _remove(folder)  # killed while creating or removing it
                 continue
             sender = Peer.read(json.loads((folder / "sender.json").read_text()))
             receiver = folder / "receiver.json"
-            living = receiver.exists() and not Peer.read(json.loads(receiver.read_text())).dead()
+            living = (
+                receiver.exists()
+                and not Peer.read(json.loads(receiver.read_text())).dead()
+            )
         except (OSError, ValueError, TransportError):
             continue  # being created or removed right now
         if sender.dead() and not living:

@@ -98,7 +98,9 @@ class FaultySender:
     """A Sender with faults; everything but `send` is delegated."""
 
     def __init__(self, inner: Sender, faults: Faults) -> None:
-        self.name, self._inner, self._faults = inner.name, inner, faults
+        self.name = inner.name
+        self._inner = inner
+        self._faults = faults
         self._closed = threading.Event()
 
     def endpoint(self) -> dict[str, Any]:
@@ -112,9 +114,13 @@ class FaultySender:
         if faults._due("hook", header) and faults._call:
             faults._call(header)
         if faults._due("delay", header):
-            self._closed.wait(faults._seconds)  # interrupted by close, like every wait of a channel
+            # interrupted by close, like every wait of a channel
+            self._closed.wait(faults._seconds)
         if faults._due("fail", header):
-            raise TransportError(f"{self.name}: bucket {header.bucket} fails: injected fault", reason="fault")
+            raise TransportError(
+                f"{self.name}: bucket {header.bucket} fails: injected fault",
+                reason="fault",
+            )
         if faults._due("drop", header):
             return
         if header.nbytes and faults._due("flip", header):
@@ -125,7 +131,9 @@ class FaultySender:
         copy = bytearray(header.nbytes)  # `fill` may be callable only once
         fill(memoryview(copy))
         for _ in range(2):
-            self._inner.send(header, lambda view: view.__setitem__(slice(None), copy), deadline)
+            self._inner.send(
+                header, lambda view: view.__setitem__(slice(None), copy), deadline
+            )
 
     def flush(self, deadline: float) -> None:
         self._inner.flush(deadline)

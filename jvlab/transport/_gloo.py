@@ -22,7 +22,14 @@ from typing import Any
 
 from jvlab._errors import MissingDependency
 from jvlab.transport._peer import Clock, Peer, check_ring, closed_here, lost
-from jvlab.transport._slots import WELCOME, FramedSocket, SlotReceiver, SlotSender, bind, connect
+from jvlab.transport._slots import (
+    WELCOME,
+    FramedSocket,
+    SlotReceiver,
+    SlotSender,
+    bind,
+    connect,
+)
 
 _STORE_SECONDS = 20.0  # the group takes tens of milliseconds once both sides are there
 
@@ -32,9 +39,13 @@ def _torch() -> Any:
         import torch
         import torch.distributed
     except ImportError as e:
-        raise MissingDependency("gloo needs torch", remedy='pip install torch, or use transport="shm"') from e
+        raise MissingDependency(
+            "gloo needs torch", remedy='pip install torch, or use transport="shm"'
+        ) from e
     if not torch.distributed.is_gloo_available():
-        raise MissingDependency("this torch was built without gloo", remedy='use transport="shm" or "disk"')
+        raise MissingDependency(
+            "this torch was built without gloo", remedy='use transport="shm" or "disk"'
+        )
     return torch
 
 
@@ -52,15 +63,25 @@ class GlooSender(SlotSender):
 
     name = "gloo"
 
-    def __init__(self, slot_bytes: int, slots: int, peer: str, label: str, host: str) -> None:
+    def __init__(
+        self, slot_bytes: int, slots: int, peer: str, label: str, host: str
+    ) -> None:
         check_ring(self.name, slot_bytes, slots)
-        self._torch, self._host = _torch(), host
+        self._torch = _torch()
+        self._host = host
         self._group: Any = None
         self._works: dict[int, Any] = {}
-        listener, self._store_listener = bind(host, self.name), bind(host, self.name)
+        listener = bind(host, self.name)
+        self._store_listener = bind(host, self.name)
         try:
-            self._ports = listener.getsockname()[1], self._store_listener.getsockname()[1]
-            self._memory = [self._torch.zeros(slot_bytes, dtype=self._torch.uint8) for _ in range(slots)]
+            self._ports = (
+                listener.getsockname()[1],
+                self._store_listener.getsockname()[1],
+            )
+            self._memory = [
+                self._torch.zeros(slot_bytes, dtype=self._torch.uint8)
+                for _ in range(slots)
+            ]
             super().__init__(listener, slot_bytes, slots, peer, label)
         except BaseException:
             listener.close()
@@ -68,7 +89,11 @@ class GlooSender(SlotSender):
             raise
 
     def _address(self) -> dict[str, Any]:
-        return {"host": self._host, "port": self._ports[0], "store_port": self._ports[1]}
+        return {
+            "host": self._host,
+            "port": self._ports[0],
+            "store_port": self._ports[1],
+        }
 
     def _send_welcome(self, framed: FramedSocket, clock: Clock) -> None:
         # The store's own socket would listen on every interface, so pass ours.
@@ -107,7 +132,8 @@ class GlooSender(SlotSender):
 
     def _on_release(self, slot: int) -> None:
         if work := self._works.pop(slot, None):
-            with contextlib.suppress(RuntimeError):  # it has the bytes: a closed connection no longer matters
+            # it has the bytes: a closed connection no longer matters
+            with contextlib.suppress(RuntimeError):
                 work.wait(timedelta(seconds=1))
 
     def _release_resources(self) -> None:
@@ -123,7 +149,9 @@ class GlooReceiver(SlotReceiver):
     name = "gloo"
 
     def __init__(self, endpoint: dict[str, Any], clock: Clock, label: str) -> None:
-        self._torch, self._group, self._memory = _torch(), None, []
+        self._torch = _torch()
+        self._group = None
+        self._memory = []
         self._store = None
         host = str(endpoint["host"])
         sender = Peer.read(endpoint["sender"])
@@ -147,7 +175,10 @@ class GlooReceiver(SlotReceiver):
         except RuntimeError as e:
             clock.check(self.name, self._framed.peer, "join the gloo group")
             raise lost(self.name, self._framed.peer, "join the gloo group") from e
-        self._memory = [self._torch.zeros(self.slot_bytes, dtype=self._torch.uint8) for _ in range(self.slots)]
+        self._memory = [
+            self._torch.zeros(self.slot_bytes, dtype=self._torch.uint8)
+            for _ in range(self.slots)
+        ]
 
     def _pull(self, slot: int, nbytes: int, clock: Clock) -> memoryview:
         memory = self._memory
@@ -155,11 +186,22 @@ class GlooReceiver(SlotReceiver):
             raise closed_here(self.name)
         target = memory[slot][:nbytes]
         if nbytes:
-            try:  # no local variable for the group: an error's traceback would keep it and its threads alive
-                self._group.recv([target], 0, slot).wait(timedelta(seconds=max(clock.left(), 1e-3)))
+            # no local variable for the group: an error's traceback would keep it and its threads alive
+            try:
+                self._group.recv([target], 0, slot).wait(
+                    timedelta(seconds=max(clock.left(), 1e-3))
+                )
             except RuntimeError as e:
-                clock.check(self.name, self._framed.peer, "send the bytes of a bucket that it announced")
-                raise lost(self.name, self._framed.peer, "send the bytes of a bucket that it announced") from e
+                clock.check(
+                    self.name,
+                    self._framed.peer,
+                    "send the bytes of a bucket that it announced",
+                )
+                raise lost(
+                    self.name,
+                    self._framed.peer,
+                    "send the bytes of a bucket that it announced",
+                ) from e
         return memoryview(target.numpy()).toreadonly()
 
     def _release_resources(self) -> None:

@@ -21,8 +21,10 @@ from jvlab.transport import _ipc_tables as ipc
 from jvlab.transport._ipc_source import SOURCE
 from jvlab.transport._ipc_tables import AT, FIELDS, FLOATS, THREADS, Program, Table
 
-STRIPES = 8  # partial sums per digest: blocks of a large parameter would contend for a single one
-SHARED = ("THREADS", "SIDE", "DEEP", "STEPS", "OUTER", "SEPARABLE", "LOAD", "STORE")  # constants shared with the tables
+# partial sums per digest: blocks of a large parameter would contend for a single one
+STRIPES = 8
+# constants shared with the tables
+SHARED = ("THREADS", "SIDE", "DEEP", "STEPS", "OUTER", "SEPARABLE", "LOAD", "STORE")
 
 
 def cupy() -> Any:
@@ -30,13 +32,20 @@ def cupy() -> Any:
     try:
         import cupy as module
     except ImportError as e:
-        raise MissingDependency("transport ipc needs cupy", remedy="pip install cupy-cuda12x or cupy-cuda13x") from e
+        raise MissingDependency(
+            "transport ipc needs cupy",
+            remedy="pip install cupy-cuda12x or cupy-cuda13x",
+        ) from e
     return module
 
 
 def shared(program: Program, look: bool) -> Program:
     """The program whose kernel this one can use: values moved as bits share one kernel per width, unless checked."""
-    if program.source != program.wire or program.computes or (look and exponent(program.wire)):
+    if (
+        program.source != program.wire
+        or program.computes
+        or (look and exponent(program.wire))
+    ):
         return program
     name = f"uint{8 * item_bytes(program.source)}"
     return replace(program, source=name, wire=name)
@@ -74,7 +83,9 @@ def _module(options: tuple[str, ...]) -> Any:
 
 
 @cache
-def compiled(program: Program, write: bool, digest: bool, look: bool, device: int) -> Any:
+def compiled(
+    program: Program, write: bool, digest: bool, look: bool, device: int
+) -> Any:
     """The kernel of a program; compiled on first use on a device, then cached on disk by cupy."""
     program = shared(program, look)
     return _module(defines(program, write, digest, look)).get_function(program.form)
@@ -86,19 +97,36 @@ class Launcher:
     `look`: also check for values that are not finite.
     """
 
-    def __init__(self, device: int, tables: Sequence[Table], slots: int, write: bool = True, look: bool = True) -> None:
+    def __init__(
+        self,
+        device: int,
+        tables: Sequence[Table],
+        slots: int,
+        write: bool = True,
+        look: bool = True,
+    ) -> None:
         cp = cupy()
-        self.device, self.slots, self._write, self._look = device, slots, write, look
+        self.device = device
+        self.slots = slots
+        self._write = write
+        self._look = look
         self.nbytes = sum(t.nbytes for t in tables)
         self._kernels: dict[bool, list[Any]] = {}  # with digests, or without
         with cp.cuda.Device(device):
             self._tables = [
-                (t.program, t.blocks, cp.asarray(t.entries), cp.asarray(t.first), np.int32(len(t.first)))
+                (
+                    t.program,
+                    t.blocks,
+                    cp.asarray(t.entries),
+                    cp.asarray(t.first),
+                    np.int32(len(t.first)),
+                )
                 for t in sorted(tables, key=lambda t: -t.nbytes)
             ]
             # sums of the digests, how many blocks were refused, a flag for each slot
             self._sums = cp.zeros(slots * STRIPES + 1 + slots, dtype=np.uint64)
-            self._pinned = cp.cuda.alloc_pinned_memory(self._sums.nbytes)  # copied by the stream itself
+            # copied by the stream itself
+            self._pinned = cp.cuda.alloc_pinned_memory(self._sums.nbytes)
             self._found = np.frombuffer(self._pinned, np.uint64, self._sums.size)
             self._refused = self._sums[slots * STRIPES :]
             cp.cuda.get_current_stream().synchronize()
@@ -113,7 +141,8 @@ class Launcher:
     def clear(self, stream: Any) -> None:
         """Zero the sums, in stream order; once before each launch."""
         with cupy().cuda.Device(self.device), stream:
-            self._sums.data.memset_async(0, self._sums.nbytes, stream)  # fill() would compile a kernel
+            # fill() would compile a kernel
+            self._sums.data.memset_async(0, self._sums.nbytes, stream)
 
     def launch(
         self,
@@ -134,9 +163,17 @@ class Launcher:
                 options = self._write, digest, self._look, self.device
                 self._kernels[digest] = [compiled(t[0], *options) for t in self._tables]
             last = (self._sums, np.uint64(permit), np.uint64(version), self._refused)
-            for kernel, (_, blocks, entries, first, count) in zip(self._kernels[digest], self._tables, strict=True):
-                kernel((blocks,), (THREADS,), (entries, first, count, sources, targets, *last))
-            self._sums.data.copy_to_host_async(self._pinned.ptr, self._sums.nbytes, stream)
+            for kernel, (_, blocks, entries, first, count) in zip(
+                self._kernels[digest], self._tables, strict=True
+            ):
+                kernel(
+                    (blocks,),
+                    (THREADS,),
+                    (entries, first, count, sources, targets, *last),
+                )
+            self._sums.data.copy_to_host_async(
+                self._pinned.ptr, self._sums.nbytes, stream
+            )
 
     def sums(self, stream: Any) -> np.ndarray:
         """Waits for the stream; digests by slot, modulo 2**64."""

@@ -26,12 +26,18 @@ NO_HANDLE = (
 
 def allocation_of(pointer: int) -> tuple[int, int]:
     """Start and size of the allocation that contains a device pointer."""
-    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    base = ctypes.c_uint64()
+    size = ctypes.c_size_t()
     driver = ctypes.CDLL("libcuda.so.1")
-    code = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(pointer))
+    code = driver.cuMemGetAddressRange_v2(
+        ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(pointer)
+    )
     if code:
         raise Unsupported(
-            f"no device allocation at {pointer:#x} (CUDA error {code})", remedy=NO_HANDLE, pointer=pointer, code=code
+            f"no device allocation at {pointer:#x} (CUDA error {code})",
+            remedy=NO_HANDLE,
+            pointer=pointer,
+            code=code,
         )
     return base.value, size.value
 
@@ -77,19 +83,28 @@ class Exports:
                 return bytes(cp.cuda.runtime.ipcGetMemHandle(base))
         except cp.cuda.runtime.CUDARuntimeError as e:
             raise Unsupported(
-                f"{name}: its memory can't be exported by CUDA IPC ({e})", remedy=NO_HANDLE, parameter=name
+                f"{name}: its memory can't be exported by CUDA IPC ({e})",
+                remedy=NO_HANDLE,
+                parameter=name,
             ) from e
 
     def plain(self) -> dict[str, Any]:
         """What an importer needs, as plain values."""
-        return {"host": host_name(), "pid": os.getpid(), "bus": bus_id(self.device), "allocations": self._allocations}
+        return {
+            "host": host_name(),
+            "pid": os.getpid(),
+            "bus": bus_id(self.device),
+            "allocations": self._allocations,
+        }
 
 
 class Mapped:
     """Another process's memory, mapped on one of our devices. Must be closed."""
 
     def __init__(self, plain: dict[str, Any], device: int, peer: str) -> None:
-        self.device, self._opened, self._bases = device, [], []
+        self.device = device
+        self._opened = []
+        self._bases = []
         if plain["host"] != host_name():
             raise Unsupported(
                 f"{peer} is on another host: CUDA IPC reaches no further than this one",
@@ -101,10 +116,12 @@ class Mapped:
         try:
             with cp.cuda.Device(device):
                 for handle, _, base in plain["allocations"]:
-                    if plain["pid"] == os.getpid():  # CUDA cannot open a handle in the process that created it
+                    # CUDA cannot open a handle in the process that created it
+                    if plain["pid"] == os.getpid():
                         self._bases.append(int(base))
                         continue
-                    pointer = runtime.ipcOpenMemHandle(bytes.fromhex(handle))  # flag 1: lazy peer access, the default
+                    # flag 1: lazy peer access, the default
+                    pointer = runtime.ipcOpenMemHandle(bytes.fromhex(handle))
                     self._opened.append(pointer)
                     self._bases.append(int(pointer))
         except runtime.CUDARuntimeError as e:
@@ -119,7 +136,9 @@ class Mapped:
         cp = cupy()
         ours = {bus_id(k): k for k in range(cp.cuda.runtime.getDeviceCount())}
         other = ours.get(bus, self.device)  # if it is not visible to us, CUDA decides
-        if other != self.device and not cp.cuda.runtime.deviceCanAccessPeer(self.device, other):
+        if other != self.device and not cp.cuda.runtime.deviceCanAccessPeer(
+            self.device, other
+        ):
             raise Unsupported(
                 f"our GPU {bus_id(self.device)} has no peer access to GPU {bus} of {peer}",
                 remedy='connect with transport="nccl"',
@@ -132,7 +151,9 @@ class Mapped:
 
     def close(self) -> None:
         """Unmap everything. Idempotent."""
-        opened, self._opened, self._bases = self._opened, [], []
+        opened = self._opened
+        self._opened = []
+        self._bases = []
         if not opened:
             return
         cp = cupy()
@@ -140,5 +161,6 @@ class Mapped:
             for pointer in opened:
                 try:
                     cp.cuda.runtime.ipcCloseMemHandle(pointer)
-                except cp.cuda.runtime.CUDARuntimeError:  # the context is gone, and with it the mapping
+                # the context is gone, and with it the mapping
+                except cp.cuda.runtime.CUDARuntimeError:
                     return

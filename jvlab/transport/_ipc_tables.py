@@ -28,10 +28,15 @@ from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import LIVE, LinkPlan, ValueTransform, item_bytes
 
 THREADS = 256
-SIDE, DEEP = 64, 4  # side of a tile; tiles along A that a block of "tiles" handles in sequence
+# side of a tile; tiles along A that a block of "tiles" handles in sequence
+SIDE = 64
+DEEP = 4
 STEPS = 16  # lines that a thread of "rows" handles in sequence
 OUTER = 4
-SEPARABLE, LOAD, STORE = 1, 2, 4  # flags: digest by tables; 16-byte reads; 16-byte writes
+# flags: digest by tables; 16-byte reads; 16-byte writes
+SEPARABLE = 1
+LOAD = 2
+STORE = 4
 FIELDS = (
     "source",
     "src",
@@ -59,7 +64,8 @@ FIELDS = (
     "wide",
 )
 AT = {name: k for k, name in enumerate(FIELDS)}
-FLOATS = {"float32": 1, "bfloat16": 2, "float16": 3}  # dtypes that the kernels convert; all others are moved as bits
+# dtypes that the kernels convert; all others are moved as bits
+FLOATS = {"float32": 1, "bfloat16": 2, "float16": 3}
 
 Axis = tuple[int, int, int]  # size, source stride, target stride
 
@@ -93,7 +99,8 @@ class Program:
     source: str
     wire: str
     computes: bool  # adds a constant or casts in between
-    quick: bool = False  # aligned whole vectors only: a kernel without other branches needs half the registers
+    # aligned whole vectors only: a kernel without other branches needs half the registers
+    quick: bool = False
 
     @property
     def vector(self) -> int:
@@ -128,22 +135,35 @@ def refuse_other_kinds(plan: TransferPlan, targets: Iterable[int]) -> None:
             )
 
 
-def whole_links(plan: TransferPlan, rank: int, replica: int, devices: Iterable[int] | None = None) -> list[LinkPlan]:
+def whole_links(
+    plan: TransferPlan, rank: int, replica: int, devices: Iterable[int] | None = None
+) -> list[LinkPlan]:
     """The links into a rank, with boxes not cut into buckets: ipc packs nothing."""
     uncut = replace(plan, bucket_bytes=1 << 60)
     table = plan.links(replica)
     mine = sorted(table.device[table.rank == rank].tolist())
-    return [uncut.link(d, rank, replica) for d in mine if devices is None or d in set(devices)]
+    return [
+        uncut.link(d, rank, replica)
+        for d in mine
+        if devices is None or d in set(devices)
+    ]
 
 
-def link_pieces(plan: TransferPlan, link: LinkPlan, leaf_slot: dict[int, int], slot: dict[int, int]) -> list[IpcBox]:
+def link_pieces(
+    plan: TransferPlan, link: LinkPlan, leaf_slot: dict[int, int], slot: dict[int, int]
+) -> list[IpcBox]:
     """The boxes of a link; `leaf_slot`: source pointer by leaf; `slot`: target pointer and digest by target."""
     refuse_other_kinds(plan, np.unique(link.target).tolist())
     rows = _rows(plan, np.unique(link.target).tolist())
     out = []
     for i in range(len(link)):
         t = int(link.target[i])
-        axes = zip(link.shape[i].tolist(), link.src_strides[i].tolist(), link.dst_strides[i].tolist(), strict=True)
+        axes = zip(
+            link.shape[i].tolist(),
+            link.src_strides[i].tolist(),
+            link.dst_strides[i].tolist(),
+            strict=True,
+        )
         out.append(
             IpcBox(
                 leaf_slot[int(link.leaf[i])],
@@ -159,19 +179,29 @@ def link_pieces(plan: TransferPlan, link: LinkPlan, leaf_slot: dict[int, int], s
     return out
 
 
-def digest_pieces(plan: TransferPlan, links: Sequence[LinkPlan], slot: dict[int, int]) -> list[IpcBox]:
+def digest_pieces(
+    plan: TransferPlan, links: Sequence[LinkPlan], slot: dict[int, int]
+) -> list[IpcBox]:
     """What to read of a rank's targets for their digests: the whole storage, or the boxes where some is padding."""
     boxes: dict[int, list[tuple[int, tuple[Axis, ...]]]] = {}
     for link in links:
         for i in range(len(link)):
             strides = link.dst_strides[i].tolist()
-            axes = tuple((n, s, s) for n, s in zip(link.shape[i].tolist(), strides, strict=True))
-            boxes.setdefault(int(link.target[i]), []).append((int(link.dst_offset[i]), axes))
-    rows, out = _rows(plan, boxes), []
+            axes = tuple(
+                (n, s, s) for n, s in zip(link.shape[i].tolist(), strides, strict=True)
+            )
+            boxes.setdefault(int(link.target[i]), []).append(
+                (int(link.dst_offset[i]), axes)
+            )
+    rows = _rows(plan, boxes)
+    out = []
     for t, found in sorted(boxes.items()):
         info = plan.parameters[int(plan.target_parameter[t])]
-        transform, size = ValueTransform(info.dtype, info.dtype), storage_elements(info.shape, info.strides)
-        whole = IpcBox(slot[t], 0, slot[t], 0, ((size, 1, 1),), transform, rows[t], slot[t])
+        transform = ValueTransform(info.dtype, info.dtype)
+        size = storage_elements(info.shape, info.strides)
+        whole = IpcBox(
+            slot[t], 0, slot[t], 0, ((size, 1, 1),), transform, rows[t], slot[t]
+        )
         parts = [replace(whole, src=at, dst=at, axes=axes) for at, axes in found]
         out += [whole] if sum(p.count for p in parts) == size else parts
     return out
@@ -189,9 +219,14 @@ def cut_at_lines(piece: IpcBox) -> list[IpcBox]:
     """The same copy, cut so that no run crosses lines of the target: a head, whole lines, a tail."""
     axes = tuple(a for a in piece.axes if a[0] > 1)
     piece = replace(piece, axes=axes)
-    row, column = piece.row, piece.dst % piece.row
+    row = piece.row
+    column = piece.dst % piece.row
     runs = [k for k, (n, _, ds) in enumerate(axes) if ds == 1 and column + n > row]
-    if row == 1 or not runs or any(ds % row for k, (_, _, ds) in enumerate(axes) if k != runs[0]):
+    if (
+        row == 1
+        or not runs
+        or any(ds % row for k, (_, _, ds) in enumerate(axes) if k != runs[0])
+    ):
         return [piece]
     n, ss, _ = axes[runs[0]]
     rest = tuple(a for k, a in enumerate(axes) if k != runs[0])
@@ -205,7 +240,9 @@ def cut_at_lines(piece: IpcBox) -> list[IpcBox]:
     ):
         if all(size for size, _, _ in parts):
             kept = tuple(a for a in (*rest, *parts) if a[0] > 1)
-            out.append(replace(piece, src=piece.src + at * ss, dst=piece.dst + at, axes=kept))
+            out.append(
+                replace(piece, src=piece.src + at * ss, dst=piece.dst + at, axes=kept)
+            )
     return out
 
 
@@ -271,10 +308,15 @@ def separable(piece: IpcBox, form: Form) -> bool:
 def program_of(transform: ValueTransform, form: str, quick: bool = False) -> Program:
     """The kernel for a value transform; refuses what no kernel supports."""
     computes = bool(transform.add) or (
-        transform.cast is not None and transform.cast not in (transform.source, transform.wire)
+        transform.cast is not None
+        and transform.cast not in (transform.source, transform.wire)
     )
     if computes or transform.source != transform.wire:
-        for name in {transform.source, transform.wire, transform.cast or transform.wire}:
+        for name in {
+            transform.source,
+            transform.wire,
+            transform.cast or transform.wire,
+        }:
             if name not in FLOATS:
                 raise Unsupported(
                     f"ipc does not convert {transform.source} to {transform.wire}"
@@ -304,9 +346,14 @@ def tables(pieces: Iterable[IpcBox], aligned: bool = True) -> list[Table]:
         table = np.array([e[:-1] for e in entries], np.int64)
         ends = np.cumsum([e[-1] for e in entries], dtype=np.int64)
         if ends[-1] >= 1 << 31:
-            raise LayoutError(f"{ends[-1]} blocks in one launch", remedy="shard the parameters over more devices")
+            raise LayoutError(
+                f"{ends[-1]} blocks in one launch",
+                remedy="shard the parameters over more devices",
+            )
         first = np.concatenate([[0], ends[:-1]]).astype(np.uint32)
-        counts = [table[:, AT[f]] for f in ("na", "nb", *(f"n{k}" for k in range(OUTER)))]
+        counts = [
+            table[:, AT[f]] for f in ("na", "nb", *(f"n{k}" for k in range(OUTER)))
+        ]
         nbytes = int(np.prod(counts, axis=0).sum()) * item_bytes(program.wire)
         out.append(Table(program, table, first, int(ends[-1]), nbytes))
     return out
@@ -315,25 +362,44 @@ def tables(pieces: Iterable[IpcBox], aligned: bool = True) -> list[Table]:
 def _entries(piece: IpcBox, form: Form, program: Program) -> list[list[int]]:
     """Rows of the table, each followed by its number of blocks; axes beyond OUTER are unrolled into rows."""
     outer = sorted(form.outer, key=lambda a: -a[0])
-    kept, extra = outer[:OUTER], outer[OUTER:]
+    kept = outer[:OUTER]
+    extra = outer[OUTER:]
     out = []
     for digits in itertools.product(*(range(n) for n, _, _ in extra)):
-        src = piece.src + sum(i * ss for i, (_, ss, _) in zip(digits, extra, strict=True))
-        dst = piece.dst + sum(i * ds for i, (_, _, ds) in zip(digits, extra, strict=True))
-        out.append(_entry(replace(piece, src=src, dst=dst), form, kept, program, separable(piece, form)))
+        src = piece.src + sum(
+            i * ss for i, (_, ss, _) in zip(digits, extra, strict=True)
+        )
+        dst = piece.dst + sum(
+            i * ds for i, (_, _, ds) in zip(digits, extra, strict=True)
+        )
+        out.append(
+            _entry(
+                replace(piece, src=src, dst=dst),
+                form,
+                kept,
+                program,
+                separable(piece, form),
+            )
+        )
     return out
 
 
-def _entry(piece: IpcBox, form: Form, outer: list[Axis], program: Program, apart: bool) -> list[int]:
+def _entry(
+    piece: IpcBox, form: Form, outer: list[Axis], program: Program, apart: bool
+) -> list[int]:
     (n1, ssa1, dsa1), (n2, ssa2, dsa2), (nb, ssb, dsb) = form.a, form.a2, form.b
-    na, wide = n1 * n2, 0
+    na = n1 * n2
+    wide = 0
     if program.form == "rows":
         while wide < 8 and (1 << wide) * program.vector < nb:
             wide += 1
-        span_a, span_b = (THREADS >> wide) * STEPS, (1 << wide) * program.vector
+        span_a = (THREADS >> wide) * STEPS
+        span_b = (1 << wide) * program.vector
     else:
-        span_a, span_b = SIDE * DEEP, SIDE
-    tiles_a, tiles_b = -(-na // span_a), -(-nb // span_b)
+        span_a = SIDE * DEEP
+        span_b = SIDE
+    tiles_a = -(-na // span_a)
+    tiles_b = -(-nb // span_b)
     padded = [*outer, *[(1, 0, 0)] * (OUTER - len(outer))]
     flags = SEPARABLE * apart | _aligned(piece, form, outer, program)
     row = piece.row
@@ -360,7 +426,9 @@ def _entry(piece: IpcBox, form: Form, outer: list[Axis], program: Program, apart
         flags,
         piece.slot,
         int(np.float32(piece.transform.add).view(np.uint32)),
-        FLOATS[piece.transform.cast] if program.computes and piece.transform.cast else 0,
+        FLOATS[piece.transform.cast]
+        if program.computes and piece.transform.cast
+        else 0,
         wide,
     ]
     blocks = tiles_a * tiles_b
@@ -378,12 +446,16 @@ def _quick(piece: IpcBox, form: Form, program: Program) -> bool:
     if program.form == "rows":
         return form.b[0] % program.vector == 0
     size_a = form.a[0] * form.a2[0]
-    return size_a % (16 // item_bytes(program.source)) == 0 and form.b[0] % (16 // item_bytes(program.wire)) == 0
+    return (
+        size_a % (16 // item_bytes(program.source)) == 0
+        and form.b[0] % (16 // item_bytes(program.wire)) == 0
+    )
 
 
 def _aligned(piece: IpcBox, form: Form, outer: list[Axis], program: Program) -> int:
     """LOAD and STORE: whether every run starts on a vector boundary if the pointers do."""
-    load, store = 16 // item_bytes(program.source), 16 // item_bytes(program.wire)
+    load = 16 // item_bytes(program.source)
+    store = 16 // item_bytes(program.wire)
     if program.form == "rows":
         load = store = program.vector
         runs_on = form.b[1] == 1 or form.b[0] == 1

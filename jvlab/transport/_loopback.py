@@ -23,7 +23,8 @@ from jvlab.transport._peer import (
     late,
 )
 
-_waiting: dict[str, LoopbackSender] = {}  # senders whose other end is not open yet, by the key in their endpoint
+# senders whose other end is not open yet, by the key in their endpoint
+_waiting: dict[str, LoopbackSender] = {}
 
 
 class LoopbackSender:
@@ -31,9 +32,18 @@ class LoopbackSender:
 
     name = "loopback"
 
-    def __init__(self, slot_bytes: int, slots: int, peer: str = "the receiver", label: str = "the sender") -> None:
+    def __init__(
+        self,
+        slot_bytes: int,
+        slots: int,
+        peer: str = "the receiver",
+        label: str = "the sender",
+    ) -> None:
         check_ring(self.name, slot_bytes, slots)
-        self.slot_bytes, self.slots, self.peer, self.label = slot_bytes, slots, peer, label
+        self.slot_bytes = slot_bytes
+        self.slots = slots
+        self.peer = peer
+        self.label = label
         self.changed = threading.Condition()
         self.queue: deque[tuple[Header, bytearray]] = deque()
         self.filling = self.sent = self.released = 0
@@ -51,9 +61,14 @@ class LoopbackSender:
     def send(self, header: Header, fill: Fill, deadline: float) -> None:
         check_fits(self.name, header.nbytes, self.slot_bytes)
         if not self.opened:
-            raise TransportError(f"loopback: {self.peer} has not opened its end", remedy="call ready() first")
+            raise TransportError(
+                f"loopback: {self.peer} has not opened its end",
+                remedy="call ready() first",
+            )
         what = f"release a bucket, so that bucket {header.bucket} has room"
-        self._wait(Clock(deadline), lambda: self.sent - self.released < self.slots, what)
+        self._wait(
+            Clock(deadline), lambda: self.sent - self.released < self.slots, what
+        )
         if self.receiver_closed:
             raise closed(self.name, self.peer)
         data = bytearray(header.nbytes)
@@ -64,7 +79,9 @@ class LoopbackSender:
             self.changed.notify_all()
 
     def flush(self, deadline: float) -> None:
-        self._wait(Clock(deadline), lambda: self.released >= self.sent, "release every bucket")
+        self._wait(
+            Clock(deadline), lambda: self.released >= self.sent, "release every bucket"
+        )
 
     def arrived(self) -> int:
         return self.released
@@ -96,15 +113,20 @@ class LoopbackReceiver:
     name = "loopback"
 
     def __init__(self, sender: LoopbackSender) -> None:
-        self._sender, self._held, self._closed = sender, 0, False
+        self._sender = sender
+        self._held = 0
+        self._closed = False
         with sender.changed:
             sender.opened = True
             sender.changed.notify_all()
 
     def recv(self, deadline: float) -> Bucket:
-        clock, s = Clock(deadline), self._sender
+        clock = Clock(deadline)
+        s = self._sender
         with s.changed:
-            if not s.changed.wait_for(lambda: bool(self._closed or s.queue or s.closed), clock.left()):
+            if not s.changed.wait_for(
+                lambda: bool(self._closed or s.queue or s.closed), clock.left()
+            ):
                 raise late(self.name, clock.seconds, s.label, "send the next bucket")
             if self._closed:
                 raise closed_here(self.name)
@@ -116,7 +138,9 @@ class LoopbackReceiver:
     def release(self, received: Bucket) -> None:
         with self._sender.changed:
             if not received.token:
-                raise TransportError(f"loopback: bucket {received.header.bucket} was released already")
+                raise TransportError(
+                    f"loopback: bucket {received.header.bucket} was released already"
+                )
             received.token.clear()
             if self._sender.closed:
                 raise closed(self.name, self._sender.label)
@@ -136,7 +160,9 @@ class LoopbackReceiver:
             self._sender.changed.notify_all()
 
 
-def pair(slots: int = 3, slot_bytes: int = 1 << 40) -> tuple[LoopbackSender, LoopbackReceiver]:
+def pair(
+    slots: int = 3, slot_bytes: int = 1 << 40
+) -> tuple[LoopbackSender, LoopbackReceiver]:
     """Two connected ends in this process. Slots are as large as their buckets; `slot_bytes` is only a limit.
 
     >>> sender, receiver = jv.transport.pair()

@@ -33,18 +33,37 @@ import numpy as np
 
 from jvlab._errors import MissingDependency, TransportError
 from jvlab.transport._device_bytes import DeviceBytes
-from jvlab.transport._peer import Bucket, Clock, Fill, Header, Peer, check_ring, closed, closed_here
-from jvlab.transport._slots import BYE, FramedSocket, SlotReceiver, SlotSender, bind, connect
+from jvlab.transport._peer import (
+    Bucket,
+    Clock,
+    Fill,
+    Header,
+    Peer,
+    check_ring,
+    closed,
+    closed_here,
+)
+from jvlab.transport._slots import (
+    BYE,
+    FramedSocket,
+    SlotReceiver,
+    SlotSender,
+    bind,
+    connect,
+)
 
 # libnccl through ctypes: non-blocking communicators of two, so that every wait can be monitored and aborted.
 # Why not `cupy.cuda.nccl`: its communicators block. A blocked ncclCommInitRank has no handle yet for commAbort, and a
 # first send blocks until the peer connects. `ncclConfig_t.blocking = 0` avoids this, but cupy does not expose it. The
 # library is the one that this process has loaded already (torch's in a vLLM worker), if any.
 
-SUCCESS, IN_PROGRESS = 0, 7
+SUCCESS = 0
+IN_PROGRESS = 7
 UINT8 = 1  # ncclUint8
 ID_BYTES = 128
-_MAGIC, _CONFIG_VERSION = 0xCAFEBEEF, 21400  # the first version with `blocking`; newer ones default the rest
+# the first version with `blocking`; newer ones default the rest
+_MAGIC = 0xCAFEBEEF
+_CONFIG_VERSION = 21400
 
 
 class _Id(ctypes.Structure):
@@ -107,7 +126,8 @@ def library() -> ctypes.CDLL:
         except (OSError, AttributeError) as e:  # AttributeError: older than 2.14
             why = str(e)
     raise MissingDependency(
-        f"transport nccl needs NCCL 2.14 or newer: {why}", remedy="pip install nvidia-nccl-cu13 or nvidia-nccl-cu12"
+        f"transport nccl needs NCCL 2.14 or newer: {why}",
+        remedy="pip install nvidia-nccl-cu13 or nvidia-nccl-cu12",
     )
 
 
@@ -157,7 +177,9 @@ class Communicator:
         own = _Id()
         ctypes.memmove(ctypes.byref(own), identity, ID_BYTES)
         config = _Config(ctypes.sizeof(_Config), _MAGIC, _CONFIG_VERSION, 0)
-        code = library().ncclCommInitRankConfig(ctypes.byref(self._comm), 2, own, rank, ctypes.byref(config))
+        code = library().ncclCommInitRankConfig(
+            ctypes.byref(self._comm), 2, own, rank, ctypes.byref(config)
+        )
         check(code, "ncclCommInitRankConfig")
         self._peer = 1 - rank
 
@@ -165,26 +187,44 @@ class Communicator:
         """Whether the last call has completed. Raises its error, or a later one."""
         state = ctypes.c_int()
         with self._lock:
-            check(library().ncclCommGetAsyncError(self._alive(), ctypes.byref(state)), "ncclCommGetAsyncError")
+            check(
+                library().ncclCommGetAsyncError(self._alive(), ctypes.byref(state)),
+                "ncclCommGetAsyncError",
+            )
         return check(state.value, "a transfer") == SUCCESS
 
     def send(self, pointer: int, nbytes: int, stream: int) -> None:
         with self._lock:
-            check(library().ncclSend(pointer, nbytes, UINT8, self._peer, self._alive(), stream), "ncclSend")
+            check(
+                library().ncclSend(
+                    pointer, nbytes, UINT8, self._peer, self._alive(), stream
+                ),
+                "ncclSend",
+            )
 
     def recv(self, pointer: int, nbytes: int, stream: int) -> None:
         with self._lock:
-            check(library().ncclRecv(pointer, nbytes, UINT8, self._peer, self._alive(), stream), "ncclRecv")
+            check(
+                library().ncclRecv(
+                    pointer, nbytes, UINT8, self._peer, self._alive(), stream
+                ),
+                "ncclRecv",
+            )
 
     def _alive(self) -> ctypes.c_void_p:
         if self._comm is None:
-            raise TransportError("nccl: this communicator was ended", remedy="open a new channel", reason="closed here")
+            raise TransportError(
+                "nccl: this communicator was ended",
+                remedy="open a new channel",
+                reason="closed here",
+            )
         return self._comm
 
     def abort(self) -> None:
         """Abort everything in flight, kernels included, and free the communicator. Idempotent."""
         with self._lock:
-            comm, self._comm = self._comm, None
+            comm = self._comm
+            self._comm = None
         if comm is not None and comm.value:
             library().ncclCommAbort(comm)  # its result no longer matters
 
@@ -234,7 +274,8 @@ class CudaGpu:
             import cupy
         except ImportError as e:
             raise MissingDependency(
-                "transport nccl needs cupy", remedy="pip install cupy-cuda12x or cupy-cuda13x"
+                "transport nccl needs cupy",
+                remedy="pip install cupy-cuda12x or cupy-cuda13x",
             ) from e
         self._cupy = cupy
         self.ordinal = cupy.cuda.runtime.getDevice() if ordinal is None else ordinal
@@ -263,7 +304,10 @@ class CudaGpu:
         with self.current():
             try:
                 return self._cupy.cuda.Memory(max(nbytes, 1))
-            except (self._cupy.cuda.memory.OutOfMemoryError, self._cupy.cuda.runtime.CUDARuntimeError) as e:
+            except (
+                self._cupy.cuda.memory.OutOfMemoryError,
+                self._cupy.cuda.runtime.CUDARuntimeError,
+            ) as e:
                 free, _ = self._cupy.cuda.runtime.memGetInfo()
                 raise TransportError(
                     f"nccl: no {nbytes / 2**20:.1f} MiB of GPU memory for a bucket, {free / 2**20:.1f} MiB are free",
@@ -279,7 +323,13 @@ class CudaGpu:
         held = np.frombuffer(bytes(data), np.uint8)
         runtime = self._cupy.cuda.runtime
         with self.current():
-            runtime.memcpyAsync(pointer, held.ctypes.data, held.nbytes, runtime.memcpyHostToDevice, stream.ptr)
+            runtime.memcpyAsync(
+                pointer,
+                held.ctypes.data,
+                held.nbytes,
+                runtime.memcpyHostToDevice,
+                stream.ptr,
+            )
             stream.synchronize()
 
     def get(self, pointer: int, nbytes: int, stream: Any) -> bytes:
@@ -287,7 +337,9 @@ class CudaGpu:
         out = np.empty(nbytes, np.uint8)
         runtime = self._cupy.cuda.runtime
         with self.current():
-            runtime.memcpyAsync(out.ctypes.data, pointer, nbytes, runtime.memcpyDeviceToHost, stream.ptr)
+            runtime.memcpyAsync(
+                out.ctypes.data, pointer, nbytes, runtime.memcpyDeviceToHost, stream.ptr
+            )
             stream.synchronize()
         return out.tobytes()
 
@@ -298,11 +350,14 @@ SPIN = 0.0005  # seconds that a wait spins before it sleeps between polls
 SLEEP = 0.0001
 CHECK_SECONDS = 0.02  # between two checks of the socket and the clock
 CLOSE_SECONDS = 5.0  # a close that takes longer continues in its own thread
-HELLO_BYTES = 256  # sent when opening, so that NCCL connects then, not in the first sync
+# sent when opening, so that NCCL connects then, not in the first sync
+HELLO_BYTES = 256
 OVER = frozenset({"lost", "closed", "failed", "half sent", "nccl", "deadline in nccl"})
 
 
-def wait_for(done: Callable[[], bool], framed: FramedSocket, clock: Clock, what: str) -> None:
+def wait_for(
+    done: Callable[[], bool], framed: FramedSocket, clock: Clock, what: str
+) -> None:
     """Wait for NCCL, and watch the control socket, which shows when the peer died."""
     begun = checked = time.monotonic()
     while True:
@@ -326,13 +381,18 @@ class Wire:
 
     def __init__(self, gpu: Gpu, slot_bytes: int, slots: int) -> None:
         self.gpu = gpu
-        self.stream, self.use = gpu.stream(), gpu.stream()  # for NCCL; for filling or emptying slots
-        self._memory = [gpu.allocate(max(slot_bytes, HELLO_BYTES)) for _ in range(slots)]
+        # for NCCL; for filling or emptying slots
+        self.stream, self.use = gpu.stream(), gpu.stream()
+        self._memory = [
+            gpu.allocate(max(slot_bytes, HELLO_BYTES)) for _ in range(slots)
+        ]
         self._pair: DevicePair | None = None
         self._lock = threading.Lock()
         self.ended = False
 
-    def join(self, identity: bytes, rank: int, framed: FramedSocket, clock: Clock) -> None:
+    def join(
+        self, identity: bytes, rank: int, framed: FramedSocket, clock: Clock
+    ) -> None:
         """Build the communicator and its connection, both sides at the same time."""
         pair = self.gpu.pair(identity, rank)
         with self._lock:
@@ -354,15 +414,22 @@ class Wire:
         if not memory:
             raise closed_here("nccl")
         gpu = self.gpu
-        return DeviceBytes(memory[slot].ptr, nbytes, gpu.ordinal, self.use, gpu, memory[slot])
+        return DeviceBytes(
+            memory[slot].ptr, nbytes, gpu.ordinal, self.use, gpu, memory[slot]
+        )
 
-    def move(self, what: str, slot: int, nbytes: int, framed: FramedSocket, clock: Clock) -> None:
+    def move(
+        self, what: str, slot: int, nbytes: int, framed: FramedSocket, clock: Clock
+    ) -> None:
         """Post a send from or a receive into a slot; returns when NCCL has accepted it."""
-        memory, pair = self._memory, self._pair
+        memory = self._memory
+        pair = self._pair
         if not memory or pair is None:
             raise closed_here("nccl")
         with self.gpu.current():
-            (pair.send if what == "send" else pair.recv)(memory[slot].ptr, nbytes, self.stream.ptr)
+            (pair.send if what == "send" else pair.recv)(
+                memory[slot].ptr, nbytes, self.stream.ptr
+            )
         wait_for(pair.ready, framed, clock, "take part in an NCCL transfer")
 
     def mark(self, stream: Any) -> Any:
@@ -395,7 +462,9 @@ class Wire:
             if self.ended:
                 return
             self.ended = True
-            pair, memory, self._memory = self._pair, self._memory, []
+            pair = self._pair
+            memory = self._memory
+            self._memory = []
 
         def reap() -> None:
             if pair is not None:
@@ -416,10 +485,19 @@ class NcclSender(SlotSender):
 
     name = "nccl"
 
-    def __init__(self, slot_bytes: int, slots: int, peer: str, label: str, host: str, gpu: Gpu | None = None) -> None:
+    def __init__(
+        self,
+        slot_bytes: int,
+        slots: int,
+        peer: str,
+        label: str,
+        host: str,
+        gpu: Gpu | None = None,
+    ) -> None:
         check_ring(self.name, slot_bytes, slots)
         self._gpu: Gpu = gpu if gpu is not None else CudaGpu()
-        self._host, self._identity = host, b""
+        self._host = host
+        self._identity = b""
         self._version = self._gpu.version()
         listener = bind(host, self.name)
         try:
@@ -433,9 +511,15 @@ class NcclSender(SlotSender):
         self._clock = Clock(1.0)
 
     def _address(self) -> dict[str, Any]:
-        if not self._identity:  # created late: it holds a thread and a port until both have joined
+        # created late: it holds a thread and a port until both have joined
+        if not self._identity:
             self._identity = self._gpu.unique_id()
-        return {"host": self._host, "port": self._port, "identity": self._identity.hex(), "nccl": self._version}
+        return {
+            "host": self._host,
+            "port": self._port,
+            "identity": self._identity.hex(),
+            "nccl": self._version,
+        }
 
     def _join(self, framed: FramedSocket, clock: Clock) -> None:
         self._address()
@@ -463,7 +547,8 @@ class NcclSender(SlotSender):
             self._wire.end()
 
     def _view(self, slot: int) -> Any:
-        if slot in self._sends:  # its content has arrived, but our kernel may not have finished
+        # its content has arrived, but our kernel may not have finished
+        if slot in self._sends:
             self._wire.after(self._wire.use, self._sends.pop(slot))
         return self._wire.slot(slot, self.slot_bytes)
 
@@ -485,7 +570,9 @@ class NcclReceiver(SlotReceiver):
 
     name = "nccl"
 
-    def __init__(self, endpoint: dict[str, Any], clock: Clock, label: str, gpu: Gpu | None = None) -> None:
+    def __init__(
+        self, endpoint: dict[str, Any], clock: Clock, label: str, gpu: Gpu | None = None
+    ) -> None:
         self._gpu: Gpu = gpu if gpu is not None else CudaGpu()
         sender = Peer.read(endpoint["sender"])
         check_versions(endpoint.get("nccl"), self._gpu.version(), sender)
@@ -500,12 +587,15 @@ class NcclReceiver(SlotReceiver):
     def _join(self, endpoint: dict[str, Any], clock: Clock) -> None:
         identity = bytes.fromhex(str(endpoint["identity"]))
         if len(identity) != ID_BYTES:
-            raise TransportError(f"nccl: an identity of {len(identity)} bytes", remedy="connect again")
+            raise TransportError(
+                f"nccl: an identity of {len(identity)} bytes", remedy="connect again"
+            )
         self._wire = Wire(self._gpu, self.slot_bytes, self.slots)
         self._wire.join(identity, 1, self._framed, clock)
 
     def recv(self, deadline: float) -> Bucket:
-        clock, wire = Clock(deadline), self._open_wire()
+        clock = Clock(deadline)
+        wire = self._open_wire()
         try:
             if not self._posted:
                 if self._over:
@@ -518,7 +608,12 @@ class NcclReceiver(SlotReceiver):
                     self._post(message, wire, clock)
             slot, header, event = self._posted[0]
             if event is not None:
-                wire.drain(event, self._framed, clock, "send the bytes of a bucket that it announced")
+                wire.drain(
+                    event,
+                    self._framed,
+                    clock,
+                    "send the bytes of a bucket that it announced",
+                )
         except TransportError as e:
             if self._posted or e.fields.get("reason") in OVER:
                 wire.end()  # a bucket is partly received: the channel cannot continue
@@ -538,7 +633,8 @@ class NcclReceiver(SlotReceiver):
     def release(self, received: Bucket) -> None:
         wire = self._open_wire()
         with self._gpu.current():
-            wire.use.synchronize()  # the consumer's stream: the bucket has been consumed
+            # the consumer's stream: the bucket has been consumed
+            wire.use.synchronize()
         super().release(received)
 
     def _open_wire(self) -> Wire:

@@ -159,7 +159,9 @@ class Peer:
     @classmethod
     def me(cls, label: str = "") -> Peer:
         found = _stat(os.getpid())
-        return cls(os.getpid(), found[1] if found else 0, place(), socket.gethostname(), label)
+        return cls(
+            os.getpid(), found[1] if found else 0, place(), socket.gethostname(), label
+        )
 
     @classmethod
     def read(cls, values: Any) -> Peer:
@@ -168,7 +170,9 @@ class Peer:
             text = [str(values[key]) for key in ("place", "host", "label")]
             return cls(int(values["pid"]), int(values["start"]), *text)
         except (KeyError, TypeError, ValueError) as e:
-            raise TransportError(f"the other side's description of itself is unreadable: {values!r}") from e
+            raise TransportError(
+                f"the other side's description of itself is unreadable: {values!r}"
+            ) from e
 
     def values(self) -> dict[str, Any]:
         return asdict(self)
@@ -183,7 +187,8 @@ class Peer:
         if not self.here:
             return False
         found = _stat(self.pid)
-        return found is None or found[0] in "ZX" or found[1] != self.start  # a zombie counts as dead
+        # a zombie counts as dead
+        return found is None or found[0] in "ZX" or found[1] != self.start
 
     def __str__(self) -> str:
         where = "" if self.place == place() else f" on {self.host}"
@@ -195,7 +200,10 @@ class Clock:
 
     def __init__(self, seconds: float) -> None:
         if not seconds > 0:  # also refuses NaN
-            raise ConfigError(f"a deadline of {seconds} s", remedy="give seconds from now, more than 0")
+            raise ConfigError(
+                f"a deadline of {seconds} s",
+                remedy="give seconds from now, more than 0",
+            )
         self.seconds, self.end = seconds, time.monotonic() + seconds
 
     def left(self) -> float:
@@ -270,5 +278,6 @@ def check_fits(transport: str, nbytes: int, slot_bytes: int) -> None:
 def check_ring(transport: str, slot_bytes: int, slots: int) -> None:
     if slot_bytes < 1 or slots < 1:
         raise ConfigError(
-            f"{transport}: {slots} slots of {slot_bytes} bytes", remedy="both must be 1 or more; 2 slots overlap work"
+            f"{transport}: {slots} slots of {slot_bytes} bytes",
+            remedy="both must be 1 or more; 2 slots overlap work",
         )

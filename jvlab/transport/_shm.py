@@ -24,7 +24,13 @@ from typing import Any
 
 from jvlab._errors import TransportError, Unsupported
 from jvlab.transport._peer import Clock, Peer, check_ring, closed_here
-from jvlab.transport._slots import WELCOME, FramedSocket, SlotReceiver, SlotSender, connect
+from jvlab.transport._slots import (
+    WELCOME,
+    FramedSocket,
+    SlotReceiver,
+    SlotSender,
+    connect,
+)
 
 # Memory available to this process: of the machine, or of its cgroup if that is less.
 
@@ -37,16 +43,24 @@ def available_bytes() -> int:
 
     available = psutil.virtual_memory().available
     with contextlib.suppress(OSError, ValueError):  # "max", or no cgroup v2
-        limit, used = (int((GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        limit, used = (
+            int((GROUP / name).read_text()) for name in ("memory.max", "memory.current")
+        )
         stat = (GROUP / "memory.stat").read_text().split()
-        available = min(available, limit - used + int(stat[stat.index("inactive_file") + 1]))
+        available = min(
+            available, limit - used + int(stat[stat.index("inactive_file") + 1])
+        )
     return max(0, available)
 
 
 # ----------------------------------------------------------------------------------------------------
 
 _PAGE = mmap.PAGESIZE
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if sys.platform == "linux" else 0
+_SEALS = (
+    fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    if sys.platform == "linux"
+    else 0
+)
 
 
 def _stride(slot_bytes: int) -> int:
@@ -60,9 +74,14 @@ def _map(fd: int, size: int) -> mmap.mmap:
 
 def _check_owner(sock: socket.socket) -> None:
     """Abstract sockets have no file permissions, so the peer's user is checked."""
-    _, uid, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    _, uid, _ = struct.unpack(
+        "iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    )
     if uid != os.getuid():
-        raise TransportError(f"shm: the other side runs as user {uid}, we as {os.getuid()}", remedy="run both as one")
+        raise TransportError(
+            f"shm: the other side runs as user {uid}, we as {os.getuid()}",
+            remedy="run both as one",
+        )
 
 
 class ShmSender(SlotSender):
@@ -72,9 +91,13 @@ class ShmSender(SlotSender):
 
     def __init__(self, slot_bytes: int, slots: int, peer: str, label: str) -> None:
         if not hasattr(os, "memfd_create"):
-            raise Unsupported("shm needs Linux (memfd_create)", remedy='use transport="gloo"')
+            raise Unsupported(
+                "shm needs Linux (memfd_create)", remedy='use transport="gloo"'
+            )
         check_ring(self.name, slot_bytes, slots)
-        self._stride, self._fd, self._memory = _stride(slot_bytes), -1, None
+        self._stride = _stride(slot_bytes)
+        self._fd = -1
+        self._memory = None
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._listener_name = f"jvlab-{os.getpid()}-{secrets.token_hex(16)}"
@@ -98,7 +121,8 @@ class ShmSender(SlotSender):
             if e.errno in (errno.ENOSPC, errno.ENOMEM):
                 raise _no_room(size, free) from e
             raise
-        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)  # shrinking the file would kill the receiver with SIGBUS
+        # shrinking the file would kill the receiver with SIGBUS
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
         self._memory = _map(self._fd, size)
 
     def _address(self) -> dict[str, Any]:
@@ -141,7 +165,9 @@ class ShmReceiver(SlotReceiver):
                 transport="shm",
                 reason="elsewhere",
             )
-        sock = connect(socket.AF_UNIX, "\0" + str(endpoint["socket"]), self.name, sender, clock)
+        sock = connect(
+            socket.AF_UNIX, "\0" + str(endpoint["socket"]), self.name, sender, clock
+        )
         super().__init__(endpoint, sock, clock, label)
 
     def _join(self, endpoint: dict[str, Any], clock: Clock) -> None:
@@ -151,9 +177,15 @@ class ShmReceiver(SlotReceiver):
         fd = self._framed.fds.pop()
         try:
             self._stride = _stride(self.slot_bytes)
-            size, found = self._stride * self.slots, os.fstat(fd).st_size
-            if found != size or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise TransportError(f"shm: the ring has {found} bytes, or is not sealed; expected {size}")
+            size = self._stride * self.slots
+            found = os.fstat(fd).st_size
+            if (
+                found != size
+                or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            ):
+                raise TransportError(
+                    f"shm: the ring has {found} bytes, or is not sealed; expected {size}"
+                )
             self._memory = _map(fd, size)
         finally:
             os.close(fd)

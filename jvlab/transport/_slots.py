@@ -57,12 +57,17 @@ class FramedSocket:
     """One end. Messages arrive in order; one thread waits, any thread may close."""
 
     def __init__(self, sock: socket.socket, transport: str, peer: Peer | str) -> None:
-        self.transport, self.peer = transport, peer
+        self.transport = transport
+        self.peer = peer
         self.fds: list[int] = []  # received, not yet used
         self._sock, self._owner = sock, os.getpid()
         self._unix = sock.family == socket.AF_UNIX
-        self._buffer, self._ended, self._dead, self._closed = bytearray(), False, False, False
-        self._lock = threading.RLock()  # re-entrant: a hook called during a wait may close
+        self._buffer = bytearray()
+        self._ended = False
+        self._dead = False
+        self._closed = False
+        # re-entrant: a hook called during a wait may close
+        self._lock = threading.RLock()
         sock.setblocking(False)
         if not self._unix:
             _tune_tcp(sock)
@@ -115,12 +120,17 @@ class FramedSocket:
             if self._closed:
                 raise closed_here(self.transport)
             waiter = select.poll()
-            waiter.register(self._sock, getattr(select, "POLLRDHUP", 0))  # reported even with unread messages
-            if not waiter.poll(0) and not (isinstance(self.peer, Peer) and self.peer.dead()):
+            # reported even with unread messages
+            waiter.register(self._sock, getattr(select, "POLLRDHUP", 0))
+            if not waiter.poll(0) and not (
+                isinstance(self.peer, Peer) and self.peer.dead()
+            ):
                 return None
             while message := self._parse():
                 if message[0] == FAIL:
-                    return gave_up(self.transport, self.peer, message[1].decode(errors="replace"))
+                    return gave_up(
+                        self.transport, self.peer, message[1].decode(errors="replace")
+                    )
                 if message[0] == BYE:
                     return closed(self.transport, self.peer)
             return lost(self.transport, self.peer, what)
@@ -133,7 +143,8 @@ class FramedSocket:
             raise lost(self.transport, self.peer, what)
         if message and message[0] == BYE:
             self._ended = True
-            raise closed(self.transport, self.peer)  # so that a second wait reports it too
+            # so that a second wait reports it too
+            raise closed(self.transport, self.peer)
         return message
 
     def _after_end(self, what: str) -> TransportError:
@@ -148,7 +159,9 @@ class FramedSocket:
             if len(self._buffer) >= _FRAME.size:
                 size, kind = _FRAME.unpack_from(self._buffer)
                 if size > LONGEST:
-                    raise TransportError(f"{self.transport}: {self.peer} sent an invalid message")
+                    raise TransportError(
+                        f"{self.transport}: {self.peer} sent an invalid message"
+                    )
                 if len(self._buffer) >= _FRAME.size + size:
                     body = bytes(self._buffer[_FRAME.size : _FRAME.size + size])
                     del self._buffer[: _FRAME.size + size]
@@ -167,7 +180,9 @@ class FramedSocket:
     def _read(self) -> bytes:
         if not self._unix:
             return self._sock.recv(LONGEST)  # no deadline: the socket does not block
-        data, fds, _, _ = socket.recv_fds(self._sock, LONGEST, 4, socket.MSG_CMSG_CLOEXEC)
+        data, fds, _, _ = socket.recv_fds(
+            self._sock, LONGEST, 4, socket.MSG_CMSG_CLOEXEC
+        )
         self.fds += fds
         return data
 
@@ -177,10 +192,12 @@ class FramedSocket:
             return
         self._closed = True
         with contextlib.suppress(OSError):
-            if self._owner == os.getpid():  # a forked copy must not close its parent's connection
+            # a forked copy must not close its parent's connection
+            if self._owner == os.getpid():
                 with contextlib.suppress(BlockingIOError):
                     self._sock.send(frame(BYE, b""))
-                self._sock.shutdown(socket.SHUT_RDWR)  # wakes the waiter, which then releases the lock
+                # wakes the waiter, which then releases the lock
+                self._sock.shutdown(socket.SHUT_RDWR)
         with self._lock:
             self._sock.close()
             for fd in self.fds:
@@ -209,18 +226,32 @@ class SlotSender:
 
     name = "slots"
 
-    def __init__(self, listener: socket.socket, slot_bytes: int, slots: int, peer: str, label: str) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        slot_bytes: int,
+        slots: int,
+        peer: str,
+        label: str,
+    ) -> None:
         check_ring(self.name, slot_bytes, slots)
-        self.slot_bytes, self.slots = slot_bytes, slots
+        self.slot_bytes = slot_bytes
+        self.slots = slots
         self._listener: socket.socket | None = listener
-        self._token, self._expected, self._me = secrets.token_hex(16), peer, Peer.me(label)
+        self._token, self._expected, self._me = (
+            secrets.token_hex(16),
+            peer,
+            Peer.me(label),
+        )
         self._framed: FramedSocket | None = None
         self._free = deque(range(slots))
         self._sent = self._released = 0
         self._failure: TransportError | None = None
-        self._peer_closed: TransportError | None = None  # not an error if it had released everything
+        # not an error if it had released everything
+        self._peer_closed: TransportError | None = None
         self._closed, self._listener_lock = False, threading.RLock()
-        self._busy = threading.RLock()  # held by send and flush, which handle messages; `arrived` never waits for it
+        # held by send and flush, which handle messages; `arrived` never waits for it
+        self._busy = threading.RLock()
 
     def endpoint(self) -> dict[str, Any]:
         return {
@@ -246,21 +277,34 @@ class SlotSender:
     def send(self, header: Header, fill: Fill, deadline: float) -> None:
         check_fits(self.name, header.nbytes, self.slot_bytes)
         with self._busy:
-            clock, framed = Clock(deadline), self._connected()
+            clock = Clock(deadline)
+            framed = self._connected()
             self._handle_pending(framed)
             while not self._free:
-                self._wait_message(framed, clock, f"release a bucket, so that bucket {header.bucket} has room")
+                self._wait_message(
+                    framed,
+                    clock,
+                    f"release a bucket, so that bucket {header.bucket} has room",
+                )
             if self._peer_closed:
                 raise self._peer_closed
             self._send(framed, self._free.popleft(), header, fill)
 
-    def _send(self, framed: FramedSocket, slot: int, header: Header, fill: Fill) -> None:
+    def _send(
+        self, framed: FramedSocket, slot: int, header: Header, fill: Fill
+    ) -> None:
         try:
             view = self._view(slot)[: header.nbytes]
             fill(view)
-            with contextlib.suppress(BufferError):  # the filler may still have arrays on it
+            # the filler may still have arrays on it
+            with contextlib.suppress(BufferError):
                 view.release()
-            framed.put(BUCKET, _BUCKET.pack(slot, header.version, header.device, header.bucket, header.nbytes))
+            framed.put(
+                BUCKET,
+                _BUCKET.pack(
+                    slot, header.version, header.device, header.bucket, header.nbytes
+                ),
+            )
             self._sent += 1
             self._push(slot, header.nbytes)
         except BaseException as e:
@@ -274,11 +318,14 @@ class SlotSender:
 
     def flush(self, deadline: float) -> None:
         with self._busy:
-            clock, framed = Clock(deadline), self._connected()
+            clock = Clock(deadline)
+            framed = self._connected()
             self._handle_pending(framed)
             while self._released < self._sent:
                 left = self._sent - self._released
-                self._wait_message(framed, clock, f"release {left} of {self._sent} buckets")
+                self._wait_message(
+                    framed, clock, f"release {left} of {self._sent} buckets"
+                )
 
     def arrived(self) -> int:
         if self._framed and not self._failure and self._busy.acquire(blocking=False):
@@ -343,11 +390,16 @@ class SlotSender:
     def _welcome(self, framed: FramedSocket, clock: Clock) -> None:
         """Handshake; a connection without the token is refused, and the wait continues."""
         try:
-            kind, body = framed.get(Clock(min(_HELLO_SECONDS, max(clock.left(), 1e-3))), "say hello")
+            kind, body = framed.get(
+                Clock(min(_HELLO_SECONDS, max(clock.left(), 1e-3))), "say hello"
+            )
             hello = json.loads(body)
-            known = kind == HELLO and hmac.compare_digest(str(hello["token"]).encode(), self._token.encode())
+            known = kind == HELLO and hmac.compare_digest(
+                str(hello["token"]).encode(), self._token.encode()
+            )
         except (TransportError, ValueError, KeyError, TypeError):
-            known, hello = False, {}
+            known = False
+            hello = {}
         if not known:
             framed.close()
             return
@@ -370,7 +422,10 @@ class SlotSender:
         if self._failure:
             raise self._failure
         if self._framed is None:
-            raise TransportError(f"{self.name}: {self._expected} has not opened its end", remedy="call ready() first")
+            raise TransportError(
+                f"{self.name}: {self._expected} has not opened its end",
+                remedy="call ready() first",
+            )
         return self._framed
 
     def _wait_message(self, framed: FramedSocket, clock: Clock, what: str) -> None:
@@ -399,7 +454,9 @@ class SlotSender:
         if kind == FAIL:
             self._failure = gave_up(self.name, peer, body.decode(errors="replace"))
         else:
-            self._failure = TransportError(f"{self.name}: {peer} sent an unexpected message of kind {kind}")
+            self._failure = TransportError(
+                f"{self.name}: {peer} sent an unexpected message of kind {kind}"
+            )
         raise self._failure
 
 
@@ -408,8 +465,11 @@ class SlotReceiver:
 
     name = "slots"
 
-    def __init__(self, endpoint: dict[str, Any], sock: socket.socket, clock: Clock, label: str) -> None:
-        self.slot_bytes, self.slots = int(endpoint["slot_bytes"]), int(endpoint["slots"])
+    def __init__(
+        self, endpoint: dict[str, Any], sock: socket.socket, clock: Clock, label: str
+    ) -> None:
+        self.slot_bytes = int(endpoint["slot_bytes"])
+        self.slots = int(endpoint["slots"])
         check_ring(self.name, self.slot_bytes, self.slots)
         sender = Peer.read(endpoint["sender"])
         self._framed = FramedSocket(sock, self.name, sender)
@@ -440,7 +500,9 @@ class SlotReceiver:
         """Slot and header of a BUCKET message; anything else is refused."""
         kind, body = message
         if kind != BUCKET:
-            raise TransportError(f"{self.name}: {self._framed.peer} sent an unexpected message of kind {kind}")
+            raise TransportError(
+                f"{self.name}: {self._framed.peer} sent an unexpected message of kind {kind}"
+            )
         slot, version, device, bucket, nbytes = _BUCKET.unpack(body)
         if slot >= self.slots or slot in self._held or nbytes > self.slot_bytes:
             raise TransportError(
@@ -451,8 +513,11 @@ class SlotReceiver:
 
     def release(self, received: Bucket) -> None:
         if received.token not in self._held:
-            raise TransportError(f"{self.name}: bucket {received.header.bucket} was released already")
-        with contextlib.suppress(BufferError):  # arrays may still refer to it; their bytes will change
+            raise TransportError(
+                f"{self.name}: bucket {received.header.bucket} was released already"
+            )
+        # arrays may still refer to it; their bytes will change
+        with contextlib.suppress(BufferError):
             received.data.release()
         self._held.remove(received.token)
         self._framed.put(RELEASE, _SLOT.pack(received.token))
@@ -483,14 +548,16 @@ def bind(host: str, transport: str) -> socket.socket:
     """A listening socket on a free port of one address."""
     if host in ("0.0.0.0", "::", ""):
         raise ConfigError(
-            f"{transport}: the wildcard address cannot be connected to", remedy="give the address of one interface"
+            f"{transport}: the wildcard address cannot be connected to",
+            remedy="give the address of one interface",
         )
     try:
         family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
         sock = socket.socket(family, socket.SOCK_STREAM)
     except OSError as e:
         raise ConfigError(
-            f"{transport}: {host!r} is not an address: {e}", remedy="give an address of this machine"
+            f"{transport}: {host!r} is not an address: {e}",
+            remedy="give an address of this machine",
         ) from e
     try:
         sock.bind((host, 0))
@@ -498,12 +565,15 @@ def bind(host: str, transport: str) -> socket.socket:
     except OSError as e:
         sock.close()
         raise ConfigError(
-            f"{transport}: can't listen on {host!r}: {e}", remedy="give an address of this machine"
+            f"{transport}: can't listen on {host!r}: {e}",
+            remedy="give an address of this machine",
         ) from e
     return sock
 
 
-def connect(family: int, address: Any, transport: str, sender: Peer, clock: Clock) -> socket.socket:
+def connect(
+    family: int, address: Any, transport: str, sender: Peer, clock: Clock
+) -> socket.socket:
     """A connection to the sender's socket."""
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -27,10 +27,19 @@ LEVELS = 6
 
 def batch_html(batch: RolloutBatch) -> str:
     """The first samples as a table, completions coloured by log-probability; small for any batch."""
-    splitter, budget = TokenSplitter(batch.model), [SPANS]
+    splitter = TokenSplitter(batch.model)
+    budget = [SPANS]
     rewards = any(s.reward is not None for s in batch.samples)
     gaps = any(s.trainer_logprobs is not None for s in batch.samples)
-    heads = ["prompt", "sample", "prompt text", "completion", *(["reward"] if rewards else []), "finish", "tokens"]
+    heads = [
+        "prompt",
+        "sample",
+        "prompt text",
+        "completion",
+        *(["reward"] if rewards else []),
+        "finish",
+        "tokens",
+    ]
     heads += ["mean logprob", *(["largest gap"] if gaps else []), "version"]
     rows = []
     for s in batch.samples[:ROWS]:
@@ -47,7 +56,11 @@ def batch_html(batch: RolloutBatch) -> str:
     numbers = ("prompt", "sample", "reward", "tokens", "mean logprob", "largest gap")
     right = [i for i, head in enumerate(heads) if head in numbers]
     rest = len(batch) - len(rows)
-    more = f'<div style="color:{FAINT}">… {rest:,} more samples; batch.panel() shows them all</div>' if rest > 0 else ""
+    more = (
+        f'<div style="color:{FAINT}">… {rest:,} more samples; batch.panel() shows them all</div>'
+        if rest > 0
+        else ""
+    )
     notes = "".join(f"<li>{escape(visible(note))}</li>" for note in batch.notes)
     notes = f"<ul>{notes}</ul>" if notes else ""
     title = f"<div><b>{escape(visible(repr(batch)))}</b></div>"
@@ -61,7 +74,10 @@ def number(value: float | None) -> str:
 
 def _parts(sample: Sample) -> str:
     """What a reward is the sum of, small below it."""
-    lines = (f"{escape(visible(name))} {number(value)}" for name, value in sample.reward_parts.items())
+    lines = (
+        f"{escape(visible(name))} {number(value)}"
+        for name, value in sample.reward_parts.items()
+    )
     return "".join(f'<div style="color:{FAINT}">{line}</div>' for line in lines)
 
 
@@ -79,15 +95,24 @@ def _wrap(inner: str, narrow: int = 22) -> str:
 
 
 def _text(text: str, limit: int = TEXT, narrow: int = 22) -> str:
-    return _wrap(escape(visible(text if len(text) <= limit else text[: limit - 1] + "…")), narrow)
+    return _wrap(
+        escape(visible(text if len(text) <= limit else text[: limit - 1] + "…")), narrow
+    )
 
 
 def _completion(sample: Sample, splitter: TokenSplitter, budget: list[int]) -> str:
     """A completion with its tokens coloured, within the budget of coloured runs."""
-    pieces = splitter(sample) if budget[0] > 0 and not sample.error else TokenTexts(why="not asked for")
+    pieces = (
+        splitter(sample)
+        if budget[0] > 0 and not sample.error
+        else TokenTexts(why="not asked for")
+    )
     if pieces.why or np.isnan(sample.logprobs).all():
-        return _text(sample.text if sample.error is None else f"{sample.text} [{sample.error}]")
-    out, left = [], TEXT
+        return _text(
+            sample.text if sample.error is None else f"{sample.text} [{sample.error}]"
+        )
+    out = []
+    left = TEXT
     levels = [_level(v) for v in sample.logprobs.tolist()]
     # consecutive tokens of one colour are merged, to keep saved notebooks small
     for level, run in groupby(range(len(levels)), key=lambda t: levels[t]):
@@ -118,7 +143,9 @@ def _run(text: str, level: int) -> str:
 
 def batch_data(batch: RolloutBatch) -> dict[str, Any]:
     """The batch as plain values: prompts with their samples, token by token, up to `WIDGET_TOKENS`."""
-    splitter, groups, tokens = TokenSplitter(batch.model), [], 0
+    splitter = TokenSplitter(batch.model)
+    groups = []
+    tokens = 0
     every = batch.groups()
     for group in every:
         tokens += sum(len(s.token_ids) for s in group)
@@ -127,9 +154,15 @@ def batch_data(batch: RolloutBatch) -> dict[str, Any]:
         first = group[0]
         prompt = splitter.prompt_text(first)
         groups.append(
-            {"prompt": visible(prompt), "number": first.prompt_index, "samples": [_sample(s, splitter) for s in group]}
+            {
+                "prompt": visible(prompt),
+                "number": first.prompt_index,
+                "samples": [_sample(s, splitter) for s in group],
+            }
         )
-    gaps = [abs(g) for group in groups for s in group["samples"] for g in s["gap"] or ()]
+    gaps = [
+        abs(g) for group in groups for s in group["samples"] for g in s["gap"] or ()
+    ]
     left = len(every) - len(groups)
     return {
         "title": visible(repr(batch)),
@@ -140,7 +173,9 @@ def batch_data(batch: RolloutBatch) -> dict[str, Any]:
         "reach": max((g for g in gaps if g == g), default=0.0),
         "compared": bool(gaps),
         "notes": [visible(note) for note in batch.notes],
-        "left": f"{left:,} more prompts do not fit on one page: batch[a:b].panel() shows a part" if left else "",
+        "left": f"{left:,} more prompts do not fit on one page: batch[a:b].panel() shows a part"
+        if left
+        else "",
     }
 
 

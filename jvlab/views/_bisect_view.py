@@ -8,12 +8,28 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jvlab.record._token_pieces import visible
-from jvlab.views._style import BAD, BOX, FAINT, GOOD, IDLE, LINE, MONO, PALETTE, dot, sparkline, table
+from jvlab.views._style import (
+    BAD,
+    BOX,
+    FAINT,
+    GOOD,
+    IDLE,
+    LINE,
+    MONO,
+    PALETTE,
+    dot,
+    sparkline,
+    table,
+)
 
 if TYPE_CHECKING:
     from jvlab.analysis.diagnose._bisection import Bisection
 
-STATES = {"ok": (GOOD, "ruled out"), "cause": (BAD, "the cause"), "skipped": (IDLE, "not asked")}
+STATES = {
+    "ok": (GOOD, "ruled out"),
+    "cause": (BAD, "the cause"),
+    "skipped": (IDLE, "not asked"),
+}
 POINTS = 120  # of the gap's curve, to keep saved notebooks small
 
 
@@ -21,9 +37,15 @@ def bisection_html(found: Bisection) -> str:
     """The verdict, then the evidence."""
     colour = GOOD if found.agrees else BAD
     title = f"<b>{escape(found.cause or 'agree')}</b>: {escape(visible(found.verdict))}"
-    remedy = f'<div>→ <code style="font-family:{MONO}">{escape(found.remedy)}</code></div>' if found.remedy else ""
+    remedy = (
+        f'<div>→ <code style="font-family:{MONO}">{escape(found.remedy)}</code></div>'
+        if found.remedy
+        else ""
+    )
     head = f'<div style="border-left:3px solid {colour};padding:2px 10px;margin:2px 0 6px">{title}{remedy}</div>'
-    wrap = lambda text: f'<div style="white-space:normal;max-width:60em">{escape(visible(text))}</div>'
+    wrap = lambda text: (
+        f'<div style="white-space:normal;max-width:60em">{escape(visible(text))}</div>'
+    )
     rows = []
     for check in found.checks:
         shade, word = STATES[check.state]
@@ -34,9 +56,17 @@ def bisection_html(found: Bisection) -> str:
 
 def _rule(found: Bisection) -> str:
     """The current rule, and the one to write instead."""
-    facts = next((c.facts for c in found.checks if c.name == "rule" and c.state == "cause"), {})
-    code = lambda text: f'<code style="font-family:{MONO}">{escape(visible(text))}</code>'
-    rows = [[word, code(text)] for word, key in (("now", "now"), ("write", "write")) for text in facts.get(key, ())]
+    facts = next(
+        (c.facts for c in found.checks if c.name == "rule" and c.state == "cause"), {}
+    )
+    code = lambda text: (
+        f'<code style="font-family:{MONO}">{escape(visible(text))}</code>'
+    )
+    rows = [
+        [word, code(text)]
+        for word, key in (("now", "now"), ("write", "write"))
+        for text in facts.get(key, ())
+    ]
     return table(("", "rule"), rows) if rows else ""
 
 
@@ -55,7 +85,15 @@ def _tensors(found: Bisection) -> str:
         ]
         for t in found.tensors
     ]
-    heads = ("parameter", "rank", "shape", "elements that differ", "largest", "‖difference‖", "‖engine‖")
+    heads = (
+        "parameter",
+        "rank",
+        "shape",
+        "elements that differ",
+        "largest",
+        "‖difference‖",
+        "‖engine‖",
+    )
     line = f'<div style="border-top:1px solid {LINE};margin:6px 0 2px;color:{FAINT}">engine against trainer</div>'
     return line + table(heads, rows, numbers=(1, 3, 4, 5, 6))
 

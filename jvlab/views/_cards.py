@@ -29,7 +29,14 @@ from jvlab.views._style import (
     state_html,
     table,
 )
-from jvlab.wire._pool_summary import LEAVING, is_well, model_name, pool_health, replica_health, stage_word
+from jvlab.wire._pool_summary import (
+    LEAVING,
+    is_well,
+    model_name,
+    pool_health,
+    replica_health,
+    stage_word,
+)
 from jvlab.wire.processes._identity import Identity
 
 if TYPE_CHECKING:
@@ -45,7 +52,8 @@ if TYPE_CHECKING:
 
 WORKER = "VLLM::"  # prefix of the names of vLLM's engine core and ranks
 TRACKER = "multiprocessing.resource_tracker"
-RESCAN_SECONDS = 5.0  # between scans of a replica's process tree, each of which reads every process of the machine
+# between scans of a replica's process tree, each of which reads every process of the machine
+RESCAN_SECONDS = 5.0
 DESCRIBE_SECONDS = 5.0  # deadline of the one call: the gateway answers from memory
 
 
@@ -53,7 +61,9 @@ def describe(client: Client, seconds: float) -> Any:
     """The lab's status, or an error within the time: a client that is being closed may never reply."""
     from jvlab.wire import jvlab_pb2 as pb
 
-    return client.loop.submit(client.acall("Describe", pb.DescribeRequest(), seconds)).result(seconds + 1.0)
+    return client.loop.submit(
+        client.acall("Describe", pb.DescribeRequest(), seconds)
+    ).result(seconds + 1.0)
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,9 @@ class ProcessRows:
     def _replica(self, pool: Any, r: Any, local: bool) -> list[ProcessRow]:
         words, tone = replica_health(r, pool.sync)
         colour = TONES[tone]
-        local = local and r.pid > 0 and (not r.elsewhere or r.facts.host == platform.node())
+        local = (
+            local and r.pid > 0 and (not r.elsewhere or r.facts.host == platform.node())
+        )
         ready = r.stage == "ready"
         row = ProcessRow(
             "replica",
@@ -128,12 +140,27 @@ class ProcessRows:
             r.stats.tokens_per_s if ready else None,
             r.cause,
         )
-        return [row, *(self._worker(pool, p) for p in (self._descendants(r.pid) if local else []))]
+        return [
+            row,
+            *(
+                self._worker(pool, p)
+                for p in (self._descendants(r.pid) if local else [])
+            ),
+        ]
 
     def _worker(self, pool: Any, process: psutil.Process) -> ProcessRow:
         memory = self._memory(process.pid)
         state, colour = ("running", GOOD) if memory is not None else ("gone", IDLE)
-        return ProcessRow("worker", _worker_name(process), pool.pool, state, colour, process.pid, pool.device, memory)
+        return ProcessRow(
+            "worker",
+            _worker_name(process),
+            pool.pool,
+            state,
+            colour,
+            process.pid,
+            pool.device,
+            memory,
+        )
 
     def _descendants(self, pid: int) -> list[psutil.Process]:
         """vLLM's processes below a replica."""
@@ -146,9 +173,13 @@ class ProcessRows:
                 for child in psutil.Process(pid).children(recursive=True):
                     with contextlib.suppress(psutil.Error):
                         # a forked one keeps its parent's name; multiprocessing's resource tracker holds nothing
-                        if child.name().startswith((WORKER, "python")) and TRACKER not in " ".join(child.cmdline()):
+                        if child.name().startswith(
+                            (WORKER, "python")
+                        ) and TRACKER not in " ".join(child.cmdline()):
                             found.append(child)
-            self._workers = {p: kept for p, kept in self._workers.items() if psutil.pid_exists(p)}
+            self._workers = {
+                p: kept for p, kept in self._workers.items() if psutil.pid_exists(p)
+            }
             self._workers[pid] = (time.monotonic(), found)
         return found
 
@@ -177,7 +208,16 @@ def _worker_name(process: psutil.Process) -> str:
 # `Session` as a table of turns and `Sessions` as a table of sessions.
 
 ROWS = 20
-HEADS = ("turn", "prompt tokens", "from KV cache", "generated", "version", "finish", "replica", "text")
+HEADS = (
+    "turn",
+    "prompt tokens",
+    "from KV cache",
+    "generated",
+    "version",
+    "finish",
+    "replica",
+    "text",
+)
 
 
 def session_html(session: Session) -> str:
@@ -199,8 +239,12 @@ def session_html(session: Session) -> str:
                 _text(turn.text),
             ]
         )
-    hidden = f'<div style="color:{FAINT}">… {first} earlier turns</div>' if first else ""
-    return _card(repr(session), session.stats, hidden + table(HEADS, rows, numbers=(0, 1, 2, 3)))
+    hidden = (
+        f'<div style="color:{FAINT}">… {first} earlier turns</div>' if first else ""
+    )
+    return _card(
+        repr(session), session.stats, hidden + table(HEADS, rows, numbers=(0, 1, 2, 3))
+    )
 
 
 def sessions_html(sessions: Sessions) -> str:
@@ -222,9 +266,13 @@ def sessions_html(sessions: Sessions) -> str:
             ]
         )
     rest = len(sessions) - len(rows)
-    more = f'<div style="color:{FAINT}">… {rest:,} more sessions</div>' if rest > 0 else ""
+    more = (
+        f'<div style="color:{FAINT}">… {rest:,} more sessions</div>' if rest > 0 else ""
+    )
     heads = ("session", "turns", *HEADS[1:-1], "last text")
-    return _card(repr(sessions), sessions.stats, table(heads, rows, numbers=(1, 2, 3, 4)) + more)
+    return _card(
+        repr(sessions), sessions.stats, table(heads, rows, numbers=(1, 2, 3, 4)) + more
+    )
 
 
 def _card(title: str, stats: SessionStats, body: str) -> str:
@@ -268,7 +316,11 @@ def report_html(report: DeterminismReport) -> str:
     sampling = ", ".join(f"{k}={v}" for k, v in report.sampling.items())
     note = f"on {report.device}, weight version {report.version}; {sampling}"
     causes = "".join(f"<li>{escape(cause)}</li>" for cause in report.causes)
-    why = f'<div style="color:{FAINT}">known causes:<ul>{causes}</ul></div>' if causes else ""
+    why = (
+        f'<div style="color:{FAINT}">known causes:<ul>{causes}</ul></div>'
+        if causes
+        else ""
+    )
     return (
         f'<div style="{BOX}"><b>{escape(repr(report))}</b><div style="color:{FAINT}">{escape(note)}</div>'
         f"{table(heads, rows, numbers=(2, 3, 4, 5))}{why}</div>"
@@ -302,7 +354,11 @@ def pool_title(snapshot: Any, lost: bool = False) -> str:
     """The header of a pool: its worst state first, then what it is."""
     where = f"TP {snapshot.tensor_parallel} on {escape(snapshot.device)}"
     words, found = pool_health(snapshot, lost)
-    open_sync = f" · sync {escape(stage_word(snapshot.sync))}" if snapshot.sync not in ("", "idle") else ""
+    open_sync = (
+        f" · sync {escape(stage_word(snapshot.sync))}"
+        if snapshot.sync not in ("", "idle")
+        else ""
+    )
     facts = f'<span style="color:{FAINT}">{escape(model_name(snapshot))} · {where}{open_sync}</span>'
     return f"<b>{escape(snapshot.pool)}</b> {state_html(found, words)} {facts}"
 
@@ -318,8 +374,16 @@ def pool_headline(snapshot: Any) -> str:
         [
             (f"{sum(r.stats.tokens_per_s for r in ready):,.0f}", "", "tokens/s"),
             (f"{sum(r.routed for r in ready):,}", "", "requests in flight"),
-            (" and ".join(map(str, versions)), "" if len(versions) == 1 else "differ", "weight version"),
-            (str(sum(is_well(r, snapshot.sync) for r in ready)), f"of {all_of_them}", "replicas ready"),
+            (
+                " and ".join(map(str, versions)),
+                "" if len(versions) == 1 else "differ",
+                "weight version",
+            ),
+            (
+                str(sum(is_well(r, snapshot.sync) for r in ready)),
+                f"of {all_of_them}",
+                "replicas ready",
+            ),
         ]
     )
 
@@ -327,7 +391,8 @@ def pool_headline(snapshot: Any) -> str:
 def pool_html(snapshot: Any, lost: bool = False) -> str:
     """The static card. Equal for labs in the same state: no process ids and no times."""
     rows = []
-    over = f"{dot(TONES['idle'])} {'gone' if lost else 'closed'}"  # whatever it was when it was last seen
+    # whatever it was when it was last seen
+    over = f"{dot(TONES['idle'])} {'gone' if lost else 'closed'}"
     for r in snapshot.replicas:
         ready = r.stage == "ready" and not snapshot.closed
         rows.append(
@@ -340,8 +405,13 @@ def pool_html(snapshot: Any, lost: bool = False) -> str:
                 f'<span style="white-space:pre-wrap">{escape(r.cause[:300])}</span>',
             ]
         )
-    body = table(("replica", "state", "version", "in flight", "tokens/s", ""), rows, numbers=(2, 3, 4))
-    body = hollow_dots(body) if snapshot.closed else body  # nothing of a closed pool is alive
+    body = table(
+        ("replica", "state", "version", "in flight", "tokens/s", ""),
+        rows,
+        numbers=(2, 3, 4),
+    )
+    # nothing of a closed pool is alive
+    body = hollow_dots(body) if snapshot.closed else body
     return f'<div style="{BOX};margin:2px 0">{pool_title(snapshot, lost)}{pool_headline(snapshot)}{body}</div>'
 
 
@@ -358,5 +428,9 @@ def lab_state(snapshots: list[Any]) -> str:
 def lab_html(lab: Lab) -> str:
     pools = list(lab._pools.values())
     cards = "".join(pool._repr_html_() for pool in pools)
-    inside = f'<div style="border-left:2px solid {LINE};padding-left:10px">{cards}</div>' if cards else ""
+    inside = (
+        f'<div style="border-left:2px solid {LINE};padding-left:10px">{cards}</div>'
+        if cards
+        else ""
+    )
     return f'<div style="{BOX}"><b>{escape(repr(lab))}</b> {lab_state([p._snapshot for p in pools])}{inside}</div>'

@@ -23,7 +23,8 @@ STYLE = ".jv-figure *{stroke-linejoin:round}.jv-figure+img{display:none}"
 REFERENCE = re.compile(r'(\bid="|href="#|url\(#)')
 SHORTER = (  # what matplotlib writes and a page does not need, in this order
     (re.compile(r"<!--.*?-->", re.DOTALL), ""),
-    (re.compile(r"<defs>\s*<style.*?</style>\s*</defs>", re.DOTALL), ""),  # it would style the whole page
+    # it would style the whole page
+    (re.compile(r"<defs>\s*<style.*?</style>\s*</defs>", re.DOTALL), ""),
     (re.compile(r'<g id="[^"]*">'), "<g>"),
     (re.compile(r"(?<=\d\d\.\d\d)\d+(?=[\s\"])"), ""),
     (re.compile(r"\s+"), " "),
@@ -36,7 +37,9 @@ def new_figure(width: float, height: float) -> Figure:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as e:
-        raise MissingDependency("figures need matplotlib", remedy='pip install "jvlab[notebook]"') from e
+        raise MissingDependency(
+            "figures need matplotlib", remedy='pip install "jvlab[notebook]"'
+        ) from e
     return _figure_class()(figsize=(width, height), layout="constrained")
 
 
@@ -78,7 +81,8 @@ def themed_svg(figure: Figure) -> str:
     svg = svg[svg.index("<svg") :].replace(NEUTRAL.lower(), "currentColor")
     for pattern, instead in SHORTER:
         svg = pattern.sub(instead, svg)
-    svg = REFERENCE.sub(rf"\g<1>f{uuid.uuid4().hex[:8]}-", svg)  # several figures share one page
+    # several figures share one page
+    svg = REFERENCE.sub(rf"\g<1>f{uuid.uuid4().hex[:8]}-", svg)
     box = re.search(r'viewBox="[^"]*"', svg)
     assert box is not None
     style = f"width:{figure.get_figwidth() * DPI:.0f}px;max-width:100%;height:auto;display:block"
@@ -91,7 +95,12 @@ def _svg(figure: Figure) -> str:
 
     out = io.StringIO()
     with rc_context({"svg.fonttype": "path"}):
-        figure.savefig(out, format="svg", dpi=2 * DPI, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        figure.savefig(
+            out,
+            format="svg",
+            dpi=2 * DPI,
+            metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")),
+        )
     return out.getvalue()
 
 
@@ -111,7 +120,11 @@ def _laid_out(figure: Figure) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _data_as_pixels(figure: Figure) -> Iterator[None]:
-    drawn = [artist for ax in figure.axes for artist in (*ax.lines, *ax.collections, *ax.patches)]
+    drawn = [
+        artist
+        for ax in figure.axes
+        for artist in (*ax.lines, *ax.collections, *ax.patches)
+    ]
     before = [artist.get_rasterized() for artist in drawn]
     for artist in drawn:
         artist.set_rasterized(True)
@@ -127,7 +140,9 @@ def _small_png(full: bytes) -> str:
     from PIL import Image
 
     small = io.BytesIO()
-    Image.open(io.BytesIO(full)).quantize(48, Image.Quantize.FASTOCTREE).save(small, "png", optimize=True)
+    Image.open(io.BytesIO(full)).quantize(48, Image.Quantize.FASTOCTREE).save(
+        small, "png", optimize=True
+    )
     return base64.b64encode(small.getvalue()).decode()
 
 
@@ -140,9 +155,19 @@ def for_any_theme(figure: Figure) -> None:
         texts += [found] if (found := getattr(figure, title, None)) is not None else []
     legends: list[Any] = [*figure.legends]
     for ax in figure.axes:
-        written = set(ax.texts)  # with the data; the axes' other texts are its titles, left, centre and right
-        texts += [child for child in ax.get_children() if isinstance(child, Text) and child not in written]
-        texts += [ax.xaxis.label, ax.yaxis.label, ax.xaxis.offsetText, ax.yaxis.offsetText]
+        # with the data; the axes' other texts are its titles, left, centre and right
+        written = set(ax.texts)
+        texts += [
+            child
+            for child in ax.get_children()
+            if isinstance(child, Text) and child not in written
+        ]
+        texts += [
+            ax.xaxis.label,
+            ax.yaxis.label,
+            ax.xaxis.offsetText,
+            ax.yaxis.offsetText,
+        ]
         legends += [found] if (found := ax.get_legend()) is not None else []
         ax.tick_params(which="both", colors=NEUTRAL)
         for spine in ax.spines.values():

@@ -20,35 +20,69 @@ PHASES = ("generate", "reward", "train", "sync")
 BOUNDS = (0, 1, 2, 3)  # staleness bounds in the figure
 REPLICAS = (1, 2, 4)
 BATCHES = (0.25, 0.5, 1, 2, 4)
-HEADS = ("prompts", "group", "tokens", "K", "replicas", "s a step", "90 %", "tokens/s", "staleness", "idle", "engines")
+HEADS = (
+    "prompts",
+    "group",
+    "tokens",
+    "K",
+    "replicas",
+    "s a step",
+    "90 %",
+    "tokens/s",
+    "staleness",
+    "idle",
+    "engines",
+)
 MEASURED = ("measured", "error")
 
 
 def _cells(row: Any, measured: bool) -> list[str]:
     s = row.setting
-    out = [str(v) for v in (s.prompts_per_step, s.group_size, s.max_tokens, s.max_staleness, s.replicas)]
+    out = [
+        str(v)
+        for v in (
+            s.prompts_per_step,
+            s.group_size,
+            s.max_tokens,
+            s.max_staleness,
+            s.replicas,
+        )
+    ]
     out += [
         f"{row.step_s:.3g}",
         f"{row.low:.3g} – {row.high:.3g}" if row.low == row.low else "–",
         f"{row.tokens_per_s:,.0f}",
     ]
-    out += [f"{row.staleness_mean:.2f}", f"{row.idle_s / row.step_s:.0%}", f"{row.engine_busy:.0%} busy"]
+    out += [
+        f"{row.staleness_mean:.2f}",
+        f"{row.idle_s / row.step_s:.0%}",
+        f"{row.engine_busy:.0%} busy",
+    ]
     if measured:
-        out += ["–", "–"] if row.error is None else [f"{row.measured_s:.3g}", f"{100 * row.error:+.1f} %"]
+        out += (
+            ["–", "–"]
+            if row.error is None
+            else [f"{row.measured_s:.3g}", f"{100 * row.error:+.1f} %"]
+        )
     return out
 
 
 def _table(rows: Iterable[Any]) -> tuple[tuple[str, ...], list[list[str]]]:
     rows = list(rows)
     measured = any(row.error is not None for row in rows)
-    return (*HEADS, *(MEASURED if measured else ())), [_cells(row, measured) for row in rows]
+    return (*HEADS, *(MEASURED if measured else ())), [
+        _cells(row, measured) for row in rows
+    ]
 
 
 def table_text(rows: Any) -> str:
     """Forecasts as aligned text."""
     heads, cells = _table(rows)
     widths = [max(len(line[i]) for line in (heads, *cells)) for i in range(len(heads))]
-    lines = ["  ".join(word.rjust(width) for word, width in zip(line, widths, strict=True)) for line in (heads, *cells)]
+    lines = [
+        "  ".join(word.rjust(width) for word, width in zip(line, widths, strict=True))
+        for line in (heads, *cells)
+    ]
     return "\n".join([rows.title, *lines] if rows.title else lines)
 
 
@@ -56,7 +90,11 @@ def table_html(rows: Any) -> str:
     """Forecasts as a table."""
     heads, cells = _table(rows)
     title = f"<b>{escape(rows.title)}</b>" if rows.title else ""
-    body = table(heads, [[escape(cell) for cell in line] for line in cells], numbers=range(len(heads)))
+    body = table(
+        heads,
+        [[escape(cell) for cell in line] for line in cells],
+        numbers=range(len(heads)),
+    )
     return f'<div style="{BOX};overflow-x:auto">{title}{body}</div>'
 
 
@@ -67,33 +105,43 @@ def _phases_svg(row: Any) -> str:
     shown.append(("idle", row.idle_s, IDLE))
     lines = []
     for at, (name, seconds, colour) in enumerate(shown):
-        y, width = 18 * at, 260 * seconds / reach
+        y = 18 * at
+        width = 260 * seconds / reach
         lines.append(
             f'<text x="0" y="{y + 12}" fill="currentColor">{name}</text>'
             f'<rect x="70" y="{y + 2}" width="{width:.1f}" height="12" fill="{colour}"/>'
             f'<text x="{76 + width:.1f}" y="{y + 12}" fill="currentColor">{human_seconds(seconds)}</text>'
         )
     edge = 70 + 260 * row.step_s / reach
-    lines.append(f'<path d="M{edge:.1f} 0V90" stroke="currentColor" stroke-dasharray="2 3" opacity=".5"/>')
+    lines.append(
+        f'<path d="M{edge:.1f} 0V90" stroke="currentColor" stroke-dasharray="2 3" opacity=".5"/>'
+    )
     style = "font-size:12px;max-width:100%"
     text = f"seconds of a step by phase; a step takes {human_seconds(row.step_s)}"
-    return (
-        f'<svg role="img" aria-label="{text}" viewBox="0 0 420 92" width="420" style="{style}">{"".join(lines)}</svg>'
-    )
+    head = f'<svg role="img" aria-label="{text}" viewBox="0 0 420 92" width="420" style="{style}">'
+    return f"{head}{''.join(lines)}</svg>"
 
 
 def forecast_html(row: Any) -> str:
     """One forecast: large numbers, where the time goes, how far it is from what was measured."""
     closed = row.closed
-    check = f"closed form {closed.low:.3g} s" + (f" to {closed.high:.3g} s" if closed.high > closed.low else "")
+    check = f"closed form {closed.low:.3g} s" + (
+        f" to {closed.high:.3g} s" if closed.high > closed.low else ""
+    )
     span = f"{row.low:.3g} to {row.high:.3g} s" if row.low == row.low else "no interval"
     heads = [
         (f"{row.step_s:.3g}", "s a step", f"{span} · {check}"),
         (f"{row.tokens_per_s:,.0f}", "tokens/s", "trained on"),
-        (f"{row.staleness_mean:.2f}", "staleness", f"mean of a token; at most {row.staleness_max}"),
+        (
+            f"{row.staleness_mean:.2f}",
+            "staleness",
+            f"mean of a token; at most {row.staleness_max}",
+        ),
         (f"{row.engine_busy:.0%}", "engines busy", f"trainer {row.trainer_busy:.0%}"),
     ]
-    notes = "".join(f'<div style="color:{WAIT}">⚠ {escape(note)}</div>' for note in row.notes)
+    notes = "".join(
+        f'<div style="color:{WAIT}">⚠ {escape(note)}</div>' for note in row.notes
+    )
     return (
         f'<div style="{BOX}"><div style="color:{FAINT}">{escape(str(row.setting))}</div>'
         f"{headlines(heads)}{_phases_svg(row)}{notes}</div>"
@@ -102,7 +150,8 @@ def forecast_html(row: Any) -> str:
 
 def whatif_html(plan: Any) -> str:
     """The plan: what it was fitted to, and its forecast for K from 0 to 2."""
-    rates, fit = plan.rates, plan.fit
+    rates = plan.rates
+    fit = plan.fit
     facts = {
         "decoding": f"{human_seconds(rates.step)} a step + {human_seconds(rates.row)} a row",
         "training": f"{human_seconds(rates.train)} + {human_seconds(1000 * rates.train_token)} per 1,000 tokens",
@@ -111,9 +160,13 @@ def whatif_html(plan: Any) -> str:
         + ("" if fit.overlapping else " (assumed)"),
         "errors of the fit": f"generation {fit.generation_error:.1%}, training {fit.training_error:.1%}",
     }
-    known = table(("", ""), [[f"<b>{escape(k)}</b>", escape(v)] for k, v in facts.items()])
+    known = table(
+        ("", ""), [[f"<b>{escape(k)}</b>", escape(v)] for k, v in facts.items()]
+    )
     heads, cells = _table(plan.predict(max_staleness=k) for k in (0, 1, 2))
-    ahead = table(heads, [[escape(c) for c in line] for line in cells], numbers=range(len(heads)))
+    ahead = table(
+        heads, [[escape(c) for c in line] for line in cells], numbers=range(len(heads))
+    )
     rule = f'<div style="border-top:1px solid {LINE};margin:6px 0"></div>'
     return f'<div style="{BOX};overflow-x:auto"><b>{escape(repr(plan))}</b>{known}{rule}{ahead}</div>'
 
@@ -131,9 +184,18 @@ def whatif_figure(plan: Any) -> Figure:
     return figure
 
 
-def _band(ax: Axes, x: Sequence[float], rows: Sequence[Any], scale: Any, colour: str, label: str) -> None:
+def _band(
+    ax: Axes,
+    x: Sequence[float],
+    rows: Sequence[Any],
+    scale: Any,
+    colour: str,
+    label: str,
+) -> None:
     """A line, and its interval where there is one."""
-    ax.plot(x, [scale(r, r.step_s) for r in rows], "o-", ms=3, color=colour, label=label)
+    ax.plot(
+        x, [scale(r, r.step_s) for r in rows], "o-", ms=3, color=colour, label=label
+    )
     edges = ([scale(r, r.low) for r in rows], [scale(r, r.high) for r in rows])
     ax.fill_between(x, *edges, color=colour, alpha=0.12, linewidth=0)
 
@@ -143,13 +205,17 @@ def _by_bound(ax: Axes, plan: Any) -> None:
     for at, replicas in enumerate(dict.fromkeys((base, *REPLICAS))):
         if at > 2:
             break
-        rows = [plan.predict(max_staleness=k, replicas=replicas, interval=replicas == base) for k in BOUNDS]
+        rows = [
+            plan.predict(max_staleness=k, replicas=replicas, interval=replicas == base)
+            for k in BOUNDS
+        ]
         label = f"{replicas} replica{'s' * (replicas > 1)}"
         _band(ax, BOUNDS, rows, lambda r, s: s, PALETTE[at], label)
     same = [
         o
         for o in plan.seen
-        if o.setting.changed(max_staleness=0, replicas=base) == plan.setting.changed(max_staleness=0)
+        if o.setting.changed(max_staleness=0, replicas=base)
+        == plan.setting.changed(max_staleness=0)
     ]
     ax.plot(
         [o.setting.max_staleness for o in same],
@@ -166,11 +232,23 @@ def _by_bound(ax: Axes, plan: Any) -> None:
 
 
 def _by_batch(ax: Axes, plan: Any) -> None:
-    prompts = sorted({max(round(plan.setting.prompts_per_step * f), 1) for f in BATCHES})
+    prompts = sorted(
+        {max(round(plan.setting.prompts_per_step * f), 1) for f in BATCHES}
+    )
     for at, bound in enumerate((0, 1)):
-        rows = [plan.predict(prompts_per_step=p, max_staleness=bound, interval=not bound) for p in prompts]
+        rows = [
+            plan.predict(prompts_per_step=p, max_staleness=bound, interval=not bound)
+            for p in prompts
+        ]
         samples = [r.setting.samples for r in rows]
-        _band(ax, samples, rows, lambda r, s: r.tokens_per_s * r.step_s / s, PALETTE[at], f"K = {bound}")
+        _band(
+            ax,
+            samples,
+            rows,
+            lambda r, s: r.tokens_per_s * r.step_s / s,
+            PALETTE[at],
+            f"K = {bound}",
+        )
     _dress(ax, "Throughput", "samples a step", "trained tokens per second")
     ax.set_ylim(bottom=0)
 
@@ -182,12 +260,22 @@ def _parts(ax: Axes, rows: Sequence[Any]) -> None:
         for line, name in enumerate(names):
             label = name if at == 0 else None
             y = at - 0.4 + height * line
-            ax.barh(y, row.seconds[name], height, align="edge", color=PHASE_COLOURS[name], label=label)
+            ax.barh(
+                y,
+                row.seconds[name],
+                height,
+                align="edge",
+                color=PHASE_COLOURS[name],
+                label=label,
+            )
         ax.plot([row.step_s] * 2, [at - 0.45, at + 0.45], color=NEUTRAL, linewidth=1.5)
-    ax.set_yticks(range(len(rows)), [f"K = {row.setting.max_staleness}" for row in rows])
+    ax.set_yticks(
+        range(len(rows)), [f"K = {row.setting.max_staleness}" for row in rows]
+    )
     ax.invert_yaxis()
     _dress(ax, "A step's phases (line: its time)", "seconds", "")
-    ax.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))  # beside the bars, not on them
+    # beside the bars, not on them
+    ax.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _dress(ax: Axes, title: str, x: str, y: str) -> None:

@@ -14,7 +14,10 @@ from jvlab.record._events import Event, PauseEvent, StepEvent
 from jvlab.record._metrics import union
 from jvlab.views._style import BAD, FAINT, LINE
 
-LANE, LEFT, FOOT, WIDTH = 22, 92, 20, 860
+LANE = 22
+LEFT = 92
+FOOT = 20
+WIDTH = 860
 LETTER = 6.5  # px, of a name
 MAX_STATIC = 600  # bars in the SVG, to keep saved notebooks small
 AT_LEAST = 1.0  # seconds of a gap that is folded; it is also longer than two steps
@@ -33,7 +36,9 @@ class Folds:
         ends = np.array(self.gaps, float).reshape(-1, 2)
         lost = np.cumsum(ends[:, 1] - ends[:, 0] - self.seconds)
         before = lost - (ends[:, 1] - ends[:, 0] - self.seconds)
-        return ends.ravel(), np.stack([ends[:, 0] - before, ends[:, 1] - lost], axis=1).ravel()
+        return ends.ravel(), np.stack(
+            [ends[:, 0] - before, ends[:, 1] - lost], axis=1
+        ).ravel()
 
     def drawn(self, at: Any) -> Any:
         """Where a moment, or an array of them, is drawn."""
@@ -79,7 +84,17 @@ class LaneData:
 
     def plain(self) -> dict[str, Any]:
         """As plain columns, for the browser."""
-        names = ("row", "start", "seconds", "colour", "text", "label", "ink", "hatch", "link")
+        names = (
+            "row",
+            "start",
+            "seconds",
+            "colour",
+            "text",
+            "label",
+            "ink",
+            "hatch",
+            "link",
+        )
         return {
             "lanes": list(self.lanes),
             "bars": {name: [getattr(b, name) for b in self.bars] for name in names},
@@ -94,20 +109,31 @@ class LaneData:
 def folds_of(events: Sequence[Event], window: tuple[float, float]) -> Folds:
     """The gaps between what anybody did within a time window."""
     low, high = window
-    work = [(e.start, e.stop) for e in events if not isinstance(e, PauseEvent) and e.stop > low and e.start < high]
+    work = [
+        (e.start, e.stop)
+        for e in events
+        if not isinstance(e, PauseEvent) and e.stop > low and e.start < high
+    ]
     busy = union(work)
     ends = np.sort([e.stop for e in events if isinstance(e, StepEvent)])
     step = float(np.median(np.diff(ends))) if len(ends) > 1 else AT_LEAST
     long = max(AT_LEAST, 2 * step)
-    gaps = zip(busy[:-1, 1].tolist(), busy[1:, 0].tolist(), strict=True) if len(busy) > 1 else ()
-    return Folds(tuple((a, b) for a, b in gaps if b - a > long), SHOWN_AS * min(step, long))
+    gaps = (
+        zip(busy[:-1, 1].tolist(), busy[1:, 0].tolist(), strict=True)
+        if len(busy) > 1
+        else ()
+    )
+    return Folds(
+        tuple((a, b) for a, b in gaps if b - a > long), SHOWN_AS * min(step, long)
+    )
 
 
 def lanes_svg(data: LaneData, what: str) -> str:
     """The lanes without zoom."""
     low, high = data.window
     begin = data.folds.drawn(low)
-    left = max([LEFT, *(16 + LETTER * len(name) for name in data.lanes)])  # names are whole
+    # names are whole
+    left = max([LEFT, *(16 + LETTER * len(name) for name in data.lanes)])
     scale = (WIDTH - left - 8) / ((data.folds.drawn(high) - begin) or 1.0)
     place = lambda at: left + (data.folds.drawn(at) - begin) * scale
     height = max(len(data.lanes), 1) * LANE + FOOT
@@ -118,22 +144,31 @@ def lanes_svg(data: LaneData, what: str) -> str:
         for i, name in enumerate(data.lanes)
     ]
     for b in shown:
-        first, last = max(b.start, low), min(b.start + b.seconds, high)
+        first = max(b.start, low)
+        last = min(b.start + b.seconds, high)
         parts.append(_bar(b, place(first), place(last) - place(first)))
-    parts += [_fold(place(a), place(b), height - FOOT, b - a) for a, b in data.folds.gaps]
+    parts += [
+        _fold(place(a), place(b), height - FOOT, b - a) for a, b in data.folds.gaps
+    ]
     for at, text in data.marks:
         x = place(at)
         parts.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height - FOOT}" stroke="{BAD}" stroke-dasharray="3"/>'
         )
-        parts.append(f'<text x="{x + 3:.1f}" y="{height - FOOT - 4}" fill="{BAD}">{escape(text)}</text>')
+        parts.append(
+            f'<text x="{x + 3:.1f}" y="{height - FOOT - 4}" fill="{BAD}">{escape(text)}</text>'
+        )
     ends = (
         f'<line x1="{left}" x2="{WIDTH - 8}" y1="{height - FOOT}" y2="{height - FOOT}" style="stroke:{LINE}"/>'
         f'<text x="{left}" y="{height - 5}" fill="currentColor">{human_seconds(low) if low else "0"}</text>'
         f'<text x="{WIDTH - 8}" y="{height - 5}" text-anchor="end" fill="currentColor">{human_seconds(high)}</text>'
     )
     rest = len(data.bars) - len(shown)
-    note = f'<div style="color:{FAINT}">{rest:,} shorter bars are not drawn</div>' if rest else ""
+    note = (
+        f'<div style="color:{FAINT}">{rest:,} shorter bars are not drawn</div>'
+        if rest
+        else ""
+    )
     return (
         f'<svg width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" font-size="11" role="img" '
         f'style="max-width:100%" aria-label="{escape(what, quote=True)}">{"".join(parts)}{ends}</svg>{note}'
@@ -159,8 +194,11 @@ def _fold(x: float, end: float, height: float, seconds: float) -> str:
 
 
 def _bar(b: LaneBar, x: float, w: float) -> str:
-    y, h = b.row * LANE + 2, LANE - 4
-    look = 'fill="currentColor" fill-opacity="0.25"' if b.hatch else f'fill="{b.colour}"'
+    y = b.row * LANE + 2
+    h = LANE - 4
+    look = (
+        'fill="currentColor" fill-opacity="0.25"' if b.hatch else f'fill="{b.colour}"'
+    )
     place = f'x="{x:.2f}" y="{y}" width="{max(w, 0.8):.2f}" height="{h}"'
     rect = f"<rect {place} {look}><title>{escape(b.text)}</title></rect>"
     if b.label and len(b.label) * 6.5 + 4 < w:

@@ -14,7 +14,20 @@ from jvlab._units import human_bytes
 from jvlab.layout._slices import fixed_dims
 from jvlab.views._drawing import Drawing, Rect, colour, draw, ink, sends
 from jvlab.views._figures import new_figure
-from jvlab.views._style import BAD, BOX, FAINT, GOOD, IDLE, LINE, MONO, PALETTE, WAIT, dot, headlines, table
+from jvlab.views._style import (
+    BAD,
+    BOX,
+    FAINT,
+    GOOD,
+    IDLE,
+    LINE,
+    MONO,
+    PALETTE,
+    WAIT,
+    dot,
+    headlines,
+    table,
+)
 
 if TYPE_CHECKING:
     from jvlab.layout._types import Axis, Binding
@@ -56,14 +69,29 @@ def search_rows(
     ]
     column = sort.removeprefix("-")
     if column and column not in COLUMNS:
-        raise ConfigError(f"no column is called {column!r}", remedy=f"sort by one of {', '.join(COLUMNS)}")
-    return sorted(found, key=lambda r: _key(r, column), reverse=sort.startswith("-")) if column else found
+        raise ConfigError(
+            f"no column is called {column!r}",
+            remedy=f"sort by one of {', '.join(COLUMNS)}",
+        )
+    return (
+        sorted(found, key=lambda r: _key(r, column), reverse=sort.startswith("-"))
+        if column
+        else found
+    )
 
 
 def _holds(row: MappingRow, words: Sequence[str]) -> bool:
     if not words:
         return True
-    columns = (row.name, row.numbered, row.rule, row.tensor, row.parameter, dtype_text(row), row.status)
+    columns = (
+        row.name,
+        row.numbered,
+        row.rule,
+        row.tensor,
+        row.parameter,
+        dtype_text(row),
+        row.status,
+    )
     low = [c.lower() for c in columns]
     return all(any(word in c for c in low) for word in words)
 
@@ -89,12 +117,11 @@ def natural(name: str) -> str:
 
 # A diagram of what a rule does to a leaf's axes: each axis is a coloured box, connected to its place in the tensor.
 
-AXIS_BOX, GAP, ROW, LINK = (
-    46,
-    22,
-    24,
-    74,
-)  # px: width of a box, gap between dimensions, height of a box, space for the lines
+# px: width of a box, gap between dimensions, height of a box, space for the lines
+AXIS_BOX = 46
+GAP = 22
+ROW = 24
+LINK = 74
 
 
 def axes_svg(b: Binding) -> str:
@@ -103,15 +130,34 @@ def axes_svg(b: Binding) -> str:
     A dashed box without a line is a dimension of which one index is taken: a layer of a stacked leaf.
     """
     fixed = fixed_dims(b)
-    top, held = _positions([(a.leaf_dim, -a.leaf_step, a) for a in b.axes], len(b.leaf_shape), fixed)
-    low, _ = _positions([(a.tensor_dim, -a.tensor_step, a) for a in b.axes], len(b.tensor_shape))
-    number = {id(a): i for i, a in enumerate(sorted(b.axes, key=lambda a: (a.leaf_dim, -a.leaf_step)))}
-    words = ", ".join([*([f"{b.add:+g}"] if b.add else []), *([f"cast to {b.cast}"] if b.cast else [])])
+    top, held = _positions(
+        [(a.leaf_dim, -a.leaf_step, a) for a in b.axes], len(b.leaf_shape), fixed
+    )
+    low, _ = _positions(
+        [(a.tensor_dim, -a.tensor_step, a) for a in b.axes], len(b.tensor_shape)
+    )
+    number = {
+        id(a): i
+        for i, a in enumerate(sorted(b.axes, key=lambda a: (a.leaf_dim, -a.leaf_step)))
+    }
+    words = ", ".join(
+        [
+            *([f"{b.add:+g}"] if b.add else []),
+            *([f"cast to {b.cast}"] if b.cast else []),
+        ]
+    )
     right = max(x + AXIS_BOX for x in (*top.values(), *low.values(), *held.values()))
     width = max(right + (10 + 7 * len(words) if words else 0), 180)
-    y0, y1 = 20, 20 + ROW + LINK
+    y0 = 20
+    y1 = 20 + ROW + LINK
     lines = "".join(
-        _line(top[id(a)] + AXIS_BOX / 2, y0 + ROW, low[id(a)] + AXIS_BOX / 2, y1, _colour(number[id(a)]))
+        _line(
+            top[id(a)] + AXIS_BOX / 2,
+            y0 + ROW,
+            low[id(a)] + AXIS_BOX / 2,
+            y1,
+            _colour(number[id(a)]),
+        )
         for a in b.axes
     )
     extra = f'<text x="{right + 10}" y="{y0 + ROW + LINK / 2 + 4}" fill="currentColor">{escape(words)}</text>'
@@ -152,7 +198,8 @@ def _taken(b: Binding, positions: dict[int, float], y: float) -> str:
     """The dimensions of which one index is taken: `[1]`, below it how many there are."""
     out = []
     for dim, x in positions.items():
-        at, size = b.leaf_start[dim], b.leaf_shape[dim]
+        at = b.leaf_start[dim]
+        size = b.leaf_shape[dim]
         middle = f'x="{x + AXIS_BOX / 2}" text-anchor="middle" fill="currentColor"'
         out.append(
             f"<g><title>index {at} of {size} along dim {dim}: the other slices go to other tensors</title>"
@@ -163,10 +210,16 @@ def _taken(b: Binding, positions: dict[int, float], y: float) -> str:
     return "".join(out)
 
 
-def _boxes(axes: tuple[Axis, ...], positions: dict[int, float], number: dict[int, int], y: float) -> str:
+def _boxes(
+    axes: tuple[Axis, ...],
+    positions: dict[int, float],
+    number: dict[int, int],
+    y: float,
+) -> str:
     out = []
     for a in axes:
-        x, which = positions[id(a)], number[id(a)]
+        x = positions[id(a)]
+        which = number[id(a)]
         at = f'x="{x + AXIS_BOX / 2}" y="{y + ROW / 2 + 4}"'
         out.append(
             f'<rect x="{x}" y="{y}" width="{AXIS_BOX}" height="{ROW}" rx="3" fill="{_colour(which)}"/>'
@@ -186,8 +239,11 @@ def _ink(i: int) -> str:
 
 # Histograms of a tensor in engine and trainer, as inline SVG.
 
-WIDTH, HEIGHT = 250, 70
-ENGINE, TRAINER, CHANGE = PALETTE[1], PALETTE[0], PALETTE[3]
+WIDTH = 250
+HEIGHT = 70
+ENGINE = PALETTE[1]
+TRAINER = PALETTE[0]
+CHANGE = PALETTE[3]
 MAX_SHOWN = 8  # ranks
 
 
@@ -211,15 +267,35 @@ def _one(v: Values) -> str:
     nonfinite = f"; {v.not_finite:,} are not finite" if v.not_finite else ""
     title = f"<b>{escape(v.parameter)}</b> {list(s.shape)} on rank {v.rank}: {verdict}{nonfinite}"
     parts = (
-        _bars("engine holds", v.edges, v.engine, ENGINE, max(v.engine.max(initial=1), v.trainer.max(initial=1))),
-        _bars("trainer has", v.edges, v.trainer, TRAINER, max(v.engine.max(initial=1), v.trainer.max(initial=1))),
-        _bars("trainer − engine", v.change_edges, v.change, CHANGE, v.change.max(initial=1)),
+        _bars(
+            "engine holds",
+            v.edges,
+            v.engine,
+            ENGINE,
+            max(v.engine.max(initial=1), v.trainer.max(initial=1)),
+        ),
+        _bars(
+            "trainer has",
+            v.edges,
+            v.trainer,
+            TRAINER,
+            max(v.engine.max(initial=1), v.trainer.max(initial=1)),
+        ),
+        _bars(
+            "trainer − engine",
+            v.change_edges,
+            v.change,
+            CHANGE,
+            v.change.max(initial=1),
+        ),
     )
     row = f'<div style="display:flex;flex-wrap:wrap;gap:18px">{"".join(parts)}</div>'
     return f'<div style="margin:6px 0">{title}{row}</div>'
 
 
-def _bars(title: str, edges: np.ndarray, counts: np.ndarray, colour: str, top: float) -> str:
+def _bars(
+    title: str, edges: np.ndarray, counts: np.ndarray, colour: str, top: float
+) -> str:
     step = WIDTH / max(len(counts), 1)
     bars = "".join(
         f'<rect x="{i * step:.2f}" y="{HEIGHT - n / top * HEIGHT:.2f}" width="{max(step - 0.6, 0.6):.2f}" '
@@ -232,7 +308,9 @@ def _bars(title: str, edges: np.ndarray, counts: np.ndarray, colour: str, top: f
         f'<text x="0" y="{HEIGHT + 13}" fill="currentColor">{edges[0]:.3g}</text>'
         f'<text x="{WIDTH}" y="{HEIGHT + 13}" fill="currentColor" text-anchor="end">{edges[-1]:.3g}</text>'
     )
-    line = f'<line x1="0" x2="{WIDTH}" y1="{HEIGHT}" y2="{HEIGHT}" style="stroke:{LINE}"/>'
+    line = (
+        f'<line x1="0" x2="{WIDTH}" y1="{HEIGHT}" y2="{HEIGHT}" style="stroke:{LINE}"/>'
+    )
     svg = (
         f'<svg width="{WIDTH}" height="{HEIGHT + 16}" font-size="10" role="img" aria-label="{title}">'
         f"{line}{bars}{ends}</svg>"
@@ -242,11 +320,28 @@ def _bars(title: str, edges: np.ndarray, counts: np.ndarray, colour: str, top: f
 
 # ----------------------------------------------------------------------------------------------------
 
-MAX_ROWS = 50  # in the static table, under 60 kB with long names; `mapping.rows` and `.search` have them all
-HEADS = ("JAX leaf", "checkpoint tensor", "vLLM parameter", "rank", "dtype", "bytes", "status", "rule")
+# in the static table, under 60 kB with long names; `mapping.rows` and `.search` have them all
+MAX_ROWS = 50
+HEADS = (
+    "JAX leaf",
+    "checkpoint tensor",
+    "vLLM parameter",
+    "rank",
+    "dtype",
+    "bytes",
+    "status",
+    "rule",
+)
 CELL = "padding:2px 10px 2px 0;text-align:left;white-space:nowrap"
-SPECIAL = ("quantised", "staged", "opaque", "unused")  # statuses worth a number of their own
-DOTS = {"direct": GOOD, "cast": PALETTE[4], "quantised": PALETTE[4], "staged": WAIT, "opaque": WAIT}
+# statuses worth a number of their own
+SPECIAL = ("quantised", "staged", "opaque", "unused")
+DOTS = {
+    "direct": GOOD,
+    "cast": PALETTE[4],
+    "quantised": PALETTE[4],
+    "staged": WAIT,
+    "opaque": WAIT,
+}
 DOTS |= {"unused": IDLE, "problem": BAD}
 # Filters the rows of the table next to it. Without double quotes, since it is an attribute's value.
 FILTER = (
@@ -284,15 +379,28 @@ def mapping_text(mapping: Mapping) -> str:
     """The mapping's repr."""
     lines = [f"Mapping({summary_line(mapping)})"]
     for r in mapping.rows[:6]:
-        lines.append(f"  {r.name or '-'} → {r.tensor} → {r.parameter or '-'} [{r.rank_text or '-'}] {r.status}")
+        lines.append(
+            f"  {r.name or '-'} → {r.tensor} → {r.parameter or '-'} [{r.rank_text or '-'}] {r.status}"
+        )
     if len(mapping.rows) > 6:
-        lines.append(f"  … {len(mapping.rows) - 6} more; mapping.explain(name) shows one tensor's way")
+        lines.append(
+            f"  … {len(mapping.rows) - 6} more; mapping.explain(name) shows one tensor's way"
+        )
     lines += [f"  warning: {w}" for w in mapping.warnings]
     return "\n".join(lines)
 
 
 def _cells(r: MappingRow) -> list[str]:
-    return [r.name, r.tensor, r.parameter, r.rank_text, dtype_text(r), human_bytes(r.nbytes), r.status, r.rule]
+    return [
+        r.name,
+        r.tensor,
+        r.parameter,
+        r.rank_text,
+        dtype_text(r),
+        human_bytes(r.nbytes),
+        r.status,
+        r.rule,
+    ]
 
 
 def mapping_html(mapping: Mapping) -> str:
@@ -306,8 +414,14 @@ def mapping_html(mapping: Mapping) -> str:
         tds = "".join(f'<td style="{CELL}">{c}</td>' for c in cells)
         body.append(f'<tr title="{why}">{tds}</tr>')
     more = len(mapping.rows) - MAX_ROWS
-    note = f"<p>{more:,} more rows are not shown; they are in <code>mapping.rows</code>.</p>" if more > 0 else ""
-    heads = "".join(f'<th style="{CELL};border-bottom:1px solid #8888">{h}</th>' for h in HEADS)
+    note = (
+        f"<p>{more:,} more rows are not shown; they are in <code>mapping.rows</code>.</p>"
+        if more > 0
+        else ""
+    )
+    heads = "".join(
+        f'<th style="{CELL};border-bottom:1px solid #8888">{h}</th>' for h in HEADS
+    )
     return (
         f'<div style="color:inherit;background:transparent"><b>Mapping</b>{mapping_headline(mapping)}'
         f'<input placeholder="filter" aria-label="filter rows" oninput="{FILTER}" style="margin:4px 0;color:inherit;'
@@ -319,7 +433,10 @@ def mapping_html(mapping: Mapping) -> str:
 
 def warnings_html(mapping: Mapping) -> str:
     """The mapping's warnings, below the table."""
-    return "".join(f'<div><span style="color:{WAIT}">▲</span> {escape(w)}</div>' for w in mapping.warnings)
+    return "".join(
+        f'<div><span style="color:{WAIT}">▲</span> {escape(w)}</div>'
+        for w in mapping.warnings
+    )
 
 
 def explanation_html(explanation: Explanation) -> str:
@@ -332,7 +449,9 @@ def explanation_html(explanation: Explanation) -> str:
 
 def drawing_svg(drawing: Drawing) -> str:
     """Inline SVG: the leaf on its devices at the left, each rank's parameter at the right; one colour per piece."""
-    side, gap, top = 150, 26, 34
+    side = 150
+    gap = 26
+    top = 34
     width = (side + gap) * (1 + len(drawing.targets)) + gap
     parts = [_panel(gap, top, side, f"JAX {list(drawing.shape)}", drawing.source)]
     for k, (rank, info, rects) in enumerate(drawing.targets):
@@ -363,8 +482,12 @@ def _panel(x: float, y: float, side: float, title: str, rects: list[Rect]) -> st
         if r.w * side > 22 and r.h * side > 12:
             at = f'x="{x + (r.x + r.w / 2) * side:.1f}" y="{y + (r.y + r.h / 2) * side + 4:.1f}"'
             text = escape(r.label)
-            out.append(f'<text {at} text-anchor="middle" fill="{ink(r.piece)}" pointer-events="none">{text}</text>')
-    out.append(f'<rect x="{x}" y="{y}" width="{side}" height="{side}" fill="none" stroke="currentColor"/>')
+            out.append(
+                f'<text {at} text-anchor="middle" fill="{ink(r.piece)}" pointer-events="none">{text}</text>'
+            )
+    out.append(
+        f'<rect x="{x}" y="{y}" width="{side}" height="{side}" fill="none" stroke="currentColor"/>'
+    )
     return "".join(out)
 
 
@@ -377,16 +500,37 @@ def mapping_figure(explanation: Explanation) -> object:
     """The same drawing with matplotlib."""
     drawing = draw(explanation.mapping.plan, explanation.leaf, explanation.parameters)
     panels = [(f"JAX {list(drawing.shape)}", drawing.source)]
-    panels += [(f"rank {rank} {list(info.shape)}", rects) for rank, info, rects in drawing.targets]
+    panels += [
+        (f"rank {rank} {list(info.shape)}", rects)
+        for rank, info, rects in drawing.targets
+    ]
     figure = new_figure(2.4 * len(panels), 2.8)
     from matplotlib.patches import Rectangle
 
-    for axes, (title, rects) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    for axes, (title, rects) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
+    ):
         for r in rects:
             fill = tuple(v / 255 for v in colour(r.piece))
-            axes.add_patch(Rectangle((r.x, r.y), r.w, r.h, facecolor=fill, edgecolor="#888888", linewidth=0.5))
+            axes.add_patch(
+                Rectangle(
+                    (r.x, r.y),
+                    r.w,
+                    r.h,
+                    facecolor=fill,
+                    edgecolor="#888888",
+                    linewidth=0.5,
+                )
+            )
             if r.w > 0.15 and r.h > 0.08:
-                axes.text(r.x + r.w / 2, r.y + r.h / 2, r.label, ha="center", va="center", fontsize=8)
+                axes.text(
+                    r.x + r.w / 2,
+                    r.y + r.h / 2,
+                    r.label,
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                )
         axes.set(xlim=(0, 1), ylim=(1, 0), xticks=[], yticks=[], title=title)
         axes.title.set_fontsize(9)
     figure.suptitle(explanation.place.name, fontsize=10)
@@ -395,7 +539,9 @@ def mapping_figure(explanation: Explanation) -> object:
 
 # One row of a mapping in detail: rule and reason, its effect on the axes, both shardings, bytes per sender.
 
-MAX_DEVICES, MAX_RANKS = 16, 8  # of the table of senders
+# of the table of senders
+MAX_DEVICES = 16
+MAX_RANKS = 8
 STATUS_WORDS = {
     "direct": "copied, not converted",
     "cast": "converted on the way, on the trainer's device",
@@ -406,12 +552,18 @@ STATUS_WORDS = {
 }
 
 
-def detail_html(mapping: Mapping | None, row: MappingRow, meaning: Meaning | None = None) -> str:
+def detail_html(
+    mapping: Mapping | None, row: MappingRow, meaning: Meaning | None = None
+) -> str:
     """Text and pictures of a row; the text alone while edited rules do not cover the model (no mapping).
 
     `meaning`: what is known of the mapping's values.
     """
-    path = " → ".join(f"<b>{escape(name)}</b>" for name in (row.name, row.tensor, row.parameter) if name)
+    path = " → ".join(
+        f"<b>{escape(name)}</b>"
+        for name in (row.name, row.tensor, row.parameter)
+        if name
+    )
     cells = "".join(
         f'<div style="color:{FAINT}">{name}</div><div style="overflow-wrap:anywhere">{value}</div>'
         for name, value in _facts(mapping, row, meaning)
@@ -423,32 +575,75 @@ def detail_html(mapping: Mapping | None, row: MappingRow, meaning: Meaning | Non
     )
 
 
-def _facts(mapping: Mapping | None, row: MappingRow, meaning: Meaning | None) -> list[tuple[str, str]]:
-    out = [("rule", f'<span style="font-family:{MONO};font-size:12px">{escape(row.rule) or "none"}</span>')]
+def _facts(
+    mapping: Mapping | None, row: MappingRow, meaning: Meaning | None
+) -> list[tuple[str, str]]:
+    out = [
+        (
+            "rule",
+            f'<span style="font-family:{MONO};font-size:12px">{escape(row.rule) or "none"}</span>',
+        )
+    ]
     if row.status == "problem":
         return [*out, ("problem", escape(row.reason))]
     if row.reason:
-        out.append(("because", escape(f"{row.reason} (confidence {row.confidence:.2f})")))
+        out.append(
+            ("because", escape(f"{row.reason} (confidence {row.confidence:.2f})"))
+        )
     if row.warning:
         out.append(("warning", escape(row.warning)))
-    size = f"{human_bytes(row.nbytes)} as {escape(dtype_text(row))}" if row.nbytes else "nothing"
-    out.append(("moves", f"{size} to rank{'s' * (len(row.ranks) > 1)} {row.rank_text}" if row.ranks else size))
-    out.append(("status", f"{dot(DOTS[row.status])} {row.status}: {STATUS_WORDS[row.status]}"))
+    size = (
+        f"{human_bytes(row.nbytes)} as {escape(dtype_text(row))}"
+        if row.nbytes
+        else "nothing"
+    )
+    out.append(
+        (
+            "moves",
+            f"{size} to rank{'s' * (len(row.ranks) > 1)} {row.rank_text}"
+            if row.ranks
+            else size,
+        )
+    )
+    out.append(
+        ("status", f"{dot(DOTS[row.status])} {row.status}: {STATUS_WORDS[row.status]}")
+    )
     seen = meaning.leaves.get(row.name) if meaning is not None else None
     if seen is not None:
         tone = BAD if seen.contradicts else GOOD if seen.agrees else WAIT
-        out.append(("by value", f"{dot(tone)} {'wrong: ' * seen.contradicts}{escape(seen.text)}"))
-    left = meaning.ambiguous if meaning is not None and meaning.state == "checked" else None
+        out.append(
+            (
+                "by value",
+                f"{dot(tone)} {'wrong: ' * seen.contradicts}{escape(seen.text)}",
+            )
+        )
+    left = (
+        meaning.ambiguous
+        if meaning is not None and meaning.state == "checked"
+        else None
+    )
     if left is None:
         left = mapping.ambiguous if mapping is not None else {}
     if row.leaf in left:
-        out.append(("ambiguous", f"{escape(left[row.leaf])}; only a value or a function can tell"))
-    note = mapping.notes.get(row.parameter) or mapping.notes.get(row.tensor) if mapping is not None else None
+        out.append(
+            (
+                "ambiguous",
+                f"{escape(left[row.leaf])}; only a value or a function can tell",
+            )
+        )
+    note = (
+        mapping.notes.get(row.parameter) or mapping.notes.get(row.tensor)
+        if mapping is not None
+        else None
+    )
     return [*out, ("note", escape(note))] if note else out
 
 
 def _pictures(mapping: Mapping, row: MappingRow) -> str:
-    binding = next((b for b in mapping.bindings if (b.leaf, b.tensor) == (row.leaf, row.tensor)), None)
+    binding = next(
+        (b for b in mapping.bindings if (b.leaf, b.tensor) == (row.leaf, row.tensor)),
+        None,
+    )
     if binding is None:
         return ""
     only = [row.parameter] if row.part else ()
@@ -477,15 +672,25 @@ def _senders(mapping: Mapping, leaf: str, parameters: Collection[str]) -> str:
     found = sends(mapping.plan, leaf, parameters=parameters)
     if not found:
         return ""
-    ranks, devices = sorted({r for _, r in found}), sorted({d for d, _ in found})
+    ranks = sorted({r for _, r in found})
+    devices = sorted({d for d, _ in found})
     rows = [
-        [f"device {d}", *(human_bytes(found[d, r]) if (d, r) in found else "" for r in ranks[:MAX_RANKS])]
+        [
+            f"device {d}",
+            *(
+                human_bytes(found[d, r]) if (d, r) in found else ""
+                for r in ranks[:MAX_RANKS]
+            ),
+        ]
         for d in devices[:MAX_DEVICES]
     ]
     heads = ["", *(f"rank {r}" for r in ranks[:MAX_RANKS])]
     left = [
         f"{len(x) - most} more {what}"
-        for x, most, what in ((devices, MAX_DEVICES, "devices"), (ranks, MAX_RANKS, "ranks"))
+        for x, most, what in (
+            (devices, MAX_DEVICES, "devices"),
+            (ranks, MAX_RANKS, "ranks"),
+        )
         if len(x) > most
     ]
     more = f'<div style="color:{FAINT}">{", ".join(left)}</div>' if left else ""

@@ -6,7 +6,16 @@ import json
 from collections.abc import Sequence
 
 # Okabe and Ito's palette, ordered so that neighbours are distinct for every kind of colour blindness.
-SERIES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
+SERIES = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#D55E00",
+    "#F0E442",
+    "#999999",
+)
 TONES = {"good": "#009E73", "wait": "#E69F00", "bad": "#D55E00", "idle": "#888888"}
 PHASES = {
     "generate": "#0072B2",
@@ -23,7 +32,8 @@ ON_DARK = {"#0072B2": "#4C9BE8", "#56B4E9": "#A6DDF8"}
 # grey is this one, not even matplotlib's "gray".
 NEUTRAL = "#7F8080"
 # Versions: shades of generation's blue, light to full; none that a white or a black page would hide.
-OLDEST, NEWEST = (0.68, 0.83, 0.93), (0.0, 114 / 255, 178 / 255)
+OLDEST = (0.68, 0.83, 0.93)
+NEWEST = (0.0, 114 / 255, 178 / 255)
 
 
 def version_colour(version: int, low: int, high: int) -> tuple[float, ...]:
@@ -44,5 +54,10 @@ def javascript() -> str:
 
 def stylesheet() -> str:
     """The palette for stylesheets: one custom property per meaning. `:host` is the root where marimo draws widgets."""
-    lines = [f"--jv-{name}:{colour}" for name, colour in (TONES | {f"phase-{n}": c for n, c in PHASES.items()}).items()]
+    lines = [
+        f"--jv-{name}:{colour}"
+        for name, colour in (
+            TONES | {f"phase-{n}": c for n, c in PHASES.items()}
+        ).items()
+    ]
     return f":root,:host{{{';'.join(lines)}}}"

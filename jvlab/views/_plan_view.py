@@ -27,24 +27,31 @@ TOP_LEAVES = 8
 
 def heat_svg(plan: TransferPlan) -> str:
     """Bytes per link: trainer devices as rows, the ranks of each replica as columns; darker is more."""
-    links, columns = plan.all_links, plan.replicas * plan.ranks
+    links = plan.all_links
+    columns = plan.replicas * plan.ranks
     row = np.searchsorted(plan.devices, links.device)
     column = links.replica * plan.ranks + links.rank
-    down, across = -(-len(plan.devices) // MAX_CELLS), -(-columns // MAX_CELLS)
+    down = -(-len(plan.devices) // MAX_CELLS)
+    across = -(-columns // MAX_CELLS)
     grid = np.zeros((-(-len(plan.devices) // down), -(-columns // across)), np.int64)
     np.add.at(grid, (row // down, column // across), links.nbytes)
     which = (
-        {(int(r), int(c)): i for i, (r, c) in enumerate(zip(row, column, strict=True))} if down * across == 1 else {}
+        {(int(r), int(c)): i for i, (r, c) in enumerate(zip(row, column, strict=True))}
+        if down * across == 1
+        else {}
     )
     top = max(int(grid.max(initial=0)), 1)
-    rows, width = grid.shape[0], grid.shape[1]
+    rows = grid.shape[0]
+    width = grid.shape[1]
     w, h = (72, 22) if width <= 8 else (max(12, 560 // width), 14 if rows <= 24 else 8)
-    left, head = 66, 36
+    left = 66
+    head = 36
     parts = []
     for (r, c), n in np.ndenumerate(grid):
         if not n:
             continue
-        x, y = left + c * w, head + r * h
+        x = left + c * w
+        y = head + r * h
         link = f' data-link="{which[r, c]}"' if which else ""
         name = _cell_name(plan, int(r), int(c), down, across)
         parts.append(
@@ -54,7 +61,9 @@ def heat_svg(plan: TransferPlan) -> str:
         if w >= 60:
             at = f'x="{x + w / 2}" y="{y + h / 2 + 4}"'
             text = f"{human_bytes(int(n))}</text>"
-            parts.append(f'<text {at} text-anchor="middle" fill="currentColor" pointer-events="none">{text}')
+            parts.append(
+                f'<text {at} text-anchor="middle" fill="currentColor" pointer-events="none">{text}'
+            )
     parts += _heads(plan, rows, width, down, across, (left, head, w, h))
     block = f", a cell is {down} devices × {across} ranks" if down * across > 1 else ""
     size = f'width="{left + width * w + 8}" height="{head + rows * h + 6}"'
@@ -72,10 +81,16 @@ def _cell_name(plan: TransferPlan, r: int, c: int, down: int, across: int) -> st
 
 
 def _heads(
-    plan: TransferPlan, rows: int, width: int, down: int, across: int, place: tuple[int, int, int, int]
+    plan: TransferPlan,
+    rows: int,
+    width: int,
+    down: int,
+    across: int,
+    place: tuple[int, int, int, int],
 ) -> list[str]:
     left, head, w, h = place
-    step_r, step_c = max(1, -(-14 // h)), max(1, -(-34 // w))
+    step_r = max(1, -(-14 // h))
+    step_c = max(1, -(-34 // w))
     out = [
         f'<text x="{left - 6}" y="{head + r * h + h / 2 + 4}" text-anchor="end" fill="currentColor">'
         f"{'device ' if h > 14 else ''}{plan.devices[r * down]}</text>"
@@ -87,10 +102,14 @@ def _heads(
         out.append(
             f'<text x="{left + (c + 0.5) * w}" y="{head - 8}" text-anchor="middle" fill="currentColor">{name}</text>'
         )
-        out.append(f'<rect x="{left + c * w}" y="{head - 5}" width="{w - 1}" height="3" fill="{rank_colour(rank)}"/>')
+        out.append(
+            f'<rect x="{left + c * w}" y="{head - 5}" width="{w - 1}" height="3" fill="{rank_colour(rank)}"/>'
+        )
     if plan.replicas > 1 and across == 1:
         for r in range(plan.replicas):
-            out.append(f'<text x="{left + r * plan.ranks * w}" y="12" fill="currentColor">replica {r}</text>')
+            out.append(
+                f'<text x="{left + r * plan.ranks * w}" y="12" fill="currentColor">replica {r}</text>'
+            )
     return out
 
 
@@ -102,17 +121,34 @@ def bucket_lanes(plan: TransferPlan, link_gbps: float | None = None) -> LaneData
     links = plan.all_links
     where = {
         (int(d), int(p), int(r)): i
-        for i, (d, p, r) in enumerate(zip(links.device, links.replica, links.rank, strict=True))
+        for i, (d, p, r) in enumerate(
+            zip(links.device, links.replica, links.rank, strict=True)
+        )
     }
     bars = []
     for s in slots:
         if s.device not in shown:
             continue
-        to = f"replica {s.replica} rank {s.rank}" if plan.replicas > 1 else f"rank {s.rank}"
+        to = (
+            f"replica {s.replica} rank {s.rank}"
+            if plan.replicas > 1
+            else f"rank {s.rank}"
+        )
         text = f"device {s.device} → {to}: {human_bytes(s.nbytes)} in {human_seconds(s.seconds)}"
         ink = "#fff" if s.rank % len(PALETTE) in (0, 5) else "#000"
         link = where[s.device, s.replica, s.rank]
-        bars.append(LaneBar(shown[s.device], s.start, s.seconds, rank_colour(s.rank), text, to, ink, link=link))
+        bars.append(
+            LaneBar(
+                shown[s.device],
+                s.start,
+                s.seconds,
+                rank_colour(s.rank),
+                text,
+                to,
+                ink,
+                link=link,
+            )
+        )
     end = max((s.start + s.seconds for s in slots), default=1e-6)
     return LaneData(tuple(f"device {d}" for d in shown), tuple(bars), (0.0, end))
 
@@ -124,11 +160,19 @@ def times_html(plan: TransferPlan, link_gbps: float | None = None) -> str:
     rows = [("predicted: bytes only", f"at {gbps:g} GB/s", predicted, PALETTE[0])]
     for report in plan.reports[-3:]:
         name = f"version {report.version}, measured"
-        rows.append((name, f"move, over {report.transport}", report.seconds["move"], PALETTE[1]))
+        rows.append(
+            (name, f"move, over {report.transport}", report.seconds["move"], PALETTE[1])
+        )
         rows.append(("", "total", report.seconds["total"], PALETTE[2]))
     most = max(seconds for *_, seconds, _ in rows) or 1.0
     body = [
-        [escape(a), escape(b), human_seconds(s), _level(s / most, colour), _times(s, predicted)]
+        [
+            escape(a),
+            escape(b),
+            human_seconds(s),
+            _level(s / most, colour),
+            _times(s, predicted),
+        ]
         for a, b, s, colour in rows
     ]
     if len(rows) == 1:
@@ -158,10 +202,14 @@ def _times(seconds: float, predicted: float) -> str:
 def link_html(plan: TransferPlan, index: int) -> str:
     """One link: its boxes and buckets, and its largest leaves."""
     links = plan.all_links
-    device, replica, rank = int(links.device[index]), int(links.replica[index]), int(links.rank[index])
+    device = int(links.device[index])
+    replica = int(links.replica[index])
+    rank = int(links.rank[index])
     link = plan.link(device, rank, replica)
     weight = np.bincount(link.leaf, weights=link.nbytes, minlength=len(plan.leaves))
-    largest: list[tuple[int, float]] = [(int(i), float(weight[i])) for i in np.argsort(-weight, kind="stable")]
+    largest: list[tuple[int, float]] = [
+        (int(i), float(weight[i])) for i in np.argsort(-weight, kind="stable")
+    ]
     top = [(i, n) for i, n in largest[:TOP_LEAVES] if n]
     to = f"replica {replica}, rank {rank}" if plan.replicas > 1 else f"rank {rank}"
     share = links.contiguous_bytes[index] / max(links.nbytes[index], 1)
@@ -169,7 +217,10 @@ def link_html(plan: TransferPlan, index: int) -> str:
         f"<b>device {device} → {to}</b>: {human_bytes(link.total_bytes)} in {len(link):,} boxes, "
         f"{how_many(len(link.bucket_sizes), 'bucket')}, {share:.0%} contiguous"
     )
-    rows = [[escape(plan.leaves[i].path), human_bytes(n), _level(n / top[0][1])] for i, n in top]
+    rows = [
+        [escape(plan.leaves[i].path), human_bytes(n), _level(n / top[0][1])]
+        for i, n in top
+    ]
     more = int((weight > 0).sum()) - len(top)
     note = f'<div style="color:{FAINT}">{more:,} more leaves</div>' if more > 0 else ""
     heads = ("heaviest leaves", "bytes", "")
@@ -196,11 +247,15 @@ def plan_summary(plan: TransferPlan) -> dict[str, Any]:
         "links": len(table),
         "bytes": total,
         "bytes_per_replica": total // plan.replicas,
-        "device_bytes_max": int(np.bincount(table.device, weights=table.nbytes).max()) if len(table) else 0,
+        "device_bytes_max": int(np.bincount(table.device, weights=table.nbytes).max())
+        if len(table)
+        else 0,
         "link_bytes_max": int(table.nbytes.max(initial=0)),
         "link_bytes_min": int(table.nbytes.min()) if len(table) else 0,
         "copies": plan.copies * plan.replicas,
-        "contiguous_share": float(table.contiguous_bytes.sum() / total) if total else 1.0,
+        "contiguous_share": float(table.contiguous_bytes.sum() / total)
+        if total
+        else 1.0,
         "buckets_at_least": int((-(-table.nbytes // plan.bucket_bytes)).sum()),
         "bucket_bytes": plan.bucket_bytes,
         "link_gbps": plan.link_gbps,
@@ -218,7 +273,8 @@ def plan_title(plan: TransferPlan) -> str:
 
 def plan_headline(plan: TransferPlan, link_gbps: float | None = None) -> str:
     """How much, how long, in how many pieces: large."""
-    s, gbps = plan_summary(plan), link_gbps or plan.link_gbps
+    s = plan_summary(plan)
+    gbps = link_gbps or plan.link_gbps
     number, unit = human_bytes(s["bytes"]).split(" ")
     seconds, unit_s = human_seconds(plan.predict(gbps)).split(" ", 1)
     copies, copies_word = how_many(s["copies"], "copy", "copies").split(" ")
@@ -243,7 +299,8 @@ def plan_text(plan: TransferPlan) -> str:
 
 def plan_lines(plan: TransferPlan, speeds: Sequence[float]) -> list[str]:
     """The plan as `jvlab plan` prints it."""
-    s, table = plan_summary(plan), plan.all_links
+    s = plan_summary(plan)
+    table = plan.all_links
     out = [
         plan_title(plan),
         f"  {human_bytes(s['bytes'])} over {how_many(s['links'], 'link')}, {how_many(s['copies'], 'copy', 'copies')}, "
@@ -251,7 +308,10 @@ def plan_lines(plan: TransferPlan, speeds: Sequence[float]) -> list[str]:
         f"  per link {human_bytes(s['link_bytes_min'])} to {human_bytes(s['link_bytes_max'])}, in buckets of "
         f"{human_bytes(s['bucket_bytes'])}: {s['buckets_at_least']:,} or a few more",
     ]
-    out += [f"  at {g:g} GB/s per device and rank: about {plan.predict(g):.3g} s" for g in speeds]
+    out += [
+        f"  at {g:g} GB/s per device and rank: about {plan.predict(g):.3g} s"
+        for g in speeds
+    ]
     for i in range(min(len(table), MAX_LINES)):
         share = table.contiguous_bytes[i] / table.nbytes[i]
         out.append(
@@ -264,7 +324,11 @@ def plan_lines(plan: TransferPlan, speeds: Sequence[float]) -> list[str]:
 
 
 def _rank_text(plan: TransferPlan, table: LinkTable, i: int) -> str:
-    return f"replica {table.replica[i]} rank {table.rank[i]}" if plan.replicas > 1 else f"rank {table.rank[i]}"
+    return (
+        f"replica {table.replica[i]} rank {table.rank[i]}"
+        if plan.replicas > 1
+        else f"rank {table.rank[i]}"
+    )
 
 
 def plan_html(plan: TransferPlan) -> str:
@@ -300,7 +364,11 @@ def _link_table(plan: TransferPlan) -> str:
         )
     heads = ("device", "process", "replica", "rank", "bytes", "copies", "contiguous")
     more = len(links) - len(order)
-    note = f"<p>{more:,} lighter links are not shown; <code>plan.all_links</code> has all.</p>" if more > 0 else ""
+    note = (
+        f"<p>{more:,} lighter links are not shown; <code>plan.all_links</code> has all.</p>"
+        if more > 0
+        else ""
+    )
     return (
         f'<details><summary style="cursor:pointer">the {len(order)} heaviest links</summary>'
         f'<div style="max-height:360px;overflow:auto">{table(heads, rows, range(7))}</div>{note}</details>'
@@ -309,19 +377,33 @@ def _link_table(plan: TransferPlan) -> str:
 
 def plan_figure(plan: TransferPlan) -> object:
     """Bytes per link: trainer devices as rows; the ranks of each replica as columns, replica by replica."""
-    table, columns = plan.all_links, plan.replicas * plan.ranks
+    table = plan.all_links
+    columns = plan.replicas * plan.ranks
     grid = np.zeros((len(plan.devices), columns))
-    grid[np.searchsorted(plan.devices, table.device), table.replica * plan.ranks + table.rank] = table.nbytes / 1e6
-    figure = new_figure(1.8 + 0.35 * min(columns, 24), 1.6 + 0.22 * min(len(plan.devices), 32))
+    grid[
+        np.searchsorted(plan.devices, table.device),
+        table.replica * plan.ranks + table.rank,
+    ] = table.nbytes / 1e6
+    figure = new_figure(
+        1.8 + 0.35 * min(columns, 24), 1.6 + 0.22 * min(len(plan.devices), 32)
+    )
     axes = figure.subplots()
     image = axes.imshow(grid, aspect="auto", interpolation="nearest")
-    several = f", {plan.replicas} replicas of {plan.ranks} side by side" if plan.replicas > 1 else ""
+    several = (
+        f", {plan.replicas} replicas of {plan.ranks} side by side"
+        if plan.replicas > 1
+        else ""
+    )
     for r in range(1, plan.replicas):
         axes.axvline(r * plan.ranks - 0.5, color="white", linewidth=0.8)
-    axes.set(xlabel="rollout rank", ylabel="trainer device", title=f"MB per link{several}")
+    axes.set(
+        xlabel="rollout rank", ylabel="trainer device", title=f"MB per link{several}"
+    )
     if plan.replicas > 1:
         step = max(plan.ranks // max(MAX_TICKS // plan.replicas, 1), 1)
-        ticks = [c for c in range(columns) if c % plan.ranks % step == 0][: 4 * MAX_TICKS]
+        ticks = [c for c in range(columns) if c % plan.ranks % step == 0][
+            : 4 * MAX_TICKS
+        ]
         axes.set_xticks(ticks, [str(c % plan.ranks) for c in ticks], fontsize=7)
     figure.colorbar(image, ax=axes)
     return figure

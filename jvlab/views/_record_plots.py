@@ -20,11 +20,16 @@ if TYPE_CHECKING:
     from jvlab.record._record import Record
 
 BLUE, ORANGE, GREEN, PINK, SKY, RED = SERIES[:6]
-GREY, INK = PHASES["idle"], NEUTRAL
-REWARD, TRAIN, GENERATE, SCORE = (PHASES[name] for name in ("reward", "train", "generate", "score"))
+GREY = PHASES["idle"]
+INK = NEUTRAL
+REWARD, TRAIN, GENERATE, SCORE = (
+    PHASES[name] for name in ("reward", "train", "generate", "score")
+)
 MAX_BARS = 60  # steps drawn as separate bars; more are averaged in groups
 MAX_LEVELS = 6  # staleness levels drawn separately
-MIN_BINS, MAX_BINS = 12, 80  # time bins
+# time bins
+MIN_BINS = 12
+MAX_BINS = 80
 EMPTY = "nothing yet"
 
 
@@ -50,9 +55,17 @@ def run_figure(record: Record) -> Figure:
         _line(ax, table["step"], table[name], TRAIN)
     skipped = table["step"][table["skipped"]]
     for x in skipped:
-        axes[0, 1].axvline(x, color=RED, linewidth=1, linestyle=":", label="skipped" if x == skipped[0] else None)
+        axes[0, 1].axvline(
+            x,
+            color=RED,
+            linewidth=1,
+            linestyle=":",
+            label="skipped" if x == skipped[0] else None,
+        )
     if len(skipped):
-        axes[0, 1].legend(fontsize=8, framealpha=0.85, edgecolor="none", loc="upper right")
+        axes[0, 1].legend(
+            fontsize=8, framealpha=0.85, edgecolor="none", loc="upper right"
+        )
     _gap(axes[2, 0], table, events)
     _time_split(axes[2, 1], events, table)
     return figure
@@ -71,22 +84,39 @@ def compare_figure(records: dict[str, Record]) -> Figure:
     figure = new_figure(10, 8)
     figure.suptitle(" and ".join(records))
     axes: Any = figure.subplots(3, 2)
-    colours = dict(zip(records, (BLUE, ORANGE, GREEN, PINK, SKY, RED) * len(records), strict=False))
+    colours = dict(
+        zip(records, (BLUE, ORANGE, GREEN, PINK, SKY, RED) * len(records), strict=False)
+    )
     for ax, (name, title, unit) in zip(axes.flat, COMPARED, strict=False):
         _style_axes(ax, title, "step", unit)
         for run, record in records.items():
             table = _metrics.step_table(record.events())
-            ax.plot(table["step"], table[name], color=colours[run], linewidth=1.2, label=run)
+            ax.plot(
+                table["step"], table[name], color=colours[run], linewidth=1.2, label=run
+            )
     _style_axes(axes[2, 0], "Held-out prompts", "step", "reward, greedy")
     for run, record in records.items():
         found = [e for e in record.events() if isinstance(e, EvaluationEvent)]
-        axes[2, 0].plot([e.step for e in found], [e.reward_mean for e in found], "o-", ms=3, color=colours[run])
-    if not axes[2, 0].has_data() or not any(line.get_xdata().size for line in axes[2, 0].lines):
+        axes[2, 0].plot(
+            [e.step for e in found],
+            [e.reward_mean for e in found],
+            "o-",
+            ms=3,
+            color=colours[run],
+        )
+    if not axes[2, 0].has_data() or not any(
+        line.get_xdata().size for line in axes[2, 0].lines
+    ):
         _blank(axes[2, 0], "no evaluation")
     _style_axes(axes[2, 1], "Time", "step", "seconds since the run began")
     for run, record in records.items():
         steps = [e for e in record.events() if isinstance(e, StepEvent)]
-        axes[2, 1].plot([e.step for e in steps], [e.stop for e in steps], color=colours[run], linewidth=1.2)
+        axes[2, 1].plot(
+            [e.step for e in steps],
+            [e.stop for e in steps],
+            color=colours[run],
+            linewidth=1.2,
+        )
     axes[0, 0].legend(fontsize=8, frameon=False, loc="best")
     return figure
 
@@ -94,13 +124,30 @@ def compare_figure(records: dict[str, Record]) -> Figure:
 def _evaluations(ax: Axes, events: Sequence[Event]) -> None:
     found = [e for e in events if isinstance(e, EvaluationEvent)]
     if found:
-        ax.plot([e.step for e in found], [e.reward_mean for e in found], "s", ms=4, color=SCORE, label="held out")
+        ax.plot(
+            [e.step for e in found],
+            [e.reward_mean for e in found],
+            "s",
+            ms=4,
+            color=SCORE,
+            label="held out",
+        )
 
 
 def _reward(ax: Axes, table: dict[str, np.ndarray]) -> None:
-    step, mean, std = table["step"], table["reward_mean"], table["reward_std"]
+    step = table["step"]
+    mean = table["reward_mean"]
+    std = table["reward_std"]
     if np.isfinite(std).any():
-        ax.fill_between(step, mean - std, mean + std, color=REWARD, alpha=0.15, linewidth=0, label="± 1 std of samples")
+        ax.fill_between(
+            step,
+            mean - std,
+            mean + std,
+            color=REWARD,
+            alpha=0.15,
+            linewidth=0,
+            label="± 1 std of samples",
+        )
     _style_axes(ax, "Reward", "step", "reward", step)
     _line(ax, step, mean, REWARD, label="mean")
     if np.isfinite(mean).any():
@@ -108,31 +155,64 @@ def _reward(ax: Axes, table: dict[str, np.ndarray]) -> None:
 
 
 def _gap(ax: Axes, table: dict[str, np.ndarray], events: Sequence[Event]) -> None:
-    step, gap = table["step"], table["logprob_gap"]
+    step = table["step"]
+    gap = table["logprob_gap"]
     limit = _metrics.gap_alarm(events)
     over = gap > limit
-    _style_axes(ax, "Trainer against engine", "step", "largest logprob gap (nats)", step)
+    _style_axes(
+        ax, "Trainer against engine", "step", "largest logprob gap (nats)", step
+    )
     if np.isfinite(gap).any():
         drawn = np.where(np.isposinf(gap), np.nan, gap)
         positive = drawn[drawn > 0]
         floor = positive.min() / 2 if len(positive) else limit / 1000
-        ax.plot(step, np.where(drawn <= 0, floor, drawn), color=SCORE, linewidth=1, marker=".", markersize=5)
-        ax.plot(step[over], np.where(np.isposinf(gap), limit * 10, gap)[over], "v", color=RED, label="over it")
+        ax.plot(
+            step,
+            np.where(drawn <= 0, floor, drawn),
+            color=SCORE,
+            linewidth=1,
+            marker=".",
+            markersize=5,
+        )
+        ax.plot(
+            step[over],
+            np.where(np.isposinf(gap), limit * 10, gap)[over],
+            "v",
+            color=RED,
+            label="over it",
+        )
         ax.set_yscale("log")
         if (drawn == 0).any():
-            ax.text(0.01, 0.02, "exactly 0 is drawn at the bottom", transform=ax.transAxes, fontsize=7, color=INK)
+            ax.text(
+                0.01,
+                0.02,
+                "exactly 0 is drawn at the bottom",
+                transform=ax.transAxes,
+                fontsize=7,
+                color=INK,
+            )
     else:
         _blank(ax, "not measured" if len(step) else EMPTY)
         return
-    ax.axhline(limit, color=RED, linestyle="--", linewidth=1, label=f"alarm at {limit:g}")
+    ax.axhline(
+        limit, color=RED, linestyle="--", linewidth=1, label=f"alarm at {limit:g}"
+    )
     handles, labels = ax.get_legend_handles_labels()
-    shown = [(h, x) for h, x in zip(handles, labels, strict=True) if x != "over it" or over.any()]
-    ax.legend(*zip(*shown, strict=True), fontsize=8, frameon=False, loc="upper left", ncols=2)
+    shown = [
+        (h, x)
+        for h, x in zip(handles, labels, strict=True)
+        if x != "over it" or over.any()
+    ]
+    ax.legend(
+        *zip(*shown, strict=True), fontsize=8, frameon=False, loc="upper left", ncols=2
+    )
     low, high = ax.get_ylim()
     ax.set_ylim(low, max(high, limit * 2) * 4)  # space for the legend above the line
 
 
-def _time_split(ax: Axes, events: Sequence[Event], table: dict[str, np.ndarray]) -> None:
+def _time_split(
+    ax: Axes, events: Sequence[Event], table: dict[str, np.ndarray]
+) -> None:
     split = _metrics.step_times(events)
     total = float((split.windows[:, 1] - split.windows[:, 0]).sum())
     parts: dict[str, tuple[np.ndarray, str, str | None]] = {}
@@ -141,9 +221,14 @@ def _time_split(ax: Axes, events: Sequence[Event], table: dict[str, np.ndarray])
         first, *rest = names
         if len(rest) > 1 or (rest and seconds.sum() < 0.02 * total):
             more = more + seconds
-        else:  # two phases at once: the second one's colour, striped if the first is "generate", else dotted
+        # two phases at once: the second one's colour, striped if the first is "generate", else dotted
+        else:
             hatch = None if not rest else "////" if first == "generate" else "...."
-            parts[" + ".join(names)] = (seconds, PHASES[rest[0] if rest else first], hatch)
+            parts[" + ".join(names)] = (
+                seconds,
+                PHASES[rest[0] if rest else first],
+                hatch,
+            )
     parts["other overlaps"] = (more, PINK, None)
     parts["idle"] = (split.idle, GREY, None)
     group, centre, each = _groups(table["step"])
@@ -172,7 +257,9 @@ def _time_split(ax: Axes, events: Sequence[Event], table: dict[str, np.ndarray])
         _blank(ax)
 
 
-def _groups(steps: np.ndarray) -> tuple[Callable[[np.ndarray], np.ndarray], np.ndarray, int]:
+def _groups(
+    steps: np.ndarray,
+) -> tuple[Callable[[np.ndarray], np.ndarray], np.ndarray, int]:
     """Groups adjacent steps so that bars stay wide enough to see: (mean per group, its centre, its size)."""
     each = max(-(-len(steps) // MAX_BARS), 1)
     index = np.arange(len(steps)) // each
@@ -190,10 +277,25 @@ def staleness_figure(record: Record) -> Figure:
     axes: Any = figure.subplots(2, 2, width_ratios=(2.2, 1))
     _shares(axes[0, 0], stale)
     _style_axes(axes[1, 0], "Per batch", "step", "versions behind", stale.steps)
-    _line(axes[1, 0], stale.steps, stale.mean, PHASES["sync"], label="mean of the batch's tokens")
-    axes[1, 0].plot(stale.steps, stale.max, color=RED, linewidth=1, linestyle="--", label="oldest token")
+    _line(
+        axes[1, 0],
+        stale.steps,
+        stale.mean,
+        PHASES["sync"],
+        label="mean of the batch's tokens",
+    )
+    axes[1, 0].plot(
+        stale.steps,
+        stale.max,
+        color=RED,
+        linewidth=1,
+        linestyle="--",
+        label="oldest token",
+    )
     if len(stale.levels):
-        axes[1, 0].set_ylim(min(0, stale.levels.min()) - 0.1, max(stale.levels.max(), 1) * 1.35)
+        axes[1, 0].set_ylim(
+            min(0, stale.levels.min()) - 0.1, max(stale.levels.max(), 1) * 1.35
+        )
         axes[1, 0].legend(fontsize=8, frameon=False, ncols=2, loc="upper left")
     _histogram(axes[0, 1], stale)
     _ratios(axes[1, 1], events)
@@ -201,7 +303,9 @@ def staleness_figure(record: Record) -> Figure:
 
 
 def _shares(ax: Axes, stale: _metrics.Staleness) -> None:
-    _style_axes(ax, "Tokens by staleness", "step", "share of the tokens (%)", stale.steps)
+    _style_axes(
+        ax, "Tokens by staleness", "step", "share of the tokens (%)", stale.steps
+    )
     if not len(stale.levels):
         _blank(ax)
         return
@@ -210,7 +314,8 @@ def _shares(ax: Axes, stale: _metrics.Staleness) -> None:
         cut = stale.levels[MAX_LEVELS - 1]
         groups[-1] = (f"{cut} or more", stale.levels >= cut)
     some = stale.tokens.sum(axis=1) > 0
-    tokens, steps = stale.tokens[some], stale.steps[some]
+    tokens = stale.tokens[some]
+    steps = stale.steps[some]
     group, centre, each = _groups(steps)
     base = np.zeros(len(centre))
     for i, (label, mask) in enumerate(groups):
@@ -228,7 +333,12 @@ def _shares(ax: Axes, stale: _metrics.Staleness) -> None:
         base = base + share
     ax.set_ylim(0, 100)
     ax.legend(
-        title="versions behind", fontsize=8, title_fontsize=8, loc="lower left", ncols=len(groups), framealpha=0.9
+        title="versions behind",
+        fontsize=8,
+        title_fontsize=8,
+        loc="lower left",
+        ncols=len(groups),
+        framealpha=0.9,
     )
 
 
@@ -238,11 +348,17 @@ def _histogram(ax: Axes, stale: _metrics.Staleness) -> None:
     if not total:
         _blank(ax)
         return
-    levels, share = stale.levels, 100 * stale.tokens.sum(axis=0) / total
-    colours = [_shade(min(i, MAX_LEVELS - 1), min(len(levels), MAX_LEVELS)) for i in range(len(levels))]
+    levels = stale.levels
+    share = 100 * stale.tokens.sum(axis=0) / total
+    colours = [
+        _shade(min(i, MAX_LEVELS - 1), min(len(levels), MAX_LEVELS))
+        for i in range(len(levels))
+    ]
     bars = ax.bar(levels, share, color=colours, width=0.8)
     if len(levels) <= 2 * MAX_LEVELS:
-        ax.bar_label(bars, [f"{x:.0f} %" if x >= 1 else f"{x:.1g} %" for x in share], fontsize=8)
+        ax.bar_label(
+            bars, [f"{x:.0f} %" if x >= 1 else f"{x:.1g} %" for x in share], fontsize=8
+        )
         ax.set_xticks(range(int(levels.min()), max(int(levels.max()), 2) + 1))
     ax.set_ylim(0, 1.15 * share.max())
     ax.set_xlim(levels.min() - 0.7, max(levels.max(), 2) + 0.7)
@@ -250,17 +366,41 @@ def _histogram(ax: Axes, stale: _metrics.Staleness) -> None:
 
 def _ratios(ax: Axes, events: Sequence[Event]) -> None:
     """The importance ratio (trainer ÷ engine), median and tails, by staleness."""
-    _style_axes(ax, "Importance ratio by staleness", "versions behind", "trainer ÷ engine")
-    found = {k: v for k, v in _metrics.ratios_by_staleness(events).items() if "p50" in v or "mean" in v}
+    _style_axes(
+        ax, "Importance ratio by staleness", "versions behind", "trainer ÷ engine"
+    )
+    found = {
+        k: v
+        for k, v in _metrics.ratios_by_staleness(events).items()
+        if "p50" in v or "mean" in v
+    }
     if not found:
         _blank(ax, "not recorded")
         return
     level = np.array(list(found))
     middle = np.array([v.get("p50", v.get("mean", np.nan)) for v in found.values()])
-    low = np.array([v.get("p01", v.get("min", m)) for v, m in zip(found.values(), middle, strict=True)])
-    high = np.array([v.get("p99", v.get("max", m)) for v, m in zip(found.values(), middle, strict=True)])
+    low = np.array(
+        [
+            v.get("p01", v.get("min", m))
+            for v, m in zip(found.values(), middle, strict=True)
+        ]
+    )
+    high = np.array(
+        [
+            v.get("p99", v.get("max", m))
+            for v, m in zip(found.values(), middle, strict=True)
+        ]
+    )
     spread = np.maximum(np.stack([middle - low, high - middle]), 0)
-    ax.errorbar(level, middle, yerr=spread, fmt="o", color=BLUE, capsize=4, label="median, 1 % to 99 %")
+    ax.errorbar(
+        level,
+        middle,
+        yerr=spread,
+        fmt="o",
+        color=BLUE,
+        capsize=4,
+        label="median, 1 % to 99 %",
+    )
     ax.axhline(1, color=INK, linewidth=0.8, linestyle=":")
     ax.set_xticks(level)
     ax.set_xlim(level.min() - 0.5, level.max() + 0.5)
@@ -271,7 +411,8 @@ def throughput_figure(record: Record) -> Figure:
     """Tokens and samples per second over time, the speed of each sync, and how busy each actor was."""
     events = record.events()
     steps = sum(isinstance(e, StepEvent) for e in events)
-    rates = _metrics.rates(events, min(max(steps // 4, MIN_BINS), MAX_BINS))  # several steps per bin, to avoid aliasing
+    # several steps per bin, to avoid aliasing
+    rates = _metrics.rates(events, min(max(steps // 4, MIN_BINS), MAX_BINS))
     mean = _metrics.throughput(events)
     figure = new_figure(10, 6.5)
     figure.suptitle(f"{run_name(events)}: throughput")
@@ -280,8 +421,18 @@ def throughput_figure(record: Record) -> Figure:
         (rates.generated_tokens, "generated", GENERATE, "-"),
         (rates.trained_tokens, "trained", TRAIN, "--"),
     ):
-        axes[0, 0].stairs(values, rates.edges, color=colour, linestyle=style, linewidth=1.3, label=label, baseline=None)
-    axes[0, 1].stairs(rates.samples, rates.edges, color=GENERATE, linewidth=1.3, baseline=None)
+        axes[0, 0].stairs(
+            values,
+            rates.edges,
+            color=colour,
+            linestyle=style,
+            linewidth=1.3,
+            label=label,
+            baseline=None,
+        )
+    axes[0, 1].stairs(
+        rates.samples, rates.edges, color=GENERATE, linewidth=1.3, baseline=None
+    )
     _style_axes(
         axes[0, 0],
         f"Tokens generated and trained on{_mean_text(mean['tokens_per_s'], 'tokens/s')}",
@@ -289,15 +440,25 @@ def throughput_figure(record: Record) -> Figure:
         "tokens/s",
     )
     _style_axes(
-        axes[0, 1], f"Samples generated{_mean_text(mean['samples_per_s'], 'samples/s')}", "time (s)", "samples/s"
+        axes[0, 1],
+        f"Samples generated{_mean_text(mean['samples_per_s'], 'samples/s')}",
+        "time (s)",
+        "samples/s",
     )
     axes[0, 0].legend(fontsize=8, frameon=False, ncols=2, loc="upper right")
-    for ax, values in ((axes[0, 0], (rates.generated_tokens, rates.trained_tokens)), (axes[0, 1], (rates.samples,))):
+    for ax, values in (
+        (axes[0, 0], (rates.generated_tokens, rates.trained_tokens)),
+        (axes[0, 1], (rates.samples,)),
+    ):
         most = max(float(np.max(v, initial=0)) for v in values)
         ax.set_ylim(0, 1.25 * most or 1)
         if not most:
             _blank(ax)
-    _syncs(axes[1, 0], [e for e in events if isinstance(e, SyncEvent)], mean["sync_gb_per_s"])
+    _syncs(
+        axes[1, 0],
+        [e for e in events if isinstance(e, SyncEvent)],
+        mean["sync_gb_per_s"],
+    )
     _utilisation(axes[1, 1], _metrics.utilisation(events))
     return figure
 
@@ -311,8 +472,16 @@ def _syncs(ax: Axes, syncs: list[SyncEvent], mean: float) -> None:
     )
     for label, colour, mark, found in groups:
         if found:
-            x, y = [e.stop for e in found], [e.gb_per_s for e in found]
-            ax.plot(x, y, mark, color=colour, markersize=3.5, label=f"{label} ({len(found)})")
+            x = [e.stop for e in found]
+            y = [e.gb_per_s for e in found]
+            ax.plot(
+                x,
+                y,
+                mark,
+                color=colour,
+                markersize=3.5,
+                label=f"{label} ({len(found)})",
+            )
     speeds = [e.gb_per_s for e in syncs if np.isfinite(e.gb_per_s)]
     ax.set_ylim(0, 1.3 * max(speeds, default=0) or 1)
     if syncs:
@@ -330,10 +499,16 @@ def _utilisation(ax: Axes, shares: dict[str, float]) -> None:
     shown = [name for name in shares if name != "pool" or len(replicas) != 1]
     shown.sort(key=lambda name: (name == "reward", name != "trainer", name))
     if len(shown) > 16:
-        shown = [name for name in shown if name not in replicas]  # too many to be readable; pool is their mean
+        # too many to be readable; pool is their mean
+        shown = [name for name in shown if name not in replicas]
     values = [100 * shares[name] for name in shown]
     colours = [{"trainer": TRAIN, "reward": REWARD}.get(n, GENERATE) for n in shown]
-    bars = ax.barh([f"{n} (mean)" if n == "pool" and replicas else n for n in shown], values, color=colours, height=0.6)
+    bars = ax.barh(
+        [f"{n} (mean)" if n == "pool" and replicas else n for n in shown],
+        values,
+        color=colours,
+        height=0.6,
+    )
     ax.bar_label(bars, [f"{v:.0f} %" for v in values], padding=3, fontsize=8)
     ax.set_xlim(0, 115)
     ax.set_xticks([0, 25, 50, 75, 100])
@@ -346,15 +521,27 @@ def _shade(i: int, count: int) -> Any:
     return version_colour(i, 0, count - 1)
 
 
-def _line(ax: Axes, x: np.ndarray, y: np.ndarray, colour: str, label: str | None = None) -> None:
+def _line(
+    ax: Axes, x: np.ndarray, y: np.ndarray, colour: str, label: str | None = None
+) -> None:
     """A line; with markers for few points, since a line alone does not show isolated ones."""
     few = np.isfinite(y).sum() <= 30
-    ax.plot(x, y, color=colour, linewidth=1.2, marker="o" if few else None, markersize=3, label=label)
+    ax.plot(
+        x,
+        y,
+        color=colour,
+        linewidth=1.2,
+        marker="o" if few else None,
+        markersize=3,
+        label=label,
+    )
     if not np.isfinite(y).any():
         _blank(ax, "not recorded" if len(x) else EMPTY)
 
 
-def _style_axes(ax: Axes, title: str, x: str, y: str, steps: np.ndarray | None = None) -> None:
+def _style_axes(
+    ax: Axes, title: str, x: str, y: str, steps: np.ndarray | None = None
+) -> None:
     from matplotlib.ticker import MaxNLocator
 
     ax.set_title(title, fontsize=10, loc="left")
@@ -375,8 +562,23 @@ def _blank(ax: Axes, text: str = EMPTY) -> None:
     """Show a text instead of empty axes."""
     ax.set_xticks([])
     ax.set_yticks([])
-    ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", color="#777777", fontsize=9)
+    ax.text(
+        0.5,
+        0.5,
+        text,
+        transform=ax.transAxes,
+        ha="center",
+        va="center",
+        color="#777777",
+        fontsize=9,
+    )
 
 
 def _mean_text(value: float, unit: str) -> str:
-    return f", mean {value:,.3g} {unit}" if value < 1000 else f", mean {value:,.0f} {unit}" if value == value else ""
+    return (
+        f", mean {value:,.3g} {unit}"
+        if value < 1000
+        else f", mean {value:,.0f} {unit}"
+        if value == value
+        else ""
+    )

@@ -16,7 +16,18 @@ from jvlab._units import human_seconds
 from jvlab.record._run_status import COLUMNS, RunFeed
 from jvlab.record._token_pieces import TokenSplitter, visible
 from jvlab.views._palette import PHASES
-from jvlab.views._style import BAD, BOX, CELL, FAINT, FILL, LINE, MONO, bar, headlines, state_html
+from jvlab.views._style import (
+    BAD,
+    BOX,
+    CELL,
+    FAINT,
+    FILL,
+    LINE,
+    MONO,
+    bar,
+    headlines,
+    state_html,
+)
 
 if TYPE_CHECKING:
     from jvlab.record._run_status import RunStatus
@@ -27,7 +38,9 @@ if TYPE_CHECKING:
 # The charts of a run: which ones, in which order and colour, for the dashboard's canvas and as static SVG.
 
 POINTS = 60  # of a static curve, to keep saved notebooks small
-WIDE, TALL = 200, 56  # of a static chart's own units; its width is the page's
+# of a static chart's own units; its width is the page's
+WIDE = 200
+TALL = 56
 
 
 @dataclass(frozen=True)
@@ -54,7 +67,14 @@ CHARTS = (
     Chart("clipped tokens", "clip", "train", ".1%", zero=True),
     Chart("logprob gap", "gap", "score", ".1e", log=True, always=True),
     Chart("response length", "length", "generate", ".0f", zero=True),
-    Chart("tokens/s over 5 steps", "tokens_per_s", "generate", ",.0f", zero=True, always=True),
+    Chart(
+        "tokens/s over 5 steps",
+        "tokens_per_s",
+        "generate",
+        ",.0f",
+        zero=True,
+        always=True,
+    ),
     Chart("seconds per step", "seconds", "train", ".2f", zero=True),
     Chart("staleness, mean", "stale_mean", "sync", ".2f", zero=True, always=True),
 )
@@ -78,11 +98,19 @@ def _curves(feed: RunFeed) -> Iterator[str]:
             points = np.array(feed.evaluations, np.float64).reshape(-1, 2)
         else:
             points = feed.rows[:, [0, COLUMNS.index(chart.column)]].astype(np.float64)
-        band = feed.rows[:, COLUMNS.index(chart.spread)].astype(np.float64) if chart.spread else None
-        yield _curve(chart, points, band, feed.alarm if chart.column == "gap" else math.inf)
+        band = (
+            feed.rows[:, COLUMNS.index(chart.spread)].astype(np.float64)
+            if chart.spread
+            else None
+        )
+        yield _curve(
+            chart, points, band, feed.alarm if chart.column == "gap" else math.inf
+        )
 
 
-def _curve(chart: Chart, points: np.ndarray, band: np.ndarray | None, alarm: float) -> str:
+def _curve(
+    chart: Chart, points: np.ndarray, band: np.ndarray | None, alarm: float
+) -> str:
     good = np.isfinite(points[:, 1])
     points = points[good]
     if not len(points):
@@ -104,19 +132,29 @@ def _curve(chart: Chart, points: np.ndarray, band: np.ndarray | None, alarm: flo
 
 def _drawing(chart: Chart, points: np.ndarray, spread: np.ndarray, colour: str) -> str:
     scale = (lambda v: np.log10(np.maximum(v, 1e-12))) if chart.log else (lambda v: v)
-    x, y = points[:, 0], scale(points[:, 1])
-    low, high = scale(points[:, 1] - spread), scale(points[:, 1] + spread)
-    bottom, top = float(low.min()), float(high.max())
+    x = points[:, 0]
+    y = scale(points[:, 1])
+    low = scale(points[:, 1] - spread)
+    high = scale(points[:, 1] + spread)
+    bottom = float(low.min())
+    top = float(high.max())
     bottom = min(bottom, 0.0) if chart.zero else bottom
-    reach, width = (top - bottom) or 1.0, float(x[-1] - x[0]) or 1.0
+    reach = (top - bottom) or 1.0
+    width = float(x[-1] - x[0]) or 1.0
     px = lambda at: 1 + (at - x[0]) / width * (WIDE - 2)
     py = lambda value: TALL - 1 - (value - bottom) / reach * (TALL - 2)
-    pairs = lambda values: [f"{a:.0f},{b:.1f}" for a, b in zip(px(x), py(values), strict=True)]
+    pairs = lambda values: [
+        f"{a:.0f},{b:.1f}" for a, b in zip(px(x), py(values), strict=True)
+    ]
     filled = ""
     if spread.any():
         edge = " L".join([*pairs(high), *reversed(pairs(low))])
         filled = f'<path d="M{edge}Z" fill="{colour}" fill-opacity="0.15"/>'
-    line = pairs(y) if len(x) > 1 else [f"1,{float(py(y)[0]):.1f}", f"{WIDE - 1},{float(py(y)[0]):.1f}"]
+    line = (
+        pairs(y)
+        if len(x) > 1
+        else [f"1,{float(py(y)[0]):.1f}", f"{WIDE - 1},{float(py(y)[0]):.1f}"]
+    )
     return (
         f'<svg width="100%" height="{TALL}" viewBox="0 0 {WIDE} {TALL}" preserveAspectRatio="none" role="img" '
         f'style="display:block;border-bottom:1px solid {LINE}">{filled}<polyline points="{" ".join(line)}" fill="none" '
@@ -156,32 +194,49 @@ def _split(split: dict[str, float]) -> str:
 
 def known_columns(rows: np.ndarray, evaluations: Sequence[Any]) -> list[str]:
     """The columns that have a value, for a page that has no room for empty charts."""
-    found = [name for i, name in enumerate(COLUMNS) if np.isfinite(rows[:, i]).any()] if len(rows) else []
+    found = (
+        [name for i, name in enumerate(COLUMNS) if np.isfinite(rows[:, i]).any()]
+        if len(rows)
+        else []
+    )
     return [*found, "evaluation"] if evaluations else found
 
 
 # ----------------------------------------------------------------------------------------------------
 
-PROMPT, ANSWER = 300, 700  # characters that are shown
+# characters that are shown
+PROMPT = 300
+ANSWER = 700
 
 
 def run_line(name: str, status: RunStatus) -> str:
     """One line, without anything that depends on the machine."""
     reward = f", reward {status.reward:.3f}" if status.reward == status.reward else ""
-    bound = "on-policy" if not status.max_staleness else f"staleness ≤ {status.max_staleness}"
+    bound = (
+        "on-policy"
+        if not status.max_staleness
+        else f"staleness ≤ {status.max_staleness}"
+    )
     why = f": {status.error.splitlines()[0]}" if status.error else ""
     return f"Run({name!r}, {status.state}, step {status.step}/{status.steps}{reward}, {bound}{why})"
 
 
-def head_html(name: str, status: RunStatus, alarm: float = math.inf, feed: RunFeed | None = None) -> str:
+def head_html(
+    name: str, status: RunStatus, alarm: float = math.inf, feed: RunFeed | None = None
+) -> str:
     """Title, progress bar, the headline numbers large and the others small."""
     last = feed.last if feed is not None else lambda _: math.nan
     gap = number(status.logprob_gap, ".2e")
     if status.logprob_gap > alarm:
         gap = f'<b style="color:{BAD}">{gap}, over the alarm at {alarm:.1e}</b>'
-    spread, active = last("reward_std"), status.state not in ("finished", "stopped", "failed", "interrupted")
+    spread = last("reward_std")
+    active = status.state not in ("finished", "stopped", "failed", "interrupted")
     large = [
-        (number(status.reward, ".3f"), f"± {spread:.2f}" if spread == spread else "", "reward"),
+        (
+            number(status.reward, ".3f"),
+            f"± {spread:.2f}" if spread == spread else "",
+            "reward",
+        ),
         (str(status.step), f"of {status.steps}", "step"),
         (number(last("tokens_per_s"), ",.0f"), "", "tokens/s"),
         (number(last("seconds"), ".2f"), "", "seconds per step"),
@@ -201,7 +256,10 @@ def head_html(name: str, status: RunStatus, alarm: float = math.inf, feed: RunFe
         "groups": _groups(status) if active else "–",
     }
     small = {k: v for k, v in small.items() if v != "–"}
-    cells = "".join(f'<span data-jv="fact"><span style="color:{FAINT}">{k}</span> {v}</span>' for k, v in small.items())
+    cells = "".join(
+        f'<span data-jv="fact"><span style="color:{FAINT}">{k}</span> {v}</span>'
+        for k, v in small.items()
+    )
     if status.error:
         cells += f'<div style="color:{BAD};white-space:pre-wrap;width:100%">{escape(status.error)}</div>'
     title = f"<b>{escape(name)}</b> {run_state(status, feed)}"
@@ -224,10 +282,20 @@ def run_state(status: RunStatus, feed: RunFeed | None) -> str:
     if status.waiting:
         return state_html(state(status.state), status.waiting)
     if status.state == "running" and status.step == 0:
-        phase = "compiling the first step" if feed is not None and feed.rollouts else "first rollouts"
-        return state_html(state("compiling"), f"{phase}, {human_seconds(status.seconds)}")
+        phase = (
+            "compiling the first step"
+            if feed is not None and feed.rollouts
+            else "first rollouts"
+        )
+        return state_html(
+            state("compiling"), f"{phase}, {human_seconds(status.seconds)}"
+        )
     compiled = feed.compile_seconds if feed is not None else 0.0
-    took = f' <span style="color:{FAINT}">compiled in {human_seconds(compiled)}</span>' if compiled else ""
+    took = (
+        f' <span style="color:{FAINT}">compiled in {human_seconds(compiled)}</span>'
+        if compiled
+        else ""
+    )
     return state_html(state(status.state)) + took
 
 
@@ -235,28 +303,42 @@ def _experts(worst: Mapping[str, float]) -> dict[str, str]:
     """How unevenly the experts of the most uneven layers were used; nothing without experts."""
     if not worst:
         return {}
-    return {"experts": f"busiest {worst['max']:.1%}, idlest {worst['min']:.1%}, entropy {worst['entropy']:.2f}"}
+    return {
+        "experts": f"busiest {worst['max']:.1%}, idlest {worst['min']:.1%}, entropy {worst['entropy']:.2f}"
+    }
 
 
 def extremes_html(status: RunStatus, model: str = "") -> str:
     """Both samples side by side; empty before the first step. `model`: the folder whose tokenizer decodes chats."""
-    best, worst = status.best, status.worst
+    best = status.best
+    worst = status.worst
     if best is None or worst is None:
         return ""
     splitter = TokenSplitter(model)
     if best.reward == worst.reward:
-        cards = _card("every reward of this step is equal", best, splitter, PHASES["reward"])
+        cards = _card(
+            "every reward of this step is equal", best, splitter, PHASES["reward"]
+        )
     else:
-        cards = _card("best", best, splitter, PHASES["reward"]) + _card("worst", worst, splitter, BAD)
-    grid = "display:grid;grid-template-columns:repeat(auto-fit,minmax(260px,1fr));gap:8px"
-    title = f'<div style="color:{FAINT};margin-top:6px">samples of step {best.step}</div>'
+        cards = _card("best", best, splitter, PHASES["reward"]) + _card(
+            "worst", worst, splitter, BAD
+        )
+    grid = (
+        "display:grid;grid-template-columns:repeat(auto-fit,minmax(260px,1fr));gap:8px"
+    )
+    title = (
+        f'<div style="color:{FAINT};margin-top:6px">samples of step {best.step}</div>'
+    )
     return f'{title}<div style="{grid}">{cards}</div>'
 
 
 def _card(name: str, sample: SampleRecord, splitter: TokenSplitter, colour: str) -> str:
     prompt = splitter.prompt_text_of(sample.prompt or None, sample.prompt_tokens)
-    prompt = "…" + prompt[1 - PROMPT :] if len(prompt) > PROMPT else prompt  # a question is at a prompt's end
-    answer = sample.text if len(sample.text) <= ANSWER else sample.text[: ANSWER - 1] + "…"
+    # a question is at a prompt's end
+    prompt = "…" + prompt[1 - PROMPT :] if len(prompt) > PROMPT else prompt
+    answer = (
+        sample.text if len(sample.text) <= ANSWER else sample.text[: ANSWER - 1] + "…"
+    )
     text = "white-space:pre-wrap;overflow-wrap:anywhere;unicode-bidi:isolate;max-height:12em;overflow:auto"
     finish = f", {sample.finish_reason}" if sample.finish_reason else ""
     return (
@@ -269,7 +351,9 @@ def _card(name: str, sample: SampleRecord, splitter: TokenSplitter, colour: str)
     )
 
 
-def run_html(name: str, status: RunStatus, feed: RunFeed | None = None, model: str = "") -> str:
+def run_html(
+    name: str, status: RunStatus, feed: RunFeed | None = None, model: str = ""
+) -> str:
     """The static card: the dashboard's layout, without its buttons."""
     head = head_html(name, status, feed.alarm if feed else math.inf, feed)
     drawn = charts_html(feed) if feed is not None and len(feed.rows) else ""

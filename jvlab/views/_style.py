@@ -35,28 +35,40 @@ def state_html(state: State, words: str = "") -> str:
 
 def hollow_dots(html: str) -> str:
     """The same HTML, of the past: no dot claims that something is alive."""
-    return re.sub(r'<span data-jv="state" style="[^"]*">●</span>', f'<span style="color:{IDLE}">○</span>', html)
+    return re.sub(
+        r'<span data-jv="state" style="[^"]*">●</span>',
+        f'<span style="color:{IDLE}">○</span>',
+        html,
+    )
 
 
 def notice_html(text: str) -> str:
     """A line above a snapshot; text in backquotes is code."""
     words = "".join(
-        f'<code style="font-family:{MONO};background:none">{escape(part)}</code>' if i % 2 else escape(part)
+        f'<code style="font-family:{MONO};background:none">{escape(part)}</code>'
+        if i % 2
+        else escape(part)
         for i, part in enumerate(text.split("`"))
     )
     style = f"{BOX};margin:0 0 8px;padding:6px 10px;border-left:4px solid {BAD};background:{FILL}"
     return f'<div style="{style}">{words}</div>'
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> str:
+def table(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()
+) -> str:
     """A plain table. Cells are HTML: callers escape untrusted text. `numbers`: right-aligned columns."""
     right = set(numbers)
     style = lambda i: NUMBER if i in right else CELL
     head = "".join(
-        f'<th style="{style(i)};color:{FAINT};font-weight:600">{escape(h)}</th>' for i, h in enumerate(heads)
+        f'<th style="{style(i)};color:{FAINT};font-weight:600">{escape(h)}</th>'
+        for i, h in enumerate(heads)
     )
     body = "".join(
-        "<tr>" + "".join(f'<td style="{style(i)}">{cell}</td>' for i, cell in enumerate(row)) + "</tr>" for row in rows
+        "<tr>"
+        + "".join(f'<td style="{style(i)}">{cell}</td>' for i, cell in enumerate(row))
+        + "</tr>"
+        for row in rows
     )
     return f'<table style="border-collapse:collapse"><tr>{head}</tr>{body}</table>'
 
@@ -70,7 +82,11 @@ def headlines(items: Iterable[tuple[str, str, str]]) -> str:
         f'<div style="color:{FAINT}">{escape(below)}</div></div>'
         for number, beside, below in items
     )
-    return f'<div style="display:flex;flex-wrap:wrap;gap:4px 36px;margin:2px 0 6px">{shown}</div>' if shown else ""
+    return (
+        f'<div style="display:flex;flex-wrap:wrap;gap:4px 36px;margin:2px 0 6px">{shown}</div>'
+        if shown
+        else ""
+    )
 
 
 def bar(share: float, colour: str = PALETTE[0], width: str = "16em") -> str:
@@ -88,15 +104,19 @@ def message_html(text: str, bad: bool = False) -> str:
     return f'<div style="{style}">{escape(text)}</div>' if text else ""
 
 
-def sparkline(values: Sequence[float], width: int = 90, height: int = 18, colour: str = PALETTE[0]) -> str:
+def sparkline(
+    values: Sequence[float], width: int = 90, height: int = 18, colour: str = PALETTE[0]
+) -> str:
     """A small curve as inline SVG; empty for fewer than two values."""
     if len(values) < 2:
         return ""
-    top, low = max(values), min(0.0, *values)
+    top = max(values)
+    low = min(0.0, *values)
     reach = (top - low) or 1.0
     step = (width - 2) / (len(values) - 1)
     points = " ".join(
-        f"{1 + i * step:.1f},{height - 1 - (v - low) / reach * (height - 2):.1f}" for i, v in enumerate(values)
+        f"{1 + i * step:.1f},{height - 1 - (v - low) / reach * (height - 2):.1f}"
+        for i, v in enumerate(values)
     )
     return (
         f'<svg width="{width}" height="{height}" role="img" style="vertical-align:middle">'

@@ -45,7 +45,10 @@ if TYPE_CHECKING:
 
 # A snapshot of a `Stepper`, and that snapshot as a table.
 
-UNKNOWN, RIGHT, WRONG = ".", "=", "x"  # a digest: not taken, equal, different
+# a digest: not taken, equal, different
+UNKNOWN = "."
+RIGHT = "="
+WRONG = "x"
 CONTEXT = 4  # rows of the static table before and after the current one
 
 
@@ -67,7 +70,8 @@ class StepperSnapshot:
     state: str
     busy: bool
     position: int  # number of units sent
-    names: tuple[str, ...]  # every tensor, in the order of units; one that is sent in parts is named in each
+    # every tensor, in the order of units; one that is sent in parts is named in each
+    names: tuple[str, ...]
     units: tuple[int, ...]  # the unit that sends it
     sizes: tuple[int, ...]  # bytes of each unit
     ticks: str  # one letter per tensor
@@ -94,7 +98,11 @@ class StepperSnapshot:
     def progress(self) -> str:
         """How far it is, in words."""
         sent = f"{self.position} of {len(self.sizes)}"
-        return f"{sent} tensors" if self.alone else f"{sent} buckets, {self.tensors_done} of {len(self.names)} tensors"
+        return (
+            f"{sent} tensors"
+            if self.alone
+            else f"{sent} buckets, {self.tensors_done} of {len(self.names)} tensors"
+        )
 
 
 class _Cache:
@@ -102,13 +110,20 @@ class _Cache:
 
     def __init__(self, stepper: Stepper) -> None:
         units = stepper._units
-        self.rows = tuple((name, number) for number, u in enumerate(units) for name in unit_names(u))
+        self.rows = tuple(
+            (name, number) for number, u in enumerate(units) for name in unit_names(u)
+        )
         self.sizes = tuple(u.nbytes for u in units)
         steps: dict[tuple[str, int], list[int]] = {}
         for number, unit in enumerate(units):
             for channel, job in unit.work:
-                steps.setdefault((channel.replica, channel.rank), [0] * len(units))[number] += job.nbytes
-        self.sent = {key: [0, *itertools.accumulate(found)] for key, found in sorted(steps.items())}
+                steps.setdefault((channel.replica, channel.rank), [0] * len(units))[
+                    number
+                ] += job.nbytes
+        self.sent = {
+            key: [0, *itertools.accumulate(found)]
+            for key, found in sorted(steps.items())
+        }
         self._values: dict[str, tuple[Any, Any]] = {}
 
     def get(self, what: str, key: Any, make: Callable[[], Any]) -> Any:
@@ -130,10 +145,15 @@ def snapshot(stepper: Stepper) -> StepperSnapshot:
     """The stepper's current state, without any RPC."""
     if stepper not in _caches:
         _caches[stepper] = _Cache(stepper)
-    cache, position, terms = _caches[stepper], stepper._next, stepper._transaction.terms
-    checked, patterns = dict(stepper.checked), tuple(stepper.breakpoints)
+    cache = _caches[stepper]
+    position = stepper._next
+    terms = stepper._transaction.terms
+    checked = dict(stepper.checked)
+    patterns = tuple(stepper.breakpoints)
     names, units = zip(*cache.rows, strict=True) if cache.rows else ((), ())
-    ticks = cache.get("ticks", checked, lambda: "".join(_tick(checked, name) for name in names))
+    ticks = cache.get(
+        "ticks", checked, lambda: "".join(_tick(checked, name) for name in names)
+    )
     return StepperSnapshot(
         stepper.version,
         stepper.state,
@@ -145,7 +165,10 @@ def snapshot(stepper: Stepper) -> StepperSnapshot:
         ticks,
         cache.get("breaks", patterns, lambda: _breaks(names, patterns)),
         stepper.upcoming,
-        tuple(RankProgress(*key, sums[position], sums[-1]) for key, sums in cache.sent.items()),
+        tuple(
+            RankProgress(*key, sums[position], sums[-1])
+            for key, sums in cache.sent.items()
+        ),
         terms.mode,
         stepper.link.transport,
     )
@@ -154,7 +177,9 @@ def snapshot(stepper: Stepper) -> StepperSnapshot:
 def _breaks(names: tuple[str, ...], patterns: tuple[str, ...]) -> tuple[int, ...]:
     """Tensors before which a run stops."""
     compiled = [re.compile(p) for p in patterns]
-    return tuple(i for i, name in enumerate(names) if any(p.search(name) for p in compiled))
+    return tuple(
+        i for i, name in enumerate(names) if any(p.search(name) for p in compiled)
+    )
 
 
 def _tick(checked: dict[str, bool], name: str) -> str:
@@ -168,7 +193,9 @@ def engine_line(pool: Any) -> str:
         words, tone = replica_health(r, pool.sync)
         colour = TONES[tone]
         word = "serving" if words == "ready" else words
-        parts.append(f"{dot(colour)} {escape(r.replica)} <b>{escape(word)}</b>, version {r.stats.weight_version}")
+        parts.append(
+            f"{dot(colour)} {escape(r.replica)} <b>{escape(word)}</b>, version {r.stats.weight_version}"
+        )
     return " &nbsp; ".join(parts)
 
 
@@ -178,7 +205,11 @@ def head_html(s: StepperSnapshot, pool: Any) -> str:
     number, unit = human_bytes(s.bytes_done).split(" ")
     large = [
         (f"{s.tensors_done:,}", f"of {len(s.names):,}", "tensors sent"),
-        *([] if s.alone else [(f"{s.position:,}", f"of {len(s.sizes):,}", "buckets sent")]),
+        *(
+            []
+            if s.alone
+            else [(f"{s.position:,}", f"of {len(s.sizes):,}", "buckets sent")]
+        ),
         (number, f"{unit} of {human_bytes(sum(s.sizes))}", "bytes sent"),
     ]
     title = (
@@ -230,20 +261,30 @@ def stepper_html(stepper: Stepper) -> str:
     s = snapshot(stepper)
     at = next((i for i, unit in enumerate(s.units) if unit >= s.position), len(s.names))
     first = max(0, min(at - CONTEXT, len(s.names) - 2 * CONTEXT - 1))
-    digest = {RIGHT: f'<span style="color:{GOOD}">✓ digest</span>', WRONG: f'<b style="color:{BAD}">✗ differs</b>'}
+    digest = {
+        RIGHT: f'<span style="color:{GOOD}">✓ digest</span>',
+        WRONG: f'<b style="color:{BAD}">✗ differs</b>',
+    }
     rows = []
     for i in range(first, min(len(s.names), first + 2 * CONTEXT + 1)):
         unit = s.units[i]
         word, colour = (
-            ("sent", GOOD) if unit < s.position else ("next", WAIT) if unit == s.position else ("waits", IDLE)
+            ("sent", GOOD)
+            if unit < s.position
+            else ("next", WAIT)
+            if unit == s.position
+            else ("waits", IDLE)
         )
         if s.state == "aborted" and unit >= s.position:
-            word, colour = "not sent", IDLE
+            word = "not sent"
+            colour = IDLE
         shared = i > 0 and s.units[i - 1] == unit
         rows.append(
             [
                 f'<span style="font-family:{MONO}">{escape(s.names[i])}</span>',
-                f'<span style="color:{FAINT}">same bucket</span>' if shared else human_bytes(s.sizes[unit]),
+                f'<span style="color:{FAINT}">same bucket</span>'
+                if shared
+                else human_bytes(s.sizes[unit]),
                 f"{dot(colour)} {word}",
                 digest.get(s.ticks[i], ""),
                 "● break" if i in s.breaks else "",
@@ -260,14 +301,21 @@ def stepper_html(stepper: Stepper) -> str:
 
 MEANING_DOTS = {"checked": GOOD, "failed": BAD, "unchecked": WAIT, "pending": WAIT}
 SHOWN = 12  # leaves in the table of a meaning
-INSIDE = ("pack", "copy", "scatter", "digest", "repack", "reload", "commit")  # work that overlaps with the rest
+# work that overlaps with the rest
+INSIDE = ("pack", "copy", "scatter", "digest", "repack", "reload", "commit")
 
 
 def known(report: SyncReport) -> str:
     """Exactly what is known of a sync: whether its bits arrived, and whether their meaning was checked."""
-    words = {"full": "arrived", "sampled": "a sample arrived", "off": "digests not compared"}
+    words = {
+        "full": "arrived",
+        "sampled": "a sample arrived",
+        "off": "digests not compared",
+    }
     count = distinct_leaves([text.partition(": ")[0] for text in report.nonfinite])
-    nonfinite = f", {count} {'leaf' if count == 1 else 'leaves'} not finite" if count else ""
+    nonfinite = (
+        f", {count} {'leaf' if count == 1 else 'leaves'} not finite" if count else ""
+    )
     return f"{words[report.verify]}{nonfinite}; meaning {report.meaning}"
 
 
@@ -276,7 +324,9 @@ def sync_line(report: SyncReport) -> str:
     count = len(report.outcomes)
     replicas = f"{count} replica{'s' if count != 1 else ''}"
     ways = f"{report.mode} over {report.transport}"
-    again = f", {counted_layers(report)} through vLLM's reload" if report.reloaded else ""
+    again = (
+        f", {counted_layers(report)} through vLLM's reload" if report.reloaded else ""
+    )
     size = human_bytes(report.bytes)
     return f"SyncReport(version {report.version}, {size} {ways} to {replicas}{again}, {known(report)})"
 
@@ -291,7 +341,9 @@ def reload_line(report: SyncReport) -> str:
     if not report.reloaded:
         return ""
     slowest = sorted(report.reloaded.items(), key=lambda item: -item[1])
-    shown = ", ".join(f"{escape(name)} {1e3 * seconds:.1f} ms" for name, seconds in slowest[:SHOWN])
+    shown = ", ".join(
+        f"{escape(name)} {1e3 * seconds:.1f} ms" for name, seconds in slowest[:SHOWN]
+    )
     more = f" and {len(slowest) - SHOWN} more" if len(slowest) > SHOWN else ""
     total = human_seconds(sum(report.reloaded.values()))
     return f"<div>vLLM's own reload: {counted_layers(report)}, {total} ({shown}{more})</div>"
@@ -315,41 +367,57 @@ def waterfall(report: SyncReport) -> str:
     inside = spans.get("move") or next(iter(spans.values()))
     rows = [(name, *span, PHASES["sync"], "") for name, span in spans.items()]
     if pause := seconds.get("pause", 0.0):
-        rows.append(("paused", max(0.0, total - pause), total, TONES["wait"], "generation was paused, until the end"))
+        rows.append(
+            (
+                "paused",
+                max(0.0, total - pause),
+                total,
+                TONES["wait"],
+                "generation was paused, until the end",
+            )
+        )
     for name in INSIDE:
         if took := seconds.get(name, 0.0):
             how = "seconds of work, in pieces that overlap with the others"
             rows.append((name, inside[0], inside[0] + took, PHASES["score"], how))
     lines = [_lane(*row, total) for row in rows]
     end = (
-        f'<tr><td style="{CELL}"><b>total</b></td><td style="{NUMBER}"><b>{human_seconds(total)}</b></td><td></td></tr>'
+        f'<tr><td style="{CELL}"><b>total</b></td>'
+        f'<td style="{NUMBER}"><b>{human_seconds(total)}</b></td><td></td></tr>'
     )
     return f'<table style="border-collapse:collapse">{"".join(lines)}{end}</table>'
 
 
-def _lane(name: str, start: float, stop: float, colour: str, how: str, total: float) -> str:
+def _lane(
+    name: str, start: float, stop: float, colour: str, how: str, total: float
+) -> str:
     """A row of the waterfall: name, seconds, and a bar at its place in time."""
     left = 100 * min(1.0, max(0.0, start / total))
     width = min(100 - left, max(0.6, 100 * (stop - start) / total))
     bar = f"margin-left:{left:.1f}%;width:{width:.1f}%;height:9px;background:{colour};border-radius:2px"
     lane = f'<div title="{escape(how)}" style="width:260px;background:{LINE}"><div style="{bar}"></div></div>'
-    return (
-        f'<tr><td style="{CELL}">{name}</td><td style="{NUMBER}">{human_seconds(stop - start)}</td><td>{lane}</td></tr>'
-    )
+    took = f'<td style="{NUMBER}">{human_seconds(stop - start)}</td>'
+    return f'<tr><td style="{CELL}">{name}</td>{took}<td>{lane}</td></tr>'
 
 
 def _outcomes(outcomes: tuple[Outcome, ...]) -> str:
     lines = []
     for o in outcomes:
         mark = dot(TONES[state(o.state).tone])
-        text = escape(o.error) + "".join(f"<br>differs: {escape(name)}" for name in o.differing[:8])
+        text = escape(o.error) + "".join(
+            f"<br>differs: {escape(name)}" for name in o.differing[:8]
+        )
         more = f"<br>… and {len(o.differing) - 8} more" if len(o.differing) > 8 else ""
-        lines.append(f"<div>{mark} {escape(o.replica)}: {escape(o.state)}, version {o.version} {text}{more}</div>")
+        lines.append(
+            f"<div>{mark} {escape(o.replica)}: {escape(o.state)}, version {o.version} {text}{more}</div>"
+        )
     return "".join(lines)
 
 
 def check_line(report: CheckReport) -> str:
-    found = "digests equal" if report.ok else f"{len(report.differing)} parameters differ"
+    found = (
+        "digests equal" if report.ok else f"{len(report.differing)} parameters differ"
+    )
     return f"CheckReport(version {report.version}, {len(report.digests)} parameters, {found})"
 
 
@@ -368,21 +436,37 @@ def link_html(link: Link) -> str:
 def meaning_line(meaning: Meaning) -> str:
     """The state, how it was determined, and why."""
     how = f" by {meaning.how}" if meaning.how else ""
-    why = f' <span style="color:{FAINT}">{escape(meaning.why)}</span>' if meaning.why else ""
+    why = (
+        f' <span style="color:{FAINT}">{escape(meaning.why)}</span>'
+        if meaning.why
+        else ""
+    )
     return f"<div>{dot(MEANING_DOTS[meaning.state])} meaning {escape(meaning.state)}{escape(how)}{why}</div>"
 
 
 def meaning_html(meaning: Meaning) -> str:
     """The line, and a table of what was observed, wrong and ambiguous leaves first."""
     wrong = [leaf for leaf, seen in meaning.leaves.items() if seen.contradicts]
-    open_ = [name for name in meaning.leaves if without_slice(name) in meaning.ambiguous]  # slices of stacked leaves
-    unseen = [leaf for leaf in meaning.ambiguous if leaf not in {without_slice(name) for name in open_}]
+    # slices of stacked leaves
+    open_ = [
+        name for name in meaning.leaves if without_slice(name) in meaning.ambiguous
+    ]
+    unseen = [
+        leaf
+        for leaf in meaning.ambiguous
+        if leaf not in {without_slice(name) for name in open_}
+    ]
     listed = list(dict.fromkeys([*wrong, *open_, *unseen, *meaning.leaves]))
     rows = []
     for leaf in listed[:SHOWN]:
-        seen, why = meaning.leaves.get(leaf), meaning.ambiguous.get(without_slice(leaf), "")
+        seen = meaning.leaves.get(leaf)
+        why = meaning.ambiguous.get(without_slice(leaf), "")
         name = f'<span style="font-family:{MONO}">{escape(leaf)}</span>'
         rows.append([name, escape(seen.text if seen else "not compared"), escape(why)])
-    more = f'<div style="color:{FAINT}">and {len(listed) - SHOWN} more</div>' if len(listed) > SHOWN else ""
+    more = (
+        f'<div style="color:{FAINT}">and {len(listed) - SHOWN} more</div>'
+        if len(listed) > SHOWN
+        else ""
+    )
     body = table(("leaf", "observed", "ambiguous"), rows) if rows else ""
     return f'<div style="{BOX}">{meaning_line(meaning)}{body}{more}</div>'

@@ -32,8 +32,10 @@ if TYPE_CHECKING:
 
     from jvlab.record._record import Record
 
-MAX_ROWS = 8  # sub-lanes of an actor with overlapping rollouts; more rollouts share them
-MAX_DETAIL = 480  # events; beyond that only bars are drawn, without labels, pauses and lines
+# sub-lanes of an actor with overlapping rollouts; more rollouts share them
+MAX_ROWS = 8
+# events; beyond that only bars are drawn, without labels, pauses and lines
+MAX_DETAIL = 480
 HALF = 0.38  # of a lane's height of 1
 CHARACTERS = 150  # that fit in the width of the figure
 SHOWN = (RolloutEvent, ScoreEvent, RewardEvent, StepEvent, SyncEvent, PauseEvent)
@@ -53,7 +55,11 @@ class Bar:
 
 
 def timeline_figure(
-    record: Record, *, steps: int | None = 12, start: float | None = None, stop: float | None = None
+    record: Record,
+    *,
+    steps: int | None = 12,
+    start: float | None = None,
+    stop: float | None = None,
 ) -> Figure:
     """When each actor was busy, and the version of each rollout: the last `steps` steps (None: all), or start to stop.
 
@@ -61,10 +67,14 @@ def timeline_figure(
     nobody worked is folded, as in the interactive timeline.
     """
     if steps is not None and steps < 1:
-        raise ConfigError(f"steps={steps}", remedy="pass 1 or more, or None for the whole run")
+        raise ConfigError(
+            f"steps={steps}", remedy="pass 1 or more, or None for the whole run"
+        )
     events = record.events()
     low, high = _window(events, steps, start, stop)
-    shown = [e for e in events if isinstance(e, SHOWN) and e.stop > low and e.start < high]
+    shown = [
+        e for e in events if isinstance(e, SHOWN) and e.stop > low and e.start < high
+    ]
     lane, names = _lanes(shown)
     figure = new_figure(11, 1.6 + 0.55 * max(len(names), 2))
     axes: Any = figure.subplots()
@@ -75,9 +85,16 @@ def timeline_figure(
     drawn = [e for e in shown if detail or not isinstance(e, PauseEvent)]
     folds = folds_of(shown, (low, high))
     width = folds.drawn(high) - folds.drawn(low)
-    _draw(axes, [b for e in drawn for b in _bars(e, lane.get(id(e), 0), scale, rows)], detail, width)
+    _draw(
+        axes,
+        [b for e in drawn for b in _bars(e, lane.get(id(e), 0), scale, rows)],
+        detail,
+        width,
+    )
     if detail:
-        _connect(axes, [(e, lane[id(e)]) for e in shown if isinstance(e, SyncEvent)], rows)
+        _connect(
+            axes, [(e, lane[id(e)]) for e in shown if isinstance(e, SyncEvent)], rows
+        )
     faults = [e for e in events if isinstance(e, FaultEvent) and low <= e.start <= high]
     for fault in faults:
         axes.axvline(fault.start, color=RED, linestyle=":", linewidth=1.2)
@@ -97,17 +114,24 @@ def timeline_figure(
     return figure
 
 
-def _window(events: Sequence[Event], steps: int | None, start: float | None, stop: float | None) -> tuple[float, float]:
+def _window(
+    events: Sequence[Event], steps: int | None, start: float | None, stop: float | None
+) -> tuple[float, float]:
     """The time window to draw."""
     times = [t for e in events for t in (e.start, e.stop) if t == t]
-    low, high = min(times, default=0.0), max(times, default=1.0)
+    low = min(times, default=0.0)
+    high = max(times, default=1.0)
     if start is None and stop is None and steps is not None:
         done = sorted(e.stop for e in events if isinstance(e, StepEvent))
         if len(done) > steps:
             low = done[-steps - 1]
-    low, high = low if start is None else start, high if stop is None else stop
+    low = low if start is None else start
+    high = high if stop is None else stop
     if high < low:
-        raise ConfigError(f"the timeline would end at {high:g} s before it begins at {low:g} s", remedy="swap them")
+        raise ConfigError(
+            f"the timeline would end at {high:g} s before it begins at {low:g} s",
+            remedy="swap them",
+        )
     return low, high
 
 
@@ -120,9 +144,12 @@ def _lanes(shown: Sequence[Event]) -> tuple[dict[int, int], list[tuple[str, int]
     replicas = {e.actor for e in shown if isinstance(e, RolloutEvent)}
     row: dict[int, int] = {}
     names: list[tuple[str, int]] = []
-    for actor in sorted(actors, key=lambda a: (a != "trainer", a not in replicas, _natural(a))):
+    for actor in sorted(
+        actors, key=lambda a: (a != "trainer", a not in replicas, _natural(a))
+    ):
         own = actors[actor]
-        most = MAX_ROWS if actor in replicas else 1  # rewards are short and many: one row is enough
+        # rewards are short and many: one row is enough
+        most = MAX_ROWS if actor in replicas else 1
         found = [min(x, most - 1) for x in lanes([(e.start, e.stop) for e in own])]
         row |= {id(e): len(names) + x for e, x in zip(own, found, strict=True)}
         names += [(actor, i) for i in range(max(found) + 1)]
@@ -142,16 +169,20 @@ def _versions(shown: Sequence[Event]) -> Any:
     found = [v for e in shown if isinstance(e, RolloutEvent) for v in e.versions]
     if not found:
         return None
-    low, high = min(found), max(found)
+    low = min(found)
+    high = max(found)
     shades = LinearSegmentedColormap.from_list("versions", [OLDEST, NEWEST])
     return ScalarMappable(Normalize(low, high if high > low else low + 1), shades)
 
 
-def _bars(event: Event, row: int, scale: Any, replica_rows: Sequence[tuple[str, int]]) -> Iterator[Bar]:
+def _bars(
+    event: Event, row: int, scale: Any, replica_rows: Sequence[tuple[str, int]]
+) -> Iterator[Bar]:
     """The bars of an event: one per version for a rollout, one per replica for a pause, otherwise one."""
     match event:
         case RolloutEvent() if event.versions and scale is not None:
-            total, at = sum(event.versions.values()) or 1, event.start
+            total = sum(event.versions.values()) or 1
+            at = event.start
             for version, tokens in sorted(event.versions.items()):
                 piece = event.seconds * tokens / total
                 colour = scale.to_rgba(version)
@@ -174,7 +205,12 @@ def _bars(event: Event, row: int, scale: Any, replica_rows: Sequence[tuple[str, 
                 if not event.replicas or actor in event.replicas:
                     yield Bar(at, event.start, event.seconds, "none", hatch="////")
         case _:
-            kinds = {RolloutEvent: "generate", ScoreEvent: "score", RewardEvent: "reward", SyncEvent: "sync"}
+            kinds = {
+                RolloutEvent: "generate",
+                ScoreEvent: "score",
+                RewardEvent: "reward",
+                SyncEvent: "sync",
+            }
             yield Bar(row, event.start, event.seconds, PHASES[kinds[type(event)]])
 
 
@@ -195,23 +231,49 @@ def _draw(ax: Axes, bars: Sequence[Bar], detail: bool, width: float) -> None:
         )
         ax.add_collection(collection)
     for bar in bars if detail else ():
-        fitting = (text for text in bar.labels if bar.seconds > width * (len(text) + 1) / CHARACTERS)
+        fitting = (
+            text
+            for text in bar.labels
+            if bar.seconds > width * (len(text) + 1) / CHARACTERS
+        )
         if text := next(fitting, ""):
             at = (bar.start + bar.seconds / 2, bar.row)
-            ax.text(*at, text, ha="center", va="center", fontsize=7, color=bar.ink, clip_on=True, zorder=4)
+            ax.text(
+                *at,
+                text,
+                ha="center",
+                va="center",
+                fontsize=7,
+                color=bar.ink,
+                clip_on=True,
+                zorder=4,
+            )
 
 
 def _corners(bar: Bar) -> list[tuple[float, float]]:
-    left, right, top, bottom = bar.start, bar.start + bar.seconds, bar.row - HALF, bar.row + HALF
+    left = bar.start
+    right = bar.start + bar.seconds
+    top = bar.row - HALF
+    bottom = bar.row + HALF
     return [(left, top), (right, top), (right, bottom), (left, bottom)]
 
 
-def _connect(ax: Axes, syncs: Sequence[tuple[SyncEvent, int]], rows: Sequence[tuple[str, int]]) -> None:
+def _connect(
+    ax: Axes, syncs: Sequence[tuple[SyncEvent, int]], rows: Sequence[tuple[str, int]]
+) -> None:
     """A line from each sync of the trainer down to the replicas it reached."""
     for sync, row in syncs:
         reached = [at for actor, at in rows if actor in sync.replicas]
         if reached:
-            ax.vlines(sync.stop, row + HALF, max(reached) + HALF, color=RED, linewidth=0.8, alpha=0.8, zorder=3)
+            ax.vlines(
+                sync.stop,
+                row + HALF,
+                max(reached) + HALF,
+                color=RED,
+                linewidth=0.8,
+                alpha=0.8,
+                zorder=3,
+            )
 
 
 def _fold(ax: Axes, folds: Folds, window: tuple[float, float], width: float) -> None:
@@ -222,9 +284,18 @@ def _fold(ax: Axes, folds: Folds, window: tuple[float, float], width: float) -> 
     ax.set_xlim(window)
     for start, stop in folds.gaps:
         ax.axvspan(start, stop, facecolor=INK, alpha=0.18, linewidth=0, zorder=1)
-        ax.vlines((start, stop), 0, 1, transform=ax.get_xaxis_transform(), color=INK, linewidth=0.6, linestyle="--")
+        ax.vlines(
+            (start, stop),
+            0,
+            1,
+            transform=ax.get_xaxis_transform(),
+            color=INK,
+            linewidth=0.6,
+            linestyle="--",
+        )
         if folds.seconds > width / CHARACTERS:
-            at, text = ((start + stop) / 2, 0.5), human_seconds(stop - start)
+            at = ((start + stop) / 2, 0.5)
+            text = human_seconds(stop - start)
             ax.text(
                 *at,
                 text,
@@ -244,7 +315,9 @@ def _fold(ax: Axes, folds: Folds, window: tuple[float, float], width: float) -> 
             if not ticks or folds.drawn(tick) - folds.drawn(ticks[-1]) > 0.6 * step:
                 ticks.append(float(tick))
     ax.set_xticks(ticks, [f"{tick:.10g}" for tick in ticks])
-    ax.set_xlabel("time since the run began (s); in grey strips nobody worked", fontsize=9)
+    ax.set_xlabel(
+        "time since the run began (s); in grey strips nobody worked", fontsize=9
+    )
 
 
 def _finish(
@@ -262,7 +335,11 @@ def _finish(
     low, high = window
     ax.set_xlim(low, high if high > low else low + 1)
     ax.set_ylim(max(len(names), 1) - 0.4, -0.6)
-    ax.set_yticks(range(len(names)), [actor if not sub else "" for actor, sub in names], fontsize=9)
+    ax.set_yticks(
+        range(len(names)),
+        [actor if not sub else "" for actor, sub in names],
+        fontsize=9,
+    )
     ax.set_xlabel("time since the run began (s)", fontsize=9)
     ax.tick_params(axis="x", labelsize=8)
     ax.tick_params(axis="y", length=0)
@@ -271,14 +348,35 @@ def _finish(
     ax.set_axisbelow(True)
     steps = [e.step for e in shown if isinstance(e, StepEvent)]
     total = sum(isinstance(e, StepEvent) for e in events)
-    part = f", steps {min(steps)} to {max(steps)} of {total}" if 0 < len(steps) < total else ""
-    ax.set_title(f"{run_name(events)}: who was busy when{part}", fontsize=10, loc="left", pad=24)
-    known = ((StepEvent, "train"), (SyncEvent, "sync"), (RewardEvent, "reward"), (ScoreEvent, "score"))
+    part = (
+        f", steps {min(steps)} to {max(steps)} of {total}"
+        if 0 < len(steps) < total
+        else ""
+    )
+    ax.set_title(
+        f"{run_name(events)}: who was busy when{part}", fontsize=10, loc="left", pad=24
+    )
+    known = (
+        (StepEvent, "train"),
+        (SyncEvent, "sync"),
+        (RewardEvent, "reward"),
+        (ScoreEvent, "score"),
+    )
     keys: list[Any] = [
-        Patch(color=PHASES[name], label=name) for kind, name in known if any(isinstance(e, kind) for e in shown)
+        Patch(color=PHASES[name], label=name)
+        for kind, name in known
+        if any(isinstance(e, kind) for e in shown)
     ]
     if len(shown) <= MAX_DETAIL and any(isinstance(e, PauseEvent) for e in shown):
-        keys.append(Patch(facecolor="none", edgecolor=INK, hatch="////", linewidth=0, label="paused"))
+        keys.append(
+            Patch(
+                facecolor="none",
+                edgecolor=INK,
+                hatch="////",
+                linewidth=0,
+                label="paused",
+            )
+        )
     if keys:
         ax.legend(
             handles=keys,
@@ -290,9 +388,21 @@ def _finish(
             borderaxespad=0.2,
         )
     else:
-        ax.text(0.5, 0.5, EMPTY, transform=ax.transAxes, ha="center", va="center", color="#777777")
+        ax.text(
+            0.5,
+            0.5,
+            EMPTY,
+            transform=ax.transAxes,
+            ha="center",
+            va="center",
+            color="#777777",
+        )
         ax.set_xticks([])
-    if scale is not None and len({v for e in shown if isinstance(e, RolloutEvent) for v in e.versions}) > 1:
+    if (
+        scale is not None
+        and len({v for e in shown if isinstance(e, RolloutEvent) for v in e.versions})
+        > 1
+    ):
         bar = figure.colorbar(scale, ax=ax, pad=0.01, aspect=12)
         bar.set_label("generated by version", fontsize=8)
         bar.ax.tick_params(labelsize=8)

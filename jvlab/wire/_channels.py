@@ -36,7 +36,8 @@ class Trust:
             return cls(Path(path).read_text(), name)
         except OSError as error:
             raise ConfigError(
-                f"TLS file cannot be read: {error}", remedy="give a PEM file the user can read"
+                f"TLS file cannot be read: {error}",
+                remedy="give a PEM file the user can read",
             ) from error
 
 
@@ -44,7 +45,9 @@ def host_of(address: str) -> str:
     """The host of "host:port", without brackets."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise ConfigError(f"{address!r} is not an address", remedy="write it as HOST:PORT")
+        raise ConfigError(
+            f"{address!r} is not an address", remedy="write it as HOST:PORT"
+        )
     return host.strip("[]")
 
 
@@ -58,7 +61,9 @@ def open_channel(address: str, trust: Trust) -> grpc.aio.Channel:
     if trust.pem:
         if trust.name:
             options.append(("grpc.ssl_target_name_override", trust.name))
-        return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(trust.pem.encode()), options=options)
+        return grpc.aio.secure_channel(
+            address, grpc.ssl_channel_credentials(trust.pem.encode()), options=options
+        )
     if not security.is_loopback(host_of(address)):
         raise ConfigError(
             f"{address} is not on this machine: the token would cross the network in clear text",
@@ -72,13 +77,18 @@ def read_token(path: str) -> str:
     """The token in a file that others can't read."""
     file = Path(path)
     try:
-        text, mode = file.read_text().strip(), file.stat().st_mode
+        text = file.read_text().strip()
+        mode = file.stat().st_mode
     except OSError as error:
         raise ConfigError(
-            f"the token file cannot be read: {error}", remedy="lab.write_token(FILE) makes one"
+            f"the token file cannot be read: {error}",
+            remedy="lab.write_token(FILE) makes one",
         ) from error
     if not text or any(c.isspace() for c in text):
-        raise ConfigError(f"{path} holds no token", remedy="one line, nothing else; lab.write_token(FILE) makes one")
+        raise ConfigError(
+            f"{path} holds no token",
+            remedy="one line, nothing else; lab.write_token(FILE) makes one",
+        )
     if mode & 0o077:
         raise ConfigError(
             f"{path} can be read by others (mode {mode & 0o777:o}), and whoever has the token has the lab",
@@ -96,7 +106,9 @@ def write_private(path: str | Path, text: str) -> Path:
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = file.with_name(f"{file.name}.{secrets.token_hex(8)}.new")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    handle = os.open(
+        temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600
+    )
     try:
         with os.fdopen(handle, "w") as out:
             out.write(text)
@@ -114,7 +126,9 @@ def address_towards(host: str) -> str:
         try:
             probe.connect((host, 9))  # no deadline: UDP: nothing is sent, nobody asked
         except OSError as error:
-            raise ConfigError(f"no route to {host}: {error}", remedy="is the name right?") from error
+            raise ConfigError(
+                f"no route to {host}: {error}", remedy="is the name right?"
+            ) from error
         return probe.getsockname()[0]
 
 
@@ -130,7 +144,8 @@ def _san(host: str) -> Any:
 
 def tls_folder(folder: Path, host: str) -> security.Tls:
     """The lab's own certificate and key in this folder, created if missing."""
-    certificate, key = folder / "cert.pem", folder / "key.pem"
+    certificate = folder / "cert.pem"
+    key = folder / "key.pem"
     if not (certificate.exists() and key.exists()):
         made = make_certificate([host])
         write_private(key, made[1])
@@ -152,7 +167,8 @@ def make_certificate(addresses: list[str]) -> tuple[str, str]:
         ) from error
     from datetime import UTC, datetime, timedelta
 
-    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+    key = ec.generate_private_key(ec.SECP256R1())
+    now = datetime.now(UTC)
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, OWN_NAME)])
     names: list[x509.GeneralName] = [x509.DNSName(OWN_NAME)]
     names += [_san(address) for address in addresses]
@@ -169,6 +185,10 @@ def make_certificate(addresses: list[str]) -> tuple[str, str]:
         .sign(key, hashes.SHA256())
     )
     private = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
     )
-    return certificate.public_bytes(serialization.Encoding.PEM).decode(), private.decode()
+    return certificate.public_bytes(
+        serialization.Encoding.PEM
+    ).decode(), private.decode()

@@ -14,7 +14,15 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Sequence,
+)
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -45,17 +53,23 @@ class BackgroundLoop:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="jvlab-client", daemon=True)
+        self._thread = threading.Thread(
+            target=self.loop.run_forever, name="jvlab-client", daemon=True
+        )
         self._thread.start()
-        self._submitting = threading.RLock()  # re-entrant: a signal handler or a finaliser may call in between
+        # re-entrant: a signal handler or a finaliser may call in between
+        self._submitting = threading.RLock()
         self.stopping = False
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        with self._submitting:  # nothing comes after `stop` has begun: it would never be run, nor cancelled
+        # nothing comes after `stop` has begun: it would never be run, nor cancelled
+        with self._submitting:
             if not self.stopping:
                 return asyncio.run_coroutine_threadsafe(work, self.loop)
         work.close()
-        raise errors.ControlError("this lab is closed", remedy="start a new one: lab = jv.Lab()")
+        raise errors.ControlError(
+            "this lab is closed", remedy="start a new one: lab = jv.Lab()"
+        )
 
     def run(
         self,
@@ -73,7 +87,8 @@ class BackgroundLoop:
                 meanwhile()
             if check is not None:
                 _check_until_done(future, check)
-            return future.result()  # no deadline: the work has one, and `stop` cancels it
+            # no deadline: the work has one, and `stop` cancels it
+            return future.result()
         except KeyboardInterrupt as error:
             future.cancel()
             _tracebacks.shorten(error)
@@ -91,21 +106,30 @@ class BackgroundLoop:
             self.stopping = True
 
         async def cancel_all() -> None:
-            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            tasks = [
+                task
+                for task in asyncio.all_tasks()
+                if task is not asyncio.current_task()
+            ]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.loop.shutdown_asyncgens()
 
-        with contextlib.suppress(TimeoutError):  # something ignores that it is cancelled, or blocks the loop
-            asyncio.run_coroutine_threadsafe(cancel_all(), self.loop).result(STOP_SECONDS)
+        # something ignores that it is cancelled, or blocks the loop
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(cancel_all(), self.loop).result(
+                STOP_SECONDS
+            )
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(STOP_SECONDS)
         if not self._thread.is_alive():
             self.loop.close()
 
 
-def _check_until_done(future: concurrent.futures.Future[Any], check: Callable[[], None]) -> None:
+def _check_until_done(
+    future: concurrent.futures.Future[Any], check: Callable[[], None]
+) -> None:
     while not concurrent.futures.wait([future], CHECK_SECONDS).done:
         try:
             check()
@@ -121,11 +145,17 @@ class Stream(Generic[T]):
     """
 
     def __init__(
-        self, loop: BackgroundLoop, source: AsyncGenerator[T, None], check: Callable[[], None] | None = None
+        self,
+        loop: BackgroundLoop,
+        source: AsyncGenerator[T, None],
+        check: Callable[[], None] | None = None,
     ) -> None:
         """`check` is called every second that a `for` waits; what it raises ends the stream."""
-        self._loop, self._source, self._check = loop, source, check
-        self._reading: asyncio.Task[Any] | None = None  # the one that waits for the next, or did last
+        self._loop = loop
+        self._source = source
+        self._check = check
+        # the one that waits for the next, or did last
+        self._reading: asyncio.Task[Any] | None = None
 
     def __iter__(self) -> Iterator[T]:
         try:
@@ -164,7 +194,8 @@ class Stream(Generic[T]):
     async def _close(self) -> None:
         """End the work; first a read that was interrupted, which may not have noticed it yet."""
         if self._reading is not None and not self._reading.done():
-            if not self._reading.cancelling():  # a second time would break off what it does to end
+            # a second time would break off what it does to end
+            if not self._reading.cancelling():
                 self._reading.cancel()
             await asyncio.wait([self._reading], timeout=CLOSE_SECONDS)
         await self._source.aclose()
@@ -186,10 +217,15 @@ class Client:
     """A channel to one gateway, with its token on every call."""
 
     def __init__(
-        self, address: str, token: str, tls_ca: str | None = None, max_message: int = security.MAX_MESSAGE
+        self,
+        address: str,
+        token: str,
+        tls_ca: str | None = None,
+        max_message: int = security.MAX_MESSAGE,
     ) -> None:
         self.address, self.loop = address, BackgroundLoop()
-        self.gone: Callable[[], bool] = lambda: False  # whether the gateway is known to have ended
+        # whether the gateway is known to have ended
+        self.gone: Callable[[], bool] = lambda: False
         self.metadata = security.authorization(token)
         self._max_message, self._closing = max_message, threading.Lock()
         self._channel, self.stub = self.loop.run(self._open(tls_ca))
@@ -199,7 +235,9 @@ class Client:
         host = self.address.rpartition(":")[0]
         if tls_ca is not None:
             channel = grpc.aio.secure_channel(
-                self.address, grpc.ssl_channel_credentials(Path(tls_ca).read_bytes()), options=options
+                self.address,
+                grpc.ssl_channel_credentials(Path(tls_ca).read_bytes()),
+                options=options,
             )
         elif security.is_loopback(host):
             channel = grpc.aio.insecure_channel(self.address, options=options)
@@ -213,14 +251,22 @@ class Client:
     def begin(self, method: str, *request: Any, deadline: Deadline) -> Any:
         """Start a call that times out shortly after the deadline: the gateway first reports what it waited for."""
         seconds = deadline.left() + ANSWER_SECONDS
-        return getattr(self.stub, method)(*request, timeout=seconds, metadata=self.metadata)
+        return getattr(self.stub, method)(
+            *request, timeout=seconds, metadata=self.metadata
+        )
 
-    async def acall(self, method: str, request: Any, timeout: float | Deadline = QUICK_SECONDS) -> Any:
+    async def acall(
+        self, method: str, request: Any, timeout: float | Deadline = QUICK_SECONDS
+    ) -> Any:
         """One unary call on the background loop."""
         deadline = Deadline.of(timeout)
-        return await self.guard(self.begin(method, request, deadline=deadline), method, deadline.seconds)
+        return await self.guard(
+            self.begin(method, request, deadline=deadline), method, deadline.seconds
+        )
 
-    def call(self, method: str, request: Any, timeout: float | Deadline = QUICK_SECONDS) -> Any:
+    def call(
+        self, method: str, request: Any, timeout: float | Deadline = QUICK_SECONDS
+    ) -> Any:
         """One unary call; blocks until its reply."""
         return self.loop.run(self.acall(method, request, Deadline.of(timeout)))
 
@@ -234,11 +280,17 @@ class Client:
     async def gather(self, method: str, request: Any, deadline: Deadline) -> list[Any]:
         """All messages of a streaming reply."""
         try:
-            return [event async for event in self.begin(method, request, deadline=deadline)]
+            return [
+                event async for event in self.begin(method, request, deadline=deadline)
+            ]
         except grpc.aio.AioRpcError as error:
-            raise translate(error, spaced(method), deadline.seconds, self.address) from None
+            raise translate(
+                error, spaced(method), deadline.seconds, self.address
+            ) from None
 
-    async def follow(self, open_stream: Callable[[], Any], take: Callable[[Any], None]) -> str:
+    async def follow(
+        self, open_stream: Callable[[], Any], take: Callable[[Any], None]
+    ) -> str:
         """Read a long stream while the gateway lives, reopened when the connection breaks; returns why it ended."""
         failing_since = None
         while True:
@@ -248,11 +300,16 @@ class Client:
                     take(message)
                 return "it was ended"
             except grpc.aio.AioRpcError as error:
-                code, now = error.code(), time.monotonic()
+                code = error.code()
+                now = time.monotonic()
                 if code is grpc.StatusCode.DEADLINE_EXCEEDED:
                     continue  # this stream's own deadline: open the next one
                 failing_since = failing_since or now
-                if code is not grpc.StatusCode.UNAVAILABLE or self.gone() or now - failing_since > GIVE_UP_SECONDS:
+                if (
+                    code is not grpc.StatusCode.UNAVAILABLE
+                    or self.gone()
+                    or now - failing_since > GIVE_UP_SECONDS
+                ):
                     return f"the gateway at {self.address} went away: {received(error).message}"
                 await asyncio.sleep(0.5)
 
@@ -272,12 +329,16 @@ def spaced(method: str) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", method).lower()
 
 
-def translate(error: grpc.aio.AioRpcError, what: str, timeout: float, address: str) -> errors.JvlabError:
+def translate(
+    error: grpc.aio.AioRpcError, what: str, timeout: float, address: str
+) -> errors.JvlabError:
     """Our error for a gRPC one: the error raised on the other side if it was ours, else one chosen by status code."""
     sent = received(error)
     if (raised := rebuild(sent)) is not None:
         return raised
-    message, remedy, code = sent.message, sent.remedy, grpc.StatusCode
+    message = sent.message
+    remedy = sent.remedy
+    code = grpc.StatusCode
     match error.code():
         case code.UNAUTHENTICATED:
             return errors.AuthError(
@@ -294,7 +355,8 @@ def translate(error: grpc.aio.AioRpcError, what: str, timeout: float, address: s
         case code.DEADLINE_EXCEEDED if sent.ours:
             return errors.DeadlineExceeded(
                 f"{what} was not done within {timeout:g} s: {message}",
-                remedy=remedy or "pass a larger timeout=, or look at pool.status() and pool.logs()",
+                remedy=remedy
+                or "pass a larger timeout=, or look at pool.status() and pool.logs()",
             )
         case code.DEADLINE_EXCEEDED:  # the gateway itself did not answer
             return errors.DeadlineExceeded(
@@ -303,7 +365,8 @@ def translate(error: grpc.aio.AioRpcError, what: str, timeout: float, address: s
             )
         case code.RESOURCE_EXHAUSTED:
             return errors.MessageTooLarge(
-                f"{what}: {message}", remedy="send fewer or shorter prompts in one call (pool.stream in pieces)"
+                f"{what}: {message}",
+                remedy="send fewer or shorter prompts in one call (pool.stream in pieces)",
             )
         case code.INVALID_ARGUMENT:
             return errors.SamplingError(message, remedy=remedy)
@@ -318,14 +381,17 @@ def translate(error: grpc.aio.AioRpcError, what: str, timeout: float, address: s
             return errors.ControlError(message, remedy=remedy)
         case _:
             return errors.ControlError(
-                f"{what}: {message}", remedy="is the lab still there? `jvlab ps` shows yours; jv.Lab.attach() joins one"
+                f"{what}: {message}",
+                remedy="is the lab still there? `jvlab ps` shows yours; jv.Lab.attach() joins one",
             )
 
 
 # The trainer's end of a link's control stream: one reply per order; failures are raised as our errors.
 
-GRACE = 1.5  # seconds a reply may arrive after its order's deadline; above CLEANUP_GRACE of gateway/_link_service.py
-OWN_STREAM_SECONDS = 20.0  # to wait for the gateway to release a stream that this process just dropped
+# seconds a reply may arrive after its order's deadline; above CLEANUP_GRACE of gateway/_link_service.py
+GRACE = 1.5
+# to wait for the gateway to release a stream that this process just dropped
+OWN_STREAM_SECONDS = 20.0
 MIN_SECONDS = 0.05  # deadline of an order that is given late
 
 
@@ -348,7 +414,11 @@ class LinkStream:
         until = time.monotonic() + min(OWN_STREAM_SECONDS, seconds)
         while True:
             reply = self._order(pb.LinkOrder(open=request), deadline.left())
-            if reply.code == "busy" and request.holder in reply.error and time.monotonic() < until:
+            if (
+                reply.code == "busy"
+                and request.holder in reply.error
+                and time.monotonic() < until
+            ):
                 self.close()
                 time.sleep(0.1)
                 continue
@@ -357,7 +427,11 @@ class LinkStream:
             return check(reply)
 
     def steps(
-        self, phases: Sequence[int], seconds: float, meanwhile: Callable[[], None] | None = None, **more: Any
+        self,
+        phases: Sequence[int],
+        seconds: float,
+        meanwhile: Callable[[], None] | None = None,
+        **more: Any,
     ) -> pb.LinkReply:
         """Run these phases in order; raises if one failed, with every replica's outcome in the error.
 
@@ -367,10 +441,16 @@ class LinkStream:
         steps = pb.SyncSteps(phases=numbers, **more)
         return check(self._order(pb.LinkOrder(steps=steps), seconds, meanwhile))
 
-    def _order(self, order: pb.LinkOrder, seconds: float, meanwhile: Callable[[], None] | None = None) -> pb.LinkReply:
+    def _order(
+        self,
+        order: pb.LinkOrder,
+        seconds: float,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> pb.LinkReply:
         self._numbers += 1
         seconds = max(seconds, MIN_SECONDS)
-        order.number, order.seconds = self._numbers, seconds
+        order.number = self._numbers
+        order.seconds = seconds
         self.busy = True
         reply = self._client.loop.run(self._exchange(order, seconds), meanwhile)
         self.busy = False
@@ -387,7 +467,8 @@ class LinkStream:
                 await call.write(order)
                 reply = await call.read()
                 if reply is grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]
-                    code, details = await call.code(), await call.details()
+                    code = await call.code()
+                    details = await call.details()
                     raise errors.SyncError(
                         f"the gateway ended the link: {in_words(code, details)}",
                         remedy="sync again: a new stream is opened",
@@ -407,12 +488,16 @@ class LinkStream:
                 remedy="sync again, or jv.Lab.attach() if the gateway ended",
             ) from None
         if reply.number != order.number:
-            raise errors.SyncError(f"reply {reply.number} to order {order.number}", remedy="sync again")
+            raise errors.SyncError(
+                f"reply {reply.number} to order {order.number}", remedy="sync again"
+            )
         return reply
 
     def close(self) -> None:
         """End the stream. Can be called twice."""
-        call, self._call, self.busy = self._call, None, False
+        call = self._call
+        self._call = None
+        self.busy = False
         if call is not None and not self._client.loop.loop.is_closed():
             self._client.loop.loop.call_soon_threadsafe(call.cancel)
 
@@ -420,7 +505,9 @@ class LinkStream:
 def closed_here() -> errors.TransportError:
     """The error of an order on a stream that another thread of this process has closed."""
     text = "the link's stream to the gateway was closed here"
-    return errors.TransportError(text, remedy="sync again: a new stream is opened", reason="closed here")
+    return errors.TransportError(
+        text, remedy="sync again: a new stream is opened", reason="closed here"
+    )
 
 
 def check(reply: pb.LinkReply) -> pb.LinkReply:
@@ -450,7 +537,8 @@ def _next_step(reply: pb.LinkReply) -> str:
 
 # One trainer process's stream to the other processes of its trainer, through the gateway.
 
-WRITE_SECONDS, END_SECONDS = 30.0, 2.0
+WRITE_SECONDS = 30.0
+END_SECONDS = 2.0
 Message = dict[str, Any]
 
 
@@ -464,7 +552,8 @@ class TeamStream:
         self.over = ""  # why this team is over
         self._inbox: dict[int, deque[Message]] = {}
         self.changed = threading.Condition()  # guards the fields above; reentrant
-        self.on_news: Callable[[], None] = lambda: None  # called on the client's loop at a message, and at the end
+        # called on the client's loop at a message, and at the end
+        self.on_news: Callable[[], None] = lambda: None
         self._call: Any = client.loop.run(self._open())
         self._reading = client.loop.submit(self._read(join))
 
@@ -482,7 +571,8 @@ class TeamStream:
                     break
                 self._take(event)
             else:
-                code, details = await self._call.code(), await self._call.details()
+                code = await self._call.code()
+                details = await self._call.details()
                 why = why if code is grpc.StatusCode.OK else in_words(code, details)
         except grpc.aio.AioRpcError as error:
             why = translate(error, "team", WRITE_SECONDS, self._client.address).message
@@ -495,9 +585,12 @@ class TeamStream:
     def _take(self, event: pb.TeamEvent) -> None:
         with self.changed:
             if event.WhichOneof("kind") == "roll":
-                self.names, self.complete = list(event.roll.names), event.roll.complete
+                self.names = list(event.roll.names)
+                self.complete = event.roll.complete
             else:
-                self._inbox.setdefault(event.delivery.member, deque()).append(json.loads(event.delivery.payload))
+                self._inbox.setdefault(event.delivery.member, deque()).append(
+                    json.loads(event.delivery.payload)
+                )
             self.changed.notify_all()
         self.on_news()
 
@@ -519,7 +612,11 @@ class TeamStream:
     def send(self, message: Message, to_all: bool = False) -> None:
         """To all others (member 0, or `to_all`), else to member 0. `over` reports a team that has ended."""
         if not self.over:
-            self._client.loop.run(self._send(pb.TeamMessage(payload=json.dumps(message).encode(), to_all=to_all)))
+            self._client.loop.run(
+                self._send(
+                    pb.TeamMessage(payload=json.dumps(message).encode(), to_all=to_all)
+                )
+            )
 
     async def _send(self, message: pb.TeamMessage) -> None:
         # If the stream has ended, the reader sets `over` to the reason.

@@ -24,15 +24,27 @@ _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 
 def same_user(end: socket.socket) -> bool:
     """Whether the peer runs as our own user, according to the kernel (SO_PEERCRED)."""
-    credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    credentials = end.getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
+    )
     return _CREDENTIALS.unpack(credentials)[1] == os.getuid()
 
 
 # ----------------------------------------------------------------------------------------------------
 
-WAKE, ORDER, GO, WRITTEN, CLAIMED, DONE = b"K", b"O", b"G", b"W", b"C", b"D"  # kinds of frames
-FINITE, NON_FINITE = b"\0", b"\1"  # first byte of WRITTEN and CLAIMED: whether NaN or Inf was found (and allowed)
-ORDERS, SIGNALS = b"o", b"w"  # roles of a connection: orders, or the signals within a sync
+# kinds of frames
+WAKE = b"K"
+ORDER = b"O"
+GO = b"G"
+WRITTEN = b"W"
+CLAIMED = b"C"
+DONE = b"D"
+# first byte of WRITTEN and CLAIMED: whether NaN or Inf was found (and allowed)
+FINITE = b"\0"
+NON_FINITE = b"\1"
+# roles of a connection: orders, or the signals within a sync
+ORDERS = b"o"
+SIGNALS = b"w"
 HEADER = struct.Struct("<cQQ")
 KEY_BYTES = 32
 SPIN_SECONDS = 0.05
@@ -59,13 +71,17 @@ class CoreChannel:
     def is_open(self) -> bool:
         return self._end.fileno() >= 0
 
-    def send(self, kind: bytes, version: int, payload: bytes = b"", seconds: float = 5.0) -> None:
+    def send(
+        self, kind: bytes, version: int, payload: bytes = b"", seconds: float = 5.0
+    ) -> None:
         """Send a frame; raises OSError if it cannot be delivered."""
         self._end.settimeout(seconds)
         self._end.sendall(HEADER.pack(kind, version, len(payload)) + payload)
         self._end.setblocking(False)
 
-    def receive(self, until: float, other: socket.socket | None = None) -> tuple[bytes, int, bytes]:
+    def receive(
+        self, until: float, other: socket.socket | None = None
+    ) -> tuple[bytes, int, bytes]:
         """The next frame. TimeoutError after `until` (time.monotonic); ConnectionError when the peer is gone.
 
         `other` is polled too: `OtherSocketReady` is raised if it becomes readable first.
@@ -88,7 +104,11 @@ class CoreChannel:
                 if asleep or (other is not None and attempts % POLL_EVERY == 0):
                     ready = watch.poll(min(until - now, 1.0) * 1e3 if asleep else 0)
                     files = [file for file, _ in ready]
-                    if other is not None and other.fileno() in files and self._end.fileno() not in files:
+                    if (
+                        other is not None
+                        and other.fileno() in files
+                        and self._end.fileno() not in files
+                    ):
                         raise OtherSocketReady from None
                 continue
             if not part:
@@ -127,13 +147,22 @@ class CoreChannelServer:
     calls `on_wake`; any thread may then read the `next_order` itself, which saves a thread switch.
     """
 
-    def __init__(self, on_order: Callable[[bytes], None], on_wake: Callable[[], None] | None = None) -> None:
-        self._path = f"\0jvlab-core-{secrets.token_hex(8)}"  # abstract: no file to clean up
+    def __init__(
+        self,
+        on_order: Callable[[bytes], None],
+        on_wake: Callable[[], None] | None = None,
+    ) -> None:
+        # abstract: no file to clean up
+        self._path = f"\0jvlab-core-{secrets.token_hex(8)}"
         self._key = secrets.token_hex(KEY_BYTES // 2)
-        self._on_order, self._on_wake = on_order, on_wake
-        self._lent: CoreChannel | None = None  # the connection for orders, while another thread may read it
-        self._reading = threading.Lock()  # held by who reads the lent connection, or takes it back
-        self._returned, self._closing = threading.Event(), False
+        self._on_order = on_order
+        self._on_wake = on_wake
+        # the connection for orders, while another thread may read it
+        self._lent: CoreChannel | None = None
+        # held by who reads the lent connection, or takes it back
+        self._reading = threading.Lock()
+        self._returned = threading.Event()
+        self._closing = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._stop, self._stopped = socket.socketpair()
         try:
@@ -145,7 +174,9 @@ class CoreChannelServer:
             raise
         self._channel: CoreChannel | None = None
         self._connected = threading.Condition()
-        self._thread = threading.Thread(target=self._serve, name="jvlab-core", daemon=True)
+        self._thread = threading.Thread(
+            target=self._serve, name="jvlab-core", daemon=True
+        )
         self._thread.start()
 
     def invitation(self) -> list[str]:
@@ -155,7 +186,9 @@ class CoreChannelServer:
     def channel(self, until: float) -> CoreChannel:
         """The trainer's connection for signals; waits for it. TimeoutError after `until` (time.monotonic)."""
         with self._connected:
-            if not self._connected.wait_for(lambda: self._channel is not None, max(0.0, until - time.monotonic())):
+            if not self._connected.wait_for(
+                lambda: self._channel is not None, max(0.0, until - time.monotonic())
+            ):
                 raise TimeoutError("no trainer connected")
             assert self._channel is not None
             return self._channel
@@ -166,7 +199,8 @@ class CoreChannelServer:
 
     def _set_channel(self, channel: CoreChannel | None) -> None:
         with self._connected:
-            old, self._channel = self._channel, channel
+            old = self._channel
+            self._channel = channel
             self._connected.notify_all()
         if old is not None:
             old.close()
@@ -174,7 +208,8 @@ class CoreChannelServer:
     def next_order(self, seconds: float) -> bytes | None:
         """The order that follows a wake-up within `seconds`, or None. The server's thread reads again afterwards."""
         with self._reading:
-            channel, self._lent = self._lent, None
+            channel = self._lent
+            self._lent = None
             try:
                 if channel is not None:
                     kind, _, order = channel.receive(time.monotonic() + seconds)
@@ -201,10 +236,16 @@ class CoreChannelServer:
         orders: CoreChannel | None = None
         while True:
             watch = select.poll()
-            for end in (self._stopped, self._listener, *([orders._end] if orders is not None else [])):
+            for end in (
+                self._stopped,
+                self._listener,
+                *([orders._end] if orders is not None else []),
+            ):
                 watch.register(end, select.POLLIN)
-            buffered = orders is not None and orders.buffered_frame  # received together with the previous one
-            ready = {file for file, _ in watch.poll(0 if buffered else None)}  # no deadline: `close` wakes it
+            # received together with the previous one
+            buffered = orders is not None and orders.buffered_frame
+            # no deadline: `close` wakes it
+            ready = {file for file, _ in watch.poll(0 if buffered else None)}
             if self._stopped.fileno() in ready:
                 break
             if self._listener.fileno() in ready:
@@ -222,7 +263,8 @@ class CoreChannelServer:
                         self._lend(orders)
                     else:
                         self._on_order(order)
-                except (OSError, ValueError):  # disconnected, a partial frame, or not an order
+                # disconnected, a partial frame, or not an order
+                except (OSError, ValueError):
                     orders.close()
                     orders = None
         if orders is not None:
@@ -231,7 +273,11 @@ class CoreChannelServer:
     def _admit(self) -> tuple[bytes, CoreChannel | None]:
         end, _ = self._listener.accept()  # no deadline: there is one
         try:
-            sent = read_exactly(end, KEY_BYTES + 1, time.monotonic() + ADMIT_SECONDS) if same_user(end) else b""
+            sent = (
+                read_exactly(end, KEY_BYTES + 1, time.monotonic() + ADMIT_SECONDS)
+                if same_user(end)
+                else b""
+            )
             if hmac.compare_digest(sent[:KEY_BYTES], self._key.encode()):
                 return sent[KEY_BYTES:], CoreChannel(end)
         except OSError:
@@ -243,7 +289,8 @@ class CoreChannelServer:
         """Accept no more connections, and end the thread. Can be called twice."""
         if self._thread.is_alive():
             self._stop.send(b".")
-            self._closing, self._lent = True, None
+            self._closing = True
+            self._lent = None
             self._returned.set()  # no thread will ask for the next order
             self._thread.join(CLOSE_SECONDS)
         self.disconnect()

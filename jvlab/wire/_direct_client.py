@@ -26,20 +26,29 @@ class DirectStream:
 
     def __init__(self, replica: str, invitation: str) -> None:
         plain = json.loads(invitation)
-        self.replica, self._link, self._epoch = replica, plain["link"], int(plain["epoch"])
+        self.replica = replica
+        self._link = plain["link"]
+        self._epoch = int(plain["epoch"])
         self.busy = False
-        self._deadline = time.monotonic()  # of the current order, including time for its reply
-        self.core_channel: _core_channel.CoreChannel | None = None  # to the engine core itself: a sync's signals
+        # of the current order, including time for its reply
+        self._deadline = time.monotonic()
+        # to the engine core itself: a sync's signals
+        self.core_channel: _core_channel.CoreChannel | None = None
         self._orders: _core_channel.CoreChannel | None = None
-        self._reply_pending = False  # the core has sent its result; the replica's own reply is not yet read
+        # the core has sent its result; the replica's own reply is not yet read
+        self._reply_pending = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.settimeout(CONNECT_SECONDS)
             self._socket.connect(plain["path"])  # no deadline: the socket has a timeout
             self._send(plain["key"].encode())
             if plain.get("core_channel"):
-                self.core_channel = _core_channel.connect(plain["core_channel"], _core_channel.SIGNALS, CONNECT_SECONDS)
-                self._orders = _core_channel.connect(plain["core_channel"], _core_channel.ORDERS, CONNECT_SECONDS)
+                self.core_channel = _core_channel.connect(
+                    plain["core_channel"], _core_channel.SIGNALS, CONNECT_SECONDS
+                )
+                self._orders = _core_channel.connect(
+                    plain["core_channel"], _core_channel.ORDERS, CONNECT_SECONDS
+                )
         except OSError:
             self.close()
             raise
@@ -72,13 +81,16 @@ class DirectStream:
         outcome = self._ask(request, seconds + GRACE, meanwhile)
         if not outcome.failed:
             self.busy = False
-            return pb.LinkReply(state=STAGE_AFTER[Phase(phases[-1])].value, outcomes=[outcome])
+            return pb.LinkReply(
+                state=STAGE_AFTER[Phase(phases[-1])].value, outcomes=[outcome]
+            )
         return self._abandon_and_raise(outcome)
 
     def wake_up(self) -> None:
         """A sync is about to be ordered: wake the engine core, which then waits briefly for the order."""
         if self._orders is not None:
-            with contextlib.suppress(OSError):  # a broken channel shows when the order is sent
+            # a broken channel shows when the order is sent
+            with contextlib.suppress(OSError):
                 self._orders.send(_core_channel.WAKE, 0)
 
     def exchange(
@@ -99,14 +111,25 @@ class DirectStream:
         """
         assert self.core_channel is not None, "needs a core channel"
         assert self._orders is not None
-        self.busy, until, call = True, time.monotonic() + seconds + GRACE, secrets.token_hex(8)
+        self.busy, until, call = (
+            True,
+            time.monotonic() + seconds + GRACE,
+            secrets.token_hex(8),
+        )
         self._deadline = until
         whole: Any = ORDER["direct"]
         request = pb.RolloutSyncRequest(
-            epoch=self._epoch, link=self._link, phases=whole, terms=terms, seconds=seconds, call=call
+            epoch=self._epoch,
+            link=self._link,
+            phases=whole,
+            terms=terms,
+            seconds=seconds,
+            call=call,
         )
-        self._post(request, seconds + GRACE)  # first: if this process fails from here on, the replica notices
-        with contextlib.suppress(OSError):  # the replica's own order to its core is on its way too
+        # first: if this process fails from here on, the replica notices
+        self._post(request, seconds + GRACE)
+        # the replica's own order to its core is on its way too
+        with contextlib.suppress(OSError):
             message = json.dumps(_core_channel.order(terms, seconds, call)).encode()
             self._orders.send(_core_channel.ORDER, terms.version, message)
         digests = b""
@@ -116,19 +139,39 @@ class DirectStream:
             self._await_signal(_core_channel.GO, terms.version, until, seconds)
             with self._disconnecting_on_error():
                 write()
-                self._signal(_core_channel.WRITTEN, terms.version, _core_channel.mark(nonfinite()))
+                self._signal(
+                    _core_channel.WRITTEN,
+                    terms.version,
+                    _core_channel.mark(nonfinite()),
+                )
                 if claims is not None:
                     digests = claims()
-                    self._signal(_core_channel.CLAIMED, terms.version, _core_channel.mark(nonfinite()) + digests)
-            parts = self._await_signal(_core_channel.DONE, terms.version, until, seconds)
+                    self._signal(
+                        _core_channel.CLAIMED,
+                        terms.version,
+                        _core_channel.mark(nonfinite()) + digests,
+                    )
+            parts = self._await_signal(
+                _core_channel.DONE, terms.version, until, seconds
+            )
         except _core_channel.OtherSocketReady:
             outcome = self._reply(until)  # the replica's own reply says what went wrong
-            return self._abandon_and_raise(outcome) if outcome.failed else self._idle_reply(outcome)
+            return (
+                self._abandon_and_raise(outcome)
+                if outcome.failed
+                else self._idle_reply(outcome)
+            )
         self._read_pending_reply()
         self._reply_pending = True
-        took = [pb.PhaseSeconds(name=name, seconds=value) for name, value in json.loads(parts).items()]
-        outcome = pb.ReplicaOutcome(replica=self.replica, state="committed", version=terms.version, seconds=took)
-        if digests:  # with ipc every digest is of live memory, and a commit means that all of them matched
+        took = [
+            pb.PhaseSeconds(name=name, seconds=value)
+            for name, value in json.loads(parts).items()
+        ]
+        outcome = pb.ReplicaOutcome(
+            replica=self.replica, state="committed", version=terms.version, seconds=took
+        )
+        # with ipc every digest is of live memory, and a commit means that all of them matched
+        if digests:
             outcome.evidence["live"] = len(digests) // 8
         return self._idle_reply(outcome)
 
@@ -156,7 +199,9 @@ class DirectStream:
                 self._reply_pending = self.busy = False
             raise
 
-    def _await_signal(self, kind: bytes, version: int, until: float, seconds: float) -> bytes:
+    def _await_signal(
+        self, kind: bytes, version: int, until: float, seconds: float
+    ) -> bytes:
         assert self.core_channel is not None
         while True:
             try:
@@ -173,7 +218,8 @@ class DirectStream:
                 with self._disconnecting_on_error():
                     self._read_pending_reply()
                 raise _core_channel.OtherSocketReady from None
-            if (signal, about) == (kind, version):  # else it belongs to an abandoned sync
+            # else it belongs to an abandoned sync
+            if (signal, about) == (kind, version):
                 return payload
 
     def _read_pending_reply(self) -> None:
@@ -183,7 +229,8 @@ class DirectStream:
             outcome = self._reply(self._prompt_deadline())
             if outcome.failed:
                 raise SyncError(
-                    f"{self.replica} could not finish the previous sync: {outcome.error}", remedy="sync again"
+                    f"{self.replica} could not finish the previous sync: {outcome.error}",
+                    remedy="sync again",
                 )
 
     def _prompt_deadline(self) -> float:
@@ -194,16 +241,25 @@ class DirectStream:
     def _abandon_and_raise(self, outcome: pb.ReplicaOutcome) -> pb.LinkReply:
         """Abandon the sync on the replica, then raise what went wrong."""
         seconds = self._prompt_deadline() - time.monotonic()
-        abandon = pb.RolloutSyncRequest(epoch=self._epoch, link=self._link, phases=[pb.ABANDON], seconds=seconds)
+        abandon = pb.RolloutSyncRequest(
+            epoch=self._epoch, link=self._link, phases=[pb.ABANDON], seconds=seconds
+        )
         after = self._ask(abandon, seconds)
         self.busy = False
         code = failure_code(outcome.kind, bool(outcome.differing))
         error = f"{code} at replica {self.replica} in {outcome.failed}: {outcome.error}"
-        outcome.replica, outcome.state, outcome.version = self.replica, after.state, after.version
-        return check(pb.LinkReply(code=code, error=error, state="idle", outcomes=[outcome]))
+        outcome.replica = self.replica
+        outcome.state = after.state
+        outcome.version = after.version
+        return check(
+            pb.LinkReply(code=code, error=error, state="idle", outcomes=[outcome])
+        )
 
     def _ask(
-        self, request: pb.RolloutSyncRequest, seconds: float, meanwhile: Callable[[], None] | None = None
+        self,
+        request: pb.RolloutSyncRequest,
+        seconds: float,
+        meanwhile: Callable[[], None] | None = None,
     ) -> pb.ReplicaOutcome:
         self._read_pending_reply()
         until = time.monotonic() + seconds
@@ -224,8 +280,12 @@ class DirectStream:
     def _reply(self, until: float) -> pb.ReplicaOutcome:
         seconds = until - time.monotonic()
         try:
-            size = int.from_bytes(_core_channel.read_exactly(self._socket, 4, until), "little")
-            return pb.RolloutSyncReply.FromString(_core_channel.read_exactly(self._socket, size, until)).outcome
+            size = int.from_bytes(
+                _core_channel.read_exactly(self._socket, 4, until), "little"
+            )
+            return pb.RolloutSyncReply.FromString(
+                _core_channel.read_exactly(self._socket, size, until)
+            ).outcome
         except TimeoutError:
             raise self._timeout_error(seconds) from None
         except OSError as error:
@@ -239,7 +299,8 @@ class DirectStream:
 
     def _socket_error(self, error: OSError) -> TransportError:
         return TransportError(
-            f"the socket of {self.replica} broke: {error}", remedy="pool.status() says what became of it; sync again"
+            f"the socket of {self.replica} broke: {error}",
+            remedy="pool.status() says what became of it; sync again",
         )
 
     def _send(self, data: bytes) -> None:
@@ -260,5 +321,6 @@ def try_direct(outcomes: Sequence[Any]) -> DirectStream | None:
         return None
     try:
         return DirectStream(outcomes[0].replica, outcomes[0].direct_orders_json)
-    except OSError:  # another mount namespace, where its path does not exist: go through the gateway
+    # another mount namespace, where its path does not exist: go through the gateway
+    except OSError:
         return None

@@ -24,20 +24,39 @@ def generate() -> dict[str, str]:
     include = str(Path(protoc.__file__).parent / "_proto")
     with tempfile.TemporaryDirectory() as out:
         outs = [f"--python_out={out}", f"--pyi_out={out}", f"--grpc_python_out={out}"]
-        code = protoc.main(["protoc", f"-I{FOLDER}", f"-I{include}", *outs, "jvlab.proto"])
+        code = protoc.main(
+            ["protoc", f"-I{FOLDER}", f"-I{include}", *outs, "jvlab.proto"]
+        )
         if code:
             raise SystemExit(f"protoc ended with {code}")
-        return {name: _normalise(name, (Path(out) / name).read_text()) for name in NAMES}
+        return {
+            name: _normalise(name, (Path(out) / name).read_text()) for name in NAMES
+        }
 
 
 def _normalise(name: str, text: str) -> str:
     if name == "jvlab_pb2.py":
         text = re.sub(r"# Protobuf Python Version: .*\n", "", text)
-        text = re.sub(r"from google.protobuf import runtime_version as _runtime_version\n", "", text)
-        text = re.sub(r"_runtime_version\.ValidateProtobufRuntimeVersion\((.|\n)*?\n\)\n", "", text)
+        text = re.sub(
+            r"from google.protobuf import runtime_version as _runtime_version\n",
+            "",
+            text,
+        )
+        text = re.sub(
+            r"_runtime_version\.ValidateProtobufRuntimeVersion\((.|\n)*?\n\)\n",
+            "",
+            text,
+        )
     if name == "jvlab_pb2_grpc.py":
-        text = re.sub(r"GRPC_GENERATED_VERSION = '.*'", f"GRPC_GENERATED_VERSION = '{OLDEST_GRPC}'", text)
-        text = text.replace("import jvlab_pb2 as jvlab__pb2", "from jvlab.wire import jvlab_pb2 as jvlab__pb2")
+        text = re.sub(
+            r"GRPC_GENERATED_VERSION = '.*'",
+            f"GRPC_GENERATED_VERSION = '{OLDEST_GRPC}'",
+            text,
+        )
+        text = text.replace(
+            "import jvlab_pb2 as jvlab__pb2",
+            "from jvlab.wire import jvlab_pb2 as jvlab__pb2",
+        )
     return text
 
 

@@ -31,15 +31,19 @@ def read_json(raw: bytes | str, what: str = "the body") -> Any:
     except RecursionError:
         raise _too_deep(what) from None
     except ValueError as error:  # UnicodeDecodeError is one
-        raise ConfigError(f"{what} is not valid JSON: {error}", remedy=_REMEDY) from None
+        raise ConfigError(
+            f"{what} is not valid JSON: {error}", remedy=_REMEDY
+        ) from None
     if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _exceeds_depth(value):
         raise _too_deep(what)
-    if _SURROGATE.search(data):  # a lone one has no UTF-8 form: it can be neither stored, hashed nor tokenised
+    # a lone one has no UTF-8 form: it can be neither stored, hashed nor tokenised
+    if _SURROGATE.search(data):
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise ConfigError(
-                f"{what} holds a lone surrogate, which is not a character", remedy="send whole characters"
+                f"{what} holds a lone surrogate, which is not a character",
+                remedy="send whole characters",
             ) from None
     return value
 
@@ -48,7 +52,9 @@ def read_object(raw: bytes | str, what: str = "the body") -> dict[str, Any]:
     """The same, for a JSON object."""
     value = read_json(raw, what)
     if not isinstance(value, dict):
-        raise ConfigError(f"{what} is of type {type(value).__name__}, not an object", remedy=_REMEDY)
+        raise ConfigError(
+            f"{what} is of type {type(value).__name__}, not an object", remedy=_REMEDY
+        )
     return value
 
 
@@ -67,7 +73,12 @@ def _exceeds_depth(value: Any) -> bool:
     level = [value]
     for _ in range(MAX_DEPTH):
         parts = [part.values() if isinstance(part, dict) else part for part in level]
-        level = [child for part in parts if isinstance(part, (list, type({}.values()))) for child in part]
+        level = [
+            child
+            for part in parts
+            if isinstance(part, (list, type({}.values())))
+            for child in part
+        ]
         level = [child for child in level if isinstance(child, (list, dict))]
         if not level:
             return False
@@ -100,7 +111,9 @@ class Limits:
     tokens: int  # of all samples: prompt + max_tokens
 
     @classmethod
-    def resolve(cls, given: Mapping[str, int], max_num_seqs: int, max_model_len: int) -> Limits:
+    def resolve(
+        cls, given: Mapping[str, int], max_num_seqs: int, max_model_len: int
+    ) -> Limits:
         """The given limits, else defaults that an engine of this size handles without running out of memory.
 
         A queue as long as the minimums takes less of a replica's memory than its imports do.
@@ -116,7 +129,8 @@ class Limits:
     def check(self, asked: Asked) -> None:
         """Raise `LimitExceeded` for the first limit that is exceeded."""
         for field in fields(self):
-            limit, wanted = getattr(self, field.name), getattr(asked, field.name)
+            limit = getattr(self, field.name)
+            wanted = getattr(asked, field.name)
             if wanted > limit:
                 raise LimitExceeded(
                     f"one call asks for {_shown(wanted)} {_LABELS[field.name]}; this pool takes at most {limit:,}",
@@ -156,13 +170,22 @@ def check_given(given: Mapping[str, Any] | None) -> dict[str, int]:
     for name, value in (given or {}).items():
         if name not in names:
             close = difflib.get_close_matches(str(name), names, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(names)}"
+            hint = (
+                f"did you mean {close[0]!r}?"
+                if close
+                else f"there are: {', '.join(names)}"
+            )
             raise ConfigError(f"there is no limit called {name!r}", remedy=hint)
         if value is None:
             checked[name] = UNLIMITED
-        elif isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= UNLIMITED:
+        elif (
+            isinstance(value, bool)
+            or not isinstance(value, int)
+            or not 1 <= value <= UNLIMITED
+        ):
             raise ConfigError(
-                f"limits[{name!r}] must be a whole number of at least 1, not {value!r}", remedy="None for no limit"
+                f"limits[{name!r}] must be a whole number of at least 1, not {value!r}",
+                remedy="None for no limit",
             )
         else:
             checked[name] = value
@@ -178,39 +201,76 @@ def count(value: Any) -> int:
         return int(value) if math.isfinite(value) else UNLIMITED
     if isinstance(value, str):
         text = value.strip()
-        return int(text) if text.isdecimal() and len(text) < 19 else UNLIMITED if text.isdecimal() else 0
+        return (
+            int(text)
+            if text.isdecimal() and len(text) < 19
+            else UNLIMITED
+            if text.isdecimal()
+            else 0
+        )
     return value if isinstance(value, int) else 0
 
 
-def new_tokens(sampling: Mapping[str, Any], max_model_len: int, default: int = DEFAULT_MAX_TOKENS) -> int:
+def new_tokens(
+    sampling: Mapping[str, Any], max_model_len: int, default: int = DEFAULT_MAX_TOKENS
+) -> int:
     """The most tokens that one sample may generate; never more than the model's length."""
-    given = [sampling[name] for name in ("max_tokens", "max_completion_tokens") if name in sampling]
-    wanted = max((UNLIMITED if value is None else count(value) for value in given), default=default)
+    given = [
+        sampling[name]
+        for name in ("max_tokens", "max_completion_tokens")
+        if name in sampling
+    ]
+    wanted = max(
+        (UNLIMITED if value is None else count(value) for value in given),
+        default=default,
+    )
     return min(wanted, max_model_len) if max_model_len else wanted
 
 
-def of_prompts(lengths: Sequence[int], n: int, sampling: Mapping[str, Any], max_model_len: int) -> Asked:
+def of_prompts(
+    lengths: Sequence[int], n: int, sampling: Mapping[str, Any], max_model_len: int
+) -> Asked:
     """`n` samples of prompts of these lengths in tokens; 0 for a prompt that is not tokenised yet."""
     each = new_tokens(sampling, max_model_len)
-    return Asked(n, len(lengths), n * len(lengths), n * (sum(lengths) + each * len(lengths)))
+    return Asked(
+        n, len(lengths), n * len(lengths), n * (sum(lengths) + each * len(lengths))
+    )
 
 
 def of_http(content: Mapping[str, Any], max_model_len: int) -> Asked:
     """A request body of OpenAI's API, read as leniently as the server reads it."""
     nested = content.get("sampling_params")
     sources = [content, nested] if isinstance(nested, Mapping) else [content]
-    n = max(1, *(count(source.get(name)) for source in sources for name in ("n", "best_of")))
-    prompts = max(1, *(_prompt_count(content.get(name)) for name in ("prompt", "prompts", "input", "token_ids")))
+    n = max(
+        1, *(count(source.get(name)) for source in sources for name in ("n", "best_of"))
+    )
+    prompts = max(
+        1,
+        *(
+            _prompt_count(content.get(name))
+            for name in ("prompt", "prompts", "input", "token_ids")
+        ),
+    )
     # A chat without max_tokens may run to the model's length.
-    default = max_model_len if "messages" in content or "prompt" not in content else DEFAULT_MAX_TOKENS
+    default = (
+        max_model_len
+        if "messages" in content or "prompt" not in content
+        else DEFAULT_MAX_TOKENS
+    )
     each = max(new_tokens(source, max_model_len, default) for source in sources)
-    given = sum(map(_tokens, content["prompt"])) if isinstance(content.get("prompt"), list) else 0
+    given = (
+        sum(map(_tokens, content["prompt"]))
+        if isinstance(content.get("prompt"), list)
+        else 0
+    )
     return Asked(n, prompts, n * prompts, n * (given + prompts * each))
 
 
 def _prompt_count(value: Any) -> int:
     """The prompts in a field: a list of strings or of token lists is several, a list of numbers is one."""
-    several = isinstance(value, list) and any(isinstance(part, (str, list, dict)) for part in value)
+    several = isinstance(value, list) and any(
+        isinstance(part, (str, list, dict)) for part in value
+    )
     return len(value) if several else 1
 
 

@@ -28,7 +28,9 @@ class _Aborted(Exception):
 
     def __init__(self, code: grpc.StatusCode, details: str, metadata: Any) -> None:
         super().__init__(details)
-        self.code, self.details, self.metadata = code, details, metadata
+        self.code = code
+        self.details = details
+        self.metadata = metadata
 
 
 class LocalContext:
@@ -37,14 +39,17 @@ class LocalContext:
     def __init__(self, call: LocalCall) -> None:
         self._call = call
 
-    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> None:
+    async def abort(
+        self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()
+    ) -> None:
         raise _Aborted(code, details, trailing_metadata)
 
     def time_remaining(self) -> float | None:
         return self._call.time_remaining()
 
     async def read(self) -> Any:
-        return await self._call.requests.get()  # no deadline: the caller has one, and cancels this
+        # no deadline: the caller has one, and cancels this
+        return await self._call.requests.get()
 
     async def write(self, message: Any) -> None:
         self._call.replies.put_nowait(message)
@@ -53,17 +58,33 @@ class LocalContext:
 class LocalCall:
     """One call: awaited if it has one reply, iterated or read if it has several. Made and used on the loop."""
 
-    def __init__(self, method: Any, request: Any = None, *, timeout: float | None = None, metadata: Any = ()) -> None:
+    def __init__(
+        self,
+        method: Any,
+        request: Any = None,
+        *,
+        timeout: float | None = None,
+        metadata: Any = (),
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.requests: asyncio.Queue[Any] = asyncio.Queue()
         self.replies: asyncio.Queue[Any] = asyncio.Queue()
         self._code: grpc.StatusCode | None = None
-        self._details, self._cancelled = "", False
+        self._details = ""
+        self._cancelled = False
         self._trailing = grpc.aio.Metadata()
         self._until = None if timeout is None else loop.time() + timeout
-        self._timer = None if timeout is None else loop.call_later(max(0.0, timeout), self._expire)
-        self._task = loop.create_task(self._run(method, self._sent() if request is None else request))
-        self._task.add_done_callback(lambda _: self._end(Code.CANCELLED, "cancelled before it began"))
+        self._timer = (
+            None
+            if timeout is None
+            else loop.call_later(max(0.0, timeout), self._expire)
+        )
+        self._task = loop.create_task(
+            self._run(method, self._sent() if request is None else request)
+        )
+        self._task.add_done_callback(
+            lambda _: self._end(Code.CANCELLED, "cancelled before it began")
+        )
 
     async def _run(self, method: Any, given: Any) -> None:
         try:
@@ -80,17 +101,20 @@ class LocalCall:
             self._end(error.code, error.details)
         except asyncio.CancelledError:
             self._end(Code.CANCELLED, "cancelled")
-        except Exception as error:  # like a gRPC server: the caller gets the error, the server keeps running
+        # like a gRPC server: the caller gets the error, the server keeps running
+        except Exception as error:
             self._end(Code.UNKNOWN, f"Unexpected {type(error)}: {error}")
 
     async def _sent(self) -> AsyncIterator[Any]:
         """What the caller writes, for a servicer to iterate."""
-        while (message := await self.requests.get()) is not EOF:  # no deadline: the caller has one, and cancels this
+        # no deadline: the caller has one, and cancels this
+        while (message := await self.requests.get()) is not EOF:
             yield message
 
     def _end(self, code: grpc.StatusCode, details: str) -> None:
         if self._code is None:  # the first status counts
-            self._code, self._details = code, details
+            self._code = code
+            self._details = details
             self.replies.put_nowait(EOF)
             if self._timer is not None:
                 self._timer.cancel()
@@ -100,7 +124,11 @@ class LocalCall:
         self._task.cancel()
 
     def time_remaining(self) -> float | None:
-        return None if self._until is None else max(0.0, self._until - asyncio.get_running_loop().time())
+        return (
+            None
+            if self._until is None
+            else max(0.0, self._until - asyncio.get_running_loop().time())
+        )
 
     # The caller's side ----------------------------------------------------------------------------------------------
 
@@ -115,7 +143,8 @@ class LocalCall:
     async def read(self) -> Any:
         """The next reply, or EOF after the last; raises if the call failed."""
         try:
-            message = await self.replies.get()  # no deadline: `_expire` and the task's end put EOF there
+            # no deadline: `_expire` and the task's end put EOF there
+            message = await self.replies.get()
         except asyncio.CancelledError:
             self.cancel()
             raise
@@ -126,7 +155,9 @@ class LocalCall:
             raise asyncio.CancelledError
         assert self._code is not None
         if self._code is not Code.OK:
-            raise grpc.aio.AioRpcError(self._code, grpc.aio.Metadata(), self._trailing, self._details)
+            raise grpc.aio.AioRpcError(
+                self._code, grpc.aio.Metadata(), self._trailing, self._details
+            )
         return EOF
 
     def __await__(self) -> Generator[Any, Any, Any]:
@@ -136,7 +167,8 @@ class LocalCall:
         return self
 
     async def __anext__(self) -> Any:
-        if (message := await self.read()) is EOF:  # no deadline: `_expire` and the task's end put EOF there
+        # no deadline: `_expire` and the task's end put EOF there
+        if (message := await self.read()) is EOF:
             raise StopAsyncIteration
         return message
 
@@ -155,11 +187,13 @@ class LocalCall:
         return self._code is not None
 
     async def code(self) -> grpc.StatusCode:
-        await asyncio.wait([self._task])  # no deadline: asked at the end: it is over, or was cancelled
+        # no deadline: asked at the end: it is over, or was cancelled
+        await asyncio.wait([self._task])
         return self._code or Code.UNKNOWN
 
     async def details(self) -> str:
-        await asyncio.wait([self._task])  # no deadline: asked at the end: it is over, or was cancelled
+        # no deadline: asked at the end: it is over, or was cancelled
+        await asyncio.wait([self._task])
         return self._details
 
 

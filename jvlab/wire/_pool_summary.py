@@ -14,14 +14,18 @@ def pool_state(snapshot: Any) -> str:
     """One word for the whole pool."""
     if snapshot.closed:
         return "closed"
-    stages = [replica.stage for replica in snapshot.replicas if replica.stage not in LEAVING]
+    stages = [
+        replica.stage for replica in snapshot.replicas if replica.stage not in LEAVING
+    ]
     leaving = len(snapshot.replicas) - len(stages)
     leaves = f", {leaving} draining" if leaving else ""
     if all(stage == "ready" for stage in stages):
         return f"ready{leaves}"
     for stage in ("failed", "lost"):
         if stage in stages:
-            ready = sum(is_well(replica, snapshot.sync) for replica in snapshot.replicas)
+            ready = sum(
+                is_well(replica, snapshot.sync) for replica in snapshot.replicas
+            )
             return f"{ready}/{len(stages)} ready, {stages.count(stage)} {stage}{leaves}"
     return (f"starting: {stages[0]}" if len(set(stages)) == 1 else "starting") + leaves
 
@@ -49,7 +53,9 @@ def pool_summary(snapshot: Any) -> dict[str, Any]:
                 "running": s.running,
                 "waiting": s.waiting,
                 "kv_use": s.kv_use,
-                "prefix_hit_rate": s.prefix_hits / s.prefix_queries if s.prefix_queries else 0.0,
+                "prefix_hit_rate": s.prefix_hits / s.prefix_queries
+                if s.prefix_queries
+                else 0.0,
                 "tokens_per_s": s.tokens_per_s,
                 "generated_tokens": s.generated_tokens,
                 "paused": s.paused,
@@ -103,7 +109,8 @@ def _speculative(snapshot: Any, facts: Any) -> dict[str, Any] | None:
         "method": facts.speculative,
         "acceptance_rate": _accepted(snapshot.replicas),
         "draft_tokens": sum(r.stats.draft_tokens for r in snapshot.replicas),
-        "draft_stale": facts.draft_weights and synced,  # a sync updates the model's weights, not the draft model's
+        # a sync updates the model's weights, not the draft model's
+        "draft_stale": facts.draft_weights and synced,
     }
 
 
@@ -117,14 +124,19 @@ def replica_state(replica: Any, sync: str = "") -> State:
         return state("stale")
     if replica.stats.sleeping:
         return state("asleep")
-    if sync in ("halted", "moving", "verified") and (replica.stats.paused or replica.dirty):
+    if sync in ("halted", "moving", "verified") and (
+        replica.stats.paused or replica.dirty
+    ):
         return state("paused for a sync")
     return state("paused") if replica.stats.paused else state("ready")
 
 
 def is_well(replica: Any, sync: str = "") -> bool:
     """Whether it is up and holds weights that it may serve: "ready", for headlines that count."""
-    return replica.stage == "ready" and replica_state(replica, sync).name not in ("dirty", "stale")
+    return replica.stage == "ready" and replica_state(replica, sync).name not in (
+        "dirty",
+        "stale",
+    )
 
 
 def replica_health(replica: Any, sync: str = "") -> tuple[str, str]:
@@ -146,8 +158,14 @@ def pool_health(snapshot: Any, lost: bool = False) -> tuple[str, State]:
     if found.name == "ready" or not text.startswith("ready"):
         return text, found
     count = sum(replica_state(r, snapshot.sync).name == found.name for r in staying)
-    words = next(replica_health(r, snapshot.sync)[0] for r in staying if replica_state(r, snapshot.sync) == found)
-    return (words if count == len(staying) else f"{count} of {len(staying)} {words}"), found
+    words = next(
+        replica_health(r, snapshot.sync)[0]
+        for r in staying
+        if replica_state(r, snapshot.sync) == found
+    )
+    return (
+        words if count == len(staying) else f"{count} of {len(staying)} {words}"
+    ), found
 
 
 def waiting_for(snapshot: Any, me: str = "") -> str:
@@ -164,13 +182,18 @@ def waiting_for(snapshot: Any, me: str = "") -> str:
         return f"{snapshot.pool} was put to sleep by {who(snapshot.asleep_by)}; pool.wake() lets it go on"
     staying = [r for r in snapshot.replicas if r.stage not in LEAVING]
     dirty = any(r.dirty for r in staying)
-    if snapshot.sync == "halted" or (dirty and snapshot.sync in ("moving", "verified")):  # a staged one halts late
+    # a staged one halts late
+    if snapshot.sync == "halted" or (dirty and snapshot.sync in ("moving", "verified")):
         how = "has open in a stepper" if snapshot.stepping else "runs"
-        return f"a sync that {who(snapshot.trainer)} {how} ({stage_word(snapshot.sync)})"
+        return (
+            f"a sync that {who(snapshot.trainer)} {how} ({stage_word(snapshot.sync)})"
+        )
     found = {r.replica: replica_state(r, snapshot.sync) for r in staying}
     idle = all(state.name != "ready" for state in found.values())
     # with a replica that works, only those matter that hold some of the work
-    late = [r for r in staying if found[r.replica].name != "ready" and (idle or r.routed)]
+    late = [
+        r for r in staying if found[r.replica].name != "ready" and (idle or r.routed)
+    ]
     return ", ".join(f"{r.replica} is {found[r.replica].words}" for r in late)
 
 

@@ -46,9 +46,15 @@ WORDS = {
 }
 _CAUSES = (  # (what gRPC's text has, in words); the first that fits
     (r"refused", "nothing listens there"),
-    (r"handshake|\bssl|certificate|peer name", "TLS failed; is it the right certificate?"),
+    (
+        r"handshake|\bssl|certificate|peer name",
+        "TLS failed; is it the right certificate?",
+    ),
     (r"DNS|resolution|resolve|empty address", "its address cannot be resolved"),
-    (r"keepalive|ping timeout|timed out|timeout occurred|no route|unreachable", "it is out of reach"),
+    (
+        r"keepalive|ping timeout|timed out|timeout occurred|no route|unreachable",
+        "it is out of reach",
+    ),
     (
         r"socket closed|reset by peer|broken pipe|goaway|rst_stream|stream removed|channel .*(clos|shut)|EOF",
         "the connection was closed",
@@ -57,7 +63,9 @@ _CAUSES = (  # (what gRPC's text has, in words); the first that fits
 _BUG = re.compile(r"Unexpected <class '([\w.]+)'>: (.*)", re.DOTALL)
 _TOO_LARGE = re.compile(r"message larger than max \((\d+) vs\. (\d+)\)")
 _OWN = re.compile(  # gRPC's vocabulary
-    r"\b(" + "|".join(code.name for code in Code if code is not Code.OK) + r"|RPC|HTTP2?|FD|Method not found)\b"
+    r"\b("
+    + "|".join(code.name for code in Code if code is not Code.OK)
+    + r"|RPC|HTTP2?|FD|Method not found)\b"
     r"|(?i:grpc|ipv[46]:|unix:|channel|cancelled|deadline exceeded|all addresses)"
 )
 
@@ -65,9 +73,16 @@ _OWN = re.compile(  # gRPC's vocabulary
 class CallFailed(errors.JvlabError):
     """A call that failed with this status code; `sent` is another servicer's error that is passed on."""
 
-    def __init__(self, code: grpc.StatusCode, message: str, remedy: str = "", sent: RemoteError | None = None) -> None:
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        message: str,
+        remedy: str = "",
+        sent: RemoteError | None = None,
+    ) -> None:
         super().__init__(message, remedy=remedy)
-        self.code, self.sent = code, sent
+        self.code = code
+        self.sent = sent
 
     @classmethod
     def of(cls, error: grpc.aio.AioRpcError) -> CallFailed:
@@ -111,17 +126,30 @@ def status_of(error: errors.JvlabError) -> grpc.StatusCode:
 
 async def abort(context: Any, error: errors.JvlabError) -> None:
     """End a call with this error."""
-    kind, fields = type(error).__name__, error.fields
+    kind = type(error).__name__
+    fields = error.fields
     if isinstance(error, CallFailed):
         known = error.sent
-        kind, fields = (known.kind.__name__, known.fields) if known is not None and known.kind is not None else ("", {})
+        kind, fields = (
+            (known.kind.__name__, known.fields)
+            if known is not None and known.kind is not None
+            else ("", {})
+        )
     remedy = error.remedy
-    entry = json.dumps({"kind": kind, "remedy": remedy, "fields": {k: v for k, v in fields.items() if _is_plain(v)}})
+    entry = json.dumps(
+        {
+            "kind": kind,
+            "remedy": remedy,
+            "fields": {k: v for k, v in fields.items() if _is_plain(v)},
+        }
+    )
     if len(entry) > MAX_BYTES:
         remedy = remedy[: MAX_BYTES // 8]
         entry = json.dumps({"kind": kind, "remedy": remedy})
     text = f"{error.message}\n  → {remedy}" if remedy else error.message
-    await context.abort(status_of(error), text, trailing_metadata=((KEY, entry.encode()),))
+    await context.abort(
+        status_of(error), text, trailing_metadata=((KEY, entry.encode()),)
+    )
 
 
 def _is_plain(value: object) -> bool:
@@ -149,7 +177,9 @@ def _reporting(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         async def stream(self: Any, request: Any, context: Any) -> Any:
             try:
-                async with contextlib.aclosing(method(self, request, context)) as messages:
+                async with contextlib.aclosing(
+                    method(self, request, context)
+                ) as messages:
                     async for message in messages:
                         yield message
             except Exception as error:
@@ -190,17 +220,31 @@ def in_words(code: grpc.StatusCode, details: str | None) -> str:
 
 def received(error: grpc.aio.AioRpcError) -> RemoteError:
     """The error of a failed call."""
-    entry = next((value for key, value in error.trailing_metadata() or () if key == KEY), None)
+    entry = next(
+        (value for key, value in error.trailing_metadata() or () if key == KEY), None
+    )
     if entry is None:
         return RemoteError(in_words(error.code(), error.details()))
     text = error.details() or WORDS[error.code()]
     plain = json.loads(entry)
     remedy = str(plain["remedy"])
     kind = getattr(errors, plain["kind"], None)
-    known = kind if isinstance(kind, type) and issubclass(kind, errors.JvlabError) else None
-    return RemoteError(text.removesuffix(f"\n  → {remedy}"), remedy, known, plain.get("fields", {}), ours=True)
+    known = (
+        kind if isinstance(kind, type) and issubclass(kind, errors.JvlabError) else None
+    )
+    return RemoteError(
+        text.removesuffix(f"\n  → {remedy}"),
+        remedy,
+        known,
+        plain.get("fields", {}),
+        ours=True,
+    )
 
 
 def rebuild(sent: RemoteError) -> errors.JvlabError | None:
     """The error raised on the other side, if it was one of ours."""
-    return None if sent.kind is None else sent.kind(sent.message, remedy=sent.remedy, **sent.fields)
+    return (
+        None
+        if sent.kind is None
+        else sent.kind(sent.message, remedy=sent.remedy, **sent.fields)
+    )

@@ -55,7 +55,10 @@ class Tls:
         try:
             pair = (Path(self.key).read_bytes(), Path(self.certificate).read_bytes())
         except OSError as error:
-            raise ConfigError(f"TLS file cannot be read: {error}", remedy="give PEM files the user can read") from error
+            raise ConfigError(
+                f"TLS file cannot be read: {error}",
+                remedy="give PEM files the user can read",
+            ) from error
         return grpc.ssl_server_credentials([pair])
 
 
@@ -69,7 +72,9 @@ def check_bind(host: str, tls: Tls | None) -> None:
         )
 
 
-def options(max_message: int = MAX_MESSAGE, *, keepalive: bool = True) -> list[tuple[str, Any]]:
+def options(
+    max_message: int = MAX_MESSAGE, *, keepalive: bool = True
+) -> list[tuple[str, Any]]:
     """Channel and server options: message limits, and keep-alive so that a vanished peer is noticed within a minute.
 
     Without keep-alive the system alone tells that a peer is gone. On one machine it always does, and a peer that is
@@ -94,7 +99,9 @@ def authorization(token: str) -> tuple[tuple[str, str], ...]:
 
 def is_bearer(given: str | bytes, expected: bytes) -> bool:
     """Whether this is the expected value, compared in constant time; any bytes or characters are accepted."""
-    raw = given if isinstance(given, bytes) else given.encode("utf-8", "surrogateescape")
+    raw = (
+        given if isinstance(given, bytes) else given.encode("utf-8", "surrogateescape")
+    )
     return hmac.compare_digest(raw, expected)
 
 
@@ -106,7 +113,9 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]
+        ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
         metadata = dict(handler_call_details.invocation_metadata or ())

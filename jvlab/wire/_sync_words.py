@@ -53,8 +53,13 @@ ORDER: dict[str, Phases] = {
     "direct": (_P.PREPARE, _P.HALT, _P.MOVE, _P.VERIFY, _P.COMMIT, _P.GO_ON),
     "staged": (_P.PREPARE, _P.MOVE, _P.VERIFY, _P.HALT, _P.COMMIT, _P.GO_ON),
 }
-BEFORE_BYTES = {mode: order[: order.index(_P.MOVE) + 1] for mode, order in ORDER.items()}  # then the buckets are sent
-AFTER_VERIFY = {mode: order[order.index(_P.VERIFY) + 1 :] for mode, order in ORDER.items()}
+# then the buckets are sent
+BEFORE_BYTES = {
+    mode: order[: order.index(_P.MOVE) + 1] for mode, order in ORDER.items()
+}
+AFTER_VERIFY = {
+    mode: order[order.index(_P.VERIFY) + 1 :] for mode, order in ORDER.items()
+}
 STAGE_AFTER = {
     _P.PREPARE: Stage.PREPARED,
     _P.HALT: Stage.HALTED,
@@ -67,7 +72,9 @@ STAGE_AFTER = {
 NEXT = {  # (mode, stage) → the phase that may follow
     (mode, before): phase
     for mode, order in ORDER.items()
-    for before, phase in zip([Stage.IDLE, *(STAGE_AFTER[p] for p in order)], order, strict=False)
+    for before, phase in zip(
+        [Stage.IDLE, *(STAGE_AFTER[p] for p in order)], order, strict=False
+    )
 }
 CHOICES = {
     "mode": tuple(ORDER),
@@ -84,7 +91,11 @@ CODE_ERRORS: dict[str, type[errors.SyncError]] = {
     "transport": errors.TransportError,
     "deadline": errors.SyncDeadline,
 }
-_CODES = {"VerifyError": "mismatch", "TransportError": "transport", "DeadlineExceeded": "deadline"}
+_CODES = {
+    "VerifyError": "mismatch",
+    "TransportError": "transport",
+    "DeadlineExceeded": "deadline",
+}
 
 
 def failure_code(error_name: str, differing: bool) -> str:
@@ -112,17 +123,27 @@ class Terms:
         """From a SyncTerms; an omitted option has its default."""
         names = ("mode", "verify", "require", "pause", "kv", "bucket_seconds")
         given = {name: value for name in names if (value := getattr(message, name))}
-        return cls(message.version, **given, replicas=tuple(message.replicas), stepped=message.stepped)
+        return cls(
+            message.version,
+            **given,
+            replicas=tuple(message.replicas),
+            stepped=message.stepped,
+        )
 
     def fields(self) -> dict[str, Any]:
         """The fields of a SyncTerms."""
-        return {name: value for name, value in self.__dict__.items() if name != "nonfinite"}
+        return {
+            name: value for name, value in self.__dict__.items() if name != "nonfinite"
+        }
 
     def problem(self) -> tuple[str, str] | None:
         """(what is wrong, what to do) if an option is invalid."""
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
-                return f"{name}={getattr(self, name)!r} is not known", f"one of {', '.join(known)}"
+                return (
+                    f"{name}={getattr(self, name)!r} is not known",
+                    f"one of {', '.join(known)}",
+                )
         if self.bucket_seconds <= 0:
             return f"bucket_seconds={self.bucket_seconds:g}", "a time above 0"
         return None

@@ -21,18 +21,26 @@ PROMPTS = ([5, 6, 7], [9, 8, 7, 6, 5, 4], [3], [11, 12])
 
 def peer(model: str, together: int) -> tuple[jv.Policy, JaxPool]:
     policy = jv.Policy.from_pretrained(model)
-    encode = lambda prompt, special: prompt if isinstance(prompt, list) else [5 + ord(c) % 90 for c in prompt]
+    encode = lambda prompt, special: (
+        prompt if isinstance(prompt, list) else [5 + ord(c) % 90 for c in prompt]
+    )
     text = lambda ids: "".join(chr(48 + t % 10) if t % 3 else "x" for t in ids.tolist())
     return policy, JaxPool(policy, together, encode, text, stop=2, width=8)
 
 
-@pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.soak) for f in ("gemma2", "qwen3"))])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", *(pytest.param(f, marks=pytest.mark.soak) for f in ("gemma2", "qwen3"))],
+)
 def test_its_log_probabilities_are_the_policys(family: str):
     policy, pool = peer(jv.models.tiny(family), len(PROMPTS))
 
     async def all_of_them():
         return await asyncio.gather(
-            *(pool.agenerate([p], n=3, seed=7, max_tokens=12, temperature=0.7) for p in PROMPTS)
+            *(
+                pool.agenerate([p], n=3, seed=7, max_tokens=12, temperature=0.7)
+                for p in PROMPTS
+            )
         )
 
     batches = asyncio.run(all_of_them())
@@ -41,8 +49,14 @@ def test_its_log_probabilities_are_the_policys(family: str):
         for sample in batch:
             ids = np.concatenate([sample.prompt_token_ids, sample.token_ids])
             padded = np.pad(ids, (0, 64 - len(ids)))[None]  # one length to compile
-            ours = np.asarray(policy.logprobs(policy.params, padded, [len(ids)], temperature=0.7))[0]
-            np.testing.assert_allclose(sample.logprobs, ours[len(sample.prompt_token_ids) : len(ids)], atol=2e-4)
+            ours = np.asarray(
+                policy.logprobs(policy.params, padded, [len(ids)], temperature=0.7)
+            )[0]
+            np.testing.assert_allclose(
+                sample.logprobs,
+                ours[len(sample.prompt_token_ids) : len(ids)],
+                atol=2e-4,
+            )
 
 
 @pytest.mark.soak

@@ -21,7 +21,9 @@ pytestmark = pytest.mark.slow
 class LongWinded(FakePool):
     """Says as much as it may."""
 
-    async def agenerate(self, prompts: Any, n: int = 1, *, ignore_eos: bool, **options: Any) -> Any:
+    async def agenerate(
+        self, prompts: Any, n: int = 1, *, ignore_eos: bool, **options: Any
+    ) -> Any:
         assert ignore_eos
         return await super().agenerate(prompts, n, **options)
 
@@ -32,33 +34,65 @@ class LongWinded(FakePool):
 
 def test_rows_of_each_length_and_bound(tmp_path: Path):
     pool = LongWinded(delay=0.001)
-    task = Task(lambda i: [1 + i % (VOCAB - 1)], lambda s, e: reward_of(s.text), name="size")
+    task = Task(
+        lambda i: [1 + i % (VOCAB - 1)], lambda s, e: reward_of(s.text), name="size"
+    )
     order = {"tokens": [4, 9], "bounds": [0, 1], "steps": 2, "scratch": str(tmp_path)}
-    rows = list(jvlab_rows(order, (fresh_params(), logprobs_fn), pool, FakeLink(pool), task))
-    assert [(r["tokens"], r["max_staleness"]) for r in rows] == [(4, 0), (4, 1), (9, 0), (9, 1)]
+    rows = list(
+        jvlab_rows(order, (fresh_params(), logprobs_fn), pool, FakeLink(pool), task)
+    )
+    assert [(r["tokens"], r["max_staleness"]) for r in rows] == [
+        (4, 0),
+        (4, 1),
+        (9, 0),
+        (9, 1),
+    ]
     for row in rows:
         assert len(row["steps_s"]) == 2
         assert row["tokens_trained"] == 64 * row["tokens"]
         assert row["compiled"] == 0, "the first step compiled everything"
         assert row["staleness_max"] <= row["max_staleness"]
         parts = row["seconds"]
-        alone = sum(parts[k] for k in ("generate", "score", "reward", "train", "sync", "idle"))
-        assert alone >= sum(row["steps_s"]) / 2 - 1e-6, "phases and idle cover a step; where they overlap, twice"
-        assert row["tokens_per_s"] == pytest.approx(row["tokens_trained"] / row["step_s"])
+        alone = sum(
+            parts[k] for k in ("generate", "score", "reward", "train", "sync", "idle")
+        )
+        assert alone >= sum(row["steps_s"]) / 2 - 1e-6, (
+            "phases and idle cover a step; where they overlap, twice"
+        )
+        assert row["tokens_per_s"] == pytest.approx(
+            row["tokens_trained"] / row["step_s"]
+        )
         json.dumps(row)
-    facts = facts_of(rows, [{"tokens": 9, "max_staleness": 0, "step_s": 7.0, "who": "TRL"}])
+    facts = facts_of(
+        rows, [{"tokens": 9, "max_staleness": 0, "step_s": 7.0, "who": "TRL"}]
+    )
     assert facts["vs_trl_ratio_9"] == pytest.approx(7.0 / facts["step_s_9"])
     assert facts["vs_trl_ratio_9_k1"] == pytest.approx(7.0 / facts["step_s_9_k1"])
-    assert facts["k1_vs_k0_ratio_4"] == pytest.approx(facts["step_s_4"] / facts["step_s_4_k1"])
+    assert facts["k1_vs_k0_ratio_4"] == pytest.approx(
+        facts["step_s_4"] / facts["step_s_4_k1"]
+    )
     assert facts["first_step_s_4"] > 0
     assert "vs_trl_ratio_4" not in facts
     assert len(facts["runs"]) == 5
 
 
-def test_a_peer_that_is_missing_is_said_in_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    row = {"who": "jvlab", "tokens": 4, "max_staleness": 0, "step_s": 1.0, "first_step_s": 2.0, "tokens_per_s": 3.0}
+def test_a_peer_that_is_missing_is_said_in_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    row = {
+        "who": "jvlab",
+        "tokens": 4,
+        "max_staleness": 0,
+        "step_s": 1.0,
+        "first_step_s": 2.0,
+        "tokens_per_s": 3.0,
+    }
     asked = []
-    monkeypatch.setattr(_grpo_size, "_side", lambda side, order: asked.append((side, order)) or iter([row]))
+    monkeypatch.setattr(
+        _grpo_size,
+        "_side",
+        lambda side, order: asked.append((side, order)) or iter([row]),
+    )
     monkeypatch.setattr(_grpo_size, "find_spec", lambda name: None)
     monkeypatch.setattr("jvlab.trainer.models.resolve", lambda model: model)
     found = run_bench_grpo_size("some/model", [4], "cpu", peer="trl")
@@ -69,8 +103,17 @@ def test_a_peer_that_is_missing_is_said_in_words(monkeypatch: pytest.MonkeyPatch
     assert found["step_s_4"] == 1.0
 
 
-def test_a_side_that_dies_is_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    order = {"model": str(tmp_path / "none"), "tokens": [4], "bounds": [0], "steps": 1, "device": "cpu", "eager": False}
+def test_a_side_that_dies_is_an_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    order = {
+        "model": str(tmp_path / "none"),
+        "tokens": [4],
+        "bounds": [0],
+        "steps": 1,
+        "device": "cpu",
+        "eager": False,
+    }
     with pytest.raises(Exception, match="the trl side ended with"):
         list(_grpo_size._side("trl", {**order, "tokens": [], "scratch": str(tmp_path)}))
 
@@ -96,7 +139,9 @@ def test_without_a_model_the_small_bench_runs(monkeypatch: pytest.MonkeyPatch):
     from jvlab.bench import _grpo
 
     asked: list[Any] = []
-    monkeypatch.setattr(_grpo, "run_bench_grpo", lambda *a, **k: asked.append((a, k)) or {})
+    monkeypatch.setattr(
+        _grpo, "run_bench_grpo", lambda *a, **k: asked.append((a, k)) or {}
+    )
     assert main(["bench", "grpo", "--device", "cpu"]) == 0
     assert asked == [((15, None, "cpu"), {"eager": False})]
     with pytest.raises(ConfigError, match="peer"):

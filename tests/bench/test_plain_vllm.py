@@ -15,7 +15,9 @@ from tests.bench import leaves_a_socket
 from tests.conftest import left_by_engines
 
 
-def test_nothing_is_left_and_its_end_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_nothing_is_left_and_its_end_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     monkeypatch.setattr(_sync_gpu_peer, "serve", leaves_a_socket.serve)
     usual = Path(tempfile.gettempdir())
     before = left_by_engines(usual)
@@ -23,7 +25,9 @@ def test_nothing_is_left_and_its_end_is_an_error(monkeypatch: pytest.MonkeyPatch
         told = peer.receive()
         assert told["asked"] == 7
         assert len(list(Path(told["places"][0]).iterdir())) == 2
-        assert usual.resolve() not in [Path(place).resolve() for place in told["places"]]
+        assert usual.resolve() not in [
+            Path(place).resolve() for place in told["places"]
+        ]
         assert psutil.pid_exists(told["pid"])
         peer.pipe.send("end")
         with pytest.raises(errors.LaunchError, match="plain vLLM ended"):

@@ -26,7 +26,9 @@ class Server(BaseHTTPRequestHandler):
         cls = type(self)
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         cls.connections.add(self.client_address)
-        cls.requests.append({**body, "path": self.path, "authorization": self.headers["Authorization"]})
+        cls.requests.append(
+            {**body, "path": self.path, "authorization": self.headers["Authorization"]}
+        )
         choices = [
             {"index": i, "token_ids": [ids[0] + k for k in range(body["max_tokens"])]}
             for i, ids in enumerate(body["prompt"])
@@ -57,12 +59,21 @@ def url() -> Iterator[str]:
 def test_keep_alive_means_one_connection(url: str, keep: bool, connections: int):
     way = bench.HttpWay("http", url, "secret", "model", keep)
     for _ in range(3):
-        assert way.ask([[5, 6], [9]], 2) == ([[5, 6], [9, 10]], 7), "in the order of the prompts"
+        assert way.ask([[5, 6], [9]], 2) == ([[5, 6], [9, 10]], 7), (
+            "in the order of the prompts"
+        )
     way.close()
     assert len(Server.connections) == connections
     asked = Server.requests[0]
-    assert (asked["path"], asked["authorization"]) == ("/v1/completions", "Bearer secret")
-    assert (asked["model"], asked["temperature"], asked["ignore_eos"]) == ("model", 0.0, True)
+    assert (asked["path"], asked["authorization"]) == (
+        "/v1/completions",
+        "Bearer secret",
+    )
+    assert (asked["model"], asked["temperature"], asked["ignore_eos"]) == (
+        "model",
+        0.0,
+        True,
+    )
 
 
 def test_a_refusal_is_told(url: str):
@@ -101,7 +112,13 @@ class FakePool:
             )
             for i, ids in enumerate(prompts)
         )
-        return RolloutBatch(samples, logprobs_mode="processed_logprobs", model="m", notes=(), seconds=0.01)
+        return RolloutBatch(
+            samples,
+            logprobs_mode="processed_logprobs",
+            model="m",
+            notes=(),
+            seconds=0.01,
+        )
 
 
 class Scripted:
@@ -119,7 +136,10 @@ def ways(first: int = 0) -> list[Any]:
 
 def test_ways_that_disagree_are_no_benchmark():
     bench._check_alike(ways())
-    with pytest.raises(errors.ControlError, match="http_keep_alive gave different greedy tokens than in_process"):
+    with pytest.raises(
+        errors.ControlError,
+        match="http_keep_alive gave different greedy tokens than in_process",
+    ):
         bench._check_alike(ways(first=1))
 
 

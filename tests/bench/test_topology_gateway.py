@@ -34,16 +34,23 @@ def test_a_small_run():
         assert 10 < row["gateway_mib"] < 1000
 
 
-def test_a_gateway_that_does_not_come_up_is_told_with_its_log(monkeypatch: pytest.MonkeyPatch):
+def test_a_gateway_that_does_not_come_up_is_told_with_its_log(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr(bench, "START_SECONDS", 10.0)
     monkeypatch.setattr(bench.sys, "executable", "/bin/false")
-    with pytest.raises(jv.JvlabError, match=r"no lab\.json: a part of the benchmark did not start"):
+    with pytest.raises(
+        jv.JvlabError, match=r"no lab\.json: a part of the benchmark did not start"
+    ):
         bench.measure_gateway((1,), requests=1, concurrency=1)
 
 
-def test_many_changes_are_watched_as_few_pictures(pool: jv.Pool, fake_lab: FakeLab, monkeypatch: pytest.MonkeyPatch):
+def test_many_changes_are_watched_as_few_pictures(
+    pool: jv.Pool, fake_lab: FakeLab, monkeypatch: pytest.MonkeyPatch
+):
     """A picture that takes long is followed by a pause, and the last change is always seen."""
-    monkeypatch.setattr(_servicers, "PAUSE_FACTOR", 1e9)  # as if a snapshot took very long
+    # as if a snapshot took very long
+    monkeypatch.setattr(_servicers, "PAUSE_FACTOR", 1e9)
     monkeypatch.setattr(_servicers, "MAX_PAUSE", 0.2)
     seen: list[pb.PoolStatus] = []
     pool._listeners.append(seen.append)
@@ -55,7 +62,9 @@ def test_many_changes_are_watched_as_few_pictures(pool: jv.Pool, fake_lab: FakeL
 
     fake_lab.do(change)
     arrived = threading.Event()
-    pool._listeners.append(lambda s: arrived.set() if s.replicas[0].pid == 200 else None)
+    pool._listeners.append(
+        lambda s: arrived.set() if s.replicas[0].pid == 200 else None
+    )
     fake_lab.do(lambda: fake_lab.gateway.announce("p"))
     assert arrived.wait(60)
     assert len(seen) < 50
@@ -93,7 +102,9 @@ def test_results_that_wait_go_into_one_message_and_notes_keep_their_place():
 
     class Call:
         def __init__(self, items: list[Item]) -> None:
-            self.parts = [(item.index, part) for item in items for part in sorted(item.parts)]
+            self.parts = [
+                (item.index, part) for item in items for part in sorted(item.parts)
+            ]
 
         async def __aiter__(self):
             for part in self.parts:
@@ -119,4 +130,6 @@ def test_results_that_wait_go_into_one_message_and_notes_keep_their_place():
     assert note == "a note"
     assert all(isinstance(event, Done) for event in events)
     assert len(events) == 8, "2000 results in messages of 256"
-    assert [result for event in events for result, _ in event.results] == [(i, k) for i in range(1000) for k in (0, 1)]
+    assert [result for event in events for result, _ in event.results] == [
+        (i, k) for i in range(1000) for k in (0, 1)
+    ]

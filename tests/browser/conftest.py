@@ -36,7 +36,9 @@ from tests.browser.lab_page import CHROMIUM_FLAGS, VIEWPORT, LabPage, LabServer
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "browser: drives a real JupyterLab in a real browser")
+    config.addinivalue_line(
+        "markers", "browser: drives a real JupyterLab in a real browser"
+    )
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -46,12 +48,16 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.fixture(scope="package")
 def chromium() -> str:
     """The path of a browser, or a loud skip."""
-    spec = importlib.util.spec_from_file_location("ci_browser", Path(__file__).parents[2] / ".ci" / "browser.py")
+    spec = importlib.util.spec_from_file_location(
+        "ci_browser", Path(__file__).parents[2] / ".ci" / "browser.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     finder = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(finder)
-    pytest.importorskip("playwright", reason="browser tests need playwright: pip install playwright")
+    pytest.importorskip(
+        "playwright", reason="browser tests need playwright: pip install playwright"
+    )
     found = finder.find()
     if found is None:
         pytest.skip(f"NO BROWSER: the panels are not tested. {finder.REMEDY}")
@@ -59,7 +65,9 @@ def chromium() -> str:
 
 
 @pytest.fixture(scope="package")
-def jupyterlab(private_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabServer]:
+def jupyterlab(
+    private_home: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LabServer]:
     """One JupyterLab for every browser test; its kernels share this session's home of labs."""
     server = LabServer(tmp_path_factory.mktemp("jupyter"))
     try:
@@ -74,7 +82,9 @@ def browser_context(chromium: str, jupyterlab: LabServer) -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=CHROMIUM_FLAGS)
+        browser = playwright.chromium.launch(
+            executable_path=chromium, args=CHROMIUM_FLAGS
+        )
         yield browser.new_context(viewport=VIEWPORT)
         browser.close()
 
@@ -96,11 +106,16 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
 
 @pytest.fixture
 def page(
-    request: pytest.FixtureRequest, browser_context: Any, jupyterlab: LabServer, spare_pages: list[Any]
+    request: pytest.FixtureRequest,
+    browser_context: Any,
+    jupyterlab: LabServer,
+    spare_pages: list[Any],
 ) -> Iterator[LabPage]:
     """A page of JupyterLab; afterwards: no console error, no request outside of its prefix, no kernel left."""
     spare = spare_pages.pop() if spare_pages else (None, None)
-    lab_page = LabPage(jupyterlab, browser_context, re.sub(r"\W+", "_", request.node.name), *spare)
+    lab_page = LabPage(
+        jupyterlab, browser_context, re.sub(r"\W+", "_", request.node.name), *spare
+    )
     try:
         yield lab_page
     finally:
@@ -108,8 +123,12 @@ def page(
             lab_page.close()
         elif (spare := lab_page.hand_on()) is not None:
             spare_pages.append(spare)
-    assert not lab_page.left, f"requests that a proxy would not let through: {lab_page.left}"
-    assert not lab_page.errors, "the browser's console holds errors:\n" + "\n".join(lab_page.errors)
+    assert not lab_page.left, (
+        f"requests that a proxy would not let through: {lab_page.left}"
+    )
+    assert not lab_page.errors, "the browser's console holds errors:\n" + "\n".join(
+        lab_page.errors
+    )
 
 
 @pytest.fixture(scope="package")
@@ -121,6 +140,8 @@ def steered(lab: Any) -> Iterator[Any]:
     import jvlab as jv
 
     model = jv.models.tiny("llama", vocab_size=288)
-    pool = lab.launch(model, load="dummy", name="steered", env={"JVLAB_LIVE_WEIGHTS": "1"}).wait()
+    pool = lab.launch(
+        model, load="dummy", name="steered", env={"JVLAB_LIVE_WEIGHTS": "1"}
+    ).wait()
     yield pool
     pool.close()

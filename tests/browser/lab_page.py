@@ -34,7 +34,8 @@ CHROMIUM_FLAGS = [
     "--disable-sync",
     "--disable-default-apps",
     "--disable-extensions",
-    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",  # nothing leaves this machine
+    # nothing leaves this machine
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",
 ]
 BASE = "/user/someone"  # a prefix, as a JupyterHub has for each user
 # What JupyterLab itself prints as an error, each with the reason why it is no fault of ours.
@@ -42,7 +43,10 @@ ALLOWED: dict[str, str] = {
     "Could not restore the debugger state": "it asked the kernel of a notebook that the test before had closed",
 }
 OVERRIDES = {
-    "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
+    "@jupyterlab/apputils-extension:notification": {
+        "fetchNews": "false",
+        "checkForUpdates": False,
+    },
     "@jupyterlab/docmanager-extension:plugin": {"autosave": False},
     # every output is in the page, also far below; a windowed notebook would take panels out while one scrolls
     "@jupyterlab/notebook-extension:tracker": {"windowingMode": "none"},
@@ -87,7 +91,9 @@ class LabServer:
             self.port = s.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}{BASE}"
         # As behind a JupyterHub: whatever is not below this prefix of this port cannot be reached from the page.
-        self.elsewhere = re.compile(rf"(?!(http|ws)://127\.0\.0\.1:{self.port}{BASE}/)(https?|wss?)://")
+        self.elsewhere = re.compile(
+            rf"(?!(http|ws)://127\.0\.0\.1:{self.port}{BASE}/)(https?|wss?)://"
+        )
         self.log = folder / "jupyterlab.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -115,22 +121,41 @@ class LabServer:
         first = [sys.executable, "-c", END_WITH_US] if sys.platform == "linux" else []
         return [
             *first,
-            *(sys.executable, "-W", "ignore", "-m", "jupyterlab", "--no-browser", "--allow-root"),
+            *(
+                sys.executable,
+                "-W",
+                "ignore",
+                "-m",
+                "jupyterlab",
+                "--no-browser",
+                "--allow-root",
+            ),
             *(f"--{name}={value}" for name, value in flags.items()),
         ]
 
     def _environment(self) -> dict[str, str]:
         names = ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR")
         homes = {f"JUPYTER_{n}": self.folder / n.lower() for n in names}
-        homes |= {f"JUPYTERLAB_{n}": self.folder / n.lower() for n in ("SETTINGS_DIR", "WORKSPACES_DIR")}
+        homes |= {
+            f"JUPYTERLAB_{n}": self.folder / n.lower()
+            for n in ("SETTINGS_DIR", "WORKSPACES_DIR")
+        }
         homes |= {"IPYTHONDIR": self.folder / "ipython"}
         for home in homes.values():
             home.mkdir(parents=True, exist_ok=True)
-        settings = homes["JUPYTER_CONFIG_DIR"] / "labconfig" / "default_setting_overrides.json"
+        settings = (
+            homes["JUPYTER_CONFIG_DIR"] / "labconfig" / "default_setting_overrides.json"
+        )
         settings.parent.mkdir()
         settings.write_text(json.dumps(OVERRIDES))
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
-        return {**os.environ, **{k: str(v) for k, v in homes.items()}, "PYTHONPATH": path}
+        path = os.pathsep.join(
+            filter(None, (str(ROOT), os.environ.get("PYTHONPATH", "")))
+        )
+        return {
+            **os.environ,
+            **{k: str(v) for k, v in homes.items()},
+            "PYTHONPATH": path,
+        }
 
     def wait(self, seconds: float = 180.0) -> LabServer:
         """Until it answers."""
@@ -141,12 +166,16 @@ class LabServer:
                 return self
             except (urllib.error.URLError, ConnectionError, TimeoutError):
                 time.sleep(0.2)
-        raise AssertionError(f"JupyterLab did not come up in {seconds:.0f} s:\n{self.log.read_text()[-3000:]}")
+        raise AssertionError(
+            f"JupyterLab did not come up in {seconds:.0f} s:\n{self.log.read_text()[-3000:]}"
+        )
 
     def api(self, path: str, method: str = "GET") -> Any:
         """The server's REST interface."""
         headers = {"Authorization": f"token {self.token}"}
-        request = urllib.request.Request(f"{self.url}/api/{path}", headers=headers, method=method)
+        request = urllib.request.Request(
+            f"{self.url}/api/{path}", headers=headers, method=method
+        )
         with urllib.request.urlopen(request, timeout=60) as reply:
             body = reply.read()
         return json.loads(body) if body else None
@@ -176,27 +205,44 @@ class LabServer:
 class LabPage:
     """One notebook in one page. `raw` is playwright's own page, for what has no method here."""
 
-    def __init__(self, server: LabServer, context: Any, name: str, raw: Any = None, kernel: str | None = None) -> None:
+    def __init__(
+        self,
+        server: LabServer,
+        context: Any,
+        name: str,
+        raw: Any = None,
+        kernel: str | None = None,
+    ) -> None:
         self.server, self.name = server, name
         self._kernel = kernel  # of an earlier test, for this one's first notebook
         self.errors: list[str] = []  # console errors and uncaught exceptions
-        self.left: list[str] = []  # requests to anything but this server, below its prefix
+        # requests to anything but this server, below its prefix
+        self.left: list[str] = []
         self._app = "lab/tree"
-        self._loaded = raw is not None  # a page in which an earlier test has opened JupyterLab
+        # a page in which an earlier test has opened JupyterLab
+        self._loaded = raw is not None
         self.raw = raw or context.new_page()
         self._listeners = {
-            "console": lambda m: self._heard(m.text, m.location) if m.type == "error" else None,
+            "console": lambda m: (
+                self._heard(m.text, m.location) if m.type == "error" else None
+            ),
             "pageerror": lambda e: self.errors.append(f"uncaught: {e}"),
             # told, not intercepted: each of JupyterLab's own files would pass through this process
-            "request": lambda r: self.left.append(r.url) if server.elsewhere.match(r.url) else None,
-            "websocket": lambda w: self.left.append(w.url) if server.elsewhere.match(w.url) else None,
+            "request": lambda r: (
+                self.left.append(r.url) if server.elsewhere.match(r.url) else None
+            ),
+            "websocket": lambda w: (
+                self.left.append(w.url) if server.elsewhere.match(w.url) else None
+            ),
         }
         for event, listener in self._listeners.items():
             self.raw.on(event, listener)
 
     def _heard(self, text: str, location: Any) -> None:
         if not any(known in text for known in ALLOWED):
-            self.errors.append(f"{text} ({location.get('url', '')}:{location.get('lineNumber', '')})")
+            self.errors.append(
+                f"{text} ({location.get('url', '')}:{location.get('lineNumber', '')})"
+            )
 
     # Notebooks ----------------------------------------------------------------------------------------------------
 
@@ -205,30 +251,53 @@ class LabPage:
         import nbformat
 
         path = f"{name or self.name}.ipynb"
-        book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
-        book.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        book = nbformat.v4.new_notebook(
+            cells=[nbformat.v4.new_code_cell(c) for c in cells]
+        )
+        book.metadata["kernelspec"] = {
+            "name": "python3",
+            "display_name": "Python 3",
+            "language": "python",
+        }
         nbformat.write(book, self.server.notebooks / path)
         return path
 
     def saved(self, name: str = "") -> dict[str, Any]:
         """The notebook as it is on disk."""
-        return json.loads((self.server.notebooks / f"{name or self.name}.ipynb").read_text())
+        return json.loads(
+            (self.server.notebooks / f"{name or self.name}.ipynb").read_text()
+        )
 
     def open(
-        self, cells: Sequence[str] | None = None, name: str = "", kernel: bool = True, app: str = "lab/tree"
+        self,
+        cells: Sequence[str] | None = None,
+        name: str = "",
+        kernel: bool = True,
+        app: str = "lab/tree",
     ) -> LabPage:
         """Write (if cells are given) and open a notebook, and wait for its kernel (unless not `kernel`).
 
         app    "notebooks": in Notebook 7, which the same server serves
         """
-        path = self.write(cells, name) if cells is not None else f"{name or self.name}.ipynb"
+        path = (
+            self.write(cells, name)
+            if cells is not None
+            else f"{name or self.name}.ipynb"
+        )
         self._app = app
         if self._loaded and app == "lab/tree":
             self._show(path)
-            self._loaded = False  # the same test again: as a person who opens the page anew
+            # the same test again: as a person who opens the page anew
+            self._loaded = False
         else:
-            self.raw.goto(f"{self.server.url}/{app}/{path}?reset&token={self.server.token}", timeout=180_000)
-        self.until(f"!!window.jupyterapp?.shell?.currentWidget?.context?.path?.endsWith({json.dumps(path)})", 180)
+            self.raw.goto(
+                f"{self.server.url}/{app}/{path}?reset&token={self.server.token}",
+                timeout=180_000,
+            )
+        self.until(
+            f"!!window.jupyterapp?.shell?.currentWidget?.context?.path?.endsWith({json.dumps(path)})",
+            180,
+        )
         self.raw.evaluate(f"() => {CONTEXT}.ready")
         if kernel:
             self.wait_kernel()
@@ -238,11 +307,16 @@ class LabPage:
         """In the page that is open, with the kernel of an earlier test if there is one."""
         kernel, self._kernel = self._kernel, None
         options = {"path": path} | ({"kernel": {"id": kernel}} if kernel else {})
-        self.raw.evaluate("options => window.jupyterapp.commands.execute('docmanager:open', options)", options)
+        self.raw.evaluate(
+            "options => window.jupyterapp.commands.execute('docmanager:open', options)",
+            options,
+        )
 
     def close_notebook(self) -> None:
         """Close it in this page, in which the next `open` then is: quicker than in a new page, as otherwise."""
-        self.script("for (const w of [...window.jupyterapp.shell.widgets('main')]) w.dispose()")
+        self.script(
+            "for (const w of [...window.jupyterapp.shell.widgets('main')]) w.dispose()"
+        )
         self._loaded = True
 
     def wait_kernel(self, seconds: float = 180.0) -> None:
@@ -250,7 +324,10 @@ class LabPage:
         self.until(f"!!{CONTEXT}.sessionContext.session?.kernel", seconds)
         kernel = f"{CONTEXT}.sessionContext.session.kernel"
         self.raw.evaluate(f"() => {kernel}.info.then(() => true)")
-        self.until(f"{kernel}.status === 'idle' && {kernel}.connectionStatus === 'connected'", seconds)
+        self.until(
+            f"{kernel}.status === 'idle' && {kernel}.connectionStatus === 'connected'",
+            seconds,
+        )
 
     def run_all(self, seconds: float = 300.0, errors: bool = False) -> LabPage:
         """Run every cell to its end; a cell that raises fails the test unless `errors`."""
@@ -274,9 +351,24 @@ class LabPage:
                                                                 e => { window.jvRun = String(e); }); }""",
             command,
         )
-        self.until("window.jvRun !== 'running'", seconds, lambda: f"cells so far: {self.outputs()}")
-        wrong = [] if errors else [o for cell in self.outputs() for o in cell if o["output_type"] == "error"]
-        assert not wrong, "a cell raised:\n" + "\n".join(plain("\n".join(o["traceback"])) for o in wrong)
+        self.until(
+            "window.jvRun !== 'running'",
+            seconds,
+            lambda: f"cells so far: {self.outputs()}",
+        )
+        wrong = (
+            []
+            if errors
+            else [
+                o
+                for cell in self.outputs()
+                for o in cell
+                if o["output_type"] == "error"
+            ]
+        )
+        assert not wrong, "a cell raised:\n" + "\n".join(
+            plain("\n".join(o["traceback"])) for o in wrong
+        )
         return self
 
     def outputs(self) -> list[list[dict[str, Any]]]:
@@ -289,7 +381,11 @@ class LabPage:
         """What a cell printed, or the text of what it returned."""
         text = []
         for o in self.outputs()[cell]:
-            found = o.get("text") or o.get("data", {}).get("text/plain") or "\n".join(o.get("traceback", []))
+            found = (
+                o.get("text")
+                or o.get("data", {}).get("text/plain")
+                or "\n".join(o.get("traceback", []))
+            )
             text.append(found if isinstance(found, str) else "".join(found))
         return plain("".join(text)).strip()
 
@@ -302,25 +398,38 @@ class LabPage:
 
     # Looking and clicking -----------------------------------------------------------------------------------------
 
-    def until(self, condition: str, seconds: float = 90.0, more: Callable[[], str] | None = None) -> None:
+    def until(
+        self,
+        condition: str,
+        seconds: float = 90.0,
+        more: Callable[[], str] | None = None,
+    ) -> None:
         """Wait until a JavaScript expression is true."""
         from playwright.sync_api import Error
 
         try:
             # not at every frame: the browser would draw for it
-            self.raw.wait_for_function(f"() => {condition}", timeout=seconds * 1000, polling=100)
+            self.raw.wait_for_function(
+                f"() => {condition}", timeout=seconds * 1000, polling=100
+            )
         except Error as e:
             told = f"\n{more()}" if more else ""
-            raise AssertionError(f"not true after {seconds:g} s: {condition}\n{e}{told}") from e
+            raise AssertionError(
+                f"not true after {seconds:g} s: {condition}\n{e}{told}"
+            ) from e
 
-    def wait(self, selector: str, seconds: float = 90.0, text: str | None = None) -> Any:
+    def wait(
+        self, selector: str, seconds: float = 90.0, text: str | None = None
+    ) -> Any:
         """Wait until an element is visible (and contains `text`); gives playwright's locator of the first."""
         found = self.raw.locator(selector)
         found = (found.filter(has_text=text) if text is not None else found).first
         found.wait_for(state="visible", timeout=seconds * 1000)
         return found
 
-    def click(self, selector: str, seconds: float = 90.0, text: str | None = None) -> None:
+    def click(
+        self, selector: str, seconds: float = 90.0, text: str | None = None
+    ) -> None:
         self.wait(selector, seconds, text).click(timeout=seconds * 1000)
 
     def fill(self, selector: str, value: str, seconds: float = 90.0) -> None:
@@ -344,20 +453,30 @@ class LabPage:
     def theme(self, name: str) -> None:
         """ "light" or "dark"."""
         full = {"light": "JupyterLab Light", "dark": "JupyterLab Dark"}[name]
-        self.raw.evaluate("theme => window.jupyterapp.commands.execute('apputils:change-theme', {theme})", full)
+        self.raw.evaluate(
+            "theme => window.jupyterapp.commands.execute('apputils:change-theme', {theme})",
+            full,
+        )
         self.until(f"document.body.dataset.jpThemeName === {json.dumps(full)}")
 
     def screenshot(
-        self, path: str | Path, theme: str = "light", width: int = 1280, height: int = 900, of: str = ""
+        self,
+        path: str | Path,
+        theme: str = "light",
+        width: int = 1280,
+        height: int = 900,
+        of: str = "",
     ) -> Path:
         """A picture of the page, or of the element `of`, in one theme and width."""
         self.theme(theme)
         self.raw.set_viewport_size({"width": width, "height": height})
-        self.raw.wait_for_timeout(300)  # stylesheets of a theme are loaded on demand, and layout settles
+        # stylesheets of a theme are loaded on demand, and layout settles
+        self.raw.wait_for_timeout(300)
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         target = self.wait(of) if of else self.raw
-        if of:  # all of it in sight: what is scrolled away would be missing from the picture
+        # all of it in sight: what is scrolled away would be missing from the picture
+        if of:
             tall = int(target.bounding_box()["height"]) + 300
             self.raw.set_viewport_size({"width": width, "height": max(height, tall)})
             self.raw.wait_for_timeout(200)

@@ -24,12 +24,20 @@ def test_cells_clicks_and_kernels(page: LabPage) -> None:
 
 
 def test_what_must_not_happen_is_seen(page: LabPage) -> None:
-    page.open(["from IPython.display import HTML", "HTML('<img src=\"https://example.com/a.png\">')"]).run_all()
+    page.open(
+        [
+            "from IPython.display import HTML",
+            "HTML('<img src=\"https://example.com/a.png\">')",
+        ]
+    ).run_all()
     page.script("() => console.error('planted')")
     deadline = time.monotonic() + 60
     while not (page.left and len(page.errors) > 1) and time.monotonic() < deadline:
-        page.raw.wait_for_timeout(100)  # told by events: the request, the error that it brings, and the planted one
-    assert set(page.left) == {"https://example.com/a.png"}, "an image of another host was not caught"
+        # told by events: the request, the error that it brings, and the planted one
+        page.raw.wait_for_timeout(100)
+    assert set(page.left) == {"https://example.com/a.png"}, (
+        "an image of another host was not caught"
+    )
     assert any("planted" in e for e in page.errors)
     page.left.clear()
     page.errors.clear()

@@ -40,7 +40,9 @@ def legible(page: LabPage, figures: int = 2) -> None:
         ratios = page.script(CONTRASTS)
         assert len(ratios) > 60, "titles, ticks, labels, legends"
         assert min(ratios) >= 4.5, (theme, min(ratios))
-        found.append(page.script(f"getComputedStyle(document.querySelector('{FIGURES}')).color"))
+        found.append(
+            page.script(f"getComputedStyle(document.querySelector('{FIGURES}')).color")
+        )
     assert found[0] != found[1], "two themes, two colours: the theme is read"
     page.theme("light")
 
@@ -49,7 +51,9 @@ def test_text_and_axes_follow_the_theme(page: LabPage) -> None:
     page.open([CELL]).run_all()
     legible(page)
     hidden = f"[...document.querySelectorAll('{FIGURES} + img')].map(e => getComputedStyle(e).display)"
-    assert page.script(hidden) == ["none", "none"], "the PNG is for pages that take SVG out"
+    assert page.script(hidden) == ["none", "none"], (
+        "the PNG is for pages that take SVG out"
+    )
     page.save()
     book = nbformat.read(page.server.notebooks / f"{page.name}.ipynb", as_version=4)
     page.close_notebook()
@@ -67,5 +71,7 @@ def test_text_and_axes_follow_the_theme(page: LabPage) -> None:
     page.wait(".jp-OutputArea-output img")
     assert page.count(FIGURES) == 0
     assert page.count(".jp-OutputArea-output img") == 2
-    said = page.script("[...document.querySelectorAll('.jp-OutputArea-output')].map(e => e.innerText.trim())")
+    said = page.script(
+        "[...document.querySelectorAll('.jp-OutputArea-output')].map(e => e.innerText.trim())"
+    )
     assert said == ["", ""], "no stray letters of what was taken out"

@@ -22,9 +22,9 @@ def test_a_slider_asks_and_the_kernel_answers(page: LabPage) -> None:
     slider.press("ArrowRight")
     page.until("Number(document.querySelector('.jv-forecast').dataset.answers) >= 2")
     assert page.text(".jv-forecast-result") != before
-    assert page.run("print(panel.forecast.setting.max_staleness, panel.forecast == plan.predict(max_staleness=1))") == (
-        "1 True"
-    )
+    assert page.run(
+        "print(panel.forecast.setting.max_staleness, panel.forecast == plan.predict(max_staleness=1))"
+    ) == ("1 True")
     page.click(".jv-forecast .jv-reset")
     page.until("Number(document.querySelector('.jv-forecast').dataset.answers) >= 3")
     assert page.text(".jv-forecast-result") == before

@@ -22,15 +22,26 @@ def test_search_filter_sort_and_select(page: LabPage) -> None:
     assert page.cut(BOX) == [], "names have their room at 700 px"
     left = "e => Math.round(e.getBoundingClientRect().left)"
     heads, cells = (
-        [page.wait(f"{BOX} {part} .jv-{key}").evaluate(left) for key in ("leaf", "tensor", "parameter", "status")]
+        [
+            page.wait(f"{BOX} {part} .jv-{key}").evaluate(left)
+            for key in ("leaf", "tensor", "parameter", "status")
+        ]
         for part in (".jv-table-head", ".jv-row")
     )
     assert heads == cells, "a column's name stands above it"
-    whole = "rows => rows.every(r => r.querySelector('bdi').offsetWidth <= r.clientWidth)"
-    assert page.raw.locator(f"{BOX} .jv-row .jv-leaf").evaluate_all(whole), "leaves are whole at 1280 px"
+    whole = (
+        "rows => rows.every(r => r.querySelector('bdi').offsetWidth <= r.clientWidth)"
+    )
+    assert page.raw.locator(f"{BOX} .jv-row .jv-leaf").evaluate_all(whole), (
+        "leaves are whole at 1280 px"
+    )
     assert shown(page) == int(page.run("print(len(mapping.rows))"))
     page.fill(f"{BOX} .jv-search", "LAYERS.1 q_proj")
-    assert shown(page) == int(page.run("print(len(mapping.search('LAYERS.1 q_proj')))")) == 1
+    assert (
+        shown(page)
+        == int(page.run("print(len(mapping.search('LAYERS.1 q_proj')))"))
+        == 1
+    )
     page.click(f"{BOX} .jv-row")
     page.wait(f"{BOX} .jv-detail", text="model.layers.1.q_proj.weight")
     assert page.count(f"{BOX} .jv-detail svg") == 2, "the axes, and both shardings"
@@ -47,7 +58,9 @@ def test_search_filter_sort_and_select(page: LabPage) -> None:
     page.click(f"{BOX} .jv-table-head .jv-bytes")
     page.click(f"{BOX} .jv-table-head .jv-bytes")
     first = page.raw.locator(f"{BOX} .jv-row .jv-tensor").first.inner_text()
-    assert first == page.run("print(mapping.search(sort='-bytes')[0].tensor)") or first in page.run(
+    assert first == page.run(
+        "print(mapping.search(sort='-bytes')[0].tensor)"
+    ) or first in page.run(
         "m = max(r.nbytes for r in mapping.rows); print([r.tensor for r in mapping.rows if r.nbytes == m])"
     )
 
@@ -61,15 +74,25 @@ def test_a_rule_is_edited_saved_and_undone(page: LabPage) -> None:
     page.click(f"{BOX} .jv-apply")
     page.wait(f"{BOX} .jv-line[data-state=problems]", text="problem")
     page.wait(f"{BOX} .jv-row.jv-selected", text="layers.1.q")
-    twin = page.run("print(mapping.edit('layers.{i}.q -> model.layers.{i}.q_proj.weight : d n h -> d (n h)').line)")
+    twin = page.run(
+        "print(mapping.edit('layers.{i}.q -> model.layers.{i}.q_proj.weight : d n h -> d (n h)').line)"
+    )
     assert page.text(f"{BOX} .jv-line") == f"edited: {twin}"
     assert "problem" in twin
-    page.fill(f"{BOX} .jv-rule-text", "layers.{i}.q -> model.layers.{i}.q_proj.weight : d n h -> (n h d")
+    page.fill(
+        f"{BOX} .jv-rule-text",
+        "layers.{i}.q -> model.layers.{i}.q_proj.weight : d n h -> (n h d",
+    )
     page.click(f"{BOX} .jv-apply")
     page.wait(f"{BOX} .jv-note[data-bad=true]", text="RuleError")
-    page.fill(f"{BOX} .jv-rule-text", "layers.{i}.q -> model.layers.{i}.q_proj.weight : d a h -> (a h) d")
+    page.fill(
+        f"{BOX} .jv-rule-text",
+        "layers.{i}.q -> model.layers.{i}.q_proj.weight : d a h -> (a h) d",
+    )
     page.click(f"{BOX} .jv-apply")
-    page.wait(f"{BOX} .jv-line[data-state=edited]", text="complete; values not compared")
+    page.wait(
+        f"{BOX} .jv-line[data-state=edited]", text="complete; values not compared"
+    )
     page.wait(f"{BOX} .jv-row.jv-selected", text="layers.1.q")
     assert page.wait(f"{BOX} .jv-rule-text").input_value().endswith("d a h -> (a h) d")
     page.wait(f"{BOX} .jv-detail", text="model.layers.1.q_proj.weight")
@@ -78,22 +101,34 @@ def test_a_rule_is_edited_saved_and_undone(page: LabPage) -> None:
     page.wait(f"{BOX} .jv-note", text="mine.txt")
     saved = Path(page.server.notebooks / "mine.txt").read_text()
     assert "d a h -> (a h) d" in saved
-    assert page.run("import jvlab as jv; print(len(jv.Rules.load('mine.txt')) == len(mapping.rules))") == "True"
+    assert (
+        page.run(
+            "import jvlab as jv; print(len(jv.Rules.load('mine.txt')) == len(mapping.rules))"
+        )
+        == "True"
+    )
     page.click(f"{BOX} .jv-undo")
     page.wait(f"{BOX} .jv-note", text="edits discarded")
     assert page.run("print(panel.coverage)") == "None"
 
 
 def test_values_of_both_sides(page: LabPage) -> None:
-    cells = [SETUP, "mapping, link, params = with_link(shift=0.5)", "panel = mapping.panel(params)"]
+    cells = [
+        SETUP,
+        "mapping, link, params = with_link(shift=0.5)",
+        "panel = mapping.panel(params)",
+    ]
     page.open(cells).run_all()
     page.run("row = panel.select('layers.0.o')")
     page.click(f"{BOX} .jv-compare")
     page.wait(f"{BOX} .jv-values", text="of the values differ")
-    assert page.count(f"{BOX} .jv-values svg") == 6, "two ranks: engine, trainer, difference"
+    assert page.count(f"{BOX} .jv-values svg") == 6, (
+        "two ranks: engine, trainer, difference"
+    )
     page.run("panel.params = None; link.remembered.take(params)")
     page.click(f"{BOX} .jv-compare")
-    page.run("link.remembered.take({})")  # what it was connected with is gone: it asks in place
+    # what it was connected with is gone: it asks in place
+    page.run("link.remembered.take({})")
     page.click(f"{BOX} .jv-compare")
     page.wait(f"{BOX} .jv-note[data-bad=true]", text="link.mapping.panel(policy)")
     page.fill(f"{BOX} .jv-params", "params")
@@ -112,14 +147,25 @@ def test_fifty_thousand_rows(page: LabPage, record_property) -> None:
     spent = []
     for n, letter in enumerate(text, 1):
         search.press_sequentially(letter)
-        page.until(f"Number(document.querySelector('{BOX}').dataset.filterCount) >= {n}")
+        page.until(
+            f"Number(document.querySelector('{BOX}').dataset.filterCount) >= {n}"
+        )
         spent.append(float(page.data(BOX)["filterMs"]))
     found = page.data(BOX)
-    assert int(found["shown"]) == int(page.run(f"print(len(mapping.search({text!r})))")) > 0
-    page.script(f"() => {{ document.querySelector('{BOX} .jv-table-body').scrollTop = 1e6; }}")
+    assert (
+        int(found["shown"])
+        == int(page.run(f"print(len(mapping.search({text!r})))"))
+        > 0
+    )
+    page.script(
+        f"() => {{ document.querySelector('{BOX} .jv-table-body').scrollTop = 1e6; }}"
+    )
     first, worst = float(found["paintMs"]), max(spent)
     usual = sorted(spent)[len(spent) // 2]
-    print(f"\n50,000 rows: first paint {first:.0f} ms (all of them in {found['readyMs']}); ", end="")
+    print(
+        f"\n50,000 rows: first paint {first:.0f} ms (all of them in {found['readyMs']}); ",
+        end="",
+    )
     print(f"a keystroke {usual:.0f} ms, at most {worst:.0f} ms")
     record_property("first_paint_ms", first)
     record_property("keystroke_max_ms", worst)

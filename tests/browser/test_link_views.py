@@ -13,11 +13,17 @@ pytestmark = pytest.mark.engine
 BOX = ".jv-inspector"
 
 
-def test_the_engines_numbers_and_the_seconds_of_a_sync(page: LabPage, lab: Any, steered: Any) -> None:
-    page.open([attach(lab), CONNECT, "panel = link.mapping.panel(policy)", "link.plan"]).run_all()
+def test_the_engines_numbers_and_the_seconds_of_a_sync(
+    page: LabPage, lab: Any, steered: Any
+) -> None:
+    page.open(
+        [attach(lab), CONNECT, "panel = link.mapping.panel(policy)", "link.plan"]
+    ).run_all()
     page.wait(".jv-plan-times", text="nothing measured yet")
     page.run("report = link.sync(policy.params, progress=False)")
-    page.wait(".jv-plan-times", text=f"version {page.run('print(report.version)')}, measured")
+    page.wait(
+        ".jv-plan-times", text=f"version {page.run('print(report.version)')}, measured"
+    )
     page.fill(f"{BOX} .jv-search", "layers.1. q_proj")
     page.click(f"{BOX} .jv-row")
     page.wait(f"{BOX} .jv-detail", text="model.layers.1.self_attn.q_proj.weight")
@@ -34,12 +40,17 @@ def test_the_engines_numbers_and_the_seconds_of_a_sync(page: LabPage, lab: Any, 
     assert f"by at most {twin}" in page.text(f"{BOX} .jv-values")
     # a rule, changed where it stands: the link goes on by the old ones, a new link takes the new ones
     rule = page.wait(f"{BOX} .jv-rule-text").input_value()
-    page.fill(f"{BOX} .jv-rule-text", rule.replace(" n ", " heads ").replace("(n ", "(heads "))
+    page.fill(
+        f"{BOX} .jv-rule-text", rule.replace(" n ", " heads ").replace("(n ", "(heads ")
+    )
     page.click(f"{BOX} .jv-apply")
-    page.wait(f"{BOX} .jv-line[data-state=checked]", text="complete; meaning checked by value")
+    page.wait(
+        f"{BOX} .jv-line[data-state=checked]", text="complete; meaning checked by value"
+    )
     page.wait(f"{BOX} .jv-row.jv-selected", text="q_proj")
     right = page.wait(f"{BOX} .jv-rule-text").input_value()
-    page.fill(f"{BOX} .jv-rule-text", right.replace("(heads h) d", "d (heads h)"))  # transposed: square, so it covers
+    # transposed: square, so it covers
+    page.fill(f"{BOX} .jv-rule-text", right.replace("(heads h) d", "d (heads h)"))
     page.click(f"{BOX} .jv-apply")
     page.wait(f"{BOX} .jv-line[data-state=problems]", text="complete; wrong by value")
     page.wait(f"{BOX} .jv-note[data-bad=true]", text="they are by: ")
@@ -47,7 +58,9 @@ def test_the_engines_numbers_and_the_seconds_of_a_sync(page: LabPage, lab: Any, 
     page.wait(f"{BOX} .jv-row.jv-selected", text="q_proj")
     page.fill(f"{BOX} .jv-rule-text", right)
     page.click(f"{BOX} .jv-apply")
-    page.wait(f"{BOX} .jv-line[data-state=checked]", text="complete; meaning checked by value")
+    page.wait(
+        f"{BOX} .jv-line[data-state=checked]", text="complete; meaning checked by value"
+    )
     cell = "link.close(); again = lab.connect(policy.params, pool, rules=panel.coverage.rules, bucket_mib=0.25)\n"
     cell += "print(again.plan == link.plan, again.sync(policy.params, progress=False).verified); again.close()"
     assert page.run(cell) == "True True"

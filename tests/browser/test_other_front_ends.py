@@ -43,19 +43,25 @@ def is_alive(raw: Any, silence: int = 0) -> None:
     curves = raw.locator(".jv-run-panel .jv-curves").first
     curves.wait_for(state="visible", timeout=120_000)
     until = lambda name, value: raw.wait_for_function(
-        "([node, name, value]) => node.dataset[name] === value", arg=[curves.element_handle(), name, value]
+        "([node, name, value]) => node.dataset[name] === value",
+        arg=[curves.element_handle(), name, value],
     )
     until("rows", "30")
-    assert "30" in raw.locator('.jv-run-panel [data-jv="headline"]').nth(1).inner_text(), "step 30"
+    assert (
+        "30" in raw.locator('.jv-run-panel [data-jv="headline"]').nth(1).inner_text()
+    ), "step 30"
     raw.locator(".jv-smoothing select").first.select_option("20 steps")
     until("smoothing", "20")  # the kernel says so: the field alone changes nothing
     raw.wait_for_timeout(silence)
     live = raw.locator(".jv-live").first
-    assert live.get_attribute("data-gone") == "", raw.locator(".jv-notice").first.inner_text()
+    assert live.get_attribute("data-gone") == "", raw.locator(
+        ".jv-notice"
+    ).first.inner_text()
     assert raw.locator(".jv-smoothing select").first.is_enabled()
 
 
-@pytest.mark.soak  # the same server and labextension as JupyterLab's; a page of its own takes 30 s
+# the same server and labextension as JupyterLab's; a page of its own takes 30 s
+@pytest.mark.soak
 def test_notebook_7(page: LabPage):
     pytest.importorskip("notebook", minversion="7")
     page.open([RECORD], app="notebooks").run_all()
@@ -63,9 +69,13 @@ def test_notebook_7(page: LabPage):
     assert page.count(".jv-live") == 1, "beside its snapshot, not below it too"
     page.save()
     html = "".join(page.saved()["cells"][0]["outputs"][0]["data"]["text/html"])
-    assert "application/vnd.jupyter.widget-view+json" not in str(page.saved()["cells"][0]["outputs"])
+    assert "application/vnd.jupyter.widget-view+json" not in str(
+        page.saved()["cells"][0]["outputs"]
+    )
     assert "<polyline" in html
-    page.errors = [e for e in page.errors if not any(words in e for words in OF_NOTEBOOK_7)]
+    page.errors = [
+        e for e in page.errors if not any(words in e for words in OF_NOTEBOOK_7)
+    ]
 
 
 @pytest.fixture
@@ -76,7 +86,16 @@ def marimo_url(tmp_path: Path) -> Iterator[str]:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    command = [sys.executable, "-m", "marimo", "-y", "run", "app.py", "--headless", "--no-token"]
+    command = [
+        sys.executable,
+        "-m",
+        "marimo",
+        "-y",
+        "run",
+        "app.py",
+        "--headless",
+        "--no-token",
+    ]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     first = [sys.executable, "-c", END_WITH_US] if sys.platform == "linux" else []
     with (tmp_path / "marimo.log").open("wb") as log:
@@ -92,7 +111,10 @@ def marimo_url(tmp_path: Path) -> Iterator[str]:
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 120
     try:
         while True:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=10):
+            with (
+                contextlib.suppress(OSError),
+                urllib.request.urlopen(f"{url}/health", timeout=10),
+            ):
                 break
             assert server.poll() is None, (tmp_path / "marimo.log").read_text()
             assert time.monotonic() < deadline, (tmp_path / "marimo.log").read_text()

@@ -40,7 +40,9 @@ def test_the_plan(page: LabPage) -> None:
     assert page.count(".jv-plan .jv-plan-heat rect[data-link]") == links
     page.click('.jv-plan rect[data-link="3"]')
     page.wait(".jv-plan-detail", text="heaviest leaves")
-    twin = page.run("t = plan.all_links; k = plan.link(int(t.device[3]), int(t.rank[3])); print(f'{len(k):,} boxes')")
+    twin = page.run(
+        "t = plan.all_links; k = plan.link(int(t.device[3]), int(t.rank[3])); print(f'{len(k):,} boxes')"
+    )
     assert twin in page.text(".jv-plan-detail")
     page.wait(".jv-plan-times", text="nothing measured yet")
     page.run("plan._reports.append(report(version=7, move=0.25))")
@@ -48,9 +50,18 @@ def test_the_plan(page: LabPage) -> None:
     page.fill(".jv-plan .jv-speed", "5")
     page.raw.locator(".jv-plan .jv-speed").press("Enter")
     page.wait(".jv-plan-times", text="at 5 GB/s")
-    assert page.run("print(panel.widget.gbps, panel.widget.lanes['window'][1] >= plan.predict(5))") == "5.0 True"
-    page.until("Number(document.querySelector('.jv-plan .jv-lanes').dataset.paints) > 0")
-    assert int(page.data(".jv-plan .jv-lanes")["bars"]) == int(page.run("print(len(plan.schedule()))"))
+    assert (
+        page.run(
+            "print(panel.widget.gbps, panel.widget.lanes['window'][1] >= plan.predict(5))"
+        )
+        == "5.0 True"
+    )
+    page.until(
+        "Number(document.querySelector('.jv-plan .jv-lanes').dataset.paints) > 0"
+    )
+    assert int(page.data(".jv-plan .jv-lanes")["bars"]) == int(
+        page.run("print(len(plan.schedule()))")
+    )
 
 
 def test_the_timeline(page: LabPage) -> None:
@@ -66,7 +77,9 @@ def test_the_timeline(page: LabPage) -> None:
     page.until(f"Number(document.querySelector('{lanes}').dataset.ticks) >= 2")
     page.raw.set_viewport_size(VIEWPORT)
     page.until(f"document.querySelector('{lanes} canvas').clientWidth > 600")
-    assert int(shown["bars"]) == int(page.run("print(len(timeline.data(whole=True).bars))"))
+    assert int(shown["bars"]) == int(
+        page.run("print(len(timeline.data(whole=True).bars))")
+    )
 
     def spot(part: float) -> tuple[float, float]:
         """So far along the first lane, where that is now: a page that still grows moves it."""
@@ -77,7 +90,11 @@ def test_the_timeline(page: LabPage) -> None:
         page.raw.mouse.click(*spot(0.5))  # gives the wheel to the lanes
         page.raw.mouse.wheel(0, -300)
 
-    gesture(page, turn_the_wheel, f"Number(document.querySelector('{lanes}').dataset.high) < {high - 0.5}")
+    gesture(
+        page,
+        turn_the_wheel,
+        f"Number(document.querySelector('{lanes}').dataset.high) < {high - 0.5}",
+    )
     zoomed = page.data(lanes)
 
     def drag() -> None:
@@ -87,11 +104,17 @@ def test_the_timeline(page: LabPage) -> None:
         page.raw.mouse.move(x + 120, y, steps=4)
         page.raw.mouse.up()
 
-    gesture(page, drag, f"Number(document.querySelector('{lanes}').dataset.low) < {float(zoomed['low']) - 0.1}")
+    gesture(
+        page,
+        drag,
+        f"Number(document.querySelector('{lanes}').dataset.low) < {float(zoomed['low']) - 0.1}",
+    )
     page.click(".jv-timeline .jv-all")
     page.until(f"Number(document.querySelector('{lanes}').dataset.low) < 0.5")
     page.run("panel.zoom(3, 5)")
-    page.until(f"Math.abs(Number(document.querySelector('{lanes}').dataset.high) - 5) < 1e-6")
+    page.until(
+        f"Math.abs(Number(document.querySelector('{lanes}').dataset.high) - 5) < 1e-6"
+    )
     steps = "[b for b in timeline.data(True).bars if b.label.startswith('step') and 3 < b.start + b.seconds / 2 < 5]"
     at = float(page.run(f"b = {steps}[0]; print(b.start + b.seconds / 2)"))
 
@@ -99,7 +122,13 @@ def test_the_timeline(page: LabPage) -> None:
         page.raw.mouse.move(*spot(0.0))
         page.raw.mouse.move(*spot((at - 3) / 2))
 
-    gesture(page, point, f"document.querySelector('{lanes} .jv-lanes-tip')?.innerText.includes('trained on')")
+    gesture(
+        page,
+        point,
+        f"document.querySelector('{lanes} .jv-lanes-tip')?.innerText.includes('trained on')",
+    )
     page.click(".jv-timeline .jv-last")
-    page.until(f"Math.abs(Number(document.querySelector('{lanes}').dataset.low) - {low}) < 1e-6")
+    page.until(
+        f"Math.abs(Number(document.querySelector('{lanes}').dataset.low) - {low}) < 1e-6"
+    )
     assert page.run("print(len(timeline.figure().axes) > 0)") == "True"

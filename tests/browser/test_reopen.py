@@ -28,18 +28,28 @@ def saved_mimes(page: LabPage) -> list[set[str]]:
     return [{m for o in c["outputs"] for m in o.get("data", {})} for c in cells]
 
 
-@pytest.mark.parametrize("ending", ["closed", pytest.param("kernel shut down", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "ending", ["closed", pytest.param("kernel shut down", marks=pytest.mark.soak)]
+)
 def test_saved_and_opened_again(page: LabPage, ending: str) -> None:
     page.open(CELLS).run_all()
-    for panel in (".jv-inspector .jv-row", ".jv-plan .jv-lanes canvas", ".jv-timeline .jv-lanes canvas"):
+    for panel in (
+        ".jv-inspector .jv-row",
+        ".jv-plan .jv-lanes canvas",
+        ".jv-timeline .jv-lanes canvas",
+    ):
         page.wait(panel)
     if ending == "closed":
         page.run(CLOSE)
     else:
         page.shut_kernel()
-    page.until("document.querySelectorAll('.jv-inspector, .jv-plan, .jv-timeline').length === 0")
+    page.until(
+        "document.querySelectorAll('.jv-inspector, .jv-plan, .jv-timeline').length === 0"
+    )
     page.save()
-    assert not any(WIDGET in mimes for mimes in saved_mimes(page)), "a widget whose model is gone was saved"
+    assert not any(WIDGET in mimes for mimes in saved_mimes(page)), (
+        "a widget whose model is gone was saved"
+    )
     page.server.end_kernels()
     page.open()  # the same notebook, with a fresh kernel that has run nothing
     area = page.wait(".jp-Notebook").inner_text()
@@ -76,7 +86,8 @@ def test_fifty_panels_in_a_real_kernel(page: LabPage) -> None:
     )
     page.open([CELLS[0], count, "before = count()", fifty]).run_all()
     settle = (
-        "import time\nend = time.monotonic() + 60\nwhile count() != before and time.monotonic() < end: time.sleep(0.1)"
+        "import time\nend = time.monotonic() + 60\n"
+        "while count() != before and time.monotonic() < end: time.sleep(0.1)"
     )
     assert page.run(f"{settle}\nprint(count() == before, before[1])") == "True []"
     assert page.count(".jv-inspector, .jv-plan") == 0

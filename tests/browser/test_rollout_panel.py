@@ -31,11 +31,15 @@ def kernel_knows(page: LabPage, what: str, want: str) -> None:
 def test_it_moves_colours_and_keeps_evil_text_as_text(page: LabPage):
     page.open(CELLS).run_all()
     page.wait(f"{ROOT} .jv-sample")
-    assert page.count(f"{ROOT} .jv-sample") == 4, "the samples of one prompt, side by side"
+    assert page.count(f"{ROOT} .jv-sample") == 4, (
+        "the samples of one prompt, side by side"
+    )
     said = page.script(f"document.querySelector('{ROOT} .jv-text').textContent")
     assert "<script>window.jvHacked=1</script><img src=x onerror=" in said
     assert "**bold** \\u202eRTL" in said
-    page.until("document.querySelectorAll('.jv-rollout script, .jv-rollout img, .jv-rollout a').length === 0")
+    page.until(
+        "document.querySelectorAll('.jv-rollout script, .jv-rollout img, .jv-rollout a').length === 0"
+    )
     assert page.script("window.jvHacked === undefined")
     said = page.text(f"{ROOT} .jv-samples")
     assert "reward 1.250 ★" in said
@@ -62,7 +66,10 @@ def test_it_moves_colours_and_keeps_evil_text_as_text(page: LabPage):
         )
     page.raw.keyboard.press("c")
     page.until(f"document.querySelector('{ROOT}').dataset.colour === 'version'")
-    assert page.script("window.jupyterapp.shell.currentWidget.content.activeCellIndex") == cells, "keys stay here"
+    assert (
+        page.script("window.jupyterapp.shell.currentWidget.content.activeCellIndex")
+        == cells
+    ), "keys stay here"
     assert "version 3" in page.text(f"{ROOT} .jv-legend")
 
     kernel_knows(page, "panel.at, panel.colour", "((0, 0), 'version')")
@@ -71,12 +78,16 @@ def test_it_moves_colours_and_keeps_evil_text_as_text(page: LabPage):
     page.click(f"{ROOT} .jv-diff")
     page.wait(f"{ROOT} .jv-difference", text="compared with this one")
     first, last = (
-        page.script(f"[...document.querySelectorAll('{ROOT} .jv-sample')][{n}].querySelectorAll('.jv-fresh').length")
+        page.script(
+            f"[...document.querySelectorAll('{ROOT} .jv-sample')][{n}].querySelectorAll('.jv-fresh').length"
+        )
         for n in (1, 3)
     )
     assert first == 0, "nothing of the chosen one differs from itself"
     assert last > 0
-    text = page.script(f"[...document.querySelectorAll('{ROOT} .jv-sample')][0].querySelector('.jv-fresh').textContent")
+    text = page.script(
+        f"[...document.querySelectorAll('{ROOT} .jv-sample')][0].querySelector('.jv-fresh').textContent"
+    )
     assert "0" in text, "the samples say their number"
     page.click(f"{ROOT} .jv-diff")
     page.until(f"document.querySelectorAll('{ROOT} .jv-fresh').length === 0")
@@ -94,7 +105,9 @@ def test_it_moves_colours_and_keeps_evil_text_as_text(page: LabPage):
     page.fill(f"{ROOT} .jv-search", "not in any of them")
     page.wait(f"{ROOT} .jv-hits", text="0 of 3 prompts")
     page.wait(ROOT, text="no prompt and no answer holds")
-    assert page.raw.locator(f"{ROOT} .jv-token").count() == 0, "no sample is on show that does not hold the text"
+    assert page.raw.locator(f"{ROOT} .jv-token").count() == 0, (
+        "no sample is on show that does not hold the text"
+    )
     page.fill(f"{ROOT} .jv-search", "")
     kernel_knows(page, "panel.at, panel.widget.query", "((2, 0), '')")
     page.run("panel.select(0)")
@@ -110,7 +123,9 @@ def test_it_moves_colours_and_keeps_evil_text_as_text(page: LabPage):
     shades = page.script(
         f"[...document.querySelectorAll('{ROOT} .jv-token')].map(t => t.style.background).filter(Boolean)"
     )
-    assert {s[:11] for s in shades} >= {"rgba(213, 9", "rgba(0, 114"}, "both directions of the gap have a colour"
+    assert {s[:11] for s in shades} >= {"rgba(213, 9", "rgba(0, 114"}, (
+        "both directions of the gap have a colour"
+    )
     if folder := os.environ.get("JVLAB_SHOTS"):
         for theme in ("light", "dark"):
             for colour in ("logprob", "gap", "version"):

@@ -25,10 +25,15 @@ def rows(page: LabPage) -> int:
 
 
 def more_than(page: LabPage, count: int, seconds: float = 240.0) -> None:
-    page.until(f"Number(document.querySelector('{PANEL} .jv-curves')?.dataset.rows) > {count}", seconds)
+    page.until(
+        f"Number(document.querySelector('{PANEL} .jv-curves')?.dataset.rows) > {count}",
+        seconds,
+    )
 
 
-def test_it_moves_while_a_run_trains_and_steers_it(page: LabPage, lab: Any, steered: Any):
+def test_it_moves_while_a_run_trains_and_steers_it(
+    page: LabPage, lab: Any, steered: Any
+):
     page.open([attach(lab), CONNECT, RUN]).run_all()
     more_than(page, 1)
     first = rows(page)
@@ -43,14 +48,20 @@ def test_it_moves_while_a_run_trains_and_steers_it(page: LabPage, lab: Any, stee
     for wrong in ("-3", "1e-3"):
         page.fill(f"{PANEL} .jv-bound input", wrong)
         page.raw.keyboard.press("Enter")
-        page.wait(f"{PANEL} .jv-bound .jv-wrong", text="a whole number, 0 or more; it stays 0")
+        page.wait(
+            f"{PANEL} .jv-bound .jv-wrong", text="a whole number, 0 or more; it stays 0"
+        )
     assert page.run("print(run.max_staleness)") == "0", "refused in place, not changed"
-    page.until(f"document.querySelectorAll('{PANEL} .jv-extremes [data-jv=sample]').length > 0")
+    page.until(
+        f"document.querySelectorAll('{PANEL} .jv-extremes [data-jv=sample]').length > 0"
+    )
     reward = page.run("print(f'reward {run.status.best.reward:.3f}')")
     assert reward in page.text(f"{PANEL} .jv-extremes")
     page.raw.wait_for_timeout(max(0.0, 4000 - 1000 * (time.monotonic() - paused)))
     state, step = page.run("print(run.status.state, run.status.step)").split()
-    assert (state, int(step) - stood) in (("paused", 0), ("paused", 1)), "at most the step under way ends"
+    assert (state, int(step) - stood) in (("paused", 0), ("paused", 1)), (
+        "at most the step under way ends"
+    )
 
     page.fill(f"{PANEL} .jv-bound input", "2")
     page.raw.keyboard.press("Tab")
@@ -65,7 +76,9 @@ def test_it_moves_while_a_run_trains_and_steers_it(page: LabPage, lab: Any, stee
     shots(page, "run", PANEL)
     told = "print(panel.cost, panel.load, panel.cpu_seconds, run.record.steps()['window_s'].sum())"
     cost, load, spent, steps = map(float, page.run(told).split())
-    print(f"\n{1e3 * cost:.2f} ms of CPU per update of a real run; with snapshots {100 * load:.2f} % of a core")
+    print(
+        f"\n{1e3 * cost:.2f} ms of CPU per update of a real run; with snapshots {100 * load:.2f} % of a core"
+    )
     print(f"{100 * spent / steps:.2f} % of its steps' time")
     assert 0 < spent / steps < 0.05, "the target is 1 % on an idle machine"
 

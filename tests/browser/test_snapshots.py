@@ -32,7 +32,9 @@ def green_dots(page: LabPage) -> int:
 
 def saved_html(page: LabPage, cell: int) -> str:
     data = [o["data"] for o in page.outputs()[cell] if "data" in o]
-    assert all(WIDGET not in d for d in data), "a widget that a saved notebook would lose"
+    assert all(WIDGET not in d for d in data), (
+        "a widget that a saved notebook would lose"
+    )
     return "".join("".join(d.get("text/html", "")) for d in data)
 
 
@@ -64,17 +66,22 @@ def opened_again(page: LabPage, step: int) -> None:
     assert "3 of 4 steps" in text, "the progress bar's last state"
     assert green_dots(page) == 0
     assert page.count(".jv-live") == 0
-    page.wait_kernel()  # JupyterLab has started a new one; ended while it starts, the next test would hear of it
+    # JupyterLab has started a new one; ended while it starts, the next test would hear of it
+    page.wait_kernel()
 
 
-def test_a_killed_kernel_is_noticed_and_what_is_saved_is_the_last_snapshot(page: LabPage) -> None:
+def test_a_killed_kernel_is_noticed_and_what_is_saved_is_the_last_snapshot(
+    page: LabPage,
+) -> None:
     page.open([BAR, STEPPER, RUN]).run_all()
     pid = int(page.run("print(os.getpid())"))
     page.wait(".jv-live .jv-stepper .jv-tensor")
     page.wait(".jv-live .jv-run-panel .jv-head", text="running")
     assert page.count("text=model not found") == 0
     assert green_dots(page) > 0
-    page.until("Number(document.querySelector('.jv-run-panel .jv-curves')?.dataset.rows) >= 3")
+    page.until(
+        "Number(document.querySelector('.jv-run-panel .jv-curves')?.dataset.rows) >= 3"
+    )
     first = saved_step(page)
     assert first >= 3, "not step 0"
     page.until("!document.querySelector('.jv-gone')", 1)
@@ -82,9 +89,13 @@ def test_a_killed_kernel_is_noticed_and_what_is_saved_is_the_last_snapshot(page:
     os.kill(pid, signal.SIGKILL)
     page.wait(".jv-live.jv-gone .jv-notice", 15, text="kernel gone")
     page.until("document.querySelectorAll('.jv-live.jv-gone').length === 2", 15)
-    assert steps_said(page.text(".jv-live.jv-gone:has(.jv-run-panel) .jv-notice")) >= first
+    assert (
+        steps_said(page.text(".jv-live.jv-gone:has(.jv-run-panel) .jv-notice")) >= first
+    )
     assert green_dots(page) == 0, "nothing claims to be alive"
-    assert page.script("[...document.querySelectorAll('.jv-live button')].every(b => b.disabled)")
+    assert page.script(
+        "[...document.querySelectorAll('.jv-live button')].every(b => b.disabled)"
+    )
     shots(page, "kernel-gone", ".jv-live:has(.jv-run-panel)")
     opened_again(page, first)
 
@@ -97,17 +108,23 @@ def test_a_restart_and_a_killed_gateway(page: LabPage) -> None:
     page.run("import os, signal; os.kill(lab._gateway.pid, signal.SIGKILL)")
     page.wait(".jv-live.jv-gone:has(.jv-lab-panel) .jv-notice", 20, text="gateway gone")
     assert "gateway gone" in page.text(".jv-lab-panel .jv-gateway")
-    assert page.count(".jv-lab-panel [data-jv=state][style*='009E73']") == 0, "no green dot for a gateway that is gone"
+    assert page.count(".jv-lab-panel [data-jv=state][style*='009E73']") == 0, (
+        "no green dot for a gateway that is gone"
+    )
     close = page.wait(".jv-close-lab")
     assert close.is_disabled()
     assert close.get_attribute("title") == "not now: gateway gone"
     shots(page, "gateway-gone", ".jv-live:has(.jv-lab-panel)")
 
-    page.until("Number(document.querySelector('.jv-run-panel .jv-curves')?.dataset.rows) >= 3")
+    page.until(
+        "Number(document.querySelector('.jv-run-panel .jv-curves')?.dataset.rows) >= 3"
+    )
     assert saved_step(page) >= 3
     page.script(f"() => {{ {CONTEXT}.sessionContext.session.kernel.restart(); }}")
     page.until("!document.querySelector('.jv-live:not(.jv-gone)')", 30)
-    page.until("document.querySelector('.jp-Notebook').innerText.includes('kernel gone')", 30)
+    page.until(
+        "document.querySelector('.jp-Notebook').innerText.includes('kernel gone')", 30
+    )
     assert green_dots(page) == 0
     opened_again(page, 3)
     # the page drops the comms of a kernel that it restarts, and logs the farewell that each of them still sends

@@ -28,7 +28,10 @@ stepper
 
 
 def at(page: LabPage, position: int, seconds: float = 120.0) -> None:
-    page.until(f"document.querySelector('{PANEL} .jv-tensors')?.dataset.position === '{position}'", seconds)
+    page.until(
+        f"document.querySelector('{PANEL} .jv-tensors')?.dataset.position === '{position}'",
+        seconds,
+    )
 
 
 def abort(page: LabPage) -> None:
@@ -46,29 +49,41 @@ def test_it_steps_breaks_aborts_and_commits(page: LabPage, lab: Any, steered: An
     assert page.run("print(len(stepper.steps), stepper.state)") == "1 moving"
     page.wait(f"{PANEL} .jv-diff", text="after")
     # 288 of vLLM's 320 rows of an embedding are the model's
-    assert page.text(f"{PANEL} .jv-diff").count("90.0%") == 2, "staged: the engine's own memory waits for the commit"
+    assert page.text(f"{PANEL} .jv-diff").count("90.0%") == 2, (
+        "staged: the engine's own memory waits for the commit"
+    )
     assert page.run("print(greedy() == before)") == "True", "staged: it goes on serving"
 
     page.fill(f"{PANEL} .jv-pattern input", r"layers\.1\.")
     page.raw.keyboard.press("Tab")
     page.click(f"{PANEL} .jv-run-to")
     page.wait(f"{PANEL} .jv-head", text="next: model.layers.1.")
-    place = page.run("print(len(stepper.steps), any('layers.1' in n for s in stepper.steps for n in s.parameters))")
+    place = page.run(
+        "print(len(stepper.steps), any('layers.1' in n for s in stepper.steps for n in s.parameters))"
+    )
     assert place.endswith("False")
     at(page, int(place.split()[0]))
     page.click(f"{PANEL} .jv-verify")
     page.wait(f"{PANEL} .jv-message", text="digests equal")
-    page.until(f"Number(document.querySelector('{PANEL} .jv-tensors').dataset.ticked) > 0")
+    page.until(
+        f"Number(document.querySelector('{PANEL} .jv-tensors').dataset.ticked) > 0"
+    )
     shots(page, "stepper", PANEL)
     page.click(f"{PANEL} .jv-run")
     page.wait(f"{PANEL} .jv-head", text="next: lm_head")
 
-    page.run("stepper")  # a second view, opened where the sync stands, not at its beginning
+    # a second view, opened where the sync stands, not at its beginning
+    page.run("stepper")
     page.until(f"document.querySelectorAll('{PANEL} .jv-tensors').length === 2")
-    page.until(f"[...document.querySelectorAll('{PANEL} .jv-tensors')].every((box) => box.scrollTop > 0)")
+    page.until(
+        f"[...document.querySelectorAll('{PANEL} .jv-tensors')].every((box) => box.scrollTop > 0)"
+    )
 
     abort(page)
-    assert page.run("print(stepper.state, greedy() == before, link.version == version)") == "aborted True True"
+    assert (
+        page.run("print(stepper.state, greedy() == before, link.version == version)")
+        == "aborted True True"
+    )
 
     page.run("stepper = link.stepper(other, mode='direct')\nstepper")
     page.click(f"{PANEL} .jv-step")
@@ -76,18 +91,27 @@ def test_it_steps_breaks_aborts_and_commits(page: LabPage, lab: Any, steered: An
     assert "0.0%" in page.text(f"{PANEL} .jv-diff"), "direct: what was sent is there"
     page.wait(f"{PANEL} .jv-head", text="paused for a sync")
     abort(page)
-    assert page.run("try:\n    greedy()\nexcept jv.errors.EngineDirty:\n    print('dirty')") == "dirty"
+    assert (
+        page.run(
+            "try:\n    greedy()\nexcept jv.errors.EngineDirty:\n    print('dirty')"
+        )
+        == "dirty"
+    )
     page.wait(".jp-OutputArea-output", text="dirty: sync again")
 
     page.run("stepper = link.stepper(other, mode='direct')\nstepper")
     page.click(f"{PANEL} .jv-run")
     page.until(f"!document.querySelector('{PANEL}')", 120)
-    said = page.run("print(stepper.state, stepper.report.verified, bool(link.verify(other)), greedy() != before)")
+    said = page.run(
+        "print(stepper.state, stepper.report.verified, bool(link.verify(other)), greedy() != before)"
+    )
     assert said == "committed True True True"
 
 
 @pytest.mark.parametrize(("end", "mode"), ENDINGS)
-def test_a_kernel_that_goes_leaves_a_clean_engine(page: LabPage, lab: Any, steered: Any, end: str, mode: str):
+def test_a_kernel_that_goes_leaves_a_clean_engine(
+    page: LabPage, lab: Any, steered: Any, end: str, mode: str
+):
     page.open([attach(lab), CONNECT, START.replace("staged", mode)]).run_all()
     page.click(f"{PANEL} .jv-step")
     at(page, 1)
@@ -95,9 +119,15 @@ def test_a_kernel_that_goes_leaves_a_clean_engine(page: LabPage, lab: Any, steer
     pid, version, before = int(facts[0]), int(facts[1]), [int(t) for t in facts[2:]]
     os.kill(pid, signal.SIGKILL) if end == "kill" else page.server.end_kernels()
     until_idle(steered)
-    ask = lambda: list(steered.generate([[5, 6, 7, 8]], max_tokens=8, temperature=0.0, ignore_eos=True)[0].token_ids)
+    ask = lambda: list(
+        steered.generate(
+            [[5, 6, 7, 8]], max_tokens=8, temperature=0.0, ignore_eos=True
+        )[0].token_ids
+    )
     if mode == "staged":
-        assert (ask(), steered.status()["version"]) == (before, version), "the old version goes on"
+        assert (ask(), steered.status()["version"]) == (before, version), (
+            "the old version goes on"
+        )
     else:
         with pytest.raises(Exception, match="dirty"):
             ask()

@@ -13,7 +13,9 @@ from jvlab.analysis.certification._certificate import CertificateRow
 from jvlab.cli._cli import main
 
 GOOD = CertificateRow("scored", "equal?", "pass", "fine", "", 0.5)
-BAD = CertificateRow("arrives direct", "equal?", "fail", "one differs", "model.norm.weight (rank 0)", 0.5)
+BAD = CertificateRow(
+    "arrives direct", "equal?", "fail", "one differs", "model.norm.weight (rank 0)", 0.5
+)
 
 
 @pytest.fixture
@@ -41,14 +43,30 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return seen
 
 
-def test_a_table_or_json_and_the_exit_status(asked: dict[str, Any], capsys: pytest.CaptureFixture[str]):
-    given = ["--engine", '{"enable_lora": true}', "--tensor-parallel", "2", "--check", "scored", "--seed", "3"]
+def test_a_table_or_json_and_the_exit_status(
+    asked: dict[str, Any], capsys: pytest.CaptureFixture[str]
+):
+    given = [
+        "--engine",
+        '{"enable_lora": true}',
+        "--tensor-parallel",
+        "2",
+        "--check",
+        "scored",
+        "--seed",
+        "3",
+    ]
     assert main(["certify", "--model", "tiny:llama", *given]) == 0
     assert "scored  pass" in capsys.readouterr().out
     assert asked["model"] == "tiny:llama"
     assert asked["options"]["engine"] == {"enable_lora": True}
     assert asked["options"]["tensor_parallel"] == 2
-    assert (asked["pool"], asked["checks"], asked["seed"], asked["closed"]) == ("the pool", ["scored"], 3, True)
+    assert (asked["pool"], asked["checks"], asked["seed"], asked["closed"]) == (
+        "the pool",
+        ["scored"],
+        3,
+        True,
+    )
     asked["rows"] = (GOOD, BAD)
     assert main(["certify", "--model", "tiny:llama", "--json"]) == 1, "a check failed"
     plain = json.loads(capsys.readouterr().out)
@@ -56,7 +74,9 @@ def test_a_table_or_json_and_the_exit_status(asked: dict[str, Any], capsys: pyte
     assert plain["checks"][1]["first_wrong"] == "model.norm.weight (rank 0)"
 
 
-def test_an_engine_that_is_no_json_object_is_refused(asked: dict[str, Any], capsys: pytest.CaptureFixture[str]):
+def test_an_engine_that_is_no_json_object_is_refused(
+    asked: dict[str, Any], capsys: pytest.CaptureFixture[str]
+):
     for text in ("{", "[1]"):
         assert main(["certify", "--model", "tiny:llama", "--engine", text]) == 1
         assert "enforce_eager" in capsys.readouterr().err

@@ -37,7 +37,9 @@ class FakeEngine:
 
 @pytest.fixture(autouse=True)
 def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = lambda name, number, path: SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=path)
+    make = lambda name, number, path: SimpleNamespace(
+        lora_name=name, lora_int_id=number, lora_path=path
+    )
     monkeypatch.setattr(_vllm, "lora_request", make)
     monkeypatch.setattr(_vllm, "dead_errors", lambda: (MemoryError,))
 
@@ -64,7 +66,9 @@ def test_a_version_goes_with_its_last_request(style: Callable[[int], pb.Adapter]
             assert names(adapters) == [("style", 2)]
             assert first is not None
             assert first.users == 2
-            assert engine.calls == ["add style@1 as 1", "add style@2 as 2"], "it is still in use"
+            assert engine.calls == ["add style@1 as 1", "add style@2 as 2"], (
+                "it is still in use"
+            )
         assert engine.calls[2:] == ["remove 1"]
         await adapters.drop(style(1))
         await adapters.drop(style(2))
@@ -74,7 +78,9 @@ def test_a_version_goes_with_its_last_request(style: Callable[[int], pb.Adapter]
     asyncio.run(work())
 
 
-def test_a_replica_that_came_later_loads_what_it_is_asked_for(style: Callable[[int], pb.Adapter]):
+def test_a_replica_that_came_later_loads_what_it_is_asked_for(
+    style: Callable[[int], pb.Adapter],
+):
     async def work() -> None:
         engine = FakeEngine()
         adapters = EngineAdapters(engine, 4)
@@ -87,8 +93,11 @@ def test_a_replica_that_came_later_loads_what_it_is_asked_for(style: Callable[[i
                 return found.version
 
         assert await asyncio.gather(one(), one()) == [3, 3]
-        assert engine.calls == ["add style@3 as 1"], "once, though two asked at once; and it stays"
-        async with adapters.use(style(2)) as found:  # was on its way when the pool went over to version 3
+        assert engine.calls == ["add style@3 as 1"], (
+            "once, though two asked at once; and it stays"
+        )
+        # was on its way when the pool went over to version 3
+        async with adapters.use(style(2)) as found:
             assert found is not None
             assert found.version == 3
         assert names(adapters) == [("style", 3)]
@@ -96,7 +105,9 @@ def test_a_replica_that_came_later_loads_what_it_is_asked_for(style: Callable[[i
     asyncio.run(work())
 
 
-def test_what_cannot_be_loaded_leaves_nothing(style: Callable[[int], pb.Adapter], tmp_path: Path):
+def test_what_cannot_be_loaded_leaves_nothing(
+    style: Callable[[int], pb.Adapter], tmp_path: Path
+):
     async def work() -> None:
         engine = FakeEngine()
         adapters = EngineAdapters(engine, 1)
@@ -105,7 +116,9 @@ def test_what_cannot_be_loaded_leaves_nothing(style: Callable[[int], pb.Adapter]
             await adapters.load(style(1))
         engine.broken = False
         with pytest.raises(errors.ConfigError, match=r"holds no adapter_config\.json"):
-            await adapters.load(pb.Adapter(name="style", version=1, path=str(tmp_path / "none")))
+            await adapters.load(
+                pb.Adapter(name="style", version=1, path=str(tmp_path / "none"))
+            )
         assert names(adapters) == []
         await adapters.load(style(1))
         with pytest.raises(errors.ConfigError, match="no room for adapter 'style'"):
@@ -122,11 +135,16 @@ def test_a_slot_is_left_to_the_adapter_of_a_link(style: Callable[[int], pb.Adapt
         adapters = EngineAdapters(FakeEngine(), 4, slots=2)
         await adapters.load(style(1))
         await adapters.load(style(2))
-        with pytest.raises(errors.ConfigError, match=r"(?s)no slot is left for a synced adapter.*'max_loras': 3"):
+        with pytest.raises(
+            errors.ConfigError,
+            match=r"(?s)no slot is left for a synced adapter.*'max_loras': 3",
+        ):
             adapters.reserve_slot()
         await adapters.drop(style(1))
         adapters.reserve_slot()
-        with pytest.raises(errors.ConfigError, match=r"(?s)no slot for adapter 'style'.*'max_loras': 3"):
+        with pytest.raises(
+            errors.ConfigError, match=r"(?s)no slot for adapter 'style'.*'max_loras': 3"
+        ):
             await adapters.load(style(3))
         assert names(adapters) == [("style", 2)]
 
@@ -135,7 +153,10 @@ def test_a_slot_is_left_to_the_adapter_of_a_link(style: Callable[[int], pb.Adapt
 
 def test_spans_without_the_linked_adapter_have_the_versions_of_the_base():
     linked = LinkedAdapter()
-    found = [SimpleNamespace(version=str(v), start=s, end=e) for v, s, e in ((3, 0, 4), (4, 4, 6), (6, 6, 9))]
+    found = [
+        SimpleNamespace(version=str(v), start=s, end=e)
+        for v, s, e in ((3, 0, 4), (4, 4, 6), (6, 6, 9))
+    ]
     plain = [(3, 0, 4), (4, 4, 6), (6, 6, 9)]
     assert linked.spans(found, False) == plain, "no link to an adapter was ever opened"
     linked.opened(7, version=3)
@@ -146,4 +167,6 @@ def test_spans_without_the_linked_adapter_have_the_versions_of_the_base():
     linked.opened(7, version=5)
     linked.committed(6)
     assert linked.spans(found, True) == plain
-    assert linked.spans(found, False) == [(3, 0, 6), (5, 6, 9)], "4 and 6 were the adapter's"
+    assert linked.spans(found, False) == [(3, 0, 6), (5, 6, 9)], (
+        "4 and 6 were the adapter's"
+    )

@@ -64,7 +64,13 @@ def trials_in_forks() -> str:
 
 def test_only_a_death_says_that_the_cpu_cannot():
     code = "from tests.engine import test_cpu; print(test_cpu.trials_in_forks())"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     died, worked, unknown = json.loads(done.stdout.splitlines()[-1])
     assert died == [False, "vLLM's kernel dies of SIGILL"]
@@ -72,9 +78,13 @@ def test_only_a_death_says_that_the_cpu_cannot():
     assert unknown == [None, "TypeError: another vLLM takes other arguments"]
 
 
-def test_what_was_found_is_kept_for_the_next_process(empty_cache: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_was_found_is_kept_for_the_next_process(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+):
     asked = []
-    said = json.dumps({kind: {"works": kind != "bfloat16", "why": "x"} for kind in KINDS})
+    said = json.dumps(
+        {kind: {"works": kind != "bfloat16", "why": "x"} for kind in KINDS}
+    )
     monkeypatch.setattr(_cpu, "_ask_a_child", lambda: asked.append(1) or said)
     assert lacks("bfloat16") == "x"
     _cpu._tried.cache_clear()  # as in another process
@@ -88,7 +98,9 @@ def test_what_was_found_is_kept_for_the_next_process(empty_cache: Path, monkeypa
     assert len(asked) == 2
 
 
-def test_a_trial_that_does_not_answer_accuses_nobody_and_is_not_kept(empty_cache: Path, monkeypatch):
+def test_a_trial_that_does_not_answer_accuses_nobody_and_is_not_kept(
+    empty_cache: Path, monkeypatch
+):
     def fail() -> str:
         raise OSError("no vLLM here")
 
@@ -115,11 +127,18 @@ def test_a_machine_can_act_as_if_it_had_less(cpu, monkeypatch: pytest.MonkeyPatc
 def test_a_dtype_that_was_asked_for_by_name_is_refused(cpu, given: str):
     cpu(NONE)
     with pytest.raises(
-        errors.Unsupported, match=r"this CPU has no bfloat16 \(vLLM's kernel dies of SIGILL\)"
+        errors.Unsupported,
+        match=r"this CPU has no bfloat16 \(vLLM's kernel dies of SIGILL\)",
     ) as caught:
         check_dtype({"dtype": given})
     assert "'dtype': 'float32'" in caught.value.remedy
-    for fine in ({}, {"dtype": "auto"}, {"dtype": "half"}, {"dtype": "float32"}, {"dtype": None}):
+    for fine in (
+        {},
+        {"dtype": "auto"},
+        {"dtype": "half"},
+        {"dtype": "float32"},
+        {"dtype": None},
+    ):
         check_dtype(fine)
     cpu(ALL)
     check_dtype({"dtype": given})
@@ -127,19 +146,34 @@ def test_a_dtype_that_was_asked_for_by_name_is_refused(cpu, given: str):
 
 def test_auto_computes_in_float32_and_says_so(cpu, tmp_path: Path):
     cpu(NONE)
-    sizes = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 128, "max_position_embeddings": 2048}
+    sizes = {
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "hidden_size": 128,
+        "max_position_embeddings": 2048,
+    }
     bf16 = checkpoint(tmp_path / "a", dtype="bfloat16", **sizes)
     for given in ({}, {"dtype": "auto"}):
         found = engine_arguments(bf16, "cpu", 1, "auto", given)
         assert found["dtype"] == "float32"
-    assert kv_cache_bytes(bf16, {"dtype": "float32"}, 1) == 2 * kv_cache_bytes(bf16, {}, 1), "four bytes each"
+    assert kv_cache_bytes(bf16, {"dtype": "float32"}, 1) == 2 * kv_cache_bytes(
+        bf16, {}, 1
+    ), "four bytes each"
     assert engine_arguments(bf16, "cuda", 1, "auto", {}).get("dtype") is None
-    assert instead_of("bfloat16")[1].startswith("the engine computes in float32: this CPU has no bfloat16")
-    assert engine_arguments("hub/model", "cpu", 1, "auto", {})["dtype"] == "float32", "vLLM takes bfloat16 for these"
+    assert instead_of("bfloat16")[1].startswith(
+        "the engine computes in float32: this CPU has no bfloat16"
+    )
+    assert engine_arguments("hub/model", "cpu", 1, "auto", {})["dtype"] == "float32", (
+        "vLLM takes bfloat16 for these"
+    )
     f32 = checkpoint(tmp_path / "b", dtype="float32")
-    assert engine_arguments(f32, "cpu", 1, "auto", {"dtype": "auto"})["dtype"] == "float32", "of these too"
+    assert (
+        engine_arguments(f32, "cpu", 1, "auto", {"dtype": "auto"})["dtype"] == "float32"
+    ), "of these too"
     f16 = checkpoint(tmp_path / "c", dtype="float16")
-    assert engine_arguments(f16, "cpu", 1, "auto", {}).get("dtype") is None, "it has float16"
+    assert engine_arguments(f16, "cpu", 1, "auto", {}).get("dtype") is None, (
+        "it has float16"
+    )
     with pytest.raises(errors.Unsupported):
         engine_arguments(f32, "cpu", 1, "auto", {"dtype": "bfloat16"})
     cpu(ALL)
@@ -149,9 +183,15 @@ def test_auto_computes_in_float32_and_says_so(cpu, tmp_path: Path):
 
 def test_a_quantisation_that_vllm_does_not_compute_in_float32(cpu, tmp_path: Path):
     cpu(NONE)
-    gptq = checkpoint(tmp_path / "a", dtype="bfloat16", quantization_config={"quant_method": "gptq"})
+    gptq = checkpoint(
+        tmp_path / "a", dtype="bfloat16", quantization_config={"quant_method": "gptq"}
+    )
     assert engine_arguments(gptq, "cpu", 1, "auto", {})["dtype"] == "float16"
-    ints = checkpoint(tmp_path / "b", dtype="bfloat16", quantization_config={"quant_method": "compressed-tensors"})
+    ints = checkpoint(
+        tmp_path / "b",
+        dtype="bfloat16",
+        quantization_config={"quant_method": "compressed-tensors"},
+    )
     assert engine_arguments(ints, "cpu", 1, "auto", {})["dtype"] == "float32"
 
 
@@ -159,6 +199,10 @@ def test_a_quantisation_that_vllm_does_not_compute_in_float32(cpu, tmp_path: Pat
 def test_this_cpu_is_tried_for_real(empty_cache: Path):
     """Whatever the answer is, it is one: the trials fit this vLLM, and this process lives."""
     found = cpu_support()
-    assert {kind for kind, tried in found.items() if tried.works is None} == set(), found
+    assert {kind for kind, tried in found.items() if tried.works is None} == set(), (
+        found
+    )
     assert all(tried.works or tried.why for tried in found.values())
-    assert [file.name.startswith("cpu-") for file in (empty_cache / "jvlab").iterdir()] == [True]
+    assert [
+        file.name.startswith("cpu-") for file in (empty_cache / "jvlab").iterdir()
+    ] == [True]

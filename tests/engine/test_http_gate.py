@@ -25,7 +25,10 @@ class FakeEngine:
     def __init__(self) -> None:
         self.version, self.dead, self.replica, self.dirty = 3, False, "p/0", False
         self.busy: set[asyncio.Task[Any]] = set()
-        self.limits, self.facts = Limits.resolve({}, 8, 64), SimpleNamespace(max_model_len=64, vocab_size=100)
+        self.limits, self.facts = (
+            Limits.resolve({}, 8, 64),
+            SimpleNamespace(max_model_len=64, vocab_size=100),
+        )
 
     async def _wait_clean(self) -> None:
         if self.dirty:
@@ -74,7 +77,12 @@ async def call(
         await asyncio.Event().wait()
         raise AssertionError
 
-    gate = ReplicaGate(app, lambda given: given.get("Authorization") == "Bearer t", engine, lambda: epoch)  # type: ignore[arg-type]
+    gate = ReplicaGate(
+        app,
+        lambda given: given.get("Authorization") == "Bearer t",
+        engine,
+        lambda: epoch,
+    )  # type: ignore[arg-type]
     listed = {"authorization": "Bearer t", **(headers or {})}
     scope = {
         "type": "http",
@@ -96,12 +104,30 @@ def header(sent: list[Message], name: str) -> str | None:
 def answering(llm: Any, kind: str = "application/json", status: int = 200) -> Any:
     async def app(scope: Message, receive: Any, send: Any) -> None:
         if kind == "text/event-stream":
-            await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind.encode())]})
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": status,
+                    "headers": [(b"content-type", kind.encode())],
+                }
+            )
         async for _ in llm.generate():
             if kind == "text/event-stream":
-                await send({"type": "http.response.body", "body": b"data: x\n\n", "more_body": True})
+                await send(
+                    {
+                        "type": "http.response.body",
+                        "body": b"data: x\n\n",
+                        "more_body": True,
+                    }
+                )
         if kind != "text/event-stream":
-            await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind.encode())]})
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": status,
+                    "headers": [(b"content-type", kind.encode())],
+                }
+            )
         await send({"type": "http.response.body", "body": b""})
 
     return app
@@ -109,13 +135,18 @@ def answering(llm: Any, kind: str = "application/json", status: int = 200) -> An
 
 def test_an_answer_names_every_version_that_made_it():
     sent = asyncio.run(call(answering(Labelled(FakeLlm())), FakeEngine()))
-    assert (header(sent, "x-jvlab-version"), header(sent, "x-jvlab-versions")) == ("3", "3,4")
+    assert (header(sent, "x-jvlab-version"), header(sent, "x-jvlab-versions")) == (
+        "3",
+        "3,4",
+    )
     assert header(sent, "x-jvlab-replica") == "p/0"
     assert Labelled(FakeLlm()).model == "tiny", "all else is the engine's own"
 
 
 def test_a_stream_names_them_at_its_end():
-    sent = asyncio.run(call(answering(Labelled(FakeLlm()), "text/event-stream"), FakeEngine()))
+    sent = asyncio.run(
+        call(answering(Labelled(FakeLlm()), "text/event-stream"), FakeEngine())
+    )
     assert header(sent, "x-jvlab-version") == "3"
     assert sent[-1]["body"] == b": x-jvlab-versions 3,4\n\n"
 
@@ -131,7 +162,13 @@ def test_a_stream_names_them_at_its_end():
         ({}, {"x-jvlab-epoch": "1"}, 1, 200, None),
     ],
 )
-def test_who_may_not_answer(change: dict[str, bool], headers: dict[str, str], epoch: int, status: int, refused: Any):
+def test_who_may_not_answer(
+    change: dict[str, bool],
+    headers: dict[str, str],
+    epoch: int,
+    status: int,
+    refused: Any,
+):
     engine = FakeEngine()
     for name, value in change.items():
         setattr(engine, name, value)
@@ -172,7 +209,9 @@ def test_a_fenced_replica_drops_what_it_does(begun: bool):
     sent = asyncio.run(call(app, engine, during=fence))
     assert told == ["http.disconnect"]
     if begun:
-        assert [message["type"] for message in sent] == ["http.response.start"], "it has no end"
+        assert [message["type"] for message in sent] == ["http.response.start"], (
+            "it has no end"
+        )
     else:
         assert (sent[0]["status"], header(sent, "x-jvlab-refused")) == (503, "fenced")
     assert not engine.busy
@@ -185,7 +224,11 @@ def test_small_answers_are_sent_at_once():
         found: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
         def made(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            found.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            found.set_result(
+                writer.get_extra_info("socket").getsockopt(
+                    socket.IPPROTO_TCP, socket.TCP_NODELAY
+                )
+            )
             writer.close()
 
         listener = loopback_listener()

@@ -27,7 +27,9 @@ from jvlab.wire._direct_client import DirectStream
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="sockets without files are Linux's"),
+    pytest.mark.skipif(
+        sys.platform != "linux", reason="sockets without files are Linux's"
+    ),
 ]
 NAMES = ["a", "b", "c"]
 
@@ -44,9 +46,12 @@ class Core:
         self.pending: Future[Any] | None = None  # a pause that is not complete at once
         self.paused = False
         self.version = "0"
-        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(is_multimodal_model=False))
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(is_multimodal_model=False)
+        )
         self.model_executor = SimpleNamespace(is_sleeping=False)
-        self.calls: queue.Queue[Any] = queue.Queue()  # the core's loop takes one after the other
+        # the core's loop takes one after the other
+        self.calls: queue.Queue[Any] = queue.Queue()
         self.input_queue = SimpleNamespace(put_nowait=self._put)
         self.woken = 0
         self.deaf = False  # does not hear what is ordered at its door
@@ -74,7 +79,9 @@ class Core:
             if answer is None:
                 assert not result.done(), "vLLM must not answer a call that nobody made"
             elif isinstance(result, Future):
-                result.add_done_callback(lambda done, to=answer: _ipc_core._copy_result(done, to))
+                result.add_done_callback(
+                    lambda done, to=answer: _ipc_core._copy_result(done, to)
+                )
             else:
                 answer.set_result(result)
 
@@ -89,16 +96,33 @@ class Core:
         self.paused = True
         return self.pending
 
-    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
+    def collective_rpc(
+        self, method: str, args: tuple[Any, ...] = ()
+    ) -> list[dict[str, Any]]:
         self.did.append(method)
         if self.refuses == method:
-            return [{"rank": 0, "error": "no memory", "remedy": "buy some", "kind": "TransportError"}]
+            return [
+                {
+                    "rank": 0,
+                    "error": "no memory",
+                    "remedy": "buy some",
+                    "kind": "TransportError",
+                }
+            ]
         if method == "jv_move":
             return [{"rank": 0, "seconds": 0.001}]
         if method == "jv_commit":
             return [{"rank": 0, "bytes": 12}]
         values = np.array(self.holds, np.uint64).tobytes()
-        return [{"rank": 0, "values": values, "seconds": {"digest": 0.002}, "bytes": 12, "done": True}]
+        return [
+            {
+                "rank": 0,
+                "values": values,
+                "seconds": {"digest": 0.002},
+                "bytes": 12,
+                "done": True,
+            }
+        ]
 
     def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
         self.did.append(("forget", reset_running_requests))
@@ -129,7 +153,9 @@ class Replica:
             parallel_config=SimpleNamespace(data_parallel_size=1),
             model_config=SimpleNamespace(is_multimodal_model=False),
         )
-        client = SimpleNamespace(call_utility_async=self.utility, pause_scheduler_async=self.pause)
+        client = SimpleNamespace(
+            call_utility_async=self.utility, pause_scheduler_async=self.pause
+        )
         self.llm: Any = SimpleNamespace(
             engine_core=client,
             vllm_config=config,
@@ -148,7 +174,9 @@ class Replica:
         self.core.calls.put((method, args, answer))
         return await asyncio.wrap_future(answer)
 
-    async def rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
+    async def rpc(
+        self, method: str, args: tuple[Any, ...] = ()
+    ) -> list[dict[str, Any]]:
         if method in ("jv_verify", "jv_commit"):
             return self.core.collective_rpc(method, args)
         self.core.did.append(method)
@@ -164,7 +192,9 @@ class Replica:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
 
     def trainer(self) -> DirectStream:
-        return DirectStream("p/0", self.direct_orders.invitation("link-1", 7, self.sync.core_channel))
+        return DirectStream(
+            "p/0", self.direct_orders.invitation("link-1", 7, self.sync.core_channel)
+        )
 
     async def _end(self) -> None:
         self.direct_orders.close()
@@ -173,7 +203,8 @@ class Replica:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        for _ in range(30):  # a transport lets go of its socket some turns of the loop after its close
+        # a transport lets go of its socket some turns of the loop after its close
+        for _ in range(30):
             await asyncio.sleep(0.001)
         self.core.calls.put(None)
 
@@ -220,22 +251,36 @@ def test_one_order_does_it_all(replica: Replica, trainer: DirectStream):
 
     def write() -> None:
         order.append("write")
-        assert replica.core.did[-1] == "jv_move", "the engine stands still and lets us in, and nothing is verified yet"
+        assert replica.core.did[-1] == "jv_move", (
+            "the engine stands still and lets us in, and nothing is verified yet"
+        )
 
     def claims() -> bytes:
         order.append("claims")
-        while "jv_verify" not in replica.core.did:  # the engine reads what it holds meanwhile
+        # the engine reads what it holds meanwhile
+        while "jv_verify" not in replica.core.did:
             time.sleep(0.001)
         time.sleep(0.02)
-        assert replica.core.did[-1] == "jv_verify", "nothing is committed before it heard what it must hold"
+        assert replica.core.did[-1] == "jv_verify", (
+            "nothing is committed before it heard what it must hold"
+        )
         return digests(1, 2, 3)
 
-    reply = trainer.exchange(terms(4), 30.0, lambda: order.append("meanwhile"), write, claims)
+    reply = trainer.exchange(
+        terms(4), 30.0, lambda: order.append("meanwhile"), write, claims
+    )
     assert order == ["meanwhile", "write", "claims"]
     assert reply.state == "idle"
     (outcome,) = reply.outcomes
     assert (outcome.replica, outcome.state, outcome.version) == ("p/0", "committed", 4)
-    assert {s.name for s in outcome.seconds} == {"halt", "admit", "verify", "digest", "commit", "pause"}
+    assert {s.name for s in outcome.seconds} == {
+        "halt",
+        "admit",
+        "verify",
+        "digest",
+        "commit",
+        "pause",
+    }
     assert replica.core.did == [
         ("pause", "keep"),
         "jv_move",
@@ -245,15 +290,23 @@ def test_one_order_does_it_all(replica: Replica, trainer: DirectStream):
         "resume",
     ]
     trainer._read_pending_reply()
-    assert (replica.state.version, replica.state.dirty, replica.state.stage) == (4, False, "idle")
+    assert (replica.state.version, replica.state.dirty, replica.state.stage) == (
+        4,
+        False,
+        "idle",
+    )
     assert replica.sync._committed() == {("a", 0): 1, ("b", 0): 2, ("c", 0): 3}
     assert not trainer.busy
 
 
-def test_again_and_again_and_between_other_orders(replica: Replica, trainer: DirectStream):
+def test_again_and_again_and_between_other_orders(
+    replica: Replica, trainer: DirectStream
+):
     for version in range(1, 6):
         replica.core.holds = [version, 0, version]
-        trainer.exchange(terms(version), 30.0, nothing, nothing, lambda v=version: digests(v, 0, v))
+        trainer.exchange(
+            terms(version), 30.0, nothing, nothing, lambda v=version: digests(v, 0, v)
+        )
         if version == 3:  # the reply that is owed is read first
             assert trainer.steps([pb.ABANDON], 30.0).outcomes[0].version == 3
     trainer._read_pending_reply()
@@ -261,22 +314,39 @@ def test_again_and_again_and_between_other_orders(replica: Replica, trainer: Dir
 
 
 def test_without_digests(replica: Replica, trainer: DirectStream):
-    trainer.exchange(terms(1, verify="off", kv="recompute"), 30.0, nothing, nothing, None)
+    trainer.exchange(
+        terms(1, verify="off", kv="recompute"), 30.0, nothing, nothing, None
+    )
     trainer._read_pending_reply()
     assert ("forget", True) in replica.core.did
     assert replica.state.version == 1
 
 
 @pytest.mark.parametrize("deaf", [False, True])
-def test_poison_that_is_allowed_is_told_to_the_core(replica: Replica, trainer: DirectStream, deaf: bool):
+def test_poison_that_is_allowed_is_told_to_the_core(
+    replica: Replica, trainer: DirectStream, deaf: bool
+):
     """With digests and without, by its door or by the front end; the next version knows nothing of it."""
     replica.core.deaf = deaf
     for version, verify in ((1, "full"), (2, "off")):
         claims = (lambda: digests(1, 2, 3)) if verify == "full" else None
-        trainer.exchange(terms(2 * version, verify=verify), 30.0, nothing, nothing, claims, lambda: True)
+        trainer.exchange(
+            terms(2 * version, verify=verify),
+            30.0,
+            nothing,
+            nothing,
+            claims,
+            lambda: True,
+        )
         trainer._read_pending_reply()
-        assert replica.core.did[-3:] == [("version", str(2 * version)), "poisoned", "resume"]
-        trainer.exchange(terms(2 * version + 1, verify=verify), 30.0, nothing, nothing, claims)
+        assert replica.core.did[-3:] == [
+            ("version", str(2 * version)),
+            "poisoned",
+            "resume",
+        ]
+        trainer.exchange(
+            terms(2 * version + 1, verify=verify), 30.0, nothing, nothing, claims
+        )
         trainer._read_pending_reply()
         assert replica.core.did[-2:] == [("version", str(2 * version + 1)), "resume"]
     assert replica.core.did.count("poisoned") == 2
@@ -287,7 +357,9 @@ def test_poison_that_is_allowed_is_told_to_the_core(replica: Replica, trainer: D
 
 
 @pytest.mark.parametrize("verify", ["full", "off"])
-def test_poison_that_is_refused_is_not_committed(replica: Replica, trainer: DirectStream, verify: str):
+def test_poison_that_is_refused_is_not_committed(
+    replica: Replica, trainer: DirectStream, verify: str
+):
     """Found with the digests, or where there are none before it is said that all is written."""
 
     def found() -> Any:
@@ -302,7 +374,9 @@ def test_poison_that_is_refused_is_not_committed(replica: Replica, trainer: Dire
 
 
 def test_wrong_bits_do_not_commit(replica: Replica, trainer: DirectStream):
-    with pytest.raises(errors.VerifyError, match=r"does not hold the trainer's bits: b \(rank 0\)"):
+    with pytest.raises(
+        errors.VerifyError, match=r"does not hold the trainer's bits: b \(rank 0\)"
+    ):
         trainer.exchange(terms(1), 30.0, nothing, nothing, lambda: digests(1, 7, 3))
     assert "resume" not in replica.core.did
     assert not any(isinstance(d, tuple) and d[0] == "version" for d in replica.core.did)
@@ -330,8 +404,12 @@ def test_a_rank_that_does_not_let_us_in(replica: Replica, trainer: DirectStream)
     assert not trainer.busy
 
 
-@pytest.mark.parametrize("error", [RuntimeError("the card is gone"), KeyboardInterrupt()])
-def test_a_writer_that_fails_hangs_up(replica: Replica, trainer: DirectStream, error: BaseException):
+@pytest.mark.parametrize(
+    "error", [RuntimeError("the card is gone"), KeyboardInterrupt()]
+)
+def test_a_writer_that_fails_hangs_up(
+    replica: Replica, trainer: DirectStream, error: BaseException
+):
     def write() -> None:
         raise error
 
@@ -342,7 +420,8 @@ def test_a_writer_that_fails_hangs_up(replica: Replica, trainer: DirectStream, e
     assert not trainer.core_channel.is_open
     assert trainer.steps([pb.ABANDON], 30.0).outcomes[0].state == "dirty"
     assert "jv_verify" not in replica.core.did
-    replica.call(replica.sync._open_core_channel(True))  # what the next open of the link does
+    # what the next open of the link does
+    replica.call(replica.sync._open_core_channel(True))
     again = replica.trainer()
     again.exchange(terms(1), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
     again.close()
@@ -369,13 +448,16 @@ def test_a_trainer_that_dies_while_it_writes(replica: Replica):
     assert "resume" not in replica.core.did
 
 
-def test_a_trainer_that_says_nothing(replica: Replica, trainer: DirectStream, monkeypatch: pytest.MonkeyPatch):
+def test_a_trainer_that_says_nothing(
+    replica: Replica, trainer: DirectStream, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(_ipc_core, "WRITE_SECONDS", 0.2)
     told = threading.Event()
 
     def write() -> None:
         told.wait(0.2)
-        while replica.sync.lock.locked():  # the core has lost its patience, and the replica has answered
+        # the core has lost its patience, and the replica has answered
+        while replica.sync.lock.locked():
             time.sleep(0.01)
 
     with pytest.raises(errors.SyncError, match="did not report in time"):
@@ -393,12 +475,16 @@ def test_a_pause_that_takes_its_time(replica: Replica, trainer: DirectStream):
     def step_ends() -> None:
         while not replica.core.did:
             time.sleep(0.001)
-        assert replica.core.did == [("pause", "keep")], "nothing else before the engine stands still"
+        assert replica.core.did == [("pause", "keep")], (
+            "nothing else before the engine stands still"
+        )
         threading.Timer(0.05, replica.core.pending.set_result, [None]).start()  # type: ignore[union-attr]
 
     trainer.exchange(terms(1), 30.0, step_ends, write, lambda: digests(1, 2, 3))
     assert wrote == [True]
-    assert replica.core.woken == 1, "nothing else would tell the core's loop that there is work again"
+    assert replica.core.woken == 1, (
+        "nothing else would tell the core's loop that there is work again"
+    )
     trainer._read_pending_reply()
     assert replica.state.version == 1
 
@@ -416,7 +502,9 @@ def test_whose_order_comes_first(replica: Replica, trainer: DirectStream, deaf: 
     """The core is called at its door and by the front end; it does it once, whoever comes first."""
     replica.core.deaf = deaf
     for version in (1, 2, 3):
-        trainer.exchange(terms(version), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
+        trainer.exchange(
+            terms(version), 30.0, nothing, nothing, lambda: digests(1, 2, 3)
+        )
     trainer._read_pending_reply()
     assert replica.core.did.count("jv_move") == 3
     assert replica.core.did.count("resume") == 3
@@ -425,11 +513,15 @@ def test_whose_order_comes_first(replica: Replica, trainer: DirectStream, deaf: 
 
 
 @pytest.mark.parametrize("deaf", [False, True])
-def test_who_knocks_first_is_heard_by_the_core_itself(replica: Replica, trainer: DirectStream, deaf: bool):
+def test_who_knocks_first_is_heard_by_the_core_itself(
+    replica: Replica, trainer: DirectStream, deaf: bool
+):
     replica.core.deaf = deaf
     for version in (1, 2, 3):
         trainer.wake_up()
-        trainer.exchange(terms(version), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
+        trainer.exchange(
+            terms(version), 30.0, nothing, nothing, lambda: digests(1, 2, 3)
+        )
     trainer._read_pending_reply()
     assert replica.core.did.count("jv_move") == replica.core.did.count("resume") == 3
     assert ("jv_woken" in replica.core.begun_by) != deaf
@@ -448,7 +540,9 @@ def test_a_knock_without_an_order(replica: Replica, trainer: DirectStream):
     assert replica.state.version == 1
 
 
-def test_the_next_sync_does_not_wait_for_the_front_end(replica: Replica, trainer: DirectStream):
+def test_the_next_sync_does_not_wait_for_the_front_end(
+    replica: Replica, trainer: DirectStream
+):
     """Its reply to the sync before may come in the middle of this one."""
     committed = replica.sync.committed
     replica.sync.committed = lambda: (time.sleep(0.1), committed())[1]  # type: ignore[method-assign]
@@ -461,15 +555,22 @@ def test_the_next_sync_does_not_wait_for_the_front_end(replica: Replica, trainer
     assert (replica.state.version, replica.core.did.count("jv_move")) == (4, 4)
 
 
-def test_a_front_end_that_failed_behind_our_back(replica: Replica, trainer: DirectStream):
+def test_a_front_end_that_failed_behind_our_back(
+    replica: Replica, trainer: DirectStream
+):
     def fails() -> None:
         time.sleep(0.1)
         raise errors.SyncError("the front end is confused")
 
     committed, replica.sync.committed = replica.sync.committed, fails  # type: ignore[method-assign]
     trainer.exchange(terms(1), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
-    with pytest.raises(errors.SyncError, match="could not finish the previous sync: the front end is confused"):
-        trainer.exchange(terms(2), 30.0, nothing, lambda: time.sleep(0.2), lambda: digests(1, 2, 3))
+    with pytest.raises(
+        errors.SyncError,
+        match="could not finish the previous sync: the front end is confused",
+    ):
+        trainer.exchange(
+            terms(2), 30.0, nothing, lambda: time.sleep(0.2), lambda: digests(1, 2, 3)
+        )
     replica.sync.committed = committed  # type: ignore[method-assign]
     trainer.close()
     replica.call(replica.sync._open_core_channel(True))
@@ -481,7 +582,9 @@ def test_a_front_end_that_failed_behind_our_back(replica: Replica, trainer: Dire
     again.close()
 
 
-def test_what_the_front_end_refuses_is_not_begun_at_the_door(replica: Replica, trainer: DirectStream):
+def test_what_the_front_end_refuses_is_not_begun_at_the_door(
+    replica: Replica, trainer: DirectStream
+):
     replica.state.version, replica.core.version = 5, "5"
     with pytest.raises(errors.SyncError, match="version 5 is not newer"):
         trainer.exchange(terms(5), 30.0, nothing, unasked, None)
@@ -492,14 +595,24 @@ def test_what_the_front_end_refuses_is_not_begun_at_the_door(replica: Replica, t
     assert not replica.state.dirty
 
 
-def staged(trainer: DirectStream, version: int, nonfinite: bool = False, **more: Any) -> pb.ReplicaOutcome:
-    trainer.steps([pb.PREPARE, pb.MOVE], 30.0, terms=terms(version, mode="staged", **more))
-    expected = pb.ReplicaDigests(replica="p/0", parameters=NAMES, ranks=[0, 0, 0], values=[1, 2, 3])
+def staged(
+    trainer: DirectStream, version: int, nonfinite: bool = False, **more: Any
+) -> pb.ReplicaOutcome:
+    trainer.steps(
+        [pb.PREPARE, pb.MOVE], 30.0, terms=terms(version, mode="staged", **more)
+    )
+    expected = pb.ReplicaDigests(
+        replica="p/0", parameters=NAMES, ranks=[0, 0, 0], values=[1, 2, 3]
+    )
     last = [pb.VERIFY, pb.HALT, pb.COMMIT, pb.GO_ON]
-    return trainer.steps(last, 30.0, digests=[expected], nonfinite=nonfinite).outcomes[0]
+    return trainer.steps(last, 30.0, digests=[expected], nonfinite=nonfinite).outcomes[
+        0
+    ]
 
 
-def test_a_staged_sync_stands_still_for_one_call(replica: Replica, trainer: DirectStream):
+def test_a_staged_sync_stands_still_for_one_call(
+    replica: Replica, trainer: DirectStream
+):
     outcome = staged(trainer, 1)
     assert (outcome.state, outcome.version) == ("committed", 1)
     assert {"verify", "halt", "commit", "pause"} <= {s.name for s in outcome.seconds}
@@ -514,7 +627,11 @@ def test_a_staged_sync_stands_still_for_one_call(replica: Replica, trainer: Dire
         "resume",
     ]
     assert "jv_swap" in replica.core.begun_by
-    assert (replica.state.version, replica.state.dirty, replica.state.stage) == (1, False, "idle")
+    assert (replica.state.version, replica.state.dirty, replica.state.stage) == (
+        1,
+        False,
+        "idle",
+    )
     assert replica.sync._committed() == {("a", 0): 1, ("b", 0): 2, ("c", 0): 3}
     replica.sync.user_paused = True
     staged(trainer, 2, kv="recompute")
@@ -527,13 +644,17 @@ def test_shadows_that_are_not_taken_over(replica: Replica, trainer: DirectStream
     with pytest.raises(errors.TransportError, match="in commit: no memory"):
         staged(trainer, 1)
     assert "resume" not in replica.core.did
-    assert (replica.state.version, replica.state.dirty) == (0, True), "part of it may lie in live memory"
+    assert (replica.state.version, replica.state.dirty) == (0, True), (
+        "part of it may lie in live memory"
+    )
     replica.core.refuses = ""
     staged(trainer, 1)
     assert (replica.state.version, replica.state.dirty) == (1, False)
 
 
-def test_who_lets_requests_finish_first_may_give_up(replica: Replica, trainer: DirectStream):
+def test_who_lets_requests_finish_first_may_give_up(
+    replica: Replica, trainer: DirectStream
+):
     staged(trainer, 1, pause="wait")
     assert "jv_swap" not in replica.core.begun_by
     assert replica.state.version == 1
@@ -543,18 +664,25 @@ def test_the_door_wants_its_key():
     heard: queue.Queue[bytes] = queue.Queue()
     core_channel = _core_channel.CoreChannelServer(heard.put)
     path, _ = core_channel.invitation()
-    stranger = _core_channel.connect([path, "0" * _core_channel.KEY_BYTES], _core_channel.SIGNALS, 5.0)
+    stranger = _core_channel.connect(
+        [path, "0" * _core_channel.KEY_BYTES], _core_channel.SIGNALS, 5.0
+    )
     gone = _core_channel.connect([path, "0"], _core_channel.SIGNALS, 5.0)
     gone.close()
-    friend = _core_channel.connect(core_channel.invitation(), _core_channel.SIGNALS, 5.0)
+    friend = _core_channel.connect(
+        core_channel.invitation(), _core_channel.SIGNALS, 5.0
+    )
     orders = _core_channel.connect(core_channel.invitation(), _core_channel.ORDERS, 5.0)
     for text in (b"one", b"two"):
         orders.send(_core_channel.ORDER, 1, text)
         assert heard.get(timeout=60) == text
     orders.close()
     nonsense = _core_channel.CoreChannelServer(json.loads)
-    for text in (b"{", b"[]"):  # who talks nonsense is hung up on, and the next is heard
-        channel = _core_channel.connect(nonsense.invitation(), _core_channel.ORDERS, 5.0)
+    # who talks nonsense is hung up on, and the next is heard
+    for text in (b"{", b"[]"):
+        channel = _core_channel.connect(
+            nonsense.invitation(), _core_channel.ORDERS, 5.0
+        )
         channel.send(_core_channel.ORDER, 1, text)
         if text == b"{":
             with pytest.raises(ConnectionError):
@@ -563,7 +691,11 @@ def test_the_door_wants_its_key():
     nonsense.close()
     channel = core_channel.channel(time.monotonic() + 30)
     channel.send(_core_channel.GO, 5, b"x" * 100_000)
-    assert friend.receive(time.monotonic() + 30) == (_core_channel.GO, 5, b"x" * 100_000)
+    assert friend.receive(time.monotonic() + 30) == (
+        _core_channel.GO,
+        5,
+        b"x" * 100_000,
+    )
     with pytest.raises(ConnectionError):
         stranger.receive(time.monotonic() + 30)
     with pytest.raises(TimeoutError):
@@ -599,7 +731,9 @@ def test_a_door_that_was_knocked_at_can_be_closed():
     orders.close()
 
 
-def test_a_core_that_never_comes_for_the_order_is_given_it(monkeypatch: pytest.MonkeyPatch):
+def test_a_core_that_never_comes_for_the_order_is_given_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr(_core_channel, "LEND_SECONDS", 0.1, raising=False)
     heard: queue.Queue[bytes] = queue.Queue()
     core_channel = _core_channel.CoreChannelServer(heard.put, lambda: None)
@@ -616,7 +750,9 @@ def test_a_core_that_never_comes_for_the_order_is_given_it(monkeypatch: pytest.M
 
 def test_what_comes_another_way_is_seen_at_once():
     core_channel = _core_channel.CoreChannelServer(lambda order: None)
-    channel = _core_channel.connect(core_channel.invitation(), _core_channel.SIGNALS, 5.0)
+    channel = _core_channel.connect(
+        core_channel.invitation(), _core_channel.SIGNALS, 5.0
+    )
     ours, theirs = socket.socketpair()
     threading.Timer(0.01, theirs.send, [b"!"]).start()
     with pytest.raises(_core_channel.OtherSocketReady):

@@ -36,7 +36,9 @@ def test_without_the_compiler_nothing_is_traced(
     if given is not None:
         monkeypatch.setenv("TORCH_COMPILE_DISABLE", given)
     graphs = []
-    compiled = torch.compile(doubled, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+    compiled = torch.compile(
+        doubled, backend=lambda graph, inputs: graphs.append(graph) or graph.forward
+    )
     _process.switch_compiler_off()  # as in a worker: after the function was decorated
     assert compiled(torch.ones(3)).tolist() == [2, 2, 2]
     assert len(graphs) == traced
@@ -45,7 +47,10 @@ def test_without_the_compiler_nothing_is_traced(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("Cancelled call to utility method failed with error: Server shutting down", False),
+        (
+            "Cancelled call to utility method failed with error: Server shutting down",
+            False,
+        ),
         ("Cancelled call to utility method failed with error: out of memory", True),
         ("Engine core died", True),
     ],

@@ -31,7 +31,9 @@ class Letters:
 FACTS = pb.EngineFacts(max_model_len=64, vocab_size=100)
 
 
-def test_hostile_megabytes_of_prompts_leave_turns_to_others(monkeypatch: pytest.MonkeyPatch):
+def test_hostile_megabytes_of_prompts_leave_turns_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr(_requests, "YIELD_BYTES", 1 << 14)
     letters, beats = Letters(), 0
     prompts = [(i, pb.Prompt(text=f"{i:060d}")) for i in range(2000)]
@@ -59,17 +61,27 @@ def test_hostile_megabytes_of_prompts_leave_turns_to_others(monkeypatch: pytest.
     "prompt",
     [
         pb.Prompt(text="x" * 10**6),
-        pb.Prompt(parts=pb.PromptParts(parts=[pb.Prompt(text="x"), pb.Prompt(text="y" * 10**6)])),
+        pb.Prompt(
+            parts=pb.PromptParts(
+                parts=[pb.Prompt(text="x"), pb.Prompt(text="y" * 10**6)]
+            )
+        ),
     ],
 )
 def test_hostile_text_that_cannot_fit_is_not_tokenised(prompt: pb.Prompt):
     letters = Letters()
-    with pytest.raises(SamplingError, match="1000000 characters: more than max_model_len=64"):
+    with pytest.raises(
+        SamplingError, match="1000000 characters: more than max_model_len=64"
+    ):
         asyncio.run(PromptReader(letters, FACTS).read([(0, prompt)]))
     assert sum(letters.given) <= 1
 
 
-@pytest.mark.parametrize("chat", ["[" * 100_000, "{", '[{"role": "user", "content": "\\ud800"}]'])
+@pytest.mark.parametrize(
+    "chat", ["[" * 100_000, "{", '[{"role": "user", "content": "\\ud800"}]']
+)
 def test_hostile_chats_are_the_callers_mistake(chat: str):
     with pytest.raises(ValueError, match="the chat of prompt 0"):
-        asyncio.run(PromptReader(Letters(), FACTS).read([(0, pb.Prompt(chat_json=chat))]))
+        asyncio.run(
+            PromptReader(Letters(), FACTS).read([(0, pb.Prompt(chat_json=chat))])
+        )

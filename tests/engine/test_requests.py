@@ -27,11 +27,28 @@ class FakeLlm:
     async def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)
 
-    def process_inputs(self, name: str, prompt: Any, params: Any, supported_tasks: Any, lora_request: Any) -> Any:
+    def process_inputs(
+        self,
+        name: str,
+        prompt: Any,
+        params: Any,
+        supported_tasks: Any,
+        lora_request: Any,
+    ) -> Any:
         from vllm.v1.engine import EngineCoreRequest
 
         self.prompts += 1
-        return EngineCoreRequest(name, prompt["prompt_token_ids"], None, params, None, 0.0, lora_request, None, None)
+        return EngineCoreRequest(
+            name,
+            prompt["prompt_token_ids"],
+            None,
+            params,
+            None,
+            0.0,
+            lora_request,
+            None,
+            None,
+        )
 
     def check_admission(self, count: int) -> None: ...
 
@@ -50,9 +67,14 @@ class FakeLlm:
         from vllm.v1.outputs import LogprobsLists
 
         ids = np.array(tokens)[:, None]
-        logprobs = LogprobsLists(ids, -ids.astype(np.float32), np.ones(len(tokens), np.int64), None)
+        logprobs = LogprobsLists(
+            ids, -ids.astype(np.float32), np.ones(len(tokens), np.int64), None
+        )
         last = EngineCoreOutput(
-            request.request_id, list(tokens), new_logprobs=logprobs, finish_reason=FinishReason.LENGTH
+            request.request_id,
+            list(tokens),
+            new_logprobs=logprobs,
+            finish_reason=FinishReason.LENGTH,
         )
         self.output_processor.process_outputs([last], weight_version="3")
 
@@ -62,7 +84,11 @@ def made() -> tuple[FakeLlm, Any, Any]:
     from jvlab.engine._requests import RequestGroup
 
     llm = FakeLlm()
-    return llm, RequestGroup(llm, itertools.count()), _vllm.sampling({"max_tokens": 4, "seed": 10}, False)
+    return (
+        llm,
+        RequestGroup(llm, itertools.count()),
+        _vllm.sampling({"max_tokens": 4, "seed": 10}, False),
+    )
 
 
 def test_each_sample_has_its_seed_and_answers_under_its_key() -> None:
@@ -80,7 +106,9 @@ def test_each_sample_has_its_seed_and_answers_under_its_key() -> None:
         assert [key for key, _ in done] == ["a3", "b1"]
         (result,) = done[0][1].outputs
         assert (result.token_ids, result.logprobs) == ([7, 8], [-7.0, -8.0])
-        assert [(s.version, s.start, s.end) for s in result.weight_versions] == [("3", 0, 2)]
+        assert [(s.version, s.start, s.end) for s in result.weight_versions] == [
+            ("3", 0, 2)
+        ]
         waiting = asyncio.ensure_future(group.take())
         await asyncio.sleep(0)
         assert not waiting.done()
@@ -142,7 +170,9 @@ def test_hostile_number_of_samples_does_not_deafen_the_replica() -> None:
                 beats += 1
 
         beating = asyncio.create_task(beat())
-        adding = asyncio.create_task(group.add([1, 2], params, [(k, k) for k in range(5000)]))
+        adding = asyncio.create_task(
+            group.add([1, 2], params, [(k, k) for k in range(5000)])
+        )
         while len(llm.sent) < 1000:
             await asyncio.sleep(0)
         adding.cancel()
@@ -164,7 +194,9 @@ def test_a_flock_dropped_while_it_is_filled_takes_no_more() -> None:
 
     async def go() -> None:
         llm, group, params = made()
-        adding = asyncio.create_task(group.add([1, 2], params, [(k, k) for k in range(3000)]))
+        adding = asyncio.create_task(
+            group.add([1, 2], params, [(k, k) for k in range(3000)])
+        )
         while not llm.sent:
             await asyncio.sleep(0)
         await group.drop()
@@ -183,7 +215,9 @@ def test_the_engine_gets_a_part_of_a_call_at_a_time() -> None:
 
     async def go() -> None:
         llm, group, params = made()
-        work = [SimpleNamespace(prompt_index=i, sample_indexes=[0, 1, 2]) for i in range(4)]
+        work = [
+            SimpleNamespace(prompt_index=i, sample_indexes=[0, 1, 2]) for i in range(4)
+        ]
         queue = Queue(work, {i: [i + 1] for i in range(4)}, 5)
         await queue.feed(group, params, None)
         assert [(r.prompt_token_ids, r.sampling_params.seed) for r in llm.sent] == [
@@ -197,14 +231,25 @@ def test_the_engine_gets_a_part_of_a_call_at_a_time() -> None:
         llm.answer(llm.sent[3], 7)
         assert [key for key, _ in await group.take()] == [(0, 0), (1, 0)]
         await queue.feed(group, params, None)
-        assert [(r.prompt_token_ids, r.sampling_params.seed) for r in llm.sent[5:]] == [([2], 12), ([3], 10)]
+        assert [(r.prompt_token_ids, r.sampling_params.seed) for r in llm.sent[5:]] == [
+            ([2], 12),
+            ([3], 10),
+        ]
         assert bool(queue)
         assert queue.is_partial
         assert queue.drain() == [(2, 1), (2, 2), (3, 0), (3, 1), (3, 2)]
         assert not queue
         await group.abort()
-        ended = [(key, output.outputs[0].finish_reason) for key, output in await group.take()]
-        assert ended == [((0, 1), "abort"), ((0, 2), "abort"), ((1, 1), "abort"), ((1, 2), "abort"), ((2, 0), "abort")]
+        ended = [
+            (key, output.outputs[0].finish_reason) for key, output in await group.take()
+        ]
+        assert ended == [
+            ((0, 1), "abort"),
+            ((0, 2), "abort"),
+            ((1, 1), "abort"),
+            ((1, 2), "abort"),
+            ((2, 0), "abort"),
+        ]
         assert len(group) == 0
         assert not Queue(work, {}, 12).is_partial
 

@@ -30,12 +30,17 @@ def replica(epoch: int) -> Any:
 
 def test_an_order_that_overtakes_the_answer_to_the_registration():
     check(replica(0), epoch=1, becomes=1)
-    with pytest.raises(CallFailed, match="order of epoch 1, this replica is at epoch 2"):
-        check(replica(0), epoch=1, becomes=2)  # meant for what it was before it was fenced
+    with pytest.raises(
+        CallFailed, match="order of epoch 1, this replica is at epoch 2"
+    ):
+        # meant for what it was before it was fenced
+        check(replica(0), epoch=1, becomes=2)
 
 
 def test_an_order_of_another_epoch_is_refused_at_once():
-    with pytest.raises(CallFailed, match="order of epoch 2, this replica is at epoch 3"):
+    with pytest.raises(
+        CallFailed, match="order of epoch 2, this replica is at epoch 3"
+    ):
         check(replica(3), epoch=2, becomes=2)
 
 

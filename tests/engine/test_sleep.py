@@ -22,7 +22,9 @@ class FakeLlm:
 
     def __init__(self) -> None:
         self.told: list[Any] = []
-        scheduler = SimpleNamespace(scheduler_cls="jvlab.engine.worker._scheduler.JvlabAsyncScheduler")
+        scheduler = SimpleNamespace(
+            scheduler_cls="jvlab.engine.worker._scheduler.JvlabAsyncScheduler"
+        )
         self.vllm_config = SimpleNamespace(scheduler_config=scheduler)
         self.engine_core = self
 
@@ -65,7 +67,9 @@ def test_level_1_goes_on_when_all_is_back():
     world.sleep(1)
     assert world.sync.asleep == {"weights", "kv_cache"}
     assert world.wake("weights") == [("jv_wake", ["weights"])], "KV has no memory yet"
-    assert world.wake("weights", "kv_cache") == [("jv_wake", ["kv_cache"]), "go on"], "only what still sleeps is asked"
+    assert world.wake("weights", "kv_cache") == [("jv_wake", ["kv_cache"]), "go on"], (
+        "only what still sleeps is asked"
+    )
     assert world.wake() == [], "nothing sleeps"
     world.sync.state.need_clean()
 
@@ -99,7 +103,9 @@ def test_shadows_are_given_back_before_a_sleep_and_before_a_wake():
     assert world.llm.told == [("jv_release_shadows",), ("sleep", 1)]
     assert world.wake("weights") == [("jv_release_shadows",), ("jv_wake", ["weights"])]
     world.sync.state.terms = Terms(4, "staged")
-    assert world.wake("kv_cache")[0] == ("jv_wake", ["kv_cache"]), "an open sync writes them just now"
+    assert world.wake("kv_cache")[0] == ("jv_wake", ["kv_cache"]), (
+        "an open sync writes them just now"
+    )
 
 
 def test_what_a_sleeping_engine_refuses():
@@ -114,7 +120,9 @@ def test_what_a_sleeping_engine_refuses():
     world.sleep(1)
     with pytest.raises(SyncError, match="sleeps at level 1"):
         world.sleep(2)
-    assert world.llm.told == told, "no worker was asked to read memory that is not there"
+    assert world.llm.told == told, (
+        "no worker was asked to read memory that is not there"
+    )
     world.wake("weights")
     assert not world.check().failed
 

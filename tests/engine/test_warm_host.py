@@ -23,14 +23,22 @@ from jvlab.wire.processes._identity import home
 
 REQUEST = {
     "key": ["cpu", True],
-    "environment": {"VLLM_LOGGING_LEVEL": "INFO", "HOME": "/home/me", "TORCHINDUCTOR_CACHE_DIR": "/a"},
+    "environment": {
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "HOME": "/home/me",
+        "TORCHINDUCTOR_CACHE_DIR": "/a",
+    },
     "python": sys.executable,
     "package": processes.__file__,
 }
 
 
 def facts(began: float | None = None) -> Any:
-    own = {"VLLM_LOGGING_LEVEL": "INFO", "HOME": "/elsewhere", "TORCHINDUCTOR_CACHE_DIR": "/b"}
+    own = {
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "HOME": "/elsewhere",
+        "TORCHINDUCTOR_CACHE_DIR": "/b",
+    }
     return _warm_host._Facts("cpu", own, time.time() if began is None else began)
 
 
@@ -44,12 +52,14 @@ def test_what_an_import_sets_may_be_set_before_it(monkeypatch: pytest.MonkeyPatc
     request = {**REQUEST, "environment": with_import}
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
     assert "TORCHINDUCTOR_COMPILE_THREADS" in facts().difference(request, os.getuid())
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # by the import, after the first look at the environment
+    # by the import, after the first look at the environment
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     known = facts()
     assert known.difference(request, os.getuid()) == ""
     assert known.difference(REQUEST, os.getuid()) == ""
     monkeypatch.setenv("LD_LIBRARY_PATH", "/cv2:")
-    with_import["LD_LIBRARY_PATH"] = "/cv2:/cv2:"  # by a process that imports it and inherits from one that did
+    # by a process that imports it and inherits from one that did
+    with_import["LD_LIBRARY_PATH"] = "/cv2:/cv2:"
     assert facts().difference(request, os.getuid()) == ""
     with_import["LD_LIBRARY_PATH"] = "/cv2:/cuda:"
     assert facts().difference(request, os.getuid()) == "other values of LD_LIBRARY_PATH"
@@ -65,12 +75,29 @@ def test_what_an_import_sets_may_be_set_before_it(monkeypatch: pytest.MonkeyPatc
         ({"python": "/other/python"}, "it runs"),
         ({"package": "/other/jvlab/wire/processes/_warm.py"}, "jvlab from"),
         ({"environment": {}}, "other values of VLLM_LOGGING_LEVEL"),
-        ({"environment": {"VLLM_LOGGING_LEVEL": "DEBUG"}}, "other values of VLLM_LOGGING_LEVEL"),
-        ({"environment": {"VLLM_LOGGING_LEVEL": "INFO", "HF_HOME": "/x", "LD_PRELOAD": "y"}}, "HF_HOME, LD_PRELOAD"),
-        ({"environment": {"VLLM_LOGGING_LEVEL": "INFO", "PYTHONPATH": "/x"}}, "PYTHONPATH"),
+        (
+            {"environment": {"VLLM_LOGGING_LEVEL": "DEBUG"}},
+            "other values of VLLM_LOGGING_LEVEL",
+        ),
+        (
+            {
+                "environment": {
+                    "VLLM_LOGGING_LEVEL": "INFO",
+                    "HF_HOME": "/x",
+                    "LD_PRELOAD": "y",
+                }
+            },
+            "HF_HOME, LD_PRELOAD",
+        ),
+        (
+            {"environment": {"VLLM_LOGGING_LEVEL": "INFO", "PYTHONPATH": "/x"}},
+            "PYTHONPATH",
+        ),
     ],
 )
-def test_it_refuses_who_would_import_something_else(change: dict[str, Any], reason: str):
+def test_it_refuses_who_would_import_something_else(
+    change: dict[str, Any], reason: str
+):
     assert reason in facts().difference({**REQUEST, **change}, os.getuid())
 
 
@@ -83,13 +110,18 @@ def test_it_refuses_others_and_changed_files(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [(None, "home"), ("1", "home"), ("0", None), ("lab", None), ("/a/b", Path("/a/b"))]
+    ("value", "expected"),
+    [(None, "home"), ("1", "home"), ("0", None), ("lab", None), ("/a/b", Path("/a/b"))],
 )
-def test_where_it_listens(value: str | None, expected: object, monkeypatch: pytest.MonkeyPatch):
+def test_where_it_listens(
+    value: str | None, expected: object, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.delenv("JVLAB_WARM", raising=False)
     if value is not None:
         monkeypatch.setenv("JVLAB_WARM", value)
-    assert processes.shared_socket() == (home() / "warm.socket" if expected == "home" else expected)
+    assert processes.shared_socket() == (
+        home() / "warm.socket" if expected == "home" else expected
+    )
 
 
 def test_its_socket_is_private_and_the_only_one(tmp_path: Path):
@@ -109,7 +141,8 @@ def test_one_that_is_stopped_with_a_full_queue_listens_too(tmp_path: Path):
     kind = socket.AF_UNIX, socket.SOCK_SEQPACKET
     with socket.socket(*kind) as stopped, socket.socket(*kind) as first:
         stopped.bind(str(path))
-        stopped.listen(0)  # one connection waits to be accepted, and a second would wait for that
+        # one connection waits to be accepted, and a second would wait for that
+        stopped.listen(0)
         first.connect(str(path))
         with pytest.raises(ConfigError, match="another `jvlab warm` listens"):
             _warm_host._listen(path)
@@ -122,7 +155,9 @@ def test_switched_off_it_says_so(monkeypatch: pytest.MonkeyPatch):
 
 
 @contextmanager
-def replying(path: Path, reply: Callable[[dict[str, Any]], bytes]) -> Iterator[list[socket.socket]]:
+def replying(
+    path: Path, reply: Callable[[dict[str, Any]], bytes]
+) -> Iterator[list[socket.socket]]:
     """A stand-in that replies to each request and keeps the connections."""
     kept: list[socket.socket] = []
 
@@ -155,10 +190,14 @@ def ask(folder: Path) -> Any:
     return asyncio.run(processes.WarmProcesses(folder)._ask(("cpu", True)))
 
 
-def test_a_gateway_takes_what_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_gateway_takes_what_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("JVLAB_WARM", f"{tmp_path}/s")
     seen: list[dict[str, Any]] = []
-    with replying(tmp_path / "s", lambda request: seen.append(request) or b'{"pid": 77}') as connections:
+    with replying(
+        tmp_path / "s", lambda request: seen.append(request) or b'{"pid": 77}'
+    ) as connections:
         warm = ask(tmp_path)
         assert (warm.pid, warm.alive) == (77, True)
         assert (seen[0]["key"], seen[0]["python"]) == (["cpu", True], sys.executable)
@@ -170,7 +209,12 @@ def test_a_gateway_takes_what_it_is_given(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("reply", "reason"), [(b'{"refused": "other values of X"}', "other values of X"), (b"", "it ended"), (b"?", "char")]
+    ("reply", "reason"),
+    [
+        (b'{"refused": "other values of X"}', "other values of X"),
+        (b"", "it ended"),
+        (b"?", "char"),
+    ],
 )
 def test_a_gateway_that_is_refused_says_why_and_goes_on(
     reply: bytes, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -181,7 +225,9 @@ def test_a_gateway_that_is_refused_says_why_and_goes_on(
     assert reason in (tmp_path / "warm.log").read_text()
 
 
-def test_a_gateway_tells_its_environment_to_its_own_user_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_gateway_tells_its_environment_to_its_own_user_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("JVLAB_WARM", f"{tmp_path}/s")
     monkeypatch.setattr(processes, "user_of", lambda connection: os.getuid() + 1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -194,12 +240,15 @@ def test_a_gateway_tells_its_environment_to_its_own_user_only(tmp_path: Path, mo
     assert "belongs to user" in (tmp_path / "warm.log").read_text()
 
 
-def test_a_gateway_without_one_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_gateway_without_one_asks_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("JVLAB_WARM", f"{tmp_path}/s")
     assert ask(tmp_path) is None
     assert not (tmp_path / "warm.log").exists()
     monkeypatch.setattr(processes, "SHARED_SECONDS", 0.2)
-    with replying(tmp_path / "s", lambda request: time.sleep(1.0) or b"{}"):  # busy importing for too long
+    # busy importing for too long
+    with replying(tmp_path / "s", lambda request: time.sleep(1.0) or b"{}"):
         assert ask(tmp_path) is None
     assert "TimeoutError" in (tmp_path / "warm.log").read_text()
 

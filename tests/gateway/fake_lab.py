@@ -51,8 +51,11 @@ class FakeReplica(rpc.RolloutServicer):
         self.delay, self.silent, self.in_beat, self.epoch = 0.0, False, False, 0
         self.refusal: SamplingError | None = None
         self.limit: int | None = None
-        self.dirty_refusals = 0  # how many requests are refused as dirty before one is accepted
-        self.running = self.max_running = self.finished = self.cancelled = self.fenced = 0
+        # how many requests are refused as dirty before one is accepted
+        self.dirty_refusals = 0
+        self.running = self.max_running = self.finished = self.cancelled = (
+            self.fenced
+        ) = 0
         self.steered: list[int] = []
         self.steer_delay = 0.0
         self.memory = ReplicaMemory()
@@ -60,19 +63,24 @@ class FakeReplica(rpc.RolloutServicer):
         self.synced: list[str] = []  # the phases of each call, as one text
         self.corrupt = False  # digests differ
         self.hold_close = False
-        self.hang, self.broken = "", ""  # the phase that never ends, and the one that fails
+        # the phase that never ends, and the one that fails
+        self.hang, self.broken = "", ""
         self.reached = asyncio.Event()  # set when `hang` is reached
         self.sync_lock = asyncio.Lock()
         self.not_halted = asyncio.Event()
         self.not_halted.set()
-        self.thawed = asyncio.Event()  # clear while its engine is frozen: heartbeats continue, calls do not return
+        # clear while its engine is frozen: heartbeats continue, calls do not return
+        self.thawed = asyncio.Event()
         self.thawed.set()
         self.paused = self.sleeping = False
         self.unable = 0  # an order that it refuses
-        self.engine_death = ""  # if set, the engine dies at the next request, with this message
+        # if set, the engine dies at the next request, with this message
+        self.engine_death = ""
 
     async def start(self) -> None:
-        self.server = grpc.aio.server(interceptors=[_security.TokenInterceptor(self.token)])
+        self.server = grpc.aio.server(
+            interceptors=[_security.TokenInterceptor(self.token)]
+        )
         rpc.add_RolloutServicer_to_server(self, self.server)
         self.port = self.server.add_insecure_port("127.0.0.1:0")
         await self.server.start()
@@ -82,20 +90,35 @@ class FakeReplica(rpc.RolloutServicer):
     async def register(self) -> None:
         stub = rpc.RegistryStub(self.channel)
         request = pb.RegisterRequest(
-            replica=self.name, address=f"127.0.0.1:{self.port}", facts=FACTS, stats=self.stats(), run=self.run
+            replica=self.name,
+            address=f"127.0.0.1:{self.port}",
+            facts=FACTS,
+            stats=self.stats(),
+            run=self.run,
         )
-        reply = await stub.Register(request, timeout=60, metadata=_security.authorization(self.token))
+        reply = await stub.Register(
+            request, timeout=60, metadata=_security.authorization(self.token)
+        )
         self.epoch, self.every = reply.epoch, reply.beat_seconds
 
     async def beat(self) -> None:
         await self.register()
         while True:
             await asyncio.sleep(self.every / 2)
-            self.in_beat = True  # before the look at `silent`: who sets that waits for this
+            # before the look at `silent`: who sets that waits for this
+            self.in_beat = True
             if not self.silent:
-                request = pb.BeatRequest(replica=self.name, epoch=self.epoch, stats=self.stats())
+                request = pb.BeatRequest(
+                    replica=self.name, epoch=self.epoch, stats=self.stats()
+                )
                 stub = rpc.RegistryStub(self.channel)
-                if (await stub.Beat(request, timeout=60, metadata=_security.authorization(self.token))).fenced:
+                if (
+                    await stub.Beat(
+                        request,
+                        timeout=60,
+                        metadata=_security.authorization(self.token),
+                    )
+                ).fenced:
                     self.fenced += 1
                     await self.register()
             self.in_beat = False
@@ -115,17 +138,28 @@ class FakeReplica(rpc.RolloutServicer):
         await self.server.stop(0)
         await self.channel.close()
 
-    async def Generate(self, request: pb.RolloutRequest, context: Any) -> AsyncIterator[pb.SampleBatch]:
+    async def Generate(
+        self, request: pb.RolloutRequest, context: Any
+    ) -> AsyncIterator[pb.SampleBatch]:
         if request.epoch != self.epoch:
-            await context.abort(grpc.StatusCode.ABORTED, f"epoch {request.epoch} is not {self.epoch}")
+            await context.abort(
+                grpc.StatusCode.ABORTED, f"epoch {request.epoch} is not {self.epoch}"
+            )
         if self.refusal:
             await abort(context, self.refusal)
-        refused, self.dirty_refusals = self.dirty_refusals > 0, max(0, self.dirty_refusals - 1)
+        refused, self.dirty_refusals = (
+            self.dirty_refusals > 0,
+            max(0, self.dirty_refusals - 1),
+        )
         if self.memory.dirty or refused:
             await abort(context, EngineDirty("dirty: refused by the engine"))
         if self.engine_death:
             await context.abort(grpc.StatusCode.UNAVAILABLE, self.engine_death)
-        parts = [(work.prompt_index, sample) for work in request.work for sample in work.sample_indexes]
+        parts = [
+            (work.prompt_index, sample)
+            for work in request.work
+            for sample in work.sample_indexes
+        ]
         self.running += len(parts)
         self.max_running = max(self.max_running, self.running)
         unfinished = len(parts)
@@ -136,7 +170,9 @@ class FakeReplica(rpc.RolloutServicer):
                     await asyncio.sleep(0.005)
                 await self.can_generate()
                 await self.not_halted.wait()
-                assert self.memory.content == self.memory.version, "a mixture was served"
+                assert self.memory.content == self.memory.version, (
+                    "a mixture was served"
+                )
                 self.running -= 1
                 unfinished -= 1
                 self.finished += 1
@@ -164,17 +200,31 @@ class FakeReplica(rpc.RolloutServicer):
             prompt_token_ids=[7],
         )
 
-    async def Score(self, request: pb.RolloutScoreRequest, context: Any) -> AsyncIterator[pb.ScoreBatch]:
+    async def Score(
+        self, request: pb.RolloutScoreRequest, context: Any
+    ) -> AsyncIterator[pb.ScoreBatch]:
         if self.engine_death:
             await context.abort(grpc.StatusCode.UNAVAILABLE, self.engine_death)
         for index, sequence in zip(request.indexes, request.sequences, strict=True):
             await asyncio.sleep(self.delay)
             await self.can_generate()
-            yield pb.ScoreBatch(scored=[pb.Scored(index=index, logprobs=[0.0] * len(sequence.ids), replica=self.name)])
+            yield pb.ScoreBatch(
+                scored=[
+                    pb.Scored(
+                        index=index,
+                        logprobs=[0.0] * len(sequence.ids),
+                        replica=self.name,
+                    )
+                ]
+            )
 
-    async def Steer(self, request: pb.RolloutSteerRequest, context: Any) -> pb.SteerReply:
+    async def Steer(
+        self, request: pb.RolloutSteerRequest, context: Any
+    ) -> pb.SteerReply:
         if request.epoch != self.epoch:
-            await context.abort(grpc.StatusCode.ABORTED, f"epoch {request.epoch} is not {self.epoch}")
+            await context.abort(
+                grpc.StatusCode.ABORTED, f"epoch {request.epoch} is not {self.epoch}"
+            )
         await asyncio.sleep(self.steer_delay)
         await self.thawed.wait()
         if request.order.what == self.unable:
@@ -189,9 +239,13 @@ class FakeReplica(rpc.RolloutServicer):
     async def Stats(self, request: pb.EpochRequest, context: Any) -> pb.ReplicaStats:
         return self.stats()
 
-    async def Sync(self, request: pb.RolloutSyncRequest, context: Any) -> pb.RolloutSyncReply:
+    async def Sync(
+        self, request: pb.RolloutSyncRequest, context: Any
+    ) -> pb.RolloutSyncReply:
         if request.epoch != self.epoch:
-            await context.abort(grpc.StatusCode.ABORTED, f"epoch {request.epoch} is not {self.epoch}")
+            await context.abort(
+                grpc.StatusCode.ABORTED, f"epoch {request.epoch} is not {self.epoch}"
+            )
         async with self.sync_lock:
             await self.thawed.wait()
             outcome = await self.sync(request)
@@ -201,7 +255,13 @@ class FakeReplica(rpc.RolloutServicer):
     async def sync(self, request: pb.RolloutSyncRequest) -> pb.ReplicaOutcome:
         outcome = pb.ReplicaOutcome(replica=self.name)
         names = [pb.SyncPhase.Name(phase).lower() for phase in request.phases]
-        names = ["open"] if request.HasField("open") else ["close"] if request.close else names
+        names = (
+            ["open"]
+            if request.HasField("open")
+            else ["close"]
+            if request.close
+            else names
+        )
         self.synced.append(" ".join(names))
         for name in names:
             try:
@@ -217,7 +277,9 @@ class FakeReplica(rpc.RolloutServicer):
                 self.phase(name, request)
             except Broken as error:
                 outcome.failed, outcome.error = name, str(error)
-                outcome.differing.extend(["w (rank 0)"] if isinstance(error, Differs) else [])
+                outcome.differing.extend(
+                    ["w (rank 0)"] if isinstance(error, Differs) else []
+                )
                 break
             outcome.seconds.append(pb.PhaseSeconds(name=name, seconds=0.001))
         (self.not_halted.clear if self.memory.halted else self.not_halted.set)()
@@ -238,12 +300,18 @@ class FakeReplica(rpc.RolloutServicer):
             case _:
                 self.memory.run(Phase[name.upper()])
 
-    async def Trace(self, request: pb.RolloutTraceRequest, context: Any) -> AsyncIterator[pb.TraceEvent]:
+    async def Trace(
+        self, request: pb.RolloutTraceRequest, context: Any
+    ) -> AsyncIterator[pb.TraceEvent]:
         await self.thawed.wait()
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "p/0 is a fake: it has no layout")
+        await context.abort(
+            grpc.StatusCode.UNIMPLEMENTED, "p/0 is a fake: it has no layout"
+        )
         yield pb.TraceEvent()  # makes this a generator
 
-    async def Peek(self, request: pb.RolloutPeekRequest, context: Any) -> AsyncIterator[pb.PeekEvent]:
+    async def Peek(
+        self, request: pb.RolloutPeekRequest, context: Any
+    ) -> AsyncIterator[pb.PeekEvent]:
         await self.thawed.wait()
         for part in (self.name, request.parameter, str(request.rank)):
             yield pb.PeekEvent(piece=part.encode())
@@ -260,7 +328,9 @@ class FakeGateway(_gateway.Gateway):
     async def _start_process(self, replica: str, spec: reg.PoolSpec) -> None:
         self.handle(reg.ProcessStarted(replica, 1, spec.run))
         if json.loads(spec.engine_json).get("broken"):
-            self.handle(reg.ProcessExited(replica, "ValueError: broken", "last lines", spec.run))
+            self.handle(
+                reg.ProcessExited(replica, "ValueError: broken", "last lines", spec.run)
+            )
             return
         if replica in self.fakes:  # a restart
             await self.fakes[replica].stop()
@@ -269,7 +339,11 @@ class FakeGateway(_gateway.Gateway):
         await fake.start()
 
     def _end_process(self, replica: str) -> None:
-        if replica in self.fakes and not self.registry.pool(reg.pool_of(replica)).closed:  # shut_down ends the others
+        # shut_down ends the others
+        if (
+            replica in self.fakes
+            and not self.registry.pool(reg.pool_of(replica)).closed
+        ):
             self.in_background(self._end_fake(replica))
 
     async def _end_fake(self, replica: str) -> None:
@@ -304,10 +378,16 @@ class FakeLab:
 
         async def run() -> None:
             # Heartbeats are sent every 0.1 s; a busy machine may delay them for seconds without a replica being lost.
-            options = GatewayOptions(lease, 0.2, 20, metrics_port=metrics_port, max_message=max_message)
-            await _serve.serve(folder, "fake", self.token, options, signals=False, make=make)
+            options = GatewayOptions(
+                lease, 0.2, 20, metrics_port=metrics_port, max_message=max_message
+            )
+            await _serve.serve(
+                folder, "fake", self.token, options, signals=False, make=make
+            )
 
-        self.thread = threading.Thread(target=lambda: self._loop.run_until_complete(run()), daemon=True)
+        self.thread = threading.Thread(
+            target=lambda: self._loop.run_until_complete(run()), daemon=True
+        )
         self.thread.start()
         while not (folder / "lab.json").exists():
             self.thread.join(0.01)

@@ -24,7 +24,9 @@ def fake_lab(tmp_path: Path) -> Iterator[FakeLab]:
 
 @pytest.fixture
 def client(fake_lab: FakeLab, monkeypatch: pytest.MonkeyPatch) -> Iterator[jv.Lab]:
-    monkeypatch.setattr("jvlab.lab._launch_settings.resolve_device", lambda device: "cpu")
+    monkeypatch.setattr(
+        "jvlab.lab._launch_settings.resolve_device", lambda device: "cpu"
+    )
     lab = jv.Lab.attach(fake_lab.address, fake_lab.token)
     yield lab
     lab._leave()
@@ -36,7 +38,9 @@ def pool(client: jv.Lab, llama: str) -> jv.Pool:
 
 
 @pytest.fixture
-def http_pool(fake_lab: FakeLab, client: jv.Lab, llama: str, monkeypatch: pytest.MonkeyPatch) -> jv.Pool:
+def http_pool(
+    fake_lab: FakeLab, client: jv.Lab, llama: str, monkeypatch: pytest.MonkeyPatch
+) -> jv.Pool:
     """Two fake replicas that serve HTTP too."""
     from tests.gateway.fake_http import HttpFakeReplica
 
@@ -50,5 +54,7 @@ def raw(http_pool: jv.Pool) -> Iterator[httpx.Client]:
     import httpx
 
     base, token = http_pool.http_url.removesuffix("/v1"), http_pool.http_token
-    with httpx.Client(base_url=base, headers={"Authorization": f"Bearer {token}"}, timeout=60) as http:
+    with httpx.Client(
+        base_url=base, headers={"Authorization": f"Bearer {token}"}, timeout=60
+    ) as http:
         yield http

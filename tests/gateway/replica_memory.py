@@ -33,7 +33,12 @@ class ReplicaMemory:
             raise Broken(f"version {self.target} is still {self.stage.value}")
         if version <= self.version:
             raise Broken(f"version {version} is not newer than {self.version}")
-        self.target, self.mode, self.stage, self.shadow = version, mode, Stage.PREPARED, None
+        self.target, self.mode, self.stage, self.shadow = (
+            version,
+            mode,
+            Stage.PREPARED,
+            None,
+        )
 
     def run(self, phase: Phase, arrived: bool = True) -> None:
         """One phase after PREPARE. `arrived`: whether all bits are there by VERIFY."""
@@ -72,4 +77,10 @@ class ReplicaMemory:
         """Its own word for where it stands."""
         if self.stage is Stage.COMMITTED:
             return "committed"
-        return "ready" if self.stage is not Stage.IDLE else "dirty" if self.dirty else "old"
+        return (
+            "ready"
+            if self.stage is not Stage.IDLE
+            else "dirty"
+            if self.dirty
+            else "old"
+        )

@@ -31,8 +31,18 @@ from tests.fuzzing import examples
 from tests.gateway.fake_lab import FACTS, FakeLab
 
 CODE = grpc.StatusCode
-FAILURES = (CODE.UNAVAILABLE, CODE.ABORTED, CODE.UNKNOWN, CODE.CANCELLED, CODE.DEADLINE_EXCEEDED)
-ORDERS = ((Phase.PREPARE, Phase.HALT, Phase.MOVE), (Phase.VERIFY, Phase.COMMIT, Phase.GO_ON), (Phase.ABANDON,))
+FAILURES = (
+    CODE.UNAVAILABLE,
+    CODE.ABORTED,
+    CODE.UNKNOWN,
+    CODE.CANCELLED,
+    CODE.DEADLINE_EXCEEDED,
+)
+ORDERS = (
+    (Phase.PREPARE, Phase.HALT, Phase.MOVE),
+    (Phase.VERIFY, Phase.COMMIT, Phase.GO_ON),
+    (Phase.ABANDON,),
+)
 
 
 def failure(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
@@ -93,19 +103,31 @@ class Bench(_gateway.Gateway):
 
     def comes(self, a: int, b: int) -> None:
         if (replica := self.pick(a)) is not None:
-            stats = pb.ReplicaStats(weight_version=b % 3, running=b % 2, dirty=b % 5 == 4)
+            stats = pb.ReplicaStats(
+                weight_version=b % 3, running=b % 2, dirty=b % 5 == 4
+            )
             self.register(
-                pb.RegisterRequest(replica=replica.name, address=f"x:{b}", facts=FACTS, stats=stats, run=replica.run)
+                pb.RegisterRequest(
+                    replica=replica.name,
+                    address=f"x:{b}",
+                    facts=FACTS,
+                    stats=stats,
+                    run=replica.run,
+                )
             )
 
     def beats(self, a: int, b: int) -> None:
         if (replica := self.pick(a)) is not None:
-            self.handle(reg.BeatReceived(replica.name, replica.epoch - (b % 4 == 3), self.now))
+            self.handle(
+                reg.BeatReceived(replica.name, replica.epoch - (b % 4 == 3), self.now)
+            )
 
     def says(self, a: int, b: int) -> None:
         """A beat's word on what it holds."""
         if (replica := self.pick(a)) is not None and replica.state in reg.BEATING:
-            self.links.reported(replica, pb.ReplicaStats(weight_version=b % 3, dirty=b % 4 == 0))
+            self.links.reported(
+                replica, pb.ReplicaStats(weight_version=b % 3, dirty=b % 4 == 0)
+            )
 
     def ticks(self, a: int, b: int) -> None:
         self.now += (0.25, 0.9, 2.0, 30.0)[b % 4]
@@ -149,29 +171,55 @@ class Bench(_gateway.Gateway):
         self.untrack(call.replica, call)
         told = self.failed(call.replica, call.request, error)
         found = self.registry.find(call.replica)
-        same = found is not None and found.epoch == call.request and found.state in reg.BEATING
-        assert bool(told) != same, "a caller is told of a loss exactly if the replica is lost"
+        same = (
+            found is not None
+            and found.epoch == call.request
+            and found.state in reg.BEATING
+        )
+        assert bool(told) != same, (
+            "a caller is told of a loss exactly if the replica is lost"
+        )
 
     def answers(self, a: int, b: int) -> None:
-        live = [c for c in self.calls if not c.future.done() and isinstance(c.request, pb.RolloutSyncRequest)]
+        live = [
+            c
+            for c in self.calls
+            if not c.future.done() and isinstance(c.request, pb.RolloutSyncRequest)
+        ]
         if live:
             call = live[a % len(live)]
             version = call.request.terms.version or b % 3
             state = ("committed", "old", "dirty")[b % 3]
-            outcome = pb.ReplicaOutcome(replica=call.replica, state=state, version=version)
+            outcome = pb.ReplicaOutcome(
+                replica=call.replica, state=state, version=version
+            )
             call.future.set_result(pb.RolloutSyncReply(outcome=outcome))
 
     def opens(self, a: int, b: int) -> None:
         ready = tuple(r.name for r in self.ready("p"))
-        self.links.of("p")._opening = pb.LinkOpen(endpoints=[pb.Endpoint(replica=name) for name in ready])
-        self.links.of("p").feed(sync.Opened(f"link {b % 2}", "trainer", self.number(), ready, 60.0, self.now))
+        self.links.of("p")._opening = pb.LinkOpen(
+            endpoints=[pb.Endpoint(replica=name) for name in ready]
+        )
+        self.links.of("p").feed(
+            sync.Opened(
+                f"link {b % 2}", "trainer", self.number(), ready, 60.0, self.now
+            )
+        )
 
     def orders_phases(self, a: int, b: int) -> None:
         phases = ORDERS[b % 3]
         machine = self.links.of("p").machine
-        terms = Terms(machine.version + 1 + a % 2, ("direct", "staged")[a % 2]) if b % 3 == 0 else None
+        terms = (
+            Terms(machine.version + 1 + a % 2, ("direct", "staged")[a % 2])
+            if b % 3 == 0
+            else None
+        )
         digests = frozenset(machine.members)
-        self.links.of("p").feed(sync.Ordered(f"link {a % 2}", self.number(), phases, self.now, terms, digests))
+        self.links.of("p").feed(
+            sync.Ordered(
+                f"link {a % 2}", self.number(), phases, self.now, terms, digests
+            )
+        )
 
     def ends(self, a: int, b: int) -> None:
         self.links.of("p").feed(sync.Ended(f"link {b % 2}", self.now))
@@ -186,19 +234,30 @@ class Bench(_gateway.Gateway):
         replicas = {r.name: r for r in self.registry.pool("p").replicas.values()}
         beating = {name for name, r in replicas.items() if r.state in reg.BEATING}
         machine = self.links.of("p").machine
-        assert set(machine.members) == beating, "who takes part in syncs is who is there"
+        assert set(machine.members) == beating, (
+            "who takes part in syncs is who is there"
+        )
         assert machine.participants <= beating
-        assert machine.holder is None or machine.holder.opened | machine.holder.asked <= beating
+        assert (
+            machine.holder is None
+            or machine.holder.opened | machine.holder.asked <= beating
+        )
         for version in (0, 1):
             board = PoolReplicas(self, "p", version).board()
             offered = {name for name in replicas if name in board}
-            assert offered <= {n for n, r in replicas.items() if r.state is reg.State.READY}, "work only for the ready"
+            assert offered <= {
+                n for n, r in replicas.items() if r.state is reg.State.READY
+            }, "work only for the ready"
             assert len(board) == len(offered)
             assert all(not machine.members[name].dirty for name in offered)
             if not version:
-                assert all(machine.standing(name) is Standing.SERVING for name in offered)
+                assert all(
+                    machine.standing(name) is Standing.SERVING for name in offered
+                )
         for name, calls in self._calls.items():
-            assert name in beating or all(call.cancelled() for call in calls), f"{name} is gone, and is waited for"
+            assert name in beating or all(call.cancelled() for call in calls), (
+                f"{name} is gone, and is waited for"
+            )
         status = self.pool_status("p")
         assert {r.replica: r.state for r in status.replicas} == {
             name: _gateway.PB_STATE[r.state] for name, r in replicas.items()
@@ -207,7 +266,9 @@ class Bench(_gateway.Gateway):
             member = machine.members.get(said.replica)
             assert said.version == (-1 if member is None else member.version)
             assert said.dirty == (member is not None and member.dirty)
-            assert said.replica in beating or said.stats.running == 0, "who is gone runs nothing"
+            assert said.replica in beating or said.stats.running == 0, (
+                "who is gone runs nothing"
+            )
             assert said.replica not in beating or said.HasField("facts")
 
 
@@ -237,10 +298,16 @@ STEP = st.tuples(st.integers(0, len(EVENTS) - 1), st.integers(0, 5), st.integers
 
 @settings(max_examples=examples(300))
 @given(st.lists(STEP, max_size=40))
-def test_deadline_or_death_all_parts_agree_on_a_replica(steps: list[tuple[int, int, int]]):
+def test_deadline_or_death_all_parts_agree_on_a_replica(
+    steps: list[tuple[int, int, int]],
+):
     async def run() -> None:
         bench = Bench()
-        bench.handle(reg.LaunchRequested(reg.PoolSpec("p", "m", 2, 1, "auto", "cpu", "{}", "{}"), 0.0))
+        bench.handle(
+            reg.LaunchRequested(
+                reg.PoolSpec("p", "m", 2, 1, "auto", "cpu", "{}", "{}"), 0.0
+            )
+        )
         bench.comes(0, 0)
         bench.comes(1, 0)
         for event, a, b in steps:
@@ -250,7 +317,9 @@ def test_deadline_or_death_all_parts_agree_on_a_replica(steps: list[tuple[int, i
             for _ in range(3):  # what was set going by it
                 await asyncio.sleep(0)
             bench.agree()
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        tasks = [
+            task for task in asyncio.all_tasks() if task is not asyncio.current_task()
+        ]
         for task in tasks:
             task.cancel()
         for result in await asyncio.gather(*tasks, return_exceptions=True):
@@ -259,7 +328,9 @@ def test_deadline_or_death_all_parts_agree_on_a_replica(steps: list[tuple[int, i
     asyncio.run(run())
 
 
-def test_deadline_or_death_status_says_what_the_caller_was_told(fake_lab: FakeLab, pool: jv.Pool):
+def test_deadline_or_death_status_says_what_the_caller_was_told(
+    fake_lab: FakeLab, pool: jv.Pool
+):
     """A replica whose engine died told so to its caller, and to nobody else, until its process was found gone."""
     victim = fake_lab.fakes["p/0"]
     victim.silent, victim.engine_death = True, "the engine died"
@@ -270,15 +341,25 @@ def test_deadline_or_death_status_says_what_the_caller_was_told(fake_lab: FakeLa
     assert status["replicas"][0]["cause"] == "the engine died"
 
 
-def test_deadline_or_death_a_score_that_nobody_finishes_says_why(fake_lab: FakeLab, pool: jv.Pool):
+def test_deadline_or_death_a_score_that_nobody_finishes_says_why(
+    fake_lab: FakeLab, pool: jv.Pool
+):
     """It said "no other replica is ready" alone."""
     for fake in fake_lab.fakes.values():
-        fake.silent, fake.engine_death = True, "the engine died: its core died of SIGKILL"
-    with pytest.raises(errors.ReplicaLost, match=r"sequence 0: .*p/\d was lost \(the engine died: .* of SIGKILL\)"):
+        fake.silent, fake.engine_death = (
+            True,
+            "the engine died: its core died of SIGKILL",
+        )
+    with pytest.raises(
+        errors.ReplicaLost,
+        match=r"sequence 0: .*p/\d was lost \(the engine died: .* of SIGKILL\)",
+    ):
         pool.score([[5, 6, 7]], timeout=30)
 
 
-def test_deadline_or_death_a_peek_that_finds_nobody_tells_everybody(fake_lab: FakeLab, pool: jv.Pool):
+def test_deadline_or_death_a_peek_that_finds_nobody_tells_everybody(
+    fake_lab: FakeLab, pool: jv.Pool
+):
     fake_lab.fakes["p/0"].silent = True
     fake_lab.do(lambda: fake_lab.fakes["p/0"].server.stop(0))  # its port is closed
     with pytest.raises(errors.ReplicaLost, match="p/0"):
@@ -286,7 +367,9 @@ def test_deadline_or_death_a_peek_that_finds_nobody_tells_everybody(fake_lab: Fa
     assert pool.status()["healthy"] == 1
 
 
-def test_deadline_or_death_a_replica_that_says_it_is_dirty_is_dirty_for_all(fake_lab: FakeLab, pool: jv.Pool):
+def test_deadline_or_death_a_replica_that_says_it_is_dirty_is_dirty_for_all(
+    fake_lab: FakeLab, pool: jv.Pool
+):
     """A sync that went past the gateway broke: the replica refused to generate, and status called it ready."""
     fake = fake_lab.fakes["p/0"]
     for dirty in (True, False):

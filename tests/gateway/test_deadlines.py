@@ -46,9 +46,17 @@ def _link(pool: jv.Pool, timeout: float, *phases: int) -> None:
     """A link's stream: opened, then one order; as `Link` does it."""
     stream, deadline = LinkStream(pool._client), Deadline(timeout)
     names = [r.replica for r in pool._snapshot.replicas]
-    ends = [pb.Endpoint(replica=n, index=i, ranks_json=[json.dumps([n])]) for i, n in enumerate(names)]
+    ends = [
+        pb.Endpoint(replica=n, index=i, ranks_json=[json.dumps([n])])
+        for i, n in enumerate(names)
+    ]
     request = pb.LinkOpen(
-        pool=pool.name, holder="a trainer", transport="loopback", plan=b"plan", endpoints=ends, lease_seconds=30
+        pool=pool.name,
+        holder="a trainer",
+        transport="loopback",
+        plan=b"plan",
+        endpoints=ends,
+        lease_seconds=30,
     )
     try:
         stream.open(request, deadline.left())
@@ -62,7 +70,9 @@ LOOK: dict[str, Call] = {  # these can be asked at the same time
     "wait": lambda pool, t: pool.wait(t, progress=False),
     "ready": lambda pool, t: asyncio.run(pool.ready(t)),
     "generate": lambda pool, t: pool.generate(["a"], timeout=t, max_tokens=2),
-    "agenerate": lambda pool, t: asyncio.run(pool.agenerate(["a"], timeout=t, max_tokens=2)),
+    "agenerate": lambda pool, t: asyncio.run(
+        pool.agenerate(["a"], timeout=t, max_tokens=2)
+    ),
     "stream": _stream,
     "score": lambda pool, t: pool.score([TOKENS], timeout=t),
     "ascore": lambda pool, t: asyncio.run(pool.ascore([TOKENS], timeout=t)),
@@ -70,13 +80,26 @@ LOOK: dict[str, Call] = {  # these can be asked at the same time
     "trace": lambda pool, t: pool.trace([], timeout=t),
     "peek": lambda pool, t: pool.peek("w", timeout=t),
     "session": lambda pool, t: pool.session("a").generate(2, timeout=t),
-    "session, awaited": lambda pool, t: asyncio.run(pool.session("a").agenerate(2, timeout=t)),
+    "session, awaited": lambda pool, t: asyncio.run(
+        pool.session("a").agenerate(2, timeout=t)
+    ),
     "sessions": lambda pool, t: pool.sessions(["a", "b"]).generate(2, timeout=t),
-    "determinism": lambda pool, t: pool.check_determinism([TOKENS], timeout=t, max_tokens=2, repeats=1, batches=(1,)),
+    "determinism": lambda pool, t: pool.check_determinism(
+        [TOKENS], timeout=t, max_tokens=2, repeats=1, batches=(1,)
+    ),
     "restart": lambda pool, t: pool.restart(0, timeout=t),
     "scale": lambda pool, t: pool.scale(2, timeout=t),
 }
-GENERATING = {"generate", "agenerate", "stream", "score", "ascore", "session", "session, awaited", "sessions"}
+GENERATING = {
+    "generate",
+    "agenerate",
+    "stream",
+    "score",
+    "ascore",
+    "session",
+    "session, awaited",
+    "sessions",
+}
 STEER: dict[str, Call] = {  # one after the other
     "pause": lambda pool, t: pool.pause(timeout=t),
     "resume": lambda pool, t: pool.resume(timeout=t),
@@ -138,16 +161,23 @@ def paused(pool: jv.Pool) -> Iterator[None]:
 def works(pool: jv.Pool, lab: FakeLab) -> None:
     """Whatever happened is over, and nobody was left standing still."""
     until = time.monotonic() + 60
-    while pool.status()["healthy"] < 2 or any(fake.paused for fake in lab.fakes.values()):
+    while pool.status()["healthy"] < 2 or any(
+        fake.paused for fake in lab.fakes.values()
+    ):
         assert time.monotonic() < until, pool.status()
         time.sleep(0.05)
     assert len(pool.generate(["a", "b"], n=2, timeout=30)) == 4
     _link(pool, 30.0, pb.CHECK)
 
 
-CELLS: dict[str, tuple[Callable[[FakeLab, jv.Pool], AbstractContextManager[None]], str]] = {
+CELLS: dict[
+    str, tuple[Callable[[FakeLab, jv.Pool], AbstractContextManager[None]], str]
+] = {
     "frozen engines": (lambda lab, pool: lab.frozen_engines(), r"p/[01]"),
-    "frozen gateway": (lambda lab, pool: lab.frozen(), r"the gateway at 127\.0\.0\.1:\d+ did not answer"),
+    "frozen gateway": (
+        lambda lab, pool: lab.frozen(),
+        r"the gateway at 127\.0\.0\.1:\d+ did not answer",
+    ),
     "lost replicas": (lambda lab, pool: lost(lab), r"p/0"),
 }
 
@@ -158,15 +188,23 @@ def test_deadline_of_every_call(fake_lab: FakeLab, pool: jv.Pool, cell: str):
     with make(fake_lab, pool):
         found = table(pool)
         # Nobody can have generated; and without the gateway nobody knows anything, whatever it said before.
-        silent = [name for name in (found if cell == "frozen gateway" else GENERATING) if not found[name][1]]
+        silent = [
+            name
+            for name in (found if cell == "frozen gateway" else GENERATING)
+            if not found[name][1]
+        ]
         assert not silent, found
         for name, (_, said) in found.items():
             said = report(pool, name, said, who)
-            assert not said or re.search(who, said), f"{name} does not name who was waited for: {said}"
+            assert not said or re.search(who, said), (
+                f"{name} does not name who was waited for: {said}"
+            )
     works(pool, fake_lab)
 
 
-def test_deadline_in_a_paused_pool_says_that_it_is_paused(fake_lab: FakeLab, pool: jv.Pool):
+def test_deadline_in_a_paused_pool_says_that_it_is_paused(
+    fake_lab: FakeLab, pool: jv.Pool
+):
     with paused(pool):
         found = {name: ask(pool, LOOK[name]) for name in sorted(GENERATING)}
         for name, (took, said) in found.items():
@@ -176,11 +214,15 @@ def test_deadline_in_a_paused_pool_says_that_it_is_paused(fake_lab: FakeLab, poo
             assert "p/" in said, "who has the work"
             assert "larger timeout" not in said, name
             assert "pool.resume()" in said, name
-        assert ask(pool, STEER["link check"])[1] == "", "a paused pool can be synced and checked"
+        assert ask(pool, STEER["link check"])[1] == "", (
+            "a paused pool can be synced and checked"
+        )
     works(pool, fake_lab)
 
 
-def test_deadline_while_no_replica_is_ready(fake_lab: FakeLab, client: jv.Lab, llama: str, monkeypatch):
+def test_deadline_while_no_replica_is_ready(
+    fake_lab: FakeLab, client: jv.Lab, llama: str, monkeypatch
+):
     """Today's code waited 900 s for the pool, whatever the timeout."""
 
     async def never(self: Any, replica: str, spec: Any) -> None:
@@ -190,7 +232,14 @@ def test_deadline_while_no_replica_is_ready(fake_lab: FakeLab, client: jv.Lab, l
     pool = client.launch(llama, replicas=2, name="p")
     for name, (took, said) in table(pool).items():
         assert took < SECONDS + MARGIN
-        if name not in ("status", "restart", "peek", "scale", "link open", "link check"):
+        if name not in (
+            "status",
+            "restart",
+            "peek",
+            "scale",
+            "link open",
+            "link check",
+        ):
             said = report(pool, name, said, "p/0, which is at process")
             assert "p/0, which is at process" in said, f"{name}: {said}"
 
@@ -217,7 +266,9 @@ def test_deadline_of_a_pause_is_undone_everywhere(fake_lab: FakeLab, pool: jv.Po
     works(pool, fake_lab)
 
 
-def test_a_sleep_that_one_replica_refuses_is_undone_on_the_others(fake_lab: FakeLab, pool: jv.Pool):
+def test_a_sleep_that_one_replica_refuses_is_undone_on_the_others(
+    fake_lab: FakeLab, pool: jv.Pool
+):
     one, two = (fake_lab.fakes[name] for name in ("p/0", "p/1"))
     two.unable = pb.SLEEP
     with pytest.raises(errors.Unsupported, match="not this one"):
@@ -247,7 +298,9 @@ def test_deadline_of_a_sleep_is_undone_everywhere(fake_lab: FakeLab, pool: jv.Po
     works(pool, fake_lab)
 
 
-def test_deadline_a_replica_that_missed_a_resume_goes_on(fake_lab: FakeLab, pool: jv.Pool):
+def test_deadline_a_replica_that_missed_a_resume_goes_on(
+    fake_lab: FakeLab, pool: jv.Pool
+):
     """Lost while the pool is paused, resumed without it, back again: it stood still for ever."""
     pool.pause()
     fake_lab.silence("p/1")
@@ -257,7 +310,9 @@ def test_deadline_a_replica_that_missed_a_resume_goes_on(fake_lab: FakeLab, pool
     works(pool, fake_lab)
 
 
-def test_deadline_a_replica_that_missed_a_pause_stands_still(fake_lab: FakeLab, pool: jv.Pool):
+def test_deadline_a_replica_that_missed_a_pause_stands_still(
+    fake_lab: FakeLab, pool: jv.Pool
+):
     fake_lab.silence("p/1")
     pool.pause()
     fake_lab.fakes["p/1"].silent = False
@@ -270,18 +325,36 @@ def test_deadline_a_replica_that_missed_a_pause_stands_still(fake_lab: FakeLab, 
 
 
 BAD = (0, 0.0, -1, float("-inf"), float("nan"), True, "3", [1])
-PUBLIC = (jv.Lab, jv.Pool, InProcessPool, jv.Link, jv.Run, jv.Record, jv.Task, Session, Sessions, SyncHandle, Stepper)
+PUBLIC = (
+    jv.Lab,
+    jv.Pool,
+    InProcessPool,
+    jv.Link,
+    jv.Run,
+    jv.Record,
+    jv.Task,
+    Session,
+    Sessions,
+    SyncHandle,
+    Stepper,
+)
 FUNCTIONS = (jv.certify, jv.tasks.jsonl, stop_lab)
 
 
 def with_timeout() -> dict[str, Callable[..., Any]]:
     """Every public function and method that takes a timeout, by name."""
-    found: dict[str, Callable[..., Any]] = {function.__name__: function for function in FUNCTIONS}
+    found: dict[str, Callable[..., Any]] = {
+        function.__name__: function for function in FUNCTIONS
+    }
     for kind in PUBLIC:
         for name, member in inspect.getmembers(kind, callable):
             if name == "__init__" or not name.startswith("_"):
                 found[f"{kind.__name__}.{name}"] = member
-    return {name: call for name, call in found.items() if "timeout" in inspect.signature(call).parameters}
+    return {
+        name: call
+        for name, call in found.items()
+        if "timeout" in inspect.signature(call).parameters
+    }
 
 
 def done(returned: Any) -> None:
@@ -294,7 +367,14 @@ CALLS = with_timeout()
 
 def test_deadline_calls_are_found():
     assert len(CALLS) > 40
-    assert {"Pool.generate", "Pool.load_adapter", "Lab.close", "Link.sync", "Run.wait", "Record.follow"} < CALLS.keys()
+    assert {
+        "Pool.generate",
+        "Pool.load_adapter",
+        "Lab.close",
+        "Link.sync",
+        "Run.wait",
+        "Record.follow",
+    } < CALLS.keys()
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -303,20 +383,31 @@ def test_deadline_must_be_a_positive_number(name: str, tmp_path: Path):
     call = CALLS[name]
     if name in ("InProcessPool.restart", "InProcessPool.scale"):
         return  # neither waits
-    needed = [p for p in inspect.signature(call).parameters.values() if p.default is p.empty]
+    needed = [
+        p for p in inspect.signature(call).parameters.values() if p.default is p.empty
+    ]
     file = tmp_path / "tasks.jsonl"
     file.write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
     known = {"self": MagicMock(), "path": file, "reward": len, "replicas": 1}
-    values = {p.name: known.get(p.name, "x") for p in needed if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    values = {
+        p.name: known.get(p.name, "x")
+        for p in needed
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
     if name == "Task.__init__":
         values |= {"prompts": ["a"], "reward": len}
     for bad in BAD:
-        with pytest.raises(errors.ConfigError, match=r"timeout must be (positive|a number of seconds), not") as caught:
+        with pytest.raises(
+            errors.ConfigError,
+            match=r"timeout must be (positive|a number of seconds), not",
+        ) as caught:
             done(call(**values, timeout=bad))
         assert "timeout=60" in caught.value.remedy
 
 
-@pytest.mark.parametrize("good", [1, 0.5, np.float32(2.0), np.int64(3), float("inf"), None])
+@pytest.mark.parametrize(
+    "good", [1, 0.5, np.float32(2.0), np.int64(3), float("inf"), None]
+)
 def test_deadline_of_any_positive_number(good: Any):
     assert not Deadline.of(good).over
 

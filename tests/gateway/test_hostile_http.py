@@ -42,9 +42,15 @@ class Front:
         promised: int | None = None,
     ) -> tuple[int, bytes]:
         bearer = b"Bearer " + (self.token.encode() if token is None else token)
-        lines = [(b"Host", b"x"), (b"Authorization", bearer), (b"Content-Length", str(promised or len(body)).encode())]
+        lines = [
+            (b"Host", b"x"),
+            (b"Authorization", bearer),
+            (b"Content-Length", str(promised or len(body)).encode()),
+        ]
         lines += [(b"Connection", b"close"), *(headers or [])]
-        head = f"{method} {path} HTTP/1.1\r\n".encode() + b"".join(k + b": " + v + b"\r\n" for k, v in lines)
+        head = f"{method} {path} HTTP/1.1\r\n".encode() + b"".join(
+            k + b": " + v + b"\r\n" for k, v in lines
+        )
         with socket.create_connection(self.address, timeout=60) as end:
             with contextlib.suppress(ConnectionError):  # it may have answered already
                 end.sendall(head + b"\r\n" + body)
@@ -76,7 +82,9 @@ def refused(status: int, body: bytes) -> None:
     assert json.loads(body)["error"]["message"], body
 
 
-@pytest.mark.parametrize("token", [b"\xff\xfe", b"caf\xc3\xa9", b"\xed\xa0\x80", b"", b"\x80" * 5000])
+@pytest.mark.parametrize(
+    "token", [b"\xff\xfe", b"caf\xc3\xa9", b"\xed\xa0\x80", b"", b"\x80" * 5000]
+)
 def test_hostile_authorization(front: Front, token: bytes):
     for path in ("/v1/models", "/bridge/status", "/metrics"):
         status, body = front.ask(path, method="GET", token=token)
@@ -85,13 +93,24 @@ def test_hostile_authorization(front: Front, token: bytes):
 
 
 @pytest.mark.parametrize(
-    "body", [DEEP, DEEP_OBJECT, b'{"messages":' + DEEP, b'{"prompt":' + DEEP, b'{"model_path":' + DEEP]
+    "body",
+    [
+        DEEP,
+        DEEP_OBJECT,
+        b'{"messages":' + DEEP,
+        b'{"prompt":' + DEEP,
+        b'{"model_path":' + DEEP,
+    ],
 )
 @pytest.mark.parametrize("path", [path for path in POSTS if "token" not in path])
 def test_hostile_deep_json(front: Front, path: str, body: bytes):
     refused(*front.ask(path, body))
     closed = b"[" * 500 + b"]" * 500  # whole, and deeper than anybody means it
-    refused(*front.ask(path, b'{"messages":' + closed + b',"mode":' + closed + b',"prompt":"x"}'))
+    refused(
+        *front.ask(
+            path, b'{"messages":' + closed + b',"mode":' + closed + b',"prompt":"x"}'
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,22 +124,39 @@ def test_hostile_deep_json(front: Front, path: str, body: bytes):
     ],
 )
 def test_hostile_lone_surrogates(front: Front, content: dict[str, object]):
-    for path in ("/v1/completions", "/v1/chat/completions", "/bridge/pause", "/bridge/notify_update"):
+    for path in (
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/bridge/pause",
+        "/bridge/notify_update",
+    ):
         refused(*front.ask(path, json.dumps(content).encode()))
 
 
-@pytest.mark.parametrize("version", [b"9" * 5000, b"-1", b"1e3", b"\xd9\xa3", b"\xff", b"1" * 30, b"", b" "])
+@pytest.mark.parametrize(
+    "version", [b"9" * 5000, b"-1", b"1e3", b"\xd9\xa3", b"\xff", b"1" * 30, b"", b" "]
+)
 def test_hostile_version(front: Front, version: bytes):
     for path in ("/v1/completions", "/v1/models"):
         method = "GET" if path.endswith("models") else "POST"
-        status, body = front.ask(path, b'{"prompt":"x"}', [(b"x-jvlab-min-version", version)], method)
+        status, body = front.ask(
+            path, b'{"prompt":"x"}', [(b"x-jvlab-min-version", version)], method
+        )
         if version.strip():
             refused(status, body)
         assert status < 500 or json.loads(body)["error"]["type"] != "internal", body
 
 
 @pytest.mark.parametrize(
-    "name", [b"x-request-id", b"traceparent", b"accept", b"content-type", b"tracestate", b"cookie"]
+    "name",
+    [
+        b"x-request-id",
+        b"traceparent",
+        b"accept",
+        b"content-type",
+        b"tracestate",
+        b"cookie",
+    ],
 )
 def test_hostile_headers_are_passed_on_or_refused(front: Front, name: bytes):
     for value in (b"\xff", b"caf\xc3\xa9", b"a" * 7000, b"\x01"):
@@ -205,7 +241,10 @@ JSON = st.recursive(
     | st.integers(-(10**40), 10**40)
     | st.floats()
     | st.text(st.characters(codec=None), max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=6), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 FIELDS = st.sampled_from(
@@ -235,7 +274,10 @@ LINE = st.binary(min_size=1, max_size=12).map(
 )
 
 
-@settings(max_examples=examples(120), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=examples(120),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     path=st.sampled_from([path for path in POSTS if "notify" not in path]),
     body=st.dictionaries(FIELDS, JSON, max_size=5).map(lambda d: json.dumps(d).encode())
@@ -243,18 +285,38 @@ LINE = st.binary(min_size=1, max_size=12).map(
     | st.binary(max_size=60),
     headers=st.lists(
         st.tuples(
-            st.sampled_from([b"x-jvlab-min-version", b"content-type", b"x-request-id", b"accept", b"traceparent"]), LINE
+            st.sampled_from(
+                [
+                    b"x-jvlab-min-version",
+                    b"content-type",
+                    b"x-request-id",
+                    b"accept",
+                    b"traceparent",
+                ]
+            ),
+            LINE,
         ),
         max_size=2,
     ),
 )
-def test_hostile_requests_at_random(front: Front, path: str, body: bytes, headers: list[tuple[bytes, bytes]]):
+def test_hostile_requests_at_random(
+    front: Front, path: str, body: bytes, headers: list[tuple[bytes, bytes]]
+):
     status, said = front.ask(path, body, headers)
-    assert status < 500 or (status == 503 and b"remedy" in said), (path, body, headers, status, said[:300])
+    assert status < 500 or (status == 503 and b"remedy" in said), (
+        path,
+        body,
+        headers,
+        status,
+        said[:300],
+    )
     front.ask("/bridge/resume")  # what it may have paused
 
 
-@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(60),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     token=LINE,
     method=st.sampled_from(["GET", "POST", "DELETE"]),
@@ -265,7 +327,9 @@ def test_hostile_tokens_at_random(front: Front, token: bytes, method: str, path:
     assert status in (400, 401)
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(front: Front, monkeypatch: pytest.MonkeyPatch):
+def test_a_body_that_does_not_come_is_not_waited_for(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("jvlab.gateway._http_server.BODY_SECONDS", 0.3, raising=False)
     status, body = front.ask(POSTS[0], b"{", headers=[(b"X", b"y")], promised=100)
     assert status == 408

@@ -41,8 +41,13 @@ GOOD = ["p", "pool-1", "a.b_c-D", "7", "x" * 100]
 
 def refused(lab: FakeLab, method: str, request: Any) -> None:
     """By the gateway itself, whoever calls it without our client."""
-    with grpc.insecure_channel(lab.address) as channel, pytest.raises(grpc.RpcError) as caught:
-        getattr(rpc.LabStub(channel), method)(request, timeout=30, metadata=_security.authorization(lab.token))
+    with (
+        grpc.insecure_channel(lab.address) as channel,
+        pytest.raises(grpc.RpcError) as caught,
+    ):
+        getattr(rpc.LabStub(channel), method)(
+            request, timeout=30, metadata=_security.authorization(lab.token)
+        )
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, request
 
 
@@ -103,7 +108,9 @@ def test_hostile_names_of_a_host_that_offers_itself(tmp_path: Path, name: str):
     token = tmp_path / "token"
     token.write_text("secret")
     token.chmod(0o600)
-    arguments = parser.parse_args(["--gateway", "127.0.0.1:1", "--token-file", str(token), "--name", name])
+    arguments = parser.parse_args(
+        ["--gateway", "127.0.0.1:1", "--token-file", str(token), "--name", name]
+    )
     with pytest.raises(errors.ConfigError, match="name"):
         host_from(arguments)
 

@@ -57,7 +57,9 @@ def helper(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     async def start(self: Any) -> asyncio.subprocess.Process:
         pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(sys.executable, "-c", HELPER, stdin=pipe, stdout=pipe)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", HELPER, stdin=pipe, stdout=pipe
+        )
         started.append(process.pid)
         return process
 
@@ -71,9 +73,18 @@ def test_the_document_is_what_is_served(fake_lab: FakeLab, bridge: httpx.Client)
     document = bridge.get("/bridge/openapi.json").json()
     assert document["openapi"].startswith("3.1")
     front: Any = fake_lab.gateway.fronts._open["p"]
-    served = {(route.method, route.resource.canonical) for route in front._listener._runner.app.router.routes()}
-    documented = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
-    of_bridge = {(method, path) for method, path in served if path.startswith("/bridge")}
+    served = {
+        (route.method, route.resource.canonical)
+        for route in front._listener._runner.app.router.routes()
+    }
+    documented = {
+        (method.upper(), path)
+        for path, methods in document["paths"].items()
+        for method in methods
+    }
+    of_bridge = {
+        (method, path) for method, path in served if path.startswith("/bridge")
+    }
     assert of_bridge - documented == {("GET", "/bridge/openapi.json")}
     assert documented <= of_bridge
     asked = {"status", "version", "mapping", "notify_update", "pause", "resume"}
@@ -81,7 +92,9 @@ def test_the_document_is_what_is_served(fake_lab: FakeLab, bridge: httpx.Client)
     for methods in document["paths"].values():
         for operation in methods.values():
             for response in operation["responses"].values():
-                jsonschema.Draft202012Validator.check_schema(response["content"]["application/json"]["schema"])
+                jsonschema.Draft202012Validator.check_schema(
+                    response["content"]["application/json"]["schema"]
+                )
             if "requestBody" in operation:
                 body = operation["requestBody"]["content"]["application/json"]["schema"]
                 jsonschema.Draft202012Validator.check_schema(body)
@@ -92,7 +105,9 @@ def test_answers_are_what_the_document_says(bridge: httpx.Client):
 
     paths = bridge.get("/bridge/openapi.json").json()["paths"]
     for path in ("/bridge/status", "/bridge/version"):
-        schema = paths[path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+        schema = paths[path]["get"]["responses"]["200"]["content"]["application/json"][
+            "schema"
+        ]
         jsonschema.validate(bridge.get(path).json(), schema)
     mapping = bridge.get("/bridge/mapping")
     assert mapping.status_code == 501, "a fake can't be traced, and that is said"
@@ -108,22 +123,32 @@ def test_answers_are_what_the_document_says(bridge: httpx.Client):
         ("notify_update", b"{}", "needs path"),
         ("notify_update", b'{"path": 3}', "path must be of type string"),
         ("notify_update", b'{"path": "x", "pathh": 3}', "takes no pathh"),
-        ("notify_update", b'{"path": "x", "version": true}', "version must be of type integer"),
+        (
+            "notify_update",
+            b'{"path": "x", "version": true}',
+            "version must be of type integer",
+        ),
         ("notify_update", b'{"path": "x", "timeout": 0}', "timeout must be positive"),
         ("pause", b'{"mode": "stop"}', "'keep', 'wait' or 'abort'"),
         ("pause", b'{"clear_cache": "yes"}', "of type boolean"),
         ("resume", b'{"mode": "keep"}', "takes no mode"),
     ],
 )
-def test_what_is_wrong_is_refused_with_a_remedy(bridge: httpx.Client, path: str, body: bytes, word: str):
+def test_what_is_wrong_is_refused_with_a_remedy(
+    bridge: httpx.Client, path: str, body: bytes, word: str
+):
     reply = bridge.post(f"/bridge/{path}", content=body)
     assert reply.status_code == 400
     assert word in reply.json()["error"]["message"]
     assert reply.json()["error"]["remedy"]
 
 
-def test_pause_and_resume_are_the_pools_own(fake_lab: FakeLab, pool: jv.Pool, bridge: httpx.Client):
-    bridge.post("/bridge/pause", json={"mode": "wait", "clear_cache": True}).raise_for_status()
+def test_pause_and_resume_are_the_pools_own(
+    fake_lab: FakeLab, pool: jv.Pool, bridge: httpx.Client
+):
+    bridge.post(
+        "/bridge/pause", json={"mode": "wait", "clear_cache": True}
+    ).raise_for_status()
     bridge.post("/bridge/resume").raise_for_status()
     assert all(len(fake.steered) == 2 for fake in fake_lab.fakes.values())
     pool.pause()
@@ -137,10 +162,17 @@ def test_updates_one_after_another(bridge: httpx.Client, helper: list[int]):
         return bridge.post("/bridge/notify_update", json={"path": path, "timeout": 50})
 
     reply = update("fine").json()
-    assert (reply["pool"], reply["version"], reply["said"]) == ("p", 4, {"path": "fine", "timeout": 50})
+    assert (reply["pool"], reply["version"], reply["said"]) == (
+        "p",
+        4,
+        {"path": "fine", "timeout": 50},
+    )
     for path, status in (("busy", 409), ("late", 504), ("shape", 422), ("dirty", 500)):
         refused = update(path)
-        assert (refused.status_code, refused.json()["error"]["remedy"]) == (status, "what to do")
+        assert (refused.status_code, refused.json()["error"]["remedy"]) == (
+            status,
+            "what to do",
+        )
     assert len(helper) == 1, "one process for all of them"
     died = update("dies")
     assert died.status_code == 500
@@ -160,9 +192,13 @@ def test_a_helper_that_closes_its_output_and_stays_is_ended(
     assert not psutil.pid_exists(helper[0])
 
 
-def test_only_one_update_at_a_time_and_none_after_the_pool(pool: jv.Pool, bridge: httpx.Client, helper: list[int]):
+def test_only_one_update_at_a_time_and_none_after_the_pool(
+    pool: jv.Pool, bridge: httpx.Client, helper: list[int]
+):
     with ThreadPoolExecutor(1) as thread:
-        first = thread.submit(bridge.post, "/bridge/notify_update", json={"path": "hangs"})
+        first = thread.submit(
+            bridge.post, "/bridge/notify_update", json={"path": "hangs"}
+        )
         deadline = time.monotonic() + 60
         while not helper:
             assert time.monotonic() < deadline
@@ -181,7 +217,11 @@ def test_only_one_update_at_a_time_and_none_after_the_pool(pool: jv.Pool, bridge
 def write(file: Path, tensors: dict[str, tuple[str, list[int], bytes]]) -> None:
     header, data = {}, b""
     for name, (dtype, shape, content) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(content)]}
+        header[name] = {
+            "dtype": dtype,
+            "shape": shape,
+            "data_offsets": [len(data), len(data) + len(content)],
+        }
         data += content
     text = json.dumps(header).encode()
     file.write_bytes(struct.pack("<Q", len(text)) + text + data)
@@ -191,7 +231,10 @@ def test_a_checkpoint_is_read_as_it_is(tmp_path: Path):
     numbers = np.arange(6, dtype="<f4")
     half = (numbers.view("<u4") >> 16).astype("<u2")
     write(tmp_path / "a.safetensors", {"x": ("F32", [2, 3], numbers.tobytes())})
-    write(tmp_path / "b.safetensors", {"y": ("BF16", [6], half.tobytes()), "z": ("I64", [], b"\7" + bytes(7))})
+    write(
+        tmp_path / "b.safetensors",
+        {"y": ("BF16", [6], half.tobytes()), "z": ("I64", [], b"\7" + bytes(7))},
+    )
     found = read_checkpoint(str(tmp_path))
     assert sorted(found) == ["x", "y", "z"]
     assert np.array_equal(found["x"], numbers.reshape(2, 3))
@@ -212,7 +255,12 @@ def test_a_checkpoint_that_is_none(tmp_path: Path):
     write(tmp_path / "b.safetensors", {"x": ("F32", [2], bytes(8))})
     with pytest.raises(errors.ModelError, match="in two files"):
         read_checkpoint(str(tmp_path))
-    for content in (b"", b"short", (tmp_path / "a.safetensors").read_bytes()[:-3], b"\xff" * 100):
+    for content in (
+        b"",
+        b"short",
+        (tmp_path / "a.safetensors").read_bytes()[:-3],
+        b"\xff" * 100,
+    ):
         (tmp_path / "b.safetensors").write_bytes(content)
         with pytest.raises(errors.ModelError, match="no whole safetensors file"):
             read_checkpoint(str(tmp_path))

@@ -25,12 +25,21 @@ from tests.waiting import until
 
 @pytest.fixture
 def ask(http_pool: jv.Pool) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=http_pool.http_url, api_key=http_pool.http_token, max_retries=0, timeout=60) as made:
+    with openai.OpenAI(
+        base_url=http_pool.http_url,
+        api_key=http_pool.http_token,
+        max_retries=0,
+        timeout=60,
+    ) as made:
         yield made
 
 
 def fakes(lab: FakeLab) -> list[HttpFakeReplica]:
-    return [replica for replica in lab.fakes.values() if isinstance(replica, HttpFakeReplica)]
+    return [
+        replica
+        for replica in lab.fakes.values()
+        if isinstance(replica, HttpFakeReplica)
+    ]
 
 
 def in_flight(lab: FakeLab) -> list[int]:
@@ -41,7 +50,10 @@ def test_requests_spread_and_are_counted(fake_lab: FakeLab, ask: openai.OpenAI):
     for fake in fakes(fake_lab):
         fake.hold = True
     with ThreadPoolExecutor(4) as threads:
-        answers = [threads.submit(ask.completions.create, model="fake", prompt="x") for _ in range(4)]
+        answers = [
+            threads.submit(ask.completions.create, model="fake", prompt="x")
+            for _ in range(4)
+        ]
         until(lambda: in_flight(fake_lab) == [2, 2], "two in flight on each")
         for fake in fakes(fake_lab):
             fake.hold = False
@@ -62,9 +74,12 @@ def test_requests_spread_and_are_counted(fake_lab: FakeLab, ask: openai.OpenAI):
         ({"messages": [{"role": "user", "content": "x"}], "n": 2}, 2),
     ],
 )
-def test_samples_of_a_request(fake_lab: FakeLab, raw: httpx.Client, body: dict[str, Any], parts: int):
+def test_samples_of_a_request(
+    fake_lab: FakeLab, raw: httpx.Client, body: dict[str, Any], parts: int
+):
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-    if "messages" in body:  # the fake has no chat: what it does not know comes back as it is
+    # the fake has no chat: what it does not know comes back as it is
+    if "messages" in body:
         assert raw.post(path, json=body).status_code == 404
         return
     fakes(fake_lab)[0].hold = True
@@ -112,17 +127,23 @@ def test_labels_and_models(fake_lab: FakeLab, ask: openai.OpenAI):
     assert reply.headers["x-jvlab-version"] == "0"
     assert reply.headers["x-jvlab-replica"] == reply.parse().choices[0].text
     assert [model.id for model in ask.models.list()] == ["fake"]
-    assert sum(fake_lab.served(fake.name) for fake in fakes(fake_lab)) == 1, "looking is no sample"
+    assert sum(fake_lab.served(fake.name) for fake in fakes(fake_lab)) == 1, (
+        "looking is no sample"
+    )
 
 
 def test_token_and_routes(http_pool: jv.Pool, raw: httpx.Client):
     base = http_pool.http_url.removesuffix("/v1")
     for token in ("", "Bearer wrong", f"Basic {http_pool.http_token}"):
         for path in ("/v1/models", "/bridge/status", "/metrics", "/nowhere"):
-            reply = httpx.get(f"{base}{path}", headers={"Authorization": token} if token else {})
+            reply = httpx.get(
+                f"{base}{path}", headers={"Authorization": token} if token else {}
+            )
             assert reply.status_code == 401
             assert "Authorization: Bearer" in reply.json()["error"]["remedy"]
-    assert httpx.get(f"{base}/health").status_code == 200, "whether somebody is there is no secret"
+    assert httpx.get(f"{base}/health").status_code == 200, (
+        "whether somebody is there is no secret"
+    )
     assert raw.get("/nowhere").status_code == 404
     assert raw.get("/v1/completions").status_code == 405
     assert 'jvlab_pool_healthy_replicas{pool="p"} 2' in raw.get("/metrics").text
@@ -135,7 +156,9 @@ def test_a_stream_arrives_event_by_event(fake_lab: FakeLab, ask: openai.OpenAI):
         fake.hold = True
     with ask.completions.create(model="fake", prompt="x", stream=True) as stream:
         events = iter(stream)
-        assert next(events).choices[0].text == "one", "the first is here while the second is held back"
+        assert next(events).choices[0].text == "one", (
+            "the first is here while the second is held back"
+        )
         assert sum(in_flight(fake_lab)) == 1
         for fake in fakes(fake_lab):
             fake.hold = False
@@ -143,7 +166,9 @@ def test_a_stream_arrives_event_by_event(fake_lab: FakeLab, ask: openai.OpenAI):
     until(lambda: in_flight(fake_lab) == [0, 0], "none in flight")
 
 
-def test_a_replica_that_dies_before_its_first_byte_is_replaced(fake_lab: FakeLab, ask: openai.OpenAI):
+def test_a_replica_that_dies_before_its_first_byte_is_replaced(
+    fake_lab: FakeLab, ask: openai.OpenAI
+):
     first, second = fakes(fake_lab)
     first.engine_death = "before"
     assert ask.completions.create(model="fake", prompt="x").choices[0].text == "p/1"
@@ -156,19 +181,26 @@ def test_a_replica_that_dies_before_its_first_byte_is_replaced(fake_lab: FakeLab
     assert in_flight(fake_lab) == [0, 0]
 
 
-def test_a_replica_that_dies_in_a_stream_ends_it_with_an_error(fake_lab: FakeLab, ask: openai.OpenAI):
+def test_a_replica_that_dies_in_a_stream_ends_it_with_an_error(
+    fake_lab: FakeLab, ask: openai.OpenAI
+):
     for fake in fakes(fake_lab):
         fake.engine_death = "middle"
     with ask.completions.create(model="fake", prompt="x", stream=True) as stream:
         events = iter(stream)
         assert next(events).choices[0].text == "one"
-        with pytest.raises(openai.APIError, match="the answer is not complete"):  # and no half event before it
+        # and no half event before it
+        with pytest.raises(openai.APIError, match="the answer is not complete"):
             next(events)
     assert in_flight(fake_lab) == [0, 0]
-    assert sum(fake_lab.served(fake.name) for fake in fakes(fake_lab)) == 0, "it is no sample"
+    assert sum(fake_lab.served(fake.name) for fake in fakes(fake_lab)) == 0, (
+        "it is no sample"
+    )
 
 
-def test_a_fenced_replica_loses_its_requests_and_gets_none(fake_lab: FakeLab, ask: openai.OpenAI):
+def test_a_fenced_replica_loses_its_requests_and_gets_none(
+    fake_lab: FakeLab, ask: openai.OpenAI
+):
     first = fakes(fake_lab)[0]
     first.hold = True
     with ThreadPoolExecutor(1) as thread:
@@ -185,7 +217,9 @@ def test_a_fenced_replica_loses_its_requests_and_gets_none(fake_lab: FakeLab, as
 def test_what_a_replica_refuses_is_tried_again(fake_lab: FakeLab, ask: openai.OpenAI):
     first, second = fakes(fake_lab)
     first.refuses = ["dirty", "dirty"]
-    assert ask.completions.create(model="fake", prompt="x").choices[0].text == "p/0", "a sync had it for a moment"
+    assert ask.completions.create(model="fake", prompt="x").choices[0].text == "p/0", (
+        "a sync had it for a moment"
+    )
     first.refuses = ["fenced"]
     assert ask.completions.create(model="fake", prompt="x").choices[0].text == "p/1"
     first.refuses, second.refuses = ["dirty"] * 100, ["dirty"] * 100
@@ -194,11 +228,15 @@ def test_what_a_replica_refuses_is_tried_again(fake_lab: FakeLab, ask: openai.Op
     assert caught.value.status_code == 503
 
 
-def test_a_paused_pool_gets_no_request_until_it_resumes(fake_lab: FakeLab, ask: openai.OpenAI, raw: httpx.Client):
+def test_a_paused_pool_gets_no_request_until_it_resumes(
+    fake_lab: FakeLab, ask: openai.OpenAI, raw: httpx.Client
+):
     assert raw.post("/bridge/pause", json={"mode": "keep"}).json()["paused"] is True
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(ask.completions.create, model="fake", prompt="x")
-        assert raw.get("/bridge/status").status_code == 200, "the bridge answers meanwhile"
+        assert raw.get("/bridge/status").status_code == 200, (
+            "the bridge answers meanwhile"
+        )
         time.sleep(0.2)
         assert not answer.done()
         assert not any(fake.asked for fake in fakes(fake_lab))
@@ -206,7 +244,9 @@ def test_a_paused_pool_gets_no_request_until_it_resumes(fake_lab: FakeLab, ask: 
         assert answer.result().choices[0].text.startswith("p/")
 
 
-def test_a_pool_paused_for_long_says_so(ask: openai.OpenAI, http_pool: jv.Pool, monkeypatch: pytest.MonkeyPatch):
+def test_a_pool_paused_for_long_says_so(
+    ask: openai.OpenAI, http_pool: jv.Pool, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(_http_front, "HOLD_SECONDS", 0.2)
     http_pool.pause()
     with pytest.raises(openai.InternalServerError, match="is paused") as caught:
@@ -222,7 +262,12 @@ def test_a_version_that_nobody_holds(raw: httpx.Client):
     reply = raw.post("/v1/completions", json=body, headers={"x-jvlab-min-version": "3"})
     assert reply.status_code == 503
     assert "no replica of pool 'p' holds version 3" in reply.json()["error"]["message"]
-    assert raw.post("/v1/completions", json=body, headers={"x-jvlab-min-version": "x"}).status_code == 400
+    assert (
+        raw.post(
+            "/v1/completions", json=body, headers={"x-jvlab-min-version": "x"}
+        ).status_code
+        == 400
+    )
 
 
 def test_a_client_that_leaves_ends_its_request(fake_lab: FakeLab, http_pool: jv.Pool):
@@ -242,10 +287,19 @@ def test_prompts_that_begin_alike_go_to_one_replica(
     fake_lab: FakeLab, client: jv.Lab, llama: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("tests.gateway.fake_lab.FakeReplica", HttpFakeReplica)
-    pool = client.launch(llama, replicas=2, name="q", http=True, routing="prefix").wait(60)
-    with openai.OpenAI(base_url=pool.http_url, api_key=pool.http_token, max_retries=0, timeout=60) as ask:
+    pool = client.launch(llama, replicas=2, name="q", http=True, routing="prefix").wait(
+        60
+    )
+    with openai.OpenAI(
+        base_url=pool.http_url, api_key=pool.http_token, max_retries=0, timeout=60
+    ) as ask:
         homes = [
-            {ask.completions.create(model="fake", prompt=f"{k} {'y' * 300}{i}").choices[0].text for i in range(3)}
+            {
+                ask.completions.create(model="fake", prompt=f"{k} {'y' * 300}{i}")
+                .choices[0]
+                .text
+                for i in range(3)
+            }
             for k in range(8)
         ]
     assert all(len(home) == 1 for home in homes)
@@ -278,7 +332,9 @@ def test_pools_without_http(pool: jv.Pool, client: jv.Lab, llama: str):
         client.launch(llama, http=70000)
 
 
-def test_nothing_of_it_runs_after_the_lab(http_pool: jv.Pool, ask: openai.OpenAI, fake_lab: FakeLab, client: jv.Lab):
+def test_nothing_of_it_runs_after_the_lab(
+    http_pool: jv.Pool, ask: openai.OpenAI, fake_lab: FakeLab, client: jv.Lab
+):
     assert ask.completions.create(model="fake", prompt="x").choices
     port = int(http_pool.http_url.split(":")[2].split("/")[0])
     client._leave()

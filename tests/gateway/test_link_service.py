@@ -26,7 +26,10 @@ from tests.waiting import until
 pytestmark = pytest.mark.slow
 
 FIRST = {"direct": [pb.PREPARE, pb.HALT, pb.MOVE], "staged": [pb.PREPARE, pb.MOVE]}
-LAST = {"direct": [pb.VERIFY, pb.COMMIT, pb.GO_ON], "staged": [pb.VERIFY, pb.HALT, pb.COMMIT, pb.GO_ON]}
+LAST = {
+    "direct": [pb.VERIFY, pb.COMMIT, pb.GO_ON],
+    "staged": [pb.VERIFY, pb.HALT, pb.COMMIT, pb.GO_ON],
+}
 ONE_BY_ONE = {mode: FIRST[mode] + LAST[mode] for mode in FIRST}
 AUTH = _security.authorization("secret")
 
@@ -39,7 +42,9 @@ class Trainer:
         self.stub = rpc.LabStub(self.channel)
         self.holder, self.number = holder, 0
         self._orders: queue.Queue[pb.LinkOrder | None] = queue.Queue()
-        self._stream = self.stub.Link(iter(self._orders.get, None), metadata=AUTH, timeout=300)
+        self._stream = self.stub.Link(
+            iter(self._orders.get, None), metadata=AUTH, timeout=300
+        )
 
     def send(self, seconds: float = 30.0, **kind: Any) -> None:
         self.number += 1
@@ -50,36 +55,61 @@ class Trainer:
         assert reply.number == self.number
         return reply
 
-    def open(self, *names: str, pool: str = "p", lease: float = 30.0, seconds: float = 30.0) -> pb.LinkReply:
+    def open(
+        self, *names: str, pool: str = "p", lease: float = 30.0, seconds: float = 30.0
+    ) -> pb.LinkReply:
         endpoints = [
             pb.Endpoint(replica=name, index=i, ranks_json=[json.dumps([name])])
             for i, name in enumerate(names or ("p/0", "p/1"))
         ]
         request = pb.LinkOpen(
-            pool=pool, holder=self.holder, transport="loopback", plan=b"plan", endpoints=endpoints, lease_seconds=lease
+            pool=pool,
+            holder=self.holder,
+            transport="loopback",
+            plan=b"plan",
+            endpoints=endpoints,
+            lease_seconds=lease,
         )
         self.send(seconds, open=request)
         return self.reply()
 
     def steps(
-        self, phases: Sequence[int], version: int = 1, mode: str = "direct", require: str = "all"
+        self,
+        phases: Sequence[int],
+        version: int = 1,
+        mode: str = "direct",
+        require: str = "all",
     ) -> pb.SyncSteps:
         steps = pb.SyncSteps(phases=phases)  # type: ignore[arg-type]
         if pb.PREPARE in phases:
             steps.terms.CopyFrom(
-                pb.SyncTerms(version=version, mode=mode, verify="full", require=require, pause="keep", kv="keep")
+                pb.SyncTerms(
+                    version=version,
+                    mode=mode,
+                    verify="full",
+                    require=require,
+                    pause="keep",
+                    kv="keep",
+                )
             )
         if pb.VERIFY in phases:
             steps.digests.extend(
-                pb.ReplicaDigests(replica=f"p/{i}", parameters=["w"], ranks=[0], values=[7]) for i in range(2)
+                pb.ReplicaDigests(
+                    replica=f"p/{i}", parameters=["w"], ranks=[0], values=[7]
+                )
+                for i in range(2)
             )
         return steps
 
-    def do(self, phases: Sequence[int], seconds: float = 30.0, **terms: Any) -> pb.LinkReply:
+    def do(
+        self, phases: Sequence[int], seconds: float = 30.0, **terms: Any
+    ) -> pb.LinkReply:
         self.send(seconds, steps=self.steps(phases, **terms))
         return self.reply()
 
-    def sync(self, version: int = 1, mode: str = "direct", require: str = "all") -> pb.LinkReply:
+    def sync(
+        self, version: int = 1, mode: str = "direct", require: str = "all"
+    ) -> pb.LinkReply:
         first = self.do(FIRST[mode], version=version, mode=mode, require=require)
         return first if first.code else self.do(LAST[mode])
 
@@ -134,20 +164,31 @@ def heal(lab: FakeLab, version: int, names: tuple[str, ...] = ("p/0", "p/1")) ->
         other.close()
     for name in names:
         memory = lab.fakes[name].memory
-        assert (memory.content, memory.version, memory.halted, memory.dirty) == (version, version, False, False)
+        assert (memory.content, memory.version, memory.halted, memory.dirty) == (
+            version,
+            version,
+            False,
+            False,
+        )
 
 
 @pytest.mark.parametrize("mode", ["direct", "staged"])
 @pytest.mark.parametrize("require", ["all", "any"])
 @pytest.mark.parametrize("names", [("p/0", "p/1"), ("p/1",)])
-def test_a_sync_commits(trainer: Trainer, pool: jv.Pool, fake_lab: FakeLab, mode: str, require: str, names):
+def test_a_sync_commits(
+    trainer: Trainer, pool: jv.Pool, fake_lab: FakeLab, mode: str, require: str, names
+):
     if len(names) == 1:
         kill(fake_lab, "p/0")
     assert states(trainer.open(*names)) == ["ready"] * len(names)
     reply = trainer.sync(4, mode, require)
     assert (reply.code, reply.state) == ("", "idle")
     assert states(reply) == ["committed"] * len(names)
-    assert {s.name for o in reply.outcomes for s in o.seconds} >= {"verify", "commit", "go_on"}
+    assert {s.name for o in reply.outcomes for s in o.seconds} >= {
+        "verify",
+        "commit",
+        "go_on",
+    }
     seen = status(fake_lab)
     assert (seen.version, seen.sync, seen.trainer) == (4, "idle", "trainer")
     assert [r.version for r in seen.replicas if r.replica in names] == [4] * len(names)
@@ -160,7 +201,9 @@ def test_a_sync_commits(trainer: Trainer, pool: jv.Pool, fake_lab: FakeLab, mode
     assert {s.versions[0] for s in batch} == {4}
 
 
-def test_the_first_order_must_be_open_and_every_order_needs_a_deadline(trainer: Trainer):
+def test_the_first_order_must_be_open_and_every_order_needs_a_deadline(
+    trainer: Trainer,
+):
     assert "first order" in trainer.do([pb.PREPARE]).error
     trainer.send(0.0, steps=pb.SyncSteps(phases=[pb.HALT]))
     assert "deadline" in trainer.reply().error
@@ -184,7 +227,9 @@ def test_two_trainers(trainer: Trainer, fake_lab: FakeLab):
     with ThreadPoolExecutor(1) as threads:
         opening = threads.submit(other.open)
         time.sleep(0.2)
-        assert not opening.done(), "a holder that is being cleaned up after is waited for"
+        assert not opening.done(), (
+            "a holder that is being cleaned up after is waited for"
+        )
         fake_lab.fakes["p/0"].hold_close = False
         assert opening.result(60).code == ""
     assert other.sync(1).error == "version 1 is not larger than the pool's, 1"
@@ -195,7 +240,9 @@ def test_two_trainers(trainer: Trainer, fake_lab: FakeLab):
 @pytest.mark.parametrize("mode", ["direct", "staged"])
 @pytest.mark.parametrize("at", range(6))
 @pytest.mark.parametrize("how", ["broken", "killed"])
-def test_a_failure_in_each_phase(trainer: Trainer, fake_lab: FakeLab, mode: str, at: int, how: str):
+def test_a_failure_in_each_phase(
+    trainer: Trainer, fake_lab: FakeLab, mode: str, at: int, how: str
+):
     trainer.open()
     phases, victim = ONE_BY_ONE[mode], fake_lab.fakes["p/1"]
     name = pb.SyncPhase.Name(phases[at]).lower()  # type: ignore[arg-type]
@@ -229,14 +276,18 @@ def test_a_failure_in_each_phase(trainer: Trainer, fake_lab: FakeLab, mode: str,
 
 
 @pytest.mark.parametrize("mode", ["direct", "staged"])
-def test_bits_that_differ_commit_nowhere(trainer: Trainer, pool: jv.Pool, fake_lab: FakeLab, mode: str):
+def test_bits_that_differ_commit_nowhere(
+    trainer: Trainer, pool: jv.Pool, fake_lab: FakeLab, mode: str
+):
     trainer.open()
     fake_lab.fakes["p/1"].corrupt = True
     reply = trainer.sync(1, mode)
     assert reply.code == "mismatch"
     assert list(reply.outcomes[1].differing) == ["w (rank 0)"]
     assert states(reply) == (["dirty", "dirty"] if mode == "direct" else ["old", "old"])
-    assert not any("commit" in call for fake in fake_lab.fakes.values() for call in fake.synced)
+    assert not any(
+        "commit" in call for fake in fake_lab.fakes.values() for call in fake.synced
+    )
     if mode == "staged":
         assert {s.versions[0] for s in pool.generate([[1], [2]])} == {0}
     fake_lab.fakes["p/1"].corrupt = False
@@ -249,17 +300,27 @@ def test_with_any_the_rest_goes_on(trainer: Trainer, pool: jv.Pool, fake_lab: Fa
     reply = trainer.sync(1, "staged", "any")
     assert (reply.code, states(reply)) == ("", ["committed", "stale"])
     assert reply.outcomes[1].failed == "verify"
-    assert [(r.version, r.stale, r.dirty) for r in status(fake_lab).replicas] == [(1, False, False), (0, True, False)]
+    assert [(r.version, r.stale, r.dirty) for r in status(fake_lab).replicas] == [
+        (1, False, False),
+        (0, True, False),
+    ]
     assert {s.replica for s in pool.generate([[i] for i in range(1, 7)])} == {"p/0"}
     fake_lab.fakes["p/1"].corrupt = False
     assert states(trainer.sync(2, "staged", "any")) == ["committed", "committed"]
-    assert {s.replica for s in pool.generate([[i] for i in range(1, 7)])} == {"p/0", "p/1"}
+    assert {s.replica for s in pool.generate([[i] for i in range(1, 7)])} == {
+        "p/0",
+        "p/1",
+    }
 
 
 @pytest.mark.parametrize("mode", ["direct", "staged"])
 @pytest.mark.parametrize("at", range(6))
 def test_a_stream_cut_in_each_phase(
-    trainer: Trainer, fake_lab: FakeLab, mode: str, at: int, monkeypatch: pytest.MonkeyPatch
+    trainer: Trainer,
+    fake_lab: FakeLab,
+    mode: str,
+    at: int,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """Cut while the phase is under way on one replica and done on the other."""
     # Who hangs is cut short and answers again; GO_ON is not, so there it is what ends the wait.
@@ -271,13 +332,16 @@ def test_a_stream_cut_in_each_phase(
     slow, name = fake_lab.fakes["p/1"], pb.SyncPhase.Name(phases[at]).lower()  # type: ignore[arg-type]
     slow.hang = name
     # COMMIT is never cut short, so its own deadline is what ends the wait
-    trainer.send(0.5 if name == "commit" else 30.0, steps=trainer.steps([phases[at]], mode=mode))
+    trainer.send(
+        0.5 if name == "commit" else 30.0, steps=trainer.steps([phases[at]], mode=mode)
+    )
     until(slow.reached.is_set)
     trainer.cut()
     until(lambda: machine(fake_lab).holder is None)
     assert machine(fake_lab).stage.value == "idle"
     for fake in fake_lab.fakes.values():
-        until(lambda fake=fake: fake.synced[-1] == "close")  # maybe after the gateway stopped waiting for its reply
+        # maybe after the gateway stopped waiting for its reply
+        until(lambda fake=fake: fake.synced[-1] == "close")
         assert "abandon" in fake.synced or at >= 4
         dirty = mode == "direct" and 2 <= at < 4
         if fake.name == "p/0":
@@ -291,7 +355,9 @@ def test_a_stream_cut_between_phases_abandons(trainer: Trainer, fake_lab: FakeLa
     trainer.do(FIRST["staged"], mode="staged")
     trainer.cut()
     until(lambda: machine(fake_lab).holder is None)
-    assert [fake.synced[-2:] for fake in fake_lab.fakes.values()] == [["abandon", "close"]] * 2
+    assert [fake.synced[-2:] for fake in fake_lab.fakes.values()] == [
+        ["abandon", "close"]
+    ] * 2
     assert [fake.memory.state for fake in fake_lab.fakes.values()] == ["old", "old"]
 
 
@@ -306,19 +372,26 @@ def test_the_lease(trainer: Trainer, fake_lab: FakeLab):
     assert trainer.sync(1, "staged").code == ""
 
 
-def test_a_deadline_names_the_replica_and_the_phase(trainer: Trainer, fake_lab: FakeLab):
+def test_a_deadline_names_the_replica_and_the_phase(
+    trainer: Trainer, fake_lab: FakeLab
+):
     trainer.open()
     fake_lab.fakes["p/1"].hang = "halt"
     reply = trainer.do([pb.PREPARE, pb.HALT], seconds=1.5)
     assert reply.code == "deadline"
-    assert reply.error == "deadline at replica p/1 in prepare/halt: no answer within 1.5 s"
+    assert (
+        reply.error == "deadline at replica p/1 in prepare/halt: no answer within 1.5 s"
+    )
     assert states(reply) == ["old", "old"]
 
 
 def test_an_open_that_hangs_names_its_replica(trainer: Trainer, fake_lab: FakeLab):
     fake_lab.fakes["p/0"].hang = "open"
     reply = trainer.open(seconds=1.5)
-    assert (reply.code, reply.error) == ("deadline", "deadline at replica p/0 in open: no answer within 1.5 s")
+    assert (reply.code, reply.error) == (
+        "deadline",
+        "deadline at replica p/0 in open: no answer within 1.5 s",
+    )
     fake_lab.fakes["p/0"].hang = ""
     assert trainer.open().code == ""
     assert trainer.sync().code == ""
@@ -343,14 +416,24 @@ def test_a_replica_that_ignores_abandon_is_dirty_until_it_answers(
     assert {s.replica for s in pool.generate([[1], [2], [3]])} == {"p/0", "p/1"}
 
 
-def test_a_dirty_pool_refuses_and_says_what_to_do(trainer: Trainer, pool: jv.Pool, fake_lab: FakeLab):
+def test_a_dirty_pool_refuses_and_says_what_to_do(
+    trainer: Trainer, pool: jv.Pool, fake_lab: FakeLab
+):
     trainer.open()
     trainer.do(FIRST["direct"])
     assert states(trainer.do([pb.ABANDON])) == ["dirty", "dirty"]
-    call = pb.GenerateCall(start=pb.GenerateStart(pool="p", prompts=[pb.Prompt(text="x")], n=1, sampling_json="{}"))
+    call = pb.GenerateCall(
+        start=pb.GenerateStart(
+            pool="p", prompts=[pb.Prompt(text="x")], n=1, sampling_json="{}"
+        )
+    )
     for answer in (
         trainer.stub.Generate(iter([call]), timeout=30, metadata=AUTH),
-        trainer.stub.Score(pb.ScoreCall(pool="p", sequences=[pb.TokenIds(ids=[1, 2])]), timeout=30, metadata=AUTH),
+        trainer.stub.Score(
+            pb.ScoreCall(pool="p", sequences=[pb.TokenIds(ids=[1, 2])]),
+            timeout=30,
+            metadata=AUTH,
+        ),
     ):
         with pytest.raises(grpc.RpcError) as caught:
             list(answer)
@@ -358,13 +441,17 @@ def test_a_dirty_pool_refuses_and_says_what_to_do(trainer: Trainer, pool: jv.Poo
         assert said(caught).startswith("dirty: no replica of pool 'p' may generate")
         assert "sync again" in said(caught)
     with pytest.raises(grpc.RpcError) as caught:
-        trainer.stub.Steer(pb.SteerCall(pool="p", what=pb.RESUME), timeout=30, metadata=AUTH)
+        trainer.stub.Steer(
+            pb.SteerCall(pool="p", what=pb.RESUME), timeout=30, metadata=AUTH
+        )
     assert "dirty: p/0, p/1" in said(caught)
     assert trainer.sync(1).code == ""
     assert len(pool.generate([[1]])) == 1
 
 
-def test_requests_wait_while_a_sync_moves_and_frozen_ones_go_on(trainer: Trainer, pool: jv.Pool, fake_lab: FakeLab):
+def test_requests_wait_while_a_sync_moves_and_frozen_ones_go_on(
+    trainer: Trainer, pool: jv.Pool, fake_lab: FakeLab
+):
     for fake in fake_lab.fakes.values():
         fake.limit = 1
     with ThreadPoolExecutor(2) as threads:
@@ -378,30 +465,44 @@ def test_requests_wait_while_a_sync_moves_and_frozen_ones_go_on(trainer: Trainer
         count = [fake.finished for fake in fake_lab.fakes.values()]
         late = threads.submit(pool.generate, [[1], [2]])
         time.sleep(0.3)
-        assert [fake.finished for fake in fake_lab.fakes.values()] == count, "nothing is generated meanwhile"
+        assert [fake.finished for fake in fake_lab.fakes.values()] == count, (
+            "nothing is generated meanwhile"
+        )
         assert not late.done()
         with pytest.raises(grpc.RpcError) as caught:
-            trainer.stub.Steer(pb.SteerCall(pool="p", what=pb.PAUSE, mode="keep"), timeout=30, metadata=AUTH)
+            trainer.stub.Steer(
+                pb.SteerCall(pool="p", what=pb.PAUSE, mode="keep"),
+                timeout=30,
+                metadata=AUTH,
+            )
         assert "trainer syncs pool 'p' (moving)" in said(caught)
         assert trainer.do(LAST["direct"]).code == ""
         assert {s.versions[0] for s in late.result(60)} == {1}
         assert {s.versions[0] for s in frozen.result(60)} == {0, 1}
 
 
-def test_an_engine_that_turns_work_away_is_asked_again(trainer: Trainer, pool: jv.Pool, fake_lab: FakeLab):
+def test_an_engine_that_turns_work_away_is_asked_again(
+    trainer: Trainer, pool: jv.Pool, fake_lab: FakeLab
+):
     """The gateway routed just before MOVE reached the engine: the refusal is no reason to fail the call."""
     for fake in fake_lab.fakes.values():
         fake.dirty_refusals = 3  # the gateway does not know
     assert len(pool.generate([[1], [2], [3]], n=2)) == 6
-    assert all(fake.dirty_refusals == 0 for fake in fake_lab.fakes.values()), "both were asked again and again"
+    assert all(fake.dirty_refusals == 0 for fake in fake_lab.fakes.values()), (
+        "both were asked again and again"
+    )
     for fake in fake_lab.fakes.values():
         fake.dirty_refusals = 10_000
     with pytest.raises(jv.errors.JvlabError, match="refused by the engine"):
         pool.generate([[1]])
 
 
-def test_restart_brings_a_failed_replica_back_stale(trainer: Trainer, pool: jv.Pool, fake_lab: FakeLab):
-    restart = lambda name: trainer.stub.Restart(pb.RestartRequest(pool="p", replica=name), timeout=30, metadata=AUTH)
+def test_restart_brings_a_failed_replica_back_stale(
+    trainer: Trainer, pool: jv.Pool, fake_lab: FakeLab
+):
+    restart = lambda name: trainer.stub.Restart(
+        pb.RestartRequest(pool="p", replica=name), timeout=30, metadata=AUTH
+    )
     with pytest.raises(grpc.RpcError) as caught:
         restart("p/1")
     assert "only a replica that failed" in said(caught)
@@ -413,16 +514,24 @@ def test_restart_brings_a_failed_replica_back_stale(trainer: Trainer, pool: jv.P
     until(lambda: [r.stale for r in status(fake_lab).replicas] == [False, True])
     assert {s.replica for s in pool.generate([[1], [2], [3]])} == {"p/0"}
     kill(fake_lab, "p/0")
-    call = trainer.stub.Score(pb.ScoreCall(pool="p", sequences=[pb.TokenIds(ids=[1])]), timeout=30, metadata=AUTH)
+    call = trainer.stub.Score(
+        pb.ScoreCall(pool="p", sequences=[pb.TokenIds(ids=[1])]),
+        timeout=30,
+        metadata=AUTH,
+    )
     with pytest.raises(grpc.RpcError) as caught:
         list(call)
-    assert said(caught).startswith("stale: no replica of pool 'p' holds the committed version 3")
+    assert said(caught).startswith(
+        "stale: no replica of pool 'p' holds the committed version 3"
+    )
     assert trainer.open("p/1").code == ""
     assert trainer.sync(4).code == ""
     assert {s.versions[0] for s in pool.generate([[1]])} == {4}
 
 
-def test_a_replica_that_comes_back_with_the_pools_version_serves(trainer: Trainer, pool: jv.Pool, fake_lab: FakeLab):
+def test_a_replica_that_comes_back_with_the_pools_version_serves(
+    trainer: Trainer, pool: jv.Pool, fake_lab: FakeLab
+):
     trainer.open()
     assert trainer.sync(3).code == ""
     quiet = fake_lab.fakes["p/0"]
@@ -433,7 +542,10 @@ def test_a_replica_that_comes_back_with_the_pools_version_serves(trainer: Traine
     until(lambda: [r.stale for r in status(fake_lab).replicas] == [True, False])
     assert trainer.sync(5).error == "the link is not open on p/0"
     assert trainer.open("p/0").code == ""
-    assert states(trainer.sync(5)) == ["committed", "committed"] or machine(fake_lab).version == 5
+    assert (
+        states(trainer.sync(5)) == ["committed", "committed"]
+        or machine(fake_lab).version == 5
+    )
     fake_lab.silence("p/0")
     quiet.silent = False
     until(lambda: fake_lab.registry.replica("p/0").state is reg.State.READY)
@@ -461,10 +573,15 @@ def test_check_and_peek(trainer: Trainer, fake_lab: FakeLab):
     assert trainer.do([pb.CHECK]).code == ""
     fake_lab.fakes["p/1"].memory.content = 12
     reply = trainer.do([pb.CHECK])
-    assert (reply.code, list(reply.outcomes[1].differing)) == ("mismatch", ["w (rank 0)"])
+    assert (reply.code, list(reply.outcomes[1].differing)) == (
+        "mismatch",
+        ["w (rank 0)"],
+    )
     fake_lab.fakes["p/1"].memory.content = 0
     peek = lambda name: trainer.stub.Peek(
-        pb.PeekCall(pool="p", replica=name, rank=1, parameter="w"), timeout=30, metadata=AUTH
+        pb.PeekCall(pool="p", replica=name, rank=1, parameter="w"),
+        timeout=30,
+        metadata=AUTH,
     )
     assert [event.piece for event in peek("p/1")] == [b"p/1", b"w", b"1"]
     with pytest.raises(grpc.RpcError) as caught:
@@ -472,20 +589,25 @@ def test_check_and_peek(trainer: Trainer, fake_lab: FakeLab):
     assert "ready: p/0, p/1" in said(caught)
 
 
-def test_closing_the_lab_in_the_middle_of_a_sync_ends_it(trainer: Trainer, fake_lab: FakeLab):
+def test_closing_the_lab_in_the_middle_of_a_sync_ends_it(
+    trainer: Trainer, fake_lab: FakeLab
+):
     trainer.open()
     fake_lab.fakes["p/1"].hang = "verify"
     trainer.do(FIRST["direct"])
     trainer.send(300.0, steps=trainer.steps([pb.VERIFY]))
     until(fake_lab.fakes["p/1"].reached.is_set)
-    fake_lab.end()  # within its own deadline, which is shorter than the hang and the order's
+    # within its own deadline, which is shorter than the hang and the order's
+    fake_lab.end()
     try:
         assert trainer.reply().code == "lost"
     except grpc.RpcError as error:  # the server went before the reply did
         assert error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)  # noqa: PT017
 
 
-def test_a_pool_of_the_same_name_starts_anew(trainer: Trainer, client: jv.Lab, fake_lab: FakeLab, llama: str):
+def test_a_pool_of_the_same_name_starts_anew(
+    trainer: Trainer, client: jv.Lab, fake_lab: FakeLab, llama: str
+):
     trainer.open()
     assert trainer.sync(3).code == ""
     fake_lab.gateway.processes.clear()

@@ -74,8 +74,14 @@ def test_stage_then_ready_then_exit():
     assert registry.handle(reg.StageSeen("p/0", "weights")) == []
     registry.handle(reg.Registered("p/0", "a:1", 5.0))
     replica = registry.replica("p/0")
-    assert (replica.state, replica.stage, replica.epoch, replica.ready_after) == (State.READY, "ready", 1, 5.0)
-    assert registry.handle(reg.StageSeen("p/0", "weights")) == []  # a late look at the log changes nothing
+    assert (replica.state, replica.stage, replica.epoch, replica.ready_after) == (
+        State.READY,
+        "ready",
+        1,
+        5.0,
+    )
+    # a late look at the log changes nothing
+    assert registry.handle(reg.StageSeen("p/0", "weights")) == []
     out = registry.handle(reg.ProcessExited("p/0", "boom", "tail"))
     assert out == [reg.DropWork("p/0", "boom"), reg.Announce("p")]
     assert replica.state is State.FAILED
@@ -91,7 +97,8 @@ def test_missed_beats_fence_and_a_return_gets_a_new_epoch():
     lost = registry.replica("p/1")
     assert (lost.state, lost.epoch) == (State.LOST, 2)
     with pytest.raises(reg.Refused):
-        registry.handle(reg.BeatReceived("p/1", 1, 5.0))  # its old epoch no longer counts
+        # its old epoch no longer counts
+        registry.handle(reg.BeatReceived("p/1", 1, 5.0))
     registry.handle(reg.Registered("p/1", "b:2", 6.0))
     assert (lost.state, lost.epoch) == (State.READY, 3)
     registry.handle(reg.BeatReceived("p/1", 3, 6.5))
@@ -107,7 +114,13 @@ def test_a_failed_replica_cannot_come_back():
 def test_closing_a_pool_ends_its_processes_once():
     registry = launched()
     out = registry.handle(reg.PoolCloseRequested("p"))
-    assert kinds(out) == ["DropWork", "EndProcess", "DropWork", "EndProcess", "Announce"]
+    assert kinds(out) == [
+        "DropWork",
+        "EndProcess",
+        "DropWork",
+        "EndProcess",
+        "Announce",
+    ]
     assert registry.handle(reg.PoolCloseRequested("p")) == []
     assert registry.handle(reg.ProcessExited("p/0", "ended", "")) == []
 
@@ -178,7 +191,9 @@ class RegistryMachine(RuleBasedStateMachine):
             out = self.registry.handle(event)
         except reg.Refused:
             return False
-        self.started += [(i.replica, i.spec.run) for i in out if isinstance(i, reg.StartProcess)]
+        self.started += [
+            (i.replica, i.spec.run) for i in out if isinstance(i, reg.StartProcess)
+        ]
         ending = [i.replica for i in out if isinstance(i, reg.EndProcess)]
         self.told_to_end += [(name, self.registry.replica(name).run) for name in ending]
         return True
@@ -186,7 +201,11 @@ class RegistryMachine(RuleBasedStateMachine):
     @rule(replicas=st.integers(1, 3), number=st.integers(1, 3))
     def launch(self, replicas: int, number: int) -> None:
         self.launched.append(f"p{number}")
-        self.send(reg.LaunchRequested(replace(SPEC, pool=f"p{number}", replicas=replicas), self.now))
+        self.send(
+            reg.LaunchRequested(
+                replace(SPEC, pool=f"p{number}", replicas=replicas), self.now
+            )
+        )
 
     @precondition(lambda self: self.launched)
     @rule(data=st.data())
@@ -195,10 +214,17 @@ class RegistryMachine(RuleBasedStateMachine):
         self.send(reg.RestartRequested(pool, f"{pool}/0", self.now))
 
     @precondition(lambda self: set(self.started) - self.exited)
-    @rule(data=st.data(), what=st.sampled_from(["start", "stage", "register", "exit", "beat", "stale beat"]))
+    @rule(
+        data=st.data(),
+        what=st.sampled_from(
+            ["start", "stage", "register", "exit", "beat", "stale beat"]
+        ),
+    )
     def process_event(self, data: st.DataObject, what: str) -> None:
         """By any process that has not exited, of a pool that is there or of one before it."""
-        name, run = process = data.draw(st.sampled_from(sorted(set(self.started) - self.exited)))
+        name, run = process = data.draw(
+            st.sampled_from(sorted(set(self.started) - self.exited))
+        )
         known = self.registry.find(name)
         before = None if known is None else replace(known)
         if what == "exit":
@@ -215,7 +241,9 @@ class RegistryMachine(RuleBasedStateMachine):
             }[what]
         )
         if before is None or before.run != run:
-            assert self.registry.find(name) == before, "a process changed another's replica"
+            assert self.registry.find(name) == before, (
+                "a process changed another's replica"
+            )
         elif what == "register" and accepted:
             self.beats[process] = self.registry.replica(name).epoch
 
@@ -262,7 +290,9 @@ class RegistryMachine(RuleBasedStateMachine):
                 assert replica.address == f"{replica.name} {replica.run}"
             if replica.state is State.FAILED:
                 assert process in self.exited
-        assert len(self.started) == len(set(self.started)), "two processes that nothing tells apart"
+        assert len(self.started) == len(set(self.started)), (
+            "two processes that nothing tells apart"
+        )
         assert len(self.told_to_end) == len(set(self.told_to_end))
         if self.registry.ending:
             # One that failed, and was restarted, has ended by itself.
@@ -270,7 +300,9 @@ class RegistryMachine(RuleBasedStateMachine):
 
 
 TestRegistryMachine = RegistryMachine.TestCase
-TestRegistryMachine.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
+TestRegistryMachine.settings = settings(
+    max_examples=examples(60), stateful_step_count=30, deadline=None
+)
 
 
 # Names that are used again ------------------------------------------------------------------------------------------
@@ -280,14 +312,23 @@ def test_a_relaunched_pool_is_not_failed_by_its_predecessors_exit():
     registry = launched()
     registry.handle(reg.PoolCloseRequested("p"))
     out = registry.handle(reg.LaunchRequested(SPEC, 5.0))
-    assert kinds(out) == ["Forget", "Forget", "ForgetPool", "StartProcess", "StartProcess"]
+    assert kinds(out) == [
+        "Forget",
+        "Forget",
+        "ForgetPool",
+        "StartProcess",
+        "StartProcess",
+    ]
     run = registry.replica("p/0").run
     assert registry.handle(reg.ProcessStarted("p/0", 7)) == []
     assert registry.handle(reg.StageSeen("p/0", "weights")) == []
     assert registry.handle(reg.ProcessExited("p/0", "ended", "")) == []
-    assert [(r.state, r.stage, r.pid) for r in registry.replicas()] == [(State.STARTING, "process", 0)] * 2
+    assert [(r.state, r.stage, r.pid) for r in registry.replicas()] == [
+        (State.STARTING, "process", 0)
+    ] * 2
     with pytest.raises(reg.Refused, match="another process is p/0 now"):
-        registry.handle(reg.Registered("p/0", "old:1", 6.0))  # it came up while it was being ended
+        # it came up while it was being ended
+        registry.handle(reg.Registered("p/0", "old:1", 6.0))
     registry.handle(reg.Registered("p/0", "new:1", 6.0, run))
     registry.handle(reg.ProcessExited("p/1", "boom", "", registry.replica("p/1").run))
     assert [r.state for r in registry.replicas()] == [State.READY, State.FAILED]
@@ -296,14 +337,19 @@ def test_a_relaunched_pool_is_not_failed_by_its_predecessors_exit():
 def test_epochs_of_a_name_never_repeat():
     registry = fresh()
     given: list[int] = []
-    for second in range(2 * reg.KEPT_CLOSED):  # more than are listed: what is forgotten counts too
-        out = registry.handle(reg.LaunchRequested(replace(SPEC, replicas=1), float(second)))
+    # more than are listed: what is forgotten counts too
+    for second in range(2 * reg.KEPT_CLOSED):
+        out = registry.handle(
+            reg.LaunchRequested(replace(SPEC, replicas=1), float(second))
+        )
         start = next(i for i in out if isinstance(i, reg.StartProcess))
         registry.handle(reg.Registered("p/0", "a:1", float(second), start.spec.run))
         given.append(registry.replica("p/0").epoch)
         registry.handle(reg.PoolCloseRequested("p"))
         for other in range(second % 3 * reg.KEPT_CLOSED):
-            registry.handle(reg.LaunchRequested(replace(SPEC, pool=f"other-{other}"), float(second)))
+            registry.handle(
+                reg.LaunchRequested(replace(SPEC, pool=f"other-{other}"), float(second))
+            )
             registry.handle(reg.PoolCloseRequested(f"other-{other}"))
     assert given == sorted(set(given))
 
@@ -314,16 +360,29 @@ def test_a_thousand_pools_opened_and_closed_leave_the_last_few():
     forgotten: list[str] = []
     for number in range(1000):
         spec = replace(SPEC, pool=registry.free_name())
-        started = [i for i in registry.handle(reg.LaunchRequested(spec, 0.0)) if isinstance(i, reg.StartProcess)]
+        started = [
+            i
+            for i in registry.handle(reg.LaunchRequested(spec, 0.0))
+            if isinstance(i, reg.StartProcess)
+        ]
         out = registry.handle(reg.PoolCloseRequested(spec.pool))
         forgotten += [i.pool for i in out if isinstance(i, reg.ForgetPool)]
         for start in started[: number % 2]:  # of some the processes exit long after
-            assert registry.handle(reg.ProcessExited(start.replica, "ended", "", start.spec.run)) == []
+            assert (
+                registry.handle(
+                    reg.ProcessExited(start.replica, "ended", "", start.spec.run)
+                )
+                == []
+            )
     last = [f"pool-{number}" for number in range(1001 - reg.KEPT_CLOSED, 1001)]
     assert list(registry.pools) == ["stays", *last]
-    assert forgotten == [f"pool-{number}" for number in range(1, 1001 - reg.KEPT_CLOSED)]
+    assert forgotten == [
+        f"pool-{number}" for number in range(1, 1001 - reg.KEPT_CLOSED)
+    ]
     assert registry.handle(reg.ProcessExited("pool-1/0", "ended", "")) == []
-    assert [r.state for r in registry.pools["stays"].replicas.values()] == [State.STARTING] * 2
+    assert [r.state for r in registry.pools["stays"].replicas.values()] == [
+        State.STARTING
+    ] * 2
     with pytest.raises(reg.Refused, match="no pool"):
         registry.handle(reg.PoolCloseRequested("pool-1"))
 
@@ -346,10 +405,14 @@ def test_a_free_name_is_nobodys():
 def test_deadline_of_beats_is_not_missed_while_the_gateway_stood_still():
     registry = launched()
     assert tick_until(registry, 1.0, 2.0) == []
-    assert registry.handle(reg.Tick(16.0)) == [], "14 s in which it heard nobody are nobody's silence"
+    assert registry.handle(reg.Tick(16.0)) == [], (
+        "14 s in which it heard nobody are nobody's silence"
+    )
     registry.handle(reg.BeatReceived("p/0", 1, 16.2))
     assert tick_until(registry, 16.0, 17.0) == []
-    assert "DropWork" in tick_until(registry, 17.0, 19.0), "who is silent from then on is lost as ever"
+    assert "DropWork" in tick_until(registry, 17.0, 19.0), (
+        "who is silent from then on is lost as ever"
+    )
     assert [r.state for r in registry.replicas()] == [State.READY, State.LOST]
 
 
@@ -381,5 +444,7 @@ def test_deadline_or_death_an_unreachable_replica_is_lost_at_once():
     assert registry.handle(reg.Unreachable("p/0", 1, "again")) == []
     assert registry.handle(reg.Unreachable("p/9", 1, "who?")) == []
     registry.handle(reg.Registered("p/0", "a:1", 5.0))
-    assert registry.handle(reg.Unreachable("p/0", 1, "an old call")) == [], "of what it was before"
+    assert registry.handle(reg.Unreachable("p/0", 1, "an old call")) == [], (
+        "of what it was before"
+    )
     assert lost.state is State.READY

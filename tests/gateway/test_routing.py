@@ -31,13 +31,23 @@ from tests.gateway.test_link_service import Trainer, machine, until
         ({}, (), None),
     ],
 )
-def test_least_in_flight(in_flight: dict[str, int], avoid: tuple[str, ...], chosen: str | None):
+def test_least_in_flight(
+    in_flight: dict[str, int], avoid: tuple[str, ...], chosen: str | None
+):
     board = Board(in_flight)
     for _ in range(2):  # asking changes nothing
-        assert routing.least_in_flight(board, RouteRequest(avoid=frozenset(avoid))) == chosen
+        assert (
+            routing.least_in_flight(board, RouteRequest(avoid=frozenset(avoid)))
+            == chosen
+        )
 
 
-@given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 5), st.booleans()), max_size=300), st.integers(1, 7))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 6), st.integers(1, 5), st.booleans()), max_size=300
+    ),
+    st.integers(1, 7),
+)
 def test_the_board_agrees_with_a_search(moves: list[tuple[int, int, bool]], size: int):
     """However counts move, the least is what a search through all of them finds."""
     truth = {f"p/{i}": 0 for i in range(size)}
@@ -49,7 +59,9 @@ def test_the_board_agrees_with_a_search(moves: list[tuple[int, int, bool]], size
         if name in truth:
             truth[name] += change
         avoid = frozenset({"p/0"}) if avoid_first else frozenset()
-        left = sorted((count, name) for name, count in truth.items() if name not in avoid)
+        left = sorted(
+            (count, name) for name, count in truth.items() if name not in avoid
+        )
         assert board.least(avoid) == (left[0][1] if left else None)
         assert board.total == sum(truth.values())
 
@@ -64,22 +76,49 @@ HOME, NEXT, *_ = Board(dict.fromkeys([f"p/{i}" for i in range(4)], 0)).walk(KEY)
         ({}, 1, (), HOME),  # idle: always home
         ({HOME: routing.MIN_BOUND - 1}, 1, (), HOME),  # not busy yet
         ({HOME: routing.MIN_BOUND}, 1, (), NEXT),  # full, and the others are idle
-        ({}, 100, (), HOME),  # one prompt with more samples than the room is still placed whole
+        # one prompt with more samples than the room is still placed whole
+        ({}, 100, (), HOME),
         ({HOME: 4}, 1, (HOME,), NEXT),
-        (dict.fromkeys(("p/0", "p/1", "p/2", "p/3"), 100), 1, (), HOME),  # all busy alike: a fair share is free
-        ({name: 100 if name != HOME else 130 for name in ("p/0", "p/1", "p/2", "p/3")}, 1, (), HOME),
-        ({name: 100 if name != HOME else 150 for name in ("p/0", "p/1", "p/2", "p/3")}, 1, (), NEXT),
+        # all busy alike: a fair share is free
+        (dict.fromkeys(("p/0", "p/1", "p/2", "p/3"), 100), 1, (), HOME),
+        (
+            {
+                name: 100 if name != HOME else 130
+                for name in ("p/0", "p/1", "p/2", "p/3")
+            },
+            1,
+            (),
+            HOME,
+        ),
+        (
+            {
+                name: 100 if name != HOME else 150
+                for name in ("p/0", "p/1", "p/2", "p/3")
+            },
+            1,
+            (),
+            NEXT,
+        ),
     ],
 )
-def test_prefix_affinity(loads: dict[str, int], parts: int, avoid: tuple[str, ...], chosen: str):
+def test_prefix_affinity(
+    loads: dict[str, int], parts: int, avoid: tuple[str, ...], chosen: str
+):
     board = Board({f"p/{i}": loads.get(f"p/{i}", 0) for i in range(4)})
-    assert routing.prefix_affinity(board, RouteRequest(parts, KEY, frozenset(avoid))) == chosen
+    assert (
+        routing.prefix_affinity(board, RouteRequest(parts, KEY, frozenset(avoid)))
+        == chosen
+    )
 
 
 def test_where_nobody_is_below_the_bound_the_least_busy_takes_it():
     board = Board({"p/0": 30, "p/1": 20})
-    assert routing.prefix_affinity(board, RouteRequest(40, KEY)) == "p/1"  # 60 is over 1.25 times (50 + 40) / 2
-    assert routing.prefix_affinity(board, RouteRequest(40, KEY, frozenset({"p/0", "p/1"}))) is None
+    # 60 is over 1.25 times (50 + 40) / 2
+    assert routing.prefix_affinity(board, RouteRequest(40, KEY)) == "p/1"
+    assert (
+        routing.prefix_affinity(board, RouteRequest(40, KEY, frozenset({"p/0", "p/1"})))
+        is None
+    )
     assert routing.prefix_affinity(Board({}), RouteRequest(1, KEY)) is None
 
 
@@ -90,7 +129,10 @@ def test_imbalance_is_bounded_when_all_prompts_begin_alike():
         assert name is not None
         board.count(name, 1)
         fair = board.total / 5
-        assert all(board.load(f"p/{i}") <= max(routing.MIN_BOUND, routing.IMBALANCE * fair) + 1 for i in range(5))
+        assert all(
+            board.load(f"p/{i}") <= max(routing.MIN_BOUND, routing.IMBALANCE * fair) + 1
+            for i in range(5)
+        )
 
 
 def test_only_a_lost_replicas_prompts_move():
@@ -120,7 +162,9 @@ def test_the_key_is_that_of_the_beginning(one, other, same: bool):
     assert (routing.prefix_key(one) == routing.prefix_key(other)) is same
 
 
-@pytest.mark.parametrize(("least", "names"), [(1, ["a", "b", "c"]), (4, ["b", "c"]), (5, ["c"]), (6, [])])
+@pytest.mark.parametrize(
+    ("least", "names"), [(1, ["a", "b", "c"]), (4, ["b", "c"]), (5, ["c"]), (6, [])]
+)
 def test_at_least_version(least: int, names: list[str]):
     assert routing.at_least_version({"a": 3, "b": 4, "c": 5}, least) == names
 
@@ -153,17 +197,48 @@ def homes(batch: jv.RolloutBatch) -> list[str]:
 
 def test_prompts_that_begin_alike_go_to_one_replica(pool: jv.Pool):
     story, song = list(range(64)), list(range(1, 65))
-    first = {tuple(p[:64]): r for p in (story, song) for r in homes(pool.generate([p], routing="prefix"))}
+    first = {
+        tuple(p[:64]): r
+        for p in (story, song)
+        for r in homes(pool.generate([p], routing="prefix"))
+    }
     for prompt in ([*story, 1], [*song, 1], [*story, 2, 3], [*song, 4]):
-        assert homes(pool.generate([prompt], n=2, routing="prefix")) == [first[tuple(prompt[:64])]] * 2
+        assert (
+            homes(pool.generate([prompt], n=2, routing="prefix"))
+            == [first[tuple(prompt[:64])]] * 2
+        )
     long = "once upon a time " * 20
-    assert len({r for end in "abcdef" for r in homes(pool.generate(long + end, routing="prefix"))}) == 1
+    assert (
+        len(
+            {
+                r
+                for end in "abcdef"
+                for r in homes(pool.generate(long + end, routing="prefix"))
+            }
+        )
+        == 1
+    )
     chat = [{"role": "system", "content": "rule " * 60}]
-    turns = [[*chat, {"role": "user", "content": word}] for word in ("one", "two", "three")]
-    assert len({r for turn in turns for r in homes(pool.generate([turn], routing="prefix"))}) == 1
+    turns = [
+        [*chat, {"role": "user", "content": word}] for word in ("one", "two", "three")
+    ]
+    assert (
+        len(
+            {
+                r
+                for turn in turns
+                for r in homes(pool.generate([turn], routing="prefix"))
+            }
+        )
+        == 1
+    )
     spread = homes(pool.generate([[*story, i] for i in range(64)], routing="prefix"))
-    assert max(Counter(spread).values()) <= 1.25 * 32 + 1, "many at once do not all wait for one replica"
-    assert set(homes(pool.generate([[*story, i] for i in range(4)], routing="least"))) == {"p/0", "p/1"}
+    assert max(Counter(spread).values()) <= 1.25 * 32 + 1, (
+        "many at once do not all wait for one replica"
+    )
+    assert set(
+        homes(pool.generate([[*story, i] for i in range(4)], routing="least"))
+    ) == {"p/0", "p/1"}
 
 
 def test_a_pools_own_policy(client: jv.Lab, llama: str):
@@ -171,35 +246,59 @@ def test_a_pools_own_policy(client: jv.Lab, llama: str):
     assert pool.status()["routing"] == "prefix"
     story = list(range(64))
     assert len(set(homes(pool.generate([[*story, i] for i in range(8)])))) == 1
-    assert len(set(homes(pool.generate([[*story, i] for i in range(8)], routing="least")))) == 2
+    assert (
+        len(set(homes(pool.generate([[*story, i] for i in range(8)], routing="least"))))
+        == 2
+    )
     assert len({s.replica for s in pool.stream([[*story, i] for i in range(8)])}) == 1
 
 
-def test_names_that_are_no_policy(pool: jv.Pool, client: jv.Lab, fake_lab: FakeLab, llama: str):
+def test_names_that_are_no_policy(
+    pool: jv.Pool, client: jv.Lab, fake_lab: FakeLab, llama: str
+):
     for call in (pool.generate, pool.stream):
-        with pytest.raises(errors.ConfigError, match="routing='fastest' is not known") as caught:
+        with pytest.raises(
+            errors.ConfigError, match="routing='fastest' is not known"
+        ) as caught:
             call([[1]], routing="fastest")
         assert caught.value.remedy == "one of 'least', 'prefix'"
     with pytest.raises(errors.ConfigError, match="routing='' is not known"):
         client.launch(llama, routing="")
     assert list(client.pools) == ["p"]
-    with grpc.insecure_channel(fake_lab.address) as channel:  # callers that are not ours are told as well
+    # callers that are not ours are told as well
+    with grpc.insecure_channel(fake_lab.address) as channel:
         stub, metadata = rpc.LabStub(channel), _security.authorization(fake_lab.token)
-        start = pb.GenerateStart(pool="p", prompts=[pb.Prompt(text="x")], n=1, routing="fastest")
+        start = pb.GenerateStart(
+            pool="p", prompts=[pb.Prompt(text="x")], n=1, routing="fastest"
+        )
         with pytest.raises(grpc.RpcError) as refused:
-            list(stub.Generate(iter([pb.GenerateCall(start=start)]), timeout=30, metadata=metadata))
+            list(
+                stub.Generate(
+                    iter([pb.GenerateCall(start=start)]), timeout=30, metadata=metadata
+                )
+            )
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "one of 'least', 'prefix'" in (refused.value.details() or "")
         with pytest.raises(grpc.RpcError, match="is not known"):
-            stub.Launch(pb.LaunchRequest(pool="r", routing="fastest"), timeout=30, metadata=metadata)
+            stub.Launch(
+                pb.LaunchRequest(pool="r", routing="fastest"),
+                timeout=30,
+                metadata=metadata,
+            )
         start = pb.GenerateStart(pool="nobody", prompts=[pb.Prompt(text="x")], n=1)
         with pytest.raises(grpc.RpcError, match="no pool is called 'nobody'"):
-            list(stub.Generate(iter([pb.GenerateCall(start=start)]), timeout=30, metadata=metadata))
+            list(
+                stub.Generate(
+                    iter([pb.GenerateCall(start=start)]), timeout=30, metadata=metadata
+                )
+            )
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, "3", True])
 def test_versions_that_make_no_sense(pool: jv.Pool, wrong):
-    with pytest.raises(errors.ConfigError, match="min_version must be a whole number of at least 1"):
+    with pytest.raises(
+        errors.ConfigError, match="min_version must be a whole number of at least 1"
+    ):
         pool.generate([[1]], min_version=wrong)
 
 
@@ -211,14 +310,21 @@ def test_at_least_this_version(pool: jv.Pool, fake_lab: FakeLab):
         assert trainer.sync(1).code == ""
         fake_lab.fakes["p/1"].corrupt = True  # staged: it keeps version 1
         assert trainer.sync(2, mode="staged", require="any").code == ""
-        assert {name: m.version for name, m in machine(fake_lab).members.items()} == {"p/0": 2, "p/1": 1}
+        assert {name: m.version for name, m in machine(fake_lab).members.items()} == {
+            "p/0": 2,
+            "p/1": 1,
+        }
         prompts = [[i + 1] for i in range(6)]
-        assert set(homes(pool.generate(prompts))) == {"p/0"}, "without a word only the pool's version counts"
+        assert set(homes(pool.generate(prompts))) == {"p/0"}, (
+            "without a word only the pool's version counts"
+        )
         assert set(homes(pool.generate(prompts, min_version=2))) == {"p/0"}
         both = pool.generate(prompts, min_version=1)
         assert set(homes(both)) == {"p/0", "p/1"}
         assert {(s.replica, s.versions[0]) for s in both} == {("p/0", 2), ("p/1", 1)}
-        with pytest.raises(errors.EngineDirty, match="holds version 3 or a later one") as caught:
+        with pytest.raises(
+            errors.EngineDirty, match="holds version 3 or a later one"
+        ) as caught:
             pool.generate(prompts, min_version=3)
         assert "p/0 holds 2, p/1 holds 1" in str(caught.value)
         assert caught.value.remedy == "sync that version first, or ask for less"
@@ -226,12 +332,16 @@ def test_at_least_this_version(pool: jv.Pool, fake_lab: FakeLab):
         trainer.close()
 
 
-def test_a_call_waits_for_the_version_that_a_sync_is_bringing(pool: jv.Pool, fake_lab: FakeLab):
+def test_a_call_waits_for_the_version_that_a_sync_is_bringing(
+    pool: jv.Pool, fake_lab: FakeLab
+):
     trainer = Trainer(fake_lab.address)
     try:
         trainer.open()
         assert trainer.do([pb.PREPARE], version=1).code == ""
-        early = pool._client.loop.submit(pool.agenerate([[1], [2]], min_version=1, timeout=60))
+        early = pool._client.loop.submit(
+            pool.agenerate([[1], [2]], min_version=1, timeout=60)
+        )
         with pytest.raises(errors.EngineDirty, match="version 2 or a later one"):
             pool.generate([[1]], min_version=2)  # this sync does not bring it
         assert not early.done()

@@ -37,7 +37,9 @@ from tests.gateway.test_link_service import Trainer, machine, until
 from tests.gateway.test_registry import SPEC, kinds, launched
 
 
-def scaled(registry: reg.Registry, count: int, serving: tuple[str, ...] = ("p/0", "p/1")) -> list[reg.Instruction]:
+def scaled(
+    registry: reg.Registry, count: int, serving: tuple[str, ...] = ("p/0", "p/1")
+) -> list[reg.Instruction]:
     return registry.handle(reg.ScaleRequested("p", count, frozenset(serving), 9.0))
 
 
@@ -56,32 +58,56 @@ def test_more():
         reg.StartProcess("p/3", replace(SPEC, replicas=4)),
         reg.Announce("p"),
     ]
-    assert states(registry) == {"p/0": "ready", "p/1": "ready", "p/2": "starting", "p/3": "starting"}
+    assert states(registry) == {
+        "p/0": "ready",
+        "p/1": "ready",
+        "p/2": "starting",
+        "p/3": "starting",
+    }
 
 
 def test_fewer_drains_then_ends_then_forgets():
     registry = launched()
-    assert scaled(registry, 1) == [reg.Announce("p")], "nothing ends while it may have work"
+    assert scaled(registry, 1) == [reg.Announce("p")], (
+        "nothing ends while it may have work"
+    )
     assert states(registry) == {"p/0": "ready", "p/1": "draining"}
     registry.handle(reg.BeatReceived("p/1", 1, 9.5))  # it lives on
-    assert kinds(registry.handle(reg.Drained("p/1"))) == ["DropWork", "EndProcess", "Announce"]
+    assert kinds(registry.handle(reg.Drained("p/1"))) == [
+        "DropWork",
+        "EndProcess",
+        "Announce",
+    ]
     assert states(registry)["p/1"] == "closed"
     assert registry.handle(reg.Drained("p/1")) == [], "once"
-    assert registry.handle(reg.ProcessExited("p/1", "ended", "")) == [reg.Forget("p/1"), reg.Announce("p")]
+    assert registry.handle(reg.ProcessExited("p/1", "ended", "")) == [
+        reg.Forget("p/1"),
+        reg.Announce("p"),
+    ]
     assert states(registry) == {"p/0": "ready"}
     assert registry.cause("p/1") == "it was drained"
     scaled(registry, 2)
-    assert registry.replica("p/1").epoch > 2, "orders to the old one can't reach the new one"
+    assert registry.replica("p/1").epoch > 2, (
+        "orders to the old one can't reach the new one"
+    )
 
 
 def test_those_that_serve_nobody_go_first():
     registry = launched()
     scaled(registry, 4)
     registry.handle(reg.ProcessExited("p/0", "boom", ""))
-    registry.handle(reg.Registered("p/2", "c:3", 9.0))  # ready, but stale; p/3 is still starting
+    # ready, but stale; p/3 is still starting
+    registry.handle(reg.Registered("p/2", "c:3", 9.0))
     out = scaled(registry, 3, ("p/1",))
-    assert out == [reg.Forget("p/0"), reg.Announce("p"), reg.Announce("p")], "the one that failed, at once"
-    assert kinds(scaled(registry, 2, ("p/1",))) == ["DropWork", "EndProcess", "Announce", "Announce"]
+    assert out == [reg.Forget("p/0"), reg.Announce("p"), reg.Announce("p")], (
+        "the one that failed, at once"
+    )
+    assert kinds(scaled(registry, 2, ("p/1",))) == [
+        "DropWork",
+        "EndProcess",
+        "Announce",
+        "Announce",
+    ]
     assert states(registry) == {"p/1": "ready", "p/2": "ready", "p/3": "closed"}
     scaled(registry, 1, ("p/1",))
     assert states(registry) == {"p/1": "ready", "p/2": "draining", "p/3": "closed"}
@@ -99,10 +125,14 @@ def test_a_new_number_beside_one_that_is_still_ending():
     registry = launched()
     scaled(registry, 1)
     registry.handle(reg.Drained("p/1"))
-    assert scaled(registry, 2)[0] == reg.StartProcess("p/2", replace(SPEC, replicas=3)), "its number is 2, of 3"
+    assert scaled(registry, 2)[0] == reg.StartProcess(
+        "p/2", replace(SPEC, replicas=3)
+    ), "its number is 2, of 3"
     registry.handle(reg.ProcessExited("p/1", "ended", ""))
     again = scaled(registry, 3)[0]
-    assert again == reg.StartProcess("p/1", replace(SPEC, replicas=3, run=registry.replica("p/1").run))
+    assert again == reg.StartProcess(
+        "p/1", replace(SPEC, replicas=3, run=registry.replica("p/1").run)
+    )
     assert list(states(registry)) == ["p/0", "p/1", "p/2"]
 
 
@@ -115,14 +145,21 @@ def test_a_draining_replica_that_dies_or_falls_silent_is_gone():
     registry = launched()
     scaled(registry, 1)
     registry.handle(reg.BeatReceived("p/0", 1, 10.0))
-    assert kinds(registry.handle(reg.Tick(10.5))) == ["DropWork", "EndProcess", "Announce"]
+    assert kinds(registry.handle(reg.Tick(10.5))) == [
+        "DropWork",
+        "EndProcess",
+        "Announce",
+    ]
     assert "while draining" in registry.cause("p/1")
 
 
 def test_a_draining_replica_that_registers_again_goes_on_draining():
     registry = launched()
     scaled(registry, 1)
-    assert kinds(registry.handle(reg.Registered("p/1", "b:9", 9.5))) == ["DropWork", "Announce"]
+    assert kinds(registry.handle(reg.Registered("p/1", "b:9", 9.5))) == [
+        "DropWork",
+        "Announce",
+    ]
     assert states(registry)["p/1"] == "draining"
 
 
@@ -155,7 +192,8 @@ class ScaleMachine(RuleBasedStateMachine):
         super().__init__()
         self.registry = launched()
         self.wanted, self.now = 2, 10.0
-        self.running = {"p/0": 0, "p/1": 0}  # processes: which run of its replica each is
+        # processes: which run of its replica each is
+        self.running = {"p/0": 0, "p/1": 0}
         self.told: set[str] = set()
         self.epochs: dict[str, int] = {}
 
@@ -176,11 +214,15 @@ class ScaleMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 5), data=st.data())
     def scale(self, count: int, data: st.DataObject) -> None:
         names = [r.name for r in self.registry.replicas()]
-        serving = data.draw(st.frozensets(st.sampled_from(names))) if names else frozenset()
+        serving = (
+            data.draw(st.frozensets(st.sampled_from(names))) if names else frozenset()
+        )
         self.wanted = count
         self.send(reg.ScaleRequested("p", count, serving, self.now))
 
-    @rule(data=st.data(), what=st.sampled_from(["register", "exit", "drained", "restart"]))
+    @rule(
+        data=st.data(), what=st.sampled_from(["register", "exit", "drained", "restart"])
+    )
     def replica_event(self, data: st.DataObject, what: str) -> None:
         names = [r.name for r in self.registry.replicas()]
         if not names:
@@ -211,14 +253,18 @@ class ScaleMachine(RuleBasedStateMachine):
         staying = [r for r in replicas if r.state not in (State.DRAINING, State.CLOSED)]
         assert len(staying) == self.wanted
         assert [r.index for r in replicas] == sorted({r.index for r in replicas})
-        assert self.running == {r.name: r.run for r in replicas if r.state is not State.FAILED}
+        assert self.running == {
+            r.name: r.run for r in replicas if r.state is not State.FAILED
+        }
         for replica in replicas:
             assert replica.epoch >= self.epochs.get(replica.name, 0)
             self.epochs[replica.name] = replica.epoch
 
 
 TestScaleMachine = ScaleMachine.TestCase
-TestScaleMachine.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
+TestScaleMachine.settings = settings(
+    max_examples=examples(60), stateful_step_count=30, deadline=None
+)
 
 
 # pool.scale ---------------------------------------------------------------------------------------------------------
@@ -262,7 +308,9 @@ def test_one_two_one_during_a_stream_loses_nothing(one: jv.Pool, fake_lab: FakeL
     assert busy[0] > 0
     assert "p/1" not in fake_lab.fakes
     assert one.replicas == 1
-    assert sorted((s.prompt_index, s.sample_index) for s in seen) == [(i, k) for i in range(300) for k in range(2)]
+    assert sorted((s.prompt_index, s.sample_index) for s in seen) == [
+        (i, k) for i in range(300) for k in range(2)
+    ]
     gone = fake_lab.gateway.drained["p/1"]
     by_newcomer = [s for s in seen if s.replica == "p/1"]
     assert len(by_newcomer) == gone.finished > 60
@@ -275,11 +323,15 @@ def test_one_two_one_during_a_stream_loses_nothing(one: jv.Pool, fake_lab: FakeL
     assert status["in_flight"] == 0
 
 
-def test_a_batch_in_flight_is_finished_before_the_process_ends(pool: jv.Pool, fake_lab: FakeLab):
+def test_a_batch_in_flight_is_finished_before_the_process_ends(
+    pool: jv.Pool, fake_lab: FakeLab
+):
     leaving = fake_lab.fakes["p/1"]
     leaving.limit = 3
     batches: list[jv.RolloutBatch] = []
-    work = threading.Thread(target=lambda: batches.append(pool.generate([[i + 1] for i in range(40)], n=2)))
+    work = threading.Thread(
+        target=lambda: batches.append(pool.generate([[i + 1] for i in range(40)], n=2))
+    )
     work.start()
     until(lambda: leaving.finished == 3)
     pool.scale(1, wait=False)
@@ -287,7 +339,9 @@ def test_a_batch_in_flight_is_finished_before_the_process_ends(pool: jv.Pool, fa
     assert (rows["p/1"]["health"], rows["p/1"]["state"]) == ("draining", "draining")
     assert rows["p/1"]["in_flight"] > 0
     assert repr(pool).endswith("1 replica × TP 1 on cpu, ready, 1 draining)")
-    assert {s.replica for s in pool.generate([[1], [2], [3]])} == {"p/0"}, "it gets nothing new"
+    assert {s.replica for s in pool.generate([[1], [2], [3]])} == {"p/0"}, (
+        "it gets nothing new"
+    )
     leaving.limit = None
     work.join()
     assert len(batches[0]) == 80
@@ -298,7 +352,9 @@ def test_a_batch_in_flight_is_finished_before_the_process_ends(pool: jv.Pool, fa
     assert repr(pool).endswith("1 replica × TP 1 on cpu, ready)")
 
 
-def test_a_newcomer_takes_no_request_before_it_holds_the_version(one: jv.Pool, fake_lab: FakeLab, trainer: Trainer):
+def test_a_newcomer_takes_no_request_before_it_holds_the_version(
+    one: jv.Pool, fake_lab: FakeLab, trainer: Trainer
+):
     trainer.open("p/0")
     assert trainer.do([pb.PREPARE, pb.HALT, pb.MOVE], version=7).code == ""
     assert trainer.do([pb.VERIFY, pb.COMMIT, pb.GO_ON]).code == ""
@@ -306,7 +362,9 @@ def test_a_newcomer_takes_no_request_before_it_holds_the_version(one: jv.Pool, f
     prompts = [[i + 1] for i in range(12)]
     early = one.generate(prompts)
     assert {s.replica for s in early} == {"p/0"}
-    assert {r["replica"]: (r["version"], r["stale"]) for r in one.status()["replicas"]} == {
+    assert {
+        r["replica"]: (r["version"], r["stale"]) for r in one.status()["replicas"]
+    } == {
         "p/0": (7, False),
         "p/1": (0, True),
     }
@@ -323,7 +381,9 @@ def test_a_newcomer_takes_no_request_before_it_holds_the_version(one: jv.Pool, f
 def test_a_link_reaches_replicas_that_came_after_its_plan():
     """They take the index of an earlier one: what arrives does not depend on it."""
     indices, asked = {}, []
-    replicas = [pb.ReplicaStatus(replica=f"p/{i}", state=pb.READY, epoch=1) for i in range(3)]
+    replicas = [
+        pb.ReplicaStatus(replica=f"p/{i}", state=pb.READY, epoch=1) for i in range(3)
+    ]
     replicas.insert(1, pb.ReplicaStatus(replica="p/9", state=pb.DRAINING, epoch=1))
     pool: Any = SimpleNamespace(
         _facts=lambda deadline: None,
@@ -332,18 +392,24 @@ def test_a_link_reaches_replicas_that_came_after_its_plan():
         name="p",
     )
     agreed: Any = SimpleNamespace(
-        plan=SimpleNamespace(replicas=2, to_bytes=lambda: b""), transport="shm", check_replica=lambda *_: None
+        plan=SimpleNamespace(replicas=2, to_bytes=lambda: b""),
+        transport="shm",
+        check_replica=lambda *_: None,
     )
 
     def senders_to(wanted: dict[str, int], process: None) -> Any:
         indices.update(wanted)
         return SimpleNamespace(
-            replicas=dict.fromkeys(wanted, ()), open=lambda order, _: order(), direct_orders=lambda reply: None
+            replicas=dict.fromkeys(wanted, ()),
+            open=lambda order, _: order(),
+            direct_orders=lambda reply: None,
         )
 
     channels: Any = Channels(pool, agreed, None)
     channels._make_senders = senders_to
-    channels.stream = SimpleNamespace(close=lambda: None, open=lambda order, _: asked.append(order) or pb.LinkReply())
+    channels.stream = SimpleNamespace(
+        close=lambda: None, open=lambda order, _: asked.append(order) or pb.LinkReply()
+    )
     channels.ensure_open(Deadline(1.0))
     assert indices == {"p/0": 0, "p/1": 0, "p/2": 1}, "the plan is for two replicas"
     assert {e.replica: e.index for e in asked[0].endpoints} == indices
@@ -360,7 +426,9 @@ def test_the_stale_one_leaves_first(one: jv.Pool, fake_lab: FakeLab, trainer: Tr
     assert len(one.generate([[1]])) == 1
 
 
-def test_a_replica_in_a_sync_stays_until_the_sync_is_over(pool: jv.Pool, fake_lab: FakeLab):
+def test_a_replica_in_a_sync_stays_until_the_sync_is_over(
+    pool: jv.Pool, fake_lab: FakeLab
+):
     trainer = Trainer(fake_lab.address)
     try:
         trainer.open()
@@ -368,21 +436,31 @@ def test_a_replica_in_a_sync_stays_until_the_sync_is_over(pool: jv.Pool, fake_la
         pool.scale(1, wait=False)
         time.sleep(1.0)  # several looks of the gateway
         assert "p/1" in fake_lab.fakes
-        assert trainer.do([pb.VERIFY, pb.COMMIT, pb.GO_ON]).code == "", "and the sync commits on both"
+        assert trainer.do([pb.VERIFY, pb.COMMIT, pb.GO_ON]).code == "", (
+            "and the sync commits on both"
+        )
         until(lambda: "p/1" not in fake_lab.fakes)
         assert fake_lab.gateway.drained["p/1"].memory.version == 1
     finally:
         trainer.close()
 
 
-def test_the_work_of_a_draining_replica_that_dies_is_done_elsewhere(pool: jv.Pool, fake_lab: FakeLab):
+def test_the_work_of_a_draining_replica_that_dies_is_done_elsewhere(
+    pool: jv.Pool, fake_lab: FakeLab
+):
     fake_lab.fakes["p/1"].limit = 3
     batches: list[jv.RolloutBatch] = []
-    work = threading.Thread(target=lambda: batches.append(pool.generate([[i + 1] for i in range(30)])))
+    work = threading.Thread(
+        target=lambda: batches.append(pool.generate([[i + 1] for i in range(30)]))
+    )
     work.start()
     until(lambda: fake_lab.fakes["p/1"].finished == 3)
     pool.scale(1, wait=False)
-    fake_lab.do(lambda: fake_lab.gateway.handle(reg.ProcessExited("p/1", "killed by the test", "")))
+    fake_lab.do(
+        lambda: fake_lab.gateway.handle(
+            reg.ProcessExited("p/1", "killed by the test", "")
+        )
+    )
     work.join()
     assert len(batches[0]) == 30
     assert any("p/1 was lost (killed by the test)" in note for note in batches[0].notes)
@@ -403,24 +481,34 @@ def test_steering_reaches_one_that_drains(pool: jv.Pool, fake_lab: FakeLab):
     pool.scale(1, timeout=60)
 
 
-def test_a_drain_that_takes_too_long_says_who_is_waited_for(pool: jv.Pool, fake_lab: FakeLab):
+def test_a_drain_that_takes_too_long_says_who_is_waited_for(
+    pool: jv.Pool, fake_lab: FakeLab
+):
     fake_lab.fakes["p/1"].limit = 0
     work = pool._client.loop.submit(pool.agenerate([[1], [2]]))
     until(lambda: fake_lab.fakes["p/1"].running == 1)
-    with pytest.raises(errors.DeadlineExceeded, match="p/1 is draining with 1 in flight") as caught:
+    with pytest.raises(
+        errors.DeadlineExceeded, match="p/1 is draining with 1 in flight"
+    ) as caught:
         pool.scale(1, timeout=0.5)
     assert "pool.resume()" in caught.value.remedy
     work.cancel()
-    until(lambda: "p/1" not in fake_lab.fakes)  # the caller left, so nothing is in flight
+    # the caller left, so nothing is in flight
+    until(lambda: "p/1" not in fake_lab.fakes)
 
 
-def test_scaling_down_and_up_again_uses_the_name_again(pool: jv.Pool, fake_lab: FakeLab):
+def test_scaling_down_and_up_again_uses_the_name_again(
+    pool: jv.Pool, fake_lab: FakeLab
+):
     epoch = fake_lab.registry.replica("p/1").epoch
     for _ in range(2):
         pool.scale(1, timeout=60)
         pool.scale(2, timeout=60)
     assert fake_lab.registry.replica("p/1").epoch > epoch + 2
-    assert {s.replica for s in pool.generate([[i + 1] for i in range(8)])} == {"p/0", "p/1"}
+    assert {s.replica for s in pool.generate([[i + 1] for i in range(8)])} == {
+        "p/0",
+        "p/1",
+    }
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, "2", None, True])
@@ -432,15 +520,23 @@ def test_counts_that_make_no_sense(pool: jv.Pool, wrong):
 
 
 def test_the_gateway_refuses_zero_too(pool: jv.Pool, fake_lab: FakeLab):
-    order, metadata = pb.ScaleRequest(pool="p", replicas=0), _security.authorization(fake_lab.token)
-    with grpc.insecure_channel(fake_lab.address) as channel, pytest.raises(grpc.RpcError, match="at least 1 replica"):
+    order, metadata = (
+        pb.ScaleRequest(pool="p", replicas=0),
+        _security.authorization(fake_lab.token),
+    )
+    with (
+        grpc.insecure_channel(fake_lab.address) as channel,
+        pytest.raises(grpc.RpcError, match="at least 1 replica"),
+    ):
         rpc.LabStub(channel).Scale(order, timeout=30, metadata=metadata)
 
 
 def test_a_newcomer_that_fails_is_told(one: jv.Pool, fake_lab: FakeLab):
     spec = fake_lab.registry.pool("p").spec
     fake_lab.registry.pool("p").spec = replace(spec, engine_json='{"broken": true}')
-    with pytest.raises(errors.LaunchError, match="p/1 did not come up: ValueError: broken"):
+    with pytest.raises(
+        errors.LaunchError, match="p/1 did not come up: ValueError: broken"
+    ):
         one.scale(2, timeout=60)
     assert len(one.generate([[1]])) == 1, "the others go on"
     one.scale(1, timeout=60)
@@ -459,7 +555,8 @@ def test_real_processes_of_a_relaunched_pool_wait_for_their_predecessors(
         f"while not os.path.exists({str(allowed)!r}): time.sleep(0.02)\n"
     )
     monkeypatch.setattr(_rollout_process._supervisor, "__file__", str(script))
-    monkeypatch.setattr(_gateway, "GRACE_SECONDS", 100.0)  # none is killed before it may end
+    # none is killed before it may end
+    monkeypatch.setattr(_gateway, "GRACE_SECONDS", 100.0)
     monkeypatch.setenv("JVLAB_WARM", "0")
     one = replace(SPEC, replicas=1)
 
@@ -475,7 +572,8 @@ def test_real_processes_of_a_relaunched_pool_wait_for_their_predecessors(
         gateway.handle(reg.LaunchRequested(one, 0.0))
         await until_true(lambda: replica().pid)
         first = replica().pid
-        for _ in range(2):  # the first of these is closed while it waits, and never starts a process
+        # the first of these is closed while it waits, and never starts a process
+        for _ in range(2):
             gateway.handle(reg.PoolCloseRequested("p"))
             gateway.handle(reg.LaunchRequested(one, 1.0))
         await until_true(lambda: replica().stage == _gateway.WAITS)
@@ -488,7 +586,9 @@ def test_real_processes_of_a_relaunched_pool_wait_for_their_predecessors(
         assert replica().state is State.STARTING
         assert not psutil.pid_exists(first)
         await until_true(lambda: replica().stage == "process")
-        gateway.register(pb.RegisterRequest(replica="p/0", address="127.0.0.1:1", run=replica().run))
+        gateway.register(
+            pb.RegisterRequest(replica="p/0", address="127.0.0.1:1", run=replica().run)
+        )
         assert replica().state is State.READY
         assert list(registry.pools) == ["p"]
 
@@ -506,10 +606,14 @@ def test_real_processes_of_a_relaunched_pool_wait_for_their_predecessors(
     asyncio.run(run())
 
 
-def test_real_processes_end_when_they_are_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_real_processes_end_when_they_are_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """The gateway's own processes instead of fakes; what runs in them only waits for its end."""
     script = tmp_path / "waits.py"
-    script.write_text("import os, sys; print(os.getpid(), flush=True); sys.stdin.read()")
+    script.write_text(
+        "import os, sys; print(os.getpid(), flush=True); sys.stdin.read()"
+    )
     monkeypatch.setattr(_rollout_process._supervisor, "__file__", str(script))
     monkeypatch.setenv("JVLAB_WARM", "0")
 
@@ -520,13 +624,18 @@ def test_real_processes_end_when_they_are_let_go(tmp_path: Path, monkeypatch: py
 
     async def run() -> None:
         gateway = Gateway("lab", tmp_path, "token", 60.0, 1.0, 1000)
-        registry, scale = gateway.registry, lambda n: gateway.handle(reg.ScaleRequested("p", n, frozenset(), 1.0))
+        registry, scale = (
+            gateway.registry,
+            lambda n: gateway.handle(reg.ScaleRequested("p", n, frozenset(), 1.0)),
+        )
         gateway.handle(reg.LaunchRequested(SPEC, 0.0))
         await until_true(lambda: all(r.pid for r in registry.replicas()))
         ticking = asyncio.create_task(gateway.tick_forever())
         first = registry.replica("p/1").pid
         for number in range(2):
-            gateway.handle(reg.Registered(f"p/{number}", "127.0.0.1:1", time.monotonic()))
+            gateway.handle(
+                reg.Registered(f"p/{number}", "127.0.0.1:1", time.monotonic())
+            )
         gateway.count("p/1", 1)  # a request is in flight
         scale(1)
         await asyncio.sleep(0.6)  # two looks of the gateway

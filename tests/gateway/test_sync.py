@@ -7,7 +7,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from jvlab.gateway import _registry as reg
 from jvlab.gateway import _sync_types as sync
@@ -19,7 +25,10 @@ from tests.gateway.replica_memory import Broken, Differs, ReplicaMemory
 
 P = Phase
 FIRST = {"direct": (P.PREPARE, P.HALT, P.MOVE), "staged": (P.PREPARE, P.MOVE)}
-LAST = {"direct": (P.VERIFY, P.COMMIT, P.GO_ON), "staged": (P.VERIFY, P.HALT, P.COMMIT, P.GO_ON)}
+LAST = {
+    "direct": (P.VERIFY, P.COMMIT, P.GO_ON),
+    "staged": (P.VERIFY, P.HALT, P.COMMIT, P.GO_ON),
+}
 STEPS = {mode: FIRST[mode] + LAST[mode] for mode in FIRST}
 NAMES = ("p/0", "p/1", "p/2")
 
@@ -60,35 +69,61 @@ class Bench:
             if machine.standing(name) is Standing.SERVING:
                 content = self.memory[name].content
                 assert content is not None, f"{name} serves a mixture"
-                assert content >= machine.version, f"{name} serves {content}, older than {machine.version}"
-                assert name in asked or content == machine.version, f"{name} serves {content}, never committed"
+                assert content >= machine.version, (
+                    f"{name} serves {content}, older than {machine.version}"
+                )
+                assert name in asked or content == machine.version, (
+                    f"{name} serves {content}, never committed"
+                )
         assert machine.version >= self.seen
         if machine.version > self.seen:
-            whole = [m for m in self.memory.values() if m.content == m.version == machine.version]
+            whole = [
+                m
+                for m in self.memory.values()
+                if m.content == m.version == machine.version
+            ]
             assert whole, "the version moved, and nobody holds it"
             if machine.terms is not None and machine.terms.require == "all":
-                held = [(self.memory[name].content, self.memory[name].shadow) for name in machine.participants]
-                assert all(machine.version in pair for pair in held), "it moved before all had matched"
+                held = [
+                    (self.memory[name].content, self.memory[name].shadow)
+                    for name in machine.participants
+                ]
+                assert all(machine.version in pair for pair in held), (
+                    "it moved before all had matched"
+                )
         self.seen = machine.version
 
-    def open(self, link: str = "a", replicas: tuple[str, ...] | None = None, lease: float = 10.0) -> sync.Reply:
+    def open(
+        self,
+        link: str = "a",
+        replicas: tuple[str, ...] | None = None,
+        lease: float = 10.0,
+    ) -> sync.Reply:
         self.number += 1
         names = tuple(self.machine.members) if replicas is None else replicas
-        self.feed(sync.Opened(link, f"trainer {link}", self.number, names, lease, self.now))
+        self.feed(
+            sync.Opened(link, f"trainer {link}", self.number, names, lease, self.now)
+        )
         self.drain()
         return self.replies[-1]
 
-    def order(self, phases: tuple[Phase, ...], link: str = "a", blind: bool = False) -> None:
+    def order(
+        self, phases: tuple[Phase, ...], link: str = "a", blind: bool = False
+    ) -> None:
         self.number += 1
         digests = frozenset() if blind else frozenset(NAMES)
-        self.feed(sync.Ordered(link, self.number, phases, self.now, self.terms, digests))
+        self.feed(
+            sync.Ordered(link, self.number, phases, self.now, self.terms, digests)
+        )
 
     def do(self, *phases: Phase, link: str = "a") -> sync.Reply:
         self.order(phases, link)
         self.drain()
         return self.replies[-1]
 
-    def execute(self, send: sync.Send, upto: int | None = None, arrived: bool = True) -> tuple[str, str, str]:
+    def execute(
+        self, send: sync.Send, upto: int | None = None, arrived: bool = True
+    ) -> tuple[str, str, str]:
         """(kind, failed phase, error) after the first `upto` phases."""
         memory = self.memory[send.replica]
         for phase in send.phases[:upto]:
@@ -99,12 +134,20 @@ class Bench:
                 elif phase not in (P.OPEN, P.CLOSE):
                     memory.run(phase, arrived)
             except Broken as error:
-                return "mismatch" if isinstance(error, Differs) else "failed", phase.name.lower(), str(error)
+                return (
+                    "mismatch" if isinstance(error, Differs) else "failed",
+                    phase.name.lower(),
+                    str(error),
+                )
         return "ok", "", ""
 
     def answer(self, ticket: int, kind: str, failed: str = "", error: str = "") -> None:
         memory = self.memory[self.sends.pop(ticket).replica]
-        self.feed(sync.Answered(ticket, kind, self.now, failed, error, memory.state, memory.version))
+        self.feed(
+            sync.Answered(
+                ticket, kind, self.now, failed, error, memory.state, memory.version
+            )
+        )
 
     def deliver(self, ticket: int, arrived: bool = True) -> None:
         self.answer(ticket, *self.execute(self.sends[ticket], None, arrived))
@@ -131,12 +174,16 @@ def test_a_sync_commits(mode: str, require: str, replicas: int, stepwise: bool):
     bench = Bench(replicas)
     assert bench.open().code == ""
     bench.terms = Terms(3, mode=mode, require=require)
-    for phases in [(phase,) for phase in STEPS[mode]] if stepwise else [FIRST[mode], LAST[mode]]:
+    for phases in (
+        [(phase,) for phase in STEPS[mode]] if stepwise else [FIRST[mode], LAST[mode]]
+    ):
         assert bench.machine.version == (3 if phases == (P.GO_ON,) else 0)
         assert bench.do(*phases).code == "", phases
     assert set(bench.states().values()) == {"committed"}
     assert (bench.machine.version, bench.machine.stage) == (3, Stage.IDLE)
-    assert all(m.content == m.version == 3 and not m.halted for m in bench.memory.values())
+    assert all(
+        m.content == m.version == 3 and not m.halted for m in bench.memory.values()
+    )
     assert bench.standings() == ["serving"] * replicas
 
 
@@ -148,7 +195,12 @@ def test_a_sync_commits(mode: str, require: str, replicas: int, stepwise: bool):
         (LAST["direct"], Terms(1, require="any"), 2, ["VERIFY COMMIT GO_ON"]),
         (LAST["staged"], Terms(1, mode="staged"), 1, ["VERIFY HALT COMMIT GO_ON"]),
         (LAST["staged"], Terms(1, mode="staged"), 2, ["VERIFY", "HALT COMMIT GO_ON"]),
-        (LAST["staged"], Terms(1, mode="staged", pause="wait"), 2, ["VERIFY", "HALT", "COMMIT GO_ON"]),
+        (
+            LAST["staged"],
+            Terms(1, mode="staged", pause="wait"),
+            2,
+            ["VERIFY", "HALT", "COMMIT GO_ON"],
+        ),
         (FIRST["staged"], Terms(1, mode="staged"), 2, ["PREPARE MOVE"]),
         (FIRST["direct"], Terms(1), 1, ["PREPARE HALT MOVE"]),
         (FIRST["direct"], Terms(1), 2, ["PREPARE HALT", "MOVE"]),
@@ -156,7 +208,9 @@ def test_a_sync_commits(mode: str, require: str, replicas: int, stepwise: bool):
     ],
 )
 def test_which_phases_share_a_call(phases, terms: Terms, count: int, groups: list[str]):
-    assert [" ".join(p.name for p in group) for group in segments(phases, terms, count)] == groups
+    assert [
+        " ".join(p.name for p in group) for group in segments(phases, terms, count)
+    ] == groups
 
 
 @pytest.mark.parametrize("mode", ["direct", "staged"])
@@ -168,13 +222,18 @@ def test_a_phase_out_of_order_is_refused_and_changes_nothing(mode: str):
             bench.terms = Terms(1, mode=mode)
             for phase in STEPS[mode][:done]:
                 assert bench.do(phase).code == ""
-            before, memory = bench.machine._snapshot(), {n: replace(m) for n, m in bench.memory.items()}
+            before, memory = (
+                bench.machine._snapshot(),
+                {n: replace(m) for n, m in bench.memory.items()},
+            )
             reply = bench.do(wrong)
             assert (reply.code, bench.sends) == ("refused", {})
             assert "ABANDON may follow" in reply.remedy or "PREPARE" in reply.remedy
             assert (bench.machine._snapshot(), bench.memory) == (before, memory)
             for phase in STEPS[mode][done:]:
-                assert bench.do(phase).code == "", "the sync goes on as if nothing had been said"
+                assert bench.do(phase).code == "", (
+                    "the sync goes on as if nothing had been said"
+                )
 
 
 @pytest.mark.parametrize(
@@ -225,7 +284,9 @@ def test_a_second_trainer_is_told_who_holds_the_pool():
 
 
 @pytest.mark.parametrize("mode", ["direct", "staged"])
-@pytest.mark.parametrize("how", ["failed", "mismatch", "deadline", "lost", "left", "crash"])
+@pytest.mark.parametrize(
+    "how", ["failed", "mismatch", "deadline", "lost", "left", "crash"]
+)
 @pytest.mark.parametrize("at", range(6))
 @pytest.mark.parametrize("require", ["all", "any"])
 def test_each_failure_in_each_phase(mode: str, how: str, at: int, require: str):
@@ -243,13 +304,21 @@ def test_each_failure_in_each_phase(mode: str, how: str, at: int, require: str):
     if how in ("left", "crash"):
         bench.feed(sync.Left("p/1", "killed"))
     else:
-        bench.answer(ticket, how, phase.name.lower() if how in ("failed", "mismatch") else "", "boom")
+        bench.answer(
+            ticket,
+            how,
+            phase.name.lower() if how in ("failed", "mismatch") else "",
+            "boom",
+        )
     bench.drain()
     reply, states = bench.replies[-1], bench.states()
     assert (reply.code == "") == (require == "any"), reply
     committed = phase in (P.COMMIT, P.GO_ON) or require == "any"
     # A MOVE that was cancelled before it reached p/0 has written nothing there, and p/0 says so.
-    moved = {name: mode == "direct" and (at > 2 or bench.memory[name].dirty) for name in bench.memory}
+    moved = {
+        name: mode == "direct" and (at > 2 or bench.memory[name].dirty)
+        for name in bench.memory
+    }
     if committed:
         assert states["p/0"] in ("ready", "committed")
     else:
@@ -260,7 +329,9 @@ def test_each_failure_in_each_phase(mode: str, how: str, at: int, require: str):
     elif phase is P.GO_ON:
         assert states["p/1"] == "committed"
     else:
-        assert states["p/1"] == ("dirty" if moved["p/1"] else "stale" if phase is P.COMMIT else "old")
+        assert states["p/1"] == (
+            "dirty" if moved["p/1"] else "stale" if phase is P.COMMIT else "old"
+        )
     assert bench.machine.version == (1 if phase in (P.COMMIT, P.GO_ON) else 0)
     if how == "crash":
         bench.memory["p/1"] = ReplicaMemory()
@@ -283,14 +354,17 @@ def test_a_commit_whose_answer_was_late_still_counts():
     bench.open()
     bench.do(*FIRST["direct"])
     bench.order(LAST["direct"])
-    bench.execute(bench.sends[bench.ticket("p/0")], 2)  # VERIFY and COMMIT, then silence
+    # VERIFY and COMMIT, then silence
+    bench.execute(bench.sends[bench.ticket("p/0")], 2)
     bench.answer(bench.ticket("p/0"), "deadline", "", "no answer")
     bench.drain()
     assert bench.replies[-1].code == "deadline"
     assert bench.states() == {"p/0": "committed"}
     assert (bench.machine.version, bench.standings()) == (1, ["serving"])
     assert not bench.memory["p/0"].halted
-    assert [(o.failed, o.error) for o in bench.replies[-1].outcomes] == [("verify/commit/go_on", "no answer")]
+    assert [(o.failed, o.error) for o in bench.replies[-1].outcomes] == [
+        ("verify/commit/go_on", "no answer")
+    ]
     assert bench.do(*STEPS["direct"]).code == "refused", "version 1 is taken"
 
 
@@ -337,7 +411,9 @@ def test_a_replica_that_cannot_be_told_to_abandon_is_dirty_and_told_again():
     assert bench.standings() == ["serving", "dirty"]
     bench.open()
     assert ("p/1", "ABANDON") in bench.calls[-2:]
-    assert bench.standings() == ["serving", "serving"], "it answered: it holds the old version"
+    assert bench.standings() == ["serving", "serving"], (
+        "it answered: it holds the old version"
+    )
 
 
 def test_a_replica_that_left_in_the_middle_gets_no_work_until_it_has_been_told():
@@ -379,9 +455,13 @@ def test_while_bytes_move_nothing_is_routed_and_work_waits():
     bench = Bench()
     bench.open()
     bench.do(P.PREPARE, P.HALT)
-    assert bench.standings() == ["serving"] * 2, "halted only: requests wait in the engine"
+    assert bench.standings() == ["serving"] * 2, (
+        "halted only: requests wait in the engine"
+    )
     bench.order((P.MOVE,))
-    assert bench.standings() == ["syncing"] * 2, "from the sending of MOVE on, not from its answer"
+    assert bench.standings() == ["syncing"] * 2, (
+        "from the sending of MOVE on, not from its answer"
+    )
     bench.drain()
     bench.do(P.VERIFY)
     bench.order((P.COMMIT,))
@@ -406,7 +486,9 @@ def test_a_newcomer_is_stale_until_it_is_synced():
     assert bench.standings() == ["serving"] * 3
     bench.feed(sync.Left("p/0", "silent"))
     bench.feed(sync.ReplicaJoined("p/0", 2, False))
-    assert bench.machine.standing("p/0") is Standing.SERVING, "it came back with the pool's version"
+    assert bench.machine.standing("p/0") is Standing.SERVING, (
+        "it came back with the pool's version"
+    )
     bench.feed(sync.Left("p/0", "silent"))
     bench.feed(sync.ReplicaJoined("p/0", 2, True))
     assert bench.machine.standing("p/0") is Standing.DIRTY
@@ -416,14 +498,19 @@ def test_check_changes_nothing_and_tells_what_differs():
     bench = Bench()
     bench.open()
     assert bench.do(P.CHECK).code == ""
-    bench.check = lambda: None  # memory that changes by itself is just what CHECK is for
+    # memory that changes by itself is just what CHECK is for
+    bench.check = lambda: None
     bench.memory["p/1"].content = 9
     assert bench.do(P.CHECK).code == "mismatch"
     assert bench.standings() == ["serving"] * 2
 
 
-@pytest.mark.parametrize(("kind", "phase"), [("lost", P.VERIFY), ("lost", P.COMMIT), ("deadline", P.COMMIT)])
-def test_who_may_hold_either_version_gets_no_work_until_it_tells(kind: str, phase: Phase):
+@pytest.mark.parametrize(
+    ("kind", "phase"), [("lost", P.VERIFY), ("lost", P.COMMIT), ("deadline", P.COMMIT)]
+)
+def test_who_may_hold_either_version_gets_no_work_until_it_tells(
+    kind: str, phase: Phase
+):
     bench = Bench(1)
     bench.open()
     bench.terms = Terms(1, mode="staged")
@@ -446,7 +533,9 @@ def test_a_trainer_that_dies_does_not_cut_an_abandon():
     bench.answer(bench.ticket("p/1"), "failed", "halt", "boom")
     assert bench.calls[-1] == ("p/1", "ABANDON")
     bench.feed(sync.Ended("a", 1.0))
-    assert [send.phases for send in bench.sends.values()] == [(P.ABANDON,)], "HALT at p/0 is cut, this is not"
+    assert [send.phases for send in bench.sends.values()] == [(P.ABANDON,)], (
+        "HALT at p/0 is cut, this is not"
+    )
     bench.drain()
     assert bench.released == ["a"]
     assert all(m.stage is Stage.IDLE for m in bench.memory.values())
@@ -460,7 +549,11 @@ def test_a_trainer_that_dies_in_a_commit_does_not_stop_it():
     bench.feed(sync.Ended("a", 1.0))
     assert len(bench.sends) == 2, "neither call is cut"
     bench.drain()
-    assert (bench.machine.version, bench.released, bench.standings()) == (1, ["a"], ["serving"] * 2)
+    assert (bench.machine.version, bench.released, bench.standings()) == (
+        1,
+        ["a"],
+        ["serving"] * 2,
+    )
     assert not any(m.halted for m in bench.memory.values())
 
 
@@ -469,7 +562,11 @@ def test_restart_is_for_failed_replicas_and_keeps_the_epoch():
     spec = reg.PoolSpec("p", "m", 2, 1, "auto", "cpu", "{}", "{}")
     registry.handle(reg.LaunchRequested(spec, 0.0))
     registry.handle(reg.Registered("p/0", "a:1", 1.0))
-    for name, word in (("p/0", "is ready: only"), ("p/1", "is starting: only"), ("p/7", "it has: p/0, p/1")):
+    for name, word in (
+        ("p/0", "is ready: only"),
+        ("p/1", "is starting: only"),
+        ("p/7", "it has: p/0, p/1"),
+    ):
         with pytest.raises(reg.Refused, match=word):
             registry.handle(reg.RestartRequested("p", name, 2.0))
     registry.handle(reg.ProcessExited("p/0", "boom", "tail"))
@@ -477,7 +574,12 @@ def test_restart_is_for_failed_replicas_and_keeps_the_epoch():
     out = registry.handle(reg.RestartRequested("p", "p/0", 3.0))
     assert out == [reg.StartProcess("p/0", replace(spec, run=epoch)), reg.Announce("p")]
     replica = registry.replica("p/0")
-    assert (replica.state, replica.cause, replica.epoch, replica.pid) == (reg.State.STARTING, "", epoch, 0)
+    assert (replica.state, replica.cause, replica.epoch, replica.pid) == (
+        reg.State.STARTING,
+        "",
+        epoch,
+        0,
+    )
     with pytest.raises(reg.Refused, match="another process is p/0 now"):
         registry.handle(reg.Registered("p/0", "a:1", 3.5))
     registry.handle(reg.Registered("p/0", "a:2", 4.0, run=epoch))
@@ -504,9 +606,15 @@ class SyncMachine(RuleBasedStateMachine):
     def take(self, link: str, lease: float) -> None:
         bench, holder = self.bench, self.bench.machine.holder
         bench.number += 1
-        bench.feed(sync.Opened(link, link, bench.number, tuple(bench.machine.members), lease, bench.now))
+        bench.feed(
+            sync.Opened(
+                link, link, bench.number, tuple(bench.machine.members), lease, bench.now
+            )
+        )
         if holder is not None and holder.link != link:
-            assert bench.replies[-1].code in ("busy", "deadline"), "held, or still being let go of"
+            assert bench.replies[-1].code in ("busy", "deadline"), (
+                "held, or still being let go of"
+            )
 
     @initialize(lease=st.sampled_from([2.0, 50.0]))
     def first_trainer(self, lease: float) -> None:
@@ -534,13 +642,17 @@ class SyncMachine(RuleBasedStateMachine):
         count=st.integers(1, 6),
         answered=st.booleans(),
     )
-    def sync_on(self, mode: str, require: str, pause: str, count: int, answered: bool) -> None:
+    def sync_on(
+        self, mode: str, require: str, pause: str, count: int, answered: bool
+    ) -> None:
         """Begin a sync, or order its next phases; all replicas may answer well at once."""
         bench, stage = self.bench, self.bench.machine.stage
         if stage is Stage.IDLE:
             self.take(self.link, 50.0)
             bench.drain()
-            bench.terms = Terms(self.next_version(), mode=mode, require=require, pause=pause)
+            bench.terms = Terms(
+                self.next_version(), mode=mode, require=require, pause=pause
+            )
         steps, places = STEPS[bench.terms.mode], [Stage.IDLE]
         for phase in steps:
             places.append(STAGE_AFTER[phase])
@@ -558,7 +670,9 @@ class SyncMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.bench.sends)
     @rule(
         data=st.data(),
-        how=st.sampled_from(["well", "well", "well", "corrupt", "failed", "deadline", "lost"]),
+        how=st.sampled_from(
+            ["well", "well", "well", "corrupt", "failed", "deadline", "lost"]
+        ),
         upto=st.integers(0, 4),
     )
     def answer(self, data: st.DataObject, how: str, upto: int) -> None:
@@ -623,7 +737,11 @@ class SyncMachine(RuleBasedStateMachine):
             self.trainer_dies()
         bench.drain()
         assert machine.holder is None
-        assert (machine.stage, machine.participants, machine.open) == (Stage.IDLE, set(), False)
+        assert (machine.stage, machine.participants, machine.open) == (
+            Stage.IDLE,
+            set(),
+            False,
+        )
         while self.gone:
             self.come_back()
         mode = "direct" if self.links % 2 else "staged"
@@ -640,8 +758,12 @@ class SyncMachine(RuleBasedStateMachine):
     @invariant()
     def nobody_waits_for_nothing(self) -> None:
         work = self.bench.machine._work
-        assert (work is not None) == bool(set(self.bench.sends) - set(self.bench.machine._unacknowledged))
+        assert (work is not None) == bool(
+            set(self.bench.sends) - set(self.bench.machine._unacknowledged)
+        )
 
 
 TestSyncMachine = SyncMachine.TestCase
-TestSyncMachine.settings = settings(max_examples=examples(400), stateful_step_count=40, deadline=None)
+TestSyncMachine.settings = settings(
+    max_examples=examples(400), stateful_step_count=40, deadline=None
+)

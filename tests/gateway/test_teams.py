@@ -29,7 +29,11 @@ LONG = 60.0
 def join(
     table: TeamTable, member: int, size: int = 3, team: str = "t", name: str = ""
 ) -> tuple[TeamMember, list[Delivery]]:
-    return table.join(pb.TeamJoin(pool="p", team=team, member=member, size=size, name=name or f"m{member}"))
+    return table.join(
+        pb.TeamJoin(
+            pool="p", team=team, member=member, size=size, name=name or f"m{member}"
+        )
+    )
 
 
 def delivered(deliveries: list[Delivery]) -> list[tuple[str, str]]:
@@ -37,10 +41,17 @@ def delivered(deliveries: list[Delivery]) -> list[tuple[str, str]]:
     words = []
     for member, event in deliveries:
         kind = event.WhichOneof("kind")
-        text = {"over": event.over, "delivery": f"{event.delivery.member}: {event.delivery.payload.decode()}"}.get(
-            str(kind)
+        text = {
+            "over": event.over,
+            "delivery": f"{event.delivery.member}: {event.delivery.payload.decode()}",
+        }.get(str(kind))
+        words.append(
+            (
+                member.name,
+                text
+                or ("complete" if event.roll.complete else ",".join(event.roll.names)),
+            )
         )
-        words.append((member.name, text or ("complete" if event.roll.complete else ",".join(event.roll.names))))
     return words
 
 
@@ -51,10 +62,16 @@ def full(table: TeamTable, size: int = 3) -> list[TeamMember]:
 def test_a_team_is_complete_when_every_member_is_there():
     table = TeamTable()
     assert delivered(join(table, 2)[1]) == []
-    assert delivered(join(table, 0)[1]) == [("m0", "m0,,m2")], "the leader says whom it waits for"
+    assert delivered(join(table, 0)[1]) == [("m0", "m0,,m2")], (
+        "the leader says whom it waits for"
+    )
     other, deliveries = join(table, 1, team="another trainer")
     assert delivered(deliveries) == [], "two trainers are never mixed"
-    assert delivered(join(table, 1)[1]) == [("m2", "complete"), ("m0", "complete"), ("m1", "complete")]
+    assert delivered(join(table, 1)[1]) == [
+        ("m2", "complete"),
+        ("m0", "complete"),
+        ("m1", "complete"),
+    ]
     assert delivered(join(table, 0)[1]) == [("m0", "m0,,")], "the next one forms anew"
     assert table.leave(other) == []
 
@@ -62,9 +79,15 @@ def test_a_team_is_complete_when_every_member_is_there():
 def test_the_leader_speaks_to_all_and_all_to_the_leader():
     table = TeamTable()
     members = full(table)
-    assert delivered(table.deliver(members[0], b"go")) == [("m1", "0: go"), ("m2", "0: go")]
+    assert delivered(table.deliver(members[0], b"go")) == [
+        ("m1", "0: go"),
+        ("m2", "0: go"),
+    ]
     assert delivered(table.deliver(members[2], b"done")) == [("m0", "2: done")]
-    assert delivered(table.deliver(members[2], b"bad", to_all=True)) == [("m0", "2: bad"), ("m1", "2: bad")]
+    assert delivered(table.deliver(members[2], b"bad", to_all=True)) == [
+        ("m0", "2: bad"),
+        ("m1", "2: bad"),
+    ]
 
 
 def test_one_that_leaves_ends_the_team_once():
@@ -122,7 +145,9 @@ def run(labs: list[jv.Lab], work: Callable[[Team], Any], size: int = 3) -> list[
     """The same in every member; results or errors, in their order. Teams are closed afterwards."""
 
     def one(member: int) -> Any:
-        team = Team(labs[member]._client, "p", list(range(10, 10 + size)), 10 + member, "job")
+        team = Team(
+            labs[member]._client, "p", list(range(10, 10 + size)), 10 + member, "job"
+        )
         try:
             team.assemble(LONG)
             return work(team)
@@ -156,7 +181,9 @@ def test_rounds(labs: list[jv.Lab]):
 
 
 @pytest.mark.parametrize("who", [0, 1, 2])
-def test_whoever_fails_fails_all_and_the_next_round_is_well(labs: list[jv.Lab], who: int):
+def test_whoever_fails_fails_all_and_the_next_round_is_well(
+    labs: list[jv.Lab], who: int
+):
     def work(team: Team) -> Any:
         closed = threading.Event()
         try:
@@ -164,7 +191,8 @@ def test_whoever_fails_fails_all_and_the_next_round_is_well(labs: list[jv.Lab], 
                 if team.member == who:
                     raise errors.VerifyError("bits differ", remedy="look at them")
                 assert closed.wait(LONG), "its own work is ended from outside"
-                raise errors.TransportError("this end is closed", reason="closed here")  # as an outlet would
+                # as an outlet would
+                raise errors.TransportError("this end is closed", reason="closed here")
         except errors.VerifyError as error:
             said = error.message, error.remedy
         with team.round("sync"):
@@ -185,7 +213,9 @@ def test_what_was_said_counts_even_if_who_said_it_has_left(labs: list[jv.Lab]):
             if team.leads:
                 return exchange(team)
             team.send("begin", value=team.process)
-            assert team._stream.wait(lambda: team.over, LONG), "the leader has its part, and goes"
+            assert team._stream.wait(lambda: team.over, LONG), (
+                "the leader has its part, and goes"
+            )
             return team.receive("go", LONG)["total"]
 
     assert run(labs, work) == [23] * 3
@@ -235,7 +265,9 @@ def test_different_things_at_once(labs: list[jv.Lab]):
 
 def test_one_that_does_not_come(labs: list[jv.Lab]):
     team = Team(labs[0]._client, "p", [0, 1], 0, "job")
-    with pytest.raises(errors.DeadlineExceeded, match="2 trainer processes; 1 did not connect"):
+    with pytest.raises(
+        errors.DeadlineExceeded, match="2 trainer processes; 1 did not connect"
+    ):
         team.assemble(0.3)
     team.close()
 
@@ -260,29 +292,40 @@ def test_who_is_a_team_is_read_from_the_shardings(labs: list[jv.Lab]):
     with together(labs[0]._client, {"w": Array([4], 4)}, "p") as team:
         assert team is None
     nowhere = together(labs[0]._client, {"w": Array([1, 2], 0)}, "p")
-    with pytest.raises(errors.ConfigError, match=r"holds none.*processes \[1, 2\]"), nowhere:
+    with (
+        pytest.raises(errors.ConfigError, match=r"holds none.*processes \[1, 2\]"),
+        nowhere,
+    ):
         pass
 
     def one(member: int) -> Any:
         try:
-            with together(labs[member]._client, {"w": Array([3, 5, 7], (3, 5, 7)[member])}, "p") as team:
+            with together(
+                labs[member]._client, {"w": Array([3, 5, 7], (3, 5, 7)[member])}, "p"
+            ) as team:
                 assert team is not None
                 if member == 1:
                     raise errors.LayoutError("a leaf is missing")
-                team.gather("plan", LONG) if team.leads else team.receive("agreed", LONG)
+                team.gather("plan", LONG) if team.leads else team.receive(
+                    "agreed", LONG
+                )
         except errors.LayoutError as error:
             return error.message
 
     with ThreadPoolExecutor(3) as threads:
         found = list(threads.map(one, range(3)))
     assert found[1] == "a leaf is missing"
-    assert all(text.startswith("trainer process 5 (python") for text in (found[0], found[2]))
+    assert all(
+        text.startswith("trainer process 5 (python") for text in (found[0], found[2])
+    )
 
 
 def test_nothing_stays_when_teams_are_over(labs: list[jv.Lab], fake_lab: FakeLab):
     run(labs, lambda team: None)
     until = time.monotonic() + LONG
-    open_ones = lambda: [t for t in asyncio.all_tasks(fake_lab._loop) if "_listen" in repr(t.get_coro())]
+    open_ones = lambda: [
+        t for t in asyncio.all_tasks(fake_lab._loop) if "_listen" in repr(t.get_coro())
+    ]
     while fake_lab.do(open_ones):
         assert time.monotonic() < until
         time.sleep(0.05)

@@ -22,12 +22,19 @@ def tiny(seed: int = 0) -> str:
     """A model whose heads two ranks can share."""
     import jvlab as jv
 
-    return str(jv.models.tiny("llama", seed=seed, head_dim=64, tie_word_embeddings=False))
+    return str(
+        jv.models.tiny("llama", seed=seed, head_dim=64, tie_word_embeddings=False)
+    )
 
 
 def greedy(pool: jv.Pool, tokens: int = 24) -> list[list[int]]:
     """One prompt at a time: batches of other sizes are rounded otherwise, and who shares a step is chance."""
-    options = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "progress": False}
+    options = {
+        "max_tokens": tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "progress": False,
+    }
     return [pool.generate([ids], **options)[0].token_ids.tolist() for ids in PROMPTS]
 
 
@@ -55,11 +62,19 @@ def ending_lab(seconds: float = 20) -> Iterator[jv.Lab]:
     assert not wait_for_exit(pids, seconds)
 
 
-def run_script(module: str, word: str, log: Path, seconds: float, **environment: str) -> dict[str, Any]:
+def run_script(
+    module: str, word: str, log: Path, seconds: float, **environment: str
+) -> dict[str, Any]:
     """The facts that a script says at its end, as `word: {...}`; it runs in a process of its own, with its own JAX."""
-    ours = ("PREALLOCATE", "ALLOCATOR", "MEM_FRACTION")  # settings of this process's JAX
-    kept = {name: value for name, value in os.environ.items() if not (name.startswith("XLA_") and name.endswith(ours))}
-    with log.open("w") as into:  # a file: the lab's processes outlive the script for a moment, and would hold a pipe
+    # settings of this process's JAX
+    ours = ("PREALLOCATE", "ALLOCATOR", "MEM_FRACTION")
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not (name.startswith("XLA_") and name.endswith(ours))
+    }
+    # a file: the lab's processes outlive the script for a moment, and would hold a pipe
+    with log.open("w") as into:
         script = subprocess.Popen(
             [sys.executable, "-u", "-m", module],
             cwd=Path(__file__).parents[2],

@@ -32,7 +32,8 @@ ENGINE = {
     "dtype": "bfloat16",
 }
 PROMPTS = [[3 + (i * 7 + k) % 500 for k in range(12)] for i in range(3)]
-LONG = [5 + k % 200 for k in range(100)]  # whole blocks of KV, which a later request could find
+# whole blocks of KV, which a later request could find
+LONG = [5 + k % 200 for k in range(100)]
 
 
 def say(*what: Any) -> None:
@@ -68,7 +69,9 @@ def refused(kind: type[Exception], text: str) -> Iterator[None]:
         if text not in str(error):
             raise
     else:
-        raise AssertionError(f"{kind.__name__} ({text}) was expected, and nothing was raised")
+        raise AssertionError(
+            f"{kind.__name__} ({text}) was expected, and nothing was raised"
+        )
 
 
 class Colocated:
@@ -78,7 +81,9 @@ class Colocated:
         import jax
 
         start, nothing = time.perf_counter(), used()
-        self.pool = lab.launch(str(folder), load="dummy", device="cuda", colocate=True, engine=engine)
+        self.pool = lab.launch(
+            str(folder), load="dummy", device="cuda", colocate=True, engine=engine
+        )
         self.base = used()  # JAX's share and its context; the engine has not begun
         self.policy = policy_of(folder)
         self.first = self.policy.params
@@ -96,7 +101,12 @@ class Colocated:
         self.facts["transport"] = self.link.transport
 
     def greedy(self) -> list[list[int]]:
-        options = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True, "progress": False}
+        options = {
+            "max_tokens": 16,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "progress": False,
+        }
         samples = [self.pool.generate([ids], **options)[0] for ids in PROMPTS]
         for sample in samples:
             assert set(sample.versions.tolist()) == {self.link.version}, sample.versions
@@ -107,7 +117,11 @@ class Colocated:
             report = self.link.sync(params, mode="staged", progress=False)
         assert report.verified
         facts[f"{name}_ms"] = {k: round(1e3 * v, 3) for k, v in report.seconds.items()}
-        assert self.pool.status()["replicas"][0]["version"] == self.link.version == report.version
+        assert (
+            self.pool.status()["replicas"][0]["version"]
+            == self.link.version
+            == report.version
+        )
 
     def asleep(self) -> None:
         """What a sleeping engine says: it is asked to read and to write memory that is not there."""
@@ -124,8 +138,12 @@ class Colocated:
             self.pool.sleep(level)
         after = settled()
         facts |= {"freed_bytes": before - after, "left_bytes": after - self.base}
-        say(f"level {level}: freed {(before - after) / GIB:.2f} GiB, the engine keeps {(after - self.base) / GIB:.2f}")
-        assert before - after > self.weights, "at least the weights, and the KV cache is larger"
+        say(
+            f"level {level}: freed {(before - after) / GIB:.2f} GiB, the engine keeps {(after - self.base) / GIB:.2f}"
+        )
+        assert before - after > self.weights, (
+            "at least the weights, and the KV cache is larger"
+        )
         return facts
 
     def lend(self, facts: dict[str, Any]) -> None:
@@ -136,20 +154,29 @@ class Colocated:
         fill = jax.jit(lambda k: jnp.full((GIB,), k, jnp.uint8))
         total = jax.jit(lambda x: jnp.sum(x[:: 1 << 20], dtype=jnp.uint32))
         share = self.facts["jax_share_bytes"]
-        room = max(0, share - 2 * self.weights)  # of its own share, which it holds already
+        # of its own share, which it holds already
+        room = max(0, share - 2 * self.weights)
         count = int((0.9 * facts["freed_bytes"] + room) // GIB)
         before = used()
         with timed(facts, "jax_fill_s"):
             arrays = [fill(jnp.uint8(k % 200 + 1)) for k in range(count)]
             sums = [int(total(x)) for x in arrays]
-        assert sums == [(GIB >> 20) * (k % 200 + 1) for k in range(count)], "what was written is there"
+        assert sums == [(GIB >> 20) * (k % 200 + 1) for k in range(count)], (
+            "what was written is there"
+        )
         facts |= {"jax_bytes": count * GIB, "jax_beyond_share_bytes": used() - before}
-        say(f"JAX filled {count} GiB, {(used() - before) / GIB:.2f} of them beyond its share of {share / GIB:.2f}")
-        assert used() - before > 0.8 * facts["freed_bytes"], "the card shows that it was taken"
+        say(
+            f"JAX filled {count} GiB, {(used() - before) / GIB:.2f} of them beyond its share of {share / GIB:.2f}"
+        )
+        assert used() - before > 0.8 * facts["freed_bytes"], (
+            "the card shows that it was taken"
+        )
         del arrays
         gc.collect()
         _launch_settings.give_back()  # as pool.wake does before it asks the engine
-        facts["jax_returned_bytes"] = before + facts["jax_beyond_share_bytes"] - settled()
+        facts["jax_returned_bytes"] = (
+            before + facts["jax_beyond_share_bytes"] - settled()
+        )
         say(f"JAX gave {facts['jax_returned_bytes'] / GIB:.2f} GiB back")
         assert facts["jax_returned_bytes"] > 0.9 * facts["jax_beyond_share_bytes"]
 
@@ -199,18 +226,24 @@ def run(lab: jv.Lab, folder: Path, engine: dict[str, Any]) -> dict[str, Any]:
     with refused(errors.EngineDirty, "a sleep took the weights"):
         both.greedy()
     assert not link.verify(both.first)
-    both.sync(both.first, whole, "sync_over_a_new_link")  # the one that was refused has closed its own
+    # the one that was refused has closed its own
+    both.sync(both.first, whole, "sync_over_a_new_link")
     assert both.greedy() == first
     facts["engine_bytes_at_the_end"] = settled() - both.base
     return facts
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="sleep and wake beside a trainer on one GPU")
+    parser = argparse.ArgumentParser(
+        description="sleep and wake beside a trainer on one GPU"
+    )
     parser.add_argument("--size", default="4", help="GB of weights: 1, 4, 16")
     parser.add_argument("--graphs", action="store_true", help="with CUDA graphs")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="jvlab-colocate-") as place, jv.Lab(lease=120) as lab:
+    with (
+        tempfile.TemporaryDirectory(prefix="jvlab-colocate-") as place,
+        jv.Lab(lease=120) as lab,
+    ):
         folder = Path(place)
         (folder / "config.json").write_text(json.dumps(config_of(given.size)))
         facts = run(lab, folder, {**ENGINE, "enforce_eager": not given.graphs})

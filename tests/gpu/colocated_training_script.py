@@ -17,8 +17,21 @@ from jvlab.record import _metrics
 from tests.gpu.card import device_used
 
 SHARE, TOKENS, BUDGET = 0.7, 512, 32768
-ENGINE = {"gpu_memory_utilization": SHARE, "max_model_len": TOKENS + 96, "enforce_eager": True}
-TIMES = ("window_s", "generate_s", "train_s", "sync_s", "idle_s", "logprob_gap", "staleness_max", "tokens")
+ENGINE = {
+    "gpu_memory_utilization": SHARE,
+    "max_model_len": TOKENS + 96,
+    "enforce_eager": True,
+}
+TIMES = (
+    "window_s",
+    "generate_s",
+    "train_s",
+    "sync_s",
+    "idle_s",
+    "logprob_gap",
+    "staleness_max",
+    "tokens",
+)
 
 
 class Watch:
@@ -40,9 +53,13 @@ class Watch:
         self._thread.join()
 
 
-def steps(policy: jv.Policy, pool: jv.Pool, link: jv.Link, count: int, sleep: bool | None) -> list[Any]:
+def steps(
+    policy: jv.Policy, pool: jv.Pool, link: jv.Link, count: int, sleep: bool | None
+) -> list[Any]:
     """The events of a run."""
-    task = jv.Task(PROMPTS, lambda sample, example=None: reward_of(sample.text), name="size")
+    task = jv.Task(
+        PROMPTS, lambda sample, example=None: reward_of(sample.text), name="size"
+    )
     with tempfile.TemporaryDirectory() as folder:
         run = jv.grpo(
             policy,
@@ -75,7 +92,13 @@ def facts_of(events: list[Any]) -> dict[str, Any]:
         "steps": {name: [round(float(x), 3) for x in table[name]] for name in TIMES},
         "slept_s": [e.stop - e.start for e in pauses],
         "syncs": [
-            {"sync": e.version, "verified": e.verified, "mode": e.mode, "transport": e.transport, "seconds": e.seconds}
+            {
+                "sync": e.version,
+                "verified": e.verified,
+                "mode": e.mode,
+                "transport": e.transport,
+                "seconds": e.seconds,
+            }
             for e in syncs
         ],
         "padding": [row.get("padding") for row in trained],
@@ -88,23 +111,39 @@ def main() -> None:
 
     model = jv.models.tiny("qwen3", **QWEN3_1_7B)
     with jv.Lab() as lab:
-        pool = lab.launch(model, load="dummy", device="cuda", colocate=True, engine=ENGINE)
+        pool = lab.launch(
+            model, load="dummy", device="cuda", colocate=True, engine=ENGINE
+        )
         import jax
 
-        policy = jv.Policy.from_pretrained(model, compute_dtype="bfloat16", remat="full")
+        policy = jv.Policy.from_pretrained(
+            model, compute_dtype="bfloat16", remat="full"
+        )
         pool.wait()
         stats = lambda: jax.local_devices()[0].memory_stats() or {}
         card = int(cupy.cuda.runtime.memGetInfo()[1])
         link = lab.connect(policy.params, pool, rules="policy", mode="staged")
-        rows, length = policy.packing([TOKENS + 16] * 120, token_budget=BUDGET).shapes[0]
+        rows, length = policy.packing([TOKENS + 16] * 120, token_budget=BUDGET).shapes[
+            0
+        ]
         estimate = policy.memory(rows, length, 64)
-        facts: dict[str, Any] = {"card_bytes": card, "trainer_share_bytes": estimate.at_hand}
-        facts |= {"shape": [rows, length], "memory": str(estimate), "memory_bytes": estimate.total}
+        facts: dict[str, Any] = {
+            "card_bytes": card,
+            "trainer_share_bytes": estimate.at_hand,
+        }
+        facts |= {
+            "shape": [rows, length],
+            "memory": str(estimate),
+            "memory_bytes": estimate.total,
+        }
         print(facts, flush=True)
         watch = Watch()
         facts |= facts_of(steps(policy, pool, link, 2, None))
         watch.stop()
-        facts |= {"card_used_least_bytes": watch.least, "card_used_most_bytes": watch.most}
+        facts |= {
+            "card_used_least_bytes": watch.least,
+            "card_used_most_bytes": watch.most,
+        }
         facts["jax_peak_bytes"] = int(stats()["peak_bytes_in_use"])
         facts["engine_holds_the_last"] = bool(link.verify())
         try:

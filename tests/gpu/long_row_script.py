@@ -42,7 +42,9 @@ def train(policy: jv.Policy, length: int) -> dict[str, Any]:
     algorithm, estimate = Algorithm(), policy.memory(1, length)
     batch = train_batch([one_sample(length)], [1.0], algorithm, Buckets(rows=1))
     batch = replace(batch, advantages=np.ones(1, np.float32))
-    step = TrainStep(policy.logprobs_fn, algorithm, learning_rate=1e-6, token_budget=length)
+    step = TrainStep(
+        policy.logprobs_fn, algorithm, learning_rate=1e-6, token_budget=length
+    )
     state, seconds, reports = step.init(policy.params), [], []
     for _ in range(STEPS):
         start = time.perf_counter()
@@ -57,7 +59,10 @@ def train(policy: jv.Policy, length: int) -> dict[str, Any]:
         "tokens": length,
         "first_step_s": seconds[0],
         "steps_s": seconds[1:],
-        **{name: [getattr(r, name) for r in reports] for name in ("compiled", "loss", "grad_norm", "skipped")},
+        **{
+            name: [getattr(r, name) for r in reports]
+            for name in ("compiled", "loss", "grad_norm", "skipped")
+        },
         "padding": reports[-1].padding,
         "peak_bytes": int(stats["peak_bytes_in_use"]),
         "limit_bytes": int(stats["bytes_limit"]),
@@ -70,7 +75,8 @@ def train(policy: jv.Policy, length: int) -> dict[str, Any]:
 def main() -> None:
     import cupy
 
-    jax.block_until_ready(jax.numpy.zeros(1))  # JAX's share, before the engine takes its own
+    # JAX's share, before the engine takes its own
+    jax.block_until_ready(jax.numpy.zeros(1))
     model = jv.models.tiny("qwen3", **QWEN3_1_7B)
     rows = []
     with jv.Lab() as lab:
@@ -82,8 +88,16 @@ def main() -> None:
         for length in LENGTHS:
             row = train(policy, length)
             row["synced_verified"] = link.sync(policy.params, progress=False).verified
-            out = pool.generate([[5, 6, 7]], max_tokens=8, temperature=0.0, ignore_eos=True, progress=False)[0]
-            row["engine_versions_after"] = sorted({int(version) for version in out.versions})
+            out = pool.generate(
+                [[5, 6, 7]],
+                max_tokens=8,
+                temperature=0.0,
+                ignore_eos=True,
+                progress=False,
+            )[0]
+            row["engine_versions_after"] = sorted(
+                {int(version) for version in out.versions}
+            )
             rows.append(row)
         facts = {
             "card_bytes": int(cupy.cuda.runtime.memGetInfo()[1]),

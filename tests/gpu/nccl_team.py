@@ -26,7 +26,11 @@ from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._shards import MeshSpec, leaf_from_spec
 from tests.layout.plan_world import Size, World, transformer
 
-ONE_GPU = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}
+ONE_GPU = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_NTHREADS": "4",
+    "NCCL_NSOCKS_PERTHREAD": "4",
+}
 SMALL = Size(d=48, n=6, k=6, h=10, f=96, vocab=203, layers=2, experts=2)
 # about 0.5 GB in bfloat16, all of it in a few large leaves
 LARGE = Size(d=2048, n=16, k=8, h=128, f=6144, vocab=32000, layers=4, experts=1)
@@ -36,7 +40,13 @@ STUCK = 40.0  # seconds after which a process of the team says where it stands
 class Described(World):
     """A world of leaves without values: they are made on the GPU."""
 
-    def leaf(self, path: str, shape: tuple[int, ...], spec: Any = None, dtype: str = "float32") -> Any:
+    def leaf(
+        self,
+        path: str,
+        shape: tuple[int, ...],
+        spec: Any = None,
+        dtype: str = "float32",
+    ) -> Any:
         leaf = leaf_from_spec(path, shape, "bfloat16", self.mesh, spec)
         self.leaves.append(leaf)
         self.values[path] = np.zeros(0)
@@ -84,13 +94,17 @@ class Shards:
 
         self._arrays: dict[str, Any] = {}
         # Finite bit patterns, tiled by numpy: JAX would compile a program for each shape.
-        base = np.random.default_rng(100 * version + device).integers(0, 0x3FFF, 1 << 22, np.uint16)
+        base = np.random.default_rng(100 * version + device).integers(
+            0, 0x3FFF, 1 << 22, np.uint16
+        )
         for number, leaf in enumerate(world.leaves):
             at = leaf.devices.tolist().index(device)
             start, stop = leaf.starts[at], leaf.stops[at]
             if world.values[leaf.path].size:
                 box = tuple(slice(a, b) for a, b in zip(start, stop, strict=True))
-                value = np.ascontiguousarray(world.values[leaf.path][box]) + np.float32(version - 1)
+                value = np.ascontiguousarray(world.values[leaf.path][box]) + np.float32(
+                    version - 1
+                )
                 self._arrays[leaf.path] = jax.device_put(value, jax.devices("gpu")[0])
             else:
                 shape = tuple((stop - start).tolist())
@@ -109,18 +123,37 @@ class Trainer:
     def __init__(self) -> None:
         self.senders: Any = None
 
-    def listen(self, which: str, devices: int, ranks: int, me: int, kill: tuple[int, int] | None = None) -> Any:
+    def listen(
+        self,
+        which: str,
+        devices: int,
+        ranks: int,
+        me: int,
+        kill: tuple[int, int] | None = None,
+    ) -> Any:
         """Endpoints by rank. `kill`: (bucket, pid), a process that is killed when that bucket's turn comes."""
         from jvlab.sync._device_pack import DevicePack
         from jvlab.sync._senders import BucketSenders
         from jvlab.transport import Faults, listen
 
-        self.world, self.plan = {"small": small, "large": large, "many": many}[which](devices, ranks)
+        self.world, self.plan = {"small": small, "large": large, "many": many}[which](
+            devices, ranks
+        )
         self.me = me
-        faults = Faults(hook=(kill[0], lambda _: os.kill(kill[1], signal.SIGKILL))) if kill else None
+        faults = (
+            Faults(hook=(kill[0], lambda _: os.kill(kill[1], signal.SIGKILL)))
+            if kill
+            else None
+        )
 
         def make(room: int, replica: str, rank: int) -> Any:
-            sender = listen("nccl", slot_bytes=room, slots=3, peer=f"rank {rank}", label=f"trainer {me}")
+            sender = listen(
+                "nccl",
+                slot_bytes=room,
+                slots=3,
+                peer=f"rank {rank}",
+                label=f"trainer {me}",
+            )
             return faults.wrap(sender) if faults and rank == ranks - 1 else sender
 
         pack: Any = functools.partial(DevicePack, ordinal=0)
@@ -163,7 +196,11 @@ def bare(identity: bytes, rank: int, sizes: Sequence[int]) -> float:
     from jvlab.transport._nccl import CudaGpu
 
     gpu = CudaGpu()
-    pair, stream, memory = gpu.pair(identity, rank), gpu.stream(), gpu.allocate(max(sizes))
+    pair, stream, memory = (
+        gpu.pair(identity, rank),
+        gpu.stream(),
+        gpu.allocate(max(sizes)),
+    )
 
     def wait() -> None:
         while not pair.ready():
@@ -180,7 +217,8 @@ def bare(identity: bytes, rank: int, sizes: Sequence[int]) -> float:
         wait()
     stream.synchronize()
     took = time.perf_counter() - start
-    BARE.append(pair)  # a sender that ended now would take the last bytes with it, which are still in its buffers
+    # a sender that ended now would take the last bytes with it, which are still in its buffers
+    BARE.append(pair)
     return took
 
 
@@ -199,7 +237,15 @@ class Rank:
     def __init__(self) -> None:
         self.receivers: Any = None
 
-    def open(self, which: str, devices: int, ranks: int, me: int, endpoints: list[Any], seconds: float) -> None:
+    def open(
+        self,
+        which: str,
+        devices: int,
+        ranks: int,
+        me: int,
+        endpoints: list[Any],
+        seconds: float,
+    ) -> None:
         import torch
 
         from jvlab.engine.worker._rank_sync import DeviceDigest
@@ -215,21 +261,29 @@ class Rank:
         self.live: dict[int, Any] = {}
         for t in sorted(ledger.boxes):
             info = plan.parameters[int(plan.target_parameter[t])]
-            self.live[t] = torch.full(info.shape, -777.0, device="cuda").to(getattr(torch, info.dtype))
-        self.names = {t: plan.parameters[int(plan.target_parameter[t])].name for t in self.live}
+            self.live[t] = torch.full(info.shape, -777.0, device="cuda").to(
+                getattr(torch, info.dtype)
+            )
+        self.names = {
+            t: plan.parameters[int(plan.target_parameter[t])].name for t in self.live
+        }
         self.room, self.found, self.digest = self.live, {}, DeviceDigest(plan, links, 0)
         torch.cuda.synchronize()
         end = time.monotonic() + seconds
         channels: list[ReceivingChannel] = []
         try:
             for d in mine:
-                receiver = open_receiver(endpoints[d], end - time.monotonic(), label=f"rank {me}")
+                receiver = open_receiver(
+                    endpoints[d], end - time.monotonic(), label=f"rank {me}"
+                )
                 channels.append(ReceivingChannel(receiver, (d,), d))
         except BaseException:
             for channel in channels:
                 channel.receiver.close()
             raise
-        self.receivers = Receivers(channels, ledger, self._scatter, self._finish, lambda: None)
+        self.receivers = Receivers(
+            channels, ledger, self._scatter, self._finish, lambda: None
+        )
 
     def half_open(self, endpoint: dict[str, Any]) -> None:
         """Shake hands as a rank does, and go no further."""
@@ -239,8 +293,17 @@ class Rank:
         from jvlab.transport._peer import Clock, Peer
         from jvlab.transport._slots import HELLO, FramedSocket
 
-        self.framed = FramedSocket(socket.create_connection((endpoint["host"], endpoint["port"])), "nccl", "trainer")
-        self.framed.put(HELLO, json.dumps({"token": endpoint["token"], "peer": Peer.me("rank").values()}).encode())
+        self.framed = FramedSocket(
+            socket.create_connection((endpoint["host"], endpoint["port"])),
+            "nccl",
+            "trainer",
+        )
+        self.framed.put(
+            HELLO,
+            json.dumps(
+                {"token": endpoint["token"], "peer": Peer.me("rank").values()}
+            ).encode(),
+        )
         self.framed.get(Clock(10.0), "welcome us")
 
     def _scatter(self, box: Any, data: Any) -> None:
@@ -252,11 +315,17 @@ class Rank:
         if self.verify:
             self.found[number] = self.digest(number, self.room[number])
 
-    def move(self, version: int, mode: str, seconds: float, verify: bool = True) -> None:
+    def move(
+        self, version: int, mode: str, seconds: float, verify: bool = True
+    ) -> None:
         import torch
 
         self.verify, self.found = verify, {}
-        self.room = self.live if mode == "direct" else {t: torch.clone(v) for t, v in self.live.items()}
+        self.room = (
+            self.live
+            if mode == "direct"
+            else {t: torch.clone(v) for t, v in self.live.items()}
+        )
         torch.cuda.synchronize()
         self.receivers.start(version, seconds)
 
@@ -280,7 +349,9 @@ class Rank:
     def memory(self) -> dict[str, str]:
         import torch
 
-        hashed = lambda t: hashlib.sha256(t.contiguous().view(torch.int16).cpu().numpy().tobytes()).hexdigest()
+        hashed = lambda t: hashlib.sha256(
+            t.contiguous().view(torch.int16).cpu().numpy().tobytes()
+        ).hexdigest()
         return {self.names[t]: hashed(value) for t, value in self.live.items()}
 
     def addresses(self) -> list[int]:
@@ -290,7 +361,9 @@ class Rank:
         import torch
 
         free, total = torch.cuda.mem_get_info()
-        threads, files = (len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd"))
+        threads, files = (
+            len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")
+        )
         return {"threads": threads, "files": files, "used": total - free}
 
     def close(self) -> None:
@@ -310,19 +383,27 @@ def wanted(world: World, plan: TransferPlan, rank: int, version: int) -> dict[st
     """What each parameter of a rank must hold, by the loopback interpreter."""
     from tests.layout.plan_interpreter import execute
 
-    world.values = {path: value + np.float32(version - 1) for path, value in world.values.items()}
+    world.values = {
+        path: value + np.float32(version - 1) for path, value in world.values.items()
+    }
     params = {
-        (int(r), plan.parameters[p].name): np.full(plan.parameters[p].shape, -777.0).astype(
-            numpy_dtype(plan.parameters[p].dtype)
-        )
+        (int(r), plan.parameters[p].name): np.full(
+            plan.parameters[p].shape, -777.0
+        ).astype(numpy_dtype(plan.parameters[p].dtype))
         for r, p in zip(plan.target_rank, plan.target_parameter, strict=True)
     }
     execute(plan, world.shards(), params, mode="direct")
-    return {name: hashlib.sha256(v.tobytes()).hexdigest() for (r, name), v in params.items() if r == rank}
+    return {
+        name: hashlib.sha256(v.tobytes()).hexdigest()
+        for (r, name), v in params.items()
+        if r == rank
+    }
 
 
 def serve(pipe: Any, kind: str, host_id: str) -> None:
-    os.environ.update({**ONE_GPU, "NCCL_HOSTID": host_id, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+    os.environ.update(
+        {**ONE_GPU, "NCCL_HOSTID": host_id, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    )
     end = Trainer() if kind == "trainer" else Rank()
     try:
         import cupy
@@ -345,8 +426,13 @@ def serve(pipe: Any, kind: str, host_id: str) -> None:
         try:
             pipe.send(("ok", getattr(end, order[0])(*order[1:])))
         except Exception as error:
-            kind_, reason = type(error).__name__, getattr(error, "fields", {}).get("reason", "")
-            pipe.send(("error", f"{kind_}[{reason}]: {error}\n{traceback.format_exc()}"))
+            kind_, reason = (
+                type(error).__name__,
+                getattr(error, "fields", {}).get("reason", ""),
+            )
+            pipe.send(
+                ("error", f"{kind_}[{reason}]: {error}\n{traceback.format_exc()}")
+            )
         faulthandler.cancel_dump_traceback_later()
     with contextlib.suppress(Exception):
         end.close()
@@ -358,7 +444,9 @@ class Member:
     def __init__(self, kind: str, host_id: str) -> None:
         spawn = multiprocessing.get_context("spawn")
         self.pipe, theirs = spawn.Pipe()
-        self.process = spawn.Process(target=serve, args=(theirs, kind, host_id), daemon=True)
+        self.process = spawn.Process(
+            target=serve, args=(theirs, kind, host_id), daemon=True
+        )
         self.process.start()
         theirs.close()
         self.pid = self.process.pid or 0

@@ -13,8 +13,10 @@ class OneCardWorker(Worker):
     """Every rank on the first visible GPU, under a host name of its own."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        os.environ["NCCL_HOSTID"] = f"process-{os.getpid()}"  # before this process's first NCCL call
+        # before this process's first NCCL call
+        os.environ["NCCL_HOSTID"] = f"process-{os.getpid()}"
         parallel = vllm_config.parallel_config
         card = current_platform.visible_device_id_to_physical_device_id(0)
-        parallel.assigned_physical_gpu_ids = [card] * parallel.world_size  # device_ids=[0, 0] is refused as duplicate
+        # device_ids=[0, 0] is refused as duplicate
+        parallel.assigned_physical_gpu_ids = [card] * parallel.world_size
         super().__init__(vllm_config, *args, **kwargs)

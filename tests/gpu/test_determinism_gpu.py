@@ -18,7 +18,9 @@ from tests.conftest import process_tree, wait_for_exit
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.engine,
-    pytest.mark.skipif(not os.path.exists("/dev/nvidia0"), reason="no NVIDIA GPU on this machine"),
+    pytest.mark.skipif(
+        not os.path.exists("/dev/nvidia0"), reason="no NVIDIA GPU on this machine"
+    ),
 ]
 ENGINE: dict[str, Any] = {
     "gpu_memory_utilization": 0.1,
@@ -45,7 +47,11 @@ POOLS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "tiny": ("tiny", True, {"enforce_eager": True}),
     "tiny-graphs": ("tiny", True, {}),
     "large-graphs": ("large", True, {}),
-    "tiny-flash": ("tiny", True, {"enforce_eager": True, "attention_backend": "FLASH_ATTN"}),
+    "tiny-flash": (
+        "tiny",
+        True,
+        {"enforce_eager": True, "attention_backend": "FLASH_ATTN"},
+    ),
     "tiny-off": ("tiny", False, {"enforce_eager": True}),
     "large-off": ("large", False, {}),
 }
@@ -53,8 +59,13 @@ POOLS: dict[str, tuple[str, bool, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    large = jv.models.tiny("qwen3", path=tmp_path_factory.mktemp("models") / "large", **QWEN)
-    return {"tiny": jv.models.tiny("llama", head_dim=64, tie_word_embeddings=False), "large": large}
+    large = jv.models.tiny(
+        "qwen3", path=tmp_path_factory.mktemp("models") / "large", **QWEN
+    )
+    return {
+        "tiny": jv.models.tiny("llama", head_dim=64, tie_word_embeddings=False),
+        "large": large,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +83,13 @@ def lab() -> Iterator[jv.Lab]:
 def pools(lab: jv.Lab, folders: dict[str, str]) -> dict[str, jv.Pool]:
     """All of them; they come up at the same time."""
     made = {
-        name: lab.launch(folders[model], name=name, device="cuda", engine={**ENGINE, **more}, deterministic=switch)
+        name: lab.launch(
+            folders[model],
+            name=name,
+            device="cuda",
+            engine={**ENGINE, **more},
+            deterministic=switch,
+        )
         for name, (model, switch, more) in POOLS.items()
     }
     return {name: pool.wait(400) for name, pool in made.items()}
@@ -102,19 +119,34 @@ def test_the_switch_is_exact(pools: dict[str, jv.Pool], name: str) -> None:
     assert report.causes == ()
 
 
-@pytest.mark.parametrize(("name", "cause"), [("tiny-flash", "longest query"), ("tiny-off", "kernels are off")])
-def test_without_it_the_cause_is_named(pools: dict[str, jv.Pool], name: str, cause: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [("tiny-flash", "longest query"), ("tiny-off", "kernels are off")],
+)
+def test_without_it_the_cause_is_named(
+    pools: dict[str, jv.Pool], name: str, cause: str
+) -> None:
     report = measured(pools, name)
-    assert not (report.exact and report.score_exact), "this card no longer needs the switch: say so in README"
+    assert not (report.exact and report.score_exact), (
+        "this card no longer needs the switch: say so in README"
+    )
     assert any(cause in found for found in report.causes), report.causes
 
 
-def test_a_sync_in_between_changes_nothing(lab: jv.Lab, pools: dict[str, jv.Pool], folders: dict[str, str]) -> None:
+def test_a_sync_in_between_changes_nothing(
+    lab: jv.Lab, pools: dict[str, jv.Pool], folders: dict[str, str]
+) -> None:
     """Other weights and back again: the same bits, alone and in a batch."""
     import jax
 
     pool, policy = pools["tiny"], jv.Policy.from_pretrained(folders["tiny"])
-    options = {"max_tokens": TOKENS, "temperature": 1.0, "seed": 0, "ignore_eos": True, "progress": False}
+    options = {
+        "max_tokens": TOKENS,
+        "temperature": 1.0,
+        "seed": 0,
+        "ignore_eos": True,
+        "progress": False,
+    }
     prompts = [[3 + (i * 7 + k) % 500 for k in range(40 * i + 5)] for i in range(8)]
     link = lab.connect(policy.params, pool)
     link.sync(policy.params)
@@ -123,7 +155,10 @@ def test_a_sync_in_between_changes_nothing(lab: jv.Lab, pools: dict[str, jv.Pool
     other = pool.generate(prompts, **options)
     link.sync(policy.params)
     after = pool.generate(prompts, **options)
-    assert any(not np.array_equal(a.token_ids, b.token_ids) for a, b in zip(before, other, strict=True))
+    assert any(
+        not np.array_equal(a.token_ids, b.token_ids)
+        for a, b in zip(before, other, strict=True)
+    )
     for one, two in zip(before, after, strict=True):
         np.testing.assert_array_equal(one.token_ids, two.token_ids)
         np.testing.assert_array_equal(one.logprobs, two.logprobs)
@@ -153,8 +188,17 @@ def test_grpo_repeats_to_the_bit(
             progress=False,
         )
         table = run.record.steps()
-        found.append({k: np.asarray(table[k]) for k in ("reward_mean", "loss", "grad_norm", "logprob_gap")})
-    print("grpo twice:", {k: (found[0][k].tolist(), found[1][k].tolist()) for k in found[0]}, flush=True)
+        found.append(
+            {
+                k: np.asarray(table[k])
+                for k in ("reward_mean", "loss", "grad_norm", "logprob_gap")
+            }
+        )
+    print(
+        "grpo twice:",
+        {k: (found[0][k].tolist(), found[1][k].tolist()) for k in found[0]},
+        flush=True,
+    )
     for key in found[0]:
         np.testing.assert_array_equal(found[0][key], found[1][key], err_msg=key)
 
@@ -165,7 +209,13 @@ def test_what_it_costs(pools: dict[str, jv.Pool]) -> None:
 
     names = ("large-graphs", "large-off")
     rates: dict[str, list[float]] = {name: [] for name in names}
-    options = {"max_tokens": 128, "temperature": 1.0, "seed": 0, "ignore_eos": True, "progress": False}
+    options = {
+        "max_tokens": 128,
+        "temperature": 1.0,
+        "seed": 0,
+        "ignore_eos": True,
+        "progress": False,
+    }
     for turn in range(4):
         for name in names if turn % 2 else names[::-1]:
             start = time.perf_counter()

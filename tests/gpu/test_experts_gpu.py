@@ -22,7 +22,9 @@ from tests.gpu.card import ending_lab, greedy
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.engine,
-    pytest.mark.skipif(not os.path.exists("/dev/nvidia0"), reason="no NVIDIA GPU on this machine"),
+    pytest.mark.skipif(
+        not os.path.exists("/dev/nvidia0"), reason="no NVIDIA GPU on this machine"
+    ),
 ]
 ENGINE: dict[str, Any] = {
     "gpu_memory_utilization": 0.12,
@@ -33,7 +35,12 @@ ENGINE: dict[str, Any] = {
     "moe_backend": "triton",  # it computes from live memory; others re-arrange experts
 }
 SIZES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"hidden_size": 256, "head_dim": 64, "moe_intermediate_size": 128, "num_experts": 8},
+    "qwen3_moe": {
+        "hidden_size": 256,
+        "head_dim": 64,
+        "moe_intermediate_size": 128,
+        "num_experts": 8,
+    },
     "mixtral": {"hidden_size": 256, "intermediate_size": 128, "num_local_experts": 8},
 }
 
@@ -49,7 +56,9 @@ def test_bits_and_tokens_are_those_of_a_load(lab: jv.Lab, family: str):
     """What vLLM loaded itself is the reference: its memory, byte for byte, and its tokens."""
     import jax
 
-    model = jv.models.tiny(family, tie_word_embeddings=False, dtype="bfloat16", **SIZES[family])
+    model = jv.models.tiny(
+        family, tie_word_embeddings=False, dtype="bfloat16", **SIZES[family]
+    )
     pool = lab.launch(model, name=family, engine=ENGINE).wait(300)
     policy = jv.Policy.from_pretrained(model, dtype="bfloat16")
     link = lab.connect(policy.params, pool, rules="policy")
@@ -74,7 +83,9 @@ def test_bits_and_tokens_are_those_of_a_load(lab: jv.Lab, family: str):
     }
     link.sync({**policy.params, "layers": {**policy.params["layers"], "moe": moe}})
     differing = {name for name in names if pool.peek(name) != own[name]}
-    assert differing == {name for name in names if "w13_" in name or "w2_" in name}, "two experts were swapped"
+    assert differing == {name for name in names if "w13_" in name or "w2_" in name}, (
+        "two experts were swapped"
+    )
     assert not link.verify(policy.params)
     link.close()
     pool.close()
@@ -82,7 +93,9 @@ def test_bits_and_tokens_are_those_of_a_load(lab: jv.Lab, family: str):
 
 def test_one_of_size_beside_vllms_own_ipc():
     """12 layers of Qwen3-30B-A3B, 16 GB of bf16: direct and staged, verified, and vLLM's own way in the same run."""
-    found = run_bench_sync_gpu(rounds=10, size=os.environ.get("JVLAB_GPU_SIZE", "moe-16"))
+    found = run_bench_sync_gpu(
+        rounds=10, size=os.environ.get("JVLAB_GPU_SIZE", "moe-16")
+    )
     print(json.dumps(found), flush=True)
     assert found["transport"] == "ipc"
     assert all(found["tokens_equal"].values()), found["tokens_equal"]

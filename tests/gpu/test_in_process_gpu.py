@@ -19,7 +19,9 @@ from tests.gpu.card import device_used, ending_lab, greedy, tiny
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.engine,
-    pytest.mark.skipif(not os.path.exists("/dev/nvidia0"), reason="no NVIDIA GPU on this machine"),
+    pytest.mark.skipif(
+        not os.path.exists("/dev/nvidia0"), reason="no NVIDIA GPU on this machine"
+    ),
     # vLLM and torch warn in the engine's thread, which is this process's: as errors they would end the engine
     pytest.mark.filterwarnings("default"),
 ]
@@ -54,7 +56,9 @@ def wanted(itself: jv.Pool, local: InProcessPool) -> list[list[int]]:
     return said
 
 
-def test_syncs_write_the_engines_memory_in_this_process(local: InProcessPool, wanted: list[list[int]]) -> None:
+def test_syncs_write_the_engines_memory_in_this_process(
+    local: InProcessPool, wanted: list[list[int]]
+) -> None:
     import jax
 
     assert local.status()["replicas"][0]["pid"] == os.getpid()
@@ -68,7 +72,9 @@ def test_syncs_write_the_engines_memory_in_this_process(local: InProcessPool, wa
         assert link.transport == "ipc", link.reason
         assert "one process" in link.reason
         for mode in ("direct", "staged"):
-            link.sync(jax.tree.map(lambda x: x * 2, policy.params), mode=mode, progress=False)
+            link.sync(
+                jax.tree.map(lambda x: x * 2, policy.params), mode=mode, progress=False
+            )
             assert greedy(local, 16) != wanted
             report = link.sync(policy.params, mode=mode, progress=False)
             assert report.verified
@@ -77,19 +83,31 @@ def test_syncs_write_the_engines_memory_in_this_process(local: InProcessPool, wa
             assert link.verify(policy.params)
             assert greedy(local, 16) == wanted, f"{dtype} {mode}"
             assert local.status()["replicas"][0]["version"] == link.version
-            facts[f"{dtype} {mode}"] = {f"{k}_ms": round(1e3 * v, 3) for k, v in report.seconds.items()}
+            facts[f"{dtype} {mode}"] = {
+                f"{k}_ms": round(1e3 * v, 3) for k, v in report.seconds.items()
+            }
         link.close()
     print("in process:", json.dumps(facts), flush=True)
 
 
-def test_it_ends_and_another_may_be_made(local: InProcessPool, wanted: list[list[int]]) -> None:
+def test_it_ends_and_another_may_be_made(
+    local: InProcessPool, wanted: list[list[int]]
+) -> None:
     before = device_used()
     local.close()
     after = device_used()
     start = time.perf_counter()
     with jv.Pool.in_process(tiny(5), device="cuda", engine=ENGINE) as again:
         took = time.perf_counter() - start
-        assert greedy(again, 16) == wanted, "the same weights, loaded by itself, in this process"
-    facts = {"freed_bytes": before - after, "second_start_s": took, "left_bytes": device_used() - after}
+        assert greedy(again, 16) == wanted, (
+            "the same weights, loaded by itself, in this process"
+        )
+    facts = {
+        "freed_bytes": before - after,
+        "second_start_s": took,
+        "left_bytes": device_used() - after,
+    }
     print("in process, ended:", json.dumps(facts), flush=True)
-    assert before - after > 0.9 * ENGINE["kv_cache_memory_bytes"], "the KV cache is given back"
+    assert before - after > 0.9 * ENGINE["kv_cache_memory_bytes"], (
+        "the KV cache is given back"
+    )

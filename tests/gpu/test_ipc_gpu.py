@@ -26,7 +26,9 @@ from tests.layout.plan_interpreter import execute
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not os.path.exists("/dev/nvidia0"), reason="no NVIDIA GPU on this machine"),
+    pytest.mark.skipif(
+        not os.path.exists("/dev/nvidia0"), reason="no NVIDIA GPU on this machine"
+    ),
 ]
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
@@ -47,17 +49,29 @@ class Rank:
         self.params = {}
         for t in range(len(self.plan.target_parameter)):
             info = self.plan.parameters[int(self.plan.target_parameter[t])]
-            blank = torch.full(info.shape, -777.0, device=kind).to(getattr(torch, info.dtype))
+            blank = torch.full(info.shape, -777.0, device=kind).to(
+                getattr(torch, info.dtype)
+            )
             self.params[t] = blank
         torch.cuda.synchronize()
         self.side = IpcExport(self.plan, 0, 0, dict(self.params))
 
     def call(self, name: str, *args: Any) -> Any:
-        return getattr(self, name)(*args) if hasattr(Rank, name) else getattr(self.side, name)(*args)
+        return (
+            getattr(self, name)(*args)
+            if hasattr(Rank, name)
+            else getattr(self.side, name)(*args)
+        )
 
     def memory(self, staged: bool) -> dict[int, bytes]:
         tensors = self.side._memory(staged)
-        view = lambda t: t.contiguous().view(getattr(self.torch, BITS[t.element_size()])).cpu().numpy().tobytes()
+        view = lambda t: (
+            t.contiguous()
+            .view(getattr(self.torch, BITS[t.element_size()]))
+            .cpu()
+            .numpy()
+            .tobytes()
+        )
         return {t: view(tensor) for t, tensor in tensors.items()}
 
     def addresses(self) -> list[int]:
@@ -101,10 +115,15 @@ def serve(pipe: Any) -> None:
 class Other:
     """A rank in another process, asked over a pipe. A later test takes over the process of one that ended well."""
 
-    idle: ClassVar[list[tuple[Any, Any]]] = []  # (process, pipe): starting one takes seconds
+    # (process, pipe): starting one takes seconds
+    idle: ClassVar[list[tuple[Any, Any]]] = []
 
-    def __init__(self, plan: TransferPlan, kind: str = "cuda", fresh: bool = False) -> None:
-        self.process, self.pipe = self.start() if fresh or not self.idle else self.idle.pop()
+    def __init__(
+        self, plan: TransferPlan, kind: str = "cuda", fresh: bool = False
+    ) -> None:
+        self.process, self.pipe = (
+            self.start() if fresh or not self.idle else self.idle.pop()
+        )
         self._fresh, self._owed = fresh, 0
         try:
             self("begin", plan.to_bytes(), kind)
@@ -161,18 +180,30 @@ def world_of(layout: str, source: str, wire: str) -> tuple[Any, TransferPlan]:
     from tests.layout.plan_world import Size, World, transformer
 
     world = World(MeshSpec.parse("fsdp=1"), 1, dtype=wire)
-    transformer(world, Size(d=136, n=4, k=2, h=18, f=200, vocab=203, layers=2), layout=layout, rotary=layout != "fused")
+    transformer(
+        world,
+        Size(d=136, n=4, k=2, h=18, f=200, vocab=203, layers=2),
+        layout=layout,
+        rotary=layout != "fused",
+    )
     rng = np.random.default_rng(5)
     for k, leaf in enumerate(world.leaves):
-        world.values[leaf.path] = rng.standard_normal(leaf.shape).astype(numpy_dtype(source))
-        world.leaves[k] = type(leaf)(leaf.path, leaf.shape, source, leaf.devices, leaf.starts, leaf.stops)
+        world.values[leaf.path] = rng.standard_normal(leaf.shape).astype(
+            numpy_dtype(source)
+        )
+        world.leaves[k] = type(leaf)(
+            leaf.path, leaf.shape, source, leaf.devices, leaf.starts, leaf.stops
+        )
     return world, compile_plan(world.leaves, world.bindings, world.layouts)
 
 
 def on_gpu(world: Any) -> dict[str, Any]:
     import jax
 
-    return {path: jax.device_put(value, jax.devices("gpu")[0]) for path, value in world.values.items()}
+    return {
+        path: jax.device_put(value, jax.devices("gpu")[0])
+        for path, value in world.values.items()
+    }
 
 
 def wanted(world: Any, plan: TransferPlan) -> dict[int, bytes]:
@@ -203,13 +234,18 @@ def source_of(plan: TransferPlan, arrays: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("layout", "source", "wire"),
     [
-        *((layout, "float32", "bfloat16") for layout in ("einsum", "dense", "checkpoint", "scanned", "fused")),
+        *(
+            (layout, "float32", "bfloat16")
+            for layout in ("einsum", "dense", "checkpoint", "scanned", "fused")
+        ),
         ("dense", "bfloat16", "bfloat16"),
         ("einsum", "float32", "float16"),
     ],
 )
 @pytest.mark.parametrize("parts", [False, True])
-def test_direct_is_bit_exact(layout: str, source: str, wire: str, parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_direct_is_bit_exact(
+    layout: str, source: str, wire: str, parts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from jvlab.sync import _ipc_lanes
     from jvlab.sync._ipc_senders import IpcSenders
 
@@ -264,7 +300,9 @@ def test_shadows_are_given_back_and_made_anew(pair: Any) -> None:
         senders.release_shadows()
         other("release_shadows")
         with pytest.raises(TransportError, match="shadow memory"):
-            senders._destination(senders.channels[0], senders.channels[0].lanes[0], True)
+            senders._destination(
+                senders.channels[0], senders.channels[0].lanes[0], True
+            )
     assert other("memory", False) == wanted(world, plan)
 
 
@@ -333,7 +371,8 @@ def test_a_restarted_rank_is_attached_anew(pair: Any) -> None:
 
 def test_memory_mapped_piecewise_is_refused_with_the_remedy() -> None:
     _, plan = world_of("dense", "float32", "bfloat16")
-    other = Other(plan, fresh=True)  # its allocator is not as others expect it afterwards
+    # its allocator is not as others expect it afterwards
+    other = Other(plan, fresh=True)
     try:
         assert "expandable_segments:False" in other("expandable")
     finally:

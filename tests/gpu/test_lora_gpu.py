@@ -23,7 +23,9 @@ from tests.gpu.card import PROMPTS, ending_lab, greedy, tiny
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.engine,
-    pytest.mark.skipif(not os.path.exists("/dev/nvidia0"), reason="no NVIDIA GPU on this machine"),
+    pytest.mark.skipif(
+        not os.path.exists("/dev/nvidia0"), reason="no NVIDIA GPU on this machine"
+    ),
 ]
 ENGINE: dict[str, Any] = {
     "gpu_memory_utilization": 0.12,
@@ -60,19 +62,26 @@ def trained(policy: Any, seed: int, size: float = 0.05) -> Any:
 
     leaves, tree = jax.tree.flatten(policy.lora)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
-    moved = [x + size * jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
+    moved = [
+        x + size * jax.random.normal(k, x.shape, x.dtype)
+        for k, x in zip(keys, leaves, strict=True)
+    ]
     return jax.tree.unflatten(tree, moved)
 
 
 def gap(policy: Any, params: Any, pool: jv.Pool) -> float:
     """Mean difference between the engine's log-probabilities of its own tokens and the trainer's."""
-    sample = pool.generate([PROMPTS[0]], max_tokens=24, temperature=0.0, ignore_eos=True, progress=False)[0]
+    sample = pool.generate(
+        [PROMPTS[0]], max_tokens=24, temperature=0.0, ignore_eos=True, progress=False
+    )[0]
     row = [*PROMPTS[0], *sample.token_ids.tolist()]
     ours = np.asarray(policy.logprobs(params, [row]), np.float32)[0, len(PROMPTS[0]) :]
     return float(np.abs(ours - sample.logprobs).mean())
 
 
-def test_adapters_arrive_and_tokens_move(lab: jv.Lab, pool: jv.Pool, base: Any, tmp_path: Path):
+def test_adapters_arrive_and_tokens_move(
+    lab: jv.Lab, pool: jv.Pool, base: Any, tmp_path: Path
+):
     policy = base.with_lora(rank=8)
     plain = greedy(pool)
     link = lab.connect(policy.lora, pool)
@@ -84,22 +93,36 @@ def test_adapters_arrive_and_tokens_move(lab: jv.Lab, pool: jv.Pool, base: Any, 
         policy.lora = trained(policy, seed)
         assert link.sync(policy.lora, mode=mode).verified
         assert link.verify(policy.lora)
-        assert not link.verify(trained(policy, seed + 50)), "other adapters have other digests"
+        assert not link.verify(trained(policy, seed + 50)), (
+            "other adapters have other digests"
+        )
         tokens = greedy(pool)
         assert tokens not in seen, "a captured graph does not see the new adapter"
         seen.append(tokens)
         assert gap(policy, policy.lora, pool) < CLOSE
         pool.load_adapter("file", policy.save_pretrained(tmp_path / f"adapter{seed}"))
-        options = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True, "progress": False, "adapter": "file"}
-        by_file = [pool.generate([ids], **options)[0].token_ids.tolist() for ids in PROMPTS]
+        options = {
+            "max_tokens": 24,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "progress": False,
+            "adapter": "file",
+        }
+        by_file = [
+            pool.generate([ids], **options)[0].token_ids.tolist() for ids in PROMPTS
+        ]
         assert by_file == tokens, mode
         pool.unload_adapter("file")
-    assert (link.meaning.state, link.meaning.how) == ("checked", "function"), link.meaning
+    assert (link.meaning.state, link.meaning.how) == ("checked", "function"), (
+        link.meaning
+    )
     link.close()
 
 
 @pytest.mark.parametrize("mode", ["direct", "staged"])
-def test_nothing_is_left_of_a_wider_adapter(lab: jv.Lab, pool: jv.Pool, base: Any, mode: str):
+def test_nothing_is_left_of_a_wider_adapter(
+    lab: jv.Lab, pool: jv.Pool, base: Any, mode: str
+):
     wide, narrow = base.with_lora(rank=16), base.with_lora(rank=4, targets=["q_proj"])
     wide.lora, narrow.lora = trained(wide, 10, 0.2), trained(narrow, 11)
     with lab.connect(wide.lora, pool) as link:
@@ -107,7 +130,9 @@ def test_nothing_is_left_of_a_wider_adapter(lab: jv.Lab, pool: jv.Pool, base: An
         assert gap(base, base.params, pool) > CLOSE, "the wide adapter is seen"
     with lab.connect(narrow.lora, pool) as link:
         assert link.sync(narrow.lora, mode=mode).verified
-    held = np.frombuffer(pool.peek("adapter.model.layers.0.self_attn.qkv_proj.lora_a.0"), np.uint16)
+    held = np.frombuffer(
+        pool.peek("adapter.model.layers.0.self_attn.qkv_proj.lora_a.0"), np.uint16
+    )
     held = held.reshape(16, -1)
     assert held[:4].any()
     assert not held[4:].any(), "rows of the wider adapter"
@@ -128,8 +153,15 @@ def test_the_base_below_is_synced(lab: jv.Lab, pool: jv.Pool, base: Any):
 
 def test_attention_is_adapted_beside_experts(lab: jv.Lab):
     """vLLM adapts experts too; `with_lora` has attention's maps alone, and the rest of the slot stays zero."""
-    sizes: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "moe_intermediate_size": 128, "num_experts": 8}
-    model = jv.models.tiny("qwen3_moe", tie_word_embeddings=False, dtype="bfloat16", **sizes)
+    sizes: dict[str, Any] = {
+        "hidden_size": 256,
+        "head_dim": 64,
+        "moe_intermediate_size": 128,
+        "num_experts": 8,
+    }
+    model = jv.models.tiny(
+        "qwen3_moe", tie_word_embeddings=False, dtype="bfloat16", **sizes
+    )
     more = {"moe_backend": "triton", "enforce_eager": True}
     pool = lab.launch(model, name="experts", engine={**ENGINE, **more}).wait(300)
     policy = jv.Policy.from_pretrained(model, dtype="bfloat16").with_lora(rank=8)

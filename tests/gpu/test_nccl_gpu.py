@@ -12,7 +12,9 @@ import pytest
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not os.path.exists("/dev/nvidia0"), reason="no NVIDIA GPU on this machine"),
+    pytest.mark.skipif(
+        not os.path.exists("/dev/nvidia0"), reason="no NVIDIA GPU on this machine"
+    ),
 ]
 SECONDS = 20.0
 
@@ -28,7 +30,10 @@ class Team:
     def need(self, m: int, n: int) -> tuple[list[Any], list[Any]]:
         """So many trainers and ranks; what is missing is started, all at once."""
         new = []
-        for kind, members, count in (("trainer", self.trainers, m), ("rank", self.ranks, n)):
+        for kind, members, count in (
+            ("trainer", self.trainers, m),
+            ("rank", self.ranks, n),
+        ):
             for unfit in [member for member in members if not member.fit]:
                 members.remove(unfit)
                 unfit.end()
@@ -48,7 +53,9 @@ class Team:
     def lose_rank(self, number: int) -> None:
         self.ranks.pop(number).end()
 
-    def connect(self, which: str, m: int, n: int, kill: Any = None) -> tuple[list[Any], list[Any]]:
+    def connect(
+        self, which: str, m: int, n: int, kill: Any = None
+    ) -> tuple[list[Any], list[Any]]:
         trainers, ranks = self.need(m, n)
         for k, t in enumerate(trainers):
             t.start("listen", which, m, n, k, kill if k == m - 1 else None)
@@ -56,13 +63,22 @@ class Team:
         for t in trainers:
             t.start("ready", SECONDS)
         for k, r in enumerate(ranks):
-            r.start("open", which, m, n, k, [per_rank[k] for per_rank in endpoints], SECONDS)
+            r.start(
+                "open", which, m, n, k, [per_rank[k] for per_rank in endpoints], SECONDS
+            )
         said = [member.answer() for member in (*ranks, *trainers)]
         wrong = [what for kind, what in said if kind == "error"]
         assert not wrong, "\n".join(wrong)
         return trainers, ranks
 
-    def sync(self, trainers: list[Any], ranks: list[Any], version: int, mode: str, digest: bool = True) -> Any:
+    def sync(
+        self,
+        trainers: list[Any],
+        ranks: list[Any],
+        version: int,
+        mode: str,
+        digest: bool = True,
+    ) -> Any:
         """What the trainers say they sent, and the digests that the ranks found."""
         for r in ranks:
             r("move", version, mode, SECONDS, digest)
@@ -109,7 +125,9 @@ def test_bit_exact(team: Team, m: int, n: int) -> None:
         sent, found = team.sync(trainers, ranks, version, mode)
         assert found == summed(sent)
         if mode == "staged":
-            assert [r("memory") for r in ranks] == before, "live memory is untouched until the commit"
+            assert [r("memory") for r in ranks] == before, (
+                "live memory is untouched until the commit"
+            )
         for r in ranks:
             r("commit")
         before = [r("memory") for r in ranks]
@@ -143,12 +161,26 @@ def test_as_fast_as_nccl_alone(team: Team) -> None:
         verified.append(sent[0]["seconds"]["sent"])
     close(trainers, ranks)
     nbytes = sum(sizes)
-    rates = {k: nbytes / min(v) / 1e9 for k, v in (("nccl", alone), ("jvlab", ours), ("jvlab verified", verified))}
-    print(json.dumps({"bytes": nbytes, "buckets": len(sizes), "gb_per_s": rates, "seconds": [alone, ours, verified]}))
+    rates = {
+        k: nbytes / min(v) / 1e9
+        for k, v in (("nccl", alone), ("jvlab", ours), ("jvlab verified", verified))
+    }
+    print(
+        json.dumps(
+            {
+                "bytes": nbytes,
+                "buckets": len(sizes),
+                "gb_per_s": rates,
+                "seconds": [alone, ours, verified],
+            }
+        )
+    )
     assert rates["jvlab"] >= 0.9 * rates["nccl"]
 
 
-def test_a_killed_receiver_ends_the_others_and_a_fresh_connect_works(team: Team) -> None:
+def test_a_killed_receiver_ends_the_others_and_a_fresh_connect_works(
+    team: Team,
+) -> None:
     _, ranks = team.need(2, 2)
     trainers, ranks = team.connect("many", 2, 2, kill=(3, ranks[1].pid))
     for r in ranks:
@@ -160,10 +192,22 @@ def test_a_killed_receiver_ends_the_others_and_a_fresh_connect_works(team: Team)
     took = time.monotonic() - start
     kind, _ = ranks[0].start("finish", SECONDS).answer(SECONDS)
     others = time.monotonic() - start
-    print(json.dumps({"trainers_s": took, "other_rank_s": others, "said": [str(s[1]).split("\n")[0] for s in said]}))
-    assert "error" in [s[0] for s in said], "who had sent all its bytes by then is done; nobody waits for ever"
+    print(
+        json.dumps(
+            {
+                "trainers_s": took,
+                "other_rank_s": others,
+                "said": [str(s[1]).split("\n")[0] for s in said],
+            }
+        )
+    )
+    assert "error" in [s[0] for s in said], (
+        "who had sent all its bytes by then is done; nobody waits for ever"
+    )
     assert any("rank 1" in str(s[1]) for s in said)
-    assert kind in ("error", "ok"), "it had all of its own buckets, or it was told; it does not wait for ever"
+    assert kind in ("error", "ok"), (
+        "it had all of its own buckets, or it was told; it does not wait for ever"
+    )
     assert took < 15
     assert others < 15
     close(trainers, ranks[:1])
@@ -203,5 +247,7 @@ def test_connecting_again_and_again_leaks_nothing(team: Team) -> None:
         standing.append(ranks[0]("standing"))
     print(json.dumps({"standing": standing}))
     assert standing[-1]["threads"] <= standing[1]["threads"]
-    assert standing[-1]["files"] <= standing[1]["files"] + 1, "a leak would add one with each connection"
+    assert standing[-1]["files"] <= standing[1]["files"] + 1, (
+        "a leak would add one with each connection"
+    )
     assert standing[-1]["used"] <= standing[1]["used"] + (64 << 20)

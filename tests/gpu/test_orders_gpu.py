@@ -22,7 +22,9 @@ from tests.gpu.card import ending_lab
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.engine,
-    pytest.mark.skipif(not os.path.exists("/dev/nvidia0"), reason="no NVIDIA GPU on this machine"),
+    pytest.mark.skipif(
+        not os.path.exists("/dev/nvidia0"), reason="no NVIDIA GPU on this machine"
+    ),
 ]
 ENGINE = {
     "max_model_len": 512,
@@ -50,10 +52,14 @@ def test_what_each_way_costs(tmp_path: Path):
     policy = policy_of(tmp_path)
     found: dict[str, dict[str, float]] = {}
     with ending_lab(60) as lab:
-        pool = lab.launch(str(tmp_path), load="dummy", engine=ENGINE, device="cuda").wait(300)
+        pool = lab.launch(
+            str(tmp_path), load="dummy", engine=ENGINE, device="cuda"
+        ).wait(300)
         for way in ("core", "socket", "gateway"):
             for mode in ("direct", "staged"):
-                with lab.connect(policy.params, pool, rules="policy", meaning="off") as link:
+                with lab.connect(
+                    policy.params, pool, rules="policy", meaning="off"
+                ) as link:
                     for _ in range(2):
                         link.sync(policy.params, mode=mode, progress=False)
                     restrict(link, way)
@@ -64,10 +70,15 @@ def test_what_each_way_costs(tmp_path: Path):
                         calls.append(time.perf_counter() - start)
                         pauses.append(report.seconds["pause"])
                         assert report.verified
-                    assert (link._channels.direct_orders is None) == (way == "gateway"), "nothing was opened again"
+                    assert (link._channels.direct_orders is None) == (
+                        way == "gateway"
+                    ), "nothing was opened again"
                     found[f"{way} {mode}"] = {
                         "call_ms": round(1e3 * statistics.median(calls), 2),
                         "pause_ms": round(1e3 * statistics.median(pauses), 2),
                     }
-                    print(json.dumps({f"{way} {mode}": found[f"{way} {mode}"]}), flush=True)
+                    print(
+                        json.dumps({f"{way} {mode}": found[f"{way} {mode}"]}),
+                        flush=True,
+                    )
     print(json.dumps(found))

@@ -18,7 +18,9 @@ from tests.gpu.card import ending_lab, greedy, tiny
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.engine,
-    pytest.mark.skipif(not os.path.exists("/dev/nvidia0"), reason="no NVIDIA GPU on this machine"),
+    pytest.mark.skipif(
+        not os.path.exists("/dev/nvidia0"), reason="no NVIDIA GPU on this machine"
+    ),
 ]
 ENGINE = {
     "gpu_memory_utilization": 0.12,
@@ -41,7 +43,9 @@ def pool(lab: jv.Lab) -> jv.Pool:
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
-def trainer(request: pytest.FixtureRequest, lab: jv.Lab, pool: jv.Pool) -> Iterator[tuple[jv.Link, Any, list[Any]]]:
+def trainer(
+    request: pytest.FixtureRequest, lab: jv.Lab, pool: jv.Pool
+) -> Iterator[tuple[jv.Link, Any, list[Any]]]:
     """A link by ipc, parameters in the engine's dtype or wider ones, and the tokens that these make."""
     params = jv.Policy.from_pretrained(tiny(0), dtype=request.param).params
     link = lab.connect(params, pool, rules="policy")
@@ -57,7 +61,10 @@ def planted(params: Any, value: float, name: str = "'v'") -> tuple[Any, str]:
 
     from jvlab.layout._tree import flatten
 
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+    paths = [
+        jax.tree_util.keystr(path)
+        for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]
+    ]
     chosen = next(path for path in paths if name in path)
 
     def leaf(path: Any, old: Any) -> Any:
@@ -72,7 +79,14 @@ def planted(params: Any, value: float, name: str = "'v'") -> tuple[Any, str]:
 
 
 def logprobs(pool: jv.Pool) -> np.ndarray:
-    made = pool.generate([[5, 6, 7, 8]], n=8, max_tokens=24, temperature=1.0, ignore_eos=True, progress=False)
+    made = pool.generate(
+        [[5, 6, 7, 8]],
+        n=8,
+        max_tokens=24,
+        temperature=1.0,
+        ignore_eos=True,
+        progress=False,
+    )
     return np.concatenate([np.asarray(sample.logprobs, float) for sample in made])
 
 
@@ -80,7 +94,11 @@ def logprobs(pool: jv.Pool) -> np.ndarray:
 @pytest.mark.parametrize("mode", ["direct", "staged"])
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
 def test_poison_is_refused(
-    pool: jv.Pool, trainer: tuple[jv.Link, Any, list[Any]], mode: str, verify: str, value: float
+    pool: jv.Pool,
+    trainer: tuple[jv.Link, Any, list[Any]],
+    mode: str,
+    verify: str,
+    value: float,
 ):
     link, params, wanted = trainer
     version = link.version
@@ -89,7 +107,9 @@ def test_poison_is_refused(
         with pytest.raises(errors.NonFiniteError) as caught:
             link.sync(bad, mode=mode, verify=verify)
         nan = int(np.isnan(value))
-        assert caught.value.fields["leaves"] == {leaf: {"nan": nan, "inf": 1 - nan, "overflow": 0}}
+        assert caught.value.fields["leaves"] == {
+            leaf: {"nan": nan, "inf": 1 - nan, "overflow": 0}
+        }
         if mode == "staged":
             assert greedy(pool) == wanted, "the old version serves"
         else:
@@ -100,12 +120,16 @@ def test_poison_is_refused(
     assert greedy(pool) == wanted
 
 
-def test_poison_made_by_the_cast_is_refused(pool: jv.Pool, trainer: tuple[jv.Link, Any, list[Any]]):
+def test_poison_made_by_the_cast_is_refused(
+    pool: jv.Pool, trainer: tuple[jv.Link, Any, list[Any]]
+):
     link, params, wanted = trainer
     bad, leaf = planted(params, 3.4e38)  # a float32; beyond what bfloat16 holds
     if "bfloat16" in str(next(iter(_leaves(params))).dtype):
         pytest.skip("nothing is cast")
-    with pytest.raises(errors.NonFiniteError, match="beyond what bfloat16 holds") as caught:
+    with pytest.raises(
+        errors.NonFiniteError, match="beyond what bfloat16 holds"
+    ) as caught:
         link.sync(bad, mode="staged")
     assert caught.value.fields["leaves"] == {leaf: {"nan": 0, "inf": 0, "overflow": 1}}
     assert greedy(pool) == wanted
@@ -120,7 +144,10 @@ def _leaves(params: Any) -> list[Any]:
 def test_poison_in_a_step(pool: jv.Pool, trainer: tuple[jv.Link, Any, list[Any]]):
     link, params, wanted = trainer
     bad, leaf = planted(params, np.nan)
-    with pytest.raises(errors.NonFiniteError, match=leaf), link.stepper(bad, mode="staged") as stepper:
+    with (
+        pytest.raises(errors.NonFiniteError, match=leaf),
+        link.stepper(bad, mode="staged") as stepper,
+    ):
         stepper.run()
     assert greedy(pool) == wanted
 
@@ -159,11 +186,19 @@ def test_poison_costs_next_to_nothing():
         ):
             source = cupy.zeros(side * side * item_bytes(transform.source), np.uint8)
             target = cupy.zeros(side * side * item_bytes(transform.wire), np.uint8)
-            pointers = [cupy.asarray(np.array([memory.data.ptr], np.uint64)) for memory in (source, target)]
-            for form, axes in (("tiles", ((side, side, 1), (side, 1, side))), ("rows", ((side * side, 1, 1),))):
+            pointers = [
+                cupy.asarray(np.array([memory.data.ptr], np.uint64))
+                for memory in (source, target)
+            ]
+            for form, axes in (
+                ("tiles", ((side, side, 1), (side, 1, side))),
+                ("rows", ((side * side, 1, 1),)),
+            ):
                 made = tables([IpcBox(0, 0, 0, 0, axes, transform, side, 0)])
                 assert {table.program.form for table in made} == {form}
-                launchers = {look: Launcher(0, made, 1, look=look) for look in (False, True)}
+                launchers = {
+                    look: Launcher(0, made, 1, look=look) for look in (False, True)
+                }
                 for digest in (False, True):
                     times: dict[bool, list[float]] = {False: [], True: []}
                     for _ in range(25):
@@ -179,5 +214,7 @@ def test_poison_costs_next_to_nothing():
                     found[name] = (min(times[False]), min(times[True]))
             del source, target
     for name, (without, with_look) in found.items():
-        print(f"{name:44} {without:.3f} ms, looking {with_look:.3f} ms ({with_look / without - 1:+.1%})")
+        print(
+            f"{name:44} {without:.3f} ms, looking {with_look:.3f} ms ({with_look / without - 1:+.1%})"
+        )
     assert all(looking < 1.1 * without for without, looking in found.values()), found

@@ -16,7 +16,9 @@ from tests.conftest import process_tree, wait_for_exit
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.engine,
-    pytest.mark.skipif(not os.path.exists("/dev/nvidia0"), reason="no NVIDIA GPU on this machine"),
+    pytest.mark.skipif(
+        not os.path.exists("/dev/nvidia0"), reason="no NVIDIA GPU on this machine"
+    ),
 ]
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
@@ -45,18 +47,25 @@ def test_generate_and_score(pool: jv.Pool):
     batch = pool.generate(["The cat", [5, 6, 7]], n=8, max_tokens=32, seed=0)
     assert len(batch) == 16
     assert pool.status()["device"] == "cuda"
-    assert pool.score(batch).gap(batch) < 0.1, "bf16: decode and prefill kernels round differently"
+    assert pool.score(batch).gap(batch) < 0.1, (
+        "bf16: decode and prefill kernels round differently"
+    )
 
 
 def test_pause_keep(pool: jv.Pool):
     whole = pool.generate("Once upon", max_tokens=1500, **GREEDY)[0]
     results: list[jv.Sample] = []
-    thread = threading.Thread(target=lambda: results.append(pool.generate("Once upon", max_tokens=1500, **GREEDY)[0]))
+    thread = threading.Thread(
+        target=lambda: results.append(
+            pool.generate("Once upon", max_tokens=1500, **GREEDY)[0]
+        )
+    )
     thread.start()
     time.sleep(0.3)
     pool.pause("keep")
     try:
-        time.sleep(0.3)  # the last step's tokens may still be on their way to the counters
+        # the last step's tokens may still be on their way to the counters
+        time.sleep(0.3)
         before = pool.status()["replicas"][0]["generated_tokens"]
         time.sleep(0.5)
         assert pool.status()["replicas"][0]["generated_tokens"] == before
@@ -74,7 +83,10 @@ def test_sleep_and_wake(pool: jv.Pool):
     pool.wake(["weights"])
     pool.wake(["kv_cache"])
     assert not pool.status()["replicas"][0]["sleeping"]
-    assert np.array_equal(pool.generate("Once upon", max_tokens=64, **GREEDY)[0].token_ids, first.token_ids)
+    assert np.array_equal(
+        pool.generate("Once upon", max_tokens=64, **GREEDY)[0].token_ids,
+        first.token_ids,
+    )
 
 
 def test_live_trace(pool: jv.Pool):

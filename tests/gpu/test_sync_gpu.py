@@ -24,7 +24,9 @@ from tests.gpu.card import device_used, ending_lab, greedy, tiny
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.engine,
-    pytest.mark.skipif(not os.path.exists("/dev/nvidia0"), reason="no NVIDIA GPU on this machine"),
+    pytest.mark.skipif(
+        not os.path.exists("/dev/nvidia0"), reason="no NVIDIA GPU on this machine"
+    ),
 ]
 SYNCS = 300
 PROMPT = [5, 6, 7, 8]
@@ -33,9 +35,11 @@ ENGINE = {
     "dtype": "bfloat16",
     "max_model_len": 1024,
     "max_num_seqs": 64,
-    "kv_cache_memory_bytes": 4 << 30,  # engines that come up side by side would each measure what the others take
+    # engines that come up side by side would each measure what the others take
+    "kv_cache_memory_bytes": 4 << 30,
 }
-LAUNCHES: dict[str, tuple[int, dict[str, Any]]] = {  # by the fixture that waits for it: seed, engine
+# by the fixture that waits for it: seed, engine
+LAUNCHES: dict[str, tuple[int, dict[str, Any]]] = {
     "pool": (0, ENGINE),
     "slept": (0, {**ENGINE, "enable_sleep_mode": True, "enforce_eager": True}),
 }
@@ -50,7 +54,11 @@ def lab() -> Iterator[jv.Lab]:
 @pytest.fixture(scope="module")
 def launched(lab: jv.Lab, request: pytest.FixtureRequest) -> dict[str, jv.Pool]:
     """The engines that the chosen tests need, coming up at the same time."""
-    ours = [item for item in request.session.items if getattr(item, "module", None) is request.module]
+    ours = [
+        item
+        for item in request.session.items
+        if getattr(item, "module", None) is request.module
+    ]
     needed = {name for item in ours for name in getattr(item, "fixturenames", ())}
     return {
         name: lab.launch(tiny(seed), name=name, engine=engine)
@@ -94,7 +102,11 @@ def that_say(policy: Any, token: int) -> Any:
         elif "norm" in name or "embed" in name:
             new = jnp.ones_like(value)
         elif "attn" in name or "mlp" in name:
-            new = jnp.zeros_like(value) if "'o'" in name or "down" in name else value * 0.5
+            new = (
+                jnp.zeros_like(value)
+                if "'o'" in name or "down" in name
+                else value * 0.5
+            )
         else:
             new = value
         return jax.device_put(new, value.sharding)
@@ -103,7 +115,11 @@ def that_say(policy: Any, token: int) -> Any:
 
 
 def says(pool: jv.Pool) -> set[int]:
-    return set(pool.generate([PROMPT], max_tokens=4, temperature=0.0, ignore_eos=True)[0].token_ids.tolist())
+    return set(
+        pool.generate([PROMPT], max_tokens=4, temperature=0.0, ignore_eos=True)[
+            0
+        ].token_ids.tolist()
+    )
 
 
 def test_bits_and_tokens(lab: jv.Lab, pool: jv.Pool, loaded_tokens: list[list[int]]):
@@ -140,14 +156,23 @@ def test_300_syncs_under_load(lab: jv.Lab, pool: jv.Pool, policy: Any):
     def load() -> None:
         try:
             while not over.is_set():
-                seen.extend(pool.stream([PROMPT] * 16, max_tokens=400, temperature=0.0, ignore_eos=True))
+                seen.extend(
+                    pool.stream(
+                        [PROMPT] * 16, max_tokens=400, temperature=0.0, ignore_eos=True
+                    )
+                )
         except BaseException as error:
             failures.append(error)
 
     loader = threading.Thread(target=load)
     loader.start()
     replica = pool.status()["replicas"][0]["pid"]
-    pids = [psutil.Process().pid, lab._gateway.pid, replica, *(c.pid for c in psutil.Process(replica).children(True))]
+    pids = [
+        psutil.Process().pid,
+        lab._gateway.pid,
+        replica,
+        *(c.pid for c in psutil.Process(replica).children(True)),
+    ]
 
     def footprint() -> dict[str, float]:
         processes = [psutil.Process(pid) for pid in pids]
@@ -161,14 +186,19 @@ def test_300_syncs_under_load(lab: jv.Lab, pool: jv.Pool, policy: Any):
     before: dict[str, float] = {}
     for version in range(first + 1, first + SYNCS):
         mode = "staged" if version % 2 else "direct"
-        assert link.sync(versions[version % 4], version=version, mode=mode, progress=False).verified
+        assert link.sync(
+            versions[version % 4], version=version, mode=mode, progress=False
+        ).verified
         if version == first + 60:
             before = footprint()
     after = footprint()
     over.set()
     loader.join(120)
     assert not failures
-    print("300 syncs under load:", {"before": before, "after": after, "samples": len(seen)})
+    print(
+        "300 syncs under load:",
+        {"before": before, "after": after, "samples": len(seen)},
+    )
     assert after["rss"] - before["rss"] < 100, (before, after)
     assert after["fds"] <= before["fds"] + 4, (before, after)
     assert after["threads"] <= before["threads"] + 4, (before, after)
@@ -229,7 +259,9 @@ time.sleep(600)
 """
 
 
-def test_a_trainer_that_is_killed(lab: jv.Lab, slept: jv.Pool, policy: Any, tmp_path: Path):
+def test_a_trainer_that_is_killed(
+    lab: jv.Lab, slept: jv.Pool, policy: Any, tmp_path: Path
+):
     used = device_used()
     script = tmp_path / "trainer.py"
     script.write_text(TRAINER)
@@ -250,7 +282,9 @@ def test_a_trainer_that_is_killed(lab: jv.Lab, slept: jv.Pool, policy: Any, tmp_
     until = time.monotonic() + 20  # both sides give memory back on their own time
     while (now := device_used()) > used + (64 << 20) and time.monotonic() < until:
         time.sleep(0.1)
-    assert now <= used + (64 << 20), "what the dead trainer had mapped, and its shadows, were given back"
+    assert now <= used + (64 << 20), (
+        "what the dead trainer had mapped, and its shadows, were given back"
+    )
 
 
 def test_sleep_and_wake(lab: jv.Lab, slept: jv.Pool, policy: Any):
@@ -263,7 +297,10 @@ def test_sleep_and_wake(lab: jv.Lab, slept: jv.Pool, policy: Any):
     for level in (1, 2):
         used, start = device_used(), time.perf_counter()
         slept.sleep(level)
-        facts[f"level {level}"] = {"freed_mib": (used - device_used()) / 2**20, "sleep_s": time.perf_counter() - start}
+        facts[f"level {level}"] = {
+            "freed_mib": (used - device_used()) / 2**20,
+            "sleep_s": time.perf_counter() - start,
+        }
         with pytest.raises(errors.SyncError, match="sleeps"):
             link.sync(that_say(policy, 80), mode="staged")
         start = time.perf_counter()

@@ -22,7 +22,9 @@ from tests.gpu.card import ending_lab, greedy, tiny
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.engine,
-    pytest.mark.skipif(not os.path.exists("/dev/nvidia0"), reason="no NVIDIA GPU on this machine"),
+    pytest.mark.skipif(
+        not os.path.exists("/dev/nvidia0"), reason="no NVIDIA GPU on this machine"
+    ),
 ]
 UP_SECONDS = 200
 
@@ -50,7 +52,10 @@ def test_two_ranks_on_one_card_hold_the_trainers_bits(lab: jv.Lab) -> None:
 
     start = time.perf_counter()
     pool, itself = launched(lab, 0), launched(lab, 5)  # both come up at the same time
-    wanted, first = greedy(itself.wait(UP_SECONDS), 16), greedy(pool.wait(UP_SECONDS), 16)
+    wanted, first = (
+        greedy(itself.wait(UP_SECONDS), 16),
+        greedy(pool.wait(UP_SECONDS), 16),
+    )
     facts: dict[str, Any] = {"up_s": time.perf_counter() - start}
     assert wanted != first
     itself.close()
@@ -68,8 +73,13 @@ def test_two_ranks_on_one_card_hold_the_trainers_bits(lab: jv.Lab) -> None:
         assert {rank for _, rank in report.digests} == {0, 1}
         assert link.verify(), "live memory of both ranks holds what was committed"
         assert link.verify(policy.params)
-        assert greedy(pool, 16) == wanted, f"{mode}: tokens of an engine of two ranks that loaded these weights"
+        assert greedy(pool, 16) == wanted, (
+            f"{mode}: tokens of an engine of two ranks that loaded these weights"
+        )
         assert pool.status()["replicas"][0]["version"] == link.version
-        facts[mode] = {"bytes": report.bytes, **{f"{k}_ms": 1e3 * v for k, v in report.seconds.items()}}
+        facts[mode] = {
+            "bytes": report.bytes,
+            **{f"{k}_ms": 1e3 * v for k, v in report.seconds.items()},
+        }
     print("tp:", json.dumps(facts), flush=True)
     link.close()

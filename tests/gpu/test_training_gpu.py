@@ -12,13 +12,17 @@ from tests.gpu.card import run_script
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.engine,
-    pytest.mark.skipif(not os.path.exists("/dev/nvidia0"), reason="no NVIDIA GPU on this machine"),
+    pytest.mark.skipif(
+        not os.path.exists("/dev/nvidia0"), reason="no NVIDIA GPU on this machine"
+    ),
 ]
 
 
 def test_long_rows_train_beside_an_engine(tmp_path: Path):
     share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.57"}
-    facts = run_script("tests.gpu.long_row_script", "long row", tmp_path / "log", 200, **share)
+    facts = run_script(
+        "tests.gpu.long_row_script", "long row", tmp_path / "log", 200, **share
+    )
     for row in facts["rows"]:
         assert not any(row["skipped"])
         assert row["compiled"][1:] == [0, 0]
@@ -27,7 +31,12 @@ def test_long_rows_train_beside_an_engine(tmp_path: Path):
 
 
 def test_a_step_that_fits_only_while_the_engine_sleeps(tmp_path: Path):
-    facts = run_script("tests.gpu.colocated_training_script", "colocated training", tmp_path / "log", 300)
+    facts = run_script(
+        "tests.gpu.colocated_training_script",
+        "colocated training",
+        tmp_path / "log",
+        300,
+    )
     assert "RESOURCE_EXHAUSTED" in facts["without_sleep"]
     assert all(sync["verified"] for sync in facts["syncs"])
     assert facts["engine_holds_the_last"]

@@ -42,9 +42,14 @@ ENGINE: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 256,
 }
-WAYS: dict[str, dict[str, str]] = {  # more settings, in the order in which they are tried
+# more settings, in the order in which they are tried
+WAYS: dict[str, dict[str, str]] = {
     "sockets": {},
-    "nothing shared": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0"},
+    "nothing shared": {
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_CUMEM_ENABLE": "0",
+    },
     "torch's NCCL": {"VLLM_DISABLE_PYNCCL": "1"},
 }
 TOKENS = 12
@@ -69,12 +74,17 @@ def environment() -> dict[str, str]:
 
 def engine(ranks: int, device: str) -> dict[str, Any]:
     """Engine arguments of vLLM for so many ranks."""
-    out: dict[str, Any] = {**ENGINE, "tensor_parallel_size": ranks, "skip_tokenizer_init": True}
+    out: dict[str, Any] = {
+        **ENGINE,
+        "tensor_parallel_size": ranks,
+        "skip_tokenizer_init": True,
+    }
     if ranks == 1:
         del out["distributed_executor_backend"]
     if device == "cpu" or ranks == 1:
         del out["worker_cls"]
-    out["dtype"] = "float16"  # bfloat16 sums in another order gave gaps of 0.14 on an H200
+    # bfloat16 sums in another order gave gaps of 0.14 on an H200
+    out["dtype"] = "float16"
     if device == "cpu":  # a rehearsal, where there is no GPU
         del out["kv_cache_memory_bytes"], out["gpu_memory_utilization"]
         out["dtype"] = "float32"
@@ -86,13 +96,23 @@ def say(model: str, ranks: int, device: str, into: Path) -> None:
     from vllm import LLM, SamplingParams
 
     llm = LLM(model, **engine(ranks, device))
-    greedy = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=0, detokenize=False)
+    greedy = SamplingParams(
+        temperature=0.0,
+        max_tokens=TOKENS,
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+    )
     said = []
     for ids in PROMPTS:
-        output = llm.generate({"prompt_token_ids": ids}, greedy, use_tqdm=False)[0].outputs[0]
+        output = llm.generate({"prompt_token_ids": ids}, greedy, use_tqdm=False)[
+            0
+        ].outputs[0]
         tokens = list(output.token_ids)
         steps: Any = output.logprobs
-        logprobs = [step[token].logprob for step, token in zip(steps, tokens, strict=True)]
+        logprobs = [
+            step[token].logprob for step, token in zip(steps, tokens, strict=True)
+        ]
         said.append({"tokens": tokens, "logprobs": logprobs})
     into.with_suffix(".part").write_text(json.dumps(said))
     into.with_suffix(".part").rename(into)
@@ -103,13 +123,32 @@ def say(model: str, ranks: int, device: str, into: Path) -> None:
 class Speaker:
     """An engine in a process group of its own, with a log."""
 
-    def __init__(self, model: str, ranks: int, device: str, folder: Path, name: str, more: dict[str, str]) -> None:
+    def __init__(
+        self,
+        model: str,
+        ranks: int,
+        device: str,
+        folder: Path,
+        name: str,
+        more: dict[str, str],
+    ) -> None:
         self._into, self._log = folder / f"{name}.json", folder / f"{name}.log"
-        command = [sys.executable, "-m", "tests.gpu.tp_probe", "--say", str(ranks), "--model", model]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.gpu.tp_probe",
+            "--say",
+            str(ranks),
+            "--model",
+            model,
+        ]
         command += ["--into", str(self._into), "--device", device]
         env = {**os.environ, **environment(), **more}
         if device == "cpu":
-            env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1" if ranks == 2 else "0"}
+            env |= {
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": "0|1" if ranks == 2 else "0",
+            }
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 command,
@@ -123,14 +162,22 @@ class Speaker:
 
     def said(self, until: float) -> tuple[list[dict[str, Any]] | None, str]:
         """What it said, or None and why not."""
-        while self._process.poll() is None and not self._into.exists() and time.monotonic() < until:
+        while (
+            self._process.poll() is None
+            and not self._into.exists()
+            and time.monotonic() < until
+        ):
             time.sleep(0.2)
         late = self._process.poll() is None and not self._into.exists()
         self.end()
         if self._into.exists():
             return json.loads(self._into.read_text()), ""
         lines = self._log.read_text(errors="replace").splitlines()
-        why = "it was not done in time" if late else f"it ended with {self._process.returncode}"
+        why = (
+            "it was not done in time"
+            if late
+            else f"it ended with {self._process.returncode}"
+        )
         return None, "\n".join([f"{why}; {_cause(lines)}", *lines[-40:]])
 
     def end(self) -> None:
@@ -143,7 +190,10 @@ class Speaker:
 def _cause(lines: list[str]) -> str:
     """The first line that names an error: what comes after it is mostly its echo."""
     marks = ("NCCL WARN", "NCCL error", "Error:", "Error(", "Exception:")
-    return next((line.strip()[-300:] for line in lines if any(m in line for m in marks)), "no error in its log")
+    return next(
+        (line.strip()[-300:] for line in lines if any(m in line for m in marks)),
+        "no error in its log",
+    )
 
 
 def compared(one: list[dict[str, Any]], two: list[dict[str, Any]]) -> dict[str, Any]:
@@ -152,7 +202,10 @@ def compared(one: list[dict[str, Any]], two: list[dict[str, Any]]) -> dict[str, 
     for a, b in zip(one, two, strict=True):
         same = [x == y for x, y in zip(a["tokens"], b["tokens"], strict=True)]
         leading.append(same.index(False) if False in same else len(same))
-        gaps += [abs(x - y) for x, y in zip(a["logprobs"][: leading[-1]], b["logprobs"], strict=False)]
+        gaps += [
+            abs(x - y)
+            for x, y in zip(a["logprobs"][: leading[-1]], b["logprobs"], strict=False)
+        ]
     gap = max(gaps, default=math.inf)
     agree = sum(count > 0 for count in leading) >= len(leading) - 1 and gap < CLOSE
     return {"agree": agree, "leading_equal": leading, "of": TOKENS, "logprob_gap": gap}
@@ -161,7 +214,10 @@ def compared(one: list[dict[str, Any]], two: list[dict[str, Any]]) -> dict[str, 
 def probe(device: str, seconds: float) -> dict[str, Any]:
     """One rank and two ranks side by side; further settings while two ranks fail."""
     model, tried = tiny(), {}
-    with tempfile.TemporaryDirectory(prefix="jvlab-tp-") as place, contextlib.ExitStack() as stack:
+    with (
+        tempfile.TemporaryDirectory(prefix="jvlab-tp-") as place,
+        contextlib.ExitStack() as stack,
+    ):
         folder, begun = Path(place), time.monotonic()
         until = begun + seconds
         alone = Speaker(model, 1, device, folder, "one", {})
@@ -175,7 +231,10 @@ def probe(device: str, seconds: float) -> dict[str, Any]:
             if one is None:
                 one, other = alone.said(until)
                 if one is None:
-                    return {"works": False, "reason": f"the engine with one rank failed: {other}"}
+                    return {
+                        "works": False,
+                        "reason": f"the engine with one rank failed: {other}",
+                    }
             took = time.monotonic() - start
             print(f"tp_probe: {way}: {'said something' if two else why}", flush=True)
             if two is not None:
@@ -207,7 +266,15 @@ def main() -> None:
     given = parser.parse_args()
     if given.say:
         say(given.model, given.say, given.device, given.into)
-    print(json.dumps({"probe": "tensor_parallel=2 on one GPU", **probe(given.device, given.seconds)}), flush=True)
+    print(
+        json.dumps(
+            {
+                "probe": "tensor_parallel=2 on one GPU",
+                **probe(given.device, given.seconds),
+            }
+        ),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -17,8 +17,17 @@ from jvlab.layout._tree import Flattener, flatten
 def test_shares_leave_room_for_both():
     given = _launch_settings.engine_arguments({"max_model_len": 64})
     assert given["enable_sleep_mode"]
-    assert given["gpu_memory_utilization"] + _launch_settings.trainer_share(given["gpu_memory_utilization"]) < 1
-    assert _launch_settings.engine_arguments({"gpu_memory_utilization": 0.3})["gpu_memory_utilization"] == 0.3
+    assert (
+        given["gpu_memory_utilization"]
+        + _launch_settings.trainer_share(given["gpu_memory_utilization"])
+        < 1
+    )
+    assert (
+        _launch_settings.engine_arguments({"gpu_memory_utilization": 0.3})[
+            "gpu_memory_utilization"
+        ]
+        == 0.3
+    )
     for engine in (0.0, 0.9, 1.0):
         with pytest.raises(ConfigError, match="leaves"):
             _launch_settings.trainer_share(engine)
@@ -26,18 +35,29 @@ def test_shares_leave_room_for_both():
 
 def test_jax_that_has_not_started_is_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_launch_settings, "jax_has_started", lambda: False)
-    for name in (_launch_settings.FRACTION, _launch_settings.OLD_FRACTION, _launch_settings.ALLOCATOR):
-        monkeypatch.setenv(name, "")  # so that it is put back afterwards, whatever is set meanwhile
+    for name in (
+        _launch_settings.FRACTION,
+        _launch_settings.OLD_FRACTION,
+        _launch_settings.ALLOCATOR,
+    ):
+        # so that it is put back afterwards, whatever is set meanwhile
+        monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     _launch_settings.share_card(0.45)
     assert os.environ[_launch_settings.FRACTION] == "0.47"
-    assert os.environ[_launch_settings.ALLOCATOR] == "cuda_async", "the one that takes more and gives it back"
+    assert os.environ[_launch_settings.ALLOCATOR] == "cuda_async", (
+        "the one that takes more and gives it back"
+    )
     _launch_settings.share_card(0.6)
-    assert os.environ[_launch_settings.FRACTION] == "0.47", "what the user or an earlier launch set stays"
+    assert os.environ[_launch_settings.FRACTION] == "0.47", (
+        "what the user or an earlier launch set stays"
+    )
     monkeypatch.delenv(_launch_settings.FRACTION)
     monkeypatch.setenv(_launch_settings.OLD_FRACTION, "0.3")
     _launch_settings.share_card(0.45)
-    assert _launch_settings.FRACTION not in os.environ, "JAX refuses to start with both names"
+    assert _launch_settings.FRACTION not in os.environ, (
+        "JAX refuses to start with both names"
+    )
 
 
 def test_what_was_set_is_what_jax_reads(monkeypatch: pytest.MonkeyPatch):
@@ -63,14 +83,21 @@ def test_flattening_again():
     tree = {"a": {"w": jnp.ones((2, 3)), "b": None}, "c": [jnp.zeros(4), jnp.ones(1)]}
     flattener = Flattener()
     for scale in (1, 2):
-        now = {"a": {"w": tree["a"]["w"] * scale, "b": None}, "c": [x * scale for x in tree["c"]]}
+        now = {
+            "a": {"w": tree["a"]["w"] * scale, "b": None},
+            "c": [x * scale for x in tree["c"]],
+        }
         got, wanted = flattener.arrays(now), flatten(now).arrays
         assert list(got) == list(wanted)
         assert all(got[path] is wanted[path] for path in wanted)
     dicts = {"a": {"w": jnp.ones((2, 3)), "b": jnp.ones(1)}, "c": jnp.zeros(4)}
     plain = Flattener()
     plain.arrays(dicts)
-    changed = {"c": dicts["c"] + 1, "a": {"b": dicts["a"]["b"] + 1, "w": dicts["a"]["w"] + 1}}  # in another order
+    # in another order
+    changed = {
+        "c": dicts["c"] + 1,
+        "a": {"b": dicts["a"]["b"] + 1, "w": dicts["a"]["w"] + 1},
+    }
     for now in (
         changed,
         {"a": dicts["a"]},
@@ -83,9 +110,13 @@ def test_flattening_again():
         assert got.keys() == wanted.keys()
         assert all(got[path] is wanted[path] for path in wanted)
     other = {"a": {"w": jnp.ones((2, 3)), "x": jnp.ones(2)}, "c": []}
-    assert list(flattener.arrays(other)) == list(flatten(other).arrays), "another tree is seen as another"
+    assert list(flattener.arrays(other)) == list(flatten(other).arrays), (
+        "another tree is seen as another"
+    )
     shared = jnp.ones(2)
     twice = {"p": shared, "q": shared}
     assert all(np.array_equal(flattener.arrays(twice)[k], shared) for k in "pq")
     apart = {"p": jnp.zeros(2), "q": shared}
-    assert np.array_equal(flattener.arrays(apart)["p"], jnp.zeros(2)), "leaves that were one are not taken for one"
+    assert np.array_equal(flattener.arrays(apart)["p"], jnp.zeros(2)), (
+        "leaves that were one are not taken for one"
+    )

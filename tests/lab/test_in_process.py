@@ -39,9 +39,15 @@ def test_wrong_arguments_start_nothing():
 
 @pytest.mark.parametrize(
     ("wanted", "device", "engine", "found"),
-    [("auto", "cpu", "cpu", "loopback"), ("loopback", "gpu", "cpu", "loopback"), ("auto", "gpu", "cuda", "ipc")],
+    [
+        ("auto", "cpu", "cpu", "loopback"),
+        ("loopback", "gpu", "cpu", "loopback"),
+        ("auto", "gpu", "cuda", "ipc"),
+    ],
 )
-def test_weights_go_by_this_processs_memory(wanted: str, device: str, engine: str, found: str):
+def test_weights_go_by_this_processs_memory(
+    wanted: str, device: str, engine: str, found: str
+):
     name, why = in_one_process(wanted, device, engine)
     assert name == found
     assert "one process" in why
@@ -55,7 +61,9 @@ def test_weights_go_by_this_processs_memory(wanted: str, device: str, engine: st
         ("auto", "cpu", "cuda", "the parameters are on cpu"),
     ],
 )
-def test_other_transports_are_refused_with_a_remedy(wanted: str, device: str, engine: str, message: str):
+def test_other_transports_are_refused_with_a_remedy(
+    wanted: str, device: str, engine: str, message: str
+):
     with pytest.raises(errors.ConfigError, match=message) as caught:
         in_one_process(wanted, device, engine)
     assert caught.value.remedy
@@ -65,9 +73,15 @@ def test_the_head_of_an_engine_is_a_change_of_its_config():
     from jvlab.lab._launch_settings import LaunchOptions
 
     model = jv.models.tiny("llama")
-    make = lambda engine: LaunchOptions(model=model, device="cpu", engine=engine).settings().engine
-    assert make({"head_dtype": "float32"}) == {"hf_overrides": {"head_dtype": "float32"}}
-    assert make({"head_dtype": "float32", "hf_overrides": {"a": 1}})["hf_overrides"] == {
+    make = lambda engine: (
+        LaunchOptions(model=model, device="cpu", engine=engine).settings().engine
+    )
+    assert make({"head_dtype": "float32"}) == {
+        "hf_overrides": {"head_dtype": "float32"}
+    }
+    assert make({"head_dtype": "float32", "hf_overrides": {"a": 1}})[
+        "hf_overrides"
+    ] == {
         "a": 1,
         "head_dtype": "float32",
     }

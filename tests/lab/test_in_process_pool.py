@@ -48,9 +48,13 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]:
         engines.append(FakeEngine(FakeReplica(host.name, "", "")))
         return engines[-1]
 
-    monkeypatch.setattr("jvlab.lab._launch_settings.resolve_device", lambda device: "cpu")
+    monkeypatch.setattr(
+        "jvlab.lab._launch_settings.resolve_device", lambda device: "cpu"
+    )
     monkeypatch.setattr(_in_process.EngineHost, "_load", load)
-    monkeypatch.setattr(_in_process.EngineHost, "_serve", lambda host, engine: engine.replica)
+    monkeypatch.setattr(
+        _in_process.EngineHost, "_serve", lambda host, engine: engine.replica
+    )
     return engines
 
 
@@ -70,7 +74,11 @@ def test_it_is_a_pool(local: InProcessPool, made: list[FakeEngine]):
     assert local.resume() >= 0
     assert made[0].replica.steered == [pb.PAUSE, pb.RESUME]
     status = local.status()
-    assert (status["healthy"], status["replicas"][0]["served"], status["in_flight"]) == (1, 6, 0)
+    assert (
+        status["healthy"],
+        status["replicas"][0]["served"],
+        status["in_flight"],
+    ) == (1, 6, 0)
     assert repr(local).endswith("in process on cpu, ready)")
 
 
@@ -79,11 +87,18 @@ def test_texts_are_scored_as_the_engine_reads_them(local: InProcessPool):
     from transformers import AutoTokenizer
 
     own = AutoTokenizer.from_pretrained(local.model)
-    assert local.tokenizer("Hello there")["input_ids"] == own("Hello there")["input_ids"]
+    assert (
+        local.tokenizer("Hello there")["input_ids"] == own("Hello there")["input_ids"]
+    )
     scores = local.score(["Hello there", [5, 6, 7]])
     assert scores.token_ids is not None
-    assert [row.tolist() for row in scores.token_ids] == [own("Hello there")["input_ids"], [5, 6, 7]]
-    assert [len(row) for row in scores.logprobs] == [len(row) for row in scores.token_ids]
+    assert [row.tolist() for row in scores.token_ids] == [
+        own("Hello there")["input_ids"],
+        [5, 6, 7],
+    ]
+    assert [len(row) for row in scores.logprobs] == [
+        len(row) for row in scores.token_ids
+    ]
     assert len(local.score("one text")) == 1
     with pytest.raises(errors.SamplingError, match="sequence 0 is a chat") as caught:
         local.score([[{"role": "user", "content": "hi"}]])
@@ -96,7 +111,9 @@ def test_texts_are_scored_as_the_engine_reads_them(local: InProcessPool):
 def test_a_tokenizer_that_is_not_here_is_an_error_of_its_own():
     from jvlab.lab._prompts import tokenizer_of
 
-    with pytest.raises(errors.ModelError, match="the tokenizer of /not/here cannot be loaded") as caught:
+    with pytest.raises(
+        errors.ModelError, match="the tokenizer of /not/here cannot be loaded"
+    ) as caught:
         tokenizer_of("/not/here")
     assert "token ids" in caught.value.remedy
 
@@ -129,7 +146,9 @@ def test_a_slow_reader_slows_it_down(local: InProcessPool, made: list[FakeEngine
 
 
 def test_refusals_keep_their_class(local: InProcessPool, made: list[FakeEngine]):
-    made[0].replica.refusal = errors.SamplingError("prompt 0 is odd", remedy="make it even")
+    made[0].replica.refusal = errors.SamplingError(
+        "prompt 0 is odd", remedy="make it even"
+    )
     with pytest.raises(errors.SamplingError, match="prompt 0 is odd") as caught:
         local.generate("x", max_tokens=2)
     assert caught.value.remedy == "make it even"
@@ -144,19 +163,37 @@ def test_a_deadline_is_kept(local: InProcessPool, made: list[FakeEngine]):
 
 def orders(local: InProcessPool, holder: str = "me") -> LinkStream:
     stream = LinkStream(local._client)
-    endpoint = pb.Endpoint(replica="here/0", index=0, ranks_json=[json.dumps(["here/0"])])
-    order = pb.LinkOpen(pool="here", holder=holder, transport="loopback", endpoints=[endpoint], lease_seconds=60)
+    endpoint = pb.Endpoint(
+        replica="here/0", index=0, ranks_json=[json.dumps(["here/0"])]
+    )
+    order = pb.LinkOpen(
+        pool="here",
+        holder=holder,
+        transport="loopback",
+        endpoints=[endpoint],
+        lease_seconds=60,
+    )
     stream.open(order, 30)
     return stream
 
 
-def test_a_sync_is_the_gateways_transaction(local: InProcessPool, made: list[FakeEngine]):
+def test_a_sync_is_the_gateways_transaction(
+    local: InProcessPool, made: list[FakeEngine]
+):
     stream = orders(local)
-    terms = pb.SyncTerms(version=1, mode="direct", verify="full", require="all", pause="keep", kv="keep")
-    assert stream.steps([pb.PREPARE, pb.HALT, pb.MOVE], 30, terms=terms).state == "moving"
-    digests = [pb.ReplicaDigests(replica="here/0", parameters=["w"], ranks=[0], values=[1])]
+    terms = pb.SyncTerms(
+        version=1, mode="direct", verify="full", require="all", pause="keep", kv="keep"
+    )
+    assert (
+        stream.steps([pb.PREPARE, pb.HALT, pb.MOVE], 30, terms=terms).state == "moving"
+    )
+    digests = [
+        pb.ReplicaDigests(replica="here/0", parameters=["w"], ranks=[0], values=[1])
+    ]
     reply = stream.steps([pb.VERIFY, pb.COMMIT, pb.GO_ON], 30, digests=digests)
-    assert [(o.replica, o.state, o.version) for o in reply.outcomes] == [("here/0", "committed", 1)]
+    assert [(o.replica, o.state, o.version) for o in reply.outcomes] == [
+        ("here/0", "committed", 1)
+    ]
     assert local.status()["version"] == 1
     assert local.generate("x", max_tokens=2)[0].version_spans == ((1, 0, 2),)
     with pytest.raises(errors.LinkBusy, match="me"):
@@ -165,9 +202,13 @@ def test_a_sync_is_the_gateways_transaction(local: InProcessPool, made: list[Fak
     until(lambda: local.status()["trainer"] is None, "the pool to be free again")
 
 
-def test_a_trainer_that_leaves_mid_sync_leaves_a_dirty_engine(local: InProcessPool, made: list[FakeEngine]):
+def test_a_trainer_that_leaves_mid_sync_leaves_a_dirty_engine(
+    local: InProcessPool, made: list[FakeEngine]
+):
     stream = orders(local)
-    terms = pb.SyncTerms(version=1, mode="direct", verify="full", require="all", pause="keep", kv="keep")
+    terms = pb.SyncTerms(
+        version=1, mode="direct", verify="full", require="all", pause="keep", kv="keep"
+    )
     stream.steps([pb.PREPARE, pb.HALT, pb.MOVE], 30, terms=terms)
     stream.close()
     until(lambda: local.status()["trainer"] is None, "the sync to be abandoned")
@@ -178,7 +219,9 @@ def test_a_trainer_that_leaves_mid_sync_leaves_a_dirty_engine(local: InProcessPo
 def test_an_engine_that_dies_is_told(local: InProcessPool, made: list[FakeEngine]):
     made[0].dead = True
     until(lambda: local._snapshot.replicas[0].stage == "failed", "the death to be seen")
-    with pytest.raises(errors.LaunchError, match=r"here/0 died: the engine in this process died"):
+    with pytest.raises(
+        errors.LaunchError, match=r"here/0 died: the engine in this process died"
+    ):
         local.generate("x", max_tokens=2)
 
 
@@ -198,13 +241,17 @@ def test_closing_ends_everything_and_makes_room(made: list[FakeEngine], llama: s
     assert not _in_process._open
 
 
-def test_a_start_that_fails_leaves_room_and_says_why(made: list[FakeEngine], llama: str, monkeypatch: Any):
+def test_a_start_that_fails_leaves_room_and_says_why(
+    made: list[FakeEngine], llama: str, monkeypatch: Any
+):
     async def broken(host: Any) -> Any:
         raise ValueError("no memory for the KV cache")
 
     before = {thread.name for thread in threading.enumerate()}
     monkeypatch.setattr(_in_process.EngineHost, "_load", broken)
-    with pytest.raises(errors.LaunchError, match="ValueError: no memory for the KV cache") as caught:
+    with pytest.raises(
+        errors.LaunchError, match="ValueError: no memory for the KV cache"
+    ) as caught:
         jv.Pool.in_process(llama)
     assert "max_model_len" in caught.value.remedy
     assert not _in_process._open

@@ -12,8 +12,17 @@ from jvlab.lab._launch_settings import LaunchOptions
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_adapters_beside_experts_need_a_gpu(family: str):
     model = str(jv.models.tiny(family, num_hidden_layers=1))
-    with pytest.raises(Unsupported, match=r"(?s)no model with experts on a CPU.*policy.merge\(\).params"):
-        LaunchOptions(model=model, device="cpu", engine={"enable_lora": True}).settings()
+    with pytest.raises(
+        Unsupported,
+        match=r"(?s)no model with experts on a CPU.*policy.merge\(\).params",
+    ):
+        LaunchOptions(
+            model=model, device="cpu", engine={"enable_lora": True}
+        ).settings()
     assert LaunchOptions(model=model, device="cpu").settings().model == model
     dense = str(jv.models.tiny("llama"))
-    assert LaunchOptions(model=dense, device="cpu", engine={"enable_lora": True}).settings().engine["enable_lora"]
+    assert (
+        LaunchOptions(model=dense, device="cpu", engine={"enable_lora": True})
+        .settings()
+        .engine["enable_lora"]
+    )

@@ -26,7 +26,13 @@ class FakePool(jv.Pool):
     def __init__(self, name: str = "p") -> None:
         replica = pb.ReplicaStatus(replica=f"{name}/0", stage="ready", state=pb.READY)
         replica.facts.sampling_names.extend(["temperature", "min_p"])
-        self._snapshot = pb.PoolStatus(pool=name, model="/m/tiny", device="cpu", tensor_parallel=1, replicas=[replica])
+        self._snapshot = pb.PoolStatus(
+            pool=name,
+            model="/m/tiny",
+            device="cpu",
+            tensor_parallel=1,
+            replicas=[replica],
+        )
         self.name, self.model, self.asked = name, "/m/tiny", []
 
     def status(self) -> dict[str, Any]:
@@ -37,7 +43,15 @@ class FakePool(jv.Pool):
         self.asked.append((prompts, n, sampling))
         return jv.RolloutBatch(
             [
-                jv.Sample(i, k, np.array([5]), np.array([6]), np.array([-0.5]), text="x", versions=((1, 0, 1),))
+                jv.Sample(
+                    i,
+                    k,
+                    np.array([5]),
+                    np.array([6]),
+                    np.array([-0.5]),
+                    text="x",
+                    versions=((1, 0, 1),),
+                )
                 for i in range(len(prompts))
                 for k in range(n)
             ]
@@ -86,12 +100,16 @@ def test_rollout_takes_prompts_from_a_cell(shell: Any):
     pool = shell.user_ns["pool"] = FakePool()
     shell.user_ns["same"] = pool
     batch = shell.run_cell_magic(
-        "rollout", "n=2 max_tokens=16 stop='a b' logprob=None -o kept", "one prompt\n\n  two\n"
+        "rollout",
+        "n=2 max_tokens=16 stop='a b' logprob=None -o kept",
+        "one prompt\n\n  two\n",
     )
     assert isinstance(batch, jv.RolloutBatch)
     assert len(batch) == 4
     assert shell.user_ns["kept"] is batch
-    assert pool.asked == [(["one prompt", "  two"], 2, {"max_tokens": 16, "stop": "a b", "logprob": None})]
+    assert pool.asked == [
+        (["one prompt", "  two"], 2, {"max_tokens": 16, "stop": "a b", "logprob": None})
+    ]
     result = shell.run_cell("%%rollout same n=1\nhello")
     assert result.success
     assert isinstance(result.result, jv.RolloutBatch)
@@ -136,7 +154,12 @@ def test_status_sync_bisect_help(shell: Any):
     shell.run_line_magic("jv", "sync mode=staged")
     shell.run_line_magic("jv", "sync policy")
     shell.run_line_magic("jv", "sync tree verify=off")
-    want = [({"w": 1}, {}), ({"w": 1}, {"mode": "staged"}), ({"w": 1}, {}), ({"w": 2}, {"verify": "off"})]
+    want = [
+        ({"w": 1}, {}),
+        ({"w": 1}, {"mode": "staged"}),
+        ({"w": 1}, {}),
+        ({"w": 2}, {"verify": "off"}),
+    ]
     assert link.asked == want
     assert shell.run_line_magic("jv", "bisect once upon a time") == "found"
     assert link.asked[-1] == ("once upon a time", policy)
@@ -172,5 +195,11 @@ def test_loading_is_light():
         "jvlab.load_ipython_extension(InteractiveShell())\n"
         "print([m for m in ('vllm', 'torch', 'jax', 'ipywidgets', 'anywidget', 'matplotlib') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=400, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=True,
+    )
     assert done.stdout.strip().splitlines()[-1] == "[]"

@@ -31,7 +31,10 @@ def test_one_or_many(prompts, count: int):
 
 
 def test_kinds():
-    kinds = [_prompts.to_message(i, p).WhichOneof("kind") for i, p in enumerate(["a", CHAT, [1, 2], np.array([3])])]
+    kinds = [
+        _prompts.to_message(i, p).WhichOneof("kind")
+        for i, p in enumerate(["a", CHAT, [1, 2], np.array([3])])
+    ]
     assert kinds == ["text", "chat_json", "tokens", "tokens"]
 
 
@@ -49,7 +52,9 @@ def test_bad_prompts_are_named(prompt):
 
 def test_sampling_names():
     known = ["max_tokens", "temperature"]
-    assert json.loads(_prompts.check_sampling({"temperature": np.float64(0.5)}, known, {})) == {"temperature": 0.5}
+    assert json.loads(
+        _prompts.check_sampling({"temperature": np.float64(0.5)}, known, {})
+    ) == {"temperature": 0.5}
     with pytest.raises(errors.SamplingError, match="did you mean 'temperature'"):
         _prompts.check_sampling({"temprature": 1}, known, {})
     with pytest.raises(errors.SamplingError, match="known: max_tokens"):

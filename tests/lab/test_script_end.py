@@ -28,7 +28,11 @@ SHOW = "print(lab._gateway.pid, flush=True)\n"
 BARE = "import sys, time, jvlab as jv\nlab = jv.Lab(name=sys.argv[1])\n" + SHOW
 SLEEP = "time.sleep(600)\n"
 WITH = f"import sys, time, jvlab as jv\nwith jv.Lab(name=sys.argv[1], lease=600) as lab:\n    {SHOW}    {SLEEP}"
-OWN_HANDLER = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n" + BARE + SLEEP
+OWN_HANDLER = (
+    "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
+    + BARE
+    + SLEEP
+)
 SWALLOWS = f"""
 import sys, time, jvlab as jv, jvlab.lab._script_end as ending
 ending.UNWIND_SECONDS = 0.5
@@ -110,10 +114,14 @@ def test_sigterm_closes_the_lab_of_a_script_that_goes_on(start: Start):
     assert script.stdout.readline() == "going on\n"
     assert not wait_for_exit({gateway}, ENDS)
     assert script.poll() is None
-    assert ended_by(signal.SIGTERM, script) == -signal.SIGTERM, "a second one is not caught"
+    assert ended_by(signal.SIGTERM, script) == -signal.SIGTERM, (
+        "a second one is not caught"
+    )
 
 
-@pytest.mark.parametrize("code", [BARE, BARE + "raise ValueError('mine')"], ids=["its end", "an error"])
+@pytest.mark.parametrize(
+    "code", [BARE, BARE + "raise ValueError('mine')"], ids=["its end", "an error"]
+)
 def test_exit_closes_the_lab(start: Start, code: str):
     script, gateway = start(code)
     assert script.wait(ENDS) == (1 if "ValueError" in code else 0)
@@ -122,7 +130,11 @@ def test_exit_closes_the_lab(start: Start, code: str):
 
 def test_sigkill_leaves_the_lab_for_seconds(start: Start):
     assert 5 < _script_end.SCRIPT_LEASE < 30
-    script, gateway = start("import jvlab.lab._script_end as ending\nending.SCRIPT_LEASE = 2.0\n" + BARE + SLEEP)
+    script, gateway = start(
+        "import jvlab.lab._script_end as ending\nending.SCRIPT_LEASE = 2.0\n"
+        + BARE
+        + SLEEP
+    )
     assert ended_by(signal.SIGKILL, script) == -signal.SIGKILL
     assert not wait_for_exit({gateway}, ENDS)
 
@@ -161,7 +173,9 @@ def test_detached_and_held_labs_outlive_their_script(start: Start):
 def test_a_fork_that_is_ended_does_not_end_the_lab(start: Start):
     script, _ = start(BARE + FORK + SLEEP)
     assert script.stdout is not None
-    assert script.stdout.readline().startswith(f"{-signal.SIGTERM} ['python {script.pid} on ")
+    assert script.stdout.readline().startswith(
+        f"{-signal.SIGTERM} ['python {script.pid} on "
+    )
     assert ended_by(signal.SIGTERM, script) == 143
 
 
@@ -169,15 +183,26 @@ def test_a_fork_that_is_ended_does_not_end_the_lab(start: Start):
 def test_a_script_that_stands_still_keeps_its_lab(start: Start, how: str):
     """For longer than its lease."""
     lease = 1.0
-    blocked = "import ctypes\nctypes.PyDLL(None).sleep(4)\n" if how == "no GIL" else "sys.stdin.readline()\n"
-    code = BARE.replace("name=", f"lease={lease}, name=") + blocked + "print(lab.status()['holders'], flush=True)\n"
+    blocked = (
+        "import ctypes\nctypes.PyDLL(None).sleep(4)\n"
+        if how == "no GIL"
+        else "sys.stdin.readline()\n"
+    )
+    code = (
+        BARE.replace("name=", f"lease={lease}, name=")
+        + blocked
+        + "print(lab.status()['holders'], flush=True)\n"
+    )
     script, gateway = start(code + SLEEP)
     if how == "stopped":
         script.send_signal(signal.SIGSTOP)
         time.sleep(4)
         script.send_signal(signal.SIGCONT)
     assert script.stdout is not None
-    assert script.stdout.readline() == f"['python {script.pid} on {os.uname().nodename}']\n"
+    assert (
+        script.stdout.readline()
+        == f"['python {script.pid} on {os.uname().nodename}']\n"
+    )
     assert psutil.pid_exists(gateway)
     script.kill()
     assert not wait_for_exit({gateway}, ENDS)
@@ -203,9 +228,23 @@ def test_a_library_s_own_handler_is_left_in_place(start: Start):
 
 
 def test_ipython_keeps_a_lab_for_ten_minutes(start: Start):
-    code = "import jvlab as jv\nlab = jv.Lab(name='ipython')\n" + SHOW + "print(lab.status()['lease_seconds'])"
-    command = [sys.executable, "-m", "IPython", "--no-banner", "--colors=NoColor", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    code = (
+        "import jvlab as jv\nlab = jv.Lab(name='ipython')\n"
+        + SHOW
+        + "print(lab.status()['lease_seconds'])"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "IPython",
+        "--no-banner",
+        "--colors=NoColor",
+        "-c",
+        code,
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=True
+    )
     gateway, lease = done.stdout.split()
     assert float(lease) == 600
     assert psutil.pid_exists(int(gateway))
@@ -224,7 +263,9 @@ def test_only_the_main_thread_sets_a_handler(monkeypatch: pytest.MonkeyPatch):
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         monkeypatch.setattr(_script_end, "in_session", lambda: True)
         _script_end.unwind_at_sigterm()
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "a kernel's signals are Jupyter's"
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, (
+            "a kernel's signals are Jupyter's"
+        )
     finally:
         signal.signal(signal.SIGTERM, before)
     with pytest.raises(errors.ConfigError, match="lease"):

@@ -48,13 +48,22 @@ class CountingReplica(fakes.FakeReplica):
         self.gate = asyncio.Event()  # clear: answers wait
         self.gate.set()
 
-    async def Generate(self, request: pb.RolloutRequest, context: Any) -> AsyncIterator[pb.SampleBatch]:
+    async def Generate(
+        self, request: pb.RolloutRequest, context: Any
+    ) -> AsyncIterator[pb.SampleBatch]:
         if request.epoch != self.epoch:
-            await context.abort(grpc.StatusCode.ABORTED, f"epoch {request.epoch} is not {self.epoch}")
+            await context.abort(
+                grpc.StatusCode.ABORTED, f"epoch {request.epoch} is not {self.epoch}"
+            )
         if self.down:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine died")
         adapter = request.adapter
-        self.seen.append((request.sampling_json, f"{adapter.name}@{adapter.version}" if adapter.name else ""))
+        self.seen.append(
+            (
+                request.sampling_json,
+                f"{adapter.name}@{adapter.version}" if adapter.name else "",
+            )
+        )
         await self.gate.wait()
         for work in request.work:
             ids = ids_of(work.prompt)
@@ -82,7 +91,9 @@ class CountingReplica(fakes.FakeReplica):
                     ]
                 )
 
-    async def SetAdapter(self, request: pb.RolloutAdapterRequest, context: Any) -> pb.Empty:
+    async def SetAdapter(
+        self, request: pb.RolloutAdapterRequest, context: Any
+    ) -> pb.Empty:
         key = (request.adapter.name, request.adapter.version)
         self.orders.append(f"{'drop' if request.unload else 'load'} {key[0]}@{key[1]}")
         if request.unload:
@@ -95,7 +106,9 @@ class CountingReplica(fakes.FakeReplica):
 
     def stats(self) -> pb.ReplicaStats:
         stats = super().stats()
-        stats.adapters.extend(pb.Adapter(name=name, version=version) for name, version in self.adapters)
+        stats.adapters.extend(
+            pb.Adapter(name=name, version=version) for name, version in self.adapters
+        )
         return stats
 
 
@@ -110,13 +123,18 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lose(lab: fakes.FakeLab, name: str) -> None:
-    lab.do(lambda: lab.gateway.handle(reg.ProcessExited(name, "killed by the test", "")))
+    lab.do(
+        lambda: lab.gateway.handle(reg.ProcessExited(name, "killed by the test", ""))
+    )
 
 
 def test_keep_home():
     choose = keep_home("p/1", least_in_flight)
     assert choose(Board({"p/0": 0, "p/1": 99}), RouteRequest()) == "p/1", "however busy"
-    assert choose(Board({"p/0": 0, "p/1": 0}), RouteRequest(avoid=frozenset({"p/1"}))) == "p/0"
+    assert (
+        choose(Board({"p/0": 0, "p/1": 0}), RouteRequest(avoid=frozenset({"p/1"})))
+        == "p/0"
+    )
     assert choose(Board({"p/0": 0}), RouteRequest()) == "p/0", "it is gone"
     assert choose(Board({}), RouteRequest()) is None
     assert keep_home("", least_in_flight) is least_in_flight
@@ -128,7 +146,9 @@ def test_turns_are_one_sequence(pool: jv.Pool):
     assert first.prompt_token_ids.tolist() == [1, 65, 66]
     s.append("C").append([50, 51])
     second = s.generate()
-    assert second.prompt_token_ids.tolist() == [1, 65, 66, 67, 68, 67, 50, 51], "no second beginning, nothing lost"
+    assert second.prompt_token_ids.tolist() == [1, 65, 66, 67, 68, 67, 50, 51], (
+        "no second beginning, nothing lost"
+    )
     third = s.generate()
     assert third.prompt_token_ids.tolist() == s.tokens[:-2].tolist()
     assert s.tokens.tolist() == [1, 65, 66, 67, 68, 67, 50, 51, 52, 53, 54, 55]
@@ -140,7 +160,11 @@ def test_turns_are_one_sequence(pool: jv.Pool):
     assert {t.replica for t in s.turns} == {s.replica}
     stats = s.stats
     assert (stats.turns, stats.generated_tokens, stats.given_tokens) == (3, 6, 6)
-    assert (stats.prompt_tokens, stats.cached_tokens, stats.computed_tokens) == (3 + 8 + 10, 1 + 4 + 5, 11)
+    assert (stats.prompt_tokens, stats.cached_tokens, stats.computed_tokens) == (
+        3 + 8 + 10,
+        1 + 4 + 5,
+        11,
+    )
     assert stats.seconds_saved == pytest.approx(10 * 3 * (0.4 - 0.25) / 11)
     assert repr(s) == (
         "Session(3 turns, 6 tokens generated, 6 given, version 0, 10 of 21 prompt tokens from the KV cache)"
@@ -156,7 +180,10 @@ def test_a_session_as_a_training_row(pool: jv.Pool, tmp_path: Path):
     other = pool.session([7], max_tokens=2)
     other.generate()
     batch = jv.RolloutBatch.from_sessions([s, other], rewards=[1.0, 0.0])
-    assert [(x.prompt_index, x.sample_index, x.reward) for x in batch] == [(0, 0, 1.0), (0, 1, 0.0)]
+    assert [(x.prompt_index, x.sample_index, x.reward) for x in batch] == [
+        (0, 0, 1.0),
+        (0, 1, 0.0),
+    ]
     row = batch[0]
     assert row.prompt_token_ids.tolist() == [7]
     assert row.token_ids.tolist() == [8, 9, 30, 31, 32]
@@ -167,17 +194,30 @@ def test_a_session_as_a_training_row(pool: jv.Pool, tmp_path: Path):
     assert batch.tokens == 6
     assert "version 0," in repr(row)
     arrays = batch.arrays(pad_to=8)
-    assert arrays["completion_mask"][0].tolist() == [False, True, True, False, True, True, False, False]
+    assert arrays["completion_mask"][0].tolist() == [
+        False,
+        True,
+        True,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
     assert arrays["versions"][0].tolist() == [-1, 0, 0, -1, 0, 0, -1, -1]
     assert arrays["logprobs"][0].tolist() == [0, -1, -2, 0, -1, -2, 0, 0]
     assert jv.RolloutBatch.load(batch.save(tmp_path / "b.npz")) == batch
     from jvlab.trainer._batching import Buckets, _arrays
 
     trained = _arrays(list(batch), Buckets(shortest=8), 0)
-    assert np.array_equal(trained["loss_mask"], arrays["completion_mask"]), "the trainer sees the same mask"
+    assert np.array_equal(trained["loss_mask"], arrays["completion_mask"]), (
+        "the trainer sees the same mask"
+    )
 
 
-def test_the_replica_is_kept_and_its_loss_is_survived(fake_lab: fakes.FakeLab, pool: jv.Pool):
+def test_the_replica_is_kept_and_its_loss_is_survived(
+    fake_lab: fakes.FakeLab, pool: jv.Pool
+):
     s = pool.session("AB", max_tokens=2)
     s.generate()
     home = s.replica
@@ -207,13 +247,16 @@ def test_a_failed_turn_changes_nothing(fake_lab: fakes.FakeLab, pool: jv.Pool):
     assert s.tokens.tolist() == before
     for fake in fake_lab.fakes.values():
         fake.down = False  # type: ignore[attr-defined]
-    until(lambda: pool.status()["healthy"] == 2)  # they register again with their next heartbeat
+    # they register again with their next heartbeat
+    until(lambda: pool.status()["healthy"] == 2)
     assert s.generate().prompt_token_ids.tolist() == [*before, ord("X")]
 
 
 def test_many_sessions_at_once(fake_lab: fakes.FakeLab, pool: jv.Pool):
     group = pool.sessions(["AB", [5, 6]], n=3, max_tokens=2, seed=10)
-    assert [(s.prompt_index, s.sample_index, s.sampling["seed"]) for s in group][:4] == [
+    assert [(s.prompt_index, s.sample_index, s.sampling["seed"]) for s in group][
+        :4
+    ] == [
         (0, 0, 10),
         (0, 1, 11),
         (0, 2, 12),
@@ -228,7 +271,9 @@ def test_many_sessions_at_once(fake_lab: fakes.FakeLab, pool: jv.Pool):
     assert [len(s.turns) for s in group] == [2, 2, 1, 1, 1, 1]
     assert asyncio.run(group.agenerate())[0].replica == homes[0]
     assert [s.replica for s in group] == homes
-    assert repr(group.batch()).startswith("RolloutBatch(6 samples, 2 prompts, 28 tokens, version 0, 6 length")
+    assert repr(group.batch()).startswith(
+        "RolloutBatch(6 samples, 2 prompts, 28 tokens, version 0, 6 length"
+    )
     assert repr(group).startswith("Sessions(6 sessions, 14 turns, 28 tokens generated")
     assert "0.1" in group._repr_html_()
 
@@ -240,11 +285,15 @@ def test_each_turn_has_a_seed_of_its_own(fake_lab: fakes.FakeLab, pool: jv.Pool)
     seen = fake_lab.fakes[s.replica or ""].seen  # type: ignore[attr-defined]
     assert '"seed": 3' in seen[0][0]
     assert f'"seed": {turn_seed(3, 2)}' in seen[1][0]
-    assert len({turn_seed(seed, done) for seed in range(50) for done in range(50)}) == 2500
+    assert (
+        len({turn_seed(seed, done) for seed in range(50) for done in range(50)}) == 2500
+    )
     assert all(0 <= turn_seed(seed, 1) < 2**62 for seed in range(100))
 
 
-def test_two_turns_at_once_and_what_comes_during_one(fake_lab: fakes.FakeLab, pool: jv.Pool):
+def test_two_turns_at_once_and_what_comes_during_one(
+    fake_lab: fakes.FakeLab, pool: jv.Pool
+):
     s = pool.session([7], max_tokens=2)
     gates: list[asyncio.Event] = [fake.gate for fake in fake_lab.fakes.values()]  # type: ignore[attr-defined]
     fake_lab.do(lambda: [gate.clear() for gate in gates])
@@ -262,7 +311,9 @@ def test_two_turns_at_once_and_what_comes_during_one(fake_lab: fakes.FakeLab, po
     asyncio.run(work())
     assert len(s.turns) == 1
     assert s.tokens.tolist() == [7, 8, 9]
-    assert s.generate().prompt_token_ids.tolist() == [7, 8, 9, 40], "it was kept for the next turn"
+    assert s.generate().prompt_token_ids.tolist() == [7, 8, 9, 40], (
+        "it was kept for the next turn"
+    )
 
 
 def test_bad_use_is_clear(pool: jv.Pool):
@@ -290,7 +341,9 @@ def adapter_folder(fake: Any, key: tuple[str, int]) -> Path:
     return Path(fake.adapters[key])
 
 
-def test_adapters_are_loaded_everywhere_and_versions_replace_each_other(fake_lab: fakes.FakeLab, pool: jv.Pool):
+def test_adapters_are_loaded_everywhere_and_versions_replace_each_other(
+    fake_lab: fakes.FakeLab, pool: jv.Pool
+):
     assert pool.load_adapter("math", TENSORS, config={"lora_alpha": 8}) == 1
     one, two = fake_lab.fakes.values()
     old = adapter_folder(one, ("math", 1))
@@ -304,7 +357,9 @@ def test_adapters_are_loaded_everywhere_and_versions_replace_each_other(fake_lab
     assert pool.generate("AB")[0].adapter is None
     assert pool.session("AB", adapter="math").generate().adapter == ("math", 2)
     assert pool.status()["replicas"][0]["adapters"] == {"math": 2}
-    with pytest.raises(errors.ConfigError, match="has no adapter 'maths'; it has: math"):
+    with pytest.raises(
+        errors.ConfigError, match="has no adapter 'maths'; it has: math"
+    ):
         pool.generate("AB", adapter="maths")
     with pytest.raises(errors.ConfigError, match="version 2; 2 is not newer"):
         pool.load_adapter("math", TENSORS, config={"lora_alpha": 8}, version=2)
@@ -314,14 +369,18 @@ def test_adapters_are_loaded_everywhere_and_versions_replace_each_other(fake_lab
     assert pool.status()["replicas"][0]["adapters"] == {}
 
 
-def test_an_adapter_that_fails_somewhere_is_nowhere(fake_lab: fakes.FakeLab, pool: jv.Pool):
+def test_an_adapter_that_fails_somewhere_is_nowhere(
+    fake_lab: fakes.FakeLab, pool: jv.Pool
+):
     pool.load_adapter("math", TENSORS, config={"lora_alpha": 8})
     good, bad = fake_lab.fakes.values()
     bad.bad_adapter = True  # type: ignore[attr-defined]
     with pytest.raises(errors.ConfigError, match="cannot load it"):
         pool.load_adapter("math", TENSORS, config={"lora_alpha": 8})
     assert list(good.adapters) == [("math", 1)]  # type: ignore[attr-defined]
-    assert pool.generate("AB", adapter="math")[0].adapter == ("math", 1), "the old version still serves"
+    assert pool.generate("AB", adapter="math")[0].adapter == ("math", 1), (
+        "the old version still serves"
+    )
     kept = adapter_folder(good, ("math", 1))
     assert kept.is_dir()
     pool.close()
@@ -338,15 +397,20 @@ def test_an_adapter_that_fails_somewhere_is_nowhere(fake_lab: fakes.FakeLab, poo
         ({}, {"lora_alpha": 8}, "no pair"),
     ],
 )
-def test_bad_adapters_are_refused_before_anything_moves(tensors: Any, config: Any, word: str):
+def test_bad_adapters_are_refused_before_anything_moves(
+    tensors: Any, config: Any, word: str
+):
     with pytest.raises(errors.ConfigError, match=word):
         write(tensors, config)
 
 
-def test_an_adapter_must_fit_the_model(fake_lab: fakes.FakeLab, pool: jv.Pool, tmp_path: Path):
+def test_an_adapter_must_fit_the_model(
+    fake_lab: fakes.FakeLab, pool: jv.Pool, tmp_path: Path
+):
     wide = {A: np.ones((4, 127), np.float32), B: np.ones((129, 4), np.float32)}
     with pytest.raises(
-        errors.ConfigError, match=r"lora_A.weight is \(4, 127\), the module's weight \(128, 128\)"
+        errors.ConfigError,
+        match=r"lora_A.weight is \(4, 127\), the module's weight \(128, 128\)",
     ) as caught:
         pool.load_adapter("math", wide, config={"lora_alpha": 8})
     assert len(caught.value.fields["problems"]) == 2  # type: ignore[arg-type]
@@ -354,7 +418,9 @@ def test_an_adapter_must_fit_the_model(fake_lab: fakes.FakeLab, pool: jv.Pool, t
     with pytest.raises(errors.ConfigError, match="no such module"):
         pool.load_adapter("math", nowhere, config={"lora_alpha": 8})
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(errors.ConfigError, match=r"holds no adapter_model\.safetensors"):
+    with pytest.raises(
+        errors.ConfigError, match=r"holds no adapter_model\.safetensors"
+    ):
         pool.load_adapter("math", tmp_path)
     assert not any(fake.orders for fake in fake_lab.fakes.values())  # type: ignore[attr-defined]
 
@@ -378,11 +444,16 @@ def test_adapters_in_16_bits_lose_no_bit():
     import ml_dtypes
     from safetensors.numpy import load_file
 
-    half = {name: np.linspace(-1, 1, 512).reshape(a.shape).astype(ml_dtypes.bfloat16) for name, a in TENSORS.items()}
+    half = {
+        name: np.linspace(-1, 1, 512).reshape(a.shape).astype(ml_dtypes.bfloat16)
+        for name, a in TENSORS.items()
+    }
     folder = write(half, {"lora_alpha": 4})
     try:
         loaded = load_file(folder / "adapter_model.safetensors")
-        assert np.array_equal(loaded[f"base_model.model.{A}"], half[A].astype(np.float32))
+        assert np.array_equal(
+            loaded[f"base_model.model.{A}"], half[A].astype(np.float32)
+        )
     finally:
         shutil.rmtree(folder)
 
@@ -391,7 +462,9 @@ def test_adapters_in_16_bits_lose_no_bit():
 
 
 def test_check_determinism_compares_every_way(fake_lab: fakes.FakeLab, pool: jv.Pool):
-    report = pool.check_determinism([[5, 6], [7], [8]], max_tokens=2, batches=(2,), repeats=2)
+    report = pool.check_determinism(
+        [[5, 6], [7], [8]], max_tokens=2, batches=(2,), repeats=2
+    )
     assert report.exact
     assert [c.name for c in report.cases] == [
         "alone again",
@@ -399,44 +472,83 @@ def test_check_determinism_compares_every_way(fake_lab: fakes.FakeLab, pool: jv.
         "in batches of 2, last first",
         "alone on p/1",
     ]
-    assert repr(report) == "DeterminismReport(3 prompts × 2 tokens, 4 ways: equal to the bit; scored within 2.0e+00)"
+    assert (
+        repr(report)
+        == "DeterminismReport(3 prompts × 2 tokens, 4 ways: equal to the bit; scored within 2.0e+00)"
+    )
     assert "alone on p/1" in report._repr_html_()
-    assert (report.exact, report.score_exact) == (True, False), "these replicas score by a rule of their own"
+    assert (report.exact, report.score_exact) == (True, False), (
+        "these replicas score by a rule of their own"
+    )
     assert report.causes
     assert report.causes[0] in report._repr_html_()
-    warm = pool.check_determinism([[5, 6], [7]], max_tokens=2, batches=(2,), temperature=0.5)
-    assert (warm.scored, warm.score_exact, warm.causes) == (None, None, ()), "nothing to compare a score with"
+    warm = pool.check_determinism(
+        [[5, 6], [7]], max_tokens=2, batches=(2,), temperature=0.5
+    )
+    assert (warm.scored, warm.score_exact, warm.causes) == (None, None, ()), (
+        "nothing to compare a score with"
+    )
 
 
 def test_a_difference_is_found():
     def sample(tokens: list[int], logprobs: list[float], version: int = 0) -> jv.Sample:
-        return jv.Sample(0, 0, np.array([1]), np.array(tokens), np.array(logprobs), versions=((version, 0, 3),))
+        return jv.Sample(
+            0,
+            0,
+            np.array([1]),
+            np.array(tokens),
+            np.array(logprobs),
+            versions=((version, 0, 3),),
+        )
 
     same = sample([1, 2, 3], [-1.0, -1.0, -1.0])
     near = sample([1, 2, 3], [-1.0, -1.5, -1.0])
     other = sample([1, 9, 3], [-1.25, -7.0, -1.0])
     case = _determinism.compare("x", [same, same, same], [same, near, other])
-    assert (case.equal, case.same_bits, case.gap, case.first, case.exact) == (2, 1, 0.5, 1, False)
+    assert (case.equal, case.same_bits, case.gap, case.first, case.exact) == (
+        2,
+        1,
+        0.5,
+        1,
+        False,
+    )
     newer = sample([1, 2, 3], [-1.0] * 3, version=1)
     with pytest.raises(errors.ConfigError, match="the weights changed"):
         _determinism.compare("x", [same], [newer])
 
 
 def test_the_cause_is_named_where_bits_part():
-    one = lambda name, same: _determinism.Case(name, 2, 2, same, 0.0 if same == 2 else 0.1, None)
-    good, again, mixed = one("alone again", 2), one("alone again", 1), one("in batches of 8", 0)
-    card = lambda **facts: pb.EngineFacts(**{"batch_invariant": True, "attention_backend": "TRITON_ATTN", **facts})
+    one = lambda name, same: _determinism.Case(
+        name, 2, 2, same, 0.0 if same == 2 else 0.1, None
+    )
+    good, again, mixed = (
+        one("alone again", 2),
+        one("alone again", 1),
+        one("in batches of 8", 0),
+    )
+    card = lambda **facts: pb.EngineFacts(
+        **{"batch_invariant": True, "attention_backend": "TRITON_ATTN", **facts}
+    )
     assert _determinism.causes("cuda", card(), [good], one("scored", 2)) == ()
     [off] = _determinism.causes("cuda", card(batch_invariant=False), [again])
     assert "batch-invariant kernels are off" in off
-    [flash] = _determinism.causes("cuda", card(attention_backend="FLASH_ATTN"), [good, mixed])
+    [flash] = _determinism.causes(
+        "cuda", card(attention_backend="FLASH_ATTN"), [good, mixed]
+    )
     assert flash.startswith("FLASH_ATTN: its kernel changes with the longest query")
-    [own] = _determinism.causes("cuda", card(attention_backend=""), [good], one("scored", 1))
+    [own] = _determinism.causes(
+        "cuda", card(attention_backend=""), [good], one("scored", 1)
+    )
     assert own.startswith("vLLM's own choice of attention")
     cpu = pb.EngineFacts(max_num_seqs=8, prefix_caching=True)
     assert ["batch" in c for c in _determinism.causes("cpu", cpu, [mixed])] == [True]
-    assert ["prefix cache" in c for c in _determinism.causes("cpu", cpu, [again])] == [True]
-    assert ["one prefill" in c for c in _determinism.causes("cpu", cpu, [good], one("scored", 1))] == [True]
+    assert ["prefix cache" in c for c in _determinism.causes("cpu", cpu, [again])] == [
+        True
+    ]
+    assert [
+        "one prefill" in c
+        for c in _determinism.causes("cpu", cpu, [good], one("scored", 1))
+    ] == [True]
     [unknown] = _determinism.causes("cuda", card(), [mixed])
     assert unknown.startswith("no known cause")
     assert not _determinism.comparable({"temperature": 1.0, "top_p": 0.9})
@@ -447,10 +559,19 @@ def test_the_cause_is_named_where_bits_part():
 def test_the_switches_of_a_launch():
     settings = _determinism.launch_settings
     invariant = {"VLLM_BATCH_INVARIANT": "1"}
-    assert settings("cuda", None, None, True, None) == ({"seed": 0, "attention_backend": "TRITON_ATTN"}, invariant)
-    assert settings("cuda", None, None, True, None, True)[0]["attention_backend"] == "TRITON_MLA"
+    assert settings("cuda", None, None, True, None) == (
+        {"seed": 0, "attention_backend": "TRITON_ATTN"},
+        invariant,
+    )
+    assert (
+        settings("cuda", None, None, True, None, True)[0]["attention_backend"]
+        == "TRITON_MLA"
+    )
     mine = {"attention_backend": "FLASH_ATTN"}
-    assert settings("cuda", mine, None, True, None) == ({"seed": 0, **mine}, invariant), "what is given by name wins"
+    assert settings("cuda", mine, None, True, None) == (
+        {"seed": 0, **mine},
+        invariant,
+    ), "what is given by name wins"
     engine, env = settings("cpu", {"seed": 5}, {"A": "b"}, True, {"method": "ngram"})
     assert engine == {
         "seed": 5,
@@ -469,14 +590,24 @@ def test_status_says_how_tokens_are_drafted():
 
     stats = pb.ReplicaStats(draft_tokens=40, accepted_tokens=10, weight_version=0)
     replica = pb.ReplicaStatus(
-        replica="p/0", stage="ready", facts=pb.EngineFacts(speculative="draft_model", draft_weights=True), stats=stats
+        replica="p/0",
+        stage="ready",
+        facts=pb.EngineFacts(speculative="draft_model", draft_weights=True),
+        stats=stats,
     )
     snapshot = pb.PoolStatus(pool="p", replicas=[replica])
-    wanted = {"method": "draft_model", "acceptance_rate": 0.25, "draft_tokens": 40, "draft_stale": False}
+    wanted = {
+        "method": "draft_model",
+        "acceptance_rate": 0.25,
+        "draft_tokens": 40,
+        "draft_stale": False,
+    }
     assert pool_summary(snapshot)["speculative"] == wanted
     snapshot.replicas[0].stats.weight_version = 3
     assert pool_summary(snapshot)["speculative"]["draft_stale"]
     snapshot.replicas[0].facts.draft_weights = False
-    assert not pool_summary(snapshot)["speculative"]["draft_stale"], "n-grams come from the text"
+    assert not pool_summary(snapshot)["speculative"]["draft_stale"], (
+        "n-grams come from the text"
+    )
     snapshot.replicas[0].facts.speculative = ""
     assert pool_summary(snapshot)["speculative"] is None

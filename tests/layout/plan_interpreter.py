@@ -11,11 +11,20 @@ from jvlab._errors import LayoutError
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import LinkPlan, ValueTransform, convert, numpy_dtype
 
-Shards = Mapping[tuple[str, int], np.ndarray]  # (leaf path, device) -> that device's local buffer
-Params = MutableMapping[tuple[int, str], np.ndarray]  # (rank, parameter) -> storage, written in place
+# (leaf path, device) -> that device's local buffer
+Shards = Mapping[tuple[str, int], np.ndarray]
+# (rank, parameter) -> storage, written in place
+Params = MutableMapping[tuple[int, str], np.ndarray]
 
 
-def execute(plan: TransferPlan, shards: Shards, params: Params, *, mode: str = "packed", replica: int = 0) -> int:
+def execute(
+    plan: TransferPlan,
+    shards: Shards,
+    params: Params,
+    *,
+    mode: str = "packed",
+    replica: int = 0,
+) -> int:
     """Move everything to the parameters of one replica; returns the bytes that crossed.
 
     "packed" goes as a transport does: pack a bucket, hand over its bytes, scatter. "direct" copies box by box.
@@ -33,7 +42,9 @@ def execute(plan: TransferPlan, shards: Shards, params: Params, *, mode: str = "
                 )
             continue
         for bucket in range(len(link.bucket_sizes)):
-            scatter_bucket(plan, link, bucket, pack_bucket(plan, link, bucket, shards), params)
+            scatter_bucket(
+                plan, link, bucket, pack_bucket(plan, link, bucket, shards), params
+            )
     return moved
 
 
@@ -42,32 +53,53 @@ def transform_of(plan: TransferPlan, link: LinkPlan, i: int) -> ValueTransform:
     return plan.transforms[int(link.transform[i])]
 
 
-def source_view(plan: TransferPlan, link: LinkPlan, i: int, shards: Shards) -> np.ndarray:
+def source_view(
+    plan: TransferPlan, link: LinkPlan, i: int, shards: Shards
+) -> np.ndarray:
     """Box i as a strided view of the device's shard."""
     leaf = plan.leaves[int(link.leaf[i])]
     shard = shards[leaf.path, link.device]
-    return _strided(shard, int(link.src_offset[i]), link.shape[i], link.src_strides[i], leaf.path)
+    return _strided(
+        shard, int(link.src_offset[i]), link.shape[i], link.src_strides[i], leaf.path
+    )
 
 
-def target_view(plan: TransferPlan, link: LinkPlan, i: int, params: Params) -> np.ndarray:
+def target_view(
+    plan: TransferPlan, link: LinkPlan, i: int, params: Params
+) -> np.ndarray:
     """Box i as a strided view of the live parameter's storage."""
     name = plan.parameters[plan.target_parameter[link.target[i]]].name
-    return _strided(params[link.rank, name], int(link.dst_offset[i]), link.shape[i], link.dst_strides[i], name)
+    return _strided(
+        params[link.rank, name],
+        int(link.dst_offset[i]),
+        link.shape[i],
+        link.dst_strides[i],
+        name,
+    )
 
 
-def _strided(array: np.ndarray, offset: int, shape: np.ndarray, strides: np.ndarray, name: str) -> np.ndarray:
+def _strided(
+    array: np.ndarray, offset: int, shape: np.ndarray, strides: np.ndarray, name: str
+) -> np.ndarray:
     if not array.flags.c_contiguous:
         raise LayoutError(
-            f"{name!r}: the interpreter wants flat storage", remedy="pass the C-contiguous storage", name=name
+            f"{name!r}: the interpreter wants flat storage",
+            remedy="pass the C-contiguous storage",
+            name=name,
         )
     flat = array.reshape(-1)
     last = offset + int(((shape - 1) * strides).sum())
     if offset < 0 or last >= flat.size:  # as_strided itself checks nothing
-        raise LayoutError(f"{name!r}: box from {offset} to {last} is outside of {flat.size} elements", name=name)
+        raise LayoutError(
+            f"{name!r}: box from {offset} to {last} is outside of {flat.size} elements",
+            name=name,
+        )
     return as_strided(flat[offset:], shape.tolist(), (strides * flat.itemsize).tolist())
 
 
-def pack_bucket(plan: TransferPlan, link: LinkPlan, bucket: int, shards: Shards) -> bytearray:
+def pack_bucket(
+    plan: TransferPlan, link: LinkPlan, bucket: int, shards: Shards
+) -> bytearray:
     """One bucket's bytes, as they cross."""
     out = bytearray(int(link.bucket_sizes[bucket]))
     for i in np.flatnonzero(link.bucket == bucket).tolist():
@@ -79,10 +111,16 @@ def pack_bucket(plan: TransferPlan, link: LinkPlan, bucket: int, shards: Shards)
 
 
 def scatter_bucket(
-    plan: TransferPlan, link: LinkPlan, bucket: int, data: bytes | bytearray | memoryview, params: Params
+    plan: TransferPlan,
+    link: LinkPlan,
+    bucket: int,
+    data: bytes | bytearray | memoryview,
+    params: Params,
 ) -> None:
     """Write one bucket's bytes to the live parameters of the link's rank."""
     for i in np.flatnonzero(link.bucket == bucket).tolist():
         transform, at = transform_of(plan, link, i), int(link.bucket_offset[i])
         raw = memoryview(data)[at : at + int(link.nbytes[i])]
-        target_view(plan, link, i, params)[...] = np.frombuffer(raw, numpy_dtype(transform.wire)).reshape(link.shape[i])
+        target_view(plan, link, i, params)[...] = np.frombuffer(
+            raw, numpy_dtype(transform.wire)
+        ).reshape(link.shape[i])

@@ -9,11 +9,21 @@ import numpy as np
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._shards import MeshSpec, Spec, leaf_from_spec
-from jvlab.layout._types import Axis, Binding, CheckpointTensor, Leaf, Note, Parameter, RankLayout
+from jvlab.layout._types import (
+    Axis,
+    Binding,
+    CheckpointTensor,
+    Leaf,
+    Note,
+    Parameter,
+    RankLayout,
+)
 
 
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(int(np.prod(shape[d + 1 :], dtype=np.int64)) for d in range(len(shape)))
+    return tuple(
+        int(np.prod(shape[d + 1 :], dtype=np.int64)) for d in range(len(shape))
+    )
 
 
 @dataclass
@@ -22,16 +32,24 @@ class Loader:
 
     rank: int
     parameters: list[Parameter] = field(default_factory=list)
-    rows: list[tuple[str, int, tuple[int, ...], int, tuple[int, ...], int, tuple[int, ...]]] = field(
-        default_factory=list
-    )
+    rows: list[
+        tuple[str, int, tuple[int, ...], int, tuple[int, ...], int, tuple[int, ...]]
+    ] = field(default_factory=list)
     padding: list[Note] = field(default_factory=list)
 
-    def parameter(self, name: str, shape: tuple[int, ...], dtype: str = "float32") -> int:
+    def parameter(
+        self, name: str, shape: tuple[int, ...], dtype: str = "float32"
+    ) -> int:
         self.parameters.append(Parameter(name, shape, dtype, strides_of(shape)))
         return len(self.parameters) - 1
 
-    def copy(self, tensor: CheckpointTensor, src: tuple[slice, ...], parameter: int, dst: tuple[slice, ...]) -> None:
+    def copy(
+        self,
+        tensor: CheckpointTensor,
+        src: tuple[slice, ...],
+        parameter: int,
+        dst: tuple[slice, ...],
+    ) -> None:
         """Row for parameter[dst] = tensor[src], both plain basic slices."""
         p = self.parameters[parameter]
         base_s, base_d = strides_of(tensor.shape), strides_of(p.shape)
@@ -39,7 +57,8 @@ class Loader:
         d = [x.indices(n) for x, n in zip(dst, p.shape, strict=True)]
         s_shape = [len(range(*x)) for x in s]
         d_shape = [len(range(*x)) for x in d]
-        while len(d_shape) > len(s_shape):  # parameter[e] = tensor: the leading dimension has size 1
+        # parameter[e] = tensor: the leading dimension has size 1
+        while len(d_shape) > len(s_shape):
             assert d_shape[0] == 1
             offset_lead = d[0][0] * base_d[0]
             d, d_shape, base_d = d[1:], d_shape[1:], base_d[1:]
@@ -61,7 +80,9 @@ class Loader:
             )
         )
 
-    def layout(self, tensors: tuple[CheckpointTensor, ...], width: int = 4) -> RankLayout:
+    def layout(
+        self, tensors: tuple[CheckpointTensor, ...], width: int = 4
+    ) -> RankLayout:
         number = {t.name: i for i, t in enumerate(tensors)}
         used = {r[0] for r in self.rows}
 
@@ -107,13 +128,21 @@ class World:
         self.loaders = [Loader(r) for r in range(self.tp)]
         self.rng = np.random.default_rng(self.seed)
 
-    def leaf(self, path: str, shape: tuple[int, ...], spec: Spec | None = None, dtype: str = "float32") -> Leaf:
+    def leaf(
+        self,
+        path: str,
+        shape: tuple[int, ...],
+        spec: Spec | None = None,
+        dtype: str = "float32",
+    ) -> Leaf:
         leaf = leaf_from_spec(path, shape, dtype, self.mesh, spec)
         self.leaves.append(leaf)
         self.values[path] = self.rng.integers(-99, 99, shape).astype(dtype)
         return leaf
 
-    def tensor(self, name: str, shape: tuple[int, ...], dtype: str = "float32") -> CheckpointTensor:
+    def tensor(
+        self, name: str, shape: tuple[int, ...], dtype: str = "float32"
+    ) -> CheckpointTensor:
         self.tensors[name] = CheckpointTensor(name, shape, dtype)
         return self.tensors[name]
 
@@ -162,15 +191,24 @@ class World:
     def dense_params(self) -> dict[tuple[int, str], np.ndarray]:
         tensors, out = self.dense_tensors(), {}
         for loader in self.loaders:
-            flat = {i: np.full(int(np.prod(p.shape)), -777.0) for i, p in enumerate(loader.parameters)}
+            flat = {
+                i: np.full(int(np.prod(p.shape)), -777.0)
+                for i, p in enumerate(loader.parameters)
+            }
             for name, p, shape, src, src_strides, dst, dst_strides in loader.rows:
                 source = tensors[name].reshape(-1)
                 for digits in np.ndindex(*shape):
-                    at = src + sum(i * s for i, s in zip(digits, src_strides, strict=True))
-                    to = dst + sum(i * s for i, s in zip(digits, dst_strides, strict=True))
+                    at = src + sum(
+                        i * s for i, s in zip(digits, src_strides, strict=True)
+                    )
+                    to = dst + sum(
+                        i * s for i, s in zip(digits, dst_strides, strict=True)
+                    )
                     flat[p][to] = source[at]
             for i, p in enumerate(loader.parameters):
-                out[loader.rank, p.name] = flat[i].reshape(p.shape).astype(numpy_dtype(p.dtype))
+                out[loader.rank, p.name] = (
+                    flat[i].reshape(p.shape).astype(numpy_dtype(p.dtype))
+                )
         return out
 
     # ---- what the interpreter takes -------------------------------------------------------------------------
@@ -179,20 +217,28 @@ class World:
         out = {}
         for leaf in self.leaves:
             for k, device in enumerate(leaf.devices.tolist()):
-                box = tuple(slice(a, b) for a, b in zip(leaf.starts[k], leaf.stops[k], strict=True))
-                out[leaf.path, device] = np.ascontiguousarray(self.values[leaf.path][box])
+                box = tuple(
+                    slice(a, b)
+                    for a, b in zip(leaf.starts[k], leaf.stops[k], strict=True)
+                )
+                out[leaf.path, device] = np.ascontiguousarray(
+                    self.values[leaf.path][box]
+                )
         return out
 
     def blank_params(self, plan: TransferPlan) -> dict[tuple[int, str], np.ndarray]:
         return {
-            (int(r), plan.parameters[p].name): np.full(plan.parameters[p].shape, -777.0).astype(
-                numpy_dtype(plan.parameters[p].dtype)
-            )
+            (int(r), plan.parameters[p].name): np.full(
+                plan.parameters[p].shape, -777.0
+            ).astype(numpy_dtype(plan.parameters[p].dtype))
             for r, p in zip(plan.target_rank, plan.target_parameter, strict=True)
         }
 
 
-SQUARE = {False: [(6, 0, 1, 0, 1), (6, 1, 1, 1, 1)], True: [(6, 0, 1, 1, 1), (6, 1, 1, 0, 1)]}
+SQUARE = {
+    False: [(6, 0, 1, 0, 1), (6, 1, 1, 1, 1)],
+    True: [(6, 0, 1, 1, 1), (6, 1, 1, 0, 1)],
+}
 
 
 def square(*, transposed: bool, tp: int = 1, halves: bool = False) -> World:
@@ -228,7 +274,14 @@ class Size:
     experts: int = 3
 
 
-def transformer(world: World, size: Size, *, layout: str, rotary: bool, specs: dict[str, Spec] | None = None) -> World:
+def transformer(
+    world: World,
+    size: Size,
+    *,
+    layout: str,
+    rotary: bool,
+    specs: dict[str, Spec] | None = None,
+) -> World:
     """A small model in one of several JAX layouts, loaded by vLLM-like column, row, fused and padded regions.
 
     layouts: "einsum" (d n h), "dense" (in × out), "checkpoint" (out × in), "scanned" (layers stacked), "fused" (qkv).
@@ -239,7 +292,9 @@ def transformer(world: World, size: Size, *, layout: str, rotary: bool, specs: d
     w, z = world, size
     w.tensor("model.embed_tokens.weight", (z.vocab, z.d))
     path = build.leaf("embed", (z.vocab, z.d))
-    w.bind(path, "model.embed_tokens.weight", [(z.vocab, 0, 1, 0, 1), (z.d, 1, 1, 1, 1)])
+    w.bind(
+        path, "model.embed_tokens.weight", [(z.vocab, 0, 1, 0, 1), (z.d, 1, 1, 1, 1)]
+    )
     for loader in w.loaders:
         _load(w, z, loader)
     return w
@@ -261,7 +316,12 @@ class _Builder:
         return path
 
     def layer(self, i: int) -> None:
-        w, z, pre, stacked = self.w, self.z, f"model.layers.{i}", self.layout == "scanned"
+        w, z, pre, stacked = (
+            self.w,
+            self.z,
+            f"model.layers.{i}",
+            self.layout == "scanned",
+        )
         if self.layout == "fused":
             self.fused(i)
         else:
@@ -269,15 +329,25 @@ class _Builder:
                 self.linear(i, role, heads, f"{pre}.{role}_proj.weight")
         self.linear(i, "o", z.n, f"{pre}.o_proj.weight", side="in")
         w.tensor(f"{pre}.norm.weight", (z.d,))
-        norm = self.leaf("layers.norm" if stacked else f"layers.{i}.norm", (z.layers, z.d) if stacked else (z.d,))
+        norm = self.leaf(
+            "layers.norm" if stacked else f"layers.{i}.norm",
+            (z.layers, z.d) if stacked else (z.d,),
+        )
         axes, start = [(z.d, int(stacked), 1, 0, 1)], (i, 0) if stacked else (0,)
         w.bind(norm, f"{pre}.norm.weight", axes, leaf_start=start, add=1.0)
         for role, shape in (("w1", (z.f, z.d)), ("w3", (z.f, z.d)), ("w2", (z.d, z.f))):
-            path = self.leaf(f"layers.{i}.experts.{role}", (z.experts, shape[1], shape[0]))
+            path = self.leaf(
+                f"layers.{i}.experts.{role}", (z.experts, shape[1], shape[0])
+            )
             for e in range(z.experts):
                 name = f"{pre}.experts.{e}.{role}.weight"
                 w.tensor(name, shape)
-                w.bind(path, name, [(shape[1], 1, 1, 1, 1), (shape[0], 2, 1, 0, 1)], leaf_start=(e, 0, 0))
+                w.bind(
+                    path,
+                    name,
+                    [(shape[1], 1, 1, 1, 1), (shape[0], 2, 1, 0, 1)],
+                    leaf_start=(e, 0, 0),
+                )
 
     def fused(self, i: int) -> None:
         """q, k and v side by side in one leaf."""
@@ -286,25 +356,46 @@ class _Builder:
         for role, heads in (("q", z.n), ("k", z.k), ("v", z.k)):
             name = f"model.layers.{i}.{role}_proj.weight"
             w.tensor(name, (heads * z.h, z.d))
-            w.bind(path, name, [(z.d, 0, 1, 1, 1), (heads * z.h, 1, 1, 0, 1)], leaf_start=(0, at))
+            w.bind(
+                path,
+                name,
+                [(z.d, 0, 1, 1, 1), (heads * z.h, 1, 1, 0, 1)],
+                leaf_start=(0, at),
+            )
             at += heads * z.h
 
-    def linear(self, i: int, role: str, heads: int, tensor: str, side: str = "out") -> None:
+    def linear(
+        self, i: int, role: str, heads: int, tensor: str, side: str = "out"
+    ) -> None:
         """One projection: its rows are heads × h and its columns d for side "out"; the reverse for "in"."""
         w, z, h, out = self.w, self.z, self.z.h, heads * self.z.h
         shape = (out, z.d) if side == "out" else (z.d, out)
         w.tensor(tensor, shape)
-        dh, dd = (0, 1) if side == "out" else (1, 0)  # tensor dimensions of the (heads h) and the d axis
+        # tensor dimensions of the (heads h) and the d axis
+        dh, dd = (0, 1) if side == "out" else (1, 0)
         stacked = self.layout == "scanned"
         name = f"layers.{role}" if stacked else f"layers.{i}.{role}"
-        rotated = self.rotary and role in ("q", "k")  # leaf interleaved (half two) → tensor half-split (two half)
+        # leaf interleaved (half two) → tensor half-split (two half)
+        rotated = self.rotary and role in ("q", "k")
         if self.layout == "checkpoint":
-            w.bind(self.leaf(name, shape), tensor, [(shape[0], 0, 1, 0, 1), (shape[1], 1, 1, 1, 1)])
+            w.bind(
+                self.leaf(name, shape),
+                tensor,
+                [(shape[0], 0, 1, 0, 1), (shape[1], 1, 1, 1, 1)],
+            )
         elif self.layout == "einsum":
-            path = self.leaf(name, (z.d, heads, h) if side == "out" else (heads, h, z.d))
+            path = self.leaf(
+                name, (z.d, heads, h) if side == "out" else (heads, h, z.d)
+            )
             dim_d, dim_n, dim_h = (0, 1, 2) if side == "out" else (2, 0, 1)
-            inner = [(h // 2, dim_h, 2, dh, 1), (2, dim_h, 1, dh, h // 2)] if rotated else [(h, dim_h, 1, dh, 1)]
-            w.bind(path, tensor, [(z.d, dim_d, 1, dd, 1), (heads, dim_n, 1, dh, h), *inner])
+            inner = (
+                [(h // 2, dim_h, 2, dh, 1), (2, dim_h, 1, dh, h // 2)]
+                if rotated
+                else [(h, dim_h, 1, dh, 1)]
+            )
+            w.bind(
+                path, tensor, [(z.d, dim_d, 1, dd, 1), (heads, dim_n, 1, dh, h), *inner]
+            )
         else:  # dense, fused and scanned: in × out, the heads merged
             s = int(stacked)
             order = (z.d, out) if side == "out" else (out, z.d)
@@ -312,8 +403,17 @@ class _Builder:
             dim_d, dim_o = (s, s + 1) if side == "out" else (s + 1, s)
             inner = [(out, dim_o, 1, dh, 1)]
             if rotated:
-                inner = [(heads, dim_o, h, dh, h), (h // 2, dim_o, 2, dh, 1), (2, dim_o, 1, dh, h // 2)]
-            w.bind(path, tensor, [(z.d, dim_d, 1, dd, 1), *inner], leaf_start=(i, 0, 0) if stacked else (0, 0))
+                inner = [
+                    (heads, dim_o, h, dh, h),
+                    (h // 2, dim_o, 2, dh, 1),
+                    (2, dim_o, 1, dh, h // 2),
+                ]
+            w.bind(
+                path,
+                tensor,
+                [(z.d, dim_d, 1, dd, 1), *inner],
+                leaf_start=(i, 0, 0) if stacked else (0, 0),
+            )
 
 
 def _load(w: World, z: Size, rank: Loader) -> None:
@@ -323,31 +423,69 @@ def _load(w: World, z: Size, rank: Loader) -> None:
     kv = r * z.k // tp if z.k >= tp else r // (tp // z.k)
     for i in range(z.layers):
         pre = f"model.layers.{i}"
-        qkv = rank.parameter(f"{pre}.qkv_proj.weight", ((n + 2 * k) * z.h, z.d), w.dtype)
+        qkv = rank.parameter(
+            f"{pre}.qkv_proj.weight", ((n + 2 * k) * z.h, z.d), w.dtype
+        )
         at = 0
         for role, first, heads in (("q", r * n, n), ("k", kv, k), ("v", kv, k)):
             src = slice(first * z.h, (first + heads) * z.h)
-            rank.copy(w.tensors[f"{pre}.{role}_proj.weight"], (src, all_), qkv, (slice(at, at + heads * z.h), all_))
+            rank.copy(
+                w.tensors[f"{pre}.{role}_proj.weight"],
+                (src, all_),
+                qkv,
+                (slice(at, at + heads * z.h), all_),
+            )
             at += heads * z.h
         o = rank.parameter(f"{pre}.o_proj.weight", (z.d, n * z.h), w.dtype)
-        rank.copy(w.tensors[f"{pre}.o_proj.weight"], (all_, slice(r * n * z.h, (r + 1) * n * z.h)), o, (all_, all_))
+        rank.copy(
+            w.tensors[f"{pre}.o_proj.weight"],
+            (all_, slice(r * n * z.h, (r + 1) * n * z.h)),
+            o,
+            (all_, all_),
+        )
         norm = rank.parameter(f"{pre}.norm.weight", (z.d,), w.dtype)
         rank.copy(w.tensors[f"{pre}.norm.weight"], (all_,), norm, (all_,))
         f = z.f // tp
-        w13 = rank.parameter(f"{pre}.experts.w13_weight", (z.experts, 2 * f, z.d), w.dtype)
+        w13 = rank.parameter(
+            f"{pre}.experts.w13_weight", (z.experts, 2 * f, z.d), w.dtype
+        )
         w2 = rank.parameter(f"{pre}.experts.w2_weight", (z.experts, z.d, f), w.dtype)
         for e in range(z.experts):
             part, one = slice(r * f, (r + 1) * f), slice(e, e + 1)
-            rank.copy(w.tensors[f"{pre}.experts.{e}.w1.weight"], (part, all_), w13, (one, slice(0, f), all_))
-            rank.copy(w.tensors[f"{pre}.experts.{e}.w3.weight"], (part, all_), w13, (one, slice(f, 2 * f), all_))
-            rank.copy(w.tensors[f"{pre}.experts.{e}.w2.weight"], (all_, part), w2, (one, all_, all_))
+            rank.copy(
+                w.tensors[f"{pre}.experts.{e}.w1.weight"],
+                (part, all_),
+                w13,
+                (one, slice(0, f), all_),
+            )
+            rank.copy(
+                w.tensors[f"{pre}.experts.{e}.w3.weight"],
+                (part, all_),
+                w13,
+                (one, slice(f, 2 * f), all_),
+            )
+            rank.copy(
+                w.tensors[f"{pre}.experts.{e}.w2.weight"],
+                (all_, part),
+                w2,
+                (one, all_, all_),
+            )
     rows = -(-z.vocab // (8 * tp)) * 8  # padded to 8 rows a rank
     emb = rank.parameter("model.embed_tokens.weight", (rows, z.d), w.dtype)
     lo, hi = min(r * rows, z.vocab), min((r + 1) * rows, z.vocab)
-    rank.copy(w.tensors["model.embed_tokens.weight"], (slice(lo, hi), all_), emb, (slice(0, hi - lo), all_))
+    rank.copy(
+        w.tensors["model.embed_tokens.weight"],
+        (slice(lo, hi), all_),
+        emb,
+        (slice(0, hi - lo), all_),
+    )
     if hi - lo < rows:
-        rank.padding.append(_zeros("model.embed_tokens.weight", (rows - (hi - lo)) * z.d))
+        rank.padding.append(
+            _zeros("model.embed_tokens.weight", (rows - (hi - lo)) * z.d)
+        )
 
 
 def _zeros(name: str, elements: int) -> Note:
-    return Note(name, "vocabulary padding: the loader fills it with 0", elements, "constant")
+    return Note(
+        name, "vocabulary padding: the loader fills it with 0", elements, "constant"
+    )

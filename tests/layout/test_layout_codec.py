@@ -14,7 +14,10 @@ from jvlab.layout._types import RELOADED, CheckpointTensor, Note, Parameter, Ran
 LAYOUT = RankLayout(
     rank=3,
     coords=(("tp", 1), ("pp", 1)),
-    tensors=(CheckpointTensor("a", (4, 6), "float32"), CheckpointTensor("b", (), "bfloat16")),
+    tensors=(
+        CheckpointTensor("a", (4, 6), "float32"),
+        CheckpointTensor("b", (), "bfloat16"),
+    ),
     parameters=(Parameter("p", (6, 4), "bfloat16", (4, 1)),),
     tensor=np.array([0, 1], np.int32),
     parameter=np.array([0, 0], np.int32),
@@ -44,7 +47,11 @@ def test_there_and_back() -> None:
     back = layout_from_plain(plain)
     for f in fields(LAYOUT):
         a, b = getattr(LAYOUT, f.name), getattr(back, f.name)
-        assert np.array_equal(a, b) and a.dtype == b.dtype if isinstance(a, np.ndarray) else a == b, f.name
+        assert (
+            np.array_equal(a, b) and a.dtype == b.dtype
+            if isinstance(a, np.ndarray)
+            else a == b
+        ), f.name
     assert back.src_offset.flags.writeable
     assert back.reloaded == {"q"}
 

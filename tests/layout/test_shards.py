@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 
 from jvlab._errors import ConfigError, LayoutError
-from jvlab.layout._shards import MeshSpec, default_spec, leaf_from_array, leaf_from_spec, leaves_of
+from jvlab.layout._shards import (
+    MeshSpec,
+    default_spec,
+    leaf_from_array,
+    leaf_from_spec,
+    leaves_of,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -117,20 +123,38 @@ print(json.dumps({"devices": real.devices.tolist(), "fields": fields}))
 
 def on_six_devices(script: str) -> dict[str, object]:
     flags = "--xla_force_host_platform_device_count=6"
-    env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=500)
+    env = {
+        **os.environ,
+        "XLA_FLAGS": flags,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def test_described_equals_jax_on_six_devices() -> None:
-    assert on_six_devices(SIX_DEVICES) == {"checked": 7, "processes": {str(i): 0 for i in range(6)}}
+    assert on_six_devices(SIX_DEVICES) == {
+        "checked": 7,
+        "processes": {str(i): 0 for i in range(6)},
+    }
 
 
 def test_a_jax_mesh_keeps_its_devices_and_an_indivisible_leaf_its_name() -> None:
     found = on_six_devices(MESH_OF_ITS_OWN)
     assert found["devices"] == [0, 2, 4, 5]
-    assert found["fields"] == {"leaf": "layers.0.w", "shape": [9, 4], "spec": ["fsdp", "tp"]}
+    assert found["fields"] == {
+        "leaf": "layers.0.w",
+        "shape": [9, 4],
+        "spec": ["fsdp", "tp"],
+    }
 
 
 def test_jax_packs_each_link_in_one_program() -> None:
@@ -179,4 +203,8 @@ def test_what_the_mesh_does_not_allow() -> None:
 
 def test_plain_numpy_sits_on_device_zero() -> None:
     leaf = leaf_from_array("w", np.zeros((3, 2), np.float16))
-    assert (leaf.dtype, leaf.devices.tolist(), leaf.stops.tolist()) == ("float16", [0], [[3, 2]])
+    assert (leaf.dtype, leaf.devices.tolist(), leaf.stops.tolist()) == (
+        "float16",
+        [0],
+        [[3, 2]],
+    )

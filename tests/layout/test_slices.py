@@ -28,7 +28,9 @@ LAYERS = 3
 
 def bound(rule: str, leaf: tuple[int, ...], tensors: dict[str, tuple[int, ...]]):
     path = rule.partition(" -> ")[0]
-    listed = [CheckpointTensor(name, shape, "float32") for name, shape in tensors.items()]
+    listed = [
+        CheckpointTensor(name, shape, "float32") for name, shape in tensors.items()
+    ]
     return Rules.parse(rule).bind({path: np.zeros(leaf, np.float32)}, listed, {})
 
 
@@ -43,7 +45,11 @@ def test_the_dimension_of_layers_is_found_wherever_it_is():
         of_layers("model.layers.#.q.weight", (6, 4)),
     )
     assert stacked_dims(first) == {"layers.q": 0}
-    assert [slice_name(b, {"layers.q": 0}) for b in first] == ["layers.q[0]", "layers.q[1]", "layers.q[2]"]
+    assert [slice_name(b, {"layers.q": 0}) for b in first] == [
+        "layers.q[0]",
+        "layers.q[1]",
+        "layers.q[2]",
+    ]
     second = bound(
         "stack.q -> model.layers.{i}.q.weight : a i b -> b a",
         (4, LAYERS, 6),
@@ -57,15 +63,34 @@ def test_the_dimension_of_layers_is_found_wherever_it_is():
 def test_experts_and_fused_leaves_are_no_stacks_of_layers():
     names = {f"model.layers.0.experts.{e}.up.weight": (6, 4) for e in range(4)}
     experts = bound(
-        "layers.{i}.up -> model.layers.{i}.experts.{e}.up.weight : e a b -> b a".replace("{i}", "0"), (4, 4, 6), names
+        "layers.{i}.up -> model.layers.{i}.experts.{e}.up.weight : e a b -> b a".replace(
+            "{i}", "0"
+        ),
+        (4, 4, 6),
+        names,
     )
     assert len(experts) == 4
     assert stacked_dims(experts) == {}
-    both = {f"model.layers.{i}.experts.{e}.up.weight": (6, 4) for i in range(LAYERS) for e in range(4)}
-    scanned = bound("layers.up -> model.layers.{i}.experts.{e}.up.weight : e i a b -> b a", (4, LAYERS, 4, 6), both)
-    assert stacked_dims(scanned) == {"layers.up": 1}, "not the experts, of which a layer has many"
+    both = {
+        f"model.layers.{i}.experts.{e}.up.weight": (6, 4)
+        for i in range(LAYERS)
+        for e in range(4)
+    }
+    scanned = bound(
+        "layers.up -> model.layers.{i}.experts.{e}.up.weight : e i a b -> b a",
+        (4, LAYERS, 4, 6),
+        both,
+    )
+    assert stacked_dims(scanned) == {"layers.up": 1}, (
+        "not the experts, of which a layer has many"
+    )
     fused = {"model.k.weight": (6, 4), "model.v.weight": (6, 4)}
-    assert stacked_dims(bound("kv -> model.[k|v].weight : [1|1] a b -> b a", (2, 4, 6), fused)) == {}
+    assert (
+        stacked_dims(
+            bound("kv -> model.[k|v].weight : [1|1] a b -> b a", (2, 4, 6), fused)
+        )
+        == {}
+    )
 
 
 def test_names():
@@ -77,9 +102,15 @@ def test_names():
     assert without_slice("layers.q[:, 3]") == without_slice("layers.q") == "layers.q"
     assert layer_number("model.layers.12.mlp.experts.7.w.weight") == 12
     assert layer_number("lm_head.weight") is None
-    assert numbered("layers.attn.q.kernel", "model.layers.1.self_attn.q_proj.weight") == "layers.1.attn.q.kernel"
+    assert (
+        numbered("layers.attn.q.kernel", "model.layers.1.self_attn.q_proj.weight")
+        == "layers.1.attn.q.kernel"
+    )
     assert numbered("stack.q", "model.layers.1.q.weight") == ""
-    assert without_number("layers.1.experts.3.w") == [("layers.experts.3.w", 1), ("layers.1.experts.w", 3)]
+    assert without_number("layers.1.experts.3.w") == [
+        ("layers.experts.3.w", 1),
+        ("layers.1.experts.w", 3),
+    ]
     assert without_number("layers") == []
     assert distinct_leaves(["a[0]", "a[1]", "b"]) == 2
 
@@ -120,7 +151,9 @@ def test_shards_along_layers_keep_their_numbers():
     mesh = jax.sharding.Mesh(np.array(devices), ("x",))
     for spec in (PartitionSpec("x"), PartitionSpec(None, "x"), PartitionSpec()):
         array = jax.device_put(values, NamedSharding(mesh, spec))
-        (found,) = examine({"w": array}, [("w", ValueTransform("float32", "float32"))], {"w": 0})
+        (found,) = examine(
+            {"w": array}, [("w", ValueTransform("float32", "float32"))], {"w": 0}
+        )
         assert (found.leaf, found.elements, found.nan) == ("w[3]", 12, 1)
         (both,) = merged([found, found])
         assert (both.leaf, both.nan) == ("w[3]", 2)

@@ -12,7 +12,15 @@ from jvlab._errors import LayoutError
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._shards import MeshSpec, device_processes, leaf_from_array, leaves_of
-from jvlab.layout._tree import Boxes, Place, TorchLeaf, TorchShard, checkpoint_names, flatten, mesh_boxes
+from jvlab.layout._tree import (
+    Boxes,
+    Place,
+    TorchLeaf,
+    TorchShard,
+    checkpoint_names,
+    flatten,
+    mesh_boxes,
+)
 from jvlab.layout._types import CheckpointTensor
 from jvlab.sync._pack import LinkPack, Source
 from tests.layout.plan_interpreter import execute, scatter_bucket
@@ -45,19 +53,29 @@ def cases() -> list[tuple[tuple[int, ...], tuple[Any, ...], tuple[int, ...]]]:
     for mesh, cuts in MESHES:
         for shape in SHAPES:
             strided = any(cut and cut[1] for cut in cuts)
-            if not strided or not any(shape[cut[0]] % int(np.prod(mesh)) for cut in cuts if cut):
+            if not strided or not any(
+                shape[cut[0]] % int(np.prod(mesh)) for cut in cuts if cut
+            ):
                 out.append((mesh, cuts, shape))
     return out
 
 
 @pytest.mark.parametrize(("mesh", "cuts", "shape"), cases())
-def test_boxes_are_dtensors_own(mesh: tuple[int, ...], cuts: tuple[Any, ...], shape: tuple[int, ...]):
+def test_boxes_are_dtensors_own(
+    mesh: tuple[int, ...], cuts: tuple[Any, ...], shape: tuple[int, ...]
+):
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as theirs
+    from torch.distributed.tensor._utils import (
+        _compute_local_shape_and_global_offset as theirs,
+    )
     from torch.distributed.tensor.placement_types import _StridedShard
 
     kinds = [
-        Replicate() if cut is None else _StridedShard(cut[0], split_factor=cut[1]) if cut[1] else Shard(cut[0])
+        Replicate()
+        if cut is None
+        else _StridedShard(cut[0], split_factor=cut[1])
+        if cut[1]
+        else Shard(cut[0])
         for cut in cuts
     ]
     found = mesh_boxes(shape, mesh, cuts)
@@ -76,49 +94,89 @@ class Cut:
         self.shape, self.dtype, self.value = value.shape, value.dtype, value
         boxes = mesh_boxes(value.shape, (parts,), ((dim, 0),))
         held = {k: box for k, box in enumerate(boxes) if all(b > a for a, b in box)}
-        self.sharding = Boxes(tuple(Place(k, k, "cpu") for k in held), tuple(held.values()), 0)
+        self.sharding = Boxes(
+            tuple(Place(k, k, "cpu") for k in held), tuple(held.values()), 0
+        )
 
     def shards(self) -> dict[int, np.ndarray]:
         where = self.sharding.devices_indices_map(self.shape)
-        return {place.id: np.ascontiguousarray(self.value[index]) for place, index in where.items()}
+        return {
+            place.id: np.ascontiguousarray(self.value[index])
+            for place, index in where.items()
+        }
 
 
 @pytest.mark.parametrize("parts", [2, 3, 5, 7])
 def test_uneven_cuts_move_every_element(parts: int):
-    world = transformer(World(MeshSpec.parse("fsdp=1"), 2), Size(), layout="einsum", rotary=True)
+    world = transformer(
+        World(MeshSpec.parse("fsdp=1"), 2), Size(), layout="einsum", rotary=True
+    )
     whole = compile_plan(world.leaves, world.bindings, world.layouts)
     expected = world.blank_params(whole)
     execute(whole, world.shards(), expected)
-    cut = {p: Cut(v, parts, k % v.ndim) for k, (p, v) in enumerate(world.values.items())}
+    cut = {
+        p: Cut(v, parts, k % v.ndim) for k, (p, v) in enumerate(world.values.items())
+    }
     processes = device_processes(cut)
-    plan = compile_plan(leaves_of(cut), world.bindings, world.layouts, device_process=processes, bucket_mib=0.002)
+    plan = compile_plan(
+        leaves_of(cut),
+        world.bindings,
+        world.layouts,
+        device_process=processes,
+        bucket_mib=0.002,
+    )
     holders = {place.id for c in cut.values() for place in c.sharding.places}
     assert {plan.process_of(d) for d in plan.devices.tolist()} == holders
     assert len(holders) >= min(parts, 6)
     found = world.blank_params(plan)
-    execute(plan, {(p, d): s for p, c in cut.items() for d, s in c.shards().items()}, found)
+    execute(
+        plan, {(p, d): s for p, c in cut.items() for d, s in c.shards().items()}, found
+    )
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         np.testing.assert_array_equal(found[key], value, err_msg=str(key))
 
 
-DTYPES = ["float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "float8_e5m2", "int8", "int32", "uint8"]
+DTYPES = [
+    "float32",
+    "float16",
+    "bfloat16",
+    "float64",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "int8",
+    "int32",
+    "uint8",
+]
 
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_bits_are_kept(name: str):
     raw = torch.from_numpy(np.random.default_rng(0).integers(0, 255, (6, 40), np.uint8))
     tensor = raw.view(getattr(torch, name))
-    for t in (tensor, tensor.t(), tensor[1::2, 1:], tensor.t()[2:].t(), torch.nn.Parameter(tensor, name[0] in "fb")):
+    for t in (
+        tensor,
+        tensor.t(),
+        tensor[1::2, 1:],
+        tensor.t()[2:].t(),
+        torch.nn.Parameter(tensor, name[0] in "fb"),
+    ):
         found = np.asarray(TorchShard(t))
         assert found.dtype == numpy_dtype(name)
         assert found.shape == tuple(t.shape)
-        assert np.ascontiguousarray(found).tobytes() == t.detach().contiguous().view(torch.uint8).numpy().tobytes()
-    assert np.shares_memory(np.asarray(TorchShard(tensor)), raw.numpy()), "no copy of what is in host memory"
+        assert (
+            np.ascontiguousarray(found).tobytes()
+            == t.detach().contiguous().view(torch.uint8).numpy().tobytes()
+        )
+    assert np.shares_memory(np.asarray(TorchShard(tensor)), raw.numpy()), (
+        "no copy of what is in host memory"
+    )
 
 
 def test_what_holds_no_numbers():
-    leaf = flatten({"w": torch.empty(3, 4, device="meta", dtype=torch.bfloat16)}).arrays["w"]
+    leaf = flatten(
+        {"w": torch.empty(3, 4, device="meta", dtype=torch.bfloat16)}
+    ).arrays["w"]
     planned = leaf_from_array("w", leaf)
     assert (planned.shape, planned.dtype) == ((3, 4), "bfloat16")
     with pytest.raises(LayoutError, match="meta device"):
@@ -131,14 +189,22 @@ def test_what_holds_no_numbers():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_packed_like_the_interpreter_packs(dtype: str):
     """Masters in float32 into an engine of each dtype; half of the tensors do not lie contiguously."""
-    world = transformer(World(MeshSpec.parse("fsdp=1"), 2, dtype), Size(), layout="einsum", rotary=True)
+    world = transformer(
+        World(MeshSpec.parse("fsdp=1"), 2, dtype), Size(), layout="einsum", rotary=True
+    )
     plan = compile_plan(world.leaves, world.bindings, world.layouts, bucket_mib=0.002)
     expected = world.blank_params(plan)
     execute(plan, world.shards(), expected)
     tree = {}
     for k, (path, value) in enumerate(world.values.items()):
-        t = torch.from_numpy(np.asarray(value, np.float32).copy()).to(getattr(torch, value.dtype.name))
-        tree[path] = t.transpose(0, -1).contiguous().transpose(0, -1) if k % 2 and t.ndim > 1 else t
+        t = torch.from_numpy(np.asarray(value, np.float32).copy()).to(
+            getattr(torch, value.dtype.name)
+        )
+        tree[path] = (
+            t.transpose(0, -1).contiguous().transpose(0, -1)
+            if k % 2 and t.ndim > 1
+            else t
+        )
     source, found = Source(plan, flatten(tree).arrays), world.blank_params(plan)
     for rank in range(2):
         pack = LinkPack(plan, 0, rank, 0)
@@ -172,7 +238,10 @@ def test_a_module_is_its_state_dict():
     assert all(again[path] is leaf for path, leaf in flat.arrays.items())
 
 
-CHECKPOINT = [CheckpointTensor(name, (4, 3), "float32") for name in ("model.embed.weight", "model.up.weight")]
+CHECKPOINT = [
+    CheckpointTensor(name, (4, 3), "float32")
+    for name in ("model.embed.weight", "model.up.weight")
+]
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "a.b."])
@@ -193,10 +262,18 @@ def test_names_of_the_checkpoint_are_seen_through_a_wrapper(prefix: str):
 
 def test_what_is_only_equal_is_not_tied():
     embed = torch.randn(4, 3)
-    tree = {"model.embed.weight": embed, "model.up.weight": torch.randn(4, 3), "lm_head.weight": embed.clone()}
-    assert list(checkpoint_names(flatten(tree).arrays, "auto", CHECKPOINT)[0]) == list(tree)
+    tree = {
+        "model.embed.weight": embed,
+        "model.up.weight": torch.randn(4, 3),
+        "lm_head.weight": embed.clone(),
+    }
+    assert list(checkpoint_names(flatten(tree).arrays, "auto", CHECKPOINT)[0]) == list(
+        tree
+    )
     other = {"layers.0.w": torch.zeros(2), "layers.1.w": torch.zeros(2)}
-    assert checkpoint_names(flatten(other).arrays, "auto", CHECKPOINT)[2] == "auto", "names of another convention"
+    assert checkpoint_names(flatten(other).arrays, "auto", CHECKPOINT)[2] == "auto", (
+        "names of another convention"
+    )
 
 
 # DTensor -------------------------------------------------------------------------------------------------------------
@@ -223,10 +300,21 @@ def test_a_dtensor_by_its_local_shard(third_of_four: None):
     rows = DTensor.from_local(local, mesh, [Shard(0), Replicate()], run_check=False)
     flat = flatten({"both": both, "rows": rows, "norm": torch.ones(5)}).arrays
     leaf = leaf_from_array("both", flat["both"])
-    assert (leaf.shape, leaf.dtype, leaf.devices.tolist()) == ((6, 8), "bfloat16", [0, 1, 2, 3])
+    assert (leaf.shape, leaf.dtype, leaf.devices.tolist()) == (
+        (6, 8),
+        "bfloat16",
+        [0, 1, 2, 3],
+    )
     assert leaf.starts.tolist() == [[0, 0], [0, 4], [3, 0], [3, 4]]
-    assert leaf_from_array("rows", flat["rows"]).starts.tolist() == [[0, 0], [0, 0], [3, 0], [3, 0]]
-    assert leaf_from_array("norm", flat["norm"]).devices.tolist() == [0], "a copy everywhere: the first one sends it"
+    assert leaf_from_array("rows", flat["rows"]).starts.tolist() == [
+        [0, 0],
+        [0, 0],
+        [3, 0],
+        [3, 0],
+    ]
+    assert leaf_from_array("norm", flat["norm"]).devices.tolist() == [0], (
+        "a copy everywhere: the first one sends it"
+    )
     assert device_processes(flat) == {k: k for k in range(4)}
     (piece,) = flat["both"].addressable_shards
     assert piece.device.id == 2
@@ -234,5 +322,10 @@ def test_a_dtensor_by_its_local_shard(third_of_four: None):
     assert flat["norm"].addressable_shards == []
     assert not flat["both"].is_fully_addressable
     with pytest.raises(LayoutError, match="'sum' has the placement Partial") as caught:
-        leaf_from_array("sum", flatten({"sum": DTensor.from_local(local, mesh, [Partial(), Shard(0)])}).arrays["sum"])
+        leaf_from_array(
+            "sum",
+            flatten(
+                {"sum": DTensor.from_local(local, mesh, [Partial(), Shard(0)])}
+            ).arrays["sum"],
+        )
     assert "redistribute" in caught.value.remedy

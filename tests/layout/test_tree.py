@@ -63,7 +63,12 @@ def test_nnx_modules_and_states_skip_rng_state() -> None:
     model = Model(nnx.Rngs(0))
     want = {"proj.kernel": (3, 4), "proj.bias": (4,)}
     want |= {f"blocks.{i}.{x}": (4,) for i in range(2) for x in ("scale", "bias")}
-    for tree in (model, nnx.state(model), nnx.split(model)[1], nnx.eval_shape(lambda: Model(nnx.Rngs(0)))):
+    for tree in (
+        model,
+        nnx.state(model),
+        nnx.split(model)[1],
+        nnx.eval_shape(lambda: Model(nnx.Rngs(0))),
+    ):
         flat = flatten(tree)
         assert {p: a.shape for p, a in flat.shapes.items()} == want
         assert all(n.reason == "nnx RNG state: no parameter" for n in flat.skipped)
@@ -71,7 +76,9 @@ def test_nnx_modules_and_states_skip_rng_state() -> None:
     params = flatten(nnx.state(model, nnx.Param))
     assert {p: a.shape for p, a in params.shapes.items()} == want
     assert params.skipped == ()
-    np.testing.assert_array_equal(np.asarray(params.arrays["proj.kernel"]), np.asarray(model.proj.kernel[...]))
+    np.testing.assert_array_equal(
+        np.asarray(params.arrays["proj.kernel"]), np.asarray(model.proj.kernel[...])
+    )
 
 
 def test_linen_variables_frozen_or_not_enter_params() -> None:
@@ -83,10 +90,17 @@ def test_linen_variables_frozen_or_not_enter_params() -> None:
         @nn.compact
         def __call__(self, x: Any) -> Any:
             kernel = nn.with_partitioning(nn.initializers.lecun_normal(), ("in", "out"))
-            return nn.BatchNorm(use_running_average=True)(nn.Dense(5, kernel_init=kernel)(x))
+            return nn.BatchNorm(use_running_average=True)(
+                nn.Dense(5, kernel_init=kernel)(x)
+            )
 
     variables = Net().init(jax.random.key(0), np.zeros((1, 3), np.float32))
-    want = {"Dense_0.kernel": (3, 5), "Dense_0.bias": (5,), "BatchNorm_0.scale": (5,), "BatchNorm_0.bias": (5,)}
+    want = {
+        "Dense_0.kernel": (3, 5),
+        "Dense_0.bias": (5,),
+        "BatchNorm_0.scale": (5,),
+        "BatchNorm_0.bias": (5,),
+    }
     for tree in (variables, freeze(variables)):
         flat = flatten(tree)
         assert {p: a.shape for p, a in flat.shapes.items()} == want
@@ -97,13 +111,23 @@ def test_linen_variables_frozen_or_not_enter_params() -> None:
 def test_registered_pytree_classes() -> None:
     import jax
 
-    node = jax.tree_util.register_dataclass(dataclasses.make_dataclass("Node", ["w", "inner"]), ["w", "inner"], [])
+    node = jax.tree_util.register_dataclass(
+        dataclasses.make_dataclass("Node", ["w", "inner"]), ["w", "inner"], []
+    )
     tree = node(np.zeros(2), {"x": node(np.zeros(3), None)})
-    assert {p: a.shape for p, a in flatten(tree).shapes.items()} == {"w": (2,), "inner.x.w": (3,)}
+    assert {p: a.shape for p, a in flatten(tree).shapes.items()} == {
+        "w": (2,),
+        "inner.x.w": (3,),
+    }
 
 
 @pytest.mark.parametrize(
-    ("tree", "what"), [({"a": 3}, "leaf a is of type int"), (object(), "tree itself"), ({"a": "w"}, "str")]
+    ("tree", "what"),
+    [
+        ({"a": 3}, "leaf a is of type int"),
+        (object(), "tree itself"),
+        ({"a": "w"}, "str"),
+    ],
 )
 def test_a_leaf_that_is_no_array(tree: Any, what: str) -> None:
     with pytest.raises(LayoutError, match=what) as caught:

@@ -20,7 +20,12 @@ _BASE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _GROUPED: dict[str, Any] = {**_BASE, "num_key_value_heads": 1, "head_dim": 32}
-_EXPERTS: dict[str, Any] = {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_EXPERTS: dict[str, Any] = {
+    **_GROUPED,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 _LOCAL = ["sliding_attention", "full_attention"]
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -64,13 +69,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
 # Another dtype: some layers cache converted weights, which they do not need in float32. All experts are selected, since
 # rounding could change the selection. (On ARM, experts in bfloat16 need instructions that not every machine has.)
 FAMILIES |= {
-    "gpt_oss@float16": {**FAMILIES["gpt_oss"], "dtype": "float16", "num_experts_per_tok": 4},
+    "gpt_oss@float16": {
+        **FAMILIES["gpt_oss"],
+        "dtype": "float16",
+        "num_experts_per_tok": 4,
+    },
 }
 
 
 # Kinds without an observable effect, with the reason; by the end of a kind's name, and its family ("": all).
 _UNOBSERVABLE: dict[tuple[str, str], str] = {
-    ("self_attn.k_proj.bias", "opt"): "adds the same to a query's score with every key, which softmax takes away again",
+    (
+        "self_attn.k_proj.bias",
+        "opt",
+    ): "adds the same to a query's score with every key, which softmax takes away again",
 }
 
 

@@ -23,9 +23,12 @@ from typing import Any
 
 BASELINE = Path(__file__).parents[1] / "baselines" / "arrives_cpu.json"
 COMMAND = "python -m tests.live.arrivals --write"
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.04, "float16": 0.01}  # nats between the two implementations
-MIN_EFFECT = 4  # an observable change moves transformers' log-probabilities by this many tolerances
-STEP = {"float32": 0.3, "bfloat16": 1.0, "float16": 1.0}  # of a change, in standard deviations
+# nats between the two implementations
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.04, "float16": 0.01}
+# an observable change moves transformers' log-probabilities by this many tolerances
+MIN_EFFECT = 4
+# of a change, in standard deviations
+STEP = {"float32": 0.3, "bfloat16": 1.0, "float16": 1.0}
 PARALLEL = 2
 MODES = ("direct", "staged")
 FAULTS = {"gpt_oss": ("w13_bias", "w2_weight")}
@@ -43,11 +46,15 @@ class Reference:
         import torch
         import transformers
 
-        self.config = transformers.AutoConfig.for_model(family.partition("@")[0], **config)
+        self.config = transformers.AutoConfig.for_model(
+            family.partition("@")[0], **config
+        )
         self._auto = transformers.AutoModelForCausalLM
         torch.manual_seed(0)
         self._dtype = getattr(torch, config.get("dtype", "float32"))
-        self._model = self._auto.from_config(self.config, dtype=self._dtype, attn_implementation="eager").eval()
+        self._model = self._auto.from_config(
+            self.config, dtype=self._dtype, attn_implementation="eager"
+        ).eval()
         with torch.no_grad():  # norms of all 1 and biases of all 0 would hide mix-ups
             for tensor in [*self._model.parameters(), *self._model.buffers()]:
                 if tensor.is_floating_point() and tensor.ndim:
@@ -60,7 +67,11 @@ class Reference:
         self._model.save_pretrained(folder)
         self._other = Path(folder) / "other"  # the checkpoint with changed tensors
         self.config.save_pretrained(self._other)
-        return {k: v for path in sorted(Path(folder).glob("*.safetensors")) for k, v in load_file(path).items()}
+        return {
+            k: v
+            for path in sorted(Path(folder).glob("*.safetensors"))
+            for k, v in load_file(path).items()
+        }
 
     def logprobs(self, tree: dict[str, Any], sequences: Sequence[Sequence[int]]) -> Any:
         """Log-probabilities of every token but the first, with these tensors."""
@@ -68,13 +79,25 @@ class Reference:
         import torch
         from safetensors.torch import save_file
 
-        save_file({k: v.contiguous() for k, v in tree.items()}, self._other / "model.safetensors", {"format": "pt"})
-        model = self._auto.from_pretrained(self._other, dtype=self._dtype, attn_implementation="eager").eval()
+        save_file(
+            {k: v.contiguous() for k, v in tree.items()},
+            self._other / "model.safetensors",
+            {"format": "pt"},
+        )
+        model = self._auto.from_pretrained(
+            self._other, dtype=self._dtype, attn_implementation="eager"
+        ).eval()
         rows = []
         with torch.no_grad():
             for row in sequences:
-                found = model(torch.tensor([list(row)])).logits[0].float().log_softmax(-1)
-                rows.append(found[torch.arange(len(row) - 1), torch.tensor(list(row[1:]))].numpy())
+                found = (
+                    model(torch.tensor([list(row)])).logits[0].float().log_softmax(-1)
+                )
+                rows.append(
+                    found[
+                        torch.arange(len(row) - 1), torch.tensor(list(row[1:]))
+                    ].numpy()
+                )
         return np.concatenate(rows)
 
 
@@ -86,8 +109,12 @@ def changed(tree: dict[str, Any], kind: str, seed: int, size: float) -> dict[str
     out = dict(tree)
     for name, tensor in tree.items():
         if kind_of(name) == kind and tensor.is_floating_point():
-            step = size * max(0.3, float(tensor.float().std()) if tensor.numel() > 1 else 0.3)
-            out[name] = tensor + step * torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+            step = size * max(
+                0.3, float(tensor.float().std()) if tensor.numel() > 1 else 0.3
+            )
+            out[name] = tensor + step * torch.randn(
+                tensor.shape, generator=generator
+            ).to(tensor.dtype)
     return out
 
 
@@ -132,15 +159,20 @@ def check(family: str, config: dict[str, Any], folder: str) -> dict[str, Any]:
             }
         if family in FAULTS:
             faults = [(name, mode) for name in FAULTS[family] for mode in MODES]
-            for number, (name, mode) in enumerate(faults, 1):  # new values each time: the engine may hold earlier ones
+            # new values each time: the engine may hold earlier ones
+            for number, (name, mode) in enumerate(faults, 1):
                 new = {n: tensor + number / 8 for n, tensor in tree.items()}
-                out.setdefault("faults", []).append(drop_parameter(link, new, name, mode))
+                out.setdefault("faults", []).append(
+                    drop_parameter(link, new, name, mode)
+                )
         return out
     finally:
         pool.close()
 
 
-def drop_parameter(link: Any, new: dict[str, Any], dropped: str, mode: str) -> dict[str, Any]:
+def drop_parameter(
+    link: Any, new: dict[str, Any], dropped: str, mode: str
+) -> dict[str, Any]:
     """Packing drops a parameter on purpose: the error of that sync, and whether the next one recovers."""
     from jvlab import errors
     from jvlab.engine.worker import _reload
@@ -160,17 +192,25 @@ def drop_parameter(link: Any, new: dict[str, Any], dropped: str, mode: str) -> d
         message = str(error)
     finally:
         _reload.pack = original
-    found = {"dropped": dropped, "mode": mode, "error": message, "differing": dropped in message}
+    found = {
+        "dropped": dropped,
+        "mode": mode,
+        "error": message,
+        "differing": dropped in message,
+    }
     link.sync(new, mode=mode, progress=False)
     return {**found, "recovered": bool(link.verify(new))}
 
 
 # Many architectures, one import of vLLM -------------------------------------------------------------------------
 
-Check = Callable[[str, dict[str, Any], str], dict[str, Any]]  # family, config, folder for its checkpoint
+# family, config, folder for its checkpoint
+Check = Callable[[str, dict[str, Any], str], dict[str, Any]]
 
 
-def _forked(family: str, config: dict[str, Any], result_file: Path, check: Check) -> int:
+def _forked(
+    family: str, config: dict[str, Any], result_file: Path, check: Check
+) -> int:
     """The pid of a child that checks one architecture and writes the result to a file."""
     sys.stdout.flush()
     pid = os.fork()
@@ -179,7 +219,11 @@ def _forked(family: str, config: dict[str, Any], result_file: Path, check: Check
     try:
         with tempfile.TemporaryDirectory(prefix="jvlab-arrivals-") as folder:
             start = time.perf_counter()
-            log = os.open(result_file.with_suffix(".log"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+            log = os.open(
+                result_file.with_suffix(".log"),
+                os.O_CREAT | os.O_WRONLY | os.O_TRUNC,
+                0o600,
+            )
             os.dup2(log, 1)
             os.dup2(log, 2)
             result: dict[str, Any]
@@ -194,7 +238,9 @@ def _forked(family: str, config: dict[str, Any], result_file: Path, check: Check
         os._exit(0)  # without the parent's exit handlers
 
 
-def run(chosen: dict[str, dict[str, Any]], folder: Path, check: Check = check) -> Iterator[tuple[str, dict[str, Any]]]:
+def run(
+    chosen: dict[str, dict[str, Any]], folder: Path, check: Check = check
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each architecture with its result, as they finish."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one core each
     _import_all()
@@ -206,7 +252,12 @@ def run(chosen: dict[str, dict[str, Any]], folder: Path, check: Check = check) -
         pid, status = os.wait()
         family = running.pop(pid)
         file = folder / f"{family}.json"
-        yield family, json.loads(file.read_text()) if file.exists() else {"error": f"ended with status {status}"}
+        yield (
+            family,
+            json.loads(file.read_text())
+            if file.exists()
+            else {"error": f"ended with status {status}"},
+        )
 
 
 def _import_all() -> None:
@@ -239,17 +290,27 @@ def table(family: str, found: dict[str, Any]) -> dict[str, str]:
 
     dtype = FAMILIES[family].get("dtype", "float32")
     tolerance = max(TOLERANCE[dtype], 2 * found["loaded"])
-    relative = 0.0 if dtype == "float32" else 0.005  # rounding to 16 bits grows with the change
+    # rounding to 16 bits grows with the change
+    relative = 0.0 if dtype == "float32" else 0.005
     out = {}
     for kind, modes in found["kinds"].items():
-        lost = [mode for mode, m in modes.items() if not m["gap"] <= max(tolerance, relative * m["moved"])]
+        lost = [
+            mode
+            for mode, m in modes.items()
+            if not m["gap"] <= max(tolerance, relative * m["moved"])
+        ]
         if lost:
             worst = max(modes.values(), key=lambda m: m["gap"])
-            out[kind] = f"MISSING ({', '.join(lost)}: {worst['gap']:.2g} of {worst['moved']:.2g} nats)"
+            out[kind] = (
+                f"MISSING ({', '.join(lost)}: {worst['gap']:.2g} of {worst['moved']:.2g} nats)"
+            )
         elif all(m["moved"] > MIN_EFFECT * tolerance for m in modes.values()):
             out[kind] = "moved"
         else:
-            out[kind] = why_unobservable(family, kind) or f"UNSEEN ({min(m['moved'] for m in modes.values()):.2g} nats)"
+            out[kind] = (
+                why_unobservable(family, kind)
+                or f"UNSEEN ({min(m['moved'] for m in modes.values()):.2g} nats)"
+            )
     return out
 
 
@@ -265,10 +326,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--write", action="store_true", help=f"write {BASELINE.name}")
     given = parser.parse_args(arguments)
     # those with experts take longest and start first, so that none of them runs alone at the end
-    names = given.families or sorted(FAMILIES, key=lambda name: "num_experts_per_tok" not in FAMILIES[name])
+    names = given.families or sorted(
+        FAMILIES, key=lambda name: "num_experts_per_tok" not in FAMILIES[name]
+    )
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="jvlab-arrivals-out-") as folder:
-        for family, found in run({name: FAMILIES[name] for name in names}, Path(folder)):
+        for family, found in run(
+            {name: FAMILIES[name] for name in names}, Path(folder)
+        ):
             results[family] = found
             if given.out:
                 given.out.write_text(json.dumps(results))
@@ -285,7 +350,9 @@ def _summary(family: str, found: dict[str, Any]) -> str:
     if "error" in found:
         return f"{family:<18} {found['error'][:300]}"
     rows = table(family, found)
-    others = [f"    {kind}: {result}" for kind, result in rows.items() if result != "moved"]
+    others = [
+        f"    {kind}: {result}" for kind, result in rows.items() if result != "moved"
+    ]
     gap = max(m["gap"] for modes in found["kinds"].values() for m in modes.values())
     return "\n".join(
         [
@@ -300,15 +367,24 @@ def _write(results: dict[str, Any]) -> None:
     import transformers
     import vllm
 
-    results = {family: found for family, found in results.items() if "error" not in found}
+    results = {
+        family: found for family, found in results.items() if "error" not in found
+    }
     out = {
         "command": COMMAND,
         "what": "each kind of parameter changed alone and synced, direct and staged: the engine's log-probabilities "
         "are transformers' with the same change (moved), or why no output can show it",
-        "versions": {module.__name__: module.__version__ for module in (vllm, transformers, torch)},
-        "families": {family: table(family, results[family]) for family in sorted(results)},
+        "versions": {
+            module.__name__: module.__version__
+            for module in (vllm, transformers, torch)
+        },
+        "families": {
+            family: table(family, results[family]) for family in sorted(results)
+        },
         "nats": {
-            family: round(max(m["gap"] for k in found["kinds"].values() for m in k.values()), 7)
+            family: round(
+                max(m["gap"] for k in found["kinds"].values() for m in k.values()), 7
+            )
             for family, found in sorted(results.items())
         },
     }

@@ -34,8 +34,15 @@ def check(family: str, config: dict[str, Any], folder: str) -> dict[str, Any]:
     import jvlab as jv
 
     Reference(family, config).save(folder)
-    engine = {"max_model_len": 64, "block_size": 32, "dtype": config.get("dtype", "float32")}
-    engine |= {"skip_tokenizer_init": True, **(LORA if family.endswith("@lora") else {})}
+    engine = {
+        "max_model_len": 64,
+        "block_size": 32,
+        "dtype": config.get("dtype", "float32"),
+    }
+    engine |= {
+        "skip_tokenizer_init": True,
+        **(LORA if family.endswith("@lora") else {}),
+    }
     pool = jv.Pool.in_process(folder, name="certified", device="cpu", engine=engine)
     try:
         return jv.certify(pool, progress=False).to_dict()
@@ -72,7 +79,10 @@ def write(results: dict[str, dict[str, Any]]) -> None:
         "command": COMMAND,
         "what": "jv.certify on tiny random models, one in-process engine each; pass, fail, or not applicable and why",
         "machine": platform.machine(),
-        "versions": {module.__name__: module.__version__ for module in (vllm, transformers, torch)},
+        "versions": {
+            module.__name__: module.__version__
+            for module in (vllm, transformers, torch)
+        },
         "families": dict(sorted((kept | results).items())),
     }
     BASELINE.write_text(json.dumps(out, indent=1) + "\n")
@@ -85,7 +95,11 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     failed = False
     with tempfile.TemporaryDirectory(prefix="jvlab-certified-") as folder:
-        for family, found in run({name: CERTIFIED[name] for name in given.families or CERTIFIED}, Path(folder), check):
+        for family, found in run(
+            {name: CERTIFIED[name] for name in given.families or CERTIFIED},
+            Path(folder),
+            check,
+        ):
             kept = row(found)
             failed |= not kept.get("ok")
             states = kept.get("checks", {})

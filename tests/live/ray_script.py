@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"  # as tests/conftest.py
+# as tests/conftest.py
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 import psutil
 
@@ -34,7 +35,11 @@ def rows(pool: jv.Pool) -> dict[str, Any]:
 
 def actor_of(pid: int) -> psutil.Process:
     """The Ray worker process above a rollout process."""
-    return next(p for p in psutil.Process(pid).parents() if "ray::RolloutActor" in " ".join(p.cmdline()))
+    return next(
+        p
+        for p in psutil.Process(pid).parents()
+        if "ray::RolloutActor" in " ".join(p.cmdline())
+    )
 
 
 def work(lab: jv.Lab, facts: dict[str, Any]) -> None:
@@ -45,12 +50,17 @@ def work(lab: jv.Lab, facts: dict[str, Any]) -> None:
     policy = jv.Policy.from_pretrained(model)
     link = lab.connect(policy.params, pool, rules="policy")
     report = link.sync(policy.params)
-    facts["synced"] = [report.version, report.verified, sorted(o.replica for o in report.outcomes)]
+    facts["synced"] = [
+        report.version,
+        report.verified,
+        sorted(o.replica for o in report.outcomes),
+    ]
     before = pool.generate(PROMPTS, max_tokens=8, temperature=0.0, ignore_eos=True)
     facts["served_by"] = sorted({s.replica for s in before})
     old = rows(pool)["p/1"]["pid"]
     actor = actor_of(old)
-    parents = {actor_of(r["pid"]).ppid() for r in rows(pool).values()}  # each node's raylet
+    # each node's raylet
+    parents = {actor_of(r["pid"]).ppid() for r in rows(pool).values()}
     facts["hosts"] = len(parents)
     began = time.perf_counter()
     os.kill(actor.pid, signal.SIGKILL)
@@ -58,15 +68,27 @@ def work(lab: jv.Lab, facts: dict[str, Any]) -> None:
     facts["old_ended_s"] = round(time.perf_counter() - began, 1)
     during = pool.generate(PROMPTS, max_tokens=8, temperature=0.0, ignore_eos=True)
     facts["during"] = sorted({s.replica for s in during})
-    again = until(lambda: (r := rows(pool)["p/1"])["state"] == "ready" and r["pid"] not in (0, old) and r)
+    again = until(
+        lambda: (
+            (r := rows(pool)["p/1"])["state"] == "ready"
+            and r["pid"] not in (0, old)
+            and r
+        )
+    )
     facts["back_s"] = round(time.perf_counter() - began, 1)
     facts["back"] = [again["version"], again["stale"]]
     report = link.catch_up(policy.params)
     assert report is not None
-    facts["caught_up"] = [report.version, report.verified, [o.replica for o in report.outcomes]]
+    facts["caught_up"] = [
+        report.version,
+        report.verified,
+        [o.replica for o in report.outcomes],
+    ]
     after = pool.generate(PROMPTS, max_tokens=8, temperature=0.0, ignore_eos=True)
     facts["after"] = sorted({(s.replica, int(s.versions[0])) for s in after})
-    facts["same"] = [list(s.token_ids) for s in after] == [list(s.token_ids) for s in before]
+    facts["same"] = [list(s.token_ids) for s in after] == [
+        list(s.token_ids) for s in before
+    ]
     facts["verified"] = bool(link.verify(policy.params))
 
 
@@ -87,10 +109,14 @@ def main() -> None:
             ours = psutil.Process(lab._gateway.pid)
         finally:
             lab.close(60)
-        facts["left"] = until(lambda: not ours.is_running(), 10)  # Ray kills it, and does not wait for its end
+        # Ray kills it, and does not wait for its end
+        facts["left"] = until(lambda: not ours.is_running(), 10)
         facts["disconnected"] = not ray.is_initialized()
         ray.init(address=cluster.address, log_to_driver=False)
-        facts["cluster_stays"] = [sum(node["Alive"] for node in ray.nodes()), ray.available_resources().get("CPU")]
+        facts["cluster_stays"] = [
+            sum(node["Alive"] for node in ray.nodes()),
+            ray.available_resources().get("CPU"),
+        ]
         ray.shutdown()
     finally:
         cluster.shutdown()

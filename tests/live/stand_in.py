@@ -18,10 +18,16 @@ class Extension(WorkerExtension):
     def jv_prepare(self, terms: dict[str, Any]) -> dict[str, Any]:
         fake = terms["bucket_seconds"] == SECONDS
         self.__dict__["_jv_fake"] = fake
-        return {"rank": 0, "need": 0, "handles": []} if fake else super().jv_prepare(terms)
+        return (
+            {"rank": 0, "need": 0, "handles": []} if fake else super().jv_prepare(terms)
+        )
 
     def jv_commit(self) -> dict[str, Any]:
-        return {"rank": 0, "bytes": 8} if self.__dict__.get("_jv_fake") else super().jv_commit()
+        return (
+            {"rank": 0, "bytes": 8}
+            if self.__dict__.get("_jv_fake")
+            else super().jv_commit()
+        )
 
     def jv_move(self, terms: dict[str, Any] | None = None) -> dict[str, Any]:
         fake = terms is not None and terms["bucket_seconds"] == SECONDS
@@ -32,4 +38,10 @@ class Extension(WorkerExtension):
         if not self.__dict__.get("_jv_fake"):
             return super().jv_verify(wait)
         values = np.array(DIGESTS, np.uint64).tobytes()
-        return {"rank": 0, "values": values, "seconds": {"digest": 1e-6}, "bytes": 8, "done": True}
+        return {
+            "rank": 0,
+            "values": values,
+            "seconds": {"digest": 1e-6},
+            "bytes": 8,
+            "done": True,
+        }

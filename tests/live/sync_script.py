@@ -23,7 +23,10 @@ from tests.engine.worker.fake_trainer import FakeTrainer, Values, checkpoint
 from tests.live import stand_in
 
 BEFORE = {"direct": [pb.PREPARE, pb.HALT, pb.MOVE], "staged": [pb.PREPARE, pb.MOVE]}
-AFTER = {"direct": [pb.VERIFY, pb.COMMIT, pb.GO_ON], "staged": [pb.VERIFY, pb.HALT, pb.COMMIT, pb.GO_ON]}
+AFTER = {
+    "direct": [pb.VERIFY, pb.COMMIT, pb.GO_ON],
+    "staged": [pb.VERIFY, pb.HALT, pb.COMMIT, pb.GO_ON],
+}
 PROMPT = [5 + i % 90 for i in range(70)]
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
@@ -40,7 +43,9 @@ class World:
         for sender in self.senders:
             sender.close()
         room = self.trainer.plan.bucket_bytes
-        self.senders = [listen("shm", slot_bytes=room, slots=3) for _ in range(self.ranks)]
+        self.senders = [
+            listen("shm", slot_bytes=room, slots=3) for _ in range(self.ranks)
+        ]
         order = pb.RolloutOpen(
             transport="shm",
             plan=self.trainer.plan.to_bytes(),
@@ -48,25 +53,49 @@ class World:
             ranks_json=[json.dumps([s.endpoint()]) for s in self.senders],
         )
         self.link = link
-        ready = asyncio.create_task(asyncio.to_thread(lambda: [s.ready(120.0) for s in self.senders]))
-        outcome = (await self.engine.sync(pb.RolloutSyncRequest(link=link, open=order))).outcome
+        ready = asyncio.create_task(
+            asyncio.to_thread(lambda: [s.ready(120.0) for s in self.senders])
+        )
+        outcome = (
+            await self.engine.sync(pb.RolloutSyncRequest(link=link, open=order))
+        ).outcome
         assert not outcome.error, outcome
         await ready
         return outcome
 
     async def phases(self, phases: list[Any], **more: Any) -> pb.ReplicaOutcome:
-        return (await self.engine.sync(pb.RolloutSyncRequest(link=self.link, phases=phases, **more))).outcome
+        return (
+            await self.engine.sync(
+                pb.RolloutSyncRequest(link=self.link, phases=phases, **more)
+            )
+        ).outcome
 
     def expected(self, values: Values) -> pb.ReplicaDigests:
-        rows = sorted((name, rank, value) for (name, rank), value in self.trainer.digests(values).items())
+        rows = sorted(
+            (name, rank, value)
+            for (name, rank), value in self.trainer.digests(values).items()
+        )
         return pb.ReplicaDigests(
-            parameters=[r[0] for r in rows], ranks=[r[1] for r in rows], values=[r[2] for r in rows]
+            parameters=[r[0] for r in rows],
+            ranks=[r[1] for r in rows],
+            values=[r[2] for r in rows],
         )
 
-    async def sync(self, values: Values, version: int, mode: str, between=lambda number: None, **terms: Any):
-        first = await self.phases(BEFORE[mode], terms=pb.SyncTerms(version=version, mode=mode, **terms))
+    async def sync(
+        self,
+        values: Values,
+        version: int,
+        mode: str,
+        between=lambda number: None,
+        **terms: Any,
+    ):
+        first = await self.phases(
+            BEFORE[mode], terms=pb.SyncTerms(version=version, mode=mode, **terms)
+        )
         assert not first.error, first
-        moved = await asyncio.to_thread(self.trainer.send, self.senders, values, version, 120.0, between)
+        moved = await asyncio.to_thread(
+            self.trainer.send, self.senders, values, version, 120.0, between
+        )
         last = await self.phases(AFTER[mode], digests=self.expected(values))
         assert not last.error, last
         assert last.bytes == moved
@@ -83,7 +112,13 @@ class World:
                 await asyncio.sleep(0.005)
 
     async def tokens(self, prompt: list[int], count: int, **more: Any) -> pb.Sample:
-        work = [pb.PromptWork(prompt_index=0, prompt=pb.Prompt(tokens=pb.TokenIds(ids=prompt)), sample_indexes=[0])]
+        work = [
+            pb.PromptWork(
+                prompt_index=0,
+                prompt=pb.Prompt(tokens=pb.TokenIds(ids=prompt)),
+                sample_indexes=[0],
+            )
+        ]
         sampling = json.dumps({**GREEDY, "max_tokens": count, **more})
         async for batch in self.engine.generate(work, sampling):
             return batch[0]
@@ -103,10 +138,18 @@ async def exactness(w: World, b: Values, c: Values, facts: dict[str, Any]) -> No
     own = both(await w.tokens(PROMPT, 24))
     seconds: dict[str, Any] = {}
     answers: dict[int, list[Any]] = {}
-    steps = ((1, "direct", c), (2, "staged", b), (3, "staged", c), (4, "direct", b), (5, "staged", b))
+    steps = (
+        (1, "direct", c),
+        (2, "staged", b),
+        (3, "staged", c),
+        (4, "direct", b),
+        (5, "staged", b),
+    )
     for version, mode, values in steps:
         outcome = await w.sync(values, version, mode)
-        seconds[f"{version} {mode}"] = {s.name: round(s.seconds, 5) for s in outcome.seconds}
+        seconds[f"{version} {mode}"] = {
+            s.name: round(s.seconds, 5) for s in outcome.seconds
+        }
         assert (outcome.state, outcome.version) == ("committed", version), outcome
         sample = await w.tokens(PROMPT, 24)
         answers[version] = both(sample)
@@ -132,7 +175,8 @@ async def flying(w: World, b: Values, c: Values, facts: dict[str, Any]) -> None:
     await w.sync(b, 11, "direct")
     await w.tokens(PROMPT, 4)  # B's blocks are in the cache
     for version, mode in ((12, "direct"), (15, "staged")):
-        longs = [asyncio.create_task(w.tokens(PROMPT, 300)) for _ in range(2)]  # both seats of the engine
+        # both seats of the engine
+        longs = [asyncio.create_task(w.tokens(PROMPT, 300)) for _ in range(2)]
         await w.generated(12, 2)
         waiting = asyncio.create_task(w.tokens(PROMPT, 24))
         await asyncio.sleep(0.1)
@@ -161,7 +205,10 @@ async def recompute(w: World, b: Values, c: Values, facts: dict[str, Any]) -> No
     sample = await task
     (_, _, cut), (version, _, _) = spans(sample)
     again = await w.tokens(PROMPT + list(sample.token_ids)[:cut], 40)
-    facts["recompute"] = [version, list(again.token_ids) == list(sample.token_ids)[cut : cut + 40]]
+    facts["recompute"] = [
+        version,
+        list(again.token_ids) == list(sample.token_ids)[cut : cut + 40],
+    ]
     task = asyncio.create_task(w.tokens(PROMPT, 300))
     await w.generated(12)
     await w.sync(c, 51, "staged", pause="abort")
@@ -177,7 +224,8 @@ async def staged_goes_on(w: World, b: Values, facts: dict[str, Any]) -> None:
     def slow(number: int) -> None:
         until = time.monotonic() + (2.0 if seen and number < 30 else 0.0)
         while time.monotonic() < until and w.engine.meter.generated == seen[-1]:
-            time.sleep(0.002)  # a bucket for each token; for two seconds at most, if generation stands still
+            # a bucket for each token; for two seconds at most, if generation stands still
+            time.sleep(0.002)
         seen.append(w.engine.meter.generated)
 
     await w.sync(b, 60, "staged", slow)
@@ -194,12 +242,18 @@ async def failures(w: World, b: Values, c: Values, facts: dict[str, Any]) -> Non
     bad = await w.phases(AFTER["staged"], digests=w.expected(b))
     facts["mismatch"] = [bad.failed, bad.state, len(bad.differing) > 10]
     gone = await w.phases([pb.ABANDON])
-    facts["staged abandoned"] = [gone.state, gone.version, both(await w.tokens(PROMPT, 16)) == own]
+    facts["staged abandoned"] = [
+        gone.state,
+        gone.version,
+        both(await w.tokens(PROMPT, 16)) == own,
+    ]
     # staged, abandoned in the middle of the move: the channels are gone, the version is old
     await w.phases(BEFORE["staged"], terms=pb.SyncTerms(version=70, mode="staged"))
     gone = await w.phases([pb.ABANDON])
     facts["moving abandoned"] = [gone.state, both(await w.tokens(PROMPT, 16)) == own]
-    refused = await w.phases([pb.PREPARE], terms=pb.SyncTerms(version=70, mode="staged"))
+    refused = await w.phases(
+        [pb.PREPARE], terms=pb.SyncTerms(version=70, mode="staged")
+    )
     facts["closed channels"] = refused.error
     await w.open("second")
     # direct, abandoned: dirty, and refuses
@@ -219,9 +273,17 @@ async def failures(w: World, b: Values, c: Values, facts: dict[str, Any]) -> Non
     await w.open("third")
     healed = await w.sync(c, 70, "staged")
     count = len((await w.tokens(PROMPT, 4)).token_ids)
-    facts["healed"] = [healed.state, healed.version, (await w.engine.stats()).dirty, count]
+    facts["healed"] = [
+        healed.state,
+        healed.version,
+        (await w.engine.stats()).dirty,
+        count,
+    ]
     # a bucket that never comes ends in the deadline, by its number
-    await w.phases(BEFORE["staged"], terms=pb.SyncTerms(version=71, mode="staged", bucket_seconds=0.5))
+    await w.phases(
+        BEFORE["staged"],
+        terms=pb.SyncTerms(version=71, mode="staged", bucket_seconds=0.5),
+    )
     late = await w.phases([pb.VERIFY], digests=w.expected(b), seconds=3)
     facts["late"] = [late.failed, late.error]
     await w.phases([pb.ABANDON])
@@ -238,9 +300,16 @@ async def failures(w: World, b: Values, c: Values, facts: dict[str, Any]) -> Non
 
 async def staged_swap(w: World, trainer: DirectStream, facts: dict[str, Any]) -> None:
     """The end of a staged sync as the real core runs it, in one call, a request in flight."""
-    expected = pb.ReplicaDigests(replica="r/0", parameters=stand_in.NAMES, ranks=[0, 0], values=stand_in.DIGESTS)
+    expected = pb.ReplicaDigests(
+        replica="r/0", parameters=stand_in.NAMES, ranks=[0, 0], values=stand_in.DIGESTS
+    )
     terms = pb.SyncTerms(
-        version=83, mode="staged", verify="full", pause="keep", kv="keep", bucket_seconds=stand_in.SECONDS
+        version=83,
+        mode="staged",
+        verify="full",
+        pause="keep",
+        kv="keep",
+        bucket_seconds=stand_in.SECONDS,
     )
     task = asyncio.create_task(w.tokens(PROMPT, 300))
     await w.generated(20)
@@ -248,7 +317,10 @@ async def staged_swap(w: World, trainer: DirectStream, facts: dict[str, Any]) ->
     await w.generated(20)  # it goes on meanwhile
     last = [pb.VERIFY, pb.HALT, pb.COMMIT, pb.GO_ON]
     reply = await asyncio.to_thread(trainer.steps, last, 60.0, None, None, [expected])
-    facts["swap"] = [reply.outcomes[0].state, sorted(s.name for s in reply.outcomes[0].seconds)]
+    facts["swap"] = [
+        reply.outcomes[0].state,
+        sorted(s.name for s in reply.outcomes[0].seconds),
+    ]
     facts["swap crossing"] = spans(await asyncio.wait_for(task, 120))
 
 
@@ -259,17 +331,26 @@ async def exchange(w: World, b: Values, c: Values, facts: dict[str, Any]) -> Non
     await sync._open_core_channel(True)
     direct_orders = DirectOrders(w.engine.sync)
     await direct_orders.start()
-    trainer = await asyncio.to_thread(DirectStream, "r/0", direct_orders.invitation(w.link, 0, w.engine.core_channel))
+    trainer = await asyncio.to_thread(
+        DirectStream, "r/0", direct_orders.invitation(w.link, 0, w.engine.core_channel)
+    )
 
     async def run(version: int, *values: int) -> str:
         terms = pb.SyncTerms(
-            version=version, mode="direct", verify="full", pause="keep", kv="keep", bucket_seconds=stand_in.SECONDS
+            version=version,
+            mode="direct",
+            verify="full",
+            pause="keep",
+            kv="keep",
+            bucket_seconds=stand_in.SECONDS,
         )
         nothing, claims = lambda: None, lambda: np.array(values, np.uint64).tobytes()
         try:
             if version != 81:
                 await asyncio.to_thread(trainer.wake_up)
-            reply = await asyncio.to_thread(trainer.exchange, terms, 60.0, nothing, nothing, claims)
+            reply = await asyncio.to_thread(
+                trainer.exchange, terms, 60.0, nothing, nothing, claims
+            )
             return reply.outcomes[0].state
         except VerifyError as error:
             return str(error)
@@ -283,7 +364,14 @@ async def exchange(w: World, b: Values, c: Values, facts: dict[str, Any]) -> Non
     count = len((await asyncio.wait_for(w.tokens(PROMPT, 4), 120)).token_ids)
     await asyncio.to_thread(trainer._read_pending_reply)
     await staged_swap(w, trainer, facts)
-    facts["exchange"] = [first, wrong, dirty, again, count, (await w.engine.stats()).weight_version]
+    facts["exchange"] = [
+        first,
+        wrong,
+        dirty,
+        again,
+        count,
+        (await w.engine.stats()).weight_version,
+    ]
     trainer.close()
     direct_orders.close()
     await sync._open_core_channel(False)
@@ -292,7 +380,11 @@ async def exchange(w: World, b: Values, c: Values, facts: dict[str, Any]) -> Non
 
 async def main(model: str, other: str, ranks: int, parts: list[str]) -> None:
     arguments = _defaults.engine_arguments(
-        model, "cpu", ranks, "auto", {"max_model_len": 512, "max_num_seqs": 2, "block_size": 32}
+        model,
+        "cpu",
+        ranks,
+        "auto",
+        {"max_model_len": 512, "max_num_seqs": 2, "block_size": 32},
     )
     if "exchange" in parts:
         arguments["worker_extension_cls"] = "tests.live.stand_in.Extension"
@@ -301,7 +393,10 @@ async def main(model: str, other: str, ranks: int, parts: list[str]) -> None:
     facts: dict[str, Any] = {}
     try:
         tensors = [[t.name, list(t.shape), t.dtype] for t in checkpoint_tensors(model)]
-        layouts = sorted((layout_from_plain(p) for p in await engine.trace(tensors)), key=lambda x: x.rank)
+        layouts = sorted(
+            (layout_from_plain(p) for p in await engine.trace(tensors)),
+            key=lambda x: x.rank,
+        )
         world = World(engine, FakeTrainer.of(layouts), ranks)
         await world.open("first")
         b, c = checkpoint(model), checkpoint(other)
@@ -312,8 +407,16 @@ async def main(model: str, other: str, ranks: int, parts: list[str]) -> None:
                     await globals()[part](world, b, c, facts)
                 case "staged_goes_on":
                     await staged_goes_on(world, b, facts)
-            print(part, f"{time.perf_counter() - start:.1f} s", json.dumps(facts), file=sys.stderr, flush=True)
-        closed = (await engine.sync(pb.RolloutSyncRequest(link=world.link, close=True))).outcome
+            print(
+                part,
+                f"{time.perf_counter() - start:.1f} s",
+                json.dumps(facts),
+                file=sys.stderr,
+                flush=True,
+            )
+        closed = (
+            await engine.sync(pb.RolloutSyncRequest(link=world.link, close=True))
+        ).outcome
         facts["closed"] = closed.error
         for sender in world.senders:
             sender.close()
@@ -326,4 +429,6 @@ async def main(model: str, other: str, ranks: int, parts: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4].split(",")))
+    asyncio.run(
+        main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4].split(","))
+    )

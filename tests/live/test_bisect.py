@@ -17,8 +17,10 @@ from jvlab.engine.worker._fault_injection import VARIABLE
 
 pytestmark = pytest.mark.engine
 
-PROMPT = [(7 * k) % 500 + 3 for k in range(150)]  # more than one block of the cache, which has 128 tokens on a CPU
-NORM = "model.layers.0.input_layernorm.weight"  # live memory even where linear weights are packed; moves every KV
+# more than one block of the cache, which has 128 tokens on a CPU
+PROMPT = [(7 * k) % 500 + 3 for k in range(150)]
+# live memory even where linear weights are packed; moves every KV
+NORM = "model.layers.0.input_layernorm.weight"
 
 
 class Planted:
@@ -26,14 +28,20 @@ class Planted:
 
     def __init__(self, lab: jv.Lab, order: Path) -> None:
         model = jv.models.tiny("llama")
-        self.pool = lab.launch(model, name="bisected", env={VARIABLE: str(order)}).wait()
+        self.pool = lab.launch(
+            model, name="bisected", env={VARIABLE: str(order)}
+        ).wait()
         self.policy = jv.Policy.from_pretrained(model)
         self.link = lab.connect(self.policy.params, self.pool, rules="policy")
         self._order = order
 
     def negate(self) -> None:
         """Turn the sign of one live tensor; a second time turns it back."""
-        self._order.write_text(json.dumps({"who": "worker", "phase": "check", "do": "negate", "parameter": NORM}))
+        self._order.write_text(
+            json.dumps(
+                {"who": "worker", "phase": "check", "do": "negate", "parameter": NORM}
+            )
+        )
         self.link.verify()
         assert not self._order.exists(), "the fault was not injected"
 
@@ -110,7 +118,8 @@ def test_a_tensor_that_changed_in_the_engine(synced: Planted):
 def test_a_prefix_cache_of_other_weights(synced: Planted):
     prompt = PROMPT[::-1]  # of which the cache holds nothing yet
     synced.negate()
-    synced.pool.generate([prompt], max_tokens=1)  # the cache now holds it as the spoilt weights see it
+    # the cache now holds it as the spoilt weights see it
+    synced.pool.generate([prompt], max_tokens=1)
     synced.negate()
     found = synced.bisect(prompt)
     assert found.cause == "prefix cache", found
@@ -145,9 +154,17 @@ def test_two_models_that_compute_differently(synced: Planted):
     right = synced.policy
     states = synced.pool.hidden(PROMPT)
     mine = np.asarray(right.hidden(right.params, np.array([PROMPT])))[:, 0]
-    assert states.shape == mine.shape == (right.config.layers, len(PROMPT), right.config.width)
-    assert np.abs(states - mine).max() < 1e-3 * np.abs(mine).max(), "the engine's own hidden states"
-    windows = tuple(4 if layer == 2 else window for layer, window in enumerate(right.config.windows))
+    assert (
+        states.shape
+        == mine.shape
+        == (right.config.layers, len(PROMPT), right.config.width)
+    )
+    assert np.abs(states - mine).max() < 1e-3 * np.abs(mine).max(), (
+        "the engine's own hidden states"
+    )
+    windows = tuple(
+        4 if layer == 2 else window for layer, window in enumerate(right.config.windows)
+    )
     wrong = jv.Policy(
         dataclasses.replace(right.config, windows=windows),
         right.params,
@@ -164,7 +181,9 @@ def test_two_models_that_compute_differently(synced: Planted):
     print(found.checks[-1].evidence)
     with pytest.raises(jv.errors.ConfigError, match="policies fit"):
         synced.link.bisect(PROMPT)
-    assert synced.pool.generate([PROMPT], max_tokens=2)[0].token_ids.size, "the hooks are off again"
+    assert synced.pool.generate([PROMPT], max_tokens=2)[0].token_ids.size, (
+        "the hooks are off again"
+    )
 
 
 def test_dtype(synced: Planted):
@@ -175,4 +194,6 @@ def test_dtype(synced: Planted):
     facts = next(c.facts for c in found.checks if c.name == "dtype")
     assert facts["gap"] > 1e-3
     assert facts["rounding"] > facts["gap"] / 4
-    print(f"bfloat16 against float32: {facts['gap']:.2g} nats, rounding alone {facts['rounding']:.2g}")
+    print(
+        f"bfloat16 against float32: {facts['gap']:.2g} nats, rounding alone {facts['rounding']:.2g}"
+    )

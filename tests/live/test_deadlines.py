@@ -51,7 +51,9 @@ class World:
         self.gateway = [self.lab._gateway.pid]
 
     def greedy(self, timeout: float = 60.0) -> list[int]:
-        batch = self.pool.generate([PROMPT], max_tokens=12, temperature=0.0, ignore_eos=True, timeout=timeout)
+        batch = self.pool.generate(
+            [PROMPT], max_tokens=12, temperature=0.0, ignore_eos=True, timeout=timeout
+        )
         return list(batch[0].token_ids)
 
     @contextmanager
@@ -72,7 +74,9 @@ class World:
             "stream": lambda t: list(pool.stream([PROMPT], timeout=t, **ask)),
             "score": lambda t: pool.score([PROMPT], timeout=t),
             "session": lambda t: pool.session(PROMPT).generate(timeout=t, **ask),
-            "determinism": lambda t: pool.check_determinism([PROMPT], timeout=t, max_tokens=4),
+            "determinism": lambda t: pool.check_determinism(
+                [PROMPT], timeout=t, max_tokens=4
+            ),
             "trace": lambda t: pool.trace(timeout=t),
             "peek": lambda t: pool.peek("model.norm.weight", timeout=t),
             "status": lambda t: pool.status(timeout=t),
@@ -87,11 +91,15 @@ class World:
             "pause": lambda t: self.pool.pause(timeout=t),
             "verify": lambda t: link.verify(timeout=t),
             "sync": lambda t: link.sync(params, timeout=t, progress=False),
-            "staged sync": lambda t: link.sync(params, timeout=t, mode="staged", progress=False),
+            "staged sync": lambda t: link.sync(
+                params, timeout=t, mode="staged", progress=False
+            ),
             "sync handle": lambda t: link.sync_async(params, timeout=t).result(),
             "stepper": lambda t: link.stepper(params, timeout=t).run(),
             "catch up": lambda t: link.catch_up(params, timeout=t),
-            "connect": lambda t: self.lab.connect(params, self.pool, rules="policy", bucket_mib=1.0, timeout=t),
+            "connect": lambda t: self.lab.connect(
+                params, self.pool, rules="policy", bucket_mib=1.0, timeout=t
+            ),
         }
 
     def table(self) -> dict[str, str]:
@@ -101,17 +109,21 @@ class World:
             asked = {name: threads.submit(timed, call) for name, call in looks.items()}
             found = {name: future.result() for name, future in asked.items()}
         found |= {name: timed(call) for name, call in self.orders().items()}
-        print({name: (round(took, 2), said[:200]) for name, (took, said) in found.items()})
-        late = {name: cell for name, cell in found.items() if cell[0] > SECONDS + MARGIN}
+        print(
+            {name: (round(took, 2), said[:200]) for name, (took, said) in found.items()}
+        )
+        late = {
+            name: cell for name, cell in found.items() if cell[0] > SECONDS + MARGIN
+        }
         assert not late, "these did not keep their deadline"
         return {name: said for name, (_, said) in found.items()}
 
     def heal(self, state: str = "old") -> None:
         """After a thaw: nobody stands still or serves a mixture, and the next sync works."""
         until = time.monotonic() + 60
-        while (replica := self.pool.status()["replicas"][0])["state"] != "ready" or replica["dirty"] != (
-            state == "dirty"
-        ):
+        while (replica := self.pool.status()["replicas"][0])[
+            "state"
+        ] != "ready" or replica["dirty"] != (state == "dirty"):
             assert time.monotonic() < until, replica
             time.sleep(0.1)
         assert not replica["paused"]
@@ -150,7 +162,9 @@ def says(found: dict[str, str], who: str, quiet: tuple[str, ...]) -> None:
     """Every call raised, but those that need nobody who is silent; each names who that is."""
     for name, said in found.items():
         assert said or name in quiet, f"{name} cannot have done its work"
-        assert not said or re.search(who, said), f"{name} does not name who was waited for: {said}"
+        assert not said or re.search(who, said), (
+            f"{name} does not name who was waited for: {said}"
+        )
 
 
 @pytest.mark.soak
@@ -211,7 +225,11 @@ def test_deadline_a_gateway_that_was_frozen_loses_nobody(world: World):
     before = world.pool.status()["replicas"][0]
     results: list[jv.RolloutBatch] = []
     work = threading.Thread(
-        target=lambda: results.append(world.pool.generate([PROMPT], n=4, max_tokens=400, ignore_eos=True, timeout=120))
+        target=lambda: results.append(
+            world.pool.generate(
+                [PROMPT], n=4, max_tokens=400, ignore_eos=True, timeout=120
+            )
+        )
     )
     work.start()
     while not world.pool.status()["in_flight"]:

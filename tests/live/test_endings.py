@@ -44,7 +44,9 @@ with jv.Lab(name=sys.argv[2]) as lab:
 @pytest.fixture(scope="module")
 def kernel(llama: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A 'notebook kernel' in a process of its own, with a lab and a pool of two real engines."""
-    process = subprocess.Popen([sys.executable, "-c", KERNEL, llama], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", KERNEL, llama], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line.startswith("READY"), process.wait(5)
@@ -65,11 +67,15 @@ def test_deaths_in_order(kernel):
     lab = jv.Lab.attach("deaths")
     pool = lab.pools["p"]
     assert pool.status()["healthy"] == 2
-    again = pool.generate("Once upon", max_tokens=40, temperature=0.0, ignore_eos=True)[0]
+    again = pool.generate("Once upon", max_tokens=40, temperature=0.0, ignore_eos=True)[
+        0
+    ]
     assert list(again.token_ids) == tokens
     deadline = time.monotonic() + 120
     while pool.status()["in_flight"]:
-        assert time.monotonic() < deadline, "the dead kernel's requests were not aborted"
+        assert time.monotonic() < deadline, (
+            "the dead kernel's requests were not aborted"
+        )
         time.sleep(0.1)
 
     # 2. kill -9 of a replica's engine in the middle of its work: its samples are made elsewhere, and the batch says so.
@@ -80,11 +86,17 @@ def test_deaths_in_order(kernel):
     results: list[jv.RolloutBatch] = []
     work = {"n": 4, "max_tokens": 400, "temperature": 0.0, "ignore_eos": True}
     prompts = [[5 + i, 6, 7] for i in range(4)]
-    thread = threading.Thread(target=lambda: results.append(pool.generate(prompts, **work)))
+    thread = threading.Thread(
+        target=lambda: results.append(pool.generate(prompts, **work))
+    )
     thread.start()
     while not any(r["running"] for r in pool.status()["replicas"][:1]):
         time.sleep(0.05)
-    engine = [p for p in psutil.Process(victim["pid"]).children(recursive=True) if "EngineCore" in p.name()]
+    engine = [
+        p
+        for p in psutil.Process(victim["pid"]).children(recursive=True)
+        if "EngineCore" in p.name()
+    ]
     os.kill(engine[0].pid if engine else victim["pid"], signal.SIGKILL)
     thread.join(240)
     batch = results[0]
@@ -93,15 +105,24 @@ def test_deaths_in_order(kernel):
     assert {s.replica for s in batch if s.retried} == {"p/1"}
     assert any("p/0 was lost" in note for note in batch.notes)
     for group in batch.groups():
-        assert len({tuple(s.token_ids) for s in group}) == 1, "greedy samples are equal wherever they were made"
+        assert len({tuple(s.token_ids) for s in group}) == 1, (
+            "greedy samples are equal wherever they were made"
+        )
     assert not wait_for_exit(pids, 90), "the dead replica left processes"
-    assert not [name for name in held if os.path.exists(name)], "the dead replica left shared memory"
-    assert not [name for name in scratch if os.path.exists(name)], "the dead replica left its temporary folder"
+    assert not [name for name in held if os.path.exists(name)], (
+        "the dead replica left shared memory"
+    )
+    assert not [name for name in scratch if os.path.exists(name)], (
+        "the dead replica left its temporary folder"
+    )
     status = pool.status()
     assert status["healthy"] == 1
     assert status["in_flight"] == 0
     assert np.array_equal(
-        pool.generate("Once upon", max_tokens=40, temperature=0.0, ignore_eos=True)[0].token_ids, tokens
+        pool.generate("Once upon", max_tokens=40, temperature=0.0, ignore_eos=True)[
+            0
+        ].token_ids,
+        tokens,
     )
 
     # 3. kill -9 of the gateway: everything it started ends by itself, nothing is left, and calls say so.
@@ -113,7 +134,9 @@ def test_deaths_in_order(kernel):
     assert not wait_for_exit(everything, 90), "the gateway's death left processes"
     assert not [name for name in held if os.path.exists(name)], "shared memory was left"
     assert scratch
-    assert not [name for name in scratch if os.path.exists(name)], "the temporary folder was left"
+    assert not [name for name in scratch if os.path.exists(name)], (
+        "the temporary folder was left"
+    )
     with pytest.raises(errors.ControlError):
         pool.generate("Once", max_tokens=2, timeout=10)
     started = time.monotonic()
@@ -127,14 +150,18 @@ def test_a_script_takes_its_engines_along(llama: str):
     """SLURM, Kubernetes and `timeout` send SIGTERM, then SIGKILL; the next job needs the device."""
     command = [sys.executable, "-c", SCRIPT, llama]
     scripts = {
-        number: subprocess.Popen([*command, f"ended-{number:d}"], stdout=subprocess.PIPE, text=True)
+        number: subprocess.Popen(
+            [*command, f"ended-{number:d}"], stdout=subprocess.PIPE, text=True
+        )
         for number in (signal.SIGTERM, signal.SIGKILL)
     }
     try:
         for number, script in scripts.items():
             assert script.stdout is not None
             pids = process_tree(int(script.stdout.readline()))
-            assert len(pids) >= 4, "a gateway, a supervisor, a rollout process and its worker"
+            assert len(pids) >= 4, (
+                "a gateway, a supervisor, a rollout process and its worker"
+            )
             held, scratch = shared_memory(list(pids)), scratch_of(pids)
             script.send_signal(number)
             status = script.wait(90)

@@ -19,24 +19,40 @@ from tests.live.arrival_families import FAMILIES
 from tests.live.arrivals import BASELINE, MODES, table
 
 SECONDS = 1500
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(SECONDS + 60)]  # the first test waits for all of them
+# the first test waits for all of them
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(SECONDS + 60)]
 
 
 USUAL = ("gpt_oss",)  # experts with biases and sinks, windows
-FAMILY = [pytest.param(f, marks=[] if f in USUAL else [pytest.mark.soak]) for f in FAMILIES]
+FAMILY = [
+    pytest.param(f, marks=[] if f in USUAL else [pytest.mark.soak]) for f in FAMILIES
+]
 
 
 @pytest.fixture(scope="module")
-def every(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def every(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """What was found in each family that this run asks for."""
-    items = [item for item in request.session.items if getattr(item, "module", None) is request.module]
-    asked = {item.callspec.params["family"] for item in items if hasattr(item, "callspec")}  # type: ignore
+    items = [
+        item
+        for item in request.session.items
+        if getattr(item, "module", None) is request.module
+    ]
+    asked = {
+        item.callspec.params["family"] for item in items if hasattr(item, "callspec")
+    }  # type: ignore
     names = [f for f in FAMILIES if f in asked | {"gpt_oss"}]
     out = tmp_path_factory.mktemp("arrivals") / "found.json"
     command = [sys.executable, "-m", "tests.live.arrivals", *names, "--out", str(out)]
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=SECONDS
+        command,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
     )
     assert out.exists(), done.stdout[-4000:] + done.stderr[-4000:]
     return json.loads(out.read_text())
@@ -47,8 +63,14 @@ def test_every_kind_arrives(every: dict[str, Any], family: str):
     found = every[family]
     assert "error" not in found, found["error"]
     rows = table(family, found)
-    assert {k: v for k, v in rows.items() if v != "moved" and not v.startswith("cannot be seen: ")} == {}
-    assert rows == json.loads(BASELINE.read_text())["families"][family], "the table that is kept says something else"
+    assert {
+        k: v
+        for k, v in rows.items()
+        if v != "moved" and not v.startswith("cannot be seen: ")
+    } == {}
+    assert rows == json.loads(BASELINE.read_text())["families"][family], (
+        "the table that is kept says something else"
+    )
     for kind, modes in found["kinds"].items():
         for mode in MODES:
             m = modes[mode]
@@ -64,7 +86,11 @@ def test_there_are_enough_architectures():
 
 def test_experts_with_biases_and_sinks_have_all_their_kinds(every: dict[str, Any]):
     kinds = {kind.rpartition("layers.*.")[2] for kind in every["gpt_oss"]["kinds"]}
-    assert {"mlp.experts.down_proj_bias", "mlp.experts.gate_up_proj_bias", "self_attn.sinks"} <= kinds
+    assert {
+        "mlp.experts.down_proj_bias",
+        "mlp.experts.gate_up_proj_bias",
+        "self_attn.sinks",
+    } <= kinds
 
 
 def test_what_processing_loses_does_not_arrive_unseen(every: dict[str, Any]):

@@ -25,7 +25,15 @@ pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6
-COLUMNS = ("step", "loss", "reward_mean", "grad_norm", "logprob_gap", "entropy", "tokens")
+COLUMNS = (
+    "step",
+    "loss",
+    "reward_mean",
+    "grad_norm",
+    "logprob_gap",
+    "entropy",
+    "tokens",
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +47,22 @@ def engine(lab: jv.Lab) -> Iterator[tuple[jv.Pool, str]]:
 def train(lab: jv.Lab, pool: jv.Pool, model: str, folder: Path, **options: Any) -> Run:
     policy = jv.Policy.from_pretrained(model)
     link = lab.connect(policy.params, pool, rules="policy")
-    given = {"steps": STEPS, "learning_rate": 1e-3, "group_size": 4, "prompts_per_step": 4, "micro_batch": 16}
+    given = {
+        "steps": STEPS,
+        "learning_rate": 1e-3,
+        "group_size": 4,
+        "prompts_per_step": 4,
+        "micro_batch": 16,
+    }
     given = {"task": tasks.digits(), "seed": 3, **given, **options}
     return grpo(policy, pool, link, given.pop("task"), folder=folder, **given)
 
 
 def tokens(record: Record) -> list[Any]:
-    return sorted((s.step, s.group, s.index, s.tokens, s.logprobs, s.reward) for s in record.samples())
+    return sorted(
+        (s.step, s.group, s.index, s.tokens, s.logprobs, s.reward)
+        for s in record.samples()
+    )
 
 
 def same(a: Record, b: Record) -> None:
@@ -55,20 +72,34 @@ def same(a: Record, b: Record) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(lab: jv.Lab, engine: tuple[jv.Pool, str], tmp_path_factory: pytest.TempPathFactory) -> Run:
+def whole(
+    lab: jv.Lab, engine: tuple[jv.Pool, str], tmp_path_factory: pytest.TempPathFactory
+) -> Run:
     """An on-policy run that nothing happens to."""
     return train(lab, *engine, tmp_path_factory.mktemp("whole") / "run")
 
 
 def test_on_policy_every_sync_verified_and_the_gap_small(whole: Run, lab: jv.Lab):
     s = whole.record.summary()
-    assert (s["steps"], s["syncs"], s["syncs_verified"], s["ended"]) == (STEPS, STEPS + 1, STEPS + 1, "finished")
+    assert (s["steps"], s["syncs"], s["syncs_verified"], s["ended"]) == (
+        STEPS,
+        STEPS + 1,
+        STEPS + 1,
+        "finished",
+    )
     assert s["max_staleness"] == s["dropped"] == s["alarms"] == 0
     assert s["faults"] == {}
     assert 0 < s["logprob_gap"] < 1e-3
-    assert all(e.extra["compiled"] == 0 for e in whole.record.events("step")[1:]), "nothing compiles after warm-up"
+    assert all(e.extra["compiled"] == 0 for e in whole.record.events("step")[1:]), (
+        "nothing compiles after warm-up"
+    )
     plots = LabPlots(lab)
-    for figure in (plots.staleness(), plots.throughput(), plots.timeline(), plots.run(whole)):
+    for figure in (
+        plots.staleness(),
+        plots.throughput(),
+        plots.timeline(),
+        plots.run(whole),
+    ):
         assert figure.axes
 
 
@@ -76,16 +107,23 @@ def broken(sample: Any, example: Any) -> float:
     return example.answer["what the task does not have"]
 
 
-def test_a_run_that_cannot_work_is_refused_or_ends_at_once(lab: jv.Lab, engine: tuple[jv.Pool, str], tmp_path: Path):
+def test_a_run_that_cannot_work_is_refused_or_ends_at_once(
+    lab: jv.Lab, engine: tuple[jv.Pool, str], tmp_path: Path
+):
     """The tiny model's context is known to its pool alone; a reward is called with a real sample."""
     longest = engine[0]._facts().max_model_len
-    with pytest.raises(jv.errors.ConfigError, match=f"max_tokens={longest}, and the engine's context holds {longest}"):
+    with pytest.raises(
+        jv.errors.ConfigError,
+        match=f"max_tokens={longest}, and the engine's context holds {longest}",
+    ):
         train(lab, *engine, tmp_path / "long", max_tokens=longest)
     with pytest.raises(jv.errors.ConfigError, match="did you mean 'top_p'"):
         train(lab, *engine, tmp_path / "names", sampling={"topp": 0.9})
     assert list(tmp_path.iterdir()) == []
     task = jv.Task(["Digits: "], broken, sampling={"max_tokens": 4})
-    with pytest.raises(jv.errors.RewardError, match="TypeError: 'NoneType' object is not subscriptable") as caught:
+    with pytest.raises(
+        jv.errors.RewardError, match="TypeError: 'NoneType' object is not subscriptable"
+    ) as caught:
         train(lab, *engine, tmp_path / "run", task=task, background=True).wait(300)
     lines = str(caught.value.fields["traceback"]).splitlines()
     assert "test_grpo.py" in lines[1]
@@ -95,8 +133,17 @@ def test_a_run_that_cannot_work_is_refused_or_ends_at_once(lab: jv.Lab, engine: 
     assert summary["samples"] <= 16, "no more than the groups of the first step"
 
 
-def test_a_held_out_prompt_is_answered_once(lab: jv.Lab, engine: tuple[jv.Pool, str], tmp_path: Path):
-    run = train(lab, *engine, tmp_path / "run", steps=1, evaluate=tasks.digits(), background=True).wait(300)
+def test_a_held_out_prompt_is_answered_once(
+    lab: jv.Lab, engine: tuple[jv.Pool, str], tmp_path: Path
+):
+    run = train(
+        lab,
+        *engine,
+        tmp_path / "run",
+        steps=1,
+        evaluate=tasks.digits(),
+        background=True,
+    ).wait(300)
     assert [e.samples for e in run.record.events("evaluation")] == [1, 1]  # type: ignore[attr-defined]
 
 
@@ -107,7 +154,9 @@ def test_one_seed_gives_the_same_tokens_and_losses(
     same(train(lab, *engine, tmp_path / "run").record, whole.record)
 
 
-def test_kill_9_and_resume_go_on_exactly(whole: Run, lab: jv.Lab, engine: tuple[jv.Pool, str], tmp_path: Path):
+def test_kill_9_and_resume_go_on_exactly(
+    whole: Run, lab: jv.Lab, engine: tuple[jv.Pool, str], tmp_path: Path
+):
     pool, model = engine
     for link in list(lab._links):
         link.close()  # the pool is the other process's for a while
@@ -128,7 +177,9 @@ def test_kill_9_and_resume_go_on_exactly(whole: Run, lab: jv.Lab, engine: tuple[
     same(resumed.record, whole.record)
 
 
-def test_asynchronous_stays_in_its_bound(lab: jv.Lab, engine: tuple[jv.Pool, str], tmp_path: Path):
+def test_asynchronous_stays_in_its_bound(
+    lab: jv.Lab, engine: tuple[jv.Pool, str], tmp_path: Path
+):
     run = train(lab, *engine, tmp_path / "run", max_staleness=2, steps=8)
     record, s = run.record, run.record.summary()
     assert s["steps"] == 8
@@ -142,10 +193,14 @@ def test_asynchronous_stays_in_its_bound(lab: jv.Lab, engine: tuple[jv.Pool, str
     assert s["samples"] <= (8 + 1) * 16, "no rollouts that no step would take"
 
 
-def test_a_game_of_several_turns(lab: jv.Lab, engine: tuple[jv.Pool, str], tmp_path: Path):
+def test_a_game_of_several_turns(
+    lab: jv.Lab, engine: tuple[jv.Pool, str], tmp_path: Path
+):
     run = train(lab, *engine, tmp_path / "run", task=tasks.guess_number(), steps=2)
     record = run.record
-    assert record.summary()["logprob_gap"] < 1e-3, "observations and turns line up with what the engine saw"
+    assert record.summary()["logprob_gap"] < 1e-3, (
+        "observations and turns line up with what the engine saw"
+    )
     seen = [s for s in record.samples() if 0 in s.mask]
     assert seen, "some game had an observation"
     for sample in seen:
@@ -159,7 +214,15 @@ def test_a_replica_killed_mid_run_costs_a_note_not_the_run(lab: jv.Lab, tmp_path
     model = jv.models.tiny("llama", vocab_size=288)
     pool = lab.launch(model, load="dummy", replicas=2).wait()
     try:
-        run = train(lab, pool, model, tmp_path / "run", steps=8, max_staleness=1, background=True)
+        run = train(
+            lab,
+            pool,
+            model,
+            tmp_path / "run",
+            steps=8,
+            max_staleness=1,
+            background=True,
+        )
         deadline = time.monotonic() + 300
         while run.status.step < 2 and not run.done:
             assert time.monotonic() < deadline
@@ -170,10 +233,14 @@ def test_a_replica_killed_mid_run_costs_a_note_not_the_run(lab: jv.Lab, tmp_path
         summary = run.record.summary()
         assert (summary["steps"], summary["ended"]) == (8, "finished")
         assert summary["faults"], "the death is on record"
-        assert summary["logprob_gap"] < 1e-3, "what was trained on is what the engine made"
+        assert summary["logprob_gap"] < 1e-3, (
+            "what was trained on is what the engine made"
+        )
         assert summary["max_staleness"] <= 1
         status = pool.status()
         assert status["healthy"] == 1
-        assert [r["version"] for r in status["replicas"] if r["state"] == "ready"] == [run.status.version]
+        assert [r["version"] for r in status["replicas"] if r["state"] == "ready"] == [
+            run.status.version
+        ]
     finally:
         pool.close()

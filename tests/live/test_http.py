@@ -33,16 +33,24 @@ def replica_urls(pool: jv.Pool) -> list[str]:
 
 
 def connect(url: str, pool: jv.Pool) -> openai.OpenAI:
-    return openai.OpenAI(base_url=url, api_key=pool.http_token, max_retries=0, timeout=120)
+    return openai.OpenAI(
+        base_url=url, api_key=pool.http_token, max_retries=0, timeout=120
+    )
 
 
 @pytest.fixture(scope="module")
 def web(lab: jv.Lab, llama: str) -> Iterator[jv.Pool]:
     """Two replicas with HTTP; when it is closed no port and no process is left."""
-    pool = lab.launch(llama, replicas=2, name="web", http=True, env={"JVLAB_LIVE_WEIGHTS": "1"}).wait()
+    pool = lab.launch(
+        llama, replicas=2, name="web", http=True, env={"JVLAB_LIVE_WEIGHTS": "1"}
+    ).wait()
     yield pool
     ports = [port_of(url) for url in (pool.http_url, *replica_urls(pool))]
-    pids = {pid for replica in pool.status()["replicas"] for pid in process_tree(replica["pid"])}
+    pids = {
+        pid
+        for replica in pool.status()["replicas"]
+        for pid in process_tree(replica["pid"])
+    }
     pool.close()
     for port in ports:
         with pytest.raises(ConnectionRefusedError):
@@ -59,7 +67,9 @@ def gateway(web: jv.Pool) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="module")
 def bridge(web: jv.Pool) -> Iterator[httpx.Client]:
     headers = {"Authorization": f"Bearer {web.http_token}"}
-    with httpx.Client(base_url=web.http_url.removesuffix("/v1"), headers=headers, timeout=300) as made:
+    with httpx.Client(
+        base_url=web.http_url.removesuffix("/v1"), headers=headers, timeout=300
+    ) as made:
         yield made
 
 
@@ -75,7 +85,9 @@ def schemas(bridge: httpx.Client) -> dict[str, Any]:
 
 
 def greedy(pool: jv.Pool) -> str:
-    return pool.generate(["Once upon a time"], max_tokens=12, temperature=0.0, ignore_eos=True)[0].text
+    return pool.generate(
+        ["Once upon a time"], max_tokens=12, temperature=0.0, ignore_eos=True
+    )[0].text
 
 
 def test_openai_client_against_one_replica(web: jv.Pool, llama: str):
@@ -83,11 +95,19 @@ def test_openai_client_against_one_replica(web: jv.Pool, llama: str):
         names = [model.id for model in one.models.list()]
         assert names == [llama, Path(llama).name]
         for name in names:
-            raw = one.completions.with_raw_response.create(model=name, prompt="Once upon a time", **GREEDY)
-            assert raw.headers["x-jvlab-version"] == raw.headers["x-jvlab-versions"] == "0"
+            raw = one.completions.with_raw_response.create(
+                model=name, prompt="Once upon a time", **GREEDY
+            )
+            assert (
+                raw.headers["x-jvlab-version"] == raw.headers["x-jvlab-versions"] == "0"
+            )
             assert raw.headers["x-jvlab-replica"] == "web/1"
-            assert raw.parse().choices[0].text == greedy(web), "the same engine as over gRPC"
-        chat = one.chat.completions.create(model=names[0], messages=CHAT, max_tokens=8, temperature=0.0)
+            assert raw.parse().choices[0].text == greedy(web), (
+                "the same engine as over gRPC"
+            )
+        chat = one.chat.completions.create(
+            model=names[0], messages=CHAT, max_tokens=8, temperature=0.0
+        )
         assert chat.usage is not None
         assert chat.usage.completion_tokens > 0
         with pytest.raises(openai.NotFoundError):
@@ -97,22 +117,37 @@ def test_openai_client_against_one_replica(web: jv.Pool, llama: str):
 def test_a_replica_wants_the_token_everywhere(web: jv.Pool):
     base = replica_urls(web)[0].removesuffix("/v1")
     body = {"model": web.model, "prompt": "x", "max_tokens": 1}
-    for path in ("/v1/completions", "/v1/chat/completions", "/invocations", "/tokenize", "/scale_elastic_ep"):
+    for path in (
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/invocations",
+        "/tokenize",
+        "/scale_elastic_ep",
+    ):
         assert httpx.post(f"{base}{path}", json=body).status_code == 401, path
-        wrong = httpx.post(f"{base}{path}", json=body, headers={"Authorization": "Bearer wrong"})
+        wrong = httpx.post(
+            f"{base}{path}", json=body, headers={"Authorization": "Bearer wrong"}
+        )
         assert wrong.status_code == 401, path
     for path in ("/v1/models", "/metrics", "/openapi.json"):
         assert httpx.get(f"{base}{path}").status_code == 401, path
     assert httpx.get(f"{base}/health").status_code == 200
     headers = {"Authorization": f"Bearer {web.http_token}"}
-    assert "vllm:num_requests_running" in httpx.get(f"{base}/metrics", headers=headers).text
-    stale = httpx.post(f"{base}/v1/completions", json=body, headers={**headers, "x-jvlab-epoch": "999"})
+    assert (
+        "vllm:num_requests_running"
+        in httpx.get(f"{base}/metrics", headers=headers).text
+    )
+    stale = httpx.post(
+        f"{base}/v1/completions", json=body, headers={**headers, "x-jvlab-epoch": "999"}
+    )
     assert (stale.status_code, stale.headers["x-jvlab-refused"]) == (503, "fenced")
 
 
 def test_openai_client_against_the_gateway(web: jv.Pool, gateway: openai.OpenAI):
     def ask(_: int) -> str:
-        raw = gateway.completions.with_raw_response.create(model=web.model, prompt="Once upon a time", **GREEDY)
+        raw = gateway.completions.with_raw_response.create(
+            model=web.model, prompt="Once upon a time", **GREEDY
+        )
         assert raw.parse().choices[0].text == greedy_text
         return raw.headers["x-jvlab-replica"]
 
@@ -124,33 +159,51 @@ def test_openai_client_against_the_gateway(web: jv.Pool, gateway: openai.OpenAI)
         while set(seen) != {"web/0", "web/1"}:
             assert time.monotonic() < deadline, f"only {set(seen)} served"
             seen += threads.map(ask, range(4))
-    served = {r["replica"]: r["served"] - before[r["replica"]] for r in web.status()["replicas"]}
+    served = {
+        r["replica"]: r["served"] - before[r["replica"]]
+        for r in web.status()["replicas"]
+    }
     assert served == {name: seen.count(name) for name in ("web/0", "web/1")}
     assert web.status()["in_flight"] == 0
 
 
 def test_streams_of_the_gateway_are_whole(web: jv.Pool, gateway: openai.OpenAI):
-    with gateway.completions.create(model=web.model, prompt="Once upon a time", stream=True, **GREEDY) as stream:
+    with gateway.completions.create(
+        model=web.model, prompt="Once upon a time", stream=True, **GREEDY
+    ) as stream:
         events = [event.choices[0].text for event in stream]
     assert len(events) > 1
     assert "".join(events) == greedy(web)
-    with gateway.chat.completions.create(model=web.model, messages=CHAT, stream=True, max_tokens=8) as chat:
+    with gateway.chat.completions.create(
+        model=web.model, messages=CHAT, stream=True, max_tokens=8
+    ) as chat:
         assert list(chat)
-    raw = gateway.chat.completions.with_raw_response.create(model=web.model, messages=CHAT, max_tokens=4, stream=True)
+    raw = gateway.chat.completions.with_raw_response.create(
+        model=web.model, messages=CHAT, max_tokens=4, stream=True
+    )
     assert raw.headers["x-jvlab-version"] == "0"
     text = raw.http_response.read().decode()
-    assert text.rstrip().endswith(": x-jvlab-versions 0"), "which versions made it, after the last event"
-    with pytest.raises(openai.AuthenticationError), openai.OpenAI(base_url=web.http_url, api_key="wrong") as wrong:
+    assert text.rstrip().endswith(": x-jvlab-versions 0"), (
+        "which versions made it, after the last event"
+    )
+    with (
+        pytest.raises(openai.AuthenticationError),
+        openai.OpenAI(base_url=web.http_url, api_key="wrong") as wrong,
+    ):
         wrong.models.list()
 
 
-def test_a_client_that_leaves_ends_its_request_in_the_engine(web: jv.Pool, gateway: openai.OpenAI):
+def test_a_client_that_leaves_ends_its_request_in_the_engine(
+    web: jv.Pool, gateway: openai.OpenAI
+):
     def generated() -> int:
         return sum(replica["generated_tokens"] for replica in web.status()["replicas"])
 
     before = generated()
     body = {"ignore_eos": True}
-    with gateway.completions.create(model=web.model, prompt="x", stream=True, max_tokens=1900, extra_body=body) as left:
+    with gateway.completions.create(
+        model=web.model, prompt="x", stream=True, max_tokens=1900, extra_body=body
+    ) as left:
         next(iter(left))
     deadline, last = time.monotonic() + 60, -1
     while (now := generated()) != last:
@@ -193,21 +246,38 @@ HOSTILE = [
 
 def test_hostile_requests_are_refused_and_harmless(web: jv.Pool):
     """By the gateway and by a replica itself: never a 500, and the engine lives on."""
-    headers = {"Authorization": f"Bearer {web.http_token}", "Content-Type": "application/json"}
+    headers = {
+        "Authorization": f"Bearer {web.http_token}",
+        "Content-Type": "application/json",
+    }
     wrong = []
     with httpx.Client(headers=headers, timeout=120) as client:
         for url in (web.http_url, replica_urls(web)[0]):
             for body in HOSTILE:
                 reply = client.post(f"{url}/completions", content=body)
                 if reply.status_code >= 500:
-                    wrong.append((url == web.http_url, body[:60], reply.status_code, reply.text[:200]))
-            assert client.post(f"{url}/chat/completions", content=b'{"messages":' + b"[" * 100_000).status_code == 400
+                    wrong.append(
+                        (
+                            url == web.http_url,
+                            body[:60],
+                            reply.status_code,
+                            reply.text[:200],
+                        )
+                    )
+            assert (
+                client.post(
+                    f"{url}/chat/completions", content=b'{"messages":' + b"[" * 100_000
+                ).status_code
+                == 400
+            )
     assert not wrong, wrong
     assert greedy(web)
     assert web.status()["healthy"] == 2
 
 
-def test_bridge_looks_and_steers(web: jv.Pool, bridge: httpx.Client, schemas: dict[str, Any], gateway: openai.OpenAI):
+def test_bridge_looks_and_steers(
+    web: jv.Pool, bridge: httpx.Client, schemas: dict[str, Any], gateway: openai.OpenAI
+):
     import jsonschema  # takes seconds
 
     for path in ("/bridge/status", "/bridge/version", "/bridge/mapping"):
@@ -225,9 +295,13 @@ def test_bridge_looks_and_steers(web: jv.Pool, bridge: httpx.Client, schemas: di
     jsonschema.validate(paused.json(), schemas["/bridge/pause"])
     assert all(replica["paused"] for replica in web.status()["replicas"])
     with ThreadPoolExecutor(1) as thread:
-        answer = thread.submit(gateway.completions.create, model=web.model, prompt="x", max_tokens=2)
+        answer = thread.submit(
+            gateway.completions.create, model=web.model, prompt="x", max_tokens=2
+        )
         assert web.status()["in_flight"] == 0, "held back"
-        jsonschema.validate(bridge.post("/bridge/resume").json(), schemas["/bridge/resume"])
+        jsonschema.validate(
+            bridge.post("/bridge/resume").json(), schemas["/bridge/resume"]
+        )
         assert answer.result().choices
 
 
@@ -246,7 +320,12 @@ def with_tensor(model: str, folder: Path, name: str, value: float) -> str:
 
 
 def test_bridge_takes_checkpoints(
-    web: jv.Pool, bridge: httpx.Client, schemas: dict[str, Any], gateway: openai.OpenAI, llama: str, tmp_path: Path
+    web: jv.Pool,
+    bridge: httpx.Client,
+    schemas: dict[str, Any],
+    gateway: openai.OpenAI,
+    llama: str,
+    tmp_path: Path,
 ):
     import jsonschema  # takes seconds
 
@@ -263,21 +342,33 @@ def test_bridge_takes_checkpoints(
     assert [outcome["state"] for outcome in report["outcomes"]] == ["committed"] * 2
     assert report["digests"]
     assert greedy(web) != before
-    raw = gateway.completions.with_raw_response.create(model=web.model, prompt="Once upon a time", **GREEDY)
+    raw = gateway.completions.with_raw_response.create(
+        model=web.model, prompt="Once upon a time", **GREEDY
+    )
     assert raw.headers["x-jvlab-version"] == "1"
     assert raw.parse().choices[0].text == greedy(web)
     for path, status, word in (
         (str(tmp_path / "nowhere"), 400, "is no folder"),
         (str(tmp_path), 400, "no safetensors"),
         (jv.models.tiny("qwen3"), 422, "→"),
-        (with_tensor(other, tmp_path / "nan", "model.norm.weight", np.nan), 422, "model.norm.weight: 1 NaN of"),
-        (with_tensor(other, tmp_path / "more", "model.more.weight", 0.0), 422, "model.more.weight"),
+        (
+            with_tensor(other, tmp_path / "nan", "model.norm.weight", np.nan),
+            422,
+            "model.norm.weight: 1 NaN of",
+        ),
+        (
+            with_tensor(other, tmp_path / "more", "model.more.weight", 0.0),
+            422,
+            "model.more.weight",
+        ),
     ):
         refused = update(path, mode="staged")
         assert refused.status_code == status, refused.text
         assert word in refused.json()["error"]["message"]
         assert refused.json()["error"]["remedy"]
-    assert update(other, version=1).status_code == 400, "not larger than what the pool holds"
+    assert update(other, version=1).status_code == 400, (
+        "not larger than what the pool holds"
+    )
     assert bridge.get("/bridge/version").json()["replicas"] == {"web/0": 1, "web/1": 1}
     back = update(llama, transport="disk", version=7)
     assert back.status_code == 200, back.text
@@ -286,10 +377,18 @@ def test_bridge_takes_checkpoints(
     assert web.status()["trainer"] is None, "the pool is free for another trainer"
 
 
-def test_a_request_goes_on_through_an_update(web: jv.Pool, bridge: httpx.Client, gateway: openai.OpenAI):
+def test_a_request_goes_on_through_an_update(
+    web: jv.Pool, bridge: httpx.Client, gateway: openai.OpenAI
+):
     """Frozen in the engine, the weights exchanged, and on: its end says which versions made it."""
     held = bridge.get("/bridge/version").json()["version"]
-    body = {"model": web.model, "prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    body = {
+        "model": web.model,
+        "prompt": "Once",
+        "max_tokens": 400,
+        "ignore_eos": True,
+        "stream": True,
+    }
     with bridge.stream("POST", "/v1/completions", json=body) as reply:
         lines = reply.iter_lines()
         assert next(lines).startswith("data: ")
@@ -297,8 +396,12 @@ def test_a_request_goes_on_through_an_update(web: jv.Pool, bridge: httpx.Client,
         assert web.status()["in_flight"] == 1
         bridge.post("/bridge/pause", json={"mode": "keep"}).raise_for_status()
         path = jv.models.tiny("llama", seed=2)
-        bridge.post("/bridge/notify_update", json={"path": path, "version": held + 1}).raise_for_status()
-        assert all(replica["paused"] for replica in web.status()["replicas"]), "an update ends no user's pause"
+        bridge.post(
+            "/bridge/notify_update", json={"path": path, "version": held + 1}
+        ).raise_for_status()
+        assert all(replica["paused"] for replica in web.status()["replicas"]), (
+            "an update ends no user's pause"
+        )
         bridge.post("/bridge/resume").raise_for_status()
         rest = list(lines)
     assert "data: [DONE]" in rest
@@ -308,16 +411,26 @@ def test_a_request_goes_on_through_an_update(web: jv.Pool, bridge: httpx.Client,
 def test_a_replica_killed_in_a_stream(web: jv.Pool, gateway: openai.OpenAI):
     """The last test: it leaves one replica."""
     with gateway.completions.create(
-        model=web.model, prompt="Once", stream=True, max_tokens=1500, extra_body={"ignore_eos": True}
+        model=web.model,
+        prompt="Once",
+        stream=True,
+        max_tokens=1500,
+        extra_body={"ignore_eos": True},
     ) as stream:
         events = iter(stream)
         next(events)
-        name, pid = next((r["replica"], r["pid"]) for r in web.status()["replicas"] if r["in_flight"])
+        name, pid = next(
+            (r["replica"], r["pid"]) for r in web.status()["replicas"] if r["in_flight"]
+        )
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(openai.APIError, match=r"was lost.*the answer is not complete"):
+        with pytest.raises(
+            openai.APIError, match=r"was lost.*the answer is not complete"
+        ):
             list(events)
     left = ({"web/0", "web/1"} - {name}).pop()
     for _ in range(3):
-        raw = gateway.completions.with_raw_response.create(model=web.model, prompt="x", max_tokens=2)
+        raw = gateway.completions.with_raw_response.create(
+            model=web.model, prompt="x", max_tokens=2
+        )
         assert raw.headers["x-jvlab-replica"] == left
     assert web.status()["in_flight"] == 0

@@ -18,8 +18,17 @@ from jvlab.lab._pool import InProcessPool
 from tests.waiting import until
 
 pytestmark = pytest.mark.engine
-PROMPTS = ["Once upon a time", [{"role": "user", "content": "Tell me a story"}], [5, 6, 7]]
-GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 12, "progress": False}
+PROMPTS = [
+    "Once upon a time",
+    [{"role": "user", "content": "Tell me a story"}],
+    [5, 6, 7],
+]
+GREEDY: dict[str, Any] = {
+    "temperature": 0.0,
+    "ignore_eos": True,
+    "max_tokens": 12,
+    "progress": False,
+}
 PATIENCE = 60.0
 
 
@@ -29,9 +38,18 @@ def tokens(batch: jv.RolloutBatch) -> list[list[int]]:
 
 def process_state() -> dict[str, Any]:
     """What a process has of its own, and a library should leave alone."""
-    variables = {f"${name}": value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    variables = {
+        f"${name}": value
+        for name, value in os.environ.items()
+        if not name.startswith("PYTEST_")
+    }
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-    return {**variables, "random": random.getstate(), "numpy": str(np.random.get_state()), "handlers": handlers}
+    return {
+        **variables,
+        "random": random.getstate(),
+        "numpy": str(np.random.get_state()),
+        "handlers": handlers,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +57,9 @@ def local(llama: str) -> Iterator[InProcessPool]:
     before = process_state()
     pool = jv.Pool.in_process(llama, name="local")
     after = process_state()
-    changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+    changed = {
+        key for key in before.keys() | after.keys() if before.get(key) != after.get(key)
+    }
     assert not changed, "the engine's start changed the trainer's process"
     yield pool
     pool.close()
@@ -50,15 +70,28 @@ def policy(llama: str) -> jv.Policy:
     return jv.Policy.from_pretrained(llama)
 
 
-def test_it_says_what_the_engine_behind_a_gateway_says(local: InProcessPool, pool: jv.Pool):
-    here, there = local.generate(PROMPTS, n=2, **GREEDY), pool.generate(PROMPTS, n=2, **GREEDY)
+def test_it_says_what_the_engine_behind_a_gateway_says(
+    local: InProcessPool, pool: jv.Pool
+):
+    here, there = (
+        local.generate(PROMPTS, n=2, **GREEDY),
+        pool.generate(PROMPTS, n=2, **GREEDY),
+    )
     assert tokens(here) == tokens(there)
     assert [s.text for s in here] == [s.text for s in there]
-    assert max(np.abs(a.logprobs - b.logprobs).max() for a, b in zip(here, there, strict=True)) < 1e-4
+    assert (
+        max(
+            np.abs(a.logprobs - b.logprobs).max()
+            for a, b in zip(here, there, strict=True)
+        )
+        < 1e-4
+    )
     assert {s.replica for s in here} == {"local/0"}
     assert local.score(here).gap(there) < 1e-4
     drawn = {"temperature": 1.0, "seed": 7, "max_tokens": 12, "progress": False}
-    assert tokens(local.generate(PROMPTS, n=2, **drawn)) == tokens(pool.generate(PROMPTS, n=2, **drawn))
+    assert tokens(local.generate(PROMPTS, n=2, **drawn)) == tokens(
+        pool.generate(PROMPTS, n=2, **drawn)
+    )
 
 
 def test_it_is_in_this_process(local: InProcessPool):
@@ -71,12 +104,19 @@ def test_it_is_in_this_process(local: InProcessPool):
 
 
 def test_streams_flow_and_end_early(local: InProcessPool):
-    seen = list(local.stream([[5, 6], [7, 8], [9, 10]], n=2, window=1, **_without_progress()))
-    assert sorted((s.prompt_index, s.sample_index) for s in seen) == [(i, k) for i in range(3) for k in range(2)]
+    seen = list(
+        local.stream([[5, 6], [7, 8], [9, 10]], n=2, window=1, **_without_progress())
+    )
+    assert sorted((s.prompt_index, s.sample_index) for s in seen) == [
+        (i, k) for i in range(3) for k in range(2)
+    ]
     with local.stream([[5, 6]] * 4, max_tokens=400, ignore_eos=True) as stream:
         next(iter(stream))
     until(lambda: local.status()["in_flight"] == 0, "the rest to be aborted")
-    until(lambda: local.status()["replicas"][0]["running"] == 0, "the engine to have let go")
+    until(
+        lambda: local.status()["replicas"][0]["running"] == 0,
+        "the engine to have let go",
+    )
 
 
 def _without_progress() -> dict[str, Any]:
@@ -88,7 +128,9 @@ def test_pause_and_resume(local: InProcessPool, mode: str):
     wanted, found = tokens(local.generate([[5, 6, 7]], **GREEDY)), []
     local.pause(mode)
     assert local.status()["replicas"][0]["paused"]
-    asking = threading.Thread(target=lambda: found.extend(tokens(local.generate([[5, 6, 7]], **GREEDY))))
+    asking = threading.Thread(
+        target=lambda: found.extend(tokens(local.generate([[5, 6, 7]], **GREEDY)))
+    )
     asking.start()
     until(lambda: local.status()["in_flight"] == 1, "the request to have arrived")
     assert not found, "nothing is generated while it is paused"
@@ -110,12 +152,16 @@ def test_mistakes_are_the_same_errors(local: InProcessPool):
 
 
 def test_a_second_one_is_refused_and_named(local: InProcessPool, llama: str):
-    with pytest.raises(errors.ConfigError, match="has an engine already: Pool\\('local'") as caught:
+    with pytest.raises(
+        errors.ConfigError, match="has an engine already: Pool\\('local'"
+    ) as caught:
         jv.Pool.in_process(llama)
     assert caught.value.fields["pool"] is local
 
 
-def test_syncs_are_verified_and_change_what_it_says(local: InProcessPool, policy: jv.Policy):
+def test_syncs_are_verified_and_change_what_it_says(
+    local: InProcessPool, policy: jv.Policy
+):
     import jax
 
     before = tokens(local.generate(PROMPTS, **GREEDY))
@@ -139,10 +185,14 @@ def test_syncs_are_verified_and_change_what_it_says(local: InProcessPool, policy
         local.connect(policy.params, transport="shm")
 
 
-def test_a_request_in_flight_goes_on_through_a_sync(local: InProcessPool, policy: jv.Policy):
+def test_a_request_in_flight_goes_on_through_a_sync(
+    local: InProcessPool, policy: jv.Policy
+):
     link, found = local.connect(policy.params), []
     options = {**GREEDY, "max_tokens": 400}
-    asking = threading.Thread(target=lambda: found.extend(local.generate([[5, 6, 7]], **options)))
+    asking = threading.Thread(
+        target=lambda: found.extend(local.generate([[5, 6, 7]], **options))
+    )
     asking.start()
     until(lambda: local.status()["replicas"][0]["running"] == 1, "the request to run")
     version = link.sync(policy.params, progress=False).version
@@ -152,7 +202,9 @@ def test_a_request_in_flight_goes_on_through_a_sync(local: InProcessPool, policy
     assert (spans[0][1], spans[-1][2]) == (0, 400)
 
 
-def test_it_closes_and_another_can_be_made_and_can_die(local: InProcessPool, llama: str):
+def test_it_closes_and_another_can_be_made_and_can_die(
+    local: InProcessPool, llama: str
+):
     before = tokens(local.generate(PROMPTS, **GREEDY))
     local.close()
     local.close()
@@ -166,8 +218,13 @@ def test_it_closes_and_another_can_be_made_and_can_die(local: InProcessPool, lla
 
         engine = second._host.engine
         assert engine is not None
-        engine._llm.engine_core._core.input_queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
-        until(lambda: second._snapshot.replicas[0].stage == "failed", "the death to be told")
+        engine._llm.engine_core._core.input_queue.put_nowait(
+            (EngineCoreRequestType.EXECUTOR_FAILED, b"")
+        )
+        until(
+            lambda: second._snapshot.replicas[0].stage == "failed",
+            "the death to be told",
+        )
         with pytest.raises(errors.JvlabError, match="died"):
             second.generate("x", **GREEDY)
     assert not [t.name for t in threading.enumerate() if t.name == "jvlab-engine"]

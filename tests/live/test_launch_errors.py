@@ -31,22 +31,33 @@ def test_root_causes(lab: jv.Lab, llama: str, tmp_path: Path):
     strange = tmp_path / "strange"
     shutil.copytree(llama, strange)
     config = json.loads((strange / "config.json").read_text())
-    (strange / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModelForCausalLM"]}))
+    (strange / "config.json").write_text(
+        json.dumps({**config, "architectures": ["NoSuchModelForCausalLM"]})
+    )
     cases = {
         "architecture": (str(strange), {}, {}, "NoSuchModelForCausalLM"),
         "argument": (llama, {"max_modle_len": 64}, {}, "did you mean 'max_model_len'"),
-        "head": (jv.models.tiny("llama", head_dim=8), {}, {}, r"RuntimeError: Unsupported CPU .*head_dim=8"),
+        "head": (
+            jv.models.tiny("llama", head_dim=8),
+            {},
+            {},
+            r"RuntimeError: Unsupported CPU .*head_dim=8",
+        ),
         "memory": (llama, {}, {"VLLM_CPU_KVCACHE_SPACE": "4000"}, "memory|Memory"),
     }
     pools = {
-        name: lab.launch(model, engine=engine, env=env, name=name) for name, (model, engine, env, _) in cases.items()
+        name: lab.launch(model, engine=engine, env=env, name=name)
+        for name, (model, engine, env, _) in cases.items()
     }
     for name, pool in pools.items():
         with pytest.raises(errors.LaunchError, match=cases[name][3]) as caught:
             pool.wait(240)
         assert caught.value.remedy
-        headline = str(caught.value).partition("--- last log lines")[0]  # pydantic's causes have two lines
-        assert re.search(cases[name][3], headline), "it is said before the log, not only in it"
+        # pydantic's causes have two lines
+        headline = str(caught.value).partition("--- last log lines")[0]
+        assert re.search(cases[name][3], headline), (
+            "it is said before the log, not only in it"
+        )
         assert 'File "' not in headline
         assert caught.value.fields["log"]
         assert "failed" in repr(pool)
@@ -54,40 +65,60 @@ def test_root_causes(lab: jv.Lab, llama: str, tmp_path: Path):
     assert not [name for name in lab.pools if name in cases]
 
 
-def test_a_cpu_without_bfloat16_and_a_worker_that_dies(lab: jv.Lab, monkeypatch: pytest.MonkeyPatch):
+def test_a_cpu_without_bfloat16_and_a_worker_that_dies(
+    lab: jv.Lab, monkeypatch: pytest.MonkeyPatch
+):
     """A bfloat16 checkpoint is computed in float32, which is said, and synced; by name bfloat16 is refused at once.
     A worker of that engine then dies of a signal while it generates.
     """
     model = jv.models.tiny("llama", dtype="bfloat16", num_hidden_layers=2)
-    without = {"JVLAB_CPU_WITHOUT": "bfloat16"}  # for the lab's processes, which run already
+    # for the lab's processes, which run already
+    without = {"JVLAB_CPU_WITHOUT": "bfloat16"}
     monkeypatch.setenv("JVLAB_CPU_WITHOUT", "bfloat16")
     with pytest.raises(errors.Unsupported, match="this CPU has no bfloat16") as refused:
         lab.launch(model, engine={"dtype": "bfloat16"}, name="refused")
     assert "float32" in refused.value.remedy
     assert "refused" not in lab.pools
     pool = lab.launch(model, env=without, name="widened")
-    with pytest.warns(UserWarning, match="computes in float32: this CPU has no bfloat16"):
+    with pytest.warns(
+        UserWarning, match="computes in float32: this CPU has no bfloat16"
+    ):
         pool.wait(400)
     assert pool.status()["dtype"] == "float32"
     assert "computes in float32" in pool.logs()
     other = jv.models.tiny("llama", dtype="bfloat16", num_hidden_layers=2, seed=1)
-    for policy in (jv.Policy.from_pretrained(other), jv.Policy.from_pretrained(other, dtype="bfloat16")):
+    for policy in (
+        jv.Policy.from_pretrained(other),
+        jv.Policy.from_pretrained(other, dtype="bfloat16"),
+    ):
         with lab.connect(policy.params, pool) as link:
             assert "arrived; meaning checked" in str(link.sync(policy.params))
     exact = jv.Policy.from_pretrained(other)
     batch = pool.generate(["one", "two"], n=2, max_tokens=8, ignore_eos=True, seed=0)
-    assert max(np.abs(np.asarray(sample.gap)).max() for sample in batch.compare(exact)) < 1e-3, (
-        "nothing was rounded on the way"
-    )
+    assert (
+        max(np.abs(np.asarray(sample.gap)).max() for sample in batch.compare(exact))
+        < 1e-3
+    ), "nothing was rounded on the way"
 
-    workers = [pid for pid in process_tree(lab._gateway.pid) if _runs(pid, "Worker", pool)]
+    workers = [
+        pid for pid in process_tree(lab._gateway.pid) if _runs(pid, "Worker", pool)
+    ]
     assert workers
-    dying = threading.Timer(0.5, lambda: [os.kill(pid, signal.SIGILL) for pid in workers])
+    dying = threading.Timer(
+        0.5, lambda: [os.kill(pid, signal.SIGILL) for pid in workers]
+    )
     dying.start()
-    with pytest.raises(errors.ReplicaLost, match=r"a worker died of SIGILL \(illegal instruction\)"):
-        pool.generate([[5, 6, 7]] * 64, n=16, max_tokens=1500, ignore_eos=True, timeout=300)
+    with pytest.raises(
+        errors.ReplicaLost, match=r"a worker died of SIGILL \(illegal instruction\)"
+    ):
+        pool.generate(
+            [[5, 6, 7]] * 64, n=16, max_tokens=1500, ignore_eos=True, timeout=300
+        )
     dying.join()
-    with pytest.raises(errors.LaunchError, match=r"widened/0 died: a worker died of SIGILL \(illegal instruction\)"):
+    with pytest.raises(
+        errors.LaunchError,
+        match=r"widened/0 died: a worker died of SIGILL \(illegal instruction\)",
+    ):
         pool.wait(60)
     pool.close()
 
@@ -113,7 +144,11 @@ def test_stop_leaves_nothing_of_an_engine_that_is_coming_up(llama: str):
     pids = process_tree(lab._gateway.pid)
     folders, held = scratch_of(pids), shared_memory(list(pids))
     command = [sys.executable, "-m", "jvlab", "stop", "stopped", "--json"]
-    done = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    done = json.loads(
+        subprocess.run(
+            command, check=True, capture_output=True, text=True
+        ).stdout.splitlines()[-1]
+    )
     assert done["stopped"] == "stopped"
     assert done["processes"] >= 3
     assert not wait_for_exit(pids, 0)
@@ -144,10 +179,13 @@ def test_a_pool_relaunched_while_its_predecessor_still_ends(lab: jv.Lab, llama: 
             old.close(timeout=0.5)
         epoch = lab.status()["pools"][-1]["replicas"][0]["epoch"]
         new = lab.launch(llama, name="again")
-        stage = until(lambda: (now := new.status()["replicas"][0]["state"]) != "process" and now)
+        stage = until(
+            lambda: (now := new.status()["replicas"][0]["state"]) != "process" and now
+        )
         assert stage == "waits for its predecessor to end"
     finally:
-        with contextlib.suppress(psutil.NoSuchProcess):  # on a slow machine the gateway has killed it by now
+        # on a slow machine the gateway has killed it by now
+        with contextlib.suppress(psutil.NoSuchProcess):
             supervisor.resume()
     with new.wait(400):
         row = new.status()["replicas"][0]
@@ -155,7 +193,9 @@ def test_a_pool_relaunched_while_its_predecessor_still_ends(lab: jv.Lab, llama: 
         assert row["pid"] != pid
         assert not psutil.pid_exists(pid)
         assert row["epoch"] > int(epoch)
-        assert (row["generated_tokens"], row["tokens_per_s"]) == (0, 0.0), "nobody asked for a token yet"
+        assert (row["generated_tokens"], row["tokens_per_s"]) == (0, 0.0), (
+            "nobody asked for a token yet"
+        )
         with pytest.raises(errors.ControlError, match="closed"):
             old.generate("x")
         old.close()

@@ -58,7 +58,9 @@ def test_live_trace_equals_offline_and_changes_nothing(llama: str, tmp_path: Pat
         )
     assert process.stdout is not None
     try:
-        line = next((line for line in process.stdout if line.startswith("FACTS ")), None)
+        line = next(
+            (line for line in process.stdout if line.startswith("FACTS ")), None
+        )
         assert line, (tmp_path / "log").read_text()[-3000:]
     finally:
         held = shared_memory([process.pid, *descendants(process.pid)])
@@ -70,15 +72,28 @@ def test_live_trace_equals_offline_and_changes_nothing(llama: str, tmp_path: Pat
     assert facts["same_digest"]
     assert facts["same_tokens"]
     assert len(set(facts["digests"])) == 2, "two ranks hold different shards"
-    live = sorted((layout_from_bytes(text.encode()) for text in facts["layouts"]), key=lambda layout: layout.rank)
+    live = sorted(
+        (layout_from_bytes(text.encode()) for text in facts["layouts"]),
+        key=lambda layout: layout.rank,
+    )
     offline = trace_offline(llama, tensor_parallel=2, dtype="float32")
     for one, other in zip(live, offline, strict=True):
         assert one.parameters == other.parameters
         assert one.tensors == other.tensors
-        for column in ("tensor", "parameter", "shape", "src_offset", "src_strides", "dst_offset", "dst_strides"):
+        for column in (
+            "tensor",
+            "parameter",
+            "shape",
+            "src_offset",
+            "src_strides",
+            "dst_offset",
+            "dst_strides",
+        ):
             assert np.array_equal(getattr(one, column), getattr(other, column)), column
         packed = {note.name for note in one.staged}
-        assert "model.layers.0.self_attn.qkv_proj.weight" in packed, "vLLM packs linear weights for oneDNN on a CPU"
+        assert "model.layers.0.self_attn.qkv_proj.weight" in packed, (
+            "vLLM packs linear weights for oneDNN on a CPU"
+        )
         assert not one.opaque
 
 
@@ -92,7 +107,10 @@ def test_trace_through_the_gateway(pool: jv.Pool):
 
 
 def test_a_mapping_of_a_running_pool(pool: jv.Pool, llama: str):
-    live, offline = jv.Mapping.of(None, pool, mesh="fsdp=2"), jv.Mapping.of(None, llama, mesh="fsdp=2")
+    live, offline = (
+        jv.Mapping.of(None, pool, mesh="fsdp=2"),
+        jv.Mapping.of(None, llama, mesh="fsdp=2"),
+    )
     assert np.array_equal(live.plan.links().nbytes, offline.plan.links().nbytes)
     assert live.summary()["staged"] > 0, "a live engine says which layers it packed"
     assert offline.summary()["staged"] == 0

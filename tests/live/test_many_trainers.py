@@ -33,11 +33,18 @@ class World:
 
     def __init__(self, lab: jv.Lab, half: str) -> None:
         self.lab, self.parties = lab, {}
-        self.one, self.two = (jv.models.tiny("llama", seed=seed, dtype=half, **SIZES) for seed in (0, 1))
-        self.pool = lab.launch(self.one, tensor_parallel=2, env={"JVLAB_LIVE_WEIGHTS": "1"}, name="many")
+        self.one, self.two = (
+            jv.models.tiny("llama", seed=seed, dtype=half, **SIZES) for seed in (0, 1)
+        )
+        self.pool = lab.launch(
+            self.one, tensor_parallel=2, env={"JVLAB_LIVE_WEIGHTS": "1"}, name="many"
+        )
         try:
-            for kind, size in (("jax", 2), ("torch", 2), ("jax", 3)):  # their imports take as long as the engine
-                self.parties[f"{kind} {size}"] = TrainerProcesses(lab, self.pool.name, kind, size)
+            # their imports take as long as the engine
+            for kind, size in (("jax", 2), ("torch", 2), ("jax", 3)):
+                self.parties[f"{kind} {size}"] = TrainerProcesses(
+                    lab, self.pool.name, kind, size
+                )
             self.pool.wait()
         except BaseException:
             self.end()
@@ -45,7 +52,10 @@ class World:
         with lab.connect(state_dict(self.one), self.pool) as link:
             plan = link.plan
         self.names = sorted(
-            {(plan.parameters[p].name, int(r)) for p, r in zip(plan.target_parameter, plan.target_rank, strict=True)}
+            {
+                (plan.parameters[p].name, int(r))
+                for p, r in zip(plan.target_parameter, plan.target_rank, strict=True)
+            }
         )
         self.own = self.memory()
         self.tokens = self.greedy()
@@ -55,7 +65,9 @@ class World:
         return {(name, rank): self.pool.peek(name, rank) for name, rank in self.names}
 
     def greedy(self) -> list[int]:
-        batch = self.pool.generate([PROMPT], max_tokens=12, temperature=0.0, ignore_eos=True, timeout=120)
+        batch = self.pool.generate(
+            [PROMPT], max_tokens=12, temperature=0.0, ignore_eos=True, timeout=120
+        )
         return list(batch[0].token_ids)
 
     def end(self) -> None:
@@ -68,7 +80,9 @@ def state_dict(model: str) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     return {
-        name: value for file in sorted(Path(model).glob("*.safetensors")) for name, value in load_file(file).items()
+        name: value
+        for file in sorted(Path(model).glob("*.safetensors"))
+        for name, value in load_file(file).items()
     }
 
 
@@ -90,7 +104,9 @@ def test_a_state_dict(world: World):
     there = link.sync(second)
     assert there.verified
     assert world.memory() != world.own
-    assert world.lab.connect(second, world.pool) is link, "the same shapes share plan, channels and link"
+    assert world.lab.connect(second, world.pool) is link, (
+        "the same shapes share plan, channels and link"
+    )
     back = {name: t.T.contiguous().T if t.ndim == 2 else t for name, t in first.items()}
     assert not back["lm_head.weight"].is_contiguous()
     assert link.sync(back).version == there.version + 1
@@ -101,13 +117,18 @@ def test_a_state_dict(world: World):
         link.sync({name: t.float() for name, t in first.items()})
 
     masters = {f"_orig_mod.{name}": t.float() for name, t in second.items()}
-    masters["_orig_mod.also.weight"] = masters["_orig_mod.lm_head.weight"]  # a second name of the same memory
+    # a second name of the same memory
+    masters["_orig_mod.also.weight"] = masters["_orig_mod.lm_head.weight"]
     link = world.lab.connect(masters, world.pool)
     report = link.sync(masters)
     assert report.verified
     assert report.bytes == there.bytes, "the engine's dtype crosses, not the masters'"
     assert (
-        link.sync({name: torch.nn.Parameter(t) for name, t in masters.items()}, verify="sampled").bytes == there.bytes
+        link.sync(
+            {name: torch.nn.Parameter(t) for name, t in masters.items()},
+            verify="sampled",
+        ).bytes
+        == there.bytes
     )
     link.close()
 
@@ -123,7 +144,10 @@ def check_party(world: World, party: TrainerProcesses, size: int) -> None:
     assert there["verified"]
     assert there["version"] > connected["version"]
     assert world.memory() != world.own
-    assert all_equal(party.ask("verify", model=world.two)) == {"ok": True, "version": there["version"]}
+    assert all_equal(party.ask("verify", model=world.two)) == {
+        "ok": True,
+        "version": there["version"],
+    }
     assert not all_equal(party.ask("verify", model=world.one))["ok"]
     back = all_equal(party.ask("sync", model=world.one))
     assert back["version"] == there["version"] + 1
@@ -138,7 +162,9 @@ def test_two_processes_of_jax(world: World):
     check_party(world, party, 2)
     assert len(all_equal(party.ask("refuse", model=world.one))["said"]) == 2
     answers = party.ask("sync", model=world.one, version=1)
-    assert {a["error"] for a in answers} == {"ConfigError"}, "refused everywhere, before a byte moves"
+    assert {a["error"] for a in answers} == {"ConfigError"}, (
+        "refused everywhere, before a byte moves"
+    )
     assert all_equal(party.ask("sync", model=world.one, mode="staged"))["verified"]
     all_equal(party.ask("close"))
 
@@ -152,18 +178,26 @@ def test_two_processes_of_torch_by_their_local_shards(world: World):
 def test_three_processes_one_killed_in_the_middle(world: World):
     party = world.parties["jax 3"]
     check_party(world, party, 3)
-    version = all_equal(party.ask("connect", model=world.one, dies=2, mode="staged"))["version"]
+    version = all_equal(party.ask("connect", model=world.one, dies=2, mode="staged"))[
+        "version"
+    ]
     answers = party.ask("sync", model=world.two, timeout=60)
     assert answers[2] == {"gone": -signal.SIGKILL}
     for answer in answers[:2]:
         assert "error" in answer, answer
-        assert f"python {party.processes[2].pid} " in answer["message"] or "process 2" in answer["message"], answer
+        assert (
+            f"python {party.processes[2].pid} " in answer["message"]
+            or "process 2" in answer["message"]
+        ), answer
     assert world.greedy() == world.tokens, "the old version goes on"
     assert world.memory() == world.own
     assert world.pool.status()["version"] == version
     # and whoever comes next is served, with the version counted on
     other = world.parties["jax 2"].ready()
-    assert all_equal(other.ask("connect", model=world.one, transport="gloo"))["version"] == version
+    assert (
+        all_equal(other.ask("connect", model=world.one, transport="gloo"))["version"]
+        == version
+    )
     there = all_equal(other.ask("sync", model=world.two))
     assert (there["verified"], there["version"]) == (True, version + 1)
     all_equal(other.ask("sync", model=world.one))

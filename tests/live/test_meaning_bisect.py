@@ -33,12 +33,19 @@ class Family:
 
     def bound(self, rules: Any) -> set[object]:
         """What rules do, however they are written."""
-        found = rules.bind(self._origin.shapes, self._origin.tensors, self._origin.config)
-        return {(b.leaf, b.tensor, b.leaf_start, b.tensor_start, b.axes, b.add) for b in found}
+        found = rules.bind(
+            self._origin.shapes, self._origin.tensors, self._origin.config
+        )
+        return {
+            (b.leaf, b.tensor, b.leaf_start, b.tensor_start, b.axes, b.add)
+            for b in found
+        }
 
     def synced(self, rules: Any) -> Any:
         link = self.pool.connect(self.policy.params, rules=rules, **OFF)
-        assert link.sync(self.policy.params).verified, "bits arrive under any rule that covers"
+        assert link.sync(self.policy.params).verified, (
+            "bits arrive under any rule that covers"
+        )
         return link
 
 
@@ -76,7 +83,9 @@ def cases() -> list[Any]:
             facts = {case.name, (family, case.kind)}
             marks = [pytest.mark.soak] if facts <= seen else []
             seen |= facts
-            out.append(pytest.param(family, case, id=f"{family}: {case.name}", marks=marks))
+            out.append(
+                pytest.param(family, case, id=f"{family}: {case.name}", marks=marks)
+            )
         out.append(pytest.param(family, None, id=f"{family}: right rules"))
     return out
 
@@ -84,12 +93,21 @@ def cases() -> list[Any]:
 def test_meaning_planted_kinds():
     for name in SIZES:
         assert len({c.name for c in planted() if c.family == name}) >= 8
-    assert {"transposed", "head order", "rotary order", "offset", "swapped", "layer order"} == KINDS
+    assert {
+        "transposed",
+        "head order",
+        "rotary order",
+        "offset",
+        "swapped",
+        "layer order",
+    } == KINDS
     assert len(NAMES) >= 12
 
 
 @pytest.mark.parametrize(("name", "case"), cases())
-def test_meaning_of_a_planted_rule_is_found_by_function(engines: Engines, name: str, case: Planted | None):
+def test_meaning_of_a_planted_rule_is_found_by_function(
+    engines: Engines, name: str, case: Planted | None
+):
     family = engines.of(name)
     if case is None:
         right_rules_are_not_suspected(family)
@@ -106,7 +124,9 @@ def test_meaning_of_a_planted_rule_is_found_by_function(engines: Engines, name: 
     assert all(rule in found.remedy for rule in facts["write"])
     assert "the same weights" not in str(found)
     assert "rope_theta" not in str(found)
-    assert family.bound(found.rules) == family.bound(family.right), "the rules to write are the right ones"
+    assert family.bound(found.rules) == family.bound(family.right), (
+        "the rules to write are the right ones"
+    )
 
 
 def right_rules_are_not_suspected(family: Family) -> None:
@@ -117,11 +137,19 @@ def right_rules_are_not_suspected(family: Family) -> None:
         assert found.rules is None
         other = jv.Policy.from_pretrained(family.model)
         assert link.bisect(PROMPT, other, max_tokens=4).cause == "version"
-    wrong = next(c for c in planted() if c.family == family.pool.name and c.name == "query heads")
-    with family.pool.connect(other.params, rules=wrong.rules(family.right), **OFF) as link:
+    wrong = next(
+        c for c in planted() if c.family == family.pool.name and c.name == "query heads"
+    )
+    with family.pool.connect(
+        other.params, rules=wrong.rules(family.right), **OFF
+    ) as link:
         link.sync(other.params)
         found = link.bisect(PROMPT, other, max_tokens=4)
         assert found.cause == "rule", found
-        assert found.checks[5].facts["how"] == "value", "the trainer's numbers are those of the model's files"
+        assert found.checks[5].facts["how"] == "value", (
+            "the trainer's numbers are those of the model's files"
+        )
         assert found.checks[5].facts["write"] == list(wrong.right)
-        assert link.bisect(PROMPT, params=other.params).cause == "rule", "no policy is needed for that"
+        assert link.bisect(PROMPT, params=other.params).cause == "rule", (
+            "no policy is needed for that"
+        )

@@ -18,7 +18,11 @@ ENDS_IN_S = 500
 
 
 def blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    return re.findall(
+        rf"^```{language}\n(.*?)^```",
+        (ROOT / page).read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -28,22 +32,42 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(page: str, tmp_path: Path)
     assert "lab.close()" in script.read_text(), "a page leaves nothing running"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
     done = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=ENDS_IN_S
+        [sys.executable, script],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=ENDS_IN_S,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    report = next(line for line in done.stdout.splitlines() if line.startswith("SyncReport("))
+    report = next(
+        line for line in done.stdout.splitlines() if line.startswith("SyncReport(")
+    )
     shown = re.search(r"^print\(report\)  # (.*)$", script.read_text(), re.MULTILINE)
     assert shown is not None
-    assert re.fullmatch(re.escape(shown[1]).replace("…", ".*"), report), (shown[1], report)
+    assert re.fullmatch(re.escape(shown[1]).replace("…", ".*"), report), (
+        shown[1],
+        report,
+    )
 
 
-def test_the_plan_of_the_guide_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]):
+def test_the_plan_of_the_guide_is_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str],
+):
     from jvlab.cli._cli import main
 
-    block = next(text for text in blocks("notebooks/GUIDE.md", "console") if text.startswith("$ jvlab plan"))
+    block = next(
+        text
+        for text in blocks("notebooks/GUIDE.md", "console")
+        if text.startswith("$ jvlab plan")
+    )
     command, shown = block.split("\n", 1)
     with contextlib.suppress(SystemExit):
         main(command.split()[2:])
-    pattern = re.escape(shown.strip()).replace(re.escape("…"), "(?s:.*)").replace("…", "(?s:.*)")
+    pattern = (
+        re.escape(shown.strip())
+        .replace(re.escape("…"), "(?s:.*)")
+        .replace("…", "(?s:.*)")
+    )
     printed = capsys.readouterr().out.strip()
     assert re.fullmatch(pattern, printed), printed

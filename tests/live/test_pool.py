@@ -30,13 +30,20 @@ CHAT = [{"role": "user", "content": "Tell me a story"}]
 
 
 def test_texts_chats_and_tokens_in_one_call(pool: jv.Pool):
-    batch = pool.generate(["Once upon a time", CHAT, [5, 6, 7]], n=2, max_tokens=8, temperature=0.0)
+    batch = pool.generate(
+        ["Once upon a time", CHAT, [5, 6, 7]], n=2, max_tokens=8, temperature=0.0
+    )
     assert len(batch) == 6
     assert batch.logprobs_mode == "processed_logprobs"
     for first, second in batch.groups():
-        assert np.array_equal(first.token_ids, second.token_ids), "greedy samples are equal"
+        assert np.array_equal(first.token_ids, second.token_ids), (
+            "greedy samples are equal"
+        )
     for sample in batch:
-        assert len(sample.token_ids) == len(sample.logprobs) == 8 or sample.finish_reason == "stop"
+        assert (
+            len(sample.token_ids) == len(sample.logprobs) == 8
+            or sample.finish_reason == "stop"
+        )
         assert sample.version_spans == ((0, 0, len(sample.token_ids)),)
         assert sample.replica == "shared/0"
         assert 0 < sample.seconds["first_token"] <= sample.seconds["total"]
@@ -45,10 +52,14 @@ def test_texts_chats_and_tokens_in_one_call(pool: jv.Pool):
 
 
 def test_score_agrees_with_sampled_logprobs(pool: jv.Pool):
-    batch = pool.generate(["The cat", "A long way from home"], n=4, max_tokens=24, temperature=1.0, seed=3)
+    batch = pool.generate(
+        ["The cat", "A long way from home"], n=4, max_tokens=24, temperature=1.0, seed=3
+    )
     scores = pool.score(batch)
     assert scores.gap(batch) < 1e-4
-    assert all(np.isnan(row[0]) and np.isfinite(row[1:]).all() for row in scores.logprobs)
+    assert all(
+        np.isnan(row[0]) and np.isfinite(row[1:]).all() for row in scores.logprobs
+    )
 
 
 def test_texts_are_scored_with_the_tokens_that_prompts_have(pool: jv.Pool):
@@ -56,7 +67,9 @@ def test_texts_are_scored_with_the_tokens_that_prompts_have(pool: jv.Pool):
     batch = pool.generate(texts, max_tokens=4, temperature=0.0, ignore_eos=True)
     scores = pool.score([*texts, batch[0].prompt_token_ids])
     assert scores.token_ids is not None
-    assert [row.tolist() for row in scores.token_ids[:2]] == [s.prompt_token_ids.tolist() for s in batch]
+    assert [row.tolist() for row in scores.token_ids[:2]] == [
+        s.prompt_token_ids.tolist() for s in batch
+    ]
     assert np.array_equal(scores[0], scores[2], equal_nan=True)
     whole = texts[0] + pool.tokenizer.decode(batch[0].token_ids)
     assert np.isfinite(pool.score(whole)[0][1:]).all()
@@ -67,13 +80,19 @@ def test_logprobs_are_the_models(pool: jv.Pool, llama: str):
     import torch
     from transformers import AutoModelForCausalLM
 
-    batch = pool.generate(["The cat", [5, 6, 7]], n=2, max_tokens=16, temperature=1.0, seed=5)
+    batch = pool.generate(
+        ["The cat", [5, 6, 7]], n=2, max_tokens=16, temperature=1.0, seed=5
+    )
     model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
     for sample in batch:
-        ids = torch.tensor([[*sample.prompt_token_ids.tolist(), *sample.token_ids.tolist()]])
+        ids = torch.tensor(
+            [[*sample.prompt_token_ids.tolist(), *sample.token_ids.tolist()]]
+        )
         with torch.no_grad():
             table = torch.log_softmax(model(ids).logits[0, :-1], -1)
-        wanted = table.gather(1, ids[0, 1:, None])[:, 0].numpy()[-len(sample.token_ids) :]
+        wanted = table.gather(1, ids[0, 1:, None])[:, 0].numpy()[
+            -len(sample.token_ids) :
+        ]
         assert np.abs(wanted - sample.logprobs).max() < 1e-3
 
 
@@ -84,13 +103,17 @@ def test_score_with_top(pool: jv.Pool):
     assert [a.shape for a in scores.top_ids] == [(4, 3), (2, 3)]
     assert (np.diff(scores.top_logprobs[0][1:], axis=1) <= 0).all(), "best first"
     greedy = pool.generate([[5, 6, 7]], max_tokens=1, temperature=0.0)
-    assert scores.top_ids[0][3][0] == greedy[0].token_ids[0], "the most likely next token is the greedy one"
+    assert scores.top_ids[0][3][0] == greedy[0].token_ids[0], (
+        "the most likely next token is the greedy one"
+    )
 
 
 def test_processed_logprobs_follow_the_temperature(pool: jv.Pool):
     batch = pool.generate("The cat", n=4, max_tokens=16, temperature=0.5, seed=0)
     scores = pool.score(batch, top=20)
-    assert scores.gap(batch) > 0.05, "at another temperature than 1 they differ from the raw model's"
+    assert scores.gap(batch) > 0.05, (
+        "at another temperature than 1 they differ from the raw model's"
+    )
 
 
 def test_seeds_make_samples_repeat_and_differ(pool: jv.Pool):
@@ -110,10 +133,14 @@ def test_stop_strings(pool: jv.Pool):
 
 def test_text_is_what_vllm_would_say(pool: jv.Pool):
     plain = pool.generate("The cat", max_tokens=12, temperature=0.0, ignore_eos=True)[0]
-    stopped = pool.generate("The cat", max_tokens=12, temperature=0.0, stop=[plain.text[:3]])[0]
+    stopped = pool.generate(
+        "The cat", max_tokens=12, temperature=0.0, stop=[plain.text[:3]]
+    )[0]
     assert stopped.text == "", "a stop string at the very start leaves no text"
     third = int(plain.token_ids[2])
-    ended = pool.generate("The cat", max_tokens=12, temperature=0.0, stop_token_ids=[third])[0]
+    ended = pool.generate(
+        "The cat", max_tokens=12, temperature=0.0, stop_token_ids=[third]
+    )[0]
     assert ended.finish_reason == "stop"
     assert list(ended.token_ids) == list(plain.token_ids[:3])
     assert plain.text.startswith(ended.text)
@@ -121,7 +148,13 @@ def test_text_is_what_vllm_would_say(pool: jv.Pool):
 
 
 def test_logit_bias_chooses_the_token(pool: jv.Pool):
-    sample = pool.generate("The cat", max_tokens=4, temperature=0.0, logit_bias={77: 100.0}, ignore_eos=True)[0]
+    sample = pool.generate(
+        "The cat",
+        max_tokens=4,
+        temperature=0.0,
+        logit_bias={77: 100.0},
+        ignore_eos=True,
+    )[0]
     assert list(sample.token_ids) == [77] * 4
 
 
@@ -133,7 +166,11 @@ def test_logit_bias_chooses_the_token(pool: jv.Pool):
         ("fine", {"temprature": 1.0}, "temperature"),
         ("fine", {"top_p": 7.0}, "top_p must be in"),
         ("fine", {"max_tokens": -1}, "max_tokens must be at least 1"),
-        (["fine", [5] * 3000], {}, "prompt 1 has 3000 tokens; the engine takes at most 2047"),
+        (
+            ["fine", [5] * 3000],
+            {},
+            "prompt 1 has 3000 tokens; the engine takes at most 2047",
+        ),
         ([[1, 10**6]], {}, "token id 1000000"),
         ([[{"role": "user"}]], {}, "chat template failed"),
         ("fine", {"max_tokens": 2.5}, "int"),
@@ -141,7 +178,9 @@ def test_logit_bias_chooses_the_token(pool: jv.Pool):
         ("fine", {"ignore_eos": "x"}, "bool"),
     ],
 )
-def test_bad_requests_are_clear_and_harmless(pool: jv.Pool, prompts, sampling, word: str):
+def test_bad_requests_are_clear_and_harmless(
+    pool: jv.Pool, prompts, sampling, word: str
+):
     with pytest.raises(errors.SamplingError, match=word):
         pool.generate(prompts, **sampling)
     assert len(pool.generate("fine", max_tokens=2)) == 1
@@ -208,8 +247,12 @@ def test_calls_behind_a_pause_say_who_paused(
     monkeypatch.setattr(_pool_calls, "own_name", lambda: "python 7 on elsewhere")
     pool.pause()
     calls = {
-        "generate, 0 of 1 sample": lambda: pool.generate("Once", max_tokens=3, ignore_eos=True),
-        "stream, 0 of 2 samples": lambda: list(pool.stream("Once", n=2, max_tokens=3, ignore_eos=True)),
+        "generate, 0 of 1 sample": lambda: pool.generate(
+            "Once", max_tokens=3, ignore_eos=True
+        ),
+        "stream, 0 of 2 samples": lambda: list(
+            pool.stream("Once", n=2, max_tokens=3, ignore_eos=True)
+        ),
         "score, 0 of 1 sequence": lambda: pool.score([[5, 6, 7]]),
         "turns, 0 of 1 turn": lambda: pool.session("Once", ignore_eos=True).generate(3),
     }
@@ -219,7 +262,10 @@ def test_calls_behind_a_pause_say_who_paused(
         for what in calls:
             wanted = f"{pool.name}: {what}, "
             deadline = time.monotonic() + 120
-            while not any(line.startswith(wanted) and "waits: " in line for line in said.splitlines()):
+            while not any(
+                line.startswith(wanted) and "waits: " in line
+                for line in said.splitlines()
+            ):
                 assert time.monotonic() < deadline, (wanted, said)
                 time.sleep(0.05)
                 said += capsys.readouterr().err
@@ -231,11 +277,17 @@ def test_calls_behind_a_pause_say_who_paused(
     remedy = f"waits: {pool.name} was paused by python 7 on elsewhere; pool.resume() lets it go on"
     assert said.count(remedy) >= len(calls)
     assert "\r" not in said
-    assert not [thread for thread in threading.enumerate() if thread.name == "jvlab-progress"]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name == "jvlab-progress"
+    ]
 
 
 def test_pause_wait_lets_requests_finish(pool: jv.Pool):
-    thread, results = in_background(lambda: pool.generate("Once", max_tokens=60, temperature=0.0, ignore_eos=True)[0])
+    thread, results = in_background(
+        lambda: pool.generate("Once", max_tokens=60, temperature=0.0, ignore_eos=True)[
+            0
+        ]
+    )
     until_running(pool, 5)
     pool.pause("wait")
     try:
@@ -246,7 +298,11 @@ def test_pause_wait_lets_requests_finish(pool: jv.Pool):
 
 
 def test_pause_abort_gives_back_what_was_there(pool: jv.Pool):
-    thread, results = in_background(lambda: pool.generate("Once", max_tokens=1500, temperature=0.0, ignore_eos=True)[0])
+    thread, results = in_background(
+        lambda: pool.generate(
+            "Once", max_tokens=1500, temperature=0.0, ignore_eos=True
+        )[0]
+    )
     until_running(pool)
     pool.pause("abort")
     try:
@@ -259,7 +315,9 @@ def test_pause_abort_gives_back_what_was_there(pool: jv.Pool):
 
 
 def test_leaving_a_stream_aborts_the_rest_in_the_engine(pool: jv.Pool):
-    with pool.stream(["a", "b", "c"] * 10, n=2, max_tokens=150, ignore_eos=True, window=12) as stream:
+    with pool.stream(
+        ["a", "b", "c"] * 10, n=2, max_tokens=150, ignore_eos=True, window=12
+    ) as stream:
         seen = next(iter(stream))
     assert len(seen.token_ids) == 150
     deadline = time.monotonic() + 120
@@ -270,7 +328,8 @@ def test_leaving_a_stream_aborts_the_rest_in_the_engine(pool: jv.Pool):
 
 
 def test_ctrl_c_in_generate_aborts_and_the_pool_lives_on(pool: jv.Pool):
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores SIGINT
+    # a shell's background job ignores SIGINT
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupt() -> None:
         until_running(pool, 5)
@@ -314,7 +373,11 @@ def test_status_and_faces(pool: jv.Pool):
     assert status["healthy"] == 1
     assert status["dtype"] == "float32"
     replica = status["replicas"][0]
-    assert (replica["version"], replica["in_flight"], replica["paused"]) == (0, 0, False)
+    assert (replica["version"], replica["in_flight"], replica["paused"]) == (
+        0,
+        0,
+        False,
+    )
     assert repr(pool).endswith("1 replica × TP 1 on cpu, ready)")
     assert "shared/0" in pool._repr_html_()
     assert "registered" in pool.logs(lines=400)
@@ -333,7 +396,9 @@ def test_arrays_feed_a_trainer(pool: jv.Pool):
 def memory(pool: jv.Pool) -> int:
     """Resident bytes of the replica and everything below it."""
     root = psutil.Process(pool.status()["replicas"][0]["pid"])
-    return sum(process.memory_info().rss for process in (root, *root.children(recursive=True)))
+    return sum(
+        process.memory_info().rss for process in (root, *root.children(recursive=True))
+    )
 
 
 def load(pool: jv.Pool) -> tuple[int, int, int]:
@@ -350,19 +415,37 @@ def until_idle(pool: jv.Pool, seconds: float = 30.0) -> None:
 
 def test_hostile_calls_are_refused_by_every_door(pool: jv.Pool, lab: jv.Lab):
     """The caller's own, the gateway's, and the replica's for whoever has the token and goes round both."""
-    with pytest.raises(errors.LimitExceeded, match="4,000,000 samples of one prompt") as caught:
+    with pytest.raises(
+        errors.LimitExceeded, match="4,000,000 samples of one prompt"
+    ) as caught:
         pool.generate("The cat", n=4_000_000)
     assert "limits={'n'" in caught.value.remedy
     metadata = pool._client.metadata
-    start = pb.GenerateStart(pool=pool.name, prompts=[pb.Prompt(text="x")], n=4_000_000, sampling_json="{}")
-    with grpc.insecure_channel(lab.address) as channel, pytest.raises(grpc.RpcError) as refused:
-        list(rpc.LabStub(channel).Generate(iter([pb.GenerateCall(start=start)]), timeout=60, metadata=metadata))
+    start = pb.GenerateStart(
+        pool=pool.name, prompts=[pb.Prompt(text="x")], n=4_000_000, sampling_json="{}"
+    )
+    with (
+        grpc.insecure_channel(lab.address) as channel,
+        pytest.raises(grpc.RpcError) as refused,
+    ):
+        list(
+            rpc.LabStub(channel).Generate(
+                iter([pb.GenerateCall(start=start)]), timeout=60, metadata=metadata
+            )
+        )
     assert refused.value.code() is grpc.StatusCode.OUT_OF_RANGE
     row = pool.status()["replicas"][0]
     served = re.findall(r"serving on (\S+)", pool.logs(0, 2000))[-1]
-    work = pb.PromptWork(prompt_index=0, prompt=pb.Prompt(text="x"), sample_indexes=range(pool.limits["n"] + 1))
+    work = pb.PromptWork(
+        prompt_index=0,
+        prompt=pb.Prompt(text="x"),
+        sample_indexes=range(pool.limits["n"] + 1),
+    )
     order = pb.RolloutRequest(epoch=row["epoch"], work=[work], sampling_json="{}")
-    with grpc.insecure_channel(served) as channel, pytest.raises(grpc.RpcError) as refused:
+    with (
+        grpc.insecure_channel(served) as channel,
+        pytest.raises(grpc.RpcError) as refused,
+    ):
         list(rpc.RolloutStub(channel).Generate(order, timeout=60, metadata=metadata))
     assert refused.value.code() is grpc.StatusCode.OUT_OF_RANGE
     until_idle(pool)
@@ -373,7 +456,11 @@ def test_no_environment_below_a_lab_holds_its_token(pool: jv.Pool, lab: jv.Lab):
     """Gateway, supervisor, rollout process, engine core: whoever needs the token was told through a pipe."""
     pids = process_tree(lab._gateway.pid)
     assert pool.status()["replicas"][0]["pid"] in pids
-    held = [pid for pid in pids if lab._token.encode() in Path(f"/proc/{pid}/environ").read_bytes()]
+    held = [
+        pid
+        for pid in pids
+        if lab._token.encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    ]
     assert not held
 
 
@@ -381,7 +468,9 @@ def test_hostile_call_that_is_left_leaves_the_engine(pool: jv.Pool):
     """200,000 samples of one prompt, which this pool allows: the replica goes on beating, and its memory is bounded."""
     pool.generate("The cat", n=64, max_tokens=8)
     before = memory(pool)
-    stream = pool.stream("The cat", n=200_000, window=200_000, max_tokens=64, ignore_eos=True)
+    stream = pool.stream(
+        "The cat", n=200_000, window=200_000, max_tokens=64, ignore_eos=True
+    )
     samples = iter(stream)
     began = time.monotonic()
     next(samples)
@@ -389,13 +478,17 @@ def test_hostile_call_that_is_left_leaves_the_engine(pool: jv.Pool):
     row = pool.status()["replicas"][0]
     assert row["state"] == "ready"
     assert row["in_flight"] > 190_000
-    assert row["running"] + row["waiting"] < 20_000, "the engine holds what it can soon run; the rest are numbers"
+    assert row["running"] + row["waiting"] < 20_000, (
+        "the engine holds what it can soon run; the rest are numbers"
+    )
     peak = memory(pool) - before
     stream.close()
     until_idle(pool)
     left = memory(pool) - before
     assert peak < 400 << 20, f"{peak >> 20} MiB while it ran"
-    assert left < 200 << 20, f"{left >> 20} MiB after it had been left; first sample after {first:.1f} s"
+    assert left < 200 << 20, (
+        f"{left >> 20} MiB after it had been left; first sample after {first:.1f} s"
+    )
     assert len(pool.generate("The cat", n=4, max_tokens=8, timeout=60)) == 4
 
 
@@ -412,7 +505,9 @@ sys.stdin.read()
 
 def test_hostile_caller_that_is_killed_leaves_the_engine(pool: jv.Pool, lab: jv.Lab):
     command = [sys.executable, "-c", LEAVER, lab.address, pool.name]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as caller:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as caller:
         assert caller.stdin is not None
         assert caller.stdout is not None
         caller.stdin.write(f"{lab._token}\n")
@@ -428,7 +523,9 @@ def test_pause_abort_ends_what_the_engine_has_not_seen_too(pool: jv.Pool):
     """More than the engine is given at once: the rest never begins, and the call ends."""
     count = 40 * pool._facts().max_num_seqs
     with ThreadPoolExecutor(1) as thread:
-        asked = thread.submit(pool.generate, "The cat", count, max_tokens=64, ignore_eos=True)
+        asked = thread.submit(
+            pool.generate, "The cat", count, max_tokens=64, ignore_eos=True
+        )
         deadline = time.monotonic() + 60
         while not load(pool)[0]:
             assert time.monotonic() < deadline
@@ -440,4 +537,7 @@ def test_pause_abort_ends_what_the_engine_has_not_seen_too(pool: jv.Pool):
             pool.resume()
     assert len(batch) == count
     assert sum(sample.finish_reason == "abort" for sample in batch) > count // 2
-    assert any(sample.finish_reason == "abort" and not len(sample.token_ids) for sample in batch)
+    assert any(
+        sample.finish_reason == "abort" and not len(sample.token_ids)
+        for sample in batch
+    )

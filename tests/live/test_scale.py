@@ -18,7 +18,8 @@ from tests.conftest import process_tree, wait_for_exit
 from tests.live.test_sync_versions import that_say
 
 pytestmark = pytest.mark.engine
-PROMPTS, EARLY = 160, 80  # so many in all; so many may be read before both replicas serve
+# so many in all; so many may be read before both replicas serve
+PROMPTS, EARLY = 160, 80
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,9 @@ class Reader:
     def _read(self) -> None:
         prompts = [[5 + i % 90, 6, 7] for i in range(PROMPTS)]
         try:
-            for sample in self._pool.stream(prompts, window=16, max_tokens=16, temperature=0.0, ignore_eos=True):
+            for sample in self._pool.stream(
+                prompts, window=16, max_tokens=16, temperature=0.0, ignore_eos=True
+            ):
                 self.seen.append(sample)
                 self.free.wait(0.5 if len(self.seen) < EARLY else None)
         except BaseException as error:
@@ -81,13 +84,18 @@ def test_one_two_one_during_a_stream(scaled: tuple[jv.Pool, Any], lab: jv.Lab):
         newcomer = process_tree(rows["scaled/1"]["pid"])
         before = len(reader.seen)
         reader.until(lambda: len(reader.seen) > before or len(reader.seen) == EARLY)
-        wrong = {**params, "final_norm": {"scale": params["final_norm"]["scale"] + jnp.float32(1)}}
+        wrong = {
+            **params,
+            "final_norm": {"scale": params["final_norm"]["scale"] + jnp.float32(1)},
+        }
         with pytest.raises(errors.VerifyError, match="not those of version 3"):
             link.catch_up(wrong)
         report = link.catch_up(params)
         assert report is not None
         assert (report.version, report.verified) == (3, True)
-        assert [(o.replica, o.state) for o in report.outcomes] == [("scaled/1", "committed")]
+        assert [(o.replica, o.state) for o in report.outcomes] == [
+            ("scaled/1", "committed")
+        ]
         assert link.catch_up(params) is None, "nobody is behind"
         checked = link.verify(params)
         assert checked.ok
@@ -98,12 +106,16 @@ def test_one_two_one_during_a_stream(scaled: tuple[jv.Pool, Any], lab: jv.Lab):
         assert not wait_for_exit(newcomer, 30), "its processes ended"
     finally:
         seen = reader.end()
-    assert sorted(s.prompt_index for s in seen) == list(range(PROMPTS)), "no sample lost, none twice"
+    assert sorted(s.prompt_index for s in seen) == list(range(PROMPTS)), (
+        "no sample lost, none twice"
+    )
     assert not any(s.error or s.retried for s in seen)
     assert {s.replica for s in seen} == {"scaled/0", "scaled/1"}
     for sample in seen:
         assert sample.version_spans == ((3, 0, 16),)
-        assert set(np.asarray(sample.token_ids).tolist()) == {103}, f"{sample.replica} answered with other weights"
+        assert set(np.asarray(sample.token_ids).tolist()) == {103}, (
+            f"{sample.replica} answered with other weights"
+        )
     assert [r["replica"] for r in pool.status()["replicas"]] == ["scaled/0"]
     assert link.sync(policy.params).version == 4, "the link lives on"
     link.close()

@@ -25,7 +25,10 @@ from tests.waiting import until
 pytestmark = pytest.mark.engine
 
 PHASES = ["prepare", "move", "verify", "commit"]
-ONE_PHASE = [pytest.param(phase, marks=[] if phase == "move" else [pytest.mark.soak]) for phase in PHASES]
+ONE_PHASE = [
+    pytest.param(phase, marks=[] if phase == "move" else [pytest.mark.soak])
+    for phase in PHASES
+]
 PROMPT = [5, 6, 7, 8]
 
 
@@ -35,13 +38,18 @@ class World:
     def __init__(self, folder: Path) -> None:
         self.fault_file = folder / "fault.json"
         self.one, self.two = (jv.models.tiny("llama", seed=seed) for seed in (0, 1))
-        self.policies = [jv.Policy.from_pretrained(m, mesh=jv.mesh(fsdp=2)) for m in (self.one, self.two)]
+        self.policies = [
+            jv.Policy.from_pretrained(m, mesh=jv.mesh(fsdp=2))
+            for m in (self.one, self.two)
+        ]
         self.launch()
 
     def launch(self) -> None:
         """Begin; `arrive` waits for the engine."""
         self.lab = jv.Lab(lease=120, missed_beats=60)
-        self.pool = self.lab.launch(self.one, env={"JVLAB_FAULT": str(self.fault_file)}, name="faulty")
+        self.pool = self.lab.launch(
+            self.one, env={"JVLAB_FAULT": str(self.fault_file)}, name="faulty"
+        )
 
     def arrive(self) -> None:
         self.pool.wait()
@@ -56,11 +64,15 @@ class World:
         return self.policies[which].params
 
     def connect(self, **options: Any) -> jv.Link:
-        self.link = self.lab.connect(self.params(0), self.pool, rules="policy", bucket_mib=0.5, **options)
+        self.link = self.lab.connect(
+            self.params(0), self.pool, rules="policy", bucket_mib=0.5, **options
+        )
         return self.link
 
     def greedy(self, timeout: float = 60.0) -> list[int]:
-        batch = self.pool.generate([PROMPT], max_tokens=16, temperature=0.0, ignore_eos=True, timeout=timeout)
+        batch = self.pool.generate(
+            [PROMPT], max_tokens=16, temperature=0.0, ignore_eos=True, timeout=timeout
+        )
         return list(batch[0].token_ids)
 
     def order(self, **fault: Any) -> None:
@@ -71,7 +83,9 @@ class World:
     def workers(self) -> list[psutil.Process]:
         replica = psutil.Process(self.pool.status()["replicas"][0]["pid"])
         return [
-            p for p in replica.children(recursive=True) if "Worker" in p.name() or "Worker" in " ".join(p.cmdline())
+            p
+            for p in replica.children(recursive=True)
+            if "Worker" in p.name() or "Worker" in " ".join(p.cmdline())
         ]
 
     def heal(self, which: int = 1) -> None:
@@ -175,7 +189,9 @@ def test_a_full_disk(world: World, tmp_path: Path):
         patch.setattr("jvlab.transport._disk.os.posix_fallocate", full)
         with pytest.raises(errors.TransportError, match=r"space|room|full") as caught:
             link.sync(world.params(0), timeout=20)
-    assert caught.value.fields["outcomes"] == {"faulty/0": "dirty"}, "the trainer saw it first, and asked the gateway"
+    assert caught.value.fields["outcomes"] == {"faulty/0": "dirty"}, (
+        "the trainer saw it first, and asked the gateway"
+    )
     world.heal(0)
     link.close()
     assert not list(tmp_path.rglob("*")), "nothing half-written stays"
@@ -243,7 +259,12 @@ def test_the_trainer_dies(world: World, phase: str):
     assert process.stdout is not None
     process.stdin.close()
     process.stdout.close()
-    until(lambda: not world.pool.status()["trainer"] and world.pool.status()["sync"] == "idle")  # it was given up
+    # it was given up
+    until(
+        lambda: (
+            not world.pool.status()["trainer"] and world.pool.status()["sync"] == "idle"
+        )
+    )
     state = world.pool.status()["replicas"][0]
     if phase == "prepare":
         assert not state["dirty"], "nothing was written yet"
@@ -290,7 +311,9 @@ def test_ctrl_c_in_a_kernel(world: World):
             "faults = jv.transport.Faults(delay=(1, 30.0))\n"
             "link = lab.connect(policy.params, pool, rules='policy', bucket_mib=0.5, faults=faults.wrap)\n"
         )
-        assert client.execute_interactive(setup, timeout=240)["content"]["status"] == "ok"
+        assert (
+            client.execute_interactive(setup, timeout=240)["content"]["status"] == "ok"
+        )
 
         told: list[float] = []
 
@@ -298,24 +321,34 @@ def test_ctrl_c_in_a_kernel(world: World):
             until(lambda: world.pool.status()["sync"] == "moving")
             told.append(time.monotonic())
             manager.interrupt_kernel()
-            ensure_event_loop().close()  # jupyter_client makes one for each thread, and leaves it open
+            # jupyter_client makes one for each thread, and leaves it open
+            ensure_event_loop().close()
 
         waiting = threading.Thread(target=interrupt)
         waiting.start()
-        reply = client.execute_interactive("link.sync(policy.params)", timeout=200, output_hook=lambda _: None)
+        reply = client.execute_interactive(
+            "link.sync(policy.params)", timeout=200, output_hook=lambda _: None
+        )
         waiting.join()
         assert reply["content"]["ename"] == "KeyboardInterrupt"
-        assert "faulty is dirty, and generates again after the next link.sync(params)" in reply["content"]["evalue"]
+        assert (
+            "faulty is dirty, and generates again after the next link.sync(params)"
+            in reply["content"]["evalue"]
+        )
         shown = "\n".join(reply["content"]["traceback"])
         assert "link.sync(policy.params)" in shown
         assert "faulty is dirty" in shown
         assert "jvlab" not in shown, "no frame of ours"
-        assert time.monotonic() - told[0] < 25, "it ends with the interrupt, not with the delay"
+        assert time.monotonic() - told[0] < 25, (
+            "it ends with the interrupt, not with the delay"
+        )
         with pytest.raises(errors.EngineDirty):
             world.greedy()
         said = []
         hook = lambda message: said.append(message["content"].get("text", ""))
-        reply = client.execute_interactive("print(link.sync(policy.params).verified)", timeout=200, output_hook=hook)
+        reply = client.execute_interactive(
+            "print(link.sync(policy.params).verified)", timeout=200, output_hook=hook
+        )
         assert reply["content"]["status"] == "ok"
         assert "True" in "".join(said)
     finally:
@@ -337,7 +370,9 @@ def test_the_engine_dies(worlds: list[World], phase: str):
         start = time.monotonic()
         with pytest.raises(errors.JvlabError, match=r"lost|died|ended|gone|closed"):
             world.link.sync(world.params(1), timeout=200)
-        assert time.monotonic() - start < 100, "nobody waits for the dead until the deadline"
+        assert time.monotonic() - start < 100, (
+            "nobody waits for the dead until the deadline"
+        )
         assert not world.fault_file.exists()
         world.restart()
     for world in worlds:
@@ -346,7 +381,11 @@ def test_the_engine_dies(worlds: list[World], phase: str):
         world.heal(0)
 
 
-@pytest.mark.parametrize("phases", [pytest.param(PHASES[:2], marks=pytest.mark.soak), PHASES[2:]], ids="-".join)
+@pytest.mark.parametrize(
+    "phases",
+    [pytest.param(PHASES[:2], marks=pytest.mark.soak), PHASES[2:]],
+    ids="-".join,
+)
 def test_the_gateway_dies(worlds: list[World], phases: list[str]):
     """In one phase in one world, in another one in the other."""
     for world, phase in zip(worlds, phases, strict=True):
@@ -363,7 +402,9 @@ def test_the_gateway_dies(worlds: list[World], phases: list[str]):
         with pytest.raises(errors.JvlabError):
             world.link.sync(world.params(1), timeout=200)
         killer.join()
-        assert time.monotonic() - start < 100, "nobody waits for the dead until the deadline"
+        assert time.monotonic() - start < 100, (
+            "nobody waits for the dead until the deadline"
+        )
         assert not wait_for_exit(pids, 90), "engines end with their gateway"
         world.lab.close()
         world.launch()
@@ -387,29 +428,47 @@ def test_four_ranks_end_when_a_channel_fails_and_at_ctrl_c():
     def press_ctrl_c(_: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # the workers of a parallel test run ignore it
-    models = [jv.models.tiny("llama", seed=seed, num_key_value_heads=4, num_hidden_layers=2) for seed in (0, 1)]
+    # the workers of a parallel test run ignore it
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    models = [
+        jv.models.tiny("llama", seed=seed, num_key_value_heads=4, num_hidden_layers=2)
+        for seed in (0, 1)
+    ]
     first, second = (jv.Policy.from_pretrained(model).params for model in models)
     try:
-        with jv.Lab() as lab, lab.launch(models[0], tensor_parallel=4, name="four").wait() as pool:
+        with (
+            jv.Lab() as lab,
+            lab.launch(models[0], tensor_parallel=4, name="four").wait() as pool,
+        ):
             for faults, raised in (
                 (jv.transport.Faults(fail=2), errors.TransportError),
                 (jv.transport.Faults(hook=(2, press_ctrl_c)), KeyboardInterrupt),
             ):
-                link = lab.connect(first, pool, rules="policy", bucket_mib=0.02, faults=faults.wrap)
+                link = lab.connect(
+                    first, pool, rules="policy", bucket_mib=0.02, faults=faults.wrap
+                )
                 start = time.monotonic()
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(LinkPack, "digests", slow_digests)
                     with pytest.raises(raised):
                         link.sync(second, timeout=60)
-                assert time.monotonic() - start < 60, "it ends with the fault, not with the deadline"
+                assert time.monotonic() - start < 60, (
+                    "it ends with the fault, not with the deadline"
+                )
                 assert faults.fired
-                assert not [t.name for t in threading.enumerate() if t.name.startswith("jvlab-send")]
+                assert not [
+                    t.name
+                    for t in threading.enumerate()
+                    if t.name.startswith("jvlab-send")
+                ]
                 with pytest.raises(errors.EngineDirty):
                     pool.generate([PROMPT], max_tokens=1)
                 assert link.sync(second).verified
                 assert link.verify(second)
-                assert pool.generate([PROMPT], max_tokens=4)[0].versions.tolist() == [link.version] * 4
+                assert (
+                    pool.generate([PROMPT], max_tokens=4)[0].versions.tolist()
+                    == [link.version] * 4
+                )
                 link.close()
     finally:
         signal.signal(signal.SIGINT, handler)

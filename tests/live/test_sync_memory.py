@@ -39,8 +39,14 @@ def memory(pid: int, what: str) -> float:
 @pytest.fixture(scope="module")
 def pools(lab: jv.Lab) -> Iterator[dict[str, jv.Pool]]:
     """One for each dtype; they come up side by side."""
-    models = {dtype: jv.models.tiny("llama", dtype=dtype, **SIZES) for dtype in ("float32", "float16")}
-    made = {dtype: lab.launch(model, env={"JVLAB_LIVE_WEIGHTS": "1"}) for dtype, model in models.items()}
+    models = {
+        dtype: jv.models.tiny("llama", dtype=dtype, **SIZES)
+        for dtype in ("float32", "float16")
+    }
+    made = {
+        dtype: lab.launch(model, env={"JVLAB_LIVE_WEIGHTS": "1"})
+        for dtype, model in models.items()
+    }
     for pool in made.values():
         pool.wait()
     yield made
@@ -49,25 +55,39 @@ def pools(lab: jv.Lab) -> Iterator[dict[str, jv.Pool]]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "master"), [pytest.param("float32", "float32", marks=pytest.mark.soak), ("float16", "float32")]
+    ("dtype", "master"),
+    [
+        pytest.param("float32", "float32", marks=pytest.mark.soak),
+        ("float16", "float32"),
+    ],
 )
-def test_a_model_of_a_hundred_buckets(lab: jv.Lab, pools: dict[str, jv.Pool], dtype: str, master: str):
-    policy = jv.Policy.from_pretrained(pools[dtype].model, mesh=jv.mesh(fsdp=2), dtype=master)
+def test_a_model_of_a_hundred_buckets(
+    lab: jv.Lab, pools: dict[str, jv.Pool], dtype: str, master: str
+):
+    policy = jv.Policy.from_pretrained(
+        pools[dtype].model, mesh=jv.mesh(fsdp=2), dtype=master
+    )
     with pools[dtype] as pool:
         link = lab.connect(policy.params, pool, rules="policy", bucket_mib=BUCKET)
-        for _ in range(3):  # compiled programs, thread stacks and allocators' arenas come once
+        # compiled programs, thread stacks and allocators' arenas come once
+        for _ in range(3):
             link.sync(policy.params)
         replica = psutil.Process(pool.status()["replicas"][0]["pid"])
         pids = [os.getpid(), *(p.pid for p in replica.children(recursive=True))]
         extra = dict.fromkeys(pids, float("inf"))
-        for _ in range(3):  # the least: other threads of a process allocate too, now and then
+        # the least: other threads of a process allocate too, now and then
+        for _ in range(3):
             before = {}
             for pid in pids:
                 forget_peak(pid)
                 before[pid] = memory(pid, "VmRSS")
             report = link.sync(policy.params)
-            extra = {pid: min(extra[pid], memory(pid, "VmHWM") - before[pid]) for pid in pids}
+            extra = {
+                pid: min(extra[pid], memory(pid, "VmHWM") - before[pid]) for pid in pids
+            }
         assert report.buckets * BUCKET * MIB >= report.bytes
         assert report.bytes > 50 * BUCKET * MIB, "many buckets, or nothing was shown"
-        assert max(extra.values()) < 16 * BUCKET, f"{extra} MiB for {report.bytes / MIB:.0f} MiB of weights"
+        assert max(extra.values()) < 16 * BUCKET, (
+            f"{extra} MiB for {report.bytes / MIB:.0f} MiB of weights"
+        )
         link.close()

@@ -35,7 +35,11 @@ def rollout_of(pool: jv.Pool) -> psutil.Process:
 
 
 def tokens(pool: jv.Pool) -> list[int]:
-    return list(pool.generate([[5, 6, 7]], max_tokens=8, temperature=0.0, ignore_eos=True)[0].token_ids)
+    return list(
+        pool.generate([[5, 6, 7]], max_tokens=8, temperature=0.0, ignore_eos=True)[
+            0
+        ].token_ids
+    )
 
 
 def _launch_cold(lab: jv.Lab, llama: str, expected: list[int]) -> None:
@@ -51,7 +55,9 @@ def _launch_cold(lab: jv.Lab, llama: str, expected: list[int]) -> None:
 
 
 @pytest.mark.parametrize("again", soak_but([False], [False, True]))
-def test_launches_fork_the_warm_process_and_survive_it(llama: str, again: bool, monkeypatch: pytest.MonkeyPatch):
+def test_launches_fork_the_warm_process_and_survive_it(
+    llama: str, again: bool, monkeypatch: pytest.MonkeyPatch
+):
     """`again`: and another one that dies before it is asked to fork."""
     monkeypatch.setenv("JVLAB_WARM", "lab")
     lab = jv.Lab(lease=120)
@@ -62,11 +68,18 @@ def test_launches_fork_the_warm_process_and_survive_it(llama: str, again: bool, 
         assert warm.num_threads() == 1, "what runs in threads is lost in a fork"
         second = lab.launch(llama, name="second").wait()
         assert all(warm in rollout_of(pool).parents() for pool in (first, second))
-        below = [p for pool in (first, second) for p in rollout_of(pool).children(recursive=True)]
+        below = [
+            p
+            for pool in (first, second)
+            for p in rollout_of(pool).children(recursive=True)
+        ]
         workers = [p for p in below if p.cmdline()[0] == "VLLM::Worker"]
-        preloaded = {p.environ().get("LD_PRELOAD") for p in workers}  # vLLM sets it for one that starts Python again
+        # vLLM sets it for one that starts Python again
+        preloaded = {p.environ().get("LD_PRELOAD") for p in workers}
         assert len(workers) == 2
-        assert preloaded == {warm.environ().get("LD_PRELOAD")}, "a worker imported vLLM again; the log says why"
+        assert preloaded == {warm.environ().get("LD_PRELOAD")}, (
+            "a worker imported vLLM again; the log says why"
+        )
         expected = tokens(first)
         assert tokens(second) == expected
         pids = process_tree(lab._gateway.pid)
@@ -106,11 +119,15 @@ def listener_at(path: str) -> int:
     """The pid of the process that listens there: another `jvlab warm` may run on this machine."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as looking:
         looking.connect(path)
-        return struct.unpack("3i", looking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        return struct.unpack(
+            "3i", looking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        )[0]
 
 
 @pytest.mark.soak
-def test_labs_share_what_jvlab_warm_has_imported(llama: str, host: psutil.Process, monkeypatch: pytest.MonkeyPatch):
+def test_labs_share_what_jvlab_warm_has_imported(
+    llama: str, host: psutil.Process, monkeypatch: pytest.MonkeyPatch
+):
     expected, everything = None, set()
     for name in ("warm-one", "warm-two"):
         if name == "warm-two":  # as in a kernel that has imported vLLM

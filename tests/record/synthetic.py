@@ -19,14 +19,26 @@ from jvlab.record._events import (
 
 ORIGIN = 5000.0  # of the monotonic clock: not zero, so that a missing shift shows
 WALL = 1.7e9
-BY_STALENESS = {s: {"p01": 1 - 0.08 * (s + 1), "p50": 1.0, "p99": 1 + 0.1 * (s + 1)} for s in range(3)}
+BY_STALENESS = {
+    s: {"p01": 1 - 0.08 * (s + 1), "p50": 1.0, "p99": 1 + 0.1 * (s + 1)}
+    for s in range(3)
+}
 
 
-def start(run: str = "made-up", at: float = ORIGIN, wall: float = WALL, gap_alarm: float = 1e-3) -> RunStart:
-    return RunStart(run=run, start=at, stop=at, wall=wall, gap_alarm=gap_alarm, actor="trainer")
+def start(
+    run: str = "made-up",
+    at: float = ORIGIN,
+    wall: float = WALL,
+    gap_alarm: float = 1e-3,
+) -> RunStart:
+    return RunStart(
+        run=run, start=at, stop=at, wall=wall, gap_alarm=gap_alarm, actor="trainer"
+    )
 
 
-def made_up(steps: int = 200, staleness: int = 0, replicas: int = 2, seed: int = 0) -> list[Event]:
+def made_up(
+    steps: int = 200, staleness: int = 0, replicas: int = 2, seed: int = 0
+) -> list[Event]:
     """A run whose reward rises; rollouts of step i start `staleness` steps ahead of the training that uses them."""
     rng = np.random.default_rng(seed)
     events: list[Event] = [start()]
@@ -43,7 +55,11 @@ def made_up(steps: int = 200, staleness: int = 0, replicas: int = 2, seed: int =
             stop = begin + float(rng.uniform(0.8, 1.3))
             have = sum(t <= begin for t in sync_done) - 1
             later = sum(t < stop for t in sync_done) - 1
-            split = {have: tokens} if have == later else {have: tokens // 2, later: tokens - tokens // 2}
+            split = (
+                {have: tokens}
+                if have == later
+                else {have: tokens // 2, later: tokens - tokens // 2}
+            )
             events.append(
                 RolloutEvent(
                     actor=f"pool/{r}",
@@ -60,13 +76,31 @@ def made_up(steps: int = 200, staleness: int = 0, replicas: int = 2, seed: int =
                 versions[v] = versions.get(v, 0) + n
             free[r] = stop
             ready = max(ready, stop)
-        level = 0.15 + 0.75 / (1 + np.exp(-(step - 0.4 * steps) / (0.08 * steps + 1))) + rng.normal(0, 0.03)
+        level = (
+            0.15
+            + 0.75 / (1 + np.exp(-(step - 0.4 * steps) / (0.08 * steps + 1)))
+            + rng.normal(0, 0.03)
+        )
         scored = ready + 0.15
         events.append(
-            RewardEvent(start=ready, stop=scored, samples=16 * replicas, mean=level, failures=int(step % 50 == 7))
+            RewardEvent(
+                start=ready,
+                stop=scored,
+                samples=16 * replicas,
+                mean=level,
+                failures=int(step % 50 == 7),
+            )
         )
         if step % 40 == 20:
-            events.append(ScoreEvent(actor="pool/0", start=ready, stop=ready + 0.1, samples=16, tokens=900))
+            events.append(
+                ScoreEvent(
+                    actor="pool/0",
+                    start=ready,
+                    stop=ready + 0.1,
+                    samples=16,
+                    tokens=900,
+                )
+            )
         begin = max(scored, synced)
         trained = begin + float(rng.uniform(0.6, 0.8))
         fresh = versions.get(step, 0) > 0
@@ -99,7 +133,15 @@ def made_up(steps: int = 200, staleness: int = 0, replicas: int = 2, seed: int =
         )
         synced = trained + float(rng.uniform(0.1, 0.14))
         names = tuple(f"pool/{r}" for r in range(replicas))
-        events.append(PauseEvent(start=trained + 0.02, stop=synced - 0.02, replicas=names, mode="keep", why="sync"))
+        events.append(
+            PauseEvent(
+                start=trained + 0.02,
+                stop=synced - 0.02,
+                replicas=names,
+                mode="keep",
+                why="sync",
+            )
+        )
         events.append(
             SyncEvent(
                 version=step + 1,
@@ -116,6 +158,14 @@ def made_up(steps: int = 200, staleness: int = 0, replicas: int = 2, seed: int =
         )
         sync_done.append(synced)
         if steps > 20 and step == int(0.3 * steps):
-            events.append(FaultEvent(fault="replica lost", who="pool/1", text="killed", start=synced, stop=synced))
+            events.append(
+                FaultEvent(
+                    fault="replica lost",
+                    who="pool/1",
+                    text="killed",
+                    start=synced,
+                    stop=synced,
+                )
+            )
     events.append(RunStop(start=synced + 0.1, stop=synced + 0.1, actor="trainer"))
     return events

@@ -20,7 +20,9 @@ from jvlab.record._sample import FINISH_REASONS, Sample
 from tests.fuzzing import examples
 
 
-def sample(at: int = 0, index: int = 0, prompt_ids=(5, 6), ids=(7, 8, 9), **more) -> Sample:
+def sample(
+    at: int = 0, index: int = 0, prompt_ids=(5, 6), ids=(7, 8, 9), **more
+) -> Sample:
     settings = {
         "logprobs": [-0.5] * len(ids),
         "versions": [(3, 0, len(ids))] if len(ids) else [],
@@ -60,7 +62,11 @@ def test_versions_are_of_each_sampled_token():
 
 def test_versions_can_be_given_one_by_one():
     s = sample(ids=(1, 2, 3, 4), versions=[6, 7, 7, 7])
-    assert s == sample(ids=(1, 2, 3, 4), versions=[(6, 0, 1), (7, 1, 4)]) != sample(ids=(1, 2, 3, 4), versions=[6] * 4)
+    assert (
+        s
+        == sample(ids=(1, 2, 3, 4), versions=[(6, 0, 1), (7, 1, 4)])
+        != sample(ids=(1, 2, 3, 4), versions=[6] * 4)
+    )
     assert sample(ids=(1,), versions=np.array([5])).version_spans == ((5, 0, 1),)
     with pytest.raises(ConfigError, match="2 versions for 3 tokens"):
         sample(versions=[1, 2])
@@ -72,7 +78,15 @@ def test_versions_can_be_given_one_by_one():
 
 @pytest.mark.parametrize(
     "spans",
-    [[(1, 0, 2)], [(1, 0, 4)], [(1, 1, 3)], [(1, 0, 1), (2, 2, 3)], [(1, 0, 2), (2, 1, 3)], [(1, 0, 3), (2, 3, 3)], []],
+    [
+        [(1, 0, 2)],
+        [(1, 0, 4)],
+        [(1, 1, 3)],
+        [(1, 0, 1), (2, 2, 3)],
+        [(1, 0, 2), (2, 1, 3)],
+        [(1, 0, 3), (2, 3, 3)],
+        [],
+    ],
 )
 def test_spans_that_do_not_cover_the_tokens_are_refused(spans):
     with pytest.raises(ConfigError, match="do not cover 3 tokens"):
@@ -122,7 +136,9 @@ def test_tokens_and_rate():
     b = batch()
     assert b.tokens == 7
     assert b.tokens_per_s == 3.5
-    assert b[:1].tokens_per_s is None, "a slice was not generated alone, so it has no rate"
+    assert b[:1].tokens_per_s is None, (
+        "a slice was not generated alone, so it has no rate"
+    )
 
 
 def test_adding_slices_gives_the_batch_again():
@@ -134,7 +150,10 @@ def test_adding_slices_gives_the_batch_again():
 
 
 def test_adding_other_prompts_keeps_their_groups_apart():
-    other = RolloutBatch((sample(0, 0, prompt_ids=(40, 41)), sample(1, 0, prompt_ids=(42,))), model="/somewhere/tiny")
+    other = RolloutBatch(
+        (sample(0, 0, prompt_ids=(40, 41)), sample(1, 0, prompt_ids=(42,))),
+        model="/somewhere/tiny",
+    )
     joined = batch() + other
     assert [len(g) for g in joined.groups()] == [2, 2, 1, 1]
     assert [s.prompt_index for s in joined] == [0, 0, 1, 1, 2, 3]
@@ -155,7 +174,9 @@ def test_groups_are_ordered_whatever_the_order_of_arrival():
 def test_arrays():
     a = batch().arrays(pad_to=8, pad_id=-7)
     assert {k: v.shape for k, v in a.items()} == {
-        **dict.fromkeys(("tokens", "prompt_mask", "completion_mask", "logprobs", "versions"), (4, 8)),
+        **dict.fromkeys(
+            ("tokens", "prompt_mask", "completion_mask", "logprobs", "versions"), (4, 8)
+        ),
         **dict.fromkeys(("lengths", "prompt_lengths", "prompt_index"), (4,)),
     }
     assert a["tokens"].tolist() == [
@@ -165,7 +186,9 @@ def test_arrays():
         [1, 2, 3, 4, -7, -7, -7, -7],
     ]
     assert a["completion_mask"].astype(int).tolist()[0] == [0, 0, 1, 1, 1, 0, 0, 0]
-    assert a["prompt_mask"].sum(1).tolist() == a["prompt_lengths"].tolist() == [2, 2, 4, 4]
+    assert (
+        a["prompt_mask"].sum(1).tolist() == a["prompt_lengths"].tolist() == [2, 2, 4, 4]
+    )
     assert a["lengths"].tolist() == [5, 3, 7, 4]
     assert a["versions"].tolist()[1] == [-1, -1, 3, -1, -1, -1, -1, -1]
     assert a["logprobs"].tolist()[1] == [0, 0, -0.5, 0, 0, 0, 0, 0]
@@ -174,7 +197,8 @@ def test_arrays():
 
 
 @pytest.mark.parametrize(
-    ("pad_to", "width"), [(None, 7), (7, 7), (9, 9), ("power_of_two", 8), ([16, 4, 8], 8), ((32,), 32)]
+    ("pad_to", "width"),
+    [(None, 7), (7, 7), (9, 9), ("power_of_two", 8), ([16, 4, 8], 8), ((32,), 32)],
 )
 def test_width_of_arrays(pad_to, width):
     assert batch().arrays(pad_to)["tokens"].shape == (4, width)
@@ -182,7 +206,9 @@ def test_width_of_arrays(pad_to, width):
 
 @pytest.mark.parametrize("pad_to", [6, [2, 4]])
 def test_too_narrow_is_an_error_with_both_numbers(pad_to):
-    with pytest.raises(ConfigError, match=r"too small: the longest sample has 7 tokens") as e:
+    with pytest.raises(
+        ConfigError, match=r"too small: the longest sample has 7 tokens"
+    ) as e:
         batch().arrays(pad_to)
     assert e.value.fields["longest"] == 7
     assert "7" in e.value.remedy
@@ -203,28 +229,45 @@ def test_an_empty_batch_works():
 
 
 def texts() -> st.SearchStrategy[str]:
-    return st.text(st.characters(codec=None), max_size=20)  # unpaired surrogates and NUL included
+    # unpaired surrogates and NUL included
+    return st.text(st.characters(codec=None), max_size=20)
 
 
 @st.composite
 def any_sample(draw: st.DrawFn) -> Sample:
     count = draw(st.integers(0, 6))
-    cuts = sorted(draw(st.sets(st.integers(1, count - 1), max_size=2))) if count > 1 else []
+    cuts = (
+        sorted(draw(st.sets(st.integers(1, count - 1), max_size=2)))
+        if count > 1
+        else []
+    )
     edges = [0, *cuts, count] if count else []
     spans = [(draw(st.integers(0, 2**40)), a, b) for a, b in itertools.pairwise(edges)]
     return Sample(
         prompt_index=draw(st.integers(0, 5)),
         sample_index=draw(st.integers(0, 5)),
         prompt=draw(st.none() | texts()),
-        prompt_token_ids=np.array(draw(st.lists(st.integers(0, 2**31 - 1), max_size=5)), np.int32),
+        prompt_token_ids=np.array(
+            draw(st.lists(st.integers(0, 2**31 - 1), max_size=5)), np.int32
+        ),
         text=draw(texts()),
-        token_ids=np.array(draw(st.lists(st.integers(0, 2**31 - 1), min_size=count, max_size=count)), np.int32),
-        logprobs=np.array(draw(st.lists(st.floats(width=32), min_size=count, max_size=count)), np.float32),
+        token_ids=np.array(
+            draw(st.lists(st.integers(0, 2**31 - 1), min_size=count, max_size=count)),
+            np.int32,
+        ),
+        logprobs=np.array(
+            draw(st.lists(st.floats(width=32), min_size=count, max_size=count)),
+            np.float32,
+        ),
         finish_reason=draw(st.sampled_from(FINISH_REASONS)),
         versions=tuple(spans),
         replica=draw(texts()),
         retried=draw(st.integers(0, 9)),
-        seconds=draw(st.dictionaries(st.sampled_from(["queued", "first_token", "total"]), st.floats(0, 1e6))),
+        seconds=draw(
+            st.dictionaries(
+                st.sampled_from(["queued", "first_token", "total"]), st.floats(0, 1e6)
+            )
+        ),
         error=draw(st.none() | texts()),
     )
 
@@ -263,7 +306,9 @@ def test_files_keep_experts(tmp_path):
     assert weights is not None
     assert weights.dtype == np.float32
     assert after[2].expert_weights is None
-    assert before[:1] != RolloutBatch([sample(0, 0, expert_ids=ids, expert_weights=ids / 8)])
+    assert before[:1] != RolloutBatch(
+        [sample(0, 0, expert_ids=ids, expert_weights=ids / 8)]
+    )
 
 
 def test_other_files_are_refused(tmp_path):
@@ -291,15 +336,24 @@ def test_a_damaged_file_is_refused_and_a_failed_save_leaves_nothing(tmp_path):
 
 
 def test_repr_is_one_stable_line():
-    assert repr(batch()) == "RolloutBatch(4 samples, 2 prompts, 7 tokens, version 3, 4 stop, model tiny)"
-    mixed = RolloutBatch((sample(), sample(1, versions=[(3, 0, 1), (5, 1, 3)], finish_reason="length")))
-    assert repr(mixed) == "RolloutBatch(2 samples, 2 prompts, 6 tokens, versions 3 to 5, 1 stop, 1 length)"
+    assert (
+        repr(batch())
+        == "RolloutBatch(4 samples, 2 prompts, 7 tokens, version 3, 4 stop, model tiny)"
+    )
+    mixed = RolloutBatch(
+        (sample(), sample(1, versions=[(3, 0, 1), (5, 1, 3)], finish_reason="length"))
+    )
+    assert (
+        repr(mixed)
+        == "RolloutBatch(2 samples, 2 prompts, 6 tokens, versions 3 to 5, 1 stop, 1 length)"
+    )
     assert "\n" not in repr(sample(text="a\nb"))
 
 
 def test_table_has_one_line_per_sample():
     b = RolloutBatch(
-        tuple(sample(i, text="line\nline " + "x" * 100, prompt="p") for i in range(12)), notes=("retried 1",)
+        tuple(sample(i, text="line\nline " + "x" * 100, prompt="p") for i in range(12)),
+        notes=("retried 1",),
     )
     lines = b.table(rows=3).splitlines()
     assert lines[0] == repr(b)
@@ -320,11 +374,24 @@ class Tags(html.parser.HTMLParser):
 
 def test_html_escapes_everything_a_model_can_say():
     evil = "<script>alert(1)</script><img src=x onerror='y'>&amp;"
-    b = RolloutBatch((sample(text=evil, prompt=evil, error=evil),), model=evil, notes=(evil,))
+    b = RolloutBatch(
+        (sample(text=evil, prompt=evil, error=evil),), model=evil, notes=(evil,)
+    )
     page = b._repr_html_()
     tags = Tags()
     tags.feed(page)
-    assert set(tags.seen) <= {"div", "b", "table", "thead", "tbody", "tr", "th", "td", "ul", "li"}
+    assert set(tags.seen) <= {
+        "div",
+        "b",
+        "table",
+        "thead",
+        "tbody",
+        "tr",
+        "th",
+        "td",
+        "ul",
+        "li",
+    }
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
     assert "&amp;amp;" in page
 
@@ -336,13 +403,19 @@ def test_html_shows_the_first_samples_and_no_fixed_colours():
     assert "text 10<" not in page
     assert "2 more" in page
     assert "-0.500" in page
-    assert not re.search(r"(?<![-\w])(color|background):#", page), "a fixed colour is unreadable on light or on dark"
+    assert not re.search(r"(?<![-\w])(color|background):#", page), (
+        "a fixed colour is unreadable on light or on dark"
+    )
 
 
 def test_a_batch_as_a_data_frame():
     pytest.importorskip("pandas")
     rewards = [1.0, 0.5, {"right": 1.0, "short": -0.25}, None]
-    made = batch().with_rewards(rewards).compare([[-0.25] * len(s.token_ids) for s in batch()])
+    made = (
+        batch()
+        .with_rewards(rewards)
+        .compare([[-0.25] * len(s.token_ids) for s in batch()])
+    )
     frame: Any = made.to_pandas()
     assert len(frame) == 4
     assert frame["text"].tolist() == ["abc"] * 4

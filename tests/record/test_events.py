@@ -30,7 +30,8 @@ from jvlab.record._events import (
 )
 from jvlab.record._samples import SampleRecord, sample_from_json, shortest
 
-TEXT = st.text('ab01"\\\n,{}=: é☃\x00\u2028', max_size=12)  # what could upset a line format; quick to draw
+# what could upset a line format; quick to draw
+TEXT = st.text('ab01"\\\n,{}=: é☃\x00\u2028', max_size=12)
 VALUES: dict[object, st.SearchStrategy] = {
     str: TEXT,
     int: st.integers(-(2**60), 2**60),
@@ -40,20 +41,32 @@ VALUES: dict[object, st.SearchStrategy] = {
     dict[int, int]: st.dictionaries(st.integers(-5, 2**40), st.integers(0, 2**40)),
     dict[str, int]: st.dictionaries(TEXT, st.integers(0, 9)),
     dict[str, float]: st.dictionaries(TEXT, st.floats()),
-    dict[str, tuple[float, ...]]: st.dictionaries(TEXT, st.lists(st.floats(), max_size=4).map(tuple), max_size=4),
-    dict[int, dict[str, float]]: st.dictionaries(st.integers(0, 4), st.dictionaries(TEXT, st.floats())),
-    dict[str, typing.Any]: st.dictionaries(TEXT, st.integers() | TEXT | st.lists(st.booleans())),
+    dict[str, tuple[float, ...]]: st.dictionaries(
+        TEXT, st.lists(st.floats(), max_size=4).map(tuple), max_size=4
+    ),
+    dict[int, dict[str, float]]: st.dictionaries(
+        st.integers(0, 4), st.dictionaries(TEXT, st.floats())
+    ),
+    dict[str, typing.Any]: st.dictionaries(
+        TEXT, st.integers() | TEXT | st.lists(st.booleans())
+    ),
     tuple[int, ...]: st.lists(st.integers(0, 99)).map(tuple),
     tuple[str, ...]: st.lists(TEXT).map(tuple),
     tuple[float, ...]: st.lists(st.floats()).map(tuple),
-    tuple[tuple[int, int, int], ...]: st.lists(st.tuples(*[st.integers(0, 9)] * 3)).map(tuple),
+    tuple[tuple[int, int, int], ...]: st.lists(st.tuples(*[st.integers(0, 9)] * 3)).map(
+        tuple
+    ),
 }
 
 
 def events_of(cls: type[Event]) -> st.SearchStrategy[Event]:
     """Any event of a class: every field drawn by its type; `stop` not before `start`."""
     hints = typing.get_type_hints(cls)
-    names = [f.name for f in dataclasses.fields(cls) if f.name not in ("start", "stop", "extra")]
+    names = [
+        f.name
+        for f in dataclasses.fields(cls)
+        if f.name not in ("start", "stop", "extra")
+    ]
     times = st.lists(st.floats(0, 1e9), min_size=2, max_size=2).map(sorted)
     fields = st.fixed_dictionaries({name: VALUES[hints[name]] for name in names})
     return st.builds(lambda f, t: cls(**f, start=t[0], stop=t[1]), fields, times)
@@ -84,13 +97,22 @@ def test_every_event_comes_back_from_strict_json(event: Event) -> None:
 
 @given(events_of(SampleRecord))
 def test_every_sample_comes_back(sample: Event) -> None:
-    assert_same(sample_from_json(json.loads(json.dumps(sample.to_json(), allow_nan=False))), sample)
+    assert_same(
+        sample_from_json(json.loads(json.dumps(sample.to_json(), allow_nan=False))),
+        sample,
+    )
 
 
 def test_nan_and_infinity_are_deliberate_strings() -> None:
-    event = StepEvent(step=1, version=1, loss=math.nan, kl=math.inf, ratios={"max": -math.inf})
+    event = StepEvent(
+        step=1, version=1, loss=math.nan, kl=math.inf, ratios={"max": -math.inf}
+    )
     fields = event.to_json()
-    assert (fields["loss"], fields["kl"], fields["ratios"]) == ("NaN", "Infinity", {"max": "-Infinity"})
+    assert (fields["loss"], fields["kl"], fields["ratios"]) == (
+        "NaN",
+        "Infinity",
+        {"max": "-Infinity"},
+    )
     back = event_from_json(fields)
     assert isinstance(back, StepEvent)
     assert math.isnan(back.loss)
@@ -99,12 +121,25 @@ def test_nan_and_infinity_are_deliberate_strings() -> None:
 
 
 def test_what_a_newer_version_wrote_is_kept_and_written_again() -> None:
-    fields = {"kind": "step", "step": 3, "version": 3, "start": 1.0, "stop": 2.0, "shiny": {"a": ["NaN"]}}
+    fields = {
+        "kind": "step",
+        "step": 3,
+        "version": 3,
+        "start": 1.0,
+        "stop": 2.0,
+        "shiny": {"a": ["NaN"]},
+    }
     event = event_from_json(fields)
     assert isinstance(event, StepEvent)
     assert event.extra == {"shiny": {"a": ["NaN"]}}
     assert event.to_json()["shiny"] == {"a": ["NaN"]}
-    unknown = {"kind": "teleport", "actor": "pool/0", "start": 1.5, "stop": 2.5, "how": "fast"}
+    unknown = {
+        "kind": "teleport",
+        "actor": "pool/0",
+        "start": 1.5,
+        "stop": 2.5,
+        "how": "fast",
+    }
     event = event_from_json(unknown)
     assert isinstance(event, UnknownEvent)
     assert (event.kind, event.start, event.extra) == ("teleport", 1.5, {"how": "fast"})
@@ -187,7 +222,12 @@ def test_importing_the_record_needs_numpy_only() -> None:
         "import sys, jvlab.record._record, jvlab.gateway._http_server, jvlab.record._export, jvlab.views._timeline; "
         "print([m for m in ('jax','torch','vllm','pandas','pyarrow','matplotlib','grpc','wandb') if m in sys.modules])"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True
+        ).stdout.strip()
+        == "[]"
+    )
 
 
 @given(st.lists(st.floats(width=32) | st.floats(-30, 0, width=32), max_size=50))
@@ -197,7 +237,11 @@ def test_float32_is_written_as_its_shortest_text(values: list[float]):
     np.testing.assert_array_equal(np.array(shortest(array), np.float32), array)
 
 
-NUMBERS = (st.integers(-(2**63), 2**63 - 1), st.floats(), st.integers(0, 9) | st.floats(0, 9))
+NUMBERS = (
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(),
+    st.integers(0, 9) | st.floats(0, 9),
+)
 
 
 @given(st.one_of([st.lists(kind) for kind in NUMBERS]))

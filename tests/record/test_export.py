@@ -22,7 +22,8 @@ from jvlab.record._events import Event, FaultEvent, RolloutEvent, StepEvent, Syn
 from jvlab.record._record import Record
 from tests.record.synthetic import made_up
 
-TEXT = st.text('ab01"\\\n,{}=: é☃\x00\u2028', max_size=12)  # what could upset a line format; quick to draw
+# what could upset a line format; quick to draw
+TEXT = st.text('ab01"\\\n,{}=: é☃\x00\u2028', max_size=12)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,9 @@ def hide(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 # tables --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("table", ["steps", "rollouts", "syncs", "pauses", "rewards", "faults"])
+@pytest.mark.parametrize(
+    "table", ["steps", "rollouts", "syncs", "pauses", "rewards", "faults"]
+)
 def test_csv_holds_every_number(record: Record, tmp_path: Path, table: str) -> None:
     path = record.to_csv(tmp_path / "new" / "t.csv", table)
     with Path(path).open(newline="") as file:
@@ -49,7 +52,9 @@ def test_csv_holds_every_number(record: Record, tmp_path: Path, table: str) -> N
     for name, values in columns.items():
         for row, value in zip(rows, values, strict=True):
             if values.dtype == float:
-                assert float(row[name]) == value or (math.isnan(float(row[name])) and math.isnan(value))
+                assert float(row[name]) == value or (
+                    math.isnan(float(row[name])) and math.isnan(value)
+                )
             elif value is not None:
                 assert row[name] == str(value)
 
@@ -69,7 +74,15 @@ def test_empty_tables_have_their_columns(tmp_path: Path) -> None:
 def test_missing_packages_are_named_with_the_remedy(
     record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hide(monkeypatch, "pandas", "pyarrow", "tensorboardX", "torch.utils.tensorboard", "wandb", "matplotlib.figure")
+    hide(
+        monkeypatch,
+        "pandas",
+        "pyarrow",
+        "tensorboardX",
+        "torch.utils.tensorboard",
+        "wandb",
+        "matplotlib.figure",
+    )
     for call, package in (
         (record.to_pandas, "pandas"),
         (lambda: record.to_parquet(tmp_path / "x.parquet"), "pyarrow"),
@@ -96,7 +109,9 @@ def test_pandas(record: Record) -> None:
 def test_parquet(record: Record, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     for table in ("steps", "syncs", "rollouts"):
-        back = parquet.read_table(record.to_parquet(tmp_path / f"{table}.parquet", table))
+        back = parquet.read_table(
+            record.to_parquet(tmp_path / f"{table}.parquet", table)
+        )
         columns = record.table(table)
         assert back.column_names == list(columns)
         assert back["start"].to_pylist() == columns["start"].tolist()
@@ -108,7 +123,9 @@ def test_parquet(record: Record, tmp_path: Path) -> None:
 
 def test_perfetto_has_the_shape_of_a_trace(record: Record, tmp_path: Path) -> None:
     text = Path(record.to_perfetto(tmp_path / "trace.json")).read_text()
-    trace = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    trace = json.loads(
+        text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")
+    )
     found = trace["traceEvents"]
     assert {e["ph"] for e in found} == {"M", "X", "i", "C"}
     for e in found:
@@ -121,7 +138,11 @@ def test_perfetto_has_the_shape_of_a_trace(record: Record, tmp_path: Path) -> No
             assert e["dur"] > 0
         if e["ph"] == "C":
             assert all(isinstance(v, (int, float)) for v in e["args"].values())
-    threads = {e["tid"]: e["args"]["name"] for e in found if e["ph"] == "M" and e["name"] == "thread_name"}
+    threads = {
+        e["tid"]: e["args"]["name"]
+        for e in found
+        if e["ph"] == "M" and e["name"] == "thread_name"
+    }
     assert {"trainer", "pool/0", "pool/1", "reward"} <= set(threads.values())
     slices = [e for e in found if e["ph"] == "X"]
     assert len(slices) == sum(e.seconds > 0 for e in record.events())
@@ -132,10 +153,16 @@ def test_perfetto_has_the_shape_of_a_trace(record: Record, tmp_path: Path) -> No
 
 
 def test_perfetto_puts_overlapping_requests_on_threads_of_their_own() -> None:
-    events = [RolloutEvent(actor="pool/0", start=0, stop=4), RolloutEvent(actor="pool/0", start=1, stop=2)]
+    events = [
+        RolloutEvent(actor="pool/0", start=0, stop=4),
+        RolloutEvent(actor="pool/0", start=1, stop=2),
+    ]
     trace = _export.trace(events)["traceEvents"]
     assert [e["tid"] for e in trace if e["ph"] == "X"] == [0, 1]
-    assert [e["args"]["name"] for e in trace if e["name"] == "thread_name"] == ["pool/0", "pool/0 (2)"]
+    assert [e["args"]["name"] for e in trace if e["name"] == "thread_name"] == [
+        "pool/0",
+        "pool/0 (2)",
+    ]
 
 
 def test_perfetto_of_faults_unknown_times_and_infinite_numbers() -> None:
@@ -162,7 +189,9 @@ def parse(text: str) -> dict[str, dict[frozenset, float]]:
         match = re.fullmatch(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)", line)
         assert match, line
         pairs = re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', match[2] or "")
-        unescape = lambda s: re.sub(r"\\(.)", lambda m: "\n" if m[1] == "n" else m[1], s)
+        unescape = lambda s: re.sub(
+            r"\\(.)", lambda m: "\n" if m[1] == "n" else m[1], s
+        )
         labels = frozenset((k, unescape(v)) for k, v in pairs)
         assert labels not in out.setdefault(match[1], {}), "one series twice"
         out[match[1]][labels] = float(match[3])
@@ -188,16 +217,25 @@ def test_prometheus_of_pools() -> None:
         "beat_age": 0.1,
         "cause": None,
     }
-    pools = [{"pool": f'p"{i}\\', "healthy": 1, "replicas": [replica]} for i in range(2)]
+    pools = [
+        {"pool": f'p"{i}\\', "healthy": 1, "replicas": [replica]} for i in range(2)
+    ]
     text = prometheus_text(pools).decode()
     found = parse(text)
-    assert found["jvlab_replica_weight_version"][frozenset({("pool", 'p"1\\'), ("replica", "pool/0")})] == 7
+    assert (
+        found["jvlab_replica_weight_version"][
+            frozenset({("pool", 'p"1\\'), ("replica", "pool/0")})
+        ]
+        == 7
+    )
     assert found["jvlab_replica_generated_tokens_total"].popitem()[1] == 1e12
     assert found["jvlab_replica_paused"].popitem()[1] == 0
     families = {f.name: f for f in text_string_to_metric_families(text)}
     assert families["jvlab_replica_generated_tokens"].type == "counter"
     assert families["jvlab_replica_ready"].samples[0].labels["state"] == "ready"
-    assert sum(len(f.samples) for f in families.values()) == sum(len(series) for series in parse(text).values())
+    assert sum(len(f.samples) for f in families.values()) == sum(
+        len(series) for series in parse(text).values()
+    )
 
 
 def test_the_gateways_summary_has_the_fields_that_are_exported() -> None:
@@ -205,10 +243,14 @@ def test_the_gateways_summary_has_the_fields_that_are_exported() -> None:
     from jvlab.wire import jvlab_pb2 as pb
     from jvlab.wire._pool_summary import pool_summary
 
-    snapshot = pb.PoolStatus(pool="p", model="m", replicas=[pb.ReplicaStatus(replica="p/0", stage="ready")])
+    snapshot = pb.PoolStatus(
+        pool="p", model="m", replicas=[pb.ReplicaStatus(replica="p/0", stage="ready")]
+    )
     summary = pool_summary(snapshot)
     assert summary["replicas"][0].keys() >= REPLICA.keys()
-    assert parse(prometheus_text([summary]).decode())["jvlab_pool_healthy_replicas"] == {frozenset({("pool", "p")}): 1}
+    assert parse(prometheus_text([summary]).decode())[
+        "jvlab_pool_healthy_replicas"
+    ] == {frozenset({("pool", "p")}): 1}
 
 
 # dashboards ----------------------------------------------------------------------------------------------------------
@@ -224,7 +266,9 @@ def test_tensorboard_gets_every_measured_number(
         def __init__(self, folder: str) -> None:
             assert folder == str(tmp_path)
 
-        def add_scalar(self, name: str, value: float, step: int, walltime: float | None = None) -> None:
+        def add_scalar(
+            self, name: str, value: float, step: int, walltime: float | None = None
+        ) -> None:
             calls.append((name, value, step, walltime))
 
         def close(self) -> None:
@@ -236,9 +280,12 @@ def test_tensorboard_gets_every_measured_number(
     record.to_tensorboard(tmp_path)
     rewards = [(step, value) for name, value, step, _ in calls if name == "reward/mean"]
     table = record.steps()
-    assert rewards == list(zip(table["step"].tolist(), table["reward_mean"].tolist(), strict=True))
+    assert rewards == list(
+        zip(table["step"].tolist(), table["reward_mean"].tolist(), strict=True)
+    )
     gaps = table["logprob_gap"]
-    assert sum(name == "health/logprob_gap" for name, *_ in calls) == sum(gaps == gaps)  # NaN: not measured, not drawn
+    # NaN: not measured, not drawn
+    assert sum(name == "health/logprob_gap" for name, *_ in calls) == sum(gaps == gaps)
     assert all(wall > 1.6e9 for *_, wall in calls)
     assert closed == [True]
 
@@ -249,7 +296,9 @@ def test_real_tensorboardx(record: Record, tmp_path: Path) -> None:
     assert sum(f.stat().st_size for f in tmp_path.iterdir()) > 1000
 
 
-def test_wandb_gets_one_log_per_event_with_numbers(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_one_log_per_event_with_numbers(
+    record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logged, finished, module = [], [], types.ModuleType("wandb")
     run = types.SimpleNamespace(log=logged.append, finish=lambda: finished.append(True))
     module.init = lambda **init: run if init == {"project": "x"} else None  # type: ignore[attr-defined]

@@ -8,16 +8,30 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jvlab.record._metrics import intersect, lanes, measure, rate, split_time, subtract, union
+from jvlab.record._metrics import (
+    intersect,
+    lanes,
+    measure,
+    rate,
+    split_time,
+    subtract,
+    union,
+)
 
 SIZE = 24
-interval = st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).map(lambda p: (min(p), max(p)))
+interval = st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).map(
+    lambda p: (min(p), max(p))
+)
 intervals = st.lists(interval, max_size=8)
 
 
 def cells(given: object) -> set[int]:
     """The unit cells [i, i + 1) that any interval covers."""
-    return {i for a, b in np.asarray(given, float).reshape(-1, 2) for i in range(int(a), int(b))}
+    return {
+        i
+        for a, b in np.asarray(given, float).reshape(-1, 2)
+        for i in range(int(a), int(b))
+    }
 
 
 @given(intervals)
@@ -35,8 +49,13 @@ def test_intersection_and_difference(a: list, b: list) -> None:
     assert cells(subtract(a, b)) == cells(a) - cells(b)
 
 
-@given(st.dictionaries(st.sampled_from("abcd"), intervals), st.lists(st.integers(0, SIZE), unique=True, max_size=6))
-def test_split_of_time_against_counting_cells(phases: dict[str, list], cuts: list[int]) -> None:
+@given(
+    st.dictionaries(st.sampled_from("abcd"), intervals),
+    st.lists(st.integers(0, SIZE), unique=True, max_size=6),
+)
+def test_split_of_time_against_counting_cells(
+    phases: dict[str, list], cuts: list[int]
+) -> None:
     edges = sorted(cuts)
     windows = list(itertools.pairwise(edges))[::2]  # every other: with gaps between
     split = split_time(phases, windows)
@@ -53,11 +72,16 @@ def test_split_of_time_against_counting_cells(phases: dict[str, list], cuts: lis
         assert sum(s[w] for s in split.together.values()) + split.idle[w] == high - low
 
 
-@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 50)), max_size=20), st.integers(1, 9))
+@given(
+    st.lists(st.tuples(st.floats(0, 100), st.floats(0, 50)), max_size=20),
+    st.integers(1, 9),
+)
 def test_split_of_arbitrary_times_adds_up(raw: list, parts: int) -> None:
     spans = [(a, a + d) for a, d in raw]
     edges = np.linspace(0, 160, parts + 1)
-    split = split_time({"x": spans[::2], "y": spans[1::2]}, np.stack([edges[:-1], edges[1:]], axis=1))
+    split = split_time(
+        {"x": spans[::2], "y": spans[1::2]}, np.stack([edges[:-1], edges[1:]], axis=1)
+    )
     whole = sum(split.together.values(), np.zeros(parts)) + split.idle
     assert np.allclose(whole, np.diff(edges))
     assert np.isclose(split.busy["x"].sum(), measure(spans[::2]))

@@ -21,7 +21,8 @@ from jvlab.record._log import EVENTS, LogReader, LogWriter, decode, encode, is_l
 from jvlab.record._record import Record
 from jvlab.record._writer import RecordWriter
 
-TEXT = st.text('ab01"\\\n,{}=: é☃\x00\u2028', max_size=12)  # what could upset a line format; quick to draw
+# what could upset a line format; quick to draw
+TEXT = st.text('ab01"\\\n,{}=: é☃\x00\u2028', max_size=12)
 ROOT = Path(__file__).parents[2]
 
 WRITER = """
@@ -39,7 +40,11 @@ while True:
 
 def start_victim(folder: Path) -> subprocess.Popen:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE, env=environment)
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(folder)],
+        stdout=subprocess.PIPE,
+        env=environment,
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
     return process
@@ -52,7 +57,9 @@ def test_lines_are_plain_json_with_a_checksum() -> None:
     assert line.count(b"\n") == 1
 
 
-@given(st.dictionaries(TEXT, TEXT | st.integers() | st.lists(TEXT), min_size=1), st.data())
+@given(
+    st.dictionaries(TEXT, TEXT | st.integers() | st.lists(TEXT), min_size=1), st.data()
+)
 def test_a_changed_byte_is_noticed(fields: dict, data: st.DataObject) -> None:
     line = encode(fields)
     assert decode(line) == fields
@@ -115,7 +122,9 @@ def grown(path: Path, more: int) -> None:
         time.sleep(0.001)
 
 
-def test_kill_9_in_the_middle_of_writing_leaves_a_readable_record(tmp_path: Path) -> None:
+def test_kill_9_in_the_middle_of_writing_leaves_a_readable_record(
+    tmp_path: Path,
+) -> None:
     for round_ in range(4):
         victim = start_victim(tmp_path)
         grown(tmp_path / EVENTS, 50_000 + 10_000 * round_)
@@ -168,7 +177,9 @@ def test_a_writer_faster_than_its_reader(tmp_path: Path) -> None:
 def test_two_writers_on_one_folder(tmp_path: Path) -> None:
     victim = start_victim(tmp_path)
     try:
-        with pytest.raises(ConfigError, match=f"being written by process {victim.pid} on ") as caught:
+        with pytest.raises(
+            ConfigError, match=f"being written by process {victim.pid} on "
+        ) as caught:
             RecordWriter(tmp_path)
         assert "another folder" in caught.value.remedy
     finally:
@@ -176,12 +187,17 @@ def test_two_writers_on_one_folder(tmp_path: Path) -> None:
         victim.wait()
         victim.stdout.close()  # type: ignore[union-attr]
     RecordWriter(tmp_path).close()  # its death freed the folder
-    with RecordWriter(tmp_path), pytest.raises(ConfigError, match=f"process {os.getpid()} on "):
+    with (
+        RecordWriter(tmp_path),
+        pytest.raises(ConfigError, match=f"process {os.getpid()} on "),
+    ):
         RecordWriter(tmp_path)
     assert not is_locked(tmp_path)
 
 
-def test_readers_that_ask_whether_it_runs_do_not_keep_a_writer_out(tmp_path: Path) -> None:
+def test_readers_that_ask_whether_it_runs_do_not_keep_a_writer_out(
+    tmp_path: Path,
+) -> None:
     RecordWriter(tmp_path).close()
     done = threading.Event()
 
@@ -216,7 +232,9 @@ def test_many_threads_write_whole_lines(tmp_path: Path) -> None:
     assert found == {k: list(range(200)) for k in range(6)}
 
 
-def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_no_half_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     writer = LogWriter(tmp_path / "log.jsonl")
     writer.append({"n": 1})
     real, calls = os.write, []
@@ -260,10 +278,21 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_forked_child_neither_writes_nor_holds_the_lock_after_its_parent(tmp_path: Path) -> None:
+def test_a_forked_child_neither_writes_nor_holds_the_lock_after_its_parent(
+    tmp_path: Path,
+) -> None:
     """In a process of its own: forking this one, with threads of other tests' libraries, would warn."""
-    command, environment = [sys.executable, "-c", FORKER, str(tmp_path)], {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True) as parent:
+    command, environment = (
+        [sys.executable, "-c", FORKER, str(tmp_path)],
+        {**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        text=True,
+    ) as parent:
         assert parent.stdout is not None
         said = sorted(parent.stdout.readline().strip() for _ in range(2))
         child = int(said[0])
@@ -276,10 +305,14 @@ def test_a_forked_child_neither_writes_nor_holds_the_lock_after_its_parent(tmp_p
             assert not is_locked(tmp_path)
         finally:
             os.kill(child, signal.SIGKILL)
-    assert [e.fault for e in Record.open(tmp_path).events("fault")] == ["from the parent"]  # type: ignore[attr-defined]
+    assert [e.fault for e in Record.open(tmp_path).events("fault")] == [
+        "from the parent"
+    ]  # type: ignore[attr-defined]
 
 
-def test_writing_after_the_end_is_an_error_and_closing_twice_is_not(tmp_path: Path) -> None:
+def test_writing_after_the_end_is_an_error_and_closing_twice_is_not(
+    tmp_path: Path,
+) -> None:
     writer = RecordWriter(tmp_path)
     writer.close("stopped")
     writer.close()

@@ -31,8 +31,17 @@ def on_policy() -> list[Event]:
     events: list[Event] = [RunStart(run="book", start=0, stop=0, wall=1e9)]
     for i, t in enumerate((2, 10)):
         events += [
-            RolloutEvent(actor="pool/0", start=t, stop=t + 4, samples=8, tokens=100, versions={i: 100}),
-            RewardEvent(start=t + 4, stop=t + 5, samples=8, mean=0.5, failures=1, timeouts=1),
+            RolloutEvent(
+                actor="pool/0",
+                start=t,
+                stop=t + 4,
+                samples=8,
+                tokens=100,
+                versions={i: 100},
+            ),
+            RewardEvent(
+                start=t + 4, stop=t + 5, samples=8, mean=0.5, failures=1, timeouts=1
+            ),
             StepEvent(
                 step=i,
                 version=i,
@@ -43,14 +52,22 @@ def on_policy() -> list[Event]:
                 reward_mean=i / 2,
                 logprob_gap=[1e-5, 5e-3][i],
             ),
-            SyncEvent(version=i + 1, start=t + 7, stop=t + 8, bytes=3 * 10**9, verified=True, pause=0.5),
+            SyncEvent(
+                version=i + 1,
+                start=t + 7,
+                stop=t + 8,
+                bytes=3 * 10**9,
+                verified=True,
+                pause=0.5,
+            ),
         ]
     return [*events, RunStop(start=20, stop=20)]
 
 
 def test_the_time_of_each_step_by_hand() -> None:
     table = m.step_table(on_policy())
-    assert table["window_s"].tolist() == [9, 8]  # 0 to 9, then to 17: the first sync is in the second window
+    # 0 to 9, then to 17: the first sync is in the second window
+    assert table["window_s"].tolist() == [9, 8]
     assert table["generate_s"].tolist() == [4, 4]
     assert table["reward_s"].tolist() == [1, 1]
     assert table["train_s"].tolist() == [2, 2]
@@ -75,13 +92,19 @@ def test_throughput_and_utilisation_by_hand() -> None:
     assert found["samples_per_s"] == 16 / 20
     assert found["steps_per_s"] == 2 / 20
     assert found["sync_gb_per_s"] == 3
-    assert m.utilisation(on_policy()) == {"pool/0": 8 / 20, "reward": 2 / 20, "trainer": 4 / 20, "pool": 8 / 20}
+    assert m.utilisation(on_policy()) == {
+        "pool/0": 8 / 20,
+        "reward": 2 / 20,
+        "trainer": 4 / 20,
+        "pool": 8 / 20,
+    }
 
 
 def test_a_paused_replica_is_not_busy_and_a_score_counts_for_who_did_it() -> None:
     events: list[Event] = [
         RolloutEvent(actor="pool/0", start=0, stop=10),
-        RolloutEvent(actor="pool/0", start=5, stop=10),  # requests overlap: time counts once
+        # requests overlap: time counts once
+        RolloutEvent(actor="pool/0", start=5, stop=10),
         RolloutEvent(actor="pool/1", start=0, stop=5),
         PauseEvent(start=2, stop=4, replicas=("pool/0",)),
         PauseEvent(start=4, stop=5),  # all of them
@@ -124,7 +147,9 @@ def test_staleness_against_one_token_at_a_time(ages: list[list[int]]) -> None:
         events.append(StepEvent(step=i, version=10 + i, versions=versions))
     found = m.staleness(events)
     everything = [age for batch in ages for age in batch]
-    assert found.histogram == {age: everything.count(age) for age in sorted(set(everything))}
+    assert found.histogram == {
+        age: everything.count(age) for age in sorted(set(everything))
+    }
     for i, batch in enumerate(ages):
         if batch:
             assert found.mean[i] == pytest.approx(sum(batch) / len(batch))
@@ -142,7 +167,10 @@ def test_gap_alarm() -> None:
     assert m.alarms(events, threshold=0.1) == []
     own = [RunStart(gap_alarm=0.5, start=0, stop=0), *events[1:]]
     assert m.alarms(own) == []
-    unmeasured = [StepEvent(step=0, version=0), StepEvent(step=1, version=1, logprob_gap=math.inf)]
+    unmeasured = [
+        StepEvent(step=0, version=0),
+        StepEvent(step=1, version=1, logprob_gap=math.inf),
+    ]
     assert [e.step for e in m.alarms(unmeasured)] == [1]
 
 
@@ -175,7 +203,8 @@ def test_the_pause_between_two_sessions_is_nobodys_time() -> None:
         [
             start(at=100, wall=1000),
             StepEvent(step=0, version=0, start=101, stop=103),
-            start(at=7, wall=1060),  # another boot, a minute later: its clock began anew
+            # another boot, a minute later: its clock began anew
+            start(at=7, wall=1060),
             StepEvent(step=1, version=1, start=8, stop=9),
             RunStop(start=10, stop=10),
         ]
@@ -235,7 +264,18 @@ def test_little_or_nothing_is_no_crash(events: list[Event]) -> None:
 
 def test_ratios_by_staleness() -> None:
     events = [
-        StepEvent(step=0, version=0, ratios_by_staleness={0: {"p50": 1.0, "max": 2.0}, 1: {"p50": 0.5}}),
-        StepEvent(step=1, version=1, ratios_by_staleness={0: {"p50": 2.0, "max": 5.0}, 1: {"p50": math.nan}}),
+        StepEvent(
+            step=0,
+            version=0,
+            ratios_by_staleness={0: {"p50": 1.0, "max": 2.0}, 1: {"p50": 0.5}},
+        ),
+        StepEvent(
+            step=1,
+            version=1,
+            ratios_by_staleness={0: {"p50": 2.0, "max": 5.0}, 1: {"p50": math.nan}},
+        ),
     ]
-    assert m.ratios_by_staleness(events) == {0: {"p50": 1.5, "max": 5.0}, 1: {"p50": 0.5}}
+    assert m.ratios_by_staleness(events) == {
+        0: {"p50": 1.5, "max": 5.0},
+        1: {"p50": 0.5},
+    }

@@ -33,9 +33,13 @@ def sample(i: int = 0) -> Sample:
 
 
 def test_what_was_written_is_read_with_times_since_the_start(tmp_path: Path) -> None:
-    with RecordWriter(tmp_path / "runs" / "a", config={"lr": 0.1}, gap_alarm=0.01) as writer:
+    with RecordWriter(
+        tmp_path / "runs" / "a", config={"lr": 0.1}, gap_alarm=0.01
+    ) as writer:
         begin = clock()
-        writer.write(RolloutEvent(actor="pool/0", tokens=5, start=begin, stop=begin + 2))
+        writer.write(
+            RolloutEvent(actor="pool/0", tokens=5, start=begin, stop=begin + 2)
+        )
         writer.write(FaultEvent(fault="nan", who="trainer"))  # stamped by the writer
         record = writer.record
         assert record.running
@@ -100,7 +104,9 @@ def test_follow_while_it_runs_and_after(tmp_path: Path) -> None:
 def test_follow_gives_up_when_nothing_comes(tmp_path: Path) -> None:
     with RecordWriter(tmp_path) as writer:
         begin = time.monotonic()
-        assert [e.kind for e in writer.record.follow(poll=0.01, timeout=0.2)] == ["run_start"]
+        assert [e.kind for e in writer.record.follow(poll=0.01, timeout=0.2)] == [
+            "run_start"
+        ]
         assert time.monotonic() - begin > 0.15
 
 
@@ -119,7 +125,12 @@ def test_a_resumed_run_goes_on_in_the_same_record(tmp_path: Path) -> None:
 def test_samples_hold_what_re_scoring_needs(tmp_path: Path) -> None:
     with RecordWriter(tmp_path) as writer:
         kept = writer.write_samples(
-            [SampleRecord.of(sample(i), reward=i / 2, step=7, sampling={"temperature": 0.7}) for i in range(4)]
+            [
+                SampleRecord.of(
+                    sample(i), reward=i / 2, step=7, sampling={"temperature": 0.7}
+                )
+                for i in range(4)
+            ]
         )
         assert kept == 4
     record = Record.open(tmp_path)
@@ -127,8 +138,14 @@ def test_samples_hold_what_re_scoring_needs(tmp_path: Path) -> None:
     assert len(found) == 1
     one, given = found[0], sample(2)
     assert one.reward == 1.0
-    assert (one.prompt_tokens, one.tokens, one.text, one.actor) == ((1, 2), (5, 6, 7), "héllo\n", "pool/1")
-    assert np.array_equal(np.array(one.logprobs, np.float32), given.logprobs)  # bit for bit
+    assert (one.prompt_tokens, one.tokens, one.text, one.actor) == (
+        (1, 2),
+        (5, 6, 7),
+        "héllo\n",
+        "pool/1",
+    )
+    # bit for bit
+    assert np.array_equal(np.array(one.logprobs, np.float32), given.logprobs)
     assert one.token_versions.tolist() == given.token_versions.tolist() == [3, 4, 4]
     assert one.staleness(5).tolist() == [2, 1, 1]
     assert one.sampling == {"temperature": 0.7}
@@ -137,8 +154,12 @@ def test_samples_hold_what_re_scoring_needs(tmp_path: Path) -> None:
     assert record.table("samples")["reward"].tolist() == [0, 0.5, 1, 1.5]
 
 
-@pytest.mark.parametrize(("every", "expected"), [(0, []), (1, list(range(10))), (3, [0, 3, 6, 9])])
-def test_every_nth_sample_is_kept_across_calls(tmp_path: Path, every: int, expected: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("every", "expected"), [(0, []), (1, list(range(10))), (3, [0, 3, 6, 9])]
+)
+def test_every_nth_sample_is_kept_across_calls(
+    tmp_path: Path, every: int, expected: list[int]
+) -> None:
     with RecordWriter(tmp_path, keep_samples=every) as writer:
         for i in range(10):
             writer.write_samples([SampleRecord.of(sample(i))])
@@ -157,7 +178,9 @@ def test_a_sink_that_raises_is_reported_once_and_ends_nothing(tmp_path: Path) ->
         if event.kind == "step":
             raise RuntimeError("no network")
 
-    with RecordWriter(tmp_path, sinks=[broken, lambda e: good.append(e.kind)]) as writer:
+    with RecordWriter(
+        tmp_path, sinks=[broken, lambda e: good.append(e.kind)]
+    ) as writer:
         for i in range(3):
             writer.write(StepEvent(step=i, version=i))
     faults = Record.open(tmp_path).events("fault")
@@ -167,7 +190,9 @@ def test_a_sink_that_raises_is_reported_once_and_ends_nothing(tmp_path: Path) ->
 
 def test_faces_are_stable_and_small() -> None:
     record = Record.of(made_up(30, 1))
-    assert repr(record).startswith("Record('made-up': 30 steps, 960 samples, 30 syncs, reward ")
+    assert repr(record).startswith(
+        "Record('made-up': 30 steps, 960 samples, 30 syncs, reward "
+    )
     assert "\n" not in repr(record)
     page = record._repr_html_()
     assert "30 with equal digests" in page
@@ -179,18 +204,27 @@ def test_faces_are_stable_and_small() -> None:
 
 def test_two_runs_side_by_side(tmp_path: Path) -> None:
     pytest.importorskip("pandas")
-    one, other = Record.of(made_up(steps=30)), Record.of(made_up(steps=20, staleness=2, seed=1))
+    one, other = (
+        Record.of(made_up(steps=30)),
+        Record.of(made_up(steps=20, staleness=2, seed=1)),
+    )
     found = one.compare(other)
     assert found.names == ("this", "other")  # both are called the same
     assert found.numbers["steps"] == (30, 20)
     rewards = one.steps()["reward_mean"]
-    assert found.numbers["reward, same 20 steps"][0] == pytest.approx(rewards[:20].mean())
-    assert found.numbers["reward, last 10 steps"][0] == pytest.approx(rewards[-10:].mean())
+    assert found.numbers["reward, same 20 steps"][0] == pytest.approx(
+        rewards[:20].mean()
+    )
+    assert found.numbers["reward, last 10 steps"][0] == pytest.approx(
+        rewards[-10:].mean()
+    )
     assert found.numbers["staleness, mean"][0] < found.numbers["staleness, mean"][1]
     assert found.to_pandas().loc["steps"].tolist() == [30, 20]
     assert "staleness, mean" in repr(found)
     for name, rate in (("slow", 0.1), ("fast", 0.5)):
-        with RecordWriter(tmp_path / name, config={"learning_rate": rate, "group_size": 8}):
+        with RecordWriter(
+            tmp_path / name, config={"learning_rate": rate, "group_size": 8}
+        ):
             pass
     slow = Record.open(tmp_path / "slow")
     settings = slow.compare(tmp_path / "fast")  # a folder will do

@@ -37,7 +37,8 @@ class OwnModel:
 
     family: str  # for `jv.models.tiny`
     load: Callable[[dict[str, Any], Weights], Any]
-    forward: Callable[[dict[str, Any], Any, Any], Any]  # config, params, tokens (T,) -> logits (T, vocabulary)
+    # config, params, tokens (T,) -> logits (T, vocabulary)
+    forward: Callable[[dict[str, Any], Any, Any], Any]
 
 
 def rms(x: Any, scale: Any, eps: float) -> Any:
@@ -81,12 +82,22 @@ class Tower(nn.Module):
         d, n, k, h, f = self.sizes
         init = nn.initializers.normal()
         y = rms(x, self.param("first", init, (d,)), self.eps)
-        found = jnp.einsum("td,nhd->tnh", y, self.param("looking", init, (n + 2 * k, h, d)))
-        q, kk, v = rotate(found[:, :n], self.theta), rotate(found[:, n : n + k], self.theta), found[:, n + k :]
-        x = x + jnp.einsum("tnh,ndh->td", attend(q, kk, v), self.param("joining", init, (n, d, h)))
+        found = jnp.einsum(
+            "td,nhd->tnh", y, self.param("looking", init, (n + 2 * k, h, d))
+        )
+        q, kk, v = (
+            rotate(found[:, :n], self.theta),
+            rotate(found[:, n : n + k], self.theta),
+            found[:, n + k :],
+        )
+        x = x + jnp.einsum(
+            "tnh,ndh->td", attend(q, kk, v), self.param("joining", init, (n, d, h))
+        )
         y = rms(x, self.param("second", init, (d,)), self.eps)
         wide = jnp.einsum("td,dpf->tpf", y, self.param("thinking", init, (d, 2, f)))
-        return x + (jax.nn.silu(wide[:, 0]) * wide[:, 1]) @ self.param("saying", init, (f, d))
+        return x + (jax.nn.silu(wide[:, 0]) * wide[:, 1]) @ self.param(
+            "saying", init, (f, d)
+        )
 
 
 class Towers(nn.Module):
@@ -103,7 +114,9 @@ class Towers(nn.Module):
         x = self.param("words", init, (v, d))[tokens]
         for _ in range(c["num_hidden_layers"]):
             x = Tower((d, n, k, h, f), c["rms_norm_eps"], theta_of(c))(x)
-        return rms(x, self.param("last", init, (d,)), c["rms_norm_eps"]) @ self.param("speech", init, (d, v))
+        return rms(x, self.param("last", init, (d,)), c["rms_norm_eps"]) @ self.param(
+            "speech", init, (d, v)
+        )
 
 
 def load_towers(config: dict[str, Any], w: Weights) -> Any:
@@ -118,7 +131,9 @@ def load_towers(config: dict[str, Any], w: Weights) -> Any:
         at = lambda name, i=i: w[f"model.layers.{i}.{name}.weight"]
         out[f"Tower_{i}"] = {
             "first": at("input_layernorm"),
-            "looking": np.concatenate([at(f"self_attn.{x}_proj").reshape(-1, h, d) for x in "qkv"]),
+            "looking": np.concatenate(
+                [at(f"self_attn.{x}_proj").reshape(-1, h, d) for x in "qkv"]
+            ),
             "joining": at("self_attn.o_proj").T.reshape(n, h, d).swapaxes(1, 2),
             "second": at("post_attention_layernorm"),
             "thinking": np.stack([at("mlp.gate_proj").T, at("mlp.up_proj").T], 1),
@@ -139,7 +154,9 @@ class Body(nnx.Module):
 
     def __init__(self, config: dict[str, Any], w: Weights) -> None:
         layers = range(config["num_hidden_layers"])
-        stack = lambda name, axis: nnx.Param(jnp.stack([w[f"model.layers.{i}.{name}.weight"] for i in layers], axis))
+        stack = lambda name, axis: nnx.Param(
+            jnp.stack([w[f"model.layers.{i}.{name}.weight"] for i in layers], axis)
+        )
         self.asks = stack("self_attn.q_proj", 1)
         self.answers = stack("self_attn.k_proj", 1)
         self.carries = stack("self_attn.v_proj", 1)
@@ -167,16 +184,24 @@ class Scanned(nnx.Module):
 def run_scanned(config: dict[str, Any], model: Scanned, tokens: Any) -> Any:
     eps, theta, h = config["rms_norm_eps"], theta_of(config), config["head_dim"]
     body = nnx.to_pure_dict(nnx.state(model.body))
-    rows = {name: jnp.moveaxis(x, 1, 0) if x.ndim == 3 else x for name, x in body.items()}
+    rows = {
+        name: jnp.moveaxis(x, 1, 0) if x.ndim == 3 else x for name, x in body.items()
+    }
 
     def layer(x: Any, p: Any) -> tuple[Any, None]:
         heads = lambda y, name: (y @ p[name].T).reshape(len(tokens), -1, h)
         y = rms(x, p["alpha"], eps)
         q = rotate(rms(heads(y, "asks"), p["ask_size"], eps), theta)
         k = rotate(rms(heads(y, "answers"), p["answer_size"], eps), theta)
-        x = x + attend(q, k, heads(y, "carries")).reshape(len(tokens), -1) @ p["returns"].T
+        x = (
+            x
+            + attend(q, k, heads(y, "carries")).reshape(len(tokens), -1)
+            @ p["returns"].T
+        )
         y = rms(x, p["beta"], eps)
-        return x + (jax.nn.silu(y @ p["opens"].T) * (y @ p["holds"].T)) @ p["closes"].T, None
+        return x + (jax.nn.silu(y @ p["opens"].T) * (y @ p["holds"].T)) @ p[
+            "closes"
+        ].T, None
 
     x, _ = jax.lax.scan(layer, model.lexicon[...][tokens], rows)
     head = model.choice if hasattr(model, "choice") else model.lexicon
@@ -200,7 +225,9 @@ class Station(nn.Module):
         found = attend(dense("seek")(y), dense("match")(y), dense("bring")(y))
         x = x + nn.DenseGeneral(d, axis=(-2, -1), name="collect")(found)
         y = nn.LayerNorm(epsilon=self.eps, name="settle")(x)
-        return x + nn.Dense(d, name="shrink")(jax.nn.gelu(nn.Dense(4 * d, name="grow")(y), approximate=True))
+        return x + nn.Dense(d, name="shrink")(
+            jax.nn.gelu(nn.Dense(4 * d, name="grow")(y), approximate=True)
+        )
 
 
 class Line(nn.Module):
@@ -215,7 +242,9 @@ class Line(nn.Module):
         heads = c.get("n_head") or c["num_attention_heads"]
         eps = c.get("layer_norm_epsilon", 1e-5)
         lexemes = nn.Embed(c["vocab_size"], d, name="lexemes")
-        x = lexemes(tokens) + nn.Embed(c.get("n_positions") or 1024, d, name="clock")(jnp.arange(len(tokens)))
+        x = lexemes(tokens) + nn.Embed(c.get("n_positions") or 1024, d, name="clock")(
+            jnp.arange(len(tokens))
+        )
         for i in range(c.get("n_layer") or c["num_hidden_layers"]):
             x = Station(heads, eps, name=f"station{i}")(x)
         return lexemes.attend(nn.LayerNorm(epsilon=eps, name="rest")(x))
@@ -225,7 +254,10 @@ def load_line(config: dict[str, Any], w: Weights) -> Any:
     n = config.get("n_head") or config["num_attention_heads"]
     root = "transformer." if "transformer.wte.weight" in w else ""
     d = w[f"{root}wte.weight"].shape[1]
-    norm = lambda name: {"scale": w[f"{root}{name}.weight"], "bias": w[f"{root}{name}.bias"]}
+    norm = lambda name: {
+        "scale": w[f"{root}{name}.weight"],
+        "bias": w[f"{root}{name}.bias"],
+    }
     out: dict[str, Any] = {
         "lexemes": {"embedding": w[f"{root}wte.weight"]},
         "clock": {"embedding": w[f"{root}wpe.weight"]},
@@ -233,11 +265,17 @@ def load_line(config: dict[str, Any], w: Weights) -> Any:
     }
     for i in range(config.get("n_layer") or config["num_hidden_layers"]):
         at = f"{root}h.{i}."
-        dense = lambda name, at=at: {"kernel": w[f"{at}{name}.weight"], "bias": w[f"{at}{name}.bias"]}
+        dense = lambda name, at=at: {
+            "kernel": w[f"{at}{name}.weight"],
+            "bias": w[f"{at}{name}.bias"],
+        }
         kernels = np.split(w[f"{at}attn.c_attn.weight"], 3, 1)
         biases = np.split(w[f"{at}attn.c_attn.bias"], 3)
         block: dict[str, Any] = {
-            name: {"kernel": kernels[j].reshape(d, n, -1), "bias": biases[j].reshape(n, -1)}
+            name: {
+                "kernel": kernels[j].reshape(d, n, -1),
+                "bias": biases[j].reshape(n, -1),
+            }
             for j, name in enumerate(("seek", "match", "bring"))
         }
         block["collect"] = {
@@ -253,7 +291,11 @@ def load_line(config: dict[str, Any], w: Weights) -> Any:
 MODELS = {
     "towers": OwnModel("llama", load_towers, run_towers),
     "scanned": OwnModel("qwen3", Scanned, run_scanned),
-    "line": OwnModel("gpt2", load_line, lambda config, params, tokens: Line(config).apply(params, tokens)),
+    "line": OwnModel(
+        "gpt2",
+        load_line,
+        lambda config, params, tokens: Line(config).apply(params, tokens),
+    ),
 }
 
 
@@ -266,27 +308,35 @@ class Author:
     def __init__(self, name: str, folder: str | None = None) -> None:
         self.model = MODELS[name]
         self.folder = Path(folder or jv.models.tiny(self.model.family))
-        self.config: dict[str, Any] = json.loads((self.folder / "config.json").read_text())
+        self.config: dict[str, Any] = json.loads(
+            (self.folder / "config.json").read_text()
+        )
         self.weights = load_file(self.folder / "model.safetensors")
         self.params = self.model.load(self.config, self.weights)
         self.flat: FlatTree = flatten(self.params)
         self.tensors = checkpoint_tensors(self.folder)
 
     def auto(self, lines: list[str]) -> list[Binding]:
-        return bind_rules(("auto", *lines), self.flat.shapes, self.tensors, self.config)[1]
+        return bind_rules(
+            ("auto", *lines), self.flat.shapes, self.tensors, self.config
+        )[1]
 
     def holds(self, bindings: list[Binding]) -> bool:
         """Whether the leaves hold what the checkpoint has, where these bindings put it."""
         out = {b.tensor: np.full(b.tensor_shape, np.nan, np.float32) for b in bindings}
         for b in bindings:
             apply_binding(b, np.asarray(self.flat.arrays[b.leaf]), out[b.tensor])
-        return all(np.array_equal(array, self.weights[name]) for name, array in out.items())
+        return all(
+            np.array_equal(array, self.weights[name]) for name, array in out.items()
+        )
 
     def choose(self, offered: list[str]) -> list[str]:
         """The right lines among those offered, one for each leaf."""
         right: dict[str, str] = {}
         for line in offered:
-            bindings, _ = Rules.parse(line).attempt(self.flat.shapes, self.tensors, self.config)
+            bindings, _ = Rules.parse(line).attempt(
+                self.flat.shapes, self.tensors, self.config
+            )
             if self.holds(bindings):
                 right.setdefault(bindings[0].leaf, line)
         return list(right.values())
@@ -294,4 +344,8 @@ class Author:
 
 def offered_by(message: str) -> list[str]:
     """The lines of a message that can be copied, as they stand there."""
-    return [line for line in message.splitlines() if line.startswith("    ") and " -> " in line and "~" not in line]
+    return [
+        line
+        for line in message.splitlines()
+        if line.startswith("    ") and " -> " in line and "~" not in line
+    ]

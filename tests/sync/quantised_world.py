@@ -14,7 +14,16 @@ from jvlab.layout._formats import expand_formats
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._shards import MeshSpec, leaf_from_spec
-from jvlab.layout._types import Axis, Binding, CheckpointTensor, Format, Leaf, Note, Parameter, RankLayout
+from jvlab.layout._types import (
+    Axis,
+    Binding,
+    CheckpointTensor,
+    Format,
+    Leaf,
+    Note,
+    Parameter,
+    RankLayout,
+)
 from jvlab.sync._pack import LinkPack, Source
 
 LAYERS, IN, OUT, EXPERTS, WIDTH = 2, 8, 4, 4, 6
@@ -32,11 +41,27 @@ class Engine:
     formats: list[Format] = field(default_factory=list)
     padding: list[Note] = field(default_factory=list)
 
-    def fill(self, parameter: int, tensor: str, shape: tuple[int, int], at: int, strides: tuple[int, int]) -> None:
+    def fill(
+        self,
+        parameter: int,
+        tensor: str,
+        shape: tuple[int, int],
+        at: int,
+        strides: tuple[int, int],
+    ) -> None:
         self.tensors.append(CheckpointTensor(tensor, shape, "float32"))
-        self.rows.append((len(self.tensors) - 1, parameter, shape, 0, (shape[1], 1), at, strides))
+        self.rows.append(
+            (len(self.tensors) - 1, parameter, shape, 0, (shape[1], 1), at, strides)
+        )
 
-    def add(self, name: str, shape: tuple[int, ...], strides: tuple[int, ...], scales: int, padding: int = 0) -> int:
+    def add(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        scales: int,
+        padding: int = 0,
+    ) -> int:
         """A quantised parameter; its scales are added by `layout`."""
         self.parameters.append(Parameter(name, shape, FP8, strides))
         block = int(np.prod(shape)) // scales
@@ -104,19 +129,31 @@ def bindings() -> list[Binding]:
             name = ".".join(map(str, [*index, leaf]))
             at = len(lead)
             turned = leaf != "norm"
-            axes = (Axis(shape[-2], at, 1, int(turned), 1), Axis(shape[-1], at + 1, 1, 1 - int(turned), 1))
+            axes = (
+                Axis(shape[-2], at, 1, int(turned), 1),
+                Axis(shape[-1], at + 1, 1, 1 - int(turned), 1),
+            )
             to = shape[-2:][::-1] if turned else shape[-2:]
             out.append(Binding(leaf, name, shape, to, (*index, 0, 0), (0, 0), axes))
     return out
 
 
 def leaves(dtype: str, mesh: str = "fsdp=1") -> list[Leaf]:
-    return [leaf_from_spec(path, shape, dtype, MeshSpec.parse(mesh)) for path, shape in SHAPES.items()]
+    return [
+        leaf_from_spec(path, shape, dtype, MeshSpec.parse(mesh))
+        for path, shape in SHAPES.items()
+    ]
 
 
-def plan_of(dtype: str, mesh: str = "fsdp=1", rules: list[Binding] | None = None) -> TransferPlan:
-    sent, bound, layouts, quantised = expand_formats(leaves(dtype, mesh), rules or bindings(), [engine()])
-    return replace(compile_plan(sent, bound, layouts, bucket_mib=0.001), quantised=quantised)
+def plan_of(
+    dtype: str, mesh: str = "fsdp=1", rules: list[Binding] | None = None
+) -> TransferPlan:
+    sent, bound, layouts, quantised = expand_formats(
+        leaves(dtype, mesh), rules or bindings(), [engine()]
+    )
+    return replace(
+        compile_plan(sent, bound, layouts, bucket_mib=0.001), quantised=quantised
+    )
 
 
 def memory(plan: TransferPlan, arrays: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -125,10 +162,14 @@ def memory(plan: TransferPlan, arrays: dict[str, Any]) -> dict[str, np.ndarray]:
     for device in plan.devices.tolist():
         pack = LinkPack(plan, device, 0, 0)
         for bucket, boxes in enumerate(pack.buckets):
-            for (_, box), values in zip(boxes, pack.values(bucket, source), strict=True):
+            for (_, box), values in zip(
+                boxes, pack.values(bucket, source), strict=True
+            ):
                 info = plan.parameters[plan.target_parameter[box.target]]
                 if info.name not in out:
-                    out[info.name] = np.zeros(int(np.prod(info.shape)), numpy_dtype(info.dtype))
+                    out[info.name] = np.zeros(
+                        int(np.prod(info.shape)), numpy_dtype(info.dtype)
+                    )
                 storage = out[info.name]
                 steps = [s * storage.itemsize for s in box.dst_strides]
                 as_strided(storage[box.dst_offset :], box.shape, steps)[...] = values

@@ -15,7 +15,12 @@ from typing import Any
 
 import jvlab as jv
 
-KIND, PROCESS, PROCESSES, PORT = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+KIND, PROCESS, PROCESSES, PORT = (
+    sys.argv[1],
+    int(sys.argv[2]),
+    int(sys.argv[3]),
+    int(sys.argv[4]),
+)
 
 
 def start() -> None:
@@ -27,7 +32,10 @@ def start() -> None:
         import torch.distributed
 
         torch.distributed.init_process_group(
-            "gloo", init_method=f"tcp://127.0.0.1:{PORT}", rank=PROCESS, world_size=PROCESSES
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{PORT}",
+            rank=PROCESS,
+            world_size=PROCESSES,
         )
 
 
@@ -44,8 +52,12 @@ def jax_tree(model: str) -> dict[str, Any]:
     tree = {}
     for file in sorted(Path(model).glob("*.safetensors")):
         for name, value in load_file(file).items():
-            sharding = NamedSharding(mesh, PartitionSpec(*default_spec(value.shape, MeshSpec.of(mesh))))
-            tree[name] = jax.make_array_from_callback(value.shape, sharding, lambda index, v=value: v[index])
+            sharding = NamedSharding(
+                mesh, PartitionSpec(*default_spec(value.shape, MeshSpec.of(mesh)))
+            )
+            tree[name] = jax.make_array_from_callback(
+                value.shape, sharding, lambda index, v=value: v[index]
+            )
     return tree
 
 
@@ -90,7 +102,9 @@ class Trainer:
 
     def connect(self, model: str, dies: int = -1, **options: Any) -> dict[str, Any]:
         faults = jv.transport.Faults(hook=(1, die)).wrap if dies == PROCESS else None
-        self.link = self.lab.connect(self.tree(model), self.pool, bucket_mib=0.05, faults=faults, **options)
+        self.link = self.lab.connect(
+            self.tree(model), self.pool, bucket_mib=0.05, faults=faults, **options
+        )
         plan = self.link.plan
         return {
             "version": self.link.version,
@@ -116,7 +130,10 @@ class Trainer:
     def refuse(self, model: str) -> dict[str, Any]:
         """What one process can't do for all of them."""
         said = []
-        for call in (lambda: self.link.stepper(self.tree(model)), lambda: self.link.diff("x", self.tree(model))):
+        for call in (
+            lambda: self.link.stepper(self.tree(model)),
+            lambda: self.link.diff("x", self.tree(model)),
+        ):
             try:
                 call()
             except jv.errors.Unsupported as error:
@@ -129,7 +146,8 @@ class Trainer:
 
 
 def main() -> None:
-    faulthandler.register(signal.SIGUSR1)  # who waits too long for this process asks it where it is
+    # who waits too long for this process asks it where it is
+    faulthandler.register(signal.SIGUSR1)
     start()
     trainer = Trainer(*sys.argv[5:8])
     print(json.dumps({"ready": PROCESS}), flush=True)
@@ -138,7 +156,11 @@ def main() -> None:
         try:
             answer = getattr(trainer, order.pop("do"))(**order)
         except jv.JvlabError as error:
-            answer = {"error": type(error).__name__, "message": error.message, "remedy": error.remedy}
+            answer = {
+                "error": type(error).__name__,
+                "message": error.message,
+                "remedy": error.remedy,
+            }
         print(json.dumps(answer), flush=True)
     trainer.lab._leave()
     os._exit(0)  # jax would wait here for a process that was killed

@@ -45,7 +45,10 @@ def test_only_the_newcomer_takes_part(bench: Bench, mode: str):
     [
         (Terms(2), "version 2 is not larger than the pool's, 2"),
         (Terms(2, replicas=("p/0",)), "version 2 is not larger than the pool's, 2"),
-        (Terms(2, replicas=("p/0", "p/2")), "version 2 is not larger than the pool's, 2"),
+        (
+            Terms(2, replicas=("p/0", "p/2")),
+            "version 2 is not larger than the pool's, 2",
+        ),
         (Terms(1, replicas=("p/2",)), "version 1 is not larger than the pool's, 2"),
     ],
 )

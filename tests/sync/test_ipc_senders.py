@@ -34,7 +34,9 @@ class Card:
         self.did: list[tuple[Any, ...]] = []
         self.permit = 0
 
-    def launcher(self, device: int, tables: Any, slots: int, write: bool = True) -> Launcher:
+    def launcher(
+        self, device: int, tables: Any, slots: int, write: bool = True
+    ) -> Launcher:
         return Launcher(self, tables, slots, write)
 
 
@@ -70,7 +72,10 @@ class Launcher:
             self._refused = 1
             return
         read = [MEMORY.get(int(p), np.zeros(0)) for p in sources]
-        into = [MEMORY[int(p)] if self.write else np.zeros(1 << 16, np.float32) for p in targets]
+        into = [
+            MEMORY[int(p)] if self.write else np.zeros(1 << 16, np.float32)
+            for p in targets
+        ]
         sums = run(self.tables, read, into, self.slots, flawed=self._flawed)
         self._sums = [(x + y) & MASK for x, y in zip(self._sums, sums, strict=True)]
 
@@ -103,9 +108,13 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     card = Card()
     stream = lambda **_: SimpleNamespace(done=True, synchronize=lambda: None)
     cuda = SimpleNamespace(Device=lambda _: nullcontext(), Stream=stream)
-    monkeypatch.setattr(_ipc_senders, "cupy", lambda: SimpleNamespace(cuda=cuda, asarray=np.asarray))
+    monkeypatch.setattr(
+        _ipc_senders, "cupy", lambda: SimpleNamespace(cuda=cuda, asarray=np.asarray)
+    )
     monkeypatch.setattr(_ipc_lanes, "Launcher", card.launcher)
-    monkeypatch.setattr(_ipc_senders.IpcSenders, "_upload", lambda self, lane, table, stream: table)
+    monkeypatch.setattr(
+        _ipc_senders.IpcSenders, "_upload", lambda self, lane, table, stream: table
+    )
     MEMORY.clear()
     return card
 
@@ -116,7 +125,9 @@ def world() -> World:
     return transformer(world, Size(d=16, layers=3), layout="dense", rotary=True)
 
 
-def attached(plan: TransferPlan, memory: dict[int, np.ndarray], staged: bool = False) -> _ipc_senders.IpcSenders:
+def attached(
+    plan: TransferPlan, memory: dict[int, np.ndarray], staged: bool = False
+) -> _ipc_senders.IpcSenders:
     senders = _ipc_senders.IpcSenders(plan, {"r": 0}, ordinal=lambda device: 0)
     senders._streams[0] = _ipc_senders.cupy().cuda.Stream()
     (port,) = senders.channels
@@ -131,10 +142,14 @@ def attached(plan: TransferPlan, memory: dict[int, np.ndarray], staged: bool = F
 
 def source_of(world: World, plan: TransferPlan) -> Shards:
     shards = world.shards()
-    return Shards({info.path: Array(shards[info.path, 0]) for info in plan.leaves}, True)
+    return Shards(
+        {info.path: Array(shards[info.path, 0]) for info in plan.leaves}, True
+    )
 
 
-def blank(world: World, plan: TransferPlan) -> tuple[dict[Any, np.ndarray], dict[int, np.ndarray]]:
+def blank(
+    world: World, plan: TransferPlan
+) -> tuple[dict[Any, np.ndarray], dict[int, np.ndarray]]:
     """All parameters, and by target."""
     params = world.blank_params(plan)
     names = [plan.parameters[int(p)].name for p in plan.target_parameter]
@@ -165,11 +180,18 @@ def test_everything_arrives_in_parts_or_at_once(
             senders.collect(sent)
         launches = [did for did in card.did if did[0] == "launch"]
         assert len(launches) == 1 + parts
-        assert sum(nbytes for _, nbytes, *_ in launches) == sent.bytes == plan.total_bytes
+        assert (
+            sum(nbytes for _, nbytes, *_ in launches) == sent.bytes == plan.total_bytes
+        )
         assert [cleared for *_, cleared in launches] == [early, False][: len(launches)]
         for key, array in wanted.items():
             np.testing.assert_array_equal(got[key], array)
-        assert senders.claims(sent) == np.array([sent.digests[t] for t in sorted(sent.digests)], np.uint64).tobytes()
+        assert (
+            senders.claims(sent)
+            == np.array(
+                [sent.digests[t] for t in sorted(sent.digests)], np.uint64
+            ).tobytes()
+        )
     (lane,) = senders.channels[0].lanes
     made: Any = lane.launcher(False)
     whole = run(
@@ -182,12 +204,19 @@ def test_everything_arrives_in_parts_or_at_once(
     assert senders.digests(source) == sent.digests
 
 
-def test_what_was_made_ready_for_another_sync_is_not_launched(card: Card, world: World) -> None:
+def test_what_was_made_ready_for_another_sync_is_not_launched(
+    card: Card, world: World
+) -> None:
     plan = compile_plan(world.leaves, world.bindings, world.layouts)
     _, memory = blank(world, plan)
-    senders, source, other = attached(plan, memory), source_of(world, plan), source_of(world, plan)
+    senders, source, other = (
+        attached(plan, memory),
+        source_of(world, plan),
+        source_of(world, plan),
+    )
     card.permit = 71
-    for digest, given in ((False, source), (True, other)):  # without digests; of other arrays
+    # without digests; of other arrays
+    for digest, given in ((False, source), (True, other)):
         senders.gather(source, True)
         senders.send_all(given, 1, 30.0, digest)
         assert card.did[-1][2:] == (digest, False)
@@ -217,7 +246,9 @@ def test_blocks_that_were_refused_are_an_error(card: Card, world: World) -> None
 def test_shadows_are_unmapped_once_nothing_runs() -> None:
     """What a trainer lets go of before engines sleep: mappings of shadows, and of nothing else."""
     order: list[str] = []
-    mapped = lambda name: SimpleNamespace(mapped=SimpleNamespace(close=lambda: order.append(name)))
+    mapped = lambda name: SimpleNamespace(
+        mapped=SimpleNamespace(close=lambda: order.append(name))
+    )
     lane = Lane(0, 0, [], [], [], 0)
     port = Port("p/0", 0, [lane])
     live: Any = mapped("live")
@@ -227,7 +258,9 @@ def test_shadows_are_unmapped_once_nothing_runs() -> None:
     senders.channels = [port]
     senders.release_shadows()
     senders.release_shadows()
-    assert order == ["idle", "shadow", "idle"], "not while a kernel may write there, and once"
+    assert order == ["idle", "shadow", "idle"], (
+        "not while a kernel may write there, and once"
+    )
     assert senders._destination(port, lane, False) is live
     with pytest.raises(TransportError, match="shadow memory"):
         senders._destination(port, lane, True)
@@ -235,7 +268,9 @@ def test_shadows_are_unmapped_once_nothing_runs() -> None:
 
 @pytest.mark.parametrize("digest", [True, False])
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
-def test_poison_is_found_by_the_copy(card: Card, world: World, digest: bool, value: float) -> None:
+def test_poison_is_found_by_the_copy(
+    card: Card, world: World, digest: bool, value: float
+) -> None:
     """With digests or without, in one leaf of several that feed a target; and the next launch begins anew."""
     plan = compile_plan(world.leaves, world.bindings, world.layouts)
     _, memory = blank(world, plan)
@@ -253,4 +288,6 @@ def test_poison_is_found_by_the_copy(card: Card, world: World, digest: bool, val
             (path, int(value != value), int(value == value), 0)
         ]
         values[3] = kept
-        assert not senders.send_all(source, 1, 30.0, digest).flawed, "of the last launch alone"
+        assert not senders.send_all(source, 1, 30.0, digest).flawed, (
+            "of the last launch alone"
+        )

@@ -21,8 +21,16 @@ from tests.layout.plan_world import Size, World, transformer
 
 
 def build(size: Size | None = None, mesh: str = "fsdp=3,tp=2") -> tuple[World, Mapping]:
-    world = transformer(World(MeshSpec.parse(mesh), 2, "bfloat16"), size or Size(), layout="einsum", rotary=True)
-    bindings = [dataclasses.replace(b, rule=f"{b.leaf} -> {b.tensor}", reason="said so") for b in world.bindings]
+    world = transformer(
+        World(MeshSpec.parse(mesh), 2, "bfloat16"),
+        size or Size(),
+        layout="einsum",
+        rotary=True,
+    )
+    bindings = [
+        dataclasses.replace(b, rule=f"{b.leaf} -> {b.tensor}", reason="said so")
+        for b in world.bindings
+    ]
     plan = compile_plan(world.leaves, bindings, world.layouts, title="tiny")
     return world, Mapping(plan, bindings, world.layouts)
 
@@ -54,8 +62,17 @@ def tags(html: str) -> list[str]:
 def test_rows_and_summary() -> None:
     _, mapping = build()
     k = next(r for r in mapping.rows if r.tensor == "model.layers.1.k_proj.weight")
-    assert (k.leaf, k.parameter, k.ranks) == ("layers.1.k", "model.layers.1.qkv_proj.weight", (0, 1))
-    assert (k.leaf_dtype, k.dtype, k.status, k.nbytes) == ("float32", "bfloat16", "cast", 12 * 12 * 2)
+    assert (k.leaf, k.parameter, k.ranks) == (
+        "layers.1.k",
+        "model.layers.1.qkv_proj.weight",
+        (0, 1),
+    )
+    assert (k.leaf_dtype, k.dtype, k.status, k.nbytes) == (
+        "float32",
+        "bfloat16",
+        "cast",
+        12 * 12 * 2,
+    )
     summary = mapping.summary()
     assert summary["bytes"] == mapping.plan.total_bytes
     assert summary["leaves"] == len(mapping.plan.leaves)
@@ -72,7 +89,10 @@ def test_text_is_stable_and_says_what_matters() -> None:
 
 def test_html_is_balanced_escaped_and_needs_nothing_from_outside() -> None:
     _, mapping = build()
-    bindings = [dataclasses.replace(b, rule="<script>alert('x')</script>", reason='"><b>') for b in mapping.bindings]
+    bindings = [
+        dataclasses.replace(b, rule="<script>alert('x')</script>", reason='"><b>')
+        for b in mapping.bindings
+    ]
     html = Mapping(mapping.plan, bindings, mapping._layouts)._repr_html_()
     seen = tags(html)
     assert "script" not in seen
@@ -130,12 +150,17 @@ def test_drawings_cover_both_sides() -> None:
     assert sum(r.w * r.h for r in drawing.source) == pytest.approx(1)
     assert [rank for rank, _, _ in drawing.targets] == [0, 1]
     for _, _, rects in drawing.targets:
-        assert sum(r.w * r.h for r in rects) == pytest.approx(1)  # o_proj is this leaf alone
+        # o_proj is this leaf alone
+        assert sum(r.w * r.h for r in rects) == pytest.approx(1)
     html = mapping.explain("layers.0.o")._repr_html_()
     tags(html)
     svg = ElementTree.fromstring(html[html.index("<svg") : html.index("</svg>") + 6])
     rects = [e for e in svg.iter() if e.tag.endswith("rect")]
-    assert len(rects) == len(drawing.source) + sum(len(r) for _, _, r in drawing.targets) + 3  # and three frames
+    # and three frames
+    assert (
+        len(rects)
+        == len(drawing.source) + sum(len(r) for _, _, r in drawing.targets) + 3
+    )
 
 
 def test_figures() -> None:
@@ -167,12 +192,19 @@ def test_replicas_take_turns_among_the_copies_of_a_leaf() -> None:
     assert sent == dict.fromkeys(range(4), 144)
     assert plan.predict(1) == pytest.approx(144e-9)
     table = plan.all_links
-    assert sorted(zip(table.replica.tolist(), table.device.tolist(), strict=True)) == sorted(
-        (r, d) for r in range(4) for d in range(4) if len(plan.link(d, 0, r))
-    )
+    assert sorted(
+        zip(table.replica.tolist(), table.device.tolist(), strict=True)
+    ) == sorted((r, d) for r in range(4) for d in range(4) if len(plan.link(d, 0, r)))
     summary = plan_summary(plan)
-    assert (summary["links"], summary["bytes"], summary["bytes_per_replica"]) == (4, 576, 144)
-    assert (summary["device_bytes_max"], summary["predicted_s"]) == (144, plan.predict())
+    assert (summary["links"], summary["bytes"], summary["bytes_per_replica"]) == (
+        4,
+        576,
+        144,
+    )
+    assert (summary["device_bytes_max"], summary["predicted_s"]) == (
+        144,
+        plan.predict(),
+    )
     assert "device 3 → replica" in "\n".join(plan_lines(plan, [1]))
     assert "<td" in plan._repr_html_()
     pytest.importorskip("matplotlib")
@@ -190,7 +222,9 @@ def test_replicas_take_turns_among_the_copies_of_a_leaf() -> None:
 def test_staged_and_opaque_are_named() -> None:
     world, mapping = build(Size(layers=1))
     layouts = [
-        dataclasses.replace(x, staged=(Note("model.layers.0.o_proj.weight", "packed for oneDNN"),))
+        dataclasses.replace(
+            x, staged=(Note("model.layers.0.o_proj.weight", "packed for oneDNN"),)
+        )
         for x in world.layouts
     ]
     plan = compile_plan(world.leaves, world.bindings, layouts)

@@ -34,7 +34,9 @@ class World:
         rules = policy_rules(self.policy.hf_config, [t.name for t in tensors])
         shapes = flatten(self.params).shapes
         bindings = rules.bind(shapes, tensors, self.policy.hf_config)
-        origin = SimpleNamespace(rules=rules, shapes=shapes, tensors=tensors, config=self.policy.hf_config)
+        origin = SimpleNamespace(
+            rules=rules, shapes=shapes, tensors=tensors, config=self.policy.hf_config
+        )
         self.mapping = SimpleNamespace(bindings=bindings, _origin=origin, _link=None)
         self.known = ambiguities_of(self.mapping)
         self.scorer = scorer_of(self.policy)
@@ -45,17 +47,23 @@ class World:
     def engine(self, kind: str, leaf: str) -> np.ndarray:
         """What is computed if these leaves were meant another way than the mapping in force takes them."""
         single = alternatives_of(self.mapping)
-        other = next(a for a in [*joint(single), *single] if a.kind == kind and leaf in a.leaves)
+        other = next(
+            a for a in [*joint(single), *single] if a.kind == kind and leaf in a.leaves
+        )
         arrays = flatten(self.params).arrays
         new = {id(arrays[path]): value for path, value in reread(other, arrays).items()}
         leaves, tree = jax.tree.flatten(self.params)
         return self.ask(jax.tree.unflatten(tree, [new.get(id(a), a) for a in leaves]))
 
     def judge(self, engine: np.ndarray, half: bool = False) -> Any:
-        found = judge_scores(engine, self.ask(self.params), half, self.known, self.params, self.ask)
+        found = judge_scores(
+            engine, self.ask(self.params), half, self.known, self.params, self.ask
+        )
         if found.state != "failed":
             return found
-        return explain(found, engine, half, self.params, self.ask, self.mapping, until=float("inf"))
+        return explain(
+            found, engine, half, self.params, self.ask, self.mapping, until=float("inf")
+        )
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +88,9 @@ def test_meaning_agrees_and_settles_what_was_ambiguous(world: World) -> None:
         ("offset", "layers.attn_norm.scale", "+ 1"),
     ],
 )
-def test_meaning_fails_and_names_the_leaves_and_the_rule(world: World, kind: str, leaf: str, rule: str) -> None:
+def test_meaning_fails_and_names_the_leaves_and_the_rule(
+    world: World, kind: str, leaf: str, rule: str
+) -> None:
     found = world.judge(world.engine(kind, leaf))
     assert found.state == "failed"
     assert leaf in found.suspects
@@ -89,8 +99,16 @@ def test_meaning_fails_and_names_the_leaves_and_the_rule(world: World, kind: str
 
 
 def test_meaning_is_not_settled_by_a_function_that_does_not_depend_on_it() -> None:
-    blind = World(shrink=1e-3)  # as some initialise: attention looks everywhere alike, and gates are closed
-    assert gap_of(blind.engine("transposed", "layers.attn.q.kernel"), blind.ask(blind.params), False) < 1e-3
+    # as some initialise: attention looks everywhere alike, and gates are closed
+    blind = World(shrink=1e-3)
+    assert (
+        gap_of(
+            blind.engine("transposed", "layers.attn.q.kernel"),
+            blind.ask(blind.params),
+            False,
+        )
+        < 1e-3
+    )
     found = blind.judge(blind.ask(blind.params))
     assert found.state == "unchecked" or "layers.attn.q.kernel" in found.ambiguous
     assert "hardly depend" in found.why
@@ -99,19 +117,25 @@ def test_meaning_is_not_settled_by_a_function_that_does_not_depend_on_it() -> No
 def test_meaning_between_equal_and_wrong_is_neither(world: World) -> None:
     trainer = world.ask(world.params)
     assert world.judge(trainer + 0.01).state == "unchecked"
-    assert world.judge(trainer + 0.01, half=True).state == "checked", "16-bit floats stray so far"
+    assert world.judge(trainer + 0.01, half=True).state == "checked", (
+        "16-bit floats stray so far"
+    )
     assert world.judge(trainer + 1.0, half=True).state == "failed"
     broken = trainer.copy()
     broken[0, 3] = np.nan
     assert world.judge(broken).state == "failed"
     spoiled = judge_scores(broken, broken, False, world.known, world.params, world.ask)
-    assert spoiled.state == "unchecked", "a trainer that is broken itself is no evidence"
+    assert spoiled.state == "unchecked", (
+        "a trainer that is broken itself is no evidence"
+    )
 
 
 def test_meaning_finds_its_trainer(world: World) -> None:
     policy = world.policy
     assert owner_of(policy.params) is policy
-    assert owner_of(jax.tree.map(lambda a: a + 0, policy.params)) is None, "other arrays may be another model's"
+    assert owner_of(jax.tree.map(lambda a: a + 0, policy.params)) is None, (
+        "other arrays may be another model's"
+    )
     params, scorer = unpack(policy)
     assert params is policy.params
     assert scorer is not None
@@ -123,7 +147,9 @@ def test_meaning_finds_its_trainer(world: World) -> None:
         assert unpack(tree) == (tree, None)
 
 
-def test_meaning_by_function_cannot_tell_leaves_apart_that_compute_the_same(world: World) -> None:
+def test_meaning_by_function_cannot_tell_leaves_apart_that_compute_the_same(
+    world: World,
+) -> None:
     """That log-probabilities depend on a leaf is not enough: nearly equal ones can be exchanged."""
 
     def blind(params: Any) -> dict[str, str]:
@@ -138,7 +164,9 @@ def test_meaning_by_function_cannot_tell_leaves_apart_that_compute_the_same(worl
     found = blind({**world.params, "layers": {**layers, "mlp_norm": near}})
     assert set(found) == norms
     assert all("exchanged" in why for why in found.values())
-    found = blind({**world.params, "layers": {**layers, "mlp_norm": layers["attn_norm"]}})
+    found = blind(
+        {**world.params, "layers": {**layers, "mlp_norm": layers["attn_norm"]}}
+    )
     assert set(found) == norms
     flat = {"scale": jax.numpy.ones_like(near["scale"])}
     assert blind({**world.params, "layers": {**layers, "mlp_norm": flat}}) == {

@@ -46,8 +46,12 @@ def test_a_model_is_connected_by_copying_lines(author: Author, at_once: int):
     assert copied, "nothing was left open: the model's names say too much for this test"
     assert author.holds(bindings)
     assert {b.tensor for b in bindings} == set(author.weights)
-    as_text = bind_rules(("auto", "\n".join(copied)), author.flat.shapes, author.tensors, author.config)[1]
-    as_list = bind_rules(["auto", copied], author.flat.shapes, author.tensors, author.config)[1]
+    as_text = bind_rules(
+        ("auto", "\n".join(copied)), author.flat.shapes, author.tensors, author.config
+    )[1]
+    as_list = bind_rules(
+        ["auto", copied], author.flat.shapes, author.tensors, author.config
+    )[1]
     assert as_text == as_list == bindings
 
 
@@ -58,11 +62,14 @@ def test_every_line_that_is_offered_binds(author: Author):
     assert lines
     listed: Any = caught.value.fields["candidates"]
     for line in {*lines, *(one for some in listed.values() for one in some)}:
-        Rules.parse(line).check(author.flat.shapes, author.tensors, author.config)  # raises if it has no effect
+        # raises if it has no effect
+        Rules.parse(line).check(author.flat.shapes, author.tensors, author.config)
     for leaf, some in listed.items():
         with pytest.raises(errors.MatchError) as after:
             author.auto(some[:1])
-        assert leaf not in after.value.fields["candidates"], "a line was copied, and its leaf is still open"
+        assert leaf not in after.value.fields["candidates"], (
+            "a line was copied, and its leaf is still open"
+        )
 
 
 def test_the_message_says_what_its_letters_mean(author: Author):
@@ -80,7 +87,9 @@ def test_the_logits_are_those_of_the_checkpoint(author: Author):
     transformers = pytest.importorskip("transformers")
     tokens = np.arange(5, 21)
     mine = np.asarray(author.model.forward(author.config, author.params, tokens))
-    reference = transformers.AutoModelForCausalLM.from_pretrained(author.folder, dtype=torch.float32)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        author.folder, dtype=torch.float32
+    )
     with torch.no_grad():
         theirs = reference(torch.tensor(tokens)[None]).logits[0].numpy()
     np.testing.assert_allclose(mine, theirs, atol=1e-3)
@@ -89,7 +98,9 @@ def test_the_logits_are_those_of_the_checkpoint(author: Author):
 @pytest.mark.vllm
 def test_a_plan_of_shapes_and_copied_lines():
     author = Author("towers")
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), author.params)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), author.params
+    )
     with pytest.raises(errors.MatchError) as caught:
         jv.plan(shapes, author.folder, tensor_parallel=2)
     lines = author.choose(offered_by(caught.value.message))
@@ -115,8 +126,14 @@ WRONG = {
         "Tower_{i}.frist -> model.layers.{i}.input_layernorm.weight",
         r"the nearest is Tower_\{i\}.first",
     ),
-    "no such tensor": ("Tower_{i}.first -> model.layers.{i}.input_norm.weight", "which the checkpoint does not have"),
-    "no axes": ("speech -> lm_head.weight", r"what fits is `speech -> lm_head.weight : d v -> v d`"),
+    "no such tensor": (
+        "Tower_{i}.first -> model.layers.{i}.input_norm.weight",
+        "which the checkpoint does not have",
+    ),
+    "no axes": (
+        "speech -> lm_head.weight",
+        r"what fits is `speech -> lm_head.weight : d v -> v d`",
+    ),
     "letters that mean something": (
         "Tower_{i}.saying -> model.layers.{i}.mlp.down_proj.weight : n d -> d n",
         "the shapes make axis `n` 384, the config says 4",
@@ -141,15 +158,26 @@ def test_a_rule_that_does_not_bind_has_its_own_error(case: str, with_auto: bool)
     tensor = line.split(" -> ")[1].split(" : ")[0]
     rules = "\n".join([line, *(x for x in RIGHT if leaf not in x and tensor not in x)])
     with pytest.raises(errors.CoverageError, match=says) as caught:
-        bind_rules(("auto", rules) if with_auto else rules, author.flat.shapes, author.tensors, author.config)
+        bind_rules(
+            ("auto", rules) if with_auto else rules,
+            author.flat.shapes,
+            author.tensors,
+            author.config,
+        )
     text = str(caught.value)
     assert leaf in text or "lm_haed" in text
-    assert not with_auto or text.count("\n") < 6, f"only the rule that is wrong:\n{text}"
+    assert not with_auto or text.count("\n") < 6, (
+        f"only the rule that is wrong:\n{text}"
+    )
 
 
 def test_the_right_rules_bind():
     author = Author("towers")
-    assert author.holds(bind_rules("\n".join(RIGHT), author.flat.shapes, author.tensors, author.config)[1])
+    assert author.holds(
+        bind_rules("\n".join(RIGHT), author.flat.shapes, author.tensors, author.config)[
+            1
+        ]
+    )
 
 
 def test_rules_of_a_set_for_many_models_need_not_all_match():
@@ -159,13 +187,18 @@ def test_rules_of_a_set_for_many_models_need_not_all_match():
     tensors = checkpoint_tensors(folder)
     shapes = shapes_for("policy", config, tensors)
     in_force, _ = bind_rules("policy", shapes, tensors, config)
-    bind_rules(in_force, shapes, tensors, config)  # saved and given again, they are the user's, and all of them match
+    # saved and given again, they are the user's, and all of them match
+    bind_rules(in_force, shapes, tensors, config)
     bind_rules(Rules.parse(in_force.to_text()), shapes, tensors, config)
 
 
 def test_rules_as_people_write_them():
     lines = ["a.{i}.q -> b.{i}.q : d n -> n d", "c -> d  # a comment", "", "# nothing"]
-    assert jv.Rules("\n".join(lines)) == jv.Rules(lines) == jv.Rules.parse("\n".join(lines))
+    assert (
+        jv.Rules("\n".join(lines))
+        == jv.Rules(lines)
+        == jv.Rules.parse("\n".join(lines))
+    )
     assert str(jv.Rules("a -> b")) == "a -> b\n"
     with pytest.raises(errors.RuleError, match="rule line 2"):
         jv.Rules(["a -> b", "c => d"])
@@ -174,7 +207,9 @@ def test_rules_as_people_write_them():
             jv.Rules(wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("name", "meant"), [("polcy", "policy"), ("atuo", "auto"), ("hf-flax", "hf_flax")])
+@pytest.mark.parametrize(
+    ("name", "meant"), [("polcy", "policy"), ("atuo", "auto"), ("hf-flax", "hf_flax")]
+)
 def test_a_misspelt_set_is_recognised(name: str, meant: str):
     folder = jv.models.tiny("llama")
     with pytest.raises(errors.ConfigError, match=f"did you mean '{meant}'"):

@@ -29,7 +29,12 @@ from jvlab.layout.checkpoint._tensors import checkpoint_tensors
 from jvlab.layout.rules._policy_shapes import leaf_shapes_for
 from jvlab.layout.rules._rules import invert_binding
 from jvlab.layout.rules._ruleset import Rules
-from jvlab.sync._compile_tree import _quiet_vllm, compile_tree, policy_shapes, trace_and_compile
+from jvlab.sync._compile_tree import (
+    _quiet_vllm,
+    compile_tree,
+    policy_shapes,
+    trace_and_compile,
+)
 from jvlab.sync._mapping import Mapping
 from jvlab.sync._plan import add_plan_arguments, plan, run_plan
 from jvlab.trainer.models import tiny
@@ -39,7 +44,18 @@ from tests.layout.plan_interpreter import execute
 
 pytestmark = pytest.mark.vllm
 
-TINY = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "phi3", "mixtral", "olmo2", "gpt2")
+TINY = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "mistral",
+    "phi3",
+    "mixtral",
+    "olmo2",
+    "gpt2",
+)
 CASES = [
     *((name, tp, mesh) for name in TINY for tp, mesh in ((2, "fsdp=3,tp=2"),)),
     ("llama", 1, "fsdp=8"),
@@ -62,46 +78,69 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Any:
         if name not in made:
             folder = tmp_path_factory.mktemp("models") / name
             own = name in OWN
-            made[name] = oracle.own_checkpoint(folder, OWN[name]) if own else Path(tiny(name.split("-")[0], folder))
+            made[name] = (
+                oracle.own_checkpoint(folder, OWN[name])
+                if own
+                else Path(tiny(name.split("-")[0], folder))
+            )
         return made[name]
 
     return get
 
 
-def shards_of(made: TransferPlan, values: dict[str, np.ndarray]) -> dict[tuple[str, int], np.ndarray]:
+def shards_of(
+    made: TransferPlan, values: dict[str, np.ndarray]
+) -> dict[tuple[str, int], np.ndarray]:
     out = {}
     for leaf in made.leaves:
         sharding = made.shardings[leaf.sharding]
         for u in range(len(sharding.starts)):
-            box = tuple(slice(a, b) for a, b in zip(sharding.starts[u], sharding.stops[u], strict=True))
-            for device in sharding.owners[sharding.owner_ptr[u] : sharding.owner_ptr[u + 1]].tolist():
+            box = tuple(
+                slice(a, b)
+                for a, b in zip(sharding.starts[u], sharding.stops[u], strict=True)
+            )
+            for device in sharding.owners[
+                sharding.owner_ptr[u] : sharding.owner_ptr[u + 1]
+            ].tolist():
                 out[leaf.path, device] = np.ascontiguousarray(values[leaf.path][box])
     return out
 
 
 def storage_of(made: TransferPlan) -> dict[tuple[int, str], np.ndarray]:
     out = {}
-    for rank, p in zip(made.target_rank.tolist(), made.target_parameter.tolist(), strict=True):
+    for rank, p in zip(
+        made.target_rank.tolist(), made.target_parameter.tolist(), strict=True
+    ):
         info = made.parameters[p]
-        size = 1 + sum((n - 1) * s for n, s in zip(info.shape, info.strides, strict=True))
-        out[rank, info.name] = np.full(size, oracle.MARK, oracle.numpy_dtype(info.dtype))
+        size = 1 + sum(
+            (n - 1) * s for n, s in zip(info.shape, info.strides, strict=True)
+        )
+        out[rank, info.name] = np.full(
+            size, oracle.MARK, oracle.numpy_dtype(info.dtype)
+        )
     return out
 
 
 @pytest.mark.parametrize(("name", "tp", "mesh"), CASES)
-def test_executed_plan_equals_what_vllm_loads(name: str, tp: int, mesh: str, model_dir: Any) -> None:
+def test_executed_plan_equals_what_vllm_loads(
+    name: str, tp: int, mesh: str, model_dir: Any
+) -> None:
     folder = model_dir(name)
     weights = oracle.weights_of(folder)
     config = json.loads((folder / "config.json").read_text())
     tensors = checkpoint_tensors(folder)
-    layouts = trace_offline(folder, tensor_parallel=tp, dtype="float32", tensors=tensors)
+    layouts = trace_offline(
+        folder, tensor_parallel=tp, dtype="float32", tensors=tensors
+    )
     rules: Any = "policy"
     shapes = policy_shapes(config, tensors) if name != "deepseek_v3" else {}
     if not shapes:
         rules = Rules.parse(DEEPSEEK_RULES)
         shapes = leaf_shapes_for(rules, tensors, config)
     tree = {p: np.zeros(s.shape, s.dtype) for p, s in shapes.items()}
-    mapping = compile_tree(Mapping, tree, config, tensors, layouts, mesh=mesh, rules=rules)
+    mapping = compile_tree(
+        Mapping, tree, config, tensors, layouts, mesh=mesh, rules=rules
+    )
     made = mapping.plan
     for b in mapping.bindings:
         invert_binding(b, oracle.as_numpy(weights[b.tensor]), tree[b.leaf])
@@ -116,8 +155,11 @@ def test_executed_plan_equals_what_vllm_loads(name: str, tp: int, mesh: str, mod
             padding = {n.name: n.elements for n in layout.padding}
             for p in layout.parameters:
                 flat = storage[rank, p.name]
-                ours = as_strided(flat, p.shape, tuple(s * flat.itemsize for s in p.strides))
-                wrong = ours != oracle.as_numpy(live[p.name])  # where nothing was written, both may hold their mark
+                ours = as_strided(
+                    flat, p.shape, tuple(s * flat.itemsize for s in p.strides)
+                )
+                # where nothing was written, both may hold their mark
+                wrong = ours != oracle.as_numpy(live[p.name])
                 assert int((wrong & (ours != oracle.MARK)).sum()) == 0, p.name
                 assert int(wrong.sum()) <= padding.get(p.name, 0), p.name
 
@@ -128,9 +170,19 @@ def test_plan_needs_only_a_config(tmp_path: Path, model_dir: Any) -> None:
     import jax
 
     tensors = checkpoint_tensors(tmp_path)
-    tree = {p: jax.ShapeDtypeStruct(s.shape, "float32") for p, s in policy_shapes(config, tensors).items()}
+    tree = {
+        p: jax.ShapeDtypeStruct(s.shape, "float32")
+        for p, s in policy_shapes(config, tensors).items()
+    }
     auto = plan(tree, tmp_path, tensor_parallel=2, replicas=3, mesh="fsdp=3,tp=2")
-    named = plan(tree, tmp_path, tensor_parallel=2, replicas=3, mesh={"fsdp": 3, "tp": 2}, rules="policy.llama")
+    named = plan(
+        tree,
+        tmp_path,
+        tensor_parallel=2,
+        replicas=3,
+        mesh={"fsdp": 3, "tp": 2},
+        rules="policy.llama",
+    )
     assert auto == named
     assert auto.replicas == 3
     assert len(auto.devices) == 6
@@ -157,13 +209,24 @@ def test_a_tree_that_does_not_fit_is_refused(model_dir: Any) -> None:
 def test_command(model_dir: Any, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     add_plan_arguments(parser)
-    words = ["--model", str(model_dir("mixtral")), "--mesh", "fsdp=3,tp=2", "--tensor-parallel", "2", "--replicas", "2"]
+    words = [
+        "--model",
+        str(model_dir("mixtral")),
+        "--mesh",
+        "fsdp=3,tp=2",
+        "--tensor-parallel",
+        "2",
+        "--replicas",
+        "2",
+    ]
     out = run_plan(parser.parse_args([*words, "--link-gbps", "50", "400"]))
     json.dumps(out)
     text = capsys.readouterr().out
     assert "6 devices → 2 × 2 ranks" in text
     assert "at 400 GB/s" in text
-    mapping = trace_and_compile(Mapping, None, model_dir("mixtral"), 2, 2, "fsdp=3,tp=2")
+    mapping = trace_and_compile(
+        Mapping, None, model_dir("mixtral"), 2, 2, "fsdp=3,tp=2"
+    )
     made = mapping.plan
     assert out["digest"] == made.digest
     assert out["bytes"] == made.total_bytes == 2 * mapping.summary()["bytes"]
@@ -187,19 +250,32 @@ def test_command(model_dir: Any, capsys: pytest.CaptureFixture[str]) -> None:
         ("bloom", "checkpoint"),
     ],
 )
-def test_command_plans_any_tree(name: str, rules: str, model_dir: Any, tmp_path: Path, capsys: Any) -> None:
+def test_command_plans_any_tree(
+    name: str, rules: str, model_dir: Any, tmp_path: Path, capsys: Any
+) -> None:
     if "->" in rules:
         (tmp_path / "own.rules").write_text(rules)
         rules = str(tmp_path / "own.rules")
     parser = argparse.ArgumentParser()
     add_plan_arguments(parser)
-    words = ["--model", str(model_dir(name)), "--mesh", "fsdp=2", "--tensor-parallel", "2", "--rules", rules]
+    words = [
+        "--model",
+        str(model_dir(name)),
+        "--mesh",
+        "fsdp=2",
+        "--tensor-parallel",
+        "2",
+        "--rules",
+        rules,
+    ]
     out = run_plan(parser.parse_args(words))
     assert out["mapping"]["tensors"] == len(checkpoint_tensors(model_dir(name)))
     assert "2 devices → 1 × 2 ranks" in capsys.readouterr().out
 
 
-def test_a_dry_run_leaves_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_leaves_the_environment_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A lab that is made after it must not start engines that log errors only."""
     monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
     before = dict(os.environ)
@@ -217,7 +293,9 @@ def test_a_dry_run_leaves_the_environment_alone_in_a_fresh_process() -> None:
         "jv.plan(None, jv.models.tiny('llama'), tensor_parallel=2, mesh='fsdp=2'); assert 'vllm' in sys.modules; "
         "print({k: v for k, v in os.environ.items() if before.get(k) != v} or 'nothing')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=400)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=400
+    )
     assert done.stdout == "nothing\n", done.stdout + done.stderr[-2000:]
 
 
@@ -237,13 +315,19 @@ def test_saved_layouts_plan_without_vllm(tmp_path: Path, model_dir: Any) -> None
     for a, b in zip(layouts, again, strict=True):
         assert a.parameters == b.parameters
         np.testing.assert_array_equal(a.dst_offset, b.dst_offset)
-    case = {"m": {"model": "m", "config": config, "tensor_parallel": 2, "mesh": "fsdp=6"}}
+    case = {
+        "m": {"model": "m", "config": config, "tensor_parallel": 2, "mesh": "fsdp=6"}
+    }
     code = (
         "import sys; from jvlab.bench._plan import main; main(['plan', sys.argv[1]]); "
         "assert not {'torch', 'jax', 'vllm'} & set(sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], input=json.dumps(case), capture_output=True, text=True, timeout=400
+        [sys.executable, "-c", code, str(tmp_path)],
+        input=json.dumps(case),
+        capture_output=True,
+        text=True,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.strip().splitlines()[-1])["m"]
@@ -260,20 +344,32 @@ def test_saved_layouts_plan_without_vllm(tmp_path: Path, model_dir: Any) -> None
         title="m",
     )
     made = mapping.plan
-    assert found["total_s"] == pytest.approx(found["bind_s"] + found["compile_and_prove_s"], abs=0.002)
+    assert found["total_s"] == pytest.approx(
+        found["bind_s"] + found["compile_and_prove_s"], abs=0.002
+    )
     assert found["copies"] == made.copies
     assert found["plan_bytes"] == len(made.to_bytes())
     assert len(leaves_of(shapes, "fsdp=6")) == found["leaves"]
 
 
-def test_bench_counts_binding_and_reports_growth(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_bench_counts_binding_and_reports_growth(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     """The headline seconds are the whole way of a case; growth needs no asking."""
     asked: list[tuple[str, str]] = []
 
     def child(step: str, cases: dict[str, Any], folder: str) -> dict[str, Any]:
         asked.extend((step, name) for name in cases)
-        counts = dict.fromkeys(("tensors", "devices", "replicas", "ranks", "copies", "boxes"), 1)
-        seconds = {"total_s": 5.0, "bind_s": 2.0, "compile_and_prove_s": 3.0, "trace_s": 1.0, "import_vllm_s": 1.0}
+        counts = dict.fromkeys(
+            ("tensors", "devices", "replicas", "ranks", "copies", "boxes"), 1
+        )
+        seconds = {
+            "total_s": 5.0,
+            "bind_s": 2.0,
+            "compile_and_prove_s": 3.0,
+            "trace_s": 1.0,
+            "import_vllm_s": 1.0,
+        }
         return {name: {**counts, **seconds, "peak_gib": 0.5} for name in cases}
 
     monkeypatch.setattr(bench, "_child", child)

@@ -16,7 +16,11 @@ from jvlab._errors import ConfigError, MeaningError
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._shards import MeshSpec
-from jvlab.layout.checkpoint._tensors import CheckpointValues, checkpoint_tensors, read_config
+from jvlab.layout.checkpoint._tensors import (
+    CheckpointValues,
+    checkpoint_tensors,
+    read_config,
+)
 from jvlab.layout.rules._builtin import policy_rules
 from jvlab.layout.rules._rules import invert_binding
 from jvlab.sync._compile_tree import policy_shapes, rules_of
@@ -38,15 +42,31 @@ Q = "layers.attn.q.kernel"
 
 
 def build(mesh: str = "fsdp=3,tp=2") -> tuple[World, Mapping]:
-    world = transformer(World(MeshSpec.parse(mesh), 2, "bfloat16"), Size(layers=LAYERS), layout="scanned", rotary=False)
-    bindings = [dataclasses.replace(b, rule=f"the rule of {b.leaf}") for b in world.bindings]
-    return world, Mapping(compile_plan(world.leaves, bindings, world.layouts, title="tiny"), bindings, world.layouts)
+    world = transformer(
+        World(MeshSpec.parse(mesh), 2, "bfloat16"),
+        Size(layers=LAYERS),
+        layout="scanned",
+        rotary=False,
+    )
+    bindings = [
+        dataclasses.replace(b, rule=f"the rule of {b.leaf}") for b in world.bindings
+    ]
+    return world, Mapping(
+        compile_plan(world.leaves, bindings, world.layouts, title="tiny"),
+        bindings,
+        world.layouts,
+    )
 
 
 def test_a_layer_is_found_by_every_name_it_has() -> None:
     _, mapping = build()
-    assert mapping.stacked == dict.fromkeys(("layers.q", "layers.k", "layers.v", "layers.o", "layers.norm"), 0)
-    texts = {str(mapping.explain(name)) for name in ("layers.o[1]", "model.layers.1.o_proj.weight")}
+    assert mapping.stacked == dict.fromkeys(
+        ("layers.q", "layers.k", "layers.v", "layers.o", "layers.norm"), 0
+    )
+    texts = {
+        str(mapping.explain(name))
+        for name in ("layers.o[1]", "model.layers.1.o_proj.weight")
+    }
     (text,) = texts
     assert "layers.o  float32[3, 24, 12]" in text
     assert "slice [1] of 3 along dim 0\n" in text
@@ -61,7 +81,8 @@ def test_a_layer_is_found_by_every_name_it_has() -> None:
         ("layers.o[3]", "has 3 slices"),
         ("layers.o[:, 1]", "stacked along dim 0"),
         ("embed[1]", "it is not"),
-        ("layers.1", "matches 3 leaves"),  # experts, which have a leaf for each layer here
+        # experts, which have a leaf for each layer here
+        ("layers.1", "matches 3 leaves"),
         ("model.layers.1.qkv_proj.weight", "matches 3 leaves"),
     ):
         with pytest.raises(ConfigError, match=why.replace("[", r"\[")):
@@ -81,22 +102,37 @@ def test_a_whole_leaf_says_once_what_all_its_slices_share() -> None:
 def test_rows_and_searches_name_the_slice() -> None:
     _, mapping = build()
     row = next(r for r in mapping.rows if r.tensor == "model.layers.2.o_proj.weight")
-    assert (row.leaf, row.part, row.name, row.numbered) == ("layers.o", "[2]", "layers.o[2]", "layers.2.o")
+    assert (row.leaf, row.part, row.name, row.numbered) == (
+        "layers.o",
+        "[2]",
+        "layers.o[2]",
+        "layers.2.o",
+    )
     for text in ("layers.2.o", "layers.o[2]", "model.layers.2. o_proj"):
         assert [r.name for r in mapping.search(text)] == ["layers.o[2]"], text
     assert "layers.o[2]" in mapping._repr_html_()
     sent = table_bytes(mapping.rows)
     header = json.loads(sent[4 : 4 + int.from_bytes(sent[:4], "little")])
-    assert [c["title"] for c in header["columns"] if c["key"] == "numbered"] == [""], "searched, not shown"
+    assert [c["title"] for c in header["columns"] if c["key"] == "numbered"] == [""], (
+        "searched, not shown"
+    )
     assert {r.part for r in mapping.rows if "experts" in r.leaf} == {""}
 
 
 def test_the_drawing_of_a_slice_shows_where_it_goes_alone() -> None:
     _, mapping = build()
-    whole, one = draw(mapping.plan, "layers.o"), draw(mapping.plan, "layers.o", ["model.layers.1.o_proj.weight"])
+    whole, one = (
+        draw(mapping.plan, "layers.o"),
+        draw(mapping.plan, "layers.o", ["model.layers.1.o_proj.weight"]),
+    )
     assert len(whole.targets) == 2 * LAYERS
-    assert {(rank, info.name) for rank, info, _ in one.targets} == {(r, "model.layers.1.o_proj.weight") for r in (0, 1)}
-    parts = [sends(mapping.plan, "layers.o", parameters=[f"model.layers.{i}.o_proj.weight"]) for i in range(LAYERS)]
+    assert {(rank, info.name) for rank, info, _ in one.targets} == {
+        (r, "model.layers.1.o_proj.weight") for r in (0, 1)
+    }
+    parts = [
+        sends(mapping.plan, "layers.o", parameters=[f"model.layers.{i}.o_proj.weight"])
+        for i in range(LAYERS)
+    ]
     total = sends(mapping.plan, "layers.o")
     assert sum(sum(part.values()) for part in parts) == sum(total.values())
     row = next(r for r in mapping.rows if r.name == "layers.o[1]")
@@ -110,7 +146,12 @@ def test_the_drawing_of_a_slice_shows_where_it_goes_alone() -> None:
     assert f">of {LAYERS}</text>" in svg
     assert "index 1 of 3 along dim 0" in svg
     assert svg.count("<path") == len(binding.axes), "a fixed index goes nowhere"
-    many = transformer(World(MeshSpec.parse("fsdp=1"), 2, "bfloat16"), Size(layers=9), layout="scanned", rotary=False)
+    many = transformer(
+        World(MeshSpec.parse("fsdp=1"), 2, "bfloat16"),
+        Size(layers=9),
+        layout="scanned",
+        rotary=False,
+    )
     plan = compile_plan(many.leaves, many.bindings, many.layouts)
     assert draw(plan, "layers.o").left_out == "10 more parameters"
 
@@ -123,9 +164,18 @@ def test_values_and_differences_of_one_layer() -> None:
     def peek(name: str, rank: int, replica: int = 0) -> bytes:
         asked.append(name)
         info = next(p for p in mapping.plan.parameters if p.name == name)
-        return (held[rank, name] + ("layers.1." in name)).astype(numpy_dtype(info.dtype)).tobytes()
+        return (
+            (held[rank, name] + ("layers.1." in name))
+            .astype(numpy_dtype(info.dtype))
+            .tobytes()
+        )
 
-    link = SimpleLink(plan=mapping.plan, pool=SimpleNamespace(peek=peek), closed=False, mapping=mapping)
+    link = SimpleLink(
+        plan=mapping.plan,
+        pool=SimpleNamespace(peek=peek),
+        closed=False,
+        mapping=mapping,
+    )
     mapping._link = weakref.ref(link)
     for name in ("layers.1.o", "layers.o[1]", "model.layers.1.o_proj.weight"):
         asked.clear()
@@ -135,9 +185,13 @@ def test_values_and_differences_of_one_layer() -> None:
             ("model.layers.1.o_proj.weight", 1, False),
         ]
         assert set(asked) == {"model.layers.1.o_proj.weight"}, "no other layer is read"
-    assert [v.equal for v in mapping.values("layers.o", world.values)].count(False) == 2, "of six"
+    assert [v.equal for v in mapping.values("layers.o", world.values)].count(
+        False
+    ) == 2, "of six"
     source = Source.of(mapping.plan, world.values)
-    assert {d.parameter for d in differences(link, "layers.2.o", source)} == {"model.layers.2.o_proj.weight"}  # type: ignore[arg-type]
+    assert {d.parameter for d in differences(link, "layers.2.o", source)} == {
+        "model.layers.2.o_proj.weight"
+    }  # type: ignore[arg-type]
     assert len(differences(link, "model.layers.2.qkv_proj.weight", source)) == 2  # type: ignore[arg-type]
 
 
@@ -148,20 +202,32 @@ class Trainer:
     """A stacked tree of numpy arrays that was loaded from a tiny checkpoint."""
 
     def __init__(self, layers: int) -> None:
-        self.model = jv.models.tiny("llama", num_key_value_heads=4, vocab_size=512, num_hidden_layers=layers)
-        self.config, self.tensors = read_config(self.model), checkpoint_tensors(self.model)
+        self.model = jv.models.tiny(
+            "llama", num_key_value_heads=4, vocab_size=512, num_hidden_layers=layers
+        )
+        self.config, self.tensors = (
+            read_config(self.model),
+            checkpoint_tensors(self.model),
+        )
         self.shapes = policy_shapes(self.config, self.tensors, "float32")
         self.rules = policy_rules(self.config, [t.name for t in self.tensors])
         self.bindings = self.rules.bind(self.shapes, self.tensors, self.config)
         values = CheckpointValues.of(self.model)
         assert values is not None
-        self.arrays = {path: np.zeros(leaf.shape, np.float32) for path, leaf in self.shapes.items()}
+        self.arrays = {
+            path: np.zeros(leaf.shape, np.float32) for path, leaf in self.shapes.items()
+        }
         for b in self.bindings:
             invert_binding(b, values[b.tensor], self.arrays[b.leaf])
 
     def check(self, arrays: Any = None, rules: Any = None) -> Any:
         rules = rules or self.rules
-        origin = SimpleNamespace(rules=rules, shapes=self.shapes, tensors=tuple(self.tensors), config=self.config)
+        origin = SimpleNamespace(
+            rules=rules,
+            shapes=self.shapes,
+            tensors=tuple(self.tensors),
+            config=self.config,
+        )
         bindings = rules.bind(self.shapes, self.tensors, self.config)
         mapping = SimpleNamespace(bindings=bindings, _origin=origin, _link=None)
         made: Any = MeaningCheck(SimpleNamespace(mapping=mapping))  # type: ignore[arg-type]
@@ -171,7 +237,9 @@ class Trainer:
 
     def trained(self, size: float) -> dict[str, np.ndarray]:
         random = np.random.default_rng(1)
-        moved = lambda a: (a + size * a.std() * random.standard_normal(a.shape)).astype(np.float32)
+        moved = lambda a: (a + size * a.std() * random.standard_normal(a.shape)).astype(
+            np.float32
+        )
         return {path: moved(a) for path, a in self.arrays.items()}
 
 
@@ -191,30 +259,46 @@ def test_meaning_is_checked_slice_by_slice(trainer: Trainer) -> None:
 
 
 @pytest.mark.parametrize("trained", [0.0, 0.2])
-def test_meaning_of_two_layers_that_are_exchanged_is_refused(trainer: Trainer, trained: float) -> None:
+def test_meaning_of_two_layers_that_are_exchanged_is_refused(
+    trainer: Trainer, trained: float
+) -> None:
     moved = trainer.trained(trained)
     assert trainer.check(moved).state == "checked"
     with pytest.raises(MeaningError) as caught:
         trainer.check({**moved, Q: moved[Q][[1, 0, 2]]})
-    assert caught.value.leaves == (f"{Q}[0]", f"{Q}[1]"), "not the third, which is where it belongs"
+    assert caught.value.leaves == (f"{Q}[0]", f"{Q}[1]"), (
+        "not the third, which is where it belongs"
+    )
     assert "[0] holds the values of layer [1]" in caught.value.message
-    assert "stack the layers of layers.attn.q.kernel in the checkpoint's order" in caught.value.remedy
+    assert (
+        "stack the layers of layers.attn.q.kernel in the checkpoint's order"
+        in caught.value.remedy
+    )
     assert f"{Q}[1]" in caught.value.fields["meaning"]._repr_html_()  # type: ignore[attr-defined]
 
 
 def test_meaning_of_layers_in_reverse_is_refused(trainer: Trainer) -> None:
     """Every stacked leaf, so that most of the tree is wrong: the rule under which it is right is what convinces."""
-    reverse = {path: a[::-1] if path.startswith("layers.") else a for path, a in trainer.arrays.items()}
-    with pytest.raises(MeaningError, match=r"they are by: .*model\.layers\.\[2\|1\|0\]"):
+    reverse = {
+        path: a[::-1] if path.startswith("layers.") else a
+        for path, a in trainer.arrays.items()
+    }
+    with pytest.raises(
+        MeaningError, match=r"they are by: .*model\.layers\.\[2\|1\|0\]"
+    ):
         trainer.check(reverse)
 
 
-def test_meaning_of_a_rule_that_takes_slices_in_reverse_is_refused(trainer: Trainer) -> None:
+def test_meaning_of_a_rule_that_takes_slices_in_reverse_is_refused(
+    trainer: Trainer,
+) -> None:
     right = "layers.attn.q.kernel -> model.layers.{i}.self_attn.q_proj.weight : i d n h -> (n h) d"
     wrong = right.replace("{i}", "[2|1|0]").replace(": i", ": [1|1|1]")
     with pytest.raises(MeaningError) as caught:
         trainer.check(rules=changed_rules(trainer.rules, wrong, right))
-    assert caught.value.leaves == (f"{Q}[0]", f"{Q}[2]"), "the middle one is where it belongs"
+    assert caught.value.leaves == (f"{Q}[0]", f"{Q}[2]"), (
+        "the middle one is where it belongs"
+    )
     assert caught.value.fields["readings"] == dict.fromkeys(caught.value.leaves, right)
 
 
@@ -235,7 +319,10 @@ def test_meaning_of_one_wrong_layer_among_many_is_refused() -> None:
 
 
 def test_a_constant_layer_leaves_its_leaf_ambiguous(trainer: Trainer) -> None:
-    flat = {**trainer.arrays, "layers.mlp.up.kernel": trainer.arrays["layers.mlp.up.kernel"].copy()}
+    flat = {
+        **trainer.arrays,
+        "layers.mlp.up.kernel": trainer.arrays["layers.mlp.up.kernel"].copy(),
+    }
     flat["layers.mlp.up.kernel"][1] = 0
     meaning = trainer.check(flat)
     assert meaning.state == "checked"
@@ -248,4 +335,6 @@ def test_a_named_policy_set_fits_stacked_and_numbered_trees(trainer: Trainer) ->
     numbered = policy_shapes(trainer.config, trainer.tensors, scanned=False)
     for shapes in (trainer.shapes, numbered):
         found = rules_of("policy.llama", trainer.tensors, trainer.config, shapes)
-        assert {b.leaf for b in found.bind(shapes, trainer.tensors, trainer.config)} == set(shapes)
+        assert {
+            b.leaf for b in found.bind(shapes, trainer.tensors, trainer.config)
+        } == set(shapes)

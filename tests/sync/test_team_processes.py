@@ -34,10 +34,13 @@ class World:
 
     def __init__(self, fake: FakeLab) -> None:
         self.fake, self.lab = fake, jv.Lab.attach(fake.address, fake.token)
-        self.one, self.two = (jv.models.tiny("llama", seed=seed, **SIZES) for seed in (0, 1))
+        self.one, self.two = (
+            jv.models.tiny("llama", seed=seed, **SIZES) for seed in (0, 1)
+        )
         self.lab.launch(self.one, tensor_parallel=2, name="p").wait(60)
         self.torch, self.jax = (
-            TrainerProcesses(self.lab, "p", kind, size) for kind, size in (("torch", 2), ("jax", 3))
+            TrainerProcesses(self.lab, "p", kind, size)
+            for kind, size in (("torch", 2), ("jax", 3))
         )
 
     @property
@@ -90,11 +93,19 @@ def test_fsdp2(world: World):
 
 def test_jax_distributed_and_a_process_that_is_killed(world: World):
     version = there_and_back(world, world.jax, 3)
-    assert all_equal(world.jax.ask("connect", model=world.one, dies=2, mode="staged"))["version"] == version
+    assert (
+        all_equal(world.jax.ask("connect", model=world.one, dies=2, mode="staged"))[
+            "version"
+        ]
+        == version
+    )
     answers = world.jax.ask("sync", model=world.two, timeout=60)
     assert answers[2] == {"gone": -signal.SIGKILL}
     for answer in answers[:2]:
-        assert f"member 2 of 3 (python {world.jax.processes[2].pid} on" in answer["message"], answers
+        assert (
+            f"member 2 of 3 (python {world.jax.processes[2].pid} on"
+            in answer["message"]
+        ), answers
         assert "every one" in answer["remedy"]
     assert world.holds(world.one), "the old version goes on"
     assert not world.replica.memory.dirty

@@ -22,16 +22,34 @@ torch = pytest.importorskip("torch")
 
 def plan_of(arrays: Any, dtype: str = "float32") -> TransferPlan:
     """Every leaf as it is into a parameter of its name, on one rank."""
-    tensors = [CheckpointTensor(path, tuple(a.shape), dtype) for path, a in arrays.items()]
+    tensors = [
+        CheckpointTensor(path, tuple(a.shape), dtype) for path, a in arrays.items()
+    ]
     kept, _, rules = checkpoint_names(arrays, "auto", tensors)
     assert rules == "checkpoint"
     _, bindings = bind_rules(rules, flatten(kept).shapes, tensors, {})
     sizes = [int(np.prod(t.shape)) for t in tensors]
-    one, n = np.ones((len(tensors), 1), np.int64), np.arange(len(tensors), dtype=np.int32)
+    one, n = (
+        np.ones((len(tensors), 1), np.int64),
+        np.arange(len(tensors), dtype=np.int32),
+    )
     zero = np.zeros(len(tensors), np.int64)
-    parameters = tuple(Parameter(t.name, (s,), dtype, (1,)) for t, s in zip(tensors, sizes, strict=True))
+    parameters = tuple(
+        Parameter(t.name, (s,), dtype, (1,))
+        for t, s in zip(tensors, sizes, strict=True)
+    )
     layout = RankLayout(
-        0, (("tp", 0),), tuple(tensors), parameters, n, n, np.array(sizes, np.int64)[:, None], zero, one, zero, one
+        0,
+        (("tp", 0),),
+        tuple(tensors),
+        parameters,
+        n,
+        n,
+        np.array(sizes, np.int64)[:, None],
+        zero,
+        one,
+        zero,
+        one,
     )
     return compile_plan(leaves_of(kept), bindings, [layout])
 
@@ -59,23 +77,35 @@ def test_the_remedy_works_here():
 
     tree = {"a.weight": torch.randn(4, 6), "b.weight": torch.randn(6)}
     handed = {name: jax.dlpack.from_dlpack(t) for name, t in tree.items()}
-    assert all(np.array_equal(np.asarray(a), tree[name].numpy()) for name, a in flatten(handed).arrays.items())
+    assert all(
+        np.array_equal(np.asarray(a), tree[name].numpy())
+        for name, a in flatten(handed).arrays.items()
+    )
 
 
 def test_several_processes_never_get_ipc_or_an_engine_in_one_of_them(arrays: Any):
     with pytest.raises(ConfigError, match="trainer of several processes"):
         _choose("auto", True, arrays, plan_of(arrays), 1, "cpu", True, alone=False)
-    with pytest.raises(ConfigError, match="ipc: the parameters are spread over several trainer processes"):
+    with pytest.raises(
+        ConfigError,
+        match="ipc: the parameters are spread over several trainer processes",
+    ):
         _choose("ipc", True, arrays, plan_of(arrays), 1, "cpu", False, alone=False)
 
 
 def test_what_changed_since_connect_is_one_error(arrays: Any):
     plan = plan_of(arrays)
     Source(plan, arrays)
-    later = flatten({"a.weight": torch.randn(4, 6).half(), "b.weight": torch.randn(7)}).arrays
+    later = flatten(
+        {"a.weight": torch.randn(4, 6).half(), "b.weight": torch.randn(7)}
+    ).arrays
     with pytest.raises(LayoutError, match="2 of 2 leaves differ") as caught:
         Source(plan, later)
-    assert "a.weight: connected as float32(4, 6), now float16(4, 6)" in caught.value.message
+    assert (
+        "a.weight: connected as float32(4, 6), now float16(4, 6)"
+        in caught.value.message
+    )
     import jax.numpy as jnp
 
-    Source(plan, {"a.weight": jnp.zeros((4, 6)), "b.weight": np.zeros(6, np.float32)})  # whose they are does not matter
+    # whose they are does not matter
+    Source(plan, {"a.weight": jnp.zeros((4, 6)), "b.weight": np.zeros(6, np.float32)})

@@ -30,7 +30,11 @@ def logprobs_fn(params: Any, tokens: Any, mask: Any) -> Any:
 
 
 def fresh_params(seed: int = 0) -> dict[str, Any]:
-    return {"table": jnp.asarray(np.random.default_rng(seed).normal(0, 0.3, (VOCAB, VOCAB)), jnp.float32)}
+    return {
+        "table": jnp.asarray(
+            np.random.default_rng(seed).normal(0, 0.3, (VOCAB, VOCAB)), jnp.float32
+        )
+    }
 
 
 def share(sample: Any, example: Example) -> float:
@@ -39,7 +43,13 @@ def share(sample: Any, example: Example) -> float:
 
 
 def task(reward: Any = share, **options: Any) -> Task:
-    return Task(lambda index: [1 + index % (VOCAB - 1)], reward, name="wanted", sampling={"max_tokens": 6}, **options)
+    return Task(
+        lambda index: [1 + index % (VOCAB - 1)],
+        reward,
+        name="wanted",
+        sampling={"max_tokens": 6},
+        **options,
+    )
 
 
 class FakePool:
@@ -47,14 +57,18 @@ class FakePool:
 
     name, model = "fake", "fake"
 
-    def __init__(self, replicas: int = 1, delay: float = 0.0, jitter: int | None = None) -> None:
+    def __init__(
+        self, replicas: int = 1, delay: float = 0.0, jitter: int | None = None
+    ) -> None:
         self.alive = {f"fake/{i}": True for i in range(replicas)}
         self.delay, self.version, self.scores = delay, 0, np.zeros((VOCAB, VOCAB))
         self._jitter = None if jitter is None else np.random.default_rng(jitter)
         self.lock = threading.Lock()
         self.calls = self.flying = self.most_flying = 0
-        self.crossing: set[int] = set()  # calls whose first sample waits for a sync after its first token
-        self.offset = 0.0  # added to every log-probability: an engine that computes something else
+        # calls whose first sample waits for a sync after its first token
+        self.crossing: set[int] = set()
+        # added to every log-probability: an engine that computes something else
+        self.offset = 0.0
         self.on_call: Any = lambda call: None
         self.steered: list[Any] = []  # sleeps and wakes, and the syncs between them
         self.asleep: set[str] = set()
@@ -67,10 +81,18 @@ class FakePool:
 
     def status(self) -> dict[str, Any]:
         replicas = [
-            {"replica": r, "state": "ready" if up else "failed", "cause": None if up else "killed"}
+            {
+                "replica": r,
+                "state": "ready" if up else "failed",
+                "cause": None if up else "killed",
+            }
             for r, up in self.alive.items()
         ]
-        return {"healthy": sum(self.alive.values()), "replicas": replicas, "dtype": "float32"}
+        return {
+            "healthy": sum(self.alive.values()),
+            "replicas": replicas,
+            "dtype": "float32",
+        }
 
     def _pick(self) -> str:
         up = [r for r, alive in self.alive.items() if alive]
@@ -97,24 +119,40 @@ class FakePool:
         try:
             made = []
             for k in range(n):
-                made.append(await self._sample(prompts[0], k, seed + k, max_tokens, replica))
+                made.append(
+                    await self._sample(prompts[0], k, seed + k, max_tokens, replica)
+                )
                 if self.alive[replica]:
                     on_sample(made[-1])
             if not self.alive[replica]:
-                notes.append(f"replica {replica} was lost (killed); {n} unfinished part(s) handed back")
+                notes.append(
+                    f"replica {replica} was lost (killed); {n} unfinished part(s) handed back"
+                )
                 replica = self._pick()
-                made = [await self._sample(prompts[0], k, seed + k, max_tokens, replica) for k in range(n)]
+                made = [
+                    await self._sample(prompts[0], k, seed + k, max_tokens, replica)
+                    for k in range(n)
+                ]
                 list(map(on_sample, made))
         finally:
             self.flying -= 1
         return RolloutBatch(made, notes=notes)
 
-    async def _sample(self, prompt: Any, index: int, seed: int, length: int, replica: str) -> Sample:
+    async def _sample(
+        self, prompt: Any, index: int, seed: int, length: int, replica: str
+    ) -> Sample:
         rng, tokens, logprobs, versions = np.random.default_rng(seed), [], [], []
         last, crosses = int(prompt[-1]), index == 0 and self.calls in self.crossing
         for _ in range(length):
             if self.delay:
-                await asyncio.sleep(self.delay * (1.0 if self._jitter is None else float(self._jitter.exponential())))
+                await asyncio.sleep(
+                    self.delay
+                    * (
+                        1.0
+                        if self._jitter is None
+                        else float(self._jitter.exponential())
+                    )
+                )
             while crosses and versions and versions[0] == self.version:
                 await asyncio.sleep(0.001)
             with self.lock:
@@ -139,7 +177,15 @@ class FakePool:
             replica=replica,
         )
 
-    def generate(self, prompts: Any, n: int = 1, *, temperature: float, max_tokens: int, progress: bool) -> Any:
+    def generate(
+        self,
+        prompts: Any,
+        n: int = 1,
+        *,
+        temperature: float,
+        max_tokens: int,
+        progress: bool,
+    ) -> Any:
         """Greedy, as an evaluation asks."""
         assert (n, temperature, progress, self.asleep) == (1, 0.0, False, set())
         made = []
@@ -148,9 +194,18 @@ class FakePool:
             while len(tokens) < max_tokens and (not tokens or last != END):
                 last = int(self.scores[last].argmax())
                 tokens.append(last)
-            more: dict[str, Any] = {"logprobs": np.zeros(len(tokens)), "versions": ((self.version, 0, len(tokens)),)}
+            more: dict[str, Any] = {
+                "logprobs": np.zeros(len(tokens)),
+                "versions": ((self.version, 0, len(tokens)),),
+            }
             made.append(
-                Sample(prompt_index=index, sample_index=0, prompt_token_ids=prompt, token_ids=np.array(tokens), **more)
+                Sample(
+                    prompt_index=index,
+                    sample_index=0,
+                    prompt_token_ids=prompt,
+                    token_ids=np.array(tokens),
+                    **more,
+                )
             )
         return RolloutBatch(made)
 
@@ -168,7 +223,15 @@ class FakePool:
     def score(self, sequences: Any) -> Scores:
         with self.lock:
             found = [
-                np.array([np.nan, *(self.scores[a][b] + self.offset for a, b in itertools.pairwise(s))])
+                np.array(
+                    [
+                        np.nan,
+                        *(
+                            self.scores[a][b] + self.offset
+                            for a, b in itertools.pairwise(s)
+                        ),
+                    ]
+                )
                 for s in sequences
             ]
             return Scores(found, np.full(len(found), self.version))
@@ -181,7 +244,9 @@ class FakeLink:
         self.pool, self.version, self.fail = pool, 0, fail
         self.on_sync: Any = lambda version: None
 
-    def sync(self, params: Any, version: int, *, progress: bool = False, **options: Any) -> SyncReport:
+    def sync(
+        self, params: Any, version: int, *, progress: bool = False, **options: Any
+    ) -> SyncReport:
         assert "weights" not in self.pool.asleep, "a sync into memory that is not there"
         self.pool.steered.append(f"sync {version}")
         self.on_sync(version)
@@ -191,8 +256,12 @@ class FakeLink:
         assert version > self.version
         self.pool.hold(params, version)
         self.version = version
-        outcomes = tuple(Outcome(r, "committed", version) for r, up in self.pool.alive.items() if up)
-        return SyncReport(version, 576, {"total": 0.001, "pause": 0.0005, "move": 0.0005}, outcomes)
+        outcomes = tuple(
+            Outcome(r, "committed", version) for r, up in self.pool.alive.items() if up
+        )
+        return SyncReport(
+            version, 576, {"total": 0.001, "pause": 0.0005, "move": 0.0005}, outcomes
+        )
 
 
 def world(**options: Any) -> tuple[FakePool, FakeLink]:

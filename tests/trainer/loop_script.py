@@ -14,9 +14,23 @@ from tests.trainer.fake_pool import fresh_params, logprobs_fn, task, world
 def go(folder: str, steps: int, **options: object) -> Run:
     """The run that both sides of a comparison make."""
     pool, link = world()
-    settings = {"group_size": 4, "prompts_per_step": 3, "learning_rate": 0.05, "checkpoint_every": 2, "seed": 5}
+    settings = {
+        "group_size": 4,
+        "prompts_per_step": 3,
+        "learning_rate": 0.05,
+        "checkpoint_every": 2,
+        "seed": 5,
+    }
     given = {**settings, **options}
-    return grpo((fresh_params(), logprobs_fn), pool, link, task(), steps=steps, folder=folder, **given)  # type: ignore[arg-type]
+    return grpo(
+        (fresh_params(), logprobs_fn),
+        pool,
+        link,
+        task(),
+        steps=steps,
+        folder=folder,
+        **given,
+    )  # type: ignore[arg-type]
 
 
 def main() -> None:

@@ -13,12 +13,18 @@ from jvlab.trainer._losses import ADVANTAGES, advantages, groups_with_spread
 REWARDS, GROUPS = [1.0, 0.0, 0.5, 3.0, 3.0, 2.0, -1.0], [4, 4, 4, 9, 9, 9, 2]
 
 
-def by_hand(rewards: list[float], groups: list[int], kind: str, eps: float) -> list[float]:
+def by_hand(
+    rewards: list[float], groups: list[int], kind: str, eps: float
+) -> list[float]:
     """The formulas, one sample at a time, in plain Python."""
     out = []
     for i, (r, g) in enumerate(zip(rewards, groups, strict=True)):
         mates = [x for x, h in zip(rewards, groups, strict=True) if h == g]
-        others = [x for j, (x, h) in enumerate(zip(rewards, groups, strict=True)) if h == g and j != i]
+        others = [
+            x
+            for j, (x, h) in enumerate(zip(rewards, groups, strict=True))
+            if h == g and j != i
+        ]
         pool = rewards if kind == "reinforce++" else mates
         mean = sum(pool) / len(pool)
         std = (sum((x - mean) ** 2 for x in pool) / len(pool)) ** 0.5
@@ -36,11 +42,15 @@ def by_hand(rewards: list[float], groups: list[int], kind: str, eps: float) -> l
 def test_formula(kind: str):
     found = advantages(REWARDS, GROUPS, kind, eps=1e-3)
     assert found.dtype == np.float32
-    np.testing.assert_allclose(found, by_hand(REWARDS, GROUPS, kind, 1e-3), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        found, by_hand(REWARDS, GROUPS, kind, 1e-3), rtol=1e-5, atol=1e-6
+    )
 
 
 rewards_and_groups = st.lists(
-    st.tuples(st.floats(-10, 10, allow_subnormal=False), st.integers(0, 3)), min_size=1, max_size=20
+    st.tuples(st.floats(-10, 10, allow_subnormal=False), st.integers(0, 3)),
+    min_size=1,
+    max_size=20,
 )
 
 
@@ -58,7 +68,10 @@ def test_order_of_samples_does_not_matter(pairs, kind: str, random):
     random.shuffle(order)
     rewards, groups = map(np.array, zip(*pairs, strict=True))
     np.testing.assert_allclose(
-        advantages(rewards[order], groups[order], kind), advantages(rewards, groups, kind)[order], rtol=1e-4, atol=1e-5
+        advantages(rewards[order], groups[order], kind),
+        advantages(rewards, groups, kind)[order],
+        rtol=1e-4,
+        atol=1e-5,
     )
 
 
@@ -70,13 +83,19 @@ def test_equal_rewards_give_exactly_zero():
 def test_dynamic_sampling_keeps_groups_with_spread():
     kept = groups_with_spread([1, 1, 0, 1, 0.5, 0.6, 7], [0, 0, 1, 1, 2, 2, 3])
     assert kept.tolist() == [False, False, True, True, True, True, False]
-    assert groups_with_spread([1, 1, 0, 1, 0.5, 0.6], [0, 0, 1, 1, 2, 2], 0.2).tolist() == [0, 0, 1, 1, 0, 0]
+    assert groups_with_spread(
+        [1, 1, 0, 1, 0.5, 0.6], [0, 0, 1, 1, 2, 2], 0.2
+    ).tolist() == [0, 0, 1, 1, 0, 0]
 
 
 def test_errors_say_what_is_wrong():
-    with pytest.raises(ConfigError, match=r"(?s)'best'.*group, mean, rloo, reinforce\+\+"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)'best'.*group, mean, rloo, reinforce\+\+"
+    ):
         advantages([1.0], [0], "best")
-    with pytest.raises(ConfigError, match=r"shape \(2,\) and group ids of shape \(1,\)"):
+    with pytest.raises(
+        ConfigError, match=r"shape \(2,\) and group ids of shape \(1,\)"
+    ):
         advantages([1.0, 2.0], [0])
     with pytest.raises(ConfigError, match="reward 1 is nan"):
         advantages([1.0, float("nan")], [0, 0])

@@ -16,7 +16,14 @@ from jvlab.trainer._batching import Buckets, train_batch
 from jvlab.trainer._losses import Algorithm
 
 
-def sample(prompt: int, index: int, start: int, length: int, versions=None, finish: str = "stop") -> Sample:
+def sample(
+    prompt: int,
+    index: int,
+    start: int,
+    length: int,
+    versions=None,
+    finish: str = "stop",
+) -> Sample:
     """Token ids and log-probabilities that say where they came from."""
     spans = versions if versions is not None else [(3, 0, length)] if length else []
     return Sample(
@@ -31,7 +38,9 @@ def sample(prompt: int, index: int, start: int, length: int, versions=None, fini
 
 
 def test_positions_belong_to_their_token():
-    batch = train_batch([sample(0, 0, 2, 3, [(3, 0, 1), (4, 1, 3)]), sample(0, 1, 2, 1)], [1.0, 0.0])
+    batch = train_batch(
+        [sample(0, 0, 2, 3, [(3, 0, 1), (4, 1, 3)]), sample(0, 1, 2, 1)], [1.0, 0.0]
+    )
     assert batch.tokens.shape == (2, 32)
     assert batch.tokens[0, :6].tolist() == [100, 101, 200, 201, 202, 0]
     assert batch.loss_mask[0, :6].tolist() == [0, 0, 1, 1, 1, 0]
@@ -63,11 +72,17 @@ def test_observations_are_masked():
 
 
 def test_failed_rewards_and_samples_are_excluded_and_counted():
-    samples = [sample(0, i, 2, 3) for i in range(4)] + [sample(1, 0, 2, 3, finish="abort"), sample(1, 1, 2, 3)]
-    batch = train_batch(samples, [1.0, np.nan, 0.0, 0.5, 9.0, 2.0], Algorithm(advantages="mean"))
+    samples = [sample(0, i, 2, 3) for i in range(4)] + [
+        sample(1, 0, 2, 3, finish="abort"),
+        sample(1, 1, 2, 3),
+    ]
+    batch = train_batch(
+        samples, [1.0, np.nan, 0.0, 0.5, 9.0, 2.0], Algorithm(advantages="mean")
+    )
     assert (len(batch), batch.excluded, batch.dropped) == (4, 2, 0)
     assert batch.rewards.tolist() == [1.0, 0.0, 0.5, 2.0]
-    np.testing.assert_allclose(batch.advantages, [0.5, -0.5, 0, 0])  # neither NaN nor the aborted 9 moves a mean
+    # neither NaN nor the aborted 9 moves a mean
+    np.testing.assert_allclose(batch.advantages, [0.5, -0.5, 0, 0])
     assert repr(batch) == "TrainBatch(4 samples, 2 groups, 12 tokens, 2 excluded)"
 
 
@@ -79,28 +94,53 @@ def test_dynamic_sampling_drops_equal_groups():
     assert len(train_batch(samples, [1] * 6, Algorithm.named("dapo"))) == 0
 
 
-@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), min_size=1, max_size=30), st.integers(1, 9))
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 40), st.integers(0, 60)), min_size=1, max_size=30
+    ),
+    st.integers(1, 9),
+)
 def test_every_sample_is_in_one_micro_batch_of_a_known_shape(sizes, rows: int):
     buckets = Buckets(rows=rows, shortest=16, longest=128)
     widths = list(buckets.lengths())
     assert widths == sorted(set(widths))
-    batch = train_batch([sample(0, i, a, b) for i, (a, b) in enumerate(sizes)], [0.0] * len(sizes), buckets=buckets)
+    batch = train_batch(
+        [sample(0, i, a, b) for i, (a, b) in enumerate(sizes)],
+        [0.0] * len(sizes),
+        buckets=buckets,
+    )
     seen = []
     for picked, width in batch.micro_batches():
         assert width in widths
-        tokens, mask = batch.padded("tokens", picked, width), batch.padded("loss_mask", picked, width)
+        tokens, mask = (
+            batch.padded("tokens", picked, width),
+            batch.padded("loss_mask", picked, width),
+        )
         assert tokens.shape == mask.shape == (rows, width)
         assert batch.padded("advantages", picked, width).shape == (rows,)
-        np.testing.assert_array_equal(mask.sum(1)[: len(picked)], [sizes[r][1] for r in picked])
+        np.testing.assert_array_equal(
+            mask.sum(1)[: len(picked)], [sizes[r][1] for r in picked]
+        )
         assert not mask[len(picked) :].any()
-        assert batch.padded("token_mask", picked, width).any(axis=1).all()  # no row is without tokens
+        # no row is without tokens
+        assert batch.padded("token_mask", picked, width).any(axis=1).all()
         seen += picked.tolist()
     assert sorted(seen) == list(range(len(sizes)))
 
 
 def test_lengths_are_geometric_and_ends():
-    assert list(Buckets(shortest=32, longest=200, growth=2).lengths()) == [32, 64, 128, 200]
-    assert list(itertools.islice(Buckets(shortest=8, growth=1.01).lengths(), 4)) == [8, 16, 24, 32]
+    assert list(Buckets(shortest=32, longest=200, growth=2).lengths()) == [
+        32,
+        64,
+        128,
+        200,
+    ]
+    assert list(itertools.islice(Buckets(shortest=8, growth=1.01).lengths(), 4)) == [
+        8,
+        16,
+        24,
+        32,
+    ]
     with pytest.raises(ConfigError, match=r"201 tokens.*longest bucket is 200"):
         Buckets(longest=200).width(201)
     with pytest.raises(ConfigError, match="is not valid"):
@@ -121,7 +161,11 @@ def test_errors():
     with pytest.raises(ConfigError, match="1 sample, rewards of shape"):
         train_batch([sample(0, 0, 1, 1)], [1.0, 2.0])
     silent = Sample(
-        prompt_index=7, sample_index=0, prompt_token_ids=np.array([1]), token_ids=np.array([2]), versions=((0, 0, 1),)
+        prompt_index=7,
+        sample_index=0,
+        prompt_token_ids=np.array([1]),
+        token_ids=np.array([2]),
+        versions=((0, 0, 1),),
     )
     with pytest.raises(ConfigError, match=r"prompt 7.*no log-probability"):
         train_batch([silent], [1.0])

@@ -26,7 +26,13 @@ print(json.dumps({"folder": jax.config.jax_compilation_cache_dir}))
 
 def run(**environment: str) -> dict[str, object]:
     command = [sys.executable, "-c", SCRIPT, jv.models.tiny("llama")]
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -34,7 +40,10 @@ def run(**environment: str) -> dict[str, object]:
 def test_the_users_choice_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert run(JVLAB_COMPILE_CACHE="0")["folder"] is None
     own = str(tmp_path / "own")
-    assert run(JVLAB_COMPILE_CACHE=str(tmp_path), JAX_COMPILATION_CACHE_DIR=own)["folder"] == own
+    assert (
+        run(JVLAB_COMPILE_CACHE=str(tmp_path), JAX_COMPILATION_CACHE_DIR=own)["folder"]
+        == own
+    )
     monkeypatch.delenv("JVLAB_COMPILE_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = compile_cache_dir()

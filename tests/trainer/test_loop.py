@@ -31,7 +31,16 @@ from jvlab.trainer._grpo import _folder, grpo
 from jvlab.trainer._grpo_config import GrpoConfig
 from jvlab.trainer._losses import Algorithm
 from jvlab.trainer._tasks import Task
-from tests.trainer.fake_pool import WANTED, FakeLink, FakePool, fresh_params, logprobs_fn, share, task, world
+from tests.trainer.fake_pool import (
+    WANTED,
+    FakeLink,
+    FakePool,
+    fresh_params,
+    logprobs_fn,
+    share,
+    task,
+    world,
+)
 from tests.trainer.loop_script import go
 from tests.waiting import until
 
@@ -46,30 +55,50 @@ def no_thread_is_left():
     before = set(threading.enumerate())
     yield
     deadline = time.monotonic() + 60
-    own = lambda t: t.name.startswith("jvlab") and t.name != "jvlab-reward-call"  # a call that hangs cannot be ended
+    # a call that hangs cannot be ended
+    own = lambda t: t.name.startswith("jvlab") and t.name != "jvlab-reward-call"
     left = lambda: [t for t in threading.enumerate() if t not in before and own(t)]
     while left() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not left()
 
 
-def train(folder: Path, steps: int = 4, pool: FakePool | None = None, link: Any = None, **options: Any):
+def train(
+    folder: Path,
+    steps: int = 4,
+    pool: FakePool | None = None,
+    link: Any = None,
+    **options: Any,
+):
     if pool is None:
         pool, link = world()
-    given = {"group_size": 4, "prompts_per_step": 3, "learning_rate": 0.05, "checkpoint_every": 0, "task": task()}
+    given = {
+        "group_size": 4,
+        "prompts_per_step": 3,
+        "learning_rate": 0.05,
+        "checkpoint_every": 0,
+        "task": task(),
+    }
     given = {**given, **options}
     what = given.pop("task")
     policy = given.pop("policy", (fresh_params(), logprobs_fn))
-    return grpo(policy, pool, link or FakeLink(pool), what, steps=steps, folder=folder, **given)  # type: ignore[arg-type]
+    return grpo(
+        policy, pool, link or FakeLink(pool), what, steps=steps, folder=folder, **given
+    )  # type: ignore[arg-type]
 
 
 def same(a: Record, b: Record, rows: slice = slice(None)) -> None:
     for name in COLUMNS:
-        np.testing.assert_array_equal(a.steps()[name][rows], b.steps()[name], err_msg=name)
+        np.testing.assert_array_equal(
+            a.steps()[name][rows], b.steps()[name], err_msg=name
+        )
 
 
 def samples(record: Record) -> list[tuple[Any, ...]]:
-    return [(s.step, s.group, s.index, s.tokens, s.logprobs, s.reward, s.advantage) for s in record.samples()]
+    return [
+        (s.step, s.group, s.index, s.tokens, s.logprobs, s.reward, s.advantage)
+        for s in record.samples()
+    ]
 
 
 def test_on_policy_learns_and_is_never_stale(tmp_path: Path):
@@ -81,28 +110,41 @@ def test_on_policy_learns_and_is_never_stale(tmp_path: Path):
     assert reward[-5:].mean() > 0.5
     assert record.staleness().histogram.keys() == {0}
     s = record.summary()
-    assert (s["syncs"], s["syncs_verified"], s["dropped"], s["ended"]) == (41, 41, 0, "finished")
+    assert (s["syncs"], s["syncs_verified"], s["dropped"], s["ended"]) == (
+        41,
+        41,
+        0,
+        "finished",
+    )
     assert s["samples"] == 40 * 12 == len(record.samples())
     assert 0 < s["logprob_gap"] < 1e-5
     assert s["alarms"] == 0
 
 
 def test_one_seed_gives_the_same_run_and_another_does_not(tmp_path: Path):
-    one, two, other = (train(tmp_path / n, seed=s).record for n, s in (("a", 3), ("b", 3), ("c", 4)))
+    one, two, other = (
+        train(tmp_path / n, seed=s).record for n, s in (("a", 3), ("b", 3), ("c", 4))
+    )
     same(one, two)
     assert samples(one) == samples(two)
     assert samples(one) != samples(other)
     groups = {s.group: [] for s in one.samples()}
     for s in one.samples():
         groups[s.group].append(s.tokens)
-    assert all(len(set(tokens)) > 1 for tokens in groups.values()), "samples of a group differ"
+    assert all(len(set(tokens)) > 1 for tokens in groups.values()), (
+        "samples of a group differ"
+    )
 
 
 @pytest.mark.parametrize("on_stale", ["drop", "regenerate"])
 @pytest.mark.parametrize("bound", [1, 2, 3])
-def test_staleness_is_never_exceeded_under_random_delays(tmp_path: Path, bound: int, on_stale: str):
+def test_staleness_is_never_exceeded_under_random_delays(
+    tmp_path: Path, bound: int, on_stale: str
+):
     pool, link = world(delay=0.002, jitter=bound)
-    run = train(tmp_path / "run", 12, pool, link, max_staleness=bound, on_stale=on_stale)
+    run = train(
+        tmp_path / "run", 12, pool, link, max_staleness=bound, on_stale=on_stale
+    )
     record = run.record
     for step in record.events("step"):
         assert all(0 <= age <= bound for age in step.staleness), step  # type: ignore[attr-defined]
@@ -114,7 +156,9 @@ def test_staleness_is_never_exceeded_under_random_delays(tmp_path: Path, bound: 
     assert pool.most_flying <= (bound + 1) * 3, "the queue is bounded"
     assert np.isfinite(record.steps()["logprob_gap"]).all(), "measured at every step"
     assert (record.steps()["effective_samples"] > 0).all()
-    assert (record.steps()["masked_fraction"] == 0).all(), "nothing is masked unless asked"
+    assert (record.steps()["masked_fraction"] == 0).all(), (
+        "nothing is masked unless asked"
+    )
     assert record.summary()["logprob_gap"] < 1e-5
 
 
@@ -125,7 +169,14 @@ def test_stale_groups_are_dropped_or_made_again_and_counted(tmp_path: Path):
         inner = pool._sample
 
         async def sample(
-            prompt: Any, index: int, seed: int, length: int, replica: str, inner=inner, pool=pool, slow=slow
+            prompt: Any,
+            index: int,
+            seed: int,
+            length: int,
+            replica: str,
+            inner=inner,
+            pool=pool,
+            slow=slow,
         ):
             made = await inner(prompt, index, seed, length, replica)
             if pool.calls in slow and index == 0:
@@ -135,13 +186,17 @@ def test_stale_groups_are_dropped_or_made_again_and_counted(tmp_path: Path):
             return made
 
         pool._sample = sample  # type: ignore[method-assign]
-        run = train(tmp_path / on_stale, 8, pool, link, max_staleness=1, on_stale=on_stale)
+        run = train(
+            tmp_path / on_stale, 8, pool, link, max_staleness=1, on_stale=on_stale
+        )
         table, s = run.record.steps(), run.record.summary()
         assert table["staleness_max"].max() <= 1
         untrained = sum(x.step < 0 for x in run.record.samples())  # kept all the same
         assert untrained >= 4, "the slow group; on a busy machine others too"
         assert untrained % 4 == 0, "whole groups"
-        assert (s["dropped"], s["regenerated"]) == ((untrained, 0) if on_stale == "drop" else (0, untrained)), on_stale
+        assert (s["dropped"], s["regenerated"]) == (
+            (untrained, 0) if on_stale == "drop" else (0, untrained)
+        ), on_stale
 
 
 def test_partial_rollouts_carry_the_version_of_each_token(tmp_path: Path):
@@ -157,43 +212,80 @@ def test_partial_rollouts_carry_the_version_of_each_token(tmp_path: Path):
 
 def test_a_resumed_run_equals_one_that_was_never_killed(tmp_path: Path):
     whole = go(str(tmp_path / "whole"), 9)
-    command = [sys.executable, "-m", "tests.trainer.loop_script", str(tmp_path / "killed"), "9", "4"]
-    killed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.trainer.loop_script",
+        str(tmp_path / "killed"),
+        "9",
+        "4",
+    ]
+    killed = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     record = Record.open(tmp_path / "killed")
     assert record.summary()["ended"] == "interrupted"
     assert "interrupted after 5 steps" in repr(record)
     assert record.steps()["step"].tolist() == [0, 1, 2, 3, 4]
     resumed = go(str(tmp_path / "killed"), 9, resume=True)
-    assert resumed.record.events("run_start")[1].resumed == 4, "the last checkpoint, of every second step"  # type: ignore[attr-defined]
+    assert resumed.record.events("run_start")[1].resumed == 4, (
+        "the last checkpoint, of every second step"
+    )  # type: ignore[attr-defined]
     same(resumed.record, whole.record)
     assert sorted(samples(resumed.record)) == sorted(samples(whole.record))
     np.testing.assert_array_equal(resumed.params["table"], whole.params["table"])
-    assert len(resumed.record.events("step")) == 10, "the step that was made twice is in the file twice"
+    assert len(resumed.record.events("step")) == 10, (
+        "the step that was made twice is in the file twice"
+    )
     one, two = resumed.record.summary(), whole.record.summary()
     for name in ("samples", "tokens", "rollouts", "reward_failures", "steps"):
         assert one[name] == two[name], f"{name}: what was made again counts once"
     assert one["samples"] == 9 * 12
-    assert one["replayed"] >= 12 > two["replayed"] == 0, "and how much was generated again is recorded"
+    assert one["replayed"] >= 12 > two["replayed"] == 0, (
+        "and how much was generated again is recorded"
+    )
     assert f"{9 * 12} samples" in repr(resumed.record)
     for name in ("tokens", "reward", "step"):
-        assert len(resumed.record.table("samples")[name]) == 9 * 12 == len(list(resumed.record.iter_samples()))
+        assert (
+            len(resumed.record.table("samples")[name])
+            == 9 * 12
+            == len(list(resumed.record.iter_samples()))
+        )
 
 
 def test_resume_after_a_stop_and_with_staleness(tmp_path: Path):
     pool, link = world()
-    run = train(tmp_path / "run", 10_000, pool, link, max_staleness=2, checkpoint_every=1, background=True)
+    run = train(
+        tmp_path / "run",
+        10_000,
+        pool,
+        link,
+        max_staleness=2,
+        checkpoint_every=1,
+        background=True,
+    )
     while run.status.step < 3:
         time.sleep(0.01)
     run.stop().wait(120)
     assert run.status.state == "stopped"
     done = run.status.step
-    again = train(tmp_path / "run", done + 4, pool, link, max_staleness=2, checkpoint_every=1, resume=True)
+    again = train(
+        tmp_path / "run",
+        done + 4,
+        pool,
+        link,
+        max_staleness=2,
+        checkpoint_every=1,
+        resume=True,
+    )
     record = again.record
     assert record.steps()["step"].tolist() == list(range(done + 4))
     assert max(record.staleness().levels) <= 2
     trained = [s.group for s in record.samples() if s.step >= 0]
-    assert sorted(set(trained)) == list(range((done + 4) * 3)), "every prompt once: what was in flight is made again"
+    assert sorted(set(trained)) == list(range((done + 4) * 3)), (
+        "every prompt once: what was in flight is made again"
+    )
 
 
 def test_resume_refuses_what_does_not_fit(tmp_path: Path):
@@ -228,7 +320,8 @@ def test_a_replica_lost_under_a_group_is_one_fault(tmp_path: Path):
     inner = pool._sample
 
     async def sample(prompt: Any, index: int, seed: int, length: int, replica: str):
-        if link.version == 2 and index == 1 and replica == "fake/1":  # in the middle of a group
+        # in the middle of a group
+        if link.version == 2 and index == 1 and replica == "fake/1":
             pool.alive["fake/1"] = False
         return await inner(prompt, index, seed, length, replica)
 
@@ -256,7 +349,11 @@ def test_no_replica_left_is_a_clear_error_and_the_record_is_closed(tmp_path: Pat
 
 def test_a_sync_that_fails_is_tried_again(tmp_path: Path):
     pool, link = world()
-    link.on_sync = lambda version: setattr(link, "fail", 1) if version == 3 and link.fail == 0 and not seen else None
+    link.on_sync = lambda version: (
+        setattr(link, "fail", 1)
+        if version == 3 and link.fail == 0 and not seen
+        else None
+    )
     seen: list[int] = []
     inner = link.on_sync
 
@@ -284,14 +381,19 @@ def test_poison_ends_a_run_at_once(tmp_path: Path):
     def on_sync(version: int) -> None:
         asked.append(version)
         if version == 3:
-            raise NonFiniteError("1 leaf is not finite: w: 1 NaN of 8 values", remedy="...")
+            raise NonFiniteError(
+                "1 leaf is not finite: w: 1 NaN of 8 values", remedy="..."
+            )
 
     link.on_sync = on_sync
     with pytest.raises(NonFiniteError, match="1 NaN of 8 values"):
         train(tmp_path / "run", 6, pool, link)
     assert asked.count(3) == 1
     record = Record.open(tmp_path / "run")
-    assert (record.summary()["ended"], record.summary()["faults"]) == ("failed", {"sync failed": 1})
+    assert (record.summary()["ended"], record.summary()["faults"]) == (
+        "failed",
+        {"sync failed": 1},
+    )
 
 
 def sometimes(sample: Any, example: Any) -> float:
@@ -354,11 +456,19 @@ BROKEN = {  # reward: kind, words of the message, processes
 
 
 @pytest.mark.parametrize("reward", BROKEN, ids=lambda reward: reward.__name__)
-def test_a_reward_that_never_works_ends_the_run_after_the_first_group(tmp_path: Path, reward: Any):
+def test_a_reward_that_never_works_ends_the_run_after_the_first_group(
+    tmp_path: Path, reward: Any
+):
     kind, says, processes = BROKEN[reward]
     pool, link = world()
     with pytest.raises(RewardError, match=says) as caught:
-        train(tmp_path / "run", 3, pool, link, task=task(reward, timeout=0.5, processes=processes))
+        train(
+            tmp_path / "run",
+            3,
+            pool,
+            link,
+            task=task(reward, timeout=0.5, processes=processes),
+        )
     assert caught.value.fields["kind"] == kind
     assert caught.value.fields["failed"] == 4, "as many as one group has"
     assert pool.calls <= 3, "no group was made in place of one that failed"
@@ -368,7 +478,9 @@ def test_a_reward_that_never_works_ends_the_run_after_the_first_group(tmp_path: 
     if kind != "not a number" and reward is not too_large:
         frames = str(caught.value.fields["traceback"])
         assert f"in {reward.__name__}" in frames
-        assert "test_loop.py" in frames.split("\n")[kind == "raised"], "begins with the user's line"
+        assert "test_loop.py" in frames.split("\n")[kind == "raised"], (
+            "begins with the user's line"
+        )
         assert os.path.join("jvlab", "trainer") not in frames
         assert frames in str(caught.value)
 
@@ -409,41 +521,60 @@ class RaisesAtStep(HangsAtReset):
         raise LookupError("no such turn")
 
 
-@pytest.mark.parametrize(("made", "says"), [(HangsAtReset, "did not return within 0.5 s"), (RaisesAtStep, "such turn")])
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [(HangsAtReset, "did not return within 0.5 s"), (RaisesAtStep, "such turn")],
+)
 def test_an_environment_that_never_works_ends_the_run(
     tmp_path: Path, made: Any, says: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("jvlab.trainer._groups.tokenizer_of", lambda model: lambda text, special: [1, 2])
+    monkeypatch.setattr(
+        "jvlab.trainer._groups.tokenizer_of", lambda model: lambda text, special: [1, 2]
+    )
     what = Task([[1], [2]], environment=made, timeout=0.5, sampling={"max_tokens": 4})
     with pytest.raises(RewardError, match=says) as caught:
         train(tmp_path / "run", 3, task=what)
-    assert f"in {'reset' if made is HangsAtReset else 'step'}" in str(caught.value.fields["traceback"])
+    assert f"in {'reset' if made is HangsAtReset else 'step'}" in str(
+        caught.value.fields["traceback"]
+    )
 
 
 def test_an_evaluation_whose_rewards_never_work_ends_the_run(tmp_path: Path):
     held_out = Task([[2], [5]], raises, name="held out")
-    with pytest.raises(RewardError, match=r"'held out' has no reward for any of the first 2 samples.*'always'"):
+    with pytest.raises(
+        RewardError,
+        match=r"'held out' has no reward for any of the first 2 samples.*'always'",
+    ):
         train(tmp_path / "run", 3, evaluate=held_out)
 
 
 @pytest.mark.parametrize("where", ["group", "evaluation"])
-def test_a_reward_that_is_waited_for_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str):
+def test_a_reward_that_is_waited_for_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+):
     monkeypatch.setattr("jvlab.trainer._rewards.SAID_AFTER_S", 0.05)
     go_on = threading.Event()
     notes: list[str] = []
-    monkeypatch.setattr("jvlab.trainer._grpo.Progress.remark", lambda self, note: notes.append(note))
+    monkeypatch.setattr(
+        "jvlab.trainer._grpo.Progress.remark", lambda self, note: notes.append(note)
+    )
 
     def waits(sample: Any, example: Any) -> float:
         go_on.wait(100)
         return share(sample, example)
 
     given: dict[str, Any] = (
-        {"task": task(waits, timeout=100)} if where == "group" else {"evaluate": Task([[2]], waits, timeout=100)}
+        {"task": task(waits, timeout=100)}
+        if where == "group"
+        else {"evaluate": Task([[2]], waits, timeout=100)}
     )
     run = train(tmp_path / "run", 2, background=True, **given)
     said = r"waiting for the reward function since \d+ s \(timeout 100 s\)"
     try:
-        until(lambda: any(re.fullmatch(said, note) for note in notes), "the note beside the bar")
+        until(
+            lambda: any(re.fullmatch(said, note) for note in notes),
+            "the note beside the bar",
+        )
         assert re.fullmatch(said, run.status.waiting)
         assert "waiting for the reward function since" in run._repr_html_()
     finally:
@@ -454,9 +585,12 @@ def test_a_reward_that_is_waited_for_is_named(tmp_path: Path, monkeypatch: pytes
 
 def test_nan_is_skipped_and_reported(tmp_path: Path):
     def poisoned(params: Any, tokens: Any, mask: Any) -> Any:
-        return logprobs_fn(params, tokens, mask) + jnp.where((tokens[:, :1] == 4) & mask, jnp.nan, 0.0)
+        return logprobs_fn(params, tokens, mask) + jnp.where(
+            (tokens[:, :1] == 4) & mask, jnp.nan, 0.0
+        )
 
-    run = train(tmp_path / "run", 4, policy=(fresh_params(), poisoned))  # prompts start with 1 + index: step 1 has a 4
+    # prompts start with 1 + index: step 1 has a 4
+    run = train(tmp_path / "run", 4, policy=(fresh_params(), poisoned))
     table = run.record.steps()
     assert table["skipped"].tolist() == [False, True, False, False]
     assert run.record.summary()["faults"]["nan"] == 1
@@ -467,7 +601,9 @@ def test_an_engine_that_computes_something_else_raises_the_alarm(tmp_path: Path)
     pool, _ = world()
     pool.offset = 0.01
     for name, bound in (("sync", 0), ("async", 2)):
-        record = train(tmp_path / name, 3, pool, FakeLink(pool), max_staleness=bound).record
+        record = train(
+            tmp_path / name, 3, pool, FakeLink(pool), max_staleness=bound
+        ).record
         assert len(record.alarms()) == 3
         assert record.summary()["faults"]["logprob gap"] == 3
         assert record.summary()["logprob_gap"] == pytest.approx(0.01, rel=1e-3)
@@ -482,15 +618,25 @@ class Ladder:
 
     def step(self, completion: str) -> EnvironmentTurn:
         self.turns += 1
-        return EnvironmentTurn([3, 3], completion.split().count(str(WANTED)) / 4, self.turns == 2)
+        return EnvironmentTurn(
+            [3, 3], completion.split().count(str(WANTED)) / 4, self.turns == 2
+        )
 
 
 def test_an_environment_keeps_its_observations_out_of_the_loss(tmp_path: Path):
-    game = Task(lambda i: [1 + i % 5], environment=Ladder, name="ladder", sampling={"max_tokens": 2})
+    game = Task(
+        lambda i: [1 + i % 5],
+        environment=Ladder,
+        name="ladder",
+        sampling={"max_tokens": 2},
+    )
     import jvlab.trainer._groups as groups
 
     pool, link = world()
-    before, groups.tokenizer_of = groups.tokenizer_of, lambda model: lambda text, special=False: [1]
+    before, groups.tokenizer_of = (
+        groups.tokenizer_of,
+        lambda model: lambda text, special=False: [1],
+    )
     try:
         run = train(tmp_path / "run", 3, pool, link, task=game)
     finally:
@@ -502,7 +648,10 @@ def test_an_environment_keeps_its_observations_out_of_the_loss(tmp_path: Path):
         assert (np.array(sample.tokens)[~mask] == 3).all()
         assert (sample.token_versions[~mask] == -1).all()
         assert (sample.token_versions[mask] >= 1).all()
-    by_step = {e.step: sum(sum(s.mask) for s in record.samples(step=e.step)) for e in record.events("step")}  # type: ignore[attr-defined]
+    by_step = {
+        e.step: sum(sum(s.mask) for s in record.samples(step=e.step))
+        for e in record.events("step")
+    }  # type: ignore[attr-defined]
     assert record.steps()["tokens"].tolist() == list(by_step.values())
     assert record.summary()["logprob_gap"] < 1e-5
 
@@ -539,8 +688,17 @@ def test_pause_resume_stop_and_another_bound_while_it_runs(tmp_path: Path):
 
 
 def test_ctrl_c_in_a_script_ends_after_the_step_with_the_record_closed(tmp_path: Path):
-    command = [sys.executable, "-m", "tests.trainer.loop_script", str(tmp_path / "run"), "100000", "-1"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.trainer.loop_script",
+        str(tmp_path / "run"),
+        "100000",
+        "-1",
+    ]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     while "step 3" not in process.stdout.readline():
         assert process.poll() is None
@@ -550,10 +708,16 @@ def test_ctrl_c_in_a_script_ends_after_the_step_with_the_record_closed(tmp_path:
     last = out.splitlines()[-1]
     assert last.startswith("ended stopped after ")
     s = Record.open(tmp_path / "run").summary()
-    assert (s["ended"], s["running"], s["steps"]) == ("stopped", False, int(last.split()[-1]))
+    assert (s["ended"], s["running"], s["steps"]) == (
+        "stopped",
+        False,
+        int(last.split()[-1]),
+    )
 
 
-def test_a_scripts_log_has_a_line_for_each_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_scripts_log_has_a_line_for_each_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     train(tmp_path / "run", 3)
     said = capsys.readouterr().err
     line = r"^run, (\d) of 3 steps, [\d.]+ s, reward \d\.\d{3}, [\d,]+ tokens/s$"
@@ -582,7 +746,16 @@ def test_a_reward_that_hangs_leaves_a_clock_that_goes_on(
     def told() -> bool:
         nonlocal said
         said += capsys.readouterr().err
-        return len(re.findall(r"^run, 0 of 1 step, [\d.]+ s, 3 groups being generated or rewarded$", said, re.M)) > 1
+        return (
+            len(
+                re.findall(
+                    r"^run, 0 of 1 step, [\d.]+ s, 3 groups being generated or rewarded$",
+                    said,
+                    re.M,
+                )
+            )
+            > 1
+        )
 
     try:
         monkeypatch.setattr(_progress, "clock", lambda: time.monotonic() + 60)
@@ -594,7 +767,12 @@ def test_a_reward_that_hangs_leaves_a_clock_that_goes_on(
 
 def test_dynamic_sampling_trains_only_on_groups_with_a_spread(tmp_path: Path):
     coarse = lambda sample, example: float(WANTED in np.asarray(sample.token_ids))
-    runs = [train(tmp_path / n, 4, task=task(coarse), algorithm="dapo", seed=1, group_size=2) for n in "ab"]
+    runs = [
+        train(
+            tmp_path / n, 4, task=task(coarse), algorithm="dapo", seed=1, group_size=2
+        )
+        for n in "ab"
+    ]
     record = runs[0].record
     for step in range(4):
         groups: dict[int, list[float]] = {}
@@ -612,7 +790,12 @@ def test_kl_to_the_policy_at_the_start(tmp_path: Path, kind: str):
     if kind == "pool":
         reference = FakePool()
         reference.hold(fresh_params(), 1)
-    record = train(tmp_path / "run", 4, algorithm=Algorithm.named("grpo", kl_coef=0.1), reference=reference).record
+    record = train(
+        tmp_path / "run",
+        4,
+        algorithm=Algorithm.named("grpo", kl_coef=0.1),
+        reference=reference,
+    ).record
     kl = record.steps()["kl"]
     assert kl[0] == pytest.approx(0, abs=1e-6)
     assert (kl[1:] > 0).all()
@@ -625,7 +808,9 @@ def test_a_sample_is_scored_again_under_its_own_weights(tmp_path: Path):
     assert sample.token_versions.tolist() == [4] * len(sample.tokens)
     np.testing.assert_allclose(run.replay(sample), sample.logprobs, atol=1e-5)
     assert len(run.checkpoints) == 2
-    with pytest.raises(ConfigError, match=r"no checkpoint holds version 1; there are \[4, 5\]"):
+    with pytest.raises(
+        ConfigError, match=r"no checkpoint holds version 1; there are \[4, 5\]"
+    ):
         run.replay(run.record.samples(step=0)[0])
 
 
@@ -649,7 +834,9 @@ def test_figures(tmp_path: Path):
         ({"task": Task([[1]], share)}, "max_tokens"),
     ],
 )
-def test_wrong_arguments_are_refused_before_anything_starts(tmp_path: Path, wrong: dict[str, Any], says: str):
+def test_wrong_arguments_are_refused_before_anything_starts(
+    tmp_path: Path, wrong: dict[str, Any], says: str
+):
     with pytest.raises(ConfigError, match=says):
         train(tmp_path / "run", **wrong)
     assert not (tmp_path / "run").exists()
@@ -661,7 +848,9 @@ def test_the_caller_keeps_its_own_parameters(tmp_path: Path):
     np.testing.assert_array_equal(params["table"], fresh_params()["table"])
 
 
-def test_hostile_task_name_makes_no_run_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_hostile_task_name_makes_no_run_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     monkeypatch.chdir(tmp_path)
     for name in ("../../x", "a\0b", "/x", ""):
         with pytest.raises(ConfigError, match="task"):
@@ -673,6 +862,12 @@ def test_hostile_task_name_makes_no_run_folder(monkeypatch: pytest.MonkeyPatch, 
 
 def test_the_options_of_grpo_are_the_fields_of_its_config() -> None:
     names = list(inspect.signature(grpo).parameters)
-    assert names == ["policy", "pool", "link", "task", *(field.name for field in dataclasses.fields(GrpoConfig))]
+    assert names == [
+        "policy",
+        "pool",
+        "link",
+        "task",
+        *(field.name for field in dataclasses.fields(GrpoConfig)),
+    ]
     with pytest.raises(ConfigError, match="stepz"):
         grpo((None, None), None, None, None, stepz=1)  # type: ignore[arg-type]

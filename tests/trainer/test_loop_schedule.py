@@ -30,7 +30,13 @@ class World:
     generating_while_training: int
 
 
-def simulate(flow: Flow[Made], steps: int, group_times: list[float], train_times: list[float], lose: set[int]) -> World:
+def simulate(
+    flow: Flow[Made],
+    steps: int,
+    group_times: list[float],
+    train_times: list[float],
+    lose: set[int],
+) -> World:
     """A pool without limits and one trainer, in simulated time: events by time, everything else is the flow's."""
     out = World([], 0, 0, 0)
     events: list[tuple[float, int, str, object]] = []
@@ -42,7 +48,15 @@ def simulate(flow: Flow[Made], steps: int, group_times: list[float], train_times
     while len(out.trained) < steps:
         while (ticket := flow.start((steps - len(out.trained)) * per_step)) is not None:
             made += 1
-            heapq.heappush(events, (now + next(times), next(order), "group", (ticket, flow.pool_version, made)))
+            heapq.heappush(
+                events,
+                (
+                    now + next(times),
+                    next(order),
+                    "group",
+                    (ticket, flow.pool_version, made),
+                ),
+            )
         out.most = max(out.most, flow.outstanding)
         if not training:
             version = flow.next_version
@@ -51,10 +65,15 @@ def simulate(flow: Flow[Made], steps: int, group_times: list[float], train_times
                 out.trained.append((version, groups))
                 training = True
                 out.generating_while_training += len(flow.flying)
-                heapq.heappush(events, (now + next(lessons), next(order), "trained", version + 1))
+                heapq.heappush(
+                    events, (now + next(lessons), next(order), "trained", version + 1)
+                )
                 continue
-            if flow.start(0) is None and not events:  # start(0) never starts: only to see that nothing moves
-                assert flow.schedule.may_start(flow.next_version, flow.outstanding, flow.pool_version), "deadlock"
+            # start(0) never starts: only to see that nothing moves
+            if flow.start(0) is None and not events:
+                assert flow.schedule.may_start(
+                    flow.next_version, flow.outstanding, flow.pool_version
+                ), "deadlock"
                 continue
         now, _, kind, what = heapq.heappop(events)
         if kind == "trained":
@@ -81,7 +100,12 @@ delays = st.lists(st.floats(0.01, 50), min_size=1, max_size=12)
     st.sets(st.integers(1, 30), max_size=8),
 )
 def test_the_bound_holds_whatever_the_delays(
-    per_step: int, bound: int, on_stale: str, groups: list[float], lessons: list[float], lose: set[int]
+    per_step: int,
+    bound: int,
+    on_stale: str,
+    groups: list[float],
+    lessons: list[float],
+    lose: set[int],
 ):
     flow: Flow[Made] = Flow(Schedule(per_step, bound, on_stale), version=7)
     done = simulate(flow, 12, groups, lessons, lose)
@@ -124,14 +148,24 @@ def test_a_straggler_is_dropped_or_made_again():
         flow.synced(3)
         flow.finish(Made(0, 1))
         assert flow.remove_stale() == [Made(0, 1)]
-        assert (flow.dropped, flow.regenerated) == ((1, 0) if on_stale == "drop" else (0, 1))
+        assert (flow.dropped, flow.regenerated) == (
+            (1, 0) if on_stale == "drop" else (0, 1)
+        )
         assert flow.start() == (Ticket(3) if on_stale == "drop" else Ticket(0, 1))
 
 
 def test_pending_is_all_that_has_to_be_made_again():
-    flow: Flow[Made] = Flow(Schedule(2, 1, "regenerate"), version=1, position=4, pending=(Ticket(1, 2),))
+    flow: Flow[Made] = Flow(
+        Schedule(2, 1, "regenerate"), version=1, position=4, pending=(Ticket(1, 2),)
+    )
     flow.synced(1)
-    assert [flow.start() for _ in range(5)] == [Ticket(1, 2), Ticket(4), Ticket(5), Ticket(6), None]
+    assert [flow.start() for _ in range(5)] == [
+        Ticket(1, 2),
+        Ticket(4),
+        Ticket(5),
+        Ticket(6),
+        None,
+    ]
     flow.finish(Made(4, 1))
     assert flow.pending == (Ticket(1, 2), Ticket(4), Ticket(5), Ticket(6))
     flow.finish(Made(1, 1))
@@ -144,7 +178,12 @@ def test_nothing_starts_before_the_first_sync_and_the_last_step_takes_no_extra()
     flow: Flow[Made] = Flow(Schedule(2, 2), version=1)
     assert flow.start() is None
     flow.synced(1)
-    assert [flow.start(remaining=3) for _ in range(4)] == [Ticket(0), Ticket(1), Ticket(2), None]
+    assert [flow.start(remaining=3) for _ in range(4)] == [
+        Ticket(0),
+        Ticket(1),
+        Ticket(2),
+        None,
+    ]
 
 
 def test_another_bound_while_it_runs():

@@ -20,7 +20,12 @@ from jvlab.trainer._run_checkpoint import Checkpoints, Position
 from jvlab.trainer._step import TrainStep
 from jvlab.trainer.decoder._lora import LoraParams
 from jvlab.trainer.decoder._sharding import mesh
-from tests.trainer.decoder.policy_reference import gap, reference, reference_logits, tokens
+from tests.trainer.decoder.policy_reference import (
+    gap,
+    reference,
+    reference_logits,
+    tokens,
+)
 
 pytestmark = pytest.mark.slow
 IDS = tokens(2048)
@@ -31,7 +36,11 @@ def shaken(lora: LoraParams, seed: int = 7) -> LoraParams:
     leaves, tree = jax.tree.flatten(lora)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     return jax.tree.unflatten(
-        tree, [leaf + 0.05 * jax.random.normal(k, leaf.shape) for k, leaf in zip(keys, leaves, strict=True)]
+        tree,
+        [
+            leaf + 0.05 * jax.random.normal(k, leaf.shape)
+            for k, leaf in zip(keys, leaves, strict=True)
+        ],
     )
 
 
@@ -40,47 +49,69 @@ def policy() -> Policy:
     return Policy.from_pretrained(jv.models.tiny("llama"))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "olmo2", pytest.param("gemma2", marks=pytest.mark.soak)])
-def test_a_new_adapter_changes_nothing_and_a_merged_one_computes_the_same(family: str) -> None:
+@pytest.mark.parametrize(
+    "family", ["qwen3", "olmo2", pytest.param("gemma2", marks=pytest.mark.soak)]
+)
+def test_a_new_adapter_changes_nothing_and_a_merged_one_computes_the_same(
+    family: str,
+) -> None:
     base = Policy.from_pretrained(jv.models.tiny(family), mesh=mesh(fsdp=2, tp=2))
     adapted = base.with_lora(rank=4)
     before = base.logits(base.params, IDS)
-    np.testing.assert_array_equal(np.asarray(adapted.logits(adapted.lora, IDS)), np.asarray(before))
+    np.testing.assert_array_equal(
+        np.asarray(adapted.logits(adapted.lora, IDS)), np.asarray(before)
+    )
     trained = shaken(adapted.lora)
     after = adapted.logits(trained, IDS)
     assert gap(after, before) > 0.05, "the adapters are part of what is computed"
     sent = trained.as_sent()
-    assert jax.tree.map(lambda x: x.sharding, sent) == jax.tree.map(lambda x: x.sharding, trained)
+    assert jax.tree.map(lambda x: x.sharding, sent) == jax.tree.map(
+        lambda x: x.sharding, trained
+    )
     np.testing.assert_array_equal(
-        np.asarray(sent["layers"]["attn"]["q"]["lora_b"]), 2 * np.asarray(trained["layers"]["attn"]["q"]["lora_b"])
+        np.asarray(sent["layers"]["attn"]["q"]["lora_b"]),
+        2 * np.asarray(trained["layers"]["attn"]["q"]["lora_b"]),
     )
     merged = adapted.merge(trained)
     assert not merged.frozen
     assert gap(merged.logits(merged.params, IDS), after) < 1e-4
-    np.testing.assert_array_equal(np.asarray(base.logits(base.params, IDS)), np.asarray(before))
+    np.testing.assert_array_equal(
+        np.asarray(base.logits(base.params, IDS)), np.asarray(before)
+    )
 
 
 def test_in_a_mixture_of_experts_attention_is_adapted() -> None:
     """Router and experts stay as they are: named as targets they are refused, and by default they are left out."""
-    base = Policy.from_pretrained(jv.models.tiny("qwen3_moe", num_hidden_layers=2), mesh=mesh(fsdp=2, ep=2))
+    base = Policy.from_pretrained(
+        jv.models.tiny("qwen3_moe", num_hidden_layers=2), mesh=mesh(fsdp=2, ep=2)
+    )
     adapted = base.with_lora(rank=4)
     assert adapted.lora.spec.targets == ("q_proj", "k_proj", "v_proj", "o_proj")
     assert set(adapted.lora["layers"]) == {"attn"}
     before = base.logits(base.params, IDS)
-    np.testing.assert_array_equal(np.asarray(adapted.logits(adapted.lora, IDS)), np.asarray(before))
+    np.testing.assert_array_equal(
+        np.asarray(adapted.logits(adapted.lora, IDS)), np.asarray(before)
+    )
     trained = shaken(adapted.lora)
     after = adapted.logits(trained, IDS)
     assert gap(after, before) > 0.05
     merged = adapted.merge(trained)
     assert gap(merged.logits(merged.params, IDS), after) < 1e-3
     for target in ("gate_proj", "down_proj"):
-        with pytest.raises(ConfigError, match=r"(?s)experts and their router have no adapters.*q_proj, k_proj, v_proj"):
+        with pytest.raises(
+            ConfigError,
+            match=r"(?s)experts and their router have no adapters.*q_proj, k_proj, v_proj",
+        ):
             base.with_lora(targets=["q_proj", target])
     step = TrainStep(adapted.logprobs_fn, learning_rate=1e-2, token_budget=64)
     state = step.init(jax.tree.map(jnp.copy, adapted.lora))
-    state, report = step(state, train_batch(samples(adapted), np.array([0, 1.0] * 3), Algorithm()))
+    state, report = step(
+        state, train_batch(samples(adapted), np.array([0, 1.0] * 3), Algorithm())
+    )
     assert not report.skipped
-    assert len(report.experts["max"]) == 2, "the loads of experts below adapters are counted too"
+    assert len(report.experts["max"]) == 2, (
+        "the loads of experts below adapters are counted too"
+    )
     assert float(jnp.abs(state.params["layers"]["attn"]["q"]["lora_b"]).max()) > 0
 
 
@@ -124,7 +155,11 @@ def test_only_adapters_train(policy: Policy, budget: int | None) -> None:
     jax.tree.map(np.testing.assert_array_equal, adapted.frozen, base)
     text = (
         step._programs["score"]
-        .lower(state.params, step._inputs(batch, next(iter(step._parts(batch))), (), ()), step._frozen)
+        .lower(
+            state.params,
+            step._inputs(batch, next(iter(step._parts(batch))), (), ()),
+            step._frozen,
+        )
         .as_text()
     )
     assert "dense_resource" not in text
@@ -133,17 +168,27 @@ def test_only_adapters_train(policy: Policy, budget: int | None) -> None:
 
 def test_packed_rows_give_what_single_ones_do(policy: Policy) -> None:
     adapted = policy.with_lora(rank=4)
-    trained, batch = shaken(adapted.lora), train_batch(samples(adapted), np.arange(6.0), Algorithm())
+    trained, batch = (
+        shaken(adapted.lora),
+        train_batch(samples(adapted), np.arange(6.0), Algorithm()),
+    )
     packed = TrainStep(adapted.logprobs_fn, token_budget=64).score(trained, batch)
     padded = TrainStep(adapted.logprobs_fn).score(trained, batch)
     np.testing.assert_allclose(packed, padded, atol=2e-5)
-    assert np.abs(packed - TrainStep(adapted.logprobs_fn).score(adapted.lora, batch)).max() > 0.05
+    assert (
+        np.abs(packed - TrainStep(adapted.logprobs_fn).score(adapted.lora, batch)).max()
+        > 0.05
+    )
 
 
-def test_a_checkpoint_of_a_run_holds_adapters_alone(policy: Policy, tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_run_holds_adapters_alone(
+    policy: Policy, tmp_path: Path
+) -> None:
     adapted = policy.with_lora(rank=4)
     step, kept = TrainStep(adapted.logprobs_fn, donate=False), Checkpoints(tmp_path)
-    path = kept.save(step.init(shaken(adapted.lora)), Position(step=1, version=1, seed=0, groups=2))
+    path = kept.save(
+        step.init(shaken(adapted.lora)), Position(step=1, version=1, seed=0, groups=2)
+    )
     found = kept.load(path, step.init(adapted.lora))
     jax.tree.map(np.testing.assert_array_equal, found.params, shaken(adapted.lora))
     assert isinstance(found.params, LoraParams)
@@ -157,10 +202,15 @@ def test_peft_loads_what_is_saved(policy: Policy, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     import torch
 
-    adapted = policy.with_lora(rank=4, alpha=12, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
+    adapted = policy.with_lora(
+        rank=4, alpha=12, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
+    )
     adapted.lora = shaken(adapted.lora)
     folder = adapted.save_pretrained(tmp_path / "adapter")
-    assert sorted(f.name for f in Path(folder).iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(f.name for f in Path(folder).iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
     theirs = peft.PeftModel.from_pretrained(reference(str(policy.source)), folder)
     with torch.no_grad():
         expected = theirs(torch.from_numpy(np.asarray(IDS))).logits.numpy()
@@ -170,18 +220,26 @@ def test_peft_loads_what_is_saved(policy: Policy, tmp_path: Path) -> None:
     Path(folder, "adapter_config.json").write_text(json.dumps(config))
     other = peft.PeftModel.from_pretrained(reference(str(policy.source)), folder)
     with torch.no_grad():
-        assert gap(other(torch.from_numpy(np.asarray(IDS))).logits.numpy(), expected) > 1e-3
+        assert (
+            gap(other(torch.from_numpy(np.asarray(IDS))).logits.numpy(), expected)
+            > 1e-3
+        )
 
 
 def test_a_merged_policy_is_saved_as_a_model(policy: Policy, tmp_path: Path) -> None:
     adapted = policy.with_lora(rank=4)
     adapted.lora = shaken(adapted.lora)
     saved = adapted.merge().save_pretrained(tmp_path / "merged")
-    assert gap(reference_logits(reference(saved), IDS), adapted.logits(adapted.lora, IDS)) < 1e-4
+    assert (
+        gap(reference_logits(reference(saved), IDS), adapted.logits(adapted.lora, IDS))
+        < 1e-4
+    )
 
 
 def test_what_cannot_be_adapted_is_refused(policy: Policy) -> None:
-    with pytest.raises(ConfigError, match=r"(?s)target 'c_attn' is no linear map.*targets: q_proj"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)target 'c_attn' is no linear map.*targets: q_proj"
+    ):
         policy.with_lora(targets=["c_attn"])
     with pytest.raises(ConfigError, match="rank=0"):
         policy.with_lora(rank=0)
@@ -190,9 +248,15 @@ def test_what_cannot_be_adapted_is_refused(policy: Policy) -> None:
     with pytest.raises(ConfigError, match="no targets"):
         policy.with_lora(targets=[])
     fused = Policy.from_pretrained(jv.models.tiny("phi3"))
-    with pytest.raises(ConfigError, match=r"'q_proj' is a part of model.layers.0.self_attn.qkv_proj.weight"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'q_proj' is a part of model.layers.0.self_attn.qkv_proj.weight",
+    ):
         fused.with_lora(targets=["q_proj"])
-    assert fused.with_lora(targets=["o_proj", "down_proj"]).lora.spec.targets == ("o_proj", "down_proj")
+    assert fused.with_lora(targets=["o_proj", "down_proj"]).lora.spec.targets == (
+        "o_proj",
+        "down_proj",
+    )
     with pytest.raises(ConfigError, match=r"(?s)no adapters.*with_lora"):
         _ = policy.lora
 

@@ -26,7 +26,14 @@ from jvlab.trainer._losses import Algorithm
 from jvlab.trainer._run import Run
 from jvlab.trainer._step import schedule
 from jvlab.trainer._tasks import Task
-from tests.trainer.fake_pool import FakeLink, FakePool, fresh_params, logprobs_fn, share, task
+from tests.trainer.fake_pool import (
+    FakeLink,
+    FakePool,
+    fresh_params,
+    logprobs_fn,
+    share,
+    task,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -40,11 +47,25 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def train(folder: Path, steps: int, pool: FakePool | None = None, link: FakeLink | None = None, **options: Any) -> Run:
+def train(
+    folder: Path,
+    steps: int,
+    pool: FakePool | None = None,
+    link: FakeLink | None = None,
+    **options: Any,
+) -> Run:
     pool = pool or FakePool()
     given = {**SETTINGS, **options}
     policy = given.pop("policy", (fresh_params(), logprobs_fn))
-    return grpo(policy, pool, link or FakeLink(pool), task(), steps=steps, folder=folder, **given)  # type: ignore[arg-type]
+    return grpo(
+        policy,
+        pool,
+        link or FakeLink(pool),
+        task(),
+        steps=steps,
+        folder=folder,
+        **given,
+    )  # type: ignore[arg-type]
 
 
 class TablePolicy:
@@ -53,7 +74,9 @@ class TablePolicy:
     def __init__(self) -> None:
         self.params = fresh_params()
 
-    def logprobs_fn(self, params: Any, tokens: Any, mask: Any, temperature: float = 1.0) -> Any:
+    def logprobs_fn(
+        self, params: Any, tokens: Any, mask: Any, temperature: float = 1.0
+    ) -> Any:
         return logprobs_fn(params, tokens, mask)
 
     def save_pretrained(self, folder: Path) -> str:
@@ -78,9 +101,14 @@ def test_a_schedule_by_name(tmp_path: Path, kind: str):
 
 def test_a_skipped_update_does_not_move_the_schedule(tmp_path: Path):
     def poisoned(params: Any, tokens: Any, mask: Any) -> Any:
-        return logprobs_fn(params, tokens, mask) + jnp.where((tokens[:, :1] == 4) & mask, jnp.nan, 0.0)
+        return logprobs_fn(params, tokens, mask) + jnp.where(
+            (tokens[:, :1] == 4) & mask, jnp.nan, 0.0
+        )
 
-    run = train(tmp_path / "run", 4, policy=(fresh_params(), poisoned), schedule="linear")  # step 1 has a prompt of 4
+    # step 1 has a prompt of 4
+    run = train(
+        tmp_path / "run", 4, policy=(fresh_params(), poisoned), schedule="linear"
+    )
     rates = run.record.steps()["learning_rate"]
     assert run.record.steps()["skipped"].tolist() == [False, True, False, False]
     assert rates[1] == rates[2], "the second update is made by the third step"
@@ -93,26 +121,42 @@ def test_a_skipped_update_does_not_move_the_schedule(tmp_path: Path):
         ({"schedule": "square"}, "constant, linear, cosine"),
         ({"schedule": "cosine", "warmup": 6}, "steps above warmup"),
         ({"warmup": -1}, "warmup=-1"),
-        ({"schedule": "cosine", "learning_rate": lambda n: 0.1}, "learning_rate, a function"),
+        (
+            {"schedule": "cosine", "learning_rate": lambda n: 0.1},
+            "learning_rate, a function",
+        ),
         ({"schedule": "cosine", "optimizer": "any"}, "the optimizer"),
         ({"evaluate": [1, 2]}, "evaluate is list"),
         ({"evaluate": Task([[1]], share), "every": 0}, "every=0"),
     ],
 )
-def test_wrong_options_are_refused_before_anything_starts(tmp_path: Path, wrong: dict[str, Any], says: str):
+def test_wrong_options_are_refused_before_anything_starts(
+    tmp_path: Path, wrong: dict[str, Any], says: str
+):
     with pytest.raises(ConfigError, match=says):
         train(tmp_path / "run", 4, **wrong)
     assert not (tmp_path / "run").exists()
 
 
 NAN, INF = float("nan"), float("inf")
-WRONG: dict[str, tuple[Any, ...]] = {  # option: values that are refused where they enter
+# option: values that are refused where they enter
+WRONG: dict[str, tuple[Any, ...]] = {
     "steps": (0, -1, 2.5, "5", True, None),
     "max_staleness": (-1, 0.5, "1", None),
     "algorithm": (5, None, "grop"),
     "group_size": (0, -2, 1, 2.0, True),
     "prompts_per_step": (0, -1, "3", None),
-    "learning_rate": (-1.0, NAN, INF, "1e-4", None, True, lambda n: -1.0, lambda n: "fast", lambda: 0.1),
+    "learning_rate": (
+        -1.0,
+        NAN,
+        INF,
+        "1e-4",
+        None,
+        True,
+        lambda n: -1.0,
+        lambda n: "fast",
+        lambda: 0.1,
+    ),
     "schedule": ("square", 3, None),
     "warmup": (-1, 1.5, "2"),
     "optimizer": ("adam", 3),
@@ -147,12 +191,22 @@ WRONG: dict[str, tuple[Any, ...]] = {  # option: values that are refused where t
 class StrictLink(FakeLink):
     """Knows its options, as a real one does."""
 
-    def sync(self, params: Any, version: int, *, progress: bool = False, verify: str = "", pause: str = "") -> Any:
+    def sync(
+        self,
+        params: Any,
+        version: int,
+        *,
+        progress: bool = False,
+        verify: str = "",
+        pause: str = "",
+    ) -> Any:
         return super().sync(params, version)
 
 
 def test_every_option_has_wrong_values():
-    unchecked = {"max_staleness", "steps"} | {field.name for field in dataclasses.fields(GrpoConfig)}
+    unchecked = {"max_staleness", "steps"} | {
+        field.name for field in dataclasses.fields(GrpoConfig)
+    }
     assert set(WRONG) == unchecked
 
 
@@ -182,9 +236,15 @@ def test_an_algorithm_without_groups_may_have_one_sample_each(tmp_path: Path):
 
 def test_a_completion_that_cannot_fit_the_engine_is_refused(tmp_path: Path):
     pool = FakePool()
-    facts = SimpleNamespace(max_model_len=64, sampling_names=["top_p", "max_tokens", "temperature"], batch_invariant=0)
+    facts = SimpleNamespace(
+        max_model_len=64,
+        sampling_names=["top_p", "max_tokens", "temperature"],
+        batch_invariant=0,
+    )
     pool._facts = lambda: facts  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"max_tokens=64, and the engine's context holds 64 tokens"):
+    with pytest.raises(
+        ConfigError, match=r"max_tokens=64, and the engine's context holds 64 tokens"
+    ):
         train(tmp_path / "run", 2, pool, max_tokens=64)
     with pytest.raises(ConfigError, match=r"did you mean 'top_p'"):
         train(tmp_path / "run", 2, pool, sampling={"top_pp": 0.9})
@@ -193,7 +253,9 @@ def test_a_completion_that_cannot_fit_the_engine_is_refused(tmp_path: Path):
 
 def test_a_misspelt_folder_to_resume_is_refused(tmp_path: Path):
     train(tmp_path / "first", 2, checkpoint_every=1)
-    with pytest.raises(ConfigError, match=r"frist holds no run to resume\n.*did you mean 'first'"):
+    with pytest.raises(
+        ConfigError, match=r"frist holds no run to resume\n.*did you mean 'first'"
+    ):
         train(tmp_path / "frist", 4, resume=True, checkpoint_every=1)
     assert not (tmp_path / "frist").exists()
     run = train(tmp_path / "first", 4, resume="auto", checkpoint_every=1)
@@ -213,9 +275,15 @@ async def asynchronous(sample: Any, example: Any) -> float:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"reward": no_parameters}, r"called as reward\(sample, example\), but it is no_parameters\(\)"),
+        (
+            {"reward": no_parameters},
+            r"called as reward\(sample, example\), but it is no_parameters\(\)",
+        ),
         ({"reward": lambda sample: 1.0}, r"called as reward\(sample, example\)"),
-        ({"reward": None, "environment": lambda example: None}, r"called as environment\(\)"),
+        (
+            {"reward": None, "environment": lambda example: None},
+            r"called as environment\(\)",
+        ),
         ({"name": 5}, "name=5"),
         *[({"timeout": value}, "timeout=") for value in (0, -1.0, NAN, "30")],
         *[({"processes": value}, "processes=") for value in (-1, 1.5, "2", None)],
@@ -223,7 +291,10 @@ async def asynchronous(sample: Any, example: Any) -> float:
         *[({"seed": value}, "seed=") for value in (-1, 1.5, "x", None)],
         ({"shuffle": "yes"}, "shuffle="),
         ({"sampling": "max_tokens"}, "sampling is"),
-        *[({"sampling": {"max_tokens": value}}, "max_tokens=") for value in (0, -1, 1.5, "9")],
+        *[
+            ({"sampling": {"max_tokens": value}}, "max_tokens=")
+            for value in (0, -1, 1.5, "9")
+        ],
     ],
 )
 def test_absurd_tasks_are_refused_where_they_are_made(wrong: dict[str, Any], says: str):
@@ -232,12 +303,21 @@ def test_absurd_tasks_are_refused_where_they_are_made(wrong: dict[str, Any], say
     assert caught.value.remedy
 
 
-def test_a_reward_that_cannot_run_in_processes_is_refused_before_the_run(tmp_path: Path):
+def test_a_reward_that_cannot_run_in_processes_is_refused_before_the_run(
+    tmp_path: Path,
+):
     for reward in (asynchronous, lambda sample, example: 1.0):
         pool = FakePool()
         what = task(reward, processes=1)
         with pytest.raises(ConfigError, match="process"):
-            grpo((fresh_params(), logprobs_fn), pool, FakeLink(pool), what, folder=tmp_path / "run", **SETTINGS)  # type: ignore[arg-type]
+            grpo(
+                (fresh_params(), logprobs_fn),
+                pool,
+                FakeLink(pool),
+                what,
+                folder=tmp_path / "run",
+                **SETTINGS,
+            )  # type: ignore[arg-type]
         assert not (tmp_path / "run").exists()
 
 
@@ -248,21 +328,37 @@ def held_out() -> Task:
 def test_held_out_prompts_are_answered_every_few_steps(tmp_path: Path):
     policy, pool = TablePolicy(), FakePool()
     seen: dict[int, np.ndarray] = {0: np.array(policy.params["table"])}
-    keep = lambda event: seen.__setitem__(event.step + 1, np.array(policy.params["table"]))
-    options: dict[str, Any] = {"evaluate": held_out(), "every": 4, "evaluate_prompts": 3, "learning_rate": 0.3}
+    keep = lambda event: seen.__setitem__(
+        event.step + 1, np.array(policy.params["table"])
+    )
+    options: dict[str, Any] = {
+        "evaluate": held_out(),
+        "every": 4,
+        "evaluate_prompts": 3,
+        "learning_rate": 0.3,
+    }
     run = train(tmp_path / "run", 10, pool, policy=policy, progress=keep, **options)
     events: list[Any] = run.record.events("evaluation")
-    assert [e.step for e in events] == [0, 4, 8, 10], "before the first step, every fourth, and at the end"
+    assert [e.step for e in events] == [0, 4, 8, 10], (
+        "before the first step, every fourth, and at the end"
+    )
     assert [e.version for e in events] == [1, 5, 9, 11]
     assert all(e.samples == 3 and e.failed == 0 for e in events)
     means = [e.reward_mean for e in events]
     assert means[-1] > means[0]
-    assert [e.best for e in events] == [m > max(means[:i], default=-1) for i, m in enumerate(means)]
+    assert [e.best for e in events] == [
+        m > max(means[:i], default=-1) for i, m in enumerate(means)
+    ]
     best = max(e.step for e in events if e.best)
     np.testing.assert_array_equal(saved(tmp_path / "run" / "best"), seen[best])
     np.testing.assert_array_equal(saved(tmp_path / "run" / "last"), run.params["table"])
-    assert sorted(p.name for p in (tmp_path / "run").iterdir() if p.is_dir()) == ["best", "last"]
-    assert run.record.summary()["samples"] == 10 * 12, "evaluations are no samples of the training"
+    assert sorted(p.name for p in (tmp_path / "run").iterdir() if p.is_dir()) == [
+        "best",
+        "last",
+    ]
+    assert run.record.summary()["samples"] == 10 * 12, (
+        "evaluations are no samples of the training"
+    )
 
 
 @pytest.mark.parametrize(
@@ -274,22 +370,32 @@ def test_held_out_prompts_are_answered_every_few_steps(tmp_path: Path):
         (Task(iter([[2], [5]]), share), 2),
         (Task(lambda index: [4], share), 1),
         (Task(lambda index: {"prompt": [4], "level": index % 3}, share), 3),
-        (Task(lambda index: {"prompt": [4], "check": lambda: index}, share), 32),  # which cannot be compared
+        # which cannot be compared
+        (Task(lambda index: {"prompt": [4], "check": lambda: index}, share), 32),
         (task(), 11),
     ],
 )
-def test_held_out_prompts_are_answered_once_each(tmp_path: Path, what: Task, answered: int):
+def test_held_out_prompts_are_answered_once_each(
+    tmp_path: Path, what: Task, answered: int
+):
     run = train(tmp_path / "run", 1, evaluate=what)
     assert [e.samples for e in run.record.events("evaluation")] == [answered, answered]  # type: ignore[attr-defined]
     assert what.position == 0
 
 
 def test_a_resumed_run_keeps_its_best(tmp_path: Path):
-    options: dict[str, Any] = {"evaluate": held_out(), "every": 1, "evaluate_prompts": 3, "checkpoint_every": 1}
+    options: dict[str, Any] = {
+        "evaluate": held_out(),
+        "every": 1,
+        "evaluate_prompts": 3,
+        "checkpoint_every": 1,
+    }
     train(tmp_path / "run", 4, policy=TablePolicy(), learning_rate=0.3, **options)
     before = saved(tmp_path / "run" / "best")
     rewards = iter([0.0] * 100)
-    worse = Task([[t] for t in (2, 5, 9)], lambda sample, example: next(rewards), name="held out")
+    worse = Task(
+        [[t] for t in (2, 5, 9)], lambda sample, example: next(rewards), name="held out"
+    )
     options["evaluate"] = worse
     run = train(tmp_path / "run", 5, policy=TablePolicy(), resume=True, **options)
     np.testing.assert_array_equal(saved(tmp_path / "run" / "best"), before)
@@ -306,7 +412,11 @@ def test_runs_side_by_side(tmp_path: Path):
     assert [line.get_label() for line in curves] == ["one", "two", "two (3)"]
     assert [len(line.get_xdata()) for line in curves] == [4, 3, 3]
     np.testing.assert_allclose(curves[0].get_ydata(), one.record.steps()["reward_mean"])
-    evaluations = next(ax for ax in axes if ax.get_title(loc="left") + ax.get_title() == "Held-out prompts")
+    evaluations = next(
+        ax
+        for ax in axes
+        if ax.get_title(loc="left") + ax.get_title() == "Held-out prompts"
+    )
     assert [len(line.get_xdata()) for line in evaluations.lines] == [3, 0, 0]
     assert two.compare(two).axes, "without any evaluation too"
 
@@ -316,7 +426,9 @@ def packing(params: Any, tokens: Any, mask: Any = None, segments: Any = None) ->
     scores = jax.nn.log_softmax(params["table"][tokens[:, :-1]])
     found = jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1)[..., 0]
     if segments is not None:
-        found = jnp.where((segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0), found, 0.0)
+        found = jnp.where(
+            (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0), found, 0.0
+        )
     return jnp.pad(found, ((0, 0), (1, 0)))
 
 
@@ -326,12 +438,21 @@ def test_a_kl_reference_with_packing(tmp_path: Path, kind: str):
     if kind == "pool":
         reference = FakePool()
         reference.hold(fresh_params(), 1)
-    options: dict[str, Any] = {"algorithm": Algorithm.named("grpo", kl_coef=0.1), "reference": reference}
+    options: dict[str, Any] = {
+        "algorithm": Algorithm.named("grpo", kl_coef=0.1),
+        "reference": reference,
+    }
     options["policy"] = (fresh_params(), packing)
     packed = train(tmp_path / "packed", 4, token_budget=48, **options).record
     padded = train(tmp_path / "padded", 4, micro_batch=4, **options).record
     for name in ("loss", "kl", "grad_norm", "reward_mean"):
-        np.testing.assert_allclose(packed.steps()[name], padded.steps()[name], rtol=1e-3, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            packed.steps()[name],
+            padded.steps()[name],
+            rtol=1e-3,
+            atol=1e-5,
+            err_msg=name,
+        )
     assert packed.steps()["kl"][0] == pytest.approx(0, abs=1e-6)
     assert (packed.steps()["kl"][1:] > 0).all()
     assert max(e.extra["padding"] for e in packed.events("step")) < min(
@@ -357,7 +478,9 @@ print(json.dumps({"missed": len(missed), "compiled": sum(e.extra["compiled"] for
 """
 
 
-def test_a_second_run_of_a_script_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_second_run_of_a_script_compiles_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     found = []
     for name in ("first", "second"):
         environment = {**os.environ, "JVLAB_COMPILE_CACHE": str(tmp_path / "programs")}

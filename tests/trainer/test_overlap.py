@@ -19,18 +19,36 @@ from jvlab.record._writer import RecordWriter
 from jvlab.trainer._grpo import grpo
 from jvlab.trainer._run_checkpoint import Checkpoints
 from jvlab.trainer._step import Pending, TrainStep
-from tests.trainer.fake_pool import FakeLink, FakePool, fresh_params, logprobs_fn, share, task, world
+from tests.trainer.fake_pool import (
+    FakeLink,
+    FakePool,
+    fresh_params,
+    logprobs_fn,
+    share,
+    task,
+    world,
+)
 
 pytestmark = pytest.mark.slow
 
 
-def train(folder: Path, steps: int, pool: FakePool, link: FakeLink, **options: Any) -> Any:
-    given = {"group_size": 4, "prompts_per_step": 3, "learning_rate": 0.05, "checkpoint_every": 0, **options}
+def train(
+    folder: Path, steps: int, pool: FakePool, link: FakeLink, **options: Any
+) -> Any:
+    given = {
+        "group_size": 4,
+        "prompts_per_step": 3,
+        "learning_rate": 0.05,
+        "checkpoint_every": 0,
+        **options,
+    }
     policy = given.pop("policy", (fresh_params(), logprobs_fn))
     return grpo(policy, pool, link, task(), steps=steps, folder=folder, **given)  # type: ignore[arg-type]
 
 
-def test_the_next_groups_are_generated_before_a_step_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_next_groups_are_generated_before_a_step_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """`finish` waits here until the pool was asked for the next group: an earlier order would wait in vain."""
     pool, link = world()
     asked, waited = threading.Event(), []
@@ -78,15 +96,31 @@ def test_a_sample_is_rewarded_while_its_group_is_still_generated(tmp_path: Path)
         pool.rewarded.add(sample.sample_index)
         return share(sample, example)
 
-    options: dict[str, Any] = {"group_size": 3, "prompts_per_step": 1, "checkpoint_every": 0}
+    options: dict[str, Any] = {
+        "group_size": 3,
+        "prompts_per_step": 1,
+        "checkpoint_every": 0,
+    }
     link: Any = FakeLink(pool)
-    run = grpo((fresh_params(), logprobs_fn), link.pool, link, task(reward), steps=2, folder=tmp_path / "r", **options)
+    run = grpo(
+        (fresh_params(), logprobs_fn),
+        link.pool,
+        link,
+        task(reward),
+        steps=2,
+        folder=tmp_path / "r",
+        **options,
+    )
     assert pool.waits == [True] * 6
-    rewards = [e.samples for e in run.record.events("reward") if isinstance(e, RewardEvent)]
+    rewards = [
+        e.samples for e in run.record.events("reward") if isinstance(e, RewardEvent)
+    ]
     assert rewards == [3, 3], "one event for each group, as before"
 
 
-def test_times_and_order_stay_true_if_fetching_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_times_and_order_stay_true_if_fetching_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     pool, link = world()
     inner = Pending.finish
 
@@ -103,7 +137,9 @@ def test_times_and_order_stay_true_if_fetching_is_slow(tmp_path: Path, monkeypat
     for before, step, after in zip(syncs, steps, syncs[1:], strict=False):
         assert before.stop <= step.start <= step.stop <= after.start
         assert after.start - step.stop < 0.3, "the sync does not wait for the numbers"
-    assert all(step.seconds < 0.3 for step in steps[1:]), "nor is the wait a part of the step; the first compiles"
+    assert all(step.seconds < 0.3 for step in steps[1:]), (
+        "nor is the wait a part of the step; the first compiles"
+    )
 
 
 def test_a_step_is_recorded_even_if_its_sync_fails(tmp_path: Path):
@@ -141,7 +177,9 @@ def test_a_probe_ends_before_its_version_is_replaced(tmp_path: Path):
     assert record.summary()["logprob_gap"] < 1e-5
 
 
-def test_a_checkpoint_is_later_than_its_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_checkpoint_is_later_than_its_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     write, save, seen = RecordWriter.write_samples, Checkpoints.save, []
 
     def slow(self: RecordWriter, samples: Any) -> int:
@@ -159,7 +197,9 @@ def test_a_checkpoint_is_later_than_its_samples(tmp_path: Path, monkeypatch: pyt
     assert len(run.record.samples()) == 60
 
 
-def test_samples_that_cannot_be_written_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_samples_that_cannot_be_written_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     def full(self: RecordWriter, samples: Any) -> int:
         raise OSError(28, "No space left on device")
 
@@ -172,7 +212,12 @@ def test_a_pool_on_the_trainers_card_sleeps_while_it_trains(tmp_path: Path):
     pool, link = world()
     pool.colocated = True  # type: ignore[attr-defined]
     run = train(tmp_path / "run", 3, pool, link)
-    step = lambda version: ["sleep 2", "wake weights", f"sync {version}", "wake kv_cache"]
+    step = lambda version: [
+        "sleep 2",
+        "wake weights",
+        f"sync {version}",
+        "wake kv_cache",
+    ]
     assert pool.steered == ["sync 1", *step(2), *step(3), *step(4)]
     slept = [e for e in run.record.events("pause") if e.mode == "sleep"]  # type: ignore[attr-defined]
     assert len(slept) == 3
@@ -186,10 +231,20 @@ def test_a_pool_that_generates_does_not_sleep(tmp_path: Path):
     pool.colocated = True  # type: ignore[attr-defined]
     train(tmp_path / "bound", 3, pool, link, max_staleness=1)
     assert not [what for what in pool.steered if not what.startswith("sync")]
-    with pytest.raises(ConfigError, match="the pool generates while the trainer trains"):
+    with pytest.raises(
+        ConfigError, match="the pool generates while the trainer trains"
+    ):
         train(tmp_path / "no", 3, pool, link, max_staleness=1, sleep=True)
     pool, link = world(delay=0.001)
-    run = train(tmp_path / "raised", 10_000, pool, link, sleep=True, background=True, progress=False)
+    run = train(
+        tmp_path / "raised",
+        10_000,
+        pool,
+        link,
+        sleep=True,
+        background=True,
+        progress=False,
+    )
     while run.status.step < 2:
         time.sleep(0.01)
     assert "sleep 2" in pool.steered
@@ -203,7 +258,9 @@ def test_a_pool_that_generates_does_not_sleep(tmp_path: Path):
     assert run.record.staleness().max.max() > 0
 
 
-def test_a_run_that_fails_leaves_no_pool_asleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_that_fails_leaves_no_pool_asleep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     pool, link = world()
 
     def launch(self: TrainStep, *_: Any) -> Any:

@@ -23,18 +23,33 @@ from jvlab.trainer import _policy
 from jvlab.trainer._policy import Policy
 from jvlab.trainer.decoder import _checkpoint
 from jvlab.trainer.decoder._sharding import mesh
-from tests.trainer.decoder.policy_reference import FAMILIES, gap, reference, reference_logits, tokens
+from tests.trainer.decoder.policy_reference import (
+    FAMILIES,
+    gap,
+    reference,
+    reference_logits,
+    tokens,
+)
 
 pytestmark = pytest.mark.slow
 
 
 def _bytes(folder: str | Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     files = _checkpoint.TensorFiles(Path(folder))
-    return {name: (str(files[name].dtype), files[name].shape, files[name].tobytes()) for name in files}
+    return {
+        name: (str(files[name].dtype), files[name].shape, files[name].tobytes())
+        for name in files
+    }
 
 
 def _places(binding: Binding) -> object:
-    return binding.leaf, binding.tensor, binding.leaf_start, binding.tensor_start, frozenset(binding.axes)
+    return (
+        binding.leaf,
+        binding.tensor,
+        binding.leaf_start,
+        binding.tensor_start,
+        frozenset(binding.axes),
+    )
 
 
 def _edited(source: str, folder: Path, **fields: Any) -> Path:
@@ -50,8 +65,11 @@ def test_there_and_back_bit_for_bit(family: str, tmp_path: Path) -> None:
     policy = Policy.from_pretrained(source, mesh=mesh(fsdp=2, tp=2))
     saved = policy.save_pretrained(tmp_path / "saved")
     assert _bytes(saved) == _bytes(source)
-    assert json.loads(Path(saved, "config.json").read_text()) == json.loads(Path(source, "config.json").read_text())
-    names = {file.name for file in Path(source).iterdir()} - {"jvlab.json"}  # the stamp of `tiny`, no longer true
+    assert json.loads(Path(saved, "config.json").read_text()) == json.loads(
+        Path(source, "config.json").read_text()
+    )
+    # the stamp of `tiny`, no longer true
+    names = {file.name for file in Path(source).iterdir()} - {"jvlab.json"}
     assert {file.name for file in Path(saved).iterdir()} == names
     again = Policy.from_pretrained(saved)
     jax.tree.map(np.testing.assert_array_equal, again.params, policy.params)
@@ -64,18 +82,28 @@ def test_transformers_loads_what_was_trained(family: str, tmp_path: Path) -> Non
     ids = tokens(2048)
     changed = jax.tree.map(lambda x: x * 1.01 + 0.003, policy.params)
     saved = policy.save_pretrained(tmp_path / "saved", params=changed)
-    assert gap(policy.logits(changed, ids), reference_logits(reference(saved), ids)) < 5e-5
-    assert gap(policy.logits(policy.params, ids), reference_logits(reference(saved), ids)) > 1e-3
+    assert (
+        gap(policy.logits(changed, ids), reference_logits(reference(saved), ids)) < 5e-5
+    )
+    assert (
+        gap(policy.logits(policy.params, ids), reference_logits(reference(saved), ids))
+        > 1e-3
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_leaves_are_what_the_rules_say(family: str) -> None:
     """Every loaded leaf against the reference executor of the layout's bindings."""
     policy = Policy.from_pretrained(jv.models.tiny(family), mesh=mesh(fsdp=3, tp=2))
-    files, leaves = _checkpoint.TensorFiles(policy.source), flatten(policy.params).arrays
+    files, leaves = (
+        _checkpoint.TensorFiles(policy.source),
+        flatten(policy.params).arrays,
+    )
     expected: dict[str, np.ndarray] = {}
     for binding in policy._bindings:
-        into = expected.setdefault(binding.leaf, np.full(binding.leaf_shape, np.nan, np.float32))
+        into = expected.setdefault(
+            binding.leaf, np.full(binding.leaf_shape, np.nan, np.float32)
+        )
         invert_binding(binding, files[binding.tensor], into)
     assert set(expected) == set(leaves)
     for leaf, array in expected.items():
@@ -88,7 +116,9 @@ def test_dtypes(tmp_path: Path) -> None:
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(wide.params)} == {"float32"}
     lossless = wide.save_pretrained(tmp_path / "wide")
     assert json.loads(Path(lossless, "config.json").read_text())["dtype"] == "float32"
-    assert _bytes(wide.save_pretrained(tmp_path / "narrow", dtype="bfloat16")) == _bytes(source)
+    assert _bytes(
+        wide.save_pretrained(tmp_path / "narrow", dtype="bfloat16")
+    ) == _bytes(source)
     narrow = Policy.from_pretrained(source, dtype="bfloat16")
     assert narrow.dtype == narrow.compute_dtype == "bfloat16"
     assert _bytes(narrow.save_pretrained(tmp_path / "kept")) == _bytes(source)
@@ -111,22 +141,32 @@ def test_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     again = Policy.from_pretrained(saved)
     assert gap(again.logits(again.params, ids), theirs) < 5e-5
     files[1].unlink()
-    with pytest.raises(ModelError, match=f"lacks 1 of the {len(files)} files its index names, first {files[1].name}"):
+    with pytest.raises(
+        ModelError,
+        match=f"lacks 1 of the {len(files)} files its index names, first {files[1].name}",
+    ):
         Policy.from_pretrained(saved)
 
 
 def test_a_tied_head_that_is_stored_is_saved_too(tmp_path: Path) -> None:
     """Some checkpoints keep both names of a tied table: the embedding is the one that counts, for both."""
-    folder = _edited(jv.models.tiny("llama"), tmp_path / "both", tie_word_embeddings=True)
+    folder = _edited(
+        jv.models.tiny("llama"), tmp_path / "both", tie_word_embeddings=True
+    )
     policy = Policy.from_pretrained(folder)
     assert "lm_head" not in policy.params
     saved = _bytes(policy.save_pretrained(tmp_path / "saved"))
-    assert saved["lm_head.weight"] == saved["model.embed_tokens.weight"] == _bytes(folder)["model.embed_tokens.weight"]
+    assert (
+        saved["lm_head.weight"]
+        == saved["model.embed_tokens.weight"]
+        == _bytes(folder)["model.embed_tokens.weight"]
+    )
 
 
 def test_the_model_is_never_in_memory_twice() -> None:
     path = jv.models.tiny("llama", num_hidden_layers=12, hidden_size=256)
-    Policy.from_pretrained(jv.models.tiny("llama"), mesh=mesh(fsdp=2))  # imports and caches are paid here
+    # imports and caches are paid here
+    Policy.from_pretrained(jv.models.tiny("llama"), mesh=mesh(fsdp=2))
     tracemalloc.start()
     try:
         policy = Policy.from_pretrained(path, mesh=mesh(fsdp=2))
@@ -138,7 +178,9 @@ def test_the_model_is_never_in_memory_twice() -> None:
     assert peak < sum(leaves) + 3 * max(leaves)
 
 
-def test_only_the_parts_that_devices_hold_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_parts_that_devices_hold_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each element of a split leaf is copied once, not once for each device."""
     path, copied = jv.models.tiny("llama"), []
     real = _checkpoint._copy
@@ -154,7 +196,9 @@ def test_only_the_parts_that_devices_hold_are_read(monkeypatch: pytest.MonkeyPat
     assert max(copied) == 2048 * 128 // 4  # a quarter of the largest
 
 
-def test_saving_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_is_all_or_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy = Policy.from_pretrained(jv.models.tiny("llama"))
 
     def broken(*_: Any) -> str:
@@ -175,7 +219,11 @@ def test_checkpoints_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no decoder for model_type 'gpt2'"):
         Policy.from_pretrained(jv.models.tiny("gpt2"))
     with pytest.raises(ModelError, match=r"lm_head\.weight") as caught:
-        Policy.from_pretrained(_edited(jv.models.tiny("gemma2"), tmp_path / "untied", tie_word_embeddings=False))
+        Policy.from_pretrained(
+            _edited(
+                jv.models.tiny("gemma2"), tmp_path / "untied", tie_word_embeddings=False
+            )
+        )
     assert caught.value.fields["problems"]
     with pytest.raises(ModelError, match=r"layers\.4"):
         Policy.from_pretrained(_edited(llama, tmp_path / "more", num_hidden_layers=5))
@@ -214,5 +262,9 @@ def test_the_tree_plans_onto_vllm(family: str, rules: str) -> None:
     pytest.importorskip("vllm")
     path = jv.models.tiny(family)
     policy = Policy.from_pretrained(path, mesh=mesh(fsdp=3, tp=2))
-    mapping = trace_and_compile(Mapping, policy.params, path, tensor_parallel=2, rules=rules)
-    assert {_places(b) for b in mapping.bindings} == {_places(b) for b in policy._bindings}
+    mapping = trace_and_compile(
+        Mapping, policy.params, path, tensor_parallel=2, rules=rules
+    )
+    assert {_places(b) for b in mapping.bindings} == {
+        _places(b) for b in policy._bindings
+    }

@@ -58,20 +58,29 @@ async def length_async(sample, example):
 
 
 @pytest.mark.parametrize(
-    ("function", "processes"), [(length, 0), (length, 1), (length_async, 0)], ids=["threads", "processes", "async"]
+    ("function", "processes"),
+    [(length, 0), (length, 1), (length_async, 0)],
+    ids=["threads", "processes", "async"],
 )
 def test_failures_are_reported_with_their_sample(function, processes: int):
     with Rewarder(function, processes=processes) as rewarder:
         result = rewarder.score(TEXTS, [10, 0, 0, 0, 0, 0])
         assert result.rewards[[0, 2, 5]].tolist() == [11, 3, 2]
         assert np.isnan(result.rewards[[1, 3, 4]]).all()
-        assert [(f.index, f.kind) for f in result.failures] == [(1, "raised"), (3, "not a number"), (4, "not a number")]
+        assert [(f.index, f.kind) for f in result.failures] == [
+            (1, "raised"),
+            (3, "not a number"),
+            (4, "not a number"),
+        ]
         failure = result.failures[0]
         assert failure.sample is TEXTS[1]
         assert failure.message == "ValueError: no such thing"
         assert "in length" in failure.traceback
         assert result.counts == {"raised": 1, "not a number": 2}
-        assert repr(result) == "RewardResult(6 samples, mean 5.333, 2 not a number, 1 raised)"
+        assert (
+            repr(result)
+            == "RewardResult(6 samples, mean 5.333, 2 not a number, 1 raised)"
+        )
         assert rewarder.start(0, TEXTS[0]).result() == 1
 
 
@@ -90,7 +99,10 @@ def test_a_hanging_or_dying_process_is_replaced():
     with Rewarder(length, timeout=5, processes=1) as rewarder:
         result = rewarder.score(texts)
         first, second, third = (int(p) for p in result.rewards[[0, 2, 4]])
-        assert [(f.index, f.kind) for f in result.failures] == [(1, "timeout"), (3, "died")]
+        assert [(f.index, f.kind) for f in result.failures] == [
+            (1, "timeout"),
+            (3, "died"),
+        ]
         assert "exit code 7" in result.failures[1].message
         assert os.getpid() not in (first, second, third)
         assert len({first, second, third}) == 3
@@ -102,7 +114,10 @@ def test_a_hanging_or_dying_process_is_replaced():
 def test_the_functions_own_timeout_is_not_ours():
     with Rewarder(length_async, timeout=30) as rewarder:
         (failure,) = rewarder.score([SimpleNamespace(text="own")]).failures
-    assert (failure.kind, failure.message) == ("raised", "TimeoutError: a database did not answer")
+    assert (failure.kind, failure.message) == (
+        "raised",
+        "TimeoutError: a database did not answer",
+    )
 
 
 def test_exit_in_a_reward_is_a_failure_not_a_hang():
@@ -116,7 +131,11 @@ def test_rewards_run_side_by_side_and_threads_end():
     gate = threading.Barrier(4, timeout=60)
     with Rewarder(lambda sample, example: gate.wait() >= 0, workers=4) as rewarder:
         assert rewarder.score([None] * 4).rewards.tolist() == [1] * 4
-    assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("jvlab-reward_")]
+    assert not [
+        t
+        for t in set(threading.enumerate()) - before
+        if t.name.startswith("jvlab-reward_")
+    ]
     with pytest.raises(ConfigError, match="closed"):
         rewarder.score([None])
 
@@ -125,7 +144,9 @@ def test_rewards_run_side_by_side_and_threads_end():
 def test_close_cuts_calls_off(function):
     rewarder, results = Rewarder(function, timeout=300, workers=1), []
     hanging.clear()
-    waiting = threading.Thread(target=lambda: results.append(rewarder.score([SimpleNamespace(text="hang")])))
+    waiting = threading.Thread(
+        target=lambda: results.append(rewarder.score([SimpleNamespace(text="hang")]))
+    )
     waiting.start()
     assert hanging.wait(60)
     rewarder.close()
@@ -153,7 +174,10 @@ def test_errors():
         Rewarder(3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="timeout=0"):
         Rewarder(length, timeout=0)
-    with Rewarder(length) as rewarder, pytest.raises(ConfigError, match="1 samples, 2 examples"):
+    with (
+        Rewarder(length) as rewarder,
+        pytest.raises(ConfigError, match="1 samples, 2 examples"),
+    ):
         rewarder.score([None], [1, 2])
 
 
@@ -167,7 +191,10 @@ def test_a_reward_of_parts_is_their_sum(processes: int):
     with Rewarder(in_parts, processes=processes) as rewarder:
         result = rewarder.score([TEXTS[0], TEXTS[2], TEXTS[3], TEXTS[4]])
     np.testing.assert_array_equal(result.rewards, [1.5, 3.5, math.nan, math.nan])
-    assert result.parts[:2] == ({"length": 1.0, "form": 0.5}, {"length": 3.0, "form": 0.5})
+    assert result.parts[:2] == (
+        {"length": 1.0, "form": 0.5},
+        {"length": 3.0, "form": 0.5},
+    )
     assert [f.kind for f in result.failures] == ["not a number", "not a number"]
     assert "nan" in result.failures[0].message, "which part it was"
 
@@ -192,5 +219,7 @@ def test_a_record_keeps_the_parts(tmp_path):
     )
     run.wait(60)
     kept = run.record.samples()
-    assert all(s.reward == s.reward_parts["share"] + s.reward_parts["bonus"] for s in kept)
+    assert all(
+        s.reward == s.reward_parts["share"] + s.reward_parts["bonus"] for s in kept
+    )
     assert run.record.batch()[0].reward_parts["bonus"] == 0.25

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,8 @@ def toy(params, tokens, mask, with_entropy: bool = False):
     embedded = params["embed"][tokens] * mask[..., None]
     counts = jnp.maximum(jnp.cumsum(mask, axis=1), 1)[..., None]
     hidden = jnp.tanh((jnp.cumsum(embedded, axis=1) / counts) @ params["hidden"])
-    logits = jax.nn.log_softmax(jnp.roll(hidden @ params["out"], 1, axis=1))  # position t: made from those before it
+    # position t: made from those before it
+    logits = jax.nn.log_softmax(jnp.roll(hidden @ params["out"], 1, axis=1))
     logprobs = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
     return (logprobs, -(jnp.exp(logits) * logits).sum(-1)) if with_entropy else logprobs
 
@@ -39,10 +41,20 @@ def plain(params, tokens, mask):
 def toy_params(seed: int = 0):
     rng = np.random.default_rng(seed)
     draw = lambda *shape: jnp.asarray(rng.normal(0, 0.5, shape), jnp.float32)
-    return {"embed": draw(VOCAB, WIDTH), "hidden": draw(WIDTH, WIDTH), "out": draw(WIDTH, VOCAB)}
+    return {
+        "embed": draw(VOCAB, WIDTH),
+        "hidden": draw(WIDTH, WIDTH),
+        "out": draw(WIDTH, VOCAB),
+    }
 
 
-def toy_batch(seed: int = 0, groups: int = 3, algorithm: Algorithm | None = None, longest: int = 12, rows: int = 4):
+def toy_batch(
+    seed: int = 0,
+    groups: int = 3,
+    algorithm: Algorithm | None = None,
+    longest: int = 12,
+    rows: int = 4,
+):
     rng = np.random.default_rng(seed)
     samples = []
     for g in range(groups):
@@ -76,7 +88,11 @@ def close(a, b, **tolerance) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), a, b)
 
 
-LEVELS = [Algorithm(level="token"), Algorithm(level="sequence"), Algorithm.named("dr_grpo", constant_length=16)]
+LEVELS = [
+    Algorithm(level="token"),
+    Algorithm(level="sequence"),
+    Algorithm.named("dr_grpo", constant_length=16),
+]
 
 
 @pytest.mark.parametrize("algorithm", LEVELS, ids=lambda a: a.level)
@@ -85,7 +101,9 @@ def test_micro_batches_add_up_to_the_whole_batch(algorithm: Algorithm):
     results = []
     for rows in (12, 5):  # 5 leaves a last micro-batch that is not full
         step = TrainStep(toy, algorithm, optimizer=optax.sgd(1.0), max_grad_norm=None)
-        state, report = step(step.init(toy_params()), toy_batch(algorithm=algorithm, rows=rows))
+        state, report = step(
+            step.init(toy_params()), toy_batch(algorithm=algorithm, rows=rows)
+        )
         assert report.micro_batches == math.ceil(12 / rows)
         results.append((state.params, report.loss, report.grad_norm))
     for params, loss, norm in results[1:]:
@@ -96,19 +114,36 @@ def test_micro_batches_add_up_to_the_whole_batch(algorithm: Algorithm):
 def test_gradient_against_finite_differences_through_a_model():
     algorithm = Algorithm(kl_coef=0.3, entropy_coef=0.1)
     batch, params = toy_batch(algorithm=algorithm), toy_params()
-    step = TrainStep(toy, algorithm, optimizer=optax.sgd(1.0), max_grad_norm=None, donate=False)
-    batch = batch.with_logprobs(old=step.score(params, batch), reference=step.score(toy_params(1), batch))
+    step = TrainStep(
+        toy, algorithm, optimizer=optax.sgd(1.0), max_grad_norm=None, donate=False
+    )
+    batch = batch.with_logprobs(
+        old=step.score(params, batch), reference=step.score(toy_params(1), batch)
+    )
     start = step.init(params)
     moved, report = step(start, batch)
-    gradient = jax.tree.map(lambda before, after: np.array(before - after), params, moved.params)
+    gradient = jax.tree.map(
+        lambda before, after: np.array(before - after), params, moved.params
+    )
     norm = math.sqrt(sum((g**2).sum() for g in jax.tree.leaves(gradient)))
     assert report.grad_norm == pytest.approx(norm, rel=1e-4)
     rng = np.random.default_rng(3)
     for _ in range(3):
-        way = jax.tree.map(lambda p: rng.normal(size=p.shape).astype(np.float32), params)
-        loss = lambda size: step(step.init(jax.tree.map(lambda p, d: p + size * d, params, way)), batch)[1].loss  # noqa: B023
+        way = jax.tree.map(
+            lambda p: rng.normal(size=p.shape).astype(np.float32), params
+        )
+
+        def loss(size: float, way: Any = way) -> float:
+            moved = jax.tree.map(lambda p, w: p + size * w, params, way)
+            return step(step.init(moved), batch)[1].loss
+
         slope = (loss(1e-2) - loss(-1e-2)) / 2e-2
-        expected = sum((g * d).sum() for g, d in zip(jax.tree.leaves(gradient), jax.tree.leaves(way), strict=True))
+        expected = sum(
+            (g * d).sum()
+            for g, d in zip(
+                jax.tree.leaves(gradient), jax.tree.leaves(way), strict=True
+            )
+        )
         assert slope == pytest.approx(expected, rel=2e-2, abs=2e-3)
 
 
@@ -127,7 +162,8 @@ def test_nothing_compiles_after_warm_up():
             state, report = step(state, toy_batch(seed, groups=5, longest=40))
             step.score(state.params, toy_batch(seed, groups=5, longest=40))
         warm = step.compilations
-        assert warm == 2 + 2 * 3  # zeros and apply; accumulate and score for each of three widths
+        # zeros and apply; accumulate and score for each of three widths
+        assert warm == 2 + 2 * 3
         assert events
         events.clear()
         for seed in range(20, 26):
@@ -167,12 +203,21 @@ def test_a_launched_step_can_be_used_before_its_numbers_are_known():
         one, expected = step(one, batch, version=1)
         pending = step.launch(two, batch, version=1)
         jax.tree.map(np.testing.assert_array_equal, pending.state.params, one.params)
-        assert (pending.state.updates, pending.state.skipped) == (two.updates, two.skipped), "counted later"
+        assert (pending.state.updates, pending.state.skipped) == (
+            two.updates,
+            two.skipped,
+        ), "counted later"
         pending.wait()
         two, report = pending.finish()
         assert (two.updates, two.skipped) == (one.updates, one.skipped)
-        assert (report.skipped, report.tokens, report.padding) == (expected.skipped, expected.tokens, expected.padding)
-        np.testing.assert_array_equal((report.loss, report.grad_norm), (expected.loss, expected.grad_norm))
+        assert (report.skipped, report.tokens, report.padding) == (
+            expected.skipped,
+            expected.tokens,
+            expected.padding,
+        )
+        np.testing.assert_array_equal(
+            (report.loss, report.grad_norm), (expected.loss, expected.grad_norm)
+        )
         np.testing.assert_array_equal(report.logprobs, expected.logprobs)
     assert (two.updates, two.skipped) == (2, 1)
 
@@ -185,7 +230,10 @@ def test_a_launch_waits_for_nothing(monkeypatch: pytest.MonkeyPatch):
     array = type(state.params["out"])
     for name in ("__float__", "__array__", "block_until_ready", "item", "tolist"):
         inner = getattr(array, name)
-        note = lambda self, *a, inner=inner, name=name, **k: (fetched.append(name), inner(self, *a, **k))[1]
+        note = lambda self, *a, inner=inner, name=name, **k: (
+            fetched.append(name),
+            inner(self, *a, **k),
+        )[1]
         monkeypatch.setattr(array, name, note)
     pending = step.launch(state, toy_batch(1), version=1)
     assert not fetched
@@ -195,7 +243,10 @@ def test_a_launch_waits_for_nothing(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_infinite_gradient_of_a_finite_loss_is_skipped():
-    spiky = lambda params, tokens, mask: jnp.sqrt(jnp.abs(params["w"])) * jnp.ones(tokens.shape)  # slope at 0: infinite
+    # slope at 0: infinite
+    spiky = lambda params, tokens, mask: (
+        jnp.sqrt(jnp.abs(params["w"])) * jnp.ones(tokens.shape)
+    )
     step = TrainStep(spiky, Algorithm(importance="none"))
     state, report = step(step.init({"w": jnp.zeros(())}), toy_batch())
     assert math.isfinite(report.loss)
@@ -212,7 +263,8 @@ def test_clipping_bounds_the_update():
         runs[limit] = float(optax.global_norm(moved)), report.grad_norm
     assert runs[None][0] == pytest.approx(runs[None][1], rel=1e-3)
     assert runs[1e-3][0] == pytest.approx(1e-3, rel=2e-2)
-    assert runs[1e-3][1] == pytest.approx(runs[None][1], rel=1e-5)  # reported before clipping
+    # reported before clipping
+    assert runs[1e-3][1] == pytest.approx(runs[None][1], rel=1e-5)
 
 
 def test_same_bits_twice():
@@ -233,7 +285,9 @@ def test_sharded_parameters_keep_their_place():
     if len(jax.devices()) < 4:
         pytest.skip("needs XLA_FLAGS=--xla_force_host_platform_device_count=4 or more")
     P, named = jax.sharding.PartitionSpec, jax.sharding.NamedSharding
-    mesh = jax.make_mesh((2, 2), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = jax.make_mesh(
+        (2, 2), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+    )
     spec = {"embed": P(None, "fsdp"), "hidden": P("fsdp", "tp"), "out": P("tp", None)}
     where = {k: named(mesh, s) for k, s in spec.items()}
     single = adamw_step()
@@ -246,7 +300,9 @@ def test_sharded_parameters_keep_their_place():
         for tree in (two.params, two.opt_state[1][0].mu, two.opt_state[1][0].nu):
             for name, leaf in tree.items():
                 assert leaf.sharding.is_equivalent_to(where[name], leaf.ndim), name
-    for one_moment, two_moment in zip(one.opt_state[1][0][1:], two.opt_state[1][0][1:], strict=True):
+    for one_moment, two_moment in zip(
+        one.opt_state[1][0][1:], two.opt_state[1][0][1:], strict=True
+    ):
         close(copied(one_moment), copied(two_moment), rtol=1e-3, atol=1e-6)
     # AdamW divides by a root: where a gradient is near zero its rounding decides the step, a part of 3 × 1e-2
     close(copied(one.params), copied(two.params), rtol=1e-3, atol=2e-4)
@@ -264,7 +320,8 @@ def test_metrics_split_by_staleness():
     scored = step.score(toy_params(), batch)
     gap = np.abs(scored - batch.engine_logprobs)[fresh]
     assert report.metrics["logprob_gap_max"] == pytest.approx(gap.max(), rel=1e-4)
-    assert report.metrics["ratio_max"] == report.metrics["ratio_min"] == 1.0  # the first forward pass is the old policy
+    # the first forward pass is the old policy
+    assert report.metrics["ratio_max"] == report.metrics["ratio_min"] == 1.0
     assert 0 < report.metrics["entropy"] < math.log(VOCAB)
 
 
@@ -284,7 +341,11 @@ def test_learns_a_toy_task():
     """REINFORCE on samples of the model itself: the share of token 0 rises."""
     step = TrainStep(toy, Algorithm.named("grpo"), learning_rate=3e-2, donate=False)
     state, rng = step.init(toy_params()), np.random.default_rng(0)
-    score = jax.jit(lambda p, t: jax.nn.log_softmax(jnp.tanh(p["embed"][t].mean(1) @ p["hidden"]) @ p["out"]))
+    score = jax.jit(
+        lambda p, t: jax.nn.log_softmax(
+            jnp.tanh(p["embed"][t].mean(1) @ p["hidden"]) @ p["out"]
+        )
+    )
     shares = []
     for _ in range(25):
         tokens, logprobs = np.full((32, 1), 5), []
@@ -307,7 +368,9 @@ def test_learns_a_toy_task():
         rewards = [(s.token_ids == 0).mean() for s in samples]
         shares.append(np.mean(rewards))
         state, report = step(
-            state, train_batch(samples, rewards, step.algorithm, Buckets(rows=32, shortest=8)), version=0
+            state,
+            train_batch(samples, rewards, step.algorithm, Buckets(rows=32, shortest=8)),
+            version=0,
         )
         assert report.metrics["logprob_gap_max"] < 1e-4
     assert shares[0] < 0.3

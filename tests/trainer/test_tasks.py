@@ -18,7 +18,13 @@ from jvlab._errors import ConfigError
 from jvlab.record._sample import Sample
 from jvlab.trainer import _task_library as tasks
 from jvlab.trainer._batching import train_batch
-from jvlab.trainer._environment import Environment, EnvironmentTurn, Episode, GuessNumber, run_episode
+from jvlab.trainer._environment import (
+    Environment,
+    EnvironmentTurn,
+    Episode,
+    GuessNumber,
+    run_episode,
+)
 from jvlab.trainer._tasks import Example, Task
 
 
@@ -43,7 +49,9 @@ def completed(text: str) -> SimpleNamespace:
     st.integers(0, 20),
     st.sampled_from(["list", "shuffled", "iterator", "function"]),
 )
-def test_a_saved_position_goes_on_where_it_was(size: int, before: int, after: int, kind: str):
+def test_a_saved_position_goes_on_where_it_was(
+    size: int, before: int, after: int, kind: str
+):
     def make() -> Task:
         items = [f"p{i}" for i in range(size)]
         match kind:
@@ -82,9 +90,17 @@ def test_endless_iterators_are_read_as_far_as_needed():
 
 
 def test_items_may_carry_answers():
-    task = Task([{"prompt": "1+1=", "answer": 2, "level": "easy"}, Example("x", 3), [5, 6]], zero)
+    task = Task(
+        [{"prompt": "1+1=", "answer": 2, "level": "easy"}, Example("x", 3), [5, 6]],
+        zero,
+    )
     first, second, third = task.next(3)
-    assert (first.prompt, first.answer, first.info, first.index) == ("1+1=", 2, {"level": "easy"}, 0)
+    assert (first.prompt, first.answer, first.info, first.index) == (
+        "1+1=",
+        2,
+        {"level": "easy"},
+        0,
+    )
     assert (second.answer, second.index, third.prompt, third.index) == (3, 1, [5, 6], 2)
 
 
@@ -113,8 +129,14 @@ def test_errors_of_tasks():
 
 def test_repr_is_stable():
     assert repr(tasks.add()) == "Task('add', unlimited prompts, reward, position 0)"
-    assert repr(Task(["a", "b"], zero, processes=2)) == "Task('task', 2 prompts, reward in 2 processes, position 0)"
-    assert repr(tasks.guess_number()) == "Task('guess-number', unlimited prompts, environment, position 0)"
+    assert (
+        repr(Task(["a", "b"], zero, processes=2))
+        == "Task('task', 2 prompts, reward in 2 processes, position 0)"
+    )
+    assert (
+        repr(tasks.guess_number())
+        == "Task('guess-number', unlimited prompts, environment, position 0)"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- built-in tasks
@@ -122,7 +144,11 @@ def test_repr_is_stable():
 
 @pytest.mark.parametrize("name", tasks.names)
 def test_built_in_tasks_repeat_by_seed(name: str):
-    one, same, other = tasks.named(name, seed=1), tasks.named(name, seed=1), tasks.named(name, seed=2)
+    one, same, other = (
+        tasks.named(name, seed=1),
+        tasks.named(name, seed=1),
+        tasks.named(name, seed=2),
+    )
     first = one.next(30)
     assert first == same.next(30)
     assert name == one.name
@@ -139,7 +165,10 @@ def reward(task: Task, example: Example, text: str) -> float:
 
 def test_digits():
     task = tasks.digits(max_tokens=4)
-    assert [reward(task, task.example(0), t) for t in ("0123", "1a2b", "²x", "", "7", "01234xxx")] == [
+    assert [
+        reward(task, task.example(0), t)
+        for t in ("0123", "1a2b", "²x", "", "7", "01234xxx")
+    ] == [
         1,
         0.5,
         0,
@@ -155,7 +184,13 @@ def test_repeat_letter():
     assert {e.answer for e in examples} == {"a", "b"}
     assert all(e.answer in e.prompt for e in examples)
     example = Example("", "a")
-    assert [reward(task, example, t) for t in ("aaaa", "abab", "zz", "", "a a ")] == [1, 0.5, 0, 0, 0.5]
+    assert [reward(task, example, t) for t in ("aaaa", "abab", "zz", "", "a a ")] == [
+        1,
+        0.5,
+        0,
+        0,
+        0.5,
+    ]
 
 
 def test_sort_digits_and_add():
@@ -164,7 +199,10 @@ def test_sort_digits_and_add():
     digits = example.prompt.removeprefix("Sort ").removesuffix(": ")
     assert example.answer == "".join(sorted(digits))
     right = Example("", "0129")
-    assert [reward(task, right, t) for t in ("0129", " 0129\n", "0192", "01", "01290129", "")] == [
+    assert [
+        reward(task, right, t)
+        for t in ("0129", " 0129\n", "0192", "01", "01290129", "")
+    ] == [
         1,
         1,
         0.5,
@@ -180,7 +218,10 @@ def test_sort_digits_and_add():
 
 
 def test_unknown_task_lists_the_known():
-    with pytest.raises(ConfigError, match=r"(?s)'sums'.*add, digits, guess-number, repeat-letter, sort-digits"):
+    with pytest.raises(
+        ConfigError,
+        match=r"(?s)'sums'.*add, digits, guess-number, repeat-letter, sort-digits",
+    ):
         tasks.named("sums")
     with pytest.raises(ConfigError, match="unexpected keyword argument 'size'"):
         tasks.named("add", size=3)
@@ -196,23 +237,43 @@ def half(sample, example) -> float:
 
 
 def written(path, *lines: object) -> str:
-    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
+    path.write_text(
+        "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+        + "\n"
+    )
     return str(path)
 
 
 def test_jsonl_checks(tmp_path):
-    path = written(tmp_path / "sums.jsonl", {"prompt": "2+2", "answer": 4, "kind": "sum"}, "", {"prompt": "hi"})
+    path = written(
+        tmp_path / "sums.jsonl",
+        {"prompt": "2+2", "answer": 4, "kind": "sum"},
+        "",
+        {"prompt": "hi"},
+    )
     task = tasks.jsonl(path)
     first, second = task.next(2)
-    assert (task.name, first.answer, first.info, second.answer) == ("sums", 4, {"kind": "sum"}, None)
+    assert (task.name, first.answer, first.info, second.answer) == (
+        "sums",
+        4,
+        {"kind": "sum"},
+        None,
+    )
     assert [reward(task, first, t) for t in (" 4\n", "5")] == [1, 0]
-    with task.rewarder() as rewarder:  # nothing to compare with is a failure, not a zero
+    # nothing to compare with is a failure, not a zero
+    with task.rewarder() as rewarder:
         assert rewarder.score([completed("4")], [second]).counts == {"raised": 1}
     number = tasks.jsonl(path, r"regex:answer: (-?\d+)")
-    assert [reward(number, first, t) for t in ("answer: 3, no, answer: 4", "answer: 44", "4")] == [1, 0, 0]
+    assert [
+        reward(number, first, t)
+        for t in ("answer: 3, no, answer: 4", "answer: 44", "4")
+    ] == [1, 0, 0]
     assert reward(number, second, "answer: 9") == 1
     assert reward(tasks.jsonl(path, half), first, "a sum") == 0.5
-    assert reward(tasks.jsonl(path, f"{__name__}:half", processes=1), first, "a sum") == 0.5
+    assert (
+        reward(tasks.jsonl(path, f"{__name__}:half", processes=1), first, "a sum")
+        == 0.5
+    )
 
 
 def test_jsonl_errors(tmp_path):
@@ -264,13 +325,17 @@ class Player:
         )
 
 
-def play(environment: Environment, player: Player, example: Example, **options) -> Episode:
+def play(
+    environment: Environment, player: Player, example: Example, **options
+) -> Episode:
     return asyncio.run(run_episode(environment, example, player, encode, **options))
 
 
 def test_a_game_of_three_turns():
     player = Player("3", "8", "6")
-    episode = play(GuessNumber(), player, Example("Guess: ", 6, index=5), sample_index=2)
+    episode = play(
+        GuessNumber(), player, Example("Guess: ", 6, index=5), sample_index=2
+    )
     whole = "Guess: 3\nhigher: 8\nlower: 6"
     assert "".join(map(chr, [*episode.prompt_token_ids, *episode.token_ids])) == whole
     own = [c for c, mine in zip(episode.text, episode.loss_mask, strict=True) if mine]
@@ -279,7 +344,8 @@ def test_a_game_of_three_turns():
     assert episode.token_versions[episode.loss_mask].tolist() == [1, 2, 3]
     assert (episode.token_versions[~episode.loss_mask] == -1).all()
     assert (episode.prompt_index, episode.sample_index, episode.failure) == (5, 2, None)
-    for earlier, later in itertools.pairwise(player.seen):  # so the engine finds the prefix in its KV cache
+    # so the engine finds the prefix in its KV cache
+    for earlier, later in itertools.pairwise(player.seen):
         assert later[: len(earlier)] == earlier
     batch = train_batch([episode], [episode.reward])
     assert batch.loss_mask.sum() == 3
@@ -288,8 +354,14 @@ def test_a_game_of_three_turns():
 
 
 def test_games_end_without_an_answer():
-    episode = play(GuessNumber(guesses=9), Player("1", "2", "3"), Example("?", 9), max_turns=3)
-    assert (episode.turns, episode.finish_reason, episode.text[-1]) == (3, "length", "3")
+    episode = play(
+        GuessNumber(guesses=9), Player("1", "2", "3"), Example("?", 9), max_turns=3
+    )
+    assert (episode.turns, episode.finish_reason, episode.text[-1]) == (
+        3,
+        "length",
+        "3",
+    )
     episode = play(GuessNumber(), Player("1", "2"), Example("?", 9), max_length=5)
     assert (episode.turns, episode.finish_reason) == (1, "length")
     episode = play(GuessNumber(guesses=2), Player("dunno", "x"), Example("?", 9))
@@ -329,7 +401,9 @@ class Odd:
     ],
 )
 def test_an_environment_that_fails_is_reported(what: str, kind: str, message: str):
-    episode = play(Odd(), Player("go"), Example("", what), timeout=1.5 if what == "hang" else 60)
+    episode = play(
+        Odd(), Player("go"), Example("", what), timeout=1.5 if what == "hang" else 60
+    )
     assert episode.failure is not None
     assert episode.failure.kind == kind
     assert math.isnan(episode.reward)
@@ -356,4 +430,7 @@ def test_a_sync_environment_that_raises_or_hangs():
             raise RuntimeError("broken")
 
     assert play(Sync(), Player("x"), Example("?", 1)).failure.kind == "raised"  # type: ignore[union-attr]
-    assert play(Sync(), Player("hang"), Example("?", 1), timeout=0.3).failure.kind == "timeout"  # type: ignore[union-attr]
+    assert (
+        play(Sync(), Player("hang"), Example("?", 1), timeout=0.3).failure.kind
+        == "timeout"
+    )  # type: ignore[union-attr]

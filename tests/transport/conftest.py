@@ -13,15 +13,23 @@ import pytest
 from jvlab.transport import Sender, listen
 from tests.transport.other_end import LABEL, Local, Remote
 
-MAKE = {"slot_bytes": 1 << 16, "slots": 2, "peer": LABEL, "label": "the trainer of this test"}
+MAKE = {
+    "slot_bytes": 1 << 16,
+    "slots": 2,
+    "peer": LABEL,
+    "label": "the trainer of this test",
+}
 
 
-_idle: list[Remote] = []  # processes kept for the next test: two pipes and one thread each
+# processes kept for the next test: two pipes and one thread each
+_idle: list[Remote] = []
 
 
 def _standing() -> dict[str, Any]:
     return {
-        "shared memory": sorted(n for n in os.listdir("/dev/shm") if "jvlab" in n and "jvlab-test" not in n),
+        "shared memory": sorted(
+            n for n in os.listdir("/dev/shm") if "jvlab" in n and "jvlab-test" not in n
+        ),
         "descriptors": len(os.listdir("/proc/self/fd")) - 2 * len(_idle),
         "threads": len(os.listdir("/proc/self/task")) - len(_idle),
     }
@@ -30,7 +38,11 @@ def _standing() -> dict[str, Any]:
 def _more(after: dict[str, Any], before: dict[str, Any]) -> bool:
     """Less is no leak: a thread of an earlier test may end during this one."""
     gone = set(after["shared memory"]) <= set(before["shared memory"])
-    return not gone or after["descriptors"] > before["descriptors"] or after["threads"] > before["threads"]
+    return (
+        not gone
+        or after["descriptors"] > before["descriptors"]
+        or after["threads"] > before["threads"]
+    )
 
 
 @pytest.fixture(scope="session")
@@ -38,8 +50,10 @@ def warm() -> Iterator[None]:
     """The first gloo group of a process starts threads of torch that stay; they are not a channel's."""
     import torch.distributed  # noqa: F401
 
-    other, sender = Remote(), listen("gloo", slot_bytes=1 << 20, slots=1)  # large enough for torch's pool of threads
-    other.call("import_torch").ok()  # before a deadline runs: on a busy machine it takes minutes
+    # large enough for torch's pool of threads
+    other, sender = Remote(), listen("gloo", slot_bytes=1 << 20, slots=1)
+    # before a deadline runs: on a busy machine it takes minutes
+    other.call("import_torch").ok()
     opening = other.start("open", endpoint=sender.endpoint(), deadline=300)
     sender.ready(300)
     opening.result(300).ok()
@@ -64,7 +78,8 @@ def clean(warm: None, folder: Path) -> Iterator[None]:
     yield
     end = time.monotonic() + 30
     while _more(after := _standing(), before) and time.monotonic() < end:
-        time.sleep(0.02)  # threads of gloo and zombies take a moment, on a busy machine seconds
+        # threads of gloo and zombies take a moment, on a busy machine seconds
+        time.sleep(0.02)
     assert not _more(after, before), f"{after}, before it {before}"
     assert list(folder.iterdir()) == []
 
@@ -99,7 +114,9 @@ def senders(clean: None) -> Iterator[list[Sender]]:
 
 
 @pytest.fixture
-def channel(transport: str, folder: Path, senders: list[Sender], remote: Callable[[], Remote]) -> Iterator[Channel]:
+def channel(
+    transport: str, folder: Path, senders: list[Sender], remote: Callable[[], Remote]
+) -> Iterator[Channel]:
     """Makes an open channel: our sender, and the other end under control."""
     locals_: list[Local] = []
 

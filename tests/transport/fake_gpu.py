@@ -16,7 +16,12 @@ class FakeStream:
     """Orders run in turn, each when it can; nothing waits inside of a call but `synchronize`."""
 
     def __init__(self, gpu: FakeGpu) -> None:
-        self._gpu, self._orders, self.done_count, self.given = gpu, deque[Callable[[], bool]](), 0, 0
+        self._gpu, self._orders, self.done_count, self.given = (
+            gpu,
+            deque[Callable[[], bool]](),
+            0,
+            0,
+        )
         self._lock, self._poking = gpu.hub.lock, False
         self.ptr = gpu.number(self)
 
@@ -27,7 +32,8 @@ class FakeStream:
 
     def poke(self) -> None:
         with self._lock:
-            if self._poking:  # an order of ours asks for another stream, and that one for us
+            # an order of ours asks for another stream, and that one for us
+            if self._poking:
                 return
             self._poking = True
             while self._orders and self._orders[0]():
@@ -45,7 +51,9 @@ class FakeStream:
         end = time.monotonic() + 60
         while self._orders:
             self.poke()
-            assert time.monotonic() < end, "a stream never ends: its communicator was not aborted"
+            assert time.monotonic() < end, (
+                "a stream never ends: its communicator was not aborted"
+            )
             time.sleep(0.0005)
 
 
@@ -89,7 +97,9 @@ class FakePair:
         from jvlab._errors import TransportError
 
         if self.aborted:
-            raise TransportError("nccl: this communicator was ended", reason="closed here")
+            raise TransportError(
+                "nccl: this communicator was ended", reason="closed here"
+            )
         return len(self._group) == 2
 
     def send(self, pointer: int, nbytes: int, stream: int) -> None:
@@ -116,7 +126,9 @@ class FakePair:
             if not other.air or self.gpu.hub.silent:
                 return False
             data = other.air[0]
-            assert len(data) == nbytes, "both sides must speak of the same number of bytes"
+            assert len(data) == nbytes, (
+                "both sides must speak of the same number of bytes"
+            )
             self.gpu.put(pointer, data, None)
             other.air.popleft()
             return True

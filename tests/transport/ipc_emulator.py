@@ -130,7 +130,9 @@ extern "C" int launch(int which, int blocks, const void** args) {
 
 
 @cache
-def library(program: Program, write: bool, digest: bool, folder: Path, look: bool = True) -> ctypes.CDLL:
+def library(
+    program: Program, write: bool, digest: bool, folder: Path, look: bool = True
+) -> ctypes.CDLL:
     """The kernels of one program as a shared library."""
     assert COMPILER
     options = defines(shared(program, look), write, digest, look)
@@ -138,8 +140,18 @@ def library(program: Program, write: bool, digest: bool, folder: Path, look: boo
     if not out.exists():
         code = out.with_suffix(".cpp")
         code.write_text(SHIM + SOURCE + DRIVER)
-        flags = ["-std=c++17", "-O1", "-w", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", *options]
-        subprocess.run([COMPILER, *flags, "-o", str(out), str(code)], check=True, timeout=300)
+        flags = [
+            "-std=c++17",
+            "-O1",
+            "-w",
+            "-U_FORTIFY_SOURCE",
+            "-shared",
+            "-fPIC",
+            *options,
+        ]
+        subprocess.run(
+            [COMPILER, *flags, "-o", str(out), str(code)], check=True, timeout=300
+        )
     return ctypes.CDLL(str(out))
 
 
@@ -163,9 +175,15 @@ def run(
     sums = np.zeros(slots * STRIPES + 1 + slots, np.uint64)
     refused = sums[slots * STRIPES :]
     held = np.array([permit or 0], np.uint64)
-    where = [np.array([a.ctypes.data for a in arrays], np.uint64) for arrays in (sources, targets)]
+    where = [
+        np.array([a.ctypes.data for a in arrays], np.uint64)
+        for arrays in (sources, targets)
+    ]
     for table in tables:
-        entries, first = np.ascontiguousarray(table.entries), np.ascontiguousarray(table.first)
+        entries, first = (
+            np.ascontiguousarray(table.entries),
+            np.ascontiguousarray(table.first),
+        )
         args = (ctypes.c_void_p * 9)(
             entries.ctypes.data,
             first.ctypes.data,
@@ -178,7 +196,9 @@ def run(
             refused.ctypes.data,
         )
         kernels = library(table.program, write, digest, folder)
-        assert kernels.launch(int(table.program.form == "tiles"), table.blocks, args) == 0, "threads wait for ever"
+        assert (
+            kernels.launch(int(table.program.form == "tiles"), table.blocks, args) == 0
+        ), "threads wait for ever"
     if flawed is not None:
         flawed[:] = np.flatnonzero(refused[1:]).tolist()
     by_slot = sums[: slots * STRIPES].reshape(slots, STRIPES)

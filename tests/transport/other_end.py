@@ -49,7 +49,11 @@ class End:
 
     def do_send(self, bucket: int, nbytes: int, deadline: float) -> None:
         data = pattern(bucket, nbytes)
-        self.sender.send(Header(7, 2, bucket, nbytes), lambda view: view.__setitem__(slice(None), data), deadline)
+        self.sender.send(
+            Header(7, 2, bucket, nbytes),
+            lambda view: view.__setitem__(slice(None), data),
+            deadline,
+        )
 
     def do_flush(self, deadline: float) -> None:
         self.sender.flush(deadline)
@@ -62,7 +66,11 @@ class End:
         self.buckets.append(received)
         h = received.header
         right = bytes(received.data) == pattern(h.bucket, h.nbytes)
-        return {"header": [h.version, h.device, h.bucket, h.nbytes], "right": right, "readonly": received.data.readonly}
+        return {
+            "header": [h.version, h.device, h.bucket, h.nbytes],
+            "right": right,
+            "readonly": received.data.readonly,
+        }
 
     def do_release(self) -> None:
         self.receiver.release(self.buckets.pop(0))
@@ -130,7 +138,12 @@ class End:
         except Exception as e:
             kind = type(e).__name__
             reason = getattr(e, "fields", {}).get("reason", "")
-            return {"error": str(e), "kind": kind, "reason": reason, "seconds": time.monotonic() - started}
+            return {
+                "error": str(e),
+                "kind": kind,
+                "reason": reason,
+                "seconds": time.monotonic() - started,
+            }
 
 
 class Answer(dict[str, Any]):
@@ -149,7 +162,9 @@ class Local:
         self._thread = ThreadPoolExecutor(1)
 
     def start(self, do: str, **arguments: Any) -> Future[Answer]:
-        return self._thread.submit(lambda: Answer(self.end.answer({"do": do, **arguments})))
+        return self._thread.submit(
+            lambda: Answer(self.end.answer({"do": do, **arguments}))
+        )
 
     def call(self, do: str, **arguments: Any) -> Answer:
         return self.start(do, **arguments).result(400)
@@ -188,7 +203,11 @@ class Remote:
     def _read(self) -> Answer:
         assert self.process.stdout
         line = self.process.stdout.readline()
-        return Answer(json.loads(line) if line else {"error": "the process ended", "kind": "Ended"})
+        return Answer(
+            json.loads(line)
+            if line
+            else {"error": "the process ended", "kind": "Ended"}
+        )
 
     def call(self, do: str, **arguments: Any) -> Answer:
         return self.start(do, **arguments).result(400)

@@ -23,7 +23,12 @@ DEVICES, RANKS = 3, 2
 
 def make() -> tuple[World, TransferPlan]:
     """The same in every process: values are drawn from a seed."""
-    world = transformer(World(MeshSpec.parse(f"fsdp={DEVICES}"), RANKS), Size(), layout="einsum", rotary=True)
+    world = transformer(
+        World(MeshSpec.parse(f"fsdp={DEVICES}"), RANKS),
+        Size(),
+        layout="einsum",
+        rotary=True,
+    )
     plan = compile_plan(
         world.leaves,
         world.bindings,
@@ -46,14 +51,23 @@ class PlanSender:
         self.device = device
         self.links = [self.plan.link(device, rank) for rank in range(RANKS)]
         room = [max(link.bucket_sizes.tolist(), default=1) for link in self.links]
-        self.senders = [listen(transport, slot_bytes=size, slots=2, peer=f"rank {r}") for r, size in enumerate(room)]
+        self.senders = [
+            listen(transport, slot_bytes=size, slots=2, peer=f"rank {r}")
+            for r, size in enumerate(room)
+        ]
 
     def send(self) -> int:
         """Both channels at once; the number of buckets."""
         # This process may read its own device's shards, no others.
-        shards = {key: value for key, value in self.world.shards().items() if key[1] == self.device}
+        shards = {
+            key: value
+            for key, value in self.world.shards().items()
+            if key[1] == self.device
+        }
         with ThreadPoolExecutor(RANKS) as threads:
-            counts = list(threads.map(lambda rank: self._send(rank, shards), range(RANKS)))
+            counts = list(
+                threads.map(lambda rank: self._send(rank, shards), range(RANKS))
+            )
         return sum(counts)
 
     def _send(self, rank: int, shards: dict[tuple[str, int], np.ndarray]) -> int:
@@ -62,7 +76,9 @@ class PlanSender:
         for bucket, size in enumerate(link.bucket_sizes.tolist()):
             data = pack_bucket(self.plan, link, bucket, shards)
             sender.send(
-                Header(1, self.device, bucket, size), lambda view, data=data: view.__setitem__(slice(None), data), 20
+                Header(1, self.device, bucket, size),
+                lambda view, data=data: view.__setitem__(slice(None), data),
+                20,
             )
         sender.flush(20)
         sender.close()
@@ -72,7 +88,9 @@ class PlanSender:
 def receive(rank: int, endpoints: list[dict[str, Any]]) -> dict[str, str]:
     """Digest of each parameter of a rank, after everything arrived."""
     world, plan = make()
-    params = {key: value for key, value in world.blank_params(plan).items() if key[0] == rank}
+    params = {
+        key: value for key, value in world.blank_params(plan).items() if key[0] == rank
+    }
 
     def take(device: int) -> None:
         link = plan.link(device, rank)

@@ -30,7 +30,9 @@ MIB = 1 << 20
         ("disk", False, False, 0, "disk", "both hosts see"),
     ],
 )
-def test_choice(wanted: str, same_host: bool, torch: bool, free: int, name: str, reason: str) -> None:
+def test_choice(
+    wanted: str, same_host: bool, torch: bool, free: int, name: str, reason: str
+) -> None:
     got, why = choose(wanted, same_host, "cpu", torch, free * MIB, 48 * MIB)
     assert got == name
     assert reason in why
@@ -46,14 +48,19 @@ def test_choice(wanted: str, same_host: bool, torch: bool, free: int, name: str,
         ("pigeon", True, True, 100, "'pigeon'", "shm"),
     ],
 )
-def test_impossible_choice(wanted: str, same_host: bool, torch: bool, free: int, problem: str, remedy: str) -> None:
+def test_impossible_choice(
+    wanted: str, same_host: bool, torch: bool, free: int, problem: str, remedy: str
+) -> None:
     with pytest.raises(ConfigError, match=problem.replace("(", r"\(")) as caught:
         choose(wanted, same_host, "cpu", torch, free * MIB, 48 * MIB)
     assert remedy in caught.value.remedy
 
 
 def test_bytes_of_a_gpu_cross_host_memory() -> None:
-    assert "cuda cross host memory" in choose("auto", True, "cuda", True, 100 * MIB, MIB)[1]
+    assert (
+        "cuda cross host memory"
+        in choose("auto", True, "cuda", True, 100 * MIB, MIB)[1]
+    )
 
 
 def test_unknown_names() -> None:
@@ -67,20 +74,31 @@ def test_unknown_names() -> None:
 
 def test_the_package_needs_no_heavy_import() -> None:
     code = "import sys, jvlab.transport; print([m for m in ('torch', 'jax', 'vllm') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "[]\n"
+    )
 
 
 # ---- faults ---------------------------------------------------------------------------------------------------------
 
 
-def through(faults: Faults, buckets: int = 3, nbytes: int = 64) -> list[tuple[int, bytes]]:
+def through(
+    faults: Faults, buckets: int = 3, nbytes: int = 64
+) -> list[tuple[int, bytes]]:
     """What arrives of buckets 0, 1, …"""
     inner, receiver = pair(slots=2 * buckets)
     sender, out = faults.wrap(inner), []
     sender.ready(30)
     for bucket in range(buckets):
         data = pattern(bucket, nbytes)
-        sender.send(Header(1, 0, bucket, nbytes), lambda view, data=data: view.__setitem__(slice(None), data), 30)
+        sender.send(
+            Header(1, 0, bucket, nbytes),
+            lambda view, data=data: view.__setitem__(slice(None), data),
+            30,
+        )
     for _ in range(inner.sent):
         received = receiver.recv(30)
         out.append((received.header.bucket, bytes(received.data)))

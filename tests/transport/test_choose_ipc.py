@@ -10,7 +10,9 @@ from jvlab.transport import choose
 MIB = 1 << 20
 
 
-def chosen(wanted: str, same_host: bool, device: str, engine: str, no_ipc: str = "") -> tuple[str, str]:
+def chosen(
+    wanted: str, same_host: bool, device: str, engine: str, no_ipc: str = ""
+) -> tuple[str, str]:
     return choose(wanted, same_host, device, True, 100 * MIB, MIB, engine, no_ipc)
 
 
@@ -30,7 +32,9 @@ def test_both_on_gpus_of_one_host(wanted: str, device: str):
         (True, "gpu", "cuda", "cupy is not installed here", "cupy"),
     ],
 )
-def test_refused_with_a_remedy(same_host: bool, device: str, engine: str, no_ipc: str, words: str):
+def test_refused_with_a_remedy(
+    same_host: bool, device: str, engine: str, no_ipc: str, words: str
+):
     for wanted in ("auto", "ipc") if same_host else ("ipc",):
         with pytest.raises(ConfigError, match=words) as caught:
             chosen(wanted, same_host, device, engine, no_ipc)

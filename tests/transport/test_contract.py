@@ -34,19 +34,30 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 between = pytest.mark.parametrize("transport", BETWEEN, indirect=False)
 # gloo's processes import torch; these are seen with it in `make soak` only
-mostly = pytest.mark.parametrize("transport", soak_but(["shm", "disk"], BETWEEN), indirect=False)
+mostly = pytest.mark.parametrize(
+    "transport", soak_but(["shm", "disk"], BETWEEN), indirect=False
+)
 
 
-BUSY = 15.0  # seconds that a machine with other work may take more; deadlines that must not be waited for are longer
+# seconds that a machine with other work may take more; deadlines that must not be waited for are longer
+BUSY = 15.0
 
 
-def send(sender: Sender, bucket: int, nbytes: int = 100, deadline: float = 30.0) -> None:
+def send(
+    sender: Sender, bucket: int, nbytes: int = 100, deadline: float = 30.0
+) -> None:
     data = pattern(bucket, nbytes)
-    sender.send(Header(7, 2, bucket, nbytes), lambda view: view.__setitem__(slice(None), data), deadline)
+    sender.send(
+        Header(7, 2, bucket, nbytes),
+        lambda view: view.__setitem__(slice(None), data),
+        deadline,
+    )
 
 
 @contextlib.contextmanager
-def raises(reason: str, *words: str, within: float, at_least: float = 0.0) -> Iterator[None]:
+def raises(
+    reason: str, *words: str, within: float, at_least: float = 0.0
+) -> Iterator[None]:
     """A TransportError of this kind, in this time, with these words."""
     started = time.monotonic()
     with pytest.raises(TransportError) as caught:
@@ -66,7 +77,9 @@ def test_the_same_bytes_in_the_same_order(channel: Channel) -> None:
         send(sender, bucket, nbytes)
     sender.flush(30)
     taken = participants.result(60).ok()
-    assert [t["header"] for t in taken] == [[7, 2, bucket, nbytes] for bucket, nbytes in enumerate(sizes)]
+    assert [t["header"] for t in taken] == [
+        [7, 2, bucket, nbytes] for bucket, nbytes in enumerate(sizes)
+    ]
     assert all(t["right"] and t["readonly"] for t in taken)
     assert sender.arrived() == len(sizes)
 
@@ -88,13 +101,20 @@ def test_room_is_bounded(channel: Channel, folder: Path, transport: str) -> None
     assert not list(folder.rglob("*.part"))
     other.call("take", count=1, deadline=30).ok()
     send(sender, 2)
-    assert [t["header"][2] for t in other.call("take", count=2, deadline=30).ok()] == [1, 2]
+    assert [t["header"][2] for t in other.call("take", count=2, deadline=30).ok()] == [
+        1,
+        2,
+    ]
     sender.flush(30)
 
 
-def test_a_bucket_larger_than_a_slot_is_refused_before_it_is_filled(channel: Channel) -> None:
+def test_a_bucket_larger_than_a_slot_is_refused_before_it_is_filled(
+    channel: Channel,
+) -> None:
     sender, _ = channel()
-    with pytest.raises(ConfigError, match=f"{SLOT + 1} bytes does not fit into a slot of {SLOT}"):
+    with pytest.raises(
+        ConfigError, match=f"{SLOT + 1} bytes does not fit into a slot of {SLOT}"
+    ):
         sender.send(Header(1, 0, 0, SLOT + 1), lambda view: pytest.fail("filled"), 1)
 
 
@@ -136,7 +156,9 @@ def test_a_failure_arrives_with_its_words(channel: Channel) -> None:
     send(sender, 0)
     other.call("recv", deadline=30).ok()
     other.call("fail", message="shapes differ in 'model.norm.weight' — größer").ok()
-    with raises("failed", "shapes differ in 'model.norm.weight' — größer", LABEL, within=1):
+    with raises(
+        "failed", "shapes differ in 'model.norm.weight' — größer", LABEL, within=1
+    ):
         sender.flush(30)
     with raises("failed", "shapes differ", within=1):
         send(sender, 1)
@@ -205,7 +227,9 @@ def test_close_of_another_thread_ends_recv(
         endpoint = sender.endpoint()
     else:
         other = remote()
-        endpoint = other.call("listen", transport=transport, directory=str(folder), **MAKE).ok()
+        endpoint = other.call(
+            "listen", transport=transport, directory=str(folder), **MAKE
+        ).ok()
         ready = other.start("ready", deadline=300)
     receiver = open_receiver(endpoint, 300)
     if transport != "loopback":
@@ -221,7 +245,10 @@ def test_two_channels_at_once(channel: Channel) -> None:
     for bucket in range(2):
         send(first, bucket, 1000)
         send(second, 10 + bucket, 2000)
-    assert [t["header"][2:] for t in two.call("take", count=2, deadline=30).ok()] == [[10, 2000], [11, 2000]]
+    assert [t["header"][2:] for t in two.call("take", count=2, deadline=30).ok()] == [
+        [10, 2000],
+        [11, 2000],
+    ]
     second.flush(30)
     first_taken = one.call("take", count=2, deadline=30).ok()
     assert [t["header"][2:] for t in first_taken] == [[0, 1000], [1, 1000]]
@@ -229,7 +256,9 @@ def test_two_channels_at_once(channel: Channel) -> None:
     first.flush(30)
 
 
-def test_misuse_is_told(channel: Channel, transport: str, folder: Path, senders: list[Sender]) -> None:
+def test_misuse_is_told(
+    channel: Channel, transport: str, folder: Path, senders: list[Sender]
+) -> None:
     unopened = listen(transport, **{**MAKE, "directory": str(folder)})
     senders.append(unopened)
     with pytest.raises(TransportError, match=r"ready\(\) first"):
@@ -297,9 +326,13 @@ def test_a_killed_receiver_whose_forked_child_lives(channel: Channel) -> None:
 
 
 @between
-def test_a_killed_sender_ends_recv(transport: str, folder: Path, clean: None, remote: Callable[[], Remote]) -> None:
+def test_a_killed_sender_ends_recv(
+    transport: str, folder: Path, clean: None, remote: Callable[[], Remote]
+) -> None:
     other = remote()
-    endpoint = other.call("listen", transport=transport, directory=str(folder), **MAKE).ok()
+    endpoint = other.call(
+        "listen", transport=transport, directory=str(folder), **MAKE
+    ).ok()
     ready = other.start("ready", deadline=300)
     receiver = open_receiver(endpoint, 300)
     try:
@@ -316,7 +349,9 @@ def test_what_was_sent_before_the_kill_is_whole(
     transport: str, folder: Path, clean: None, remote: Callable[[], Remote]
 ) -> None:
     other = remote()
-    endpoint = other.call("listen", transport=transport, directory=str(folder), **MAKE).ok()
+    endpoint = other.call(
+        "listen", transport=transport, directory=str(folder), **MAKE
+    ).ok()
     ready = other.start("ready", deadline=300)
     receiver = open_receiver(endpoint, 300)
     try:
@@ -331,9 +366,13 @@ def test_what_was_sent_before_the_kill_is_whole(
         receiver.close()
 
 
-def test_gloo_bytes_announced_and_never_sent(folder: Path, clean: None, remote: Callable[[], Remote]) -> None:
+def test_gloo_bytes_announced_and_never_sent(
+    folder: Path, clean: None, remote: Callable[[], Remote]
+) -> None:
     other = remote()
-    endpoint = other.call("listen", transport="gloo", **{**MAKE, "slot_bytes": 64 << 20}).ok()
+    endpoint = other.call(
+        "listen", transport="gloo", **{**MAKE, "slot_bytes": 64 << 20}
+    ).ok()
     ready = other.start("ready", deadline=300)
     receiver = open_receiver(endpoint, 300)
     try:
@@ -352,19 +391,26 @@ def test_a_sender_that_died_before_it_was_reached(
     transport: str, folder: Path, clean: None, remote: Callable[[], Remote]
 ) -> None:
     other = remote()
-    endpoint = other.call("listen", transport=transport, directory=str(folder), **MAKE).ok()
+    endpoint = other.call(
+        "listen", transport=transport, directory=str(folder), **MAKE
+    ).ok()
     other.kill()
     other.process.wait()
     with contextlib.ExitStack() as closing, raises("lost", within=2):
-        receiver = open_receiver(endpoint, 20)  # the folder of `disk` is still there: its recv notices
+        # the folder of `disk` is still there: its recv notices
+        receiver = open_receiver(endpoint, 20)
         closing.callback(receiver.close)
         receiver.recv(20)
 
 
 @mostly
-def test_both_killed_leaves_nothing(transport: str, folder: Path, clean: None, remote: Callable[[], Remote]) -> None:
+def test_both_killed_leaves_nothing(
+    transport: str, folder: Path, clean: None, remote: Callable[[], Remote]
+) -> None:
     trainer, rank = remote(), remote()
-    endpoint = trainer.call("listen", transport=transport, directory=str(folder), **MAKE).ok()
+    endpoint = trainer.call(
+        "listen", transport=transport, directory=str(folder), **MAKE
+    ).ok()
     opening = rank.start("open", endpoint=endpoint, deadline=300)
     trainer.call("ready", deadline=300).ok()
     opening.result(300).ok()
@@ -378,7 +424,9 @@ def test_both_killed_leaves_nothing(transport: str, folder: Path, clean: None, r
 
 
 @mostly
-def test_a_sweep_spares_the_living(transport: str, channel: Channel, folder: Path) -> None:
+def test_a_sweep_spares_the_living(
+    transport: str, channel: Channel, folder: Path
+) -> None:
     sender, other = channel()
     listen(transport, **{**MAKE, "directory": str(folder)}).close()
     send(sender, 0)
@@ -407,7 +455,9 @@ def test_an_interrupt_while_sending(
 ) -> None:
     """Ctrl-C in a sender that waits for room: it raises at once, and its process leaves nothing."""
     trainer, rank = remote(), remote()
-    endpoint = trainer.call("listen", transport=transport, directory=str(folder), **{**MAKE, "slots": 1}).ok()
+    endpoint = trainer.call(
+        "listen", transport=transport, directory=str(folder), **{**MAKE, "slots": 1}
+    ).ok()
     opening = rank.start("open", endpoint=endpoint, deadline=300)
     trainer.call("ready", deadline=300).ok()
     opening.result(300).ok()
@@ -432,7 +482,9 @@ def test_a_visitor_without_the_token_is_turned_away(
     sender = listen(transport, **MAKE)
     senders.append(sender)
     thief, rank = remote(), remote()
-    stolen = thief.start("open", endpoint={**sender.endpoint(), "token": "0" * 32}, deadline=300)
+    stolen = thief.start(
+        "open", endpoint={**sender.endpoint(), "token": "0" * 32}, deadline=300
+    )
     true = rank.start("open", endpoint=sender.endpoint(), deadline=300)
     sender.ready(300)
     true.result(300).ok()
@@ -441,7 +493,9 @@ def test_a_visitor_without_the_token_is_turned_away(
     assert rank.call("take", count=1, deadline=30).ok()[0]["right"]
 
 
-def test_gloo_listens_on_loopback_only(clean: None, remote: Callable[[], Remote]) -> None:
+def test_gloo_listens_on_loopback_only(
+    clean: None, remote: Callable[[], Remote]
+) -> None:
     other = remote()
     endpoint = other.call("listen", transport="gloo", **MAKE).ok()
     ready = other.start("ready", deadline=300)
@@ -449,6 +503,10 @@ def test_gloo_listens_on_loopback_only(clean: None, remote: Callable[[], Remote]
     receiver = open_receiver(endpoint, 300)
     ready.result(300).ok()
     for process in (psutil.Process(other.pid), psutil.Process()):
-        seen |= {c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+        seen |= {
+            c.laddr.ip
+            for c in process.net_connections("tcp")
+            if c.status == psutil.CONN_LISTEN
+        }
     receiver.close()
     assert seen <= {"127.0.0.1", "::1"}, seen

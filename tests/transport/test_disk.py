@@ -22,7 +22,11 @@ def test_files_are_safetensors(clean: None, folder: Path) -> None:
     sender = listen("disk", directory=str(folder), slot_bytes=100, slots=2, fsync=True)
     receiver = open_receiver(sender.endpoint(), 5)
     sender.ready(5)
-    sender.send(Header(7, 2, 9, 77), lambda view: view.__setitem__(slice(None), pattern(9, 77)), 5)
+    sender.send(
+        Header(7, 2, 9, 77),
+        lambda view: view.__setitem__(slice(None), pattern(9, 77)),
+        5,
+    )
     (path,) = folder.rglob("*.safetensors")
     with safe_open(path, "np") as file:
         assert file.metadata() == {"version": "7", "device": "2", "bucket": "9"}
@@ -47,7 +51,9 @@ def test_a_full_disk(clean: None, folder: Path, remote: Callable[[], Remote]) ->
     assert str(folder) in answer["error"]
     assert not list(folder.rglob("*.part"))
     assert not list(folder.rglob("*.safetensors"))
-    assert trainer.call("send", bucket=1, nbytes=10, deadline=60)["reason"] == "half sent"
+    assert (
+        trainer.call("send", bucket=1, nbytes=10, deadline=60)["reason"] == "half sent"
+    )
 
 
 def test_the_folder_is_private(clean: None, folder: Path) -> None:
@@ -75,7 +81,9 @@ def test_a_foreign_file_is_refused(clean: None, folder: Path) -> None:
     sender.close()
 
 
-def test_the_default_is_a_temporary_folder(clean: None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_is_a_temporary_folder(
+    clean: None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     sender = listen("disk")
     assert os.listdir(folder)

@@ -34,8 +34,12 @@ QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large]
 def values(rng: np.random.Generator, count: int, dtype: str) -> np.ndarray:
     """Numbers of every magnitude that rounding must get right; bits of all kinds where nothing is computed."""
     if dtype in ipc.FLOATS:
-        return (rng.standard_normal(count) * 10.0 ** rng.integers(-3, 3, count)).astype(numpy_dtype(dtype))
-    return rng.integers(0, 256, count * numpy_dtype(dtype).itemsize, np.uint8).view(numpy_dtype(dtype))
+        return (rng.standard_normal(count) * 10.0 ** rng.integers(-3, 3, count)).astype(
+            numpy_dtype(dtype)
+        )
+    return rng.integers(0, 256, count * numpy_dtype(dtype).itemsize, np.uint8).view(
+        numpy_dtype(dtype)
+    )
 
 
 def bits(array: np.ndarray) -> np.ndarray:
@@ -51,14 +55,32 @@ def check_plan(plan: TransferPlan, world: World, replica: int = 0) -> None:
         links = ipc.whole_links(plan, rank, replica)
         numbers = sorted({int(t) for link in links for t in link.target})
         slot = {t: k for k, t in enumerate(numbers)}
-        memory = [got[rank, plan.parameters[int(plan.target_parameter[t])].name].reshape(-1) for t in numbers]
+        memory = [
+            got[rank, plan.parameters[int(plan.target_parameter[t])].name].reshape(-1)
+            for t in numbers
+        ]
         sent = [0] * len(numbers)
         for link in links:
-            used = {int(leaf): k for k, leaf in enumerate(np.unique(link.leaf).tolist())}
-            sources = [shards[plan.leaves[leaf].path, link.device].reshape(-1) for leaf in used]
-            parts = run(ipc.tables(ipc.link_pieces(plan, link, used, slot)), sources, memory, len(numbers))
+            used = {
+                int(leaf): k for k, leaf in enumerate(np.unique(link.leaf).tolist())
+            }
+            sources = [
+                shards[plan.leaves[leaf].path, link.device].reshape(-1) for leaf in used
+            ]
+            parts = run(
+                ipc.tables(ipc.link_pieces(plan, link, used, slot)),
+                sources,
+                memory,
+                len(numbers),
+            )
             sent = [(x + y) & MASK for x, y in zip(sent, parts, strict=True)]
-        found = run(ipc.tables(ipc.digest_pieces(plan, links, slot)), memory, memory, len(numbers), write=False)
+        found = run(
+            ipc.tables(ipc.digest_pieces(plan, links, slot)),
+            memory,
+            memory,
+            len(numbers),
+            write=False,
+        )
         assert found == sent
         assert found == [reference(plan, links, t, memory[slot[t]]) for t in numbers]
     for key, array in wanted.items():
@@ -71,7 +93,9 @@ def reference(plan: TransferPlan, links: list, t: int, memory: np.ndarray) -> in
         for i in np.flatnonzero(link.target == t).tolist():
             strides = link.dst_strides[i].tolist()
             at = np.lib.stride_tricks.as_strided(
-                memory[int(link.dst_offset[i]) :], link.shape[i].tolist(), [s * memory.itemsize for s in strides]
+                memory[int(link.dst_offset[i]) :],
+                link.shape[i].tolist(),
+                [s * memory.itemsize for s in strides],
             )
             row = row_elements(info.shape, info.strides)
             total += box_digest(at.copy(), int(link.dst_offset[i]), strides, row)
@@ -81,22 +105,32 @@ def reference(plan: TransferPlan, links: list, t: int, memory: np.ndarray) -> in
 @settings(max_examples=examples(40), deadline=None, suppress_health_check=QUIET)
 @given(world=worlds(), bucket=st.sampled_from([32, 1 << 20]))
 def test_random_worlds(world: World, bucket: int) -> None:
-    plan = compile_plan(world.leaves, world.bindings, world.layouts, bucket_mib=bucket / (1 << 20))
+    plan = compile_plan(
+        world.leaves, world.bindings, world.layouts, bucket_mib=bucket / (1 << 20)
+    )
     check_plan(plan, world)
 
 
-@pytest.mark.parametrize("layout", ["einsum", "dense", "checkpoint", "scanned", "fused"])
-@pytest.mark.parametrize(("tp", "mesh", "dtype"), [(1, "fsdp=1", "bfloat16"), (2, "fsdp=3", "float16")])
+@pytest.mark.parametrize(
+    "layout", ["einsum", "dense", "checkpoint", "scanned", "fused"]
+)
+@pytest.mark.parametrize(
+    ("tp", "mesh", "dtype"), [(1, "fsdp=1", "bfloat16"), (2, "fsdp=3", "float16")]
+)
 def test_transformers(layout: str, tp: int, mesh: str, dtype: str) -> None:
     size = Size(d=72, n=4, k=2, h=10, f=34, vocab=70, layers=1, experts=2)
     world = World(MeshSpec.parse(mesh), tp, dtype=dtype)
     transformer(world, size, layout=layout, rotary=layout != "fused")
-    check_plan(compile_plan(world.leaves, world.bindings, world.layouts, replicas=2), world, replica=1)
+    check_plan(
+        compile_plan(world.leaves, world.bindings, world.layouts, replicas=2),
+        world,
+        replica=1,
+    )
 
 
-AXES = st.lists(st.sampled_from([1, 2, 3, 5, 8, 16, 31, 64, 66, 130]), min_size=1, max_size=5).filter(
-    lambda shape: math.prod(shape) <= 40_000
-)
+AXES = st.lists(
+    st.sampled_from([1, 2, 3, 5, 8, 16, 31, 64, 66, 130]), min_size=1, max_size=5
+).filter(lambda shape: math.prod(shape) <= 40_000)
 LAWS = [
     ValueTransform("bfloat16", "bfloat16"),
     ValueTransform("float32", "bfloat16"),
@@ -119,18 +153,27 @@ def pieces(draw: st.DrawFn) -> tuple[ipc.IpcBox, int, int]:
     shape = draw(AXES)
     gap = draw(st.sampled_from([0, 0, 0, 1, 8]))
     strides = []
-    for order in (draw(st.permutations(range(len(shape)))), draw(st.permutations(range(len(shape))))):
+    for order in (
+        draw(st.permutations(range(len(shape)))),
+        draw(st.permutations(range(len(shape)))),
+    ):
         out, step = [0] * len(shape), 1
         for k in order:
             out[k] = step
             step = step * shape[k] + gap
         strides.append(out)
     src, dst = draw(st.sampled_from([0, 0, 8, 3])), draw(st.sampled_from([0, 0, 8, 5]))
-    reach = [1 + sum((n - 1) * s for n, s in zip(shape, ss, strict=True)) for ss in strides]
+    reach = [
+        1 + sum((n - 1) * s for n, s in zip(shape, ss, strict=True)) for ss in strides
+    ]
     row = draw(st.sampled_from([1, 2, 7, 64, *shape, max(strides[1])]))
     transform = draw(st.sampled_from(LAWS))
     axes = tuple(zip(shape, *strides, strict=True))
-    return ipc.IpcBox(0, src, 0, dst, axes, transform, row, 0), src + reach[0], dst + reach[1]
+    return (
+        ipc.IpcBox(0, src, 0, dst, axes, transform, row, 0),
+        src + reach[0],
+        dst + reach[1],
+    )
 
 
 @settings(max_examples=examples(150), deadline=None, suppress_health_check=QUIET)
@@ -158,9 +201,18 @@ def test_forms_and_vectors() -> None:
     out_in, two, half, heads, d = 4096, 2, 64, 32, 2048
     kernel = ipc.IpcBox(0, 0, 0, 0, ((d, out_in, 1), (out_in, 1, d)), bf16, d, 0)
     flat = ipc.IpcBox(0, 0, 0, 3 * d, ((d * 500, 1, 1),), bf16, d, 0)
-    rotary = ((d, heads * 128, 1), (heads, 128, 128 * d), (half, 2, d), (two, 1, half * d))
+    rotary = (
+        (d, heads * 128, 1),
+        (heads, 128, 128 * d),
+        (half, 2, d),
+        (two, 1, half * d),
+    )
     turned = ipc.IpcBox(0, 0, 0, 0, rotary, bf16, d, 0)
-    for piece, form, blocks in ((kernel, "tiles", 16 * 32), (flat, "rows", 500 // 16 + 1), (turned, "tiles", 32 * 32)):
+    for piece, form, blocks in (
+        (kernel, "tiles", 16 * 32),
+        (flat, "rows", 500 // 16 + 1),
+        (turned, "tiles", 32 * 32),
+    ):
         (table,) = ipc.tables([piece])
         assert table.program.form == form
         assert table.entries[:, ipc.AT["flags"]].tolist() == [quick]
@@ -170,7 +222,17 @@ def test_forms_and_vectors() -> None:
 
 def test_search_over_many_entries() -> None:
     pieces = [
-        ipc.IpcBox(0, 8 * k, 0, 8 * k, ((5000 + k, 1, 1),), ValueTransform("uint8", "uint8"), 8, 0) for k in range(1100)
+        ipc.IpcBox(
+            0,
+            8 * k,
+            0,
+            8 * k,
+            ((5000 + k, 1, 1),),
+            ValueTransform("uint8", "uint8"),
+            8,
+            0,
+        )
+        for k in range(1100)
     ]
     (table,) = [t for t in ipc.tables(pieces) if t.program.form == "rows"]
     ends = np.append(table.first[1:], table.blocks)
@@ -196,7 +258,15 @@ def test_what_no_kernel_converts(transform: ValueTransform) -> None:
 
 # ---- the CUDA source itself, on the CPU -----------------------------------------------------------------------------
 
-SHAPES = [(70, 130), (7, 3, 33), (3, 2, 64, 20), (1000,), (2, 3, 2, 3, 2, 3), (128, 8), (2, 64, 40)]
+SHAPES = [
+    (70, 130),
+    (7, 3, 33),
+    (3, 2, 64, 20),
+    (1000,),
+    (2, 3, 2, 3, 2, 3),
+    (128, 8),
+    (2, 64, 40),
+]
 
 
 @pytest.fixture(scope="module")
@@ -209,11 +279,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def boxes_of(transform: ValueTransform) -> Iterator[tuple[ipc.IpcBox, int, int]]:
     """Boxes in several orders, with and without gaps and odd offsets."""
     rng = np.random.default_rng(len(transform.source) * 31 + len(transform.wire))
-    turned = ((128, 320, 1), (320, 1, 128))  # what most weights of a Flax tree are: (in, out) to (out, in)
+    # what most weights of a Flax tree are: (in, out) to (out, in)
+    turned = ((128, 320, 1), (320, 1, 128))
     yield ipc.IpcBox(0, 0, 0, 0, turned, transform, 128, 0), 128 * 320, 128 * 320
-    yield ipc.IpcBox(0, 0, 0, 64, ((40, 320, 320), (256, 1, 1)), transform, 320, 0), 40 * 320, 64 + 40 * 320
+    yield (
+        ipc.IpcBox(0, 0, 0, 64, ((40, 320, 320), (256, 1, 1)), transform, 320, 0),
+        40 * 320,
+        64 + 40 * 320,
+    )
     for k, shape in enumerate(SHAPES):
-        for gap, src, dst in ((0, 0, 0), (8, 16, 32), ((1, 3, 5) if k % 2 else (0, 3, 16))):
+        for gap, src, dst in (
+            (0, 0, 0),
+            (8, 16, 32),
+            ((1, 3, 5) if k % 2 else (0, 3, 16)),
+        ):
             strides = []
             for _ in range(2):
                 out, step = [0] * len(shape), 1
@@ -221,10 +300,17 @@ def boxes_of(transform: ValueTransform) -> Iterator[tuple[ipc.IpcBox, int, int]]
                     out[axis] = step
                     step = step * shape[axis] + gap
                 strides.append(out)
-            reach = [1 + sum((n - 1) * s for n, s in zip(shape, ss, strict=True)) for ss in strides]
+            reach = [
+                1 + sum((n - 1) * s for n, s in zip(shape, ss, strict=True))
+                for ss in strides
+            ]
             row = int(rng.choice([1, 7, 64, *shape, *[s for s in strides[1] if s > 1]]))
             axes = tuple(zip(shape, *strides, strict=True))
-            yield ipc.IpcBox(0, src, 0, dst, axes, transform, row, 0), src + reach[0], dst + reach[1]
+            yield (
+                ipc.IpcBox(0, src, 0, dst, axes, transform, row, 0),
+                src + reach[0],
+                dst + reach[1],
+            )
 
 
 @pytest.mark.parametrize(
@@ -235,7 +321,10 @@ def boxes_of(transform: ValueTransform) -> Iterator[tuple[ipc.IpcBox, int, int]]
 def test_cuda_source(transform: ValueTransform, folder: Path) -> None:
     rng, seen = np.random.default_rng(0), set()
     for piece, n, m in boxes_of(transform):
-        source, got = aligned(values(rng, n, transform.source)), aligned(np.zeros(m, numpy_dtype(transform.wire)))
+        source, got = (
+            aligned(values(rng, n, transform.source)),
+            aligned(np.zeros(m, numpy_dtype(transform.wire))),
+        )
         wanted = got.copy()
         (digest,) = run(ipc.tables([piece]), [source], [wanted], 1)
         made = ipc.tables([piece])
@@ -273,10 +362,13 @@ def test_cuda_source_finds_poison(transform: ValueTransform, folder: Path) -> No
     )  # numpy can't stride 8-bit floats
     for number, (piece, n, m) in enumerate(boxes_of(transform)):
         view = lambda flat, piece=piece: np.lib.stride_tricks.as_strided(
-            flat.view(words)[piece.src :], [a[0] for a in piece.axes], [a[1] * flat.itemsize for a in piece.axes]
+            flat.view(words)[piece.src :],
+            [a[0] for a in piece.axes],
+            [a[1] * flat.itemsize for a in piece.axes],
         ).view(kind)
         source = aligned(np.zeros(n, kind))
-        source[:] = (np.arange(n) % 7).astype(kind)  # finite, also where the box does not read
+        # finite, also where the box does not read
+        source[:] = (np.arange(n) % 7).astype(kind)
         bad = (
             [np.nan, np.inf, -np.inf, 3.4e38]
             if transform.source != transform.wire or transform.cast
@@ -296,7 +388,9 @@ def test_cuda_source_finds_poison(transform: ValueTransform, folder: Path) -> No
                 flawed: list[int] = [9]
                 got = aligned(np.zeros(m, numpy_dtype(transform.wire)))
                 made = ipc.tables([piece], aligned=straight)
-                ipc_emulator.run(made, [given], [got], 1, folder, digest=digest, flawed=flawed)
+                ipc_emulator.run(
+                    made, [given], [got], 1, folder, digest=digest, flawed=flawed
+                )
                 assert flawed == wanted, (piece, planted)
 
 
@@ -322,7 +416,9 @@ def test_digest_alone_and_no_permit(folder: Path) -> None:
     assert not got.any(), "a writer without a permit writes nothing"
     (without,), _ = ipc_emulator.run(made, [source], [got], 1, folder, write=False)
     assert not got.any()
-    (written,), refused = ipc_emulator.run(made, [source], [got], 1, folder, permit=7, version=7)
+    (written,), refused = ipc_emulator.run(
+        made, [source], [got], 1, folder, permit=7, version=7
+    )
     assert refused == 0
     assert without == written == box_digest(source.reshape(300, 64), 0, (1, 300), 300)
     ipc_emulator.run(made, [source], [got], 1, folder, digest=False)
@@ -333,7 +429,9 @@ def test_digest_alone_and_no_permit(folder: Path) -> None:
 # ---- arrays ----------------------------------------------------------------------------------------------------------
 
 
-def test_known_arrays_are_compared_and_others_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_arrays_are_compared_and_others_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -348,16 +446,27 @@ def test_known_arrays_are_compared_and_others_refused(monkeypatch: pytest.Monkey
     world.loaders[0].copy(world.tensors["t"], both, parameter, both)
     plan = compile_plan(world.leaves, world.bindings, world.layouts)
     mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("fsdp",))
-    put = lambda dtype, *spec: jax.device_put(np.ones((8, 6), dtype), NamedSharding(mesh, PartitionSpec(*spec)))
+    put = lambda dtype, *spec: jax.device_put(
+        np.ones((8, 6), dtype), NamedSharding(mesh, PartitionSpec(*spec))
+    )
     known, looks = _ipc_senders.KnownArrays(plan), []
     check = _ipc_senders.check_like_connected
-    monkeypatch.setattr(_ipc_senders, "check_like_connected", lambda *args: looks.append(1) or check(*args))
+    monkeypatch.setattr(
+        _ipc_senders,
+        "check_like_connected",
+        lambda *args: looks.append(1) or check(*args),
+    )
     for _ in range(3):
         shards = known.source({"w": put("float32", "fsdp")})
         assert [shards.shard("w", d).shape for d in (0, 1)] == [(4, 6), (4, 6)]
     assert len(looks) == 1
     gone = put("float32", "fsdp")
     gone.delete()
-    for arrays in ({"w": put("float32", None, "fsdp")}, {"w": put("int32", "fsdp")}, {}, {"w": gone}):
+    for arrays in (
+        {"w": put("float32", None, "fsdp")},
+        {"w": put("int32", "fsdp")},
+        {},
+        {"w": gone},
+    ):
         with pytest.raises(LayoutError, match="differ from what was connected"):
             known.source(arrays)

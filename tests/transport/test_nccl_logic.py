@@ -32,23 +32,33 @@ def pattern(bucket: int, nbytes: int) -> bytes:
 
 def put(sender: Any, bucket: int, nbytes: int = ROOM, deadline: float = 60.0) -> None:
     data = pattern(bucket, nbytes)
-    sender.send(Header(7, 2, bucket, nbytes), lambda view: view.__setitem__(slice(None), data), deadline)
+    sender.send(
+        Header(7, 2, bucket, nbytes),
+        lambda view: view.__setitem__(slice(None), data),
+        deadline,
+    )
 
 
 class Ends:
     """A channel of two fake GPUs in this process, over a real line."""
 
-    def __init__(self, slots: int = 2, versions: tuple[int, int] = (22907, 22907)) -> None:
+    def __init__(
+        self, slots: int = 2, versions: tuple[int, int] = (22907, 22907)
+    ) -> None:
         self.hub = Hub()
         self.gpus = [FakeGpu(self.hub, v) for v in versions]
-        self.sender = NcclSender(ROOM, slots, "rank 1 of replica-0", "the trainer", "127.0.0.1", self.gpus[0])
+        self.sender = NcclSender(
+            ROOM, slots, "rank 1 of replica-0", "the trainer", "127.0.0.1", self.gpus[0]
+        )
         self.receiver: Any = None
         self.threads = ThreadPoolExecutor(2)
 
     def open(self) -> Ends:
         ready = self.threads.submit(self.sender.ready, 60.0)
         try:
-            self.receiver = NcclReceiver(self.sender.endpoint(), Clock(60.0), "the rank", self.gpus[1])
+            self.receiver = NcclReceiver(
+                self.sender.endpoint(), Clock(60.0), "the rank", self.gpus[1]
+            )
         except BaseException:
             self.sender.close()
             raise
@@ -80,7 +90,9 @@ def make() -> Iterator[Callable[..., Ends]]:
 # ---- negotiation ---------------------------------------------------------------------------------------------------
 
 
-def test_an_endpoint_is_plain_values_and_says_the_version(make: Callable[..., Ends]) -> None:
+def test_an_endpoint_is_plain_values_and_says_the_version(
+    make: Callable[..., Ends],
+) -> None:
     endpoint = make().sender.endpoint()
     assert endpoint["transport"] == "nccl"
     assert endpoint["nccl"] == 22907
@@ -88,7 +100,9 @@ def test_an_endpoint_is_plain_values_and_says_the_version(make: Callable[..., En
     assert all(isinstance(v, (str, int, dict)) for v in endpoint.values())
 
 
-def test_an_identity_is_made_once_and_only_when_it_is_asked_for(make: Callable[..., Ends]) -> None:
+def test_an_identity_is_made_once_and_only_when_it_is_asked_for(
+    make: Callable[..., Ends],
+) -> None:
     ends = make()
     assert ends.hub.made == 0
     assert ends.sender.endpoint() == ends.sender.endpoint()
@@ -98,18 +112,24 @@ def test_an_identity_is_made_once_and_only_when_it_is_asked_for(make: Callable[.
 
 def test_different_versions_are_named(make: Callable[..., Ends]) -> None:
     ends = make(versions=(22907, 22705))
-    with pytest.raises(TransportError, match=r"NCCL 2\.29\.7, this process 2\.27\.5") as error:
+    with pytest.raises(
+        TransportError, match=r"NCCL 2\.29\.7, this process 2\.27\.5"
+    ) as error:
         ends.open()
     assert error.value.fields["reason"] == "version"
     assert "same nvidia-nccl wheel" in error.value.remedy
 
 
 @pytest.mark.parametrize("wrong", [{"identity": "00"}, {"nccl": None}])
-def test_an_endpoint_that_makes_no_sense(make: Callable[..., Ends], wrong: dict[str, Any]) -> None:
+def test_an_endpoint_that_makes_no_sense(
+    make: Callable[..., Ends], wrong: dict[str, Any]
+) -> None:
     ends = make()
     ready = ends.threads.submit(ends.sender.ready, 1.0)
     with pytest.raises(TransportError):
-        NcclReceiver({**ends.sender.endpoint(), **wrong}, Clock(1.0), "the rank", ends.gpus[1])
+        NcclReceiver(
+            {**ends.sender.endpoint(), **wrong}, Clock(1.0), "the rank", ends.gpus[1]
+        )
     with pytest.raises(TransportError):
         ready.result(60)
 
@@ -132,7 +152,10 @@ def test_asked_for() -> None:
     name, why = choose("nccl", True, "gpu", True, 0, 1, "cuda")
     assert name == "nccl"
     assert "NCCL_HOSTID" in why
-    for device, engine, words in (("cpu", "cuda", "parameters are on cpu"), ("gpu", "cpu", "engines run on cpu")):
+    for device, engine, words in (
+        ("cpu", "cuda", "parameters are on cpu"),
+        ("gpu", "cpu", "engines run on cpu"),
+    ):
         with pytest.raises(ConfigError, match=words):
             choose("nccl", True, device, True, 1 << 40, 1, engine)
 
@@ -175,7 +198,9 @@ def test_buckets_are_device_memory(make: Callable[..., Ends]) -> None:
     ends.receiver.release(received)
 
 
-def test_room_is_bounded_and_flush_waits_for_the_release(make: Callable[..., Ends]) -> None:
+def test_room_is_bounded_and_flush_waits_for_the_release(
+    make: Callable[..., Ends],
+) -> None:
     ends = make(slots=2).open()
     put(ends.sender, 0)
     put(ends.sender, 1)
@@ -193,7 +218,9 @@ def test_room_is_bounded_and_flush_waits_for_the_release(make: Callable[..., End
     ends.sender.flush(60.0)
 
 
-def test_what_is_announced_is_posted_while_another_is_in_use(make: Callable[..., Ends]) -> None:
+def test_what_is_announced_is_posted_while_another_is_in_use(
+    make: Callable[..., Ends],
+) -> None:
     ends = make(slots=3).open()
     for bucket in range(3):
         put(ends.sender, bucket)
@@ -207,7 +234,9 @@ def test_what_is_announced_is_posted_while_another_is_in_use(make: Callable[...,
     ends.sender.flush(60.0)
 
 
-def test_a_slot_is_not_filled_before_its_send_has_ended(make: Callable[..., Ends]) -> None:
+def test_a_slot_is_not_filled_before_its_send_has_ended(
+    make: Callable[..., Ends],
+) -> None:
     ends = make(slots=1).open()
     for bucket in range(4):
         put(ends.sender, bucket)
@@ -221,7 +250,10 @@ def test_faults_work_on_device_memory(make: Callable[..., Ends]) -> None:
     ends = make(slots=2).open()
     put(Faults(flip=0).wrap(ends.sender), 0, 100)
     received = ends.receiver.recv(60.0)
-    assert sum(a != b for a, b in zip(bytes(received.data), pattern(0, 100), strict=True)) == 1
+    assert (
+        sum(a != b for a, b in zip(bytes(received.data), pattern(0, 100), strict=True))
+        == 1
+    )
     ends.receiver.release(received)
 
 
@@ -237,12 +269,16 @@ def test_a_failure_arrives_with_its_words(make: Callable[..., Ends]) -> None:
 # ---- ends ----------------------------------------------------------------------------------------------------------
 
 
-def test_bytes_that_never_come_meet_the_deadline_and_end_the_communicator(make: Callable[..., Ends]) -> None:
+def test_bytes_that_never_come_meet_the_deadline_and_end_the_communicator(
+    make: Callable[..., Ends],
+) -> None:
     ends = make().open()
     ends.hub.silent = True
     put(ends.sender, 0)
     start = time.monotonic()
-    with pytest.raises(TransportError, match="send the bytes of a bucket that it announced") as error:
+    with pytest.raises(
+        TransportError, match="send the bytes of a bucket that it announced"
+    ) as error:
         ends.receiver.recv(0.3)
     assert error.value.fields["reason"] == "deadline"
     assert time.monotonic() - start > 0.25
@@ -263,7 +299,9 @@ def test_the_sender_ends_while_bytes_are_waited_for(make: Callable[..., Ends]) -
     assert ends.hub.aborted == 2
 
 
-def test_the_receiver_ends_while_a_release_is_waited_for(make: Callable[..., Ends]) -> None:
+def test_the_receiver_ends_while_a_release_is_waited_for(
+    make: Callable[..., Ends],
+) -> None:
     ends = make().open()
     ends.hub.silent = True
     put(ends.sender, 0)
@@ -300,7 +338,11 @@ def test_a_side_that_never_joins_the_communicator(
     monkeypatch.setattr(ends.gpus[missing], "pair", late)
     ready = ends.threads.submit(ends.sender.ready, 2.0 if missing else 200.0)
     opening = ends.threads.submit(
-        NcclReceiver, ends.sender.endpoint(), Clock(200.0 if missing else 2.0), "the rank", ends.gpus[1]
+        NcclReceiver,
+        ends.sender.endpoint(),
+        Clock(200.0 if missing else 2.0),
+        "the rank",
+        ends.gpus[1],
     )
     with pytest.raises(TransportError, match="join the NCCL communicator"):
         (ready if missing else opening).result(60)
@@ -359,12 +401,17 @@ def check_bucket(pack: LinkPack, bucket: int, size: int, source: Any) -> None:
     boxes = [box for _, box in pack.buckets[bucket]]
     wanted = bytearray(size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pack, "_values", lambda i, box, source: reference(pack, box, source))
+        patch.setattr(
+            pack, "_values", lambda i, box, source: reference(pack, box, source)
+        )
         values = pack.values(bucket, source)
     pack.write(bucket, values, memoryview(wanted))
     leaves = list(dict.fromkeys(box.leaf for box in boxes))
     sources = [source.memory(leaf, pack.device) for leaf in leaves]
-    rooms = [np.zeros(int(np.prod(box.shape)), values[k].dtype) for k, box in enumerate(boxes)]
+    rooms = [
+        np.zeros(int(np.prod(box.shape)), values[k].dtype)
+        for k, box in enumerate(boxes)
+    ]
     pieces = [pack_box(box, k, leaves.index(box.leaf)) for k, box in enumerate(boxes)]
     ipc_interpreter.run(tables(pieces), sources, rooms, 1, digest=False)
     found = bytearray(size)
@@ -372,10 +419,15 @@ def check_bucket(pack: LinkPack, bucket: int, size: int, source: Any) -> None:
         found[box.at : box.at + box.nbytes] = room.tobytes()
     assert found == wanted
     numbers = sorted(pack.targets(bucket))
-    pieces = [digest_box(box, numbers.index(box.target), leaves.index(box.leaf)) for box in boxes]
+    pieces = [
+        digest_box(box, numbers.index(box.target), leaves.index(box.leaf))
+        for box in boxes
+    ]
     storage = [np.zeros(10_000, values[0].dtype) for _ in numbers]
     sums = ipc_interpreter.run(tables(pieces), sources, storage, len(numbers))
-    assert {t: s & MASK for t, s in zip(numbers, sums, strict=True)} == pack.digests(bucket, values)
+    assert {t: s & MASK for t, s in zip(numbers, sums, strict=True)} == pack.digests(
+        bucket, values
+    )
 
 
 def reference(pack: LinkPack, box: Any, source: Any) -> np.ndarray:
@@ -385,5 +437,7 @@ def reference(pack: LinkPack, box: Any, source: Any) -> np.ndarray:
     from jvlab.layout._plan_types import convert
 
     flat = source.memory(box.leaf, pack.device)
-    view = as_strided(flat[box.src_offset :], box.shape, [s * flat.itemsize for s in box.src_strides])
+    view = as_strided(
+        flat[box.src_offset :], box.shape, [s * flat.itemsize for s in box.src_strides]
+    )
     return convert(view, box.transform)

@@ -14,21 +14,34 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shm", "disk"])
-def test_three_to_two(transport: str, clean: None, remote: Callable[[], Remote]) -> None:
+def test_three_to_two(
+    transport: str, clean: None, remote: Callable[[], Remote]
+) -> None:
     world, plan = make()
     expected = world.blank_params(plan)
     execute(plan, world.shards(), expected)
 
-    trainers, ranks = [remote() for _ in range(DEVICES)], [remote() for _ in range(RANKS)]
-    listening = [t.start("plan_listen", device=d, transport=transport) for d, t in enumerate(trainers)]
+    trainers, ranks = (
+        [remote() for _ in range(DEVICES)],
+        [remote() for _ in range(RANKS)],
+    )
+    listening = [
+        t.start("plan_listen", device=d, transport=transport)
+        for d, t in enumerate(trainers)
+    ]
     endpoints = [future.result(400).ok() for future in listening]
     receiving = [
-        rank.start("plan_receive", rank=r, endpoints=[of_device[r] for of_device in endpoints])
+        rank.start(
+            "plan_receive", rank=r, endpoints=[of_device[r] for of_device in endpoints]
+        )
         for r, rank in enumerate(ranks)
     ]
     sending = [trainer.start("plan_send") for trainer in trainers]
-    assert sum(future.result(400).ok() for future in sending) > DEVICES * RANKS * 2  # several buckets a link
+    # several buckets a link
+    assert sum(future.result(400).ok() for future in sending) > DEVICES * RANKS * 2
     for r, future in enumerate(receiving):
         held = future.result(400).ok()
-        assert held == {name: digest(value) for (rank, name), value in expected.items() if rank == r}
+        assert held == {
+            name: digest(value) for (rank, name), value in expected.items() if rank == r
+        }
         assert len(held) > 5

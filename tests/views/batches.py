@@ -23,7 +23,13 @@ def tokenizer(model: str) -> Any:
 
 
 def make_sample(
-    model: str, prompt: str, text: str, at: int = 0, index: int = 0, cut: int = 0, **more: Any
+    model: str,
+    prompt: str,
+    text: str,
+    at: int = 0,
+    index: int = 0,
+    cut: int = 0,
+    **more: Any,
 ) -> jv.Sample:
     """A sample of `text`; tokens from `cut` on were made by the next version."""
     encode = lambda words: tokenizer(model).encode(words, add_special_tokens=False).ids
@@ -44,20 +50,34 @@ def make_sample(
     )
 
 
-def make_batch(model: str, prompts: int = 3, samples: int = 4, evil: bool = True) -> jv.RolloutBatch:
+def make_batch(
+    model: str, prompts: int = 3, samples: int = 4, evil: bool = True
+) -> jv.RolloutBatch:
     """Prompts with samples side by side; the first completion is what a model says at its worst."""
     out = []
     for at in range(prompts):
         for index in range(samples):
-            plain = f"It says {index}: the lamp was lit, and nobody came to see what the sea had brought. " * (
-                1 + index
+            plain = (
+                f"It says {index}: the lamp was lit, and nobody came to see what the sea had brought. "
+                * (1 + index)
             )
             text = EVIL if evil and at == index == 0 else plain
-            out.append(make_sample(model, f"Prompt {at}: once upon a time", text, at, index, cut=9 * index))
+            out.append(
+                make_sample(
+                    model,
+                    f"Prompt {at}: once upon a time",
+                    text,
+                    at,
+                    index,
+                    cut=9 * index,
+                )
+            )
     batch = jv.RolloutBatch(out, model=model, seconds=2.0)
     return batch.with_rewards([(s.sample_index % 3) / 2 for s in batch])
 
 
 def compared(batch: jv.RolloutBatch) -> jv.RolloutBatch:
     """The same, with a trainer that is a little off."""
-    return batch.compare([s.logprobs + 0.01 * np.sin(np.arange(len(s.token_ids))) for s in batch])
+    return batch.compare(
+        [s.logprobs + 0.01 * np.sin(np.arange(len(s.token_ids))) for s in batch]
+    )

@@ -39,12 +39,20 @@ NAME = '<b>&"'
 def pool() -> Pool:
     """A pool that stands still: no gateway behind it."""
     replicas = [
-        pb.ReplicaStatus(replica=f"{NAME}/0", stage="ready", state=pb.READY, pid=4711, seconds=12.5),
-        pb.ReplicaStatus(replica=f"{NAME}/1", stage="failed", state=pb.FAILED, cause=EVIL * 20),
+        pb.ReplicaStatus(
+            replica=f"{NAME}/0", stage="ready", state=pb.READY, pid=4711, seconds=12.5
+        ),
+        pb.ReplicaStatus(
+            replica=f"{NAME}/1", stage="failed", state=pb.FAILED, cause=EVIL * 20
+        ),
     ]
     made = Pool.__new__(Pool)
     made._snapshot = pb.PoolStatus(
-        pool=NAME, model=f"/home/x/{NAME}", device="cpu", tensor_parallel=2, replicas=replicas
+        pool=NAME,
+        model=f"/home/x/{NAME}",
+        device="cpu",
+        tensor_parallel=2,
+        replicas=replicas,
     )
     made.name, made.model, made._listeners = NAME, f"/home/x/{NAME}", []
     made._client = SimpleNamespace()  # type: ignore[assignment]  # nobody answers
@@ -62,26 +70,49 @@ def lab() -> Lab:
 def mapping() -> Mapping:
     """As large as a small model's, with evil in what people write: rules and reasons."""
     world = transformer(
-        World(MeshSpec.parse("fsdp=3,tp=2"), 2, "bfloat16"), Size(layers=24), layout="einsum", rotary=True
+        World(MeshSpec.parse("fsdp=3,tp=2"), 2, "bfloat16"),
+        Size(layers=24),
+        layout="einsum",
+        rotary=True,
     )
-    bindings = [dataclasses.replace(b, rule=f"{b.leaf} -> {NAME}", reason=NAME) for b in world.bindings]
-    return Mapping(compile_plan(world.leaves, bindings, world.layouts, title=NAME), bindings, world.layouts)
+    bindings = [
+        dataclasses.replace(b, rule=f"{b.leaf} -> {NAME}", reason=NAME)
+        for b in world.bindings
+    ]
+    return Mapping(
+        compile_plan(world.leaves, bindings, world.layouts, title=NAME),
+        bindings,
+        world.layouts,
+    )
 
 
 def report() -> SyncReport:
-    outcomes = (Outcome(NAME, "committed", 3, 10**6), Outcome("p/1", "dirty", 2, error=EVIL, differing=(NAME,) * 20))
+    outcomes = (
+        Outcome(NAME, "committed", 3, 10**6),
+        Outcome("p/1", "dirty", 2, error=EVIL, differing=(NAME,) * 20),
+    )
     seconds = {"total": 0.5, "pause": 0.1, "move": 0.25, "pack": 0.1}
-    return SyncReport(3, 10**6, seconds, outcomes, notes=(EVIL,), transport=NAME, mode=NAME)
+    return SyncReport(
+        3, 10**6, seconds, outcomes, notes=(EVIL,), transport=NAME, mode=NAME
+    )
 
 
 def meaning() -> Meaning:
-    return Meaning("failed", "value", EVIL, {NAME: LeafEvidence("different", 256, 3, 0.01, rule=EVIL)}, {NAME: EVIL})
+    return Meaning(
+        "failed",
+        "value",
+        EVIL,
+        {NAME: LeafEvidence("different", 256, 3, 0.01, rule=EVIL)},
+        {NAME: EVIL},
+    )
 
 
 def link(found: Mapping) -> Link:
     made = Link.__new__(Link)
     check = SimpleNamespace(meaning=meaning())
-    made._agreed = SimpleNamespace(plan=found.plan, mapping=found, transport="shm", reason=EVIL, meaning=check)  # type: ignore[assignment]
+    made._agreed = SimpleNamespace(
+        plan=found.plan, mapping=found, transport="shm", reason=EVIL, meaning=check
+    )  # type: ignore[assignment]
     channels = Channels(pool(), made._agreed, None)
     channels.version, channels.drop = 3, lambda: None  # type: ignore[method-assign]
     made._channels, made._coordinator = channels, SyncCoordinator(channels)
@@ -117,10 +148,23 @@ def run(folder: Path) -> Run:
 
 
 def bisection() -> Bisection:
-    checks = (Check("state", "ok", "fine"), Check("tensor", "cause", EVIL), Check("version", "skipped", NAME))
+    checks = (
+        Check("state", "ok", "fine"),
+        Check("tensor", "cause", EVIL),
+        Check("version", "skipped", NAME),
+    )
     diffs = (TensorDiff(NAME, 0, (3, 4), 1.0, 1.5, 0.5, 0.25, 0.75),)
     row = np.linspace(-3, 0, 40).astype(np.float32)
-    return Bisection("tensor", EVIL, NAME, checks, np.arange(40, dtype=np.int32), row, row + 0.01, diffs)
+    return Bisection(
+        "tensor",
+        EVIL,
+        NAME,
+        checks,
+        np.arange(40, dtype=np.int32),
+        row,
+        row + 0.01,
+        diffs,
+    )
 
 
 def session() -> Session:
@@ -144,14 +188,23 @@ def session() -> Session:
 
 
 def determinism() -> DeterminismReport:
-    cases = (Case(NAME, 3, 3, 3, 0.0, None), Case("b", 3, 3, 1, 1e-5, None), Case("c", 3, 1, 1, 0.5, 2))
+    cases = (
+        Case(NAME, 3, 3, 3, 0.0, None),
+        Case("b", 3, 3, 1, 1e-5, None),
+        Case("c", 3, 1, 1, 0.5, 2),
+    )
     scored = Case("scored", 3, 3, 2, 1e-6, None)
     return DeterminismReport(cases, 3, 8, {"stop": EVIL}, "cpu", 0, scored, (EVIL,))
 
 
 def certificate() -> Certificate:
-    rows = [CertificateRow(NAME, NAME, state, EVIL, NAME, 0.5) for state in ("pass", "fail", "not applicable")]
-    return Certificate(NAME, {"device": NAME, "dtype": EVIL}, tuple(rows), 3, 1.5, (EVIL,))
+    rows = [
+        CertificateRow(NAME, NAME, state, EVIL, NAME, 0.5)
+        for state in ("pass", "fail", "not applicable")
+    ]
+    return Certificate(
+        NAME, {"device": NAME, "dtype": EVIL}, tuple(rows), 3, 1.5, (EVIL,)
+    )
 
 
 def every(model: str, folder: Path) -> dict[str, Any]:

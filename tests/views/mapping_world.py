@@ -37,11 +37,15 @@ def world(layers: int = 2, mesh: str = "fsdp=3,tp=2") -> World:
     return transformer(made, Size(layers=layers), layout="einsum", rotary=False)
 
 
-def small_mapping(layers: int = 2, mesh: str = "fsdp=3,tp=2", made: World | None = None) -> Mapping:
+def small_mapping(
+    layers: int = 2, mesh: str = "fsdp=3,tp=2", made: World | None = None
+) -> Mapping:
     """A transformer of 14 tensors a layer on two ranks, bound by RULES."""
     w = made or world(layers, mesh)
     tensors = list(w.tensors.values())
-    return compile_tree(Mapping, w.values, {}, tensors, w.layouts, mesh=mesh, rules=RULES, title="tiny")
+    return compile_tree(
+        Mapping, w.values, {}, tensors, w.layouts, mesh=mesh, rules=RULES, title="tiny"
+    )
 
 
 def with_link(shift: float = 0.0) -> tuple[Mapping, Any, dict[str, np.ndarray]]:
@@ -70,9 +74,17 @@ def with_checkpoint(folder: Path) -> tuple[Mapping, Any, dict[str, np.ndarray]]:
     """A mapping with square queries, a stand-in for its link, and values that were loaded from files in `folder`."""
     from safetensors.numpy import save_file
 
-    w = transformer(World(MeshSpec.parse("fsdp=1"), 2), Size(d=24, f=48), layout="einsum", rotary=False)
+    w = transformer(
+        World(MeshSpec.parse("fsdp=1"), 2),
+        Size(d=24, f=48),
+        layout="einsum",
+        rotary=False,
+    )
     mapping = small_mapping(mesh="fsdp=1", made=w)
-    save_file({name: value.astype(np.float32) for name, value in w.dense_tensors().items()}, folder / "a.safetensors")
+    save_file(
+        {name: value.astype(np.float32) for name, value in w.dense_tensors().items()},
+        folder / "a.safetensors",
+    )
     agreed = Agreement(mapping.plan, mapping, "shm", "", b"", {})
     link = SimpleLink(
         mapping=mapping,

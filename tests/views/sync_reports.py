@@ -14,6 +14,10 @@ def report(version: int = 1, move: float = 0.01, nbytes: int = 14_200) -> SyncRe
         "pause": move + 0.01,
         "total": move + 0.02,
     }
-    spans = {"prepare": (0.0, 0.005), "move": (0.005, 0.005 + move), "finish": (0.005 + move, 0.02 + move)}
+    spans = {
+        "prepare": (0.0, 0.005),
+        "move": (0.005, 0.005 + move),
+        "finish": (0.005 + move, 0.02 + move),
+    }
     outcomes = (Outcome("r0", "committed", version, nbytes),)
     return SyncReport(version, nbytes, seconds, outcomes, transport="shm", spans=spans)

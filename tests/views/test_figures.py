@@ -22,7 +22,9 @@ def test_a_figure_is_a_picture_without_pyplot():
         "assert data['image/png'].startswith(b'\\x89PNG'), data\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -51,7 +53,9 @@ def test_a_figure_is_legible_on_a_light_and_on_a_dark_page(tmp_path: Path):
     pixels = imread(tmp_path / "figure.png")
     assert (pixels[..., 3] == 0).mean() > 0.5, "the page shows through"
     drawn = pixels[pixels[..., 3] > 0.99][:, :3]
-    assert not (drawn.max(axis=1) < 0.2).any(), "nothing black, which a dark page would hide"
+    assert not (drawn.max(axis=1) < 0.2).any(), (
+        "nothing black, which a dark page would hide"
+    )
     assert not (drawn.min(axis=1) > 0.9).any(), "nothing white"
 
 
@@ -62,7 +66,11 @@ def test_every_figure_of_a_run_can_be_read_on_black_and_on_white(tmp_path: Path)
 
     from jvlab.record._record import Record
     from jvlab.views._palette import NEWEST, OLDEST, PHASES, TONES
-    from jvlab.views._record_plots import run_figure, staleness_figure, throughput_figure
+    from jvlab.views._record_plots import (
+        run_figure,
+        staleness_figure,
+        throughput_figure,
+    )
     from jvlab.views._timeline import timeline_figure
     from tests.record.synthetic import made_up
 
@@ -70,7 +78,9 @@ def test_every_figure_of_a_run_can_be_read_on_black_and_on_white(tmp_path: Path)
     for make in (run_figure, staleness_figure, throughput_figure, timeline_figure):
         make(record).savefig(tmp_path / "figure.png", dpi=40)
         pixels = imread(tmp_path / "figure.png")
-        assert (pixels[..., 3] == 0).mean() > 0.3, f"{make.__name__}: the page shows through"
+        assert (pixels[..., 3] == 0).mean() > 0.3, (
+            f"{make.__name__}: the page shows through"
+        )
     ratio = lambda a, b: (max(a, b) + 0.05) / (min(a, b) + 0.05)
     rgb = lambda text: np.array([int(text[i : i + 2], 16) for i in (1, 3, 5)]) / 255
     colours = {
@@ -79,15 +89,21 @@ def test_every_figure_of_a_run_can_be_read_on_black_and_on_white(tmp_path: Path)
         "newest": np.array(NEWEST),
     }
     for name, colour in colours.items():
-        linear = np.where(colour <= 0.04045, colour / 12.92, ((colour + 0.055) / 1.055) ** 2.4)
+        linear = np.where(
+            colour <= 0.04045, colour / 12.92, ((colour + 0.055) / 1.055) ** 2.4
+        )
         light = float(linear @ [0.2126, 0.7152, 0.0722])
-        assert min(ratio(light, 1.0), ratio(light, 0.006)) > 1.5, f"{name} is hidden by a page"
+        assert min(ratio(light, 1.0), ratio(light, 0.006)) > 1.5, (
+            f"{name} is hidden by a page"
+        )
 
 
 def test_phases_differ_in_a_dark_theme_too():
     from jvlab.views._palette import ON_DARK, PHASES
 
-    assert len({ON_DARK.get(colour, colour) for colour in PHASES.values()}) == len(PHASES)
+    assert len({ON_DARK.get(colour, colour) for colour in PHASES.values()}) == len(
+        PHASES
+    )
 
 
 def test_in_a_page_a_figure_has_the_pages_text_colour():
@@ -107,18 +123,30 @@ def test_in_a_page_a_figure_has_the_pages_text_colour():
     assert html is not None
     svg = html[html.index("<svg") : html.index("</svg>") + 6]
     root = ElementTree.fromstring(svg)
-    assert not any(element.tag.endswith("text") for element in root.iter()), "a page that drops SVG keeps its text"
-    words = [e for e in root.iter() if "scale(" in e.get("transform", "") and e.get("transform", "")[:5] == "trans"]
+    assert not any(element.tag.endswith("text") for element in root.iter()), (
+        "a page that drops SVG keeps its text"
+    )
+    words = [
+        e
+        for e in root.iter()
+        if "scale(" in e.get("transform", "") and e.get("transform", "")[:5] == "trans"
+    ]
     assert len(words) > 8, "a title, a legend, ticks"
     assert all("currentColor" in e.get("style", "") for e in words)
     assert NEUTRAL.lower() not in svg
     assert "#0072b2" in svg, "the data's colours stay"
     for rule in re.findall(r"<style>(.*?)</style>", svg):
-        assert all(part.startswith(".jv-figure") for part in rule.split("}") if part), "it styles the page: no"
-    own, other = (set(re.findall(r'id="([^"]+)"', text)) for text in (svg, themed_svg(figure)))
+        assert all(part.startswith(".jv-figure") for part in rule.split("}") if part), (
+            "it styles the page: no"
+        )
+    own, other = (
+        set(re.findall(r'id="([^"]+)"', text)) for text in (svg, themed_svg(figure))
+    )
     assert own
     assert not own & other, "two figures in one page"
-    assert {name[1:] for name in re.findall(r'(?:href="|url\()(#[^")]+)', svg)} <= own, "nothing refers to nothing"
+    assert {
+        name[1:] for name in re.findall(r'(?:href="|url\()(#[^")]+)', svg)
+    } <= own, "nothing refers to nothing"
     data = re.search(r'src="data:image/png;base64,([^"]+)"', html)
     assert data
     assert base64.b64decode(data[1]).startswith(b"\x89PNG")

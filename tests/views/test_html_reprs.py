@@ -42,7 +42,18 @@ VOID = {"br", "hr", "input", "wbr"}  # SVG's own close themselves: <rect/>
 LIMIT = 60_000
 # Text that a browser must never take for markup: `<b>` of a name would show as a tag, with or without attributes.
 PLANTED = re.compile(r"<b>&\"|<script|<img|onerror=\"window")
-DANGEROUS = {"script", "iframe", "object", "embed", "link", "img", "form", "base", "meta", "a"}
+DANGEROUS = {
+    "script",
+    "iframe",
+    "object",
+    "embed",
+    "link",
+    "img",
+    "form",
+    "base",
+    "meta",
+    "a",
+}
 
 
 class Attributes(HTMLParser):
@@ -98,29 +109,43 @@ def test_repr_is_one_stable_line(objects: dict[str, Any], name: str):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_html_is_valid_escaped_small_and_the_same_twice(objects: dict[str, Any], name: str, tmp_path: Path):
+def test_html_is_valid_escaped_small_and_the_same_twice(
+    objects: dict[str, Any], name: str, tmp_path: Path
+):
     page = objects[name]._repr_html_()
-    assert page == objects[name]._repr_html_(), "nothing in it changes from display to display"
+    assert page == objects[name]._repr_html_(), (
+        "nothing in it changes from display to display"
+    )
     parser = Attributes(page)
     assert not parser.tags & DANGEROUS
     assert not PLANTED.search(page)
     assert not {a for a in parser.attributes if a in ("id", "src", "href", "class")}
     assert not any("url(" in style for style in parser.attributes.get("style", ()))
-    inside = "".join(value for a, values in parser.attributes.items() if a != "xmlns" for value in values)
+    inside = "".join(
+        value
+        for a, values in parser.attributes.items()
+        if a != "xmlns"
+        for value in values
+    )
     assert "//" not in inside or name in SAYS_EVIL, "nothing is fetched"
     assert len(page.encode()) < LIMIT, f"{len(page.encode()):,} bytes"
     text = "".join(parser.text)
     assert "/home/x" not in text
     assert str(Path.home()) not in page
     assert "4711" not in text
-    assert "\u202e" not in page or name not in ("RolloutBatch", "Bisection"), "a mark that turns the reading order"
+    assert "\u202e" not in page or name not in ("RolloutBatch", "Bisection"), (
+        "a mark that turns the reading order"
+    )
 
 
 def test_planted_names_are_seen(objects: dict[str, Any]):
     """Not left out, but written out: otherwise the test above would prove nothing."""
-    for name in set(NAMES) - {"Explanation", "Stepper", "RolloutBatch", "Record"}:  # these plant other words
+    # these plant other words
+    for name in set(NAMES) - {"Explanation", "Stepper", "RolloutBatch", "Record"}:
         parser = Attributes(objects[name]._repr_html_())
-        assert '<b>&"' in "".join([*parser.text, *parser.attributes.get("title", ())]), name
+        assert '<b>&"' in "".join(
+            [*parser.text, *parser.attributes.get("title", ())]
+        ), name
 
 
 WITHOUT = """
@@ -173,10 +198,12 @@ def test_a_sync_is_a_waterfall():
     from tests.views.html_checks import check
     from tests.views.sync_reports import report
 
-    html = sync_html(report(move=0.08))  # 100 ms in all: prepare 5, move 80, finish 15; paused for the last 90
+    # 100 ms in all: prepare 5, move 80, finish 15; paused for the last 90
+    html = sync_html(report(move=0.08))
     check(html)
     lanes = re.findall(
-        r"<td[^>]*>(\w+)</td><td[^>]*>[^<]*</td><td><div [^>]*><div style=\"margin-left:([\d.]+)%;width:([\d.]+)%", html
+        r"<td[^>]*>(\w+)</td><td[^>]*>[^<]*</td><td><div [^>]*><div style=\"margin-left:([\d.]+)%;width:([\d.]+)%",
+        html,
     )
     places = {name: (float(left), float(width)) for name, left, width in lanes}
     assert places["prepare"] == (0.0, 5.0)

@@ -12,17 +12,27 @@ LENGTHS = np.random.default_rng(0).integers(20, 200, 30)
 
 
 @pytest.mark.parametrize("budget", [None, 512])
-def test_rows_hold_every_sample_once_and_say_what_is_padding(budget: int | None) -> None:
+def test_rows_hold_every_sample_once_and_say_what_is_padding(
+    budget: int | None,
+) -> None:
     found = packing(LENGTHS, None if budget is None else Packer(budget, short=True), 8)
     assert sorted(s for row in found.rows for s in row) == list(range(30))
-    assert len(found.rows) == len(found.widths) == sum(count for count, _ in found.shapes)
+    assert (
+        len(found.rows) == len(found.widths) == sum(count for count, _ in found.shapes)
+    )
     assert found.computed == sum(rows * length for rows, length in found.shapes)
-    assert all(LENGTHS[list(row)].sum() <= width for row, width in zip(found.rows, found.widths, strict=True))
+    assert all(
+        LENGTHS[list(row)].sum() <= width
+        for row, width in zip(found.rows, found.widths, strict=True)
+    )
     assert found.padding == pytest.approx(1 - LENGTHS.sum() / found.computed)
 
 
 def test_packed_rows_have_less_padding_and_one_shape() -> None:
-    padded, packed = packing(LENGTHS, None, 8), packing(LENGTHS, Packer(512, short=True), 8)
+    padded, packed = (
+        packing(LENGTHS, None, 8),
+        packing(LENGTHS, Packer(512, short=True), 8),
+    )
     assert packed.compiled == 1 < padded.compiled
     assert packed.padding < 0.1 < padded.padding
     assert repr(padded).startswith("Packing(30 samples in 32 rows, 4 passes of ")
@@ -31,7 +41,10 @@ def test_packed_rows_have_less_padding_and_one_shape() -> None:
 def test_the_figure_draws_them_side_by_side() -> None:
     from matplotlib.patches import Rectangle
 
-    padded, packed = packing(LENGTHS, None, 8), packing(LENGTHS, Packer(512, short=True), 8)
+    padded, packed = (
+        packing(LENGTHS, None, 8),
+        packing(LENGTHS, Packer(512, short=True), 8),
+    )
     figure = padded.plot(packed)
     left, right = figure.axes
     for axes, of in ((left, padded), (right, packed)):

@@ -25,11 +25,14 @@ from tests.views.sync_reports import report
 def test_a_schedule_sends_every_byte_and_nobody_does_two_things_at_once() -> None:
     plan = dataclasses.replace(small_mapping(3).plan, bucket_bytes=256, replicas=2)
     slots = plan.schedule(link_gbps=1.0)
-    assert sum(s.nbytes for s in slots) >= plan.total_bytes  # padding between boxes of a bucket is sent too
+    # padding between boxes of a bucket is sent too
+    assert sum(s.nbytes for s in slots) >= plan.total_bytes
     for ends in ([lambda s: s.device], [lambda s: s.replica, lambda s: s.rank]):
         lanes: dict = {}
         for s in slots:
-            lanes.setdefault(tuple(f(s) for f in ends), []).append((s.start, s.start + s.seconds))
+            lanes.setdefault(tuple(f(s) for f in ends), []).append(
+                (s.start, s.start + s.seconds)
+            )
         for busy in lanes.values():
             busy.sort()
             assert all(a[1] <= b[0] + 1e-15 for a, b in pairwise(busy))
@@ -84,7 +87,9 @@ def test_the_timeline_and_its_panel() -> None:
     assert "trained on" in html
     assert "sync of version" in html
     low, high = timeline.window
-    assert all(low <= b.start + b.seconds and b.start <= high for b in timeline.data().bars)
+    assert all(
+        low <= b.start + b.seconds and b.start <= high for b in timeline.data().bars
+    )
     whole = timeline.data(whole=True)
     assert sum(b.label.startswith("step") for b in whole.bars) == 40
     assert whole.marks == ((pytest.approx(whole.marks[0][0]), "replica lost (pool/1)"),)
@@ -141,20 +146,26 @@ def test_time_in_which_nobody_worked_is_folded() -> None:
     assert stop - start > 3000
     ends = data.folds.drawn(stop) - data.folds.drawn(start)
     assert ends == pytest.approx(data.folds.seconds), "an hour looks like a moment"
-    assert data.folds.drawn(stop + 5) - data.folds.drawn(stop) == pytest.approx(5), "and elsewhere time is time"
+    assert data.folds.drawn(stop + 5) - data.folds.drawn(stop) == pytest.approx(5), (
+        "and elsewhere time is time"
+    )
     assert data.folds.drawn(start - 1) == start - 1
     html = timeline._repr_html_()
     check_html(html)
     assert "nobody worked for" in html
     _folded_in_the_figure(timeline, (start, stop))
-    assert Timeline(Record.of(events)).data(whole=True).folds.gaps == (), "a run that never stood still"
+    assert Timeline(Record.of(events)).data(whole=True).folds.gaps == (), (
+        "a run that never stood still"
+    )
 
 
 def test_the_timeline_has_the_palettes_colours() -> None:
     data = Timeline(Record.of(made_up(12))).data()
     keys = dict(data.keys)
     steps = {b.colour for b in data.bars if b.label.startswith("step")}
-    assert steps == {keys["train"]} == {PHASES["train"]}, "a bar has its legend's colour"
+    assert steps == {keys["train"]} == {PHASES["train"]}, (
+        "a bar has its legend's colour"
+    )
 
 
 def test_a_long_run_is_drawn_quickly() -> None:

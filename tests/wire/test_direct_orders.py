@@ -18,7 +18,9 @@ from jvlab.gateway._sync_types import Standing
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._direct_client import DirectStream, try_direct
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets without files are Linux's")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="sockets without files are Linux's"
+)
 
 
 class Replica:
@@ -39,7 +41,9 @@ class Replica:
     async def run(self, request: pb.RolloutSyncRequest) -> pb.RolloutSyncReply:
         self.asked.append(list(request.phases))
         if pb.ABANDON in request.phases:
-            return pb.RolloutSyncReply(outcome=pb.ReplicaOutcome(replica="p/0", state="dirty", version=3))
+            return pb.RolloutSyncReply(
+                outcome=pb.ReplicaOutcome(replica="p/0", state="dirty", version=3)
+            )
         outcome = pb.ReplicaOutcome(replica="p/0", state="ready", version=3)
         if self.fail:
             outcome.failed, outcome.error = self.fail, "broke"
@@ -62,13 +66,15 @@ def replica() -> Iterator[Replica]:
     yield made
 
     async def end() -> None:
-        await turns()  # who knocks just now is let in first: a server that closes then drops the socket
+        # who knocks just now is let in first: a server that closes then drops the socket
+        await turns()
         made.direct_orders.close()
         others = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        await turns()  # a transport lets go of its socket some turns of the loop after its close
+        # a transport lets go of its socket some turns of the loop after its close
+        await turns()
 
     made.call(end())
     made.loop.call_soon_threadsafe(made.loop.stop)
@@ -79,7 +85,12 @@ def replica() -> Iterator[Replica]:
 def test_orders_and_what_is_done_meanwhile(replica: Replica):
     stream = DirectStream("p/0", replica.invite())
     done: list[str] = []
-    reply = stream.steps([pb.PREPARE, pb.HALT, pb.MOVE], 30.0, lambda: done.append("gathered"), pb.SyncTerms(version=4))
+    reply = stream.steps(
+        [pb.PREPARE, pb.HALT, pb.MOVE],
+        30.0,
+        lambda: done.append("gathered"),
+        pb.SyncTerms(version=4),
+    )
     assert reply.state == "moving"
     assert done == ["gathered"]
     assert stream.steps([pb.VERIFY, pb.COMMIT, pb.GO_ON], 30.0).state == "idle"
@@ -92,7 +103,9 @@ def test_orders_and_what_is_done_meanwhile(replica: Replica):
 
 def test_a_failure_is_given_up_before_it_is_told(replica: Replica):
     stream, replica.fail = DirectStream("p/0", replica.invite()), "verify"
-    with pytest.raises(errors.VerifyError, match=r"mismatch at replica p/0 in verify: broke") as caught:
+    with pytest.raises(
+        errors.VerifyError, match=r"mismatch at replica p/0 in verify: broke"
+    ) as caught:
         stream.steps([pb.VERIFY, pb.COMMIT], 30.0)
     assert replica.asked == [[4, 5], [7]], "ABANDON follows at once"
     assert caught.value.fields["outcomes"] == {"p/0": "dirty"}
@@ -117,10 +130,14 @@ def test_when_it_is_used(replica: Replica):
     stream = try_direct([outcome])
     assert stream is not None
     stream.close()
-    assert try_direct([outcome, outcome]) is None, "several replicas commit together, by the gateway"
+    assert try_direct([outcome, outcome]) is None, (
+        "several replicas commit together, by the gateway"
+    )
     assert try_direct([pb.ReplicaOutcome(replica="p/0")]) is None
     gone = json.dumps({"path": "\0jvlab-nobody", "key": "k", "link": "l", "epoch": 1})
-    assert try_direct([pb.ReplicaOutcome(replica="p/0", direct_orders_json=gone)]) is None
+    assert (
+        try_direct([pb.ReplicaOutcome(replica="p/0", direct_orders_json=gone)]) is None
+    )
     closed = DirectOrders(replica.run)
     assert closed.invitation("l", 1) == "", "nobody listens yet"
 
@@ -134,17 +151,25 @@ def test_the_gateway_hears_of_a_commit():
     assert out == [sync.AnnounceVersion()]
     assert machine.version == machine.members["p/0"].version == 5
     assert machine.standing("p/0") is Standing.SERVING
-    assert machine.handle(sync.ReplicaReported("p/0", 4)) == [], "an old word says nothing"
+    assert machine.handle(sync.ReplicaReported("p/0", 4)) == [], (
+        "an old word says nothing"
+    )
     assert machine.version == 5
     machine.handle(sync.ReplicaJoined("p/1", 0, False))
-    assert machine.standing("p/1") is Standing.STALE, "one that came later does not hold what was committed"
+    assert machine.standing("p/1") is Standing.STALE, (
+        "one that came later does not hold what was committed"
+    )
 
 
 @pytest.mark.parametrize(("state", "known"), [("ready", 7), ("dirty", 5)])
-def test_a_new_link_learns_of_a_commit_whose_beat_has_not_come_yet(state: str, known: int):
+def test_a_new_link_learns_of_a_commit_whose_beat_has_not_come_yet(
+    state: str, known: int
+):
     machine = PoolSync("p")
     machine.handle(sync.ReplicaJoined("p/0", 5, False))
-    opening = machine.handle(sync.Opened("b", "the next trainer", 1, ("p/0",), 10.0, 0.0))
+    opening = machine.handle(
+        sync.Opened("b", "the next trainer", 1, ("p/0",), 10.0, 0.0)
+    )
     send = next(order for order in opening if isinstance(order, sync.Send))
     out = machine.handle(sync.Answered(send.ticket, "ok", 0.0, state=state, version=7))
     reply = next(told for told in out if isinstance(told, sync.Reply))

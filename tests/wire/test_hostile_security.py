@@ -54,7 +54,9 @@ METHODS = (
 )
 
 
-def answer(channel: grpc.Channel, method: str, body: bytes, metadata: Any) -> grpc.StatusCode:
+def answer(
+    channel: grpc.Channel, method: str, body: bytes, metadata: Any
+) -> grpc.StatusCode:
     call = channel.unary_unary(method)  # no serializer: bytes as they are
     with pytest.raises(grpc.RpcError) as caught:
         call(body, timeout=30, metadata=metadata)
@@ -64,15 +66,35 @@ def answer(channel: grpc.Channel, method: str, body: bytes, metadata: Any) -> gr
 def test_hostile_message_without_the_token_is_never_parsed(fake_lab: FakeLab):
     with grpc.insecure_channel(fake_lab.address) as channel:
         for method in METHODS:
-            for metadata in ((), _security.authorization("wrong"), (("authorization", "Bearer ~"),)):
-                assert answer(channel, method, NOT_PROTO, metadata) is grpc.StatusCode.UNAUTHENTICATED, method
-            code = answer(channel, method, NOT_PROTO, _security.authorization(fake_lab.token))
-            assert code not in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.OK), "with it, it is"
+            for metadata in (
+                (),
+                _security.authorization("wrong"),
+                (("authorization", "Bearer ~"),),
+            ):
+                assert (
+                    answer(channel, method, NOT_PROTO, metadata)
+                    is grpc.StatusCode.UNAUTHENTICATED
+                ), method
+            code = answer(
+                channel, method, NOT_PROTO, _security.authorization(fake_lab.token)
+            )
+            assert code not in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.OK), (
+                "with it, it is"
+            )
 
 
 def test_hostile_message_to_a_replica_is_never_parsed(fake_lab: FakeLab, pool: jv.Pool):
     with grpc.insecure_channel(f"127.0.0.1:{fake_lab.fakes['p/0'].port}") as channel:
-        for name in ("Generate", "Score", "Steer", "Stats", "Trace", "Sync", "Peek", "SetAdapter"):
+        for name in (
+            "Generate",
+            "Score",
+            "Steer",
+            "Stats",
+            "Trace",
+            "Sync",
+            "Peek",
+            "SetAdapter",
+        ):
             code = answer(channel, f"/jvlab.v1.Rollout/{name}", NOT_PROTO, ())
             assert code is grpc.StatusCode.UNAUTHENTICATED, name
 
@@ -106,8 +128,12 @@ def test_hostile_open_file_in_the_place_of_a_private_file(tmp_path: Path):
     assert stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o600
 
 
-def test_private_file_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
+def test_private_file_leaves_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("full"))
+    )
     with pytest.raises(OSError, match="full"):
         _channels.write_private(tmp_path / "token", "secret\n")
     assert list(tmp_path.iterdir()) == []
@@ -115,7 +141,9 @@ def test_private_file_leaves_nothing_half_written(tmp_path: Path, monkeypatch: p
 
 # Local sockets ------------------------------------------------------------------------------------------------------
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="sockets without files are Linux's")
+linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="sockets without files are Linux's"
+)
 
 
 def ends(path: str, said: bytes = b"", seconds: float = 30.0) -> float:
@@ -146,14 +174,20 @@ def express_hangs_up(said: bytes) -> float:
 
 
 @linux
-@pytest.mark.parametrize("said", [b"", b"\x20", b"\x20\0\0\0abc", (2**31).to_bytes(4, "little")])
-def test_hostile_silence_at_the_replicas_socket_ends(monkeypatch: pytest.MonkeyPatch, said: bytes):
+@pytest.mark.parametrize(
+    "said", [b"", b"\x20", b"\x20\0\0\0abc", (2**31).to_bytes(4, "little")]
+)
+def test_hostile_silence_at_the_replicas_socket_ends(
+    monkeypatch: pytest.MonkeyPatch, said: bytes
+):
     monkeypatch.setattr(_server, "ADMIT_SECONDS", 0.2, raising=False)
     assert express_hangs_up(said) < 10
 
 
 @linux
-def test_hostile_half_an_order_at_the_replicas_socket_ends(monkeypatch: pytest.MonkeyPatch):
+def test_hostile_half_an_order_at_the_replicas_socket_ends(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr(_server, "FRAME_SECONDS", 0.2, raising=False)
 
     async def go() -> float:
@@ -161,7 +195,9 @@ def test_hostile_half_an_order_at_the_replicas_socket_ends(monkeypatch: pytest.M
         await direct_orders.start()
         direct_orders.invitation("link", 1)
         key = direct_orders._key.encode()
-        said = len(key).to_bytes(4, "little") + key + (100).to_bytes(4, "little") + b"half"
+        said = (
+            len(key).to_bytes(4, "little") + key + (100).to_bytes(4, "little") + b"half"
+        )
         try:
             return await asyncio.to_thread(ends, direct_orders.path, said)
         finally:
@@ -184,8 +220,13 @@ def test_hostile_user_at_the_replicas_socket(monkeypatch: pytest.MonkeyPatch):
         direct_orders = _server.DirectOrders(run)
         await direct_orders.start()
         direct_orders.invitation("link", 1)
-        key, order = direct_orders._key.encode(), pb.RolloutSyncRequest(epoch=1).SerializeToString()
-        frames = b"".join(len(part).to_bytes(4, "little") + part for part in (key, order))
+        key, order = (
+            direct_orders._key.encode(),
+            pb.RolloutSyncRequest(epoch=1).SerializeToString(),
+        )
+        frames = b"".join(
+            len(part).to_bytes(4, "little") + part for part in (key, order)
+        )
 
         def talk() -> bytes:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
@@ -215,13 +256,18 @@ def test_hostile_user_at_the_cores_socket(monkeypatch: pytest.MonkeyPatch):
     mine = os.getuid()
     core_channel = _core_channel.CoreChannelServer(lambda _: None)
     try:
-        channel = _core_channel.connect(core_channel.invitation(), _core_channel.SIGNALS, 5.0)
+        channel = _core_channel.connect(
+            core_channel.invitation(), _core_channel.SIGNALS, 5.0
+        )
         assert core_channel.channel(time.monotonic() + 30) is not None
         core_channel.disconnect()
         channel.close()
         monkeypatch.setattr(_core_channel.os, "getuid", lambda: mine + 1)
-        with contextlib.suppress(BrokenPipeError):  # it may hang up before it is sent anything
-            channel = _core_channel.connect(core_channel.invitation(), _core_channel.SIGNALS, 5.0)
+        # it may hang up before it is sent anything
+        with contextlib.suppress(BrokenPipeError):
+            channel = _core_channel.connect(
+                core_channel.invitation(), _core_channel.SIGNALS, 5.0
+            )
         with pytest.raises(TimeoutError):
             core_channel.channel(time.monotonic() + 0.5)
         channel.close()
@@ -254,8 +300,20 @@ def test_the_supervisor_passes_the_token_on_through_its_pipe(tmp_path: Path):
 
     log = tmp_path / "log"
     read = "import sys; print(sys.stdin.readline().strip()[::-1], flush=True); sys.stdin.read()"
-    command = [sys.executable, "-I", "-S", supervisor.__file__, str(log), "1", sys.executable, "-c", read]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        supervisor.__file__,
+        str(log),
+        "1",
+        sys.executable,
+        "-c",
+        read,
+    ]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdin is not None
         process.stdin.write(b"terces\n")
         process.stdin.flush()

@@ -49,7 +49,9 @@ class Servicer:
         finally:
             self.left.set()
 
-    async def Echoes(self, requests: AsyncIterator[int], context: Any) -> AsyncIterator[int]:
+    async def Echoes(
+        self, requests: AsyncIterator[int], context: Any
+    ) -> AsyncIterator[int]:
         async for number in requests:
             yield 10 * number
 
@@ -94,7 +96,9 @@ def test_a_stream_of_requests():
         for method in (stub.Echoes, stub.Reads):
             call = method()
             await call.write(1)
-            assert await call.read() == (10 if method.args[0].__name__ == "Echoes" else 2)
+            assert await call.read() == (
+                10 if method.args[0].__name__ == "Echoes" else 2
+            )
             await call.done_writing()
             assert await call.read() is EOF
             with pytest.raises(asyncio.InvalidStateError):
@@ -201,7 +205,8 @@ def test_what_comes_while_a_lab_closes_is_refused_and_waited_for_by_nobody():
     stopping.start()
     assert cancelled.wait(PATIENCE)
     try:
-        with pytest.raises(errors.ControlError, match="closed"):  # it would be neither run nor cancelled
+        # it would be neither run nor cancelled
+        with pytest.raises(errors.ControlError, match="closed"):
             loop.submit(asyncio.sleep(3600))
     finally:
         go_on.set()
@@ -212,7 +217,9 @@ def test_what_comes_while_a_lab_closes_is_refused_and_waited_for_by_nobody():
     loop.stop()
 
 
-def test_a_gateway_that_takes_no_message_of_a_team_is_named(monkeypatch: pytest.MonkeyPatch):
+def test_a_gateway_that_takes_no_message_of_a_team_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr("jvlab.wire._client.WRITE_SECONDS", 0.2)
 
     class Silent:

@@ -20,18 +20,37 @@ from jvlab.wire._rpc_errors import CallFailed, refused, reports_errors
 
 NASTY = "größer als 7\n  → no remedy, only text\x01"
 CASES: list[tuple[Exception, type[errors.JvlabError], str, str]] = [
-    (errors.LimitExceeded("too many", remedy="fewer", name="n", limit=3), errors.LimitExceeded, "too many", "fewer"),
-    (errors.EngineDirty(NASTY, remedy="sync → again"), errors.EngineDirty, NASTY, "sync → again"),
+    (
+        errors.LimitExceeded("too many", remedy="fewer", name="n", limit=3),
+        errors.LimitExceeded,
+        "too many",
+        "fewer",
+    ),
+    (
+        errors.EngineDirty(NASTY, remedy="sync → again"),
+        errors.EngineDirty,
+        NASTY,
+        "sync → again",
+    ),
     (errors.Unsupported("not here"), errors.Unsupported, "not here", ""),
     (errors.ReplicaLost("p/0 was lost"), errors.ReplicaLost, "p/0 was lost", ""),
     (refused("not now", "later"), errors.ControlError, "not now", "later"),
     (
-        CallFailed(grpc.StatusCode.DEADLINE_EXCEEDED, "waited for p/0", "pool.resume() lets it go on"),
+        CallFailed(
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+            "waited for p/0",
+            "pool.resume() lets it go on",
+        ),
         errors.DeadlineExceeded,
         "peek was not done within 7 s: waited for p/0",
         "pool.resume() lets it go on",
     ),
-    (errors.ConfigError("long", remedy="r" * 9000), errors.ConfigError, "long", "r" * 512),
+    (
+        errors.ConfigError("long", remedy="r" * 9000),
+        errors.ConfigError,
+        "long",
+        "r" * 512,
+    ),
     (
         CallFailed(grpc.StatusCode.UNAVAILABLE, "the engine died"),
         errors.ReplicaLost,
@@ -69,8 +88,26 @@ DETAILS = (
     "",
 )
 OWN_WORDS = [code.name for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
-OWN_WORDS += ["grpc", "ipv4", "all addresses", "Socket", "FD ", "GOAWAY", "RST_STREAM", "hannel", "TSI_", "keepalive"]
-OWN_WORDS += ["StatusCode", "ARES", "larger than max", "watchdog", "Locally", "Method not"]
+OWN_WORDS += [
+    "grpc",
+    "ipv4",
+    "all addresses",
+    "Socket",
+    "FD ",
+    "GOAWAY",
+    "RST_STREAM",
+    "hannel",
+    "TSI_",
+    "keepalive",
+]
+OWN_WORDS += [
+    "StatusCode",
+    "ARES",
+    "larger than max",
+    "watchdog",
+    "Locally",
+    "Method not",
+]
 
 
 @reports_errors
@@ -80,7 +117,9 @@ class Servicer(rpc.LabServicer):
     async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.LabStatus:
         raise self.raises
 
-    async def Peek(self, request: pb.PeekCall, context: Any) -> AsyncIterator[pb.PeekEvent]:
+    async def Peek(
+        self, request: pb.PeekCall, context: Any
+    ) -> AsyncIterator[pb.PeekEvent]:
         yield pb.PeekEvent(piece=b"1")
         raise self.raises
 
@@ -120,13 +159,20 @@ def test_errors_cross_the_wire(local: bool, streams: bool):
     asyncio.run(body())
 
 
-@pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK])
+@pytest.mark.parametrize(
+    "code", [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
+)
 def test_words_of_grpc_do_not_reach_the_user(code: grpc.StatusCode):
     for details in DETAILS:
-        failure = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+        failure = grpc.aio.AioRpcError(
+            code, grpc.aio.Metadata(), grpc.aio.Metadata(), details
+        )
         error = translate(failure, "peek", 7, "127.0.0.1:7")
         assert not [word for word in OWN_WORDS if word in str(error)], error
-        assert error.remedy or code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED), error
+        assert error.remedy or code in (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            grpc.StatusCode.UNIMPLEMENTED,
+        ), error
         passed_on = CallFailed.of(failure)
         assert not [word for word in OWN_WORDS if word in str(passed_on)], passed_on
 
@@ -134,4 +180,7 @@ def test_words_of_grpc_do_not_reach_the_user(code: grpc.StatusCode):
 def test_a_gateway_that_is_not_there_is_named_in_plain_words():
     with pytest.raises(errors.GatewayUnreachable) as caught:
         jv.Lab.attach("127.0.0.1:1", "token")
-    assert caught.value.message == "the gateway at 127.0.0.1:1 does not answer: nothing listens there"
+    assert (
+        caught.value.message
+        == "the gateway at 127.0.0.1:1 does not answer: nothing listens there"
+    )

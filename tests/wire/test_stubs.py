@@ -9,13 +9,18 @@ from jvlab.wire import _generate
 
 def test_regenerating_changes_nothing():
     for name, text in _generate.generate().items():
-        assert (_generate.FOLDER / name).read_text() == text, f"run: python -m jvlab.wire._generate ({name} differs)"
+        assert (_generate.FOLDER / name).read_text() == text, (
+            f"run: python -m jvlab.wire._generate ({name} differs)"
+        )
 
 
 def test_stubs_accept_grpcio_1_78_and_any_protobuf():
     grpc_stub = (_generate.FOLDER / "jvlab_pb2_grpc.py").read_text()
     assert "GRPC_GENERATED_VERSION = '1.78.0'" in grpc_stub
-    assert "ValidateProtobufRuntimeVersion" not in (_generate.FOLDER / "jvlab_pb2.py").read_text()
+    assert (
+        "ValidateProtobufRuntimeVersion"
+        not in (_generate.FOLDER / "jvlab_pb2.py").read_text()
+    )
 
 
 def test_every_field_of_the_proto_is_explained_or_plain():

@@ -20,34 +20,70 @@ OTHER = "python 2 on there"
 
 
 def replica(name: str = "p/0", **given: Any) -> pb.ReplicaStatus:
-    stats = pb.ReplicaStats(paused=given.pop("paused", False), sleeping=given.pop("sleeping", False))
-    return pb.ReplicaStatus(replica=name, **{"stage": "ready", "state": pb.READY, "stats": stats, **given})
+    stats = pb.ReplicaStats(
+        paused=given.pop("paused", False), sleeping=given.pop("sleeping", False)
+    )
+    return pb.ReplicaStatus(
+        replica=name, **{"stage": "ready", "state": pb.READY, "stats": stats, **given}
+    )
 
 
 def pool(*replicas: pb.ReplicaStatus, **given: Any) -> pb.PoolStatus:
-    return pb.PoolStatus(pool="p", replicas=replicas or [replica()], sync=given.pop("sync", "idle"), **given)
+    return pb.PoolStatus(
+        pool="p",
+        replicas=replicas or [replica()],
+        sync=given.pop("sync", "idle"),
+        **given,
+    )
 
 
 DIRTY = replica(dirty=True)
 STATES = {
     "nothing": (pool(), ""),
-    "a pause of our own": (pool(paused_by=ME), "p was paused by this process; pool.resume() lets it go on"),
-    "another's pause": (pool(paused_by=OTHER), f"p was paused by {OTHER}; pool.resume() lets it go on"),
-    "sleep": (pool(asleep_by=OTHER), f"p was put to sleep by {OTHER}; pool.wake() lets it go on"),
-    "a sync": (pool(DIRTY, sync="moving", trainer=OTHER), f"a sync that {OTHER} runs (moving)"),
-    "a halted sync": (pool(sync="halted", trainer=OTHER), f"a sync that {OTHER} runs (halted)"),
+    "a pause of our own": (
+        pool(paused_by=ME),
+        "p was paused by this process; pool.resume() lets it go on",
+    ),
+    "another's pause": (
+        pool(paused_by=OTHER),
+        f"p was paused by {OTHER}; pool.resume() lets it go on",
+    ),
+    "sleep": (
+        pool(asleep_by=OTHER),
+        f"p was put to sleep by {OTHER}; pool.wake() lets it go on",
+    ),
+    "a sync": (
+        pool(DIRTY, sync="moving", trainer=OTHER),
+        f"a sync that {OTHER} runs (moving)",
+    ),
+    "a halted sync": (
+        pool(sync="halted", trainer=OTHER),
+        f"a sync that {OTHER} runs (halted)",
+    ),
     "a stepper": (
         pool(DIRTY, sync="verified", trainer=ME, stepping=True),
         "a sync that this process has open in a stepper (digests equal)",
     ),
-    "a staged sync, which halts nothing": (pool(sync="moving", trainer=OTHER, stepping=True), ""),
+    "a staged sync, which halts nothing": (
+        pool(sync="moving", trainer=OTHER, stepping=True),
+        "",
+    ),
     "dirty": (pool(DIRTY), "p/0 is dirty: sync again"),
     "stale": (pool(replica(stale=True)), "p/0 is stale: waits for a sync"),
     "lost": (pool(replica(stage="lost", state=pb.LOST)), "p/0 is lost"),
-    "starting": (pool(replica(stage="weights", state=pb.STARTING)), "p/0 is starting: weights"),
+    "starting": (
+        pool(replica(stage="weights", state=pb.STARTING)),
+        "p/0 is starting: weights",
+    ),
     "one of two, without work": (pool(DIRTY, replica("p/1")), ""),
-    "one of two, with work": (pool(replica(dirty=True, routed=3), replica("p/1")), "p/0 is dirty: sync again"),
-    "one that leaves": (pool(replica(), replica("p/1", stage="draining", routed=1)), ""),
+    "one of two, with work": (
+        pool(replica(dirty=True, routed=3), replica("p/1")),
+        "p/0 is dirty: sync again",
+    ),
+    "one that leaves": (
+        pool(replica(), replica("p/1", stage="draining", routed=1)),
+        "",
+    ),
     "a closed pool": (pool(paused_by=ME, closed=True), ""),
 }
 

@@ -28,8 +28,12 @@ def certificate_text(found: Certificate) -> str:
     indent = name + 34
     lines = [repr(found), "  " + _engine(found)]
     for row in found.rows:
-        head = f"  {row.name:<{name}}  {row.state:<14}  {human_seconds(row.seconds):>10}  "
-        words = row.detail + (f" First wrong: {row.first_wrong}." if row.first_wrong else "")
+        head = (
+            f"  {row.name:<{name}}  {row.state:<14}  {human_seconds(row.seconds):>10}  "
+        )
+        words = row.detail + (
+            f" First wrong: {row.first_wrong}." if row.first_wrong else ""
+        )
         body = textwrap.wrap(words, WIDTH) or [""]
         lines.append(head + body[0])
         lines += [" " * (indent - 2) + line for line in body[1:]]
@@ -57,19 +61,28 @@ def certificate_html(found: Certificate) -> str:
 
 
 def _engine(found: Certificate) -> str:
-    parts = [f"{name.replace('_', ' ')} {value}" for name, value in found.engine.items() if value not in ("", None)]
+    parts = [
+        f"{name.replace('_', ' ')} {value}"
+        for name, value in found.engine.items()
+        if value not in ("", None)
+    ]
     return f"weight version {found.version}; " + ", ".join(parts)
 
 
 def _detail(row: CertificateRow) -> str:
     text = row.detail if len(row.detail) <= SHOWN else row.detail[: SHOWN - 1] + "…"
-    wrong = f"<br><b>first wrong: {escape(row.first_wrong)}</b>" if row.first_wrong else ""
+    wrong = (
+        f"<br><b>first wrong: {escape(row.first_wrong)}</b>" if row.first_wrong else ""
+    )
     return escape(text) + wrong
 
 
 # ----------------------------------------------------------------------------------------------------
 
-PASS, FAIL, NOT_APPLICABLE, NOT_RUN = "pass", "fail", "not applicable", "not run"
+PASS = "pass"
+FAIL = "fail"
+NOT_APPLICABLE = "not applicable"
+NOT_RUN = "not run"
 CHECKS: dict[str, str] = {  # name -> what it asks
     "unchanged": "Does the engine hold what was last committed, or loaded?",
     "scored": "Are sampled tokens scored with the log-probabilities that they were sampled with?",
@@ -110,7 +123,10 @@ class Finding:
     @classmethod
     def late(cls, seen: str = "") -> Finding:
         """The time was up before the check, or in the middle of it."""
-        return cls(NOT_RUN, f"the time was up{f'; {seen}' if seen else ''}: pass a longer timeout")
+        return cls(
+            NOT_RUN,
+            f"the time was up{f'; {seen}' if seen else ''}: pass a longer timeout",
+        )
 
 
 @dataclass(frozen=True)
@@ -137,7 +153,8 @@ class Certificate:
     """
 
     model: str
-    engine: Mapping[str, Any]  # what was certified: device, dtype, parallel size, quantisation, graphs, versions
+    # what was certified: device, dtype, parallel size, quantisation, graphs, versions
+    engine: Mapping[str, Any]
     rows: tuple[CertificateRow, ...]
     version: int  # of the weights, when it ended
     seconds: float = 0.0
@@ -169,7 +186,9 @@ class Certificate:
     def __getitem__(self, name: str) -> CertificateRow:
         known = {row.name: row for row in self.rows}
         if name not in known:
-            raise UnknownName(f"{name!r} is none of the checks: {', '.join(known)}", known=list(known))
+            raise UnknownName(
+                f"{name!r} is none of the checks: {', '.join(known)}", known=list(known)
+            )
         return known[name]
 
     def __bool__(self) -> bool:
@@ -186,7 +205,9 @@ class Certificate:
             "version": self.version,
             "seconds": round(self.seconds, 3),
             "notes": list(self.notes),
-            "checks": [{**asdict(row), "seconds": round(row.seconds, 3)} for row in self.rows],
+            "checks": [
+                {**asdict(row), "seconds": round(row.seconds, 3)} for row in self.rows
+            ],
         }
 
     def to_json(self, indent: int | None = None) -> str:
@@ -195,7 +216,11 @@ class Certificate:
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{count} {state}" for state, count in self.counts.items())
-        compared = "computes as transformers does" if self.referenced else "no independent reference"
+        compared = (
+            "computes as transformers does"
+            if self.referenced
+            else "no independent reference"
+        )
         return f"Certificate({model_words(self.model)}: {counts}; {compared})"
 
     def __str__(self) -> str:

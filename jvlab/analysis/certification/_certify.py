@@ -12,7 +12,12 @@ from jvlab._errors import ConfigError, JvlabError
 from jvlab._progress import Progress
 from jvlab._tracebacks import brief
 from jvlab._version import __version__
-from jvlab.analysis.certification._certificate import CHECKS, Certificate, CertificateRow, Finding
+from jvlab.analysis.certification._certificate import (
+    CHECKS,
+    Certificate,
+    CertificateRow,
+    Finding,
+)
 from jvlab.analysis.certification._subject import Subject
 
 if TYPE_CHECKING:
@@ -82,14 +87,17 @@ def certify(
     rows: list[CertificateRow] = []
     functions = _functions()
     try:
-        with Progress(len(wanted), f"{pool.name}: certify", unit="check", show=progress) as bar:
+        with Progress(
+            len(wanted), f"{pool.name}: certify", unit="check", show=progress
+        ) as bar:
             for name in wanted:
                 bar.remark(name)
                 if name == "restored":
                     subject.deadline = whole
                 rows.append(_row(name, functions[name], subject))
                 bar.advance(1, name)
-    except BaseException:  # a bug, or an interrupt: the pool must not keep values of ours
+    # a bug, or an interrupt: the pool must not keep values of ours
+    except BaseException:
         subject.deadline = whole
         if not subject.refused and subject.held != "original":
             _row("restored", functions["restored"], subject)
@@ -111,11 +119,15 @@ def _chosen(checks: Sequence[str] | None) -> list[str]:
         return list(CHECKS)
     names = [checks] if isinstance(checks, str) else list(checks)
     if unknown := [name for name in names if name not in CHECKS]:
-        raise ConfigError(f"no check is called {unknown[0]!r}", remedy=f"checks: {', '.join(CHECKS)}")
+        raise ConfigError(
+            f"no check is called {unknown[0]!r}", remedy=f"checks: {', '.join(CHECKS)}"
+        )
     return [name for name in CHECKS if name in names or name == "restored"]
 
 
-def _row(name: str, check: Callable[[Subject], Finding], subject: Subject) -> CertificateRow:
+def _row(
+    name: str, check: Callable[[Subject], Finding], subject: Subject
+) -> CertificateRow:
     """Run one check; an error in it is a failure of what it checks, unless the time was up."""
     start = time.perf_counter()
     try:
@@ -125,11 +137,14 @@ def _row(name: str, check: Callable[[Subject], Finding], subject: Subject) -> Ce
         said = f"it ended with {type(error).__name__}: {error.message.splitlines()[0][:300]}"
         found = Finding.late(said) if subject.deadline.over else Finding.failed(said)
     seconds = time.perf_counter() - start
-    return CertificateRow(name, CHECKS[name], found.state, found.detail, found.first_wrong, seconds)
+    return CertificateRow(
+        name, CHECKS[name], found.state, found.detail, found.first_wrong, seconds
+    )
 
 
 def _engine(subject: Subject) -> dict[str, Any]:
-    facts, snapshot = subject.facts, subject.pool._snapshot
+    facts = subject.facts
+    snapshot = subject.pool._snapshot
     link = subject._agreed
     return {
         "device": subject.device,
@@ -138,7 +153,9 @@ def _engine(subject: Subject) -> dict[str, Any]:
         "quantization": facts.quantization or "none",
         "tensor_parallel": int(snapshot.tensor_parallel) or 1,
         "replicas": len(subject.replicas),
-        "graphs": f"up to {facts.graph_tokens} tokens" if facts.graph_tokens else "none",
+        "graphs": f"up to {facts.graph_tokens} tokens"
+        if facts.graph_tokens
+        else "none",
         "adapters": int(facts.max_adapters),
         "transport": link.transport if link is not None else "none",
         "vllm": facts.vllm_version,
@@ -151,7 +168,9 @@ def _notes(subject: Subject) -> tuple[str, ...]:
     if subject.refused:
         notes.append(f"nothing was synced: {subject.refused}")
     elif subject.held != "original":
-        notes.append("the pool does not hold the weights of the beginning: sync yours again")
+        notes.append(
+            "the pool does not hold the weights of the beginning: sync yours again"
+        )
     if subject.facts.max_adapters and not subject.refused:
         notes.append("an adapter that a link has synced was cleared: sync it again")
     return tuple(notes)

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 # Works from the traced layout alone (`pool.trace()`): no plan, no buckets and no digests, which a sync uses.
 
 Values = dict[str, np.ndarray]  # by checkpoint name
-Memory = dict[tuple[int, str], np.ndarray]  # flat storage of a live parameter, by rank and name
+# flat storage of a live parameter, by rank and name
+Memory = dict[tuple[int, str], np.ndarray]
 
 
 def is_float(dtype: np.dtype) -> bool:
@@ -53,7 +54,9 @@ def known_values(originals: Mapping[str, np.ndarray], seed: int) -> Values:
         spread = max(float(wide.std()), 0.1 * abs(mean), 0.01)
         drawn = np.random.default_rng([seed, zlib.crc32(name.encode())])
         most = float(ml_dtypes.finfo(array.dtype).max)
-        wide = np.clip(mean + spread * drawn.standard_normal(array.shape, np.float32), -most, most)
+        wide = np.clip(
+            mean + spread * drawn.standard_normal(array.shape, np.float32), -most, most
+        )
         fresh = np.asarray(wide.astype(array.dtype))
         fresh[fresh == 0] = spread  # a packed kernel loses the sign of a zero
         out[name] = fresh
@@ -63,30 +66,46 @@ def known_values(originals: Mapping[str, np.ndarray], seed: int) -> Values:
 def _rows(layout: RankLayout) -> Iterator[tuple[str, str, int]]:
     """(tensor, parameter, row) of every copy."""
     for row in range(len(layout.tensor)):
-        yield layout.tensors[int(layout.tensor[row])].name, layout.parameters[int(layout.parameter[row])].name, row
+        yield (
+            layout.tensors[int(layout.tensor[row])].name,
+            layout.parameters[int(layout.parameter[row])].name,
+            row,
+        )
 
 
-def _box(flat: np.ndarray, offset: int, shape: np.ndarray, strides: np.ndarray) -> np.ndarray:
+def _box(
+    flat: np.ndarray, offset: int, shape: np.ndarray, strides: np.ndarray
+) -> np.ndarray:
     last = offset + int(((shape - 1) * strides).sum())
     if offset < 0 or last >= flat.size:  # as_strided itself checks nothing
-        raise IndexError(f"a copy from {offset} to {last} lies outside of {flat.size} elements")
+        raise IndexError(
+            f"a copy from {offset} to {last} lies outside of {flat.size} elements"
+        )
     return as_strided(flat[offset:], shape.tolist(), (strides * flat.itemsize).tolist())
 
 
-def as_loaded(layouts: Sequence[RankLayout], values: Mapping[str, np.ndarray], before: Memory) -> Memory:
+def as_loaded(
+    layouts: Sequence[RankLayout], values: Mapping[str, np.ndarray], before: Memory
+) -> Memory:
     """What every rank's memory holds after vLLM's loader put these values there; padding stays as it was `before`."""
     out: Memory = {}
     largest = largest_of_groups(layouts, values)
     for layout in layouts:
-        out |= {key: flat.copy() for key, flat in before.items() if key[0] == layout.rank}
+        out |= {
+            key: flat.copy() for key, flat in before.items() if key[0] == layout.rank
+        }
         formats = {f.parameter: f for f in layout.formats}
         for tensor, parameter, row in _rows(layout):
             flat = out.get((layout.rank, parameter))
-            if flat is None or tensor not in values:  # can't be read, or is loaded by the model's own code
+            # can't be read, or is loaded by the model's own code
+            if flat is None or tensor not in values:
                 continue
-            shape, at = layout.shape[row], int(layout.dst_offset[row])
+            shape = layout.shape[row]
+            at = int(layout.dst_offset[row])
             source = np.ascontiguousarray(values[tensor]).reshape(-1)
-            box = _box(source, int(layout.src_offset[row]), shape, layout.src_strides[row])
+            box = _box(
+                source, int(layout.src_offset[row]), shape, layout.src_strides[row]
+            )
             if (how := formats.get(parameter)) is not None:
                 scale = np.float32(largest[tensor]) / np.float32(FP8_MAX)
                 box = quantised(box.astype(numpy_dtype(how.loaded)), scale)
@@ -96,7 +115,9 @@ def as_loaded(layouts: Sequence[RankLayout], values: Mapping[str, np.ndarray], b
     return out
 
 
-def largest_of_groups(layouts: Sequence[RankLayout], values: Mapping[str, np.ndarray]) -> dict[str, float]:
+def largest_of_groups(
+    layouts: Sequence[RankLayout], values: Mapping[str, np.ndarray]
+) -> dict[str, float]:
     """For each quantised tensor, the largest magnitude among all that share its scale: those fused into one block.
 
     Whole tensors, not a rank's part of them: vLLM takes the maximum over the ranks that hold shards.
@@ -109,9 +130,13 @@ def largest_of_groups(layouts: Sequence[RankLayout], values: Mapping[str, np.nda
         for tensor, parameter, row in _rows(layout):
             if (how := formats.get(parameter)) is None or tensor not in values:
                 continue
-            fused.setdefault((parameter, int(layout.dst_offset[row]) // how.block), set()).add(tensor)
+            fused.setdefault(
+                (parameter, int(layout.dst_offset[row]) // how.block), set()
+            ).add(tensor)
             if tensor not in largest:
-                loaded = values[tensor].astype(numpy_dtype(how.loaded)).astype(np.float32)
+                loaded = (
+                    values[tensor].astype(numpy_dtype(how.loaded)).astype(np.float32)
+                )
                 largest[tensor] = float(np.abs(loaded).max(initial=0.0))
         blocks |= {frozenset(names) for names in fused.values()}
     settled = False
@@ -128,10 +153,14 @@ def quantised(values: np.ndarray, scale: np.float32) -> np.ndarray:
     """These values in fp8, as vLLM's kernel rounds them; of a scale of 0 it makes the largest value."""
     with np.errstate(divide="ignore", invalid="ignore"):
         scaled = values.astype(np.float32) * (np.float32(1.0) / scale)
-    return np.clip(np.nan_to_num(scaled, nan=FP8_MAX), -FP8_MAX, FP8_MAX).astype(numpy_dtype(FP8))
+    return np.clip(np.nan_to_num(scaled, nan=FP8_MAX), -FP8_MAX, FP8_MAX).astype(
+        numpy_dtype(FP8)
+    )
 
 
-def values_held(layouts: Sequence[RankLayout], memory: Memory) -> tuple[Values, dict[str, str]]:
+def values_held(
+    layouts: Sequence[RankLayout], memory: Memory
+) -> tuple[Values, dict[str, str]]:
     """The checkpoint's tensors as an engine holds them, and those that its memory does not show, with the reason.
 
     What it holds in fp8 is multiplied by its scale: less exact than what was loaded, and quantised again the same.
@@ -148,15 +177,23 @@ def values_held(layouts: Sequence[RankLayout], memory: Memory) -> tuple[Values, 
             scales = None if how is None else memory.get((layout.rank, how.scale))
             if flat is None or tensor in opaque or (how is not None and scales is None):
                 continue
-            shape, offset, strides = layout.shape[row], int(layout.src_offset[row]), layout.src_strides[row]
+            shape = layout.shape[row]
+            offset = int(layout.src_offset[row])
+            strides = layout.src_strides[row]
             at = int(layout.dst_offset[row])
             box = _box(flat, at, shape, layout.dst_strides[row])
             if how is not None and scales is not None:
-                box = (box.astype(np.float32) * scales[at // how.block]).astype(numpy_dtype(how.loaded))
+                box = (box.astype(np.float32) * scales[at // how.block]).astype(
+                    numpy_dtype(how.loaded)
+                )
             target = values[tensor].reshape(-1)
             _box(target, offset, shape, strides)[...] = box.astype(target.dtype)
             _box(seen[tensor], offset, shape, strides)[...] = True
-    left = {n: opaque.get(n) or "not all of it is in the engine's memory" for n, s in seen.items() if not s.all()}
+    left = {
+        n: opaque.get(n) or "not all of it is in the engine's memory"
+        for n, s in seen.items()
+        if not s.all()
+    }
     return values, left
 
 
@@ -185,19 +222,40 @@ def differences(wanted: Memory, found: Memory) -> list[Difference]:
     for (rank, name), one in wanted.items():
         other = found.get((rank, name))
         if other is None or other.size != one.size or other.dtype != one.dtype:
-            out.append(Difference(name, rank, 0, float(one.size), 0.0 if other is None else float(other.size), 0, 0))
+            out.append(
+                Difference(
+                    name,
+                    rank,
+                    0,
+                    float(one.size),
+                    0.0 if other is None else float(other.size),
+                    0,
+                    0,
+                )
+            )
             continue
         bits = np.dtype(f"u{one.itemsize}")
         wrong = np.flatnonzero(one.view(bits) != other.view(bits))
         if len(wrong):
             at = int(wrong[0])
-            out.append(Difference(name, rank, at, float(one[at]), float(other[at]), len(wrong), one.size))
+            out.append(
+                Difference(
+                    name,
+                    rank,
+                    at,
+                    float(one[at]),
+                    float(other[at]),
+                    len(wrong),
+                    one.size,
+                )
+            )
     return out
 
 
 # ----------------------------------------------------------------------------------------------------
 
-BUCKETS = 6  # a small model is cut into about so many, so that a sync can fail between two of them
+# a small model is cut into about so many, so that a sync can fail between two of them
+BUCKETS = 6
 MIB = 2**20
 REFUSALS = (ConfigError, Unsupported, LayoutError)  # raised before anything was written
 SETS = ("original", "known", "other")  # of values
@@ -209,23 +267,37 @@ class Subject:
     `refused` says why no link to it can be made; the checks that need one do not apply then.
     """
 
-    def __init__(self, pool: Pool, deadline: Deadline, transport: str = "auto", seed: int = 0) -> None:
-        self.pool, self.deadline, self.seed = pool, deadline, seed
+    def __init__(
+        self, pool: Pool, deadline: Deadline, transport: str = "auto", seed: int = 0
+    ) -> None:
+        self.pool = pool
+        self.deadline = deadline
+        self.seed = seed
         self.facts: Any = pool._facts(deadline)
         self.device: str = pool._snapshot.device
-        ready = [(i, r.replica) for i, r in enumerate(pool._snapshot.replicas) if r.state == pb.READY]
-        self.replicas, self._places = [name for _, name in ready], [place for place, _ in ready]
+        ready = [
+            (i, r.replica)
+            for i, r in enumerate(pool._snapshot.replicas)
+            if r.state == pb.READY
+        ]
+        self.replicas = [name for _, name in ready]
+        self._places = [place for place, _ in ready]
         self.half = self.facts.dtype != "float32" or bool(self.facts.quantization)
         self.refused = self.no_direct = ""
-        self.given: Mapping[str, Any] | None = None  # what the caller says that the pool serves
+        # what the caller says that the pool serves
+        self.given: Mapping[str, Any] | None = None
         self.began_with = 0  # the pool's version at the beginning
-        self.verified: Any = None  # the report of a link of this process, if one has synced this pool
-        self.unreadable: dict[str, str] = {}  # parameter -> why its memory can't be read
-        self.through_loader: dict[str, str] = {}  # tensor -> why only vLLM's own loader can place it
+        # the report of a link of this process, if one has synced this pool
+        self.verified: Any = None
+        # parameter -> why its memory can't be read
+        self.unreadable: dict[str, str] = {}
+        # tensor -> why only vLLM's own loader can place it
+        self.through_loader: dict[str, str] = {}
         self.layouts: list[Any] = []
         self.loaded: Memory = {}  # what the first replica held
         self._sets: dict[str, Values] = {}
-        self.held: str | None = "original"  # the set of values that the pool serves; None: unknown
+        # the set of values that the pool serves; None: unknown
+        self.held: str | None = "original"
         self._transport = transport
         self._link: Link | None = None
         self._agreed: Any = None
@@ -251,12 +323,22 @@ class Subject:
     def _originals(self, params: Mapping[str, Any] | None) -> Values:
         """The checkpoint's tensors as the engine holds them. What its memory does not show is as `params` say."""
         values, left = values_held(self.layouts, self.loaded)
-        used = {layout.tensors[int(t)].name for layout in self.layouts for t in layout.tensor}
-        self.through_loader = {n: why for n, why in left.items() if n in used or "memory" not in why}
+        used = {
+            layout.tensors[int(t)].name
+            for layout in self.layouts
+            for t in layout.tensor
+        }
+        self.through_loader = {
+            n: why for n, why in left.items() if n in used or "memory" not in why
+        }
         if not left:
             return values
         given = params if params is not None else self.checkpoint()
-        if params is None and self.through_loader and self.pool.status(timeout=self.deadline)["version"]:
+        if (
+            params is None
+            and self.through_loader
+            and self.pool.status(timeout=self.deadline)["version"]
+        ):
             name, why = next(iter(self.through_loader.items()))
             raise ConfigError(
                 f"{name} can't be read from the engine ({why}), and a sync has replaced what was loaded: it could not "
@@ -265,7 +347,11 @@ class Subject:
             )
         for name in left:
             if name in given:
-                values[name] = np.asarray(given[name]).astype(values[name].dtype).reshape(values[name].shape)
+                values[name] = (
+                    np.asarray(given[name])
+                    .astype(values[name].dtype)
+                    .reshape(values[name].shape)
+                )
         return values
 
     def checkpoint(self) -> Mapping[str, Any]:
@@ -273,7 +359,10 @@ class Subject:
 
         found = CheckpointValues.of(self.pool.model)
         if found is None:
-            raise ModelError(f"{self.pool.model} holds no weights to read", remedy="jv.certify(pool, params={...})")
+            raise ModelError(
+                f"{self.pool.model} holds no weights to read",
+                remedy="jv.certify(pool, params={...})",
+            )
         return found
 
     def connect(self, faults: Faults | None = None, tree: Any = None) -> Link:
@@ -281,12 +370,16 @@ class Subject:
         self.close()
         wrap = None if faults is None else faults.wrap
         if tree is not None or self._agreed is None:
-            agreed = self._negotiate(self.on_device("original") if tree is None else tree)
+            agreed = self._negotiate(
+                self.on_device("original") if tree is None else tree
+            )
             if tree is None:
                 self._agreed = agreed
         else:
             agreed = self._agreed
-        self._link = Link(self.pool, agreed, "direct", wrap, lambda _: None, deadline=self.deadline)
+        self._link = Link(
+            self.pool, agreed, "direct", wrap, lambda _: None, deadline=self.deadline
+        )
         senders = self._link._channels.senders
         self.no_direct = senders.no_direct if senders is not None else ""
         return self._link
@@ -294,22 +387,32 @@ class Subject:
     def _negotiate(self, tree: Any) -> Any:
         from jvlab.lab import _scaling
 
-        pool, version, near, options = self.pool, __version__, True, {}
+        pool = self.pool
+        version = __version__
+        near = True
+        options = {}
         if not pool._one_process:
             gateway = pool._client.call("Describe", pb.DescribeRequest(), self.deadline)
-            version, near = gateway.version, _scaling.on_this_host(pool, gateway.host or platform.node())
+            version = gateway.version
+            near = _scaling.on_this_host(pool, gateway.host or platform.node())
             options = {} if near else _scaling.reachable({}, pool._client.address)
         size = sum(a.nbytes for a in tree.values())
         bucket_mib = min(16.0, max(size / BUCKETS / MIB, 1 / 64))
         rest = self._transport, bucket_mib, options, {}, version
-        agreed = _connect.negotiate(tree, pool, "checkpoint", *rest, same_host=near, deadline=self.deadline)
+        agreed = _connect.negotiate(
+            tree, pool, "checkpoint", *rest, same_host=near, deadline=self.deadline
+        )
         _connect.check_meaning(agreed, tree, pool, "off", None, None)
         return agreed
 
     @property
     def link(self) -> Link:
         """The open link; connected again if a check replaced it."""
-        if self._link is None or self._link.closed or self._link._agreed is not self._agreed:
+        if (
+            self._link is None
+            or self._link.closed
+            or self._link._agreed is not self._agreed
+        ):
             self.connect()
         assert self._link is not None
         return self._link
@@ -325,7 +428,9 @@ class Subject:
     def values(self, which: str) -> Values:
         """A set of values by checkpoint name: "original", "known" or "other"."""
         if which not in self._sets:
-            self._sets[which] = known_values(self._sets["original"], self.seed + SETS.index(which))
+            self._sets[which] = known_values(
+                self._sets["original"], self.seed + SETS.index(which)
+            )
         return self._sets[which]
 
     def expected(self, which: str) -> Memory:
@@ -356,7 +461,9 @@ class Subject:
         """Sync these values, by checkpoint name; returns the report."""
         self.held = None
         tree = self.on_device(values)
-        return self.link.sync(tree, mode=mode or self.mode, progress=False, timeout=self.deadline.left())
+        return self.link.sync(
+            tree, mode=mode or self.mode, progress=False, timeout=self.deadline.left()
+        )
 
     def hold(self, which: str) -> None:
         """Make the pool serve these values, if it does not already."""
@@ -369,18 +476,24 @@ class Subject:
         for layout in self.layouts:
             for parameter in layout.parameters:
                 if parameter.name in layout.reloaded:
-                    self.unreadable[parameter.name] = f"{parameter.name} is what vLLM's own reload makes of it"
+                    self.unreadable[parameter.name] = (
+                        f"{parameter.name} is what vLLM's own reload makes of it"
+                    )
                 if parameter.name in self.unreadable:
                     continue
                 try:
-                    out[layout.rank, parameter.name] = self.peek(parameter, layout.rank, replica)
+                    out[layout.rank, parameter.name] = self.peek(
+                        parameter, layout.rank, replica
+                    )
                 except Unsupported as error:
                     self.unreadable[parameter.name] = _first_line(error)
         return out
 
     def peek(self, parameter: Parameter, rank: int, replica: int) -> np.ndarray:
         """The memory of one parameter, flat, of a replica by its place among those that are ready."""
-        data = self.pool.peek(parameter.name, rank, replica=self._places[replica], timeout=self.deadline)
+        data = self.pool.peek(
+            parameter.name, rank, replica=self._places[replica], timeout=self.deadline
+        )
         return np.frombuffer(data, numpy_dtype(parameter.dtype))
 
     @property
@@ -394,22 +507,41 @@ class Subject:
         """Random tokens; as many as the engine takes beside 16 new ones, if that is fewer."""
         drawn = np.random.default_rng([self.seed, seed, 7])
         room = max(1, int(self.facts.max_model_len) - 16)
-        return drawn.integers(0, int(self.facts.vocab_size), max(1, min(length, room))).tolist()
+        return drawn.integers(
+            0, int(self.facts.vocab_size), max(1, min(length, room))
+        ).tolist()
 
-    def say(self, prompt: Sequence[int], replica: str = "", tokens: int = 8, seconds: float = 120.0) -> Sample:
+    def say(
+        self,
+        prompt: Sequence[int],
+        replica: str = "",
+        tokens: int = 8,
+        seconds: float = 120.0,
+    ) -> Sample:
         """One sample, drawn at temperature 1 with a fixed seed, on the given replica."""
-        pool, within = self.pool, Deadline(self.deadline.within(seconds))
+        pool = self.pool
+        within = Deadline(self.deadline.within(seconds))
         room = max(1, min(tokens, int(self.facts.max_model_len) - len(prompt) - 1))
-        sampling = {"temperature": 1.0, "seed": self.seed, "ignore_eos": True, "max_tokens": room}
+        sampling = {
+            "temperature": 1.0,
+            "seed": self.seed,
+            "ignore_eos": True,
+            "max_tokens": room,
+        }
         start = pool._start([list(prompt)], 1, 0, sampling, deadline=within)
         start.home = replica
-        return pool._client.loop.run(pool._collect(start, [list(prompt)], False, within))[0]
+        return pool._client.loop.run(
+            pool._collect(start, [list(prompt)], False, within)
+        )[0]
 
     def score(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """Log-probabilities of the samples' tokens, computed in one pass over each whole sequence."""
         rows = [[*s.prompt_token_ids.tolist(), *s.token_ids.tolist()] for s in samples]
         scored = self.pool.score(rows, timeout=self.deadline)
-        return [np.asarray(row[-len(s.token_ids) :]) for row, s in zip(scored.logprobs, samples, strict=True)]
+        return [
+            np.asarray(row[-len(s.token_ids) :])
+            for row, s in zip(scored.logprobs, samples, strict=True)
+        ]
 
     def gap(self, one: np.ndarray, other: np.ndarray) -> float:
         """Nats between two rows: the largest difference in float32, the mean in 16 bits, where single ones vary."""

@@ -17,7 +17,15 @@ import numpy as np
 from jvlab._errors import JvlabError, SyncError, Unsupported, VerifyError
 from jvlab._units import human_bytes
 from jvlab.analysis.certification._certificate import Finding
-from jvlab.analysis.certification._subject import REFUSALS, Memory, Subject, Values, as_loaded, differences, is_float
+from jvlab.analysis.certification._subject import (
+    REFUSALS,
+    Memory,
+    Subject,
+    Values,
+    as_loaded,
+    differences,
+    is_float,
+)
 from jvlab.layout._plan_types import FP8, numpy_dtype
 from jvlab.layout._types import CheckpointTensor
 from jvlab.sync._senders import jobs_of
@@ -33,14 +41,23 @@ def compare(subject: Subject, wanted: Memory, what: str) -> Finding:
     for index, replica in enumerate(subject.replicas):
         wrong = differences(wanted, subject.read(index))
         if wrong:
-            return Finding.failed(f"{len(wrong)} of {len(wanted)} parameters of {replica} {what}", str(wrong[0]))
+            return Finding.failed(
+                f"{len(wrong)} of {len(wanted)} parameters of {replica} {what}",
+                str(wrong[0]),
+            )
     ways = []
     if subject.unreadable:
-        ways.append(f"{len(subject.unreadable)} can't be read: {next(iter(subject.unreadable.values()))}")
+        ways.append(
+            f"{len(subject.unreadable)} can't be read: {next(iter(subject.unreadable.values()))}"
+        )
     if subject.through_loader:
-        ways.append(f"{len(subject.through_loader)} tensors go through vLLM's own loader, compared when restored")
+        ways.append(
+            f"{len(subject.through_loader)} tensors go through vLLM's own loader, compared when restored"
+        )
     more = f" ({'; '.join(ways)})" if ways else ""
-    replicas = f", {len(subject.replicas)} replicas" if len(subject.replicas) > 1 else ""
+    replicas = (
+        f", {len(subject.replicas)} replicas" if len(subject.replicas) > 1 else ""
+    )
     ranks = len({rank for rank, _ in wanted})
     text = f"{len(wanted)} parameters, {human_bytes(size)}, {ranks} rank{'s' if ranks > 1 else ''}{replicas}"
     return Finding.passed(f"{text}: read back from live memory, every bit equal{more}")
@@ -52,14 +69,21 @@ def arrives(subject: Subject, mode: str) -> Finding:
         return Finding.skipped(subject.refused)
     if mode == "direct" and subject.no_direct:
         return Finding.skipped(f"live memory can't be mapped: {subject.no_direct}")
-    which = "other" if subject.held == "known" else "known"  # never what it already holds
+    # never what it already holds
+    which = "other" if subject.held == "known" else "known"
     try:
         subject.sync(which, mode)
     except REFUSALS as error:
         return Finding.skipped(f"no {mode} sync here: {error.message.splitlines()[0]}")
     except VerifyError as error:
-        return Finding.failed(f"the sync did not commit: {error.message.splitlines()[0]}", _named(error))
-    wanted = {key: flat for key, flat in subject.expected(which).items() if key[1] not in loader_only(subject)}
+        return Finding.failed(
+            f"the sync did not commit: {error.message.splitlines()[0]}", _named(error)
+        )
+    wanted = {
+        key: flat
+        for key, flat in subject.expected(which).items()
+        if key[1] not in loader_only(subject)
+    }
     if not wanted:
         return Finding.skipped("no parameter of this engine can be read back")
     return compare(subject, wanted, f"do not hold what was synced ({mode})")
@@ -79,8 +103,15 @@ def loader_only(subject: Subject) -> set[str]:
         for p, t in zip(layout.parameter, layout.tensor, strict=True)
         if layout.tensors[int(t)].name not in subject.through_loader
     }
-    covered |= {f.scale for layout in subject.layouts for f in layout.formats if f.parameter in covered}
-    return {parameter.name for layout in subject.layouts for parameter in layout.parameters} - covered
+    covered |= {
+        f.scale
+        for layout in subject.layouts
+        for f in layout.formats
+        if f.parameter in covered
+    }
+    return {
+        parameter.name for layout in subject.layouts for parameter in layout.parameters
+    } - covered
 
 
 def restored(subject: Subject) -> Finding:
@@ -91,7 +122,9 @@ def restored(subject: Subject) -> Finding:
     found = compare(subject, subject.loaded, "are not what the engine held before")
     sample = subject.say(subject.prompt(8))
     if found.state == "pass" and set(sample.versions.tolist()) != {subject.version}:
-        return Finding.failed(f"samples are labelled {set(sample.versions.tolist())}, not {subject.version}")
+        return Finding.failed(
+            f"samples are labelled {set(sample.versions.tolist())}, not {subject.version}"
+        )
     return found
 
 
@@ -100,15 +133,22 @@ def restored(subject: Subject) -> Finding:
 
 def scored(subject: Subject) -> Finding:
     """Sample, then score the same tokens in one pass."""
-    samples = [subject.say(subject.prompt(n, n), r, 12) for r in subject.replicas for n in (3, 9, 20, 40)]
+    samples = [
+        subject.say(subject.prompt(n, n), r, 12)
+        for r in subject.replicas
+        for n in (3, 9, 20, 40)
+    ]
     rows = subject.score(samples)
     worst = 0.0
     for sample, row in zip(samples, rows, strict=True):
         worst = max(worst, gap := subject.gap(sample.logprobs, row))
         if not gap <= subject.tolerance:
-            at = int(np.argmax(np.nan_to_num(np.abs(sample.logprobs - row), nan=np.inf)))
+            at = int(
+                np.argmax(np.nan_to_num(np.abs(sample.logprobs - row), nan=np.inf))
+            )
             first = (
-                f"token {at} after a prompt of {len(sample.prompt_token_ids)}: sampled with {sample.logprobs[at]:.5g}"
+                f"token {at} after a prompt of {len(sample.prompt_token_ids)}: "
+                f"sampled with {sample.logprobs[at]:.5g}"
             )
             return Finding.failed(
                 f"sampled and scored log-probabilities are {gap:.2g} nats apart on {sample.replica}",
@@ -127,17 +167,23 @@ def prefix_cache(subject: Subject) -> Finding:
         return Finding.skipped(subject.refused)
     block = int(subject.facts.block_size)
     if not subject.facts.prefix_caching:
-        return Finding.skipped("the engine keeps no prefix cache (enable_prefix_caching is off)")
+        return Finding.skipped(
+            "the engine keeps no prefix cache (enable_prefix_caching is off)"
+        )
     prompt = subject.prompt(3 * block + 1, 1)
     if len(prompt) <= block:
-        return Finding.skipped(f"no prompt of this engine fills a block: {subject.facts.max_model_len} tokens, {block}")
+        return Finding.skipped(
+            f"no prompt of this engine fills a block: {subject.facts.max_model_len} tokens, {block}"
+        )
     subject.hold("known" if subject.held == "known" else "original")
     found = []
     for replica in subject.replicas:
         subject.say(prompt, replica)
         found.append(subject.say(prompt, replica).cached_tokens)
     if not all(found):
-        return Finding.skipped("the engine caches nothing of a repeated prompt of this model")
+        return Finding.skipped(
+            "the engine caches nothing of a repeated prompt of this model"
+        )
     subject.sync("original" if subject.held == "known" else "known")
     for replica in subject.replicas:
         sample = subject.say(prompt, replica)
@@ -149,7 +195,9 @@ def prefix_cache(subject: Subject) -> Finding:
                 f"{replica}: {what}; log-probabilities are {gap:.2g} nats from those of the new weights",
                 f"KV of prompt token 0, up to token {max(0, sample.cached_tokens - 1)}",
             )
-    return Finding.passed(f"{found[0]} tokens of a prompt were cached before a sync, none after it")
+    return Finding.passed(
+        f"{found[0]} tokens of a prompt were cached before a sync, none after it"
+    )
 
 
 # Failures ---------------------------------------------------------------------------------------------------------
@@ -166,23 +214,35 @@ def failed_staged(subject: Subject) -> Finding:
         try:
             errors = _fail(subject, "staged", fault)
         except REFUSALS as error:
-            return Finding.skipped(f"no staged sync here: {error.message.splitlines()[0]}")
+            return Finding.skipped(
+                f"no staged sync here: {error.message.splitlines()[0]}"
+            )
         if errors is None:
             subject.held = None
-            return Finding.failed(f"a staged sync with a fault ({fault}) reported success")
+            return Finding.failed(
+                f"a staged sync with a fault ({fault}) reported success"
+            )
         if subject.version != version:
             subject.held = None
-            return Finding.failed(f"the version is {subject.version} after a failed sync ({fault}), and was {version}")
-        found = compare(subject, subject.loaded, f"changed in a staged sync that failed ({fault})")
+            return Finding.failed(
+                f"the version is {subject.version} after a failed sync ({fault}), and was {version}"
+            )
+        found = compare(
+            subject, subject.loaded, f"changed in a staged sync that failed ({fault})"
+        )
         if found.state != "pass":
             subject.held = None
             return found
         for replica in subject.replicas:
             versions = set(subject.say(subject.prompt(8), replica).versions.tolist())
             if versions != {version}:
-                return Finding.failed(f"{replica} says that version {versions} made its tokens, not {version}")
+                return Finding.failed(
+                    f"{replica} says that version {versions} made its tokens, not {version}"
+                )
         seen.append(f"{fault}: {errors}")
-    return Finding.passed(f"version {version} kept its bits and went on serving after {'; '.join(seen)}")
+    return Finding.passed(
+        f"version {version} kept its bits and went on serving after {'; '.join(seen)}"
+    )
 
 
 def failed_direct(subject: Subject) -> Finding:
@@ -192,13 +252,16 @@ def failed_direct(subject: Subject) -> Finding:
     if subject.no_direct:
         return Finding.skipped(f"live memory can't be mapped: {subject.no_direct}")
     seen = []
-    for fault in _faults(subject):  # a channel that breaks may have written little yet; a wrong digest comes at the end
+    # a channel that breaks may have written little yet; a wrong digest comes at the end
+    for fault in _faults(subject):
         subject.hold("original")
         version = subject.version
         errors = _fail(subject, "direct", fault)
         subject.held = None
         if errors is None:
-            return Finding.failed(f"a direct sync with a fault ({fault}) reported success")
+            return Finding.failed(
+                f"a direct sync with a fault ({fault}) reported success"
+            )
         served = "serves version"
         for index, replica in enumerate(subject.replicas):
             try:
@@ -211,7 +274,9 @@ def failed_direct(subject: Subject) -> Finding:
                 return Finding.failed(
                     f"{replica} generates after a failed direct sync, with parts of two versions: "
                     f"{len(wrong)} parameters",
-                    str(wrong[0]) if wrong else f"tokens labelled {set(sample.versions.tolist())}, not {version}",
+                    str(wrong[0])
+                    if wrong
+                    else f"tokens labelled {set(sample.versions.tolist())}, not {version}",
                 )
         subject.sync("original")
         for replica in subject.replicas:
@@ -221,7 +286,8 @@ def failed_direct(subject: Subject) -> Finding:
 
 
 def _faults(subject: Subject) -> list[str]:
-    if subject.link.transport == "ipc":  # the trainer writes the memory itself: there is no channel to break
+    # the trainer writes the memory itself: there is no channel to break
+    if subject.link.transport == "ipc":
         return ["abort"]
     return ["fail", "flip"]
 
@@ -230,7 +296,9 @@ def _fail(subject: Subject, mode: str, fault: str) -> str | None:
     """Sync known values with this fault half-way; the error's name, or None if the sync reported success."""
     tree: Any = subject.on_device("known" if subject.held != "known" else "other")
     if fault == "abort":
-        stepper = subject.link.stepper(tree, mode=mode, timeout=max(1.0, subject.deadline.left()))
+        stepper = subject.link.stepper(
+            tree, mode=mode, timeout=max(1.0, subject.deadline.left())
+        )
         for _ in range(max(1, (len(stepper) - 2) // 2)):
             stepper.step()
         stepper.abort()
@@ -239,16 +307,23 @@ def _fail(subject: Subject, mode: str, fault: str) -> str | None:
     faults = Faults(fail=bucket) if fault == "fail" else Faults(flip=bucket)
     try:
         # no deadline: `Subject.connect` uses the certificate's
-        subject.connect(faults).sync(tree, mode=mode, progress=False, timeout=subject.deadline.left())
+        subject.connect(faults).sync(
+            tree, mode=mode, progress=False, timeout=subject.deadline.left()
+        )
     except SyncError as error:
         if not faults.fired:
             raise  # it failed for a reason of its own
         name = _named(error)
-        return f"{type(error).__name__}{f' of {name}' if name else ''} at bucket {bucket}"
+        return (
+            f"{type(error).__name__}{f' of {name}' if name else ''} at bucket {bucket}"
+        )
     finally:
         subject.close()
     if not faults.fired:
-        raise SyncError(f"no fault was injected: bucket {bucket} was never sent", remedy="report this as a bug")
+        raise SyncError(
+            f"no fault was injected: bucket {bucket} was never sent",
+            remedy="report this as a bug",
+        )
     return None
 
 
@@ -257,17 +332,22 @@ def _middle_bucket(subject: Subject) -> int:
     jobs = jobs_of(subject.link.plan, 0, 0)
     order = sorted(range(len(jobs)), key=lambda i: abs(i - len(jobs) // 2))
     for number in order:
-        pack, bucket = jobs[number].pack, jobs[number].bucket
+        pack = jobs[number].pack
+        bucket = jobs[number].bucket
         middle = pack.sizes[bucket] // 2
-        if any(box.at <= middle < box.at + box.nbytes for _, box in pack.buckets[bucket]):
+        if any(
+            box.at <= middle < box.at + box.nbytes for _, box in pack.buckets[bucket]
+        ):
             return bucket
     return jobs[order[0]].bucket
 
 
 # Checks of what a GPU engine does with its weights: sleep and wake, and CUDA graphs captured before a sync.
 
-POWER = 4.0  # two sets of weights must differ by this many tolerances, or nothing can be told from log-probabilities
-MOST_KINDS = 200  # kinds of tensors that are synced alone to find the one that a graph does not see
+# two sets of weights must differ by this many tolerances, or nothing can be told from log-probabilities
+POWER = 4.0
+# kinds of tensors that are synced alone to find the one that a graph does not see
+MOST_KINDS = 200
 
 
 def sleep_keeps(subject: Subject) -> Finding:
@@ -292,10 +372,18 @@ def sleep_keeps(subject: Subject) -> Finding:
     (row,) = subject.score([before])
     if not subject.agree(before.logprobs, row):
         gap = subject.gap(before.logprobs, row)
-        return Finding.failed(f"log-probabilities are {gap:.2g} nats from those before the sleep", "memory is equal")
+        return Finding.failed(
+            f"log-probabilities are {gap:.2g} nats from those before the sleep",
+            "memory is equal",
+        )
     if after.cached_tokens:
-        return Finding.failed("the prefix cache outlived the sleep, and its memory did not", "KV of prompt token 0")
-    return Finding.passed(f"{len(subject.loaded)} parameters hold the same bits after sleep and wake, and say the same")
+        return Finding.failed(
+            "the prefix cache outlived the sleep, and its memory did not",
+            "KV of prompt token 0",
+        )
+    return Finding.passed(
+        f"{len(subject.loaded)} parameters hold the same bits after sleep and wake, and say the same"
+    )
 
 
 def sleep_drops(subject: Subject) -> Finding:
@@ -319,16 +407,26 @@ def sleep_drops(subject: Subject) -> Finding:
         except JvlabError as error:
             refusal = type(error).__name__
         else:
-            return Finding.failed(f"{replica} generates with weights that were dropped", "every parameter")
+            return Finding.failed(
+                f"{replica} generates with weights that were dropped", "every parameter"
+            )
     subject.sync("known", "staged" if subject.no_direct else None)
-    found = compare(subject, subject.expected("known"), "do not hold what was synced after a sleep at level 2")
+    found = compare(
+        subject,
+        subject.expected("known"),
+        "do not hold what was synced after a sleep at level 2",
+    )
     if found.state != "pass":
         return found
-    return Finding.passed(f"dropped weights were not served ({refusal}); after a sync, {found.detail}")
+    return Finding.passed(
+        f"dropped weights were not served ({refusal}); after a sync, {found.detail}"
+    )
 
 
 def _sleeping(subject: Subject) -> bool:
-    return all(r["sleeping"] for r in subject.pool.status(timeout=subject.deadline)["replicas"])
+    return all(
+        r["sleeping"] for r in subject.pool.status(timeout=subject.deadline)["replicas"]
+    )
 
 
 def graphs(subject: Subject) -> Finding:
@@ -336,11 +434,14 @@ def graphs(subject: Subject) -> Finding:
     if subject.refused:
         return Finding.skipped(subject.refused)
     if subject.device != "cuda":
-        return Finding.skipped(f"CUDA graphs are a GPU's; this engine runs on {subject.device}")
+        return Finding.skipped(
+            f"CUDA graphs are a GPU's; this engine runs on {subject.device}"
+        )
     captured = int(subject.facts.graph_tokens)
     if not captured:
         return Finding.skipped("the engine runs without graphs (enforce_eager)")
-    prompt = subject.prompt(captured + 1, 3)  # the prefill of prompt and tokens is too long for a graph
+    # the prefill of prompt and tokens is too long for a graph
+    prompt = subject.prompt(captured + 1, 3)
     subject.hold("original")
     subject.say(prompt)
     subject.sync("known")
@@ -349,13 +450,18 @@ def graphs(subject: Subject) -> Finding:
     gap = subject.gap(sample.logprobs, new)
     subject.sync("original")
     (old,) = subject.score([sample])
-    apart, stale = subject.gap(new, old), subject.gap(sample.logprobs, old)
+    apart = subject.gap(new, old)
+    stale = subject.gap(sample.logprobs, old)
     if not apart > POWER * subject.tolerance:
         return Finding.skipped(
             f"two sets of weights give log-probabilities only {apart:.2g} nats apart: what a graph read can't be told"
         )
     if gap <= subject.tolerance:
-        alone = "" if len(prompt) > captured else "; no prompt is too long for a graph, so scoring used one too"
+        alone = (
+            ""
+            if len(prompt) > captured
+            else "; no prompt is too long for a graph, so scoring used one too"
+        )
         return Finding.passed(
             f"tokens decoded by graphs of up to {captured} tokens, captured before the sync: {gap:.1e} nats from the "
             f"new weights, {stale:.1e} from the old{alone}"
@@ -368,7 +474,8 @@ def graphs(subject: Subject) -> Finding:
 
 def unseen_tensor(subject: Subject) -> str:
     """The first kind of tensor that decoding does not see: each is synced alone."""
-    original, known = subject.values("original"), subject.values("known")
+    original = subject.values("original")
+    known = subject.values("known")
     kinds: dict[str, list[str]] = {}
     for name in original:
         kinds.setdefault(re.sub(r"\.\d+(?=\.)", ".*", name), []).append(name)
@@ -386,15 +493,20 @@ def unseen_tensor(subject: Subject) -> str:
 # The check of adapters: one synced into a slot arrives bit for bit, and computes what merged weights compute.
 
 RANK = 4
-STRENGTH = 0.5  # of an adapter's product, in standard deviations of the weight that it is added to
-ROUNDINGS = 2.0  # merged weights and an adapter's sums are rounded apart: so often as far as one step of every weight
+# of an adapter's product, in standard deviations of the weight that it is added to
+STRENGTH = 0.5
+# merged weights and an adapter's sums are rounded apart: so often as far as one step of every weight
+ROUNDINGS = 2.0
 
 
 class KnownAdapter(dict[str, Any]):
     """An adapter's tensors by PEFT's names, as `lab.connect` takes them. A JAX pytree."""
 
     def peft_tensors(self) -> list[CheckpointTensor]:
-        return [CheckpointTensor(name, tuple(a.shape), str(a.dtype)) for name, a in self.items()]
+        return [
+            CheckpointTensor(name, tuple(a.shape), str(a.dtype))
+            for name, a in self.items()
+        ]
 
 
 def _register() -> None:
@@ -404,7 +516,10 @@ def _register() -> None:
     with contextlib.suppress(ValueError):  # done by an earlier call
         jax.tree_util.register_pytree_with_keys(
             KnownAdapter,
-            lambda tree: ([(jax.tree_util.DictKey(k), tree[k]) for k in keys(tree)], keys(tree)),
+            lambda tree: (
+                [(jax.tree_util.DictKey(k), tree[k]) for k in keys(tree)],
+                keys(tree),
+            ),
             lambda names, leaves: KnownAdapter(zip(names, leaves, strict=True)),
         )
 
@@ -416,12 +531,20 @@ def known_adapter(subject: Subject) -> KnownAdapter:
     out = KnownAdapter()
     for name, weight in subject.values("original").items():
         module = name.removesuffix(".weight")
-        if module.rpartition(".")[2] not in TARGETS or weight.ndim != 2 or ".experts." in name or module == name:
+        if (
+            module.rpartition(".")[2] not in TARGETS
+            or weight.ndim != 2
+            or ".experts." in name
+            or module == name
+        ):
             continue
-        if str(weight.dtype) == FP8:  # a checkpoint with scales of its own: products can't be added to its values
+        # a checkpoint with scales of its own: products can't be added to its values
+        if str(weight.dtype) == FP8:
             continue
         outputs, inputs = weight.shape
-        spread = STRENGTH * float(weight.astype(np.float32).std()) * math.sqrt(inputs / RANK)
+        spread = (
+            STRENGTH * float(weight.astype(np.float32).std()) * math.sqrt(inputs / RANK)
+        )
         a = drawn.standard_normal((RANK, inputs), np.float32) / math.sqrt(inputs)
         b = drawn.standard_normal((outputs, RANK), np.float32) * spread
         out[f"{PREFIX}{module}.lora_A.weight"] = a.astype(dtype)
@@ -435,22 +558,32 @@ def merged(values: Values, adapter: KnownAdapter) -> Values:
     for name in adapter:
         if name.endswith(".lora_A.weight"):
             module = name.removesuffix(".lora_A.weight")
-            product = adapter[f"{module}.lora_B.weight"].astype(np.float32) @ adapter[name].astype(np.float32)
+            product = adapter[f"{module}.lora_B.weight"].astype(np.float32) @ adapter[
+                name
+            ].astype(np.float32)
             weight = f"{module.removeprefix(PREFIX)}.weight"
-            out[weight] = (values[weight].astype(np.float32) + product).astype(values[weight].dtype)
+            out[weight] = (values[weight].astype(np.float32) + product).astype(
+                values[weight].dtype
+            )
     return out
 
 
 def rounded_apart(subject: Subject, values: Values) -> Values:
     """The matrices with every weight moved up or down by half a step of the dtype in which the engine holds it."""
-    dtype = FP8 if any(layout.formats for layout in subject.layouts) else str(subject.facts.dtype)
+    dtype = (
+        FP8
+        if any(layout.formats for layout in subject.layouts)
+        else str(subject.facts.dtype)
+    )
     step = float(ml_dtypes.finfo(numpy_dtype(dtype)).eps) / 2
     drawn = np.random.default_rng([subject.seed, 13])
     out = dict(values)
     for name, array in values.items():
         if array.ndim > 1 and is_float(array.dtype):
             signs = drawn.choice(np.array([-1, 1], np.float32), array.shape)
-            out[name] = (array.astype(np.float32) * (1 + step * signs)).astype(array.dtype)
+            out[name] = (array.astype(np.float32) * (1 + step * signs)).astype(
+                array.dtype
+            )
     return out
 
 
@@ -462,19 +595,28 @@ def adapters(subject: Subject) -> Finding:
         return Finding.skipped(subject.refused)
     adapter = known_adapter(subject)
     if not adapter:
-        return Finding.skipped(f"no linear map of this checkpoint, in 16 bits or more, is one of {', '.join(TARGETS)}")
+        return Finding.skipped(
+            f"no linear map of this checkpoint, in 16 bits or more, is one of {', '.join(TARGETS)}"
+        )
     _register()
     subject.hold("original")
     tree = KnownAdapter(subject.on_device(adapter))
     try:
         layouts = subject.pool.trace(adapter.peft_tensors(), timeout=subject.deadline)
         link = subject.connect(tree=tree)
-        link.sync(tree, mode=subject.mode, progress=False, timeout=subject.deadline.left())
+        link.sync(
+            tree, mode=subject.mode, progress=False, timeout=subject.deadline.left()
+        )
     except REFUSALS as error:
-        return Finding.skipped(f"no adapter can be synced: {error.message.splitlines()[0]}")
+        return Finding.skipped(
+            f"no adapter can be synced: {error.message.splitlines()[0]}"
+        )
     count, wrong = _compare(subject, layouts, adapter)
     if wrong:
-        return Finding.failed(f"{len(wrong)} of {count} parts of a slot do not hold what was synced", str(wrong[0]))
+        return Finding.failed(
+            f"{len(wrong)} of {count} parts of a slot do not hold what was synced",
+            str(wrong[0]),
+        )
     sample = subject.say(subject.prompt(12, 5), tokens=12)
     (row,) = subject.score([sample])
     values = merged(subject.values("original"), adapter)
@@ -486,14 +628,25 @@ def adapters(subject: Subject) -> Finding:
     (without,) = subject.score([sample])
     if not subject.agree(sample.logprobs, row):
         nats = subject.gap(sample.logprobs, row)
-        return Finding.failed(f"with an adapter, sampled and scored log-probabilities are {nats:.2g} nats apart")
+        return Finding.failed(
+            f"with an adapter, sampled and scored log-probabilities are {nats:.2g} nats apart"
+        )
     gap = subject.gap
-    return judge(gap(sample.logprobs, base), gap(base, without), gap(base, apart), subject.tolerance, count)
+    return judge(
+        gap(sample.logprobs, base),
+        gap(base, without),
+        gap(base, apart),
+        subject.tolerance,
+        count,
+    )
 
 
-def _compare(subject: Subject, layouts: Any, adapter: KnownAdapter) -> tuple[int, list[Any]]:
+def _compare(
+    subject: Subject, layouts: Any, adapter: KnownAdapter
+) -> tuple[int, list[Any]]:
     """The number of parts of the slot, and those that differ from what vLLM's own `set_lora` would leave there."""
-    count, wrong = 0, []
+    count = 0
+    wrong = []
     for index in range(len(subject.replicas)):
         for layout in layouts:
             found: Memory = {}
@@ -506,7 +659,9 @@ def _compare(subject: Subject, layouts: Any, adapter: KnownAdapter) -> tuple[int
     return count, wrong
 
 
-def judge(gap: float, moved: float, rounding: float, tolerance: float, count: int) -> Finding:
+def judge(
+    gap: float, moved: float, rounding: float, tolerance: float, count: int
+) -> Finding:
     """All in nats: from adapter to merged weights, from those to none, and what half a step of every weight does.
 
     Weights of 16 bits round what is merged, and an adapter's sums are rounded elsewhere: the bound is what such
@@ -533,8 +688,10 @@ def judge(gap: float, moved: float, rounding: float, tolerance: float, count: in
 # The other checks compare an engine with itself. One that computes wrongly with the right weights (a reversed rotary
 # table, another epsilon) passes all of them: only a second implementation of the model tells.
 
-LARGEST_BYTES = 8e9  # of float32: transformers computes on the CPU, in memory that the trainer may need
-PROMPTS = (3, 9, 20, 40)  # their lengths: a rotary table that is wrong shows with distance
+# of float32: transformers computes on the CPU, in memory that the trainer may need
+LARGEST_BYTES = 8e9
+# their lengths: a rotary table that is wrong shows with distance
+PROMPTS = (3, 9, 20, 40)
 
 
 def reference(subject: Subject) -> Finding:
@@ -542,19 +699,28 @@ def reference(subject: Subject) -> Finding:
     if subject.refused:
         return Finding.skipped(subject.refused)
     if subject.facts.quantization:
-        return Finding.skipped(f"transformers computes without {subject.facts.quantization} activations")
+        return Finding.skipped(
+            f"transformers computes without {subject.facts.quantization} activations"
+        )
     values = subject.values("original")
     size = 4 * sum(array.size for array in values.values())
     if size > LARGEST_BYTES:
-        return Finding.skipped(f"{human_bytes(size)} in float32 is more than the reference may take")
+        return Finding.skipped(
+            f"{human_bytes(size)} in float32 is more than the reference may take"
+        )
     try:
         model = transformers_model(subject.pool.model, values)
-    except Exception as error:  # whatever transformers raises: it does not know this model, or its weights do not fit
+    # whatever transformers raises: it does not know this model, or its weights do not fit
+    except Exception as error:
         return Finding.skipped(
             f"transformers could not load it: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
         )
     subject.hold("original")
-    samples = [subject.say(subject.prompt(n, n), r, 12) for r in subject.replicas for n in PROMPTS]
+    samples = [
+        subject.say(subject.prompt(n, n), r, 12)
+        for r in subject.replicas
+        for n in PROMPTS
+    ]
     worst = 0.0
     for sample, row in zip(samples, subject.score(samples), strict=True):
         ours = logprobs_of(model, sample)
@@ -587,16 +753,25 @@ def transformers_model(folder: str, values: Any) -> Any:
             if not file.name.endswith(".index.json"):
                 shutil.copy(file, made)
         # as a checkpoint, so that transformers' own conversions apply (fused and stacked tensors)
-        wide = {name: np.ascontiguousarray(array, np.float32) for name, array in values.items()}
+        wide = {
+            name: np.ascontiguousarray(array, np.float32)
+            for name, array in values.items()
+        }
         save_file(wide, f"{made}/model.safetensors", metadata={"format": "pt"})
         with _without_a_bar():
             model, told = transformers.AutoModelForCausalLM.from_pretrained(
-                made, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, local_files_only=True
+                made,
+                dtype=torch.float32,
+                attn_implementation="eager",
+                output_loading_info=True,
+                local_files_only=True,
             )
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     missing = sorted(set(told["missing_keys"]) - tied)
     if missing or told["mismatched_keys"]:
-        raise ValueError(f"no value for {', '.join(missing[:3]) or told['mismatched_keys']}")
+        raise ValueError(
+            f"no value for {', '.join(missing[:3]) or told['mismatched_keys']}"
+        )
     return model.eval()
 
 
@@ -619,7 +794,9 @@ def logprobs_of(model: Any, sample: Any) -> np.ndarray:
     import torch
 
     prompt = len(sample.prompt_token_ids)
-    tokens = torch.tensor([[*sample.prompt_token_ids.tolist(), *sample.token_ids.tolist()]])
+    tokens = torch.tensor(
+        [[*sample.prompt_token_ids.tolist(), *sample.token_ids.tolist()]]
+    )
     with torch.inference_mode():
         logits = model(tokens).logits[0, prompt - 1 : -1].double()
     chosen = torch.log_softmax(logits, -1).gather(1, tokens[0, prompt:, None])
@@ -633,8 +810,13 @@ def unchanged(subject: Subject) -> Finding:
     if subject.verified is not None:
         wrong = subject.verified.differing
         if wrong or not subject.verified.ok:
-            return Finding.failed("the engine does not hold what was last committed", wrong[0] if wrong else "")
-        return Finding.passed(f"digests of live memory are those of version {subject.verified.version}")
+            return Finding.failed(
+                "the engine does not hold what was last committed",
+                wrong[0] if wrong else "",
+            )
+        return Finding.passed(
+            f"digests of live memory are those of version {subject.verified.version}"
+        )
     if subject.given is None and subject.began_with:
         return Finding.skipped(
             f"version {subject.began_with} was synced by another process: pass params={{checkpoint name: array}}"
@@ -651,14 +833,19 @@ def unchanged(subject: Subject) -> Finding:
             f"the engine was not loaded from {what}: {len(wrong)} of {len(wanted)} parameters differ"
         )
     if wrong:
-        return Finding.failed(f"{len(wrong)} of {len(wanted)} parameters are not as in {what}", str(wrong[0]))
+        return Finding.failed(
+            f"{len(wrong)} of {len(wanted)} parameters are not as in {what}",
+            str(wrong[0]),
+        )
     return Finding.passed(f"{len(wanted)} parameters, every bit as in {what}")
 
 
 def loaded_from(subject: Subject, values: Any) -> Memory:
     """The engine's memory as its loader leaves it with these values, but for what the model's own code computes."""
     apart = loader_only(subject)
-    named = {layout.tensors[int(t)].name for layout in subject.layouts for t in layout.tensor}
+    named = {
+        layout.tensors[int(t)].name for layout in subject.layouts for t in layout.tensor
+    }
     found = {name: np.asarray(values[name]) for name in named if name in values}
     memory = as_loaded(subject.layouts, found, subject.loaded)
     return {key: flat for key, flat in memory.items() if key[1] not in apart}

@@ -40,7 +40,9 @@ class Found(Exception):
     """Raised by a check that found the cause. `check.name` says which cause, which may be another check's."""
 
     def __init__(self, check: Check, verdict: str, remedy: str) -> None:
-        self.check, self.verdict, self.remedy = check, verdict, remedy
+        self.check = check
+        self.verdict = verdict
+        self.remedy = remedy
 
 
 class Base:
@@ -58,10 +60,20 @@ class Base:
         deadline: Deadline,
         sampling: Mapping[str, Any],
     ) -> None:
-        self.link, self.pool, self.policy, self.params = link, link.pool, policy, params
+        self.link = link
+        self.pool = link.pool
+        self.policy = policy
+        self.params = params
         self.given = prompt if isinstance(prompt, Sample) else None
-        self.prompt = [int(t) for t in prompt.prompt_token_ids] if self.given is not None else prompt
-        self.max_tokens, self.seed, self.tolerance, self.timeout = max_tokens, seed, tolerance, deadline
+        self.prompt = (
+            [int(t) for t in prompt.prompt_token_ids]
+            if self.given is not None
+            else prompt
+        )
+        self.max_tokens = max_tokens
+        self.seed = seed
+        self.tolerance = tolerance
+        self.timeout = deadline
         self.sampling = dict(sampling)
         self.noise = 0.0  # between the engine's drawn and scored log-probabilities
         self.status: dict[str, Any] = {}  # of the pool, set by the first check
@@ -74,21 +86,34 @@ class Base:
         self._seen = ""  # what a comparison with the checkpoint showed
 
     def _draw(self, **settings: Any) -> Sample:
-        neutral = {"temperature": 1.0, "seed": self.seed, "max_tokens": self.max_tokens, "ignore_eos": True}
-        batch = self.pool.generate([self.prompt], progress=False, timeout=self.timeout, **(neutral | settings))
+        neutral = {
+            "temperature": 1.0,
+            "seed": self.seed,
+            "max_tokens": self.max_tokens,
+            "ignore_eos": True,
+        }
+        batch = self.pool.generate(
+            [self.prompt], progress=False, timeout=self.timeout, **(neutral | settings)
+        )
         return batch[0]
 
     def _scored(self, sample: Sample) -> np.ndarray:
         """log P of prompt and completion in one pass, which does not read the prefix cache."""
-        whole = np.concatenate([sample.prompt_token_ids, sample.token_ids]).astype(np.int32)
+        whole = np.concatenate([sample.prompt_token_ids, sample.token_ids]).astype(
+            np.int32
+        )
         return self.pool.score([whole.tolist()], timeout=self.timeout)[0]
 
     def _take(self, sample: Sample) -> None:
-        self.tokens = np.concatenate([sample.prompt_token_ids, sample.token_ids]).astype(np.int32)
+        self.tokens = np.concatenate(
+            [sample.prompt_token_ids, sample.token_ids]
+        ).astype(np.int32)
         self.engine = self._scored(sample)
 
     def _by_trainer(self, policy: Any, params: Any) -> np.ndarray:
-        row = np.asarray(policy.logprobs(params, self.tokens[None, :]), np.float32)[0].copy()
+        row = np.asarray(policy.logprobs(params, self.tokens[None, :]), np.float32)[
+            0
+        ].copy()
         row[0] = np.nan
         return row
 
@@ -110,7 +135,9 @@ class Base:
         if checkpoint is None:
             self._seen = "the engine's model has no weights on disk"
             return None
-        wrong, self._seen = by_value(self._suspects, flatten(self.params).arrays, checkpoint)
+        wrong, self._seen = by_value(
+            self._suspects, flatten(self.params).arrays, checkpoint
+        )
         return wrong
 
     def _wrong_rule(self, wrong: Finding, gap: float | None) -> Found:
@@ -119,13 +146,17 @@ class Base:
         if wrong.alternative.rules:
             self.rules = wrong.alternative.apply(self.link.mapping.rules)
         verdict, remedy = verdict_of(wrong, gap, bool(self.link.version))
-        return Found(Check("rule", "cause", wrong.evidence, wrong.facts()), verdict, remedy)
+        return Found(
+            Check("rule", "cause", wrong.evidence, wrong.facts()), verdict, remedy
+        )
 
 
 # Bisection checks that compare engine and trainer: a wrong rule, rounding, or a different model.
 
-SEARCH_SHARE = 0.8  # fraction of the remaining time for the rule search; the checks after it need some too
-ROUNDING_FACTOR = 4.0  # two programs round in different orders: up to this multiple of one's error is still rounding
+# fraction of the remaining time for the rule search; the checks after it need some too
+SEARCH_SHARE = 0.8
+# two programs round in different orders: up to this multiple of one's error is still rounding
+ROUNDING_FACTOR = 4.0
 
 
 class Models(Base):
@@ -137,26 +168,50 @@ class Models(Base):
         """Does an alternative rule explain the gap? The bits arrived, but may be in the wrong place."""
         gap = self._gap()
         if gap is not None and gap <= self.tolerance and self.link.version:
-            return Check("rule", "ok", f"{gap:.2g} nats apart: there is nothing to explain")
+            return Check(
+                "rule", "ok", f"{gap:.2g} nats apart: there is nothing to explain"
+            )
         if (wrong := self._by_value()) is not None:
-            left = self._by_function().gap(wrong.alternative) if gap is not None and gap > self.tolerance else None
+            left = (
+                self._by_function().gap(wrong.alternative)
+                if gap is not None and gap > self.tolerance
+                else None
+            )
             raise self._wrong_rule(replace(wrong, gap=left), gap)
         if gap is None:
-            return Check("rule", "skipped", f"no jv.Policy to compute with; by value: {self._seen}")
+            return Check(
+                "rule",
+                "skipped",
+                f"no jv.Policy to compute with; by value: {self._seen}",
+            )
         if gap <= self._rounding_gap():
-            return Check("rule", "ok", f"{gap:.2g} nats apart, which rounding explains; by value: {self._seen}")
+            return Check(
+                "rule",
+                "ok",
+                f"{gap:.2g} nats apart, which rounding explains; by value: {self._seen}",
+            )
         if not self._suspects:
-            return Check("rule", "ok", "the shapes allow no alternative, or the link has no rules")
+            return Check(
+                "rule",
+                "ok",
+                "the shapes allow no alternative, or the link has no rules",
+            )
         search = self._by_function()
         if not search.replaceable:
-            return Check("rule", "skipped", "the leaves of these parameters can't be replaced: not a JAX pytree")
+            return Check(
+                "rule",
+                "skipped",
+                "the leaves of these parameters can't be replaced: not a JAX pytree",
+            )
         wrong = search.search(self._suspects)
         if wrong is not None:
             raise self._wrong_rule(wrong, gap)
         some = " (all there was time for)" if search.out_of_time else ""
         self._tried = f", and none of {search.tried} alternative rules{some} helps"
         text = f"{search.tried} alternative rules tried{some}: under none do trainer and engine agree"
-        return Check("rule", "ok", f"{text}; by value: {self._seen}", {"tried": search.tried})
+        return Check(
+            "rule", "ok", f"{text}; by value: {self._seen}", {"tried": search.tried}
+        )
 
     def _by_function(self) -> ByFunction:
         from jvlab.analysis.diagnose._rule_search import ByFunction
@@ -188,15 +243,23 @@ class Models(Base):
             return self.tolerance
         if self._rounding is None:
             assert self.trainer is not None
-            self._rounding = largest(self.trainer, self._by_trainer(*_rounded(self.policy, self.params, engine)))
+            self._rounding = largest(
+                self.trainer,
+                self._by_trainer(*_rounded(self.policy, self.params, engine)),
+            )
         return ROUNDING_FACTOR * self._rounding + self.tolerance
 
     def dtype(self) -> Check:
         """Does rounding explain the gap?"""
         gap = self._gap()
         if gap is None:
-            return Check("dtype", "skipped", "no jv.Policy to compute with: pass link.bisect(prompt, policy)")
-        engine, trainer = str(self.status["dtype"]), self.policy.compute_dtype
+            return Check(
+                "dtype",
+                "skipped",
+                "no jv.Policy to compute with: pass link.bisect(prompt, policy)",
+            )
+        engine = str(self.status["dtype"])
+        trainer = self.policy.compute_dtype
         facts: dict[str, Any] = {"gap": gap, "engine": engine, "trainer": trainer}
         text = f"{gap:.2g} nats between the engine in {engine} and the trainer in {trainer}"
         if gap <= self.tolerance:
@@ -205,7 +268,9 @@ class Models(Base):
             return Check("dtype", "ok", f"{text}: not a matter of dtype", facts)
         explained = self._rounding_gap()
         facts["rounding"] = self._rounding
-        text += f"; the trainer itself computing in {engine} moves by {self._rounding:.2g}"
+        text += (
+            f"; the trainer itself computing in {engine} moves by {self._rounding:.2g}"
+        )
         if gap > explained:
             return Check("dtype", "ok", f"{text}: too little to explain it", facts)
         raise Found(
@@ -217,7 +282,11 @@ class Models(Base):
     def model(self) -> Check:
         """Neither weights, rules nor dtype explain the gap: the two models compute differently."""
         if self.engine is None or self.trainer is None:
-            return Check("model", "skipped", "the engine's numbers were not compared with a trainer's")
+            return Check(
+                "model",
+                "skipped",
+                "the engine's numbers were not compared with a trainer's",
+            )
         gap = largest(self.engine, self.trainer)
         if gap <= self.tolerance:
             return Check("model", "ok", f"the two compute the same, to {gap:.2g} nats")
@@ -229,10 +298,17 @@ class Models(Base):
             else f"from position {first} on, not before: attention or positions (RoPE), or the context"
         )
         layers, facts = self._layers()
-        part = f"starting in layer {facts['layer']}" if facts else where.partition(":")[0]
+        part = (
+            f"starting in layer {facts['layer']}" if facts else where.partition(":")[0]
+        )
         verdict = f"what was sent has arrived{self._tried}: engine and trainer compute differently, {part}"
         raise Found(
-            Check("model", "cause", f"{gap:.2g} nats, {where}; {layers}", {"first": first, **facts}),
+            Check(
+                "model",
+                "cause",
+                f"{gap:.2g} nats, {where}; {layers}",
+                {"first": first, **facts},
+            ),
             verdict,
             "compare config.json of both sides: rope_theta, rms_norm_eps, sliding_window, tied embeddings",
         )
@@ -244,8 +320,14 @@ class Models(Base):
         states = self._states()
         if states is None:
             return f"no layer is named: {self._no_states}", {}
-        found = compare_layers(states, np.asarray(self.policy.hidden(self.params, self.tokens[None, :]))[:, 0])
-        return f"layer by layer: {found}", {"layer": found.layer, "apart": list(found.apart)}
+        found = compare_layers(
+            states,
+            np.asarray(self.policy.hidden(self.params, self.tokens[None, :]))[:, 0],
+        )
+        return f"layer by layer: {found}", {
+            "layer": found.layer,
+            "apart": list(found.apart),
+        }
 
     _no_states = ""
 
@@ -266,7 +348,14 @@ def _rounded(policy: Any, params: Any, dtype: str) -> tuple[Any, Any]:
 
     runtime = dataclasses.replace(policy.runtime, dtype=dtype)
     other = type(policy)(
-        policy.config, params, policy.mesh, runtime, policy.source, policy.hf_config, policy._tensors, policy._bindings
+        policy.config,
+        params,
+        policy.mesh,
+        runtime,
+        policy.source,
+        policy.hf_config,
+        policy._tensors,
+        policy._bindings,
     )
     return other, jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
@@ -282,8 +371,16 @@ class WeightChecks(Base):
         self.status = self.pool.status(timeout=self.timeout)
         for r in self.status["replicas"]:
             for flag, wrong, remedy in (
-                ("dirty", "is dirty: it holds parts of two versions", "link.sync(params)"),
-                ("stale", "missed the last sync and is not served from", "link.sync(params)"),
+                (
+                    "dirty",
+                    "is dirty: it holds parts of two versions",
+                    "link.sync(params)",
+                ),
+                (
+                    "stale",
+                    "missed the last sync and is not served from",
+                    "link.sync(params)",
+                ),
                 ("sleeping", "is asleep", "pool.wake()"),
                 ("paused", "is paused", "pool.resume()"),
             ):
@@ -291,12 +388,22 @@ class WeightChecks(Base):
                     if flag == "dirty":
                         self._dirty_by_meaning(str(r["replica"]))
                     text = f"{r['replica']} {wrong}"
-                    raise Found(Check("state", "cause", text, {flag: True}), text, remedy)
+                    raise Found(
+                        Check("state", "cause", text, {flag: True}), text, remedy
+                    )
             if r["state"] != "ready":
                 text = f"{r['replica']} is not ready: {r['state']}"
-                raise Found(Check("state", "cause", text), text, "pool.wait(), or pool.restart(index)")
+                raise Found(
+                    Check("state", "cause", text),
+                    text,
+                    "pool.wait(), or pool.restart(index)",
+                )
         count = len(self.status["replicas"])
-        return Check("state", "ok", f"{count} of {count} replicas ready, none dirty, paused or stale")
+        return Check(
+            "state",
+            "ok",
+            f"{count} of {count} replicas ready, none dirty, paused or stale",
+        )
 
     def _dirty_by_meaning(self, replica: str) -> None:
         """A failed meaning check marks replicas dirty too: then the cause is the mapping."""
@@ -315,19 +422,34 @@ class WeightChecks(Base):
     def tensor(self) -> Check:
         """Does live memory still hold what the last sync committed?"""
         if not self.link.version:
-            return Check("tensor", "skipped", "nothing was synced yet: there is no commit to compare with")
+            return Check(
+                "tensor",
+                "skipped",
+                "nothing was synced yet: there is no commit to compare with",
+            )
         report = self.link.verify(timeout=self.timeout)
         if report.differing:
             shown = names(report.differing)
             self._read_values(report.differing)
             text = f"{len(report.differing)} of {len(report.digests)} digests differ from the last commit: {shown}"
             raise Found(
-                Check("tensor", "cause", text + self._largest_change(), {"differing": list(report.differing)}),
+                Check(
+                    "tensor",
+                    "cause",
+                    text + self._largest_change(),
+                    {"differing": list(report.differing)},
+                ),
                 f"the engine's memory changed after version {self.link.version} was verified: {shown}",
                 "link.sync(params) writes it again; if it recurs, something else writes there",
             )
-        partly = sum(report.evidence.get(how, 0) for how in ("sampled", "loader", "unread"))
-        note = f"; {partly} of them are packed and were read back in part (report.evidence)" if partly else ""
+        partly = sum(
+            report.evidence.get(how, 0) for how in ("sampled", "loader", "unread")
+        )
+        note = (
+            f"; {partly} of them are packed and were read back in part (report.evidence)"
+            if partly
+            else ""
+        )
         text = f"all {len(report.digests)} digests of live memory are those of version {report.version}{note}"
         return Check("tensor", "ok", text, {"digests": len(report.digests)})
 
@@ -338,49 +460,88 @@ class WeightChecks(Base):
         behind = [f"{name} holds {v}" for name, v in found.items() if v != mine]
         if behind:
             text = f"the link's last version is {mine}, but {names(behind)}"
-            raise Found(Check("version", "cause", text, found), f"stale version: {text}", "link.sync(params)")
-        if self.given is not None and (old := sorted(set(self.given.versions.tolist()) - {mine})):
+            raise Found(
+                Check("version", "cause", text, found),
+                f"stale version: {text}",
+                "link.sync(params)",
+            )
+        if self.given is not None and (
+            old := sorted(set(self.given.versions.tolist()) - {mine})
+        ):
             text = f"tokens of this sample were made by version {names(old)}; the engine holds {mine} now"
             remedy = "compare it with the parameters of that version, or generate again"
             raise Found(
-                Check("version", "cause", text, {"sample": old, "engine": mine}), f"stale version: {text}", remedy
+                Check("version", "cause", text, {"sample": old, "engine": mine}),
+                f"stale version: {text}",
+                remedy,
             )
         if self.params is None:
-            return Check("version", "ok", f"every replica holds version {mine}; no trainer was given to compare with")
+            return Check(
+                "version",
+                "ok",
+                f"every replica holds version {mine}; no trainer was given to compare with",
+            )
         report = self.link.verify(self.params, timeout=self.timeout)
         read = {f"{name} (rank {rank})" for name, rank in report.digests}
-        differing = [entry for entry in report.differing if entry.partition(": ")[2] in read]
+        differing = [
+            entry for entry in report.differing if entry.partition(": ")[2] in read
+        ]
         unread = len(report.differing) - len(differing)
         if differing:
-            if not mine and (wrong := self._by_value()) is not None:  # a sync would make it worse
+            # a sync would make it worse
+            if not mine and (wrong := self._by_value()) is not None:
                 raise self._wrong_rule(wrong, None)
             self._read_values(differing)
             text = f"{len(differing)} of {len(report.digests)} digests differ from the trainer's parameters now"
             facts = {"engine": mine, "differing": differing}
-            check = Check("version", "cause", f"{text}: {names(differing)}{self._largest_change()}", facts)
-            raise Found(check, f"stale version: {self._why_old()}", "link.sync(policy.params)")
-        if unread:  # packed by the engine before the first sync: only its log-probabilities can be compared
+            check = Check(
+                "version",
+                "cause",
+                f"{text}: {names(differing)}{self._largest_change()}",
+                facts,
+            )
+            raise Found(
+                check, f"stale version: {self._why_old()}", "link.sync(policy.params)"
+            )
+        # packed by the engine before the first sync: only its log-probabilities can be compared
+        if unread:
             return self._unread(unread)
         text = f"every replica holds version {mine}, bit for bit what the rules make of the trainer's parameters"
         return Check("version", "ok", text)
 
     def _why_old(self) -> str:
         if self.link.version:
-            return f"the trainer has moved on since version {self.link.version} was synced"
+            return (
+                f"the trainer has moved on since version {self.link.version} was synced"
+            )
         return "nothing was ever synced: the engine holds what it loaded itself"
 
     def _unread(self, count: int) -> Check:
         text = f"{count} parameters were packed before a first sync and can't be read"
         if self.policy is None:
             return Check("version", "skipped", f"{text}; sync once, then bisect again")
-        self._take(self._draw(skip_reading_prefix_cache=True) if self.given is None else self.given)
+        self._take(
+            self._draw(skip_reading_prefix_cache=True)
+            if self.given is None
+            else self.given
+        )
         assert self.engine is not None
         self.trainer = self._by_trainer(self.policy, self.params)
         gap = largest(self.engine, self.trainer)
         if gap <= self.tolerance:
-            return Check("version", "ok", f"{text}, but the engine's numbers are the trainer's, to {gap:.2g} nats")
-        check = Check("version", "cause", f"{text}; the engine's numbers are {gap:.2g} nats from the trainer's")
-        raise Found(check, f"stale version: {self._why_old()}", "link.sync(policy.params)")
+            return Check(
+                "version",
+                "ok",
+                f"{text}, but the engine's numbers are the trainer's, to {gap:.2g} nats",
+            )
+        check = Check(
+            "version",
+            "cause",
+            f"{text}; the engine's numbers are {gap:.2g} nats from the trainer's",
+        )
+        raise Found(
+            check, f"stale version: {self._why_old()}", "link.sync(policy.params)"
+        )
 
     def _read_values(self, differing: Any) -> None:
         """Diff the values of the first tensors that differ, if they can be read."""
@@ -407,7 +568,16 @@ class WeightChecks(Base):
 # ----------------------------------------------------------------------------------------------------
 
 # The possible causes, in the order they are checked.
-CAUSES = ("state", "tensor", "version", "prefix cache", "sampler", "rule", "dtype", "model")
+CAUSES = (
+    "state",
+    "tensor",
+    "version",
+    "prefix cache",
+    "sampler",
+    "rule",
+    "dtype",
+    "model",
+)
 NEUTRAL: dict[str, Any] = {  # sampler settings that leave log-probabilities unchanged
     "temperature": 1.0,
     "top_p": 1.0,
@@ -439,7 +609,10 @@ def bisect(
     """See `Link.bisect`."""
     deadline = Deadline.of(timeout)
     if not tolerance > 0:
-        raise ConfigError(f"tolerance must be positive, not {tolerance!r}", remedy="in nats; the default is 1e-3")
+        raise ConfigError(
+            f"tolerance must be positive, not {tolerance!r}",
+            remedy="in nats; the default is 1e-3",
+        )
     if isinstance(prompt, RolloutBatch):
         if len(prompt) != 1:
             raise ConfigError(
@@ -451,7 +624,9 @@ def bisect(
     policy = find_policy(link) if policy is None and params is None else policy
     if params is None and policy is not None:
         params = policy.params
-    search = _Search(link, prompt, policy, params, max_tokens, seed, tolerance, deadline, sampling)
+    search = _Search(
+        link, prompt, policy, params, max_tokens, seed, tolerance, deadline, sampling
+    )
     return search.run()
 
 
@@ -465,7 +640,9 @@ def _check_arguments(prompt: Any, policy: Any, params: Any) -> None:
     ):
         what = "parameters" if isinstance(prompt, Mapping) else type(prompt).__name__
         raise ConfigError(f"bisect needs a prompt first, and got {what}", remedy=call)
-    if policy is not None and not (hasattr(policy, "params") and hasattr(policy, "logprobs")):
+    if policy is not None and not (
+        hasattr(policy, "params") and hasattr(policy, "logprobs")
+    ):
         raise ConfigError(
             f"policy is {type(policy).__name__}",
             remedy=f"{call}; of another trainer: link.bisect(prompt, params=params)",
@@ -482,11 +659,20 @@ def find_policy(link: Link) -> Any:
     from jvlab.layout._plan_types import is_scales
     from jvlab.layout._tree import flatten
 
-    wanted = {leaf.path: tuple(leaf.shape) for leaf in link.plan.leaves if not is_scales(leaf.path)}
-    shapes = lambda policy: {path: tuple(a.shape) for path, a in flatten(policy.params).arrays.items()}
+    wanted = {
+        leaf.path: tuple(leaf.shape)
+        for leaf in link.plan.leaves
+        if not is_scales(leaf.path)
+    }
+    shapes = lambda policy: {
+        path: tuple(a.shape) for path, a in flatten(policy.params).arrays.items()
+    }
     found = [policy for policy in list(module.alive) if shapes(policy) == wanted]
     if len(found) > 1:
-        raise ConfigError(f"{len(found)} policies fit this link", remedy="say which: link.bisect(prompt, policy)")
+        raise ConfigError(
+            f"{len(found)} policies fit this link",
+            remedy="say which: link.bisect(prompt, policy)",
+        )
     return found[0] if found else None
 
 
@@ -514,9 +700,23 @@ class _Search(WeightChecks, Models):
                 except Found as found:
                     cause = found
             why = f"not asked: the {cause.check.name} explains it"
-            checks.append(cause.check if name == cause.check.name else Check(name, "skipped", why))
-        verdict = (cause.check.name, cause.verdict, cause.remedy) if cause else ("", self.agreement(), "")
-        return Bisection(*verdict, tuple(checks), self.tokens, self.engine, self.trainer, self.tensors, self.rules)
+            checks.append(
+                cause.check if name == cause.check.name else Check(name, "skipped", why)
+            )
+        verdict = (
+            (cause.check.name, cause.verdict, cause.remedy)
+            if cause
+            else ("", self.agreement(), "")
+        )
+        return Bisection(
+            *verdict,
+            tuple(checks),
+            self.tokens,
+            self.engine,
+            self.trainer,
+            self.tensors,
+            self.rules,
+        )
 
     def agreement(self) -> str:
         if self.engine is None or self.trainer is None:
@@ -547,7 +747,9 @@ class _Search(WeightChecks, Models):
         facts = {"with_cache": gap, "without": self.noise}
         if self._beyond(gap):
             raise Found(
-                Check("prefix cache", "cause", f"drawn against scored: {numbers}", facts),
+                Check(
+                    "prefix cache", "cause", f"drawn against scored: {numbers}", facts
+                ),
                 f"stale prefix cache: the KV of this prompt was computed by other weights ({numbers})",
                 "pool.pause(clear_cache=True); pool.resume() clears it; every jvlab sync does that by itself",
             )
@@ -556,34 +758,72 @@ class _Search(WeightChecks, Models):
     def sampler(self) -> Check:
         """Are the engine's log-probabilities those before temperature, filters and penalties?"""
         mode = self.pool._facts(self.timeout).logprobs_mode
-        odd = {k: v for k, v in self.sampling.items() if k not in NEUTRAL or NEUTRAL[k] != v}
+        odd = {
+            k: v
+            for k, v in self.sampling.items()
+            if k not in NEUTRAL or NEUTRAL[k] != v
+        }
         if not odd:
             return self._sampler_of_sample()
         written = ", ".join(f"{k}={v!r}" for k, v in odd.items())
         gap = self._own_gap(self._draw(**odd))
         if not self._beyond(gap):
-            return Check("sampler", "ok", f"with {written}: {gap:.2g} nats from the model's own ({mode})", {"gap": gap})
-        alone = {k: self._own_gap(self._draw(**{k: v})) for k, v in odd.items() if k in NEUTRAL} if len(odd) > 1 else {}
+            return Check(
+                "sampler",
+                "ok",
+                f"with {written}: {gap:.2g} nats from the model's own ({mode})",
+                {"gap": gap},
+            )
+        alone = (
+            {
+                k: self._own_gap(self._draw(**{k: v}))
+                for k, v in odd.items()
+                if k in NEUTRAL
+            }
+            if len(odd) > 1
+            else {}
+        )
         responsible = [k for k, g in alone.items() if self._beyond(g)] or list(odd)
         shown = ", ".join(f"{k}={odd[k]!r}" for k in responsible)
-        each = "; alone: " + ", ".join(f"{k} {g:.2g}" for k, g in alone.items()) if alone else ""
+        each = (
+            "; alone: " + ", ".join(f"{k} {g:.2g}" for k, g in alone.items())
+            if alone
+            else ""
+        )
         remedy = 'launch with engine={"logprobs_mode": "raw_logprobs"}, or roll out without them'
         if responsible == ["temperature"]:
             remedy = f"policy.logprobs(params, tokens, lengths, temperature={odd['temperature']!r}) computes the same"
         raise Found(
-            Check("sampler", "cause", f"with {written}: {gap:.2g} nats from the model's own ({mode}){each}", alone),
+            Check(
+                "sampler",
+                "cause",
+                f"with {written}: {gap:.2g} nats from the model's own ({mode}){each}",
+                alone,
+            ),
             f"sampler settings: the engine's log-probabilities are those after {shown}, the trainer's those before",
             remedy,
         )
 
     def _sampler_of_sample(self) -> Check:
         if self.given is None or not len(self.given.token_ids):
-            return Check("sampler", "skipped", "no settings to try: pass those of your rollouts, e.g. temperature=0.7")
+            return Check(
+                "sampler",
+                "skipped",
+                "no settings to try: pass those of your rollouts, e.g. temperature=0.7",
+            )
         gap = self._own_gap(self.given)
         if self._beyond(gap):
             raise Found(
-                Check("sampler", "cause", f"the sample's log-probabilities are {gap:.2g} nats from the model's own"),
+                Check(
+                    "sampler",
+                    "cause",
+                    f"the sample's log-probabilities are {gap:.2g} nats from the model's own",
+                ),
                 "sampler settings: this sample's log-probabilities are not the model's own for the same tokens",
                 "pass the settings it was drawn with, e.g. link.bisect(sample, policy, temperature=0.7): it names them",
             )
-        return Check("sampler", "ok", f"the sample's log-probabilities are the model's own, to {gap:.2g} nats")
+        return Check(
+            "sampler",
+            "ok",
+            f"the sample's log-probabilities are the model's own, to {gap:.2g} nats",
+        )

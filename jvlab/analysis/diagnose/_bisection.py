@@ -59,21 +59,40 @@ class Bisection:
     @property
     def gap(self) -> float | None:
         """The largest difference in log-probability; None if they were not compared."""
-        return None if self.engine is None or self.trainer is None else largest(self.engine, self.trainer)
+        return (
+            None
+            if self.engine is None or self.trainer is None
+            else largest(self.engine, self.trainer)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values."""
-        listed = lambda row: None if row is None else [None if v != v else float(v) for v in row.tolist()]
+        listed = lambda row: (
+            None
+            if row is None
+            else [None if v != v else float(v) for v in row.tolist()]
+        )
         return {
             "cause": self.cause,
             "verdict": self.verdict,
             "remedy": self.remedy,
             "gap": self.gap,
             "checks": [
-                {"name": c.name, "state": c.state, "evidence": c.evidence, "facts": dict(c.facts)} for c in self.checks
+                {
+                    "name": c.name,
+                    "state": c.state,
+                    "evidence": c.evidence,
+                    "facts": dict(c.facts),
+                }
+                for c in self.checks
             ],
             "tensors": [
-                {"parameter": t.parameter, "rank": t.rank, "share_changed": t.share_changed, "max_change": t.max_change}
+                {
+                    "parameter": t.parameter,
+                    "rank": t.rank,
+                    "share_changed": t.share_changed,
+                    "max_change": t.max_change,
+                }
                 for t in self.tensors
             ],
             "rules": None if self.rules is None else self.rules.to_text(),
@@ -88,7 +107,9 @@ class Bisection:
     def __str__(self) -> str:
         marks = {"ok": "✓", "cause": "✗", "skipped": "–"}
         lines = [f"  {marks[c.state]} {c.name}: {c.evidence}" for c in self.checks]
-        return "\n".join([self.verdict, *lines, *([f"  → {self.remedy}"] if self.remedy else [])])
+        return "\n".join(
+            [self.verdict, *lines, *([f"  → {self.remedy}"] if self.remedy else [])]
+        )
 
     def _repr_html_(self) -> str:
         from jvlab.views._bisect_view import bisection_html

@@ -16,7 +16,12 @@ from typing import Any
 import numpy as np
 
 from jvlab.analysis.diagnose._bisection import largest
-from jvlab.layout.rules._alternatives import Alternative, alternatives_of, joint, together
+from jvlab.layout.rules._alternatives import (
+    Alternative,
+    alternatives_of,
+    joint,
+    together,
+)
 from jvlab.layout.rules._evidence import Match, match, reread
 from jvlab.layout.rules._roles import templates
 
@@ -56,9 +61,14 @@ class Finding:
 class SomeTensors(Mapping[str, np.ndarray]):
     """A large checkpoint's tensors of a few layers and experts only; values are cached between comparisons."""
 
-    def __init__(self, values: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self, values: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
         small = sum(math.prod(shape) for shape in shapes.values()) <= SMALL
-        self._values, self._names = values, set(shapes if small else _few(shapes)) & set(values)
+        self._values, self._names = (
+            values,
+            set(shapes if small else _few(shapes)) & set(values),
+        )
         self._kept: dict[str, np.ndarray] = {}
         self._bytes = 0
 
@@ -67,7 +77,8 @@ class SomeTensors(Mapping[str, np.ndarray]):
             if name not in self._names:
                 raise KeyError(name)
             if self._bytes > CACHE_BYTES:
-                self._kept, self._bytes = {}, 0
+                self._kept = {}
+                self._bytes = 0
             self._kept[name] = self._values[name]
             self._bytes += self._kept[name].nbytes
         return self._kept[name]
@@ -98,7 +109,8 @@ def checkpoint_of(link: Any) -> Mapping[str, np.ndarray] | None:
     """The weights in the folder of the engine's model; None if there are none."""
     from jvlab.layout.checkpoint._tensors import CheckpointValues
 
-    model, origin = getattr(link.pool, "model", None), link.mapping._origin
+    model = getattr(link.pool, "model", None)
+    origin = link.mapping._origin
     values = CheckpointValues.of(model) if model is not None else None
     if values is None or origin is None:
         return None
@@ -106,7 +118,9 @@ def checkpoint_of(link: Any) -> Mapping[str, np.ndarray] | None:
 
 
 def by_value(
-    found: Sequence[Alternative], values: Mapping[str, Any], checkpoint: Mapping[str, np.ndarray]
+    found: Sequence[Alternative],
+    values: Mapping[str, Any],
+    checkpoint: Mapping[str, np.ndarray],
 ) -> tuple[Finding | None, str]:
     """The alternatives that match the checkpoint better than the rules in force, combined; and a summary."""
     now: dict[tuple[str, ...], Match] = {}
@@ -129,7 +143,8 @@ def by_value(
     whole = chosen[0] if len(chosen) == 1 else together(chosen) if chosen else None
     if whole is None:
         return None, seen
-    before, after = match(whole.now, values, checkpoint), match(whole, values, checkpoint)
+    before = match(whole.now, values, checkpoint)
+    after = match(whole, values, checkpoint)
     text = (
         f"compared with the checkpoint the leaves are {before.error:.2g} off under the rules in force, "
         f"{after.error:.2g} under the corrected ones ({after.count} values compared)"
@@ -155,13 +170,19 @@ class ByFunction:
     ) -> None:
         from jvlab.layout._tree import flatten
 
-        self.policy, self.params, self.tokens, self.engine = policy, params, tokens, engine
+        self.policy = policy
+        self.params = params
+        self.tokens = tokens
+        self.engine = engine
         self._until = time.monotonic() + seconds
         self._fetch_states = states
-        self._states: np.ndarray | None = None  # the engine's hidden states, if available; fetched when needed
+        # the engine's hidden states, if available; fetched when needed
+        self._states: np.ndarray | None = None
         self._arrays = flatten(params).arrays
         self.tried = 0
-        row = _without_first(np.asarray(policy.logprobs(params, tokens[None, :]), np.float32)[0])
+        row = _without_first(
+            np.asarray(policy.logprobs(params, tokens[None, :]), np.float32)[0]
+        )
         # must explain most of the gap: with rounding allowed for, an irrelevant alternative might pass
         self.allowed = min(allowed, largest(engine, row) / CLEAR)
 
@@ -170,7 +191,9 @@ class ByFunction:
         """Are the flattened leaves the same arrays as the JAX pytree's?"""
         import jax
 
-        return {id(a) for a in self._arrays.values()} <= {id(leaf) for leaf in jax.tree.leaves(self.params)}
+        return {id(a) for a in self._arrays.values()} <= {
+            id(leaf) for leaf in jax.tree.leaves(self.params)
+        }
 
     @property
     def out_of_time(self) -> bool:
@@ -197,7 +220,9 @@ class ByFunction:
         self._states = self._fetch_states()
         measure = self.states_apart if self._states is not None else self.mean_gap
         left = measure(None)
-        beam: list[tuple[float, tuple[Alternative, ...]]] = [] if left is None else [(left, ())]
+        beam: list[tuple[float, tuple[Alternative, ...]]] = (
+            [] if left is None else [(left, ())]
+        )
         for _ in range(ROUNDS):
             steps: list[tuple[float, tuple[Alternative, ...]]] = []
             for left, chosen in beam:
@@ -222,12 +247,22 @@ class ByFunction:
     def gap(self, reading: Alternative | None) -> float | None:
         """The largest difference under an alternative; None when time is up."""
         row = self._run(self.policy.logprobs, reading)
-        return None if row is None else largest(self.engine, _without_first(np.asarray(row, np.float32)[0]))
+        return (
+            None
+            if row is None
+            else largest(self.engine, _without_first(np.asarray(row, np.float32)[0]))
+        )
 
     def mean_gap(self, reading: Alternative | None) -> float | None:
         """The mean difference under an alternative."""
         row = self._run(self.policy.logprobs, reading)
-        return None if row is None else float(np.nanmean(np.abs(self.engine - _without_first(np.asarray(row)[0]))))
+        return (
+            None
+            if row is None
+            else float(
+                np.nanmean(np.abs(self.engine - _without_first(np.asarray(row)[0])))
+            )
+        )
 
     def states_apart(self, reading: Alternative | None) -> float | None:
         """The difference of the hidden states after the first layer, where errors have not spread yet."""
@@ -235,13 +270,17 @@ class ByFunction:
         found = self._run(self.policy.hidden, reading)
         if found is None:
             return None
-        mine, theirs = np.asarray(found, np.float32)[0, 0], self._states[0]
+        mine = np.asarray(found, np.float32)[0, 0]
+        theirs = self._states[0]
         # the first token attends to itself only: its state does not depend on queries and keys
         apart = _relative(mine[:1], theirs[:1]) + _relative(mine, theirs)
-        mean = self.mean_gap(reading) if apart < 1e-3 else 1.0  # the final norm and head only show in the outputs
+        # the final norm and head only show in the outputs
+        mean = self.mean_gap(reading) if apart < 1e-3 else 1.0
         return apart + 1e-3 * (1.0 if mean is None else min(mean, 1.0))
 
-    def _run(self, compute: Callable[[Any, Any], Any], reading: Alternative | None) -> Any:
+    def _run(
+        self, compute: Callable[[Any, Any], Any], reading: Alternative | None
+    ) -> Any:
         if self.out_of_time:
             return None
         if reading is None:
@@ -249,8 +288,13 @@ class ByFunction:
         import jax
 
         self.tried += 1
-        new = {id(self._arrays[path]): value for path, value in reread(reading, self._arrays).items()}
-        like = lambda old, array: jax.device_put(array, old.sharding) if hasattr(old, "sharding") else array
+        new = {
+            id(self._arrays[path]): value
+            for path, value in reread(reading, self._arrays).items()
+        }
+        like = lambda old, array: (
+            jax.device_put(array, old.sharding) if hasattr(old, "sharding") else array
+        )
         put = lambda leaf: like(leaf, new[id(leaf)]) if id(leaf) in new else leaf
         return compute(jax.tree.map(put, self.params), self.tokens[None, :])
 
@@ -266,7 +310,11 @@ def _nearest(
 
 
 def _relative(mine: np.ndarray, theirs: np.ndarray) -> float:
-    return float(np.sqrt(np.square(mine - theirs).sum() / max(float(np.square(theirs).sum()), 1e-30)))
+    return float(
+        np.sqrt(
+            np.square(mine - theirs).sum() / max(float(np.square(theirs).sum()), 1e-30)
+        )
+    )
 
 
 def _without_first(row: np.ndarray) -> np.ndarray:
@@ -297,13 +345,18 @@ def verdict_of(finding: Finding, gap: float | None, synced: bool) -> tuple[str, 
     what += f"; {known}{a.reason}"
     if gap is not None and finding.gap is not None:
         what += f", which reduces the gap of {gap:.2g} nats to {finding.gap:.2g}"
-        what += "" if finding.gap <= gap / CLEAR else ": something else is wrong as well"
+        what += (
+            "" if finding.gap <= gap / CLEAR else ": something else is wrong as well"
+        )
     elif not synced:
         what += "; a sync would write them by the wrong rule"
     if not a.rules:
         return what, f"rules can't multiply: send the leaf times {a.factor:.6g}"
     lines = "; ".join(f"`{text}`" for text in a.rules)
-    return what, f"write {lines}: lab.connect(params, pool, rules=found.rules), and sync"
+    return (
+        what,
+        f"write {lines}: lab.connect(params, pool, rules=found.rules), and sync",
+    )
 
 
 def suspects(link: Any) -> list[Alternative]:

@@ -17,7 +17,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from jvlab.analysis.forecast._observe import GroupRow, Observation, StepRow
-from jvlab.analysis.forecast._setting import GENERATION, REWARD, SYNC, TRAINING, Rates, speeds
+from jvlab.analysis.forecast._setting import (
+    GENERATION,
+    REWARD,
+    SYNC,
+    TRAINING,
+    Rates,
+    speeds,
+)
 from jvlab.record._metrics import intersect, measure, subtract, union
 
 # Non-negative least squares with a prior, for many weightings at once: numpy only.
@@ -27,7 +34,9 @@ ROUNDS = 4  # of a fit, with the weights and expectations of the one before
 CLOSE = 1e-6  # shares that change by less are found
 
 
-def nonnegative(design: np.ndarray, target: np.ndarray, mean: np.ndarray, spread: np.ndarray) -> np.ndarray:
+def nonnegative(
+    design: np.ndarray, target: np.ndarray, mean: np.ndarray, spread: np.ndarray
+) -> np.ndarray:
     """The z ≥ 0 with the least |design z − target|² + |(z − mean) / spread|², for each of B problems.
 
     `design` is [B, rows, k], `target` [B, rows], both divided by the noise; `mean` and `spread` [k] or [B, k].
@@ -39,11 +48,17 @@ def nonnegative(design: np.ndarray, target: np.ndarray, mean: np.ndarray, spread
     side = np.einsum("bri,br->bi", design, target) + precision * mean
     found = np.linalg.solve(matrix, side[..., None])[..., 0]
     at = np.flatnonzero((found < 0).any(axis=1))  # only these need more
-    matrix, side, rest = matrix[at], side[at], np.maximum(found[at], 0.0)
+    matrix = matrix[at]
+    side = side[at]
+    rest = np.maximum(found[at], 0.0)
     for _ in range(SWEEPS if len(at) else 0):
         before = rest.copy()
         for i in index:
-            without = side[:, i] - (matrix[:, i] * rest).sum(axis=1) + matrix[:, i, i] * rest[:, i]
+            without = (
+                side[:, i]
+                - (matrix[:, i] * rest).sum(axis=1)
+                + matrix[:, i, i] * rest[:, i]
+            )
             rest[:, i] = np.maximum(without / matrix[:, i, i], 0.0)
         if np.abs(rest - before).max() < CLOSE:
             break
@@ -52,7 +67,12 @@ def nonnegative(design: np.ndarray, target: np.ndarray, mean: np.ndarray, spread
 
 
 def fit(
-    features: np.ndarray, seconds: np.ndarray, mean: np.ndarray, spread: np.ndarray, noise: float, weights: np.ndarray
+    features: np.ndarray,
+    seconds: np.ndarray,
+    mean: np.ndarray,
+    spread: np.ndarray,
+    noise: float,
+    weights: np.ndarray,
 ) -> np.ndarray:
     """Costs [B, k] per unit of each feature, from rows of features [rows, k] and seconds [B, rows].
 
@@ -63,8 +83,10 @@ def fit(
     """
     scale = features.mean(axis=0)
     used = np.where(scale > 0, scale, 1.0)
-    shares, typical = features / used, seconds.mean(axis=1)
-    robust, expected = np.ones_like(seconds), seconds
+    shares = features / used
+    typical = seconds.mean(axis=1)
+    robust = np.ones_like(seconds)
+    expected = seconds
     z = np.zeros((len(seconds), features.shape[1]))
     for _ in range(ROUNDS):
         factor = np.sqrt(weights * robust) / noise / expected
@@ -77,7 +99,9 @@ def fit(
     return z * typical[:, None] / used
 
 
-def residuals(features: np.ndarray, seconds: np.ndarray, costs: np.ndarray) -> np.ndarray:
+def residuals(
+    features: np.ndarray, seconds: np.ndarray, costs: np.ndarray
+) -> np.ndarray:
     """Relative errors [B, rows] of fitted costs."""
     return 1.0 - seconds / np.maximum(costs @ features.T, 1e-9)
 
@@ -85,14 +109,20 @@ def residuals(features: np.ndarray, seconds: np.ndarray, costs: np.ndarray) -> n
 # ----------------------------------------------------------------------------------------------------
 
 # Priors: each cost's share of an average row's seconds, and how sure that is.
-REQUEST_STEPS, SAMPLE_STEPS = 2.0, 0.1  # a group's way there and back, and taking in a sample, in steps of decoding
+# a group's way there and back, and taking in a sample, in steps of decoding
+REQUEST_STEPS = 2.0
+SAMPLE_STEPS = 0.1
 PROMPT_ROWS = 0.2  # a prompt's token, in rows of a decoding step
-ROW_CONTEXT = 1000.0  # tokens of context that cost as much as a row; the rows of a step cost as much as the step itself
+# tokens of context that cost as much as a row; the rows of a step cost as much as the step itself
+ROW_CONTEXT = 1000.0
 TRAINING_PRIOR = (np.array([0.10, 0.80, 0.10]), np.array([0.10, 0.30, 0.10]))
-PAIR_PRIOR = (np.array([0.6, 0.4]), np.array([0.3, 0.3]))  # of syncs and of rewards: once, and for each
-LOAD_PRIOR = (1.0, 0.25)  # of a shared device, for one at work: all of it, as far as one knows
+# of syncs and of rewards: once, and for each
+PAIR_PRIOR = (np.array([0.6, 0.4]), np.array([0.3, 0.3]))
+# of a shared device, for one at work: all of it, as far as one knows
+LOAD_PRIOR = (1.0, 0.25)
 NOISE = 0.04  # of a row, relative, until its errors are known
-GRID = np.arange(1, 14) / 10  # above 1: both together are slower than one after the other
+# above 1: both together are slower than one after the other
+GRID = np.arange(1, 14) / 10
 SLICES = 12  # of a group's time, to average what else the engine ran
 DRAWS = 24
 
@@ -123,40 +153,73 @@ class _Rows:
             for others, training in np.ndindex(*self.seconds.shape[1:]):
                 running = [(engine, i) for i in range(others + (not trainer))]
                 both = [(train, None)] * (trainer or training) + running
-                speed[at, others, training] = speeds(both, cores)[0 if trainer else training]
+                speed[at, others, training] = speeds(both, cores)[
+                    0 if trainer else training
+                ]
         return np.einsum("rkt,bkt->br", self.seconds, speed)
 
 
 def calibrate(seen: Sequence[Observation], seed: int = 0, draws: int = DRAWS) -> Fit:
     """Fit all records together."""
-    generation, training = _generation_rows(seen), _training_rows(seen)
+    generation = _generation_rows(seen)
+    training = _training_rows(seen)
     cores = max(o.cores for o in seen)
     loads, posterior = _loads(generation, training, cores)
     random = np.random.default_rng(seed)
     chosen = random.choice(len(posterior), draws, p=posterior)
     loads = loads[[int(np.argmax(posterior)), *chosen]]
-    costs, errors = [], []
-    for rows, prior in ((generation, _generation_prior(generation.features)), (training, TRAINING_PRIOR)):
+    costs = []
+    errors = []
+    for rows, prior in (
+        (generation, _generation_prior(generation.features)),
+        (training, TRAINING_PRIOR),
+    ):
         work = rows.work(loads, cores, rows is training)
         found = _fit_draws(rows.features, work, prior, random)
-        errors.append(float(np.sqrt(np.mean(np.square(residuals(rows.features, work, found)[0])))))
+        errors.append(
+            float(np.sqrt(np.mean(np.square(residuals(rows.features, work, found)[0]))))
+        )
         costs.append(found)
-    syncs = _pair_draws([(1.0, s.replicas) for o in seen for s in o.syncs], _sync_seconds(seen), draws, random)
+    syncs = _pair_draws(
+        [(1.0, s.replicas) for o in seen for s in o.syncs],
+        _sync_seconds(seen),
+        draws,
+        random,
+    )
     rewards = _pair_draws(*_rewards(seen), draws, random)
     pauses = _pauses(seen)
     parts = {GENERATION: costs[0], TRAINING: costs[1], SYNC: syncs, REWARD: rewards}
     made = []
     for i, load in enumerate(loads.tolist()):
-        found = {name: float(v) for names, values in parts.items() for name, v in zip(names, values[i], strict=True)}
-        made.append(Rates(**found, **pauses, engine_load=load[0], train_load=load[1], cores=cores))
-    overlapping = bool(generation.seconds[:, :, 1].sum() or generation.seconds[:, 1:].sum())
+        found = {
+            name: float(v)
+            for names, values in parts.items()
+            for name, v in zip(names, values[i], strict=True)
+        }
+        made.append(
+            Rates(
+                **found, **pauses, engine_load=load[0], train_load=load[1], cores=cores
+            )
+        )
+    overlapping = bool(
+        generation.seconds[:, :, 1].sum() or generation.seconds[:, 1:].sum()
+    )
     return Fit(made[0], tuple(made[1:]), errors[0], errors[1], overlapping)
 
 
 def _generation_prior(features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """What the parts of generation take as far as one knows before any measurement."""
     _, samples, computed, steps, rows, context = features.mean(axis=0)
-    fixed = np.array([REQUEST_STEPS, SAMPLE_STEPS * samples, PROMPT_ROWS * computed * steps / max(rows, 1e-9)]) / steps
+    fixed = (
+        np.array(
+            [
+                REQUEST_STEPS,
+                SAMPLE_STEPS * samples,
+                PROMPT_ROWS * computed * steps / max(rows, 1e-9),
+            ]
+        )
+        / steps
+    )
     fixed *= min(1.0, 0.5 / fixed.sum())
     moving = np.array([1.0, 1.0, context / max(rows, 1e-9) / ROW_CONTEXT])
     moving *= (1.0 - fixed.sum()) / moving.sum()
@@ -164,31 +227,47 @@ def _generation_prior(features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return mean, mean * np.array([1.2, 1.2, 1.2, 0.6, 0.6, 0.8]) + 1e-3
 
 
-def _fit_draws(features: np.ndarray, work: np.ndarray, prior: tuple, random: np.random.Generator) -> np.ndarray:
+def _fit_draws(
+    features: np.ndarray, work: np.ndarray, prior: tuple, random: np.random.Generator
+) -> np.ndarray:
     """Costs [B, k]: the first from all rows alike, the others from rows and priors drawn anew."""
     mean, spread = prior
     ones = np.ones_like(work)
     first = fit(features, work[:1], mean, spread, NOISE, ones[:1])
-    noise = max(NOISE / 2, float(np.median(np.abs(residuals(features, work[:1], first)))) * 1.48)
+    noise = max(
+        NOISE / 2, float(np.median(np.abs(residuals(features, work[:1], first)))) * 1.48
+    )
     weights = random.exponential(1.0, work.shape)
     weights[0] = 1.0
-    means = np.maximum(mean + spread * random.standard_normal((len(work), len(mean))), 0.0)
+    means = np.maximum(
+        mean + spread * random.standard_normal((len(work), len(mean))), 0.0
+    )
     means[0] = mean
     return fit(features, work, means, spread, noise, weights)
 
 
-def _loads(generation: _Rows, training: _Rows, cores: int) -> tuple[np.ndarray, np.ndarray]:
+def _loads(
+    generation: _Rows, training: _Rows, cores: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Loads of an engine and of the trainer on a grid [B, 2], and how likely each pair is."""
     loads = np.stack([values.ravel() for values in np.meshgrid(GRID, GRID)], axis=1)
     score = -0.5 * np.square((loads - LOAD_PRIOR[0]) / LOAD_PRIOR[1]).sum(axis=1)
-    for rows, prior in ((generation, _generation_prior(generation.features)), (training, TRAINING_PRIOR)):
+    for rows, prior in (
+        (generation, _generation_prior(generation.features)),
+        (training, TRAINING_PRIOR),
+    ):
         work = rows.work(loads, cores, rows is training)
-        unlikely, noise = np.zeros(len(work)), NOISE
+        unlikely = np.zeros(len(work))
+        noise = NOISE
         for _ in range(2):  # the second time with the noise that the first has shown
             costs = fit(rows.features, work, *prior, noise, np.ones_like(work))
             off = np.abs(residuals(rows.features, work, costs)) / noise
-            unlikely = np.where(off < 1.5, np.square(off) / 2, 1.5 * (off - 0.75)).sum(axis=1)
-            noise = max(NOISE, 1.48 * noise * float(np.median(off[np.argmin(unlikely)])))
+            unlikely = np.where(off < 1.5, np.square(off) / 2, 1.5 * (off - 0.75)).sum(
+                axis=1
+            )
+            noise = max(
+                NOISE, 1.48 * noise * float(np.median(off[np.argmin(unlikely)]))
+            )
         score = score - unlikely
     likely = np.exp(score - score.max())
     return loads, likely / likely.sum()
@@ -199,11 +278,17 @@ def _loads(generation: _Rows, training: _Rows, cores: int) -> tuple[np.ndarray, 
 
 def _generation_rows(seen: Sequence[Observation]) -> _Rows:
     """One row for each step and replica: the group that ended last, as the step waits for it."""
-    features, seconds = [], []
+    features = []
+    seconds = []
     for o in seen:
-        busy = {name: union([(g.start, g.stop) for g in o.groups if g.replica == name]) for name in _replicas(o)}
+        busy = {
+            name: union([(g.start, g.stop) for g in o.groups if g.replica == name])
+            for name in _replicas(o)
+        }
         training = union([(s.start, s.stop) for s in o.steps])
-        paused = union([(s.stop - min(s.pause, s.stop - s.start), s.stop) for s in o.syncs])
+        paused = union(
+            [(s.stop - min(s.pause, s.stop - s.start), s.stop) for s in o.syncs]
+        )
         for group in _last_groups(o):
             features.append(_generation_features(o, group))
             others = [spans for name, spans in busy.items() if name != group.replica]
@@ -212,12 +297,20 @@ def _generation_rows(seen: Sequence[Observation]) -> _Rows:
 
 
 def _training_rows(seen: Sequence[Observation]) -> _Rows:
-    features, seconds = [], []
+    features = []
+    seconds = []
     for o in seen:
-        busy = [union([(g.start, g.stop) for g in o.groups if g.replica == name]) for name in _replicas(o)]
+        busy = [
+            union([(g.start, g.stop) for g in o.groups if g.replica == name])
+            for name in _replicas(o)
+        ]
         for step in o.counted:
             features.append([1.0, step.tokens, step.tokens * step.span])
-            seconds.append(_beside((step.start, step.stop), busy, np.empty((0, 2)), np.empty((0, 2))))
+            seconds.append(
+                _beside(
+                    (step.start, step.stop), busy, np.empty((0, 2)), np.empty((0, 2))
+                )
+            )
     return _Rows(np.array(features), _stack(seconds))
 
 
@@ -236,13 +329,19 @@ def _last_groups(o: Observation) -> Iterable[GroupRow]:
 
 def _generation_features(o: Observation, group: GroupRow) -> list[float]:
     """What an engine did while it generated a group: see `GENERATION`."""
-    beside = [g for g in o.groups if g.replica == group.replica and g.start < group.stop and g.stop > group.start]
+    beside = [
+        g
+        for g in o.groups
+        if g.replica == group.replica and g.start < group.stop and g.stop > group.start
+    ]
     early = group.start - 0.05 * (group.stop - group.start)
     entered = [g for g in beside if g.start >= early]
-    probes = [p for p in o.probes if early <= p.start < group.stop]  # each replica scores its part
+    # each replica scores its part
+    probes = [p for p in o.probes if early <= p.start < group.stop]
     steps = max(group.lengths)
     at = group.start + (group.stop - group.start) * (np.arange(SLICES) + 0.5) / SLICES
-    rows, context = np.zeros(SLICES), np.zeros(SLICES)
+    rows = np.zeros(SLICES)
+    context = np.zeros(SLICES)
     for g in beside:
         sizes = np.array(g.lengths)
         share = (at - g.start) / max(g.stop - g.start, 1e-9)
@@ -252,8 +351,10 @@ def _generation_features(o: Observation, group: GroupRow) -> list[float]:
         context += running * (g.prompt + progress)
     return [
         1.0,
-        float(sum(len(g.lengths) for g in entered)) + sum(p.samples for p in probes) / o.setting.replicas,
-        float(sum(g.computed for g in entered)) + sum(p.tokens for p in probes) / o.setting.replicas,
+        float(sum(len(g.lengths) for g in entered))
+        + sum(p.samples for p in probes) / o.setting.replicas,
+        float(sum(g.computed for g in entered))
+        + sum(p.tokens for p in probes) / o.setting.replicas,
         float(steps),
         steps * float(rows.mean()),
         steps * float(context.mean()),
@@ -261,7 +362,10 @@ def _generation_features(o: Observation, group: GroupRow) -> list[float]:
 
 
 def _beside(
-    span: tuple[float, float], engines: Sequence[np.ndarray], training: np.ndarray, paused: np.ndarray
+    span: tuple[float, float],
+    engines: Sequence[np.ndarray],
+    training: np.ndarray,
+    paused: np.ndarray,
 ) -> np.ndarray:
     """[engines + 1, 2]: seconds of the span beside so many of these engines at work, without and with training."""
     own = subtract([span], paused)
@@ -282,7 +386,10 @@ def _at_least(own: np.ndarray, engines: Sequence[np.ndarray], count: int) -> np.
     inside = [intersect(own, spans) for spans in engines]
     cuts = np.unique(np.concatenate([spans.ravel() for spans in [own, *inside]]))
     middle = (cuts[:-1] + cuts[1:]) / 2
-    active = sum(((spans[:, :1] <= middle) & (middle < spans[:, 1:])).any(axis=0).astype(int) for spans in inside)
+    active = sum(
+        ((spans[:, :1] <= middle) & (middle < spans[:, 1:])).any(axis=0).astype(int)
+        for spans in inside
+    )
     return union(np.stack([cuts[:-1], cuts[1:]], axis=1)[active >= count])
 
 
@@ -298,33 +405,46 @@ def _sync_seconds(seen: Sequence[Observation]) -> list[float]:
     return [s.stop - s.start for o in seen for s in o.syncs]
 
 
-def _rewards(seen: Sequence[Observation]) -> tuple[list[tuple[float, float]], list[float]]:
+def _rewards(
+    seen: Sequence[Observation],
+) -> tuple[list[tuple[float, float]], list[float]]:
     """From the last token of a step's groups to the last reward, for steps that waited for it."""
-    features, seconds = [], []
+    features = []
+    seconds = []
     for o in seen:
         by_index = {g.index: g for g in o.groups}
         for step in o.counted:
             own = [by_index[i] for i in step.groups if i in by_index]
             if own:
                 features.append((1.0, float(len(own[0].lengths))))
-                seconds.append(max(max(g.rewarded for g in own) - max(g.stop for g in own), 1e-6))
+                seconds.append(
+                    max(max(g.rewarded for g in own) - max(g.stop for g in own), 1e-6)
+                )
     return features, seconds
 
 
 def _pair_draws(
-    features: Sequence[tuple[float, float]], seconds: Sequence[float], draws: int, random: np.random.Generator
+    features: Sequence[tuple[float, float]],
+    seconds: Sequence[float],
+    draws: int,
+    random: np.random.Generator,
 ) -> np.ndarray:
     """Costs [1 + draws, 2] of a fixed part and a part for each."""
     if not seconds:
         return np.zeros((1 + draws, 2))
-    target = np.broadcast_to(np.maximum(np.asarray(seconds, float), 1e-6), (1 + draws, len(seconds)))
+    target = np.broadcast_to(
+        np.maximum(np.asarray(seconds, float), 1e-6), (1 + draws, len(seconds))
+    )
     return _fit_draws(np.asarray(features, float), target, PAIR_PRIOR, random)
 
 
 def _pauses(seen: Sequence[Observation]) -> dict[str, float]:
     """Medians of the moments between phases; of on-policy runs where there are any, as others overlap them."""
     strict = [o for o in seen if o.setting.max_staleness == 0] or list(seen)
-    take, hand, resume, share = [], [], [], []
+    take = []
+    hand = []
+    resume = []
+    share = []
     for o in strict:
         rewarded = {g.index: g.rewarded for g in o.groups}
         for step in o.counted:
@@ -332,12 +452,22 @@ def _pauses(seen: Sequence[Observation]) -> dict[str, float]:
             take.append(max(step.start - max(known, default=step.start), 0.0))
         hand += [_until(o.steps, s.start) for s in o.syncs]
         starts = sorted(g.start for g in o.groups)
-        resume += [max(next((t for t in starts if t >= s.stop), s.stop) - s.stop, 0.0) for s in o.syncs]
+        resume += [
+            max(next((t for t in starts if t >= s.stop), s.stop) - s.stop, 0.0)
+            for s in o.syncs
+        ]
     for o in seen:
-        share += [min(s.pause / (s.stop - s.start), 1.0) for s in o.syncs if s.stop > s.start]
+        share += [
+            min(s.pause / (s.stop - s.start), 1.0) for s in o.syncs if s.stop > s.start
+        ]
     middle = lambda values: statistics.median(values) if values else 0.0
     hand = [h for h in hand if math.isfinite(h)]
-    return {"take": middle(take), "hand": middle(hand), "resume": middle(resume), "pause": middle(share)}
+    return {
+        "take": middle(take),
+        "hand": middle(hand),
+        "resume": middle(resume),
+        "pause": middle(share),
+    }
 
 
 def _until(steps: Sequence[StepRow], start: float) -> float:

@@ -17,13 +17,22 @@ from jvlab._errors import ConfigError
 from jvlab._units import how_many
 from jvlab.analysis.forecast._setting import Setting
 from jvlab.record import _metrics
-from jvlab.record._events import Event, RewardEvent, RolloutEvent, RunStart, ScoreEvent, StepEvent, SyncEvent
+from jvlab.record._events import (
+    Event,
+    RewardEvent,
+    RolloutEvent,
+    RunStart,
+    ScoreEvent,
+    StepEvent,
+    SyncEvent,
+)
 from jvlab.record._record import Record
 
 DIGITS = 5  # of times in JSON
 MOST_SAMPLES = 1 << 20  # of a group
 MOST_CORES = 1 << 16
-ABSURD = (KeyError, TypeError, ValueError, OverflowError, AttributeError)  # what values of another kind raise
+# what values of another kind raise
+ABSURD = (KeyError, TypeError, ValueError, OverflowError, AttributeError)
 ANOTHER = "pass the record of another run: this one was altered, or is not of jv.grpo"
 
 
@@ -38,7 +47,8 @@ class GroupRow:
     rewarded: float
     lengths: tuple[int, ...]  # tokens of its samples
     prompt: float  # tokens of its prompt
-    computed: float  # prompt tokens of all its samples that were not in the prefix cache
+    # prompt tokens of all its samples that were not in the prefix cache
+    computed: float
 
 
 @dataclass(frozen=True)
@@ -90,7 +100,8 @@ class Observation:
     probes: tuple[ProbeRow, ...] = ()
     stopped: float = 0.0  # share of samples that ended by themselves, before max_tokens
     padding: float = 0.0  # of what the trainer computes
-    token_budget: int = 0  # of the trainer's rows, see `Packer`; 0: not known, or samples are not packed
+    # of the trainer's rows, see `Packer`; 0: not known, or samples are not packed
+    token_budget: int = 0
     short_rows: bool = False
     cores: int = 1  # that trainer and replicas share; 1 on an accelerator
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -99,19 +110,43 @@ class Observation:
         """Raise ConfigError for what no run can have shown; a fit would end in nonsense, or in an error of numpy's."""
         for name in ROWS:
             for at, row in enumerate(getattr(self, name)):
-                self._check(_is_span(row), f"{name[:-1]} {at} from {row.start!r} to {row.stop!r}")
+                self._check(
+                    _is_span(row),
+                    f"{name[:-1]} {at} from {row.start!r} to {row.stop!r}",
+                )
         for group in self.groups:
-            self._check(bool(group.lengths) and min(group.lengths) >= 0, f"group {group.index} with no samples")
-            prompt = _is_number(group.prompt) and group.prompt >= 0 and _is_number(group.computed)
-            self._check(prompt and _is_number(group.rewarded), f"group {group.index}: {group}")
+            self._check(
+                bool(group.lengths) and min(group.lengths) >= 0,
+                f"group {group.index} with no samples",
+            )
+            prompt = (
+                _is_number(group.prompt)
+                and group.prompt >= 0
+                and _is_number(group.computed)
+            )
+            self._check(
+                prompt and _is_number(group.rewarded), f"group {group.index}: {group}"
+            )
         for at, step in enumerate(self.steps):
             self._check(
-                all(map(_is_number, (step.tokens, step.span, step.window, step.staleness))), f"step {at}: {step}"
+                all(
+                    map(
+                        _is_number,
+                        (step.tokens, step.span, step.window, step.staleness),
+                    )
+                ),
+                f"step {at}: {step}",
             )
         for sync in self.syncs:
-            self._check(_is_number(sync.pause) and sync.pause >= 0 and sync.replicas > 0, f"a sync: {sync}")
+            self._check(
+                _is_number(sync.pause) and sync.pause >= 0 and sync.replicas > 0,
+                f"a sync: {sync}",
+            )
         for probe in self.probes:
-            self._check(_is_number(probe.samples) and _is_number(probe.tokens), f"a probe: {probe}")
+            self._check(
+                _is_number(probe.samples) and _is_number(probe.tokens),
+                f"a probe: {probe}",
+            )
         self._check(0 <= self.padding < 1, f"padding {self.padding}")
         self._check(0 <= self.stopped <= 1, f"stopped {self.stopped}")
         self._check(1 <= self.cores <= MOST_CORES, f"{self.cores} cores")
@@ -120,22 +155,39 @@ class Observation:
 
     def _check(self, good: bool, what: str) -> None:
         if not good:
-            raise ConfigError(f"the record of {self.name!r} holds {what}", remedy=ANOTHER)
+            raise ConfigError(
+                f"the record of {self.name!r} holds {what}", remedy=ANOTHER
+            )
 
     def _check_content(self) -> None:
         """Raise ConfigError if a step's parts cannot be told from it."""
         known = {group.index: group for group in self.groups}
-        counted = [step for step in self.counted if any(index in known for index in step.groups)]
+        counted = [
+            step
+            for step in self.counted
+            if any(index in known for index in step.groups)
+        ]
         if not counted:
             raise ConfigError(
                 f"the record of {self.name!r} does not say what its steps were trained on",
                 remedy="pass a record with rollouts of the same run; ten steps after those that compile are enough",
             )
-        self._check(any(max(known[i].lengths) for s in counted for i in s.groups if i in known), "no generated token")
-        self._check(all(s.tokens > 0 and s.stop > s.start for s in counted), "a step without tokens or time")
+        self._check(
+            any(max(known[i].lengths) for s in counted for i in s.groups if i in known),
+            "no generated token",
+        )
+        self._check(
+            all(s.tokens > 0 and s.stop > s.start for s in counted),
+            "a step without tokens or time",
+        )
         taken = [known[i] for s in counted for i in s.groups if i in known]
-        self._check(all(g.stop > g.start for g in taken), "a group that was generated in no time")
-        self._check(self.step_s > 0, f"steps that follow each other after {self.step_s:g} s")
+        self._check(
+            all(g.stop > g.start for g in taken),
+            "a group that was generated in no time",
+        )
+        self._check(
+            self.step_s > 0, f"steps that follow each other after {self.step_s:g} s"
+        )
 
     @property
     def counted(self) -> list[StepRow]:
@@ -145,7 +197,9 @@ class Observation:
     @property
     def step_s(self) -> float:
         """Seconds a step, of those that count: see `typical_step`."""
-        return typical_step([step.window for step in self.counted], self.setting.max_staleness)
+        return typical_step(
+            [step.window for step in self.counted], self.setting.max_staleness
+        )
 
     @property
     def first(self) -> int:
@@ -182,7 +236,9 @@ class Observation:
         except ConfigError:
             raise
         except ABSURD as error:
-            raise ConfigError(f"{record!r} holds a value of another kind: {error!r}", remedy=ANOTHER) from error
+            raise ConfigError(
+                f"{record!r} holds a value of another kind: {error!r}", remedy=ANOTHER
+            ) from error
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -206,7 +262,10 @@ class Observation:
             return cls(
                 name=values["name"],
                 setting=Setting(**values["setting"]),
-                **{name: tuple(_row(kind, row) for row in values[name]) for name, kind in ROWS.items()},
+                **{
+                    name: tuple(_row(kind, row) for row in values[name])
+                    for name, kind in ROWS.items()
+                },
                 stopped=float(values["stopped"]),
                 padding=float(values["padding"]),
                 token_budget=int(values["token_budget"]),
@@ -218,11 +277,17 @@ class Observation:
             raise
         except ABSURD as error:
             raise ConfigError(
-                f"this is not an observation of a run: {error!r}", remedy="pass what Observation.to_json() returned"
+                f"this is not an observation of a run: {error!r}",
+                remedy="pass what Observation.to_json() returned",
             ) from error
 
 
-ROWS: dict[str, Any] = {"groups": GroupRow, "steps": StepRow, "syncs": SyncRow, "probes": ProbeRow}
+ROWS: dict[str, Any] = {
+    "groups": GroupRow,
+    "steps": StepRow,
+    "syncs": SyncRow,
+    "probes": ProbeRow,
+}
 
 
 def _is_number(value: Any) -> bool:
@@ -237,7 +302,10 @@ def _is_span(row: Any) -> bool:
 def typical_step(windows: Sequence[float], bound: int) -> float:
     """The median over steps; with a bound K above 0 of means over K + 1 of them, whose lengths alternate."""
     cycle = bound + 1
-    means = [statistics.fmean(windows[i : i + cycle]) for i in range(len(windows) - cycle + 1)]
+    means = [
+        statistics.fmean(windows[i : i + cycle])
+        for i in range(len(windows) - cycle + 1)
+    ]
     return statistics.median(means or windows)
 
 
@@ -278,7 +346,9 @@ def _observe(record: Record) -> Observation:
             f"{record!r} has {how_many(len(steps), 'step')}; the first compiles, and a forecast needs at least one more"
             if starts
             else f"{record!r} does not say when and with what settings the run began",
-            remedy="wait for the second step, or pass the record of a longer run" if starts else ANOTHER,
+            remedy="wait for the second step, or pass the record of a longer run"
+            if starts
+            else ANOTHER,
         )
     groups = _groups(record, events)
     setting = _setting(starts[-1].config, groups)
@@ -289,13 +359,17 @@ def _observe(record: Record) -> Observation:
             remedy="pass the record of a longer run: two or three steps compile, ten more are enough",
         )
     syncs = [e for e in events if isinstance(e, SyncEvent)]
-    limit, lengths = setting.max_tokens, [n for g in groups.values() for n in g.lengths]
+    limit = setting.max_tokens
+    lengths = [n for g in groups.values() for n in g.lengths]
     return Observation(
         name=starts[-1].run,
         setting=setting,
         groups=tuple(groups.values()),
         steps=tuple(rows),
-        syncs=tuple(SyncRow(e.start, e.stop, _number(e.pause), max(len(e.replicas), 1)) for e in syncs[1:]),
+        syncs=tuple(
+            SyncRow(e.start, e.stop, _number(e.pause), max(len(e.replicas), 1))
+            for e in syncs[1:]
+        ),
         probes=tuple(
             ProbeRow(e.start, e.stop, e.samples, e.tokens)
             for e in events
@@ -320,14 +394,19 @@ def _groups(record: Record, events: Sequence[Event]) -> dict[int, GroupRow]:
                 remedy="pass the record of a task without an environment",
             )
         lengths.setdefault(sample.group, []).append(len(sample.tokens))
-    rewarded = {g: e.stop for e in events if isinstance(e, RewardEvent) for g in e.groups}
+    rewarded = {
+        g: e.stop for e in events if isinstance(e, RewardEvent) for g in e.groups
+    }
     found: dict[int, GroupRow] = {}
     for e in events:
         if not isinstance(e, RolloutEvent) or len(e.groups) != 1 or not e.samples:
             continue
         index = e.groups[0]
         own = lengths.get(index, [])
-        own = own if len(own) == e.samples else [round(e.tokens / e.samples)] * e.samples  # not kept: their mean
+        # not kept: their mean
+        own = (
+            own if len(own) == e.samples else [round(e.tokens / e.samples)] * e.samples
+        )
         found[index] = GroupRow(
             index=index,
             replica=e.actor,
@@ -349,18 +428,24 @@ def _setting(config: Mapping[str, Any], groups: Mapping[int, GroupRow]) -> Setti
             max_tokens=int(config["sampling"]["max_tokens"]),
             max_staleness=int(config["max_staleness"]),
             replicas=max(len({g.replica for g in groups.values()}), 1),
-            prompt_tokens=statistics.fmean(g.prompt for g in groups.values()) if groups else 0.0,
+            prompt_tokens=statistics.fmean(g.prompt for g in groups.values())
+            if groups
+            else 0.0,
         )
     except ConfigError:
         raise
     except ABSURD as error:
         raise ConfigError(
-            f"the record does not say what the run's settings were: {error!r}", remedy="pass a record of jv.grpo"
+            f"the record does not say what the run's settings were: {error!r}",
+            remedy="pass a record of jv.grpo",
         ) from error
 
 
 def _steps(
-    events: Sequence[Event], steps: Sequence[StepEvent], groups: Mapping[int, GroupRow], bound: int
+    events: Sequence[Event],
+    steps: Sequence[StepEvent],
+    groups: Mapping[int, GroupRow],
+    bound: int,
 ) -> list[StepRow]:
     windows = _metrics.step_windows(events)
     compiled = [at for at, e in enumerate(steps) if e.extra.get("compiled")]
@@ -377,7 +462,9 @@ def _steps(
                 start=event.start,
                 stop=event.stop,
                 tokens=sum(sizes) / max(1.0 - padding, 1e-3),
-                span=float(event.extra["row_length"]) if event.extra.get("short_rows") else mean,
+                span=float(event.extra["row_length"])
+                if event.extra.get("short_rows")
+                else mean,
                 groups=event.groups,
                 counted=first <= at < len(steps) - bound,
                 window=float(windows[at, 1] - windows[at, 0]),
@@ -415,7 +502,11 @@ def observations(source: Any) -> list[Observation]:
         return [Observation.of(source)]
     rows = _rows(source)
     if any("observation" in row for row in rows):
-        return [Observation.of(row["observation"]) for row in rows if row.get("use") == "fit"]
+        return [
+            Observation.of(row["observation"])
+            for row in rows
+            if row.get("use") == "fit"
+        ]
     with _understood():
         return [_observation(row, source) for row in rows if not row["max_staleness"]]
 
@@ -428,7 +519,13 @@ def measured(source: Any) -> list[Measured]:
             return [m for row in rows for m in measured(row["observation"])]
         with _understood():
             return [
-                Measured(_measured_setting(row, source), float(row["step_s"]), 1, len(row["steps_s"])) for row in rows
+                Measured(
+                    _measured_setting(row, source),
+                    float(row["step_s"]),
+                    1,
+                    len(row["steps_s"]),
+                )
+                for row in rows
             ]
     seen = Observation.of(source)
     return [Measured(seen.setting, seen.step_s, seen.first, len(seen.counted))]
@@ -442,32 +539,50 @@ def _understood() -> Iterator[None]:
     except ConfigError:
         raise
     except ABSURD as error:
-        raise ConfigError(f"a run of this bench cannot be read: {error!r}", remedy=BENCHES) from error
+        raise ConfigError(
+            f"a run of this bench cannot be read: {error!r}", remedy=BENCHES
+        ) from error
 
 
 def _rows(result: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """jvlab's own runs in the result of a bench."""
     runs = result["runs"]
-    if not isinstance(runs, Sequence) or not all(isinstance(row, Mapping) for row in runs):
+    if not isinstance(runs, Sequence) or not all(
+        isinstance(row, Mapping) for row in runs
+    ):
         raise ConfigError(
             "this is not the result of `jvlab bench grpo --model` or `jvlab bench whatif`",
             remedy=BENCHES,
         )
     rows = [row for row in runs if row.get("who", "jvlab") == "jvlab"]
-    if not rows or not all({"observation"} <= set(row) or {"tokens", "steps_s"} <= set(row) for row in rows):
-        raise ConfigError("no run in it says how long its steps were", remedy="pass a run, or a jv.Record")
+    if not rows or not all(
+        {"observation"} <= set(row) or {"tokens", "steps_s"} <= set(row) for row in rows
+    ):
+        raise ConfigError(
+            "no run in it says how long its steps were",
+            remedy="pass a run, or a jv.Record",
+        )
     return rows
 
 
 def _measured_setting(row: Mapping[str, Any], result: Mapping[str, Any]) -> Setting:
     prompts = int(result.get("samples_per_step", SAMPLES * SAMPLES)) // SAMPLES
-    return Setting(prompts, SAMPLES, int(row["tokens"]), int(row["max_staleness"]), 1, PROMPT_TOKENS)
+    return Setting(
+        prompts,
+        SAMPLES,
+        int(row["tokens"]),
+        int(row["max_staleness"]),
+        1,
+        PROMPT_TOKENS,
+    )
 
 
 def _observation(row: Mapping[str, Any], result: Mapping[str, Any]) -> Observation:
     """An on-policy row: its phases follow each other, so that means of their seconds say when each began."""
     setting = _measured_setting(row, result)
-    part, length, start = row["seconds"], row["tokens"] + PROMPT_TOKENS, 0.0
+    part = row["seconds"]
+    length = row["tokens"] + PROMPT_TOKENS
+    start = 0.0
     groups: list[GroupRow] = []
     steps: list[StepRow] = []
     syncs: list[SyncRow] = []
@@ -478,10 +593,17 @@ def _observation(row: Mapping[str, Any], result: Mapping[str, Any]) -> Observati
         rewarded = end + max(part["reward"] - part["overlap"], 0.0)
         own = tuple(range(len(groups), len(groups) + setting.prompts_per_step))
         sizes = (setting.max_tokens,) * SAMPLES
-        groups += [GroupRow(i, "pool/0", begin, end, rewarded, sizes, PROMPT_TOKENS, PROMPT_TOKENS) for i in own]
+        groups += [
+            GroupRow(
+                i, "pool/0", begin, end, rewarded, sizes, PROMPT_TOKENS, PROMPT_TOKENS
+            )
+            for i in own
+        ]
         trained = rewarded + part["idle"]
         start = trained + part["train"]
         computed = setting.samples * length / (1 - row["padding"])
         steps.append(StepRow(trained, start, computed, length, own, True, window, 0.0))
     name = f"{setting.max_tokens} tokens"
-    return Observation(name, setting, tuple(groups), tuple(steps), tuple(syncs), padding=row["padding"])
+    return Observation(
+        name, setting, tuple(groups), tuple(steps), tuple(syncs), padding=row["padding"]
+    )

@@ -17,7 +17,8 @@ TRAINING = ("train", "train_token", "train_context")
 SYNC = ("sync", "sync_replica")
 REWARD = ("reward", "reward_sample")
 
-Claim = tuple[float, int | None]  # on a device: the share of its time that is wanted; an engine's number, None: trainer
+# on a device: the share of its time that is wanted; an engine's number, None: trainer
+Claim = tuple[float, int | None]
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Rates:
     context: float  # more, for each token that it attends to
     train: float  # of an optimiser step, whatever it holds
     train_token: float  # more, for each token computed, padding included
-    train_context: float  # more, for each token times the tokens that its attention spans
+    # more, for each token times the tokens that its attention spans
+    train_context: float
     sync: float  # of a weight sync
     sync_replica: float  # more, for each replica
     pause: float  # share of a sync in which engines stand still
@@ -41,9 +43,11 @@ class Rates:
     take: float  # from the last reward to the start of training
     hand: float  # from the end of training to the sync
     resume: float  # from the sync to the first request
-    engine_load: float  # share of a shared device's time that one engine at work takes if nobody else wants it
+    # share of a shared device's time that one engine at work takes if nobody else wants it
+    engine_load: float
     train_load: float  # and the trainer
-    cores: int = 1  # of the shared device, which replicas have to themselves; 1: they share it, as on an accelerator
+    # of the shared device, which replicas have to themselves; 1: they share it, as on an accelerator
+    cores: int = 1
 
     def admission(self, samples: float, computed: float) -> float:
         """An engine's work when it takes in samples with so many prompt tokens to compute."""
@@ -51,11 +55,14 @@ class Rates:
 
     def decoding(self, steps: float, rows: float, context: float) -> float:
         """An engine's work for some steps, with `context` tokens at the first; each row grows by one token a step."""
-        return steps * (self.step + self.row * rows + self.context * (context + rows * steps / 2))
+        return steps * (
+            self.step + self.row * rows + self.context * (context + rows * steps / 2)
+        )
 
     def steps_within(self, work: float, rows: float, context: float) -> float:
         """How many decoding steps an amount of work is: the inverse of `decoding`."""
-        first, growth = self.step + self.row * rows + self.context * context, self.context * rows / 2
+        first = self.step + self.row * rows + self.context * context
+        growth = self.context * rows / 2
         if growth * work < 1e-12 * first * first:
             return work / first if first > 0 else math.inf
         return (math.sqrt(first * first + 4 * growth * work) - first) / (2 * growth)
@@ -83,14 +90,20 @@ def speeds(claims: Sequence[Claim], cores: int = 1) -> list[float]:
     """
     found = [1.0] * len(claims)
     for core in {number % cores for _, number in claims if number is not None}:
-        here = [i for i, (_, number) in enumerate(claims) if number is None or number % cores == core]
-        left, count = 1.0, len(here)
+        here = [
+            i
+            for i, (_, number) in enumerate(claims)
+            if number is None or number % cores == core
+        ]
+        left = 1.0
+        count = len(here)
         if count == 1:
             continue
         for i in sorted(here, key=lambda i: claims[i][0]):
             got = min(claims[i][0], left / count)
             found[i] *= got / claims[i][0]
-            left, count = left - got, count - 1
+            left = left - got
+            count = count - 1
     return found
 
 
@@ -98,7 +111,13 @@ def speeds(claims: Sequence[Claim], cores: int = 1) -> list[float]:
 
 PLACEMENTS = ("shared", "trainer apart", "apart")
 MOST_PROMPT_TOKENS = 1 << 24
-LIMITS = {"prompts_per_step": 4096, "group_size": 4096, "max_tokens": 1 << 20, "max_staleness": 64, "replicas": 1024}
+LIMITS = {
+    "prompts_per_step": 4096,
+    "group_size": 4096,
+    "max_tokens": 1 << 20,
+    "max_staleness": 64,
+    "replicas": 1024,
+}
 
 
 @dataclass(frozen=True)
@@ -120,14 +139,33 @@ class Setting:
 
     def __post_init__(self) -> None:
         for name, most in LIMITS.items():
-            value, least = getattr(self, name), 0 if name == "max_staleness" else 1
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-                raise ConfigError(f"{name}={value!r}", remedy=f"a whole number from {least} to {most}", field=name)
+            value = getattr(self, name)
+            least = 0 if name == "max_staleness" else 1
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int)
+                or not least <= value <= most
+            ):
+                raise ConfigError(
+                    f"{name}={value!r}",
+                    remedy=f"a whole number from {least} to {most}",
+                    field=name,
+                )
         tokens = self.prompt_tokens
-        if isinstance(tokens, bool) or not isinstance(tokens, (int, float)) or not 0 <= tokens <= MOST_PROMPT_TOKENS:
-            raise ConfigError(f"prompt_tokens={tokens!r}", remedy=f"a number from 0 to {MOST_PROMPT_TOKENS}")
+        if (
+            isinstance(tokens, bool)
+            or not isinstance(tokens, (int, float))
+            or not 0 <= tokens <= MOST_PROMPT_TOKENS
+        ):
+            raise ConfigError(
+                f"prompt_tokens={tokens!r}",
+                remedy=f"a number from 0 to {MOST_PROMPT_TOKENS}",
+            )
         if self.placement not in PLACEMENTS:
-            raise ConfigError(f"placement={self.placement!r}", remedy=f"one of {', '.join(map(repr, PLACEMENTS))}")
+            raise ConfigError(
+                f"placement={self.placement!r}",
+                remedy=f"one of {', '.join(map(repr, PLACEMENTS))}",
+            )
 
     @property
     def samples(self) -> int:
@@ -137,7 +175,9 @@ class Setting:
     @property
     def devices(self) -> int:
         """How many devices it needs."""
-        return {"shared": 1, "trainer apart": 2, "apart": 1 + self.replicas}[self.placement]
+        return {"shared": 1, "trainer apart": 2, "apart": 1 + self.replicas}[
+            self.placement
+        ]
 
     def changed(self, **changes: Any) -> Setting:
         """The same with other values; a wrong name is refused with the nearest right one."""
@@ -146,7 +186,8 @@ class Setting:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
                 raise ConfigError(
-                    f"a forecast has no setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
+                    f"a forecast has no setting {name!r}"
+                    + (f"; did you mean {near[0]!r}?" if near else ""),
                     remedy=f"one of {', '.join(known)}",
                 )
         return replace(self, **changes)

@@ -70,7 +70,13 @@ class _Device:
         self._env, self._cores, self.changed = env, cores, env.event()
         self._claims: dict[int | None, Claim] = {}
 
-    def spend(self, who: int | None, load: float, work: float, interrupt: Callable[[], Any] | None = None) -> Any:
+    def spend(
+        self,
+        who: int | None,
+        load: float,
+        work: float,
+        interrupt: Callable[[], Any] | None = None,
+    ) -> Any:
         """Do `work` seconds' worth; returns what was done, all of it unless `interrupt()`'s event came first.
 
         `who` is an engine's number, or None: the trainer.
@@ -79,7 +85,11 @@ class _Device:
         self._tell()
         left = work
         while left > SMALL * (1 + work):
-            began, claims = self._env.now, [self._claims[who], *(c for at, c in self._claims.items() if at != who)]
+            began = self._env.now
+            claims = [
+                self._claims[who],
+                *(c for at, c in self._claims.items() if at != who),
+            ]
             speed = speeds(claims, self._cores)[0]
             events = [self._env.timeout(left / speed), self.changed]
             stop = interrupt() if interrupt else None
@@ -92,7 +102,8 @@ class _Device:
         return work - max(left, 0.0)
 
     def _tell(self) -> None:
-        before, self.changed = self.changed, self._env.event()
+        before = self.changed
+        self.changed = self._env.event()
         before.succeed()
 
 
@@ -100,10 +111,13 @@ class _Engine:
     """One replica."""
 
     def __init__(self, loop: _Loop, number: int, device: _Device) -> None:
-        self.loop, self.number, self.device = loop, number, device
+        self.loop = loop
+        self.number = number
+        self.device = device
         self.rows: list[_Row] = []
         self.waiting: list[tuple[Group, Sequence[int], float]] = []
-        self.probes: list[tuple[float, float, Any]] = []  # samples to score, their tokens, what to trigger then
+        # samples to score, their tokens, what to trigger then
+        self.probes: list[tuple[float, float, Any]] = []
         self.paused = False
         self.news = loop.env.event()
         self.busy: list[tuple[float, float]] = []
@@ -111,10 +125,13 @@ class _Engine:
 
     @property
     def in_flight(self) -> int:
-        return sum(row.count for row in self.rows) + sum(len(lengths) for _, lengths, _ in self.waiting)
+        return sum(row.count for row in self.rows) + sum(
+            len(lengths) for _, lengths, _ in self.waiting
+        )
 
     def notify(self) -> None:
-        before, self.news = self.news, self.loop.env.event()
+        before = self.news
+        self.news = self.loop.env.event()
         before.succeed()
 
     def run(self) -> Wait:
@@ -130,16 +147,24 @@ class _Engine:
             self.busy.append((began, self.loop.env.now))
 
     def _admit(self) -> Wait:
-        rates, arrived, probes = self.loop.rates, len(self.waiting), self.probes  # more may arrive meanwhile
+        # more may arrive meanwhile
+        rates = self.loop.rates
+        arrived = len(self.waiting)
+        probes = self.probes
         self.probes = []
-        work = sum(rates.admission(len(lengths), computed) for _, lengths, computed in self.waiting)
+        work = sum(
+            rates.admission(len(lengths), computed)
+            for _, lengths, computed in self.waiting
+        )
         work += sum(rates.admission(samples, tokens) for samples, tokens, _ in probes)
         yield from self.device.spend(self.number, rates.engine_load, work)
         for *_, scored in probes:
             scored.succeed()
         for group, lengths, _ in self.waiting[:arrived]:
             for length, count in sorted(Counter(lengths).items()):
-                self.rows.append(_Row(group, count, float(length), self.loop.setting.prompt_tokens))
+                self.rows.append(
+                    _Row(group, count, float(length), self.loop.setting.prompt_tokens)
+                )
         del self.waiting[:arrived]
 
     def _decode(self) -> Wait:
@@ -148,7 +173,9 @@ class _Engine:
         context = sum(row.count * row.context for row in self.rows)
         steps = min(row.left for row in self.rows)
         work = rates.decoding(steps, count, context)
-        done = yield from self.device.spend(self.number, rates.engine_load, work, lambda: self.news)
+        done = yield from self.device.spend(
+            self.number, rates.engine_load, work, lambda: self.news
+        )
         if done < work * (1 - 1e-9):
             steps = min(steps, rates.steps_within(done, count, context))
         for row in self.rows:
@@ -161,7 +188,8 @@ class _Engine:
             row.group.left -= row.count
         complete = [row.group for row in ended if not row.group.left]
         way = rates.request
-        if complete and not (self.rows or self.waiting):  # the device works for the way back too, as records count it
+        # the device works for the way back too, as records count it
+        if complete and not (self.rows or self.waiting):
             yield from self.device.spend(self.number, rates.engine_load, way)
             way = 0.0
         for group in complete:
@@ -172,15 +200,28 @@ class _Loop:
     """The trainer, the producer and the engines of one simulated run."""
 
     def __init__(
-        self, setting: Setting, rates: Rates, lengths: Callable[[int], Sequence[int]], shape: BatchShape, steps: int
+        self,
+        setting: Setting,
+        rates: Rates,
+        lengths: Callable[[int], Sequence[int]],
+        shape: BatchShape,
+        steps: int,
     ) -> None:
         try:
             import simpy
         except ImportError as error:
-            raise MissingDependency("a forecast's simulation needs simpy", remedy="pip install simpy") from error
+            raise MissingDependency(
+                "a forecast's simulation needs simpy", remedy="pip install simpy"
+            ) from error
         self.env: Any = simpy.Environment()
-        self.setting, self.rates, self.lengths, self.shape, self.steps = setting, rates, lengths, shape, steps
-        self.flow: Flow[Group] = Flow(Schedule(setting.prompts_per_step, setting.max_staleness), 1)
+        self.setting = setting
+        self.rates = rates
+        self.lengths = lengths
+        self.shape = shape
+        self.steps = steps
+        self.flow: Flow[Group] = Flow(
+            Schedule(setting.prompts_per_step, setting.max_staleness), 1
+        )
         self.pool_version = 0
         self.changed = self.env.event()
         device = lambda: _Device(self.env, rates.cores)
@@ -191,11 +232,13 @@ class _Loop:
         self.engines = [_Engine(self, i, each()) for i in range(setting.replicas)]
         self.groups: list[Group] = []  # complete ones
         self.ends: list[float] = []
-        self.taken: list[tuple[Counter[int], int]] = []  # tokens by version, and the trainer's version
+        # tokens by version, and the trainer's version
+        self.taken: list[tuple[Counter[int], int]] = []
         self.spans: dict[str, list[tuple[float, float]]] = {name: [] for name in PHASES}
 
     def notify(self) -> None:
-        before, self.changed = self.changed, self.env.event()
+        before = self.changed
+        self.changed = self.env.event()
         before.succeed()
         self._fill()
 
@@ -207,9 +250,18 @@ class _Loop:
     def _start(self, ticket: Ticket) -> None:
         lengths = self.lengths(self.setting.group_size)
         engine = min(self.engines, key=lambda e: (e.in_flight, e.number))
-        group = Group(ticket.index, self.pool_version, Counter(), len(lengths), lengths, engine.number)
+        group = Group(
+            ticket.index,
+            self.pool_version,
+            Counter(),
+            len(lengths),
+            lengths,
+            engine.number,
+        )
         group.times = (self.env.now,) * 3
-        engine.waiting.append((group, lengths, self.shape.computed_prompt(self.setting)))
+        engine.waiting.append(
+            (group, lengths, self.shape.computed_prompt(self.setting))
+        )
         engine.notify()
 
     def reward(self, group: Group, way: float) -> Wait:
@@ -238,7 +290,8 @@ class _Loop:
             self.taken.append((counts, number + 1))
             self._fill()
             yield self.env.timeout(rates.take)
-            began, tokens = self.env.now, sum(counts.values())
+            began = self.env.now
+            tokens = sum(counts.values())
             probe = self._probe(groups, number + 1)
             work = rates.training(*self.shape.computed(self.setting, tokens))
             yield from self.trainer_device.spend(None, rates.train_load, work)
@@ -256,8 +309,11 @@ class _Loop:
         return self.env.process(self._score(groups[0].lengths))
 
     def _score(self, lengths: Sequence[int]) -> Wait:
-        samples, tokens = (n / len(self.engines) for n in self.shape.probe(self.setting, lengths))
-        began, scored = self.env.now, [self.env.event() for _ in self.engines]
+        samples, tokens = (
+            n / len(self.engines) for n in self.shape.probe(self.setting, lengths)
+        )
+        began = self.env.now
+        scored = [self.env.event() for _ in self.engines]
         for engine, event in zip(self.engines, scored, strict=True):
             engine.probes.append((samples, tokens, event))
             engine.notify()
@@ -265,7 +321,8 @@ class _Loop:
         self.spans["score"].append((began, self.env.now))
 
     def _sync(self, version: int) -> Wait:
-        began, seconds = self.env.now, self.rates.syncing(self.setting.replicas)
+        began = self.env.now
+        seconds = self.rates.syncing(self.setting.replicas)
         yield self.env.timeout(seconds * (1 - self.rates.pause))
         for engine in self.engines:
             engine.paused = True
@@ -288,13 +345,17 @@ class _Loop:
 class BatchShape:
     """What a batch is made of beside its completions."""
 
-    cached: float = 0.0  # share of a prompt that a group's second sample finds in the prefix cache, and all later ones
+    # share of a prompt that a group's second sample finds in the prefix cache, and all later ones
+    cached: float = 0.0
     padding: float = 0.0  # share of what the trainer computes
-    span: float = 0.0  # tokens that attention goes over in training, a row's; 0: those of a sample, its own
+    # tokens that attention goes over in training, a row's; 0: those of a sample, its own
+    span: float = 0.0
 
     def computed_prompt(self, setting: Setting) -> float:
         """Prompt tokens that an engine computes for one group."""
-        return setting.prompt_tokens * (1 + (setting.group_size - 1) * (1 - self.cached))
+        return setting.prompt_tokens * (
+            1 + (setting.group_size - 1) * (1 - self.cached)
+        )
 
     def computed(self, setting: Setting, tokens: float) -> tuple[float, float]:
         """Tokens that the trainer computes, and those that each attends over, for so many completion tokens."""
@@ -304,7 +365,9 @@ class BatchShape:
     def probe(self, setting: Setting, lengths: Sequence[int]) -> tuple[float, float]:
         """Samples that the engines score in a probe, and their tokens; `lengths` are those of some samples."""
         count = min(PROBE_SAMPLES, setting.samples)
-        return float(count), count * (setting.prompt_tokens + sum(lengths) / len(lengths))
+        return float(count), count * (
+            setting.prompt_tokens + sum(lengths) / len(lengths)
+        )
 
 
 def simulate(
@@ -316,7 +379,9 @@ def simulate(
     warm: int,
 ) -> Simulated:
     """Run `warm` + `steps` steps and a few more; those after `warm` count. `lengths(n)`: tokens of n samples."""
-    loop = _Loop(setting, rates, lengths, shape, warm + steps + setting.max_staleness + 1)
+    loop = _Loop(
+        setting, rates, lengths, shape, warm + steps + setting.max_staleness + 1
+    )
     loop.env.run(until=loop.env.process(loop.train()))
     return _summary(loop, warm, steps)
 
@@ -329,18 +394,26 @@ def _summary(loop: _Loop, warm: int, steps: int) -> Simulated:
     loop.spans["generate"] = [span for engine in loop.engines for span in engine.busy]
     split = split_time(loop.spans, frame)
     total = frame[0][1] - frame[0][0]
-    engines = [float(split_time({"e": engine.busy}, frame).busy["e"][0]) for engine in loop.engines]
-    stale, most = [], 0
+    engines = [
+        float(split_time({"e": engine.busy}, frame).busy["e"][0])
+        for engine in loop.engines
+    ]
+    stale = []
+    most = 0
     for counts, version in loop.taken[counted]:
         ages = {version - v: n for v, n in counts.items() if n > 1e-6}
-        stale.append(sum(age * n for age, n in ages.items()) / max(sum(ages.values()), SMALL))
+        stale.append(
+            sum(age * n for age, n in ages.items()) / max(sum(ages.values()), SMALL)
+        )
         most = max(most, *ages)
     return Simulated(
         windows=windows,
         tokens=np.array([sum(counts.values()) for counts, _ in loop.taken[counted]]),
         staleness=np.array(stale),
         staleness_max=most,
-        phases={name: float(seconds[0]) / steps for name, seconds in split.busy.items()},
+        phases={
+            name: float(seconds[0]) / steps for name, seconds in split.busy.items()
+        },
         idle_s=float(split.idle[0]) / steps,
         engine_busy=float(np.mean(engines)) / total,
         trainer_busy=float(split.busy["train"][0]) / total,
@@ -361,7 +434,9 @@ class Bounds:
     high: float
 
 
-def closed_form(setting: Setting, rates: Rates, lengths: Sequence[int], shape: BatchShape) -> Bounds:
+def closed_form(
+    setting: Setting, rates: Rates, lengths: Sequence[int], shape: BatchShape
+) -> Bounds:
     """Bounds of a step's seconds; `lengths` are the tokens of one step's samples."""
     training = rates.training(*shape.computed(setting, sum(lengths)))
     trainer = rates.take + training + rates.hand + rates.syncing(setting.replicas)
@@ -373,26 +448,43 @@ def closed_form(setting: Setting, rates: Rates, lengths: Sequence[int], shape: B
     batches = setting.max_staleness + 1
     engines = _generation(setting, rates, lengths, shape, batches) / batches
     together = 0.0
-    if setting.placement == "shared":  # what all want of one device, or of the core that most want
+    # what all want of one device, or of the core that most want
+    if setting.placement == "shared":
         sharing = math.ceil(setting.replicas / rates.cores)
-        together = sharing * min(rates.engine_load, 1.0) * engines + min(rates.train_load, 1.0) * training
+        together = (
+            sharing * min(rates.engine_load, 1.0) * engines
+            + min(rates.train_load, 1.0) * training
+        )
     engine += rates.admission(*shape.probe(setting, lengths)) / setting.replicas
     loses = rates.cores > 1 or max(rates.engine_load, rates.train_load) > 1
     slow = _engine_speed(setting, rates, setting.placement == "shared" and loses)
-    return Bounds(max(trainer, engines / _engine_speed(setting, rates), together), trainer + around + engine / slow)
+    return Bounds(
+        max(trainer, engines / _engine_speed(setting, rates), together),
+        trainer + around + engine / slow,
+    )
 
 
 def _engine_speed(setting: Setting, rates: Rates, training: bool = False) -> float:
     """Of the slowest engine while all of them work, beside the trainer or not."""
     count = 1 if setting.placement == "apart" else setting.replicas
     claims: list[Claim] = [(rates.engine_load, i) for i in range(count)]
-    return min(speeds([*claims, *[(rates.train_load, None)] * training], rates.cores)[:count])
+    return min(
+        speeds([*claims, *[(rates.train_load, None)] * training], rates.cores)[:count]
+    )
 
 
-def _generation(setting: Setting, rates: Rates, lengths: Sequence[int], shape: BatchShape, batches: int) -> float:
+def _generation(
+    setting: Setting,
+    rates: Rates,
+    lengths: Sequence[int],
+    shape: BatchShape,
+    batches: int,
+) -> float:
     """The busiest engine's work for so many batches at once: groups in turn to each, all rows from the start."""
     size = setting.group_size
-    groups = [list(lengths[i : i + size]) for i in range(0, len(lengths), size)] * batches
+    groups = [
+        list(lengths[i : i + size]) for i in range(0, len(lengths), size)
+    ] * batches
     most = 0.0
     for first in range(setting.replicas):
         own = groups[first :: setting.replicas]
@@ -401,7 +493,9 @@ def _generation(setting: Setting, rates: Rates, lengths: Sequence[int], shape: B
         done = 0
         for at, length in enumerate(rows):
             left = len(rows) - at
-            work += rates.decoding(length - done, left, left * (setting.prompt_tokens + done))
+            work += rates.decoding(
+                length - done, left, left * (setting.prompt_tokens + done)
+            )
             done = length
         most = max(most, work)
     return most

@@ -13,9 +13,20 @@ import numpy as np
 
 from jvlab._errors import ConfigError
 from jvlab.analysis.forecast._calibrate import Fit, calibrate
-from jvlab.analysis.forecast._observe import Observation, measured, observations, typical_step
+from jvlab.analysis.forecast._observe import (
+    Observation,
+    measured,
+    observations,
+    typical_step,
+)
 from jvlab.analysis.forecast._setting import LIMITS, Rates, Setting
-from jvlab.analysis.forecast._simulate import BatchShape, Bounds, Simulated, closed_form, simulate
+from jvlab.analysis.forecast._simulate import (
+    BatchShape,
+    Bounds,
+    Simulated,
+    closed_form,
+    simulate,
+)
 from jvlab.trainer._micro_batches import Packer
 
 if TYPE_CHECKING:
@@ -45,7 +56,8 @@ class Forecast:
     idle_s: float  # seconds a step in which nobody works
     engine_busy: float  # share of the time, mean over engines
     trainer_busy: float
-    seconds: dict[str, float] = field(default_factory=dict)  # of a step, by phase; they may overlap
+    # of a step, by phase; they may overlap
+    seconds: dict[str, float] = field(default_factory=dict)
     closed: Bounds = field(default_factory=lambda: Bounds(0.0, 0.0))
     notes: tuple[str, ...] = ()
     measured_s: float | None = None
@@ -58,7 +70,11 @@ class Forecast:
     def __repr__(self) -> str:
         stale = f"staleness {self.staleness_mean:.2f}"
         text = f"{self.step_s:.3g} s a step ({self.low:.3g} to {self.high:.3g}), {self.tokens_per_s:,.0f} tokens/s"
-        more = "" if self.error is None else f", measured {self.measured_s:.3g} s ({self.error:+.1%})"
+        more = (
+            ""
+            if self.error is None
+            else f", measured {self.measured_s:.3g} s ({self.error:+.1%})"
+        )
         return f"Forecast({self.setting}: {text}, {stale}{more})"
 
     def _repr_html_(self) -> str:
@@ -71,14 +87,19 @@ class ForecastTable(Sequence[Forecast]):
     """Forecasts, best first where they were ranked; a table in text and HTML."""
 
     def __init__(self, rows: Sequence[Forecast], title: str = "") -> None:
-        self._rows, self.title = tuple(rows), title
+        self._rows = tuple(rows)
+        self.title = title
 
     @overload
     def __getitem__(self, at: int) -> Forecast: ...
     @overload
     def __getitem__(self, at: slice) -> ForecastTable: ...
     def __getitem__(self, at: int | slice) -> Forecast | ForecastTable:
-        return ForecastTable(self._rows[at], self.title) if isinstance(at, slice) else self._rows[at]
+        return (
+            ForecastTable(self._rows[at], self.title)
+            if isinstance(at, slice)
+            else self._rows[at]
+        )
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -129,7 +150,9 @@ class Lengths:
         chosen = random.integers(len(pool), size=count)
         found = pool[chosen]
         more = random.geometric(self.hazard, size=count)
-        return np.minimum(np.where(chosen < len(self._ended), found, found + more), limit).tolist()
+        return np.minimum(
+            np.where(chosen < len(self._ended), found, found + more), limit
+        ).tolist()
 
     def typical(self, count: int, limit: int) -> list[int]:
         """Lengths that stand for the distribution: its quantiles, in an order that mixes them over groups."""
@@ -144,10 +167,12 @@ class Lengths:
 
 CYCLES = 5  # of K + 1 steps that a simulation counts; more where lengths are random
 RANDOM_STEPS = 40
-MODEL_ERROR = 0.05  # standard deviation of what no cost explains, even if the fit is perfect
+# standard deviation of what no cost explains, even if the fit is perfect
+MODEL_ERROR = 0.05
 TAIL = 0.05  # of the draws on each side that an interval leaves out
 MOST_STALENESS = 2  # that `suggest` tries unless the budget says more
-FACTORS = (0.25, 0.5, 1, 2, 4)  # of prompts_per_step that `suggest` tries under a step's budget
+# of prompts_per_step that `suggest` tries under a step's budget
+FACTORS = (0.25, 0.5, 1, 2, 4)
 LAID = 128  # samples that are laid into rows at most, to find the padding of a batch
 LIMITED = ("devices", "replicas", "max_staleness", "step_s", "staleness_mean")
 
@@ -177,17 +202,26 @@ def whatif(*sources: Any, placement: str | None = None) -> WhatIf:
     >>> plan.suggest(budget={"max_staleness": 0})[0].setting.max_staleness
     0
     """
-    return WhatIf([one for source in sources for one in observations(source)], placement)
+    return WhatIf(
+        [one for source in sources for one in observations(source)], placement
+    )
 
 
 class WhatIf:
     """A fitted model of the loop; made by `jv.whatif`."""
 
-    def __init__(self, seen: Sequence[Observation], placement: str | None = None) -> None:
+    def __init__(
+        self, seen: Sequence[Observation], placement: str | None = None
+    ) -> None:
         if not seen:
-            raise ConfigError("jv.whatif() without a run", remedy="jv.whatif(run), or records of several runs")
+            raise ConfigError(
+                "jv.whatif() without a run",
+                remedy="jv.whatif(run), or records of several runs",
+            )
         if placement is not None:
-            seen = [replace(o, setting=o.setting.changed(placement=placement)) for o in seen]
+            seen = [
+                replace(o, setting=o.setting.changed(placement=placement)) for o in seen
+            ]
         self.seen = tuple(seen)
         self.fit: Fit = calibrate(self.seen)
         self._lengths = Lengths(self.seen)
@@ -204,12 +238,18 @@ class WhatIf:
         """The fitted costs, in seconds."""
         return self.fit.rates
 
-    def predict(self, setting: Setting | None = None, *, interval: bool = True, **changes: Any) -> Forecast:
+    def predict(
+        self, setting: Setting | None = None, *, interval: bool = True, **changes: Any
+    ) -> Forecast:
         """What a run with these changes would do: prompts_per_step, group_size, max_tokens, max_staleness, replicas,
         placement, prompt_tokens. Without the interval it takes a twentieth of the time; `low` and `high` are NaN then.
         """
         wanted = (setting or self.setting).changed(**changes)
-        return self._predict(wanted) if interval else self._forecast(wanted, self._simulate(wanted, self.rates))
+        return (
+            self._predict(wanted)
+            if interval
+            else self._forecast(wanted, self._simulate(wanted, self.rates))
+        )
 
     def check(self, *sources: Any) -> ForecastTable:
         """Predictions for runs that were measured, beside what was measured: `.errors`.
@@ -219,10 +259,16 @@ class WhatIf:
         rows = []
         for one in (m for source in sources for m in measured(source)):
             setting = one.setting.changed(placement=self.setting.placement)
-            rows.append(replace(self._predict(setting, one.first, one.steps), measured_s=one.step_s))
+            rows.append(
+                replace(
+                    self._predict(setting, one.first, one.steps), measured_s=one.step_s
+                )
+            )
         return ForecastTable(rows, "predicted and measured")
 
-    def suggest(self, budget: Mapping[str, float] | None = None, **fixed: Any) -> ForecastTable:
+    def suggest(
+        self, budget: Mapping[str, float] | None = None, **fixed: Any
+    ) -> ForecastTable:
         """The settings with the most trained tokens per second that stay within a budget, best first.
 
         budget   upper limits: "devices", "replicas", "max_staleness" (2 unless given), "staleness_mean", and "step_s",
@@ -230,16 +276,27 @@ class WhatIf:
         fixed    settings that every suggestion has, e.g. max_tokens=512
         """
         if budget is not None and not isinstance(budget, Mapping):
-            raise ConfigError(f"budget={budget!r}", remedy='upper limits by name: budget={"step_s": 3.0}')
+            raise ConfigError(
+                f"budget={budget!r}",
+                remedy='upper limits by name: budget={"step_s": 3.0}',
+            )
         limits = dict(budget or {})
         for name, value in limits.items():
-            if name not in LIMITED or not isinstance(value, (int, float)) or not value >= 0:
+            if (
+                name not in LIMITED
+                or not isinstance(value, (int, float))
+                or not value >= 0
+            ):
                 raise ConfigError(
-                    f"budget has {name}={value!r}", remedy=f"upper limits, numbers from 0: {', '.join(LIMITED)}"
+                    f"budget has {name}={value!r}",
+                    remedy=f"upper limits, numbers from 0: {', '.join(LIMITED)}",
                 )
         words = ", ".join(f"{name} ≤ {value:g}" for name, value in limits.items())
         base = self.setting.changed(**fixed)
-        found = [self._forecast(s, self._simulate(s, self.rates)) for s in _candidates(base, limits, fixed)]
+        found = [
+            self._forecast(s, self._simulate(s, self.rates))
+            for s in _candidates(base, limits, fixed)
+        ]
         found.sort(key=lambda f: -f.tokens_per_s)
         good: list[Forecast] = []
         for forecast in found:
@@ -252,36 +309,68 @@ class WhatIf:
                 break
         if not good:
             least = min(found, key=lambda f: f.step_s, default=None)
-            shortest = f"the shortest step is {least.step_s:.3g} s with {least.setting}" if least else "nothing to try"
-            raise ConfigError(f"no setting keeps {words}: {shortest}", remedy="raise a limit")
+            shortest = (
+                f"the shortest step is {least.step_s:.3g} s with {least.setting}"
+                if least
+                else "nothing to try"
+            )
+            raise ConfigError(
+                f"no setting keeps {words}: {shortest}", remedy="raise a limit"
+            )
         return ForecastTable(good, f"within {words}" if limits else "")
 
     # Inside -------------------------------------------------------------------------------------------------------
 
-    def _predict(self, setting: Setting, warm: int | None = None, steps: int | None = None) -> Forecast:
+    def _predict(
+        self, setting: Setting, warm: int | None = None, steps: int | None = None
+    ) -> Forecast:
         """The forecast of these steps; default: of steps far from the first. Made once."""
         key = (setting, warm, steps)
         if key not in self._made:
             self._made[key] = self._predict_anew(setting, warm, steps)
         return self._made[key]
 
-    def _predict_anew(self, setting: Setting, warm: int | None, steps: int | None) -> Forecast:
+    def _predict_anew(
+        self, setting: Setting, warm: int | None, steps: int | None
+    ) -> Forecast:
         point = self._simulate(setting, self.rates, 0, warm, steps)
-        ran = [self._simulate(setting, rates, 1 + i, warm, steps) for i, rates in enumerate(self.fit.draws)]
+        ran = [
+            self._simulate(setting, rates, 1 + i, warm, steps)
+            for i, rates in enumerate(self.fit.draws)
+        ]
         bound = setting.max_staleness
         values = [typical_step(one.windows.tolist(), bound) for one in ran]
         middle = typical_step(point.windows.tolist(), bound)
-        return self._forecast(setting, point, *self._interval(values, middle, self._unexplained(point, middle)))
+        return self._forecast(
+            setting,
+            point,
+            *self._interval(values, middle, self._unexplained(point, middle)),
+        )
 
     def _simulate(
-        self, setting: Setting, rates: Rates, seed: int = 0, warm: int | None = None, steps: int | None = None
+        self,
+        setting: Setting,
+        rates: Rates,
+        seed: int = 0,
+        warm: int | None = None,
+        steps: int | None = None,
     ) -> Simulated:
-        cycle, limit = setting.max_staleness + 1, setting.max_tokens
-        more = CYCLES * cycle if self._lengths.fixed else max(RANDOM_STEPS, CYCLES * cycle)
+        cycle = setting.max_staleness + 1
+        limit = setting.max_tokens
+        more = (
+            CYCLES * cycle if self._lengths.fixed else max(RANDOM_STEPS, CYCLES * cycle)
+        )
         random = np.random.default_rng(seed)
         draw = lambda count: self._lengths.draw(count, limit, random)
         first = 2 * cycle if warm is None else warm
-        return simulate(setting, rates, draw, self._shape(setting), more if steps is None else steps, first)
+        return simulate(
+            setting,
+            rates,
+            draw,
+            self._shape(setting),
+            more if steps is None else steps,
+            first,
+        )
 
     def _shape(self, setting: Setting) -> BatchShape:
         """What a batch is made of: its rows are those into which the trainer's own `Packer` lays such samples."""
@@ -291,30 +380,51 @@ class WhatIf:
         return self._shapes[key]
 
     def _lay(self, setting: Setting) -> BatchShape:
-        cached, known = _cached(self.seen), next((o for o in self.seen if o.token_budget), None)
+        cached = _cached(self.seen)
+        known = next((o for o in self.seen if o.token_budget), None)
         if known is None:
             return BatchShape(cached, statistics.fmean(o.padding for o in self.seen))
         typical = self._lengths.typical(min(setting.samples, LAID), setting.max_tokens)
         lengths = np.array(typical) + round(setting.prompt_tokens)
         parts = [*Packer(known.token_budget, known.short_rows).parts(lengths)]
         computed = sum(part.tokens for part in parts)
-        span = sum(part.tokens * part.width for part in parts) / computed if known.short_rows else 0.0
+        span = (
+            sum(part.tokens * part.width for part in parts) / computed
+            if known.short_rows
+            else 0.0
+        )
         return BatchShape(cached, 1 - float(lengths.sum()) / computed, span)
 
     def _unexplained(self, ran: Simulated, step_s: float) -> float:
         """The standard deviation of a step that no cost explains: as much as the steps of the fit were off by."""
         off = {"generate": self.fit.generation_error, "train": self.fit.training_error}
-        return math.hypot(MODEL_ERROR, *(error * min(ran.phases[name] / step_s, 1.0) for name, error in off.items()))
+        return math.hypot(
+            MODEL_ERROR,
+            *(
+                error * min(ran.phases[name] / step_s, 1.0)
+                for name, error in off.items()
+            ),
+        )
 
     @staticmethod
-    def _interval(values: Sequence[float], middle: float, unexplained: float) -> tuple[float, float]:
+    def _interval(
+        values: Sequence[float], middle: float, unexplained: float
+    ) -> tuple[float, float]:
         """Where nine of ten step times lie: over draws of the fit, and what the model does not explain."""
         random = np.random.default_rng(0)
-        spread = np.log(np.array(values) / middle) + unexplained * random.standard_normal(len(values))
+        spread = np.log(
+            np.array(values) / middle
+        ) + unexplained * random.standard_normal(len(values))
         low, high = np.exp(np.quantile(spread, [TAIL, 1 - TAIL])) * middle
         return min(float(low), middle), max(float(high), middle)
 
-    def _forecast(self, setting: Setting, ran: Simulated, low: float = math.nan, high: float = math.nan) -> Forecast:
+    def _forecast(
+        self,
+        setting: Setting,
+        ran: Simulated,
+        low: float = math.nan,
+        high: float = math.nan,
+    ) -> Forecast:
         step_s = typical_step(ran.windows.tolist(), setting.max_staleness)
         typical = self._lengths.typical(setting.samples, setting.max_tokens)
         return Forecast(
@@ -337,19 +447,34 @@ class WhatIf:
         """How far a setting is from what was measured."""
         out = []
         ranges = {
-            "samples of an engine": lambda s: s.samples * (s.max_staleness + 1) / s.replicas,
+            "samples of an engine": lambda s: (
+                s.samples * (s.max_staleness + 1) / s.replicas
+            ),
             "max_tokens": lambda s: s.max_tokens,
             "replicas": lambda s: s.replicas,
         }
         for name, value in ranges.items():
-            known, asked = [value(o.setting) for o in self.seen], value(setting)
+            known = [value(o.setting) for o in self.seen]
+            asked = value(setting)
             if asked > 2 * max(known) or asked < min(known) / 2:
-                seen = f"{min(known):g}" if len(set(known)) == 1 else f"{min(known):g} to {max(known):g}"
+                seen = (
+                    f"{min(known):g}"
+                    if len(set(known)) == 1
+                    else f"{min(known):g} to {max(known):g}"
+                )
                 out.append(f"{name}: {asked:g}, measured {seen}")
-        if setting.max_staleness and setting.placement == "shared" and not self.fit.overlapping:
-            out.append("no record overlaps generation and training: what they take from each other is assumed")
+        if (
+            setting.max_staleness
+            and setting.placement == "shared"
+            and not self.fit.overlapping
+        ):
+            out.append(
+                "no record overlaps generation and training: what they take from each other is assumed"
+            )
         if setting.max_tokens > self._lengths.longest and not self._lengths.fixed:
-            out.append("samples that the old limit cut short are carried on at the rate at which others ended")
+            out.append(
+                "samples that the old limit cut short are carried on at the rate at which others ended"
+            )
         if any(o.setting.placement != setting.placement for o in self.seen):
             out.append(f"placement {setting.placement!r} was not measured")
         return tuple(out)
@@ -384,34 +509,57 @@ class WhatIf:
 
 def _cached(seen: Sequence[Observation]) -> float:
     """The share of a prompt that a group's later samples find in the prefix cache."""
-    found, later = 0.0, 0.0
+    found = 0.0
+    later = 0.0
     for group in (g for o in seen for g in o.groups):
         found += group.prompt * len(group.lengths) - group.computed
         later += group.prompt * (len(group.lengths) - 1)
     return min(max(found / later, 0.0), 1.0) if later else 0.0
 
 
-def _candidates(base: Setting, limits: Mapping[str, float], fixed: Mapping[str, Any]) -> list[Setting]:
+def _candidates(
+    base: Setting, limits: Mapping[str, float], fixed: Mapping[str, Any]
+) -> list[Setting]:
     """Settings worth a simulation: numbers of replicas and where they are, staleness bounds, sizes of the batch."""
     devices = int(min(limits.get("devices", base.devices), LIMITS["replicas"] + 1))
-    most = int(min(limits.get("replicas", max(devices - 1, base.replicas)), LIMITS["replicas"]))
+    most = int(
+        min(limits.get("replicas", max(devices - 1, base.replicas)), LIMITS["replicas"])
+    )
     places = {(base.placement, base.replicas)}
     if devices >= 1:
         places |= {("shared", n) for n in _counts(min(most, max(base.replicas, 1)))}
     if devices >= 2:
         places |= {("apart", n) for n in _counts(min(most, devices - 1))}
-    bounds = range(int(min(limits.get("max_staleness", MOST_STALENESS), LIMITS["max_staleness"])) + 1)
-    sizes = {max(round(base.prompts_per_step * f), 1) for f in (FACTORS if "step_s" in limits else (1,))}
+    bounds = range(
+        int(min(limits.get("max_staleness", MOST_STALENESS), LIMITS["max_staleness"]))
+        + 1
+    )
+    sizes = {
+        max(round(base.prompts_per_step * f), 1)
+        for f in (FACTORS if "step_s" in limits else (1,))
+    }
     choices = {
         "placement_replicas": sorted(places),
-        "max_staleness": [fixed["max_staleness"]] if "max_staleness" in fixed else list(bounds),
-        "prompts_per_step": [base.prompts_per_step] if "prompts_per_step" in fixed else sorted(sizes),
+        "max_staleness": [fixed["max_staleness"]]
+        if "max_staleness" in fixed
+        else list(bounds),
+        "prompts_per_step": [base.prompts_per_step]
+        if "prompts_per_step" in fixed
+        else sorted(sizes),
     }
     out = []
     for (placement, replicas), bound, prompts in itertools.product(*choices.values()):
-        if fixed.get("placement", placement) != placement or fixed.get("replicas", replicas) != replicas:
+        if (
+            fixed.get("placement", placement) != placement
+            or fixed.get("replicas", replicas) != replicas
+        ):
             continue
-        setting = base.changed(placement=placement, replicas=replicas, max_staleness=bound, prompts_per_step=prompts)
+        setting = base.changed(
+            placement=placement,
+            replicas=replicas,
+            max_staleness=bound,
+            prompts_per_step=prompts,
+        )
         if setting.devices <= devices and replicas <= most:
             out.append(setting)
     return out

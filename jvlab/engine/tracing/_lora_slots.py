@@ -26,7 +26,8 @@ from jvlab.layout._layout_codec import layout_to_plain
 from jvlab.layout._types import CheckpointTensor, RankLayout
 
 PREFIX = "adapter."  # of a slot's memory in a plan
-NUMBER = 1_000_000_001  # vLLM's id of the adapter that a link writes; those of folders count from 1
+# vLLM's id of the adapter that a link writes; those of folders count from 1
+NUMBER = 1_000_000_001
 _TENSOR = re.compile(r"\.lora_[AB]\.weight$")
 NOT_ENABLED = "launch(..., engine={'enable_lora': True, 'max_lora_rank': 16})"
 
@@ -47,20 +48,36 @@ def manager_of(worker: Any) -> Any:
     return holder._adapter_manager
 
 
-def trace_worker_adapter(worker: Any, tensors: Sequence[Sequence[Any]]) -> dict[str, Any]:
+def trace_worker_adapter(
+    worker: Any, tensors: Sequence[Sequence[Any]]
+) -> dict[str, Any]:
     """`trace_adapter` inside a vLLM worker: [name, shape, dtype] lists in, plain values out, as of `trace_worker`."""
-    wanted = [CheckpointTensor(str(n), tuple(int(i) for i in shape), str(dtype)) for n, shape, dtype in tensors]
+    wanted = [
+        CheckpointTensor(str(n), tuple(int(i) for i in shape), str(dtype))
+        for n, shape, dtype in tensors
+    ]
     with _vllm_model.current_config(worker):
         rank, coords = _vllm_model.coordinates()
-        return layout_to_plain(trace_adapter(worker, wanted, rank, coords)) | {"aliases": []}
+        return layout_to_plain(trace_adapter(worker, wanted, rank, coords)) | {
+            "aliases": []
+        }
 
 
-def trace_adapter(worker: Any, tensors: Sequence[CheckpointTensor], rank: int, coords: Coords) -> RankLayout:
+def trace_adapter(
+    worker: Any, tensors: Sequence[CheckpointTensor], rank: int, coords: Coords
+) -> RankLayout:
     """Where vLLM's own `set_lora` puts every element of an adapter's tensors in a slot. Nothing is written."""
     manager = manager_of(worker)
-    sources = [torch.empty(t.shape, dtype=torch_dtype(t.dtype, t.name), device="meta") for t in tensors]
+    sources = [
+        torch.empty(t.shape, dtype=torch_dtype(t.dtype, t.name), device="meta")
+        for t in tensors
+    ]
     calls = _calls(manager, tensors, sources)
-    memory = {n: t for name, *_ in calls for n, t in _memory(name, manager.modules[name], 0).items()}
+    memory = {
+        n: t
+        for name, *_ in calls
+        for n, t in _memory(name, manager.modules[name], 0).items()
+    }
     # marked as buffers: a part that nothing fills (k of an adapter for q alone) is none of the plan's targets
     targets = [Target(k, name, True, t) for k, (name, t) in enumerate(memory.items())]
     recorder = Recorder([t.name for t in tensors], sources, targets)
@@ -83,7 +100,9 @@ def _without_reset(module: Any) -> Iterator[None]:
         del module.reset_lora
 
 
-def _calls(manager: Any, tensors: Sequence[CheckpointTensor], sources: list[Any]) -> list[tuple[str, Any, Any]]:
+def _calls(
+    manager: Any, tensors: Sequence[CheckpointTensor], sources: list[Any]
+) -> list[tuple[str, Any, Any]]:
     """(module, A, B) of every `set_lora` that these tensors need; lists for a layer fused of several."""
     largest = manager.lora_config.max_lora_rank
     rename = getattr(manager.model, "hf_to_vllm_mapper", None)
@@ -107,11 +126,18 @@ def _calls(manager: Any, tensors: Sequence[CheckpointTensor], sources: list[Any]
             left.discard(name)
         elif parts and left & set(parts) and _has_slots(module):
             found = [pairs.get(part, {}) for part in parts]
-            calls.append((name, [f.get(True) for f in found], [f.get(False) for f in found]))
+            calls.append(
+                (name, [f.get(True) for f in found], [f.get(False) for f in found])
+            )
             left -= set(parts)
     if left:
         shown = ", ".join(sorted(left)[:3])
-        has = sorted({n.rpartition(".")[2] for n in chain(manager.modules, *manager.packed_modules.values())})
+        has = sorted(
+            {
+                n.rpartition(".")[2]
+                for n in chain(manager.modules, *manager.packed_modules.values())
+            }
+        )
         raise ConfigError(
             f"the engine has no slots for {len(left)} of the adapter's modules: {shown}",
             remedy=f"with_lora(targets=...) of what it adapts: {', '.join(has)}",
@@ -130,7 +156,9 @@ def _memory(name: str, module: Any, slot: int) -> dict[str, torch.Tensor]:
     out = {}
     for side in ("lora_a", "lora_b"):
         stacked = getattr(module, f"{side}_stacked")
-        for part, tensor in enumerate([stacked] if isinstance(stacked, torch.Tensor) else stacked):
+        for part, tensor in enumerate(
+            [stacked] if isinstance(stacked, torch.Tensor) else stacked
+        ):
             out[f"{PREFIX}{name}.{side}.{part}"] = tensor[slot]
     return out
 
@@ -145,7 +173,9 @@ class _LinkedAdapter(LoRAModel):
 
     def get_lora(self, module_name: str) -> Any:
         if self.placed:
-            raise RuntimeError("the slot that a jvlab link writes was given to another adapter: restart the replica")
+            raise RuntimeError(
+                "the slot that a jvlab link writes was given to another adapter: restart the replica"
+            )
         return None  # when it is first placed: the slot is cleared
 
 
@@ -171,14 +201,19 @@ class AdapterSlot:
             if name not in found and module in self._manager.modules:
                 found |= _memory(module, self._manager.modules[module], self.slot)
             if name not in found:
-                raise SyncError(f"no {name} here", remedy="the plan was made for another engine: connect again")
+                raise SyncError(
+                    f"no {name} here",
+                    remedy="the plan was made for another engine: connect again",
+                )
             node = root
             *path, leaf = name.split(".")
             for part in path:
                 if part not in node._modules:
                     node.add_module(part, torch.nn.Module())
                 node = node.get_submodule(part)
-            node.register_parameter(leaf, torch.nn.Parameter(found[name], requires_grad=False))
+            node.register_parameter(
+                leaf, torch.nn.Parameter(found[name], requires_grad=False)
+            )
         return root
 
     def check(self) -> None:
@@ -198,5 +233,6 @@ class AdapterSlot:
                     continue
                 for memory in _memory(module_name, module, self.slot).values():
                     memory.zero_()
-            if torch.cuda.is_available():  # others write and read this memory on streams of their own
+            # others write and read this memory on streams of their own
+            if torch.cuda.is_available():
                 torch.cuda.synchronize()

@@ -32,22 +32,32 @@ from jvlab.engine.tracing import _vllm_model
 # those that an H200 was seen to take (CUTLASS for linear maps, Triton for experts), and quantising gives shapes alone.
 # Which arithmetic it is follows from the class; connecting to the engine proves it, on known values (`_trace.py`).
 
-ONLINE = ("fp8", "fp8_per_tensor")  # what `quantization` may be without an engine: two names of one thing
+# what `quantization` may be without an engine: two names of one thing
+ONLINE = ("fp8", "fp8_per_tensor")
 
 
 def linear_kernel(module_name: str = "", **options: Any) -> Any:
     """vLLM's CUTLASS kernel of an fp8 layer on any machine; blocks are left as they are loaded, so need none."""
-    from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFP8ScaledMMLinearKernel
-    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearLayerConfig
+    from vllm.model_executor.kernels.linear.scaled_mm.cutlass import (
+        CutlassFP8ScaledMMLinearKernel,
+    )
+    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
+        FP8ScaledMMLinearLayerConfig,
+    )
 
     class Kernel(CutlassFP8ScaledMMLinearKernel):
         @classmethod
-        def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        def is_supported(
+            cls, compute_capability: int | None = None
+        ) -> tuple[bool, str | None]:
             return True, None
 
     if options["weight_quant_key"].scale.group_shape.row > 1:
         return SimpleNamespace()
-    return Kernel(FP8ScaledMMLinearLayerConfig(**options), ["weight", "weight_scale", "input_scale", "x"])
+    return Kernel(
+        FP8ScaledMMLinearLayerConfig(**options),
+        ["weight", "weight_scale", "input_scale", "x"],
+    )
 
 
 @contextmanager
@@ -77,13 +87,18 @@ def _replaced() -> list[tuple[Any, str, Any]]:
     from vllm.model_executor.layers.quantization import fp8
     from vllm.model_executor.layers.quantization.online import fp8 as online
 
-    def quantised(values: torch.Tensor, scale: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantised(
+        values: torch.Tensor, scale: torch.Tensor, **_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.empty_like(values, dtype=torch.float8_e4m3fn), scale
 
     triton = lambda **_: (moe.Fp8MoeBackend.TRITON, SimpleNamespace)
     of_rank = lambda amax, _: amax  # the maximum over ranks has the shape of each
     return [
-        *((module, "init_fp8_linear_kernel", linear_kernel) for module in (fp8, online)),
+        *(
+            (module, "init_fp8_linear_kernel", linear_kernel)
+            for module in (fp8, online)
+        ),
         *((module, "select_fp8_moe_backend", triton) for module in (fp8, online)),
         (online, "amax_for_tp_weight_quant", of_rank),
         (online, "amax_for_moe_weight_quant", of_rank),
@@ -102,7 +117,8 @@ def process(model: torch.nn.Module) -> None:
             for parameter in layer.parameters(recurse=False):
                 _vllm_model.own_loader(parameter)
         elif isinstance(getattr(layer, "quant_method", None), BaseKVCacheMethod):
-            for name in ("q_scale", "k_scale", "v_scale", "prob_scale"):  # read once after loading, then removed
+            # read once after loading, then removed
+            for name in ("q_scale", "k_scale", "v_scale", "prob_scale"):
                 layer._parameters.pop(name, None)
 
 
@@ -111,7 +127,11 @@ def check_known(quant_config: Any) -> None:
     kind = type(quant_config).__name__
     if kind == "OnlineQuantizationConfig":  # of a name in ONLINE
         return
-    if kind == "Fp8Config" and quant_config.weight_block_size and not getattr(quant_config, "is_scale_e8m0", False):
+    if (
+        kind == "Fp8Config"
+        and quant_config.weight_block_size
+        and not getattr(quant_config, "is_scale_e8m0", False)
+    ):
         return
     raise TraceError(
         f"without an engine jvlab can't plan for a checkpoint quantised by {quant_config.get_name()!r} ({kind})",
@@ -126,14 +146,24 @@ def check_known(quant_config: Any) -> None:
 _SINGLE = ("_DP", "_DCP", "_PCP", "_EPLB", "_INNER_DP_WORLD")  # groups of one rank here
 
 
-_GLOBALS = ("_WORLD", "_TP", "_PP", "_EP", "_ETP", "_ENGRAM_DP", "_NODE_COUNT", *_SINGLE)
+_GLOBALS = (
+    "_WORLD",
+    "_TP",
+    "_PP",
+    "_EP",
+    "_ETP",
+    "_ENGRAM_DP",
+    "_NODE_COUNT",
+    *_SINGLE,
+)
 
 
 class _Ranks:
     """The part of a torch process group that vLLM's constructors use."""
 
     def __init__(self, size: int, rank: int) -> None:
-        self._size, self._rank = size, rank
+        self._size = size
+        self._rank = rank
 
     def size(self) -> int:
         return self._size
@@ -146,13 +176,19 @@ class StandInGroup:
     """The part of vLLM's GroupCoordinator that building and loading a model uses: sizes and ranks only."""
 
     def __init__(self, size: int, rank: int, ranks: list[int]) -> None:
-        self.world_size, self.rank_in_group, self.ranks = size, rank, ranks
+        self.world_size = size
+        self.rank_in_group = rank
+        self.ranks = ranks
         self.rank = self.local_rank = ranks[rank]
-        self.first_rank, self.last_rank = ranks[0], ranks[-1]
-        self.next_rank, self.prev_rank = ranks[(rank + 1) % size], ranks[rank - 1]
-        self.is_first_rank, self.is_last_rank = rank == 0, rank == size - 1
+        self.first_rank = ranks[0]
+        self.last_rank = ranks[-1]
+        self.next_rank = ranks[(rank + 1) % size]
+        self.prev_rank = ranks[rank - 1]
+        self.is_first_rank = rank == 0
+        self.is_last_rank = rank == size - 1
         self.device_group = self.cpu_group = _Ranks(size, rank)
-        self.device, self.unique_name = torch.device("cpu"), "jvlab-stand-in"
+        self.device = torch.device("cpu")
+        self.unique_name = "jvlab-stand-in"
         self.device_communicator = self.mq_broadcaster = None
         self.use_device_communicator = False
 
@@ -160,8 +196,11 @@ class StandInGroup:
 @contextmanager
 def vllm_globals() -> Iterator[None]:
     """Restores vLLM's process-wide state on exit: groups, caches keyed by model, the environment."""
-    groups = {name: getattr(_groups, name) for name in _GLOBALS if hasattr(_groups, name)}
-    ropes, missing = dict(_rotary._ROPE_DICT), dict(_model_utils._model_to_pp_missing_layer_names)
+    groups = {
+        name: getattr(_groups, name) for name in _GLOBALS if hasattr(_groups, name)
+    }
+    ropes = dict(_rotary._ROPE_DICT)
+    missing = dict(_model_utils._model_to_pp_missing_layer_names)
     environment = dict(os.environ)
     try:
         yield
@@ -219,7 +258,9 @@ def engine_config(
         enforce_eager=True,
         max_model_len=64,
         skip_tokenizer_init=True,
-        distributed_executor_backend="mp" if tensor_parallel * pipeline_parallel > 1 else None,
+        distributed_executor_backend="mp"
+        if tensor_parallel * pipeline_parallel > 1
+        else None,
     )
     inspect = _registry._run_in_subprocess
     # vLLM first imports the model class in a subprocess (13 s on two cores), so that CUDA need not be initialised here;
@@ -245,7 +286,9 @@ def build(config: VllmConfig, device: str) -> torch.nn.Module:
 class _EmptyOnMeta(TorchFunctionMode):
     """Puts tensors from torch.empty (all large weights) on meta; others are real, on the CPU."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.empty:
             return func(*args, **{**(kwargs or {}), "device": "meta"})
         return func(*args, **(kwargs or {}))
@@ -268,7 +311,9 @@ def _build(config: VllmConfig, place: Any) -> torch.nn.Module:
 def _undecorated_classes(config: VllmConfig) -> Iterator[None]:
     """Keeps vLLM's Transformers backend from decorating transformers' classes, which would outlast a trace."""
     name = "_decorate_for_torch_compile"
-    owners = [k for k in get_model_cls(config.model_config).__mro__ if name in k.__dict__]
+    owners = [
+        k for k in get_model_cls(config.model_config).__mro__ if name in k.__dict__
+    ]
     originals = [k.__dict__[name] for k in owners]
     for owner in owners:
         setattr(owner, name, lambda model: None)
@@ -329,6 +374,8 @@ def config_directory(config: dict[str, Any]) -> Iterator[Path]:
     import json
 
     with ExitStack() as stack:
-        path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jvlab-config-")))
+        path = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="jvlab-config-"))
+        )
         (path / "config.json").write_text(json.dumps(config))
         yield path

@@ -21,7 +21,8 @@ from jvlab.layout._types import CheckpointTensor, Format, Note, Parameter, RankL
 from jvlab.layout.checkpoint._tensors import checkpoint_tensors
 
 _BUILD_REMEDY = "choose sizes that divide the model's heads, experts and widths"
-_LAYER = re.compile(r"^((?:[^.]*[^.\d][^.]*\.)*)(\d+)\.(.+)$")  # splits at the first numeric part of a name
+# splits at the first numeric part of a name
+_LAYER = re.compile(r"^((?:[^.]*[^.\d][^.]*\.)*)(\d+)\.(.+)$")
 
 
 def trace_offline(
@@ -46,9 +47,15 @@ def trace_offline(
             f"quantization={quantization!r} is not known without an engine",
             remedy=f"pass one of {', '.join(_meta_model.ONLINE)}, or plan with a running pool: jv.plan(params, pool)",
         )
-    for name, value in (("tensor_parallel", tensor_parallel), ("pipeline_parallel", pipeline_parallel)):
+    for name, value in (
+        ("tensor_parallel", tensor_parallel),
+        ("pipeline_parallel", pipeline_parallel),
+    ):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name}={value!r} is not a whole number from 1 up", remedy=f"pass e.g. {name}=1")
+            raise ConfigError(
+                f"{name}={value!r} is not a whole number from 1 up",
+                remedy=f"pass e.g. {name}=1",
+            )
     wanted = tuple(checkpoint_tensors(model) if tensors is None else tensors)
     with ExitStack() as stack:
         stack.enter_context(_meta_model.vllm_globals())
@@ -57,7 +64,14 @@ def trace_offline(
             if isinstance(model, Mapping)
             else Path(model)
         )
-        config = _engine_config(folder, tensor_parallel, pipeline_parallel, expert_parallel, dtype, quantization)
+        config = _engine_config(
+            folder,
+            tensor_parallel,
+            pipeline_parallel,
+            expert_parallel,
+            dtype,
+            quantization,
+        )
         if config.quant_config is not None:
             _meta_model.check_known(config.quant_config)
             stack.enter_context(_meta_model.card_kernels())
@@ -68,21 +82,41 @@ def trace_offline(
             for place in range(tensor_parallel):
                 rank = stage * tensor_parallel + place
                 short = None
-                if layers is not None:  # the first rank of a stage verifies that layers of a kind are alike
+                # the first rank of a stage verifies that layers of a kind are alike
+                if layers is not None:
                     times = 2 if place == 0 else 1
-                    short = _from_pattern(config, wanted, layers, tensor_parallel, pipeline_parallel, rank, times)
+                    short = _from_pattern(
+                        config,
+                        wanted,
+                        layers,
+                        tensor_parallel,
+                        pipeline_parallel,
+                        rank,
+                        times,
+                    )
                 if short is None:
                     layers = None
-                    model_ = build_rank(config, tensor_parallel, pipeline_parallel, rank)
-                    short = _loaded(config, model_, wanted, rank, coords_of(tensor_parallel, rank, config))
+                    model_ = build_rank(
+                        config, tensor_parallel, pipeline_parallel, rank
+                    )
+                    short = _loaded(
+                        config,
+                        model_,
+                        wanted,
+                        rank,
+                        coords_of(tensor_parallel, rank, config),
+                    )
                 layouts.append(short)
         return layouts
 
 
-def _engine_config(folder: Path, tp: int, pp: int, ep: bool, dtype: str, quantization: str | None) -> Any:
+def _engine_config(
+    folder: Path, tp: int, pp: int, ep: bool, dtype: str, quantization: str | None
+) -> Any:
     try:
         return _meta_model.engine_config(folder, tp, pp, ep, dtype, quantization)
-    except Exception as error:  # pydantic, ValueError, OSError, …: pass on vLLM's message
+    # pydantic, ValueError, OSError, …: pass on vLLM's message
+    except Exception as error:
         raise TraceError(
             f"vLLM refuses this model at tensor_parallel={tp}, pipeline_parallel={pp}: {error}",
             remedy="choose a tensor_parallel that divides the model's heads, and a dtype (fp8: bfloat16) and "
@@ -93,7 +127,9 @@ def _engine_config(folder: Path, tp: int, pp: int, ep: bool, dtype: str, quantiz
         ) from error
 
 
-def build_rank(config: Any, tp: int, pp: int, rank: int, device: str = "meta") -> torch.nn.Module:
+def build_rank(
+    config: Any, tp: int, pp: int, rank: int, device: str = "meta"
+) -> torch.nn.Module:
     """The model of one rank, built by vLLM; call inside `_meta_model.vllm_globals()`."""
     _meta_model.stand_in(tp, pp, rank)
     try:
@@ -112,7 +148,11 @@ def build_rank(config: Any, tp: int, pp: int, rank: int, device: str = "meta") -
 def coords_of(tp: int, rank: int, config: Any) -> tuple[tuple[str, int], ...]:
     """(("tp", …), ("pp", …), ("ep", …)) of a global rank; without expert parallelism every rank is expert rank 0."""
     stage, place = divmod(rank, tp)
-    return (("tp", place), ("pp", stage), ("ep", place if config.parallel_config.enable_expert_parallel else 0))
+    return (
+        ("tp", place),
+        ("pp", stage),
+        ("ep", place if config.parallel_config.enable_expert_parallel else 0),
+    )
 
 
 @dataclass(frozen=True)
@@ -120,14 +160,17 @@ class _Layers:
     """The checkpoint's tensors by decoder layer: for each layer its tensors sorted by suffix."""
 
     count: int
-    members: dict[int, np.ndarray]  # layer -> indices into the tensors, sorted by suffix
+    # layer -> indices into the tensors, sorted by suffix
+    members: dict[int, np.ndarray]
     kinds: dict[int, int]  # layer -> number of its kind: same suffixes, shapes, dtypes
     layer: np.ndarray  # tensor -> layer, -1 for none
 
     @classmethod
     def of(cls, tensors: Sequence[CheckpointTensor], count: int) -> _Layers | None:
         """None if the names do not form one list of `count` layers."""
-        found: dict[str, dict[int, list[tuple[str, int]]]] = defaultdict(lambda: defaultdict(list))
+        found: dict[str, dict[int, list[tuple[str, int]]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
         for i, t in enumerate(tensors):
             if match := _LAYER.match(t.name):
                 found[match[1]][int(match[2])].append((match[3], i))
@@ -136,9 +179,12 @@ class _Layers:
         (layers,) = found.values()
         if not all(i in layers for i in range(count)):
             return None
-        members, kinds, known = {}, {}, {}
+        members = {}
+        kinds = {}
+        known = {}
         layer = np.full(len(tensors), -1, np.int64)
-        for number in range(count):  # later ones are not decoder layers (DeepSeek's MTP module)
+        # later ones are not decoder layers (DeepSeek's MTP module)
+        for number in range(count):
             suffixes = sorted(layers[number])
             members[number] = np.array([i for _, i in suffixes], np.int64)
             layer[members[number]] = number
@@ -158,10 +204,17 @@ class _Layers:
 
 
 def _from_pattern(
-    config: Any, tensors: tuple[CheckpointTensor, ...], layers: _Layers, tp: int, pp: int, rank: int, times: int
+    config: Any,
+    tensors: tuple[CheckpointTensor, ...],
+    layers: _Layers,
+    tp: int,
+    pp: int,
+    rank: int,
+    times: int,
 ) -> RankLayout | None:
     """The layout of a rank from a few of its layers; None if that saves nothing or no pattern holds."""
-    stage, coords = rank // tp, coords_of(tp, rank, config)
+    stage = rank // tp
+    coords = coords_of(tp, rank, config)
     start, end = _meta_model.stage_layers(layers.count, stage, pp)
     count = layers.layers_needed(start, end, times)
     if count >= end - start:
@@ -170,14 +223,20 @@ def _from_pattern(
         model = build_rank(config, tp, pp, rank)
     if _built(model) != set(range(start, start + count)):
         return None  # the model does not use vLLM's make_layers
-    in_stage = (layers.layer < 0) | ((layers.layer >= start) & (layers.layer < start + count))
+    in_stage = (layers.layer < 0) | (
+        (layers.layer >= start) & (layers.layer < start + count)
+    )
     chosen = np.flatnonzero(in_stage)
     short = _loaded(config, model, [tensors[i] for i in chosen], rank, coords)
     return _expanded(short, tensors, chosen, layers, range(start, end), count)
 
 
 def _loaded(
-    config: Any, model: torch.nn.Module, tensors: Sequence[CheckpointTensor], rank: int, coords: Any
+    config: Any,
+    model: torch.nn.Module,
+    tensors: Sequence[CheckpointTensor],
+    rank: int,
+    coords: Any,
 ) -> RankLayout:
     with _meta_model.config_in_force(config):
         if config.quant_config is not None:
@@ -186,7 +245,9 @@ def _loaded(
 
 
 def _built(model: torch.nn.Module) -> set[int]:
-    return {int(m[2]) for name, _ in model.named_parameters() if (m := _LAYER.match(name))}
+    return {
+        int(m[2]) for name, _ in model.named_parameters() if (m := _LAYER.match(name))
+    }
 
 
 def _expanded(
@@ -198,8 +259,15 @@ def _expanded(
     count: int,
 ) -> RankLayout | None:
     """The layout of all of a stage's layers from that of its first `count`; None if the pattern does not hold."""
-    scales = {p.name: p for p in short.parameters if p.name in {f.scale for f in short.formats}}  # no row fills one
-    short = replace(short, parameters=tuple(p for p in short.parameters if p.name not in scales))
+    # no row fills one
+    scales = {
+        p.name: p
+        for p in short.parameters
+        if p.name in {f.scale for f in short.formats}
+    }
+    short = replace(
+        short, parameters=tuple(p for p in short.parameters if p.name not in scales)
+    )
     patterns = _patterns(short, chosen, layers, range(stage.start, stage.start + count))
     if patterns is None:
         return None
@@ -241,7 +309,11 @@ def _expanded(
         staged=again.parameters(short.staged, at),
         opaque=opaque,
         formats=tuple(f for f, _ in formats),
-        unused=tuple(tensors[i].name for i in np.flatnonzero(~filled) if tensors[i].name not in names),
+        unused=tuple(
+            tensors[i].name
+            for i in np.flatnonzero(~filled)
+            if tensors[i].name not in names
+        ),
         **{name: table[name] for name in plain},
     )
 
@@ -258,7 +330,12 @@ class _NamePattern:
 
     def matches(self, other: _NamePattern, layout: RankLayout) -> bool:
         """Whether renumbering this layer gives the other."""
-        same = [np.array_equal(getattr(layout, c)[self.rows], getattr(layout, c)[other.rows]) for c in _COMPARED]
+        same = [
+            np.array_equal(
+                getattr(layout, c)[self.rows], getattr(layout, c)[other.rows]
+            )
+            for c in _COMPARED
+        ]
         names = [_renumbered(p.name, other.layer) for p in self.parameters]
         return (
             all(same)
@@ -278,9 +355,15 @@ def _renumbered(name: str, layer: int) -> str:
     return f"{match[1]}{layer}.{match[3]}" if match else name
 
 
-def _patterns(short: RankLayout, chosen: np.ndarray, layers: _Layers, built: range) -> dict[int, _NamePattern] | None:
-    owner = np.array([int(m[2]) if (m := _LAYER.match(p.name)) else -1 for p in short.parameters], np.int64)
-    of_tensor, of_parameter = layers.layer[chosen[short.tensor]], owner[short.parameter]
+def _patterns(
+    short: RankLayout, chosen: np.ndarray, layers: _Layers, built: range
+) -> dict[int, _NamePattern] | None:
+    owner = np.array(
+        [int(m[2]) if (m := _LAYER.match(p.name)) else -1 for p in short.parameters],
+        np.int64,
+    )
+    of_tensor = layers.layer[chosen[short.tensor]]
+    of_parameter = owner[short.parameter]
     if not np.array_equal(of_tensor, of_parameter):
         return None  # a tensor of one layer is loaded into another, or outside
     found: dict[int, _NamePattern] = {}
@@ -289,7 +372,9 @@ def _patterns(short: RankLayout, chosen: np.ndarray, layers: _Layers, built: ran
         place = np.full(len(layers.layer), -1, np.int64)
         place[layers.members[number]] = np.arange(len(layers.members[number]))
         slots = np.flatnonzero(owner == number)
-        if len(slots) and not np.array_equal(slots, np.arange(slots[0], slots[0] + len(slots))):
+        if len(slots) and not np.array_equal(
+            slots, np.arange(slots[0], slots[0] + len(slots))
+        ):
             return None
         pattern = _NamePattern(
             number,
@@ -299,7 +384,9 @@ def _patterns(short: RankLayout, chosen: np.ndarray, layers: _Layers, built: ran
             tuple(short.parameters[i] for i in slots),
         )
         before = found.setdefault(layers.kinds[number], pattern)
-        if not before.matches(pattern, short) or _notes(short, before.layer) != _notes(short, number):
+        if not before.matches(pattern, short) or _notes(short, before.layer) != _notes(
+            short, number
+        ):
             return None
     return found
 
@@ -319,7 +406,11 @@ def _notes(layout: RankLayout, layer: int) -> list[Any]:
 
 
 def _parameters(
-    short: RankLayout, stage: range, count: int, layers: _Layers, patterns: dict[int, _NamePattern]
+    short: RankLayout,
+    stage: range,
+    count: int,
+    layers: _Layers,
+    patterns: dict[int, _NamePattern],
 ) -> tuple[list[Parameter], dict[int, int]]:
     """All parameters in the order vLLM would list them, and where each layer's start."""
     out: list[Parameter] = []
@@ -331,19 +422,29 @@ def _parameters(
         elif not first:
             for number in stage:
                 first[number] = len(out)
-                out += [replace(q, name=_renumbered(q.name, number)) for q in patterns[layers.kinds[number]].parameters]
+                out += [
+                    replace(q, name=_renumbered(q.name, number))
+                    for q in patterns[layers.kinds[number]].parameters
+                ]
     return out, first
 
 
 def _of_layer(f: Format, layer: int) -> Format:
-    return replace(f, parameter=_renumbered(f.parameter, layer), scale=_renumbered(f.scale, layer))
+    return replace(
+        f, parameter=_renumbered(f.parameter, layer), scale=_renumbered(f.scale, layer)
+    )
 
 
 class _Renamed:
     """Notes and formats of the traced layers, repeated for the layers of their kind."""
 
-    def __init__(self, stage: range, layers: _Layers, patterns: dict[int, _NamePattern]) -> None:
-        self.alike = {p.layer: [n for n in stage if layers.kinds[n] == kind] for kind, p in patterns.items()}
+    def __init__(
+        self, stage: range, layers: _Layers, patterns: dict[int, _NamePattern]
+    ) -> None:
+        self.alike = {
+            p.layer: [n for n in stage if layers.kinds[n] == kind]
+            for kind, p in patterns.items()
+        }
 
     def _repeat(self, notes: tuple[Note, ...]) -> list[Note]:
         out = []
@@ -353,12 +454,18 @@ class _Renamed:
                 out.append(note)
             else:
                 out += [
-                    replace(note, name=_renumbered(note.name, n), reason=_reason(note, match, n))
+                    replace(
+                        note,
+                        name=_renumbered(note.name, n),
+                        reason=_reason(note, match, n),
+                    )
                     for n in self.alike.get(int(match[2]), ())
                 ]
         return out
 
-    def formats(self, formats: tuple[Format, ...], at: Mapping[str, int]) -> list[tuple[Format, Format]]:
+    def formats(
+        self, formats: tuple[Format, ...], at: Mapping[str, int]
+    ) -> list[tuple[Format, Format]]:
         """Every layer's formats in the order of parameters, each with the one that it repeats."""
         out = []
         for f in formats:
@@ -367,11 +474,17 @@ class _Renamed:
             out += [(_of_layer(f, n), f) for n in alike] if match else [(f, f)]
         return sorted(out, key=lambda pair: at[pair[0].parameter])
 
-    def parameters(self, notes: tuple[Note, ...], at: Mapping[str, int]) -> tuple[Note, ...]:
+    def parameters(
+        self, notes: tuple[Note, ...], at: Mapping[str, int]
+    ) -> tuple[Note, ...]:
         return tuple(sorted(self._repeat(notes), key=lambda n: at[n.name]))
 
     def tensors(
-        self, notes: tuple[Note, ...], tensors: tuple[CheckpointTensor, ...], chosen: np.ndarray, short: RankLayout
+        self,
+        notes: tuple[Note, ...],
+        tensors: tuple[CheckpointTensor, ...],
+        chosen: np.ndarray,
+        short: RankLayout,
     ) -> tuple[Note, ...]:
         if not notes:
             return ()

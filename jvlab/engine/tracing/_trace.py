@@ -15,10 +15,25 @@ import torch
 from jvlab._errors import TraceError
 from jvlab.engine.tracing import _vllm_model
 from jvlab.engine.tracing._vllm_model import bare_model
-from jvlab.engine.tracing._write_recorder import Recorder, Row, Target, ValueRead, covered, joined, runs
+from jvlab.engine.tracing._write_recorder import (
+    Recorder,
+    Row,
+    Target,
+    ValueRead,
+    covered,
+    joined,
+    runs,
+)
 from jvlab.layout._layout_codec import layout_to_plain
 from jvlab.layout._plan_types import FP8_MAX
-from jvlab.layout._types import RELOADED, CheckpointTensor, Format, Note, Parameter, RankLayout
+from jvlab.layout._types import (
+    RELOADED,
+    CheckpointTensor,
+    Format,
+    Note,
+    Parameter,
+    RankLayout,
+)
 
 # Finds how vLLM's online quantisation holds each layer: its own post-load step runs once, on known values.
 #     known values ──vLLM's process_weights_after_loading, on a stand-in──▶ kernel tensors  =?  format(known values)
@@ -26,9 +41,14 @@ from jvlab.layout._types import RELOADED, CheckpointTensor, Format, Note, Parame
 # A layer has a format only if every byte of every kernel tensor is what the format says; else it is named, and goes
 # through vLLM's own reload (`engine/worker/_reload.py`). The live layer is not changed. Checked against vLLM 0.32.0.
 
-PATTERN = 65521  # known values repeat after so many elements, a prime: no row of a matrix equals its neighbour
+# known values repeat after so many elements, a prime: no row of a matrix equals its neighbour
+PATTERN = 65521
 _TABLES = {"_parameters", "_buffers", "_modules"}
-_MOE_SCALES = {f"{w}_weight_scale{end}": f"w{k}_scale" for k, w in ((1, "w13"), (2, "w2")) for end in ("", "_inv")}
+_MOE_SCALES = {
+    f"{w}_weight_scale{end}": f"w{k}_scale"
+    for k, w in ((1, "w13"), (2, "w2"))
+    for end in ("", "_inv")
+}
 _DONE = "_already_called_process_weights_after_loading"
 
 
@@ -37,11 +57,17 @@ class Formats:
     """The formats of a model's quantised layers."""
 
     found: list[Format] = field(default_factory=list)
-    kernel: dict[str, Parameter] = field(default_factory=dict)  # as the engine holds them, scales included
-    strides: dict[tuple[torch.nn.Module, str], tuple[int, ...]] = field(default_factory=dict)  # of loaded elements
+    # as the engine holds them, scales included
+    kernel: dict[str, Parameter] = field(default_factory=dict)
+    # of loaded elements
+    strides: dict[tuple[torch.nn.Module, str], tuple[int, ...]] = field(
+        default_factory=dict
+    )
     padding: list[Note] = field(default_factory=list)
-    others: set[str] = field(default_factory=set)  # of the same layers, held as loaded: biases
-    refused: dict[str, str] = field(default_factory=dict)  # layers without a format, and why
+    # of the same layers, held as loaded: biases
+    others: set[str] = field(default_factory=set)
+    # layers without a format, and why
+    refused: dict[str, str] = field(default_factory=dict)
 
     def add(self, other: Formats) -> None:
         """Take in the formats of one more layer."""
@@ -61,7 +87,8 @@ def find_formats(model: torch.nn.Module) -> Formats:
 
     On meta there are no values to compare: shapes and strides are vLLM's, the arithmetic is taken for known.
     """
-    out, device = Formats(), None
+    out = Formats()
+    device = None
     for prefix, layer in model.named_modules():
         blocks = _vllm_model.block_method(layer) is not None
         if _vllm_model.online_method(layer) is None and not blocks:
@@ -73,9 +100,15 @@ def find_formats(model: torch.nn.Module) -> Formats:
             continue
         device = held[0].device
         try:
-            out.add(_as_loaded(prefix, layer) if blocks else _formats(prefix, layer, repacked, added))
+            out.add(
+                _as_loaded(prefix, layer)
+                if blocks
+                else _formats(prefix, layer, repacked, added)
+            )
         except _NoFormat as why:
-            out.refused[prefix] = f"jvlab has no format for what {type(layer.quant_method).__name__} makes of it: {why}"
+            out.refused[prefix] = (
+                f"jvlab has no format for what {type(layer.quant_method).__name__} makes of it: {why}"
+            )
             if device.type == "meta":
                 raise TraceError(
                     f"{prefix}: {out.refused[prefix]}",
@@ -95,41 +128,74 @@ def find_formats(model: torch.nn.Module) -> Formats:
 
 def _formats(prefix: str, layer: Any, repacked: list[str], added: list[str]) -> Formats:
     """The formats of one layer."""
-    out, built = Formats(), _vllm_model.as_built(layer)
+    out = Formats()
+    built = _vllm_model.as_built(layer)
     if gone := [n for n in repacked if layer._parameters.get(n) is None]:
         raise _NoFormat(f"it removes {', '.join(gone)}")
     place, size = _vllm_model.ranks_sharing(layer)
     devices = {n: layer._parameters[n].device for n in repacked}
     on_meta = any(device.type == "meta" for device in devices.values())
-    known = {n: known_values(tuple(built[n].shape), built[n].dtype, devices[n], place) for n in repacked}
-    made = {n: layer._parameters[n] for n in (*repacked, *added)} if on_meta else _processed(layer, known)
+    known = {
+        n: known_values(tuple(built[n].shape), built[n].dtype, devices[n], place)
+        for n in repacked
+    }
+    made = (
+        {n: layer._parameters[n] for n in (*repacked, *added)}
+        if on_meta
+        else _processed(layer, known)
+    )
     pairs = {n: f"{n}_scale" for n in repacked}
     if why := _unlike(layer, made, set(pairs.values()), set(added)):
         raise _NoFormat(why)
-    out.others |= {f"{prefix}.{n}" for n in layer._parameters if n not in known and n not in added}
+    out.others |= {
+        f"{prefix}.{n}" for n in layer._parameters if n not in known and n not in added
+    }
     for name, scale in pairs.items():
         view, how = _placed(layer._parameters[name], tuple(built[name].shape))
-        values, scales = made[name], made[scale]
+        values = made[name]
+        scales = made[scale]
         if view is None:
-            raise _NoFormat(f"{name} {tuple(built[name].shape)} became {_form(layer._parameters[name])}")
+            raise _NoFormat(
+                f"{name} {tuple(built[name].shape)} became {_form(layer._parameters[name])}"
+            )
         blocks = scales.numel()
-        if blocks not in (1, built[name].shape[0]) or (blocks > 1 and built[name].dim() < 3):
+        if blocks not in (1, built[name].shape[0]) or (
+            blocks > 1 and built[name].dim() < 3
+        ):
             raise _NoFormat(f"{name} has {blocks} scales")
         got = torch.as_strided(values, built[name].shape, view, values.storage_offset())
-        if not on_meta and not _equal(known[name], got, scales, blocks, 2 ** (size - 1 - place)):
-            raise _NoFormat(f"its {name} is not max|w| / {FP8_MAX:g}, one scale over {_over(blocks)}")
+        if not on_meta and not _equal(
+            known[name], got, scales, blocks, 2 ** (size - 1 - place)
+        ):
+            raise _NoFormat(
+                f"its {name} is not max|w| / {FP8_MAX:g}, one scale over {_over(blocks)}"
+            )
         live = layer._parameters[name]
         full = [f"{prefix}.{n}" if prefix else n for n in (name, scale)]
         block = (live.untyped_storage().nbytes() - live.storage_offset()) // blocks
         text = f"fp8, one scale per {_over(blocks)}{how}"
-        out.found.append(Format(full[0], full[1], str(built[name].dtype).removeprefix("torch."), block, text))
+        out.found.append(
+            Format(
+                full[0],
+                full[1],
+                str(built[name].dtype).removeprefix("torch."),
+                block,
+                text,
+            )
+        )
         for one, tensor in zip(full, (live, layer._parameters[scale]), strict=True):
             dtype = str(tensor.dtype).removeprefix("torch.")
-            out.kernel[one] = Parameter(one, tuple(tensor.shape), dtype, tuple(tensor.stride()))
+            out.kernel[one] = Parameter(
+                one, tuple(tensor.shape), dtype, tuple(tensor.stride())
+            )
         out.strides[layer, name] = view
         if extra := live.numel() - built[name].numel():
-            out.padding.append(Note(full[0], "zeros that the kernel's tiles need", extra, "constant"))
-        out.padding.append(Note(full[1], f"computed from {full[0]} ({text})", blocks, "scale"))
+            out.padding.append(
+                Note(full[0], "zeros that the kernel's tiles need", extra, "constant")
+            )
+        out.padding.append(
+            Note(full[1], f"computed from {full[0]} ({text})", blocks, "scale")
+        )
     return out
 
 
@@ -143,17 +209,27 @@ def _as_loaded(prefix: str, layer: Any) -> Formats:
     known = {}
     for name in _vllm_model.loaded_names(layer):
         t = built[name]
-        wide = known_values(tuple(t.shape) if t.dim() > 1 else (1, *t.shape), torch.float32, device).view(t.shape)
-        known[name] = (wide * 64 if t.element_size() == 1 else wide.abs() + 0.01).to(t.dtype)
+        wide = known_values(
+            tuple(t.shape) if t.dim() > 1 else (1, *t.shape), torch.float32, device
+        ).view(t.shape)
+        known[name] = (wide * 64 if t.element_size() == 1 else wide.abs() + 0.01).to(
+            t.dtype
+        )
     made = _processed(layer, {n: t.clone() for n, t in known.items()})
     if why := _unlike(layer, made, set(), set(_vllm_model.changed_later(layer)[1])):
         raise _NoFormat(why)
     for name, tensor in known.items():
         held = made.get(name)
         if held is None or _form(held) != _form(tensor):
-            raise _NoFormat(f"{name} {_form(tensor)} became {'nothing' if held is None else _form(held)}")
-        if not torch.equal(held.contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)):
-            raise _NoFormat(f"it changes values of {name} (a kernel of DeepGEMM makes scales powers of two)")
+            raise _NoFormat(
+                f"{name} {_form(tensor)} became {'nothing' if held is None else _form(held)}"
+            )
+        if not torch.equal(
+            held.contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)
+        ):
+            raise _NoFormat(
+                f"it changes values of {name} (a kernel of DeepGEMM makes scales powers of two)"
+            )
     return Formats(others={f"{prefix}.{n}" for n in known})
 
 
@@ -165,7 +241,9 @@ def _form(t: torch.Tensor) -> str:
     return f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} strides {tuple(t.stride())}"
 
 
-def _unlike(layer: Any, made: dict[str, torch.Tensor], scales: set[str], added: set[str]) -> str:
+def _unlike(
+    layer: Any, made: dict[str, torch.Tensor], scales: set[str], added: set[str]
+) -> str:
     """Why the kernel's tensors are not weights with a scale tensor each, held alike in the live layer; '' if so."""
     if added != scales:
         return f"it adds {', '.join(sorted(added)) or 'no scales'}"
@@ -176,24 +254,38 @@ def _unlike(layer: Any, made: dict[str, torch.Tensor], scales: set[str], added: 
     kernel = getattr(layer.quant_method, "moe_quant_config", None)
     for name, of in _MOE_SCALES.items():
         held = getattr(kernel, of, None)
-        if name in made and (held is None or held.data_ptr() != layer._parameters[name].data_ptr()):
+        if name in made and (
+            held is None or held.data_ptr() != layer._parameters[name].data_ptr()
+        ):
             return f"its kernel computes with a copy of {name}"
     return ""
 
 
-def _placed(live: torch.Tensor, shape: tuple[int, ...]) -> tuple[tuple[int, ...] | None, str]:
+def _placed(
+    live: torch.Tensor, shape: tuple[int, ...]
+) -> tuple[tuple[int, ...] | None, str]:
     """Strides of the loader's elements in the kernel's storage, and how that differs from the loader's, in words."""
-    if str(live.dtype) != "torch.float8_e4m3fn" or live.storage_offset() or live.element_size() != 1:
+    if (
+        str(live.dtype) != "torch.float8_e4m3fn"
+        or live.storage_offset()
+        or live.element_size() != 1
+    ):
         return None, ""
     if tuple(live.shape) == shape and live.is_contiguous():
         return tuple(live.stride()), ""
-    if live.dim() == 2 and live.t().is_contiguous() and all(a >= b for a, b in zip(live.t().shape, shape, strict=True)):
+    if (
+        live.dim() == 2
+        and live.t().is_contiguous()
+        and all(a >= b for a, b in zip(live.t().shape, shape, strict=True))
+    ):
         padded = "" if tuple(live.t().shape) == shape else ", padded with zeros"
         return tuple(live.t().stride()), f", transposed{padded}"
     return None, ""
 
 
-def known_values(shape: tuple[int, ...], dtype: torch.dtype, device: Any, place: int = 0) -> torch.Tensor:
+def known_values(
+    shape: tuple[int, ...], dtype: torch.dtype, device: Any, place: int = 0
+) -> torch.Tensor:
     """Values whose largest differs from row to row, from expert to expert and, by powers of two, from rank to rank."""
     count = 1
     for n in shape:
@@ -202,7 +294,8 @@ def known_values(shape: tuple[int, ...], dtype: torch.dtype, device: Any, place:
     base = (((pattern * 7919 + 13) % 2003 - 1001).float() / 40000).to(dtype)
     out = base.repeat(-(-count // PATTERN))[:count].view(shape)
     rows = torch.arange(shape[-2], device=device) * 3 // shape[-2] + 1
-    out *= rows[:, None].to(dtype)  # thirds: q, k, v or gate, up have maxima of their own
+    # thirds: q, k, v or gate, up have maxima of their own
+    out *= rows[:, None].to(dtype)
     if len(shape) > 2:
         first = torch.arange(shape[0], device=device) % 5 + 1
         out *= first.view(-1, *(1 for _ in shape[1:])).to(dtype)
@@ -221,24 +314,41 @@ def _processed(layer: Any, known: dict[str, torch.Tensor]) -> dict[str, torch.Te
     for name, tensor in known.items():
         stand_in._parameters[name] = torch.nn.Parameter(tensor, requires_grad=False)
     method = copy.copy(layer.quant_method)
-    for table in _TABLES & method.__dict__.keys():  # a method may be a module; its copy must not write the original's
+    # a method may be a module; its copy must not write the original's
+    for table in _TABLES & method.__dict__.keys():
         method.__dict__[table] = dict(method.__dict__[table])
     if "fp8_linear" in method.__dict__:
         method.fp8_linear = copy.copy(method.fp8_linear)
-    table = stand_in._modules if "quant_method" in stand_in._modules else stand_in.__dict__
+    table = (
+        stand_in._modules if "quant_method" in stand_in._modules else stand_in.__dict__
+    )
     table["quant_method"] = method
     with torch.no_grad():
         method.process_weights_after_loading(stand_in)
-    return {n: stand_in._parameters[n].data for n in (*known, *added) if stand_in._parameters.get(n) is not None}
+    return {
+        n: stand_in._parameters[n].data
+        for n in (*known, *added)
+        if stand_in._parameters.get(n) is not None
+    }
 
 
 def quantise(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """What vLLM's kernel makes of values and a scale: multiplied by the rounded reciprocal; NaN is the largest."""
     scaled = values.float() * (torch.ones_like(scale) / scale)
-    return torch.nan_to_num(scaled, nan=FP8_MAX).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return (
+        torch.nan_to_num(scaled, nan=FP8_MAX)
+        .clamp(-FP8_MAX, FP8_MAX)
+        .to(torch.float8_e4m3fn)
+    )
 
 
-def _equal(known: torch.Tensor, got: torch.Tensor, scales: torch.Tensor, blocks: int, others: int) -> bool:
+def _equal(
+    known: torch.Tensor,
+    got: torch.Tensor,
+    scales: torch.Tensor,
+    blocks: int,
+    others: int,
+) -> bool:
     """Whether every block holds what the format says; `others`: how much larger the last rank's known values are."""
     limit = torch.tensor(FP8_MAX, device=known.device, dtype=torch.float32)
     if scales.dtype != torch.float32 or not scales.is_contiguous():
@@ -248,7 +358,9 @@ def _equal(known: torch.Tensor, got: torch.Tensor, scales: torch.Tensor, blocks:
         scale = part.abs().max().float() * others / limit
         if scale.item() != scales.reshape(-1)[k].item():
             return False
-        if not torch.equal(quantise(part, scale).view(torch.uint8), held.contiguous().view(torch.uint8)):
+        if not torch.equal(
+            quantise(part, scale).view(torch.uint8), held.contiguous().view(torch.uint8)
+        ):
             return False
     return True
 
@@ -259,7 +371,10 @@ Coords = Sequence[tuple[str, int]]
 
 
 def trace_model(
-    model: torch.nn.Module, tensors: Sequence[CheckpointTensor], rank: int = 0, coords: Coords = (("tp", 0),)
+    model: torch.nn.Module,
+    tensors: Sequence[CheckpointTensor],
+    rank: int = 0,
+    coords: Coords = (("tp", 0),),
 ) -> RankLayout:
     """Where this model's own loader puts every element of `tensors` on this rank. Leaves the model as it was.
 
@@ -267,33 +382,52 @@ def trace_model(
     loader writes, and listed in `staged` with the reason.
     """
     if len({t.name for t in tensors}) != len(tensors):
-        twice = sorted({t.name for t in tensors if sum(o.name == t.name for o in tensors) > 1})
+        twice = sorted(
+            {t.name for t in tensors if sum(o.name == t.name for o in tensors) > 1}
+        )
         raise TraceError(
-            f"checkpoint tensors listed twice: {', '.join(twice[:5])}", remedy="list each name once", tensors=twice
+            f"checkpoint tensors listed twice: {', '.join(twice[:5])}",
+            remedy="list each name once",
+            tensors=twice,
         )
     formats = find_formats(model)
     staged = _staged(model, formats)
     opaque: dict[str, str] = {}
     with _vllm_model.loader_format(model, formats.strides):
         targets = _targets(model)
-        while True:  # retry without tensors whose *values* the loader reads: meta tensors have none
+        # retry without tensors whose *values* the loader reads: meta tensors have none
+        while True:
             fed = [t for t in tensors if t.name not in opaque]
             try:
                 recorder = _run(model, fed, targets)
                 break
             except ValueRead as read:
-                opaque |= {n: f"the loader reads its values ({read.operation})" for n in read.names if n not in opaque}
-    return _with_formats(_layout(recorder, tensors, rank, coords, opaque, staged), formats)
+                opaque |= {
+                    n: f"the loader reads its values ({read.operation})"
+                    for n in read.names
+                    if n not in opaque
+                }
+    return _with_formats(
+        _layout(recorder, tensors, rank, coords, opaque, staged), formats
+    )
 
 
 def _staged(model: torch.nn.Module, formats: Formats) -> dict[str, tuple[str, str]]:
     """Parameters whose memory the engine does not compute with: full name -> why, kind. Empty for a model on meta."""
     found: dict[str, tuple[str, str]] = {}
     for item in _vllm_model.staged_layers(model):
-        if item.parameter not in formats.kernel and item.parameter not in formats.others:
+        if (
+            item.parameter not in formats.kernel
+            and item.parameter not in formats.others
+        ):
             why = formats.refused.get(item.parameter.rpartition(".")[0], item.why)
-            reloaded = f"{why}; each sync runs vLLM's own reload of this layer", RELOADED
-            found.setdefault(item.parameter, reloaded if item.kind == "reloaded" else (why, ""))
+            reloaded = (
+                f"{why}; each sync runs vLLM's own reload of this layer",
+                RELOADED,
+            )
+            found.setdefault(
+                item.parameter, reloaded if item.kind == "reloaded" else (why, "")
+            )
     return found
 
 
@@ -313,7 +447,10 @@ def _with_formats(layout: RankLayout, formats: Formats) -> RankLayout:
 
 def trace_worker(worker: Any, tensors: Sequence[Sequence[Any]]) -> dict[str, Any]:
     """`trace_model` inside a vLLM worker: [name, shape, dtype] lists in, `layout_to_plain` values out."""
-    wanted = [CheckpointTensor(str(n), tuple(int(i) for i in shape), str(dtype)) for n, shape, dtype in tensors]
+    wanted = [
+        CheckpointTensor(str(n), tuple(int(i) for i in shape), str(dtype))
+        for n, shape, dtype in tensors
+    ]
     model = bare_model(_vllm_model.worker_model(worker))
     with _vllm_model.current_config(worker):
         rank, coords = _vllm_model.coordinates()
@@ -328,7 +465,10 @@ def parameter_aliases(model: torch.nn.Module) -> list[tuple[str, str]]:
     pairs = []
     for name, p in model.named_parameters(remove_duplicate=False):
         if p.numel():
-            canonical = first.setdefault((p.untyped_storage()._cdata, int(p.storage_offset()), tuple(p.shape)), name)
+            canonical = first.setdefault(
+                (p.untyped_storage()._cdata, int(p.storage_offset()), tuple(p.shape)),
+                name,
+            )
             if canonical != name:
                 pairs.append((name, canonical))
     return pairs
@@ -337,11 +477,33 @@ def parameter_aliases(model: torch.nn.Module) -> list[tuple[str, str]]:
 def model_digest(model: torch.nn.Module) -> str:
     """A digest of every parameter and buffer: names, shapes, strides, dtypes, and values where they are not on meta."""
     state = hashlib.sha256()
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
     for name, t in named:
-        state.update(repr((name, type(t).__name__, tuple(t.shape), t.stride(), t.dtype, t.device.type)).encode())
+        state.update(
+            repr(
+                (
+                    name,
+                    type(t).__name__,
+                    tuple(t.shape),
+                    t.stride(),
+                    t.dtype,
+                    t.device.type,
+                )
+            ).encode()
+        )
         if not t.is_meta:
-            state.update(t.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
+            state.update(
+                t.detach()
+                .contiguous()
+                .reshape(-1)
+                .view(torch.uint8)
+                .cpu()
+                .numpy()
+                .tobytes()
+            )
     return state.hexdigest()
 
 
@@ -363,8 +525,12 @@ def torch_dtype(name: str, tensor: str) -> torch.dtype:
 
 
 def _targets(model: torch.nn.Module) -> list[Target]:
-    targets, seen = [], set()
-    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+    targets = []
+    seen = set()
+    for kind, named in (
+        ("parameter", model.named_parameters()),
+        ("buffer", model.named_buffers()),
+    ):
         for name, t in named:
             if isinstance(t, torch.nn.parameter.UninitializedParameter):
                 raise TraceError(
@@ -372,15 +538,25 @@ def _targets(model: torch.nn.Module) -> list[Target]:
                     remedy="this quantisation cannot be traced; launch the engine without it",
                     parameter=name,
                 )
-            key = (t.untyped_storage()._cdata, t.storage_offset(), tuple(t.shape), t.stride())
+            key = (
+                t.untyped_storage()._cdata,
+                t.storage_offset(),
+                tuple(t.shape),
+                t.stride(),
+            )
             if t.numel() and key not in seen:
                 seen.add(key)
                 targets.append(Target(len(targets), name, kind == "buffer", t))
     return targets
 
 
-def _run(model: torch.nn.Module, tensors: Sequence[CheckpointTensor], targets: list[Target]) -> Recorder:
-    sources = [torch.empty(t.shape, dtype=torch_dtype(t.dtype, t.name), device="meta") for t in tensors]
+def _run(
+    model: torch.nn.Module, tensors: Sequence[CheckpointTensor], targets: list[Target]
+) -> Recorder:
+    sources = [
+        torch.empty(t.shape, dtype=torch_dtype(t.dtype, t.name), device="meta")
+        for t in tensors
+    ]
     recorder = Recorder([t.name for t in tensors], sources, targets)
     last: list[CheckpointTensor] = []
 
@@ -396,7 +572,8 @@ def _run(model: torch.nn.Module, tensors: Sequence[CheckpointTensor], targets: l
             recorder.adopt(model.named_parameters())
     except (ValueRead, TraceError):
         raise
-    except Exception as error:  # vLLM's loaders raise anything; report the tensor that they refused
+    # vLLM's loaders raise anything; report the tensor that they refused
+    except Exception as error:
         at = f"{last[0].name} {last[0].shape}" if last else "the first tensor"
         raise TraceError(
             f"vLLM's loader of {type(model).__name__} refused checkpoint tensor {at}: {type(error).__name__}: {error}",
@@ -421,10 +598,13 @@ def _layout(
     for target, reason in recorder.computed.items():
         for name in {recorder.names[r.source] for r in rows if r.target == target}:
             opaque.setdefault(name, reason)
-    for r in recorder.rows:  # opaque tensors are opaque as a whole, their plain copies included
+    # opaque tensors are opaque as a whole, their plain copies included
+    for r in recorder.rows:
         if recorder.names[r.source] in opaque:
             place = runs(r.dst_offset, r.shape, r.dst_strides)
-            recorder.opaque_writes.setdefault(r.target, []).append(({recorder.names[r.source]}, place))
+            recorder.opaque_writes.setdefault(r.target, []).append(
+                ({recorder.names[r.source]}, place)
+            )
     rows = joined(r for r in rows if recorder.names[r.source] not in opaque)
     rows.sort(key=lambda r: r.source)  # independent of the loader's order
     filled = {r.target for r in rows}
@@ -435,13 +615,17 @@ def _layout(
     width = max((len(r.shape) for r in rows), default=1)
 
     def padded(values: list[tuple[int, ...]], fill: int) -> np.ndarray:
-        return np.array([(*v, *(fill,) * (width - len(v))) for v in values], np.int64).reshape(len(rows), width)
+        return np.array(
+            [(*v, *(fill,) * (width - len(v))) for v in values], np.int64
+        ).reshape(len(rows), width)
 
     return RankLayout(
         rank=rank,
         coords=tuple((str(axis), int(at)) for axis, at in coords),
         tensors=tuple(tensors),
-        parameters=tuple(Parameter(t.name, t.shape, dtype_name(t.dtype), t.strides) for t in kept),
+        parameters=tuple(
+            Parameter(t.name, t.shape, dtype_name(t.dtype), t.strides) for t in kept
+        ),
         tensor=np.array([index[recorder.names[r.source]] for r in rows], np.int32),
         parameter=np.array([place[r.target] for r in rows], np.int32),
         shape=padded([r.shape for r in rows], 1),
@@ -450,9 +634,17 @@ def _layout(
         dst_offset=np.array([r.dst_offset for r in rows], np.int64),
         dst_strides=padded([r.dst_strides for r in rows], 0),
         padding=_padding(recorder, kept, rows, opaque),
-        opaque=tuple(Note(t.name, opaque[t.name], int(np.prod(t.shape))) for t in tensors if t.name in opaque),
-        staged=tuple(_staged_note(t, *staged[t.name]) for t in kept if t.name in staged),
-        unused=tuple(t.name for t in tensors if t.name not in used and t.name not in opaque),
+        opaque=tuple(
+            Note(t.name, opaque[t.name], int(np.prod(t.shape)))
+            for t in tensors
+            if t.name in opaque
+        ),
+        staged=tuple(
+            _staged_note(t, *staged[t.name]) for t in kept if t.name in staged
+        ),
+        unused=tuple(
+            t.name for t in tensors if t.name not in used and t.name not in opaque
+        ),
     )
 
 
@@ -479,11 +671,16 @@ def _last_writes(recorder: Recorder, opaque: dict[str, str]) -> list[Row]:
                 dropped.add(id(r))
             else:
                 name = recorder.targets[target].name
-                opaque.setdefault(recorder.names[r.source], f"part of it is overwritten by a later copy into {name}")
+                opaque.setdefault(
+                    recorder.names[r.source],
+                    f"part of it is overwritten by a later copy into {name}",
+                )
     return [r for r in recorder.rows if id(r) not in dropped]
 
 
-def _padding(recorder: Recorder, kept: list[Target], rows: list[Row], opaque: dict[str, str]) -> tuple[Note, ...]:
+def _padding(
+    recorder: Recorder, kept: list[Target], rows: list[Row], opaque: dict[str, str]
+) -> tuple[Note, ...]:
     """Elements that no row fills, by what does: an opaque tensor, the loader itself, or nothing."""
     pieces: dict[int, list[np.ndarray]] = defaultdict(list)
     for r in rows:
@@ -497,12 +694,23 @@ def _padding(recorder: Recorder, kept: list[Target], rows: list[Row], opaque: di
         have = covered(mine)[0]
         if have == t.elements:
             continue
-        fed = [(names & set(opaque), place) for names, place in recorder.opaque_writes.get(t.number, ())]
+        fed = [
+            (names & set(opaque), place)
+            for names, place in recorder.opaque_writes.get(t.number, ())
+        ]
         own = recorder.loader_filled.get(t.number, [])
         unfilled = not (mine or fed or own)
         for kind, who, places in (
-            ("opaque", f"filled by the opaque {_first_names(set().union(*(n for n, _ in fed)))}", [p for _, p in fed]),
-            ("constant", f"the loader fills them with {_first_names({what for what, _ in own})}", [p for _, p in own]),
+            (
+                "opaque",
+                f"filled by the opaque {_first_names(set().union(*(n for n, _ in fed)))}",
+                [p for _, p in fed],
+            ),
+            (
+                "constant",
+                f"the loader fills them with {_first_names({what for what, _ in own})}",
+                [p for _, p in own],
+            ),
         ):
             mine += places
             more = min(covered(mine)[0], t.elements) - have
@@ -512,10 +720,24 @@ def _padding(recorder: Recorder, kept: list[Target], rows: list[Row], opaque: di
         if have == t.elements:
             continue
         if unseen and unfilled:
-            notes.append(Note(t.name, f"filled by the opaque {_first_names(unseen)}", t.elements, "opaque"))
+            notes.append(
+                Note(
+                    t.name,
+                    f"filled by the opaque {_first_names(unseen)}",
+                    t.elements,
+                    "opaque",
+                )
+            )
         else:
             what = "this parameter" if unfilled else "them"
-            notes.append(Note(t.name, f"no checkpoint tensor given fills {what}", t.elements - have, "gap"))
+            notes.append(
+                Note(
+                    t.name,
+                    f"no checkpoint tensor given fills {what}",
+                    t.elements - have,
+                    "gap",
+                )
+            )
     return tuple(notes)
 
 

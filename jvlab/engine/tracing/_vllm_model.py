@@ -18,7 +18,9 @@ import vllm.distributed.parallel_state as _groups
 from vllm.config import get_current_vllm_config_or_none, set_current_vllm_config
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.attention import Attention, MLAAttention
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
@@ -65,13 +67,20 @@ def _bare(module: torch.nn.Module, seen: dict[int, torch.nn.Module]) -> torch.nn
 
 # ----------------------------------------------------------------------------------------------------
 
-try:  # 0.32.0; other versions quantise elsewhere, and their engines are then refused as "re-packed after loading"
-    from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase, _is_tp_sharded
-    from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
+# 0.32.0; other versions quantise elsewhere, and their engines are then refused as "re-packed after loading"
+try:
+    from vllm.model_executor.layers.quantization.online.fp8 import (
+        OnlineLinearBase,
+        _is_tp_sharded,
+    )
+    from vllm.model_executor.layers.quantization.online.moe_base import (
+        OnlineMoEMethodBase,
+    )
 except ImportError:
     OnlineLinearBase = OnlineMoEMethodBase = _is_tp_sharded = None  # pyright: ignore[reportAssignmentType]
 
-_IN_PLACE_MOE = ("TRITON", "BATCHED_TRITON")  # MoE backends that compute from the loader's own format
+# MoE backends that compute from the loader's own format
+_IN_PLACE_MOE = ("TRITON", "BATCHED_TRITON")
 
 
 # -- a live model
@@ -80,7 +89,8 @@ _IN_PLACE_MOE = ("TRITON", "BATCHED_TRITON")  # MoE backends that compute from t
 def worker_model(worker: Any) -> torch.nn.Module:
     """The model a worker runs."""
     get = getattr(worker, "get_model", None)  # unwraps CUDA graph wrappers
-    return get() if get is not None else worker.model_runner.model  # no deadline: vLLM's getter of a model
+    # no deadline: vLLM's getter of a model
+    return get() if get is not None else worker.model_runner.model
 
 
 @contextmanager
@@ -97,16 +107,26 @@ def current_config(worker: Any) -> Iterator[None]:
 def may_swap(worker: Any) -> bool:
     """Whether a parameter's memory may be swapped: nothing compiled or captured holds its address."""
     config = getattr(worker, "vllm_config", None)
-    return config is not None and config.device_config.device_type == "cpu" and config.model_config.enforce_eager
+    return (
+        config is not None
+        and config.device_config.device_type == "cpu"
+        and config.model_config.enforce_eager
+    )
 
 
 def coordinates() -> tuple[int, tuple[tuple[str, int], ...]]:
     """(global rank, coordinates) of this process, from vLLM's groups; expert rank 0 without expert parallelism."""
     config = get_current_vllm_config_or_none()
     experts = config is not None and config.parallel_config.enable_expert_parallel
-    pairs = (("tp", _groups._TP), ("pp", _groups._PP), ("ep", _groups._EP if experts else None))
+    pairs = (
+        ("tp", _groups._TP),
+        ("pp", _groups._PP),
+        ("ep", _groups._EP if experts else None),
+    )
     rank = _groups._WORLD.rank if _groups._WORLD is not None else 0
-    return rank, tuple((axis, group.rank_in_group if group is not None else 0) for axis, group in pairs)
+    return rank, tuple(
+        (axis, group.rank_in_group if group is not None else 0) for axis, group in pairs
+    )
 
 
 def as_built(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -122,22 +142,31 @@ def _format(t: torch.Tensor) -> tuple[Any, ...]:
 def _repacked(layer: torch.nn.Module) -> dict[str, str]:
     """Parameters that no longer have the format their loader writes: name -> what happened to them."""
     if isinstance(getattr(layer, "quant_method", None), BaseKVCacheMethod):
-        return {}  # scales of the KV cache: few checkpoints have any, and a sync leaves them alone
+        # scales of the KV cache: few checkpoints have any, and a sync leaves them alone
+        return {}
     found = {}
     for name, meta in as_built(layer).items():
         live = layer._parameters.get(name)
         if live is None:
             found[name] = "removed after loading"
         elif _format(live) != _format(meta):
-            found[name] = f"re-packed after loading: {tuple(live.shape)} {live.dtype} strides {live.stride()}"
+            found[name] = (
+                f"re-packed after loading: {tuple(live.shape)} {live.dtype} strides {live.stride()}"
+            )
     return found
 
 
 def _replaced(layer: torch.nn.Module) -> list[str]:
     """Parameters that processing after loading made anew, as plain ones: without what their loader asks them for."""
-    pairs = [(n, built, layer._parameters.get(n)) for n, built in as_built(layer).items()]
-    plain = lambda live, built: type(live) is not type(built) or built.__dict__.keys() - live.__dict__.keys()
-    return [name for name, built, live in pairs if live is not None and plain(live, built)]
+    pairs = [
+        (n, built, layer._parameters.get(n)) for n, built in as_built(layer).items()
+    ]
+    plain = lambda live, built: (
+        type(live) is not type(built) or built.__dict__.keys() - live.__dict__.keys()
+    )
+    return [
+        name for name, built, live in pairs if live is not None and plain(live, built)
+    ]
 
 
 def _made_later(layer: torch.nn.Module) -> list[str]:
@@ -145,7 +174,11 @@ def _made_later(layer: torch.nn.Module) -> list[str]:
     if LAYERWISE_INFO.get(layer) is None:
         return []
     known = as_built(layer).keys() | SKIP_TENSORS
-    return [name for name, p in layer._parameters.items() if p is not None and name not in known]
+    return [
+        name
+        for name, p in layer._parameters.items()
+        if p is not None and name not in known
+    ]
 
 
 def changed_later(layer: torch.nn.Module) -> tuple[list[str], list[str]]:
@@ -163,7 +196,8 @@ def own_loader(parameter: Any) -> None:
 
 @contextmanager
 def loader_format(
-    model: torch.nn.Module, strides: Mapping[tuple[torch.nn.Module, str], tuple[int, ...]] | None = None
+    model: torch.nn.Module,
+    strides: Mapping[tuple[torch.nn.Module, str], tuple[int, ...]] | None = None,
 ) -> Iterator[None]:
     """Inside, a processed model has the parameters it was built with, for its loader; they are restored on exit.
 
@@ -174,7 +208,8 @@ def loader_format(
     saved: list[tuple[torch.nn.Module, dict[str, Any]]] = []
     try:
         for layer in model.modules():
-            names, extra = {*_repacked(layer), *_replaced(layer)}, _made_later(layer)
+            names = {*_repacked(layer), *_replaced(layer)}
+            extra = _made_later(layer)
             if names or extra:
                 saved.append((layer, dict(layer._parameters)))
             for name in extra:
@@ -182,7 +217,9 @@ def loader_format(
             for name in names:
                 meta = as_built(layer)[name]
                 lying = (strides or {}).get((layer, name), meta.stride())
-                fresh: Any = torch.empty_strided(tuple(meta.shape), lying, dtype=meta.dtype, device="meta")
+                fresh: Any = torch.empty_strided(
+                    tuple(meta.shape), lying, dtype=meta.dtype, device="meta"
+                )
                 fresh.__class__ = meta.__class__
                 fresh.__dict__.update(meta.__dict__)
                 own_loader(fresh)
@@ -199,7 +236,12 @@ def loader_state(model: torch.nn.Module) -> Iterator[None]:
     """Restores, on exit, what a loader may change on modules and parameters: attributes and plain containers."""
     owners = [*model.modules(), *model.parameters()]
     saved = [(o, dict(o.__dict__)) for o in owners]
-    held = [(v, copy.copy(v)) for _, d in saved for v in d.values() if type(v) in (dict, list, set)]
+    held = [
+        (v, copy.copy(v))
+        for _, d in saved
+        for v in d.values()
+        if type(v) in (dict, list, set)
+    ]
     try:
         yield
     finally:
@@ -222,40 +264,66 @@ class Staged:
     """A parameter whose memory the engine does not compute with, and the layer that must process it again."""
 
     parameter: str  # the reported name: the first of a shared parameter
-    layer: torch.nn.Module  # for "derived": the attention that caches matrices computed from it
+    # for "derived": the attention that caches matrices computed from it
+    layer: torch.nn.Module
     name: str  # within the layer
     why: str
-    kind: str  # "packed": jvlab has it packed again; "reloaded": only vLLM's own reload can; "derived": others are
+    # "packed": jvlab has it packed again; "reloaded": only vLLM's own reload can; "derived": others are
+    kind: str
     # computed from it by an attention
 
 
 def staged_layers(model: torch.nn.Module) -> list[Staged]:
     """Every staged parameter with the layer to process again; none for a model on meta."""
-    reported = {id(p): n for n, p in model.named_parameters()}  # the first name of a shared parameter
+    # the first name of a shared parameter
+    reported = {id(p): n for n, p in model.named_parameters()}
     own_head = any(isinstance(m, ParallelLMHead) for m in model.modules())
     found: list[Staged] = []
     for prefix, layer in model.named_modules():
-        reasons, kind = {**_held_elsewhere(layer, own_head), **_repacked(layer)}, "packed"
+        reasons = {**_held_elsewhere(layer, own_head), **_repacked(layer)}
+        kind = "packed"
         if reasons and reloads(layer):
-            kind, other = "reloaded", f"{type(layer.quant_method).__name__} processes weights after loading"
+            kind = "reloaded"
+            other = (
+                f"{type(layer.quant_method).__name__} processes weights after loading"
+            )
             reasons = {n: reasons.get(n, other) for n in loaded_names(layer)}
         for name, why in reasons.items():
             full = f"{prefix}.{name}" if prefix else name
-            found.append(Staged(reported.get(id(layer._parameters.get(name)), full), layer, name, why, kind))
-        if isinstance(layer, MLAAttention) and getattr(layer, "W_UK_T", None) is not None:
+            found.append(
+                Staged(
+                    reported.get(id(layer._parameters.get(name)), full),
+                    layer,
+                    name,
+                    why,
+                    kind,
+                )
+            )
+        if (
+            isinstance(layer, MLAAttention)
+            and getattr(layer, "W_UK_T", None) is not None
+        ):
             for name, p in layer.kv_b_proj.named_parameters():
-                full, why = f"{prefix}.kv_b_proj.{name}", f"{prefix} keeps matrices computed from it after loading"
-                found.append(Staged(reported.get(id(p), full), layer, name, why, "derived"))
+                full = f"{prefix}.kv_b_proj.{name}"
+                why = f"{prefix} keeps matrices computed from it after loading"
+                found.append(
+                    Staged(reported.get(id(p), full), layer, name, why, "derived")
+                )
         if isinstance(layer, Attention):
-            sinks = model.get_submodule(prefix.rpartition(".")[0])._parameters.get("sinks")
+            sinks = model.get_submodule(prefix.rpartition(".")[0])._parameters.get(
+                "sinks"
+            )
             if sinks is not None and _converts(layer, sinks):
                 _SINKS[layer] = sinks
                 why = f"{prefix} computes with a copy of other precision, made once"
-                found.append(Staged(reported[id(sinks)], layer, "sinks", why, "derived"))
+                found.append(
+                    Staged(reported[id(sinks)], layer, "sinks", why, "derived")
+                )
     return found
 
 
-_SINKS: WeakKeyDictionary[torch.nn.Module, torch.nn.Parameter] = WeakKeyDictionary()  # before conversion
+# before conversion
+_SINKS: WeakKeyDictionary[torch.nn.Module, torch.nn.Parameter] = WeakKeyDictionary()
 
 
 def _converts(layer: Any, sinks: torch.nn.Parameter) -> bool:
@@ -263,7 +331,10 @@ def _converts(layer: Any, sinks: torch.nn.Parameter) -> bool:
     held = getattr(layer.impl, "sinks", None)
     if held is None or sinks.is_meta:
         return False
-    lazily = sinks.device.type == "cpu" and sinks.dtype not in (torch.float32, torch.bfloat16)
+    lazily = sinks.device.type == "cpu" and sinks.dtype not in (
+        torch.float32,
+        torch.bfloat16,
+    )
     return lazily or held.data_ptr() != sinks.data_ptr()
 
 
@@ -280,11 +351,17 @@ def derive(layer: Any, dtype: torch.dtype) -> None:
 def derived_well(layer: Any) -> bool:
     """Whether what the attention caches matches its parameters."""
     if layer in _SINKS:
-        return torch.equal(layer.impl.sinks.detach().float(), _SINKS[layer].detach().float())
-    weight, nope = layer.kv_b_proj.weight.detach(), layer.qk_nope_head_dim
+        return torch.equal(
+            layer.impl.sinks.detach().float(), _SINKS[layer].detach().float()
+        )
+    weight = layer.kv_b_proj.weight.detach()
+    nope = layer.qk_nope_head_dim
     wide = weight.t().reshape(layer.kv_lora_rank, -1, nope + layer.v_head_dim)
-    keys, values = wide[..., :nope].permute(1, 2, 0), wide[..., nope:].transpose(0, 1)
-    return torch.equal(layer.W_UK_T.to(weight.dtype), keys) and torch.equal(layer.W_UV.to(weight.dtype), values)
+    keys = wide[..., :nope].permute(1, 2, 0)
+    values = wide[..., nope:].transpose(0, 1)
+    return torch.equal(layer.W_UK_T.to(weight.dtype), keys) and torch.equal(
+        layer.W_UV.to(weight.dtype), values
+    )
 
 
 def online_method(layer: torch.nn.Module) -> QuantizeMethodBase | None:
@@ -297,7 +374,11 @@ def online_method(layer: torch.nn.Module) -> QuantizeMethodBase | None:
 def block_method(layer: torch.nn.Module) -> QuantizeMethodBase | None:
     """The layer's method if its checkpoint holds fp8 values with a scale for each block."""
     method = getattr(layer, "quant_method", None)
-    return method if isinstance(method, Fp8LinearMethod | Fp8MoEMethod) and method.block_quant else None
+    return (
+        method
+        if isinstance(method, Fp8LinearMethod | Fp8MoEMethod) and method.block_quant
+        else None
+    )
 
 
 def ranks_sharing(layer: Any) -> tuple[int, int]:
@@ -319,21 +400,35 @@ def reloads(layer: Any) -> bool:
     if isinstance(method, UnquantizedFusedMoEMethod):
         return method.unquantized_backend.name != "CPU" and packed_experts(layer)
     known = UnquantizedLinearMethod | UnquantizedEmbeddingMethod
-    return isinstance(method, QuantizeMethodBase) and not isinstance(method, known) and bool(loaded_names(layer))
+    return (
+        isinstance(method, QuantizeMethodBase)
+        and not isinstance(method, known)
+        and bool(loaded_names(layer))
+    )
 
 
 def loaded_names(layer: torch.nn.Module) -> list[str]:
     """The layer's own parameters that a loader fills; a bias is not among what vLLM keeps of a layer as built."""
     live = [n for n, p in layer._parameters.items() if p is not None and not p.is_meta]
-    return list(dict.fromkeys([*as_built(layer), *(n for n in live if n == "bias")])) if live else []
+    return (
+        list(dict.fromkeys([*as_built(layer), *(n for n in live if n == "bias")]))
+        if live
+        else []
+    )
 
 
 def not_repackable(item: Staged) -> str:
     """Why this layer can't be processed again after a sync; empty if it can, by jvlab or by vLLM's reload."""
     if item.kind != "derived":
         return ""
-    special = ("is_amx_bmm_enabled", "is_aiter_triton_fp4_bmm_enabled", "is_aiter_triton_fp8_bmm_enabled")
-    if any(getattr(item.layer, n, False) for n in special) or reloads(getattr(item.layer, "kv_b_proj", None)):
+    special = (
+        "is_amx_bmm_enabled",
+        "is_aiter_triton_fp4_bmm_enabled",
+        "is_aiter_triton_fp8_bmm_enabled",
+    )
+    if any(getattr(item.layer, n, False) for n in special) or reloads(
+        getattr(item.layer, "kv_b_proj", None)
+    ):
         return "its matrices are quantised or packed"
     return ""
 
@@ -346,14 +441,21 @@ def moe_method(layer: torch.nn.Module) -> bool:
 def packed_experts(layer: torch.nn.Module) -> bool:
     """Whether the layer holds experts that its kernel re-arranged."""
     method: Any = getattr(layer, "quant_method", None)
-    return moe_method(layer) and method.moe_kernel is not None and method.unquantized_backend.name not in _IN_PLACE_MOE
+    return (
+        moe_method(layer)
+        and method.moe_kernel is not None
+        and method.unquantized_backend.name not in _IN_PLACE_MOE
+    )
 
 
 def experts_read_them(layer: torch.nn.Module) -> bool:
     """Whether the experts' kernel uses the layer's own bias tensors, which it got when it was created."""
     method: Any = getattr(layer, "quant_method", None)
     kernel: Any = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
-    for name, held in (("w13_bias", getattr(kernel, "w1_bias", None)), ("w2_bias", getattr(kernel, "w2_bias", None))):
+    for name, held in (
+        ("w13_bias", getattr(kernel, "w1_bias", None)),
+        ("w2_bias", getattr(kernel, "w2_bias", None)),
+    ):
         live = layer._parameters.get(name)
         if live is not None and held is not None and held.data_ptr() != live.data_ptr():
             return False
@@ -367,18 +469,30 @@ def _held_elsewhere(layer: torch.nn.Module, own_head: bool) -> dict[str, str]:
     if not live or not isinstance(method, QuantizeMethodBase):
         return {}
     if isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
-        if own_head and isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead):
-            return {}  # also packed, but only used for lookups: F.embedding reads the live weight
-        kernel: Any = layer.__dict__.get("cpu_linear")  # set on CPU only; a closure keeps a packed weight
+        if (
+            own_head
+            and isinstance(layer, VocabParallelEmbedding)
+            and not isinstance(layer, ParallelLMHead)
+        ):
+            # also packed, but only used for lookups: F.embedding reads the live weight
+            return {}
+        # set on CPU only; a closure keeps a packed weight
+        kernel: Any = layer.__dict__.get("cpu_linear")
         code = getattr(kernel, "__code__", None)
         if code is not None and (code.co_freevars or kernel.__defaults__):
-            return {"weight": "the CPU kernel computes from a packed copy (oneDNN or like) made after loading"}
+            return {
+                "weight": "the CPU kernel computes from a packed copy (oneDNN or like) made after loading"
+            }
         return {}
     if isinstance(method, UnquantizedFusedMoEMethod):
         if not packed_experts(layer):
             return {}
         name = method.unquantized_backend.value
-        return {n: f"the {name} MoE kernel re-arranges experts after loading" for n in live if n in as_built(layer)}
+        return {
+            n: f"the {name} MoE kernel re-arranges experts after loading"
+            for n in live
+            if n in as_built(layer)
+        }
     return {n: f"{type(method).__name__} processes weights after loading" for n in live}
 
 

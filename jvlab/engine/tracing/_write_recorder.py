@@ -49,12 +49,20 @@ class Digits:
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
-    ranges: tuple[tuple[tuple[int, ...], tuple[int, ...], int, int, tuple[int, ...]], ...]
+    ranges: tuple[
+        tuple[tuple[int, ...], tuple[int, ...], int, int, tuple[int, ...]], ...
+    ]
 
 
-def whole(source: int, offset: int, shape: Sequence[int], strides: Sequence[int]) -> list[StridedPart]:
+def whole(
+    source: int, offset: int, shape: Sequence[int], strides: Sequence[int]
+) -> list[StridedPart]:
     """The one part of a plain view of root tensor `source`."""
-    axes = tuple(StridedAxis(d, n, 1, s) for d, (n, s) in enumerate(zip(shape, strides, strict=True)) if n > 1)
+    axes = tuple(
+        StridedAxis(d, n, 1, s)
+        for d, (n, s) in enumerate(zip(shape, strides, strict=True))
+        if n > 1
+    )
     return [StridedPart(source, offset, (0,) * len(shape), axes)]
 
 
@@ -62,9 +70,17 @@ def _factor(
     digits: Digits, starts: list[int], dim: int, size: int, stride: int
 ) -> list[tuple[int, int, int, int]] | None:
     """Split one view dimension over the digits it runs through: (digit, size, digit step, index step) each."""
-    found, index_step = [], 1
+    found = []
+    index_step = 1
     while size > 1:
-        k = next((k for k, s in enumerate(digits.strides) if s <= stride and stride % s == 0), None)
+        k = next(
+            (
+                k
+                for k, s in enumerate(digits.strides)
+                if s <= stride and stride % s == 0
+            ),
+            None,
+        )
         if k is None:
             return None
         step = stride // digits.strides[k]
@@ -76,14 +92,21 @@ def _factor(
             return None  # the view crosses a digit's end in the middle of a step
         if count > 1:
             found.append((k, count, step, index_step))
-        size, index_step, stride = size // count, index_step * count, digits.strides[k - 1]
+        size = size // count
+        index_step = index_step * count
+        stride = digits.strides[k - 1]
     return found
 
 
-def through(digits: Digits, offset: int, shape: Sequence[int], strides: Sequence[int]) -> list[StridedPart] | None:
+def through(
+    digits: Digits, offset: int, shape: Sequence[int], strides: Sequence[int]
+) -> list[StridedPart] | None:
     """The parts of a view (offset, shape, strides) of a re-ordered copy, or None if there is no cheap exact answer."""
-    starts = [offset // s % n for n, s in zip(digits.sizes, digits.strides, strict=True)]
-    runs: list[list[tuple[int, int, int, int]]] = [[] for _ in digits.sizes]  # per digit: (dim, size, step, index step)
+    starts = [
+        offset // s % n for n, s in zip(digits.sizes, digits.strides, strict=True)
+    ]
+    # per digit: (dim, size, step, index step)
+    runs: list[list[tuple[int, int, int, int]]] = [[] for _ in digits.sizes]
     repeats = []
     for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
         if size > 1 and stride == 0:
@@ -99,7 +122,8 @@ def through(digits: Digits, offset: int, shape: Sequence[int], strides: Sequence
             return None
     parts = []
     for low, high, source, base, source_strides in digits.ranges:
-        begin, axes = [0] * len(shape), list(repeats)
+        begin = [0] * len(shape)
+        axes = list(repeats)
         for k, stride in enumerate(source_strides):
             first = starts[k]
             last = first + sum((count - 1) * step for _, count, step, _ in runs[k])
@@ -118,27 +142,53 @@ def through(digits: Digits, offset: int, shape: Sequence[int], strides: Sequence
                 return None
             else:
                 axes.extend(
-                    StridedAxis(dim, count, index_step, step * stride) for dim, count, step, index_step in runs[k]
+                    StridedAxis(dim, count, index_step, step * stride)
+                    for dim, count, step, index_step in runs[k]
                 )
             base += (first - low[k]) * stride
         else:
-            parts.append(StridedPart(source, base, tuple(begin), tuple(a for a in axes if a.size > 1)))
+            parts.append(
+                StridedPart(
+                    source, base, tuple(begin), tuple(a for a in axes if a.size > 1)
+                )
+            )
     return parts
 
 
-def reordered(parts: list[StridedPart], shape: Sequence[int], strides: Sequence[int]) -> Digits | None:
+def reordered(
+    parts: list[StridedPart], shape: Sequence[int], strides: Sequence[int]
+) -> Digits | None:
     """The digits of a dense copy, with these strides, of a view made of `parts`; None if it has no mixed radix."""
     if len(parts) == 1:
         axes = sorted(parts[0].axes, key=lambda a: -a.step * strides[a.dim])
-        sizes, steps = tuple(a.size for a in axes), tuple(a.step * strides[a.dim] for a in axes)
-        ranges = (((0,) * len(axes), sizes, parts[0].source, parts[0].offset, tuple(a.stride for a in axes)),)
+        sizes = tuple(a.size for a in axes)
+        steps = tuple(a.step * strides[a.dim] for a in axes)
+        ranges = (
+            (
+                (0,) * len(axes),
+                sizes,
+                parts[0].source,
+                parts[0].offset,
+                tuple(a.stride for a in axes),
+            ),
+        )
     else:
-        dims = sorted((d for d, n in enumerate(shape) if n > 1), key=lambda d: -strides[d])
-        sizes, steps = tuple(shape[d] for d in dims), tuple(strides[d] for d in dims)
+        dims = sorted(
+            (d for d, n in enumerate(shape) if n > 1), key=lambda d: -strides[d]
+        )
+        sizes = tuple(shape[d] for d in dims)
+        steps = tuple(strides[d] for d in dims)
         ranges = tuple(_range(part, dims) for part in parts)
         if any(r is None for r in ranges):
             return None
-    dense = all(a == b * n for (a, b), n in zip(pairwise((*steps, 1)), (*sizes[1:], 1), strict=True)) if steps else True
+    dense = (
+        all(
+            a == b * n
+            for (a, b), n in zip(pairwise((*steps, 1)), (*sizes[1:], 1), strict=True)
+        )
+        if steps
+        else True
+    )
     if not dense:
         return None
     return Digits(sizes, steps, tuple(r for r in ranges if r is not None))
@@ -152,7 +202,13 @@ def _range(
         return None  # a dimension that is split further: not supported
     low = tuple(part.start[d] for d in dims)
     high = tuple(part.start[d] + (by_dim[d].size if d in by_dim else 1) for d in dims)
-    return low, high, part.source, part.offset, tuple(by_dim[d].stride if d in by_dim else 0 for d in dims)
+    return (
+        low,
+        high,
+        part.source,
+        part.offset,
+        tuple(by_dim[d].stride if d in by_dim else 0 for d in dims),
+    )
 
 
 @dataclass(frozen=True)
@@ -171,10 +227,19 @@ class Row:
 def row(part: StridedPart, target: int, offset: int, strides: Sequence[int]) -> Row:
     """The copy of one part into the target box (offset, strides), dimensions sorted and merged where that is exact."""
     offset += sum(s * i for s, i in zip(strides, part.start, strict=True))
-    dims = sorted(((a.size, a.stride, a.step * strides[a.dim]) for a in part.axes), key=lambda d: -d[2])
-    merged = merge_axes((size, (src, dst), None) for size, src, dst in dims) or [(1, (0, 0), None)]
-    sizes, srcs, dsts = zip(*((size, *strides) for size, strides, _ in merged), strict=True)
-    return Row(part.source, target, tuple(sizes), part.offset, tuple(srcs), offset, tuple(dsts))
+    dims = sorted(
+        ((a.size, a.stride, a.step * strides[a.dim]) for a in part.axes),
+        key=lambda d: -d[2],
+    )
+    merged = merge_axes((size, (src, dst), None) for size, src, dst in dims) or [
+        (1, (0, 0), None)
+    ]
+    sizes, srcs, dsts = zip(
+        *((size, *strides) for size, strides, _ in merged), strict=True
+    )
+    return Row(
+        part.source, target, tuple(sizes), part.offset, tuple(srcs), offset, tuple(dsts)
+    )
 
 
 def joined(rows: Iterable[Row]) -> list[Row]:
@@ -190,7 +255,9 @@ def joined(rows: Iterable[Row]) -> list[Row]:
             and r.dst_offset - p.dst_offset == p.shape[0] * p.dst_strides[0]
             and p.dst_strides[0] > 0
         ):
-            out[-1] = Row(p.source, p.target, (p.shape[0] + r.shape[0], *p.shape[1:]), *_places(p))
+            out[-1] = Row(
+                p.source, p.target, (p.shape[0] + r.shape[0], *p.shape[1:]), *_places(p)
+            )
         else:
             out.append(r)
     return out
@@ -202,8 +269,12 @@ def _places(r: Row) -> tuple[int, tuple[int, ...], int, tuple[int, ...]]:
 
 def runs(offset: int, shape: Sequence[int], strides: Sequence[int]) -> np.ndarray:
     """The addresses of a box as [begin, end) runs, int64 [N, 2]; N is small where the box is nearly contiguous."""
-    dims = sorted(((s, n) for n, s in zip(shape, strides, strict=True) if n > 1), key=lambda d: d[0])
-    length, outer = 1, []
+    dims = sorted(
+        ((s, n) for n, s in zip(shape, strides, strict=True) if n > 1),
+        key=lambda d: d[0],
+    )
+    length = 1
+    outer = []
     for stride, size in dims:
         if not outer and stride == length:
             length *= size
@@ -211,7 +282,9 @@ def runs(offset: int, shape: Sequence[int], strides: Sequence[int]) -> np.ndarra
             outer.append((stride, size))
     begins = np.array([offset], np.int64)
     for stride, size in outer:
-        begins = (begins[None, :] + stride * np.arange(size, dtype=np.int64)[:, None]).reshape(-1)
+        begins = (
+            begins[None, :] + stride * np.arange(size, dtype=np.int64)[:, None]
+        ).reshape(-1)
     return np.stack([begins, begins + length], axis=1)
 
 
@@ -219,11 +292,17 @@ def covered(pieces: Sequence[np.ndarray]) -> tuple[int, int]:
     """How many addresses the runs cover, and how many of these more than once."""
     if not pieces:
         return 0, 0
-    ends = np.concatenate([np.concatenate([p[:, 0] for p in pieces]), np.concatenate([p[:, 1] for p in pieces])])
+    ends = np.concatenate(
+        [
+            np.concatenate([p[:, 0] for p in pieces]),
+            np.concatenate([p[:, 1] for p in pieces]),
+        ]
+    )
     change = np.ones(len(ends), np.int64)
     change[len(ends) // 2 :] = -1
     order = np.argsort(ends, kind="stable")
-    depth, width = np.cumsum(change[order])[:-1], np.diff(ends[order])
+    depth = np.cumsum(change[order])[:-1]
+    width = np.diff(ends[order])
     return int(width[depth >= 1].sum()), int(width[depth >= 2].sum())
 
 
@@ -253,23 +332,37 @@ class ValueRead(Exception):
     """The loader read the value of a tensor; meta tensors have none."""
 
     def __init__(self, names: set[str], operation: str) -> None:
-        self.names, self.operation = names, operation
+        self.names = names
+        self.operation = operation
         super().__init__(f"the loader reads values of {sorted(names)} ({operation})")
 
 
 class Target:
     """A live parameter or buffer whose writes are recorded. Holds the tensor, so that its address is not reused."""
 
-    def __init__(self, number: int, name: str, buffer: bool, tensor: torch.Tensor) -> None:
-        self.number, self.name, self.buffer, self.tensor = number, name, buffer, tensor
+    def __init__(
+        self, number: int, name: str, buffer: bool, tensor: torch.Tensor
+    ) -> None:
+        self.number = number
+        self.name = name
+        self.buffer = buffer
+        self.tensor = tensor
         self.data = tensor.data
-        self.shape, self.strides, self.dtype = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+        self.shape, self.strides, self.dtype = (
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            tensor.dtype,
+        )
         self.storage, self.offset, self.elements = (
             tensor.untyped_storage()._cdata,
             int(tensor.storage_offset()),
             tensor.numel(),
         )
-        self.end = self.offset + 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+        self.end = (
+            self.offset
+            + 1
+            + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+        )
 
     def runs(self, view: torch.Tensor | None = None) -> np.ndarray:
         """The elements of a view of this tensor, as runs; all of them for no view, or one of another dtype."""
@@ -295,16 +388,25 @@ class WriteOrigin:
 class Recorder(TorchDispatchMode):
     """Under this mode `copy_` into a model records a row instead of writing memory. Rows are in copy order."""
 
-    def __init__(self, names: list[str], sources: list[torch.Tensor], targets: list[Target]) -> None:
+    def __init__(
+        self, names: list[str], sources: list[torch.Tensor], targets: list[Target]
+    ) -> None:
         super().__init__()
-        self.names, self.targets, self._dtypes = names, list(targets), [s.dtype for s in sources]
+        self.names = names
+        self.targets = list(targets)
+        self._dtypes = [s.dtype for s in sources]
         self.rows: list[Row] = []
         self.opaque: dict[str, str] = {}  # checkpoint tensor -> why
-        self.computed: dict[int, str] = {}  # target -> what the loader computes in place
-        self.loader_filled: dict[int, list[tuple[str, np.ndarray]]] = {}  # target -> (what, elements)
-        self.opaque_writes: dict[int, list[tuple[set[str], np.ndarray]]] = {}  # target -> (tensors, elements)
-        self._orphans: list[tuple[torch.Tensor, torch.Tensor]] = []  # (target, source) of copies into no model tensor
-        self._held: list[Any] = [*sources]  # storages are identified by address, so none may be freed
+        # target -> what the loader computes in place
+        self.computed: dict[int, str] = {}
+        # target -> (what, elements)
+        self.loader_filled: dict[int, list[tuple[str, np.ndarray]]] = {}
+        # target -> (tensors, elements)
+        self.opaque_writes: dict[int, list[tuple[set[str], np.ndarray]]] = {}
+        # (target, source) of copies into no model tensor
+        self._orphans: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # storages are identified by address, so none may be freed
+        self._held: list[Any] = [*sources]
         self._origins = {
             s.untyped_storage()._cdata: WriteOrigin(s.dtype, {n}, root=i)
             for i, (n, s) in enumerate(zip(names, sources, strict=True))
@@ -321,7 +423,9 @@ class Recorder(TorchDispatchMode):
             _aten._local_scalar_dense.default: self._item,
         }
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         handler = self._handlers.get(func)
         if handler is None:
@@ -329,8 +433,11 @@ class Recorder(TorchDispatchMode):
         return handler(func, args, kwargs)
 
     def _handler(self, func: Any) -> Any:
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-            return self._decompose  # in inference mode reshape and to() arrive undecomposed, and may copy
+        if torch._C._dispatch_has_kernel_for_dispatch_key(
+            func.name(), "CompositeImplicitAutograd"
+        ):
+            # in inference mode reshape and to() arrive undecomposed, and may copy
+            return self._decompose
         if func._schema.is_mutable:
             return self._mutate
         if any(argument.alias_info is not None for argument in func._schema.arguments):
@@ -343,7 +450,11 @@ class Recorder(TorchDispatchMode):
         return self._origins.get(tensor.untyped_storage()._cdata)
 
     def _origins_in(self, args: Any, kwargs: Any) -> list[WriteOrigin]:
-        found = [self._origin(a) for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+        found = [
+            self._origin(a)
+            for a in tree_leaves((args, kwargs))
+            if isinstance(a, torch.Tensor)
+        ]
         return [o for o in found if o is not None]
 
     def _set_origin(self, tensor: torch.Tensor, origin: WriteOrigin) -> None:
@@ -354,19 +465,32 @@ class Recorder(TorchDispatchMode):
         """The model tensor that `tensor` is a view of."""
         candidates = self._by_storage.get(tensor.untyped_storage()._cdata, ())
         at = tensor.storage_offset()
-        return next((t for t in candidates if t.offset <= at < t.end), candidates[0] if candidates else None)
+        return next(
+            (t for t in candidates if t.offset <= at < t.end),
+            candidates[0] if candidates else None,
+        )
 
-    def _parts(self, view: torch.Tensor, origin: WriteOrigin) -> list[StridedPart] | str:
+    def _parts(
+        self, view: torch.Tensor, origin: WriteOrigin
+    ) -> list[StridedPart] | str:
         """Which boxes of which checkpoint tensors a view holds, or why that is unknown."""
         if origin.reason:
             return origin.reason
         if view.dtype != origin.dtype:
             return f"its bits are read as {view.dtype}"
         if origin.root is not None:
-            return whole(origin.root, int(view.storage_offset()), view.shape, view.stride())
+            return whole(
+                origin.root, int(view.storage_offset()), view.shape, view.stride()
+            )
         assert origin.digits is not None
-        parts = through(origin.digits, int(view.storage_offset()), view.shape, view.stride())
-        return "a view of a re-ordered copy that is not a strided box" if parts is None else parts
+        parts = through(
+            origin.digits, int(view.storage_offset()), view.shape, view.stride()
+        )
+        return (
+            "a view of a re-ordered copy that is not a strided box"
+            if parts is None
+            else parts
+        )
 
     # -- operations
 
@@ -385,8 +509,17 @@ class Recorder(TorchDispatchMode):
         if known and func._schema.name.removeprefix("aten::") not in _SHAPE_ONLY:
             names = set().union(*(o.names for o in known))
             for t in tree_leaves(out):
-                if isinstance(t, torch.Tensor) and self._origin(t) is None and self._target(t) is None:
-                    self._set_origin(t, WriteOrigin(t.dtype, names, reason=f"the loader computes it ({func})"))
+                if (
+                    isinstance(t, torch.Tensor)
+                    and self._origin(t) is None
+                    and self._target(t) is None
+                ):
+                    self._set_origin(
+                        t,
+                        WriteOrigin(
+                            t.dtype, names, reason=f"the loader computes it ({func})"
+                        ),
+                    )
         return out
 
     def _item(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -400,14 +533,33 @@ class Recorder(TorchDispatchMode):
         origin = self._origin(view)
         if origin is None:
             return func(*args, **kwargs)
-        if kwargs.get("device") is not None:  # stays on meta, whatever device the loader asks for
-            kwargs = {**kwargs, "device": torch.device("meta"), "non_blocking": False, "pin_memory": False}
+        # stays on meta, whatever device the loader asks for
+        if kwargs.get("device") is not None:
+            kwargs = {
+                **kwargs,
+                "device": torch.device("meta"),
+                "non_blocking": False,
+                "pin_memory": False,
+            }
         out = func(*args, **kwargs)
         parts = self._parts(view, origin)
-        digits = None if isinstance(parts, str) else reordered(parts, view.shape, out.stride())
-        reason = parts if isinstance(parts, str) else "a copy of it is not a dense reordering" if digits is None else ""
+        digits = (
+            None
+            if isinstance(parts, str)
+            else reordered(parts, view.shape, out.stride())
+        )
+        reason = (
+            parts
+            if isinstance(parts, str)
+            else "a copy of it is not a dense reordering"
+            if digits is None
+            else ""
+        )
         via = (*origin.via, out.dtype) if out.dtype != origin.dtype else origin.via
-        self._set_origin(out, WriteOrigin(out.dtype, origin.names, digits=digits, via=via, reason=reason))
+        self._set_origin(
+            out,
+            WriteOrigin(out.dtype, origin.names, digits=digits, via=via, reason=reason),
+        )
         return out
 
     def _cat(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -422,22 +574,42 @@ class Recorder(TorchDispatchMode):
         out = func(views, dim)
         dim %= out.ndim
         parts: list[StridedPart] | None = []
-        at, via = 0, ()
+        at = 0
+        via = ()
         for view, origin in zip(views, known, strict=True):
-            found = self._parts(view, origin) if origin is not None else "with another tensor"
-            if isinstance(found, str) or parts is None or (origin is not None and origin.dtype != out.dtype):
+            found = (
+                self._parts(view, origin)
+                if origin is not None
+                else "with another tensor"
+            )
+            if (
+                isinstance(found, str)
+                or parts is None
+                or (origin is not None and origin.dtype != out.dtype)
+            ):
                 parts = None
                 break
             assert origin is not None
             via = max(via, origin.via, key=len)
             parts += [
-                StridedPart(p.source, p.offset, (*p.start[:dim], p.start[dim] + at, *p.start[dim + 1 :]), p.axes)
+                StridedPart(
+                    p.source,
+                    p.offset,
+                    (*p.start[:dim], p.start[dim] + at, *p.start[dim + 1 :]),
+                    p.axes,
+                )
                 for p in found
             ]
             at += view.shape[dim]
         digits = None if parts is None else reordered(parts, out.shape, out.stride())
-        reason = "" if digits is not None else "the loader concatenates it with something that cannot be followed"
-        self._set_origin(out, WriteOrigin(out.dtype, names, digits=digits, via=via, reason=reason))
+        reason = (
+            ""
+            if digits is not None
+            else "the loader concatenates it with something that cannot be followed"
+        )
+        self._set_origin(
+            out, WriteOrigin(out.dtype, names, digits=digits, via=via, reason=reason)
+        )
         return out
 
     def _stack(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -445,11 +617,14 @@ class Recorder(TorchDispatchMode):
         if not self._origins_in(args[0], ()):
             return func(*args, **kwargs)
         dim %= args[0][0].ndim + 1
-        return self._cat(_aten.cat.default, ([t.unsqueeze(dim) for t in args[0]], dim), {})
+        return self._cat(
+            _aten.cat.default, ([t.unsqueeze(dim) for t in args[0]], dim), {}
+        )
 
     def _copy(self, func: Any, args: Any, kwargs: Any) -> Any:
         target, source = args[:2]
-        owner, origin = self._target(target), self._origin(source)
+        owner = self._target(target)
+        origin = self._origin(source)
         if owner is None:
             if origin is None:
                 return func(*args, **kwargs)
@@ -457,13 +632,24 @@ class Recorder(TorchDispatchMode):
             self._taint(target, origin, "it goes through a temporary tensor")
             return target
         if origin is None:
-            self.computed.setdefault(owner.number, f"the loader then writes a computed value into {owner.name}")
-            self.loader_filled.setdefault(owner.number, []).append(("values of its own", owner.runs(target)))
+            self.computed.setdefault(
+                owner.number,
+                f"the loader then writes a computed value into {owner.name}",
+            )
+            self.loader_filled.setdefault(owner.number, []).append(
+                ("values of its own", owner.runs(target))
+            )
             return target
         self._write(owner, target, source, origin)
         return target
 
-    def _write(self, owner: Target, target: torch.Tensor, source: torch.Tensor, origin: WriteOrigin) -> None:
+    def _write(
+        self,
+        owner: Target,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        origin: WriteOrigin,
+    ) -> None:
         """Records the copy of a source of known origin into a view of a model tensor."""
         if not target.numel():
             return
@@ -471,7 +657,9 @@ class Recorder(TorchDispatchMode):
         if not isinstance(parts, str):
             if target.dtype != owner.dtype:
                 parts = f"{owner.name} is written through a view of its bits"
-            elif not _same_values([self._dtypes[p.source] for p in parts], origin.via, owner.dtype):
+            elif not _same_values(
+                [self._dtypes[p.source] for p in parts], origin.via, owner.dtype
+            ):
                 parts = f"converted to {', '.join(map(str, origin.via))} before {owner.dtype}"
         if isinstance(parts, str):
             self._mark(origin, owner, parts, target)
@@ -485,34 +673,51 @@ class Recorder(TorchDispatchMode):
         made: dict[int, Target] = {}
         for name, p in parameters:
             storage = p.untyped_storage()._cdata
-            if storage not in self._by_storage and any(t.untyped_storage()._cdata == storage for t, _ in self._orphans):
+            if storage not in self._by_storage and any(
+                t.untyped_storage()._cdata == storage for t, _ in self._orphans
+            ):
                 fresh = Target(len(self.targets), name, False, p)
                 old = known.get(name)
-                if old is not None and (old.shape, old.strides, old.dtype) == (fresh.shape, fresh.strides, fresh.dtype):
+                if old is not None and (old.shape, old.strides, old.dtype) == (
+                    fresh.shape,
+                    fresh.strides,
+                    fresh.dtype,
+                ):
                     fresh.number = old.number  # a live model had it before
                 else:
                     self.targets.append(fresh)
                 made[storage] = fresh
         for target, source in self._orphans:
-            owner, origin = made.get(target.untyped_storage()._cdata), self._origin(source)
+            owner = made.get(target.untyped_storage()._cdata)
+            origin = self._origin(source)
             assert origin is not None
             if owner is not None:
                 self._write(owner, target, source, origin)
             else:
                 for name in origin.names:
-                    self.opaque.setdefault(name, "it is copied into a tensor that is not a parameter of the model")
+                    self.opaque.setdefault(
+                        name,
+                        "it is copied into a tensor that is not a parameter of the model",
+                    )
 
     def _mutate(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Any other operation that writes; it is never applied to the model."""
         written = [
             value
             for argument, value in zip(func._schema.arguments, args, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor)
+            if argument.alias_info is not None
+            and argument.alias_info.is_write
+            and isinstance(value, torch.Tensor)
         ]
         known = self._origins_in(args, kwargs)
         owned = [(o, view) for view in written if (o := self._target(view)) is not None]
         name = func._schema.name.removeprefix("aten::")
-        if owned and not known and name in ("fill_", "zero_") and owned[0][1].dtype == owned[0][0].dtype:
+        if (
+            owned
+            and not known
+            and name in ("fill_", "zero_")
+            and owned[0][1].dtype == owned[0][0].dtype
+        ):
             self._fill(*owned[0], 0.0 if name == "zero_" else float(args[1]))
             return args[0]
         for owner, view in owned:
@@ -532,7 +737,11 @@ class Recorder(TorchDispatchMode):
     def _fill(self, owner: Target, view: torch.Tensor, value: float) -> None:
         """Records a constant fill; where it overwrites earlier copies, their tensors become opaque."""
         place = owner.runs(view)
-        before = [runs(r.dst_offset, r.shape, r.dst_strides) for r in self.rows if r.target == owner.number]
+        before = [
+            runs(r.dst_offset, r.shape, r.dst_strides)
+            for r in self.rows
+            if r.target == owner.number
+        ]
         if any(covered([place, mine])[1] for mine in before):
             reason = f"the loader then fills elements copied into {owner.name} with {value:g}"
             self.computed.setdefault(owner.number, reason)
@@ -545,7 +754,9 @@ class Recorder(TorchDispatchMode):
             mine is not None and mine.root is not None
         ):  # the loader overwrites a checkpoint tensor: later views differ from it
             names |= {self.names[mine.root]}
-        self._set_origin(tensor, WriteOrigin(tensor.dtype, names, reason=origin.reason or reason))
+        self._set_origin(
+            tensor, WriteOrigin(tensor.dtype, names, reason=origin.reason or reason)
+        )
 
     def check_memory(self) -> None:
         """Restores the memory of a parameter whose `.data` the loader replaced, and marks its sources opaque."""
@@ -558,15 +769,29 @@ class Recorder(TorchDispatchMode):
                     self._mark(origin, t, reason)
                 t.tensor.data = t.data
 
-    def _mark(self, origin: WriteOrigin, owner: Target, reason: str, view: torch.Tensor | None = None) -> None:
-        self.opaque_writes.setdefault(owner.number, []).append((origin.names, owner.runs(view)))
+    def _mark(
+        self,
+        origin: WriteOrigin,
+        owner: Target,
+        reason: str,
+        view: torch.Tensor | None = None,
+    ) -> None:
+        self.opaque_writes.setdefault(owner.number, []).append(
+            (origin.names, owner.runs(view))
+        )
         for name in origin.names:
             self.opaque.setdefault(name, reason)
 
 
-def _same_values(roots: list[torch.dtype], via: tuple[torch.dtype, ...], final: torch.dtype) -> bool:
+def _same_values(
+    roots: list[torch.dtype], via: tuple[torch.dtype, ...], final: torch.dtype
+) -> bool:
     """Whether converting through `via` gives the same bits as converting directly to `final`."""
-    widening = {step for step in (torch.float32, torch.float64) if all(_holds(step, r) for r in roots)}
+    widening = {
+        step
+        for step in (torch.float32, torch.float64)
+        if all(_holds(step, r) for r in roots)
+    }
     return all(step == final or step in widening for step in via)
 
 

@@ -31,7 +31,9 @@ def patch_prompt_scores() -> None:
     """Patch vLLM's layer; to be called before a model is built."""
     from vllm.lora.layers import LogitsProcessorWithLoRA
 
-    LogitsProcessorWithLoRA._get_logits = adapting_sampled_rows(LogitsProcessorWithLoRA._get_logits)
+    LogitsProcessorWithLoRA._get_logits = adapting_sampled_rows(
+        LogitsProcessorWithLoRA._get_logits
+    )
 
 
 def adapting_sampled_rows(original: Any) -> Any:
@@ -86,7 +88,11 @@ class WorkerExtension:
         from jvlab.engine.tracing._lora_slots import is_adapter
         from jvlab.engine.tracing._trace import trace_worker
 
-        return self._jv().trace_adapter(tensors) if is_adapter([t[0] for t in tensors]) else trace_worker(self, tensors)
+        return (
+            self._jv().trace_adapter(tensors)
+            if is_adapter([t[0] for t in tensors])
+            else trace_worker(self, tensors)
+        )
 
     def jv_digest(self) -> str:
         """A digest over every parameter and buffer of the live model."""
@@ -104,7 +110,14 @@ class WorkerExtension:
             found = self.__dict__["_jv_sync"] = WorkerSync(self)
         return found
 
-    def jv_open(self, transport: str, plan: bytes, index: int, ranks_json: list[str], seconds: float) -> dict[str, Any]:
+    def jv_open(
+        self,
+        transport: str,
+        plan: bytes,
+        index: int,
+        ranks_json: list[str],
+        seconds: float,
+    ) -> dict[str, Any]:
         """Open this rank's channels."""
         return self._jv().open(transport, plan, index, ranks_json, seconds)
 
@@ -132,7 +145,9 @@ class WorkerExtension:
         """Digests of live memory now, or, midway in a sync, of what has arrived."""
         return self._jv().check(midway)
 
-    def jv_peek(self, rank: int, parameter: str, start: int, count: int) -> dict[str, Any]:
+    def jv_peek(
+        self, rank: int, parameter: str, start: int, count: int
+    ) -> dict[str, Any]:
         """Bytes of a live parameter."""
         return self._jv().peek(rank, parameter, start, count)
 

@@ -31,7 +31,8 @@ def inject_fault(who: str, phase: str, rank: int = 0, model: Any = None) -> None
     file = Path(name)
     try:
         order = json.loads(file.read_text())
-    except (FileNotFoundError, ValueError):  # no fault ordered, or the file is being written
+    # no fault ordered, or the file is being written
+    except (FileNotFoundError, ValueError):
         return
     if (order["who"], order["phase"], order.get("rank", 0)) != (who, phase, rank):
         return

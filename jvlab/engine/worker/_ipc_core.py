@@ -24,12 +24,22 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from jvlab.wire._core_channel import CLAIMED, DONE, GO, NON_FINITE, WRITTEN, CoreChannel, CoreChannelServer
+from jvlab.wire._core_channel import (
+    CLAIMED,
+    DONE,
+    GO,
+    NON_FINITE,
+    WRITTEN,
+    CoreChannel,
+    CoreChannelServer,
+)
 
-WRITE_SECONDS = 20.0  # for a trainer to write, at most: the core does nothing else meanwhile
+# for a trainer to write, at most: the core does nothing else meanwhile
+WRITE_SECONDS = 20.0
 CONNECT_SECONDS = 5.0  # for the trainer to have connected
 NO_CALL = -1  # a call id that the front end never uses
-MAX_REMEMBERED = 8  # syncs started by a trainer's own order; the front end may be some behind
+# syncs started by a trainer's own order; the front end may be some behind
+MAX_REMEMBERED = 8
 WOKEN_SECONDS = 0.002  # that the core waits for the order after a wake-up
 
 
@@ -42,8 +52,11 @@ def jv_open_core_channel(self: Any, wanted: Any) -> Any:
     if not wanted:
         return []
 
-    def on_order(text: bytes) -> None:  # in the server's thread: the core's loop runs it like any other call
-        self.input_queue.put_nowait((self.jv_utility, (0, NO_CALL, "jv_called", (json.loads(text),))))
+    # in the server's thread: the core's loop runs it like any other call
+    def on_order(text: bytes) -> None:
+        self.input_queue.put_nowait(
+            (self.jv_utility, (0, NO_CALL, "jv_called", (json.loads(text),)))
+        )
 
     def on_wake() -> None:
         self.input_queue.put_nowait((self.jv_utility, (0, NO_CALL, "jv_woken", ())))
@@ -54,7 +67,8 @@ def jv_open_core_channel(self: Any, wanted: Any) -> Any:
 
 def jv_woken(self: Any) -> Any:
     """A sync is about to be ordered: waiting for it here saves two thread switches."""
-    since, core_channel = time.perf_counter(), self.__dict__.get("jv_core_channel")
+    since = time.perf_counter()
+    core_channel = self.__dict__.get("jv_core_channel")
     text = core_channel.next_order(WOKEN_SECONDS) if core_channel is not None else None
     return jv_called(self, json.loads(text), since) if text else Future()
 
@@ -88,8 +102,14 @@ def _may_start(core: Any, order: dict[str, Any]) -> bool:
         return False
     version = str(core.get_weight_version())
     newer = not version.isdigit() or int(order["wanted"]["version"]) > int(version)
-    encoder = core.vllm_config.model_config.is_multimodal_model  # the front end resets its encoder cache
-    return newer and not encoder and "jv_core_channel" in core.__dict__ and not core.model_executor.is_sleeping
+    # the front end resets its encoder cache
+    encoder = core.vllm_config.model_config.is_multimodal_model
+    return (
+        newer
+        and not encoder
+        and "jv_core_channel" in core.__dict__
+        and not core.model_executor.is_sleeping
+    )
 
 
 def _copy_result(done: Future[Any], to: Future[Any]) -> None:
@@ -108,7 +128,8 @@ def jv_direct_sync(self: Any, order: Any) -> Any:
         return _start(self, order)
     answer, resumed = started
 
-    def go_on(done: Future[Any]) -> None:  # it was paused before the trainer's order: only this order may resume it
+    # it was paused before the trainer's order: only this order may resume it
+    def go_on(done: Future[Any]) -> None:
         if done.exception(0) is None and not done.result(0)["stage"]:
             _resume(self)
 
@@ -117,7 +138,14 @@ def jv_direct_sync(self: Any, order: Any) -> Any:
     return answer
 
 
-def jv_finish(self: Any, method: Any, args: Any, version: Any, recompute: Any, nonfinite: Any = False) -> Any:
+def jv_finish(
+    self: Any,
+    method: Any,
+    args: Any,
+    version: Any,
+    recompute: Any,
+    nonfinite: Any = False,
+) -> Any:
     """Call a worker method, then apply a commit to the engine (`label`)."""
     answers = self.collective_rpc(method, args=tuple(args))
     label(self, version, recompute, nonfinite)
@@ -130,7 +158,9 @@ def jv_swap(self: Any, order: Any) -> Any:
 
 
 def _start(core: Any, order: dict[str, Any], since: float | None = None) -> Any:
-    return _when_idle(core, order["pause"], lambda began: direct_sync(core, order, began, since))
+    return _when_idle(
+        core, order["pause"], lambda began: direct_sync(core, order, began, since)
+    )
 
 
 def _when_idle(core: Any, pause: str, work: Callable[[float], Any]) -> Any:
@@ -145,7 +175,8 @@ def _when_idle(core: Any, pause: str, work: Callable[[float], Any]) -> Any:
         try:
             done.result(0)
             out.set_result(work(began))
-        except Exception as error:  # reported to the caller, like those of vLLM's own methods
+        # reported to the caller, like those of vLLM's own methods
+        except Exception as error:
             out.set_exception(error)
 
     paused.add_done_callback(idle)
@@ -156,23 +187,36 @@ def swap(core: Any, order: dict[str, Any], began: float) -> dict[str, Any]:
     """Swap the shadows into live memory while nothing runs."""
     seconds = {"halt": time.perf_counter() - began}
     start = time.perf_counter()
-    out: dict[str, Any] = {"stage": "commit", "seconds": seconds, "answers": core.collective_rpc("jv_commit")}
+    out: dict[str, Any] = {
+        "stage": "commit",
+        "seconds": seconds,
+        "answers": core.collective_rpc("jv_commit"),
+    }
     if not any(a.get("error") for a in out["answers"]):
         _commit(core, order, int(order["version"]), seconds, order["nonfinite"])
         seconds["commit"] = time.perf_counter() - start
-        seconds["pause"], out["stage"] = time.perf_counter() - began, ""
+        seconds["pause"] = time.perf_counter() - began
+        out["stage"] = ""
     return out
 
 
-def direct_sync(core: Any, order: dict[str, Any], began: float, since: float | None) -> dict[str, Any]:
+def direct_sync(
+    core: Any, order: dict[str, Any], began: float, since: float | None
+) -> dict[str, Any]:
     """The rest of a direct sync, once the engine is idle since the halt `began`; `since` as in `jv_called`."""
     seconds = {"halt": time.perf_counter() - began}
-    out: dict[str, Any] = {"stage": "move", "seconds": seconds, "answers": [], "claimed": b""}
+    out: dict[str, Any] = {
+        "stage": "move",
+        "seconds": seconds,
+        "answers": [],
+        "claimed": b"",
+    }
     out["answers"] = core.collective_rpc("jv_move", args=(order["wanted"],))
     if any(a.get("error") for a in out["answers"]):
         return out
     seconds["admit"] = max(a["seconds"] for a in out["answers"])
-    version, core_channel = int(order["wanted"]["version"]), core.jv_core_channel
+    version = int(order["wanted"]["version"])
+    core_channel = core.jv_core_channel
     out["stage"] = "written"
     try:
         channel = core_channel.channel(time.monotonic() + CONNECT_SECONDS)
@@ -184,15 +228,25 @@ def direct_sync(core: Any, order: dict[str, Any], began: float, since: float | N
         if any(a.get("error") for a in answers):
             return out | {"stage": "verify", "answers": answers}
         if order["verify"] != "off":
-            message = _await_message(channel, CLAIMED, version, until)  # sent while the digests were computed
+            # sent while the digests were computed
+            message = _await_message(channel, CLAIMED, version, until)
             out["claimed"] = message[1:]
     except TimeoutError:
         core_channel.disconnect()
-        return out | _failed("the trainer did not report in time that it has written", "DeadlineExceeded")
+        return out | _failed(
+            "the trainer did not report in time that it has written", "DeadlineExceeded"
+        )
     except OSError as error:
         core_channel.disconnect()
-        return out | _failed(f"the trainer closed its connection while it wrote: {error}", "TransportError")
-    out["stage"], out["answers"], seconds["verify"] = "verify", answers, time.perf_counter() - start
+        return out | _failed(
+            f"the trainer closed its connection while it wrote: {error}",
+            "TransportError",
+        )
+    out["stage"], out["answers"], seconds["verify"] = (
+        "verify",
+        answers,
+        time.perf_counter() - start,
+    )
     if order["verify"] != "off":
         found = b"".join(a["values"] for a in sorted(answers, key=lambda a: a["rank"]))
         if found != out["claimed"]:
@@ -210,10 +264,14 @@ def direct_sync(core: Any, order: dict[str, Any], began: float, since: float | N
 
 def _failed(error: str, kind: str) -> dict[str, Any]:
     """An error in the form in which workers report one."""
-    return {"answers": [{"rank": 0, "error": error, "kind": kind, "remedy": "sync again"}]}
+    return {
+        "answers": [{"rank": 0, "error": error, "kind": kind, "remedy": "sync again"}]
+    }
 
 
-def _await_message(channel: CoreChannel, kind: bytes, version: int, until: float) -> bytes:
+def _await_message(
+    channel: CoreChannel, kind: bytes, version: int, until: float
+) -> bytes:
     """The payload of the next message of this kind about this version."""
     while True:
         received, about, payload = channel.receive(until)
@@ -232,10 +290,17 @@ def label(core: Any, version: str, recompute: bool, nonfinite: bool) -> None:
 
 def _resume(core: Any) -> None:
     core.resume_scheduler()
-    core.input_queue.put_nowait((core.jv_wake_up, None))  # its loop may be blocked waiting for input
+    # its loop may be blocked waiting for input
+    core.input_queue.put_nowait((core.jv_wake_up, None))
 
 
-def _commit(core: Any, order: dict[str, Any], version: int, seconds: dict[str, float], nonfinite: bool) -> None:
+def _commit(
+    core: Any,
+    order: dict[str, Any],
+    version: int,
+    seconds: dict[str, float],
+    nonfinite: bool,
+) -> None:
     start = time.perf_counter()
     label(core, str(version), bool(order["recompute"]), nonfinite)
     if order["resume"]:

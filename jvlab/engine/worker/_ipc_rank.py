@@ -17,7 +17,14 @@ from jvlab.layout._digest import in_sample
 from jvlab.layout._plan import TransferPlan
 from jvlab.transport._ipc_kernels import Launcher, cupy
 from jvlab.transport._ipc_memory import Exports
-from jvlab.transport._ipc_tables import Table, digest_pieces, program_of, refuse_other_kinds, tables, whole_links
+from jvlab.transport._ipc_tables import (
+    Table,
+    digest_pieces,
+    program_of,
+    refuse_other_kinds,
+    tables,
+    whole_links,
+)
 
 # A rank's side of the ipc transport: exports its memory for a trainer to write, computes digests, and swaps.
 #     open     IpcExport(plan, rank, index, live) · .export(staged=False) → handles, to the trainer
@@ -36,14 +43,26 @@ ALIGN = 256  # bytes: where each shadow starts in their buffer
 class IpcExport:
     """The live memory of one rank's targets of a plan, by target number."""
 
-    def __init__(self, plan: TransferPlan, rank: int, index: int, live: dict[int, torch.Tensor | None]) -> None:
-        self.plan, self.rank = plan, rank
+    def __init__(
+        self,
+        plan: TransferPlan,
+        rank: int,
+        index: int,
+        live: dict[int, torch.Tensor | None],
+    ) -> None:
+        self.plan = plan
+        self.rank = rank
         links = whole_links(plan, rank, index)
         self.numbers = sorted({int(t) for link in links for t in link.target})
         refuse_other_kinds(plan, self.numbers)
         self.live = {t: self._checked(t, live.get(t)) for t in self.numbers}
-        for transform in {plan.transforms[int(k)] for link in links for k in np.unique(link.transform).tolist()}:
-            program_of(transform, "rows")  # raises at connect if no kernel can convert it
+        for transform in {
+            plan.transforms[int(k)]
+            for link in links
+            for k in np.unique(link.transform).tolist()
+        }:
+            # raises at connect if no kernel can convert it
+            program_of(transform, "rows")
         devices = {tensor.device for tensor in self.live.values()}
         if len(devices) != 1 or next(iter(devices)).type != "cuda":
             raise Unsupported(
@@ -58,12 +77,18 @@ class IpcExport:
         self._tables: list[Table] = tables(pieces, aligned)
         with cupy().cuda.Device(self.device):
             self._stream = cupy().cuda.Stream(non_blocking=True)
-        self._reader = Launcher(self.device, self._tables, len(self.numbers), write=False, look=False)
-        self._writer = Launcher(self.device, self._tables, len(self.numbers), look=False)
+        self._reader = Launcher(
+            self.device, self._tables, len(self.numbers), write=False, look=False
+        )
+        self._writer = Launcher(
+            self.device, self._tables, len(self.numbers), look=False
+        )
         self._token = secrets.randbits(61)
         self._pinned = cupy().cuda.alloc_pinned_memory(8)
         self._permit_value = np.frombuffer(self._pinned, np.uint64, 1)
-        self._permit: torch.Tensor | None = torch.zeros(1, dtype=torch.int64, device=f"cuda:{self.device}")
+        self._permit: torch.Tensor | None = torch.zeros(
+            1, dtype=torch.int64, device=f"cuda:{self.device}"
+        )
         self._room: torch.Tensor | None = None
         self._shadows: dict[int, torch.Tensor] = {}
         self._pointers: dict[bool, Any] = {}
@@ -74,7 +99,11 @@ class IpcExport:
         info = self.plan.parameters[int(self.plan.target_parameter[number])]
         have = None
         if tensor is not None:
-            have = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tuple(tensor.stride())
+            have = (
+                tuple(tensor.shape),
+                str(tensor.dtype).removeprefix("torch."),
+                tuple(tensor.stride()),
+            )
         if tensor is None or have != (info.shape, info.dtype, info.strides):
             raise LayoutError(
                 f"rank {self.rank}: the plan writes {info.name} {info.shape} {info.dtype} {info.strides}; this engine "
@@ -92,13 +121,25 @@ class IpcExport:
     @property
     def shadow_bytes(self) -> int:
         """Bytes that the shadows would take; 0 once they are allocated."""
-        return 0 if self._room is not None else sum(-(-flat(t).nbytes // ALIGN) * ALIGN for t in self.live.values())
+        return (
+            0
+            if self._room is not None
+            else sum(-(-flat(t).nbytes // ALIGN) * ALIGN for t in self.live.values())
+        )
 
     def export(self, staged: bool) -> dict[str, Any]:
         """Handles and offsets of live memory, or of the shadows; plain values only."""
         memory = self._memory(staged)
         exports = Exports(self.device)
-        targets = [[t, *exports.add(memory[t].data_ptr(), flat(memory[t]).nbytes, self._name(t))] for t in self.numbers]
+        targets = [
+            [
+                t,
+                *exports.add(
+                    memory[t].data_ptr(), flat(memory[t]).nbytes, self._name(t)
+                ),
+            ]
+            for t in self.numbers
+        ]
         permit = exports.add(self._own_permit().data_ptr(), 8, "the permit")
         torch.cuda.synchronize(self.device)
         return {
@@ -121,7 +162,9 @@ class IpcExport:
     def _make_shadows(self) -> None:
         need, (free, _) = self.shadow_bytes, torch.cuda.mem_get_info(self.device)
         try:
-            self._room = torch.empty(need, dtype=torch.uint8, device=f"cuda:{self.device}")
+            self._room = torch.empty(
+                need, dtype=torch.uint8, device=f"cuda:{self.device}"
+            )
         except torch.OutOfMemoryError as e:
             raise Unsupported(
                 f"rank {self.rank}: a staged sync needs {need / 2**30:.2f} GiB more on the GPU, {free / 2**30:.2f} GiB "
@@ -134,12 +177,16 @@ class IpcExport:
         for t, tensor in self.live.items():
             size = flat(tensor).nbytes
             room = self._room[at : at + size].view(tensor.dtype)
-            self._shadows[t] = torch.as_strided(room, tensor.size(), tensor.stride(), room.storage_offset())
+            self._shadows[t] = torch.as_strided(
+                room, tensor.size(), tensor.stride(), room.storage_offset()
+            )
             at += -(-size // ALIGN) * ALIGN
 
     def _own_permit(self) -> torch.Tensor:
         if self._permit is None:
-            raise SyncError(f"rank {self.rank}: this export is closed", remedy="open the link again")
+            raise SyncError(
+                f"rank {self.rank}: this export is closed", remedy="open the link again"
+            )
         return self._permit
 
     # One sync -----------------------------------------------------------------------------------------------------
@@ -162,9 +209,17 @@ class IpcExport:
         self._permit_value[0] = value
         runtime = cupy().cuda.runtime
         with cupy().cuda.Device(self.device):
-            runtime.memcpyAsync(permit.data_ptr(), self._pinned.ptr, 8, runtime.memcpyHostToDevice, self._stream.ptr)
+            runtime.memcpyAsync(
+                permit.data_ptr(),
+                self._pinned.ptr,
+                8,
+                runtime.memcpyHostToDevice,
+                self._stream.ptr,
+            )
 
-    def digests(self, staged: bool = False, chosen: Iterable[int] | None = None) -> dict[int, int]:
+    def digests(
+        self, staged: bool = False, chosen: Iterable[int] | None = None
+    ) -> dict[int, int]:
         """Digests by target, of live memory or of the shadows; elements that no box writes are left out."""
         found = dict(zip(self.numbers, self.sums(staged).tolist(), strict=True))
         return found if chosen is None else {t: found[t] for t in chosen}
@@ -178,16 +233,26 @@ class IpcExport:
     def swap(self) -> None:
         """Copy the shadows into live memory: the addresses that CUDA graphs hold stay valid."""
         if self._room is None:
-            raise SyncError(f"rank {self.rank}: no shadow to swap in", remedy="export with staged=True, then move")
+            raise SyncError(
+                f"rank {self.rank}: no shadow to swap in",
+                remedy="export with staged=True, then move",
+            )
         torch.cuda.synchronize(self.device)
-        self._writer.launch(self._stream, self._pointers_of(True), self._pointers_of(False), digest=False)
+        self._writer.launch(
+            self._stream,
+            self._pointers_of(True),
+            self._pointers_of(False),
+            digest=False,
+        )
         self._stream.synchronize()
 
     def _pointers_of(self, staged: bool) -> Any:
         if staged not in self._pointers:
             memory = self._memory(staged)
             with cupy().cuda.Device(self.device):
-                table = np.array([memory[t].data_ptr() for t in self.numbers], np.uint64)
+                table = np.array(
+                    [memory[t].data_ptr() for t in self.numbers], np.uint64
+                )
                 self._pointers[staged] = cupy().asarray(table)
                 cupy().cuda.get_current_stream().synchronize()
         return self._pointers[staged]
@@ -213,19 +278,32 @@ class IpcExport:
 class IpcRank:
     """The memory of one rank while a link is open. Every method returns plain values."""
 
-    def __init__(self, model: torch.nn.Module, plan: TransferPlan, rank: int, index: int) -> None:
+    def __init__(
+        self, model: torch.nn.Module, plan: TransferPlan, rank: int, index: int
+    ) -> None:
         live = by_name(model)
-        self.plan, self.rank = plan, rank
-        self._names = {t: plan.parameters[int(p)].name for t, p in enumerate(plan.target_parameter)}
+        self.plan = plan
+        self.rank = rank
+        self._names = {
+            t: plan.parameters[int(p)].name for t, p in enumerate(plan.target_parameter)
+        }
         mine = [t for t, r in enumerate(plan.target_rank) if int(r) == rank]
-        self._export = IpcExport(plan, rank, index, {t: live.get(self._names[t]) for t in mine})
+        self._export = IpcExport(
+            plan, rank, index, {t: live.get(self._names[t]) for t in mine}
+        )
         self._addresses = Addresses(
-            model, {self._names[t]: tensor.data_ptr() for t, tensor in self._export.live.items()}
+            model,
+            {
+                self._names[t]: tensor.data_ptr()
+                for t, tensor in self._export.live.items()
+            },
         )
         self._sums: np.ndarray | None = None  # of the shadows, when they were verified
         self.bytes = sum(link.total_bytes for link in whole_links(plan, rank, index))
         self._shadows_exported = False
-        self._version, self._mode, self._verify = 0, "direct", "full"
+        self._version = 0
+        self._mode = "direct"
+        self._verify = "full"
         self._arrived = False
 
     def open(self) -> dict[str, Any]:
@@ -233,13 +311,19 @@ class IpcRank:
         try:
             plain = self._export.export(False)
         except Unsupported as error:
-            plain = {"rank": self.rank, "plan": self.plan.digest, "no_direct": error.message}
+            plain = {
+                "rank": self.rank,
+                "plan": self.plan.digest,
+                "no_direct": error.message,
+            }
         names = [self._names[t] for t in self._export.numbers]
         return {"handles": [json.dumps(plain)], "bytes": self.bytes, "names": names}
 
     def prepare(self, terms: dict[str, Any]) -> dict[str, Any]:
         """Store the terms; the first staged sync of a link also allocates and exports the shadows."""
-        self._version, self._mode, self._verify = int(terms["version"]), terms["mode"], terms["verify"]
+        self._version = int(terms["version"])
+        self._mode = terms["mode"]
+        self._verify = terms["verify"]
         self._arrived = False
         if self._mode == "direct" or self._shadows_exported:
             return {"need": 0, "handles": []}
@@ -256,9 +340,16 @@ class IpcRank:
 
     def verify(self, wait: float) -> dict[str, Any]:
         """Stop writes; digests of what the memory holds."""
-        self._export.revoke(wait=False)  # the trainer is done: only a writer of an abandoned sync could be late
+        # the trainer is done: only a writer of an abandoned sync could be late
+        self._export.revoke(wait=False)
         start = time.perf_counter()
-        out: dict[str, Any] = {"done": True, "digests": [], "seconds": {}, "bytes": self.bytes, "missing": ""}
+        out: dict[str, Any] = {
+            "done": True,
+            "digests": [],
+            "seconds": {},
+            "bytes": self.bytes,
+            "missing": "",
+        }
         self._sums = None
         if self._verify != "off" and self._mode == "direct":
             self._check_live_memory()
@@ -268,7 +359,13 @@ class IpcRank:
             out["evidence"] = {"live": len(self._sums)}
         elif self._verify == "sampled":
             found = self._export.digests(self._mode == "staged")
-            out["digests"] = self._named({t: v for t, v in found.items() if in_sample(self._names[t], self._version)})
+            out["digests"] = self._named(
+                {
+                    t: v
+                    for t, v in found.items()
+                    if in_sample(self._names[t], self._version)
+                }
+            )
             out["evidence"] = {"live": len(out["digests"])}
         if self._verify != "off":
             out["seconds"] = {"digest": time.perf_counter() - start}
@@ -278,7 +375,9 @@ class IpcRank:
     def commit(self) -> dict[str, Any]:
         """Staged: swap the shadows in. Direct: the weights are in live memory already."""
         if not self._arrived:
-            raise SyncError(f"rank {self.rank}: commit without verify", remedy="verify comes first")
+            raise SyncError(
+                f"rank {self.rank}: commit without verify", remedy="verify comes first"
+            )
         if self._mode == "staged":
             self._export.swap()
             if self._verify != "off":
@@ -300,7 +399,11 @@ class IpcRank:
     def _compare(self, live: np.ndarray, shadows: np.ndarray) -> None:
         """Raise unless live memory after the swap holds what the shadows held when they were verified."""
         if not np.array_equal(live, shadows):
-            wrong = [self._names[t] for t, a, b in zip(self._export.numbers, live, shadows, strict=True) if a != b]
+            wrong = [
+                self._names[t]
+                for t, a, b in zip(self._export.numbers, live, shadows, strict=True)
+                if a != b
+            ]
             raise VerifyError(
                 f"rank {self.rank}: {some(wrong)} did not get from the shadow into live memory",
                 remedy="sync again",

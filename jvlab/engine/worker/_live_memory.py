@@ -30,7 +30,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's storage from its first to its last element, in one dimension."""
     plain = tensor.detach()
-    return torch.as_strided(plain, (storage_elements(tuple(plain.shape), plain.stride()),), (1,))
+    return torch.as_strided(
+        plain, (storage_elements(tuple(plain.shape), plain.stride()),), (1,)
+    )
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
@@ -38,16 +40,24 @@ def bits(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().view(_INTEGERS[tensor.element_size()]).numpy()
 
 
-def scatter(box: ReceivedBox, data: memoryview | DeviceBytes, target: torch.Tensor) -> None:
+def scatter(
+    box: ReceivedBox, data: memoryview | DeviceBytes, target: torch.Tensor
+) -> None:
     """Write the box's values, packed C-contiguously in `data`, into the flat target of the same dtype."""
     if isinstance(data, DeviceBytes):
         _scatter_on_device(box, data, target)
         return
     count = box.nbytes // target.element_size()
-    if data.readonly:  # torch warns about read-only buffers; this view of the same bytes avoids it
+    # torch warns about read-only buffers; this view of the same bytes avoids it
+    if data.readonly:
         data = memoryview(_writable(data))
-    source = torch.frombuffer(data, dtype=target.dtype, count=count, offset=box.at).view(box.shape)
-    _copy(target.as_strided(box.shape, box.strides, target.storage_offset() + box.offset), source)
+    source = torch.frombuffer(
+        data, dtype=target.dtype, count=count, offset=box.at
+    ).view(box.shape)
+    _copy(
+        target.as_strided(box.shape, box.strides, target.storage_offset() + box.offset),
+        source,
+    )
 
 
 def _writable(data: memoryview) -> ctypes.Array[Any]:
@@ -56,13 +66,17 @@ def _writable(data: memoryview) -> ctypes.Array[Any]:
     return (ctypes.c_char * data.nbytes).from_address(start)
 
 
-def _scatter_on_device(box: ReceivedBox, data: DeviceBytes, target: torch.Tensor) -> None:
+def _scatter_on_device(
+    box: ReceivedBox, data: DeviceBytes, target: torch.Tensor
+) -> None:
     """On the bucket's own stream; releasing the bucket waits for it."""
     if data.view is None:
         data.view = torch.as_tensor(data, device=f"cuda:{data.device}")
     source = data.view[box.at : box.at + box.nbytes].view(target.dtype).view(box.shape)
     with torch.cuda.stream(torch.cuda.ExternalStream(data.stream.ptr, data.device)):
-        at = target.as_strided(box.shape, box.strides, target.storage_offset() + box.offset)
+        at = target.as_strided(
+            box.shape, box.strides, target.storage_offset() + box.offset
+        )
         at.copy_(source, non_blocking=True)
 
 
@@ -99,7 +113,8 @@ def _transpose(target: torch.Tensor, source: torch.Tensor) -> None:
 #             memory with what the reload left there
 # unread      packed in a way that can't be read back; the digest is of what arrived
 
-COLUMNS = 7  # read back exactly in each sync; with the signs they make a product of eight rows
+# read back exactly in each sync; with the signs they make a product of eight rows
+COLUMNS = 7
 BLOCK = 256  # rows of the identity at once
 PANEL = 32  # outputs that vLLM's CPU kernels for experts pack together
 CHUNK = 1 << 22  # elements converted to float32 at once
@@ -114,7 +129,11 @@ def packed_kernel(attributes: dict[str, Any]) -> Kernel | None:
     """The layer's matrix product, if its weight is packed: on CPUs, vLLM keeps that in a closure."""
     kernel: Any = attributes.get("cpu_linear")
     code = getattr(kernel, "__code__", None)
-    return kernel if code is not None and (code.co_freevars or kernel.__defaults__) else None
+    return (
+        kernel
+        if code is not None and (code.co_freevars or kernel.__defaults__)
+        else None
+    )
 
 
 @dataclass
@@ -136,15 +155,24 @@ class Expected:
             found = kernel(rows, parameter, None)
         if found.shape != (len(rows), len(self.product)):
             return False
-        finite = torch.isfinite(self.product)  # with an infinite weight a product is not a column
-        read, wanted = found[:-1, finite], self.values[:, finite]
+        # with an infinite weight a product is not a column
+        finite = torch.isfinite(self.product)
+        read = found[:-1, finite]
+        wanted = self.values[:, finite]
         # a kernel may be set to round float32 to bfloat16 (DNNL_DEFAULT_FPMATH_MODE)
-        if not (torch.equal(read, wanted) or torch.equal(read, wanted.to(torch.bfloat16).to(dtype))):
+        if not (
+            torch.equal(read, wanted)
+            or torch.equal(read, wanted.to(torch.bfloat16).to(dtype))
+        ):
             return False
         product = self.product.to(dtype).float()
         largest = float(self.product[finite].abs().max()) if bool(finite.any()) else 0.0
         return torch.allclose(
-            found[-1].float(), product, rtol=0, atol=rounding(dtype, self.width) * largest, equal_nan=True
+            found[-1].float(),
+            product,
+            rtol=0,
+            atol=rounding(dtype, self.width) * largest,
+            equal_nan=True,
         )
 
 
@@ -160,7 +188,9 @@ def expected(raw: torch.Tensor, seed: int) -> Expected:
     width = raw.shape[1]
     drawn = torch.Generator().manual_seed(seed)
     columns = torch.randperm(width, generator=drawn)[:COLUMNS].tolist()
-    return Expected(columns, raw[:, columns].t().contiguous(), _product(raw, _signs(width)), width)
+    return Expected(
+        columns, raw[:, columns].t().contiguous(), _product(raw, _signs(width)), width
+    )
 
 
 def _product(raw: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
@@ -182,10 +212,18 @@ def _product(raw: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=32)
 def _signs(width: int) -> torch.Tensor:
-    return torch.randint(0, 2, (width,), generator=torch.Generator().manual_seed(width)).float() * 2 - 1
+    return (
+        torch.randint(
+            0, 2, (width,), generator=torch.Generator().manual_seed(width)
+        ).float()
+        * 2
+        - 1
+    )
 
 
-def whole(kernel: Kernel, parameter: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+def whole(
+    kernel: Kernel, parameter: Any, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor | None:
     """The kernel's whole weight; None if it has none of this shape. Exact except for the sign of zeros.
 
     Only in the engine's own thread: vLLM's oneDNN kernels share one scratch buffer.
@@ -208,13 +246,19 @@ def whole(kernel: Kernel, parameter: Any, shape: tuple[int, ...], dtype: torch.d
 # Experts ----------------------------------------------------------------------------------------------------------
 
 
-def experts_in_order(method: Any, name: str, packed: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
+def experts_in_order(
+    method: Any, name: str, packed: torch.Tensor, shape: tuple[int, ...]
+) -> torch.Tensor | None:
     """A parameter of vLLM's CPU experts in the loader's format, from its packed memory; None if that fails."""
     kernel = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
     isa = getattr(kernel, "isa", None)
     if packed.ndim == 2:
         return _without_padding(packed, name, shape)
-    if packed.ndim != 3 or not isinstance(isa, str) or getattr(kernel, "_use_zentorch", True):
+    if (
+        packed.ndim != 3
+        or not isinstance(isa, str)
+        or getattr(kernel, "_use_zentorch", True)
+    ):
         return None
     order = _panel(isa, packed.shape[2], packed.dtype)
     if order is None or packed.shape[1] % PANEL:
@@ -223,19 +267,27 @@ def experts_in_order(method: Any, name: str, packed: torch.Tensor, shape: tuple[
     experts, outputs, inputs = packed.shape
     panels = packed.detach().contiguous().view(-1)
     spread = torch.as_strided(
-        panels, (experts * outputs // PANEL, *sizes), (PANEL * inputs, *strides), panels.storage_offset()
+        panels,
+        (experts * outputs // PANEL, *sizes),
+        (PANEL * inputs, *strides),
+        panels.storage_offset(),
     )
     return _without_padding(spread.reshape(experts, outputs, inputs), name, shape)
 
 
-def _without_padding(full: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+def _without_padding(
+    full: torch.Tensor, name: str, shape: tuple[int, ...]
+) -> torch.Tensor | None:
     """Remove the zeros with which vLLM may pad each expert's inner dimension; w13 is gate, then up."""
     if tuple(full.shape) == tuple(shape):
         return full
-    if len(shape) != full.ndim or any(a < b for a, b in zip(full.shape, shape, strict=True)):
+    if len(shape) != full.ndim or any(
+        a < b for a, b in zip(full.shape, shape, strict=True)
+    ):
         return None
     if name.startswith("w13") and full.shape[2:] == tuple(shape[2:]):
-        inner, wide = shape[1] // 2, full.shape[1] // 2
+        inner = shape[1] // 2
+        wide = full.shape[1] // 2
         return torch.cat([full[:, :inner], full[:, wide : wide + inner]], dim=1)
     if name.startswith("w2") and full.shape[1] == shape[1]:
         return full[..., : shape[-1]].contiguous()
@@ -243,7 +295,9 @@ def _without_padding(full: torch.Tensor, name: str, shape: tuple[int, ...]) -> t
 
 
 @functools.lru_cache(maxsize=64)
-def _panel(isa: str, inputs: int, dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def _panel(
+    isa: str, inputs: int, dtype: torch.dtype
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Sizes and strides that unpack a panel of packed outputs; None if no strides do.
 
     Found by packing numbered elements, one base-256 digit at a time (every dtype has those); tested on a random panel.
@@ -252,14 +306,16 @@ def _panel(isa: str, inputs: int, dtype: torch.dtype) -> tuple[tuple[int, ...], 
 
     count = PANEL * inputs
     place = torch.zeros(count, dtype=torch.int64)
-    index, unit = torch.arange(count), 1
+    index = torch.arange(count)
+    unit = 1
     while unit < count:
         digit = (index // unit % 256).to(dtype).view(1, PANEL, inputs)
         place += cpu_prepack_moe_weight(digit, isa).reshape(-1).to(torch.int64) * unit
         unit *= 256
     if not torch.equal(torch.sort(place).values, index):
         return None
-    back = torch.argsort(place)  # position of each element of the plain panel in the packed one
+    # position of each element of the plain panel in the packed one
+    back = torch.argsort(place)
     found = _as_strides(back)
     test = torch.randn(2, 2 * PANEL, inputs).to(dtype)
     if found is None:
@@ -282,7 +338,9 @@ def _as_strides(places: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]
         while len(rest) % run:
             run -= 1
         lines = rest.view(-1, run)
-        if run < 2 or not torch.equal(lines - lines[:, :1], (torch.arange(run) * step).expand_as(lines)):
+        if run < 2 or not torch.equal(
+            lines - lines[:, :1], (torch.arange(run) * step).expand_as(lines)
+        ):
             return None
         sizes.insert(0, run)
         strides.insert(0, step)
@@ -303,12 +361,18 @@ def by_name(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def format_of(tensor: torch.Tensor) -> Format:
     """Shape, dtype and strides."""
-    return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tuple(tensor.stride())
+    return (
+        tuple(tensor.shape),
+        str(tensor.dtype).removeprefix("torch."),
+        tuple(tensor.stride()),
+    )
 
 
 def some(names: list[str]) -> str:
     """The first names, and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ", ".join(names[:3]) + (
+        f" and {len(names) - 3} more" if len(names) > 3 else ""
+    )
 
 
 def holders(model: torch.nn.Module) -> dict[int, dict[int, torch.Tensor]]:
@@ -318,17 +382,25 @@ def holders(model: torch.nn.Module) -> dict[int, dict[int, torch.Tensor]]:
         for table in (module._parameters, module._buffers, module.__dict__):
             for tensor in table.values():
                 if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
-                    found.setdefault(tensor.untyped_storage()._cdata, {})[id(tensor)] = tensor
+                    found.setdefault(tensor.untyped_storage()._cdata, {})[
+                        id(tensor)
+                    ] = tensor
     return found
 
 
-def sharing(live: torch.Tensor, holding: dict[int, dict[int, torch.Tensor]]) -> list[torch.Tensor] | None:
+def sharing(
+    live: torch.Tensor, holding: dict[int, dict[int, torch.Tensor]]
+) -> list[torch.Tensor] | None:
     """All tensors that share the parameter's storage; None if there are unknown ones, or it is part of a larger one."""
     storage = live.untyped_storage()
     mine = list(holding.get(storage._cdata, {}).values())
     whole = live.storage_offset() == 0 and flat(live).nbytes == storage.nbytes()
     # one reference for each tensor and one for `storage` itself
-    return mine if whole and torch._C._storage_Use_Count(storage._cdata) <= len(mine) + 1 else None
+    return (
+        mine
+        if whole and torch._C._storage_Use_Count(storage._cdata) <= len(mine) + 1
+        else None
+    )
 
 
 class Addresses:
@@ -344,29 +416,45 @@ class Addresses:
             for table in (module._buffers, module._parameters):
                 for leaf in table:
                     tables[f"{prefix}.{leaf}" if prefix else leaf] = (table, leaf)
-        self._rows = [(name, *tables[name], pointer) for name, pointer in wanted.items() if name in tables]
+        self._rows = [
+            (name, *tables[name], pointer)
+            for name, pointer in wanted.items()
+            if name in tables
+        ]
 
     def moved(self) -> list[str]:
         """Names of tensors that have another address now."""
-        return [name for name, table, leaf, at in self._rows if (t := table.get(leaf)) is None or t.data_ptr() != at]
+        return [
+            name
+            for name, table, leaf, at in self._rows
+            if (t := table.get(leaf)) is None or t.data_ptr() != at
+        ]
 
 
-def peek(model: torch.nn.Module, name: str, start: int, count: int) -> tuple[bytes, int]:
+def peek(
+    model: torch.nn.Module, name: str, start: int, count: int
+) -> tuple[bytes, int]:
     """Bytes of a live parameter's storage, and their total number; packed ones are read back."""
     live = by_name(model)
     if name not in live:
         near = sorted(n for n in live if n.split(".")[-1] == name.split(".")[-1])[:3]
         raise LayoutError(
-            f"no parameter {name!r} on this rank", remedy=f"for example {', '.join(near or list(live)[:3])}"
+            f"no parameter {name!r} on this rank",
+            remedy=f"for example {', '.join(near or list(live)[:3])}",
         )
     found = _unpacked(model, name, live[name])
     if found is None:
-        raise Unsupported(f"{name} is packed after loading: its elements can't be read back", remedy=LIVE_REMEDY)
+        raise Unsupported(
+            f"{name} is packed after loading: its elements can't be read back",
+            remedy=LIVE_REMEDY,
+        )
     values = bits(flat(found.cpu())).view("uint8")
     return values[start : start + count].tobytes(), values.size
 
 
-def _unpacked(model: torch.nn.Module, name: str, live: torch.Tensor) -> torch.Tensor | None:
+def _unpacked(
+    model: torch.nn.Module, name: str, live: torch.Tensor
+) -> torch.Tensor | None:
     from jvlab.engine.tracing import _vllm_model
 
     prefix, _, leaf = name.rpartition(".")

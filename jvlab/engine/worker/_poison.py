@@ -45,7 +45,11 @@ def poison(core: Any) -> None:
         _zero_new_blocks(scheduler, True)
         scheduler.jv_clears = True
     else:
-        print(f"jvlab: blocks with NaN are not zeroed before the next sync: {answers}", file=sys.stderr, flush=True)
+        print(
+            f"jvlab: blocks with NaN are not zeroed before the next sync: {answers}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _zero_new_blocks(scheduler: Any, wanted: bool) -> None:
@@ -54,7 +58,9 @@ def _zero_new_blocks(scheduler: Any, wanted: bool) -> None:
     scheduler.needs_kv_cache_zeroing = wanted
     for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
         spec = manager.kv_cache_spec
-        attends = isinstance(spec, AttentionSpec) and not isinstance(spec, CircularBufferSpec)
+        attends = isinstance(spec, AttentionSpec) and not isinstance(
+            spec, CircularBufferSpec
+        )
         manager._record_new_block_ids = wanted and attends
 
 
@@ -82,7 +88,9 @@ def clear_poison(core: Any) -> None:
     answers = core.collective_rpc("jv_clear_kv")
     failed = [a["error"] for a in answers if a.get("error")]
     if failed:
-        raise RuntimeError(f"KV memory that may hold NaN could not be cleared: {failed[0]}")
+        raise RuntimeError(
+            f"KV memory that may hold NaN could not be cleared: {failed[0]}"
+        )
     scheduler = core.scheduler
     scheduler.jv_poisoned = scheduler.jv_saw_nan = False
     if scheduler.jv_clears:
@@ -92,7 +100,10 @@ def clear_poison(core: Any) -> None:
 
 def after_wake(core: Any) -> None:
     """KV memory was allocated again, and may hold old values."""
-    if getattr(core.scheduler, "jv_poisoned", False) and "kv_cache" not in core.model_executor.sleeping_tags:
+    if (
+        getattr(core.scheduler, "jv_poisoned", False)
+        and "kv_cache" not in core.model_executor.sleeping_tags
+    ):
         clear_poison(core)
 
 
@@ -112,17 +123,31 @@ def clear_kv(worker: Any) -> None:
 
 def _tensors(caches: Any) -> list[Any]:
     """Each tensor once: a cache is a tensor, or several (states of other kinds of layers)."""
-    flat = [t for cache in caches for t in (cache if isinstance(cache, list | tuple) else [cache])]
-    return list({(t.data_ptr(), tuple(t.shape), t.dtype): t for t in flat if hasattr(t, "zero_")}.values())
+    flat = [
+        t
+        for cache in caches
+        for t in (cache if isinstance(cache, list | tuple) else [cache])
+    ]
+    return list(
+        {
+            (t.data_ptr(), tuple(t.shape), t.dtype): t
+            for t in flat
+            if hasattr(t, "zero_")
+        }.values()
+    )
 
 
 def clears_new_blocks(worker: Any) -> bool:
     """Enable the runner to zero blocks that the scheduler names."""
     runner = worker.model_runner
     if worker.device.type == "cpu":
-        runner._zero_block_ids = lambda blocks: _clear_blocks(runner, blocks)  # vLLM's own skips sliding windows
+        # vLLM's own skips sliding windows
+        runner._zero_block_ids = lambda blocks: _clear_blocks(runner, blocks)
         return True
-    if getattr(runner, "_kv_block_zeroer", None) is None and getattr(runner, "kv_block_zeroer", None) is None:
+    if (
+        getattr(runner, "_kv_block_zeroer", None) is None
+        and getattr(runner, "kv_block_zeroer", None) is None
+    ):
         runner._init_kv_zero_meta()
     return True
 

@@ -23,7 +23,12 @@ from jvlab.engine.tracing._vllm_model import bare_model
 from jvlab.engine.worker import _poison
 from jvlab.engine.worker._fault_injection import inject_fault
 from jvlab.engine.worker._live_memory import peek
-from jvlab.engine.worker._receivers import Ledger, Receivers, ReceivingChannel, describe_missing
+from jvlab.engine.worker._receivers import (
+    Ledger,
+    Receivers,
+    ReceivingChannel,
+    describe_missing,
+)
 from jvlab.engine.worker._weights import Weights
 from jvlab.layout._element_order import source_order
 from jvlab.layout._plan import TransferPlan
@@ -45,7 +50,10 @@ class HiddenStates:
         self._layers = decoder_layers(model)
         self._rows: list[list[Any]] = [[] for _ in self._layers]
         self._count = 0
-        self._hooks = [layer.register_forward_hook(partial(self._keep, i)) for i, layer in enumerate(self._layers)]
+        self._hooks = [
+            layer.register_forward_hook(partial(self._keep, i))
+            for i, layer in enumerate(self._layers)
+        ]
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -54,7 +62,8 @@ class HiddenStates:
         if self._count > MAX_ROWS * len(self._layers):
             return
         states, *rest = output if isinstance(output, tuple) else (output,)
-        if rest and rest[0] is not None:  # vLLM adds a layer's output to the residual in the next layer's norm
+        # vLLM adds a layer's output to the residual in the next layer's norm
+        if rest and rest[0] is not None:
             states = states + rest[0]
         self._count += len(states)
         self._rows[index].append(states.detach().float().cpu())
@@ -76,7 +85,9 @@ def decoder_layers(model: Any) -> list[Any]:
     """The decoder's layers: the only module list called `layers` (gpt2: `h`)."""
     import torch
 
-    lists = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList)}
+    lists = {
+        n: m for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList)
+    }
     found = [m for n, m in lists.items() if n.rpartition(".")[2] in ("layers", "h")]
     if len(found) != 1:
         raise Unsupported(
@@ -89,7 +100,8 @@ def decoder_layers(model: Any) -> list[Any]:
 # One rank's end of a link that sends buckets: channels to the trainer, receive threads, and the weights they write.
 
 STOP_SECONDS = 10.0
-HOST_ONLY = ("loopback", "shm", "gloo", "disk")  # transports whose buckets are scattered in host memory
+# transports whose buckets are scattered in host memory
+HOST_ONLY = ("loopback", "shm", "gloo", "disk")
 
 
 class BucketRank:
@@ -105,9 +117,13 @@ class BucketRank:
         transport: str,
         endpoints: list[dict[str, Any]],
         seconds: float,
-        zero_padding: bool = False,  # what no tensor fills is zero, whatever live memory holds there
+        # what no tensor fills is zero, whatever live memory holds there
+        zero_padding: bool = False,
     ) -> None:
-        self._worker, self._model, self.plan, self.rank = worker, model, plan, rank
+        self._worker = worker
+        self._model = model
+        self.plan = plan
+        self.rank = rank
         kind = next((t.device.type for t in model.parameters()), "cpu")
         if kind != "cpu" and transport in HOST_ONLY:
             raise Unsupported(
@@ -137,16 +153,23 @@ class BucketRank:
         self._cores = cores_of_process()
         channels = _open_channels(plan, devices, endpoints, transport, seconds)
         self._receivers = Receivers(
-            channels, ledger, self.weights.scatter, self.weights.finish, self.weights.end, self._unbind
+            channels,
+            ledger,
+            self.weights.scatter,
+            self.weights.finish,
+            self.weights.end,
+            self._unbind,
         )
-        self._version, self._bucket_seconds = 0, 30.0
+        self._version = 0
+        self._bucket_seconds = 30.0
 
     def _unbind(self) -> None:
         """Let this thread use all cores of the process: vLLM binds its main thread to one, and threads inherit that."""
         if self._cores:
             os.sched_setaffinity(0, self._cores)
         if self.weights.device.type == "cuda":
-            torch.cuda.set_device(self.weights.device)  # a new thread starts with device 0
+            # a new thread starts with device 0
+            torch.cuda.set_device(self.weights.device)
 
     def _load(self, tensors: list[tuple[str, Any]]) -> None:
         with _vllm_model.current_config(self._worker):
@@ -158,31 +181,47 @@ class BucketRank:
 
     def open(self) -> dict[str, Any]:
         """The number of bytes that a sync moves to this rank."""
-        return {"handles": [], "bytes": sum(b.nbytes for b in self._receivers.ledger.buckets.values())}
+        return {
+            "handles": [],
+            "bytes": sum(b.nbytes for b in self._receivers.ledger.buckets.values()),
+        }
 
     def prepare(self, terms: dict[str, Any]) -> dict[str, Any]:
         """Allocate what a sync needs."""
         if self._receivers.closed:
-            raise TransportError("the channels were closed by an earlier failure", remedy="open the link again")
+            raise TransportError(
+                "the channels were closed by an earlier failure",
+                remedy="open the link again",
+            )
         if self._receivers.running:
-            raise SyncError(f"rank {self.rank}: an earlier move is still running", remedy="abandon it first")
-        self._version, self._bucket_seconds = int(terms["version"]), float(terms["bucket_seconds"])
+            raise SyncError(
+                f"rank {self.rank}: an earlier move is still running",
+                remedy="abandon it first",
+            )
+        self._version = int(terms["version"])
+        self._bucket_seconds = float(terms["bucket_seconds"])
         if self.weights.device.type == "cuda":
             free = torch.cuda.mem_get_info(self.weights.device)[0]
         else:  # ranks on a CPU share one memory
             free = available_bytes() // max(1, self.plan.ranks)
-        return {"need": self.weights.prepare(self._version, terms["mode"], terms["verify"], free)}
+        return {
+            "need": self.weights.prepare(
+                self._version, terms["mode"], terms["verify"], free
+            )
+        }
 
     def move(self) -> dict[str, Any]:
         """Receive buckets from now on; returns at once."""
         if self.weights.device.type == "cuda" and self.weights.mode == "direct":
-            torch.cuda.synchronize(self.weights.device)  # the last step may still be reading
+            # the last step may still be reading
+            torch.cuda.synchronize(self.weights.device)
         self._receivers.start(self._version, self._bucket_seconds)
         return {}
 
     def verify(self, wait: float) -> dict[str, Any]:
         """Digests of what arrived; "done" is false if not all did within `wait` seconds."""
-        receivers, weights = self._receivers, self.weights
+        receivers = self._receivers
+        weights = self.weights
         end = time.monotonic() + wait
         while not receivers.done and time.monotonic() < end:
             time.sleep(0.0005)
@@ -204,9 +243,14 @@ class BucketRank:
         receivers = self._receivers
         if not receivers.done or receivers.error is not None:
             missing = describe_missing(receivers.ledger.missing())
-            raise SyncError(f"rank {self.rank}: commit without all weights: {missing} did not arrive")
+            raise SyncError(
+                f"rank {self.rank}: commit without all weights: {missing} did not arrive"
+            )
         self.weights.commit()
-        return {"bytes": receivers.ledger.bytes, "reloaded": self.weights.reloads.seconds}
+        return {
+            "bytes": receivers.ledger.bytes,
+            "reloaded": self.weights.reloads.seconds,
+        }
 
     def abandon(self) -> dict[str, Any]:
         """End the threads and free the shadows; channels in use are closed."""
@@ -223,7 +267,10 @@ class BucketRank:
     def check(self, midway: bool) -> dict[str, Any]:
         """Digests of what the engine computes with now, or, midway in a sync, of what has arrived so far."""
         found, how = (self.weights.midway(), {}) if midway else self.weights.check()
-        return {"digests": self.weights.digests(found), "evidence": dict(Counter(how.values()))}
+        return {
+            "digests": self.weights.digests(found),
+            "evidence": dict(Counter(how.values())),
+        }
 
     def close(self) -> None:
         """Close the channels and free the shadows; `check` still works."""
@@ -239,28 +286,41 @@ class BucketRank:
         self.weights.abandon()
 
 
-def _device_digest(plan: TransferPlan, links: list[LinkPlan]) -> Callable[[int, Any], int]:
+def _device_digest(
+    plan: TransferPlan, links: list[LinkPlan]
+) -> Callable[[int, Any], int]:
 
     return DeviceDigest(plan, links, torch.cuda.current_device())
 
 
 def _open_channels(
-    plan: TransferPlan, devices: list[int], endpoints: list[dict[str, Any]], transport: str, seconds: float
+    plan: TransferPlan,
+    devices: list[int],
+    endpoints: list[dict[str, Any]],
+    transport: str,
+    seconds: float,
 ) -> list[ReceivingChannel]:
     """One per trainer process, in order; processes that send nothing to this rank are left out."""
     processes = sorted({int(p) for p in plan.processes})
     if len(endpoints) == 1:
         groups = [(processes[0], devices)]
     elif len(endpoints) == len(processes):
-        groups = [(p, [d for d in devices if plan.process_of(d) == p]) for p in processes]
+        groups = [
+            (p, [d for d in devices if plan.process_of(d) == p]) for p in processes
+        ]
     else:
-        raise SyncError(f"{len(endpoints)} endpoints for {len(processes)} trainer processes", remedy="connect again")
+        raise SyncError(
+            f"{len(endpoints)} endpoints for {len(processes)} trainer processes",
+            remedy="connect again",
+        )
     deadline = time.monotonic() + seconds
     channels: list[ReceivingChannel] = []
     try:
         for (process, mine), endpoint in zip(groups, endpoints, strict=True):
             if endpoint.get("transport", transport) != transport:
-                raise TransportError(f"an endpoint of {endpoint.get('transport')!r} on a link by {transport!r}")
+                raise TransportError(
+                    f"an endpoint of {endpoint.get('transport')!r} on a link by {transport!r}"
+                )
             receiver = open_receiver(endpoint, max(0.1, deadline - time.monotonic()))
             channels.append(ReceivingChannel(receiver, tuple(mine), process))
     except BaseException:
@@ -287,7 +347,9 @@ def cores_of_process() -> set[int]:
 class DeviceDigest:
     """Digests by target number; the kernel tables are built once per target and kept on the device."""
 
-    def __init__(self, plan: TransferPlan, links: Sequence[LinkPlan], device: int) -> None:
+    def __init__(
+        self, plan: TransferPlan, links: Sequence[LinkPlan], device: int
+    ) -> None:
         numbers = sorted({int(t) for link in links for t in link.target})
         self._pieces: dict[int, list[Any]] = {t: [] for t in numbers}
         for piece in digest_pieces(plan, links, {t: t for t in numbers}):
@@ -313,7 +375,9 @@ class DeviceDigest:
     def _launcher(self, number: int, aligned: bool) -> Launcher:
         if (number, aligned) not in self._launchers:
             made: list[Table] = tables(self._pieces_of(number), aligned)
-            self._launchers[number, aligned] = Launcher(self._device, made, 1, write=False, look=False)
+            self._launchers[number, aligned] = Launcher(
+                self._device, made, 1, write=False, look=False
+            )
         return self._launchers[number, aligned]
 
     def _pieces_of(self, number: int) -> list[Any]:
@@ -345,7 +409,9 @@ class RankLink(Protocol):
     def close(self) -> None: ...
 
 
-def returns_errors(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+def returns_errors(
+    method: Callable[..., dict[str, Any]],
+) -> Callable[..., dict[str, Any]]:
     """Return errors instead of raising: an exception in a worker reaches the engine only as text, or kills it."""
 
     @functools.wraps(method)
@@ -353,10 +419,20 @@ def returns_errors(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[
         try:
             return {"rank": self.rank, **method(self, *args)}
         except JvlabError as error:
-            return {"rank": self.rank, "error": error.message, "remedy": error.remedy, "kind": type(error).__name__}
+            return {
+                "rank": self.rank,
+                "error": error.message,
+                "remedy": error.remedy,
+                "kind": type(error).__name__,
+            }
         except Exception as error:  # from vLLM, torch or a transport
             text = f"{type(error).__name__}: {error}"
-            return {"rank": self.rank, "error": text, "remedy": "see the replica's log", "kind": "SyncError"}
+            return {
+                "rank": self.rank,
+                "error": text,
+                "remedy": "see the replica's log",
+                "kind": "SyncError",
+            }
 
     return guarded
 
@@ -375,14 +451,20 @@ class WorkerSync:
         self._stale = True  # the slot may hold what an earlier link left there
         self._mode = "direct"
         self.link: RankLink | None = None
-        self._last: BucketRank | None = None  # kept after its link is closed: it knows what arrived
+        # kept after its link is closed: it knows what arrived
+        self._last: BucketRank | None = None
         self._hidden_states: HiddenStates | None = None  # while they are recorded
 
     # A link -------------------------------------------------------------------------------------------------------
 
     @returns_errors
     def open(
-        self, transport: str, plan_bytes: bytes, index: int, ranks_json: list[str], seconds: float
+        self,
+        transport: str,
+        plan_bytes: bytes,
+        index: int,
+        ranks_json: list[str],
+        seconds: float,
     ) -> dict[str, Any]:
         """Open this rank's channels and find every target of the plan; raises if one can't be synced."""
         self._close()
@@ -399,18 +481,31 @@ class WorkerSync:
             self.link = IpcRank(model, plan, self.rank, index)
         else:
             endpoints = json.loads(ranks_json[self.rank])
-            of = self._worker, model, plan, self.rank, index, transport, endpoints, seconds
+            of = (
+                self._worker,
+                model,
+                plan,
+                self.rank,
+                index,
+                transport,
+                endpoints,
+                seconds,
+            )
             link = BucketRank(*of, zero_padding=self._adapter is not None)
             if self._last is not None and self._last.plan == plan:
                 link.weights.committed = self._last.weights.committed
                 link.weights.reloads = self._last.weights.reloads
             self.link = self._last = link
-        return {**self.link.open(), "adapter": _lora_slots.NUMBER if self._adapter is not None else 0}
+        return {
+            **self.link.open(),
+            "adapter": _lora_slots.NUMBER if self._adapter is not None else 0,
+        }
 
     def _model_of(self, plan: TransferPlan) -> Any:
         """The memory that a plan writes: the model's, or that of an adapter's slot."""
         names = [p.name for p in plan.parameters]
-        self._adapter, self._stale = None, True
+        self._adapter = None
+        self._stale = True
         if not names or not names[0].startswith(_lora_slots.PREFIX):
             return self.model
         self.slot = self.slot or AdapterSlot(self._worker)
@@ -437,7 +532,10 @@ class WorkerSync:
 
     def _open_link(self) -> RankLink:
         if self.link is None:
-            raise SyncError(f"rank {self.rank} has no link", remedy="open the link on this replica first")
+            raise SyncError(
+                f"rank {self.rank} has no link",
+                remedy="open the link on this replica first",
+            )
         return self.link
 
     # A sync -------------------------------------------------------------------------------------------------------
@@ -535,7 +633,9 @@ class WorkerSync:
         if rank != self.rank:
             return {"data": b"", "total": 0}
         ours = self._adapter if parameter.startswith(_lora_slots.PREFIX) else None
-        data, total = peek(self.model if ours is None else ours, parameter, start, count)
+        data, total = peek(
+            self.model if ours is None else ours, parameter, start, count
+        )
         return {"data": data, "total": total}
 
     @returns_errors
@@ -543,7 +643,11 @@ class WorkerSync:
         """Return the experts of each token with its request's output; rank 0 only: all choose the same."""
         from jvlab.engine.worker._routes import RouteCapture
 
-        return {"layers": len(RouteCapture(self._worker.model_runner)) if self.rank == 0 else 0}
+        return {
+            "layers": len(RouteCapture(self._worker.model_runner))
+            if self.rank == 0
+            else 0
+        }
 
     @returns_errors
     def begin_hidden(self) -> dict[str, Any]:

@@ -56,8 +56,12 @@ class Ledger:
         for link in links:
             grouped: list[list[ReceivedBox]] = [[] for _ in link.bucket_sizes]
             for i in range(len(link)):
-                axes = zip(link.shape[i].tolist(), link.dst_strides[i].tolist(), strict=True)
-                merged = merge_axes((size, (stride,), None) for size, stride in axes) or [(1, (1,), None)]
+                axes = zip(
+                    link.shape[i].tolist(), link.dst_strides[i].tolist(), strict=True
+                )
+                merged = merge_axes(
+                    (size, (stride,), None) for size, stride in axes
+                ) or [(1, (1,), None)]
                 box = ReceivedBox(
                     int(link.target[i]),
                     int(link.bucket_offset[i]),
@@ -69,7 +73,9 @@ class Ledger:
                 grouped[int(link.bucket[i])].append(box)
                 self.boxes.setdefault(box.target, []).append(box)
             for number, boxes in enumerate(grouped):
-                self.buckets[link.device, number] = ExpectedBucket(int(link.bucket_sizes[number]), tuple(boxes))
+                self.buckets[link.device, number] = ExpectedBucket(
+                    int(link.bucket_sizes[number]), tuple(boxes)
+                )
         self._lock = threading.Lock()
         self.begin(0)
 
@@ -100,7 +106,8 @@ class Ledger:
         with self._lock:
             if key in self._seen:
                 raise TransportError(
-                    f"bucket {header.bucket} of device {header.device} arrived twice", remedy="sync again"
+                    f"bucket {header.bucket} of device {header.device} arrived twice",
+                    remedy="sync again",
                 )
             self._seen.add(key)
         return found
@@ -119,7 +126,11 @@ class Ledger:
     def missing(self, devices: Sequence[int] | None = None) -> list[tuple[int, int]]:
         """(device, bucket) of those not received yet."""
         with self._lock:
-            return [k for k in self.buckets if k not in self._seen and (devices is None or k[0] in devices)]
+            return [
+                k
+                for k in self.buckets
+                if k not in self._seen and (devices is None or k[0] in devices)
+            ]
 
 
 def describe_missing(missing: Sequence[tuple[int, int]]) -> str:
@@ -153,7 +164,9 @@ class PhaseClock:
             yield
         finally:
             with self._lock:
-                self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+                self.seconds[name] = (
+                    self.seconds.get(name, 0.0) + time.perf_counter() - start
+                )
 
 
 class Receivers:
@@ -168,8 +181,12 @@ class Receivers:
         end: Callable[[], None],
         ready: Callable[[], None] = lambda: None,
     ) -> None:
-        self.channels, self.ledger = list(channels), ledger
-        self._scatter, self._finish, self._end, self._ready = scatter, finish, end, ready
+        self.channels = list(channels)
+        self.ledger = ledger
+        self._scatter = scatter
+        self._finish = finish
+        self._end = end
+        self._ready = ready
         self._threads: list[threading.Thread] = []
         self._work: queue.Queue[int] = queue.Queue(QUEUE_SIZE)
         self._stop, self._done = threading.Event(), threading.Event()
@@ -192,9 +209,14 @@ class Receivers:
     def start(self, version: int, bucket_seconds: float) -> None:
         """Receive buckets of this version from now on; returns at once."""
         if self.closed:
-            raise TransportError("the channels were closed by an earlier failure", remedy="open the link again")
+            raise TransportError(
+                "the channels were closed by an earlier failure",
+                remedy="open the link again",
+            )
         if self.running:
-            raise SyncError("an earlier move is still running", remedy="abandon it first")
+            raise SyncError(
+                "an earlier move is still running", remedy="abandon it first"
+            )
         self.ledger.begin(version)
         self.error, self.dropped, self.clock = None, 0, PhaseClock()
         self._stop.clear()
@@ -203,11 +225,16 @@ class Receivers:
         self._participants = len(self.channels)
         self._threads = [
             threading.Thread(
-                target=self._receive, args=(c, bucket_seconds), name=f"jvlab-receive-{c.process}", daemon=True
+                target=self._receive,
+                args=(c, bucket_seconds),
+                name=f"jvlab-receive-{c.process}",
+                daemon=True,
             )
             for c in self.channels
         ]
-        self._threads.append(threading.Thread(target=self._finish_all, name="jvlab-finish", daemon=True))
+        self._threads.append(
+            threading.Thread(target=self._finish_all, name="jvlab-finish", daemon=True)
+        )
         for thread in self._threads:
             thread.start()
 
@@ -249,13 +276,18 @@ class Receivers:
             with self._lock:
                 self._participants -= 1
 
-    def _with_context(self, error: Exception, channel: ReceivingChannel, bucket_seconds: float) -> Exception:
+    def _with_context(
+        self, error: Exception, channel: ReceivingChannel, bucket_seconds: float
+    ) -> Exception:
         missing = self.ledger.missing(channel.devices)
-        if isinstance(error, TimeoutError | DeadlineExceeded) or (isinstance(error, TransportError) and missing):
+        if isinstance(error, TimeoutError | DeadlineExceeded) or (
+            isinstance(error, TransportError) and missing
+        ):
             return TransportError(
                 f"{getattr(error, 'message', error)} (trainer process {channel.process}; {describe_missing(missing)} "
                 "did not arrive)",
-                remedy=getattr(error, "remedy", "") or f"a bucket may take {bucket_seconds:g} s: see bucket_seconds",
+                remedy=getattr(error, "remedy", "")
+                or f"a bucket may take {bucket_seconds:g} s: see bucket_seconds",
             )
         return error
 
@@ -263,7 +295,8 @@ class Receivers:
         """Receive one bucket; 1 if it was expected, 0 if it was dropped."""
         received = channel.receiver.recv(bucket_seconds)
         if self.error is not None:
-            raise self.error  # another channel failed: report it to this trainer process too
+            # another channel failed: report it to this trainer process too
+            raise self.error
         bucket = self.ledger.admit(received.header)
         if bucket is None:
             self.dropped += 1

@@ -43,7 +43,9 @@ class Packed:
         for name, tensor in self.tensors.items():
             live = self.layer._parameters.get(name)
             if live is None:
-                self.layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+                self.layer.register_parameter(
+                    name, torch.nn.Parameter(tensor, requires_grad=False)
+                )
             else:
                 live.data = tensor
         self.layer.__dict__.update(self.attributes)
@@ -55,12 +57,22 @@ class Packed:
     def lost(self) -> list[str]:
         """What was placed and has since been replaced by other memory or another kernel."""
         live = self.layer._parameters
-        out = [n for n, t in self.tensors.items() if (p := live.get(n)) is None or p.data_ptr() != t.data_ptr()]
-        kernels = [k for k, v in self.attributes.items() if self.layer.__dict__.get(k) is not v]
+        out = [
+            n
+            for n, t in self.tensors.items()
+            if (p := live.get(n)) is None or p.data_ptr() != t.data_ptr()
+        ]
+        kernels = [
+            k for k, v in self.attributes.items() if self.layer.__dict__.get(k) is not v
+        ]
         return out or (["weight"] if kernels else [])
 
 
-def pack(layer: torch.nn.Module, raw: Mapping[str, torch.Tensor], own: Collection[str] | None = None) -> Packed:
+def pack(
+    layer: torch.nn.Module,
+    raw: Mapping[str, torch.Tensor],
+    own: Collection[str] | None = None,
+) -> Packed:
     """Run the layer's processing after loading on a stand-in that holds `raw`; the layer itself is not changed.
 
     Those in `own` (by default all) are copies that only `place` puts into the layer, whether or not processing changed
@@ -77,7 +89,8 @@ def pack(layer: torch.nn.Module, raw: Mapping[str, torch.Tensor], own: Collectio
         tensor = raw.get(name, None if live is None else live.data)
         if tensor is None:
             continue
-        fresh: Any = torch.nn.Parameter(tensor, requires_grad=False)  # a new object: processing may set its data
+        # a new object: processing may set its data
+        fresh: Any = torch.nn.Parameter(tensor, requires_grad=False)
         if live is not None:
             fresh.__dict__.update(live.__dict__)
         stand_in._parameters[name] = fresh
@@ -99,7 +112,9 @@ def pack(layer: torch.nn.Module, raw: Mapping[str, torch.Tensor], own: Collectio
             done.tensors[name] = new.data
     if not experts:  # the experts' kernel gets its weights at each call, so it stays
         done.attributes = {
-            k: v for k, v in stand_in.__dict__.items() if k not in _TABLES and layer.__dict__.get(k) is not v
+            k: v
+            for k, v in stand_in.__dict__.items()
+            if k not in _TABLES and layer.__dict__.get(k) is not v
         }
     return done
 
@@ -126,20 +141,30 @@ class Reloads:
     names: dict[torch.nn.Module, str]
     seconds: dict[str, float] = field(default_factory=dict)
     held: dict[torch.nn.Module, int] = field(default_factory=dict)
-    kept: dict[torch.nn.Module, list[torch.Tensor]] = field(default_factory=dict)  # that kernels may point into
+    # that kernels may point into
+    kept: dict[torch.nn.Module, list[torch.Tensor]] = field(default_factory=dict)
 
-    def run(self, layer: torch.nn.Module, raw: Mapping[str, torch.Tensor], config: AbstractContextManager[Any]) -> None:
+    def run(
+        self,
+        layer: torch.nn.Module,
+        raw: Mapping[str, torch.Tensor],
+        config: AbstractContextManager[Any],
+    ) -> None:
         """Reload one layer; `config`: vLLM's current config, which some methods read."""
         start = time.perf_counter()
         with torch.no_grad(), config:
             made = reload_layer(layer, raw, self.names[layer])
         self.kept[layer] = [t for t in made if t.device.type == "cpu"]
-        self.held[layer] = fingerprint(layer, self.kept[layer])  # also waits for the device
+        # also waits for the device
+        self.held[layer] = fingerprint(layer, self.kept[layer])
         self.seconds[self.names[layer]] = time.perf_counter() - start
 
     def unchanged(self, layer: torch.nn.Module) -> bool:
         """Whether the layer holds what its last reload left there."""
-        return layer in self.held and fingerprint(layer, self.kept[layer]) == self.held[layer]
+        return (
+            layer in self.held
+            and fingerprint(layer, self.kept[layer]) == self.held[layer]
+        )
 
 
 def unable() -> str:
@@ -150,13 +175,18 @@ def unable() -> str:
             _place_kernel_tensors,
             get_layerwise_info,
         )
-        from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta  # noqa: F401
+        from vllm.model_executor.model_loader.reload.meta import (  # noqa: F401
+            materialize_layer,
+            restore_layer_on_meta,
+        )
     except ImportError as error:
         return f"this vLLM has no layerwise reload that jvlab knows ({error})"
     return ""
 
 
-def reload_layer(layer: Any, raw: Mapping[str, torch.Tensor], name: str) -> list[torch.Tensor]:
+def reload_layer(
+    layer: Any, raw: Mapping[str, torch.Tensor], name: str
+) -> list[torch.Tensor]:
     """Process `raw`, all that the layer's loader fills, with the layer's own method; results go to its own memory.
 
     Returns the tensors that processing made.
@@ -186,17 +216,33 @@ def reload_layer(layer: Any, raw: Mapping[str, torch.Tensor], name: str) -> list
         raise
     finally:
         info.reset()
-    after = {n: (t.data_ptr(), format_of(t)) for n, t in layer._parameters.items() if t is not None}
+    after = {
+        n: (t.data_ptr(), format_of(t))
+        for n, t in layer._parameters.items()
+        if t is not None
+    }
     if after != before:
-        moved = sorted(n for n in after.keys() | before.keys() if after.get(n) != before.get(n))
-        raise VerifyError(f"{name}: vLLM's reload gave {', '.join(moved)} other memory", remedy="restart the replica")
+        moved = sorted(
+            n for n in after.keys() | before.keys() if after.get(n) != before.get(n)
+        )
+        raise VerifyError(
+            f"{name}: vLLM's reload gave {', '.join(moved)} other memory",
+            remedy="restart the replica",
+        )
     return made
 
 
-def _fill(layer: Any, raw: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], name: str) -> None:
+def _fill(
+    layer: Any,
+    raw: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    name: str,
+) -> None:
     """Give the layer what arrived; buffers, which no sync fills, keep their values."""
     for key, live in list(layer._parameters.items()):
-        if live is None or (key not in raw and key in _vllm_model.SKIP_TENSORS and key != "bias"):
+        if live is None or (
+            key not in raw and key in _vllm_model.SKIP_TENSORS and key != "bias"
+        ):
             continue  # tables that no checkpoint holds
         if key not in raw:
             raise Unsupported(
@@ -205,7 +251,8 @@ def _fill(layer: Any, raw: Mapping[str, torch.Tensor], buffers: Mapping[str, tor
                 parameter=f"{name}.{key}",
             )
         fresh: Any = live
-        if key in _vllm_model.SKIP_TENSORS:  # never on meta: the live parameter, to be changed when all is done
+        # never on meta: the live parameter, to be changed when all is done
+        if key in _vllm_model.SKIP_TENSORS:
             fresh = torch.nn.Parameter(torch.empty_like(live), requires_grad=False)
             fresh.__dict__.update(live.__dict__)
             layer._parameters[key] = fresh
@@ -220,7 +267,10 @@ def _check(layer: Any, kernel: Mapping[str, torch.Tensor], name: str) -> None:
     """Raise unless processing made tensors that fit the layer's own memory: copying would broadcast or cast."""
     for key, live in kernel.items():
         made = layer._parameters.get(key)
-        if made is None or (tuple(made.shape), made.dtype) != (tuple(live.shape), live.dtype):
+        if made is None or (tuple(made.shape), made.dtype) != (
+            tuple(live.shape),
+            live.dtype,
+        ):
             have = "nothing" if made is None else f"{tuple(made.shape)} {made.dtype}"
             raise Unsupported(
                 f"{name}: processed again, {key} is {have}; the engine's is {tuple(live.shape)} {live.dtype}",
@@ -234,10 +284,15 @@ def fingerprint(layer: torch.nn.Module, more: Sequence[torch.Tensor] = ()) -> in
     named = {n: t for n, t in layer._parameters.items() if t is not None}
     total = 0
     for tensor in (*(named[n] for n in sorted(named)), *more):
-        values = flat(tensor).view(_INTEGERS[tensor.element_size()]) if tensor.numel() else tensor
+        values = (
+            flat(tensor).view(_INTEGERS[tensor.element_size()])
+            if tensor.numel()
+            else tensor
+        )
         for at in range(0, values.numel(), CHUNK):
             part = values[at : at + CHUNK].to(torch.int64)
-            odd = torch.arange(at, at + part.numel(), device=part.device) * 2 + 1  # a changed bit never cancels alone
+            # a changed bit never cancels alone
+            odd = torch.arange(at, at + part.numel(), device=part.device) * 2 + 1
             total += int((part * odd).sum().item())
         total *= 1_000_003
     return total & (2**64 - 1)

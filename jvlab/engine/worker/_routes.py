@@ -21,8 +21,10 @@ import numpy as np
 
 from jvlab._errors import Unsupported
 
-Chosen = tuple[np.ndarray, np.ndarray]  # ids and weights of a step's tokens, [tokens, chosen]
-Rows = tuple[str, int, np.ndarray, np.ndarray]  # request, position of the first, ids and weights [n, layers, chosen]
+# ids and weights of a step's tokens, [tokens, chosen]
+Chosen = tuple[np.ndarray, np.ndarray]
+# request, position of the first, ids and weights [n, layers, chosen]
+Rows = tuple[str, int, np.ndarray, np.ndarray]
 ATTRIBUTE = "jv_routes"  # of a step's output
 
 
@@ -35,7 +37,9 @@ class RouteCapture:
         self._step: list[Chosen | None] | None = None  # None: between steps
         self._done: list[Rows] | None = None
         for index, layer in enumerate(self._layers):
-            layer.router.select_experts = self._keeping(layer.router.select_experts, index)
+            layer.router.select_experts = self._keeping(
+                layer.router.select_experts, index
+            )
         runner.execute_model = self._recording(runner.execute_model)
         runner.sample_tokens = self._attaching(runner.sample_tokens)
 
@@ -46,7 +50,10 @@ class RouteCapture:
         def select_experts(*args: Any, **options: Any) -> Any:
             weights, ids = select(*args, **options)
             if self._step is not None:
-                self._step[index] = ids.short().numpy().copy(), weights.float().numpy().copy()
+                self._step[index] = (
+                    ids.short().numpy().copy(),
+                    weights.float().numpy().copy(),
+                )
             return weights, ids
 
         return select_experts
@@ -54,7 +61,8 @@ class RouteCapture:
     def _recording(self, execute: Callable[..., Any]) -> Callable[..., Any]:
         def execute_model(scheduled: Any, *args: Any, **options: Any) -> Any:
             step: list[Chosen | None] = [None] * len(self._layers)
-            self._step, self._done = step, None
+            self._step = step
+            self._done = None
             try:
                 out = execute(scheduled, *args, **options)
                 if out is None:  # its tokens are sampled by the next call
@@ -67,7 +75,8 @@ class RouteCapture:
 
     def _attaching(self, sample: Callable[..., Any]) -> Callable[..., Any]:
         def sample_tokens(*args: Any, **options: Any) -> Any:
-            out, done = sample(*args, **options), self._done
+            out = sample(*args, **options)
+            done = self._done
             self._done = None
             if done is not None and out is not None:
                 setattr(out, ATTRIBUTE, done)
@@ -77,15 +86,29 @@ class RouteCapture:
 
     def _by_request(self, scheduled: Any, step: Sequence[Chosen | None]) -> list[Rows]:
         """The rows of a step, which lie in the order of the runner's batch."""
-        batch, counts, out, start = self._runner.input_batch, scheduled.num_scheduled_tokens, [], 0
+        batch = self._runner.input_batch
+        counts = scheduled.num_scheduled_tokens
+        out = []
+        start = 0
         known = [layer for layer in step if layer is not None]
-        if len(known) < len(step) or {len(ids) for ids, _ in known} != {scheduled.total_num_scheduled_tokens}:
+        if len(known) < len(step) or {len(ids) for ids, _ in known} != {
+            scheduled.total_num_scheduled_tokens
+        }:
             found = [0 if layer is None else len(layer[0]) for layer in step]
-            raise Unsupported(f"of {scheduled.total_num_scheduled_tokens} tokens the layers' routers saw {found}")
+            raise Unsupported(
+                f"of {scheduled.total_num_scheduled_tokens} tokens the layers' routers saw {found}"
+            )
         ids, weights = (np.stack(parts, axis=1) for parts in zip(*known, strict=True))
         for row, name in enumerate(batch.req_ids):
             stop = start + counts[name]
-            out.append((name, int(batch.num_computed_tokens_cpu[row]), ids[start:stop], weights[start:stop]))
+            out.append(
+                (
+                    name,
+                    int(batch.num_computed_tokens_cpu[row]),
+                    ids[start:stop],
+                    weights[start:stop],
+                )
+            )
             start = stop
         return out
 
@@ -94,17 +117,29 @@ def expert_layers(runner: Any) -> list[Any]:
     """The layers of a runner's model that have routers, in order; raises if they cannot be observed."""
     from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
-    found = [module for module in runner.get_model().modules() if isinstance(module, MoERunner)]
+    found = [
+        module
+        for module in runner.get_model().modules()
+        if isinstance(module, MoERunner)
+    ]
     remedy = "launch without enable_return_routed_experts"
     if not found:
         raise Unsupported("this model has no experts to return", remedy=remedy)
     if any(layer._quant_method.is_monolithic for layer in found):
-        raise Unsupported("this model's kernels choose experts themselves, unseen by vLLM", remedy=remedy)
+        raise Unsupported(
+            "this model's kernels choose experts themselves, unseen by vLLM",
+            remedy=remedy,
+        )
     parallel = runner.vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1:
-        raise Unsupported("experts are not returned with pipeline or data parallelism", remedy=remedy)
+        raise Unsupported(
+            "experts are not returned with pipeline or data parallelism", remedy=remedy
+        )
     if not runner.vllm_config.model_config.enforce_eager:
-        raise Unsupported("compiled layers cannot be observed", remedy="leave enforce_eager out: it is on by default")
+        raise Unsupported(
+            "compiled layers cannot be observed",
+            remedy="leave enforce_eager out: it is on by default",
+        )
     return sorted(found, key=lambda layer: layer.layer_id)
 
 
@@ -143,10 +178,19 @@ def _joined(parts: Sequence[Rows]) -> np.ndarray:
     A position that was computed again, after a preemption or a rejected draft, has its last values.
     """
     _, _, first, _ = parts[0]
-    out = np.zeros((max(start + len(ids) for _, start, ids, _ in parts), first.shape[1], 2, first.shape[2]), np.float32)
+    out = np.zeros(
+        (
+            max(start + len(ids) for _, start, ids, _ in parts),
+            first.shape[1],
+            2,
+            first.shape[2],
+        ),
+        np.float32,
+    )
     out[:, :, 0] = -1
     for _, start, ids, weights in parts:
-        out[start : start + len(ids), :, 0], out[start : start + len(ids), :, 1] = ids, weights
+        out[start : start + len(ids), :, 0] = ids
+        out[start : start + len(ids), :, 1] = weights
     return out
 
 
@@ -155,7 +199,9 @@ def read_routes(found: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray 
 
     The last token is in no step, so its ids are -1.
     """
-    ids, weights = (found, None) if found.ndim == 3 else (found[:, :, 0], found[:, :, 1])
+    ids, weights = (
+        (found, None) if found.ndim == 3 else (found[:, :, 0], found[:, :, 1])
+    )
     known = min(len(ids), tokens - 1)
     out = np.full((tokens, *ids.shape[1:]), -1, np.int16)
     out[:known] = ids[:known]

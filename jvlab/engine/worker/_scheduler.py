@@ -68,12 +68,16 @@ class _Held:
             self.logprobs.append(logprobs)
 
     def take(self) -> tuple[list[int], LogprobsLists | None]:
-        tokens, parts = self.tokens, self.logprobs
-        self.tokens, self.logprobs = [], []
+        tokens = self.tokens
+        parts = self.logprobs
+        self.tokens = []
+        self.logprobs = []
         if len(parts) < 2:
             return tokens, parts[0] if parts else None
         ids, values, ranks, _ = zip(*parts, strict=True)
-        return tokens, LogprobsLists(np.concatenate(ids), np.concatenate(values), np.concatenate(ranks), None)
+        return tokens, LogprobsLists(
+            np.concatenate(ids), np.concatenate(values), np.concatenate(ranks), None
+        )
 
 
 class HeldOutputs:
@@ -86,7 +90,9 @@ class HeldOutputs:
     def __len__(self) -> int:
         return len(self._held)
 
-    def filter(self, outputs: dict[int, EngineCoreOutputs], requests: dict[str, Any]) -> None:
+    def filter(
+        self, outputs: dict[int, EngineCoreOutputs], requests: dict[str, Any]
+    ) -> None:
         """Remove from one step's outputs what can be held, and add held tokens to their request's last output."""
         all_held = self._held
         for client, group in outputs.items():
@@ -110,9 +116,15 @@ class HeldOutputs:
             group.outputs = sent
         if all_held and self._clock() - self._released > HOLD_SECONDS:
             for client, late in self.release().items():
-                outputs.setdefault(client, EngineCoreOutputs()).outputs.extend(late.outputs)
+                outputs.setdefault(client, EngineCoreOutputs()).outputs.extend(
+                    late.outputs
+                )
         for client, group in list(outputs.items()):
-            if not group.outputs and not group.finished_requests and group.scheduler_stats is None:
+            if (
+                not group.outputs
+                and not group.finished_requests
+                and group.scheduler_stats is None
+            ):
                 del outputs[client]  # an empty message
 
     def release(self) -> dict[int, EngineCoreOutputs]:
@@ -123,7 +135,9 @@ class HeldOutputs:
             if held.tokens:
                 tokens, logprobs = held.take()
                 group = groups.setdefault(held.client, EngineCoreOutputs())
-                group.outputs.append(EngineCoreOutput(name, tokens, new_logprobs=logprobs))
+                group.outputs.append(
+                    EngineCoreOutput(name, tokens, new_logprobs=logprobs)
+                )
         return groups
 
     def drop(self, names: Iterable[str]) -> None:
@@ -151,7 +165,8 @@ def _is_plain(output: EngineCoreOutput) -> bool:
         output.events is None
         and output.prefill_stats is None
         and output.new_prompt_logprobs_tensors is None
-        and getattr(output, "prompt_token_id_logprobs", None) is None  # vLLM 0.30 has no such field; ends with 0.31
+        # vLLM 0.30 has no such field; ends with 0.31
+        and getattr(output, "prompt_token_id_logprobs", None) is None
         and output.pooling_output is None
         and output.new_sampling_mask is None
         and output.routed_experts is None
@@ -174,7 +189,11 @@ class _SchedulerMixin:
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.jv_held, self.jv_reported, self.jv_routes = HeldOutputs(), 0.0, RequestRoutes()
+        self.jv_held, self.jv_reported, self.jv_routes = (
+            HeldOutputs(),
+            0.0,
+            RequestRoutes(),
+        )
         self.jv_poisoned = self.jv_saw_nan = self.jv_clears = False
 
     def update_from_output(self, scheduled: Any, output: Any) -> Any:
@@ -196,7 +215,9 @@ class _SchedulerMixin:
         """
         now = time.monotonic()
         known = any(figure is not None for figure in (*figures, *more.values()))
-        if not known and now - self.jv_reported < REPORT_SECONDS and self.get_num_unfinished_requests():  # type: ignore[attr-defined]
+        recent = now - self.jv_reported < REPORT_SECONDS
+        busy = self.get_num_unfinished_requests()  # type: ignore[attr-defined]
+        if not known and recent and busy:
             return None
         self.jv_reported = now
         return super().make_stats(*figures, **more)  # type: ignore[misc]
@@ -207,16 +228,20 @@ class _SchedulerMixin:
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
         ended = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
-        if finished_status is not RequestStatus.FINISHED_ERROR:  # an error's output includes the held tokens
+        # an error's output includes the held tokens
+        if finished_status is not RequestStatus.FINISHED_ERROR:
             self.jv_held.drop(request.request_id for request in ended)
         self.jv_routes.drop(request.request_id for request in ended)
         return ended
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
         if not reset_running_requests:
             self.jv_resets += 1
             remove_prefix_hashes(self, f"jvlab-{self.jv_resets}")
-            aux = getattr(self, "aux_output_connector", None)  # vLLM 0.31 and older have none
+            # vLLM 0.31 and older have none
+            aux = getattr(self, "aux_output_connector", None)
             if aux is not None:
                 aux.reset()  # experts chosen by older weights; as vLLM's own reset does
             if not reset_connector:
@@ -226,7 +251,8 @@ class _SchedulerMixin:
 
 def _send_held(core: Any) -> None:
     """Send the held tokens, labelled with the weight version that generated them."""
-    held = getattr(core.scheduler, "jv_held", None)  # the scheduler may be the user's own
+    # the scheduler may be the user's own
+    held = getattr(core.scheduler, "jv_held", None)
     if held is not None:
         groups = held.release()
         core._attach_weight_version(groups)
@@ -266,7 +292,9 @@ def _clearing_poison(method: Any) -> Any:
     """EngineCore.reset_prefix_cache, which also zeroes KV memory if it is poisoned."""
 
     @functools.wraps(method)
-    def reset(self: Any, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+    def reset(
+        self: Any, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
         return _poison.reset(self, reset_running_requests, reset_connector, method)
 
     return reset
@@ -300,7 +328,8 @@ class JvlabAsyncScheduler(_SchedulerMixin, AsyncScheduler):
 def cached_blocks(pool: Any) -> set[int]:
     """The blocks in the prefix table; scanning every block of the pool would take milliseconds on a GPU."""
     out: set[int] = set()
-    for found in pool.cached_block_hash_to_block._cache.values():  # a block, or several by id
+    # a block, or several by id
+    for found in pool.cached_block_hash_to_block._cache.values():
         out.update(found) if isinstance(found, dict) else out.add(found.block_id)
     return out
 
@@ -312,7 +341,9 @@ def remove_prefix_hashes(scheduler: Any, salt: str) -> None:
     if pool.enable_caching:
         hashed = cached_blocks(pool)
         pool.evict_blocks(hashed | set(pool.cached_block_hashes_by_block))
-        assert not len(pool.cached_block_hash_to_block), "every cached block is one of the pool's"
+        assert not len(pool.cached_block_hash_to_block), (
+            "every cached block is one of the pool's"
+        )
         for request in scheduler.requests.values():
             if any(manager.get_block_ids(request.request_id)):
                 request.cache_salt = f"{salt}-{request.request_id}"

@@ -127,7 +127,11 @@ def _tracking(method: Any) -> Any:
         if version is not None:
             for output in outputs:
                 state = self.request_states.get(output.request_id)
-                if state is not None and state.detokenizer is not None and output.new_token_ids:
+                if (
+                    state is not None
+                    and state.detokenizer is not None
+                    and output.new_token_ids
+                ):
                     track(state, version)
         return method(self, outputs, *args, **options)
 
@@ -143,15 +147,21 @@ def track(state: Any, version: str) -> None:
 
 def spans(state: Any) -> list[Any] | None:
     """The spans of a request's tokens; None if no version was reported for them."""
-    starts, tokens = state.__dict__.get("weight_version_starts", []), state.detokenizer.num_output_tokens()
+    starts = state.__dict__.get("weight_version_starts", [])
+    tokens = state.detokenizer.num_output_tokens()
     if not starts and tokens:
         return None
     ends = [start for _, start in starts[1:]] + [tokens]
-    return [WeightVersionSpan(version, start, end) for (version, start), end in zip(starts, ends, strict=True)]
+    return [
+        WeightVersionSpan(version, start, end)
+        for (version, start), end in zip(starts, ends, strict=True)
+    ]
 
 
 def _with_spans(method: Any) -> Any:
-    def _new_completion_output(self: Any, token_ids: Any, finish_reason: Any, *args: Any, **options: Any) -> Any:
+    def _new_completion_output(
+        self: Any, token_ids: Any, finish_reason: Any, *args: Any, **options: Any
+    ) -> Any:
         completion = method(self, token_ids, finish_reason, *args, **options)
         completion.weight_versions = spans(self) if finish_reason is not None else None
         return completion
@@ -164,7 +174,9 @@ def _keeping_spans(method: Any) -> Any:
 
     def add(self: Any, later: Any, *args: Any, **options: Any) -> Any:
         result = method(self, later, *args, **options)
-        last = {completion.index: completion.weight_versions for completion in later.outputs}
+        last = {
+            completion.index: completion.weight_versions for completion in later.outputs
+        }
         for completion in self.outputs:
             if completion.index in last:
                 completion.weight_versions = last[completion.index]

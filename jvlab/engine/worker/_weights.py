@@ -28,7 +28,14 @@ from jvlab.engine.worker import _live_memory, _reload
 from jvlab.engine.worker._live_memory import LIVE_REMEDY, bits, flat, scatter
 from jvlab.engine.worker._receivers import Ledger, PhaseClock, ReceivedBox
 from jvlab.layout._boxes import storage_elements
-from jvlab.layout._digest import MASK, box_digest, compiled_loop, flat_digest, in_sample, row_elements
+from jvlab.layout._digest import (
+    MASK,
+    box_digest,
+    compiled_loop,
+    flat_digest,
+    in_sample,
+    row_elements,
+)
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import OPAQUE, STAGED, TargetInfo, item_bytes
 from jvlab.transport._device_bytes import DeviceBytes
@@ -65,7 +72,8 @@ def transposed_boxes(
 
 def _moved(box: ReceivedBox, lines: int, row: int) -> ReceivedBox | None:
     line, column = divmod(box.offset, row)
-    strides, reach = [], 0
+    strides = []
+    reach = 0
     for n, s in zip(box.shape, box.strides, strict=True):
         if s % row == 0:
             strides.append(s // row)
@@ -87,7 +95,8 @@ class PackGroup:
     layer: torch.nn.Module
     derived: bool
     reloaded: bool = False  # by vLLM's own reload
-    names: dict[str, int] = field(default_factory=dict)  # name within the layer -> target
+    # name within the layer -> target
+    names: dict[str, int] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
 
 
@@ -105,8 +114,10 @@ class WeightSlot:
     shadow: torch.Tensor | None = None
     raw: torch.Tensor | None = None
     device: torch.device | str = "cpu"
-    holders: list[torch.Tensor] | None = None  # all tensors that share live memory; None: unknown
-    transposed: dict[ReceivedBox, ReceivedBox] = field(default_factory=dict)  # boxes of a transposed raw copy
+    # all tensors that share live memory; None: unknown
+    holders: list[torch.Tensor] | None = None
+    # boxes of a transposed raw copy
+    transposed: dict[ReceivedBox, ReceivedBox] = field(default_factory=dict)
 
     @property
     def reloaded(self) -> bool:
@@ -122,12 +133,16 @@ class WeightSlot:
 
     @property
     def nbytes(self) -> int:
-        return storage_elements(self.info.shape, self.info.strides) * item_bytes(self.info.dtype)
+        return storage_elements(self.info.shape, self.info.strides) * item_bytes(
+            self.info.dtype
+        )
 
     def allocate(self, like: torch.Tensor | None = None) -> torch.Tensor:
         """New memory of this format; elements that no box fills are copied from `like`, or zero."""
         strides = (1, self.info.shape[0]) if self.transposed else self.info.strides
-        memory = torch.empty_strided(self.info.shape, strides, dtype=self.dtype, device=self.device)
+        memory = torch.empty_strided(
+            self.info.shape, strides, dtype=self.dtype, device=self.device
+        )
         if self.padded:
             flat(memory).copy_(flat(like)) if like is not None else flat(memory).zero_()
         return memory
@@ -136,7 +151,8 @@ class WeightSlot:
 # Evidence that weights arrived: digests of what the engine computes with, where they can be computed.
 # The kinds of evidence (live, read back, sampled, loader, reloaded, unread) are described in `_read_back`.
 
-MAX_PRODUCTS = 4e10  # multiplications that a check may spend on reading kernels back whole; seconds on two cores
+# multiplications that a check may spend on reading kernels back whole; seconds on two cores
+MAX_PRODUCTS = 4e10
 CHUNK = 1 << 20  # elements searched at once for negative zeros
 
 
@@ -150,8 +166,12 @@ class KernelCheck:
     expected: _live_memory.Expected
 
     def passes(self) -> bool:
-        kernel = _live_memory.packed_kernel({**self.packed.layer.__dict__, **self.packed.attributes})
-        return kernel is not None and self.expected.agrees(kernel, self.packed.holds(self.name))
+        kernel = _live_memory.packed_kernel(
+            {**self.packed.layer.__dict__, **self.packed.attributes}
+        )
+        return kernel is not None and self.expected.agrees(
+            kernel, self.packed.holds(self.name)
+        )
 
 
 @dataclass
@@ -168,13 +188,16 @@ class Evidence:
 
     how: dict[int, str] = field(default_factory=dict)
     pending: list[KernelCheck] = field(default_factory=list)
-    kernels: dict[int, KernelRecord] = field(default_factory=dict)  # of the last commit, for later checks
+    # of the last commit, for later checks
+    kernels: dict[int, KernelRecord] = field(default_factory=dict)
     arrived: dict[int, KernelRecord] = field(default_factory=dict)  # of this sync
     checks: int = 0
 
     def begin(self) -> None:
         """Start a new sync; the records of earlier commits stay."""
-        self.how, self.pending, self.arrived = {}, [], {}
+        self.how = {}
+        self.pending = []
+        self.arrived = {}
 
     def commit(self) -> None:
         """The kernels now hold what arrived."""
@@ -197,9 +220,12 @@ class Evidence:
         return dict(Counter(self.how.values()))
 
 
-def record(weights: Weights, slot: WeightSlot, name: str, packed: Packed, raw: torch.Tensor) -> None:
+def record(
+    weights: Weights, slot: WeightSlot, name: str, packed: Packed, raw: torch.Tensor
+) -> None:
     """A layer was reprocessed: record the digest of what it holds for this target; a packed kernel is checked later."""
-    number, evidence = slot.number, weights.evidence
+    number = slot.number
+    evidence = weights.evidence
     kernel = _live_memory.packed_kernel(packed.attributes) if name == "weight" else None
     if kernel is not None:
         weights.found[number] = found = weights.digest(slot, raw)
@@ -207,26 +233,38 @@ def record(weights: Weights, slot: WeightSlot, name: str, packed: Packed, raw: t
         evidence.how[number] = "sampled"
         seed = zlib.crc32(slot.info.name.encode()) ^ weights.version
         expected = _live_memory.expected(raw, seed)
-        zeros = (found - weights.digest(slot, raw + 0)) & MASK if _has_signed_zero(raw) else 0
+        zeros = (
+            (found - weights.digest(slot, raw + 0)) & MASK
+            if _has_signed_zero(raw)
+            else 0
+        )
         evidence.arrived[number] = KernelRecord(expected, zeros)
         evidence.pending.append(KernelCheck(number, name, packed, expected))
         return
     evidence.how.pop(number, None)
     memory, how = _unpacked(packed.layer, name, packed.holds(name), slot)
     if memory is None:
-        weights.found[number], evidence.how[number] = weights.digest(slot, raw), "unread"
-    elif tuple(memory.shape) == slot.info.shape:  # else it is missing, and has no digest
-        weights.found[number], evidence.how[number] = weights.digest(slot, memory), how
+        weights.found[number] = weights.digest(slot, raw)
+        evidence.how[number] = "unread"
+    # else it is missing, and has no digest
+    elif tuple(memory.shape) == slot.info.shape:
+        weights.found[number] = weights.digest(slot, memory)
+        evidence.how[number] = how
         if slot.live is not None:
             weights.pointers[number] = memory.data_ptr()
 
 
-def _unpacked(layer: Any, name: str, held: torch.Tensor | None, slot: WeightSlot) -> tuple[torch.Tensor | None, str]:
+def _unpacked(
+    layer: Any, name: str, held: torch.Tensor | None, slot: WeightSlot
+) -> tuple[torch.Tensor | None, str]:
     """What a layer holds, in the target's format, and the kind of evidence; (None, ...) if it can't be converted."""
     if held is None or not held.numel():
         return torch.empty(0), "live"
     if _vllm_model.packed_experts(layer):
-        held, how = _live_memory.experts_in_order(layer.quant_method, name, held, slot.info.shape), "read back"
+        held = _live_memory.experts_in_order(
+            layer.quant_method, name, held, slot.info.shape
+        )
+        how = "read back"
         if not _vllm_model.experts_read_them(layer):
             return torch.empty(0), how
     else:
@@ -234,16 +272,22 @@ def _unpacked(layer: Any, name: str, held: torch.Tensor | None, slot: WeightSlot
     if held is None or tuple(held.shape) != slot.info.shape:
         return None, how
     if held.dtype != slot.dtype:  # a kernel keeps a wider copy of a bias
-        held, how = held.to(slot.dtype), "read back"
+        held = held.to(slot.dtype)
+        how = "read back"
     if held.stride() != slot.info.strides:
-        held = torch.empty_strided(slot.info.shape, slot.info.strides, dtype=slot.dtype).copy_(held)
+        held = torch.empty_strided(
+            slot.info.shape, slot.info.strides, dtype=slot.dtype
+        ).copy_(held)
     return held, how
 
 
 def _has_signed_zero(raw: torch.Tensor) -> bool:
     values = bits(flat(raw))
     sign = np.iinfo(values.dtype).min
-    return any(bool((values[at : at + CHUNK] == sign).any()) for at in range(0, values.size, CHUNK))
+    return any(
+        bool((values[at : at + CHUNK] == sign).any())
+        for at in range(0, values.size, CHUNK)
+    )
 
 
 # Between syncs -----------------------------------------------------------------------------------------------------
@@ -253,17 +297,21 @@ def check(weights: Weights) -> tuple[dict[int, int], dict[int, str]]:
     """(digests of what the engine computes with now, how each was obtained); none for a target that is missing."""
     found: dict[int, int] = {}
     how: dict[int, str] = {}
-    now, left = _live_memory.by_name(weights.model), MAX_PRODUCTS
-    held: dict[Any, bool] = {}  # reloaded layers: do they hold what the reload left there?
+    now = _live_memory.by_name(weights.model)
+    left = MAX_PRODUCTS
+    # reloaded layers: do they hold what the reload left there?
+    held: dict[Any, bool] = {}
     numbers = list(weights.slots)
     weights.evidence.checks += 1
-    first = weights.evidence.checks * 7 % max(1, len(numbers))  # if not all can be read back whole, rotate
+    # if not all can be read back whole, rotate
+    first = weights.evidence.checks * 7 % max(1, len(numbers))
     for number in numbers[first:] + numbers[:first]:
         slot = weights.slots[number]
         groups = [g for g in slot.groups if not g.derived]
         live = now.get(slot.info.name) if slot.live is not None else None
         if live is not None and _live_memory.format_of(live) == slot.format:
-            found[number], how[number] = weights.digest(slot, live), "live"
+            found[number] = weights.digest(slot, live)
+            how[number] = "live"
         for group in groups:
             if not group.reloaded:
                 left -= _check_packed(weights, slot, group, left, found, how)
@@ -271,27 +319,38 @@ def check(weights: Weights) -> tuple[dict[int, int], dict[int, str]]:
             if group.layer not in held:
                 held[group.layer] = weights.reloads.unchanged(group.layer)
             if held[group.layer] and number in weights.committed:
-                found[number], how[number] = weights.committed[number], "reloaded"
+                found[number] = weights.committed[number]
+                how[number] = "reloaded"
         if slot.kind == OPAQUE and number in weights.committed:
-            found[number], how[number] = weights.committed[number], "loader"
+            found[number] = weights.committed[number]
+            how[number] = "loader"
     return found, how
 
 
 def _check_packed(
-    weights: Weights, slot: WeightSlot, group: PackGroup, left: float, found: dict[int, int], how: dict[int, str]
+    weights: Weights,
+    slot: WeightSlot,
+    group: PackGroup,
+    left: float,
+    found: dict[int, int],
+    how: dict[int, str],
 ) -> float:
     """Check what one packed layer holds of a target; returns the multiplications it took."""
-    number, layer = slot.number, group.layer
+    number = slot.number
+    layer = group.layer
     name = next(n for n, k in group.names.items() if k == number)
     kernel = _live_memory.packed_kernel(layer.__dict__) if name == "weight" else None
     if kernel is None:
         memory, way = _unpacked(layer, name, layer._parameters.get(name), slot)
         if memory is None and number in weights.committed:
-            found[number], how[number] = weights.committed[number], "unread"
+            found[number] = weights.committed[number]
+            how[number] = "unread"
         elif memory is not None and tuple(memory.shape) == slot.info.shape:
-            found[number], how[number] = weights.digest(slot, memory), way
+            found[number] = weights.digest(slot, memory)
+            how[number] = way
         return 0.0
-    shape, parameter = slot.info.shape, layer._parameters.get(name)
+    shape = slot.info.shape
+    parameter = layer._parameters.get(name)
     cost = float(shape[0]) * shape[1] * shape[1]
     known = weights.evidence.kernels.get(number)
     finite = known is None or bool(torch.isfinite(known.expected.product).all())
@@ -299,7 +358,11 @@ def _check_packed(
         held = _live_memory.whole(kernel, parameter, shape, slot.dtype)
         _compare_whole(weights, slot, held, found, how)
         return cost
-    if known is not None and number in weights.committed and known.expected.agrees(kernel, parameter):
+    if (
+        known is not None
+        and number in weights.committed
+        and known.expected.agrees(kernel, parameter)
+    ):
         found.setdefault(number, weights.committed[number])
         how[number] = "sampled"
     else:
@@ -308,7 +371,11 @@ def _check_packed(
 
 
 def _compare_whole(
-    weights: Weights, slot: WeightSlot, held: torch.Tensor | None, found: dict[int, int], how: dict[int, str]
+    weights: Weights,
+    slot: WeightSlot,
+    held: torch.Tensor | None,
+    found: dict[int, int],
+    how: dict[int, str],
 ) -> None:
     number = slot.number
     if held is None:
@@ -316,13 +383,15 @@ def _compare_whole(
         return
     how[number] = "read back"
     plain = weights.digest(slot, held)
-    if number in found:  # it has live memory too (a tied head): the kernel must hold the same
+    # it has live memory too (a tied head): the kernel must hold the same
+    if number in found:
         live = _live_memory.by_name(weights.model)[slot.info.name]
         if not torch.equal(held, live.detach().reshape(held.shape)):
             found.pop(number)
     elif number in weights.evidence.kernels:
         found[number] = (plain + weights.evidence.kernels[number].zeros) & MASK
-    else:  # not synced over this link: zeros are assumed to be positive, as their sign can't be read back
+    # not synced over this link: zeros are assumed to be positive, as their sign can't be read back
+    else:
         found[number] = plain
 
 
@@ -354,10 +423,19 @@ class Weights:
         self._device_digest = digest
         if self.device.type == "cpu":
             compiled_loop()
-        self.model, self.plan, self.rank, self._load, self._derive = model, plan, rank, load, derive
-        self._swaps, self._derived_well, self._zero_padding, self._config = swaps, derived_well, zero_padding, config
+        self.model = model
+        self.plan = plan
+        self.rank = rank
+        self._load = load
+        self._derive = derive
+        self._swaps = swaps
+        self._derived_well = derived_well
+        self._zero_padding = zero_padding
+        self._config = config
         self._lock = threading.Lock()
-        self.version, self.mode, self.verify = 0, "direct", "full"
+        self.version = 0
+        self.mode = "direct"
+        self.verify = "full"
         self.found: dict[int, int] = {}
         self.pointers: dict[int, int] = {}  # of the memory that was digested
         self.committed: dict[int, int] = {}
@@ -365,7 +443,9 @@ class Weights:
         self._packed: list[_reload.Packed] = []  # in direct mode already in place
         self.clock = PhaseClock()
         self.slots = self._slots(ledger)
-        self.reloads = _reload.Reloads({layer: name for name, layer in model.named_modules()})
+        self.reloads = _reload.Reloads(
+            {layer: name for name, layer in model.named_modules()}
+        )
         self._group(staged, refuse, experts)
         self._check_boxes()
 
@@ -378,9 +458,15 @@ class Weights:
             info = self.plan.parameters[int(self.plan.target_parameter[number])]
             kind = int(self.plan.target_kind[number])
             found = None if kind == OPAQUE else live.get(info.name)
-            same = found is not None and _live_memory.format_of(found) == (info.shape, info.dtype, info.strides)
+            same = found is not None and _live_memory.format_of(found) == (
+                info.shape,
+                info.dtype,
+                info.strides,
+            )
             if kind not in (OPAQUE, STAGED) and not same:
-                have = "not there" if found is None else f"{_live_memory.format_of(found)}"
+                have = (
+                    "not there" if found is None else f"{_live_memory.format_of(found)}"
+                )
                 raise LayoutError(
                     f"rank {self.rank}: the plan writes {info.name} {info.shape} {info.dtype} {info.strides}, "
                     f"which is {have} in this engine",
@@ -388,10 +474,23 @@ class Weights:
                     parameter=info.name,
                 )
             padded = bool(self.plan.target_padding[number])
-            slots[number] = WeightSlot(number, info, kind, padded, boxes, found if same else None, device=self.device)
+            slots[number] = WeightSlot(
+                number,
+                info,
+                kind,
+                padded,
+                boxes,
+                found if same else None,
+                device=self.device,
+            )
         return slots
 
-    def _group(self, staged: list[Any], refuse: Callable[[Any], str], experts: Callable[..., bool]) -> None:
+    def _group(
+        self,
+        staged: list[Any],
+        refuse: Callable[[Any], str],
+        experts: Callable[..., bool],
+    ) -> None:
         by_name = {s.info.name: s for s in self.slots.values() if s.kind == STAGED}
         groups: dict[int, PackGroup] = {}
         for item in staged:
@@ -401,17 +500,29 @@ class Weights:
             if why := refuse(item):
                 raise Unsupported(
                     f"{item.parameter} cannot be synced: {why} after loading ({item.why})",
-                    remedy=LIVE_REMEDY if item.kind == "packed" else "launch without that kernel",
+                    remedy=LIVE_REMEDY
+                    if item.kind == "packed"
+                    else "launch without that kernel",
                     parameter=item.parameter,
                 )
             again = item.kind == "reloaded"
-            group = groups.setdefault(id(item.layer), PackGroup(item.layer, item.kind == "derived", again))
+            group = groups.setdefault(
+                id(item.layer), PackGroup(item.layer, item.kind == "derived", again)
+            )
             group.names[item.name] = slot.number
             slot.groups.append(group)
-            if item.kind == "packed" and slot.live is None and not slot.padded and not experts(item.layer):
-                slot.transposed = transposed_boxes(slot.info.shape, slot.info.strides, slot.boxes)
+            if (
+                item.kind == "packed"
+                and slot.live is None
+                and not slot.padded
+                and not experts(item.layer)
+            ):
+                slot.transposed = transposed_boxes(
+                    slot.info.shape, slot.info.strides, slot.boxes
+                )
             if experts(item.layer) or again:
-                slot.live = None  # rearranged: perhaps of the same shape, but not as the loader writes it
+                # rearranged: perhaps of the same shape, but not as the loader writes it
+                slot.live = None
         self.groups = list(groups.values())
         if any(g.reloaded for g in self.groups) and (why := _reload.unable()):
             raise Unsupported(why, remedy="launch without quantization")
@@ -440,20 +551,32 @@ class Weights:
                     or min(box.strides) < 0
                     or box.offset + storage_elements(box.shape, box.strides) > size
                 ):
-                    raise LayoutError(f"a box of {slot.info.name} lies outside of its {size} elements: {box}")
+                    raise LayoutError(
+                        f"a box of {slot.info.name} lies outside of its {size} elements: {box}"
+                    )
 
     # One sync -----------------------------------------------------------------------------------------------------
 
     def need(self, mode: str) -> int:
         """Bytes that a sync in this mode allocates in addition."""
-        layers = [sum(self.slots[n].nbytes for n in set(g.names.values())) for g in self.groups]
+        layers = [
+            sum(self.slots[n].nbytes for n in set(g.names.values()))
+            for g in self.groups
+        ]
         whole = sum(
-            s.nbytes for s in self.slots.values() if s.kind == OPAQUE or (s.reloaded and not self._at_once(mode))
+            s.nbytes
+            for s in self.slots.values()
+            if s.kind == OPAQUE or (s.reloaded and not self._at_once(mode))
         )
-        raw = 3 * max(layers, default=0) + whole  # one layer arriving, one waiting, one being packed
+        # one layer arriving, one waiting, one being packed
+        raw = 3 * max(layers, default=0) + whole
         if mode == "direct":
             return raw
-        shadows = sum(s.nbytes for s in self.slots.values() if s.live is not None and s.shadow is None)
+        shadows = sum(
+            s.nbytes
+            for s in self.slots.values()
+            if s.live is not None and s.shadow is None
+        )
         return raw + shadows + sum(layers)
 
     def prepare(self, version: int, mode: str, verify: str, available: int) -> int:
@@ -463,12 +586,21 @@ class Weights:
             raise Unsupported(
                 f"rank {self.rank}: a {mode} sync needs {need} bytes ({need / 2**30:.2f} GiB) of memory, "
                 f"{available} ({available / 2**30:.2f} GiB) are available",
-                remedy='sync with mode="direct"' if mode == "staged" else "give the engine a smaller KV cache",
+                remedy='sync with mode="direct"'
+                if mode == "staged"
+                else "give the engine a smaller KV cache",
                 need=need,
                 available=available,
             )
-        self.version, self.mode, self.verify = version, mode, verify
-        self.found, self._packed, self.clock, self.reloads.seconds = {}, [], PhaseClock(), {}
+        self.version = version
+        self.mode = mode
+        self.verify = verify
+        self.found, self._packed, self.clock, self.reloads.seconds = (
+            {},
+            [],
+            PhaseClock(),
+            {},
+        )
         self.pointers = {}
         self.evidence.begin()
         for group in self.groups:
@@ -477,7 +609,11 @@ class Weights:
             holders = _live_memory.holders(self.model)
             for slot in self.slots.values():
                 if slot.live is not None:
-                    slot.holders = _live_memory.sharing(slot.live, holders) if self._swaps else None
+                    slot.holders = (
+                        _live_memory.sharing(slot.live, holders)
+                        if self._swaps
+                        else None
+                    )
                     slot.shadow = (
                         slot.shadow
                         if slot.shadow is not None
@@ -510,8 +646,16 @@ class Weights:
     def finish(self, number: int) -> None:
         """All boxes of a target are written: digest it, or pack its layer if this completes it."""
         slot = self.slots[number]
-        if self.wanted(slot) and not any(not (g.derived or g.reloaded) for g in slot.groups):
-            how = "reloaded" if slot.reloaded else "loader" if slot.kind == OPAQUE else "live"
+        if self.wanted(slot) and not any(
+            not (g.derived or g.reloaded) for g in slot.groups
+        ):
+            how = (
+                "reloaded"
+                if slot.reloaded
+                else "loader"
+                if slot.kind == OPAQUE
+                else "live"
+            )
             with self.clock.timed("digest"):
                 self._record(slot, self._destination(slot), how)
         for group in slot.groups:
@@ -526,7 +670,9 @@ class Weights:
 
     def wanted(self, slot: WeightSlot) -> bool:
         """Whether this target is verified in this sync."""
-        return self.verify == "full" or (self.verify == "sampled" and in_sample(slot.info.name, self.version))
+        return self.verify == "full" or (
+            self.verify == "sampled" and in_sample(slot.info.name, self.version)
+        )
 
     def _record(self, slot: WeightSlot, memory: torch.Tensor, how: str) -> None:
         """Record this memory's digest as the target's."""
@@ -538,7 +684,10 @@ class Weights:
         """The digest of the elements that boxes write, in memory of the target's format."""
         if memory.is_cuda:
             if self._device_digest is None:
-                raise Unsupported("no digest on the GPU for this link", remedy='sync with verify="off"')
+                raise Unsupported(
+                    "no digest on the GPU for this link",
+                    remedy='sync with verify="off"',
+                )
             return self._device_digest(slot.number, memory)
         row = row_elements(slot.info.shape, slot.info.strides)
         values = bits(flat(memory))
@@ -549,13 +698,20 @@ class Weights:
             return flat_digest(values, row)
         total = 0
         for box in slot.boxes:
-            at = torch.as_strided(flat(memory), box.shape, box.strides, memory.storage_offset() + box.offset)
+            at = torch.as_strided(
+                flat(memory),
+                box.shape,
+                box.strides,
+                memory.storage_offset() + box.offset,
+            )
             total += box_digest(bits(at), box.offset, box.strides, row)
         return total & MASK
 
     def _pack(self, group: PackGroup) -> None:
         """Reprocess the layer, and record digests of what it then computes with."""
-        raw = {name: self._destination(self.slots[n]) for name, n in group.names.items()}
+        raw = {
+            name: self._destination(self.slots[n]) for name, n in group.names.items()
+        }
         own = {name for name, n in group.names.items() if self.slots[n].live is None}
         packed = _reload.pack(group.layer, raw, own)
         self._packed.append(packed)
@@ -590,7 +746,8 @@ class Weights:
             return True
         with self.clock.timed("digest"):
             for number in self.evidence.run_checks(until):
-                self.found.pop(number, None)  # the kernel does not hold what was digested
+                # the kernel does not hold what was digested
+                self.found.pop(number, None)
         return not self.evidence.pending
 
     def end(self) -> None:
@@ -603,7 +760,11 @@ class Weights:
         return [g for g in self.groups if g.reloaded and not self._at_once(self.mode)]
 
     def _load_whole(self) -> None:
-        whole = [(s.info.name, _required(s.raw)) for s in self.slots.values() if s.kind == OPAQUE]
+        whole = [
+            (s.info.name, _required(s.raw))
+            for s in self.slots.values()
+            if s.kind == OPAQUE
+        ]
         with self.clock.timed("load"), torch.no_grad():
             if whole and self._load is not None:
                 self._load(whole)
@@ -617,9 +778,15 @@ class Weights:
         """The engine computes with the new weights from now on."""
         waiting = [n for g in self.groups if not g.derived for n in g.left]
         if waiting:
-            raise SyncError(f"rank {self.rank}: {self.slots[waiting[0]].info.name} did not arrive", remedy="sync again")
+            raise SyncError(
+                f"rank {self.rank}: {self.slots[waiting[0]].info.name} did not arrive",
+                remedy="sync again",
+            )
         if self.evidence.pending:
-            raise SyncError(f"rank {self.rank}: commit before verify was done", remedy="verify comes first")
+            raise SyncError(
+                f"rank {self.rank}: commit before verify was done",
+                remedy="verify comes first",
+            )
         if self.mode == "staged":
             for packed in self._packed:
                 packed.place()
@@ -639,7 +806,11 @@ class Weights:
 
     def _check_live_memory(self) -> None:
         """Raise unless the model has what was digested: the same address, else the same bits."""
-        lost = {name for packed in self._packed for name in _lost(packed, self.groups, self.slots)}
+        lost = {
+            name
+            for packed in self._packed
+            for name in _lost(packed, self.groups, self.slots)
+        }
         now = _live_memory.by_name(self.model)
         copied = []
         for number, pointer in self.pointers.items():
@@ -650,7 +821,12 @@ class Weights:
             if there is None or there.data_ptr() != slot.live.data_ptr():
                 lost.add(slot.info.name)
             elif there.data_ptr() != pointer:
-                copied.append((slot.info.name, torch.any(bits_of(there) != bits_of(_required(slot.shadow)))))
+                copied.append(
+                    (
+                        slot.info.name,
+                        torch.any(bits_of(there) != bits_of(_required(slot.shadow))),
+                    )
+                )
         for group in self.groups:
             if group.derived and not self._derived_well(group.layer):
                 lost |= {self.slots[n].info.name for n in group.names.values()}
@@ -665,14 +841,18 @@ class Weights:
 
     def _swap(self, slot: WeightSlot) -> None:
         """Swap shadow and live memory; every tensor that was a view of the old memory becomes one of the new."""
-        live, shadow = _required(slot.live), _required(slot.shadow)
-        if slot.holders is None:  # unknown tensors share the old memory, so it is overwritten instead
+        live = _required(slot.live)
+        shadow = _required(slot.shadow)
+        # unknown tensors share the old memory, so it is overwritten instead
+        if slot.holders is None:
             flat(live).copy_(flat(shadow))
             return
         slot.shadow = live.data
         new = flat(shadow)
         for holder in slot.holders:
-            holder.data = torch.as_strided(new, holder.size(), holder.stride(), holder.storage_offset())
+            holder.data = torch.as_strided(
+                new, holder.size(), holder.stride(), holder.storage_offset()
+            )
 
     def abandon(self) -> None:
         """Free what this sync allocated. In direct mode live memory stays as it is."""
@@ -692,10 +872,16 @@ class Weights:
         for group in self.groups:
             for number in group.names.values():
                 slot = self.slots[number]
-                if number in found or number in group.left or group.derived or not self.wanted(slot):
+                if (
+                    number in found
+                    or number in group.left
+                    or group.derived
+                    or not self.wanted(slot)
+                ):
                     continue
                 memory = slot.raw if slot.live is None else self._destination(slot)
-                if memory is not None:  # else it is being packed, and will be in `found`
+                # else it is being packed, and will be in `found`
+                if memory is not None:
                     found[number] = self.digest(slot, memory)
         return found
 
@@ -706,16 +892,27 @@ class Weights:
 
 def _required(tensor: torch.Tensor | None) -> torch.Tensor:
     if tensor is None:
-        raise SyncError("a phase ran without the one before it", remedy="prepare, move, then commit")
+        raise SyncError(
+            "a phase ran without the one before it", remedy="prepare, move, then commit"
+        )
     return tensor
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's storage as integers."""
-    return flat(tensor).view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    return flat(tensor).view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+            tensor.element_size()
+        ]
+    )
 
 
-def _lost(packed: _reload.Packed, groups: list[PackGroup], slots: dict[int, WeightSlot]) -> list[str]:
+def _lost(
+    packed: _reload.Packed, groups: list[PackGroup], slots: dict[int, WeightSlot]
+) -> list[str]:
     """Full names of what was replaced in a packed layer since it was placed."""
     group = next(g for g in groups if g.layer is packed.layer)
-    return [slots[group.names[name]].info.name if name in group.names else name for name in packed.lost()]
+    return [
+        slots[group.names[name]].info.name if name in group.names else name
+        for name in packed.lost()
+    ]

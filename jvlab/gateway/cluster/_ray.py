@@ -25,7 +25,8 @@ def import_ray() -> Any:
         import ray
     except ImportError as error:
         raise MissingDependency(
-            'cluster="ray" needs the package ray, which is not installed', remedy='pip install "jvlab[ray]"'
+            'cluster="ray" needs the package ray, which is not installed',
+            remedy='pip install "jvlab[ray]"',
         ) from error
     return ray
 
@@ -33,15 +34,22 @@ def import_ray() -> Any:
 class RayCluster:
     """A connection to Ray, and the gateway's actor. `end` removes what is ours; a cluster we joined keeps running."""
 
-    def __init__(self, address: str | None, gateway: GatewayOptions, name: str | None = None) -> None:
+    def __init__(
+        self, address: str | None, gateway: GatewayOptions, name: str | None = None
+    ) -> None:
         self._ray = ray = import_ray()
         self._folder = ""
         self._actor: Any = None
         self._connected = not ray.is_initialized()
-        self._started = self._connected and address is None and not os.environ.get("RAY_ADDRESS")
+        self._started = (
+            self._connected and address is None and not os.environ.get("RAY_ADDRESS")
+        )
         if self._connected:
             _connect(ray, address)
-        elif address not in (None, "auto") and ray.get_runtime_context().gcs_address != address:
+        elif (
+            address not in (None, "auto")
+            and ray.get_runtime_context().gcs_address != address
+        ):
             raise ConfigError(
                 f"this process is already connected to Ray at {ray.get_runtime_context().gcs_address}",
                 remedy="leave address= out, or ray.shutdown() first",
@@ -53,14 +61,18 @@ class RayCluster:
             self.end(5.0)
             raise
 
-    def _start(self, name: str | None, gateway: GatewayOptions, remote: bool) -> dict[str, Any]:
+    def _start(
+        self, name: str | None, gateway: GatewayOptions, remote: bool
+    ) -> dict[str, Any]:
         from jvlab.gateway import _launcher
         from jvlab.gateway.cluster._ray_actors import GatewayActor
 
         ray = self._ray
         lab = name or _launcher.new_name()
         if name is not None and _launcher.taken(name):
-            raise ConfigError(f"a lab called {name!r} is running", remedy="choose another name")
+            raise ConfigError(
+                f"a lab called {name!r} is running", remedy="choose another name"
+            )
         # Detached: the lab outlives this process for its lease, like any lab, if the cluster does.
         options: dict[str, Any] = {
             "num_cpus": 0,
@@ -74,8 +86,12 @@ class RayCluster:
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
             here = ray.get_runtime_context().get_node_id()
-            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=True)
-        self._actor = ray.remote(GatewayActor).options(**options).remote(lab, gateway, remote)
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
+                here, soft=True
+            )
+        self._actor = (
+            ray.remote(GatewayActor).options(**options).remote(lab, gateway, remote)
+        )
         try:
             content = ray.get(self._actor.content.remote(), timeout=START_SECONDS)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
@@ -88,7 +104,9 @@ class RayCluster:
             from jvlab.wire._channels import write_private
 
             self._folder = tempfile.mkdtemp(prefix="jvlab-ray-")
-            content["tls_ca"] = str(write_private(os.path.join(self._folder, "cert.pem"), content["pem"]))
+            content["tls_ca"] = str(
+                write_private(os.path.join(self._folder, "cert.pem"), content["pem"])
+            )
             content["address"] = content["public_address"]
         return content
 
@@ -110,10 +128,12 @@ class RayCluster:
 
     def end(self, timeout: float) -> None:
         """Wait for the gateway to end, then release everything. Can be called twice."""
-        ray, actor = self._ray, self._actor
+        ray = self._ray
+        actor = self._actor
         self._actor = None
         if actor is not None and ray.is_initialized():
-            with contextlib.suppress(ray.exceptions.RayError):  # gone already, or too slow: it is killed below
+            # gone already, or too slow: it is killed below
+            with contextlib.suppress(ray.exceptions.RayError):
                 ray.get(actor.wait_ended.remote(), timeout=timeout)
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(actor, no_restart=True)
@@ -127,7 +147,10 @@ class RayCluster:
 def _connect(ray: Any, address: str | None) -> None:
     options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False}
     if address is None and not os.environ.get("RAY_ADDRESS"):
-        options |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+        options |= {
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+        }
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry
     try:
         ray.init(address=address, **options)

@@ -47,16 +47,32 @@ from jvlab.wire import _channels, _security
 class RolloutActor:
     """Offers one rollout process to the lab's gateway while this actor lives."""
 
-    def __init__(self, replica: str, gateway: str, token: str, pem: tuple[str, str], shared: bool) -> None:
-        command = [sys.executable, "-m", "jvlab", "rollout", "--gateway", gateway, "--name", replica]
+    def __init__(
+        self, replica: str, gateway: str, token: str, pem: tuple[str, str], shared: bool
+    ) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "jvlab",
+            "rollout",
+            "--gateway",
+            gateway,
+            "--name",
+            replica,
+        ]
         command += ["--supervised", "--invited"]
         if shared:
             command.append("--share-host")
         if pem[0]:
             command += ["--bind", ray.util.get_node_ip_address()]
         # for vLLM's Ray executor, which connects by itself
-        environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
+        environment = {
+            **os.environ,
+            "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
+        }
+        self._child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, env=environment, start_new_session=True
+        )
         # Passed by pipe: files would be left behind if this process is killed, and environment variables would be
         # inherited by every process below.
         invitation = json.dumps({"token": token, "certificate": pem[0], "key": pem[1]})
@@ -67,7 +83,8 @@ class RolloutActor:
         threading.Thread(target=self._watch, name="jvlab-agent", daemon=True).start()
 
     def _watch(self) -> None:
-        if self._child.wait() and not self._told_to_end:  # no deadline: a thread that does nothing else
+        # no deadline: a thread that does nothing else
+        if self._child.wait() and not self._told_to_end:
             os._exit(1)  # Ray restarts the actor
 
     def end(self, seconds: float) -> bool:
@@ -101,8 +118,13 @@ class GatewayActor:
     def __init__(self, lab: str, options: GatewayOptions, remote: bool) -> None:
         self._folder = _launcher.home() / "labs" / lab
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._token, self._error, self._over = _security.new_token(), "", threading.Event()
-        self._host, self._tls = "127.0.0.1", None
+        self._token, self._error, self._over = (
+            _security.new_token(),
+            "",
+            threading.Event(),
+        )
+        self._host = "127.0.0.1"
+        self._tls = None
         self._pem: tuple[str, str] = ("", "")
         if remote or not one_host(ray.nodes()):
             self._host = ray.util.get_node_ip_address()
@@ -112,18 +134,30 @@ class GatewayActor:
                 str(_channels.write_private(self._folder / "key.pem", self._pem[1])),
             )
         options = replace(options, host=self._host, tls=self._tls, place="ray")
-        self._thread = threading.Thread(target=self._run, args=(lab, options), name="jvlab-gateway", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(lab, options), name="jvlab-gateway", daemon=True
+        )
         self._thread.start()
 
     def _run(self, lab: str, options: GatewayOptions) -> None:
         try:
-            asyncio.run(_serve.serve(self._folder, lab, self._token, options, signals=False, make=self._make))
+            asyncio.run(
+                _serve.serve(
+                    self._folder,
+                    lab,
+                    self._token,
+                    options,
+                    signals=False,
+                    make=self._make,
+                )
+            )
         except BaseException:
             self._error = traceback.format_exc()
             traceback.print_exc()
         self._over.set()
         time.sleep(EXIT_SECONDS)
-        os._exit(0)  # no driver ended this actor: the lease expired, or the driver is gone
+        # no driver ended this actor: the lease expired, or the driver is gone
+        os._exit(0)
 
     def _make(self, *arguments: Any) -> _gateway.Gateway:
         gateway = _gateway.Gateway(*arguments)
@@ -135,7 +169,13 @@ class GatewayActor:
 
     def _invitation(self, replica: str) -> tuple[Any, ...]:
         """The arguments of a rollout actor. On one host, replicas divide its cores by index."""
-        return replica, self._content()["public_address"], self._token, self._pem, self._tls is None
+        return (
+            replica,
+            self._content()["public_address"],
+            self._token,
+            self._pem,
+            self._tls is None,
+        )
 
     def _content(self) -> dict[str, Any]:
         return json.loads((self._folder / "lab.json").read_text())
@@ -145,7 +185,9 @@ class GatewayActor:
         deadline = time.monotonic() + START_SECONDS
         while not (self._folder / "lab.json").exists():
             if self._error or time.monotonic() > deadline:
-                raise GatewayUnreachable(f"the gateway did not start on Ray: {self._error or 'too slow'}")
+                raise GatewayUnreachable(
+                    f"the gateway did not start on Ray: {self._error or 'too slow'}"
+                )
             time.sleep(0.05)
         return {**self._content(), "pem": self._pem[0]}
 
@@ -181,8 +223,12 @@ class ActorHandle:
             self.closed = self.closed or closed
             if self.actor is not None:
                 if closed:
-                    with contextlib.suppress(exceptions.RayError):  # dead already, or too slow
-                        ray.get(self.actor.end.remote(END_SECONDS), timeout=END_SECONDS + 1.0)
+                    # dead already, or too slow
+                    with contextlib.suppress(exceptions.RayError):
+                        ray.get(
+                            self.actor.end.remote(END_SECONDS),
+                            timeout=END_SECONDS + 1.0,
+                        )
                 ray.kill(self.actor, no_restart=True)
             if self.group is not None:
                 remove_placement_group(self.group)
@@ -202,10 +248,14 @@ class RayProcess(JoinedProcess):
         invitation: Callable[[str], tuple[Any, ...]],
     ) -> None:
         super().__init__(replica, spec, index, folder)
-        self._handles, self._invitation = handles, invitation
-        self._held = handles.setdefault(replica, ActorHandle())  # the previous process's, if Ray restarts its actor
+        self._handles = handles
+        self._invitation = invitation
+        # the previous process's, if Ray restarts its actor
+        self._held = handles.setdefault(replica, ActorHandle())
 
-    async def start(self, on_pid: Callable[[int], None], on_exit: Callable[[str, str], None]) -> None:
+    async def start(
+        self, on_pid: Callable[[int], None], on_exit: Callable[[str, str], None]
+    ) -> None:
         await super().start(on_pid, on_exit)
         self._stage = "waits for resources on Ray"
         try:
@@ -218,20 +268,29 @@ class RayProcess(JoinedProcess):
         if self._held.is_alive():
             return  # Ray restarts it, and its agent joins by itself
         self._held.free()
-        resources, spec = Resources.from_json(self.spec.place_json), self.spec
-        bundle = resources.bundle(spec.device, spec.tensor_parallel, json.loads(spec.engine_json))
+        resources = Resources.from_json(self.spec.place_json)
+        spec = self.spec
+        bundle = resources.bundle(
+            spec.device, spec.tensor_parallel, json.loads(spec.engine_json)
+        )
         node = resources.node(self.index, ray.nodes())
         bundles = [bundle or {"CPU": 0.001}]  # Ray has no empty bundles
         where: Any = None if node is None else [{"ray.io/node-id": node}]
         name = f"jvlab {self.replica}"
-        group = placement_group(bundles, strategy="STRICT_PACK", name=name, bundle_label_selector=where)
+        group = placement_group(
+            bundles, strategy="STRICT_PACK", name=name, bundle_label_selector=where
+        )
         with self._held.lock:
             if self._held.closed:
                 remove_placement_group(group)
                 return
             self._held.group = group
         if not group.wait(PLACE_SECONDS):
-            free = {k: v for k, v in ray.available_resources().items() if not k.startswith("node:")}
+            free = {
+                k: v
+                for k, v in ray.available_resources().items()
+                if not k.startswith("node:")
+            }
             at = f" on node {node}" if node else ""
             raise ConfigError(
                 f"Ray could not place {bundle}{at} within {PLACE_SECONDS:g} s; free in the whole cluster: {free}",
@@ -256,6 +315,7 @@ class RayProcess(JoinedProcess):
 
     async def end(self, deadline: float) -> None:
         if self._handles.get(self.replica) is self._held:
-            del self._handles[self.replica]  # the next replica with this name starts fresh
+            # the next replica with this name starts fresh
+            del self._handles[self.replica]
         await super().end(deadline)
         await asyncio.to_thread(self._held.free, True)

@@ -24,7 +24,8 @@ class Resources:
     cpus: float | None = None
     gpus: float | None = None
     resources: dict[str, float] = field(default_factory=dict)
-    nodes: tuple[str, ...] = ()  # addresses or node ids; replica k goes to nodes[k % len]
+    # addresses or node ids; replica k goes to nodes[k % len]
+    nodes: tuple[str, ...] = ()
     restarts: int = RESTARTS
 
     @classmethod
@@ -32,18 +33,36 @@ class Resources:
         """Validate `given`; an error names an unknown or impossible entry."""
         known = set(cls.__dataclass_fields__)
         if unknown := sorted(set(given) - known):
-            raise ConfigError(f"place: {unknown[0]!r} is not known", remedy=f"one of {', '.join(sorted(known))}")
+            raise ConfigError(
+                f"place: {unknown[0]!r} is not known",
+                remedy=f"one of {', '.join(sorted(known))}",
+            )
         chosen = cls(**{**given, "nodes": _names(given.get("nodes", ()))})
         for name in ("cpus", "gpus"):
             value = getattr(chosen, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0):
-                raise ConfigError(f"place: {name} must be a number of at least 0, not {value!r}")
-        if isinstance(chosen.restarts, bool) or not isinstance(chosen.restarts, int) or chosen.restarts < 0:
-            raise ConfigError(f"place: restarts must be a whole number of at least 0, not {chosen.restarts!r}")
-        if not isinstance(chosen.resources, dict) or not all(
-            isinstance(k, str) and isinstance(v, (int, float)) and v > 0 for k, v in chosen.resources.items()
+            if value is not None and (
+                isinstance(value, bool)
+                or not isinstance(value, (int, float))
+                or value < 0
+            ):
+                raise ConfigError(
+                    f"place: {name} must be a number of at least 0, not {value!r}"
+                )
+        if (
+            isinstance(chosen.restarts, bool)
+            or not isinstance(chosen.restarts, int)
+            or chosen.restarts < 0
         ):
-            raise ConfigError(f"place: resources must be names with numbers above 0, not {chosen.resources!r}")
+            raise ConfigError(
+                f"place: restarts must be a whole number of at least 0, not {chosen.restarts!r}"
+            )
+        if not isinstance(chosen.resources, dict) or not all(
+            isinstance(k, str) and isinstance(v, (int, float)) and v > 0
+            for k, v in chosen.resources.items()
+        ):
+            raise ConfigError(
+                f"place: resources must be names with numbers above 0, not {chosen.resources!r}"
+            )
         return chosen
 
     def to_json(self) -> str:
@@ -53,7 +72,9 @@ class Resources:
     def from_json(cls, text: str) -> Resources:
         return cls.of(json.loads(text))
 
-    def bundle(self, device: str, tensor_parallel: int, engine: Mapping[str, Any]) -> dict[str, float]:
+    def bundle(
+        self, device: str, tensor_parallel: int, engine: Mapping[str, Any]
+    ) -> dict[str, float]:
         """What one replica's actor requests.
 
         >>> Resources().bundle("cuda", 4, {})
@@ -62,9 +83,21 @@ class Resources:
         {'CPU': 1.0}
         """
         own = engine.get("distributed_executor_backend") != "ray"
-        cpus = self.cpus if self.cpus is not None else float(tensor_parallel if device == "cpu" and own else 1)
-        gpus = self.gpus if self.gpus is not None else float(tensor_parallel if device == "cuda" and own else 0)
-        return {name: float(n) for name, n in {"CPU": cpus, "GPU": gpus, **self.resources}.items() if n}
+        cpus = (
+            self.cpus
+            if self.cpus is not None
+            else float(tensor_parallel if device == "cpu" and own else 1)
+        )
+        gpus = (
+            self.gpus
+            if self.gpus is not None
+            else float(tensor_parallel if device == "cuda" and own else 0)
+        )
+        return {
+            name: float(n)
+            for name, n in {"CPU": cpus, "GPU": gpus, **self.resources}.items()
+            if n
+        }
 
     def node(self, index: int, nodes: Sequence[Mapping[str, Any]]) -> str | None:
         """The id of the node that replica `index` must be on; None for any. `nodes`: from `ray.nodes()`."""
@@ -73,17 +106,25 @@ class Resources:
         wanted = self.nodes[index % len(self.nodes)]
         alive = [node for node in nodes if node["Alive"]]
         found = [
-            n["NodeID"] for n in alive if wanted in (n["NodeID"], n["NodeManagerAddress"], n["NodeManagerHostname"])
+            n["NodeID"]
+            for n in alive
+            if wanted
+            in (n["NodeID"], n["NodeManagerAddress"], n["NodeManagerHostname"])
         ]
         if not found:
             there = ", ".join(sorted({str(n["NodeManagerAddress"]) for n in alive}))
-            raise ConfigError(f"place: no node of this cluster is called {wanted!r}", remedy=f"there are: {there}")
+            raise ConfigError(
+                f"place: no node of this cluster is called {wanted!r}",
+                remedy=f"there are: {there}",
+            )
         return str(found[index // len(self.nodes) % len(found)])
 
 
 def _names(nodes: Any) -> tuple[str, ...]:
     if isinstance(nodes, str) or not all(isinstance(node, str) for node in nodes):
-        raise ConfigError(f"place: nodes must be a list of addresses or node ids, not {nodes!r}")
+        raise ConfigError(
+            f"place: nodes must be a list of addresses or node ids, not {nodes!r}"
+        )
     return tuple(nodes)
 
 

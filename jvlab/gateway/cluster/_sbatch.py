@@ -57,36 +57,73 @@ srun --nodes="$$JVLAB_TRAINER_COUNT" --ntasks="$$JVLAB_TRAINER_COUNT" --overlap 
 
 
 def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nodes", type=int, default=2, help="nodes of the job; a single one trains and rolls out")
-    parser.add_argument("--trainers", type=int, default=1, help="how many of the nodes train")
-    parser.add_argument("--rollouts-per-node", type=int, default=1, help="replicas on each of the other nodes")
+    parser.add_argument(
+        "--nodes",
+        type=int,
+        default=2,
+        help="nodes of the job; a single one trains and rolls out",
+    )
+    parser.add_argument(
+        "--trainers", type=int, default=1, help="how many of the nodes train"
+    )
+    parser.add_argument(
+        "--rollouts-per-node",
+        type=int,
+        default=1,
+        help="replicas on each of the other nodes",
+    )
     parser.add_argument("--gpus-per-node", type=int, default=0, help="0: a CPU job")
     parser.add_argument("--time", default="01:00:00")
     parser.add_argument("--partition", default="")
     parser.add_argument("--account", default="")
     parser.add_argument("--job-name", default="jvlab")
-    parser.add_argument("--lease", type=float, default=600.0, help="seconds that the lab outlives a dead trainer")
-    parser.add_argument("--shared", default="$HOME/.jvlab", help="a folder that all nodes see")
-    parser.add_argument("--python", default="python", help="the interpreter on the nodes")
-    parser.add_argument("--trainer", default="python train.py", help="the trainer's command")
+    parser.add_argument(
+        "--lease",
+        type=float,
+        default=600.0,
+        help="seconds that the lab outlives a dead trainer",
+    )
+    parser.add_argument(
+        "--shared", default="$HOME/.jvlab", help="a folder that all nodes see"
+    )
+    parser.add_argument(
+        "--python", default="python", help="the interpreter on the nodes"
+    )
+    parser.add_argument(
+        "--trainer", default="python train.py", help="the trainer's command"
+    )
     parser.add_argument("--output", help="the file to write; default: standard output")
-    parser.add_argument("--show-places", action="store_true", help="inside a job: print each node's role")
+    parser.add_argument(
+        "--show-places",
+        action="store_true",
+        help="inside a job: print each node's role",
+    )
 
 
 def script(arguments: argparse.Namespace) -> str:
     """The sbatch script for these arguments."""
     from jvlab.gateway.cluster._slurm import split_nodes
 
-    split_nodes([f"n{i}" for i in range(arguments.nodes)], arguments.trainers)  # validates the counts
-    if arguments.rollouts_per_node < 1 or arguments.gpus_per_node < 0 or arguments.lease <= 0:
-        raise ConfigError("--rollouts-per-node must be at least 1, --gpus-per-node 0 or more, --lease positive")
+    # validates the counts
+    split_nodes([f"n{i}" for i in range(arguments.nodes)], arguments.trainers)
+    if (
+        arguments.rollouts_per_node < 1
+        or arguments.gpus_per_node < 0
+        or arguments.lease <= 0
+    ):
+        raise ConfigError(
+            "--rollouts-per-node must be at least 1, --gpus-per-node 0 or more, --lease positive"
+        )
     for option in ("time", "partition", "account", "job_name"):
         if not re.fullmatch(r"[\w.:@+-]*", getattr(arguments, option)):
             raise ConfigError(
                 f"--{option.replace('_', '-')} {getattr(arguments, option)!r} has characters that a script can't hold"
             )
     if not re.fullmatch(r"[\w./$\-+]+", arguments.shared):
-        raise ConfigError(f"--shared {arguments.shared!r} is not a plain path", remedy="without spaces and quotes")
+        raise ConfigError(
+            f"--shared {arguments.shared!r} is not a plain path",
+            remedy="without spaces and quotes",
+        )
     flags = [("--partition", arguments.partition), ("--account", arguments.account)]
     flags.append(("--gpus-per-node", str(arguments.gpus_per_node or "")))
     hosts = max(1, arguments.nodes - arguments.trainers) if arguments.nodes > 1 else 1
@@ -99,7 +136,9 @@ def script(arguments: argparse.Namespace) -> str:
         trainers=arguments.trainers,
         rollouts_text=f"{count} rollout{'s' if count > 1 else ''}",
         per_node=arguments.rollouts_per_node,
-        resources="\n".join(f"#SBATCH {flag}={value}" for flag, value in flags if value),
+        resources="\n".join(
+            f"#SBATCH {flag}={value}" for flag, value in flags if value
+        ),
         lease=f"{arguments.lease:g}",
         gpu_flag=f" --gpus-per-task={share}" if share else "",
         folder=arguments.shared,
@@ -119,7 +158,11 @@ def run_slurm(arguments: argparse.Namespace) -> dict[str, Any]:
     """The body of `jvlab slurm`."""
     if arguments.show_places:
         found = job_roles()
-        print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in found.items()))
+        print(
+            "\n".join(
+                f"export {name}={shlex.quote(value)}" for name, value in found.items()
+            )
+        )
         return dict(found)
     text = script(arguments)
     if arguments.output:

@@ -19,7 +19,9 @@ from itertools import product
 from jvlab._errors import ConfigError
 
 MAX_NODES = 100_000  # more is a typo, not a cluster
-FIRST_PORT, PORTS = 20_000, 10_000  # below Linux's ephemeral port range, which begins at 32,768
+# below Linux's ephemeral port range, which begins at 32,768
+FIRST_PORT = 20_000
+PORTS = 10_000
 PORTS_PER_JOB = 8  # so 1,250 consecutive jobs share no port
 INSIDE = "run this inside a job: in an sbatch script, or under srun or salloc"
 
@@ -44,7 +46,9 @@ def parse_nodelist(text: str) -> tuple[str, ...]:
 
 def _items(text: str) -> list[tuple[int, str]]:
     """(offset, item) of the items separated by commas outside brackets."""
-    out, start, inside = [], 0, False
+    out = []
+    start = 0
+    inside = False
     for place, character in enumerate(text):
         if character == "[":
             if inside:
@@ -70,9 +74,12 @@ def _items(text: str) -> list[tuple[int, str]]:
 
 def _choices(text: str, start: int, item: str) -> list[list[str]]:
     """The alternatives for each part of an item: fixed text, or the numbers of a bracket."""
-    choices, place = [], start
+    choices = []
+    place = start
     for part in re.findall(r"\[[^]]*]|[^[]+", item):
-        choices.append(_numbers(text, place + 1, part[1:-1]) if part.startswith("[") else [part])
+        choices.append(
+            _numbers(text, place + 1, part[1:-1]) if part.startswith("[") else [part]
+        )
         place += len(part)
     return choices
 
@@ -84,7 +91,8 @@ def _numbers(text: str, start: int, ranges: str) -> list[str]:
         found = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", part)
         if found is None:
             raise _invalid(text, place, f"{part!r} is neither a number nor a range")
-        low, high = found[1], found[2] or found[1]
+        low = found[1]
+        high = found[2] or found[1]
         count = int(high) - int(low) + 1
         if count < 1:
             raise _invalid(text, place, f"the range {part!r} runs backwards")
@@ -115,7 +123,8 @@ def parse_counts(text: str) -> tuple[int, ...]:
         found = re.fullmatch(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?", part)
         if found is None or int(found[2] or 1) < 1:
             raise ConfigError(
-                f"not a SLURM count per node: {part!r} in {text!r}", remedy="the format is, for example, 2(x3),1"
+                f"not a SLURM count per node: {part!r} in {text!r}",
+                remedy="the format is, for example, 2(x3),1",
             )
         if len(out) + int(found[2] or 1) > MAX_NODES:
             raise ConfigError(f"counts of more than {MAX_NODES:,} nodes: {text!r}")
@@ -147,14 +156,17 @@ class SlurmJob:
         if not listed:
             raise ConfigError("SLURM_JOB_NODELIST is not set", remedy=INSIDE)
         nodes = parse_nodelist(listed)
-        count = _integer(env, "SLURM_NNODES", env.get("SLURM_JOB_NUM_NODES") or str(len(nodes)))
+        count = _integer(
+            env, "SLURM_NNODES", env.get("SLURM_JOB_NUM_NODES") or str(len(nodes))
+        )
         if count != len(nodes):
             raise ConfigError(
                 f"SLURM_NNODES is {count}, but SLURM_JOB_NODELIST names {len(nodes)}: {listed}",
                 remedy="the environment mixes variables of two jobs; start from a clean one",
             )
         tasks = _tasks(env, len(nodes))
-        process, node = _integer(env, "SLURM_PROCID", "0"), _integer(env, "SLURM_NODEID", "0")
+        process = _integer(env, "SLURM_PROCID", "0")
+        node = _integer(env, "SLURM_NODEID", "0")
         if node >= len(nodes) or process >= max(1, sum(tasks)):
             raise ConfigError(
                 f"process {process} on node {node} can't exist: the job has {sum(tasks)} tasks on {len(nodes)} nodes"
@@ -175,7 +187,9 @@ class SlurmJob:
         return split_nodes(self.nodes, trainers)
 
 
-def split_nodes(nodes: Sequence[str], trainers: int = 1) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def split_nodes(
+    nodes: Sequence[str], trainers: int = 1
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(trainer nodes, rollout nodes): the first `trainers` train, the others roll out; a single node does both."""
     if trainers < 1:
         raise ConfigError(f"at least 1 node must train, not {trainers}")
@@ -192,7 +206,9 @@ def split_nodes(nodes: Sequence[str], trainers: int = 1) -> tuple[tuple[str, ...
 def _integer(env: Mapping[str, str], name: str, other: str | None) -> int:
     text = env.get(name) or other
     if not text:
-        raise ConfigError(f"{name} is not set: this process is not part of a SLURM job", remedy=INSIDE)
+        raise ConfigError(
+            f"{name} is not set: this process is not part of a SLURM job", remedy=INSIDE
+        )
     if not re.fullmatch(r"[0-9]{1,18}", text):
         raise ConfigError(f"{name} must be a whole number, not {text!r}")
     return int(text)
@@ -200,12 +216,18 @@ def _integer(env: Mapping[str, str], name: str, other: str | None) -> int:
 
 def _tasks(env: Mapping[str, str], nodes: int) -> tuple[int, ...]:
     """Tasks per node: as placed by SLURM, else as requested, else one each."""
-    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
+    for name in (
+        "SLURM_STEP_TASKS_PER_NODE",
+        "SLURM_TASKS_PER_NODE",
+        "SLURM_NTASKS_PER_NODE",
+    ):
         if text := env.get(name):
             counts = parse_counts(text)
             if len(counts) == 1 and name == "SLURM_NTASKS_PER_NODE":
                 counts *= nodes  # the request is one number for all nodes
             if len(counts) != nodes:
-                raise ConfigError(f"{name}={text!r} counts {len(counts)} nodes, but the job has {nodes}")
+                raise ConfigError(
+                    f"{name}={text!r} counts {len(counts)} nodes, but the job has {nodes}"
+                )
             return counts
     return (1,) * nodes

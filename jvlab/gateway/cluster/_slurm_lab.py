@@ -22,7 +22,9 @@ class JobNodes:
     per_node: int = 1  # replicas on each rollout node
 
     @classmethod
-    def of_job(cls, variables: Mapping[str, str] | None = None, trainers: int | None = None) -> JobNodes:
+    def of_job(
+        cls, variables: Mapping[str, str] | None = None, trainers: int | None = None
+    ) -> JobNodes:
         """For the job that this process is part of."""
         env = os.environ if variables is None else variables
         job = SlurmJob.from_environment(env)
@@ -34,7 +36,9 @@ class JobNodes:
                 remedy="`jvlab slurm` writes a script that sets it; all nodes must see that folder",
             )
         train, roll = job.split(count)
-        return cls(job, train, roll, Path(folder), _count(env, "JVLAB_SLURM_ROLLOUTS_PER_NODE"))
+        return cls(
+            job, train, roll, Path(folder), _count(env, "JVLAB_SLURM_ROLLOUTS_PER_NODE")
+        )
 
     @property
     def replicas(self) -> int:

@@ -61,7 +61,9 @@ def read_header(file: Path, whole: bool = True) -> list[Entry]:
             _, entries = parse_header(stream, file_size)
     except (ValueError, OverflowError, MemoryError) as error:
         raise ModelError(
-            f"{file} is not a safetensors file: {error}", remedy="fetch the file again", path=str(file)
+            f"{file} is not a safetensors file: {error}",
+            remedy="fetch the file again",
+            path=str(file),
         ) from error
     for entry in entries:
         if whole and entry.end > file_size:
@@ -80,24 +82,35 @@ def parse_header(
     """Metadata and tensors of a file of `file_size` bytes, from its first bytes; ValueError if it is not one."""
     size = int.from_bytes(stream.read(8), "little")
     if not 2 <= size <= min(file_size - 8, limit):
-        raise ValueError(f"it declares a header of {size:,} bytes in a file of {file_size:,}")
+        raise ValueError(
+            f"it declares a header of {size:,} bytes in a file of {file_size:,}"
+        )
     header = parse_object(stream.read(size))
     metadata = header.pop("__metadata__", {})
     return metadata, [_entry(name, fields, 8 + size) for name, fields in header.items()]
 
 
 def encode_header(
-    tensors: Iterable[tuple[str, Sequence[int]]], dtype: str, metadata: dict[str, str], align: int = 8
+    tensors: Iterable[tuple[str, Sequence[int]]],
+    dtype: str,
+    metadata: dict[str, str],
+    align: int = 8,
 ) -> bytes:
     """The header of a file of these tensors (name, shape), all of one dtype; their bytes follow in this order."""
     code = next(code for code, name in DTYPES.items() if name == dtype)
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, shape in tensors:
-        start, end = end, end + math.prod(shape) * item_bytes(dtype)
-        header[name] = {"dtype": code, "shape": tuple(shape), "data_offsets": (start, end)}
+        start = end
+        end = end + math.prod(shape) * item_bytes(dtype)
+        header[name] = {
+            "dtype": code,
+            "shape": tuple(shape),
+            "data_offsets": (start, end),
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % align)  # the data start at a multiple of `align` bytes
+    # the data start at a multiple of `align` bytes
+    text += b" " * (-(len(text) + 8) % align)
     return len(text).to_bytes(8, "little") + text
 
 
@@ -113,16 +126,24 @@ def _entry(name: str, fields: Any, start: int) -> Entry:
         or len(place) != 2
         or place[0] > place[1]
     ):
-        raise ValueError(f"{_short(name)} has dtype {_short(dtype)}, shape {_short(shape)}, bytes {_short(place)}")
+        raise ValueError(
+            f"{_short(name)} has dtype {_short(dtype)}, shape {_short(shape)}, bytes {_short(place)}"
+        )
     count = math.prod(shape)
     if dtype in DTYPES and count * item_bytes(DTYPES[dtype]) != place[1] - place[0]:
-        raise ValueError(f"{_short(name)} has {place[1] - place[0]} bytes for a {dtype} of shape {tuple(shape)}")
+        raise ValueError(
+            f"{_short(name)} has {place[1] - place[0]} bytes for a {dtype} of shape {tuple(shape)}"
+        )
     return Entry(name, dtype, tuple(shape), start + place[0], start + place[1])
 
 
 def _are_sizes(value: Any) -> bool:
     """Whether it is a list of plausible sizes."""
-    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in value) and len(value) < 64
+    return (
+        isinstance(value, list)
+        and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
+        and len(value) < 64
+    )
 
 
 def _short(value: Any) -> str:
@@ -132,13 +153,23 @@ def _short(value: Any) -> str:
 
 def read_weight_map(index: Path) -> dict[str, str]:
     """Tensor name → file of the folder, from a checkpoint's index."""
-    found = read_json_object(index, LONGEST_INDEX, "a checkpoint's index", ModelError).get("weight_map")
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+    found = read_json_object(
+        index, LONGEST_INDEX, "a checkpoint's index", ModelError
+    ).get("weight_map")
+    if not isinstance(found, dict) or not all(
+        isinstance(name, str) for name in found.values()
+    ):
         raise ModelError(
-            f"{index} has no weight_map from tensors to files", remedy="fetch the file again", path=str(index)
+            f"{index} has no weight_map from tensors to files",
+            remedy="fetch the file again",
+            path=str(index),
         )
     for name in set(found.values()):
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name:
+        if (
+            PurePosixPath(name).is_absolute()
+            or ".." in PurePosixPath(name).parts
+            or "\0" in name
+        ):
             raise ModelError(
                 f"{index} names a file outside its folder: {_short(name)}",
                 remedy="is this checkpoint from a trusted source?",

@@ -14,7 +14,14 @@ from jvlab._errors import MissingDependency, ModelError
 from jvlab._files import read_json_object
 from jvlab.layout._formats import block_size
 from jvlab.layout._types import CheckpointTensor
-from jvlab.layout.checkpoint._safetensors import DTYPES, FLOATS, INDEX, Entry, read_header, read_weight_map
+from jvlab.layout.checkpoint._safetensors import (
+    DTYPES,
+    FLOATS,
+    INDEX,
+    Entry,
+    read_header,
+    read_weight_map,
+)
 
 # A model's config.json.
 
@@ -23,7 +30,9 @@ LONGEST_CONFIG = 20_000_000
 
 def read_config_file(folder: Path) -> dict[str, Any]:
     """The config.json of a folder. FileNotFoundError where there is none."""
-    return read_json_object(folder / "config.json", LONGEST_CONFIG, "a model's config", ModelError)
+    return read_json_object(
+        folder / "config.json", LONGEST_CONFIG, "a model's config", ModelError
+    )
 
 
 def read_config(model: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, Any]:
@@ -42,7 +51,10 @@ def read_config(model: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[st
 
 def expert_count(config: Mapping[str, Any]) -> int:
     """Experts of a layer; 0 for a model without."""
-    return max(int(config.get(name) or 0) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return max(
+        int(config.get(name) or 0)
+        for name in ("num_experts", "num_local_experts", "n_routed_experts")
+    )
 
 
 def unnamed_routers(config: Mapping[str, Any]) -> bool:
@@ -51,15 +63,30 @@ def unnamed_routers(config: Mapping[str, Any]) -> bool:
     Some of vLLM's models keep their routers in 16 bits anyway (DeepSeek's), so this alone is no error.
     """
     given = config.get("quantization_config") or {}
-    block, experts = block_size(config), expert_count(config)
-    named = [str(n) for key in ("modules_to_not_convert", "ignored_layers") for n in given.get(key) or ()]
-    routers = any(part in ("gate", "router") for name in named for part in name.split("."))
+    block = block_size(config)
+    experts = expert_count(config)
+    named = [
+        str(n)
+        for key in ("modules_to_not_convert", "ignored_layers")
+        for n in given.get(key) or ()
+    ]
+    routers = any(
+        part in ("gate", "router") for name in named for part in name.split(".")
+    )
     return bool(block) and experts > 1 and experts % block[0] > 0 and not routers
 
 
 # A checkpoint's values, read lazily, one tensor at a time.
 
-KINDS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "U8": "u1"}
+KINDS = {
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "I64": "<i8",
+    "I32": "<i4",
+    "U8": "u1",
+}
 
 
 class CheckpointValues(Mapping[str, np.ndarray]):
@@ -74,7 +101,11 @@ class CheckpointValues(Mapping[str, np.ndarray]):
             entries = read_header(file, whole=False)
             if entries and file.stat().st_size <= min(entry.begin for entry in entries):
                 continue  # a header alone, for planning: it has no values
-            self._files |= {entry.name: (file, entry) for entry in read_header(file) if entry.dtype in KINDS}
+            self._files |= {
+                entry.name: (file, entry)
+                for entry in read_header(file)
+                if entry.dtype in KINDS
+            }
 
     @classmethod
     def of(cls, model: object) -> CheckpointValues | None:
@@ -89,7 +120,9 @@ class CheckpointValues(Mapping[str, np.ndarray]):
         file, entry = self._files[name]
         with file.open("rb") as stream:
             stream.seek(entry.begin)
-            raw = np.frombuffer(stream.read(entry.end - entry.begin), KINDS[entry.dtype])
+            raw = np.frombuffer(
+                stream.read(entry.end - entry.begin), KINDS[entry.dtype]
+            )
         if entry.dtype == "BF16":
             return (raw.astype(np.uint32) << 16).view(np.float32).reshape(entry.shape)
         return raw.astype(np.float32).reshape(entry.shape)
@@ -101,8 +134,18 @@ class CheckpointValues(Mapping[str, np.ndarray]):
     def at(self, name: str, index: np.ndarray) -> np.ndarray:
         """The elements at `index` [n, dimensions] as float64, without reading the rest of the tensor."""
         file, entry = self._files[name]
-        stored = np.memmap(file, np.dtype(KINDS[entry.dtype]), "r", entry.begin, (max(math.prod(entry.shape), 1),))
-        flat = np.ravel_multi_index(tuple(index.T), entry.shape) if entry.shape else np.zeros(len(index), np.int64)
+        stored = np.memmap(
+            file,
+            np.dtype(KINDS[entry.dtype]),
+            "r",
+            entry.begin,
+            (max(math.prod(entry.shape), 1),),
+        )
+        flat = (
+            np.ravel_multi_index(tuple(index.T), entry.shape)
+            if entry.shape
+            else np.zeros(len(index), np.int64)
+        )
         raw = np.asarray(stored[flat])
         if entry.dtype == "BF16":
             raw = (raw.astype(np.uint32) << 16).view(np.float32)
@@ -118,7 +161,9 @@ class CheckpointValues(Mapping[str, np.ndarray]):
 # ----------------------------------------------------------------------------------------------------
 
 
-def checkpoint_tensors(model: str | os.PathLike[str] | Mapping[str, Any]) -> list[CheckpointTensor]:
+def checkpoint_tensors(
+    model: str | os.PathLike[str] | Mapping[str, Any],
+) -> list[CheckpointTensor]:
     """Names, shapes and dtypes of a checkpoint, in its own order, without reading weights.
 
     `model` is a directory (safetensors files are read by their headers; with only config.json the names come from the
@@ -129,7 +174,9 @@ def checkpoint_tensors(model: str | os.PathLike[str] | Mapping[str, Any]) -> lis
     folder = Path(model)
     if not folder.is_dir():
         raise ModelError(
-            f"{folder} is not a directory", remedy="give a model directory that holds config.json", path=str(folder)
+            f"{folder} is not a directory",
+            remedy="give a model directory that holds config.json",
+            path=str(folder),
         )
     index = folder / INDEX
     if index.is_file():
@@ -157,7 +204,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 def _header(file: Path) -> list[CheckpointTensor]:
     found = []
-    for entry in read_header(file, whole=False):  # a header alone is enough to plan with
+    # a header alone is enough to plan with
+    for entry in read_header(file, whole=False):
         if entry.dtype not in DTYPES:
             raise ModelError(
                 f"{entry.name} in {file} has dtype {entry.dtype!r}",
@@ -168,7 +216,9 @@ def _header(file: Path) -> list[CheckpointTensor]:
     return found
 
 
-def _in_order(tensors: list[CheckpointTensor], names: list[str], index: str = "") -> list[CheckpointTensor]:
+def _in_order(
+    tensors: list[CheckpointTensor], names: list[str], index: str = ""
+) -> list[CheckpointTensor]:
     """The tensors that an index lists, in its order; it must list exactly these."""
     by_name = {t.name: t for t in tensors}
     if missing := [n for n in names if n not in by_name]:
@@ -199,16 +249,24 @@ def _from_config(config: dict[str, Any]) -> list[CheckpointTensor]:
     fields = {k: v for k, v in config.items() if k != "quantization_config"}
     kind = fields.pop("model_type", None)
     if kind is None:
-        raise ModelError("the config has no model_type", remedy="use the model's own config.json")
+        raise ModelError(
+            "the config has no model_type", remedy="use the model's own config.json"
+        )
     try:
         parsed = transformers.AutoConfig.for_model(kind, **fields)
-        wanted = [getattr(transformers, a) for a in (parsed.architectures or ()) if hasattr(transformers, a)]
+        wanted = [
+            getattr(transformers, a)
+            for a in (parsed.architectures or ())
+            if hasattr(transformers, a)
+        ]
         dtype = parsed.dtype if isinstance(parsed.dtype, torch.dtype) else torch.float32
         with torch.device("meta"):
             if wanted:
                 model = wanted[0]._from_config(parsed, dtype=dtype)
             else:
-                model = transformers.AutoModelForCausalLM.from_config(parsed, dtype=dtype)
+                model = transformers.AutoModelForCausalLM.from_config(
+                    parsed, dtype=dtype
+                )
     except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
         raise ModelError(
             f"transformers {transformers.__version__} cannot build {kind!r} from its config: {error}",
@@ -217,9 +275,14 @@ def _from_config(config: dict[str, Any]) -> list[CheckpointTensor]:
         ) from error
     seen: set[int] = set()
     state = {}
-    for name, tensor in model.state_dict().items():  # of tied tensors a checkpoint has only the first
+    # of tied tensors a checkpoint has only the first
+    for name, tensor in model.state_dict().items():
         if tensor.untyped_storage()._cdata not in seen:
             seen.add(tensor.untyped_storage()._cdata)
             state[name] = tensor
-    on_disk = revert_weight_conversion(model, state)  # transformers 5 fuses experts in memory, not on disk
-    return [CheckpointTensor(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in on_disk.items()]
+    # transformers 5 fuses experts in memory, not on disk
+    on_disk = revert_weight_conversion(model, state)
+    return [
+        CheckpointTensor(n, tuple(t.shape), str(t.dtype).removeprefix("torch."))
+        for n, t in on_disk.items()
+    ]

@@ -21,7 +21,14 @@ from jvlab._units import how_many
 from jvlab.layout._types import Binding, CheckpointTensor
 from jvlab.layout.rules._candidates import TABLES, Candidate, Pair, candidates
 from jvlab.layout.rules._roles import Role, Template, words
-from jvlab.layout.rules._rules import Compiled, HasShape, apply_binding, bind_group, mark_binding, parse_rule
+from jvlab.layout.rules._rules import (
+    Compiled,
+    HasShape,
+    apply_binding,
+    bind_group,
+    mark_binding,
+    parse_rule,
+)
 from jvlab.layout.rules._ruleset import Rules, assign
 from jvlab.layout.rules._sizes import config_lookup
 from jvlab.layout.rules._suggest import (
@@ -42,11 +49,14 @@ from jvlab.layout.rules._suggest import (
 
 _CLOSE = 0.5  # error that a right candidate stays below, even after training
 _APART = 4.0  # how many times worse every other candidate must be
-_FLOOR = 0.02  # and their least error: candidates that all fit (a symmetric matrix) are inconclusive
-_CHANCE = 5.0  # standard deviations of Fisher's z: the fewer the values, the closer they must match
+# and their least error: candidates that all fit (a symmetric matrix) are inconclusive
+_FLOOR = 0.02
+# standard deviations of Fisher's z: the fewer the values, the closer they must match
+_CHANCE = 5.0
 _MULTIPLE = 0.02  # error of an exact multiple, rounding to bfloat16 included
 _PARTS = 24  # parts of a stack that are compared, first and last included
-_LARGEST = 1 << 24  # elements up to which a leaf is read though its shapes fit only one way
+# elements up to which a leaf is read though its shapes fit only one way
+_LARGEST = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -57,7 +67,8 @@ class Measure:
     count: int
     varies: bool  # the leaf is not constant
     equal: bool  # equal to the checkpoint's, constant or not
-    factors: Mapping[tuple[str, str], float]  # (leaf, tensor) → f, where the tensor is exactly f times the leaf
+    # (leaf, tensor) → f, where the tensor is exactly f times the leaf
+    factors: Mapping[tuple[str, str], float]
 
     @property
     def close(self) -> bool:
@@ -77,14 +88,22 @@ class Probe:
     values: Mapping[str, Any]
     checkpoint: Mapping[str, Any]
 
-    def measures(self, options: Sequence[tuple[Pair, Candidate]]) -> list[Measure] | None:
+    def measures(
+        self, options: Sequence[tuple[Pair, Candidate]]
+    ) -> list[Measure] | None:
         """One measure each; None if some value is not available."""
         found = [self._measure(c, p) for p, c in options]
-        return None if any(m is None for m in found) else [m for m in found if m is not None]
+        return (
+            None
+            if any(m is None for m in found)
+            else [m for m in found if m is not None]
+        )
 
     def small(self, pair: Pair) -> bool:
         """Whether the leaf is small enough to be read even if it is unambiguous."""
-        return all(math.prod(t.shape) <= _LARGEST for t in (*pair.leaves, *pair.tensors))
+        return all(
+            math.prod(t.shape) <= _LARGEST for t in (*pair.leaves, *pair.tensors)
+        )
 
     def _measure(self, candidate: Candidate, pair: Pair) -> Measure | None:
         """Over the first layer, or over layers spread across a stack; None if a value is not available."""
@@ -98,45 +117,77 @@ class Probe:
         if found is None:
             return None
         shapes = {p: np.asarray(self.values[p]) for p in group.values()}
-        bindings, problems = bind_group(compiled, found[1], group, shapes, self.tensors, self.config)
+        bindings, problems = bind_group(
+            compiled, found[1], group, shapes, self.tensors, self.config
+        )
         if problems or any(b.tensor not in self.checkpoint for b, _ in bindings):
             return None
-        chosen = sorted({round(j) for j in np.linspace(0, len(bindings) - 1, min(len(bindings), _PARTS))})
+        chosen = sorted(
+            {
+                round(j)
+                for j in np.linspace(0, len(bindings) - 1, min(len(bindings), _PARTS))
+            }
+        )
         taken = [bindings[j][0] for j in chosen]
         plain = {path: np.asarray(array, np.float32) for path, array in shapes.items()}
         # part by part: of a fused tensor, one part may be scaled and another not
-        sums = [_Sums(b, plain[b.leaf], np.asarray(self.checkpoint[b.tensor], np.float32)) for b in taken]
+        sums = [
+            _Sums(b, plain[b.leaf], np.asarray(self.checkpoint[b.tensor], np.float32))
+            for b in taken
+        ]
         return _together([(b.leaf, b.tensor) for b in taken], sums, candidate)
 
 
 class _Sums:
     """Sums over one binding's values and the checkpoint's."""
 
-    def __init__(self, binding: Binding, leaf: np.ndarray, expected: np.ndarray) -> None:
-        got, seen = np.zeros(expected.shape, np.float32), np.zeros(expected.shape, np.uint8)
+    def __init__(
+        self, binding: Binding, leaf: np.ndarray, expected: np.ndarray
+    ) -> None:
+        got = np.zeros(expected.shape, np.float32)
+        seen = np.zeros(expected.shape, np.uint8)
         apply_binding(binding, leaf, got)
         mark_binding(binding, seen)
-        mine, theirs = got[seen > 0].astype(np.float64), expected[seen > 0].astype(np.float64)
+        mine = got[seen > 0].astype(np.float64)
+        theirs = expected[seen > 0].astype(np.float64)
         self.count = mine.size
         self.wrong = float(np.sum((mine - theirs) ** 2))
-        self.spread = float(np.sum((theirs - theirs.mean()) ** 2)) if theirs.size else 0.0
+        self.spread = (
+            float(np.sum((theirs - theirs.mean()) ** 2)) if theirs.size else 0.0
+        )
         self.total = float(np.sum(theirs**2))
-        self.varies = bool(np.ptp(mine) > 1e-6 * np.abs(mine).max()) if mine.size else False
-        self.flat = not theirs.size or bool(np.ptp(theirs) <= 1e-6 * np.abs(theirs).max())
+        self.varies = (
+            bool(np.ptp(mine) > 1e-6 * np.abs(mine).max()) if mine.size else False
+        )
+        self.flat = not theirs.size or bool(
+            np.ptp(theirs) <= 1e-6 * np.abs(theirs).max()
+        )
         square = float(np.sum(mine**2))
         self.factor = float(mine @ theirs) / square if square > 0 else 0.0
-        self.residual = float(np.sum((theirs - self.factor * mine) ** 2))  # residual of the multiple
+        # residual of the multiple
+        self.residual = float(np.sum((theirs - self.factor * mine) ** 2))
 
     @property
     def exact(self) -> bool:
         """Whether it is an exact multiple: the factor must explain far more than the residual."""
-        conclusive = self.varies and not self.flat and self.count >= 8 and self.residual <= _MULTIPLE**2 * self.spread
-        return conclusive and (self.wrong > 100 * self.residual or abs(self.factor - 1) <= _MULTIPLE)
+        conclusive = (
+            self.varies
+            and not self.flat
+            and self.count >= 8
+            and self.residual <= _MULTIPLE**2 * self.spread
+        )
+        return conclusive and (
+            self.wrong > 100 * self.residual or abs(self.factor - 1) <= _MULTIPLE
+        )
 
 
-def _together(names: Sequence[tuple[str, str]], sums: Sequence[_Sums], candidate: Candidate) -> Measure:
-    wrong, spread = sum(s.wrong for s in sums), sum(s.spread for s in sums if not s.flat)
-    count, total = sum(s.count for s in sums), sum(s.total for s in sums)
+def _together(
+    names: Sequence[tuple[str, str]], sums: Sequence[_Sums], candidate: Candidate
+) -> Measure:
+    wrong = sum(s.wrong for s in sums)
+    spread = sum(s.spread for s in sums if not s.flat)
+    count = sum(s.count for s in sums)
+    total = sum(s.total for s in sums)
     finite = math.isfinite(wrong) and math.isfinite(total)
     exact = finite and all(s.exact for s in sums)
     plain = not parse_rule(candidate.line).add
@@ -145,7 +196,9 @@ def _together(names: Sequence[tuple[str, str]], sums: Sequence[_Sums], candidate
         count,
         finite and any(s.varies for s in sums),
         finite and wrong <= 1e-6 * max(total, 1e-30),
-        {n: s.factor for n, s in zip(names, sums, strict=True)} if exact and plain else {},
+        {n: s.factor for n, s in zip(names, sums, strict=True)}
+        if exact and plain
+        else {},
     )
 
 
@@ -161,16 +214,22 @@ def settle(measures: Sequence[Measure]) -> int | None:
 
 def multiple(measures: Sequence[Measure]) -> Mapping[tuple[str, str], float]:
     """(leaf, tensor) → factor, where some candidate makes the leaf an exact multiple of the checkpoint's numbers."""
-    odd = [{n: f for n, f in m.factors.items() if abs(f - 1) > _MULTIPLE} for m in measures if m.factors]
+    odd = [
+        {n: f for n, f in m.factors.items() if abs(f - 1) > _MULTIPLE}
+        for m in measures
+        if m.factors
+    ]
     return odd[0] if odd and all(odd) else {}
 
 
 # ----------------------------------------------------------------------------------------------------
 
 _SHOWN = 12
-_NAMED = 0.8  # confidence of a pair chosen by name; below, it was chosen by size and similarity of names
+# confidence of a pair chosen by name; below, it was chosen by size and similarity of names
+_NAMED = 0.8
 _FAR = 0.2  # a factor beyond what weight decay produces
-_NO_ROTARY = ("gpt2", "gpt_bigcode", "opt", "bloom", "mpt")  # model types without rotary embedding
+# model types without rotary embedding
+_NO_ROTARY = ("gpt2", "gpt_bigcode", "opt", "bloom", "mpt")
 
 
 @dataclass
@@ -185,7 +244,8 @@ class _Item:
     trace: list[str] = field(default_factory=list)
     measures: list[Measure] | None = None  # of the options, where values are available
     seen: Candidate | None = None  # the option that the values confirm
-    factors: Mapping[tuple[str, str], float] = field(default_factory=dict)  # of an exact multiple of the checkpoint
+    # of an exact multiple of the checkpoint
+    factors: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     @property
     def by_values(self) -> bool:
@@ -196,10 +256,16 @@ class _Item:
     def param(self) -> str:
         """The parameter word of the name (`kernel`, `w`, …), which implies a convention; empty if there is none."""
         last = words(self.pair.leaves[0].pieces[-1].strip("./") or "?")[-1]
-        return last[0] if len(last) == 1 and last[0] in ("kernel", "weight", "w", "weights") else ""
+        return (
+            last[0]
+            if len(last) == 1 and last[0] in ("kernel", "weight", "w", "weights")
+            else ""
+        )
 
     def choose(self, candidate: Candidate, why: str, confidence: float) -> None:
-        self.choice, self.why, self.confidence = candidate, why, confidence
+        self.choice = candidate
+        self.why = why
+        self.confidence = confidence
 
 
 def infer(
@@ -234,15 +300,32 @@ def infer(
         _offsets_by_siblings(items)
     _refuse_multiples(items)
     for item in items:
-        item.options = [c for c in item.options if not c.probe_only] if item.choice is None else item.options
+        item.options = (
+            [c for c in item.options if not c.probe_only]
+            if item.choice is None
+            else item.options
+        )
         if item.choice is None and len(item.options) == 1:
             item.choose(item.options[0], "the shapes fit one way only", 1.0)
     _by_evidence(items)
-    if pairing.open_leaves or pairing.open_tensors or any(i.choice is None for i in items):
+    if (
+        pairing.open_leaves
+        or pairing.open_tensors
+        or any(i.choice is None for i in items)
+    ):
         raise _error(pairing, items, leaf_roles, tensor_roles, config, conv1d)
-    rules = Rules(given.rules + tuple(parse_rule(i.choice.line, n) for n, i in enumerate(items, 1) if i.choice))
+    rules = Rules(
+        given.rules
+        + tuple(
+            parse_rule(i.choice.line, n) for n, i in enumerate(items, 1) if i.choice
+        )
+    )
     notes = {str(parse_rule(i.choice.line)): _note(i) for i in items if i.choice}
-    warnings = {str(parse_rule(i.choice.line)): w for i in items if i.choice and (w := _warning(i, config))}
+    warnings = {
+        str(parse_rule(i.choice.line)): w
+        for i in items
+        if i.choice and (w := _warning(i, config))
+    }
     rules = Rules(rules.rules, {**given.notes, **notes}, {**given.warnings, **warnings})
     try:
         return rules, rules.bind(leaves, tensors, config)
@@ -257,7 +340,9 @@ def infer(
 
 def _note(item: _Item) -> tuple[str, float]:
     how = f" ({item.choice.how})" if item.choice and item.choice.how else ""
-    return f"{item.pair.why}; {item.why}{how}", round(min(item.pair.confidence, item.confidence), 2)
+    return f"{item.pair.why}; {item.why}{how}", round(
+        min(item.pair.confidence, item.confidence), 2
+    )
 
 
 def _warning(item: _Item, config: Mapping[str, Any] | None) -> str:
@@ -265,16 +350,25 @@ def _warning(item: _Item, config: Mapping[str, Any] | None) -> str:
     if item.by_values:
         return ""
     out = []
-    role, family = item.pair.role, config_lookup(config).get("model_type")
+    role = item.pair.role
+    family = config_lookup(config).get("model_type")
     if item.pair.confidence < _NAMED:
-        out.append(f"its tensor was chosen without a name that says so: {item.pair.why}")
+        out.append(
+            f"its tensor was chosen without a name that says so: {item.pair.why}"
+        )
     if role.base in ("q", "k", "qkv") and family not in _NO_ROTARY:
         out.append(
             "rotary order taken to be the checkpoint's: names and shapes cannot show whether pairs are interleaved"
         )
     if role.base.startswith("norm") and not role.bias and item.measures is not None:
-        flat = "do not vary" if not any(m.varies for m in item.measures) else "do not follow the checkpoint's"
-        out.append(f"its values {flat}, so they do not show whether it holds w or 1 + w: taken to be w")
+        flat = (
+            "do not vary"
+            if not any(m.varies for m in item.measures)
+            else "do not follow the checkpoint's"
+        )
+        out.append(
+            f"its values {flat}, so they do not show whether it holds w or 1 + w: taken to be w"
+        )
     near = {f for f in item.factors.values() if abs(f - 1) <= _FAR}
     if near:
         out.append(f"the checkpoint holds exactly {min(near):.4g} times its values")
@@ -291,11 +385,15 @@ def _without(
     compiled = [Compiled(r) for r in given]
     groups, _ = assign(compiled, leaves)
     taken = {p for p in leaves if any(c.rule.leaf and c.match(p) for c in compiled)}
-    filled = {n for n in tensors if any(c.rule.leaf is None and c.match(n) for c in compiled)}
+    filled = {
+        n for n in tensors if any(c.rule.leaf is None and c.match(n) for c in compiled)
+    }
     for (r, _), (values, group) in groups.items():
         made, _ = bind_group(compiled[r], values, group, leaves, tensors, config)
         filled |= {b.tensor for b, _ in made}
-    return {p: a for p, a in leaves.items() if p not in taken}, {n: t for n, t in tensors.items() if n not in filled}
+    return {p: a for p, a in leaves.items() if p not in taken}, {
+        n: t for n, t in tensors.items() if n not in filled
+    }
 
 
 # ---------------------------------------------------------------------------------------------------- evidence
@@ -321,8 +419,13 @@ def _pairs_by_numbers(pairing: Pairing, conv1d: bool, probe: Probe) -> list[_Ite
     """Leaves whose names do not say which tensor they are, but whose values do: each the only one for its tensor."""
     best: dict[Template, tuple[Pair, Candidate, Measure]] = {}
     for leaf, found in pairing.open_leaves.items():
-        pairs = [Pair((leaf,), (t,), Role("?"), "the values equal the checkpoint's", 0.99) for t in found]
-        options = [(p, c) for p in pairs for c in candidates(p, probe.config, conv1d, True)]
+        pairs = [
+            Pair((leaf,), (t,), Role("?"), "the values equal the checkpoint's", 0.99)
+            for t in found
+        ]
+        options = [
+            (p, c) for p in pairs for c in candidates(p, probe.config, conv1d, True)
+        ]
         measures = probe.measures(options) or []
         at = settle(measures)
         if at is not None:
@@ -330,10 +433,17 @@ def _pairs_by_numbers(pairing: Pairing, conv1d: bool, probe: Probe) -> list[_Ite
     out = []
     for leaf, (pair, candidate, measure) in best.items():
         tensor = pair.tensors[0]
-        if sum(p.tensors[0] is tensor for p, _, _ in best.values()) > 1 or tensor not in pairing.open_tensors:
+        if (
+            sum(p.tensors[0] is tensor for p, _, _ in best.values()) > 1
+            or tensor not in pairing.open_tensors
+        ):
             continue  # two leaves with equal values: values cannot tell them apart
         item = _Item(pair, [candidate], measures=[measure], seen=candidate)
-        item.choose(candidate, f"relative error {measure.error:.1e}, every other way is worse", 0.99)
+        item.choose(
+            candidate,
+            f"relative error {measure.error:.1e}, every other way is worse",
+            0.99,
+        )
         out.append(item)
         del pairing.open_leaves[leaf]
         pairing.open_tensors.remove(tensor)
@@ -345,7 +455,9 @@ def _offsets_by_siblings(items: Sequence[_Item]) -> None:
 
     They get the siblings' offset if that makes the values equal (a constant norm); else they stay ambiguous.
     """
-    norms = [i for i in items if i.pair.role.base.startswith("norm") and not i.pair.role.bias]
+    norms = [
+        i for i in items if i.pair.role.base.startswith("norm") and not i.pair.role.bias
+    ]
     tails = {_offset(i.choice) for i in norms if i.choice is not None and i.by_values}
     if len(tails) != 1 or tails == {0.0}:
         return
@@ -356,9 +468,17 @@ def _offsets_by_siblings(items: Sequence[_Item]) -> None:
         like = [c for c in item.options if _offset(c) == tail]
         same = [c for c, m in zip(item.options, item.measures, strict=True) if m.equal]
         if len(like) == 1 and same == like:
-            item.choose(like[0], "as in its sibling norms, which makes its constant the checkpoint's", 0.9)
+            item.choose(
+                like[0],
+                "as in its sibling norms, which makes its constant the checkpoint's",
+                0.9,
+            )
         else:
-            item.options = [replace(c, probe_only=False) for c in item.options if _offset(c) in (0.0, tail)]
+            item.options = [
+                replace(c, probe_only=False)
+                for c in item.options
+                if _offset(c) in (0.0, tail)
+            ]
 
 
 def _offset(candidate: Candidate) -> float:
@@ -367,21 +487,30 @@ def _offset(candidate: Candidate) -> float:
 
 def _refuse_multiples(items: Sequence[_Item]) -> None:
     """Refuse leaves that are a multiple of the checkpoint's tensor: sent as they are, they would change the model."""
-    found = {i.pair.leaf: i.factors for i in items if any(abs(f - 1) > _FAR for f in i.factors.values())}
+    found = {
+        i.pair.leaf: i.factors
+        for i in items
+        if any(abs(f - 1) > _FAR for f in i.factors.values())
+    }
     if not found:
         return
     lines = []
     for factors in found.values():
         (leaf, name), factor = next(iter(factors.items()))
         more = f", and {len(factors) - 1} more alike" if len(factors) > 1 else ""
-        lines.append(f"  {leaf}: {name} holds {factor:.6g} times its values{_guess(factor)}{more}")
+        lines.append(
+            f"  {leaf}: {name} holds {factor:.6g} times its values{_guess(factor)}{more}"
+        )
     raise MatchError(
         f"{len(found)} leaves hold a multiple of the checkpoint's numbers, and no rule multiplies:\n"
         + "\n".join(lines),
         remedy="multiply these leaves by the factor before the sync (MaxText divides queries by √head_dim and "
         "multiplies Gemma's embedding by √hidden_size), or, if the values are meant as they are, declare their rules: "
         "rules=('auto', '…')",
-        factors={leaf: {tensor: f for (_, tensor), f in each.items()} for leaf, each in found.items()},
+        factors={
+            leaf: {tensor: f for (_, tensor), f in each.items()}
+            for leaf, each in found.items()
+        },
     )
 
 
@@ -404,7 +533,11 @@ def _by_evidence(items: Sequence[_Item]) -> None:
         while moved:
             moved = False
             for item in items:
-                if item.choice is None and len(item.options) > 1 and decide(item, items):
+                if (
+                    item.choice is None
+                    and len(item.options) > 1
+                    and decide(item, items)
+                ):
                     moved = True
 
 
@@ -425,8 +558,14 @@ def _by_siblings(item: _Item, items: Sequence[_Item]) -> bool:
         (settled, lambda c: c.stack, "is stacked on dimension {} like"),
     ]
     for siblings, feature, phrase in steps:
-        votes = {feature(i.choice): i for i in siblings if i.choice and feature(i.choice) not in ("", "mixed")}
-        kept = [c for c in item.options if feature(c) in votes] if len(votes) == 1 else []
+        votes = {
+            feature(i.choice): i
+            for i in siblings
+            if i.choice and feature(i.choice) not in ("", "mixed")
+        }
+        kept = (
+            [c for c in item.options if feature(c) in votes] if len(votes) == 1 else []
+        )
         if not kept or len(kept) == len(item.options):
             continue
         vote, sibling = next(iter(votes.items()))
@@ -445,19 +584,27 @@ def _is_linear(role: Role) -> bool:
 
 def _similar_roles(a: Role, b: Role) -> bool:
     attention = ("q", "k", "v")
-    return a.bias == b.bias and (a.base == b.base or (a.base in attention and b.base in attention))
+    return a.bias == b.bias and (
+        a.base == b.base or (a.base in attention and b.base in attention)
+    )
 
 
 def _by_convention(item: _Item, items: Sequence[_Item]) -> bool:
     last = words(item.pair.leaves[0].pieces[-1].strip("./") or "?")[-1][-1]
     table = item.pair.role.base in TABLES
-    order = "out × in" if table else {"kernel": "in × out", "weight": "out × in"}.get(last)
+    order = (
+        "out × in" if table else {"kernel": "in × out", "weight": "out × in"}.get(last)
+    )
     if order is None:
         return False
     kept = [c for c in item.options if c.order == order and c.heads in ("", "n h")]
     if len(kept) != 1:
         return False
-    why = "an embedding has a row for each token" if table else f"`{last}` is {order} by convention"
+    why = (
+        "an embedding has a row for each token"
+        if table
+        else f"`{last}` is {order} by convention"
+    )
     item.choose(kept[0], "; ".join([*item.trace, why]), 0.8)
     return True
 
@@ -484,7 +631,9 @@ def _error(
         if item.choice is None and item.options:
             shapes = f"{item.pair.leaves[0].shape} → {item.pair.tensors[0].shape}"
             open_[item.pair.leaf] = [c.line for c in item.options]
-            lines.append(f"  {item.pair.leaf} {shapes}: {item.pair.why}, but {len(item.options)} ways fit:")
+            lines.append(
+                f"  {item.pair.leaf} {shapes}: {item.pair.why}, but {len(item.options)} ways fit:"
+            )
             lines += shown(item.options, _SHOWN)
     parts = {
         t: lines_for_parts(t, role, {x: leaf_roles[x] for x in leaves}, config, conv1d)
@@ -494,16 +643,36 @@ def _error(
     for leaf in leaves:
         found = lines_for_leaf(leaf, leaf_roles[leaf], open_tensors, config, conv1d)
         mentioned |= {t for pair, _ in found for t in pair.tensors}
-        whole = [t for t, some in parts.items() if any(leaf in pair.leaves for pair, _ in some)]
+        whole = [
+            t
+            for t, some in parts.items()
+            if any(leaf in pair.leaves for pair, _ in some)
+        ]
         open_[str(leaf)] = [c.line for _, c in found]
-        open_[str(leaf)] += [c.line for t in whole for pair, c in parts[t] if leaf in pair.leaves]
-        what = "its name says nothing" if leaf_roles[leaf].base == "?" else f"its name says {leaf_roles[leaf]}"
+        open_[str(leaf)] += [
+            c.line for t in whole for pair, c in parts[t] if leaf in pair.leaves
+        ]
+        what = (
+            "its name says nothing"
+            if leaf_roles[leaf].base == "?"
+            else f"its name says {leaf_roles[leaf]}"
+        )
         for pair in (i.pair for i in unfit if leaf in i.pair.leaves):
             shapes = f"{pair.leaves[0].shape} → {pair.tensors[0].shape}"
             what = f"{pair.why}, but no transform of {shapes} fits {' + '.join(map(str, pair.tensors))}"
-        fits = f"{how_many(len(found), 'line fits', 'lines fit')}:" if found else "no tensor left has its size and role"
-        also = f"it may be a part of {', '.join(map(str, whole))}: see there" if whole else ""
-        lines.append(f"  leaf {leaf} {leaf.shape}: {what}, {also if whole and not found else fits}")
+        fits = (
+            f"{how_many(len(found), 'line fits', 'lines fit')}:"
+            if found
+            else "no tensor left has its size and role"
+        )
+        also = (
+            f"it may be a part of {', '.join(map(str, whole))}: see there"
+            if whole
+            else ""
+        )
+        lines.append(
+            f"  leaf {leaf} {leaf.shape}: {what}, {also if whole and not found else fits}"
+        )
         lines += shown([c for _, c in found], _SHOWN)
         if found and whole:
             lines.append(f"    or {also}")
@@ -511,15 +680,22 @@ def _error(
             lines.append(f"    {leaf} -> ~   # leaves it out")
     for tensor, found in parts.items():
         if found:
-            lines.append(f"  tensor {tensor} {tensor.shape}: leaves can be its parts, {len(found)} ways:")
+            lines.append(
+                f"  tensor {tensor} {tensor.shape}: leaves can be its parts, {len(found)} ways:"
+            )
             lines += shown([c for _, c in found], _SHOWN)
         elif tensor not in mentioned:
             lines.append(f"  tensor {tensor} {tensor.shape}: no leaf found for it")
             lines.append(f"    ~ -> {tensor}   # leaves it as the engine has it")
     settled = sum(i.choice is not None for i in items)
-    unfilled = f", {how_many(len(open_tensors), 'tensor')} unfilled" if open_tensors else ""
+    unfilled = (
+        f", {how_many(len(open_tensors), 'tensor')} unfilled" if open_tensors else ""
+    )
     left = how_many(len(open_), "leaf", "leaves")
-    lines.insert(0, f'rules="auto" settled {how_many(settled, "rule")} and left {left} open{unfilled}:')
+    lines.insert(
+        0,
+        f'rules="auto" settled {how_many(settled, "rule")} and left {left} open{unfilled}:',
+    )
     every = [line for some in open_.values() for line in some]
     if every:
         lines.append(f"  {legend(every, config)}")

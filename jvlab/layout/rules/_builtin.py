@@ -51,11 +51,16 @@ def preset_rules(
     text = BY_FAMILY.get((name, family)) or BY_FAMILY.get((name, "llama"))
     rules = Rules.parse(text) if text else rules
     rules = _one_einsum(rules, known)
-    anchor, tail = "model.", "embed_tokens.weight"
+    anchor = "model."
+    tail = "embed_tokens.weight"
     found = next((t.name for t in tensors if t.name.endswith(tail)), anchor + tail)
     rules = fit_leaves(with_prefix(rules, anchor, found[: -len(tail)]), leaves or {})
     if name == "maxtext" and family in ("llama", "mistral", "mixtral"):
-        folded = {str(r): _FOLDED for r in rules if r.leaf and "query.kernel" in name_text(r.leaf)}
+        folded = {
+            str(r): _FOLDED
+            for r in rules
+            if r.leaf and "query.kernel" in name_text(r.leaf)
+        }
         rules = Rules(rules.rules, rules.notes, folded)
     return rules
 
@@ -65,8 +70,16 @@ def _one_einsum(rules: Rules, config: Mapping[str, Any]) -> Rules:
     sizes = convention(config)
     if not sizes:
         return rules
-    drop = ("attn.q_einsum", "attn.kv_einsum") if sizes["n"] == sizes["k"] else ("attn.qkv_einsum",)
-    return Rules(tuple(r for r in rules if r.leaf and not any(d in name_text(r.leaf) for d in drop)))
+    drop = (
+        ("attn.q_einsum", "attn.kv_einsum")
+        if sizes["n"] == sizes["k"]
+        else ("attn.qkv_einsum",)
+    )
+    return Rules(
+        tuple(
+            r for r in rules if r.leaf and not any(d in name_text(r.leaf) for d in drop)
+        )
+    )
 
 
 def with_prefix(rules: Rules, old: str, new: str) -> Rules:
@@ -80,20 +93,42 @@ def with_prefix(rules: Rules, old: str, new: str) -> Rules:
             return name
         return _prefixed(replace(name, parts=(first[len(old) :], *name.parts[1:])), new)
 
-    return Rules(tuple(parse_rule(str(replace(r, tensors=tuple(map(renamed, r.tensors)))), r.line) for r in rules))
+    return Rules(
+        tuple(
+            parse_rule(str(replace(r, tensors=tuple(map(renamed, r.tensors)))), r.line)
+            for r in rules
+        )
+    )
 
 
 def _prefixed(name: Name, prefix: str) -> Name:
     first = name.parts[0]
-    whole = (prefix + first, *name.parts[1:]) if isinstance(first, str) else (prefix, *name.parts)
+    whole = (
+        (prefix + first, *name.parts[1:])
+        if isinstance(first, str)
+        else (prefix, *name.parts)
+    )
     return replace(name, parts=tuple(p for p in whole if p != ""))
 
 
 def fit_leaves(rules: Rules, leaves: Iterable[str]) -> Rules:
     """The rules with the prefix of this tree's leaves, e.g. `params.params.` of a train state."""
-    first = next((r.leaf for r in rules if r.leaf and all(isinstance(p, str) for p in r.leaf.parts)), None)
+    first = next(
+        (
+            r.leaf
+            for r in rules
+            if r.leaf and all(isinstance(p, str) for p in r.leaf.parts)
+        ),
+        None,
+    )
     anchor = "".join(str(p) for p in first.parts) if first else ""
-    prefix = next((leaf[: -len(anchor)] for leaf in leaves if leaf.endswith("." + anchor)), "") if anchor else ""
+    prefix = (
+        next(
+            (leaf[: -len(anchor)] for leaf in leaves if leaf.endswith("." + anchor)), ""
+        )
+        if anchor
+        else ""
+    )
     if not prefix or anchor in leaves:
         return rules
     made = [replace(r, leaf=_prefixed(r.leaf, prefix)) if r.leaf else r for r in rules]
@@ -112,7 +147,8 @@ def _fit_wild(
 ) -> Rules:
     """Rules for `{path*}` where tree and checkpoint differ by a prefix: GPT-2 with and without `transformer.`."""
     compiled = [Compiled(r) for r in rules]
-    bare: dict[str, tuple[Compiled, str]] = {}  # leaf → its rule, and the tensor that it names
+    # leaf → its rule, and the tensor that it names
+    bare: dict[str, tuple[Compiled, str]] = {}
     for leaf in leaves:
         for c in compiled:
             found = c.match(leaf)
@@ -124,14 +160,30 @@ def _fit_wild(
     extra: list[str] = []
     for leaf, (c, tensor) in bare.items():
         moved = add + tensor[len(drop) :] if tensor.startswith(drop) else tensor
-        target = next((t for t in (moved, tensor, *_shorter(tensor)) if t in tensors), None)
-        if target not in (None, moved):  # an output head, outside the module with the prefix
+        target = next(
+            (t for t in (moved, tensor, *_shorter(tensor)) if t in tensors), None
+        )
+        # an output head, outside the module with the prefix
+        if target not in (None, moved):
             axes = str(c.rule).partition(" : ")[2]
             extra.append(f'"{leaf}" -> "{target}"' + (f" : {axes}" if axes else ""))
-    if name == "hf_flax" and config.get("tie_word_embeddings", True) and "lm_head.weight" in tensors:
-        extra = _tied(extra, {leaf: (drop, add, tensor) for leaf, (_, tensor) in bare.items()}, tensors, leaves)
+    if (
+        name == "hf_flax"
+        and config.get("tie_word_embeddings", True)
+        and "lm_head.weight" in tensors
+    ):
+        extra = _tied(
+            extra,
+            {leaf: (drop, add, tensor) for leaf, (_, tensor) in bare.items()},
+            tensors,
+            leaves,
+        )
     fitted = [
-        replace(r, leaf=_prefixed(r.leaf, drop), tensors=(_prefixed(r.tensors[0], add),)) for r in rules if r.leaf
+        replace(
+            r, leaf=_prefixed(r.leaf, drop), tensors=(_prefixed(r.tensors[0], add),)
+        )
+        for r in rules
+        if r.leaf
     ]
     first = fitted if drop or add else []
     lines = [*extra, *map(str, first), *map(str, rules if drop or not add else ())]
@@ -143,11 +195,18 @@ def _prefixes(names: Collection[str], tensors: Collection[str]) -> tuple[str, st
     tails = Counter[tuple[str, str]]()
     heads = {t[: m.end()] for t in tensors for m in re.finditer(r"\.", t)} | {""}
     for name in names:
-        for rest, drop in [(name, ""), *((name[m.end() :], name[: m.end()]) for m in re.finditer(r"\.", name))]:
+        for rest, drop in [
+            (name, ""),
+            *((name[m.end() :], name[: m.end()]) for m in re.finditer(r"\.", name)),
+        ]:
             for add in heads:
                 if add + rest in tensors and (drop or add):
                     tails[drop, add] += 1
-    return max(tails, key=lambda pair: (tails[pair], -len(pair[0]) - len(pair[1])), default=("", ""))
+    return max(
+        tails,
+        key=lambda pair: (tails[pair], -len(pair[0]) - len(pair[1])),
+        default=("", ""),
+    )
 
 
 def _shorter(name: str) -> list[str]:
@@ -167,7 +226,9 @@ def _tied(
     for leaf, (drop, add, tensor) in bare.items():
         if tensor.endswith(("embed_tokens.weight", "wte.weight", "embed_in.weight")):
             target = add + tensor[len(drop) :] if tensor.startswith(drop) else tensor
-            if target in tensors and tuple(leaves[leaf].shape) == tuple(tensors["lm_head.weight"].shape):
+            if target in tensors and tuple(leaves[leaf].shape) == tuple(
+                tensors["lm_head.weight"].shape
+            ):
                 return [*lines, f'"{leaf}" -> "{target}", lm_head.weight?']
     return lines
 
@@ -182,7 +243,9 @@ def numbers_layers(leaves: Iterable[str]) -> bool:
     return any(_NUMBERED.search(leaf) for leaf in leaves)
 
 
-def policy_rules(config: Mapping[str, Any], names: Iterable[str] = (), scanned: bool | None = None) -> Rules:
+def policy_rules(
+    config: Mapping[str, Any], names: Iterable[str] = (), scanned: bool | None = None
+) -> Rules:
     """The Policy layout's rules for a model's config; the checkpoint's `names` determine its prefix.
 
     Hub checkpoints of one family differ in it: gpt2 with and without `transformer.`, gemma3 under `language_model.`.
@@ -195,13 +258,23 @@ def policy_rules(config: Mapping[str, Any], names: Iterable[str] = (), scanned: 
         inner_family = inner.get("model_type") if isinstance(inner, Mapping) else None
         if inner_family not in POLICY:
             known = ", ".join(POLICY)
-            raise ConfigError(f"no Policy layout for model_type {family!r}", remedy=f"known: {known}; or write rules")
+            raise ConfigError(
+                f"no Policy layout for model_type {family!r}",
+                remedy=f"known: {known}; or write rules",
+            )
         family = inner_family
     if scanned is None:
-        dense_too = bool(config.get("mlp_only_layers")) or config.get("decoder_sparse_step", 1) != 1
+        dense_too = (
+            bool(config.get("mlp_only_layers"))
+            or config.get("decoder_sparse_step", 1) != 1
+        )
         scanned = family not in NOT_STACKED and not dense_too
     rules = Rules.named(f"policy.{family}{'.scanned' if scanned else ''}")
-    anchor = {"gpt2": "transformer.", "gpt_neox": "gpt_neox."}.get(str(family), "model.")
-    tail = {"gpt2": "wte.weight", "gpt_neox": "embed_in.weight"}.get(str(family), "embed_tokens.weight")
+    anchor = {"gpt2": "transformer.", "gpt_neox": "gpt_neox."}.get(
+        str(family), "model."
+    )
+    tail = {"gpt2": "wte.weight", "gpt_neox": "embed_in.weight"}.get(
+        str(family), "embed_tokens.weight"
+    )
     found = next((n for n in names if n.endswith(tail)), anchor + tail)
     return with_prefix(rules, anchor, found[: -len(tail)])

@@ -88,7 +88,9 @@ layers.{i}.mlp.[up|down].bias -> gpt_neox.layers.{i}.mlp.[dense_h_to_4h|dense_4h
 _LLAMA = _HEAD + _ATTENTION + _MLP + _PRE_NORMS
 POLICY = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA),
-    **dict.fromkeys(("gemma2", "gemma3", "gemma3_text"), _HEAD + _ATTENTION + _MLP + _SANDWICH_NORMS),
+    **dict.fromkeys(
+        ("gemma2", "gemma3", "gemma3_text"), _HEAD + _ATTENTION + _MLP + _SANDWICH_NORMS
+    ),
     "olmo2": _HEAD + _ATTENTION + _MLP + _POST_NORMS,
     "phi3": _HEAD + _PHI3 + _PRE_NORMS,
     "mixtral": _HEAD + _ATTENTION + _MIXTRAL + _PRE_NORMS,
@@ -126,12 +128,15 @@ LAYER.attn.attn_vec_einsum.w -> model.layers.{i}.self_attn.o_proj.weight : n h d
 LAYER.attn.[_query|_key]_norm.scale -> model.layers.{i}.self_attn.[q|k]_norm.weight
 LAYER.pre_attention_norm.scale -> model.layers.{i}.input_layernorm.weight
 """
-_GEMMA1_NORMS = "LAYER.pre_ffw_norm.scale -> model.layers.{i}.post_attention_layernorm.weight\n"
+_GEMMA1_NORMS = (
+    "LAYER.pre_ffw_norm.scale -> model.layers.{i}.post_attention_layernorm.weight\n"
+)
 _GEMMA2_NORMS = """
 LAYER.post_attention_norm.scale -> model.layers.{i}.post_attention_layernorm.weight
 LAYER.[pre|post]_ffw_norm.scale -> model.layers.{i}.[pre|post]_feedforward_layernorm.weight
 """
-_TUNIX_NORMS = "layers.{i}.post_attn_norm.scale -> model.layers.{i}.post_attention_layernorm.weight\n"  # Gemma 2's name
+# Gemma 2's name
+_TUNIX_NORMS = "layers.{i}.post_attn_norm.scale -> model.layers.{i}.post_attention_layernorm.weight\n"
 _GATING = """
 embedder.input_embedding -> model.embed_tokens.weight, lm_head.weight?
 LAYER.mlp.gating_einsum.w -> model.layers.{i}.mlp.[gate|up]_proj.weight : [1|1] f d -> f d
@@ -167,7 +172,9 @@ def _unscanned(text: str) -> str:
         names, _, axes = line.partition(" : ")
         left, _, right = axes.partition(" -> ")
         alone = " ".join(a for a in left.split() if a != "i")
-        lines.append(f"{names.replace('decoder.layers.', 'decoder.layers_{i}.')} : {alone} -> {right}")
+        lines.append(
+            f"{names.replace('decoder.layers.', 'decoder.layers_{i}.')} : {alone} -> {right}"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -175,7 +182,9 @@ def _gemma(layer: str, *texts: str) -> str:
     return "".join(texts).replace("LAYER", layer)
 
 
-_TUNIX_GEMMA = _gemma("layers.{i}", _TUNIX_SHARED, _EINSUMS, _TUNIX_NORMS, _GEMMA2_NORMS)
+_TUNIX_GEMMA = _gemma(
+    "layers.{i}", _TUNIX_SHARED, _EINSUMS, _TUNIX_NORMS, _GEMMA2_NORMS
+)
 BY_FAMILY = {  # a preset's variant for one family, where names alone do not show it
     ("tunix", "llama"): _TUNIX_SHARED + _TUNIX_LLAMA,
     ("tunix", "gemma"): _gemma("layers.{i}", _TUNIX_SHARED, _EINSUMS, _GEMMA1_NORMS),
@@ -194,6 +203,8 @@ PRESETS: dict[str, str] = {
         {path*} -> {path*}
     """,
     "maxtext": _MAXTEXT + _MAXTEXT_LAYER + _unscanned(_MAXTEXT_LAYER),
-    "tunix": _TUNIX_SHARED + _TUNIX_LLAMA + _gemma("layers.{i}", _EINSUMS, _TUNIX_NORMS, _GEMMA2_NORMS),
+    "tunix": _TUNIX_SHARED
+    + _TUNIX_LLAMA
+    + _gemma("layers.{i}", _EINSUMS, _TUNIX_NORMS, _GEMMA2_NORMS),
     "gemma": _gemma("layer_{i}", _GATING, _EINSUMS, _GEMMA2_NORMS),
 }

@@ -42,7 +42,9 @@ class Candidate:
     @property
     def order(self) -> str:
         """in × out, out × in, or neither."""
-        places = {s: [j for j, x in enumerate(self.signature) if x[0] == s] for s in "io"}
+        places = {
+            s: [j for j, x in enumerate(self.signature) if x[0] == s] for s in "io"
+        }
         if not places["i"] or not places["o"]:
             return ""
         if max(places["i"]) < min(places["o"]):
@@ -60,7 +62,9 @@ class Candidate:
     @property
     def stack(self) -> str:
         """Which dimension the layers are stacked on."""
-        return next((str(j) for j, x in enumerate(self.signature) if x in ("si", "ss")), "")
+        return next(
+            (str(j) for j, x in enumerate(self.signature) if x in ("si", "ss")), ""
+        )
 
 
 @dataclass(frozen=True)
@@ -91,18 +95,25 @@ class _Layout:
     into: str = ""
 
 
-def candidates(pair: Pair, config: Mapping[str, Any] | None, conv1d: bool, probing: bool) -> list[Candidate]:
+def candidates(
+    pair: Pair, config: Mapping[str, Any] | None, conv1d: bool, probing: bool
+) -> list[Candidate]:
     """Every rule line that fits the shapes of this pair; several mean that shapes alone are ambiguous."""
     out = _enumerate(pair, config, conv1d, list(_layouts(pair, config, probing)))
     if not out and len(pair.leaves) == len(pair.tensors) == 1:
         # heads that are not n · h (e.g. latent attention): the tensor's own dimensions
         own = replace(pair, role=replace(pair.role, base="?"))
-        out = _enumerate(own, config, conv1d, list(_plain_layouts(own, config, probing)))
+        out = _enumerate(
+            own, config, conv1d, list(_plain_layouts(own, config, probing))
+        )
     return sorted(out.values(), key=lambda c: (c.probe_only, c.line))
 
 
 def _enumerate(
-    pair: Pair, config: Mapping[str, Any] | None, conv1d: bool, layouts: Sequence[_Layout]
+    pair: Pair,
+    config: Mapping[str, Any] | None,
+    conv1d: bool,
+    layouts: Sequence[_Layout],
 ) -> dict[object, Candidate]:
     out: dict[object, Candidate] = {}
     for names, stacks in _slots(pair):
@@ -117,7 +128,13 @@ def _enumerate(
                 mapped = _fits(line, pair, config)
                 if mapped is not None:
                     kinds = tuple(kind for _, kind in order)
-                    found = Candidate(line, kinds, layout.how, (names, mapped, layout.tail), layout.probe_only)
+                    found = Candidate(
+                        line,
+                        kinds,
+                        layout.how,
+                        (names, mapped, layout.tail),
+                        layout.probe_only,
+                    )
                     if found.map not in out or len(out[found.map].line) > len(line):
                         out[found.map] = found
     return out
@@ -141,7 +158,10 @@ def _fits(line: str, pair: Pair, config: Mapping[str, Any] | None) -> object | N
     solved = compiled.templates(leaves, tensors, config)
     if any(isinstance(t, Unfit) for t in solved):
         return None
-    counts = {v: len(pair.tensors[0].values(j)) for j, v in enumerate(pair.tensors[0].variables())}
+    counts = {
+        v: len(pair.tensors[0].values(j))
+        for j, v in enumerate(pair.tensors[0].variables())
+    }
     for template in solved:
         assert not isinstance(template, Unfit)
         if any(counts.get(axis, size) != size for axis, _, _, size in template.stacked):
@@ -154,14 +174,21 @@ def _fits(line: str, pair: Pair, config: Mapping[str, Any] | None) -> object | N
 
 def _slots(pair: Pair) -> Iterator[tuple[str, list[str]]]:
     """The names of a rule, and the tensor's slots that must be axes of the leaf."""
-    leaf, tensor = pair.leaves[0], pair.tensors[0]
-    if any(t.kinds != leaf.kinds for t in pair.leaves) or any(t.kinds != tensor.kinds for t in pair.tensors):
+    leaf = pair.leaves[0]
+    tensor = pair.tensors[0]
+    if any(t.kinds != leaf.kinds for t in pair.leaves) or any(
+        t.kinds != tensor.kinds for t in pair.tensors
+    ):
         return
     variables = tensor.variables()
     free = dict(enumerate(variables))
     bound: dict[int, str] = {}
     for slot, kind in enumerate(leaf.kinds):
-        same = [j for j in free if tensor.kinds[j] == kind and tensor.values(j) == leaf.values(slot)]
+        same = [
+            j
+            for j in free
+            if tensor.kinds[j] == kind and tensor.values(j) == leaf.values(slot)
+        ]
         if same:
             bound[slot] = free.pop(same[0])
     tied = [t.name(t.variables()) for t in pair.tied]
@@ -172,24 +199,39 @@ def _slots(pair: Pair) -> Iterator[tuple[str, list[str]]]:
             numbers = sorted(tensor.values(j))
             if numbers != list(range(numbers[0], numbers[-1] + 1)):
                 return  # a stack cannot skip layers
-            targets = [_with_hole(t, variable, Index(((1, variable),), numbers[0])) for t in targets]
+            targets = [
+                _with_hole(t, variable, Index(((1, variable),), numbers[0]))
+                for t in targets
+            ]
         names = [_joined(targets), *(name_text(t) for t in tied)]
-        leaf_name = _joined([t.name([bound[s] for s in range(len(leaf.kinds))]) for t in pair.leaves])
+        leaf_name = _joined(
+            [t.name([bound[s] for s in range(len(leaf.kinds))]) for t in pair.leaves]
+        )
         yield f"{leaf_name} -> {', '.join(names)}", list(free.values())
         return
     # a scan over groups of layers: leaf block j, stack step s, layer J·s + j (or S·j + s)
     layer = [j for j in free if tensor.kinds[j] == "layer"]
     if len(rest) != 1 or len(layer) != 1 or tied:
         return
-    groups, count = len(leaf.values(rest[0])), len(tensor.values(layer[0]))
+    groups = len(leaf.values(rest[0]))
+    count = len(tensor.values(layer[0]))
     if count % groups or leaf.values(rest[0]) != frozenset(range(groups)):
         return
-    holes = {Index(((groups, "s"), (1, "j"))), Index(((1, "s"), (count // groups, "j")))}
+    holes = {
+        Index(((groups, "s"), (1, "j"))),
+        Index(((1, "s"), (count // groups, "j"))),
+    }
     leaf_vars = [bound.get(s, "j") for s in range(len(leaf.kinds))]
     for hole in sorted(holes, key=lambda h: h.terms):
-        names = [_with_hole(t.name(variables), variables[layer[0]], hole) for t in pair.tensors]
+        names = [
+            _with_hole(t.name(variables), variables[layer[0]], hole)
+            for t in pair.tensors
+        ]
         leaf_name = _joined([t.name(leaf_vars) for t in pair.leaves])
-        yield f"{leaf_name} -> {_joined(names)}", ["s", *(v for j, v in free.items() if j != layer[0])]
+        yield (
+            f"{leaf_name} -> {_joined(names)}",
+            ["s", *(v for j, v in free.items() if j != layer[0])],
+        )
 
 
 def _with_hole(name: Name, variable: str, hole: Index) -> Name:
@@ -205,7 +247,10 @@ def _joined(names: Sequence[Name]) -> str:
     rows = [t.split(".") for t in texts]
     if len({len(r) for r in rows}) > 1 or any('"' in t for t in texts):
         return f"[{'|'.join(texts)}]"
-    return ".".join(c[0] if len(set(c)) == 1 else f"[{'|'.join(c)}]" for c in zip(*rows, strict=True))
+    return ".".join(
+        c[0] if len(set(c)) == 1 else f"[{'|'.join(c)}]"
+        for c in zip(*rows, strict=True)
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- layouts
@@ -223,7 +268,9 @@ def _kinds(axes: str, side: str) -> list[tuple[str, str]]:
     return [(a, side + {"n": "N", "k": "N", "h": "H", "g": "G"}[a]) for a in names]
 
 
-def _layouts(pair: Pair, config: Mapping[str, Any] | None, probing: bool) -> Iterator[_Layout]:
+def _layouts(
+    pair: Pair, config: Mapping[str, Any] | None, probing: bool
+) -> Iterator[_Layout]:
     role = pair.role
     if role.base in FUSED:
         yield from _fused_layouts(pair, config)
@@ -254,9 +301,12 @@ def _rotary_layouts(out: str, into: list[tuple[str, str]]) -> Iterator[_Layout]:
         yield _Layout((*atoms, *into), f"({heads} two r)", how, True, " where two=2")
 
 
-def _plain_layouts(pair: Pair, config: Mapping[str, Any] | None, probing: bool) -> Iterator[_Layout]:
+def _plain_layouts(
+    pair: Pair, config: Mapping[str, Any] | None, probing: bool
+) -> Iterator[_Layout]:
     """Norms and parameters of unknown role: the tensor's own dimensions in any order."""
-    shape, base = pair.tensors[0].shape, pair.role.base
+    shape = pair.tensors[0].shape
+    base = pair.role.base
     known = convention(config)
     heads = {"norm.q": "n", "norm.k": "k"}.get(base, "")
     if heads and known and shape == (known[heads] * known.get("h", 0),):
@@ -264,16 +314,21 @@ def _plain_layouts(pair: Pair, config: Mapping[str, Any] | None, probing: bool) 
         yield _Layout(((heads, "oN"), ("h", "oH")), f"({heads} h)")
         return
     axes = ["d"] if len(shape) == 1 else [f"a{j}" for j in range(len(shape))]
-    kinds = ["o", "i"] if len(shape) == 2 else [f"a{j}" for j in range(len(shape))]  # a checkpoint's matrix is out × in
+    # a checkpoint's matrix is out × in
+    kinds = ["o", "i"] if len(shape) == 2 else [f"a{j}" for j in range(len(shape))]
     yield _Layout(tuple(zip(axes, kinds, strict=True)), " ".join(axes))
     if probing and base.startswith("norm") and not pair.role.bias:
-        for tail, how in ((" - 1", "the leaf holds 1 + w"), (" + 1", "the leaf holds w - 1")):
+        for tail, how in (
+            (" - 1", "the leaf holds 1 + w"),
+            (" + 1", "the leaf holds w - 1"),
+        ):
             yield _Layout((("d", "a0"),), "d", how, True, tail)
 
 
 def _fused_layouts(pair: Pair, config: Mapping[str, Any] | None) -> Iterator[_Layout]:
     """A fused leaf, a fused tensor, or both; concatenated, stacked, or interleaved by head group."""
-    base, bias = pair.role.base, pair.role.bias
+    base = pair.role.base
+    bias = pair.role.bias
     into: list[tuple[str, str]] = [] if bias else [("d", "i")]
     known = convention(config)
     equal = base != "qkv" or known.get("n") == known.get("k")
@@ -291,7 +346,11 @@ def _fused_layouts(pair: Pair, config: Mapping[str, Any] | None) -> Iterator[_La
     forms = {"concatenated": concat, "interleaved": group}
     if not apart:
         forms = {k: v for k, v in forms.items() if k in _tensor_forms(pair, config)}
-    same_name = not apart and len(pair.leaves) == 1 and _module(pair.leaves[0]) == _module(pair.tensors[0])
+    same_name = (
+        not apart
+        and len(pair.leaves) == 1
+        and _module(pair.leaves[0]) == _module(pair.tensors[0])
+    )
     if same_name:
         yield _Layout((("x", "o"), *into), "x", "fused on both sides under one name")
         if len(pair.leaves[0].shape) - len(pair.tensors[0].shape) < 1:
@@ -301,19 +360,35 @@ def _fused_layouts(pair: Pair, config: Mapping[str, Any] | None) -> Iterator[_La
         if len(pair.leaves) > 1:
             yield _Layout(((concat, "o"), *into), right, tensor_how)
             if tail:
-                yield _Layout((("[" + "|".join(heads) + "]", "oN"), ("h", "oH"), *into), right, tensor_how)
+                yield _Layout(
+                    (("[" + "|".join(heads) + "]", "oN"), ("h", "oH"), *into),
+                    right,
+                    tensor_how,
+                )
             continue
         leaf_forms: list[tuple[list[tuple[str, str]], str]] = [
             ([(concat, "o")], "concatenated"),
             ([(group, "o")], "interleaved by head" if tail else "interleaved"),
-            ([(unit, "oN"), (split, "oP"), *([("h", "oH")] if tail else [])], "a dimension of its own for the parts"),
+            (
+                [(unit, "oN"), (split, "oP"), *([("h", "oH")] if tail else [])],
+                "a dimension of its own for the parts",
+            ),
         ]
         if tail:
-            leaf_forms.append(([("[" + "|".join(heads) + "]", "oN"), ("h", "oH")], "heads concatenated"))
+            leaf_forms.append(
+                (
+                    [("[" + "|".join(heads) + "]", "oN"), ("h", "oH")],
+                    "heads concatenated",
+                )
+            )
         if tail and equal:
             leaf_forms.append(([(ones, "oP"), (f"({unit} h)", "o")], "stacked"))
         for atoms, how in leaf_forms:
-            yield _Layout((*atoms, *into), right, f"{how} in the leaf{', ' * bool(tensor_how)}{tensor_how}")
+            yield _Layout(
+                (*atoms, *into),
+                right,
+                f"{how} in the leaf{', ' * bool(tensor_how)}{tensor_how}",
+            )
 
 
 def _module(template: Template) -> str:
@@ -323,17 +398,24 @@ def _module(template: Template) -> str:
 
 def _tensor_forms(pair: Pair, config: Mapping[str, Any] | None) -> tuple[str, ...]:
     """How this checkpoint fuses, as far as its names show."""
-    module, family = _module(pair.tensors[0]), config_lookup(config).get("model_type")
+    module = _module(pair.tensors[0])
+    family = config_lookup(config).get("model_type")
     if module in ("c_attn", "qkv_proj", "gate_up_proj"):
         return ("concatenated",)
-    if module == "query_key_value" and (family in ("gpt_neox", "bloom") or "gpt_neox" in pair.tensors[0].pieces[0]):
+    if module == "query_key_value" and (
+        family in ("gpt_neox", "bloom") or "gpt_neox" in pair.tensors[0].pieces[0]
+    ):
         return ("interleaved",)
     return ("concatenated", "interleaved")
 
 
 def _right(pair: Pair, layout: _Layout, conv1d: bool) -> str:
     role = pair.role
-    if role.bias or (role.base not in _LINEAR and role.base not in FUSED) or len(pair.tensors[0].shape) != 2:
+    if (
+        role.bias
+        or (role.base not in _LINEAR and role.base not in FUSED)
+        or len(pair.tensors[0].shape) != 2
+    ):
         return layout.out
     into = layout.into or "d"
     swapped = conv1d and role.base not in (*TABLES, "head")

@@ -20,7 +20,8 @@ SAMPLES = 512  # elements of each binding
 RELATED = 0.8  # correlation from which two arrays count as related
 CLOSE = 0.5  # relative error that a right reading stays below, even after training
 APART = 4.0  # a right reading has an error this many times smaller than a wrong one
-WHOLE_BYTES = 1 << 26  # up to this size an array is fetched whole; of a larger one only the sample
+# up to this size an array is fetched whole; of a larger one only the sample
+WHOLE_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,11 @@ def match(
     seed: int = 0,
 ) -> Match:
     """How well leaves match the checkpoint under a reading, over a sample of every binding."""
-    bindings, factor = (reading.bindings, reading.factor) if isinstance(reading, Alternative) else (reading, 1.0)
+    bindings, factor = (
+        (reading.bindings, reading.factor)
+        if isinstance(reading, Alternative)
+        else (reading, 1.0)
+    )
     rng = np.random.default_rng(seed)
     samples_of: list[tuple[np.ndarray, np.ndarray]] = []
     for b in bindings:
@@ -69,7 +74,10 @@ def match(
 def compare(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Match:
     """Samples of the same elements on both sides, one pair for each array."""
     good = [
-        (a[ok].astype(np.float64), b[ok].astype(np.float64)) for a, b in pairs for ok in [_finite(a, b)] if ok.any()
+        (a[ok].astype(np.float64), b[ok].astype(np.float64))
+        for a, b in pairs
+        for ok in [_finite(a, b)]
+        if ok.any()
     ]
     if not good:
         return Match(math.inf, 0.0, 1.0, 0)
@@ -78,19 +86,27 @@ def compare(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Match:
     if not size:
         return Match(math.inf, 0.0, 1.0, int(a.size))
     # Each array relative to its own mean: norms of any two models of a family have similar means.
-    one, other = (np.concatenate([pair[side] - pair[side].mean() for pair in good]) for side in (0, 1))
+    one, other = (
+        np.concatenate([pair[side] - pair[side].mean() for pair in good])
+        for side in (0, 1)
+    )
     spread = math.sqrt(float(np.square(one).sum()) * float(np.square(other).sum()))
     constant = spread <= 1e-10 * float(np.abs(a).max() * np.abs(b).max()) * a.size
     correlation = 0.0 if constant else float((one * other).sum()) / spread
-    own, error = float(np.square(a).sum()), math.sqrt(float(np.square(a - b).sum())) / size
-    return Match(error, correlation, float((a * b).sum()) / own if own else 1.0, int(a.size))
+    own = float(np.square(a).sum())
+    error = math.sqrt(float(np.square(a - b).sum())) / size
+    return Match(
+        error, correlation, float((a * b).sum()) / own if own else 1.0, int(a.size)
+    )
 
 
 def _finite(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.isfinite(a) & np.isfinite(b)
 
 
-def _sample(b: Binding, samples: int, rng: np.random.Generator) -> tuple[tuple[np.ndarray, ...], ...]:
+def _sample(
+    b: Binding, samples: int, rng: np.random.Generator
+) -> tuple[tuple[np.ndarray, ...], ...]:
     """Indices of the same elements in the leaf and in the tensor."""
     sizes = [a.size for a in b.axes]
     total = math.prod(sizes)
@@ -110,7 +126,9 @@ def _gather(array: Any, at: tuple[np.ndarray, ...]) -> np.ndarray:
     return np.asarray(array[at]).astype(np.float32)
 
 
-def reread(alternative: Alternative, values: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def reread(
+    alternative: Alternative, values: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
     """The leaves that the engine's values amount to if this alternative is the right reading.
 
     The current rules map leaves to tensors; here the tensors are mapped back by the alternative.
@@ -119,12 +137,19 @@ def reread(alternative: Alternative, values: Mapping[str, Any]) -> dict[str, np.
     for b in alternative.now:
         leaf = np.asarray(values[b.leaf])
         if b.tensor not in tensors:
-            wide = b.add and leaf.dtype.itemsize < 4  # 1 + w in bfloat16 would lose most digits of w
-            tensors[b.tensor] = np.zeros(b.tensor_shape, np.float32 if wide else leaf.dtype)
+            # 1 + w in bfloat16 would lose most digits of w
+            wide = b.add and leaf.dtype.itemsize < 4
+            tensors[b.tensor] = np.zeros(
+                b.tensor_shape, np.float32 if wide else leaf.dtype
+            )
         apply_binding(b, leaf, tensors[b.tensor])
     out: dict[str, np.ndarray] = {}
     for b in alternative.bindings:
         if b.leaf not in out:
             out[b.leaf] = np.array(values[b.leaf])
         invert_binding(b, tensors[b.tensor], out[b.leaf])
-    return {k: (v / alternative.factor).astype(v.dtype) for k, v in out.items()} if alternative.factor != 1 else out
+    return (
+        {k: (v / alternative.factor).astype(v.dtype) for k, v in out.items()}
+        if alternative.factor != 1
+        else out
+    )

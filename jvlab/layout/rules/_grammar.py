@@ -39,7 +39,8 @@ _WORD = re.compile(r"[A-Za-z_]\w*")
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
 _INTEGER = re.compile(r"[0-9]+")
 _OPERAND = re.compile(r"[0-9]+|[A-Za-z_]\w*")
-_RUN = re.compile(rf"(?:(?!->){BARE.pattern})+")  # of a name, up to a hole, a choice, a quote or the arrow
+# of a name, up to a hole, a choice, a quote or the arrow
+_RUN = re.compile(rf"(?:(?!->){BARE.pattern})+")
 _QUOTED = re.compile(r'[^"\\]+')
 
 # No model comes near these limits. They bound the time and memory of parsing untrusted text.
@@ -54,7 +55,10 @@ class _Scanner:
     """A cursor over one line; every failure points at a column."""
 
     def __init__(self, text: str, line: int) -> None:
-        self.text, self.line, self.pos, self.depth = text, line, 0, 0
+        self.text = text
+        self.line = line
+        self.pos = 0
+        self.depth = 0
 
     def fail(self, what: str, remedy: str, pos: int | None = None) -> NoReturn:
         fail(self.text, self.pos if pos is None else pos, what, remedy, self.line)
@@ -68,7 +72,9 @@ class _Scanner:
         self.depth += 1
         if self.depth > MAX_DEPTH:
             self.fail(
-                f"brackets more than {MAX_DEPTH} deep", "brackets need not be nested: `(a (b c))` is `(a b c)`", pos
+                f"brackets more than {MAX_DEPTH} deep",
+                "brackets need not be nested: `(a (b c))` is `(a b c)`",
+                pos,
             )
 
     def space(self) -> None:
@@ -106,11 +112,19 @@ class _Scanner:
         pos = self.pos
         digits = self.match(_INTEGER, what, remedy)
         if len(digits) > MAX_DIGITS:
-            self.fail(f"a number of {len(digits)} digits", f"numbers have at most {MAX_DIGITS}", pos)
+            self.fail(
+                f"a number of {len(digits)} digits",
+                f"numbers have at most {MAX_DIGITS}",
+                pos,
+            )
         return int(digits)
 
     def _found(self) -> str:
-        return f", found {self.text[self.pos]!r}" if self.pos < len(self.text) else ", found the end of the line"
+        return (
+            f", found {self.text[self.pos]!r}"
+            if self.pos < len(self.text)
+            else ", found the end of the line"
+        )
 
     # names
 
@@ -129,7 +143,8 @@ class _Scanner:
         parts = self.parts()
         if not parts:
             self.fail(
-                f"expected a {side}{self._found()}", 'write `leaf.path -> checkpoint.name`; quote odd names with "…"'
+                f"expected a {side}{self._found()}",
+                'write `leaf.path -> checkpoint.name`; quote odd names with "…"',
             )
         return Name(parts, self.take("?"), pos)
 
@@ -176,7 +191,9 @@ class _Scanner:
         return "".join(text)
 
     def hole(self, start: int) -> Index | Wild:
-        help_ = "write {i} for a number, {x*} for any text, {2*s+j} for a computed number"
+        help_ = (
+            "write {i} for a number, {x*} for any text, {2*s+j} for a computed number"
+        )
         word = _WORD.match(self.text, self.pos)
         if word and self.text.startswith("*}", word.end()):
             self.pos = word.end() + 2
@@ -184,7 +201,8 @@ class _Scanner:
         terms: dict[str, int] = {}
         const = 0
         while True:
-            coefficient, variable = 1, ""
+            coefficient = 1
+            variable = ""
             number = _INTEGER.match(self.text, self.pos) is not None
             if number:
                 coefficient = self.integer("a number", help_)
@@ -201,7 +219,11 @@ class _Scanner:
                 break
         self.need("}", help_)
         if not terms:
-            self.fail("a hole without a capture", "write the number itself, without braces", start)
+            self.fail(
+                "a hole without a capture",
+                "write the number itself, without braces",
+                start,
+            )
         return Index(tuple((c, v) for v, c in terms.items()), const, start)
 
     # patterns
@@ -211,7 +233,9 @@ class _Scanner:
         while True:
             self.space()
             pos = self.pos
-            if self.pos >= len(self.text) or (closing and self.text[self.pos] in closing):
+            if self.pos >= len(self.text) or (
+                closing and self.text[self.pos] in closing
+            ):
                 break
             word = _WORD.match(self.text, self.pos)
             if word and not closing and word[0] in ("where", "as"):
@@ -222,7 +246,11 @@ class _Scanner:
                 out.append(Ax(word[0], pos))
             elif self.take("..."):
                 if closing:
-                    self.fail("`...` inside a bracket", "`...` stands for whole dimensions", pos)
+                    self.fail(
+                        "`...` inside a bracket",
+                        "`...` stands for whole dimensions",
+                        pos,
+                    )
                 out.append(Ax("...", pos))
             elif self.take("("):
                 self.deeper(pos)
@@ -230,7 +258,9 @@ class _Scanner:
                 self.need(")", "close the merged dimension: `(n h)`")
                 self.depth -= 1
                 if not items:
-                    self.fail("an empty `()`", "write `1` for a dimension of size one", pos)
+                    self.fail(
+                        "an empty `()`", "write `1` for a dimension of size one", pos
+                    )
                 out.append(Group(items, pos))
             elif self.take("["):
                 out.append(self.cat(pos))
@@ -246,7 +276,10 @@ class _Scanner:
             elif not closing and (self.peek("->") or self.text[self.pos] in "+-"):
                 break
             else:
-                self.fail(f"expected an axis{self._found()}", "axes are names, `1`, `(a b)`, `[a|b]` or `...`")
+                self.fail(
+                    f"expected an axis{self._found()}",
+                    "axes are names, `1`, `(a b)`, `[a|b]` or `...`",
+                )
         return tuple(out)
 
     def cat(self, start: int) -> Cat:
@@ -258,7 +291,9 @@ class _Scanner:
         self.need("]", "close the concatenation: `[n h|k h|k h]`")
         self.depth -= 1
         if not all(options):
-            self.fail("an empty part in `[..|..]`", "write `1` for a part of size one", start)
+            self.fail(
+                "an empty part in `[..|..]`", "write `1` for a part of size one", start
+            )
         return Cat(tuple(options), start)
 
     # the tail
@@ -290,7 +325,8 @@ class _Scanner:
 
     def tail(self) -> tuple[tuple[Size, ...], float, str | None]:
         sizes: list[Size] = []
-        add, cast = 0.0, None
+        add = 0.0
+        cast = None
         self.space()
         if self.keyword("where"):
             sizes.append(self.size())
@@ -303,9 +339,13 @@ class _Scanner:
         if sign:
             self.space()
             pos = self.pos
-            add = sign * float(self.match(_NUMBER, "a number to add", "write `+ 1` or `- 1`"))
+            add = sign * float(
+                self.match(_NUMBER, "a number to add", "write `+ 1` or `- 1`")
+            )
             if abs(add) > MAX_ADD:
-                self.fail("more than a float32 holds is added", "write `+ 1` or `- 1`", pos)
+                self.fail(
+                    "more than a float32 holds is added", "write `+ 1` or `- 1`", pos
+                )
             self.space()
         if self.keyword("as"):
             self.space()
@@ -327,40 +367,59 @@ def parse_line(text: str, line: int = 1) -> Rule:
     text = text.rstrip()
     scan = _Scanner(text, line)
     if len(text) > MAX_LINE:
-        scan.fail(f"a line of {len(text)} characters", f"a rule has at most {MAX_LINE}; write several rules", MAX_LINE)
+        scan.fail(
+            f"a line of {len(text)} characters",
+            f"a rule has at most {MAX_LINE}; write several rules",
+            MAX_LINE,
+        )
     arrow = "write `leaf.path -> checkpoint.name : axes -> axes`"
     scan.space()
     unused = _tilde(scan)
     leaf = None if unused else scan.name("leaf path")
     if leaf and leaf.optional:
-        scan.fail("`?` on a leaf path", "only a checkpoint name may be optional", scan.pos - 1)
+        scan.fail(
+            "`?` on a leaf path", "only a checkpoint name may be optional", scan.pos - 1
+        )
     scan.space()
     if scan.peek(","):
-        scan.fail("two leaf paths", "several leaves that fill one tensor are a choice: `attn.[q|k|v].kernel -> …`")
+        scan.fail(
+            "two leaf paths",
+            "several leaves that fill one tensor are a choice: `attn.[q|k|v].kernel -> …`",
+        )
     scan.need("->", arrow)
     scan.space()
     at = scan.pos
     tensors = () if _tilde(scan) else scan.names("checkpoint name")
     if leaf is None and not tensors:
-        scan.fail("`~ -> ~` says nothing", "name the leaf or the tensor to leave out", at)
+        scan.fail(
+            "`~ -> ~` says nothing", "name the leaf or the tensor to leave out", at
+        )
     scan.space()
     plain = (Ax("...", scan.pos),)
-    left, right = plain, plain
+    left = plain
+    right = plain
     if scan.peek(":"):
         if leaf is None or not tensors:
-            scan.fail("axes on a rule that moves nothing", "drop everything after the names")
+            scan.fail(
+                "axes on a rule that moves nothing", "drop everything after the names"
+            )
         scan.take(":")
         left = scan.dims()
         scan.need("->", "write the axes of both sides: `: d n h -> (n h) d`")
         right = scan.dims()
         if not left or not right:
             scan.fail(
-                "a side without axes", "leave out `: … -> …` for a plain copy; write `1` for a size-one dimension"
+                "a side without axes",
+                "leave out `: … -> …` for a plain copy; write `1` for a size-one dimension",
             )
     at = scan.pos
     sizes, add, cast = scan.tail()
     if (leaf is None or not tensors) and (sizes or add or cast):
-        scan.fail("a change on a rule that moves nothing", "drop everything after the names", at)
+        scan.fail(
+            "a change on a rule that moves nothing",
+            "drop everything after the names",
+            at,
+        )
     return Rule(leaf, tensors, left, right, sizes, add, cast, text, line)
 
 
@@ -418,13 +477,21 @@ def _check_brackets(rule: Rule) -> None:
                 "all `[..|..]` of a rule line up one to one",
             )
         if any(next(walk_brackets(o), None) for o in bracket.options):
-            rule.fail("a `[..|..]` inside another", bracket.pos, "write them side by side, or two rules")
+            rule.fail(
+                "a `[..|..]` inside another",
+                bracket.pos,
+                "write them side by side, or two rules",
+            )
     if not rule.leaf or not rule.tensors or count == 1:
         return
     many = [name_has_choice([t]) for t in rule.tensors]
     if any(many) != all(many):
         odd = rule.tensors[many.index(not many[0])]
-        rule.fail("only some of the checkpoint names have choices", odd.pos, "give all of them, or none, a `[..|..]`")
+        rule.fail(
+            "only some of the checkpoint names have choices",
+            odd.pos,
+            "give all of them, or none, a `[..|..]`",
+        )
     left = name_has_choice([rule.leaf]) or any(walk_brackets(rule.left))
     right = any(many) or any(walk_brackets(rule.right))
     first = next(_brackets(rule)).pos
@@ -432,33 +499,54 @@ def _check_brackets(rule: Rule) -> None:
         fix = "split an axis of the leaf, `d [q|k|v] -> …`; for tied tensors separate names with `,`"
         rule.fail("the leaf side has no `[..|..]` to line up with this one", first, fix)
     if not right:
-        fix = "concatenate on the tensor's side too, `… -> [q|k|v] d`, or choose its name"
-        rule.fail("every choice would fill the same part of the same tensor", first, fix)
+        fix = (
+            "concatenate on the tensor's side too, `… -> [q|k|v] d`, or choose its name"
+        )
+        rule.fail(
+            "every choice would fill the same part of the same tensor", first, fix
+        )
 
 
 def _check_leaf_name(rule: Rule) -> None:
     for name in (rule.leaf,) if rule.leaf else rule.tensors:
         if rule.leaf is None and name.optional:
-            rule.fail("`?` on an unused tensor", name.pos, "an unused tensor may be absent anyway: drop the `?`")
+            rule.fail(
+                "`?` on an unused tensor",
+                name.pos,
+                "an unused tensor may be absent anyway: drop the `?`",
+            )
         for k in range(arity(rule)):
             seen: set[str] = set()
             for hole in walk_names(name.parts, k):
-                if isinstance(hole, Index) and (len(hole.terms) != 1 or hole.terms[0][0] != 1 or hole.const):
+                if isinstance(hole, Index) and (
+                    len(hole.terms) != 1 or hole.terms[0][0] != 1 or hole.const
+                ):
                     fix = "capture it as {i}; compute on the other side"
                     rule.fail("a computed number in a name to match", hole.pos, fix)
                 var = hole.name if isinstance(hole, Wild) else hole.terms[0][1]
                 if var in seen:
-                    rule.fail(f"`{var}` is captured twice", hole.pos, "give the second capture another name")
+                    rule.fail(
+                        f"`{var}` is captured twice",
+                        hole.pos,
+                        "give the second capture another name",
+                    )
                 seen.add(var)
 
 
 def _check_rest(rule: Rule) -> None:
-    left, right = ([d for d in dims if isinstance(d, Ax) and d.name == "..."] for dims in (rule.left, rule.right))
+    left, right = (
+        [d for d in dims if isinstance(d, Ax) and d.name == "..."]
+        for dims in (rule.left, rule.right)
+    )
     for found, other in ((left, right), (right, left)):
         if len(found) > 1:
             rule.fail("`...` twice", found[1].pos, "one `...` a side")
         if found and not other:
-            rule.fail("`...` on one side only", found[0].pos, "write `...` on both sides, or name the axes")
+            rule.fail(
+                "`...` on one side only",
+                found[0].pos,
+                "write `...` on both sides, or name the axes",
+            )
 
 
 def _check_sums(rule: Rule) -> None:
@@ -475,19 +563,28 @@ def _check_sums(rule: Rule) -> None:
 
     for dim in (*rule.left, *rule.right):
         if terms([dim]) > MAX_MANY:
-            rule.fail(f"a dimension of more than {MAX_MANY} parts", dim.pos, "one `[..|..]` a dimension is enough")
+            rule.fail(
+                f"a dimension of more than {MAX_MANY} parts",
+                dim.pos,
+                "one `[..|..]` a dimension is enough",
+            )
 
 
 def captures(name: Name, k: int) -> dict[str, Index | Wild]:
     """What the name captures under choice k: variable → hole."""
-    return {(h.name if isinstance(h, Wild) else h.terms[0][1]): h for h in walk_names(name.parts, k)}
+    return {
+        (h.name if isinstance(h, Wild) else h.terms[0][1]): h
+        for h in walk_names(name.parts, k)
+    }
 
 
 def used_in(name: Name, k: int) -> dict[str, Index | Wild]:
     """The variables a checkpoint name needs under choice k."""
     out: dict[str, Index | Wild] = {}
     for hole in walk_names(name.parts, k):
-        for var in [hole.name] if isinstance(hole, Wild) else [v for _, v in hole.terms]:
+        for var in (
+            [hole.name] if isinstance(hole, Wild) else [v for _, v in hole.terms]
+        ):
             out[var] = hole
     return out
 
@@ -497,7 +594,11 @@ def _axes_once(rule: Rule, k: int) -> tuple[dict[str, Ax], dict[str, Ax]]:
     for side, dims in zip(sides, (rule.left, rule.right), strict=True):
         for axis in walk_axes(dims, k):
             if axis.name in side:
-                rule.fail(f"axis `{axis.name}` twice on one side", axis.pos, "give the second one another name")
+                rule.fail(
+                    f"axis `{axis.name}` twice on one side",
+                    axis.pos,
+                    "give the second one another name",
+                )
             side[axis.name] = axis
     return sides
 
@@ -511,34 +612,60 @@ def _check_axes(rule: Rule, k: int) -> None:
         _check_holes(rule, need, captured, left)
     for var, hole in captured.items():
         if var in left:
-            rule.fail(f"`{var}` is captured from the path and an axis too", left[var].pos, "rename one of them")
+            rule.fail(
+                f"`{var}` is captured from the path and an axis too",
+                left[var].pos,
+                "rename one of them",
+            )
         for need in needed:
             if var not in need and var not in right:
                 fix = (
-                    f"use {{{var}}} in the checkpoint name, or as an axis of the tensor; each leaf needs its own place"
+                    f"use {{{var}}} in the checkpoint name, or as an axis of the tensor; "
+                    "each leaf needs its own place"
                 )
                 rule.fail(f"`{var}` is captured and never used", hole.pos, fix)
     for axis in left.values():
         inside = [axis.name in need for need in needed]
         if axis.name in right and any(inside):
             rule.fail(
-                f"axis `{axis.name}` is in the checkpoint name and in its shape", right[axis.name].pos, "drop one"
+                f"axis `{axis.name}` is in the checkpoint name and in its shape",
+                right[axis.name].pos,
+                "drop one",
             )
         if axis.name not in right and not all(inside):
-            rule.fail(f"axis `{axis.name}` is on the leaf's side only", axis.pos, "every axis is on both sides")
+            rule.fail(
+                f"axis `{axis.name}` is on the leaf's side only",
+                axis.pos,
+                "every axis is on both sides",
+            )
     for axis in right.values():
         if axis.name not in left and isinstance(captured.get(axis.name), Wild):
-            rule.fail(f"axis `{axis.name}` is text, not a number", axis.pos, f"capture it as {{{axis.name}}}")
+            rule.fail(
+                f"axis `{axis.name}` is text, not a number",
+                axis.pos,
+                f"capture it as {{{axis.name}}}",
+            )
         if axis.name not in left and axis.name not in captured:
-            rule.fail(f"axis `{axis.name}` is on the tensor's side only", axis.pos, "every axis is on both sides")
+            rule.fail(
+                f"axis `{axis.name}` is on the tensor's side only",
+                axis.pos,
+                "every axis is on both sides",
+            )
 
 
 def _check_holes(
-    rule: Rule, need: dict[str, Index | Wild], captured: dict[str, Index | Wild], left: dict[str, Ax]
+    rule: Rule,
+    need: dict[str, Index | Wild],
+    captured: dict[str, Index | Wild],
+    left: dict[str, Ax],
 ) -> None:
     for var, hole in need.items():
         if isinstance(hole, Wild) and not isinstance(captured.get(var), Wild):
-            rule.fail(f"`{var}*` is not captured by the leaf path", hole.pos, f"capture it there with {{{var}*}}")
+            rule.fail(
+                f"`{var}*` is not captured by the leaf path",
+                hole.pos,
+                f"capture it there with {{{var}*}}",
+            )
         if isinstance(hole, Index) and isinstance(captured.get(var), Wild):
             rule.fail(f"`{var}` is text, not a number", hole.pos, f"write {{{var}*}}")
         if var not in captured and var not in left:
@@ -551,18 +678,29 @@ def _check_sizes(rule: Rule) -> None:
     defined: dict[str, set[str]] = {}
     for size in rule.sizes:
         if size.name not in axes:
-            rule.fail(f"`{size.name}` is not an axis of this rule", size.pos, f"axes: {', '.join(sorted(axes))}")
+            rule.fail(
+                f"`{size.name}` is not an axis of this rule",
+                size.pos,
+                f"axes: {', '.join(sorted(axes))}",
+            )
         if size.name in defined:
             rule.fail(f"the size of `{size.name}` is given twice", size.pos, "drop one")
         if any(word == "0" for _, word in size.factors):
-            rule.fail("a size of zero, or a division by it", size.pos, "give a positive size")
+            rule.fail(
+                "a size of zero, or a division by it", size.pos, "give a positive size"
+            )
         defined[size.name] = {word for _, word in size.factors if word in axes}
     for size in rule.sizes:
-        reach, todo = set(), [size.name]
+        reach = set()
+        todo = [size.name]
         while todo:
             for word in defined.get(todo.pop(), ()):
                 if word == size.name:
-                    rule.fail(f"the size of `{size.name}` is defined by itself", size.pos, "give one of them a number")
+                    rule.fail(
+                        f"the size of `{size.name}` is defined by itself",
+                        size.pos,
+                        "give one of them a number",
+                    )
                 if word not in reach:
                     reach.add(word)
                     todo.append(word)

@@ -19,7 +19,10 @@ from jvlab.layout.rules._syntax import Ax, Dim, Index, Name, walk_names
 
 
 def leaf_shapes_for(
-    rules: Rules, tensors: Sequence[CheckpointTensor], config: Mapping[str, Any], dtype: str | None = None
+    rules: Rules,
+    tensors: Sequence[CheckpointTensor],
+    config: Mapping[str, Any],
+    dtype: str | None = None,
 ) -> dict[str, LeafShape]:
     """{leaf path: shape} such that `rules.bind` fills exactly these tensors; `dtype` None keeps the checkpoint's.
 
@@ -45,12 +48,23 @@ def leaf_shapes_for(
         claims = list(by_rule.values())
         if len(claims) > 1:
             table = t.name in tables()
-            claims.sort(key=lambda claim, t=t, table=table: not _natural(claim[0][0].compiled, t, table))
+            claims.sort(
+                key=lambda claim, t=t, table=table: (
+                    not _natural(claim[0][0].compiled, t, table)
+                )
+            )
         _settle(claims, t, config, found)
     out: dict[str, LeafShape] = {}
     for path, f in found.items():
-        dims = resolve(f.compiled.rule.left, f.choice) if f.compiled.leaf_choice else f.compiled.rule.left
-        out[path] = LeafShape(_shape(dims, {**f.sizes, **f.counted}, f.tensor.shape), dtype or f.tensor.dtype)
+        dims = (
+            resolve(f.compiled.rule.left, f.choice)
+            if f.compiled.leaf_choice
+            else f.compiled.rule.left
+        )
+        out[path] = LeafShape(
+            _shape(dims, {**f.sizes, **f.counted}, f.tensor.shape),
+            dtype or f.tensor.dtype,
+        )
     return out
 
 
@@ -77,7 +91,12 @@ class _Found:
 
 def _tables(tensors: Sequence[CheckpointTensor]) -> set[str]:
     roles = classify(templates({t.name: tuple(t.shape) for t in tensors}))
-    return {name for template, role in roles.items() if role.base in TABLES for name in template.members.values()}
+    return {
+        name
+        for template, role in roles.items()
+        if role.base in TABLES
+        for name in template.members.values()
+    }
 
 
 def _natural(c: Compiled, tensor: CheckpointTensor, table: bool) -> bool:
@@ -85,7 +104,11 @@ def _natural(c: Compiled, tensor: CheckpointTensor, table: bool) -> bool:
     assert c.rule.leaf is not None
     last = c.rule.leaf.parts[-1]
     word = last.rpartition(".")[2] if isinstance(last, str) else ""
-    fits = {"embedding": table, "scale": len(tensor.shape) == 1, "kernel": len(tensor.shape) > 1 and not table}
+    fits = {
+        "embedding": table,
+        "scale": len(tensor.shape) == 1,
+        "kernel": len(tensor.shape) > 1 and not table,
+    }
     return fits.get(word, True)
 
 
@@ -121,7 +144,8 @@ def _take(
     assert c.rule.leaf is not None
     path = name_for(c.rule.leaf.parts, p.choice, values)
     known = found if path in found else new
-    if path not in known:  # the other tensors of a stack have the same shape; `bind` refuses them if not
+    # the other tensors of a stack have the same shape; `bind` refuses them if not
+    if path not in known:
         new[path] = _Found(c, p.choice, tensor, _sizes(p, tensor, config))
     named = {a for d in c.rule.left for m in terms_of(d) for a in m}
     counted = known[path].counted
@@ -130,14 +154,18 @@ def _take(
             counted[axis] = max(counted.get(axis, 0), value + 1)
 
 
-def _sizes(p: _Pattern, tensor: CheckpointTensor, config: Mapping[str, Any]) -> dict[str, int]:
+def _sizes(
+    p: _Pattern, tensor: CheckpointTensor, config: Mapping[str, Any]
+) -> dict[str, int]:
     c = p.compiled
     right = resolve(c.rule.right, p.choice) if c.tensor_choice else c.rule.right
     if any(isinstance(d, Ax) and d.name == "..." for d in right):
         return {}
     places = [f"tensor {tensor.shape} dimension {d}" for d in range(len(right))]
     try:
-        return Solver(c.rule, config).solve(list(zip(right, tensor.shape, places, strict=True)))
+        return Solver(c.rule, config).solve(
+            list(zip(right, tensor.shape, places, strict=True))
+        )
     except (Unfit, ValueError) as e:
         raise LayoutError(
             f"tensor {tensor.name!r} {tensor.shape} does not suit the rule {c.text}: {e}",
@@ -146,7 +174,9 @@ def _sizes(p: _Pattern, tensor: CheckpointTensor, config: Mapping[str, Any]) -> 
         ) from e
 
 
-def _shape(dims: Sequence[Dim], sizes: Mapping[str, int], tensor_shape: tuple[int, ...]) -> tuple[int, ...]:
+def _shape(
+    dims: Sequence[Dim], sizes: Mapping[str, int], tensor_shape: tuple[int, ...]
+) -> tuple[int, ...]:
     out: list[int] = []
     for dim in dims:
         if isinstance(dim, Ax) and dim.name == "...":
@@ -164,6 +194,11 @@ def _shape(dims: Sequence[Dim], sizes: Mapping[str, int], tensor_shape: tuple[in
 
 def _pattern(name: Name, k: int) -> Callable[[str], Captured | None]:
     for hole in walk_names(name.parts, k):
-        if isinstance(hole, Index) and (len(hole.terms) != 1 or hole.terms[0][0] != 1 or hole.const):
-            raise LayoutError("a rule with computed indices cannot be read backwards", remedy="pass the parameters")
+        if isinstance(hole, Index) and (
+            len(hole.terms) != 1 or hole.terms[0][0] != 1 or hole.const
+        ):
+            raise LayoutError(
+                "a rule with computed indices cannot be read backwards",
+                remedy="pass the parameters",
+            )
     return matcher(name.parts, k)

@@ -11,12 +11,26 @@ from dataclasses import dataclass, replace
 
 from jvlab.layout.rules._syntax import Index, Name, Part, name_text
 
-_LAYER_WORDS = re.compile(r"((hidden_)?layers?|(res|decoder_?)?blocks?|blk|h|groups?|stages?|cells?)_?$")
+_LAYER_WORDS = re.compile(
+    r"((hidden_)?layers?|(res|decoder_?)?blocks?|blk|h|groups?|stages?|cells?)_?$"
+)
 _EXPERT_WORDS = re.compile(r"(experts?|local_experts?)_?$")
 _DIGITS = re.compile(r"(\d+)")
 _MODULE_NUMBER = re.compile(r"(?<=[A-Za-z_])\d+(?=[./])")
 _LAYER_LEAVES = 4  # of a module that is a layer: attention and an MLP have more
-_PARAM_WORDS = {"kernel", "weight", "w", "scale", "gamma", "embedding", "table", "value", "param", "weights", "g"}
+_PARAM_WORDS = {
+    "kernel",
+    "weight",
+    "w",
+    "scale",
+    "gamma",
+    "embedding",
+    "table",
+    "value",
+    "param",
+    "weights",
+    "g",
+}
 _BIAS_WORDS = {"bias", "b", "beta"}
 
 
@@ -105,28 +119,44 @@ def _slot_kinds(texts: tuple[str, ...]) -> tuple[str, ...]:
         stem = re.split(r"[./]", before)[-1]
         whole = (stem != before or not out) and (not after or after[0] in "./")
         word = (stem or re.split(r"[./]", before.rstrip("./"))[-1]).lower()
-        slot = whole and (not stem or _LAYER_WORDS.fullmatch(word) or _EXPERT_WORDS.fullmatch(word))
-        out.append(("expert" if _EXPERT_WORDS.search(word) else "layer") if slot else "")
+        slot = whole and (
+            not stem or _LAYER_WORDS.fullmatch(word) or _EXPERT_WORDS.fullmatch(word)
+        )
+        out.append(
+            ("expert" if _EXPERT_WORDS.search(word) else "layer") if slot else ""
+        )
     return tuple(out)
 
 
-def templates(shapes: Mapping[str, tuple[int, ...]], among: Iterable[str] | None = None) -> list[Template]:
+def templates(
+    shapes: Mapping[str, tuple[int, ...]], among: Iterable[str] | None = None
+) -> list[Template]:
     """Groups names into templates. A number is a slot if it stands alone, ends a word such as `layer` or `block`, or
     ends the name of a module that is repeated: `Tower_0`, `Tower_1`, … with the same leaves.
 
     `among` are all names of the tree, where `shapes` holds some of them: a module is repeated or not as a whole.
     """
     repeated = _repeated(shapes if among is None else among)
-    groups: dict[tuple[tuple[str, ...], tuple[str, ...]], dict[tuple[int, ...], str]] = defaultdict(dict)
+    groups: dict[
+        tuple[tuple[str, ...], tuple[str, ...]], dict[tuple[int, ...], str]
+    ] = defaultdict(dict)
     for name in shapes:
         texts = _DIGITS.split(name)
-        pieces, kinds, key = [texts[0]], [], []
+        pieces = [texts[0]]
+        kinds = []
+        key = []
         at = 0
         for kind, before, number, text in zip(
-            _slot_kinds(tuple(texts[::2])), texts[::2], texts[1::2], texts[2::2], strict=False
+            _slot_kinds(tuple(texts[::2])),
+            texts[::2],
+            texts[1::2],
+            texts[2::2],
+            strict=False,
         ):
             at += len(before)
-            kind = kind or ("layer" if name[:at] in repeated and text[:1] in ("", ".", "/") else "")
+            kind = kind or (
+                "layer" if name[:at] in repeated and text[:1] in ("", ".", "/") else ""
+            )
             at += len(number)
             if kind and (number == "0" or number[0] != "0"):
                 kinds.append(kind)
@@ -137,7 +167,11 @@ def templates(shapes: Mapping[str, tuple[int, ...]], among: Iterable[str] | None
         groups[tuple(pieces), tuple(kinds)][tuple(key)] = name
     out = []
     for (pieces, kinds), members in groups.items():
-        out.append(Template(pieces, kinds, members, tuple(shapes[next(iter(members.values()))])))
+        out.append(
+            Template(
+                pieces, kinds, members, tuple(shapes[next(iter(members.values()))])
+            )
+        )
     return out
 
 
@@ -152,10 +186,17 @@ def _repeated(names: Iterable[str]) -> set[str]:
             below[name[: found.start()]][found[0]].add(name[found.end() :])
     out: set[str] = set()
     for prefix, modules in below.items():
-        numbered = set(modules) == set(map(str, range(len(modules)))) and len(modules) > 1
+        numbered = (
+            set(modules) == set(map(str, range(len(modules)))) and len(modules) > 1
+        )
         leaves = list(modules.values())
         outermost = not any(prefix.startswith(other) for other in out)
-        if numbered and outermost and len(leaves[0]) >= _LAYER_LEAVES and all(one == leaves[0] for one in leaves):
+        if (
+            numbered
+            and outermost
+            and len(leaves[0]) >= _LAYER_LEAVES
+            and all(one == leaves[0] for one in leaves)
+        ):
             out.add(prefix)
     return out
 
@@ -166,7 +207,11 @@ def _repeated(names: Iterable[str]) -> set[str]:
 def words(text: str) -> list[list[str]]:
     """A path as segments of lower-case words: `SelfAttention_0.q_proj` → [[self, attention, 0], [q, proj]]."""
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", text)
-    return [[w for w in s.lower().split("_") if w] for s in re.split(r"[./]", snake) if s.strip("_")]
+    return [
+        [w for w in s.lower().split("_") if w]
+        for s in re.split(r"[./]", snake)
+        if s.strip("_")
+    ]
 
 
 _ATTENTION = {"attn", "attention", "mha", "selfattn", "selfattention", "mixer"}
@@ -178,12 +223,33 @@ _ROLE_WORDS: tuple[tuple[str, str, frozenset[str]], ...] = (
     ("attn", "q", frozenset({"q", "query", "queries", "wq"})),
     ("attn", "k", frozenset({"k", "key", "keys", "wk"})),
     ("attn", "v", frozenset({"v", "value", "values", "val", "wv"})),
-    ("attn", "o", frozenset({"o", "out", "output", "wo", "dense", "proj", "vec", "merge"})),
+    (
+        "attn",
+        "o",
+        frozenset({"o", "out", "output", "wo", "dense", "proj", "vec", "merge"}),
+    ),
     ("mlp", "router", frozenset({"router", "routing"})),
     ("mlp", "gate_up", frozenset({"gateup", "w13", "gating"})),
     ("mlp", "gate", frozenset({"gate", "w1", "wg"})),
     ("mlp", "up", frozenset({"up", "w3", "fc", "fc1", "wi", "wu", "linear1", "in"})),
-    ("mlp", "down", frozenset({"down", "w2", "wo", "fc2", "wd", "linear2", "linear", "out", "output", "proj"})),
+    (
+        "mlp",
+        "down",
+        frozenset(
+            {
+                "down",
+                "w2",
+                "wo",
+                "fc2",
+                "wd",
+                "linear2",
+                "linear",
+                "out",
+                "output",
+                "proj",
+            }
+        ),
+    ),
 )
 _PHRASES = {  # whole segments whose words mislead
     "c_attn": "qkv",
@@ -212,7 +278,9 @@ def split_param(segments: list[list[str]]) -> tuple[list[list[str]], bool]:
         return [*segments[:-1], last[:-1]], True
     if len(last) == 1 and last[0] in _PARAM_WORDS and len(segments) > 1:
         # `attn.value` is a projection, `x.value` a parameter's value: a projection has no projection above it
-        if last[0] == "value" and not (_is_norm(segments[-2]) or _role(segments[:-1]) != "?"):
+        if last[0] == "value" and not (
+            _is_norm(segments[-2]) or _role(segments[:-1]) != "?"
+        ):
             return segments, False
         return segments[:-1], False
     return segments, False
@@ -240,8 +308,13 @@ def _role(segments: list[list[str]], inside: bool = False) -> str:
     if not segments:
         return "?"
     everything = _flat(segments)
-    modules = _flat([s for s in segments if not _is_norm(s)])  # a `LayerNorm` is not a layer
-    inside = inside or bool(modules & {"layers", "layer", "blocks", "block", "h", "blk"}) or _zone(segments) != ""
+    # a `LayerNorm` is not a layer
+    modules = _flat([s for s in segments if not _is_norm(s)])
+    inside = (
+        inside
+        or bool(modules & {"layers", "layer", "blocks", "block", "h", "blk"})
+        or _zone(segments) != ""
+    )
     if any(_is_norm(s) for s in segments[-2:]):
         return _norm_role(segments, inside)
     phrase = "_".join(segments[-1])
@@ -251,7 +324,11 @@ def _role(segments: list[list[str]], inside: bool = False) -> str:
         return "pos"
     if not inside:
         tail = _flat(segments[-2:])
-        if tail & {"head", "unembed", "logits", "lm", "unembedding"} or phrase in ("embed_out", "output", "out"):
+        if tail & {"head", "unembed", "logits", "lm", "unembedding"} or phrase in (
+            "embed_out",
+            "output",
+            "out",
+        ):
             return "head"
         if any(w.startswith("embed") or w in ("wte", "vocab") for w in everything):
             return "embed"
@@ -260,26 +337,50 @@ def _role(segments: list[list[str]], inside: bool = False) -> str:
     last = set(segments[-1])
     if {"q", "k", "v"} <= last or {"query", "key", "value"} <= last:
         return "qkv"
-    found = [base for where, base, known in _ROLE_WORDS if last & known and zone in ("", where)]
+    found = [
+        base
+        for where, base, known in _ROLE_WORDS
+        if last & known and zone in ("", where)
+    ]
     if "router" in found:
         return "router"
-    if zone == "mlp" and last <= {"dense", "linear", "fc", "layer", "0", "1", "2", "3"} and segments[-1][-1].isdigit():
+    if (
+        zone == "mlp"
+        and last <= {"dense", "linear", "fc", "layer", "0", "1", "2", "3"}
+        and segments[-1][-1].isdigit()
+    ):
         return f"mlp.#{segments[-1][-1]}"
     # `q_proj`, `w_out_proj`: words that only mean "projection" are ignored
     generic = {"proj", "dense", "linear", "merge", "vec"}
-    strong = [base for where, base, known in _ROLE_WORDS if (last - generic) & known and zone in ("", where)]
+    strong = [
+        base
+        for where, base, known in _ROLE_WORDS
+        if (last - generic) & known and zone in ("", where)
+    ]
     found = strong or found
     return found[0] if len(found) == 1 else "?"
 
 
 def _norm_role(segments: list[list[str]], inside: bool) -> str:
-    near = _flat(segments[-2:]) if _is_norm(segments[-1]) else _flat(segments[-1:]) | _flat(segments[-2:-1])
-    own = set(segments[-1]) if _is_norm(segments[-1]) else set(segments[-1]) | set(segments[-2])
+    near = (
+        _flat(segments[-2:])
+        if _is_norm(segments[-1])
+        else _flat(segments[-1:]) | _flat(segments[-2:-1])
+    )
+    own = (
+        set(segments[-1])
+        if _is_norm(segments[-1])
+        else set(segments[-1]) | set(segments[-2])
+    )
     if own & {"q", "query"}:
         return "norm.q"
     if own & {"k", "key"}:
         return "norm.k"
-    if own & {"final", "f", "last"} or not inside or ("decoder" in own and not own & _ATTENTION):
+    if (
+        own & {"final", "f", "last"}
+        or not inside
+        or ("decoder" in own and not own & _ATTENTION)
+    ):
         return "norm.final"
     if "input" in own:
         return "norm.pre_attn"
@@ -287,7 +388,8 @@ def _norm_role(segments: list[list[str]], inside: bool) -> str:
     about_mlp = bool(own & (_MLP | {"feedforward"}))
     about_attn = bool(own & _ATTENTION)
     if not about_mlp and not about_attn:
-        about_mlp, about_attn = bool(near & _MLP), bool(near & _ATTENTION)
+        about_mlp = bool(near & _MLP)
+        about_attn = bool(near & _ATTENTION)
     when = "post_" if "post" in own else "pre_" if "pre" in own else ""
     if about_mlp != about_attn:
         return f"norm.{when}{'mlp' if about_mlp else 'attn'}"
@@ -297,7 +399,9 @@ def _norm_role(segments: list[list[str]], inside: bool) -> str:
 
 def identity(template: Template) -> tuple[object, ...]:
     """Equal for templates that differ only in the parameter word: `x.{}.q_proj.kernel` and `….weight`."""
-    body, bias = split_param(words(".".join(p.strip("./") or "-" for p in template.pieces)))
+    body, bias = split_param(
+        words(".".join(p.strip("./") or "-" for p in template.pieces))
+    )
     return (tuple(map(tuple, body)), bias, template.kinds)
 
 
@@ -305,7 +409,9 @@ def classify(group: Sequence[Template]) -> dict[Template, Role]:
     """The role of each template; norms of a layer, or router and experts, disambiguate each other."""
     roles: dict[Template, Role] = {}
     for template in group:
-        segments = words(".".join(p.strip("./") for p in template.pieces if p.strip("./")) or "?")
+        segments = words(
+            ".".join(p.strip("./") for p in template.pieces if p.strip("./")) or "?"
+        )
         body, bias = split_param(segments)
         everything = _flat(segments)
         expert = "expert" in template.kinds or bool(everything & {"experts", "expert"})
@@ -313,7 +419,8 @@ def classify(group: Sequence[Template]) -> dict[Template, Role]:
         inside = bool(template.kinds)
         base = _role(body, inside)
         if base == "?" and len(body) > 1 and not bias:
-            base = _role(body[:-1], inside)  # the last word may be an unknown parameter word: `attn.q.mat`
+            # the last word may be an unknown parameter word: `attn.q.mat`
+            base = _role(body[:-1], inside)
         roles[template] = Role(base, bias, expert and not shared, shared)
     _settle_lone_number(roles)
     _settle_numbered(roles, "norm.#", ("norm.pre_attn", "norm.pre_mlp"))
@@ -330,11 +437,22 @@ def _rename(roles: dict[Template, Role], old: str, new: str) -> None:
             roles[template] = replace(role, base=new)
 
 
-_LAYER_NORMS = ("norm.attn", "norm.mlp", "norm.pre_attn", "norm.post_attn", "norm.pre_mlp", "norm.post_mlp")
+_LAYER_NORMS = (
+    "norm.attn",
+    "norm.mlp",
+    "norm.pre_attn",
+    "norm.post_attn",
+    "norm.pre_mlp",
+    "norm.post_mlp",
+)
 
 
 def _layer_norms(roles: dict[Template, Role]) -> set[str]:
-    return {r.base for r in roles.values() if r.base in _LAYER_NORMS or r.base.startswith("norm.#")}
+    return {
+        r.base
+        for r in roles.values()
+        if r.base in _LAYER_NORMS or r.base.startswith("norm.#")
+    }
 
 
 def _settle_lone_number(roles: dict[Template, Role]) -> None:
@@ -352,15 +470,22 @@ def _settle_lone_number(roles: dict[Template, Role]) -> None:
 def _settle_layer_norms(roles: dict[Template, Role]) -> None:
     """What `attn_norm` and `post_attention_layernorm` mean depends on which other norms a layer has."""
     for zone in ("attn", "mlp"):
-        if {f"norm.{zone}", f"norm.post_{zone}"} <= _layer_norms(roles) and len(_layer_norms(roles)) > 2:
+        if {f"norm.{zone}", f"norm.post_{zone}"} <= _layer_norms(roles) and len(
+            _layer_norms(roles)
+        ) > 2:
             _rename(roles, f"norm.{zone}", f"norm.pre_{zone}")
-    if _layer_norms(roles) in ({"norm.pre_attn", "norm.post_attn"}, {"norm.attn", "norm.post_attn"}):
+    if _layer_norms(roles) in (
+        {"norm.pre_attn", "norm.post_attn"},
+        {"norm.attn", "norm.post_attn"},
+    ):
         # Llama's `post_attention_layernorm` is the norm before the MLP: there is no other
         _rename(roles, "norm.attn", "norm.pre_attn")
         _rename(roles, "norm.post_attn", "norm.pre_mlp")
 
 
-def _settle_numbered(roles: dict[Template, Role], prefix: str, pair: tuple[str, str]) -> None:
+def _settle_numbered(
+    roles: dict[Template, Role], prefix: str, pair: tuple[str, str]
+) -> None:
     """`LayerNorm_0`, `LayerNorm_1` or `Dense_0`, `Dense_1`: two of a kind are in the order of the forward pass."""
     numbers = sorted({r.base for r in roles.values() if r.base.startswith(prefix)})
     taken = {r.base for r in roles.values()} & set(pair)
@@ -374,7 +499,11 @@ def _settle_router(roles: dict[Template, Role]) -> None:
     if not any(r.expert or moe[t] for t, r in roles.items()):
         return
     if not any(r.base == "router" for r in roles.values()):
-        gates = [t for t, r in roles.items() if r.base == "gate" and not r.bias and not r.shared]
+        gates = [
+            t
+            for t, r in roles.items()
+            if r.base == "gate" and not r.bias and not r.shared
+        ]
         fused = any(r.base == "gate_up" for r in roles.values())
         named = [t for t in gates if ["gate"] in _last_modules(t)]
         if len(named) > 1:
@@ -382,16 +511,27 @@ def _settle_router(roles: dict[Template, Role]) -> None:
         if len(named) == 1 and (len(gates) > 1 or fused):
             roles[named[0]] = replace(roles[named[0]], base="router", expert=False)
     for template, role in list(roles.items()):
-        if role.base in ("gate", "up", "down", "gate_up") and moe[template] and not role.shared:
+        if (
+            role.base in ("gate", "up", "down", "gate_up")
+            and moe[template]
+            and not role.shared
+        ):
             roles[template] = replace(role, expert=True)
 
 
 def _last_modules(template: Template) -> list[list[str]]:
-    body, _ = split_param(words(".".join(p.strip("./") for p in template.pieces if p.strip("./"))))
+    body, _ = split_param(
+        words(".".join(p.strip("./") for p in template.pieces if p.strip("./")))
+    )
     return body[-2:]
 
 
 def _settle_ungated(roles: dict[Template, Role]) -> None:
     bases = {r.base for r in roles.values()}
-    if "gate" in bases and "up" not in bases and "gate_up" not in bases and "down" in bases:
+    if (
+        "gate" in bases
+        and "up" not in bases
+        and "gate_up" not in bases
+        and "down" in bases
+    ):
         _rename(roles, "gate", "up")  # w1 and w2 of an MLP without a gate

@@ -13,7 +13,20 @@ from jvlab._errors import RuleError
 from jvlab.layout.rules._grammar import arity, name_has_choice
 from jvlab.layout.rules._rules import parse_rule
 from jvlab.layout.rules._sizes import resolve
-from jvlab.layout.rules._syntax import Ax, Cat, Dim, Group, Index, Name, Part, Pick, Rule, Size, rule_text, walk_axes
+from jvlab.layout.rules._syntax import (
+    Ax,
+    Cat,
+    Dim,
+    Group,
+    Index,
+    Name,
+    Part,
+    Pick,
+    Rule,
+    Size,
+    rule_text,
+    walk_axes,
+)
 from jvlab.layout.rules._syntax import walk_brackets as brackets
 
 Dims = tuple[Dim, ...]
@@ -33,7 +46,9 @@ def written_out(rule: Rule, leaf_rank: int) -> Rule:
     plain = (Ax("..."),)
     if rule.left != plain or rule.right != plain:
         return rule
-    axes = tuple(Ax(name) for name in ("d",) if leaf_rank == 1) or tuple(Ax(c) for c in LETTERS[:leaf_rank])
+    axes = tuple(Ax(name) for name in ("d",) if leaf_rank == 1) or tuple(
+        Ax(c) for c in LETTERS[:leaf_rank]
+    )
     return replace(rule, left=axes, right=axes)
 
 
@@ -48,7 +63,9 @@ def flat(dims: Sequence[Dim]) -> Dims:
             items: list[Dim] = []
             for item in flat(dim.items):
                 items += item.items if isinstance(item, Group) else (item,)
-            items = [i for i in items if not (isinstance(i, Ax) and i.name == "1")] or items[:1]
+            items = [
+                i for i in items if not (isinstance(i, Ax) and i.name == "1")
+            ] or items[:1]
             out.append(items[0] if len(items) == 1 else Group(tuple(items)))
         else:
             out.append(dim)
@@ -65,7 +82,14 @@ def with_axis(dims: Sequence[Dim], name: str, new: Sequence[Dim]) -> Dims:
             case Group():
                 out.append(Group(with_axis(dim.items, name, new)))
             case Cat():
-                out.append(Cat(tuple(tuple(_spliced(with_axis(o, name, new))) for o in dim.options)))
+                out.append(
+                    Cat(
+                        tuple(
+                            tuple(_spliced(with_axis(o, name, new)))
+                            for o in dim.options
+                        )
+                    )
+                )
             case _:
                 out.append(dim)
     return flat(out)
@@ -77,13 +101,18 @@ def _spliced(dims: Sequence[Dim]) -> Iterator[Dim]:
         yield from dim.items if isinstance(dim, Group) else (dim,)
 
 
-def split(rule: Rule, name: str, left: str, right: str, size: tuple[str, int] | None = None) -> Rule:
+def split(
+    rule: Rule, name: str, left: str, right: str, size: tuple[str, int] | None = None
+) -> Rule:
     """An axis split on both sides, in an order of its own on each."""
     axes = lambda text: tuple(Ax(word) for word in text.split())
     sizes = (*rule.sizes, Size(size[0], (("*", str(size[1])),))) if size else rule.sizes
     sizes = tuple(s for s in sizes if s.name != name)
     return replace(
-        rule, left=with_axis(rule.left, name, axes(left)), right=with_axis(rule.right, name, axes(right)), sizes=sizes
+        rule,
+        left=with_axis(rule.left, name, axes(left)),
+        right=with_axis(rule.right, name, axes(right)),
+        sizes=sizes,
     )
 
 
@@ -106,8 +135,16 @@ def inner_orders(rule: Rule) -> Iterator[tuple[str, Rule]]:
 
 def _orders_within(dim: Dim) -> Iterator[Dim]:
     if isinstance(dim, Group) and len(dim.items) <= 4:
-        yield from (Group(items) for items in itertools.permutations(dim.items) if items != dim.items)
-    if isinstance(dim, Cat) and len({len(o) for o in dim.options}) == 1 and 1 < len(dim.options[0]) <= 4:
+        yield from (
+            Group(items)
+            for items in itertools.permutations(dim.items)
+            if items != dim.items
+        )
+    if (
+        isinstance(dim, Cat)
+        and len({len(o) for o in dim.options}) == 1
+        and 1 < len(dim.options[0]) <= 4
+    ):
         for order in itertools.permutations(range(len(dim.options[0]))):
             if order != tuple(sorted(order)):
                 yield Cat(tuple(tuple(o[j] for j in order) for o in dim.options))
@@ -115,24 +152,37 @@ def _orders_within(dim: Dim) -> Iterator[Dim]:
 
 def _order(old: Dim, new: Dim) -> str:
     """The permutation, independent of axis names: equal for `(n h)` of q and `(k h)` of k."""
-    items = lambda dim: dim.items if isinstance(dim, Group) else dim.options[0] if isinstance(dim, Cat) else (dim,)
+    items = lambda dim: (
+        dim.items
+        if isinstance(dim, Group)
+        else dim.options[0]
+        if isinstance(dim, Cat)
+        else (dim,)
+    )
     before = list(items(old))
     return "".join(str(before.index(item)) for item in items(new))
 
 
-def joined(rule: Rule, same: Callable[[Rule], bool], names: Sequence[str] = ("h", "n", "k")) -> Rule:
+def joined(
+    rule: Rule, same: Callable[[Rule], bool], names: Sequence[str] = ("h", "n", "k")
+) -> Rule:
     """The rule with adjacent axes joined where they are adjacent on both sides and the result means the `same`."""
     moved = True
     while moved:
         moved = False
         for x, y in _neighbours(rule.left) & _neighbours(rule.right):
-            taken = {a.name for dims in (rule.left, rule.right) for a in walk_axes(dims)} - {x, y}
+            taken = {
+                a.name for dims in (rule.left, rule.right) for a in walk_axes(dims)
+            } - {x, y}
             for name in (n for n in names if n not in taken):
-                one = [_with_joined(dims, x, y, name) for dims in (rule.left, rule.right)]
+                one = [
+                    _with_joined(dims, x, y, name) for dims in (rule.left, rule.right)
+                ]
                 sizes = tuple(s for s in rule.sizes if s.name not in (x, y))
                 found = rewritten(replace(rule, left=one[0], right=one[1], sizes=sizes))
                 if found is not None and same(found):
-                    rule, moved = found, True
+                    rule = found
+                    moved = True
                     break
             if moved:
                 break
@@ -165,13 +215,16 @@ def _with_joined(dims: Sequence[Dim], x: str, y: str, name: str) -> Dims:
 
 def is_joint(rule: Rule) -> bool:
     """Whether the choices share one leaf or one tensor, so that they cannot be separate rules."""
-    leaf, tensor = name_has_choice([rule.leaf]), name_has_choice(rule.tensors)
+    leaf = name_has_choice([rule.leaf])
+    tensor = name_has_choice(rule.tensors)
     return arity(rule) > 1 and not (leaf and tensor)
 
 
 def only(rule: Rule, k: int) -> Rule:
     """The rule of choice k alone."""
-    name = lambda n: replace(n, parts=plain(p for part in n.parts for p in _of(part, k)))
+    name = lambda n: replace(
+        n, parts=plain(p for part in n.parts for p in _of(part, k))
+    )
     return replace(
         rule,
         leaf=name(rule.leaf) if rule.leaf else None,
@@ -197,9 +250,14 @@ def exchanged(rule: Rule, order: Sequence[int]) -> Rule:
     return _chosen(rule, order, same, same)
 
 
-def _chosen(rule: Rule, leaf: Sequence[int], tensors: Sequence[int], dims: Sequence[int]) -> Rule:
+def _chosen(
+    rule: Rule, leaf: Sequence[int], tensors: Sequence[int], dims: Sequence[int]
+) -> Rule:
     def name(n: Name, order: Sequence[int]) -> Name:
-        parts = [Pick(tuple(p.options[j] for j in order)) if isinstance(p, Pick) else p for p in n.parts]
+        parts = [
+            Pick(tuple(p.options[j] for j in order)) if isinstance(p, Pick) else p
+            for p in n.parts
+        ]
         return replace(n, parts=tuple(parts))
 
     def side(of: Sequence[Dim]) -> Dims:
@@ -254,7 +312,9 @@ def with_number(rule: Rule, old: Index, new: Index) -> Rule:
 
 def has_wild(rule: Rule) -> bool:
     """Does the leaf path hold a `{x*}`?"""
-    return rule.leaf is not None and any(hasattr(p, "name") and not isinstance(p, str) for p in _holes(rule.leaf))
+    return rule.leaf is not None and any(
+        hasattr(p, "name") and not isinstance(p, str) for p in _holes(rule.leaf)
+    )
 
 
 def _holes(name: Name) -> Iterator[Part]:

@@ -19,23 +19,37 @@ from jvlab._units import how_many
 from jvlab.layout._types import Binding, CheckpointTensor
 from jvlab.layout.rules._builtin_texts import POLICY, PRESETS
 from jvlab.layout.rules._grammar import check, parse_line
-from jvlab.layout.rules._rules import Compiled, HasShape, RuleProblem, bind_group, mark_binding, parse_rule
+from jvlab.layout.rules._rules import (
+    Compiled,
+    HasShape,
+    RuleProblem,
+    bind_group,
+    mark_binding,
+    parse_rule,
+)
 from jvlab.layout.rules._syntax import Ax, Index, Part, Rule, name_text, rule_text
 
 # Rules of a tree with stacked layers, derived from those of the unstacked tree.
 
 
-def stacked(rules: Iterable[Rule], capture: str = "i", axis: int = 0) -> tuple[Rule, ...]:
+def stacked(
+    rules: Iterable[Rule], capture: str = "i", axis: int = 0
+) -> tuple[Rule, ...]:
     """The rules of the same tree scanned over layers: `layers.{i}.x` → `layers.x` with the new axis `i` at `axis`."""
 
     def without(parts: tuple[Part, ...]) -> tuple[Part, ...] | None:
         for at, part in enumerate(parts):
             if isinstance(part, Index) and part.terms == ((1, capture),):
-                before, after = parts[at - 1] if at else "", parts[at + 1] if at + 1 < len(parts) else ""
+                before = parts[at - 1] if at else ""
+                after = parts[at + 1] if at + 1 < len(parts) else ""
                 if not isinstance(before, str) or not isinstance(after, str):
                     return None
                 joined = before.rstrip("._") + after
-                return (*parts[: max(at - 1, 0)], *([joined] if joined else []), *parts[at + 2 :])
+                return (
+                    *parts[: max(at - 1, 0)],
+                    *([joined] if joined else []),
+                    *parts[at + 2 :],
+                )
         return None
 
     out = []
@@ -45,7 +59,9 @@ def stacked(rules: Iterable[Rule], capture: str = "i", axis: int = 0) -> tuple[R
             out.append(rule)
             continue
         left = (*rule.left[:axis], Ax(capture), *rule.left[axis:])
-        out.append(_rewritten(replace(rule, leaf=replace(rule.leaf, parts=parts), left=left)))
+        out.append(
+            _rewritten(replace(rule, leaf=replace(rule.leaf, parts=parts), left=left))
+        )
     return tuple(out)
 
 
@@ -61,7 +77,8 @@ _SHOWN = 12  # problems of a kind that an error prints; `fields["problems"]` has
 _FORMAT = 1
 _FILE_BYTES = 8 << 20
 _RULES = 100_000  # of one set
-_COMMENT = re.compile(r'^((?:"(?:\\.|[^"\\])*+"|[^"#])*+)#.*$')  # a `#` outside quotes; possessive, so linear time
+# a `#` outside quotes; possessive, so linear time
+_COMMENT = re.compile(r'^((?:"(?:\\.|[^"\\])*+"|[^"#])*+)#.*$')
 
 
 @dataclass(frozen=True, init=False)
@@ -112,7 +129,11 @@ class Rules:
         seen: dict[str, Rule] = {}
         for rule in self.rules:
             # the same leaf path written twice would claim every leaf twice, whatever the shapes
-            key = re.sub(r"\{\w+(\*?)\}", r"{\1}", name_text(rule.leaf)) if rule.leaf else f"~{rule}"
+            key = (
+                re.sub(r"\{\w+(\*?)\}", r"{\1}", name_text(rule.leaf))
+                if rule.leaf
+                else f"~{rule}"
+            )
             if key in seen:
                 rule.fail(
                     f"this leaf is claimed twice: line {seen[key].line} has `{seen[key]}`",
@@ -128,7 +149,11 @@ class Rules:
         return len(self.rules)
 
     def __add__(self, other: Rules) -> Rules:
-        return Rules(self.rules + other.rules, {**self.notes, **other.notes}, {**self.warnings, **other.warnings})
+        return Rules(
+            self.rules + other.rules,
+            {**self.notes, **other.notes},
+            {**self.warnings, **other.warnings},
+        )
 
     def __str__(self) -> str:
         return self.to_text()
@@ -155,8 +180,12 @@ class Rules:
         for rule in self.rules:
             reason, confidence = self.notes.get(str(rule), ("", 1.0))
             warning = self.warnings.get(str(rule), "")
-            lines.append(f"{rule}  # {confidence:.2f} {reason}" if reason else str(rule))
-            lines[-1] += f"{'; ' if reason else '  # '}warning: {warning}" if warning else ""
+            lines.append(
+                f"{rule}  # {confidence:.2f} {reason}" if reason else str(rule)
+            )
+            lines[-1] += (
+                f"{'; ' if reason else '  # '}warning: {warning}" if warning else ""
+            )
         return "\n".join(lines) + "\n" if lines else ""
 
     @classmethod
@@ -166,7 +195,10 @@ class Rules:
             data = json.loads(text)
             if data["version"] != _FORMAT:
                 was = repr(data["version"])[:40]
-                raise ConfigError(f"rules of format {was}", remedy=f"this jvlab reads format {_FORMAT}")
+                raise ConfigError(
+                    f"rules of format {was}",
+                    remedy=f"this jvlab reads format {_FORMAT}",
+                )
             _bound(len(data["rules"]))
             entries = [_entry(e) for e in data["rules"]]
         except (
@@ -182,9 +214,19 @@ class Rules:
                 f"this is not a rule set in JSON: {type(e).__name__}: {str(e)[:200]}",
                 remedy='expected {"version": 1, "rules": [{"rule": "leaf -> tensor"}, …]}; plain text: Rules.parse',
             ) from e
-        rules = tuple(parse_rule(rule, number) for number, (rule, *_) in enumerate(entries, 1))
-        notes = {str(r): (why, c) for r, (_, why, c, _) in zip(rules, entries, strict=True) if why}
-        return cls(rules, notes, {str(r): e[3] for r, e in zip(rules, entries, strict=True) if e[3]})
+        rules = tuple(
+            parse_rule(rule, number) for number, (rule, *_) in enumerate(entries, 1)
+        )
+        notes = {
+            str(r): (why, c)
+            for r, (_, why, c, _) in zip(rules, entries, strict=True)
+            if why
+        }
+        return cls(
+            rules,
+            notes,
+            {str(r): e[3] for r, e in zip(rules, entries, strict=True) if e[3]},
+        )
 
     def to_json(self) -> str:
         """The set as JSON, reasons and confidences included."""
@@ -196,7 +238,12 @@ class Rules:
             if str(rule) in self.warnings:
                 entry["warning"] = self.warnings[str(rule)]
             entries.append(entry)
-        return json.dumps({"version": _FORMAT, "rules": entries}, indent=1, ensure_ascii=False) + "\n"
+        return (
+            json.dumps(
+                {"version": _FORMAT, "rules": entries}, indent=1, ensure_ascii=False
+            )
+            + "\n"
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> Rules:
@@ -212,14 +259,18 @@ class Rules:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as e:
             raise ConfigError(
-                f"rule file {path} cannot be read: {e}", remedy="give the path of a file from Rules.save"
+                f"rule file {path} cannot be read: {e}",
+                remedy="give the path of a file from Rules.save",
             ) from e
         return cls.from_json(text) if path.suffix == ".json" else cls.parse(text)
 
     def save(self, path: str | Path) -> None:
         """Writes a rule file: JSON if it is named so, text otherwise."""
         path = Path(path)
-        path.write_text(self.to_json() if path.suffix == ".json" else self.to_text(), encoding="utf-8")
+        path.write_text(
+            self.to_json() if path.suffix == ".json" else self.to_text(),
+            encoding="utf-8",
+        )
 
     # ------------------------------------------------------------------------------------------------ registry
 
@@ -228,7 +279,9 @@ class Rules:
         """Registers a set for `rules="name"`; a name cannot be reused for another set."""
         rules = cls(rules) if isinstance(rules, str) else rules
         if cls._registry.setdefault(name, rules) != rules:
-            raise ConfigError(f"rules named {name!r} exist and differ", remedy="choose another name")
+            raise ConfigError(
+                f"rules named {name!r} exist and differ", remedy="choose another name"
+            )
         return rules
 
     @classmethod
@@ -236,8 +289,11 @@ class Rules:
         """The set registered under that name, or built in."""
         cls._register_built_in()
         if name not in cls._registry:
-            near = difflib.get_close_matches(name, ["auto", "policy", *cls._registry], 1)
-            meant, known = f"did you mean {near[0]!r}? " if near else "", ", ".join(sorted(cls._registry))
+            near = difflib.get_close_matches(
+                name, ["auto", "policy", *cls._registry], 1
+            )
+            meant = f"did you mean {near[0]!r}? " if near else ""
+            known = ", ".join(sorted(cls._registry))
             raise ConfigError(
                 f"no rules and no rule file named {name[:200]!r}",
                 remedy=f"{meant}known: auto, policy, {known}; or write your own: Rules.parse",
@@ -277,7 +333,11 @@ class Rules:
         bindings, problems = self.attempt(leaves, tensors, config)
         touched = {b.tensor for b in bindings}
         # what is open is left to other rules, except the rest of a tensor that these fill in part
-        own = [p for p in problems if p.kind != "leaf" and (p.kind != "gap" or p.tensor in touched)]
+        own = [
+            p
+            for p in problems
+            if p.kind != "leaf" and (p.kind != "gap" or p.tensor in touched)
+        ]
         own = [*self._without_effect(leaves, by_name), *own]
         if own:
             raise _error(own, leaves, by_name, config)
@@ -289,12 +349,21 @@ class Rules:
         from jvlab.layout.rules._suggest import nearest
 
         kept = self.effective(leaves, tensors)
-        used, taken = set(map(str, kept)), [Compiled(r) for r in kept if r.leaf]
+        used = set(map(str, kept))
+        taken = [Compiled(r) for r in kept if r.leaf]
         wrong = [r for r in self.rules if str(r) not in used]
-        free = {p: x for p, x in leaves.items() if not any(c.match(p) for c in taken)} if wrong else {}
+        free = (
+            {p: x for p, x in leaves.items() if not any(c.match(p) for c in taken)}
+            if wrong
+            else {}
+        )
         out = []
         for rule in wrong:
-            what = "no leaf has this name" if rule.leaf else "the checkpoint has no such tensor"
+            what = (
+                "no leaf has this name"
+                if rule.leaf
+                else "the checkpoint has no such tensor"
+            )
             known, among = (free, leaves) if rule.leaf else (tensors, tensors)
             near = nearest(name_text(rule.leaf or rule.tensors[0]), known, among)
             what += f"; the nearest is {near}" if near else ""
@@ -305,17 +374,24 @@ class Rules:
         """Without the rules that match nothing here: a set for many models has some for others."""
         sides = []
         for names in (leaves, tensors):
-            groups: dict[str, list[str]] = defaultdict(list)  # by the name with its numbers zeroed: few for many layers
+            # by the name with its numbers zeroed: few for many layers
+            groups: dict[str, list[str]] = defaultdict(list)
             for name in names:
                 groups[re.sub(r"\d+", "0", name)].append(name)
             sides.append(groups)
 
         def matches(compiled: Compiled) -> bool:
             groups = sides[0] if compiled.rule.leaf else sides[1]
-            likely = (names for skeleton, names in groups.items() if compiled.could_match(skeleton))
+            likely = (
+                names
+                for skeleton, names in groups.items()
+                if compiled.could_match(skeleton)
+            )
             return any(compiled.match(name) for names in likely for name in names)
 
-        return Rules((r for r in self.rules if matches(Compiled(r))), self.notes, self.warnings)
+        return Rules(
+            (r for r in self.rules if matches(Compiled(r))), self.notes, self.warnings
+        )
 
     def bind(
         self,
@@ -347,14 +423,20 @@ class Rules:
         """As `bind`, but returns the problems beside the bindings: for a rule that is being edited."""
         by_name = {t.name: t for t in tensors}
         compiled = [
-            Compiled(r, *self.notes.get(str(r), ("declared by a rule", 1.0)), self.warnings.get(str(r), ""))
+            Compiled(
+                r,
+                *self.notes.get(str(r), ("declared by a rule", 1.0)),
+                self.warnings.get(str(r), ""),
+            )
             for r in self.rules
         ]
         groups, problems = assign(compiled, leaves)
         bindings: list[Binding] = []
         optional: list[Binding] = []
         for (r, _), (values, group) in groups.items():
-            made, wrong = bind_group(compiled[r], values, group, leaves, by_name, config)
+            made, wrong = bind_group(
+                compiled[r], values, group, leaves, by_name, config
+            )
             problems += wrong
             for binding, is_optional in made:
                 (optional if is_optional else bindings).append(binding)
@@ -377,9 +459,15 @@ def _parsed(rules: Any) -> tuple[Rule, ...]:
     listed: list[Rule | str] = []
     for given in rules:
         if not isinstance(given, (Rule, str)):
-            raise ConfigError(f"a rule is text, not {type(given).__name__}", remedy="leaf -> tensor; help(jv.Rules)")
+            raise ConfigError(
+                f"a rule is text, not {type(given).__name__}",
+                remedy="leaf -> tensor; help(jv.Rules)",
+            )
         listed += given.split("\n") if isinstance(given, str) else [given]
-    bare = [(n, _COMMENT.sub(r"\1", x) if isinstance(x, str) else x) for n, x in enumerate(listed, 1)]
+    bare = [
+        (n, _COMMENT.sub(r"\1", x) if isinstance(x, str) else x)
+        for n, x in enumerate(listed, 1)
+    ]
     kept = [(n, x) for n, x in bare if not isinstance(x, str) or x.strip()]
     _bound(len(kept))
     return tuple(parse_rule(x, n) if isinstance(x, str) else x for n, x in kept)
@@ -387,42 +475,71 @@ def _parsed(rules: Any) -> tuple[Rule, ...]:
 
 def _bound(count: int) -> None:
     if count > _RULES:
-        raise ConfigError(f"more than {_RULES:,} rules", remedy="one rule takes all layers: write {i} for a number")
+        raise ConfigError(
+            f"more than {_RULES:,} rules",
+            remedy="one rule takes all layers: write {i} for a number",
+        )
 
 
 def _entry(entry: Mapping[str, Any]) -> tuple[str, str, float, str]:
     """A rule of a JSON file, its reason, its confidence and its warning."""
-    rule, reason, warning = entry["rule"], entry.get("reason", ""), entry.get("warning", "")
+    rule = entry["rule"]
+    reason = entry.get("reason", "")
+    warning = entry.get("warning", "")
     confidence = float(entry.get("confidence", 1.0))
-    if not all(isinstance(x, str) for x in (rule, reason, warning)) or not 0 <= confidence <= 1:
-        raise TypeError("a rule, its reason and its warning are text, its confidence is a number from 0 to 1")
+    if (
+        not all(isinstance(x, str) for x in (rule, reason, warning))
+        or not 0 <= confidence <= 1
+    ):
+        raise TypeError(
+            "a rule, its reason and its warning are text, its confidence is a number from 0 to 1"
+        )
     return rule, reason, confidence, warning
 
 
 Groups = dict[tuple[int, object], tuple[dict[str, int | str], dict[int, str]]]
 
 
-def assign(compiled: Sequence[Compiled], leaves: Mapping[str, HasShape]) -> tuple[Groups, list[RuleProblem]]:
+def assign(
+    compiled: Sequence[Compiled], leaves: Mapping[str, HasShape]
+) -> tuple[Groups, list[RuleProblem]]:
     """Which rule matches which leaf: (rule, captured values) → (values, leaf of each choice)."""
     groups: Groups = {}
     problems: list[RuleProblem] = []
-    likely: dict[str, list[int]] = {}  # rules to try, by the path with all its numbers zeroed
+    # rules to try, by the path with all its numbers zeroed
+    likely: dict[str, list[int]] = {}
     leaf_rules = [r for r, c in enumerate(compiled) if c.rule.leaf]
     for path in leaves:
         skeleton = re.sub(r"\d+", "0", path)
         if skeleton not in likely:
-            likely[skeleton] = [r for r in leaf_rules if compiled[r].could_match(skeleton)]
+            likely[skeleton] = [
+                r for r in leaf_rules if compiled[r].could_match(skeleton)
+            ]
         found = [(r, m) for r in likely[skeleton] if (m := compiled[r].match(path))]
         exact = [(r, m) for r, m in found if not compiled[r].wild]
         if len(exact) > 1:
             lines = "; ".join(compiled[r].text for r, _ in exact)
-            problems.append(RuleProblem("overlap", f"leaf {path} is claimed by {len(exact)} rules: {lines}", path))
+            problems.append(
+                RuleProblem(
+                    "overlap",
+                    f"leaf {path} is claimed by {len(exact)} rules: {lines}",
+                    path,
+                )
+            )
         if not found:
-            problems.append(RuleProblem("leaf", f"leaf {path} {tuple(leaves[path].shape)}: no rule takes it", path))
+            problems.append(
+                RuleProblem(
+                    "leaf",
+                    f"leaf {path} {tuple(leaves[path].shape)}: no rule takes it",
+                    path,
+                )
+            )
             continue
         r, (k, values) = (exact or found)[0]
         if compiled[r].rule.tensors:
-            groups.setdefault((r, tuple(sorted(values.items()))), (values, {}))[1][k] = path
+            groups.setdefault((r, tuple(sorted(values.items()))), (values, {}))[1][
+                k
+            ] = path
     return groups, problems
 
 
@@ -431,7 +548,10 @@ def _elements(binding: Binding) -> int:
 
 
 def _coverage(
-    bindings: Sequence[Binding], tensors: Sequence[CheckpointTensor], unused: Sequence[Compiled], known: set[str]
+    bindings: Sequence[Binding],
+    tensors: Sequence[CheckpointTensor],
+    unused: Sequence[Compiled],
+    known: set[str],
 ) -> list[RuleProblem]:
     """Tensors with elements that nothing fills, or that two bindings fill."""
     by_tensor: dict[str, list[Binding]] = defaultdict(list)
@@ -447,12 +567,26 @@ def _coverage(
         total = sum(map(_elements, parts))
         shape = tuple(tensor.shape)
         if not parts:
-            out.append(RuleProblem("gap", f"tensor {tensor.name} {shape}: no leaf fills it", "", tensor.name))
+            out.append(
+                RuleProblem(
+                    "gap",
+                    f"tensor {tensor.name} {shape}: no leaf fills it",
+                    "",
+                    tensor.name,
+                )
+            )
         elif len(parts) == 1 and total == size:
             continue  # a rule is one-to-one, so one binding of the full size fills it
         elif total > size or _collide(parts, shape):
             who = ", ".join(f"{b.leaf} by `{b.rule}`" for b in parts[:4])
-            out.append(RuleProblem("overlap", f"tensor {tensor.name} {shape} is filled twice: {who}", "", tensor.name))
+            out.append(
+                RuleProblem(
+                    "overlap",
+                    f"tensor {tensor.name} {shape} is filled twice: {who}",
+                    "",
+                    tensor.name,
+                )
+            )
         elif total < size:
             who = ", ".join(b.leaf for b in parts[:4])
             what = f"tensor {tensor.name} {shape}: {total} of {size} elements filled, by {who}"
@@ -462,8 +596,11 @@ def _coverage(
 
 def _collide(parts: Sequence[Binding], shape: tuple[int, ...]) -> bool:
     """Do any two bindings fill the same element? Boxes first; marking each element only where boxes meet."""
-    if len({b.rule for b in parts}) == 1 and len({(b.tensor_start) for b in parts}) == len(parts):
-        return False  # the parts of one rule start apart and are disjoint by its construction
+    if len({b.rule for b in parts}) == 1 and len(
+        {(b.tensor_start) for b in parts}
+    ) == len(parts):
+        # the parts of one rule start apart and are disjoint by its construction
+        return False
     boxes = []
     for b in parts:
         stop = list(b.tensor_start)
@@ -471,7 +608,9 @@ def _collide(parts: Sequence[Binding], shape: tuple[int, ...]) -> bool:
             stop[a.tensor_dim] += (a.size - 1) * a.tensor_step
         boxes.append((np.array(b.tensor_start), np.array(stop)))
     meet = any(
-        bool(np.all(a0 <= b1) and np.all(b0 <= a1)) for j, (a0, a1) in enumerate(boxes) for b0, b1 in boxes[j + 1 :]
+        bool(np.all(a0 <= b1) and np.all(b0 <= a1))
+        for j, (a0, a1) in enumerate(boxes)
+        for b0, b1 in boxes[j + 1 :]
     )
     if not meet:
         return False
@@ -482,11 +621,17 @@ def _collide(parts: Sequence[Binding], shape: tuple[int, ...]) -> bool:
 _KINDS = {  # one of a kind, and several
     "rule": ("rule that matches nothing", "rules that match nothing"),
     "leaf": ("leaf that no rule takes", "leaves that no rule takes"),
-    "tensor": ("leaf whose tensor is not in the checkpoint", "leaves whose tensor is not in the checkpoint"),
+    "tensor": (
+        "leaf whose tensor is not in the checkpoint",
+        "leaves whose tensor is not in the checkpoint",
+    ),
     "shape": ("shape that does not fit", "shapes that do not fit"),
     "size": ("axis size that is not known", "axis sizes that are not known"),
     "overlap": ("part claimed twice", "parts claimed twice"),
-    "gap": ("checkpoint tensor that is not (wholly) filled", "checkpoint tensors that are not (wholly) filled"),
+    "gap": (
+        "checkpoint tensor that is not (wholly) filled",
+        "checkpoint tensors that are not (wholly) filled",
+    ),
 }
 
 
@@ -502,15 +647,26 @@ def _error(
         if not mine:
             continue
         lines.append(f"  {how_many(len(mine), *title)}")
-        alike = Counter(p.rule for p in mine if p.rule)  # a rule is wrong in every layer: one of them tells
-        shown = [p for j, p in enumerate(mine) if not p.rule or p.rule not in {q.rule for q in mine[:j]}]
+        # a rule is wrong in every layer: one of them tells
+        alike = Counter(p.rule for p in mine if p.rule)
+        shown = [
+            p
+            for j, p in enumerate(mine)
+            if not p.rule or p.rule not in {q.rule for q in mine[:j]}
+        ]
         for p in shown[:_SHOWN]:
             lines.append(f"    {p.what}")
             more = f", {alike[p.rule] - 1} more alike" if alike[p.rule] > 1 else ""
             lines += [f"      rule: {p.rule}{more}"] if p.rule else []
         if len(shown) > _SHOWN:
-            lines.append(f"    … and {len(shown) - _SHOWN} more (error.fields['problems'])")
-    return CoverageError("\n".join(lines), remedy=_remedy(problems, leaves, tensors, config), problems=list(problems))
+            lines.append(
+                f"    … and {len(shown) - _SHOWN} more (error.fields['problems'])"
+            )
+    return CoverageError(
+        "\n".join(lines),
+        remedy=_remedy(problems, leaves, tensors, config),
+        problems=list(problems),
+    )
 
 
 def _remedy(
@@ -522,16 +678,23 @@ def _remedy(
     kinds = {p.kind for p in problems}
     steps = []
     if "rule" in kinds:
-        steps.append("correct the name of a rule that matches nothing, or drop the rule")
+        steps.append(
+            "correct the name of a rule that matches nothing, or drop the rule"
+        )
     if "leaf" in kinds:
         from jvlab.layout.rules._suggest import suggest
 
         unmatched = list(dict.fromkeys(p.leaf for p in problems if p.kind == "leaf"))
         empty = {p.tensor for p in problems if p.kind == "gap"}
-        known = (suggest(path, unmatched, leaves, empty, tensors, config) for path in unmatched[:_SHOWN])
+        known = (
+            suggest(path, unmatched, leaves, empty, tensors, config)
+            for path in unmatched[:_SHOWN]
+        )
         line = next(filter(None, known), "")
         example = f"`{line}`" if line else f"`{unmatched[0]} -> …`"
-        steps.append(f"add a rule such as {example}, or `{unmatched[0]} -> ~` to leave the leaf out")
+        steps.append(
+            f"add a rule such as {example}, or `{unmatched[0]} -> ~` to leave the leaf out"
+        )
     if "tensor" in kinds:
         from jvlab.layout.rules._suggest import nearest
 
@@ -544,10 +707,16 @@ def _remedy(
         from jvlab.layout.rules._suggest import fitting
 
         wrong = next((p for p in problems if p.kind == "shape" and p.tensor), None)
-        fits = fitting(wrong.leaf, wrong.tensor, leaves, tensors, config)[:_OFFERED] if wrong else []
+        fits = (
+            fitting(wrong.leaf, wrong.tensor, leaves, tensors, config)[:_OFFERED]
+            if wrong
+            else []
+        )
         axes = "correct the rule's axes"
         steps.append(
-            f"{axes}; what fits is {' or '.join(f'`{x}`' for x in fits)}" if fits else f"{axes}, or its tensor"
+            f"{axes}; what fits is {' or '.join(f'`{x}`' for x in fits)}"
+            if fits
+            else f"{axes}, or its tensor"
         )
     if "size" in kinds:
         steps.append("add `where n=…`, or pass the model's config")

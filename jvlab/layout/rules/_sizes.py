@@ -15,7 +15,8 @@ class Unfit(Exception):
     """Internal: this rule does not fit these shapes; caught and reported as a RuleProblem."""
 
     def __init__(self, kind: str, what: str) -> None:
-        self.kind, self.what = kind, what
+        self.kind = kind
+        self.what = what
         super().__init__(what)
 
 
@@ -48,8 +49,16 @@ def _config_size(axis: str, word: str, config: Mapping[str, Any]) -> int:
     value = config.get(word)
     if value is None:
         raise Unfit("size", f"`where {axis}={word}…`: the config has no `{word}`")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or value != int(value):
-        raise Unfit("size", f"`where {axis}={word}…`: `{word}` of the config is not a whole number")
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or value != value
+        or value != int(value)
+    ):
+        raise Unfit(
+            "size",
+            f"`where {axis}={word}…`: `{word}` of the config is not a whole number",
+        )
     return int(value)
 
 
@@ -106,14 +115,26 @@ class Solver:
         unknown = sorted(names - set(self.sizes))
         if unknown:
             one = unknown[0]
-            raise Unfit("size", f"the size of axis {', '.join(f'`{a}`' for a in unknown)} is open: add `where {one}=…`")
+            raise Unfit(
+                "size",
+                f"the size of axis {', '.join(f'`{a}`' for a in unknown)} is open: add `where {one}=…`",
+            )
         for monomials, total, where in terms:
             got = sum(self._value(m) for m in monomials)
             if got > _LARGEST:
-                raise Unfit("shape", f"{where} is {total}, the rule says more than any array has")
+                raise Unfit(
+                    "shape",
+                    f"{where} is {total}, the rule says more than any array has",
+                )
             if got != total:
-                given = ", ".join(f"{a}={self.sizes[a]}" for a in sorted({a for m in monomials for a in m}))
-                raise Unfit("shape", f"{where} is {total}, the rule says {got} ({given or 'a size-one dimension'})")
+                given = ", ".join(
+                    f"{a}={self.sizes[a]}"
+                    for a in sorted({a for m in monomials for a in m})
+                )
+                raise Unfit(
+                    "shape",
+                    f"{where} is {total}, the rule says {got} ({given or 'a size-one dimension'})",
+                )
         for axis, size in usual.items():
             if self.sizes[axis] != size:
                 raise Unfit(
@@ -135,7 +156,8 @@ class Solver:
         for size in self.rule.sizes:
             if size.name in self.sizes or not size.factors:
                 continue
-            value, ready = 1, True
+            value = 1
+            ready = True
             for op, word in size.factors:
                 if word not in names and not word.isdigit():
                     operand = _config_size(size.name, word, config)
@@ -144,9 +166,15 @@ class Solver:
                 if operand is None:
                     ready = False
                     break
-                value = value * operand if op == "*" else self._divide(size.name, value, operand)
+                value = (
+                    value * operand
+                    if op == "*"
+                    else self._divide(size.name, value, operand)
+                )
                 if value > _LARGEST:
-                    raise Unfit("size", f"the size of `{size.name}` is more than any array has")
+                    raise Unfit(
+                        "size", f"the size of `{size.name}` is more than any array has"
+                    )
             if ready:
                 self.sizes[size.name] = value
                 found = True
@@ -164,12 +192,17 @@ class Solver:
         if len(unknown) != 1:
             return False
         axis = unknown.pop()
-        factor, rest = 0, 0
+        factor = 0
+        rest = 0
         for m in monomials:
             value = self._value(tuple(a for a in m if a != axis))
-            factor, rest = (factor + value, rest) if axis in m else (factor, rest + value)
+            factor, rest = (
+                (factor + value, rest) if axis in m else (factor, rest + value)
+            )
         size, remainder = divmod(total - rest, factor) if factor else (0, 1)
         if remainder or size < 1:
-            raise Unfit("shape", f"{where} is {total}: no size of axis `{axis}` makes that")
+            raise Unfit(
+                "shape", f"{where} is {total}: no size of axis `{axis}` makes that"
+            )
         self.sizes[axis] = size
         return True

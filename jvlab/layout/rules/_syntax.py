@@ -10,7 +10,17 @@ from typing import NoReturn
 
 from jvlab._errors import RuleError
 
-DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "int32", "uint8")
+DTYPES = (
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "int8",
+    "int32",
+    "uint8",
+)
 _AROUND = 120  # characters of a long line shown on each side of the caret
 BARE = re.compile(r"[A-Za-z0-9_./~\-]")
 
@@ -112,8 +122,10 @@ def fail(source: str, pos: int, what: str, remedy: str, line: int = 1) -> NoRetu
     """Raises a RuleError with the line, or the part around `pos`, and a caret under it."""
     start = max(0, pos - _AROUND) if len(source) > 3 * _AROUND else 0
     stop = pos + _AROUND if len(source) > 3 * _AROUND else len(source)
-    before, after = "… " if start else "", " …" if stop < len(source) else ""
-    shown, caret = f"{before}{source[start:stop]}{after}", " " * (len(before) + pos - start)
+    before = "… " if start else ""
+    after = " …" if stop < len(source) else ""
+    shown = f"{before}{source[start:stop]}{after}"
+    caret = " " * (len(before) + pos - start)
     raise RuleError(
         f"rule line {line}, column {pos + 1}: {what}\n    {shown}\n    {caret}^",
         remedy=remedy,
@@ -126,11 +138,15 @@ def fail(source: str, pos: int, what: str, remedy: str, line: int = 1) -> NoRetu
 # ---------------------------------------------------------------------------------------------------- walking
 
 
-def walk_names(parts: Sequence[Part], pick: int | None = None) -> Iterator[Index | Wild]:
+def walk_names(
+    parts: Sequence[Part], pick: int | None = None
+) -> Iterator[Index | Wild]:
     """Every hole of a name; with `pick`, of that choice only."""
     for part in parts:
         if isinstance(part, Pick):
-            for option in part.options if pick is None else part.options[pick : pick + 1]:
+            for option in (
+                part.options if pick is None else part.options[pick : pick + 1]
+            ):
                 yield from walk_names(option, pick)
         elif not isinstance(part, str):
             yield part
@@ -173,11 +189,23 @@ def _parts_text(parts: Sequence[Part]) -> str:
     for part in parts:
         match part:
             case str():
-                plain = all(BARE.match(c) for c in part) and "->" not in part and part != "~"
-                out.append(part if plain else '"' + part.replace("\\", "\\\\").replace('"', '\\"') + '"')
+                plain = (
+                    all(BARE.match(c) for c in part)
+                    and "->" not in part
+                    and part != "~"
+                )
+                out.append(
+                    part
+                    if plain
+                    else '"' + part.replace("\\", "\\\\").replace('"', '\\"') + '"'
+                )
             case Index():
                 terms = [v if c == 1 else f"{c}*{v}" for c, v in part.terms]
-                out.append("{" + "+".join(terms + ([str(part.const)] if part.const else [])) + "}")
+                out.append(
+                    "{"
+                    + "+".join(terms + ([str(part.const)] if part.const else []))
+                    + "}"
+                )
             case Wild():
                 out.append("{" + part.name + "*}")
             case Pick():

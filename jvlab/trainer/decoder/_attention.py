@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-MASKED_SCORE = -0.7 * float(jnp.finfo(jnp.float32).max)  # of positions that are not visible; finite, to avoid NaN
+# of positions that are not visible; finite, to avoid NaN
+MASKED_SCORE = -0.7 * float(jnp.finfo(jnp.float32).max)
 PLAIN_BYTES = 2**26  # scores held at once, at most
 CHUNK = 64  # queries at a time, at least
 
@@ -40,11 +41,20 @@ class Scores:
 
     scale: float
     softcap: float | None = None
-    window: int | None = None  # positions a token sees, itself included; None: all before it
+    # positions a token sees, itself included; None: all before it
+    window: int | None = None
     precision: jax.lax.Precision | None = None
 
 
-def choose(platform: str, dtype: str, scores: Scores, head_dim: int, heads: int, tokens: int, devices: int) -> Choice:
+def choose(
+    platform: str,
+    dtype: str,
+    scores: Scores,
+    head_dim: int,
+    heads: int,
+    tokens: int,
+    devices: int,
+) -> Choice:
     """The form for rows of this many tokens; `tokens` counts those of one row."""
     if platform in ("gpu", "cuda"):
         refused = _refused_by_cudnn(dtype, scores, head_dim, devices)
@@ -53,7 +63,9 @@ def choose(platform: str, dtype: str, scores: Scores, head_dim: int, heads: int,
     else:
         refused = f"cuDNN's kernel needs an NVIDIA card, this is {platform}"
     if 4 * heads * tokens * tokens <= PLAIN_BYTES:
-        return Choice("plain", f"the scores of {tokens:,} tokens are small; {refused}", refused)
+        return Choice(
+            "plain", f"the scores of {tokens:,} tokens are small; {refused}", refused
+        )
     return Choice("chunked", f"memory is linear in length; {refused}", refused)
 
 
@@ -95,11 +107,31 @@ def attend(
         return _cudnn.attend(q, k, v, segments, scores.scale, most)
     batch, length, heads, _ = q.shape
     if form == "plain":
-        return _rows(q, k, v, segments, positions, jnp.arange(length), segments, positions, scores)
+        return _rows(
+            q,
+            k,
+            v,
+            segments,
+            positions,
+            jnp.arange(length),
+            segments,
+            positions,
+            scores,
+        )
     size = max(CHUNK, PLAIN_BYTES // (4 * batch * heads * length))
     count = math.ceil(length / size)
     if count == 1:
-        return _rows(q, k, v, segments, positions, jnp.arange(length), segments, positions, scores)
+        return _rows(
+            q,
+            k,
+            v,
+            segments,
+            positions,
+            jnp.arange(length),
+            segments,
+            positions,
+            scores,
+        )
     size = math.ceil(length / count)
     pad = count * size - length
 
@@ -110,9 +142,16 @@ def attend(
     @jax.checkpoint
     def chunk(part: tuple[jax.Array, ...]) -> jax.Array:
         queries, segment, position, order = part
-        return _rows(queries, k, v, segment, position, order, segments, positions, scores)
+        return _rows(
+            queries, k, v, segment, position, order, segments, positions, scores
+        )
 
-    parts = cut(q), cut(segments), cut(positions), jnp.arange(count * size).reshape(count, size)
+    parts = (
+        cut(q),
+        cut(segments),
+        cut(positions),
+        jnp.arange(count * size).reshape(count, size),
+    )
     out = jnp.moveaxis(jax.lax.map(chunk, parts), 0, 1)
     return out.reshape(batch, count * size, *out.shape[3:])[:, :length]
 
@@ -131,14 +170,26 @@ def _rows(
     """Some queries, at places `order` of their rows, against all keys."""
     batch, length, heads, width = q.shape
     grouped = q.reshape(batch, length, k.shape[2], -1, width)
-    found = jnp.einsum("btkgh,bskh->bkgts", grouped, k, precision=scores.precision, preferred_element_type=jnp.float32)
+    found = jnp.einsum(
+        "btkgh,bskh->bkgts",
+        grouped,
+        k,
+        precision=scores.precision,
+        preferred_element_type=jnp.float32,
+    )
     found = softcap(found * scores.scale, scores.softcap)
     visible = (order[:, None] >= jnp.arange(k.shape[1])[None, :])[None]
-    visible &= (segment[:, :, None] == segments[:, None, :]) & (segments[:, None, :] > 0)
+    visible &= (segment[:, :, None] == segments[:, None, :]) & (
+        segments[:, None, :] > 0
+    )
     if scores.window is not None:
         visible &= position[:, :, None] - positions[:, None, :] < scores.window
-    weights = jax.nn.softmax(jnp.where(visible[:, None, None], found, MASKED_SCORE), axis=-1)
-    mixed = jnp.einsum("bkgts,bskh->btkgh", weights.astype(q.dtype), v, precision=scores.precision)
+    weights = jax.nn.softmax(
+        jnp.where(visible[:, None, None], found, MASKED_SCORE), axis=-1
+    )
+    mixed = jnp.einsum(
+        "bkgts,bskh->btkgh", weights.astype(q.dtype), v, precision=scores.precision
+    )
     return mixed.reshape(batch, length, heads, width)
 
 

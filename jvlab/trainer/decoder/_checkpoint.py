@@ -18,7 +18,13 @@ from jax.sharding import NamedSharding
 from jvlab._errors import LayoutError, ModelError, Unsupported
 from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._types import Binding, CheckpointTensor
-from jvlab.layout.checkpoint._safetensors import FLOATS, INDEX, encode_header, read_header, read_weight_map
+from jvlab.layout.checkpoint._safetensors import (
+    FLOATS,
+    INDEX,
+    encode_header,
+    read_header,
+    read_weight_map,
+)
 from jvlab.layout.rules._rules import apply_binding
 
 # files of a checkpoint besides weights and config: the tokenizer's, under all its names, and the sampling defaults
@@ -48,7 +54,12 @@ class TensorFiles(Mapping[str, np.ndarray]):
                         tensor=entry.name,
                         dtype=entry.dtype,
                     )
-                self._where[entry.name] = (file, entry.begin, FLOATS[entry.dtype], entry.shape)
+                self._where[entry.name] = (
+                    file,
+                    entry.begin,
+                    FLOATS[entry.dtype],
+                    entry.shape,
+                )
         if not self._where:
             raise ModelError(
                 f"{folder} holds no safetensors files",
@@ -58,11 +69,20 @@ class TensorFiles(Mapping[str, np.ndarray]):
 
     def tensors(self) -> list[CheckpointTensor]:
         """Names, shapes and dtypes, in file order."""
-        return [CheckpointTensor(name, shape, dtype) for name, (_, _, dtype, shape) in self._where.items()]
+        return [
+            CheckpointTensor(name, shape, dtype)
+            for name, (_, _, dtype, shape) in self._where.items()
+        ]
 
     def __getitem__(self, name: str) -> np.ndarray:
         file, start, dtype, shape = self._where[name]
-        raw = np.memmap(file, np.uint8, "r", start, (math.prod(shape) * numpy_dtype(dtype).itemsize,))
+        raw = np.memmap(
+            file,
+            np.uint8,
+            "r",
+            start,
+            (math.prod(shape) * numpy_dtype(dtype).itemsize,),
+        )
         return raw.view(numpy_dtype(dtype)).reshape(shape)
 
     def __iter__(self) -> Iterator[str]:
@@ -91,26 +111,40 @@ def _files(folder: Path) -> list[Path]:
 # ------------------------------------------------------------------------------------------------ loading
 
 
-def load_leaf(bindings: Sequence[Binding], files: TensorFiles, dtype: str, sharding: NamedSharding) -> jax.Array:
+def load_leaf(
+    bindings: Sequence[Binding], files: TensorFiles, dtype: str, sharding: NamedSharding
+) -> jax.Array:
     """One leaf as a sharded array, from its tensor, or from one tensor for each of its stacked layers (and experts).
 
     Each device's part is copied from the mapped files separately, and cast.
     """
-    lead, shape = max(map(stacked_dims, bindings)), bindings[0].leaf_shape
-    views = {binding.leaf_start[:lead]: leaf_view(binding, files[binding.tensor]) for binding in bindings}
+    lead = max(map(stacked_dims, bindings))
+    shape = bindings[0].leaf_shape
+    views = {
+        binding.leaf_start[:lead]: leaf_view(binding, files[binding.tensor])
+        for binding in bindings
+    }
     if len(views) != math.prod(shape[:lead]):
-        raise LayoutError(f"leaf {bindings[0].leaf} {shape} has {len(views)} tensors", remedy="report this as a bug")
+        raise LayoutError(
+            f"leaf {bindings[0].leaf} {shape} has {len(views)} tensors",
+            remedy="report this as a bug",
+        )
     parts: dict[str, np.ndarray] = {}
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         key = repr(index)  # devices with equal parts share one copy
         if key not in parts:
             whole = index or (slice(None),) * len(shape)
-            ranges = [range(*at.indices(size)) for at, size in zip(whole, shape, strict=True)]
+            ranges = [
+                range(*at.indices(size)) for at, size in zip(whole, shape, strict=True)
+            ]
             # always a copy: jax may alias host memory, and the file may change
             parts[key] = np.empty([len(each) for each in ranges], numpy_dtype(dtype))
             for at in itertools.product(*ranges[:lead]):
-                into = tuple(number - each.start for number, each in zip(at, ranges, strict=False))
+                into = tuple(
+                    number - each.start
+                    for number, each in zip(at, ranges, strict=False)
+                )
                 _copy(parts[key][into], views[at][(0,) * lead + whole[lead:]])
         return parts[key]
 
@@ -124,7 +158,10 @@ def _copy(into: np.ndarray, view: np.ndarray) -> None:
 def stacked_dims(binding: Binding) -> int:
     """How many of the leaf's first dimensions are not the tensor's: they count layers, or layers and experts."""
     own = {axis.leaf_dim for axis in binding.axes}
-    return next((d for d in range(len(binding.leaf_shape) - 1) if d in own), len(binding.leaf_shape) - 1)
+    return next(
+        (d for d in range(len(binding.leaf_shape) - 1) if d in own),
+        len(binding.leaf_shape) - 1,
+    )
 
 
 def leaf_view(binding: Binding, tensor: np.ndarray) -> np.ndarray:
@@ -132,9 +169,16 @@ def leaf_view(binding: Binding, tensor: np.ndarray) -> np.ndarray:
 
     The inverse of `apply_binding`.
     """
-    dims, lead = {axis.leaf_dim: axis for axis in binding.axes}, stacked_dims(binding)
-    whole = len(dims) == len(binding.axes) and not any(binding.leaf_start[lead:]) and not binding.add
-    shape = tuple(dims[d].size if d in dims else 1 for d in range(len(binding.leaf_shape)))
+    dims = {axis.leaf_dim: axis for axis in binding.axes}
+    lead = stacked_dims(binding)
+    whole = (
+        len(dims) == len(binding.axes)
+        and not any(binding.leaf_start[lead:])
+        and not binding.add
+    )
+    shape = tuple(
+        dims[d].size if d in dims else 1 for d in range(len(binding.leaf_shape))
+    )
     fits = shape[lead:] == binding.leaf_shape[lead:]
     if not whole or not fits or any(a.leaf_step != 1 for a in binding.axes):
         raise LayoutError(
@@ -143,7 +187,10 @@ def leaf_view(binding: Binding, tensor: np.ndarray) -> np.ndarray:
             leaf=binding.leaf,
             tensor=binding.tensor,
         )
-    strides = [tensor.strides[dims[d].tensor_dim] * dims[d].tensor_step if d in dims else 0 for d in range(len(shape))]
+    strides = [
+        tensor.strides[dims[d].tensor_dim] * dims[d].tensor_step if d in dims else 0
+        for d in range(len(shape))
+    ]
     corner = tensor[tuple(slice(at, None) for at in binding.tensor_start)]
     return np.lib.stride_tricks.as_strided(corner, shape, strides, writeable=False)
 
@@ -179,21 +226,33 @@ def write_weights(
         several = f"model-{number:05}-of-{len(groups):05}.safetensors"
         name = several if len(groups) > 1 else "model.safetensors"
         with (folder / name).open("wb") as stream:
-            stream.write(encode_header(((t.name, t.shape) for t in group), dtype, {"format": "pt"}))
+            stream.write(
+                encode_header(
+                    ((t.name, t.shape) for t in group), dtype, {"format": "pt"}
+                )
+            )
             for tensor in group:
-                stream.write(_tensor(tensor, by_tensor[tensor.name], slices, dtype).tobytes())
+                stream.write(
+                    _tensor(tensor, by_tensor[tensor.name], slices, dtype).tobytes()
+                )
         weight_map |= {tensor.name: name for tensor in group}
     if len(groups) > 1:
         total = sum(math.prod(t.shape) * width for t in tensors)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        (folder / INDEX).write_text(
+            json.dumps(index, indent=2) + "\n", encoding="utf-8"
+        )
 
 
-def _tensor(tensor: CheckpointTensor, bindings: Sequence[Binding], slices: _Slices, dtype: str) -> np.ndarray:
+def _tensor(
+    tensor: CheckpointTensor, bindings: Sequence[Binding], slices: _Slices, dtype: str
+) -> np.ndarray:
     out = np.empty(tensor.shape, numpy_dtype(dtype))
     for binding in bindings:
         array, at = slices.of(binding)
-        apply_binding(replace(binding, leaf_start=at, leaf_shape=array.shape), array, out)
+        apply_binding(
+            replace(binding, leaf_start=at, leaf_shape=array.shape), array, out
+        )
     return out
 
 
@@ -209,7 +268,9 @@ class _Slices:
 
     def of(self, binding: Binding) -> tuple[np.ndarray, tuple[int, ...]]:
         """The array, and where the binding starts in it."""
-        array, lead, start = self.leaf(binding.leaf), stacked_dims(binding), binding.leaf_start
+        array = self.leaf(binding.leaf)
+        lead = stacked_dims(binding)
+        start = binding.leaf_start
         if not array.is_fully_addressable:
             raise Unsupported(
                 f"{binding.leaf} spans processes, and this one holds only a part of it",

@@ -85,7 +85,8 @@ class DecoderConfig:
     kv_heads: int  # k
     head_dim: int  # h
     ropes: tuple[Rope, ...]  # the distinct rotary embeddings
-    windows: tuple[int | None, ...]  # attention window of each layer, including the token itself; None: unbounded
+    # attention window of each layer, including the token itself; None: unbounded
+    windows: tuple[int | None, ...]
     layer_ropes: tuple[int, ...]  # index into `ropes` of each layer
     activation: str
     norm_eps: float
@@ -120,12 +121,14 @@ class DecoderConfig:
     @property
     def activations(self) -> tuple[int, int, int]:
         """Values of one layer for each token: results of matrix products, everything, and what attention returns."""
-        heads, keys = self.heads * self.head_dim, 2 * self.kv_heads * self.head_dim
+        heads = self.heads * self.head_dim
+        keys = 2 * self.kv_heads * self.head_dim
         inner = self.inner * max(self.chosen, 1)
         products = heads + keys + 2 * self.width + 2 * inner
         # besides: norms, rotated heads, mixed values, gate times up
         everything = products + 3 * heads + 2 * keys + 2 * inner + 6 * self.width
-        if self.experts:  # besides: scores, tokens sorted by expert, results of each expert sorted and in order
+        # besides: scores, tokens sorted by expert, results of each expert sorted and in order
+        if self.experts:
             products += self.experts + (self.chosen - 1) * self.width
             everything += 2 * self.experts + 4 * self.chosen * self.width
         return products, everything, heads
@@ -135,7 +138,10 @@ class DecoderConfig:
         """From config.json as a mapping; for a multimodal model, from its `text_config`."""
         inner = config.get("text_config")
         if isinstance(inner, Mapping):
-            config = {**{k: config[k] for k in ("tie_word_embeddings",) if k in config}, **inner}
+            config = {
+                **{k: config[k] for k in ("tie_word_embeddings",) if k in config},
+                **inner,
+            }
         family = str(config.get("model_type"))
         if family not in DEFAULTS:
             raise ModelError(
@@ -150,7 +156,9 @@ class _Reader:
     """One family's config with its defaults filled in."""
 
     def __init__(self, family: str, config: Mapping[str, Any]) -> None:
-        self.family, self.given, self.defaults = family, config, DEFAULTS[family]
+        self.family = family
+        self.given = config
+        self.defaults = DEFAULTS[family]
 
     def __call__(self, name: str, otherwise: Any = None) -> Any:
         return self.given.get(name, self.defaults.get(name, otherwise))
@@ -166,17 +174,25 @@ class _Reader:
         return value
 
     def decoder(self) -> DecoderConfig:
-        family, gemma = self.family, self.family.startswith("gemma")
+        family = self.family
+        gemma = self.family.startswith("gemma")
         if self("use_bidirectional_attention"):
             raise ModelError(
-                "this model attends in both directions", remedy="a policy is causal: use a causal checkpoint"
+                "this model attends in both directions",
+                remedy="a policy is causal: use a causal checkpoint",
             )
-        width, heads = self.size("hidden_size"), self.size("num_attention_heads")
-        kv_heads = heads if self("num_key_value_heads") is None else self.size("num_key_value_heads")
+        width = self.size("hidden_size")
+        heads = self.size("num_attention_heads")
+        kv_heads = (
+            heads
+            if self("num_key_value_heads") is None
+            else self.size("num_key_value_heads")
+        )
         head_dim = width // heads if self("head_dim") is None else self.size("head_dim")
         if heads % kv_heads:
             raise ModelError(
-                f"{heads} heads are not a multiple of {kv_heads} key-value heads", remedy="correct the config"
+                f"{heads} heads are not a multiple of {kv_heads} key-value heads",
+                remedy="correct the config",
             )
         kinds = self._layer_types()
         ropes = {kind: self._rope(kind, head_dim) for kind in dict.fromkeys(kinds)}
@@ -187,16 +203,24 @@ class _Reader:
             family=family,
             vocab=self.size("vocab_size"),
             width=width,
-            inner=self.size("moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"),
+            inner=self.size(
+                "moe_intermediate_size"
+                if family == "qwen3_moe"
+                else "intermediate_size"
+            ),
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
             ropes=unique,
-            windows=tuple(self.size("sliding_window") if kind == "sliding_attention" else None for kind in kinds),
+            windows=tuple(
+                self.size("sliding_window") if kind == "sliding_attention" else None
+                for kind in kinds
+            ),
             layer_ropes=tuple(unique.index(ropes[kind]) for kind in kinds),
             activation=self._activation(),
             norm_eps=float(self("rms_norm_eps")),
-            attention_scale=float(self("query_pre_attn_scalar") if gemma else head_dim) ** -0.5,
+            attention_scale=float(self("query_pre_attn_scalar") if gemma else head_dim)
+            ** -0.5,
             tied=bool(self("tie_word_embeddings")),
             qkv_bias=bias or family == "qwen2",
             o_bias=bias,
@@ -208,7 +232,9 @@ class _Reader:
             norm_offset=1.0 if gemma else 0.0,
             embedding_scale=width**0.5 if gemma else 1.0,
             # gemma3 has the field too, but neither transformers nor vLLM applies it
-            attention_softcap=self("attn_logit_softcapping") if family == "gemma2" else None,
+            attention_softcap=self("attn_logit_softcapping")
+            if family == "gemma2"
+            else None,
             logit_softcap=self("final_logit_softcapping") if gemma else None,
             experts=experts,
             chosen=chosen,
@@ -230,31 +256,43 @@ class _Reader:
             if self.family == "qwen3_moe" and "num_local_experts" not in self.given
             else "num_local_experts"
         )
-        experts, chosen = self.size(name), self.size("num_experts_per_tok")
+        experts = self.size(name)
+        chosen = self.size("num_experts_per_tok")
         if chosen > experts:
-            raise ModelError(f"{chosen} experts per token of {experts}", remedy="correct num_experts_per_tok")
+            raise ModelError(
+                f"{chosen} experts per token of {experts}",
+                remedy="correct num_experts_per_tok",
+            )
         return experts, chosen
 
     def _activation(self) -> str:
         name = self("hidden_activation") or self("hidden_act")
         if name not in ACTIVATIONS:
-            raise ModelError(f"activation {name!r} is not known", remedy=f"known: {', '.join(ACTIVATIONS)}")
+            raise ModelError(
+                f"activation {name!r} is not known",
+                remedy=f"known: {', '.join(ACTIVATIONS)}",
+            )
         return name
 
     def _layer_types(self) -> list[str]:
         """`full_attention` or `sliding_attention` for each layer."""
-        count, given = self.size("num_hidden_layers"), self.given.get("layer_types")
+        count = self.size("num_hidden_layers")
+        given = self.given.get("layer_types")
         window = self("sliding_window")
         if self.family in ("llama", "olmo2"):
             return ["full_attention"] * count
         if self.family in ("mistral", "phi3", "mixtral"):
             return ["full_attention" if window is None else "sliding_attention"] * count
         if self.family.startswith("qwen") and not self("use_sliding_window"):
-            return ["full_attention"] * count  # transformers then ignores the window, whatever layer_types says
+            # transformers then ignores the window, whatever layer_types says
+            return ["full_attention"] * count
         if self.family == "qwen3_moe":
             return ["full_attention" if window is None else "sliding_attention"] * count
         if given is not None:
-            if len(given) != count or set(given) - {"full_attention", "sliding_attention"}:
+            if len(given) != count or set(given) - {
+                "full_attention",
+                "sliding_attention",
+            }:
                 raise ModelError(
                     f"layer_types has {len(given)} entries of {sorted(set(given))} for {count} layers",
                     remedy="give full_attention or sliding_attention for each layer",
@@ -279,7 +317,9 @@ class _Reader:
         fields = dict((given.get(kind) or {}) if nested else given)
         theta = self("rope_theta")
         if self.family == "gemma3_text" and kind == "sliding_attention":
-            older, theta = {}, self("rope_local_base_freq")  # only full-attention layers are scaled
+            # only full-attention layers are scaled
+            older = {}
+            theta = self("rope_local_base_freq")
         fields = {**fields, **older}
         fields.setdefault("rope_theta", theta)
         if fields.get("rope_theta") is None:
@@ -289,9 +329,14 @@ class _Reader:
             fields.setdefault("partial_rotary_factor", self("partial_rotary_factor"))
             if name in ("su", "yarn"):  # names of longrope in the first Phi-3 configs
                 fields["rope_type"] = "longrope"
-        elif (fields.get("partial_rotary_factor") or self("partial_rotary_factor") or 1.0) != 1.0:
+        elif (
+            fields.get("partial_rotary_factor") or self("partial_rotary_factor") or 1.0
+        ) != 1.0:
             raise ModelError(
-                f"{self.family} with partial_rotary_factor", remedy="only phi3 supports it: correct config.json"
+                f"{self.family} with partial_rotary_factor",
+                remedy="only phi3 supports it: correct config.json",
             )
         positions = self.size("max_position_embeddings")
-        return Rope.parse(fields, head_dim, positions, self("original_max_position_embeddings"))
+        return Rope.parse(
+            fields, head_dim, positions, self("original_max_position_embeddings")
+        )

@@ -32,10 +32,19 @@ def _private() -> tuple[Any, Any]:
     return dot_product_attention, MaskType.PADDING_CAUSAL
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, scale: float, most: int) -> jax.Array:
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array,
+    scale: float,
+    most: int,
+) -> jax.Array:
     """Attention within samples. With one a row, what comes after it is computed too, and means nothing."""
     if most == 1:
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=scale, implementation="cudnn")
+        return jax.nn.dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, implementation="cudnn"
+        )
     attention, mask_type = _private()
     offsets, lengths = stretches_of(segments, most + 1)  # padding is one more
     of = lengths, lengths, offsets, offsets
@@ -49,8 +58,13 @@ def stretches_of(segments: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
     as one would take B times as much.
     """
     _, length = segments.shape
-    begins = jnp.concatenate([jnp.ones_like(segments[:, :1], bool), segments[:, 1:] != segments[:, :-1]], axis=1)
-    first = jax.vmap(lambda row: jnp.nonzero(row, size=most, fill_value=length)[0])(begins)
+    begins = jnp.concatenate(
+        [jnp.ones_like(segments[:, :1], bool), segments[:, 1:] != segments[:, :-1]],
+        axis=1,
+    )
+    first = jax.vmap(lambda row: jnp.nonzero(row, size=most, fill_value=length)[0])(
+        begins
+    )
     lengths = jnp.diff(first, axis=-1, append=length)
     known = first < length
     offsets = jnp.pad(jnp.where(known, first, -1), ((0, 0), (0, 1)), constant_values=-1)
@@ -66,7 +80,8 @@ def loading_libraries(needed: bool) -> Iterator[None]:
     if not needed:
         yield
         return
-    with ThreadPoolExecutor(1, "load-libraries") as background:  # no deadline: it computes, and waits for nobody
+    # no deadline: it computes, and waits for nobody
+    with ThreadPoolExecutor(1, "load-libraries") as background:
         loaded = background.submit(_load_libraries)
         yield
         loaded.result()  # no deadline: it computes, and waits for nobody
@@ -74,8 +89,13 @@ def loading_libraries(needed: bool) -> Iterator[None]:
 
 def _load_libraries() -> None:
     def total(x: jax.Array, weight: jax.Array) -> jax.Array:
-        y = jax.nn.dot_product_attention(x, x, x, is_causal=True, implementation="cudnn")
+        y = jax.nn.dot_product_attention(
+            x, x, x, is_causal=True, implementation="cudnn"
+        )
         return jax.nn.silu(y.reshape(-1, 1024) @ weight).astype(jnp.float32).sum()
 
-    arguments = jnp.zeros((1, 512, 8, 128), jnp.bfloat16), jnp.zeros((1024, 1024), jnp.bfloat16)
+    arguments = (
+        jnp.zeros((1, 512, 8, 128), jnp.bfloat16),
+        jnp.zeros((1024, 1024), jnp.bfloat16),
+    )
     jax.block_until_ready(jax.jit(jax.grad(total, argnums=(0, 1)))(*arguments))

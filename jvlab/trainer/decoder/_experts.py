@@ -40,15 +40,23 @@ class Routes(NamedTuple):
     weights: jax.Array | None = None
 
 
-def checked_routes(given: Sequence[Any] | None, shape: tuple[int, ...], config: DecoderConfig) -> Routes | None:
+def checked_routes(
+    given: Sequence[Any] | None, shape: tuple[int, ...], config: DecoderConfig
+) -> Routes | None:
     """Routes of tokens [B, T] from (ids,) or (ids, weights); ConfigError if they are not of this model."""
     if given is None:
         return None
     if not config.experts:
-        raise ConfigError(f"{config.family} has no experts to replay", remedy="leave routes out")
+        raise ConfigError(
+            f"{config.family} has no experts to replay", remedy="leave routes out"
+        )
     parts: list[Any] = [np.asarray(part) for part in given]
     wanted = (*shape, config.layers, config.chosen)
-    known = all(part.shape == wanted for part in parts) and parts[0].min() >= -1 and parts[0].max() < config.experts
+    known = (
+        all(part.shape == wanted for part in parts)
+        and parts[0].min() >= -1
+        and parts[0].max() < config.experts
+    )
     if not known:
         raise ConfigError(
             f"routes of shapes {[part.shape for part in parts]}, ids from {parts[0].min()} to {parts[0].max()}",
@@ -68,29 +76,47 @@ class Experts(nnx.Module):
     """Router and gated feed-forward experts."""
 
     def __init__(self, config: DecoderConfig, runtime: Runtime) -> None:
-        self.config, self.runtime = config, runtime
-        d, f, e = config.width, config.inner, config.experts
+        self.config = config
+        self.runtime = runtime
+        d = config.width
+        f = config.inner
+        e = config.experts
         self.router = Linear("btd,dr->btr", (d, e), runtime, layers=config.layers)
         self.gate = Kernel("edf", (e, d, f), config.layers)
         self.up = Kernel("edf", (e, d, f), config.layers)
         self.down = Kernel("efd", (e, f, d), config.layers)
 
-    def __call__(self, x: jax.Array, real: jax.Array, routes: Routes | None = None) -> tuple[jax.Array, jax.Array]:
+    def __call__(
+        self, x: jax.Array, real: jax.Array, routes: Routes | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         """The block's output, and how many of the `real` tokens chose each expert: float32 [e]."""
         ids, weights = route(self.router(x), self.config, routes)
-        load = jnp.sum(jax.nn.one_hot(ids, self.config.experts) * real[..., None, None], axis=(0, 1, 2))
+        load = jnp.sum(
+            jax.nn.one_hot(ids, self.config.experts) * real[..., None, None],
+            axis=(0, 1, 2),
+        )
         return self._mix(x, ids, weights), jax.lax.stop_gradient(load)
 
     def _mix(self, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         runtime = self.runtime
-        kernels = [runtime.weight(part.kernel) for part in (self.gate, self.up, self.down)]
-        mix = partial(mixture, activation=ACTIVATIONS[self.config.activation], precision=runtime.precision)
+        kernels = [
+            runtime.weight(part.kernel) for part in (self.gate, self.up, self.down)
+        ]
+        mix = partial(
+            mixture,
+            activation=ACTIVATIONS[self.config.activation],
+            precision=runtime.precision,
+        )
         if runtime.layout is None or runtime.layout.mesh.size == 1:
             return mix(x, ids, weights, *kernels)
-        return _Split.of(runtime.layout, x, kernels[0]).run(mix, x, ids, weights, kernels)
+        return _Split.of(runtime.layout, x, kernels[0]).run(
+            mix, x, ids, weights, kernels
+        )
 
 
-def route(scores: jax.Array, config: DecoderConfig, routes: Routes | None = None) -> tuple[jax.Array, jax.Array]:
+def route(
+    scores: jax.Array, config: DecoderConfig, routes: Routes | None = None
+) -> tuple[jax.Array, jax.Array]:
     """The chosen experts of each token, best first or as `routes` say, and their weights in float32: both [b, t, c].
 
     Weights are the router's probabilities, or those of the chosen alone (`renormalised`).
@@ -104,7 +130,9 @@ def route(scores: jax.Array, config: DecoderConfig, routes: Routes | None = None
     if config.renormalised:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     if routes is not None and routes.weights is not None:
-        weights = jnp.where(routes.ids >= 0, jax.lax.stop_gradient(routes.weights), weights)
+        weights = jnp.where(
+            routes.ids >= 0, jax.lax.stop_gradient(routes.weights), weights
+        )
     return ids, weights
 
 
@@ -124,11 +152,14 @@ def mixture(
 
     Those are all experts, or the ones from number `first` on; another device adds the rest.
     """
-    count, chosen = gate.shape[0], ids.shape[-1]
-    flat, wanted = x.reshape(-1, x.shape[-1]), ids.reshape(-1)
+    count = gate.shape[0]
+    chosen = ids.shape[-1]
+    flat = x.reshape(-1, x.shape[-1])
+    wanted = ids.reshape(-1)
     if first is not None:
         wanted = wanted - first
-        wanted = jnp.where((wanted >= 0) & (wanted < count), wanted, count)  # the others come last
+        # the others come last
+        wanted = jnp.where((wanted >= 0) & (wanted < count), wanted, count)
     order = jnp.argsort(wanted, stable=True)
     back = jnp.argsort(order)
     sizes = jnp.bincount(wanted, length=count + 1)[:count].astype(jnp.int32)
@@ -138,8 +169,12 @@ def mixture(
     product = partial(jax.lax.ragged_dot, group_sizes=sizes, precision=precision)
     rows = clear(_permuted(jnp.repeat(flat, chosen, axis=0), order, back))
     inner = activation(product(rows, gate)) * product(rows, up)
-    found = _permuted(clear(product(inner, down)), back, order).reshape(len(flat), chosen, -1)
-    mixed = jnp.sum(found.astype(jnp.float32) * weights.reshape(len(flat), chosen, 1), axis=1)
+    found = _permuted(clear(product(inner, down)), back, order).reshape(
+        len(flat), chosen, -1
+    )
+    mixed = jnp.sum(
+        found.astype(jnp.float32) * weights.reshape(len(flat), chosen, 1), axis=1
+    )
     return mixed.astype(x.dtype).reshape(x.shape)
 
 
@@ -149,11 +184,15 @@ def _permuted(rows: jax.Array, order: jax.Array, back: jax.Array) -> jax.Array:
     return rows[order]
 
 
-def _permuted_forward(rows: jax.Array, order: jax.Array, back: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _permuted_forward(
+    rows: jax.Array, order: jax.Array, back: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     return rows[order], back
 
 
-def _permuted_backward(back: jax.Array, gradient: jax.Array) -> tuple[jax.Array, None, None]:
+def _permuted_backward(
+    back: jax.Array, gradient: jax.Array
+) -> tuple[jax.Array, None, None]:
     return gradient[back], None, None
 
 
@@ -184,15 +223,26 @@ class _Split:
         kernels: list[jax.Array],
     ) -> jax.Array:
         held = lambda spec, dim: axes_of(spec[dim]) if len(spec) > dim else ()
-        experts_split, inner_split = "ep" in held(self.gate, 0), "tp" in held(self.gate, 2)
+        experts_split = "ep" in held(self.gate, 0)
+        inner_split = "tp" in held(self.gate, 2)
         tokens_split = experts_split and "ep" in held(self.tokens, 0)
 
-        def local(x: jax.Array, ids: jax.Array, weights: jax.Array, *kernels: jax.Array) -> jax.Array:
+        def local(
+            x: jax.Array, ids: jax.Array, weights: jax.Array, *kernels: jax.Array
+        ) -> jax.Array:
             if tokens_split:
-                x, ids, weights = (jax.lax.all_gather(a, "ep", axis=0, tiled=True) for a in (x, ids, weights))
-            elif experts_split:  # each device adds its experts' share of the gradient, also of a permutation
+                x, ids, weights = (
+                    jax.lax.all_gather(a, "ep", axis=0, tiled=True)
+                    for a in (x, ids, weights)
+                )
+            # each device adds its experts' share of the gradient, also of a permutation
+            elif experts_split:
                 x = jax.lax.pcast(x, "ep", to="varying")
-            first = jax.lax.axis_index("ep") * kernels[0].shape[0] if experts_split else None
+            first = (
+                jax.lax.axis_index("ep") * kernels[0].shape[0]
+                if experts_split
+                else None
+            )
             y = mix(x, ids, weights, *kernels, first=first)
             if inner_split:
                 y = jax.lax.psum(y, "tp")
@@ -201,5 +251,7 @@ class _Split:
             return jax.lax.psum(y, "ep") if experts_split else y
 
         specs = (self.tokens, self.tokens, self.tokens, self.gate, self.gate, self.down)
-        split = jax.shard_map(local, mesh=self.layout.mesh, in_specs=specs, out_specs=self.tokens)
+        split = jax.shard_map(
+            local, mesh=self.layout.mesh, in_specs=specs, out_specs=self.tokens
+        )
         return split(x, ids, weights, *kernels)

@@ -21,7 +21,10 @@ from jvlab.trainer.decoder._sharding import Layout
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PREFIX = "base_model.model."  # of every tensor in PEFT's files
-_PATHS = {name: f"layers.{'attn' if name[0] in 'qkvo' else 'mlp'}.{name.removesuffix('_proj')}" for name in TARGETS}
+_PATHS = {
+    name: f"layers.{'attn' if name[0] in 'qkvo' else 'mlp'}.{name.removesuffix('_proj')}"
+    for name in TARGETS
+}
 
 
 @dataclass(frozen=True)
@@ -97,21 +100,35 @@ class LoraParams(dict[str, Any]):
         out = []
         for m in self.spec.modules:
             a, b = self.pair(m)
-            rank, shapes = self.spec.rank, {"A": math.prod(a.shape[1:-1]), "B": math.prod(b.shape[2:])}
+            rank = self.spec.rank
+            shapes = {"A": math.prod(a.shape[1:-1]), "B": math.prod(b.shape[2:])}
             for layer in range(a.shape[0]):
                 name = PREFIX + m.module.replace("{i}", str(layer))
-                out.append(CheckpointTensor(f"{name}.lora_A.weight", (rank, shapes["A"]), str(a.dtype)))
-                out.append(CheckpointTensor(f"{name}.lora_B.weight", (shapes["B"], rank), str(b.dtype)))
+                out.append(
+                    CheckpointTensor(
+                        f"{name}.lora_A.weight", (rank, shapes["A"]), str(a.dtype)
+                    )
+                )
+                out.append(
+                    CheckpointTensor(
+                        f"{name}.lora_B.weight", (shapes["B"], rank), str(b.dtype)
+                    )
+                )
         return out
 
     def peft_rules(self) -> str:
         """The rules from these leaves to PEFT's tensors."""
         lines = []
         for m in self.spec.modules:
-            into, out = " ".join(m.into), " ".join(m.out)
+            into = " ".join(m.into)
+            out = " ".join(m.out)
             one = lambda axes: f"({axes})" if " " in axes else axes
-            lines.append(f"{m.path}.lora_a -> {PREFIX}{m.module}.lora_A.weight : i {into} r -> r {one(into)}")
-            lines.append(f"{m.path}.lora_b -> {PREFIX}{m.module}.lora_B.weight : i r {out} -> {one(out)} r")
+            lines.append(
+                f"{m.path}.lora_a -> {PREFIX}{m.module}.lora_A.weight : i {into} r -> r {one(into)}"
+            )
+            lines.append(
+                f"{m.path}.lora_b -> {PREFIX}{m.module}.lora_B.weight : i r {out} -> {one(out)} r"
+            )
         return "\n".join(lines)
 
     def peft_config(self, base: str) -> dict[str, Any]:
@@ -129,21 +146,28 @@ class LoraParams(dict[str, Any]):
         }
 
     def __repr__(self) -> str:
-        spec, count = self.spec, sum(leaf.size for leaf in jax.tree.leaves(self))
+        spec = self.spec
+        count = sum(leaf.size for leaf in jax.tree.leaves(self))
         return f"LoraParams(rank {spec.rank}, alpha {spec.alpha:g}, {len(spec.modules)} targets, {count:,} parameters)"
 
 
-def _with_keys(tree: LoraParams) -> tuple[list[tuple[Any, Any]], tuple[tuple[str, ...], LoraSpec]]:
+def _with_keys(
+    tree: LoraParams,
+) -> tuple[list[tuple[Any, Any]], tuple[tuple[str, ...], LoraSpec]]:
     keys = tuple(sorted(tree))
     return [(jax.tree_util.DictKey(k), tree[k]) for k in keys], (keys, tree.spec)
 
 
-def _without_keys(tree: LoraParams) -> tuple[list[Any], tuple[tuple[str, ...], LoraSpec]]:
+def _without_keys(
+    tree: LoraParams,
+) -> tuple[list[Any], tuple[tuple[str, ...], LoraSpec]]:
     keys = tuple(sorted(tree))
     return [tree[k] for k in keys], (keys, tree.spec)
 
 
-def _back(fixed: tuple[tuple[str, ...], LoraSpec], children: Iterable[Any]) -> LoraParams:
+def _back(
+    fixed: tuple[tuple[str, ...], LoraSpec], children: Iterable[Any]
+) -> LoraParams:
     return LoraParams(dict(zip(fixed[0], children, strict=True)), fixed[1])
 
 
@@ -152,7 +176,11 @@ jax.tree_util.register_pytree_with_keys(LoraParams, _with_keys, _back, _without_
 
 def _scaled(tree: LoraParams) -> LoraParams:
     def times(path: Any, leaf: Any) -> Any:
-        return _times(tree.spec.scale, leaf.sharding)(leaf) if path[-1].key == "lora_b" else leaf
+        return (
+            _times(tree.spec.scale, leaf.sharding)(leaf)
+            if path[-1].key == "lora_b"
+            else leaf
+        )
 
     return jax.tree_util.tree_map_with_path(times, tree)
 
@@ -160,7 +188,9 @@ def _scaled(tree: LoraParams) -> LoraParams:
 @functools.lru_cache(maxsize=256)
 def _times(scale: float, where: Any) -> Callable[[Any], Any]:
     """Multiplies an array of this sharding, which the product keeps: a link's plan is made for it."""
-    return jax.jit(lambda leaf: leaf * jnp.asarray(scale, leaf.dtype), out_shardings=where)
+    return jax.jit(
+        lambda leaf: leaf * jnp.asarray(scale, leaf.dtype), out_shardings=where
+    )
 
 
 def lora_spec(
@@ -172,26 +202,44 @@ def lora_spec(
 ) -> LoraSpec:
     """Checks what `Policy.with_lora` was given; `bindings` say what each kernel is called in the checkpoint."""
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise ConfigError(f"rank={rank!r}", remedy="a whole number of at least 1, e.g. 16", rank=rank)
+        raise ConfigError(
+            f"rank={rank!r}", remedy="a whole number of at least 1, e.g. 16", rank=rank
+        )
     alpha = 2.0 * rank if alpha is None else float(alpha)
     if not (math.isfinite(alpha) and alpha > 0):
-        raise ConfigError(f"alpha={alpha!r}", remedy="a number above 0; the adapter is scaled by alpha / rank")
-    has = [name for name in TARGETS if (*_PATHS[name].split("."), "kernel") in letters]  # experts are no linear maps
-    wanted = [targets] if isinstance(targets, str) else list(has if targets is None else targets)
+        raise ConfigError(
+            f"alpha={alpha!r}",
+            remedy="a number above 0; the adapter is scaled by alpha / rank",
+        )
+    # experts are no linear maps
+    has = [name for name in TARGETS if (*_PATHS[name].split("."), "kernel") in letters]
+    wanted = (
+        [targets]
+        if isinstance(targets, str)
+        else list(has if targets is None else targets)
+    )
     owners: dict[str, set[str]] = {}  # tensor -> leaves that fill a part of it
     for binding in bindings:
         owners.setdefault(binding.tensor, set()).add(binding.leaf)
     modules = []
     for name in dict.fromkeys(wanted):
         if name not in has:
-            experts = " (experts and their router have no adapters)" if name in TARGETS else ""
+            experts = (
+                " (experts and their router have no adapters)"
+                if name in TARGETS
+                else ""
+            )
             raise ConfigError(
                 f"target {name!r} is no linear map of this model{experts}",
                 remedy=f"targets: {', '.join(has)}",
                 target=name,
             )
         path = _PATHS[name]
-        tensor = next(b.tensor for b in bindings if b.leaf == f"{path}.kernel" and b.leaf_start[0] == 0)
+        tensor = next(
+            b.tensor
+            for b in bindings
+            if b.leaf == f"{path}.kernel" and b.leaf_start[0] == 0
+        )
         if owners[tensor] != {f"{path}.kernel"}:
             raise ConfigError(
                 f"target {name!r} is a part of {tensor}: PEFT has one adapter for the whole of it",
@@ -207,7 +255,9 @@ def lora_spec(
     return LoraSpec(rank, alpha, tuple(modules))
 
 
-def leaf_letters(spec: LoraSpec, params: Mapping[str, Any]) -> dict[tuple[str, ...], tuple[str, tuple[int, ...]]]:
+def leaf_letters(
+    spec: LoraSpec, params: Mapping[str, Any]
+) -> dict[tuple[str, ...], tuple[str, tuple[int, ...]]]:
     """{path: (letters of its axes, shape)} of every leaf, for the base parameters `params`."""
     out = {}
     for m in spec.modules:
@@ -215,19 +265,27 @@ def leaf_letters(spec: LoraSpec, params: Mapping[str, Any]) -> dict[tuple[str, .
         for key in m.keys:
             node = node[key]
         layers, *sizes = node["kernel"].shape
-        into, rest = tuple(sizes[: len(m.into)]), tuple(sizes[len(m.into) :])
+        into = tuple(sizes[: len(m.into)])
+        rest = tuple(sizes[len(m.into) :])
         out[*m.keys, "lora_a"] = f"l{m.into}r", (layers, *into, spec.rank)
         out[*m.keys, "lora_b"] = f"lr{m.out}", (layers, spec.rank, *rest)
     return out
 
 
-def first_values(spec: LoraSpec, params: Mapping[str, Any], layout: Layout, dtype: str, seed: int) -> LoraParams:
+def first_values(
+    spec: LoraSpec, params: Mapping[str, Any], layout: Layout, dtype: str, seed: int
+) -> LoraParams:
     """A uniform within ± 1 / sqrt(inputs), as in PEFT, and B zero; sharded like the kernels they go with."""
     tree: dict[str, Any] = {}
-    for number, (path, (letters, shape)) in enumerate(leaf_letters(spec, params).items()):
+    for number, (path, (letters, shape)) in enumerate(
+        leaf_letters(spec, params).items()
+    ):
         bound = 1 / math.sqrt(math.prod(shape[1:-1])) if path[-1] == "lora_a" else 0.0
         where, _ = layout.parameter(letters, shape)
-        make = jax.jit(functools.partial(_uniform, shape=shape, dtype=dtype, bound=bound), out_shardings=where)
+        make = jax.jit(
+            functools.partial(_uniform, shape=shape, dtype=dtype, bound=bound),
+            out_shardings=where,
+        )
         node = tree
         for key in path[:-1]:
             node = node.setdefault(key, {})
@@ -235,7 +293,9 @@ def first_values(spec: LoraSpec, params: Mapping[str, Any], layout: Layout, dtyp
     return LoraParams(tree, spec)
 
 
-def _uniform(key: jax.Array, shape: tuple[int, ...], dtype: str, bound: float) -> jax.Array:
+def _uniform(
+    key: jax.Array, shape: tuple[int, ...], dtype: str, bound: float
+) -> jax.Array:
     if not bound:
         return jnp.zeros(shape, dtype)
     return jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
@@ -251,19 +311,31 @@ def combined(base: Mapping[str, Any], adapter: Mapping[str, Any]) -> dict[str, A
 
 def merged(base: Mapping[str, Any], adapter: LoraParams) -> dict[str, Any]:
     """The base with scale · A B added to its kernels, in float32; rounded once, to the kernels' dtype."""
-    spec, out = adapter.spec, dict(base)
+    spec = adapter.spec
+    out = dict(base)
 
-    def change(node: Mapping[str, Any], keys: tuple[str, ...], add: Callable[[Any], Any]) -> dict[str, Any]:
+    def change(
+        node: Mapping[str, Any], keys: tuple[str, ...], add: Callable[[Any], Any]
+    ) -> dict[str, Any]:
         here = node[keys[0]]
-        return {**node, keys[0]: add(here) if len(keys) == 1 else change(here, keys[1:], add)}
+        return {
+            **node,
+            keys[0]: add(here) if len(keys) == 1 else change(here, keys[1:], add),
+        }
 
     for m in spec.modules:
         a, b = adapter.pair(m)
-        out = change(out, (*m.keys, "kernel"), functools.partial(_add, a=a, b=b, scale=spec.scale, module=m))
+        out = change(
+            out,
+            (*m.keys, "kernel"),
+            functools.partial(_add, a=a, b=b, scale=spec.scale, module=m),
+        )
     return out
 
 
-def _add(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float, module: LoraModule) -> jax.Array:
+def _add(
+    kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float, module: LoraModule
+) -> jax.Array:
     equation = f"l{module.into}r,lr{module.out}->l{module.into}{module.out}"
 
     def add(kernel: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -15,8 +15,10 @@ from jvlab.trainer.decoder._config import DecoderConfig
 from jvlab.trainer.decoder._runtime import Runtime
 from jvlab.trainer.decoder._sharding import bytes_per_device
 
-SHARE = 0.8  # of the memory at hand that a choice may fill: estimates are rough, and allocators fragment
-CPU_SHARE = 0.25  # of a host's free memory: an engine, a kernel and a browser run beside the trainer
+# of the memory at hand that a choice may fill: estimates are rough, and allocators fragment
+SHARE = 0.8
+# of a host's free memory: an engine, a kernel and a browser run beside the trainer
+CPU_SHARE = 0.25
 BUDGETS = (16384, 8192, 4096, 2048, 1024, 512)  # tokens of a micro-batch to choose from
 CPU_BUDGET = 2048  # more tokens at once are no faster there
 
@@ -38,7 +40,14 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.moments + self.activations + self.logits + self.kernel
+        return (
+            self.parameters
+            + self.gradients
+            + self.moments
+            + self.activations
+            + self.logits
+            + self.kernel
+        )
 
     @property
     def fits(self) -> bool:
@@ -46,14 +55,31 @@ class Memory:
         return not self.at_hand or self.total <= SHARE * self.at_hand
 
     def __str__(self) -> str:
-        names = ("parameters", "gradients", "moments", "activations", "logits", "kernel")
-        parts = ", ".join(f"{name} {human_bytes(getattr(self, name))}" for name in names if getattr(self, name))
+        names = (
+            "parameters",
+            "gradients",
+            "moments",
+            "activations",
+            "logits",
+            "kernel",
+        )
+        parts = ", ".join(
+            f"{name} {human_bytes(getattr(self, name))}"
+            for name in names
+            if getattr(self, name)
+        )
         of = f" of {human_bytes(self.at_hand)} at hand" if self.at_hand else ""
         return f"{human_bytes(self.total)}{of} for {self.rows} × {self.length:,} tokens, remat {self.remat}: {parts}"
 
 
 def estimate(
-    config: DecoderConfig, runtime: Runtime, params: Any, rows: int, tokens: int, samples: int = 1, frozen: Any = ()
+    config: DecoderConfig,
+    runtime: Runtime,
+    params: Any,
+    rows: int,
+    tokens: int,
+    samples: int = 1,
+    frozen: Any = (),
 ) -> Memory:
     """For a micro-batch of `rows` rows of `tokens` tokens; `samples` is how many a fused kernel is told a row may hold.
 
@@ -89,7 +115,8 @@ def estimate(
 def room(params: Any, frozen: Any = ()) -> int:
     """Bytes of activations that fit beside parameters, gradients and moments. The same in each run of a script:
     what is free just now does not count."""
-    leaves, fixed = jax.tree.leaves(params), jax.tree.leaves(frozen)
+    leaves = jax.tree.leaves(params)
+    fixed = jax.tree.leaves(frozen)
     count = bytes_per_device([_Like(leaf, 1) for leaf in leaves])
     held = 2 * bytes_per_device(leaves) + bytes_per_device(fixed)
     return max(0, int(SHARE * capacity(leaves[0])) - held - 12 * count) // 2
@@ -99,7 +126,8 @@ class _Like:
     """An array's sharding with another item size, for counting."""
 
     def __init__(self, array: Any, itemsize: int) -> None:
-        self.sharding, self.shape = array.sharding, array.shape
+        self.sharding = array.sharding
+        self.shape = array.shape
         self.dtype = np.dtype(f"u{itemsize}")
 
 
@@ -132,8 +160,23 @@ def at_hand(array: Any, held: int) -> int:
     return free + held
 
 
-def choose_budget(config: DecoderConfig, runtime: Runtime, params: Any, samples: int = 1, frozen: Any = ()) -> int:
+def choose_budget(
+    config: DecoderConfig,
+    runtime: Runtime,
+    params: Any,
+    samples: int = 1,
+    frozen: Any = (),
+) -> int:
     """The tokens of a micro-batch for the memory at hand: as many as fit; `samples`, `frozen` as for `estimate`."""
     platform = next(iter(jax.tree.leaves(params)[0].sharding.device_set)).platform
-    budgets = BUDGETS if platform != "cpu" else tuple(b for b in BUDGETS if b <= CPU_BUDGET)
-    return next((b for b in budgets if estimate(config, runtime, params, 1, b, samples, frozen).fits), budgets[-1])
+    budgets = (
+        BUDGETS if platform != "cpu" else tuple(b for b in BUDGETS if b <= CPU_BUDGET)
+    )
+    return next(
+        (
+            b
+            for b in budgets
+            if estimate(config, runtime, params, 1, b, samples, frozen).fits
+        ),
+        budgets[-1],
+    )

@@ -30,7 +30,8 @@ from jvlab.trainer.decoder._runtime import ACTIVATIONS, Linear, Runtime, paramet
 
 Params = Mapping[str, Any]
 Array = jax.Array | np.ndarray
-CHUNK_LOGITS = 2**26  # logits held at once when log-probabilities are computed: 256 MiB of float32
+# logits held at once when log-probabilities are computed: 256 MiB of float32
+CHUNK_LOGITS = 2**26
 
 
 class Norm(nnx.Module):
@@ -38,12 +39,17 @@ class Norm(nnx.Module):
 
     def __init__(self, width: int, config: DecoderConfig, layers: int = 0) -> None:
         self.scale = parameter((width,), "-", layers)
-        self.eps, self.offset = config.norm_eps, config.norm_offset
+        self.eps = config.norm_eps
+        self.offset = config.norm_offset
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * (self.scale[...].astype(jnp.float32) + self.offset)).astype(x.dtype)
+        wide = wide * jax.lax.rsqrt(
+            jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps
+        )
+        return (wide * (self.scale[...].astype(jnp.float32) + self.offset)).astype(
+            x.dtype
+        )
 
 
 @dataclass(frozen=True)
@@ -60,8 +66,12 @@ class Attention(nnx.Module):
     """Grouped-query attention with rotary positions."""
 
     def __init__(self, config: DecoderConfig, runtime: Runtime) -> None:
-        self.config, self.runtime = config, runtime
-        d, n, k, h = config.width, config.heads, config.kv_heads, config.head_dim
+        self.config = config
+        self.runtime = runtime
+        d = config.width
+        n = config.heads
+        k = config.kv_heads
+        h = config.head_dim
         linear = partial(Linear, runtime=runtime, layers=config.layers)
         self.q = linear("btd,dnh->btnh", (d, n, h), bias=config.qkv_bias, name="q")
         self.k = linear("btd,dkh->btkh", (d, k, h), bias=config.qkv_bias, name="k")
@@ -71,25 +81,39 @@ class Attention(nnx.Module):
             self.q_norm = Norm(h if config.head_norms else n * h, config, config.layers)
             self.k_norm = Norm(h if config.head_norms else k * h, config, config.layers)
 
-    def __call__(self, x: jax.Array, rows: Rows, kind: tuple[int | None, int]) -> jax.Array:
-        config, q, k, v = self.config, self.q(x), self.k(x), self.v(x)
+    def __call__(
+        self, x: jax.Array, rows: Rows, kind: tuple[int | None, int]
+    ) -> jax.Array:
+        config = self.config
+        q = self.q(x)
+        k = self.k(x)
+        v = self.v(x)
         if config.head_norms:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         elif config.whole_norms:
             q = self.q_norm(q.reshape(*x.shape[:2], -1)).reshape(q.shape)
             k = self.k_norm(k.reshape(*x.shape[:2], -1)).reshape(k.shape)
         window, rope = kind
-        q, k = _rope.rotate(q, rows.ropes[rope]), _rope.rotate(k, rows.ropes[rope])
+        q = _rope.rotate(q, rows.ropes[rope])
+        k = _rope.rotate(k, rows.ropes[rope])
         choice, scores = self.runtime.attention(config, window, x.shape[1])
-        return self.o(_attention.attend(choice.form, q, k, v, rows.segments, rows.positions, scores, rows.most))
+        return self.o(
+            _attention.attend(
+                choice.form, q, k, v, rows.segments, rows.positions, scores, rows.most
+            )
+        )
 
 
 class Mlp(nnx.Module):
     """Gated feed-forward block."""
 
     def __init__(self, config: DecoderConfig, runtime: Runtime) -> None:
-        d, f = config.width, config.inner
-        linear = partial(Linear, runtime=runtime, bias=config.mlp_bias, layers=config.layers)
+        d = config.width
+        f = config.inner
+        linear = partial(
+            Linear, runtime=runtime, bias=config.mlp_bias, layers=config.layers
+        )
         self.gate = linear("btd,df->btf", (d, f), name="gate")
         self.up = linear("btd,df->btf", (d, f), name="up")
         self.down = linear("btf,fd->btd", (f, d), name="down")
@@ -116,16 +140,22 @@ class Layer(nnx.Module):
             self.post_attn_norm, self.post_mlp_norm = norm(), norm()
 
     def __call__(
-        self, x: jax.Array, rows: Rows, kind: tuple[int | None, int], routes: Routes | None = None
+        self,
+        x: jax.Array,
+        rows: Rows,
+        kind: tuple[int | None, int],
+        routes: Routes | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
         """Its output, and of experts how many tokens chose each, [e].
 
         `kind` is the layer's window and rotary embedding; its parameters and `routes` are those of one layer.
         """
-        before, after = self.config.pre_norms, self.config.post_norms
+        before = self.config.pre_norms
+        after = self.config.post_norms
         y = self.attn(self.attn_norm(x) if before else x, rows, kind)
         x = x + (self.post_attn_norm(y) if after else y)
-        y, load = self.mlp_norm(x) if before else x, None
+        y = self.mlp_norm(x) if before else x
+        load = None
         if self.config.experts:
             y, load = self.moe(y, rows.segments > 0, routes)
         else:
@@ -134,20 +164,30 @@ class Layer(nnx.Module):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _wide_product(equation: str, precision: Any, x: jax.Array, kernel: jax.Array) -> jax.Array:
+def _wide_product(
+    equation: str, precision: Any, x: jax.Array, kernel: jax.Array
+) -> jax.Array:
     """An einsum summed into float32, whose gradient is rounded to the dtype of its inputs before it is multiplied.
 
     By itself, JAX would multiply the gradient in float32, several times slower than the product itself.
     """
-    return jnp.einsum(equation, x, kernel, precision=precision, preferred_element_type=jnp.float32)
+    return jnp.einsum(
+        equation, x, kernel, precision=precision, preferred_element_type=jnp.float32
+    )
 
 
-def _wide_forward(equation: str, precision: Any, x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, Any]:
+def _wide_forward(
+    equation: str, precision: Any, x: jax.Array, kernel: jax.Array
+) -> tuple[jax.Array, Any]:
     return _wide_product(equation, precision, x, kernel), (x, kernel)
 
 
-def _wide_backward(equation: str, precision: Any, kept: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-    _, back = jax.vjp(lambda x, kernel: jnp.einsum(equation, x, kernel, precision=precision), *kept)
+def _wide_backward(
+    equation: str, precision: Any, kept: Any, gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    _, back = jax.vjp(
+        lambda x, kernel: jnp.einsum(equation, x, kernel, precision=precision), *kept
+    )
     return back(gradient.astype(kept[0].dtype))
 
 
@@ -165,7 +205,8 @@ class Decoder(nnx.Module):
     """Tokens to logits. Its parameters' paths are the Policy layout of jvlab/layout/rules/_builtin_texts.py."""
 
     def __init__(self, config: DecoderConfig, runtime: Runtime) -> None:
-        self.config, self.runtime = config, runtime
+        self.config = config
+        self.runtime = runtime
         self.embed = Embedding(config)
         self.layers = Layer(config, runtime)  # all of them, stacked
         self.final_norm = Norm(config.width, config)
@@ -173,14 +214,21 @@ class Decoder(nnx.Module):
             self.lm_head = Linear("btd,dv->btv", (config.width, config.vocab), runtime)
 
     def hidden(
-        self, tokens: Array, positions: Array, segments: Array, most: int = 1, routes: Routes | None = None
+        self,
+        tokens: Array,
+        positions: Array,
+        segments: Array,
+        most: int = 1,
+        routes: Routes | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
         """The output layer's input, [B, T, d], and how many tokens chose each expert, float32 [layers, e].
 
         `segments` [B, T] numbers a row's samples from 1; 0 is padding. With `most` samples a row; one sample begins
         its row. The second is None where there are no experts. `routes` are of every layer, [B, T, layers, c].
         """
-        x, _, loads = self._through_layers(tokens, positions, segments, False, most, routes)
+        x, _, loads = self._through_layers(
+            tokens, positions, segments, False, most, routes
+        )
         return self.final_norm(x), loads
 
     def states(self, tokens: Array, positions: Array, segments: Array) -> jax.Array:
@@ -190,37 +238,63 @@ class Decoder(nnx.Module):
         return states
 
     def _through_layers(
-        self, tokens: Array, positions: Array, segments: Array, keep: bool, most: int, routes: Routes | None = None
+        self,
+        tokens: Array,
+        positions: Array,
+        segments: Array,
+        keep: bool,
+        most: int,
+        routes: Routes | None = None,
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
         """The last layer's output, with `keep` those of all layers, and the loads of experts."""
-        config, runtime = self.config, self.runtime
+        config = self.config
+        runtime = self.runtime
         x = jnp.take(runtime.weight(self.embed.embedding), tokens, axis=0)
         x = runtime.place(x * jnp.asarray(config.embedding_scale, x.dtype), "btd")
         ropes = tuple(_rope.tables(rope, positions) for rope in config.ropes)
-        rows = Rows(jnp.asarray(segments, jnp.int32), jnp.asarray(positions), ropes, most)
+        rows = Rows(
+            jnp.asarray(segments, jnp.int32), jnp.asarray(positions), ropes, most
+        )
         graph, parameters = nnx.split(self.layers)
-        stacked = parameters, jax.tree.map(lambda given: jnp.moveaxis(jnp.asarray(given), 2, 0), routes)
+        stacked = (
+            parameters,
+            jax.tree.map(lambda given: jnp.moveaxis(jnp.asarray(given), 2, 0), routes),
+        )
         kinds = list(zip(config.windows, config.layer_ropes, strict=True))
 
-        def step(x: jax.Array, one: Any, kind: tuple[int | None, int]) -> tuple[jax.Array, jax.Array | None]:
+        def step(
+            x: jax.Array, one: Any, kind: tuple[int | None, int]
+        ) -> tuple[jax.Array, jax.Array | None]:
             own, given = one
             return nnx.merge(graph, own)(x, rows, kind, given)
 
-        def run(x: jax.Array, group: Any, kinds: list[tuple[int | None, int]]) -> tuple[jax.Array, Any]:
+        def run(
+            x: jax.Array, group: Any, kinds: list[tuple[int | None, int]]
+        ) -> tuple[jax.Array, Any]:
             found = []  # of each layer: its output, if that is asked for, and its load
             for at, kind in enumerate(kinds):
                 one = jax.tree.map(lambda leaf, at=at: leaf[at], group)
-                x, load = runtime.rematerialised(partial(step, kind=kind), remat)(x, one)
+                x, load = runtime.rematerialised(partial(step, kind=kind), remat)(
+                    x, one
+                )
                 found.append((x if keep else None, load))
-            return x, jax.tree.map(lambda *each: jnp.stack(each), *found) if found else None
+            return x, jax.tree.map(
+                lambda *each: jnp.stack(each), *found
+            ) if found else None
 
         remat = runtime.remat_of(config, *tokens.shape)
         period = config.period
         whole = config.layers - config.layers % period
-        groups = jax.tree.map(lambda leaf: leaf[:whole].reshape(-1, period, *leaf.shape[1:]), stacked)
-        x, found = jax.lax.scan(lambda x, group: run(x, group, kinds[:period]), x, groups)
+        groups = jax.tree.map(
+            lambda leaf: leaf[:whole].reshape(-1, period, *leaf.shape[1:]), stacked
+        )
+        x, found = jax.lax.scan(
+            lambda x, group: run(x, group, kinds[:period]), x, groups
+        )
         found = jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:]), found)
-        x, more = run(x, jax.tree.map(lambda leaf: leaf[whole:], stacked), kinds[whole:])
+        x, more = run(
+            x, jax.tree.map(lambda leaf: leaf[whole:], stacked), kinds[whole:]
+        )
         if more is not None:
             found = jax.tree.map(lambda *each: jnp.concatenate(each), found, more)
         return x, *found
@@ -236,10 +310,13 @@ class Decoder(nnx.Module):
         """Float32 logits of hidden states."""
         equation, kernel = head
         dtype = self.runtime.head_dtype
-        precision = jax.lax.Precision.HIGHEST if dtype == "float32" else self.runtime.precision
+        precision = (
+            jax.lax.Precision.HIGHEST if dtype == "float32" else self.runtime.precision
+        )
         out: Any = _wide_product(equation, precision, x.astype(kernel.dtype), kernel)
         if dtype is not None:
-            out = out.astype(dtype).astype(jnp.float32)  # rounded like the logits of an engine with this head dtype
+            # rounded like the logits of an engine with this head dtype
+            out = out.astype(dtype).astype(jnp.float32)
         return softcap(self.runtime.place(out, "btv"), self.config.logit_softcap)
 
 
@@ -253,11 +330,16 @@ def abstract(config: DecoderConfig, runtime: Runtime) -> tuple[nnx.GraphDef, nnx
     return graph, state
 
 
-def parameter_letters(config: DecoderConfig) -> dict[tuple[str, ...], tuple[str, tuple[int, ...]]]:
+def parameter_letters(
+    config: DecoderConfig,
+) -> dict[tuple[str, ...], tuple[str, tuple[int, ...]]]:
     """{path: (letters of its axes, shape)} of every parameter, in the decoder's order."""
     _, state = abstract(config, Runtime())
     return {
-        tuple(map(str, path)): (leaf.get_metadata()["letters"], tuple(leaf.get_value().shape))
+        tuple(map(str, path)): (
+            leaf.get_metadata()["letters"],
+            tuple(leaf.get_value().shape),
+        )
         for path, leaf in nnx.to_flat_state(state)
     }
 
@@ -277,7 +359,10 @@ def stack_layers(params: Params) -> dict[str, Any]:
     """Parameters with layers "0", "1", … as they were in jvlab 0.1, stacked as they are now."""
     layers = params["layers"]
     ordered = [layers[name] for name in sorted(layers, key=int)]
-    return {**params, "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *ordered)}
+    return {
+        **params,
+        "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *ordered),
+    }
 
 
 def positions_of(segments: Array) -> jax.Array:
@@ -288,7 +373,8 @@ def positions_of(segments: Array) -> jax.Array:
     segments = jnp.asarray(segments).astype(jnp.int32)
     counted = jnp.cumsum(segments > 0, axis=-1)
     before = jnp.pad(jax.lax.cummax(segments, axis=1), ((0, 0), (1, 0)))[:, :-1]
-    first = jax.lax.cummax(jnp.where(segments > before, counted, 0), axis=1)  # of its sample
+    # of its sample
+    first = jax.lax.cummax(jnp.where(segments > before, counted, 0), axis=1)
     return jnp.maximum(counted - jnp.maximum(first, 1), 0)
 
 
@@ -310,18 +396,26 @@ def logits(
     return decoder.unembed(decoder.head(), back(hidden))
 
 
-def _first(mask: jax.Array) -> tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]:
+def _first(
+    mask: jax.Array,
+) -> tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]:
     """Functions that move what is real of each row to its beginning, and back: a fused kernel needs it there."""
     order = jnp.argsort(~mask, axis=1, stable=True)
     inverse = jnp.argsort(order, axis=1)
-    take = lambda x, at: jnp.take_along_axis(x, at.reshape(*at.shape, *[1] * (x.ndim - 2)), axis=1)
+    take = lambda x, at: jnp.take_along_axis(
+        x, at.reshape(*at.shape, *[1] * (x.ndim - 2)), axis=1
+    )
     return lambda x: take(x, order), lambda x: take(x, inverse)
 
 
-def layer_states(params: Params, config: DecoderConfig, tokens: Array, runtime: Runtime) -> jax.Array:
+def layer_states(
+    params: Params, config: DecoderConfig, tokens: Array, runtime: Runtime
+) -> jax.Array:
     """The residual stream after each layer, float32 [layers, B, T, d]. Pure."""
     segments = jnp.ones(tokens.shape, jnp.int32)
-    states = build(params, config, runtime).states(tokens, positions_of(segments), segments)
+    states = build(params, config, runtime).states(
+        tokens, positions_of(segments), segments
+    )
     return states.astype(jnp.float32)
 
 
@@ -349,23 +443,37 @@ def logprobs(
     back: Callable[[jax.Array], jax.Array] = lambda x: x
     tokens = jnp.asarray(tokens)
     if segments is None:
-        mask = jnp.ones(tokens.shape, bool) if mask is None else jnp.asarray(mask).astype(bool)
+        mask = (
+            jnp.ones(tokens.shape, bool)
+            if mask is None
+            else jnp.asarray(mask).astype(bool)
+        )
         places, back = _first(mask)
-        tokens, segments = places(tokens), places(mask.astype(jnp.int32))
+        tokens = places(tokens)
+        segments = places(mask.astype(jnp.int32))
         routes = jax.tree.map(lambda given: places(jnp.asarray(given)), routes)
     segments = jnp.asarray(segments).astype(jnp.int32)
     decoder = build(params, config, runtime)
-    hidden, loads = decoder.hidden(tokens, positions_of(segments), segments, most, routes)
-    hidden, head, targets = hidden[:, :-1], decoder.head(), tokens[:, 1:]
+    hidden, loads = decoder.hidden(
+        tokens, positions_of(segments), segments, most, routes
+    )
+    hidden = hidden[:, :-1]
+    head = decoder.head()
+    targets = tokens[:, 1:]
 
     def chunk(kernel: jax.Array, x: jax.Array, target: jax.Array) -> jax.Array:
         scores = decoder.unembed((head[0], kernel), x) / temperature
         total = jax.nn.logsumexp(scores, axis=-1)
         # a sum over the vocabulary instead of a gather, so that each device reads only its own shard
-        chosen = jnp.sum(jnp.where(jnp.arange(scores.shape[-1]) == target[..., None], scores, 0), axis=-1)
+        chosen = jnp.sum(
+            jnp.where(jnp.arange(scores.shape[-1]) == target[..., None], scores, 0),
+            axis=-1,
+        )
         out = [chosen - total]
         if with_entropy:
-            out.append(total - jnp.sum(jnp.exp(scores - total[..., None]) * scores, axis=-1))
+            out.append(
+                total - jnp.sum(jnp.exp(scores - total[..., None]) * scores, axis=-1)
+            )
         return jnp.stack(out)
 
     found = _map_chunks(jax.checkpoint(chunk), head[1], hidden, targets, config.vocab)
@@ -391,5 +499,7 @@ def _map_chunks(
     pad = count * size - length
     x = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0))).reshape(batch, count, size, -1)
     y = jnp.pad(targets, ((0, 0), (0, pad))).reshape(batch, count, size)
-    parts = jax.lax.map(lambda xy: f(kernel, *xy), (jnp.moveaxis(x, 1, 0), jnp.moveaxis(y, 1, 0)))
+    parts = jax.lax.map(
+        lambda xy: f(kernel, *xy), (jnp.moveaxis(x, 1, 0), jnp.moveaxis(y, 1, 0))
+    )
     return jnp.moveaxis(parts, 0, 2).reshape(parts.shape[1], batch, -1)[..., :length]

@@ -31,16 +31,25 @@ class Rope:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0
     truncate: bool = True
-    short_factor: tuple[float, ...] = ()  # longrope: up to `length` positions, and beyond
+    # longrope: up to `length` positions, and beyond
+    short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any], head_dim: int, max_positions: int, original: int | None) -> Rope:
+    def parse(
+        cls,
+        given: Mapping[str, Any],
+        head_dim: int,
+        max_positions: int,
+        original: int | None,
+    ) -> Rope:
         """From the `rope_parameters` of a config (its older `rope_scaling` has the same fields) with `rope_theta`."""
         kind = str(given.get("rope_type") or given.get("type") or "default")
         if kind not in KINDS:
             raise ModelError(
-                f"rotary positions of type {kind!r} are not known", remedy=f"known: {', '.join(KINDS)}", rope_type=kind
+                f"rotary positions of type {kind!r} are not known",
+                remedy=f"known: {', '.join(KINDS)}",
+                rope_type=kind,
             )
         needs = {
             "linear": ("factor",),
@@ -58,9 +67,16 @@ class Rope:
         dim = int(head_dim * float(given.get("partial_rotary_factor") or 1.0))
         length = max_positions
         if kind in ("llama3", "yarn", "longrope"):
-            length = int(original or given.get("original_max_position_embeddings") or max_positions)
+            length = int(
+                original
+                or given.get("original_max_position_embeddings")
+                or max_positions
+            )
         # a longrope config may omit the factor; it then follows from the two lengths
-        factor = float(given.get("factor") or (max_positions / length if kind == "longrope" else 1.0))
+        factor = float(
+            given.get("factor")
+            or (max_positions / length if kind == "longrope" else 1.0)
+        )
         extras = {
             "llama3": ("low_freq_factor", "high_freq_factor"),
             "yarn": ("beta_fast", "beta_slow"),
@@ -94,12 +110,15 @@ class Rope:
                 return base
 
     def _unscaled(self) -> np.ndarray:
-        return np.float32(1) / np.float32(self.theta) ** (np.arange(0, self.dim, 2, dtype=np.float32) / self.dim)
+        return np.float32(1) / np.float32(self.theta) ** (
+            np.arange(0, self.dim, 2, dtype=np.float32) / self.dim
+        )
 
     def _llama3(self, base: np.ndarray) -> np.ndarray:
         """Long wavelengths are stretched by the factor, short ones are not, and those between are interpolated."""
         waves = 2 * math.pi / base
-        low, high = self.low_freq_factor, self.high_freq_factor
+        low = self.low_freq_factor
+        high = self.high_freq_factor
         blend = (self.length / waves - low) / (high - low)
         between = (1 - blend) * base / self.factor + blend * base
         stretched = np.where(waves > self.length / low, base / self.factor, base)
@@ -110,17 +129,26 @@ class Rope:
         """Like llama3, but interpolated over the pair's index, between two rotation counts over the original length."""
 
         def index_of(rotations: float) -> float:
-            return self.dim * math.log(self.length / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
+            return (
+                self.dim
+                * math.log(self.length / (rotations * 2 * math.pi))
+                / (2 * math.log(self.theta))
+            )
 
-        low, high = index_of(self.beta_fast), index_of(self.beta_slow)
+        low = index_of(self.beta_fast)
+        high = index_of(self.beta_slow)
         if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, self.dim - 1)
+            low = math.floor(low)
+            high = math.ceil(high)
+        low = max(low, 0)
+        high = min(high, self.dim - 1)
         ramp = np.clip((np.arange(self.dim // 2) - low) / (high - low or 0.001), 0, 1)
         return (base / self.factor * ramp + base * (1 - ramp)).astype(np.float32)
 
 
-def _attention_factor(kind: str, given: Mapping[str, Any], factor: float, length: int) -> float:
+def _attention_factor(
+    kind: str, given: Mapping[str, Any], factor: float, length: int
+) -> float:
     if kind not in ("yarn", "longrope"):
         return 1.0
     if given.get("attention_factor") is not None:
@@ -129,13 +157,18 @@ def _attention_factor(kind: str, given: Mapping[str, Any], factor: float, length
         return 1.0
     if kind == "longrope":
         return math.sqrt(1 + math.log(factor) / math.log(length))
-    scale, over = given.get("mscale"), given.get("mscale_all_dim")
+    scale = given.get("mscale")
+    over = given.get("mscale_all_dim")
     if scale and over:
-        return (0.1 * scale * math.log(factor) + 1) / (0.1 * over * math.log(factor) + 1)
+        return (0.1 * scale * math.log(factor) + 1) / (
+            0.1 * over * math.log(factor) + 1
+        )
     return 0.1 * math.log(factor) + 1
 
 
-def _factors(given: Mapping[str, Any], name: str, kind: str, dim: int) -> tuple[float, ...]:
+def _factors(
+    given: Mapping[str, Any], name: str, kind: str, dim: int
+) -> tuple[float, ...]:
     if kind != "longrope":
         return ()
     found = tuple(map(float, given[name]))
@@ -147,7 +180,9 @@ def _factors(given: Mapping[str, Any], name: str, kind: str, dim: int) -> tuple[
     return found
 
 
-def tables(rope: Rope, positions: jax.Array | np.ndarray) -> tuple[jax.Array, jax.Array]:
+def tables(
+    rope: Rope, positions: jax.Array | np.ndarray
+) -> tuple[jax.Array, jax.Array]:
     """cos and sin of every position [B, T]: float32 [B, T, dim / 2].
 
     Scalings that depend on the length use each row's own, so that a sequence never depends on its batch.
@@ -156,19 +191,33 @@ def tables(rope: Rope, positions: jax.Array | np.ndarray) -> tuple[jax.Array, ja
     if rope.kind in ("longrope", "dynamic"):
         length = jnp.max(positions, axis=-1)[:, None, None] + 1
         if rope.kind == "longrope":
-            long = jnp.asarray(rope._unscaled() / np.asarray(rope.long_factor, np.float32))
+            long = jnp.asarray(
+                rope._unscaled() / np.asarray(rope.long_factor, np.float32)
+            )
             frequencies = jnp.where(length > rope.length, long, frequencies)
         else:
-            grown = rope.factor * jnp.maximum(length, rope.length) / rope.length - (rope.factor - 1)
-            theta = rope.theta * grown.astype(jnp.float32) ** (rope.dim / (rope.dim - 2))
-            frequencies = 1 / theta ** (jnp.arange(0, rope.dim, 2, dtype=jnp.float32) / rope.dim)
+            grown = rope.factor * jnp.maximum(length, rope.length) / rope.length - (
+                rope.factor - 1
+            )
+            theta = rope.theta * grown.astype(jnp.float32) ** (
+                rope.dim / (rope.dim - 2)
+            )
+            frequencies = 1 / theta ** (
+                jnp.arange(0, rope.dim, 2, dtype=jnp.float32) / rope.dim
+            )
     angles = positions[..., None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+    return jnp.cos(angles) * rope.attention_factor, jnp.sin(
+        angles
+    ) * rope.attention_factor
 
 
 def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotates heads [B, T, n, h] by their positions; pairs are (i, i + dim / 2), as in Hugging Face checkpoints."""
     cos, sin = (t[:, :, None, :].astype(x.dtype) for t in table)
     half = cos.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+    first = x[..., :half]
+    second = x[..., half : 2 * half]
+    rest = x[..., 2 * half :]
+    return jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin, rest], axis=-1
+    )

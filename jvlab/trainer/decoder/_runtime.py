@@ -37,38 +37,58 @@ class Runtime:
 
     dtype: str = "float32"
     layout: Layout | None = None
-    remat: str = "none"  # or "auto": the first of REMAT whose activations fit into `room`
-    head_dtype: str | None = None  # of the output head; None: weights in `dtype`, logits summed and kept in float32
+    # or "auto": the first of REMAT whose activations fit into `room`
+    remat: str = "none"
+    # of the output head; None: weights in `dtype`, logits summed and kept in float32
+    head_dtype: str | None = None
     room: int = 0  # bytes
     lora: LoraSpec | None = None  # the linear maps that have adapters
 
     @property
     def precision(self) -> jax.lax.Precision:
         """Full float32: accelerators default to fewer bits for it."""
-        return jax.lax.Precision.HIGHEST if self.dtype == "float32" else jax.lax.Precision.DEFAULT
+        return (
+            jax.lax.Precision.HIGHEST
+            if self.dtype == "float32"
+            else jax.lax.Precision.DEFAULT
+        )
 
     def weight(self, parameter: nnx.Param, dtype: str | None = None) -> jax.Array:
-        value, dtype = jnp.asarray(parameter[...]), dtype or self.dtype
+        value = jnp.asarray(parameter[...])
+        dtype = dtype or self.dtype
         if self.layout is None:
             return value.astype(dtype)
         letters = parameter.get_metadata()["letters"]
-        return self.layout.gathered(value, letters[len(letters) - value.ndim :], dtype)  # one of stacked layers: no l
+        # one of stacked layers: no l
+        return self.layout.gathered(value, letters[len(letters) - value.ndim :], dtype)
 
-    def attention(self, config: DecoderConfig, window: int | None, tokens: int) -> tuple[Choice, Scores]:
+    def attention(
+        self, config: DecoderConfig, window: int | None, tokens: int
+    ) -> tuple[Choice, Scores]:
         """The form of attention over rows of this many tokens."""
-        scores = Scores(config.attention_scale, config.attention_softcap, window, self.precision)
+        scores = Scores(
+            config.attention_scale, config.attention_softcap, window, self.precision
+        )
         devices = self.layout.mesh.size if self.layout else 1
         of = self.dtype, scores, config.head_dim, config.heads, tokens, devices
         return _attention.choose(self.platform, *of), scores
 
     @property
     def platform(self) -> str:
-        return self.layout.mesh.devices.flat[0].platform if self.layout else jax.default_backend()
+        return (
+            self.layout.mesh.devices.flat[0].platform
+            if self.layout
+            else jax.default_backend()
+        )
 
-    def kept_bytes(self, config: DecoderConfig, rows: int, tokens: int, remat: str) -> int:
+    def kept_bytes(
+        self, config: DecoderConfig, rows: int, tokens: int, remat: str
+    ) -> int:
         """Bytes of activations that wait for their gradient on one device, of `rows` rows of `tokens` tokens."""
         products, everything, one = config.activations
-        of = {"none": everything, "dots": products + one, "full": config.width + one}[remat]
+        of = {"none": everything, "dots": products + one, "full": config.width + one}[
+            remat
+        ]
         shards = self.layout.mesh.size if self.layout else 1
         here = -(-rows // min(rows, shards)) * tokens
         scores = 0
@@ -82,10 +102,14 @@ class Runtime:
             return self.remat
         # Keeping everything is slower than "dots" on a card: it takes longer to write and read than to compute again.
         kinds = REMAT if self.platform == "cpu" else REMAT[1:]
-        fits = (r for r in kinds if self.kept_bytes(config, rows, tokens, r) <= self.room)
+        fits = (
+            r for r in kinds if self.kept_bytes(config, rows, tokens, r) <= self.room
+        )
         return next(fits, REMAT[-1])
 
-    def rematerialised(self, step: Callable[..., Any], remat: str) -> Callable[..., Any]:
+    def rematerialised(
+        self, step: Callable[..., Any], remat: str
+    ) -> Callable[..., Any]:
         """A layer that keeps for its gradient what `remat` says."""
         if remat == "none":
             return step
@@ -94,7 +118,10 @@ class Runtime:
         def kept(primitive: Any, *of: Any, **parameters: Any) -> Any:
             if primitive.name.startswith(_FUSED):
                 return True
-            return remat == "dots" and (dots(primitive, *of, **parameters) or primitive.name.startswith("ragged_dot"))
+            return remat == "dots" and (
+                dots(primitive, *of, **parameters)
+                or primitive.name.startswith("ragged_dot")
+            )
 
         return jax.checkpoint(step, policy=kept, prevent_cse=False)
 
@@ -104,7 +131,10 @@ class Runtime:
 
 def parameter(shape: tuple[int, ...], letters: str, layers: int = 0) -> nnx.Param:
     """A parameter; with `layers`, that of so many layers, stacked."""
-    return nnx.Param(jnp.zeros((layers, *shape) if layers else shape), letters="l" * bool(layers) + letters)
+    return nnx.Param(
+        jnp.zeros((layers, *shape) if layers else shape),
+        letters="l" * bool(layers) + letters,
+    )
 
 
 class Linear(nnx.Module):
@@ -119,29 +149,53 @@ class Linear(nnx.Module):
         layers: int = 0,
         name: str = "",
     ) -> None:
-        self.equation, self.runtime = equation, runtime
+        self.equation = equation
+        self.runtime = runtime
         self.out = equation.partition("->")[2]
         letters = equation.partition("->")[0].partition(",")[2]
         self.kernel = parameter(shape, letters, layers)
-        self.lora = runtime.lora if runtime.lora is not None and name in runtime.lora.names else None
+        self.lora = (
+            runtime.lora
+            if runtime.lora is not None and name in runtime.lora.names
+            else None
+        )
         if self.lora is not None:
             given = equation.partition(",")[0]
-            self.shrink = f"{given},{letters[: len(given) - 2]}r->btr"  # x is [b, t, *what is summed over]
+            # x is [b, t, *what is summed over]
+            self.shrink = f"{given},{letters[: len(given) - 2]}r->btr"
             self.expand = f"btr,r{self.out[2:]}->{self.out}"
-            cut, rank = len(given) - 2, self.lora.rank
+            cut = len(given) - 2
+            rank = self.lora.rank
             self.lora_a = parameter((*shape[:cut], rank), f"{letters[:cut]}r", layers)
             self.lora_b = parameter((rank, *shape[cut:]), f"r{letters[cut:]}", layers)
         if bias:
             sizes = dict(zip(letters, shape, strict=True))
-            self.bias = parameter(tuple(sizes[c] for c in self.out[2:]), self.out[2:], layers)
+            self.bias = parameter(
+                tuple(sizes[c] for c in self.out[2:]), self.out[2:], layers
+            )
         self.biased = bias
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = jnp.einsum(self.equation, x, self.runtime.weight(self.kernel), precision=self.runtime.precision)
+        y = jnp.einsum(
+            self.equation,
+            x,
+            self.runtime.weight(self.kernel),
+            precision=self.runtime.precision,
+        )
         if self.biased:
             y = y + self.runtime.weight(self.bias)
         if self.lora is not None:
-            low = jnp.einsum(self.shrink, x, self.runtime.weight(self.lora_a), precision=self.runtime.precision)
-            more = jnp.einsum(self.expand, low, self.runtime.weight(self.lora_b), precision=self.runtime.precision)
+            low = jnp.einsum(
+                self.shrink,
+                x,
+                self.runtime.weight(self.lora_a),
+                precision=self.runtime.precision,
+            )
+            more = jnp.einsum(
+                self.expand,
+                low,
+                self.runtime.weight(self.lora_b),
+                precision=self.runtime.precision,
+            )
             y = y + more * jnp.asarray(self.lora.scale, y.dtype)
         return self.runtime.place(y, self.out)

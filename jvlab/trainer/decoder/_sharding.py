@@ -33,7 +33,8 @@ from jvlab.layout._shards import MESH_AXES, MeshSpec
 
 FSDP_CHOICES = "dfvnkh"  # in this order
 TP_AXES = "nkfv"
-COMPUTED_IN_PARTS = ("tp", "ep")  # parameters stay split along these while they are used
+# parameters stay split along these while they are used
+COMPUTED_IN_PARTS = ("tp", "ep")
 BATCH_AXES = ("dp", "fsdp", "ep")
 
 
@@ -50,7 +51,8 @@ def mesh(spec: str | Mapping[str, int] | None = None, /, **axes: int) -> Mesh:
         if axes or not isinstance(spec, (str, Mapping)):
             given = "as text and as arguments" if axes else f"as {type(spec).__name__}"
             raise ConfigError(
-                f"a mesh is given {given}", remedy='jv.mesh("fsdp=4,tp=2"), or jv.mesh(fsdp=4, tp=2), one of them'
+                f"a mesh is given {given}",
+                remedy='jv.mesh("fsdp=4,tp=2"), or jv.mesh(fsdp=4, tp=2), one of them',
             )
         read = MeshSpec.of(spec)
         axes = dict(zip(read.names, read.sizes, strict=True))
@@ -58,9 +60,17 @@ def mesh(spec: str | Mapping[str, int] | None = None, /, **axes: int) -> Mesh:
     axes = axes or {"fsdp": len(devices)}
     for name, size in axes.items():
         if name not in MESH_AXES:
-            raise ConfigError(f"mesh axis {name!r} is not known", remedy=f"axes: {', '.join(MESH_AXES)}", axis=name)
+            raise ConfigError(
+                f"mesh axis {name!r} is not known",
+                remedy=f"axes: {', '.join(MESH_AXES)}",
+                axis=name,
+            )
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ConfigError(f"mesh axis {name}={size!r}", remedy="pass a whole number of at least 1", axis=name)
+            raise ConfigError(
+                f"mesh axis {name}={size!r}",
+                remedy="pass a whole number of at least 1",
+                axis=name,
+            )
     wanted = math.prod(axes.values())
     if wanted > len(devices):
         shape = ", ".join(f"{name}={size}" for name, size in axes.items())
@@ -88,17 +98,30 @@ class Layout:
     def _size(self, axis: str) -> int:
         return self.mesh.shape.get(axis, 1)
 
-    def parameter(self, letters: str, shape: tuple[int, ...]) -> tuple[NamedSharding, tuple[str, ...]]:
+    def parameter(
+        self, letters: str, shape: tuple[int, ...]
+    ) -> tuple[NamedSharding, tuple[str, ...]]:
         """The sharding of a parameter with these axes, and the mesh axes along which it cannot be sharded."""
         held: list[list[str]] = [[] for _ in letters]
         unplaced = []
-        fsdp = FSDP_CHOICES if len(letters.replace("l", "")) > 1 and "d" in letters else ""
+        fsdp = (
+            FSDP_CHOICES if len(letters.replace("l", "")) > 1 and "d" in letters else ""
+        )
         for axis, choices in (("ep", "e"), ("tp", TP_AXES), ("fsdp", fsdp)):
-            wanted = [dim for letter in choices for dim, own in enumerate(letters) if own == letter]
+            wanted = [
+                dim
+                for letter in choices
+                for dim, own in enumerate(letters)
+                if own == letter
+            ]
             if self._size(axis) == 1 or not wanted:
                 continue
             for dim in wanted:
-                if shape[dim] % (math.prod(map(self._size, held[dim])) * self._size(axis)) == 0:
+                if (
+                    shape[dim]
+                    % (math.prod(map(self._size, held[dim])) * self._size(axis))
+                    == 0
+                ):
                     held[dim].append(axis)
                     break
             else:
@@ -115,12 +138,16 @@ class Layout:
             return parameter.astype(dtype)
         own, _ = self.parameter(letters, parameter.shape)
         value = jax.lax.with_sharding_constraint(parameter, own).astype(dtype)
-        return jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, self.whole(letters, parameter.shape)))
+        return jax.lax.with_sharding_constraint(
+            value, NamedSharding(self.mesh, self.whole(letters, parameter.shape))
+        )
 
     def whole(self, letters: str, shape: tuple[int, ...]) -> PartitionSpec:
         """How a parameter lies while it is used: whole along fsdp."""
         own, _ = self.parameter(letters, shape)
-        return self._spec([[a for a in axes_of(part) if a in COMPUTED_IN_PARTS] for part in own.spec])
+        return self._spec(
+            [[a for a in axes_of(part) if a in COMPUTED_IN_PARTS] for part in own.spec]
+        )
 
     def activation(self, value: jax.Array, letters: str) -> jax.Array:
         """An activation with its sharding: batch over dp, fsdp and ep; heads, MLP width and vocabulary over tp."""
@@ -134,14 +161,18 @@ class Layout:
         """Along which mesh axes an activation of this shape is split."""
         held: list[list[str]] = [[] for _ in letters]
         for dim, letter in enumerate(letters):
-            for axis in BATCH_AXES if letter == "b" else ("tp",) if letter in TP_AXES else ():
+            for axis in (
+                BATCH_AXES if letter == "b" else ("tp",) if letter in TP_AXES else ()
+            ):
                 parts = math.prod(map(self._size, held[dim])) * self._size(axis)
                 if self._size(axis) > 1 and shape[dim] % parts == 0:
                     held[dim].append(axis)
         return self._spec(held)
 
     def _spec(self, held: list[list[str]]) -> PartitionSpec:
-        parts = [tuple(axes) if len(axes) > 1 else axes[0] if axes else None for axes in held]
+        parts = [
+            tuple(axes) if len(axes) > 1 else axes[0] if axes else None for axes in held
+        ]
         while parts and parts[-1] is None:
             parts.pop()
         return PartitionSpec(*parts)
@@ -154,9 +185,14 @@ class Layout:
             for axis in self.parameter(letters, shape)[1]:
                 why = f"no suitable dimension divides by {self._size(axis)}"
                 out[f"{kind} {shape} is replicated along {axis}: {why}"] = None
-        unknown = [a for a in self.mesh.axis_names if a not in MESH_AXES and self.mesh.shape[a] > 1]
+        unknown = [
+            a
+            for a in self.mesh.axis_names
+            if a not in MESH_AXES and self.mesh.shape[a] > 1
+        ]
         out |= dict.fromkeys(
-            f"everything is replicated along mesh axis {a!r}: nothing is sharded over it" for a in unknown
+            f"everything is replicated along mesh axis {a!r}: nothing is sharded over it"
+            for a in unknown
         )
         return tuple(out)
 
@@ -171,6 +207,9 @@ def bytes_per_device(arrays: list[Any]) -> int:
     held: dict[Any, int] = {}
     for array in arrays:
         for device in array.sharding.device_set:
-            size = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+            size = (
+                math.prod(array.sharding.shard_shape(array.shape))
+                * array.dtype.itemsize
+            )
             held[device] = held.get(device, 0) + size
     return max(held.values(), default=0)

@@ -23,11 +23,17 @@ __all__ = ["cache_dir", "families", "resolve", "smollm2", "tiny"]
 
 
 def _instead(name: str) -> str:
-    return f"a tiny model of that family: jv.models.tiny({name!r})" if name in _FAMILIES else ""
+    return (
+        f"a tiny model of that family: jv.models.tiny({name!r})"
+        if name in _FAMILIES
+        else ""
+    )
 
 
 if not TYPE_CHECKING:  # a type checker knows the names by itself
-    __dir__, __getattr__ = module_names(__name__, __all__, "name of jv.models", _instead)
+    __dir__, __getattr__ = module_names(
+        __name__, __all__, "name of jv.models", _instead
+    )
 
 
 # owner/name, or a legacy bare name (gpt2): a Hugging Face hub id
@@ -72,7 +78,9 @@ def resolve(name: str | os.PathLike[str]) -> str:
         return os.path.abspath(path)
     if os.path.exists(path):
         raise ModelError(
-            f"{text} is a file, not a model directory", remedy="pass the directory that holds it", path=text
+            f"{text} is a file, not a model directory",
+            remedy="pass the directory that holds it",
+            path=text,
         )
     if text.startswith((".", "/", "~", os.sep)) or not _HUB_ID.fullmatch(text):
         raise ModelError(

@@ -57,7 +57,8 @@ def _bias(width: int) -> Init:
 
 def _embeddings(config: Config, gain: float = 2.0) -> Iterator[tuple[str, Init]]:
     """Gives logits a standard deviation of about 2: sampling varies, and greedy decoding is not near-random."""
-    vocab, hidden = size(config, "vocab_size"), size(config, "hidden_size")
+    vocab = size(config, "vocab_size")
+    hidden = size(config, "hidden_size")
     table = Init((vocab, hidden), gain * hidden**-0.5)
     yield "model.embed_tokens.weight", table
     if not config["tie_word_embeddings"]:
@@ -69,10 +70,18 @@ def _embeddings(config: Config, gain: float = 2.0) -> Iterator[tuple[str, Init]]
 _SHARP = 2.0
 
 
-def _attention(config: Config, at: str, bias: bool = False) -> Iterator[tuple[str, Init]]:
-    hidden, dim = size(config, "hidden_size"), head_dim(config)
-    q, kv = size(config, "num_attention_heads") * dim, size(config, "num_key_value_heads") * dim
-    for name, out, gain in (("q_proj", q, _SHARP), ("k_proj", kv, _SHARP), ("v_proj", kv, 1.0)):
+def _attention(
+    config: Config, at: str, bias: bool = False
+) -> Iterator[tuple[str, Init]]:
+    hidden = size(config, "hidden_size")
+    dim = head_dim(config)
+    q = size(config, "num_attention_heads") * dim
+    kv = size(config, "num_key_value_heads") * dim
+    for name, out, gain in (
+        ("q_proj", q, _SHARP),
+        ("k_proj", kv, _SHARP),
+        ("v_proj", kv, 1.0),
+    ):
         yield f"{at}{name}.weight", _linear(out, hidden, gain)
         if bias:
             yield f"{at}{name}.bias", _bias(out)
@@ -80,7 +89,8 @@ def _attention(config: Config, at: str, bias: bool = False) -> Iterator[tuple[st
 
 
 def _mlp(config: Config, at: str) -> Iterator[tuple[str, Init]]:
-    hidden, inner = size(config, "hidden_size"), size(config, "intermediate_size")
+    hidden = size(config, "hidden_size")
+    inner = size(config, "intermediate_size")
     yield f"{at}gate_proj.weight", _linear(inner, hidden)
     yield f"{at}up_proj.weight", _linear(inner, hidden)
     yield f"{at}down_proj.weight", _linear(hidden, inner, 2.0)
@@ -92,7 +102,8 @@ def _layers(config: Config) -> Iterator[str]:
 
 def _llama(config: Config) -> Iterator[tuple[str, Init]]:
     """llama, mistral; qwen2 with biases on q, k, v; qwen3 with norms of q and k."""
-    hidden, kind = size(config, "hidden_size"), config["model_type"]
+    hidden = size(config, "hidden_size")
+    kind = config["model_type"]
     yield from _embeddings(config)
     for at in _layers(config):
         yield f"{at}input_layernorm.weight", _norm(hidden)
@@ -105,9 +116,20 @@ def _llama(config: Config) -> Iterator[tuple[str, Init]]:
     yield "model.norm.weight", _norm(hidden)
 
 
-_EXPERTS = {  # by family: how config.json and the checkpoint call them: number, width, block; gate, up, down
-    "mixtral": ("num_local_experts", "intermediate_size", "block_sparse_moe", ("w1", "w3", "w2")),
-    "qwen3_moe": ("num_experts", "moe_intermediate_size", "mlp", ("gate_proj", "up_proj", "down_proj")),
+# by family: how config.json and the checkpoint call them: number, width, block; gate, up, down
+_EXPERTS = {
+    "mixtral": (
+        "num_local_experts",
+        "intermediate_size",
+        "block_sparse_moe",
+        ("w1", "w3", "w2"),
+    ),
+    "qwen3_moe": (
+        "num_experts",
+        "moe_intermediate_size",
+        "mlp",
+        ("gate_proj", "up_proj", "down_proj"),
+    ),
 }
 
 
@@ -115,7 +137,9 @@ def _experts(config: Config) -> Iterator[tuple[str, Init]]:
     """mixtral; qwen3_moe with norms of q and k."""
     kind = str(config["model_type"])
     number, width, block, names = _EXPERTS[kind]
-    hidden, inner, experts = size(config, "hidden_size"), size(config, width), size(config, number)
+    hidden = size(config, "hidden_size")
+    inner = size(config, width)
+    experts = size(config, number)
     yield from _embeddings(config)
     for at in _layers(config):
         yield f"{at}input_layernorm.weight", _norm(hidden)
@@ -126,7 +150,9 @@ def _experts(config: Config) -> Iterator[tuple[str, Init]]:
         yield f"{at}post_attention_layernorm.weight", _norm(hidden)
         yield f"{at}{block}.gate.weight", _linear(experts, hidden)
         for e in range(experts):
-            gate, up, down = (f"{at}{block}.experts.{e}.{name}.weight" for name in names)
+            gate, up, down = (
+                f"{at}{block}.experts.{e}.{name}.weight" for name in names
+            )
             yield gate, _linear(inner, hidden)
             yield up, _linear(inner, hidden)
             yield down, _linear(hidden, inner, 2.0)
@@ -135,8 +161,11 @@ def _experts(config: Config) -> Iterator[tuple[str, Init]]:
 
 def _phi3(config: Config) -> Iterator[tuple[str, Init]]:
     """q, k, v in one tensor, and gate and up in another."""
-    hidden, inner, dim = size(config, "hidden_size"), size(config, "intermediate_size"), head_dim(config)
-    q, kv = size(config, "num_attention_heads") * dim, size(config, "num_key_value_heads") * dim
+    hidden = size(config, "hidden_size")
+    inner = size(config, "intermediate_size")
+    dim = head_dim(config)
+    q = size(config, "num_attention_heads") * dim
+    kv = size(config, "num_key_value_heads") * dim
     yield from _embeddings(config)
     for at in _layers(config):
         yield f"{at}input_layernorm.weight", _norm(hidden)
@@ -171,12 +200,19 @@ def _gemma(config: Config) -> Iterator[tuple[str, Init]]:
 
 def _olmo2(config: Config) -> Iterator[tuple[str, Init]]:
     """Norms after the blocks, and over all heads of q and k."""
-    hidden, dim = size(config, "hidden_size"), head_dim(config)
+    hidden = size(config, "hidden_size")
+    dim = head_dim(config)
     yield from _embeddings(config)
     for at in _layers(config):
         yield from _attention(config, f"{at}self_attn.")
-        yield f"{at}self_attn.q_norm.weight", _norm(size(config, "num_attention_heads") * dim)
-        yield f"{at}self_attn.k_norm.weight", _norm(size(config, "num_key_value_heads") * dim)
+        yield (
+            f"{at}self_attn.q_norm.weight",
+            _norm(size(config, "num_attention_heads") * dim),
+        )
+        yield (
+            f"{at}self_attn.k_norm.weight",
+            _norm(size(config, "num_key_value_heads") * dim),
+        )
         yield f"{at}post_attention_layernorm.weight", _norm(hidden)
         yield from _mlp(config, f"{at}mlp.")
         yield f"{at}post_feedforward_layernorm.weight", _norm(hidden)
@@ -185,7 +221,8 @@ def _olmo2(config: Config) -> Iterator[tuple[str, Init]]:
 
 def _gpt2(config: Config) -> Iterator[tuple[str, Init]]:
     """Weights stored as (in, out), q, k, v in one tensor, learned positions."""
-    hidden, inner = size(config, "n_embd"), size(config, "n_inner")
+    hidden = size(config, "n_embd")
+    inner = size(config, "n_inner")
     yield "wte.weight", Init((size(config, "vocab_size"), hidden), 2 * hidden**-0.5)
     yield "wpe.weight", Init((size(config, "n_positions"), hidden), 2 * hidden**-0.5)
     for i in range(size(config, "n_layer")):
@@ -204,7 +241,10 @@ def _gpt2(config: Config) -> Iterator[tuple[str, Init]]:
     yield "ln_f.weight", _norm(hidden)
     yield "ln_f.bias", _bias(hidden)
     if not config["tie_word_embeddings"]:
-        yield "lm_head.weight", Init((size(config, "vocab_size"), hidden), 2 * hidden**-0.5)
+        yield (
+            "lm_head.weight",
+            Init((size(config, "vocab_size"), hidden), 2 * hidden**-0.5),
+        )
 
 
 # Head size 32 is the smallest that vLLM's CPU attention supports; 4 and 2 heads both split under tensor parallelism 2.
@@ -266,7 +306,10 @@ GPT2_NAMES = {  # the common name -> gpt2's own
 
 
 def _family(
-    architecture: str, model_type: str, tensors: Callable[[Config], Iterator[tuple[str, Init]]], *parts: Config
+    architecture: str,
+    model_type: str,
+    tensors: Callable[[Config], Iterator[tuple[str, Init]]],
+    *parts: Config,
 ) -> Family:
     config: Config = {"architectures": [architecture], "model_type": model_type}
     for part in parts:

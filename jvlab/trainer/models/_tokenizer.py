@@ -10,7 +10,13 @@ from collections import Counter, defaultdict
 from jvlab._errors import ConfigError
 
 # transformers loads any qwen2 tokenizer as its own class, which adds an <|endoftext|> if there is none
-PAD, BOS, EOS, TURN_START, TURN_END = SPECIAL = ("<|pad|>", "<|bos|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>")
+PAD, BOS, EOS, TURN_START, TURN_END = SPECIAL = (
+    "<|pad|>",
+    "<|bos|>",
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+)
 PAD_ID, BOS_ID, EOS_ID, TURN_START_ID, TURN_END_ID = range(5)
 SMALLEST = len(SPECIAL) + 256  # every byte must have a token
 
@@ -113,7 +119,11 @@ user: system: assistant: Question: Answer: Problem: Solution: Example: Input: Ou
 
 def _byte_alphabet() -> list[str]:
     """GPT-2's printable character for each byte: `ByteLevel` in `tokenizers`."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     spare = iter(range(256, 512))
     return [chr(b) if b in set(printable) else chr(next(spare)) for b in range(256)]
 
@@ -200,7 +210,12 @@ def tokenizer_files(vocab_size: int, max_length: int) -> dict[str, str]:
         }
         for i, t in enumerate(SPECIAL)
     ]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
     tokenizer = {
         "version": "1.0",
         "truncation": None,
@@ -228,15 +243,20 @@ def tokenizer_files(vocab_size: int, max_length: int) -> dict[str, str]:
         **names,
         "tokenizer_class": "PreTrainedTokenizerFast",
         "chat_template": CHAT_TEMPLATE,
-        "clean_up_tokenization_spaces": False,  # the default would drop spaces before punctuation on decoding
+        # the default would drop spaces before punctuation on decoding
+        "clean_up_tokenization_spaces": False,
         "model_max_length": max_length,
         "additional_special_tokens": [TURN_START, TURN_END],
-        "added_tokens_decoder": {str(t["id"]): {k: v for k, v in t.items() if k != "id"} for t in special},
+        "added_tokens_decoder": {
+            str(t["id"]): {k: v for k, v in t.items() if k != "id"} for t in special
+        },
     }
     return {
         "tokenizer.json": _dump(tokenizer),
         "tokenizer_config.json": _dump(config),
-        "special_tokens_map.json": _dump({**names, "additional_special_tokens": [TURN_START, TURN_END]}),
+        "special_tokens_map.json": _dump(
+            {**names, "additional_special_tokens": [TURN_START, TURN_END]}
+        ),
     }
 
 

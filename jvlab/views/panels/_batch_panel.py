@@ -50,10 +50,15 @@ class BatchPanel(Panel):
 
     def _check(self, colour: str) -> None:
         if colour not in COLOURS:
-            raise ConfigError(f"colour={colour!r}", remedy=f"one of {', '.join(COLOURS)}", colour=colour)
+            raise ConfigError(
+                f"colour={colour!r}",
+                remedy=f"one of {', '.join(COLOURS)}",
+                colour=colour,
+            )
         if colour == "gap" and not self._data["compared"]:
             raise ConfigError(
-                "this batch has no log-probabilities of the trainer", remedy="show batch.compare(policy) instead"
+                "this batch has no log-probabilities of the trainer",
+                remedy="show batch.compare(policy) instead",
             )
 
     @property
@@ -75,28 +80,45 @@ class BatchPanel(Panel):
         """Go to a prompt and one of its samples, counted from 0, like the arrow buttons and keys."""
         groups = self._data["groups"]
         if not 0 <= prompt < len(groups):
-            raise ConfigError(f"there is no prompt {prompt}", remedy=f"from 0 to {len(groups) - 1}", prompt=prompt)
+            raise ConfigError(
+                f"there is no prompt {prompt}",
+                remedy=f"from 0 to {len(groups) - 1}",
+                prompt=prompt,
+            )
         count = len(groups[prompt]["samples"])
         if not 0 <= sample < count:
-            raise ConfigError(f"prompt {prompt} has no sample {sample}", remedy=f"from 0 to {count - 1}", sample=sample)
+            raise ConfigError(
+                f"prompt {prompt} has no sample {sample}",
+                remedy=f"from 0 to {count - 1}",
+                sample=sample,
+            )
         with self.widget.hold_sync():
-            self.widget.prompt, self.widget.sample, self.widget.reference = prompt, sample, -1
+            self.widget.prompt = prompt
+            self.widget.sample = sample
+            self.widget.reference = -1
 
     def diff(self, sample: int | None = 0) -> None:
         """Underline what the prompt's other samples have and this one has not, like the key d; None: no longer."""
         count = len(self._data["groups"][self.widget.prompt]["samples"])
         if sample is not None and not 0 <= sample < count:
-            raise ConfigError(f"there is no sample {sample}", remedy=f"from 0 to {count - 1}", sample=sample)
+            raise ConfigError(
+                f"there is no sample {sample}",
+                remedy=f"from 0 to {count - 1}",
+                sample=sample,
+            )
         self.widget.reference = -1 if sample is None else sample
 
     def search(self, text: str) -> list[tuple[int, int]]:
         """Mark a text, ignoring case, and return the (prompt, sample) that have it; sample -1 is the prompt itself."""
         self.widget.query = text
-        wanted, groups = text.lower(), self._data["groups"]
+        wanted = text.lower()
+        groups = self._data["groups"]
         return [
             (at, index)
             for at, group in enumerate(groups)
-            for index, found in enumerate([group["prompt"], *(s["text"] for s in group["samples"])], -1)
+            for index, found in enumerate(
+                [group["prompt"], *(s["text"] for s in group["samples"])], -1
+            )
             if wanted and wanted in found.lower()
         ]
 
@@ -115,7 +137,8 @@ def _widget_class() -> type[Any]:
         colour = traitlets.Unicode("logprob").tag(sync=True)
         prompt = traitlets.Int(0).tag(sync=True)
         sample = traitlets.Int(0).tag(sync=True)
-        reference = traitlets.Int(-1).tag(sync=True)  # the sample that the others are compared with; -1: none
+        # the sample that the others are compared with; -1: none
+        reference = traitlets.Int(-1).tag(sync=True)
         query = traitlets.Unicode("").tag(sync=True)
 
     return RolloutWidget

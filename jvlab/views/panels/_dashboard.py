@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from jvlab.trainer._run import Run
 
 
-SNAPSHOT_SECONDS = 10.0  # between synced copies of all rows, while new ones are appended
+# between synced copies of all rows, while new ones are appended
+SNAPSHOT_SECONDS = 10.0
 SMOOTHING = {"none": 1, "5 steps": 5, "20 steps": 20, "100 steps": 100}
 
 
@@ -55,7 +56,8 @@ class Dashboard(PartsPanel):
     def __init__(self, subject: Any, compare: Any = None) -> None:
         self.feed: RunFeed | None = None
         self.other: RunFeed | None = None
-        self.updates, self._update_seconds = 0, 0.0
+        self.updates = 0
+        self._update_seconds = 0.0
         self._read: tuple[Any, Any] = (None, None)  # the samples that are shown
         self._rows_due = self._other_due = 0.0
         super().__init__(subject)
@@ -100,11 +102,23 @@ class Dashboard(PartsPanel):
         self.curves.on_msg(lambda _, content, __: self._send_missing(content))
         controls = self.make_controls()
         self.smoothing = parts.add(
-            "select", "jv-smoothing", description="smoothing", value="none", options=list(SMOOTHING)
+            "select",
+            "jv-smoothing",
+            description="smoothing",
+            value="none",
+            options=list(SMOOTHING),
         )
         self.smoothing.on_change(lambda: self._smooth(SMOOTHING[self.smoothing.value]))
         drawn = parts.add("draw", "jv-figure", draw="curves")
-        parts.arrange(box(self.head, box(*controls, self.smoothing, row=True), drawn, self.samples, self.message))
+        parts.arrange(
+            box(
+                self.head,
+                box(*controls, self.smoothing, row=True),
+                drawn,
+                self.samples,
+                self.message,
+            )
+        )
         self.refresh()  # complete from the start, in case the notebook is saved now
 
     def _smooth(self, steps: int) -> None:
@@ -115,18 +129,28 @@ class Dashboard(PartsPanel):
         words = next((name for name, count in SMOOTHING.items() if count == steps), "")
         if not words:
             known = ", ".join(map(str, SMOOTHING.values()))
-            raise ConfigError(f"smoothing over {steps!r} steps", remedy=f"one of {known}")
+            raise ConfigError(
+                f"smoothing over {steps!r} steps", remedy=f"one of {known}"
+            )
         self.smoothing.value = words
 
     def compare(self, other: Any) -> None:
         """Draw another run (or its record) behind this one; None removes it."""
         if other is None:
-            self.other, self.curves.other, self.curves.other_rows = None, {}, b""
+            self.other = None
+            self.curves.other = {}
+            self.curves.other_rows = b""
             return
         record = other if isinstance(other, Record) else getattr(other, "record", None)
         if not isinstance(record, Record):
-            raise ConfigError(f"compare is {type(other).__name__}", remedy="a run, or jv.Record.open(folder)")
-        name = str(getattr(other, "name", "") or (record.folder.name if record.folder else "other run"))
+            raise ConfigError(
+                f"compare is {type(other).__name__}",
+                remedy="a run, or jv.Record.open(folder)",
+            )
+        name = str(
+            getattr(other, "name", "")
+            or (record.folder.name if record.folder else "other run")
+        )
         self._other_name, self.other, self._other_due = name, RunFeed(record), 0.0
         self._send_other()
 
@@ -137,13 +161,20 @@ class Dashboard(PartsPanel):
         self._other_due = time.monotonic() + SNAPSHOT_SECONDS
         if self.other.read() is not None:
             with self.curves.hold_sync():
-                self.curves.other = {"name": self._other_name, "evaluations": self.other.evaluations}
+                self.curves.other = {
+                    "name": self._other_name,
+                    "evaluations": self.other.evaluations,
+                }
                 self.curves.other_rows = self.other.rows.tobytes()
 
     def _send_missing(self, content: Any) -> None:
         """A canvas that has just been drawn reports how many rows it has; send it the rest."""
         have = content.get("have") if isinstance(content, dict) else None
-        if isinstance(have, int) and self.feed is not None and 0 <= have < len(self.feed.rows):
+        if (
+            isinstance(have, int)
+            and self.feed is not None
+            and 0 <= have < len(self.feed.rows)
+        ):
             self._append(have)
 
     def _append(self, first: int) -> None:
@@ -174,7 +205,8 @@ class Dashboard(PartsPanel):
         return self.feed
 
     def _write(self) -> None:
-        feed, status = self.feed, self.status()
+        feed = self.feed
+        status = self.status()
         assert feed is not None
         first = feed.read()
         if first is not None:
@@ -217,14 +249,20 @@ class RecordPanel(Dashboard):
     remedy = "jv.Record.open(folder).panel()"
 
     def __init__(self, record: Record, compare: Any = None, model: str = "") -> None:
-        self._model, self._status, self._events = model, status_of(record), len(record.events())
+        self._model, self._status, self._events = (
+            model,
+            status_of(record),
+            len(record.events()),
+        )
         self.moving = record.running
         self.hz = Dashboard.hz if self.moving else 0.05
         super().__init__(record, compare)
 
     @property
     def name(self) -> str:
-        names = [e.run for e in self.subject.events() if isinstance(e, RunStart) and e.run]
+        names = [
+            e.run for e in self.subject.events() if isinstance(e, RunStart) and e.run
+        ]
         return names[-1] if names else "run"
 
     @property
@@ -233,7 +271,9 @@ class RecordPanel(Dashboard):
 
     def status(self) -> RunStatus:
         # its writer may have been killed, which writes no event
-        if self.moving and (len(self.subject.events()) != self._events or not self.subject.running):
+        if self.moving and (
+            len(self.subject.events()) != self._events or not self.subject.running
+        ):
             self._events = len(self.subject.events())
             # samples are looked for once the run has ended: their file is long, and this panel need not be exact
             self.moving = self.subject.running
@@ -248,7 +288,9 @@ class RecordPanel(Dashboard):
         return f"step {self._status.step}"
 
 
-def show_record(record: Record, compare: Any = None, model: str = "") -> RecordPanel | None:
+def show_record(
+    record: Record, compare: Any = None, model: str = ""
+) -> RecordPanel | None:
     """Display a record's dashboard; returns the panel if widgets are available."""
     panel = show(record, lambda: RecordPanel(record, compare, model))
     return panel if isinstance(panel, RecordPanel) else None
@@ -286,12 +328,28 @@ class RunPanel(Dashboard):
 
     def make_controls(self) -> list[Any]:
         run: Run = self.subject
-        parts, button = self.parts, self.parts.button
-        self.pause = button("pause", "run.pause()", "jv-pause", lambda: self.act(run.pause, "pause"))
-        self.resume = button("resume", "run.resume()", "jv-resume", lambda: self.act(run.resume, "resume"))
+        parts = self.parts
+        button = self.parts.button
+        self.pause = button(
+            "pause", "run.pause()", "jv-pause", lambda: self.act(run.pause, "pause")
+        )
+        self.resume = button(
+            "resume",
+            "run.resume()",
+            "jv-resume",
+            lambda: self.act(run.resume, "resume"),
+        )
         self.stop = button("stop", "run.stop()", "jv-stop")
-        self._confirm = ConfirmButton(self.stop, lambda: self.act(run.stop, "stop after this step"))
-        self.bound = parts.add("number", "jv-bound", description="max staleness", value=run.max_staleness, wrong="")
+        self._confirm = ConfirmButton(
+            self.stop, lambda: self.act(run.stop, "stop after this step")
+        )
+        self.bound = parts.add(
+            "number",
+            "jv-bound",
+            description="max staleness",
+            value=run.max_staleness,
+            wrong="",
+        )
         self.bound.on_press(self._set_bound)
         self.apply = button("set", "run.max_staleness = k", "jv-set", self._set_bound)
         return [self.pause, self.resume, self.stop, self.bound, self.apply]
@@ -304,13 +362,18 @@ class RunPanel(Dashboard):
             self.bound.wrong = f"a whole number, 0 or more; it stays {now}"
             return
         self.bound.wrong = ""
-        self.act(lambda: setattr(self.subject, "max_staleness", int(text)), f"max_staleness = {text}")
+        self.act(
+            lambda: setattr(self.subject, "max_staleness", int(text)),
+            f"max_staleness = {text}",
+        )
 
     def update_controls(self, status: RunStatus) -> None:
         over = f"the run is {status.state}"
         self.pause.why = "" if status.state == "running" else over
         self.resume.why = "" if status.state == "paused" else over
-        self.stop.why = "" if status.state in ("starting", "running", "paused") else over
+        self.stop.why = (
+            "" if status.state in ("starting", "running", "paused") else over
+        )
         self.apply.why = self.bound.why = over if self.subject.done else ""
         self._confirm.disarm(only_if_expired=True)
 

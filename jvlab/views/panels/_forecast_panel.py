@@ -34,7 +34,9 @@ class ForecastPanel(Panel):
         super().__init__(plan)
 
     def build(self) -> Any:
-        widget = _widget_class()(title=repr(self.plan), sliders=self._sliders(), places=list(PLACEMENTS))
+        widget = _widget_class()(
+            title=repr(self.plan), sliders=self._sliders(), places=list(PLACEMENTS)
+        )
         widget.classes = ["jv-forecast-panel"]
         widget.on_msg(self._moved)
         self._write(widget)
@@ -69,7 +71,10 @@ class ForecastPanel(Panel):
         """`plan.predict(**changes)`, shown."""
         unknown = set(changes) - {*LABELS, "placement"}
         if unknown:
-            raise ConfigError(f"no slider for {', '.join(sorted(unknown))}", remedy=f"one of {', '.join(LABELS)}")
+            raise ConfigError(
+                f"no slider for {', '.join(sorted(unknown))}",
+                remedy=f"one of {', '.join(LABELS)}",
+            )
         self.forecast = self.plan.predict(**changes)
         with self.widget.hold_sync():
             self._write(self.widget)
@@ -82,7 +87,10 @@ class ForecastPanel(Panel):
 
     def _write(self, widget: Any) -> None:
         setting = self.forecast.setting
-        widget.chosen = {**{name: getattr(setting, name) for name in LABELS}, "placement": setting.placement}
+        widget.chosen = {
+            **{name: getattr(setting, name) for name in LABELS},
+            "placement": setting.placement,
+        }
         widget.result = forecast_html(self.forecast)
         widget.note = ""
         widget.answers += 1

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jvlab._errors import ConfigError, MeaningError
-from jvlab.views._mapping_view import DOTS, detail_html, dtype_text, mapping_headline, search_rows
+from jvlab.views._mapping_view import (
+    DOTS,
+    detail_html,
+    dtype_text,
+    mapping_headline,
+    search_rows,
+)
 from jvlab.views.panels import _live
 from jvlab.views.panels._live import Panel, live_widget, module, show, styles
 
@@ -32,10 +38,13 @@ class InspectorPanel(Panel):
     moving = False
 
     def __init__(self, mapping: Mapping, params: Any = None) -> None:
-        self.mapping, self.params = mapping, params
+        self.mapping = mapping
+        self.params = params
         self.coverage: Coverage | None = None
-        self._kept: MappingRow | None = None  # the row that was selected last, also while no row shows it
-        self.found: Meaning | None = None  # what values say about the edited rules; None: they were not compared
+        # the row that was selected last, also while no row shows it
+        self._kept: MappingRow | None = None
+        # what values say about the edited rules; None: they were not compared
+        self.found: Meaning | None = None
         self.rows: Sequence[MappingRow] = mapping.rows
         self._meaning = mapping.meaning
         super().__init__(mapping)
@@ -77,7 +86,8 @@ class InspectorPanel(Panel):
         return table_bytes(rows, shown.ambiguous if shown is not None else {})
 
     def say(self, text: str, bad: bool = False) -> None:
-        self.widget.note, self.widget.bad = text, bad
+        self.widget.note = text
+        self.widget.bad = bad
 
     def _pressed(self, _: Any, message: dict[str, Any], __: Any) -> None:
         match message.get("do"):
@@ -94,17 +104,35 @@ class InspectorPanel(Panel):
 
     # Actions of fields and buttons --------------------------------------------------------------------------------
 
-    def search(self, text: str = "", *, status: str = "", rule: str = "", rank: int | None = None) -> list[MappingRow]:
+    def search(
+        self,
+        text: str = "",
+        *,
+        status: str = "",
+        rule: str = "",
+        rank: int | None = None,
+    ) -> list[MappingRow]:
         """Show the rows that `mapping.search` finds, and return them."""
-        self.widget.query = {"text": text, "status": status, "rule": rule, "rank": "" if rank is None else str(rank)}
+        self.widget.query = {
+            "text": text,
+            "status": status,
+            "rule": rule,
+            "rank": "" if rank is None else str(rank),
+        }
         return search_rows(self.rows, text, status, rule, rank)
 
     def select(self, name: str) -> MappingRow:
         """Show one row by name, as in `mapping.explain`: a leaf or a slice of it, a tensor or a vLLM parameter."""
-        exact = [i for i, r in enumerate(self.rows) if name in (r.leaf, r.name, r.tensor, r.parameter)]
+        exact = [
+            i
+            for i, r in enumerate(self.rows)
+            if name in (r.leaf, r.name, r.tensor, r.parameter)
+        ]
         if not exact:
             found = self.mapping.explain(name).place
-            exact = [i for i, r in enumerate(self.rows) if found.name in (r.leaf, r.name)]
+            exact = [
+                i for i, r in enumerate(self.rows) if found.name in (r.leaf, r.name)
+            ]
         self.widget.selected = exact[0]
         return self.rows[exact[0]]
 
@@ -128,25 +156,38 @@ class InspectorPanel(Panel):
         """What is known of edited rules, and whether they are wrong: what they cover, then what values say."""
         self.found = None
         if coverage.made is None:
-            more = f"\n… {len(coverage.problems) - 5} more" if len(coverage.problems) > 5 else ""
+            more = (
+                f"\n… {len(coverage.problems) - 5} more"
+                if len(coverage.problems) > 5
+                else ""
+            )
             return "\n".join(coverage.problems[:5]) + more, True
         covered = "everything is covered, each element once"
         later = "the link keeps its old rules until you connect with these"
         if why := self._why_no_values():
-            return f"{covered}; values are compared when you connect with these rules, not now: {why}", False
+            return (
+                f"{covered}; values are compared when you connect with these rules, not now: {why}",
+                False,
+            )
         try:
-            found: Meaning = coverage.made._open_link().meaning_of(coverage.made, self.params)
+            found: Meaning = coverage.made._open_link().meaning_of(
+                coverage.made, self.params
+            )
         except MeaningError as error:
             self.found = error.fields["meaning"]  # type: ignore[assignment]
             return f"everything is covered, but wrong: {error.message}", True
         except ConfigError as error:
-            return f"{covered}; values were not compared: {error.message}; {later}", False
+            return (
+                f"{covered}; values were not compared: {error.message}; {later}",
+                False,
+            )
         self.found = found
         return f"{covered}; {found.text} ({found.why}); {later}", False
 
     def reset(self) -> None:
         """Discard the edits."""
-        self.coverage, self.rows = None, self.mapping.rows
+        self.coverage = None
+        self.rows = self.mapping.rows
         self.found = None
         self._show_rows()
         self.say("edits discarded")
@@ -155,7 +196,9 @@ class InspectorPanel(Panel):
         """Write the rules, including edits, to a file for `rules=path`."""
         if not str(path).strip():
             raise ConfigError("no file is named", remedy="give a path, e.g. rules.txt")
-        saved = (self.coverage if self.coverage is not None else self.mapping).save_rules(path)
+        saved = (
+            self.coverage if self.coverage is not None else self.mapping
+        ).save_rules(path)
         self.say(f"saved; use them: lab.connect(params, pool, rules={str(saved)!r})")
         return saved
 
@@ -165,7 +208,10 @@ class InspectorPanel(Panel):
 
         row = self.selected
         if row is None or not row.leaf:
-            raise ConfigError("no tensor is selected", remedy="click a row that has a leaf, or panel.select(name)")
+            raise ConfigError(
+                "no tensor is selected",
+                remedy="click a row that has a leaf, or panel.select(name)",
+            )
         try:
             found = self.mapping.values(row.name, self.params)
         except ConfigError as error:
@@ -174,7 +220,11 @@ class InspectorPanel(Panel):
         of_row = [v for v in found if v.parameter == row.parameter] or found
         self.widget.values = values_html(of_row)
         self.widget.ask = False
-        self.say("" if self.coverage is None else "these are the values by the link's rules, not by the edited ones")
+        self.say(
+            ""
+            if self.coverage is None
+            else "these are the values by the link's rules, not by the edited ones"
+        )
         return of_row
 
     def values_of(self, name: str) -> list[Any]:
@@ -197,15 +247,22 @@ class InspectorPanel(Panel):
             if row is not None and self.widget.note == HOW:
                 self.widget.note = ""
             known = self.mapping.meaning if self.coverage is None else self.found
-            self.widget.detail = detail_html(self.shown, row, known) if row is not None else ""
-            self.widget.rule = (row.rule or f"{row.leaf or '~'} -> {row.tensor or '~'}") if row is not None else ""
+            self.widget.detail = (
+                detail_html(self.shown, row, known) if row is not None else ""
+            )
+            self.widget.rule = (
+                (row.rule or f"{row.leaf or '~'} -> {row.tensor or '~'}")
+                if row is not None
+                else ""
+            )
 
     def _show_rows(self) -> None:
         """Replace the rows; the selected one stays selected, or is selected again once it is back."""
         keep = self._kept
         at = -1 if keep is None else _row_like(self.rows, keep)
         with self.widget.hold_sync():
-            self.widget.head, self.widget.count = self._table(self.rows[:HEAD]), len(self.rows)
+            self.widget.head = self._table(self.rows[:HEAD])
+            self.widget.count = len(self.rows)
             self.widget.table = self._table(self.rows)
             self.widget.headline = mapping_headline(self.shown or self.mapping)
             self.widget.line, self.widget.state = self._line_and_state()
@@ -233,7 +290,9 @@ class InspectorPanel(Panel):
 def _row_like(rows: Sequence[MappingRow], keep: MappingRow) -> int:
     """The row that shows the same after an edit: the same way, else the same slice, leaf, or tensor; -1 without one."""
     same: list[Callable[[MappingRow], bool]] = [
-        lambda r: (r.name, r.tensor, r.parameter) == (keep.name, keep.tensor, keep.parameter),
+        lambda r: (
+            (r.name, r.tensor, r.parameter) == (keep.name, keep.tensor, keep.parameter)
+        ),
         lambda r: (r.name, r.tensor) == (keep.name, keep.tensor),
         lambda r: bool(keep.leaf) and r.name == keep.name,
         lambda r: bool(keep.leaf) and r.leaf == keep.leaf,
@@ -250,11 +309,17 @@ def notebook_variable(name: str) -> Any:
     names: dict[str, Any] = shell.user_ns if shell is not None else {}
     first, *rest = name.strip().split(".")
     if first not in names:
-        raise ConfigError(f"the notebook has no variable {first!r}", remedy="name one that holds parameters")
+        raise ConfigError(
+            f"the notebook has no variable {first!r}",
+            remedy="name one that holds parameters",
+        )
     found = names[first]
     for attribute in rest:
         if not hasattr(found, attribute):
-            raise ConfigError(f"{first} has no attribute {attribute!r}", remedy="policy, or policy.params")
+            raise ConfigError(
+                f"{first} has no attribute {attribute!r}",
+                remedy="policy, or policy.params",
+            )
         found = getattr(found, attribute)
     return found
 
@@ -276,7 +341,9 @@ def _line(mapping: Mapping) -> str:
     return meaning.text if meaning is not None else ""
 
 
-def table_bytes(rows: Sequence[MappingRow], ambiguous: dict[str, str] | None = None) -> bytes:
+def table_bytes(
+    rows: Sequence[MappingRow], ambiguous: dict[str, str] | None = None
+) -> bytes:
     """The rows as columns for the browser: the header's length, a JSON header, the columns' bytes.
 
     `ambiguous`: leaf -> the readings of it that are still open.
@@ -290,13 +357,24 @@ def table_bytes(rows: Sequence[MappingRow], ambiguous: dict[str, str] | None = N
 
     def text(key: str, title: str, values: list[str]) -> dict[str, Any]:
         lines = "\n".join(v.replace("\n", " ") for v in values)
-        return {"kind": "text", "key": key, "title": title, "bytes": put(lines.encode())}
+        return {
+            "kind": "text",
+            "key": key,
+            "title": title,
+            "bytes": put(lines.encode()),
+        }
 
     def code(key: str, title: str, values: list[str]) -> dict[str, Any]:
         names = list(dict.fromkeys(values))
         at = {n: i for i, n in enumerate(names)}
         codes = np.array([at[v] for v in values], "<u4").tobytes()
-        return {"kind": "code", "key": key, "title": title, "names": names, "bytes": put(codes)}
+        return {
+            "kind": "code",
+            "key": key,
+            "title": title,
+            "names": names,
+            "bytes": put(codes),
+        }
 
     ranks = code("ranks", "ranks", [r.rank_text for r in rows])
     sets = {r.rank_text: list(r.ranks) for r in rows}
@@ -317,9 +395,12 @@ def table_bytes(rows: Sequence[MappingRow], ambiguous: dict[str, str] | None = N
         code("meaning", "meaning", [open_.get(r.leaf, "") for r in rows]),
     ]
     if any(r.numbered for r in rows):
-        columns.append(text("numbered", "", [r.numbered for r in rows]))  # searched, not shown
+        # searched, not shown
+        columns.append(text("numbered", "", [r.numbered for r in rows]))
     every = sorted({r for held in sets.values() for r in held})
-    header = json.dumps({"count": len(rows), "columns": columns, "ranks": every}, ensure_ascii=False).encode()
+    header = json.dumps(
+        {"count": len(rows), "columns": columns, "ranks": every}, ensure_ascii=False
+    ).encode()
     return b"".join((len(header).to_bytes(4, "little"), header, *parts))
 
 
@@ -340,7 +421,9 @@ def _widget_class() -> Any:
         state = traitlets.Unicode("").tag(sync=True)
         note = traitlets.Unicode("").tag(sync=True)
         bad = traitlets.Bool(False).tag(sync=True)
-        query = traitlets.Dict({"text": "", "status": "", "rule": "", "rank": ""}).tag(sync=True)
+        query = traitlets.Dict({"text": "", "status": "", "rule": "", "rank": ""}).tag(
+            sync=True
+        )
         selected = traitlets.Int(-1).tag(sync=True)
         detail = traitlets.Unicode("").tag(sync=True)
         values = traitlets.Unicode("").tag(sync=True)

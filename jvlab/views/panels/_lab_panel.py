@@ -12,8 +12,26 @@ from typing import TYPE_CHECKING, Any
 from jvlab._errors import GatewayUnreachable, JvlabError
 from jvlab._states import state
 from jvlab._units import human_bytes
-from jvlab.views._cards import ProcessRow, ProcessRows, lab_state, pool_headline, pool_title
-from jvlab.views._style import BAD, BOX, FAINT, FILL, MONO, dot, hollow_dots, message_html, sparkline, state_html, table
+from jvlab.views._cards import (
+    ProcessRow,
+    ProcessRows,
+    lab_state,
+    pool_headline,
+    pool_title,
+)
+from jvlab.views._style import (
+    BAD,
+    BOX,
+    FAINT,
+    FILL,
+    MONO,
+    dot,
+    hollow_dots,
+    message_html,
+    sparkline,
+    state_html,
+    table,
+)
 from jvlab.views.panels._parts import ConfirmButton, Part, PartsPanel, box
 
 if TYPE_CHECKING:
@@ -22,7 +40,18 @@ if TYPE_CHECKING:
 
 MAX_POINTS = 60  # of a sparkline
 LOG_LINES = 30
-HEADS = ("process", "state", "pid", "device", "memory", "version", "beat", "in flight", "tokens/s", "")
+HEADS = (
+    "process",
+    "state",
+    "pid",
+    "device",
+    "memory",
+    "version",
+    "beat",
+    "in flight",
+    "tokens/s",
+    "",
+)
 NUMBERS = (2, 4, 5, 6, 7, 8)
 NEW_LAB = "lab = jv.Lab()"
 
@@ -32,10 +61,20 @@ def rows_html(rows: Iterable[ProcessRow], rates: dict[str, deque[float]]) -> str
     shown = []
     for row in rows:
         number = lambda value, form="{}": "–" if value is None else form.format(value)
-        name = f'<span style="color:{FAINT}">└ {escape(row.name)}</span>' if row.kind == "worker" else escape(row.name)
-        flag = f' <b style="color:{BAD}">dirty</b>' if row.dirty and "dirty" not in row.state else ""
+        name = (
+            f'<span style="color:{FAINT}">└ {escape(row.name)}</span>'
+            if row.kind == "worker"
+            else escape(row.name)
+        )
+        flag = (
+            f' <b style="color:{BAD}">dirty</b>'
+            if row.dirty and "dirty" not in row.state
+            else ""
+        )
         late = f' style="color:{BAD}"' if (row.beat_age or 0) > 5 else ""
-        beat = "–" if row.beat_age is None else f"<span{late}>{row.beat_age:.1f} s</span>"
+        beat = (
+            "–" if row.beat_age is None else f"<span{late}>{row.beat_age:.1f} s</span>"
+        )
         blank = row.kind != "replica"
         shown.append(
             [
@@ -60,7 +99,8 @@ class PoolSection:
     """The parts of one pool: its processes and its buttons, each of which calls a method of the pool."""
 
     def __init__(self, pool: Pool, panel: PartsPanel) -> None:
-        self.pool, self._panel = pool, panel
+        self.pool = pool
+        self._panel = panel
         self._rates: dict[str, deque[float]] = {}
         self._log_due = 0.0
         parts = panel.parts
@@ -68,37 +108,82 @@ class PoolSection:
         self.log_text = parts.html("jv-log-text")
         self.log_text.hidden = True
         names = [r.replica for r in pool._snapshot.replicas]
-        self.replica = parts.add("select", "jv-replica", options=names, value=names[0] if names else "")
+        self.replica = parts.add(
+            "select", "jv-replica", options=names, value=names[0] if names else ""
+        )
         self.replica.change(tooltip="the replica that restart and log are about")
-        self.log = parts.add("toggle", "jv-log", description="log", tooltip="pool.logs(replica)", value=False, style="")
+        self.log = parts.add(
+            "toggle",
+            "jv-log",
+            description="log",
+            tooltip="pool.logs(replica)",
+            value=False,
+            style="",
+        )
         self.log.on_change(self._toggle_log)
         self._confirm: list[ConfirmButton] = []
         self._make_buttons()
 
     def _make_buttons(self) -> None:
-        pool, button = self.pool, self._panel.parts.button
-        self.sleep = self._confirm_button("sleep", "pool.sleep()", "jv-sleep", pool.sleep)
-        self.restart = self._confirm_button(
-            "restart", "pool.restart(replica)", "jv-restart", lambda: pool.restart(self.replica.index)
+        pool = self.pool
+        button = self._panel.parts.button
+        self.sleep = self._confirm_button(
+            "sleep", "pool.sleep()", "jv-sleep", pool.sleep
         )
-        self.close = self._confirm_button("close pool", "pool.close()", "jv-close-pool", pool.close)
-        self.pause = button("pause", 'pool.pause("keep")', "jv-pause", lambda: self._do("pause", pool.pause))
-        self.resume = button("resume", "pool.resume()", "jv-resume", lambda: self._do("resume", pool.resume))
-        self.wake = button("wake", "pool.wake()", "jv-wake", lambda: self._do("wake", pool.wake))
+        self.restart = self._confirm_button(
+            "restart",
+            "pool.restart(replica)",
+            "jv-restart",
+            lambda: pool.restart(self.replica.index),
+        )
+        self.close = self._confirm_button(
+            "close pool", "pool.close()", "jv-close-pool", pool.close
+        )
+        self.pause = button(
+            "pause",
+            'pool.pause("keep")',
+            "jv-pause",
+            lambda: self._do("pause", pool.pause),
+        )
+        self.resume = button(
+            "resume",
+            "pool.resume()",
+            "jv-resume",
+            lambda: self._do("resume", pool.resume),
+        )
+        self.wake = button(
+            "wake", "pool.wake()", "jv-wake", lambda: self._do("wake", pool.wake)
+        )
 
     @property
     def buttons(self) -> list[Part]:
-        return [self.pause, self.resume, self.sleep, self.wake, self.replica, self.restart, self.log, self.close]
+        return [
+            self.pause,
+            self.resume,
+            self.sleep,
+            self.wake,
+            self.replica,
+            self.restart,
+            self.log,
+            self.close,
+        ]
 
     @property
     def box(self) -> dict[str, Any]:
         """The layout of the section."""
-        return box(self.text, box(*self.buttons, row=True), self.log_text, css_class=f"jv-pool-{self.pool.name}")
+        return box(
+            self.text,
+            box(*self.buttons, row=True),
+            self.log_text,
+            css_class=f"jv-pool-{self.pool.name}",
+        )
 
     def remove(self) -> None:
         self._panel.parts.remove(self.text, self.log_text, *self.buttons)
 
-    def _confirm_button(self, text: str, tip: str, css_class: str, work: Callable[[], object]) -> Part:
+    def _confirm_button(
+        self, text: str, tip: str, css_class: str, work: Callable[[], object]
+    ) -> Part:
         made = self._panel.parts.button(text, tip, css_class)
         self._confirm.append(ConfirmButton(made, lambda: self._do(text, work)))
         return made
@@ -116,9 +201,13 @@ class PoolSection:
         own = [row for row in rows if row.pool == snapshot.pool]
         for row in own:
             if row.tokens_per_s is not None:
-                self._rates.setdefault(row.name, deque(maxlen=MAX_POINTS)).append(row.tokens_per_s)
+                self._rates.setdefault(row.name, deque(maxlen=MAX_POINTS)).append(
+                    row.tokens_per_s
+                )
         head = pool_title(snapshot) + pool_headline(snapshot)
-        self.text.value = f'<div style="{BOX}">{head}{rows_html(own, self._rates)}</div>'
+        self.text.value = (
+            f'<div style="{BOX}">{head}{rows_html(own, self._rates)}</div>'
+        )
         for confirm in self._confirm:
             confirm.disarm(only_if_expired=True)
         self._enable(snapshot)
@@ -128,15 +217,28 @@ class PoolSection:
         """Say of each button why it cannot work now, or nothing."""
         replicas = {r.replica: r for r in snapshot.replicas}
         if list(replicas) != self.replica.options:
-            kept = self.replica.value if self.replica.value in replicas else next(iter(replicas), "")
+            kept = (
+                self.replica.value
+                if self.replica.value in replicas
+                else next(iter(replicas), "")
+            )
             self.replica.change(options=list(replicas), value=kept)
         ready = [r for r in replicas.values() if r.stage == "ready"]
-        paused, asleep = [r for r in ready if r.stats.paused], [r for r in ready if r.stats.sleeping]
+        paused = [r for r in ready if r.stats.paused]
+        asleep = [r for r in ready if r.stats.sleeping]
         none = "" if ready else "no replica is ready"
-        self.pause.why = none or ("it is paused already" if len(paused) == len(ready) else "")
+        self.pause.why = none or (
+            "it is paused already" if len(paused) == len(ready) else ""
+        )
         self.resume.why = "" if paused else "nothing is paused"
-        cpu = "an engine on a CPU cannot sleep; pause stops generation" if snapshot.device == "cpu" else ""
-        self.sleep.why = cpu or none or ("it is asleep already" if len(asleep) == len(ready) else "")
+        cpu = (
+            "an engine on a CPU cannot sleep; pause stops generation"
+            if snapshot.device == "cpu"
+            else ""
+        )
+        self.sleep.why = (
+            cpu or none or ("it is asleep already" if len(asleep) == len(ready) else "")
+        )
         self.wake.why = "" if asleep else "nothing is asleep"
         chosen = replicas.get(self.replica.value)
         failed = chosen is not None and chosen.stage == "failed"
@@ -157,7 +259,9 @@ class PoolSection:
         # a reversed column is scrolled to its end: the newest line stays visible
         style = f"display:flex;flex-direction:column-reverse;max-height:18em;overflow:auto;background:{FILL}"
         text = f"font-family:{MONO};font-size:11px;line-height:1.35;padding:6px;margin:0;white-space:pre-wrap"
-        self.log_text.value = f'<div style="{style}"><pre style="{text}">{escape(lines)}</pre></div>'
+        self.log_text.value = (
+            f'<div style="{style}"><pre style="{text}">{escape(lines)}</pre></div>'
+        )
 
 
 class PoolsPanel(PartsPanel):
@@ -183,7 +287,9 @@ class PoolsPanel(PartsPanel):
         return []
 
     def arrange(self) -> None:
-        self.parts.arrange(box(*self.head(), *(s.box for s in self._sections.values()), self.message))
+        self.parts.arrange(
+            box(*self.head(), *(s.box for s in self._sections.values()), self.message)
+        )
 
     def pools(self) -> dict[str, Pool]:
         """The pools to show."""
@@ -197,7 +303,8 @@ class PoolsPanel(PartsPanel):
             return
         try:
             status, rows = self._rows.read()
-        except (JvlabError, CancelledError, TimeoutError) as error:  # the next refresh tries again
+        # the next refresh tries again
+        except (JvlabError, CancelledError, TimeoutError) as error:
             if not self.done:
                 self._lost(isinstance(error, GatewayUnreachable), error)
             return
@@ -253,7 +360,9 @@ class LabPanel(PoolsPanel):
 
     def top(self) -> None:
         self.text = self.parts.html("jv-gateway", escape(repr(self.subject)))
-        self.close_button = self.parts.button("close lab", "lab.close()", "jv-close-lab")
+        self.close_button = self.parts.button(
+            "close lab", "lab.close()", "jv-close-lab"
+        )
         self._confirm = ConfirmButton(self.close_button, self._close_lab)
 
     def head(self) -> list[dict[str, Any]]:
@@ -272,17 +381,27 @@ class LabPanel(PoolsPanel):
         super().take(status, rows)
         gateway = rows[0]
         memory = f" · {human_bytes(gateway.memory)}" if gateway.memory else ""
-        holders = f"{len(status.holders)} holder{'s' if len(status.holders) != 1 else ''}"
-        lease = "no lease: stays until it is closed" if status.detached else f"lease {status.lease_seconds:.0f} s"
+        holders = (
+            f"{len(status.holders)} holder{'s' if len(status.holders) != 1 else ''}"
+        )
+        lease = (
+            "no lease: stays until it is closed"
+            if status.detached
+            else f"lease {status.lease_seconds:.0f} s"
+        )
         facts = f"pid {gateway.pid}{memory} · {holders} · {lease} · jvlab {escape(status.version)}"
-        health = lab_state(list(status.pools)) or state_html(state("serving"), "gateway serving")
+        health = lab_state(list(status.pools)) or state_html(
+            state("serving"), "gateway serving"
+        )
         title = f'<b>Lab</b> {health} <span style="color:{FAINT}">{facts}</span>'
         self.text.value = f'<div style="{BOX}">{title}</div>'
         self.close_button.why = ""
         self._confirm.disarm(only_if_expired=True)
 
     def lost_head(self, what: str) -> None:
-        self.text.value = f'<div style="{BOX}"><b>Lab</b> {state_html(state("gone"), what)}</div>'
+        self.text.value = (
+            f'<div style="{BOX}"><b>Lab</b> {state_html(state("gone"), what)}</div>'
+        )
         self.close_button.why = what
 
     @property

@@ -67,7 +67,9 @@ def parts_widget(esm: str, css: str, **traits: Any) -> type[Any]:
 def asset(*names: str) -> str:
     """The concatenated text of files in static/: a widget's module cannot import others."""
     folder = files("jvlab.views.panels").joinpath("static")
-    return "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in names)
+    return "\n".join(
+        folder.joinpath(name).read_text(encoding="utf-8") for name in names
+    )
 
 
 def module(*names: str) -> str:
@@ -84,11 +86,14 @@ def styles(*names: str) -> str:
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 HINT = "<div style='opacity:.7'>pip install ipywidgets anywidget for live panels</div>"
-BEAT_SECONDS = 2.0  # between signs of life; static/live.js gives a kernel up after seven seconds without one
+# between signs of life; static/live.js gives a kernel up after seven seconds without one
+BEAT_SECONDS = 2.0
 SNAPSHOT_SECONDS = 3.0  # between snapshots for the saved notebook
 KEPT_BEATS = 1800  # an hour of them: how long a cell may run while a click waits
-LONGEST_PERIOD = 15.0  # seconds: a panel that moves less often seems dead, whatever it costs
-SHARE = 0.01  # of a core: what a panel may take from the work it shows; half for updates, half for snapshots
+# seconds: a panel that moves less often seems dead, whatever it costs
+LONGEST_PERIOD = 15.0
+# of a core: what a panel may take from the work it shows; half for updates, half for snapshots
+SHARE = 0.01
 _log = logging.getLogger(__name__)
 
 
@@ -107,11 +112,13 @@ class Panel:
         self.subject = subject
         self.closed = False
         self.panel_id = uuid.uuid4().hex
-        self.hosted = hosted_by_environment()  # whether the page draws the panel beside the snapshot
+        # whether the page draws the panel beside the snapshot
+        self.hosted = hosted_by_environment()
         self.mounted = False  # whether it has done so
         self._lock = threading.Lock()
         self._due = self._beat_due = 0.0
-        self._beats: dict[int, float] = {}  # number of a sign of life -> when it was sent
+        # number of a sign of life -> when it was sent
+        self._beats: dict[int, float] = {}
         self.cpu_seconds = 0.0  # of the publisher's thread, for this panel
         self._costs: dict[str, float] = {}  # of the last update and the last snapshot
         self.opened = time.monotonic()
@@ -137,7 +144,8 @@ class Panel:
         work()
         cost = time.thread_time() - began
         self.cpu_seconds += cost
-        usual, self._costs[kind] = min(cost, self._costs.get(kind, 0.0)), cost
+        usual = min(cost, self._costs.get(kind, 0.0))
+        self._costs[kind] = cost
         return max(period, min(usual / (SHARE / 2), LONGEST_PERIOD))
 
     def build(self) -> Any:
@@ -180,11 +188,14 @@ class Panel:
         if self.widget.notice:
             self.widget.notice = ""
         if self.widget.beat and self.widget.beat["line"] != self.snapshot_line():
-            self._send_beat()  # the words of a dead kernel agree with what its panel shows
+            # the words of a dead kernel agree with what its panel shows
+            self._send_beat()
 
     def _heard(self, _: Any, message: Any, __: Any) -> None:
         """The page drew the panel: from now on the output may hold HTML only."""
-        if isinstance(message, dict) and (message.get("hosted") or message.get("mounted")):
+        if isinstance(message, dict) and (
+            message.get("hosted") or message.get("mounted")
+        ):
             fresh = not (self.hosted and self.mounted)
             self.hosted = self.mounted = True
             if fresh:
@@ -302,7 +313,9 @@ class _Publisher:
         with self._lock:
             self._panels.append(panel)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="jvlab-publisher", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, name="jvlab-publisher", daemon=True
+                )
                 self._thread.start()
 
     def drop(self, panel: Panel) -> None:
@@ -322,7 +335,10 @@ class _Publisher:
                 try:
                     self._visit(panel)
                 except Exception:  # a broken panel must not stop the others
-                    _log.exception("a panel of %s could not be refreshed", type(panel.subject).__name__)
+                    _log.exception(
+                        "a panel of %s could not be refreshed",
+                        type(panel.subject).__name__,
+                    )
                     self.drop(panel)
             due = min((min(p._due, p._beat_due) for p in panels), default=0.0)
             self._wake.wait(max(0.02, due - time.monotonic()))
@@ -343,7 +359,9 @@ class _Publisher:
             if panel.done:
                 panel.close()
         if panel.moving and panel._snapshot_due <= now:
-            panel._snapshot_due = now + panel.spend("snapshot", panel.save_snapshot, SNAPSHOT_SECONDS)
+            panel._snapshot_due = now + panel.spend(
+                "snapshot", panel.save_snapshot, SNAPSHOT_SECONDS
+            )
 
 
 _publisher = _Publisher()
@@ -373,13 +391,27 @@ class _Output:
         panel._on_close.append(self.end)
 
     def _bundle(self, dated: bool = True) -> dict[str, Any]:
-        panel, subject = self.panel, self.panel.subject
+        panel = self.panel
+        subject = self.panel.subject
         if not panel.hosted:
-            view = {"version_major": 2, "version_minor": 0, "model_id": panel.widget.model_id}
-            return {"text/plain": repr(subject), "text/html": panel.static_html(), WIDGET: view}
-        notice = panel.widget.notice or (panel.snapshot_line() if panel.mounted else panel._dated())
+            view = {
+                "version_major": 2,
+                "version_minor": 0,
+                "model_id": panel.widget.model_id,
+            }
+            return {
+                "text/plain": repr(subject),
+                "text/html": panel.static_html(),
+                WIDGET: view,
+            }
+        notice = panel.widget.notice or (
+            panel.snapshot_line() if panel.mounted else panel._dated()
+        )
         html = (notice_html(notice) if dated else "") + hollow_dots(panel.static_html())
-        return {"text/plain": repr(subject), "text/html": f'<div data-jv-panel="{panel.panel_id}">{html}</div>'}
+        return {
+            "text/plain": repr(subject),
+            "text/html": f'<div data-jv-panel="{panel.panel_id}">{html}</div>',
+        }
 
     def renew(self) -> None:
         """Write the newest snapshot, if it differs from the last one."""
@@ -394,7 +426,9 @@ class _Output:
         html = self.panel.static_html()
         if _ending and not self.panel.done:
             html = notice_html(self.panel.snapshot_line()) + hollow_dots(html)
-        self._handle.update({"text/plain": repr(self.panel.subject), "text/html": html}, raw=True)
+        self._handle.update(
+            {"text/plain": repr(self.panel.subject), "text/html": html}, raw=True
+        )
 
 
 def show(subject: Any, make: Callable[[], Panel] | None) -> Panel | None:

@@ -35,8 +35,11 @@ class Part:
     wrong = _field("wrong")  # what is wrong with a field's value, shown beside it
     why = _field("why")  # why it cannot be used now; empty if it can
 
-    def __init__(self, parts: Parts, name: str, kind: str, css_class: str, **state: Any) -> None:
-        self._parts, self.name = parts, name
+    def __init__(
+        self, parts: Parts, name: str, kind: str, css_class: str, **state: Any
+    ) -> None:
+        self._parts = parts
+        self.name = name
         self.state: dict[str, Any] = {
             "kind": kind,
             "class": css_class,
@@ -98,7 +101,8 @@ class Parts:
         self._send = send
         self._parts: dict[str, Part] = {}
         self._lock = threading.RLock()
-        self._depth, self._dirty = 0, False
+        self._depth = 0
+        self._dirty = False
         self._numbers = 0
         self.tree: dict[str, Any] = {"of": []}
 
@@ -112,7 +116,13 @@ class Parts:
     def html(self, css_class: str, value: str = "") -> Part:
         return self.add("html", css_class, value=value)
 
-    def button(self, text: str, tip: str, css_class: str, act: Callable[[], object] | None = None) -> Part:
+    def button(
+        self,
+        text: str,
+        tip: str,
+        css_class: str,
+        act: Callable[[], object] | None = None,
+    ) -> Part:
         part = self.add("button", css_class, description=text, tooltip=tip, style="")
         return part.on_press(act) if act is not None else part
 
@@ -148,31 +158,48 @@ class Parts:
 
     def _flush(self) -> None:
         self._dirty = False
-        self._send({name: dict(part.state) for name, part in self._parts.items()}, self.tree)
+        self._send(
+            {name: dict(part.state) for name, part in self._parts.items()}, self.tree
+        )
 
     def received(self, message: Any) -> bool:
         """Take a message of the page: a press, or a field's new value."""
-        part = self._parts.get(str(message.get("part"))) if isinstance(message, dict) else None
+        part = (
+            self._parts.get(str(message.get("part")))
+            if isinstance(message, dict)
+            else None
+        )
         if part is None:
             return False
         if message.get("press"):
             part.click()
-        elif "value" in message and not part.disabled and message["value"] != part.value:
+        elif (
+            "value" in message and not part.disabled and message["value"] != part.value
+        ):
             # the same value comes again when Enter is pressed, after it: what is wrong with it must stay in sight
             part.change(value=message["value"], wrong="")
         return True
 
 
-def box(*parts: Part | dict[str, Any], row: bool = False, css_class: str = "") -> dict[str, Any]:
+def box(
+    *parts: Part | dict[str, Any], row: bool = False, css_class: str = ""
+) -> dict[str, Any]:
     """A box of parts and boxes, for `Parts.arrange`."""
-    return {"of": [p.name if isinstance(p, Part) else p for p in parts], "row": row, "class": css_class}
+    return {
+        "of": [p.name if isinstance(p, Part) else p for p in parts],
+        "row": row,
+        "class": css_class,
+    }
 
 
 class ConfirmButton:
     """A button that asks for confirmation: a second click within `ARMED_SECONDS` acts."""
 
     def __init__(self, button: Part, act: Callable[[], object]) -> None:
-        self.button, self._act, self._text, self._until = button, act, button.description, 0.0
+        self.button = button
+        self._act = act
+        self._text = button.description
+        self._until = 0.0
         button.on_press(self.click)
 
     def click(self) -> None:
@@ -191,7 +218,8 @@ class ConfirmButton:
 
 # A panel made of parts: buttons, fields and HTML that the kernel describes and controls.js draws.
 
-STALE_CLICK_SECONDS = 4.0  # a busy page or network takes less; a running cell usually more
+# a busy page or network takes less; a running cell usually more
+STALE_CLICK_SECONDS = 4.0
 
 
 class PartsPanel(Panel):
@@ -209,9 +237,14 @@ class PartsPanel(Panel):
 
     def _message(self, content: Any) -> None:
         """A message of the page. A click that waited while a cell ran was meant for what was on show then: ignored."""
-        if isinstance(content, dict) and content.get("press") and (age := self.age_of(content)) > STALE_CLICK_SECONDS:
+        if (
+            isinstance(content, dict)
+            and content.get("press")
+            and (age := self.age_of(content)) > STALE_CLICK_SECONDS
+        ):
             self.say(
-                f"a click came {age:.0f} s late, because a cell was running: nothing was done; click again", bad=True
+                f"a click came {age:.0f} s late, because a cell was running: nothing was done; click again",
+                bad=True,
             )
             return
         self.parts.received(content)
@@ -226,7 +259,8 @@ class PartsPanel(Panel):
 
     def _send(self, parts: dict[str, Any], arrangement: dict[str, Any]) -> None:
         with self.widget.hold_sync():
-            self.widget.parts, self.widget.arrangement = parts, arrangement
+            self.widget.parts = parts
+            self.widget.arrangement = arrangement
 
     @property
     def widget_notice(self) -> str:

@@ -6,7 +6,15 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from jvlab._errors import ConfigError
-from jvlab.views._plan_view import bucket_lanes, heat_svg, link_html, plan_headline, plan_html, plan_title, times_html
+from jvlab.views._plan_view import (
+    bucket_lanes,
+    heat_svg,
+    link_html,
+    plan_headline,
+    plan_html,
+    plan_title,
+    times_html,
+)
 from jvlab.views.panels._live import Panel, live_widget, module, show, styles
 
 if TYPE_CHECKING:
@@ -69,7 +77,10 @@ class PlanPanel(Panel):
     def predict(self, link_gbps: float) -> float:
         """`plan.predict(link_gbps)`, shown with the schedule of buckets at that speed."""
         if not isinstance(link_gbps, (int, float)) or not link_gbps > 0:
-            raise ConfigError(f"GB/s must be above 0, not {link_gbps!r}", remedy="50 is a 400 Gb/s port")
+            raise ConfigError(
+                f"GB/s must be above 0, not {link_gbps!r}",
+                remedy="50 is a 400 Gb/s port",
+            )
         with self.widget.hold_sync():
             self.widget.gbps = float(link_gbps)
             self.widget.times = times_html(self.plan, link_gbps)
@@ -81,14 +92,20 @@ class PlanPanel(Panel):
     def select(self, device: int, rank: int, replica: int = 0) -> LinkPlan:
         """`plan.link(device, rank, replica)`, shown below the heat map."""
         links = self.plan.all_links
-        found = ((links.device == device) & (links.rank == rank) & (links.replica == replica)).nonzero()[0]
+        found = (
+            (links.device == device) & (links.rank == rank) & (links.replica == replica)
+        ).nonzero()[0]
         if not len(found):
-            raise ConfigError(f"device {device} sends nothing to rank {rank} of replica {replica}")
+            raise ConfigError(
+                f"device {device} sends nothing to rank {rank} of replica {replica}"
+            )
         self.widget.picked = int(found[0])
         return self.plan.link(device, rank, replica)
 
     def _picked(self, at: int) -> None:
-        self.widget.detail = link_html(self.plan, at) if 0 <= at < len(self.plan.all_links) else ""
+        self.widget.detail = (
+            link_html(self.plan, at) if 0 <= at < len(self.plan.all_links) else ""
+        )
 
     def __repr__(self) -> str:
         return f"PlanPanel({len(self.plan.all_links)} links)"

@@ -47,7 +47,9 @@ class StepperPanel(PartsPanel):
     """Step, run, run to a breakpoint, pause, abort, verify; shows progress and the engines' state."""
 
     hz = 4.0
-    remedy = "jv.Lab.attach(), then link.stepper(params): the gateway abandoned this one"
+    remedy = (
+        "jv.Lab.attach(), then link.stepper(params): the gateway abandoned this one"
+    )
 
     def widget_class(self) -> type[Any]:
         return _widget_class()
@@ -61,28 +63,75 @@ class StepperPanel(PartsPanel):
         stepper: Stepper = self.subject
         s = snapshot(stepper)
         self.list = self.widget
-        self.list.names, self.list.units, self.list.sizes = list(s.names), list(s.units), list(s.sizes)
+        self.list.names = list(s.names)
+        self.list.units = list(s.units)
+        self.list.sizes = list(s.sizes)
         self.list.on_msg(lambda _, content, __: self._clicked(content))
         parts = self.parts
-        self.head, self.message, self.difference = (parts.html(c) for c in ("jv-head", "jv-message", "jv-diff"))
-        self.pattern = parts.add("text", "jv-pattern", placeholder="regex of a tensor", width="16em", wrong="")
+        self.head, self.message, self.difference = (
+            parts.html(c) for c in ("jv-head", "jv-message", "jv-diff")
+        )
+        self.pattern = parts.add(
+            "text",
+            "jv-pattern",
+            placeholder="regex of a tensor",
+            width="16em",
+            wrong="",
+        )
         self.pattern.on_press(self._run_to)
-        self.compare = parts.add("check", "jv-compare", description="differences", value=True)
+        self.compare = parts.add(
+            "check", "jv-compare", description="differences", value=True
+        )
         rows = parts.add("draw", "jv-list", draw="tensors")
-        parts.arrange(box(self.head, box(*self._buttons(), row=True), rows, self.difference, self.message))
+        parts.arrange(
+            box(
+                self.head,
+                box(*self._buttons(), row=True),
+                rows,
+                self.difference,
+                self.message,
+            )
+        )
         self._write()
 
     def _buttons(self) -> list[Any]:
         stepper: Stepper = self.subject
         button = self.parts.button
-        self.step = button("step", "stepper.step()", "jv-step", lambda: self._advance(stepper.step, "step", one=True))
-        self.run = button("run", "stepper.run()", "jv-run", lambda: self._advance(stepper.run, "run"))
-        self.run_to = button("run to", "stepper.run(until=regex)", "jv-run-to", self._run_to)
-        self.pause = button("pause", "stepper.pause()", "jv-stop", lambda: self.act(stepper.pause, "pause"))
-        self.verify = button("verify", "stepper.verify()", "jv-verify", lambda: self.act(self._verify))
+        self.step = button(
+            "step",
+            "stepper.step()",
+            "jv-step",
+            lambda: self._advance(stepper.step, "step", one=True),
+        )
+        self.run = button(
+            "run", "stepper.run()", "jv-run", lambda: self._advance(stepper.run, "run")
+        )
+        self.run_to = button(
+            "run to", "stepper.run(until=regex)", "jv-run-to", self._run_to
+        )
+        self.pause = button(
+            "pause",
+            "stepper.pause()",
+            "jv-stop",
+            lambda: self.act(stepper.pause, "pause"),
+        )
+        self.verify = button(
+            "verify", "stepper.verify()", "jv-verify", lambda: self.act(self._verify)
+        )
         self.abort = button("abort", "stepper.abort()", "jv-abort")
-        self._confirm = ConfirmButton(self.abort, lambda: self.act(stepper.abort, "abort"))
-        return [self.step, self.run, self.pattern, self.run_to, self.pause, self.verify, self.abort, self.compare]
+        self._confirm = ConfirmButton(
+            self.abort, lambda: self.act(stepper.abort, "abort")
+        )
+        return [
+            self.step,
+            self.run,
+            self.pattern,
+            self.run_to,
+            self.pause,
+            self.verify,
+            self.abort,
+            self.compare,
+        ]
 
     # Actions of the buttons ---------------------------------------------------------------------------------------
 
@@ -119,21 +168,30 @@ class StepperPanel(PartsPanel):
     def _diff(self, name: str) -> list[TensorDiff] | str | None:
         """`stepper.diff(name)`, or why it failed; None if there is no such tensor or comparing is switched off."""
         stepper: Stepper = self.subject
-        if not self.compare.value or name not in self.list.names or stepper.state in OVER:
+        if (
+            not self.compare.value
+            or name not in self.list.names
+            or stepper.state in OVER
+        ):
             return None
         try:
             return stepper.diff(name)
-        except JvlabError as error:  # some tensors cannot be read back; stepping continues
+        # some tensors cannot be read back; stepping continues
+        except JvlabError as error:
             return error.message
 
-    def _compare(self, name: str, diffs: dict[str, list[TensorDiff] | str | None]) -> None:
+    def _compare(
+        self, name: str, diffs: dict[str, list[TensorDiff] | str | None]
+    ) -> None:
         found = {when: diff for when, diff in diffs.items() if isinstance(diff, list)}
         why = next((diff for diff in diffs.values() if isinstance(diff, str)), "")
         if found:
             self.difference.value = diff_html(name, found)
         elif why:
             faint = f'<span style="color:{FAINT}">{escape(why)}</span>'
-            self.difference.value = f'<div style="{BOX}">{tensor_name(name)} {faint}</div>'
+            self.difference.value = (
+                f'<div style="{BOX}">{tensor_name(name)} {faint}</div>'
+            )
         else:
             self.difference.value = ""
 
@@ -189,8 +247,10 @@ class StepperPanel(PartsPanel):
             self.abort.why = over
             self._confirm.disarm(only_if_expired=True)
         with self.list.hold_sync():
-            self.list.position, self.list.ticks = s.position, s.ticks
-            self.list.breaks, self.list.over = list(s.breaks), s.state in OVER
+            self.list.position = s.position
+            self.list.ticks = s.ticks
+            self.list.breaks = list(s.breaks)
+            self.list.over = s.state in OVER
 
     @property
     def done(self) -> bool:

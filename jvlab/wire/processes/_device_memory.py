@@ -52,9 +52,13 @@ def explained(error: BaseException) -> BaseException:
     if type(error).__name__ not in _JAX_ERRORS or not is_full(str(error)):
         return error
     first = str(error).strip().splitlines()[0]
-    held, remedy = who_holds("use a smaller batch or model, or remat='full'; `jvlab doctor` shows memory")
+    held, remedy = who_holds(
+        "use a smaller batch or model, or remat='full'; `jvlab doctor` shows memory"
+    )
     made = DeviceMemoryError(
-        f"the trainer's device has no memory left: {first}{held}", remedy=remedy, holders=device_holders()
+        f"the trainer's device has no memory left: {first}{held}",
+        remedy=remedy,
+        holders=device_holders(),
     )
     made.__cause__ = error
     return made
@@ -78,13 +82,17 @@ def who_holds(otherwise: str) -> tuple[str, str]:
     if not found:
         return "", otherwise
     text = f"\nThe GPU's memory is held by {'; '.join(map(str, found))}"
-    labs = list(dict.fromkeys(holder.lab for holder in found if holder.lab and not holder.own))
+    labs = list(
+        dict.fromkeys(holder.lab for holder in found if holder.lab and not holder.own)
+    )
     others = [str(holder.pid) for holder in found if not holder.lab and not holder.own]
     steps = [f"`jvlab stop {lab}` ends that lab" for lab in labs]
     if others:
         steps.append(f"if nobody needs {', '.join(others)}: kill {' '.join(others)}")
     if any(holder.lab and holder.own for holder in found):
-        steps.append("pool.sleep() or pool.close() frees an engine's share, launch(colocate=True) limits both")
+        steps.append(
+            "pool.sleep() or pool.close() frees an engine's share, launch(colocate=True) limits both"
+        )
     return text, "; ".join([*steps, otherwise])
 
 
@@ -99,10 +107,18 @@ def _compute_apps() -> str:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ""
-    command = [tool, "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    command = [
+        tool,
+        "--query-compute-apps=pid,used_memory",
+        "--format=csv,noheader,nounits",
+    ]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(
-            command, capture_output=True, text=True, timeout=LIST_SECONDS, stdin=subprocess.DEVNULL
+            command,
+            capture_output=True,
+            text=True,
+            timeout=LIST_SECONDS,
+            stdin=subprocess.DEVNULL,
         ).stdout
     return ""
 
@@ -113,7 +129,9 @@ def parse_compute_apps(listing: str) -> dict[int, int]:
     for line in listing.splitlines():
         pid, _, mib = (part.strip() for part in line.partition(","))
         if pid.isdigit():
-            sizes[int(pid)] = sizes.get(int(pid), 0) + (int(mib) * 2**20 if mib.isdigit() else 0)
+            sizes[int(pid)] = sizes.get(int(pid), 0) + (
+                int(mib) * 2**20 if mib.isdigit() else 0
+            )
     return sizes
 
 
@@ -126,15 +144,24 @@ def _lab_processes() -> dict[int, tuple[str, bool]]:
 
     found = {}
     for info in list_labs(query=False):
-        gateway = Identity(info.pid, info.host, info.started).process() if info.state == "running" else None
+        gateway = (
+            Identity(info.pid, info.host, info.started).process()
+            if info.state == "running"
+            else None
+        )
         with contextlib.suppress(psutil.Error):
             if gateway is not None:
                 own = gateway.ppid() == os.getpid()
-                found |= {process.pid: (info.name, own) for process in (gateway, *processes_below(gateway))}
+                found |= {
+                    process.pid: (info.name, own)
+                    for process in (gateway, *processes_below(gateway))
+                }
     return found
 
 
-def name_holders(sizes: Mapping[int, int], labs: Mapping[int, tuple[str, bool]]) -> list[DeviceHolder]:
+def name_holders(
+    sizes: Mapping[int, int], labs: Mapping[int, tuple[str, bool]]
+) -> list[DeviceHolder]:
     """Who these processes are: other labs first, then other processes, then this process and its own labs."""
     found = []
     for pid, size in sizes.items():

@@ -22,8 +22,10 @@ def home() -> Path:
     return Path(state) / "jvlab"
 
 
-ZOMBIE_SECONDS = 5.0  # a process is a zombie once its first thread has ended, and can be reaped after the last
-_CHILDREN: list[subprocess.Popen[bytes]] = []  # kept so that `reap` can collect their exit status
+# a process is a zombie once its first thread has ended, and can be reaped after the last
+ZOMBIE_SECONDS = 5.0
+# kept so that `reap` can collect their exit status
+_CHILDREN: list[subprocess.Popen[bytes]] = []
 
 
 def reap(zombie: int | None = None) -> None:
@@ -56,7 +58,10 @@ class Identity:
         reap()
         try:
             found = psutil.Process(self.pid)
-            same = self.host == platform.node() and abs(found.create_time() - self.started) < 2.0
+            same = (
+                self.host == platform.node()
+                and abs(found.create_time() - self.started) < 2.0
+            )
             if same and found.status() != psutil.STATUS_ZOMBIE:
                 return found
         except psutil.NoSuchProcess:

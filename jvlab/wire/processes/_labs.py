@@ -54,17 +54,26 @@ class LabInfo:
     def words(self) -> str:
         """One line: what it runs, who holds it, for how long."""
         if self.state in ("elsewhere", "unreadable"):
-            return {"elsewhere": f"on {self.host}"}.get(self.state, f"its state file in {self.folder} is damaged")
+            return {"elsewhere": f"on {self.host}"}.get(
+                self.state, f"its state file in {self.folder} is damaged"
+            )
         pools = "; ".join(
-            f"{pool}: {Path(self.models.get(pool, '')).name}, {_count(states)}" for pool, states in self.pools.items()
+            f"{pool}: {Path(self.models.get(pool, '')).name}, {_count(states)}"
+            for pool, states in self.pools.items()
         )
-        held = "detached" if self.detached else f"held by {', '.join(self.holders) or 'nobody'}"
+        held = (
+            "detached"
+            if self.detached
+            else f"held by {', '.join(self.holders) or 'nobody'}"
+        )
         return f"{pools or 'no pools'}; {held}; up {_age(time.time() - self.started)}; pid {self.pid}"
 
     def plain(self) -> dict[str, Any]:
         """For JSON, without the token."""
         hidden = ("token", "models")
-        return {k: v for k, v in vars(self).items() if k not in hidden} | {"models": self.models}
+        return {k: v for k, v in vars(self).items() if k not in hidden} | {
+            "models": self.models
+        }
 
 
 def _count(states: list[str]) -> str:
@@ -74,8 +83,15 @@ def _count(states: list[str]) -> str:
 
 
 def _age(seconds: float) -> str:
-    minutes, hours = seconds / 60, seconds / 3600
-    return f"{hours:.1f} h" if hours >= 1 else f"{minutes:.0f} min" if minutes >= 1 else f"{max(seconds, 0):.0f} s"
+    minutes = seconds / 60
+    hours = seconds / 3600
+    return (
+        f"{hours:.1f} h"
+        if hours >= 1
+        else f"{minutes:.0f} min"
+        if minutes >= 1
+        else f"{max(seconds, 0):.0f} s"
+    )
 
 
 def list_labs(query: bool = True) -> list[LabInfo]:
@@ -118,7 +134,10 @@ def _read(file: Path) -> LabInfo | None:
         return LabInfo(file.parent.name, "unreadable", folder=folder)
     if info.host != platform.node():
         return LabInfo(**{**vars(info), "state": "elsewhere"})
-    if not 0 < info.pid < 1 << 22 or Identity(info.pid, info.host, info.started).process() is None:
+    if (
+        not 0 < info.pid < 1 << 22
+        or Identity(info.pid, info.host, info.started).process() is None
+    ):
         file.unlink(missing_ok=True)
         return None
     return info
@@ -157,7 +176,9 @@ def _state(replica: Any, sync: str) -> str:
     from jvlab.wire._pool_summary import replica_state
 
     return (
-        replica_state(replica, sync).name if replica.state == pb.READY else pb.ReplicaState.Name(replica.state).lower()
+        replica_state(replica, sync).name
+        if replica.state == pb.READY
+        else pb.ReplicaState.Name(replica.state).lower()
     )
 
 
@@ -165,15 +186,23 @@ def find_lab(name: str | None = None) -> LabInfo:
     """The lab of this name or address, or the only one running; LabNotFound lists those that exist."""
     if not (name is None or isinstance(name, str)):
         raise ConfigError(
-            f"a lab is named by a text, not by {type(name).__name__}", remedy="jv.Lab.list() shows the names"
+            f"a lab is named by a text, not by {type(name).__name__}",
+            remedy="jv.Lab.list() shows the names",
         )
     labs = list_labs(query=False)
     running = [info for info in labs if info.state == "running"]
-    chosen = running if name is None else [info for info in running if name in (info.name, info.address)]
+    chosen = (
+        running
+        if name is None
+        else [info for info in running if name in (info.name, info.address)]
+    )
     if len(chosen) == 1:
         return chosen[0]
     names = [info.name for info in labs]
-    listed = "".join(f"\n  {info.name}: {info.words}" for info in map(_queried, chosen if name is None else labs))
+    listed = "".join(
+        f"\n  {info.name}: {info.words}"
+        for info in map(_queried, chosen if name is None else labs)
+    )
     if len(chosen) > 1:
         raise LabNotFound(
             f"{len(chosen)} labs are running, so name the one you mean:{listed}",
@@ -186,7 +215,11 @@ def find_lab(name: str | None = None) -> LabInfo:
         text = f"no lab called {name!r} is running; there are:{listed}"
         raise LabNotFound(text, remedy="pass one of these", labs=names)
     what = f"no lab called {name!r}, and no other," if name is not None else "no lab"
-    raise LabNotFound(f"{what} is running under {home()}", remedy="start one: lab = jv.Lab()", labs=names)
+    raise LabNotFound(
+        f"{what} is running under {home()}",
+        remedy="start one: lab = jv.Lab()",
+        labs=names,
+    )
 
 
 def stop_lab(name: str, timeout: float = 30.0) -> dict[str, Any]:
@@ -212,9 +245,16 @@ def stop_lab(name: str, timeout: float = 30.0) -> dict[str, Any]:
         with contextlib.suppress(psutil.Error):
             alive = [gateway, *processes_below(gateway)]
     count = len(alive)
-    with contextlib.suppress(ControlError), contextlib.closing(Client(info.address, info.token)) as client:
-        client.call("Close", pb.CloseRequest(reason="jvlab stop"), timeout=min(timeout / 4, 5.0))
-    _, alive = psutil.wait_procs(alive, timeout=max(0.0, end - reserve - time.monotonic()))
+    with (
+        contextlib.suppress(ControlError),
+        contextlib.closing(Client(info.address, info.token)) as client,
+    ):
+        client.call(
+            "Close", pb.CloseRequest(reason="jvlab stop"), timeout=min(timeout / 4, 5.0)
+        )
+    _, alive = psutil.wait_procs(
+        alive, timeout=max(0.0, end - reserve - time.monotonic())
+    )
     killed = [process.pid for process in alive]
     first = [process for process in alive if process == gateway] or alive
     for victims, until in ((first, end - reserve / 3), (alive, end)):
@@ -231,7 +271,12 @@ def stop_lab(name: str, timeout: float = 30.0) -> dict[str, Any]:
         )
     (Path(info.folder) / "lab.json").unlink(missing_ok=True)
     seconds = round(time.monotonic() - started, 3)
-    return {"stopped": info.name, "processes": count, "killed": killed, "seconds": seconds}
+    return {
+        "stopped": info.name,
+        "processes": count,
+        "killed": killed,
+        "seconds": seconds,
+    }
 
 
 def processes_below(gateway: psutil.Process) -> list[psutil.Process]:
@@ -240,11 +285,18 @@ def processes_below(gateway: psutil.Process) -> list[psutil.Process]:
 
     from jvlab.wire.processes._warm import OF_A_LAB
 
-    found, words = gateway.children(recursive=True), gateway.cmdline()
-    log = str(Path(words[words.index("--folder") + 1]) / "warm.log") if "--folder" in words[:-1] else ""
+    found = gateway.children(recursive=True)
+    words = gateway.cmdline()
+    log = (
+        str(Path(words[words.index("--folder") + 1]) / "warm.log")
+        if "--folder" in words[:-1]
+        else ""
+    )
     for process in psutil.process_iter(["name"]) if log else ():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.name() == OF_A_LAB and os.readlink(f"/proc/{process.pid}/fd/1") == os.path.realpath(log):
+            if process.name() == OF_A_LAB and os.readlink(
+                f"/proc/{process.pid}/fd/1"
+            ) == os.path.realpath(log):
                 found += [process, *process.children(recursive=True)]
     return found
 

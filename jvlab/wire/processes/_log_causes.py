@@ -19,11 +19,18 @@ STAGES = (  # (phrase in vLLM's log, the stage it begins); the last one seen cou
 )
 _PREFIX = re.compile(r"^(\([^)]*pid=\d+\)) ?")  # "(EngineCore pid=123) "
 # one space only: the indentation of what follows tells a traceback's frame from an exception
-_LEVEL = re.compile(r"^(ERROR|WARNING|INFO|DEBUG|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ?")
-_RAISED = re.compile(r"^([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Failure|Invalid\w*|NotFound\w*))(:.*)?$")
+_LEVEL = re.compile(
+    r"^(ERROR|WARNING|INFO|DEBUG|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ?"
+)
+_RAISED = re.compile(
+    r"^([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Failure|Invalid\w*|NotFound\w*))(:.*)?$"
+)
 # Python's warnings, and the line of code below one: multiprocessing's tracker writes them into others' tracebacks
 _WARNED = re.compile(r"^(\S+\.py:\d+: \w*Warning: |\s+warnings\.warn\()")
-_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")  # colours, titles, cursor
+# colours, titles, cursor
+_ESCAPES = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])"
+)
 _WRAPPERS = (
     "Engine core initialization failed",
     "See root cause above",
@@ -33,9 +40,13 @@ _WRAPPERS = (
     "check the stack trace above for the root cause",
 )
 # A process of the engine that a signal ended: as vLLM logs it, and Python (PYTHONFAULTHANDLER=1).
-_DIED = re.compile(r"Worker proc (\S+) died unexpectedly(?: \(exit code: (-?\d+|None)\))?")
+_DIED = re.compile(
+    r"Worker proc (\S+) died unexpectedly(?: \(exit code: (-?\d+|None)\))?"
+)
 _CORE_DIED = re.compile(r"Failed core proc\(s\): \{[^}]*'(EngineCore\w*)': (-\d+)")
-_FATAL = re.compile(r"^Fatal Python error: (Illegal instruction|Segmentation fault|Bus error|Aborted|Floating-point)")
+_FATAL = re.compile(
+    r"^Fatal Python error: (Illegal instruction|Segmentation fault|Bus error|Aborted|Floating-point)"
+)
 _FATAL_SIGNALS = {
     "Illegal instruction": signal.SIGILL,
     "Segmentation fault": signal.SIGSEGV,
@@ -80,13 +91,21 @@ def _raised(lines: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
     """The exceptions in one process's lines, with their line numbers."""
     in_traceback = False
     for at, (place, line) in enumerate(lines):
-        ends_traceback = in_traceback and line != "" and not line.startswith((" ", "Traceback (most recent"))
-        in_traceback = line.startswith("Traceback (most recent") or (in_traceback and not ends_traceback)
+        ends_traceback = (
+            in_traceback
+            and line != ""
+            and not line.startswith((" ", "Traceback (most recent"))
+        )
+        in_traceback = line.startswith("Traceback (most recent") or (
+            in_traceback and not ends_traceback
+        )
         if not (_RAISED.match(line) or ends_traceback):
             continue
         # pydantic puts the details on the next lines
         after = (text for _, text in lines[at + 1 : at + 4])
-        extra = itertools.takewhile(lambda text: text.startswith("  ") and "For further" not in text, after)
+        extra = itertools.takewhile(
+            lambda text: text.startswith("  ") and "For further" not in text, after
+        )
         yield place, "\n".join([line, *extra])
 
 
@@ -100,7 +119,12 @@ def root_cause(log: str) -> str:
     for place, (who, text) in enumerate(lines):
         if not _WARNED.match(text):
             by_writer.setdefault(who, []).append((place, text))
-    raised = [text for _, text in sorted(item for own in by_writer.values() for item in _raised(own))]
+    raised = [
+        text
+        for _, text in sorted(
+            item for own in by_writer.values() for item in _raised(own)
+        )
+    ]
     wraps = lambda text: any(wrapper in text for wrapper in _WRAPPERS)
     if found := [text for text in raised if not wraps(text)]:
         return found[-1]
@@ -139,14 +163,19 @@ def death(log: str) -> str:
             number = number or -int(found[2])
     if not who:
         return ""
-    if not number:  # vLLM asked before the process had quite ended, or it left by itself
+    # vLLM asked before the process had quite ended, or it left by itself
+    if not number:
         return ""
     return killed(who, number, log)
 
 
 def killed(who: str, number: int, log: str) -> str:
     """The sentence for a process that a signal ended; `log` tells what it computed in."""
-    advice = f": {NO_BFLOAT16}" if number == signal.SIGILL and "dtype=torch.bfloat16" in log else ""
+    advice = (
+        f": {NO_BFLOAT16}"
+        if number == signal.SIGILL and "dtype=torch.bfloat16" in log
+        else ""
+    )
     return f"{who} died of {signal_name(number)}{advice}"
 
 

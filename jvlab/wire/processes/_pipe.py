@@ -19,4 +19,7 @@ def read_secret(descriptor: int = 0) -> str:
         if not byte:
             break
         line += byte
-    raise ConfigError("no token came through standard input", remedy="a gateway passes it; use jv.Lab().launch(...)")
+    raise ConfigError(
+        "no token came through standard input",
+        remedy="a gateway passes it; use jv.Lab().launch(...)",
+    )

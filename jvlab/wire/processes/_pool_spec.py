@@ -25,4 +25,5 @@ class PoolSpec:
     place_json: str = "{}"
     http: bool = False  # serve HTTP beside gRPC
     limits_json: str = "{}"  # of one call, over the defaults
-    run: int = 0  # of the one process that this spec starts; see Replica.run in gateway/_registry.py
+    # of the one process that this spec starts; see Replica.run in gateway/_registry.py
+    run: int = 0

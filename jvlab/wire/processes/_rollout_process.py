@@ -13,7 +13,12 @@ from typing import Any
 from jvlab._names import check_replica
 from jvlab.wire import _security
 from jvlab.wire.processes import _supervisor
-from jvlab.wire.processes._log_causes import death, exit_cause, stage_of, without_escapes
+from jvlab.wire.processes._log_causes import (
+    death,
+    exit_cause,
+    stage_of,
+    without_escapes,
+)
 from jvlab.wire.processes._pool_spec import PoolSpec
 from jvlab.wire.processes._warm import ForkedSupervisor, WarmProcesses, can_fork
 
@@ -42,13 +47,24 @@ class RolloutProcess:
     """One rollout process with its supervisor and its log."""
 
     def __init__(
-        self, replica: str, spec: PoolSpec, index: int, folder: Path, gateway: str, token: str, warm: WarmProcesses
+        self,
+        replica: str,
+        spec: PoolSpec,
+        index: int,
+        folder: Path,
+        gateway: str,
+        token: str,
+        warm: WarmProcesses,
     ) -> None:
-        self._prepare({**order_of(replica, spec, index), "gateway": gateway}, folder, token)
+        self._prepare(
+            {**order_of(replica, spec, index), "gateway": gateway}, folder, token
+        )
         self._warm = warm if can_fork(self._order) else None
 
     @classmethod
-    def of_order(cls, order: dict[str, Any], folder: Path, token: str) -> RolloutProcess:
+    def of_order(
+        cls, order: dict[str, Any], folder: Path, token: str
+    ) -> RolloutProcess:
         """A process for an order from a gateway on another host."""
         process = cls.__new__(cls)
         process._prepare(order, folder, token)
@@ -58,14 +74,18 @@ class RolloutProcess:
         self.replica: str = check_replica(order["replica"])  # its log is named after it
         self.log = folder / f"{self.replica.replace('/', '-')}.log"
         self.run: int = order["run"]
-        self._order, self._token = order, token
+        self._order = order
+        self._token = token
         self._process: asyncio.subprocess.Process | ForkedSupervisor | None = None
         self._warm: WarmProcesses | None = None
         self.ended = asyncio.Event()
         self._scratch = ""
-        self._begins = 0  # where this process's part of the log begins: a restarted replica writes on
+        # where this process's part of the log begins: a restarted replica writes on
+        self._begins = 0
 
-    async def start(self, on_pid: Callable[[int], None], on_exit: Callable[[str, str], None]) -> None:
+    async def start(
+        self, on_pid: Callable[[int], None], on_exit: Callable[[str, str], None]
+    ) -> None:
         """Start it; `on_exit(cause, log tail)` is called when it has exited."""
         self.log.touch(mode=0o600)
         self._begins = self.log.stat().st_size
@@ -82,7 +102,9 @@ class RolloutProcess:
         """Fork it from the gateway's warm process; returns "" if that failed, and logs why."""
         assert self._warm is not None
         try:
-            process = self._process = await self._warm.fork(self._order, self.log, GRACE_SECONDS)
+            process = self._process = await self._warm.fork(
+                self._order, self.log, GRACE_SECONDS
+            )
             process.stdin.write(f"{self._token}\n".encode())
             if (reply := await process.started()) or self._cancelled:
                 return reply
@@ -90,7 +112,9 @@ class RolloutProcess:
         except OSError as error:
             cause = error
         with self.log.open("a") as log:
-            log.write(f"WARNING jvlab: no fork of the warm process ({cause}; see warm.log); starting cold\n")
+            log.write(
+                f"WARNING jvlab: no fork of the warm process ({cause}; see warm.log); starting cold\n"
+            )
         return ""
 
     async def _spawn(self) -> str:
@@ -117,7 +141,9 @@ class RolloutProcess:
     @property
     def _cancelled(self) -> bool:
         """Whether it was ended while the warm process was forking it."""
-        return isinstance(self._process, ForkedSupervisor) and self._process.stdin.closed
+        return (
+            isinstance(self._process, ForkedSupervisor) and self._process.stdin.closed
+        )
 
     async def _wait(self, on_exit: Callable[[str, str], None]) -> None:
         assert self._process is not None

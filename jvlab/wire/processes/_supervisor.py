@@ -26,16 +26,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Protocol
 
-PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
+PR_SET_NAME = 15
+PR_SET_CHILD_SUBREAPER = 36
 NAME = "jv-supervisor"  # process name, which tells it from what it supervises
 KILLED = 128 + signal.SIGKILL
-LIST_SECONDS = 0.4  # between two listings of /dev/shm during start-up, which cost almost nothing
-SCAN_SECONDS = 5.0  # between two scans of what the command's processes have mapped, which cost milliseconds
+# between two listings of /dev/shm during start-up, which cost almost nothing
+LIST_SECONDS = 0.4
+# between two scans of what the command's processes have mapped, which cost milliseconds
+SCAN_SECONDS = 5.0
 START_UP_SECONDS = 180.0
 SCRATCH = "jvengine-"  # prefix of the temporary folders
 UNLOCKED = "jvnew-"  # of one that its owner has not locked yet
 SCRATCH_NAME = "JVLAB_SCRATCH"  # environment variable with the command's folder
-MAX_SCRATCH = 107 - 37  # a socket's path has at most 107 characters; vLLM's are named by a UUID
+# a socket's path has at most 107 characters; vLLM's are named by a UUID
+MAX_SCRATCH = 107 - 37
 SWEEP_SECONDS = 60.0  # in which an owner has locked its folder, or is dead
 
 
@@ -62,7 +66,8 @@ def descendants(root: int) -> list[int]:
             except OSError:
                 continue  # it has exited
             children.setdefault(parent, []).append(int(name))
-    found, stack = [], [root]
+    found = []
+    stack = [root]
     while stack:
         below = children.get(stack.pop(), [])
         found += below
@@ -88,7 +93,11 @@ def shared_memory(pids: list[int]) -> set[str]:
             maps = Path(f"/proc/{pid}/maps").read_text()
         except OSError:
             continue
-        inodes |= {int(line.split(None, 5)[4]) for line in maps.splitlines() if " /dev/shm/" in line}
+        inodes |= {
+            int(line.split(None, 5)[4])
+            for line in maps.splitlines()
+            if " /dev/shm/" in line
+        }
     if not inodes:
         return set()
     with os.scandir("/dev/shm") as entries:
@@ -111,12 +120,17 @@ class Segments:
     @property
     def pause(self) -> float:
         """Seconds until the next `update`."""
-        return LIST_SECONDS if time.monotonic() - self._began < START_UP_SECONDS else SCAN_SECONDS
+        return (
+            LIST_SECONDS
+            if time.monotonic() - self._began < START_UP_SECONDS
+            else SCAN_SECONDS
+        )
 
     def update(self) -> None:
         listed = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
         fresh = listed - self._settled
-        self._settled, self._seen = self._settled & listed | self._seen & listed, listed
+        self._settled = self._settled & listed | self._seen & listed
+        self._seen = listed
         if fresh or time.monotonic() - self._scanned >= SCAN_SECONDS:
             self.scan()
 
@@ -148,14 +162,17 @@ def make_scratch() -> tuple[str, int | None]:
         if len(parent) + len(SCRATCH) + 9 <= MAX_SCRATCH:
             with contextlib.suppress(OSError):
                 return make_locked(parent)
-    return make_locked(tempfile.gettempdir())  # too long for sockets: vLLM will report it
+    # too long for sockets: vLLM will report it
+    return make_locked(tempfile.gettempdir())
 
 
 def make_locked(parent: str) -> tuple[str, int | None]:
     """A new folder and its lock. It is named once it is locked: an unlocked one under that name has no owner."""
     made = tempfile.mkdtemp(prefix=UNLOCKED, dir=parent)
     handle = lock_scratch(made)
-    folder = os.path.join(parent, SCRATCH + os.path.basename(made).removeprefix(UNLOCKED))
+    folder = os.path.join(
+        parent, SCRATCH + os.path.basename(made).removeprefix(UNLOCKED)
+    )
     os.rename(made, folder)
     return folder, handle
 
@@ -176,18 +193,26 @@ def lock_scratch(folder: str) -> int | None:
     return handle
 
 
-def sweep_scratch(parent: str | os.PathLike[str] | None = None, age: float = SWEEP_SECONDS) -> None:
+def sweep_scratch(
+    parent: str | os.PathLike[str] | None = None, age: float = SWEEP_SECONDS
+) -> None:
     """Remove folders whose supervisor and its parent were killed before they could.
 
     `age`: of those that have no lock yet, younger ones stay.
     """
     parents = [Path(parent)] if parent is not None else map(Path, temporary_folders())
-    for folder in [f for at in parents for name in (SCRATCH, UNLOCKED) for f in at.glob(f"{name}*")]:
+    for folder in [
+        f for at in parents for name in (SCRATCH, UNLOCKED) for f in at.glob(f"{name}*")
+    ]:
         with contextlib.suppress(OSError):
             found = folder.lstat()
             old = folder.name.startswith(SCRATCH) or time.time() - found.st_ctime >= age
             ours = found.st_uid == os.getuid() and old
-            if ours and not folder.is_symlink() and (handle := lock_scratch(str(folder))) is not None:
+            if (
+                ours
+                and not folder.is_symlink()
+                and (handle := lock_scratch(str(folder))) is not None
+            ):
                 shutil.rmtree(folder, ignore_errors=True)
                 os.close(handle)
 
@@ -199,7 +224,8 @@ def command_environment(scratch: str) -> dict[str, str]:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user without a name
         user = str(os.getuid())
-    cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")  # torch's own default
+    # torch's own default
+    cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")
     return {"TORCHINDUCTOR_CACHE_DIR": cache, **os.environ, **own}
 
 
@@ -234,7 +260,9 @@ class Command(Protocol):
 
 
 def main(argv: list[str]) -> int:
-    log, grace, command = argv[0], float(argv[1]), argv[2:]
+    log = argv[0]
+    grace = float(argv[1])
+    command = argv[2:]
 
     def start(scratch: str, held: int | None) -> Command:
         with open(log, "ab", buffering=0) as out:
@@ -250,7 +278,9 @@ def main(argv: list[str]) -> int:
     return supervise(grace, start)
 
 
-def supervise(grace: float, start: Callable[[str, int | None], Command], prefix: str = "") -> int:
+def supervise(
+    grace: float, start: Callable[[str, int | None], Command], prefix: str = ""
+) -> int:
     """Start a command with a temporary folder, print its pid and the folder, and run until all of it has ended.
 
     `start` gets the folder and the descriptor that locks it, which the command must not keep.
@@ -258,7 +288,8 @@ def supervise(grace: float, start: Callable[[str, int | None], Command], prefix:
     _adopt_orphans()
     name_process(NAME)
     for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # Ctrl-C in a terminal is for the parent to handle
+        # Ctrl-C in a terminal is for the parent to handle
+        signal.signal(number, signal.SIG_IGN)
     ended: list[bool] = []
     signal.signal(signal.SIGTERM, lambda *_: ended.append(True))
     signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes the loop
@@ -286,7 +317,8 @@ def _watch(child: Command, grace: float, ended: list[bool]) -> int:
             if not (data := os.read(0, 4096)):
                 break
             assert child.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it exited, or has closed its input
+            # it exited, or has closed its input
+            with contextlib.suppress(BrokenPipeError):
                 child.stdin.write(data)
                 child.stdin.flush()
         segments.update()

@@ -62,7 +62,9 @@ def can_fork(order: dict[str, Any]) -> bool:
 
 def user_of(connection: socket.socket) -> int:
     """The user of the process at the other end."""
-    return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+    return struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    )[1]
 
 
 class ForkedSupervisor:
@@ -80,7 +82,9 @@ class ForkedSupervisor:
     async def connect(self) -> None:
         file = os.fdopen(self._stdout, "rb", 0)
         factory = lambda: asyncio.StreamReaderProtocol(self.stdout)
-        self._transport, _ = await asyncio.get_running_loop().connect_read_pipe(factory, file)
+        self._transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            factory, file
+        )
 
     async def started(self) -> str:
         """Its first line: the command's pid and temporary folder; empty if it was never started."""
@@ -88,7 +92,8 @@ class ForkedSupervisor:
         line = (await self.stdout.readline()).decode().strip()
         own, _, rest = line.partition(" ")
         if own.isdigit():
-            self.pid, self._started = int(own), True
+            self.pid = int(own)
+            self._started = True
         return rest
 
     async def wait(self) -> int:
@@ -96,7 +101,8 @@ class ForkedSupervisor:
         if self.stdin.closed and not self._started:
             self.returncode = KILLED
         if self.returncode is None:
-            self._end = self._end or asyncio.create_task(self.stdout.read())  # shared by all waiters
+            # shared by all waiters
+            self._end = self._end or asyncio.create_task(self.stdout.read())
             last = (await asyncio.shield(self._end)).decode().split()
             self.returncode = int(last[-1]) if last else KILLED
         self._transport.close()
@@ -105,7 +111,8 @@ class ForkedSupervisor:
 
 class _Writer:
     def __init__(self, descriptor: int) -> None:
-        self._descriptor, self.closed = descriptor, False
+        self._descriptor = descriptor
+        self.closed = False
 
     def write(self, data: bytes) -> None:
         with contextlib.suppress(BrokenPipeError):
@@ -120,8 +127,12 @@ class _Writer:
 class _OwnWarm:
     """A warm process that this gateway started."""
 
-    def __init__(self, process: asyncio.subprocess.Process, connection: socket.socket) -> None:
-        self._process, self.connection, self.pid = process, connection, process.pid
+    def __init__(
+        self, process: asyncio.subprocess.Process, connection: socket.socket
+    ) -> None:
+        self._process = process
+        self.connection = connection
+        self.pid = process.pid
 
     @property
     def alive(self) -> bool:
@@ -138,12 +149,14 @@ class _SharedWarm:
     """A warm process that `jvlab warm` forked for this gateway. It ends when the connection closes."""
 
     def __init__(self, pid: int, connection: socket.socket) -> None:
-        self.pid, self.connection = pid, connection
+        self.pid = pid
+        self.connection = connection
 
     @property
     def alive(self) -> bool:
         try:
-            return self.connection.recv(1, socket.MSG_PEEK) != b""  # no deadline: the socket does not block
+            # no deadline: the socket does not block
+            return self.connection.recv(1, socket.MSG_PEEK) != b""
         except BlockingIOError:
             return True
         except OSError:
@@ -160,7 +173,9 @@ class WarmProcesses:
         self._folder, self._starting = folder, asyncio.Lock()
         self._known: dict[tuple[str, bool], _OwnWarm | _SharedWarm] = {}
 
-    async def fork(self, order: dict[str, Any], log: Path, grace: float) -> ForkedSupervisor:
+    async def fork(
+        self, order: dict[str, Any], log: Path, grace: float
+    ) -> ForkedSupervisor:
         """A supervisor for this order, forked as soon as the imports are done. Raises OSError if that fails."""
         async with self._starting:
             connection = await self._connection(order)
@@ -168,7 +183,9 @@ class WarmProcesses:
         stdout_reader, stdout = os.pipe()
         supervisor = ForkedSupervisor(stdin_writer, stdout_reader)
         try:
-            message = json.dumps({"order": order, "log": str(log), "grace": grace}).encode()
+            message = json.dumps(
+                {"order": order, "log": str(log), "grace": grace}
+            ).encode()
             socket.send_fds(connection, [message], [stdin, stdout])
         except OSError:
             for end in (stdin_writer, stdout_reader):
@@ -193,7 +210,8 @@ class WarmProcesses:
 
     async def _ask(self, key: tuple[str, bool]) -> _SharedWarm | None:
         """The one that `jvlab warm` forks for us; None if it does not run or refuses, which is logged."""
-        path, loop = shared_socket(), asyncio.get_running_loop()
+        path = shared_socket()
+        loop = asyncio.get_running_loop()
         if path is None or not path.is_socket():
             return None
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -210,11 +228,14 @@ class WarmProcesses:
         try:
             async with asyncio.timeout(SHARED_SECONDS):
                 await loop.sock_connect(connection, str(path))
-                if (user := user_of(connection)) != os.getuid():  # an environment holds secrets
+                # an environment holds secrets
+                if (user := user_of(connection)) != os.getuid():
                     raise PermissionError(f"it belongs to user {user}")
                 await loop.sock_sendall(connection, json.dumps(request).encode())
                 received = await loop.sock_recv(connection, MAX_ORDER_BYTES)
-                reply: dict[str, Any] = json.loads(received or b'{"refused": "it ended"}')
+                reply: dict[str, Any] = json.loads(
+                    received or b'{"refused": "it ended"}'
+                )
         except (OSError, ValueError) as error:  # TimeoutError is an OSError
             reply = {"refused": str(error) or type(error).__name__}
         except BaseException:  # cancelled
@@ -224,14 +245,18 @@ class WarmProcesses:
             return _SharedWarm(reply["pid"], connection)
         connection.close()
         with (self._folder / "warm.log").open("a") as log:
-            log.write(f"jvlab warm ({path}) is not used, this lab imports vLLM itself: {reply['refused']}\n")
+            log.write(
+                f"jvlab warm ({path}) is not used, this lab imports vLLM itself: {reply['refused']}\n"
+            )
         return None
 
     async def _start(self, order: dict[str, Any]) -> _OwnWarm:
         """Start our own; it imports vLLM first."""
         connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.setblocking(False)
-        log = os.open(self._folder / "warm.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+        log = os.open(
+            self._folder / "warm.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600
+        )
         try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "jvlab", "rollout", "--warm"),

@@ -30,23 +30,49 @@ FAULTS = (
 def identity(values: dict[str, np.ndarray]) -> RankLayout:
     """Each tensor is a parameter of its own."""
     tensors = tuple(CheckpointTensor(n, v.shape, "float32") for n, v in values.items())
-    parameters = tuple(Parameter(n, v.shape, "float32", (1,)) for n, v in values.items())
+    parameters = tuple(
+        Parameter(n, v.shape, "float32", (1,)) for n, v in values.items()
+    )
     count = np.array([[v.size] for v in values.values()], np.int64)
-    order, zero, one = np.arange(len(values), dtype=np.int32), np.zeros(len(values), np.int64), np.ones_like(count)
-    return RankLayout(0, (("tp", 0),), tensors, parameters, order, order, count, zero, one, zero, one)
+    order, zero, one = (
+        np.arange(len(values), dtype=np.int32),
+        np.zeros(len(values), np.int64),
+        np.ones_like(count),
+    )
+    return RankLayout(
+        0, (("tp", 0),), tensors, parameters, order, order, count, zero, one, zero, one
+    )
 
 
 class FakeSubject(Subject):
     """One replica on a GPU with graphs, sleep mode and ipc; `fault` is one of FAULTS or empty."""
 
-    def __init__(self, fault: str = "", device: str = "cuda", graph_tokens: int = 16) -> None:
+    def __init__(
+        self, fault: str = "", device: str = "cuda", graph_tokens: int = 16
+    ) -> None:
         assert fault in ("", *FAULTS)
         drawn = np.random.default_rng(0)
-        shapes = {"embed.weight": (WORDS, WIDTH), "scale.weight": (WIDTH,), "head.weight": (WORDS, WIDTH)}
-        first = {n: drawn.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
-        self.fault, self.device, self.seed, self.half, self.deadline = fault, device, 0, False, Deadline(60)
+        shapes = {
+            "embed.weight": (WORDS, WIDTH),
+            "scale.weight": (WIDTH,),
+            "head.weight": (WORDS, WIDTH),
+        }
+        first = {
+            n: drawn.standard_normal(s).astype(np.float32) for n, s in shapes.items()
+        }
+        self.fault, self.device, self.seed, self.half, self.deadline = (
+            fault,
+            device,
+            0,
+            False,
+            Deadline(60),
+        )
         self.facts = SimpleNamespace(
-            graph_tokens=graph_tokens, max_model_len=128, vocab_size=WORDS, block_size=16, prefix_caching=True
+            graph_tokens=graph_tokens,
+            max_model_len=128,
+            vocab_size=WORDS,
+            block_size=16,
+            prefix_caching=True,
         )
         self.replicas = ["fake/0"]
         self.refused = self.no_direct = ""
@@ -58,7 +84,9 @@ class FakeSubject(Subject):
         self._sets = {"original": first}
         self.held = "original"
         self.pool: Any = SimpleNamespace(
-            sleep=self._sleep, wake=self._wake, status=lambda **_: {"replicas": [{"sleeping": bool(self.asleep)}]}
+            sleep=self._sleep,
+            wake=self._wake,
+            status=lambda **_: {"replicas": [{"sleeping": bool(self.asleep)}]},
         )
 
     # What an engine does ----------------------------------------------------------------------------------------
@@ -83,7 +111,9 @@ class FakeSubject(Subject):
         self.held = None
         self.live = dict(values)
         stale = {"head.weight"} if self.fault == "graph sees the old head" else set()
-        self.captured = {n: self.captured[n] if n in stale else v for n, v in values.items()}
+        self.captured = {
+            n: self.captured[n] if n in stale else v for n, v in values.items()
+        }
         self.number, self.dirty = self.number + 1, False
 
     @property
@@ -92,7 +122,10 @@ class FakeSubject(Subject):
 
     @property
     def link(self) -> Any:
-        return SimpleNamespace(transport="ipc", stepper=lambda tree, mode, timeout: FakeStepper(self, tree, mode))
+        return SimpleNamespace(
+            transport="ipc",
+            stepper=lambda tree, mode, timeout: FakeStepper(self, tree, mode),
+        )
 
     def on_device(self, which: Any) -> Any:
         return dict(self.values(which) if isinstance(which, str) else which)
@@ -100,10 +133,14 @@ class FakeSubject(Subject):
     # What it says -------------------------------------------------------------------------------------------------
 
     def _logprobs(self, weights: Any, token: int) -> np.ndarray:
-        logits = (weights["embed.weight"][token] * weights["scale.weight"]) @ weights["head.weight"].T
+        logits = (weights["embed.weight"][token] * weights["scale.weight"]) @ weights[
+            "head.weight"
+        ].T
         return logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
 
-    def say(self, prompt: Any, replica: str = "", tokens: int = 8, seconds: float = 120.0) -> Sample:
+    def say(
+        self, prompt: Any, replica: str = "", tokens: int = 8, seconds: float = 120.0
+    ) -> Sample:
         if self.dirty:
             raise EngineDirty("an engine may hold parts of two versions")
         drawn, last = np.random.default_rng(1), int(prompt[-1])
@@ -114,20 +151,26 @@ class FakeSubject(Subject):
             made.append(last)
             logprobs.append(row[last])
         said = np.asarray(made), np.asarray(logprobs)
-        return Sample(0, 0, prompt, *said, versions=((self.number, 0, tokens),), replica="fake/0")
+        return Sample(
+            0, 0, prompt, *said, versions=((self.number, 0, tokens),), replica="fake/0"
+        )
 
     def score(self, samples: Any) -> list[np.ndarray]:
         out = []
         for sample in samples:
             whole = [int(sample.prompt_token_ids[-1]), *sample.token_ids.tolist()]
-            out.append(np.array([self._logprobs(self.live, a)[b] for a, b in pairwise(whole)]))
+            out.append(
+                np.array([self._logprobs(self.live, a)[b] for a, b in pairwise(whole)])
+            )
         return out
 
 
 class FakeStepper:
     """Writes tensor by tensor; staged into buffers that are dropped when it is given up."""
 
-    def __init__(self, subject: FakeSubject, tree: dict[str, np.ndarray], mode: str) -> None:
+    def __init__(
+        self, subject: FakeSubject, tree: dict[str, np.ndarray], mode: str
+    ) -> None:
         self.subject, self.mode, self.steps = subject, mode, []
         self._tree = tree
         self._waiting = list(tree)

@@ -10,18 +10,35 @@ import pytest
 from jvlab import errors
 from jvlab._deadline import Deadline
 from jvlab.analysis.certification import _certify, _sync_checks
-from jvlab.analysis.certification._certificate import Certificate, CertificateRow, Finding
-from jvlab.analysis.certification._subject import as_loaded, differences, known_values, values_held
+from jvlab.analysis.certification._certificate import (
+    Certificate,
+    CertificateRow,
+    Finding,
+)
+from jvlab.analysis.certification._subject import (
+    as_loaded,
+    differences,
+    known_values,
+    values_held,
+)
 from jvlab.analysis.certification._sync_checks import judge, rounded_apart
 from jvlab.layout._plan_types import numpy_dtype
 from tests.analysis.certification.fake_subject import FakeSubject, identity
 from tests.sync import quantised_world
 
 STAGED, DIRECT = _sync_checks.failed_staged, _sync_checks.failed_direct
-KEEPS, DROPS, GRAPHS = _sync_checks.sleep_keeps, _sync_checks.sleep_drops, _sync_checks.graphs
+KEEPS, DROPS, GRAPHS = (
+    _sync_checks.sleep_keeps,
+    _sync_checks.sleep_drops,
+    _sync_checks.graphs,
+)
 
 
-@pytest.mark.parametrize("check", [KEEPS, DROPS, GRAPHS, STAGED, DIRECT, _sync_checks.scored], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "check",
+    [KEEPS, DROPS, GRAPHS, STAGED, DIRECT, _sync_checks.scored],
+    ids=lambda c: c.__name__,
+)
 def test_a_sound_engine_passes(check):
     found = check(FakeSubject())
     assert found.state == "pass", found
@@ -32,11 +49,31 @@ def test_a_sound_engine_passes(check):
     ("fault", "check", "says", "names"),
     [
         ("graph sees the old head", GRAPHS, "decoded by a graph", "head.weight"),
-        ("sleep negates the head", KEEPS, "changed while the engine slept", "head.weight (rank 0): 960 of 960"),
+        (
+            "sleep negates the head",
+            KEEPS,
+            "changed while the engine slept",
+            "head.weight (rank 0): 960 of 960",
+        ),
         ("sleep 1 is ignored", KEEPS, "no engine slept", ""),
-        ("dropped weights are served", DROPS, "weights that were dropped", "every parameter"),
-        ("a mixture is served", DIRECT, "parts of two versions", "embed.weight (rank 0)"),
-        ("staged writes live memory", STAGED, "changed in a staged sync that failed", "embed.weight (rank 0)"),
+        (
+            "dropped weights are served",
+            DROPS,
+            "weights that were dropped",
+            "every parameter",
+        ),
+        (
+            "a mixture is served",
+            DIRECT,
+            "parts of two versions",
+            "embed.weight (rank 0)",
+        ),
+        (
+            "staged writes live memory",
+            STAGED,
+            "changed in a staged sync that failed",
+            "embed.weight (rank 0)",
+        ),
         ("staged changes the version", STAGED, "the version is 1", ""),
     ],
 )
@@ -54,14 +91,23 @@ def test_what_does_not_apply_has_its_reason():
     assert "enforce_eager" in GRAPHS(FakeSubject(graph_tokens=0)).detail
     refused = FakeSubject()
     refused.refused = "no link to this engine: LayoutError: fp8"
-    for check in (DROPS, GRAPHS, STAGED, DIRECT, lambda s: _sync_checks.arrives(s, "direct"), _sync_checks.restored):
+    for check in (
+        DROPS,
+        GRAPHS,
+        STAGED,
+        DIRECT,
+        lambda s: _sync_checks.arrives(s, "direct"),
+        _sync_checks.restored,
+    ):
         found = check(refused)
         assert (found.state, "fp8" in found.detail) == ("not applicable", True)
 
 
 def test_weights_too_much_alike_tell_nothing_about_graphs():
     subject = FakeSubject("graph sees the old head")
-    subject._sets["known"] = {n: v + np.float32(1e-7) for n, v in subject.values("original").items()}
+    subject._sets["known"] = {
+        n: v + np.float32(1e-7) for n, v in subject.values("original").items()
+    }
     found = GRAPHS(subject)
     assert (found.state, "can't be told" in found.detail) == ("not applicable", True)
 
@@ -84,7 +130,10 @@ def test_out_of_time_is_not_run_and_no_failure():
     assert row.state == "not run"
     assert "timeout must be positive" in row.detail
     late = _certify._row("graphs", GRAPHS, subject)
-    assert (late.state, late.detail) == ("not run", "the time was up: pass a longer timeout")
+    assert (late.state, late.detail) == (
+        "not run",
+        "the time was up: pass a longer timeout",
+    )
     fine = CertificateRow("restored", "same?", "pass", "fine")
     found = Certificate("llama", {}, (row, fine), 3)
     assert found.counts == {"pass": 1, "fail": 0, "not applicable": 0, "not run": 1}
@@ -95,7 +144,11 @@ def test_out_of_time_is_not_run_and_no_failure():
 def test_known_values_and_the_memory_they_make():
     import ml_dtypes
 
-    first = {"a": np.ones((4, 6), np.float32), "b": np.zeros(3, ml_dtypes.bfloat16), "n": np.arange(3)}
+    first = {
+        "a": np.ones((4, 6), np.float32),
+        "b": np.zeros(3, ml_dtypes.bfloat16),
+        "n": np.arange(3),
+    }
     one, two = known_values(first, 1), known_values(first, 2)
     assert one["a"].std() > 0, "norms of all 1 would hide a mix-up"
     assert not np.array_equal(one["a"], two["a"])
@@ -113,7 +166,9 @@ def test_known_values_and_the_memory_they_make():
     memory[0, "c"][2] = np.nextafter(memory[0, "c"][2], np.float32(9))
     (wrong,) = differences(as_loaded([layout], values, before), memory)
     assert str(wrong).startswith("c (rank 0): 1 of 4 elements, from element 2: ")
-    assert [d.parameter for d in differences(memory, {})] == ["a", "c"], "what is missing differs"
+    assert [d.parameter for d in differences(memory, {})] == ["a", "c"], (
+        "what is missing differs"
+    )
     _, left = values_held([layout], {(0, "a"): memory[0, "a"]})
     assert list(left) == ["c"]
 
@@ -122,7 +177,9 @@ def test_scales_of_fp8_are_compared_and_known_values_fit_its_range():
     subject = FakeSubject()
     subject.layouts = [quantised_world.engine()]
     assert _sync_checks.loader_only(subject) == set()
-    wide = known_values({"a": np.full((64, 64), 400, numpy_dtype("float8_e4m3fn"))}, 1)["a"].astype(np.float32)
+    wide = known_values({"a": np.full((64, 64), 400, numpy_dtype("float8_e4m3fn"))}, 1)[
+        "a"
+    ].astype(np.float32)
     assert np.isfinite(wide).all()
     assert wide.max() == 448
 
@@ -143,19 +200,25 @@ def test_of_an_adapter_rounding_passes_and_faults_fail():
     ]
     for right, without, step, *faults in rows:
         assert judge(right, without, step, 0.1, 1).state == "pass"
-        assert {judge(fault, without, step, 0.1, 1).state for fault in faults} == {"fail"}
+        assert {judge(fault, without, step, 0.1, 1).state for fault in faults} == {
+            "fail"
+        }
     assert judge(0.1004, 3.1, 0.1088, 0.1, 1).state == "pass"
     assert judge(float("nan"), 3.1, 0.1088, 0.1, 1).state == "fail"
     assert judge(1e-5, 4.7, 9e-6, 1e-3, 1).state == "pass"
     assert judge(2e-3, 4.7, 9e-6, 1e-3, 1).state == "fail"
-    assert judge(0.5, 3.1, 0.4, 0.1, 1).state == "not applicable", "rounding hides what the adapter does"
+    assert judge(0.5, 3.1, 0.4, 0.1, 1).state == "not applicable", (
+        "rounding hides what the adapter does"
+    )
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 2**-8), ("float32", 2**-24)])
 def test_every_weight_is_rounded_apart(dtype: str, most: float):
     subject = FakeSubject()
     subject.facts.dtype = dtype
-    before = {n: v.astype(numpy_dtype(dtype)) for n, v in subject.values("original").items()}
+    before = {
+        n: v.astype(numpy_dtype(dtype)) for n, v in subject.values("original").items()
+    }
     after = rounded_apart(subject, before)
     assert after["scale.weight"] is before["scale.weight"], "a norm has no matrix"
     for name in ("embed.weight", "head.weight"):
@@ -167,11 +230,23 @@ def test_every_weight_is_rounded_apart(dtype: str, most: float):
 def test_a_certificate_says_what_it_is_in_text_html_and_json():
     rows = (
         CertificateRow("scored", "equal?", "pass", "fine", "", 0.5),
-        CertificateRow("graphs", "seen?", "fail", "two < three", "head.weight & more", 1.0),
+        CertificateRow(
+            "graphs", "seen?", "fail", "two < three", "head.weight & more", 1.0
+        ),
         CertificateRow("sleep 1", "kept?", "not applicable", "on a CPU", "", 0.0),
     )
-    found = Certificate("llama", {"device": "cpu", "quantization": "none"}, rows, 3, 1.5, ("sync again",))
-    assert repr(found) == "Certificate(llama: 1 pass, 1 fail, 1 not applicable; no independent reference)"
+    found = Certificate(
+        "llama",
+        {"device": "cpu", "quantization": "none"},
+        rows,
+        3,
+        1.5,
+        ("sync again",),
+    )
+    assert (
+        repr(found)
+        == "Certificate(llama: 1 pass, 1 fail, 1 not applicable; no independent reference)"
+    )
     assert not found
     assert [row.name for row in found.failed] == ["graphs"]
     assert "First wrong: head.weight & more." in str(found)
@@ -188,7 +263,9 @@ def test_a_certificate_says_what_it_is_in_text_html_and_json():
 
 
 def test_an_unknown_check_is_refused_with_the_names():
-    with pytest.raises(errors.ConfigError, match=r"(?s)no check is called 'sleeps'.*sleep 1"):
+    with pytest.raises(
+        errors.ConfigError, match=r"(?s)no check is called 'sleeps'.*sleep 1"
+    ):
         _certify._chosen(["sleeps"])
     assert _certify._chosen("scored") == ["scored", "restored"]
     assert list(_certify._functions()) == list(_certify.CHECKS)

@@ -7,11 +7,20 @@ from pathlib import Path
 
 from jvlab.analysis.certification._certificate import CHECKS
 
-TABLE = json.loads((Path(__file__).parents[2] / "baselines" / "certify_cpu.json").read_text())
+TABLE = json.loads(
+    (Path(__file__).parents[2] / "baselines" / "certify_cpu.json").read_text()
+)
 STATES = {"pass", "fail", "not applicable"}
 SINCE = {"unchanged", "reference"}  # checks that are newer than the table
 NEVER_ON_A_CPU = {"graphs", "sleep 1", "sleep 2"}
-ALWAYS = {"scored", "arrives direct", "arrives staged", "failed staged", "failed direct", "restored"}
+ALWAYS = {
+    "scored",
+    "arrives direct",
+    "arrives staged",
+    "failed staged",
+    "failed direct",
+    "restored",
+}
 
 
 def test_the_table_says_how_it_was_made():
@@ -28,9 +37,13 @@ def test_twenty_architectures_passed_what_applies_to_a_cpu():
         assert set(checks.values()) <= STATES, family
         assert row["ok"] == ("fail" not in checks.values()), family
         assert row["ok"], (family, row["why"])
-        assert {name for name in NEVER_ON_A_CPU if checks[name] != "not applicable"} == set(), family
+        assert {
+            name for name in NEVER_ON_A_CPU if checks[name] != "not applicable"
+        } == set(), family
         assert {name for name in ALWAYS if checks[name] != "pass"} == set(), family
-        assert set(row["why"]) == {name for name, state in checks.items() if state != "pass"}, "with the reason"
+        assert set(row["why"]) == {
+            name for name, state in checks.items() if state != "pass"
+        }, "with the reason"
         assert all(row["why"].values()), family
         assert 0 < row["seconds"] < 600
 

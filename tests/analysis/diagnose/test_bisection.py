@@ -29,23 +29,46 @@ class FakePool:
         self.version, self.dtype, self.mode = 3, "float32", "processed_logprobs"
 
     def status(self, timeout: Any = None) -> dict[str, Any]:
-        flags = {"dirty": False, "stale": False, "sleeping": False, "paused": False, **self.flags}
+        flags = {
+            "dirty": False,
+            "stale": False,
+            "sleeping": False,
+            "paused": False,
+            **self.flags,
+        }
         return {
             "dtype": self.dtype,
-            "replicas": [{"replica": "p/0", "state": "ready", "version": self.version, **flags}],
+            "replicas": [
+                {"replica": "p/0", "state": "ready", "version": self.version, **flags}
+            ],
         }
 
     def _facts(self, timeout: Any = None) -> Any:
         return SimpleNamespace(prefix_caching=True, logprobs_mode=self.mode)
 
-    def generate(self, prompts: Any, progress: bool, timeout: float, **settings: Any) -> list[jv.Sample]:
+    def generate(
+        self, prompts: Any, progress: bool, timeout: float, **settings: Any
+    ) -> list[jv.Sample]:
         tokens = np.arange(10, 10 + settings["max_tokens"], dtype=np.int32)
-        row = true_logprobs(np.concatenate([IDS, tokens]))[len(IDS) :] / settings["temperature"]
+        row = (
+            true_logprobs(np.concatenate([IDS, tokens]))[len(IDS) :]
+            / settings["temperature"]
+        )
         if not settings.get("skip_reading_prefix_cache"):
             row = row + self.cache_off
         if "top_p" in settings:
             row = row * settings["top_p"]
-        return [jv.Sample(0, 0, IDS, tokens, row, text="x", versions=((self.version, 0, len(tokens)),))]
+        return [
+            jv.Sample(
+                0,
+                0,
+                IDS,
+                tokens,
+                row,
+                text="x",
+                versions=((self.version, 0, len(tokens)),),
+            )
+        ]
 
     def hidden(self, tokens: Any, timeout: float) -> np.ndarray:
         if self.states is None:
@@ -91,7 +114,11 @@ class FakeLink:
 
     def verify(self, params: Any = None, timeout: float = 0.0) -> CheckReport:
         differing = self.spoilt if params is None else (*self.spoilt, *self.moved)
-        return CheckReport(3, (Outcome("p/0", "holds", 3, differing=differing),), {("a", 0): 1, ("b", 0): 2})
+        return CheckReport(
+            3,
+            (Outcome("p/0", "holds", 3, differing=differing),),
+            {("a", 0): 1, ("b", 0): 2},
+        )
 
     def diff(self, name: str, params: Any) -> list[Any]:
         from jvlab.sync._diff import TensorDiff
@@ -107,7 +134,16 @@ def test_they_agree():
     found = ask(FakeLink())
     assert found.agrees
     assert [c.name for c in found.checks] == list(CAUSES)
-    assert [c.state for c in found.checks] == ["ok", "ok", "ok", "ok", "skipped", "ok", "ok", "ok"]
+    assert [c.state for c in found.checks] == [
+        "ok",
+        "ok",
+        "ok",
+        "ok",
+        "skipped",
+        "ok",
+        "ok",
+        "ok",
+    ]
     assert (found.gap or 0.0) < 1e-6
     assert "\n" not in repr(found)
     assert str(found).count("\n") == len(CAUSES)
@@ -117,7 +153,11 @@ def test_they_agree():
 def link_with(**wrong: Any) -> FakeLink:
     link = FakeLink()
     for name, value in wrong.items():
-        setattr(link if hasattr(link, name) and name != "version" else link.pool, name, value)
+        setattr(
+            link if hasattr(link, name) and name != "version" else link.pool,
+            name,
+            value,
+        )
     return link
 
 
@@ -136,7 +176,9 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("cause", "wrong", "options", "words"), CASES)
-def test_each_cause_is_named_with_its_evidence(cause: str, wrong: Any, options: Any, words: str):
+def test_each_cause_is_named_with_its_evidence(
+    cause: str, wrong: Any, options: Any, words: str
+):
     found = ask(link_with(**wrong), **options)
     assert found.cause == cause, found
     assert words in found.verdict
@@ -189,19 +231,34 @@ def test_the_layer_in_which_two_models_part():
     found = ask(link, FakePolicy(0.1))
     assert found.cause == "model"
     assert "starting in layer 2" in found.verdict
-    assert "after layer 1 they are 0 apart, after layer 2 0.3" in found.checks[-1].evidence
-    one = np.ones((3, 2, 2), np.float32)
-    assert compare_layers(one + np.array([0.5, 0.6, 0.7], np.float32).reshape(3, 1, 1), one).layer == 0
-    assert compare_layers(one + np.array([1e-6, 2e-6, 5e-6], np.float32).reshape(3, 1, 1), one).layer == 2, (
-        "else the largest"
+    assert (
+        "after layer 1 they are 0 apart, after layer 2 0.3" in found.checks[-1].evidence
     )
+    one = np.ones((3, 2, 2), np.float32)
+    assert (
+        compare_layers(
+            one + np.array([0.5, 0.6, 0.7], np.float32).reshape(3, 1, 1), one
+        ).layer
+        == 0
+    )
+    assert (
+        compare_layers(
+            one + np.array([1e-6, 2e-6, 5e-6], np.float32).reshape(3, 1, 1), one
+        ).layer
+        == 2
+    ), "else the largest"
 
 
 def test_a_wrong_rule_in_words_and_html_meaning():
     rules = jv.Rules.parse("a -> b : x y -> y x")
     facts = {"now": ["a -> b"], "write": [str(rules.rules[0])], "how": "function"}
     found = jv.Bisection(
-        "rule", "wrong rule", "write it", (Check("rule", "cause", "with it", facts),), IDS, rules=rules
+        "rule",
+        "wrong rule",
+        "write it",
+        (Check("rule", "cause", "with it", facts),),
+        IDS,
+        rules=rules,
     )
     page = found._repr_html_()
     assert "a -&gt; b : x y -&gt; y x" in page
@@ -211,4 +268,6 @@ def test_a_wrong_rule_in_words_and_html_meaning():
     dirty = ask(link)
     assert dirty.cause == "rule"
     assert "3 nats apart" in dirty.verdict
-    assert [c.state for c in dirty.checks] == ["skipped"] * 5 + ["cause"] + ["skipped"] * 2
+    assert [c.state for c in dirty.checks] == ["skipped"] * 5 + ["cause"] + [
+        "skipped"
+    ] * 2

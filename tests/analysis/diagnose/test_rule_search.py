@@ -10,7 +10,12 @@ import pytest
 
 import jvlab as jv
 from jvlab.analysis.diagnose._bisection import largest
-from jvlab.analysis.diagnose._rule_search import ByFunction, SomeTensors, by_value, verdict_of
+from jvlab.analysis.diagnose._rule_search import (
+    ByFunction,
+    SomeTensors,
+    by_value,
+    verdict_of,
+)
 from jvlab.layout._tree import flatten
 from jvlab.layout.checkpoint._tensors import checkpoint_tensors, read_config
 from jvlab.layout.rules._alternatives import alternatives
@@ -36,7 +41,9 @@ class World:
         self.right = policy_rules(self.config, [t.name for t in self.tensors])
         self.shapes = policy_shapes(self.config, self.tensors)
         self.arrays = flatten(self.policy.params).arrays
-        self.trainer = np.asarray(self.policy.logprobs(self.policy.params, TOKENS[None]))[0]
+        self.trainer = np.asarray(
+            self.policy.logprobs(self.policy.params, TOKENS[None])
+        )[0]
 
     def engine(self, wrong: Rules) -> Any:
         """The parameters as the engine understands them."""
@@ -47,14 +54,22 @@ class World:
         for b in self.right.bind(self.shapes, self.tensors, self.config):
             invert_binding(b, tensors[b.tensor], leaves[b.leaf])
         new = {id(a): leaves[path] for path, a in self.arrays.items()}
-        return jax.tree.map(lambda leaf: jax.device_put(new[id(leaf)]), self.policy.params)
+        return jax.tree.map(
+            lambda leaf: jax.device_put(new[id(leaf)]), self.policy.params
+        )
 
-    def search(self, wrong: Rules, states: bool = False, seconds: float = 300.0) -> tuple[Any, float]:
+    def search(
+        self, wrong: Rules, states: bool = False, seconds: float = 300.0
+    ) -> tuple[Any, float]:
         held = self.engine(wrong)
         numbers = np.asarray(self.policy.logprobs(held, TOKENS[None]))[0].copy()
         numbers[0] = np.nan
-        seen = lambda: np.asarray(self.policy.hidden(held, TOKENS[None]))[:, 0] if states else None
-        search = ByFunction(self.policy, self.policy.params, TOKENS, numbers, 1e-3, seconds, seen)
+        seen = lambda: (
+            np.asarray(self.policy.hidden(held, TOKENS[None]))[:, 0] if states else None
+        )
+        search = ByFunction(
+            self.policy, self.policy.params, TOKENS, numbers, 1e-3, seconds, seen
+        )
         found = alternatives(wrong, self.shapes, self.tensors, self.config)
         return search.search(found), largest(numbers, self.trainer)
 
@@ -72,7 +87,9 @@ def rules_with(right: Rules, *texts: str) -> Rules:
 
 def bound(world: World, rules: Rules) -> set[object]:
     found = rules.bind(world.shapes, world.tensors, world.config)
-    return {(b.leaf, b.tensor, b.leaf_start, b.tensor_start, b.axes, b.add) for b in found}
+    return {
+        (b.leaf, b.tensor, b.leaf_start, b.tensor_start, b.axes, b.add) for b in found
+    }
 
 
 SEVERAL = {
@@ -81,8 +98,15 @@ SEVERAL = {
         f"{KV} : d k h -> (h k) d",
         f"{OUT} : n h d -> d (h n)",
     ),
-    "two kinds": (f"{Q} : d n h -> d (n h)", MLP.replace("[gate|up|down]_", "[up|gate|down]_")),
-    "three kinds": (f"{OUT} : n h d -> (n h) d", MLP.replace("[gate|up|down]_", "[up|gate|down]_"), f"{NORMS} + 1"),
+    "two kinds": (
+        f"{Q} : d n h -> d (n h)",
+        MLP.replace("[gate|up|down]_", "[up|gate|down]_"),
+    ),
+    "three kinds": (
+        f"{OUT} : n h d -> (n h) d",
+        MLP.replace("[gate|up|down]_", "[up|gate|down]_"),
+        f"{NORMS} + 1",
+    ),
 }
 
 
@@ -104,24 +128,41 @@ def test_meaning_right_or_out_of_time_names_nothing(world: World):
     """A model that computes differently with rightly read leaves: no rule is blamed. Nor is one without the time."""
     wrong = rules_with(world.right, f"{Q} : d n h -> d (n h)")
     assert world.search(wrong, seconds=0.0)[0] is None
-    other = jv.Policy.from_pretrained(jv.models.tiny("llama", seed=2, **{**COMMON, **SIZES["llama"]}))
+    other = jv.Policy.from_pretrained(
+        jv.models.tiny("llama", seed=2, **{**COMMON, **SIZES["llama"]})
+    )
     numbers = np.asarray(other.logprobs(other.params, TOKENS[None]))[0].copy()
     numbers[0] = np.nan
     search = ByFunction(world.policy, world.policy.params, TOKENS, numbers, 1e-3, 6.0)
-    assert search.search(alternatives(world.right, world.shapes, world.tensors, world.config)) is None
+    assert (
+        search.search(
+            alternatives(world.right, world.shapes, world.tensors, world.config)
+        )
+        is None
+    )
     assert search.tried > 20
 
 
 def test_meaning_of_several_wrong_rules_by_value(world: World):
-    checkpoint: dict[str, np.ndarray] = {t.name: np.zeros(t.shape, np.float32) for t in world.tensors}
+    checkpoint: dict[str, np.ndarray] = {
+        t.name: np.zeros(t.shape, np.float32) for t in world.tensors
+    }
     for b in world.right.bind(world.shapes, world.tensors, world.config):
         apply_binding(b, np.asarray(world.arrays[b.leaf]), checkpoint[b.tensor])
     some = SomeTensors(checkpoint, {t.name: tuple(t.shape) for t in world.tensors})
     for texts in SEVERAL.values():
         wrong = rules_with(world.right, *texts)
-        found, _ = by_value(alternatives(wrong, world.shapes, world.tensors, world.config), world.arrays, some)
+        found, _ = by_value(
+            alternatives(wrong, world.shapes, world.tensors, world.config),
+            world.arrays,
+            some,
+        )
         assert found is not None
         assert bound(world, found.alternative.apply(wrong)) == bound(world, world.right)
-    right, seen = by_value(alternatives(world.right, world.shapes, world.tensors, world.config), world.arrays, some)
+    right, seen = by_value(
+        alternatives(world.right, world.shapes, world.tensors, world.config),
+        world.arrays,
+        some,
+    )
     assert right is None
     assert "are related to" in seen

@@ -9,7 +9,15 @@ import numpy as np
 
 from jvlab.analysis.forecast._setting import Rates, Setting
 from jvlab.analysis.forecast._simulate import BatchShape, _Loop
-from jvlab.record._events import RewardEvent, RolloutEvent, RunStart, RunStop, ScoreEvent, StepEvent, SyncEvent
+from jvlab.record._events import (
+    RewardEvent,
+    RolloutEvent,
+    RunStart,
+    RunStop,
+    ScoreEvent,
+    StepEvent,
+    SyncEvent,
+)
 from jvlab.record._record import Record
 
 BUDGET = 2048  # tokens of a micro-batch, where a record tells how rows were laid
@@ -38,7 +46,13 @@ RATES = Rates(
 )
 
 
-def setting(prompts: int = 8, group: int = 4, tokens: int = 64, bound: int = 0, replicas: int = 1) -> Setting:
+def setting(
+    prompts: int = 8,
+    group: int = 4,
+    tokens: int = 64,
+    bound: int = 0,
+    replicas: int = 1,
+) -> Setting:
     return Setting(prompts, group, tokens, bound, replicas, 30.0)
 
 
@@ -57,12 +71,16 @@ def record(
     """
     random = np.random.default_rng(seed)
     drawn = lengths or (lambda count: [wanted.max_tokens] * count)
-    loop = _Loop(wanted, rates, drawn, BatchShape(0.0, *rows) if rows else BatchShape(), steps)
+    loop = _Loop(
+        wanted, rates, drawn, BatchShape(0.0, *rows) if rows else BatchShape(), steps
+    )
     loop.env.run(until=loop.env.process(loop.train()))
     return Record.of(_events(loop, wanted, random, noise))
 
 
-def _events(loop: _Loop, wanted: Setting, random: np.random.Generator, noise: float) -> Sequence[Any]:
+def _events(
+    loop: _Loop, wanted: Setting, random: np.random.Generator, noise: float
+) -> Sequence[Any]:
     config = {
         "prompts_per_step": wanted.prompts_per_step,
         "group_size": wanted.group_size,
@@ -71,14 +89,24 @@ def _events(loop: _Loop, wanted: Setting, random: np.random.Generator, noise: fl
         "cores": loop.rates.cores,
     }
     shape = loop.shape
-    told = {"row_length": shape.span, "token_budget": BUDGET, "short_rows": True, "padding": shape.padding}
-    slow = lambda start, stop: start + (stop - start) * (1 + noise * abs(random.standard_normal()))
+    told = {
+        "row_length": shape.span,
+        "token_budget": BUDGET,
+        "short_rows": True,
+        "padding": shape.padding,
+    }
+    slow = lambda start, stop: (
+        start + (stop - start) * (1 + noise * abs(random.standard_normal()))
+    )
     found: list[Any] = []
     for group in loop.groups:
         start, stop, rewarded = group.times
         later = slow(start, stop) - stop
         stop, rewarded = stop + later, rewarded + later
-        about: dict[str, Any] = {"samples": len(group.lengths), "groups": (group.index,)}
+        about: dict[str, Any] = {
+            "samples": len(group.lengths),
+            "groups": (group.index,),
+        }
         versions = {v: round(n) for v, n in group.versions.items()}
         prompts = round(wanted.prompt_tokens * len(group.lengths))
         found.append(
@@ -95,7 +123,9 @@ def _events(loop: _Loop, wanted: Setting, random: np.random.Generator, noise: fl
         found.append(RewardEvent(start=stop, stop=rewarded, mean=0.5, **about))
     order = [g.index for g in sorted(loop.groups, key=lambda g: g.index)]
     size = wanted.prompts_per_step
-    for number, ((start, stop), (counts, version)) in enumerate(zip(loop.spans["train"], loop.taken, strict=False)):
+    for number, ((start, stop), (counts, version)) in enumerate(
+        zip(loop.spans["train"], loop.taken, strict=False)
+    ):
         found.append(
             StepEvent(
                 start=start,
@@ -111,15 +141,34 @@ def _events(loop: _Loop, wanted: Setting, random: np.random.Generator, noise: fl
         )
     for start, stop in loop.spans["score"]:
         samples, tokens = shape.probe(wanted, loop.groups[0].lengths)
-        found.append(ScoreEvent(start=start, stop=stop, what="probe", samples=int(samples), tokens=int(tokens)))
+        found.append(
+            ScoreEvent(
+                start=start,
+                stop=stop,
+                what="probe",
+                samples=int(samples),
+                tokens=int(tokens),
+            )
+        )
     names = tuple(f"pool/{i}" for i in range(wanted.replicas))
     for version, (start, stop) in enumerate(loop.spans["sync"], 1):
         pause = (stop - start) * loop.rates.pause
-        found.append(SyncEvent(start=start, stop=stop, version=version, pause=pause, replicas=names))
+        found.append(
+            SyncEvent(
+                start=start, stop=stop, version=version, pause=pause, replicas=names
+            )
+        )
     found.sort(key=lambda e: e.stop)
     last = max(e.stop for e in found)
     return [
-        RunStart(actor="trainer", run="synthetic", wall=0.0, config=config, start=0.0, stop=0.0),
+        RunStart(
+            actor="trainer",
+            run="synthetic",
+            wall=0.0,
+            config=config,
+            start=0.0,
+            stop=0.0,
+        ),
         *found,
         RunStop(actor="trainer", start=last, stop=last),
     ]

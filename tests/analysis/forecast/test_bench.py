@@ -21,18 +21,33 @@ def test_three_settings_are_fitted_and_nine_others_predicted():
 def test_errors_are_those_of_the_runs_that_were_not_fitted():
     rows = []
     for case in (*CASES[:3], CASES[3]):
-        made = setting(case.prompts_per_step, case.group_size, case.max_tokens, case.max_staleness, case.replicas)
+        made = setting(
+            case.prompts_per_step,
+            case.group_size,
+            case.max_tokens,
+            case.max_staleness,
+            case.replicas,
+        )
         rows.append(row_of(case, record(made, steps=16), 10))
     facts = json.loads(json.dumps({"runs": rows}))
     found = errors_of(facts)
-    assert found["errors"] == list(jv.whatif(facts).check(rows[3]["observation"]).errors)
-    assert found["median_error"] == found["worst_error"] == abs(found["errors"][0]) < 0.05
+    assert found["errors"] == list(
+        jv.whatif(facts).check(rows[3]["observation"]).errors
+    )
+    assert (
+        found["median_error"] == found["worst_error"] == abs(found["errors"][0]) < 0.05
+    )
     slower = json.loads(json.dumps(facts))
     for step in slower["runs"][3]["observation"]["steps"]:
-        step[6] *= 1.5  # the window of each step: the machine was busy with something else
-    assert errors_of(slower)["errors"][0] == pytest.approx((1 + found["errors"][0]) / 1.5 - 1, abs=1e-6)
+        # the window of each step: the machine was busy with something else
+        step[6] *= 1.5
+    assert errors_of(slower)["errors"][0] == pytest.approx(
+        (1 + found["errors"][0]) / 1.5 - 1, abs=1e-6
+    )
     assert errors_of({"runs": rows[:3]}) == {}
-    assert statistics.median(rows[0]["steps_s"]) == pytest.approx(rows[0]["step_s"], abs=1e-3)
+    assert statistics.median(rows[0]["steps_s"]) == pytest.approx(
+        rows[0]["step_s"], abs=1e-3
+    )
 
 
 def test_noise_counts_what_others_took():

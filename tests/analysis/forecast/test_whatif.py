@@ -27,7 +27,13 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
 FITTED = (setting(4, 4, 48), setting(8, 8, 96), setting(8, 4, 64, 1, 2))
-OTHERS = (setting(8, 4, 64), setting(4, 8, 128), setting(8, 8, 64, 1), setting(4, 8, 64, 2), setting(8, 8, 64, 0, 2))
+OTHERS = (
+    setting(8, 4, 64),
+    setting(4, 8, 128),
+    setting(8, 8, 64, 1),
+    setting(4, 8, 64, 2),
+    setting(8, 8, 64, 0, 2),
+)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +60,15 @@ def test_a_machine_that_changed_is_seen_in_the_errors(plan: WhatIf):
 
 def test_the_fit_finds_what_overlapping_costs(plan: WhatIf):
     assert plan.fit.overlapping
-    assert abs(plan.rates.engine_load + plan.rates.train_load - RATES.engine_load - RATES.train_load) < 0.4
+    assert (
+        abs(
+            plan.rates.engine_load
+            + plan.rates.train_load
+            - RATES.engine_load
+            - RATES.train_load
+        )
+        < 0.4
+    )
     assert plan.fit.generation_error < 0.05
     assert plan.rates.syncing(2) == pytest.approx(RATES.syncing(2), rel=0.05)
     assert plan.rates.rewarding(4) == pytest.approx(RATES.rewarding(4), rel=0.3)
@@ -99,28 +113,40 @@ def test_samples_that_end_by_themselves():
     typical = lengths.typical(16, 64)
     assert len(typical) == 16
     assert np.mean(typical) == pytest.approx(np.mean(drawn), rel=0.1)
-    assert Lengths([Observation.of(record(setting(4, 4, 64)))]).draw(3, 100, random) == [100] * 3
+    assert (
+        Lengths([Observation.of(record(setting(4, 4, 64)))]).draw(3, 100, random)
+        == [100] * 3
+    )
     plan = WhatIf([seen])
     assert plan.predict(max_tokens=16).step_s < plan.predict().step_s
 
 
 def test_prefix_hits_save_prompt_work():
     seen = Observation.of(record(setting(4, 8, 32)))
-    hit = replace(seen, groups=tuple(replace(g, computed=g.prompt) for g in seen.groups))
+    hit = replace(
+        seen, groups=tuple(replace(g, computed=g.prompt) for g in seen.groups)
+    )
     assert WhatIf([seen])._shape(seen.setting).cached == 0
     assert WhatIf([hit])._shape(seen.setting).cached == pytest.approx(1.0)
-    assert WhatIf([hit])._shape(seen.setting).computed_prompt(seen.setting) == pytest.approx(seen.setting.prompt_tokens)
+    assert WhatIf([hit])._shape(seen.setting).computed_prompt(
+        seen.setting
+    ) == pytest.approx(seen.setting.prompt_tokens)
 
 
 def test_suggestions_keep_the_budget(plan: WhatIf):
     found = plan.suggest(budget={"max_staleness": 1, "step_s": 2.0})
     assert 1 <= len(found) <= 5
     assert all(f.high <= 2.0 and f.setting.max_staleness <= 1 for f in found)
-    assert [f.tokens_per_s for f in found] == sorted((f.tokens_per_s for f in found), reverse=True)
+    assert [f.tokens_per_s for f in found] == sorted(
+        (f.tokens_per_s for f in found), reverse=True
+    )
     wide = plan.suggest(budget={"devices": 3}, group_size=8)
     assert wide[0].setting.placement == "apart"
     assert all(f.setting.devices <= 3 and f.setting.group_size == 8 for f in wide)
-    assert wide[0].tokens_per_s > plan.suggest(budget={"devices": 1}, group_size=8)[0].tokens_per_s
+    assert (
+        wide[0].tokens_per_s
+        > plan.suggest(budget={"devices": 1}, group_size=8)[0].tokens_per_s
+    )
     with pytest.raises(ConfigError, match="the shortest step is"):
         plan.suggest(budget={"step_s": 0.01})
     with pytest.raises(ConfigError, match="budget has steps=3"):
@@ -130,7 +156,12 @@ def test_suggestions_keep_the_budget(plan: WhatIf):
 def test_wrong_questions_are_answered_with_a_remedy(plan: WhatIf):
     with pytest.raises(ConfigError, match="did you mean 'replicas'"):
         plan.predict(replica=2)
-    for wrong in ({"replicas": 0}, {"max_staleness": -1}, {"max_tokens": 1.5}, {"placement": "moon"}):
+    for wrong in (
+        {"replicas": 0},
+        {"max_staleness": -1},
+        {"max_tokens": 1.5},
+        {"placement": "moon"},
+    ):
         with pytest.raises(ConfigError):
             plan.predict(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="without a run"):
@@ -168,37 +199,63 @@ def test_a_draw_is_as_likely_as_the_fit(plan: WhatIf):
 def _off(plan: WhatIf, *truth: Record) -> float:
     """The largest error of predictions without their intervals."""
     seen = [Observation.of(one) for one in truth]
-    return max(abs(plan.predict(o.setting, interval=False).step_s / o.step_s - 1) for o in seen)
+    return max(
+        abs(plan.predict(o.setting, interval=False).step_s / o.step_s - 1) for o in seen
+    )
 
 
 def test_attention_over_whole_rows_costs_by_their_length():
     """Long samples are laid two in a row, and some of middle length one in a row: their tokens cost less."""
     rates = replace(RATES, train_token=1e-4, train_context=2.5e-7)
-    short, middle, ahead, long = (s.changed(prompt_tokens=48.0) for s in (*FITTED, setting(4, 8, 128)))
+    short, middle, ahead, long = (
+        s.changed(prompt_tokens=48.0) for s in (*FITTED, setting(4, 8, 128))
+    )
     lay = jv.whatif(record(short, rates, rows=(0.04, 200.0)))._shape
     rows = {s: (lay(s).padding, lay(s).span) for s in (short, middle, ahead, long)}
     assert [rows[s][1] for s in (short, middle, ahead, long)] == [200, 152, 232, 368]
-    fitted = [record(s, rates, rows=rows[s], noise=0.01, seed=i) for i, s in enumerate((short, middle, ahead))]
+    fitted = [
+        record(s, rates, rows=rows[s], noise=0.01, seed=i)
+        for i, s in enumerate((short, middle, ahead))
+    ]
     truth = record(long, rates, rows=rows[long])
     assert _off(jv.whatif(*fitted), truth) < 0.05
-    silent = [replace(Observation.of(one), token_budget=0) for one in fitted]  # the attack: what a row holds is unknown
+    # the attack: what a row holds is unknown
+    silent = [replace(Observation.of(one), token_budget=0) for one in fitted]
     assert _off(WhatIf([_by_samples(o) for o in silent]), truth) > 0.08
 
 
 def _by_samples(o: Observation) -> Observation:
     """As if attention kept to a sample."""
-    return replace(o, steps=tuple(replace(s, span=o.setting.prompt_tokens + o.setting.max_tokens) for s in o.steps))
+    return replace(
+        o,
+        steps=tuple(
+            replace(s, span=o.setting.prompt_tokens + o.setting.max_tokens)
+            for s in o.steps
+        ),
+    )
 
 
 def test_cores_of_their_own():
     """Two engines on two cores hold a trainer up more than twice as one, but do not slow each other down."""
-    rates = replace(RATES, engine_load=0.5, train_load=1.0, cores=2, train_token=2e-4, step=0.012)
-    fitted = [Observation.of(record(s, rates, noise=0.01, seed=i)) for i, s in enumerate(FITTED)]
-    truth = [record(s, rates, steps=20) for s in (setting(8, 8, 64, 1), setting(8, 4, 128, 1), setting(8, 8, 48, 2, 2))]
+    rates = replace(
+        RATES, engine_load=0.5, train_load=1.0, cores=2, train_token=2e-4, step=0.012
+    )
+    fitted = [
+        Observation.of(record(s, rates, noise=0.01, seed=i))
+        for i, s in enumerate(FITTED)
+    ]
+    truth = [
+        record(s, rates, steps=20)
+        for s in (setting(8, 8, 64, 1), setting(8, 4, 128, 1), setting(8, 8, 48, 2, 2))
+    ]
     plan = WhatIf(fitted)
-    assert (plan.rates.engine_load, plan.rates.cores) == (pytest.approx(0.5, abs=0.11), 2)
+    assert (plan.rates.engine_load, plan.rates.cores) == (
+        pytest.approx(0.5, abs=0.11),
+        2,
+    )
     assert _off(plan, *truth) < 0.05
-    shared = WhatIf([replace(o, cores=1) for o in fitted])  # the attack: the same records, as if of one device
+    # the attack: the same records, as if of one device
+    shared = WhatIf([replace(o, cores=1) for o in fitted])
     assert _off(shared, *truth) > 0.08
 
 
@@ -216,7 +273,9 @@ def test_nine_settings_of_a_cpu_from_three(cpu: dict[str, Any]):
     plan = jv.whatif(facts)
     assert (len(plan.seen), len(others)) == (3, 9)
     table = plan.check(*others)
-    assert table.errors == pytest.approx(facts["errors"], abs=0.002), "the model changed: write its new errors down"
+    assert table.errors == pytest.approx(facts["errors"], abs=0.002), (
+        "the model changed: write its new errors down"
+    )
     sizes = sorted(abs(e) for e in table.errors)
     stated = [facts["median_error"], facts["worst_error"]]
     assert [statistics.median(sizes), sizes[-1]] == pytest.approx(stated, abs=0.002)
@@ -224,7 +283,10 @@ def test_nine_settings_of_a_cpu_from_three(cpu: dict[str, Any]):
     assert sizes[-1] <= 0.20
     assert sum(row.low <= (row.measured_s or 0) <= row.high for row in table) >= 8
     readme = " ".join((ROOT / "notebooks" / "LIMITS.md").read_text().split())
-    for who, stated in (("nine others by", facts), ("choices of three by", cpu["other_fits"])):
+    for who, stated in (
+        ("nine others by", facts),
+        ("choices of three by", cpu["other_fits"]),
+    ):
         percent = [f"{100 * stated[n]:.0f} %" for n in ("median_error", "worst_error")]
         assert f"{who} {percent[0]} (median) and {percent[1]} (worst)" in readme
 
@@ -234,12 +296,20 @@ def test_five_settings_of_later(cpu: dict[str, Any]):
     later, plan = cpu["later"], jv.whatif(cpu["result"])
     asked = [(Setting(**row["setting"]), row["step_s"]) for row in later["runs"]]
     off = [plan.predict(setting).step_s / took - 1 for setting, took in asked]
-    assert off == pytest.approx([row["error"] for row in later["runs"]], abs=0.002), "write its new errors down"
+    assert off == pytest.approx([row["error"] for row in later["runs"]], abs=0.002), (
+        "write its new errors down"
+    )
     sizes = sorted(map(abs, off))
-    stated = [later["median_error"], later["worst_error"], *map(later["own_hour"].get, ("median_error", "worst_error"))]
+    stated = [
+        later["median_error"],
+        later["worst_error"],
+        *map(later["own_hour"].get, ("median_error", "worst_error")),
+    ]
     assert [statistics.median(sizes), sizes[-1]] == pytest.approx(stated[:2], abs=0.002)
     percent = [f"{100 * error:.0f} %" for error in stated]
-    said = "two hours later, were missed by {} (median) and {} (worst), and by {} and {} when".format(*percent)
+    said = "two hours later, were missed by {} (median) and {} (worst), and by {} and {} when".format(
+        *percent
+    )
     assert said in " ".join((ROOT / "notebooks" / "LIMITS.md").read_text().split())
 
 
@@ -249,41 +319,72 @@ def test_the_two_that_were_missed_by_most_ran_on_a_faster_machine(cpu: dict[str,
     seen = [Observation.of(row["observation"]) for row in runs]
     took = [statistics.median(s.stop - s.start for s in o.syncs) for o in seen]
     relative = [
-        t / statistics.median(u for p, u in zip(seen, took, strict=True) if p.setting.replicas == o.setting.replicas)
+        t
+        / statistics.median(
+            u
+            for p, u in zip(seen, took, strict=True)
+            if p.setting.replicas == o.setting.replicas
+        )
         for o, t in zip(seen, took, strict=True)
     ]
-    speed = [ratio for row, ratio in zip(runs, relative, strict=True) if row["use"] == "predict"]
+    speed = [
+        ratio
+        for row, ratio in zip(runs, relative, strict=True)
+        if row["use"] == "predict"
+    ]
     assert sum(abs(error) > 0.1 for error in errors) == 2
-    assert all((ratio < 0.85) == (error > 0.1) for ratio, error in zip(speed, errors, strict=True))
+    assert all(
+        (ratio < 0.85) == (error > 0.1)
+        for ratio, error in zip(speed, errors, strict=True)
+    )
 
 
 @pytest.mark.soak
 def test_other_choices_of_three(cpu: dict[str, Any]):
     """How much of that is the choice of the three: two on-policy settings and one other, every combination of them."""
     seen = [Observation.of(row["observation"]) for row in cpu["result"]["runs"]]
-    strict, ahead = ([o for o in seen if (o.setting.max_staleness > 0) == late] for late in (False, True))
+    strict, ahead = (
+        [o for o in seen if (o.setting.max_staleness > 0) == late]
+        for late in (False, True)
+    )
     medians, worst = [], []
-    for *pair, one in ((*pair, one) for pair in itertools.combinations(strict, 2) for one in ahead):
+    for *pair, one in (
+        (*pair, one) for pair in itertools.combinations(strict, 2) for one in ahead
+    ):
         plan = WhatIf([*pair, one])
         rest = [o for o in seen if o not in (*pair, one)]
-        off = sorted(abs(plan.predict(o.setting, interval=False).step_s / o.step_s - 1) for o in rest)
+        off = sorted(
+            abs(plan.predict(o.setting, interval=False).step_s / o.step_s - 1)
+            for o in rest
+        )
         medians.append(statistics.median(off))
         worst.append(off[-1])
     stated = cpu["other_fits"]
     assert len(medians) == stated["fits"] == 90
     found = [statistics.median(medians), statistics.median(worst)]
-    assert found == pytest.approx([stated["median_error"], stated["worst_error"]], abs=0.005)
+    assert found == pytest.approx(
+        [stated["median_error"], stated["worst_error"]], abs=0.005
+    )
 
 
 def test_the_rows_of_these_runs_are_those_of_the_packer(cpu: dict[str, Any]):
     """What forecasts lay samples into rows with is what the trainer computed with: equal to the token, step by step."""
     for row in cpu["result"]["runs"]:
         seen = Observation.of(row["observation"])
-        prompts, packer = {g.index: g for g in seen.groups}, Packer(seen.token_budget, seen.short_rows)
+        prompts, packer = (
+            {g.index: g for g in seen.groups},
+            Packer(seen.token_budget, seen.short_rows),
+        )
         for step in seen.steps:
             own = [prompts[i] for i in step.groups]
-            parts = [*packer.parts(np.array([round(g.prompt) + n for g in own for n in g.lengths]))]
-            assert sum(part.tokens for part in parts) == pytest.approx(step.tokens), "measured with other rows"
+            parts = [
+                *packer.parts(
+                    np.array([round(g.prompt) + n for g in own for n in g.lengths])
+                )
+            ]
+            assert sum(part.tokens for part in parts) == pytest.approx(step.tokens), (
+                "measured with other rows"
+            )
             assert {part.width for part in parts} == {round(step.span)}
 
 
@@ -292,7 +393,9 @@ def test_the_rows_of_these_runs_are_those_of_the_packer(cpu: dict[str, Any]):
 
 def test_k1_from_k0_on_an_h200():
     """Fitted to both on-policy runs, the overlapping ones: the same steps of the same transient, two of them each."""
-    result = json.loads((ROOT / "tests/baselines/h200.json").read_text())["grpo_size"]["result"]
+    result = json.loads((ROOT / "tests/baselines/h200.json").read_text())["grpo_size"][
+        "result"
+    ]
     plan = jv.whatif(result)
     assert [o.setting.max_staleness for o in plan.seen] == [0, 0]
     table = plan.check(result)
@@ -318,13 +421,20 @@ def test_readme_says_how_far_it_was_off_on_h200s():
     off: dict[tuple[str, int, int], float] = {}
     for name in ("grpo_size", "grpo_staleness", "grpo_staleness_slow_host"):
         result = parts[name]["result"]
-        for row, error in zip(rows := jv.whatif(result).check(result), rows.errors, strict=True):
-            off[name, row.setting.max_staleness, row.setting.max_tokens] = 100 * abs(error)
+        for row, error in zip(
+            rows := jv.whatif(result).check(result), rows.errors, strict=True
+        ):
+            off[name, row.setting.max_staleness, row.setting.max_tokens] = 100 * abs(
+                error
+            )
     six = [error for (name, _, _), error in off.items() if name == "grpo_staleness"]
     assert len(six) == 6
     assert max(six) <= 10  # what was asked
     short = [off["grpo_size", 1, n] for n in (512, 3000)]
-    slow = [off["grpo_staleness_slow_host", k, n] for k, n in ((1, 512), (1, 3000), (2, 512))]
+    slow = [
+        off["grpo_staleness_slow_host", k, n]
+        for k, n in ((1, 512), (1, 3000), (2, 512))
+    ]
     said = " ".join((ROOT / "notebooks" / "LIMITS.md").read_text().split())
     claim = (
         "all six settings of staleness 0, 1 and 2, four steps of each, within {:.0f} %; in runs of two steps "
@@ -363,11 +473,15 @@ def without(*kinds: str, after: int = -1) -> Callable[[list[Any]], list[Any]]:
 
 
 def changed(kind: str | None = None, **values: Any) -> Callable[[list[Any]], list[Any]]:
-    return lambda events: [replace(e, **values) if kind in (None, e.kind) else e for e in events]
+    return lambda events: [
+        replace(e, **values) if kind in (None, e.kind) else e for e in events
+    ]
 
 
 def configured(**values: Any) -> Callable[[list[Any]], list[Any]]:
-    with_config = lambda e: replace(e, config={**e.config, **values}) if e.kind == "run_start" else e
+    with_config = lambda e: (
+        replace(e, config={**e.config, **values}) if e.kind == "run_start" else e
+    )
     return lambda events: [with_config(e) for e in events]
 
 
@@ -385,7 +499,10 @@ ABSURD: dict[str, tuple[Callable[[list[Any]], list[Any]], str]] = {
     "steps without groups": (changed("step", groups=()), "trained on"),
     "no times": (changed(start=NAN, stop=NAN), "from nan"),
     "steps without times": (changed("step", start=NAN, stop=NAN), "step 0 from nan"),
-    "rollouts without times": (changed("rollout", start=NAN, stop=NAN), "group 0 from nan"),
+    "rollouts without times": (
+        changed("rollout", start=NAN, stop=NAN),
+        "group 0 from nan",
+    ),
     "all at once": (changed(start=1.0, stop=1.0), "time"),
     "no tokens": (changed("rollout", tokens=0), "no generated token"),
     "tokens below zero": (changed("rollout", tokens=-50), "no samples"),
@@ -431,7 +548,9 @@ def test_an_absurd_record_is_refused_with_a_remedy(events: list[Any], what: str)
 def test_times_before_zero_are_times(events: list[Any]):
     """A clock's zero means nothing."""
     moved = [replace(e, start=e.start - 1e6, stop=e.stop - 1e6) for e in events]
-    assert jv.whatif(Record.of(moved)).predict().step_s == pytest.approx(jv.whatif(Record.of(events)).predict().step_s)
+    assert jv.whatif(Record.of(moved)).predict().step_s == pytest.approx(
+        jv.whatif(Record.of(events)).predict().step_s
+    )
 
 
 @pytest.mark.parametrize(
@@ -456,7 +575,9 @@ def test_times_before_zero_are_times(events: list[Any]):
     ],
     ids=str,
 )
-def test_an_absurd_observation_is_refused_with_a_remedy(events: list[Any], change: dict[str, Any]):
+def test_an_absurd_observation_is_refused_with_a_remedy(
+    events: list[Any], change: dict[str, Any]
+):
     seen = Observation.of(Record.of(events)).to_json()
     with pytest.raises(ConfigError) as caught:
         jv.whatif({**seen, **change})
@@ -475,7 +596,17 @@ def test_an_absurd_observation_is_refused_with_a_remedy(events: list[Any], chang
         {"runs": 5},
         {"runs": [{"tokens": 1, "steps_s": []}]},
         {"runs": [{"tokens": 1, "steps_s": [1], "max_staleness": 0}]},
-        {"runs": [{"tokens": "x", "steps_s": ["a"], "max_staleness": 0, "seconds": {}, "padding": 0}]},
+        {
+            "runs": [
+                {
+                    "tokens": "x",
+                    "steps_s": ["a"],
+                    "max_staleness": 0,
+                    "seconds": {},
+                    "padding": 0,
+                }
+            ]
+        },
         {"runs": [{"observation": 5, "use": "fit"}]},
     ],
     ids=str,
@@ -488,7 +619,12 @@ def test_absurd_sources_are_refused_with_a_remedy(source: Any):
 
 def test_absurd_questions_are_refused_with_a_remedy(events: list[Any]):
     plan = jv.whatif(Record.of(events))
-    for change in ({"group_size": NAN}, {"prompt_tokens": "x"}, {"prompt_tokens": INF}, {"replicas": "2"}):
+    for change in (
+        {"group_size": NAN},
+        {"prompt_tokens": "x"},
+        {"prompt_tokens": INF},
+        {"replicas": "2"},
+    ):
         with pytest.raises(ConfigError) as caught:
             plan.predict(**change)  # type: ignore[arg-type]
         assert caught.value.remedy

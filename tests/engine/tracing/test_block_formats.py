@@ -38,15 +38,31 @@ DENSE = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": False,
 }
-CASES = {  # 80 is no multiple of 32: the last blocks are cut; two heads of 16 fill a block
-    "llama": ("llama", {**DENSE, "intermediate_size": 96, "num_hidden_layers": 2}, 1, False),
+# 80 is no multiple of 32: the last blocks are cut; two heads of 16 fill a block
+CASES = {
+    "llama": (
+        "llama",
+        {**DENSE, "intermediate_size": 96, "num_hidden_layers": 2},
+        1,
+        False,
+    ),
     "llama-tp2": (
         "llama",
-        {**DENSE, "num_key_value_heads": 4, "intermediate_size": 128, "num_hidden_layers": 1},
+        {
+            **DENSE,
+            "num_key_value_heads": 4,
+            "intermediate_size": 128,
+            "num_hidden_layers": 1,
+        },
         2,
         False,
     ),
-    "qwen3_moe": ("qwen3_moe", {"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2}, 1, False),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2},
+        1,
+        False,
+    ),
 }
 
 
@@ -57,25 +73,57 @@ def vllm_as_it_was() -> Any:
 
 
 def tensors_of(weights: dict[str, torch.Tensor]) -> list[CheckpointTensor]:
-    return [CheckpointTensor(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in weights.items()]
+    return [
+        CheckpointTensor(n, tuple(t.shape), str(t.dtype).removeprefix("torch."))
+        for n, t in weights.items()
+    ]
 
 
-def mapping_of(params: Any, folder: str, weights: dict[str, torch.Tensor], layouts: list[RankLayout]) -> Mapping:
-    given = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+def mapping_of(
+    params: Any,
+    folder: str,
+    weights: dict[str, torch.Tensor],
+    layouts: list[RankLayout],
+) -> Mapping:
+    given = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+    }
     config = {**read_config(folder), "quantization_config": given}
-    return compile_tree(Mapping, params, config, tensors_of(weights), layouts, rules="policy", bucket_mib=0.05)
+    return compile_tree(
+        Mapping,
+        params,
+        config,
+        tensors_of(weights),
+        layouts,
+        rules="policy",
+        bucket_mib=0.05,
+    )
 
 
 def engines(config: Any, weights: dict[str, torch.Tensor]) -> list[torch.nn.Module]:
-    return [fp8_model.loaded(config, weights, r) for r in range(config.parallel_config.tensor_parallel_size)]
+    return [
+        fp8_model.loaded(config, weights, r)
+        for r in range(config.parallel_config.tensor_parallel_size)
+    ]
 
 
-def traced(config: Any, models: list[torch.nn.Module], weights: dict[str, torch.Tensor]) -> list[RankLayout]:
+def traced(
+    config: Any, models: list[torch.nn.Module], weights: dict[str, torch.Tensor]
+) -> list[RankLayout]:
     out = []
     for rank, model in enumerate(models):
         _meta_model.stand_in(len(models), 1, rank)
         with _meta_model.config_in_force(config):
-            out.append(trace_model(model, tensors_of(weights), rank, (("tp", rank), ("pp", 0), ("ep", 0))))
+            out.append(
+                trace_model(
+                    model,
+                    tensors_of(weights),
+                    rank,
+                    (("tp", rank), ("pp", 0), ("ep", 0)),
+                )
+            )
     return out
 
 
@@ -84,7 +132,11 @@ BOTH = (("float32", "direct"), ("bfloat16", "staged"))
 
 @pytest.mark.parametrize(
     ("name", "rounds"),
-    [("llama-tp2", BOTH[:1]), ("qwen3_moe", BOTH[1:]), *(pytest.param(n, BOTH, marks=SOAK) for n in CASES)],
+    [
+        ("llama-tp2", BOTH[:1]),
+        ("qwen3_moe", BOTH[1:]),
+        *(pytest.param(n, BOTH, marks=SOAK) for n in CASES),
+    ],
     ids=lambda x: x if isinstance(x, str) else "-".join(dtype for dtype, _ in x),
 )
 def test_a_sync_holds_what_a_load_of_the_quantised_checkpoint_would(
@@ -93,13 +145,19 @@ def test_a_sync_holds_what_a_load_of_the_quantised_checkpoint_would(
     """Values and scales, from float32 and bfloat16, direct and staged, into engines that hold other weights."""
     fp8_model.blocks_on_cpu(monkeypatch)
     family, sizes, tp, ep = CASES[name]
-    folders = [tiny(family, tmp_path / str(seed), seed=seed, **sizes) for seed in (0, 1)]
+    folders = [
+        tiny(family, tmp_path / str(seed), seed=seed, **sizes) for seed in (0, 1)
+    ]
     config = fp8_model.block_config(Path(folders[0]), BLOCK, tp, ep)
-    of = lambda folder, dtype: fp8_model.block_checkpoint(fp8_model.checkpoint(folder), BLOCK, dtype)
+    of = lambda folder, dtype: fp8_model.block_checkpoint(
+        fp8_model.checkpoint(folder), BLOCK, dtype
+    )
     models = engines(config, of(folders[1], "float32"))
     before = [model_digest(m) for m in models]
     layouts = traced(config, models, of(folders[0], "float32"))
-    assert [model_digest(m) for m in models] == before, "known values never reach the live layers"
+    assert [model_digest(m) for m in models] == before, (
+        "known values never reach the live layers"
+    )
     assert [x.staged for x in layouts] == [()] * tp
     for dtype, mode in rounds:
         weights = of(folders[0], dtype)
@@ -109,7 +167,9 @@ def test_a_sync_holds_what_a_load_of_the_quantised_checkpoint_would(
         plan = mapping.plan
         assert TransferPlan.from_bytes(plan.to_bytes()) == plan
         assert TransferPlan.from_bytes(plan.to_bytes()).quantised == plan.quantised
-        for rank, (model, loaded) in enumerate(zip(models, engines(config, weights), strict=True)):
+        for rank, (model, loaded) in enumerate(
+            zip(models, engines(config, weights), strict=True)
+        ):
             send_live(plan, model, rank, params, mode)
             assert differing(model, loaded) == []
             with torch.no_grad():
@@ -120,7 +180,9 @@ def test_a_sync_holds_what_a_load_of_the_quantised_checkpoint_would(
 
 def inspect(mapping: Mapping, dtype: str) -> None:
     """What the inspector says of such a mapping."""
-    q = next(r for r in mapping.rows if r.tensor == "model.layers.0.self_attn.q_proj.weight")
+    q = next(
+        r for r in mapping.rows if r.tensor == "model.layers.0.self_attn.q_proj.weight"
+    )
     assert (q.status, q.leaf_dtype, q.dtype) == ("quantised", dtype, "float8_e4m3fn")
     assert "one scale per block" in mapping.notes[q.parameter]
     assert "scaled and cast to fp8 on the trainer" in detail_html(mapping, q)
@@ -147,16 +209,25 @@ def test_shards_on_a_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert differing(model, loaded) == []
 
 
-def test_a_kernel_that_changes_values_is_named_and_reloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_changes_values_is_named_and_reloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """DeepGEMM's powers of two: the same shapes in the same memory, other values. Only running it shows that."""
     from tests.engine.worker.test_reload import memory
 
     fp8_model.blocks_on_cpu(monkeypatch, e8m0=True)
     family, sizes, _, _ = CASES["llama"]
-    folders = [tiny(family, tmp_path / str(seed), seed=seed, **sizes) for seed in (0, 1)]
+    folders = [
+        tiny(family, tmp_path / str(seed), seed=seed, **sizes) for seed in (0, 1)
+    ]
     config = fp8_model.block_config(Path(folders[0]), BLOCK)
-    of = lambda folder: fp8_model.block_checkpoint(fp8_model.checkpoint(folder), BLOCK, "bfloat16")
-    (model,), (loaded,) = engines(config, of(folders[1])), engines(config, of(folders[0]))
+    of = lambda folder: fp8_model.block_checkpoint(
+        fp8_model.checkpoint(folder), BLOCK, "bfloat16"
+    )
+    (model,), (loaded,) = (
+        engines(config, of(folders[1])),
+        engines(config, of(folders[0])),
+    )
     layouts = traced(config, [model], of(folders[0]))
     reasons = {n.name: n.reason for n in layouts[0].staged}
     assert len(reasons) == 16, "weights and scales of four layers, twice"
@@ -167,7 +238,9 @@ def test_a_kernel_that_changes_values_is_named_and_reloaded(tmp_path: Path, monk
     plan = mapping_of(params, folders[0], of(folders[0]), layouts).plan
     send_live(plan, model, 0, params, "direct", _vllm_model.staged_layers(model))
     assert differing(model, loaded) == []
-    assert {n for n, (at, _) in memory(model).items() if at != before[n][0]} == set(), "the same storage"
+    assert {n for n, (at, _) in memory(model).items() if at != before[n][0]} == set(), (
+        "the same storage"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -182,21 +255,31 @@ def test_every_bit_of_hard_values(dtype: str) -> None:
     from jvlab.sync._quantise import amax_of, block_scales_of, cast_all
 
     rng = np.random.default_rng(0)
-    values = (rng.standard_normal((100, 150)) * 2.0 ** rng.integers(-30, 30, (100, 1))).astype(np.float32)
+    values = (
+        rng.standard_normal((100, 150)) * 2.0 ** rng.integers(-30, 30, (100, 1))
+    ).astype(np.float32)
     values[:32, :32] = 0.0
     values[:32, 32:64] = 1e-7 * rng.standard_normal((32, 32))
-    values[32:64, :32] = 1.0625 * 2.0 ** -(np.arange(1024).reshape(32, 32) % 24)  # ties, then subnormals
+    # ties, then subnormals
+    values[32:64, :32] = 1.0625 * 2.0 ** -(np.arange(1024).reshape(32, 32) % 24)
     values[32, 0], values[33, 1] = 448.0, -448.0
     values[64:96, :32] = -np.abs(values[64:96, :32])
     values[96:, 128:] = np.nan
     x = torch.from_numpy(values).to(getattr(torch, dtype))
     with torch.compiler.set_stance("force_eager"):
-        wanted, wanted_scales = per_block_cast_to_fp8(x, [BLOCK, BLOCK], use_ue8m0=False)
+        wanted, wanted_scales = per_block_cast_to_fp8(
+            x, [BLOCK, BLOCK], use_ue8m0=False
+        )
     q = Quantised("x", dtype, dtype, (4, 5), (), block=(BLOCK, BLOCK))
     leaf = jnp.asarray(values).astype(dtype)
-    scales, inverse = block_scales_of(np.asarray(jax.jit(lambda x: amax_of([x], (q,)))(leaf)))
+    scales, inverse = block_scales_of(
+        np.asarray(jax.jit(lambda x: amax_of([x], (q,)))(leaf))
+    )
     (made,) = jax.jit(lambda x, i: cast_all([x], i, (q,)))(leaf, inverse)
-    assert np.array_equal(scales[:-1].view(np.uint32), wanted_scales.numpy().reshape(-1)[:-1].view(np.uint32))
+    assert np.array_equal(
+        scales[:-1].view(np.uint32),
+        wanted_scales.numpy().reshape(-1)[:-1].view(np.uint32),
+    )
     assert np.isnan(scales[-1]), "a sync finds it there, and names the leaf"
     assert np.isnan(wanted_scales[-1, -1])
     bits = np.asarray(made).view(np.uint8), wanted.view(torch.uint8).numpy()
@@ -205,24 +288,41 @@ def test_every_bit_of_hard_values(dtype: str) -> None:
     assert np.isnan(np.asarray(made).astype(np.float32)[96:, 128:]).all()
     assert len(np.unique(bits[0])) > 200
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
-    sharded = jax.device_put(leaf, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a", "b")))  # 50 × 75
+    # 50 × 75
+    sharded = jax.device_put(
+        leaf, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a", "b"))
+    )
     again = block_scales_of(np.asarray(jax.jit(lambda x: amax_of([x], (q,)))(sharded)))
     (parts,) = jax.jit(lambda x, i: cast_all([x], i, (q,)))(sharded, again[1])
-    assert np.array_equal(again[0], scales, equal_nan=True), "shards end inside of blocks"
+    assert np.array_equal(again[0], scales, equal_nan=True), (
+        "shards end inside of blocks"
+    )
     assert np.array_equal(np.asarray(parts).view(np.uint8), bits[0])
 
 
-def test_leaves_without_whole_blocks_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaves_without_whole_blocks_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A leaf that is cast in two ways, or whose parts begin inside of a block."""
     from jvlab.layout._formats import block_scales, expand_blocks
     from jvlab.layout._shards import MeshSpec, leaf_from_spec
     from jvlab.layout._types import Axis, Binding
 
-    tensors = [CheckpointTensor("w", (64, 96), "float8_e4m3fn"), CheckpointTensor("w_scale_inv", (2, 3), "float32")]
-    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}}
+    tensors = [
+        CheckpointTensor("w", (64, 96), "float8_e4m3fn"),
+        CheckpointTensor("w_scale_inv", (2, 3), "float32"),
+    ]
+    config = {
+        "quantization_config": {
+            "quant_method": "fp8",
+            "weight_block_size": [BLOCK, BLOCK],
+        }
+    }
     scales = block_scales(tensors, config)
     assert block_scales(tensors, {}) == {}
-    assert block_scales([tensors[0], replace(tensors[1], shape=(3, 2))], config) == {}, "other shapes are no scales"
+    assert (
+        block_scales([tensors[0], replace(tensors[1], shape=(3, 2))], config) == {}
+    ), "other shapes are no scales"
     leaf = leaf_from_spec("x", (96, 80), "float32", MeshSpec.parse("fsdp=1"))
     axes = (Axis(96, 0, 1, 1, 1), Axis(64, 1, 1, 0, 1))
     whole = Binding("x", "w", (96, 80), (64, 96), (0, 0), (0, 0), axes)

@@ -48,7 +48,8 @@ def test_the_bare_model_has_the_loaders_names_and_the_models_memory():
     assert bare.norm is model.norm
     assert bare.embed is bare.head
     assert [name for name, _ in model.named_parameters()] == before
-    plain.weight = torch.nn.Parameter(torch.ones(2, 3))  # replaced after packing: both see it
+    # replaced after packing: both see it
+    plain.weight = torch.nn.Parameter(torch.ones(2, 3))
     assert dict(bare.named_parameters())["inner.1.weight"] is plain.weight
     assert bare_model(plain) is plain
 
@@ -56,7 +57,10 @@ def test_the_bare_model_has_the_loaders_names_and_the_models_memory():
 def test_adapters_are_known_by_the_names_of_their_tensors():
     from jvlab.engine.tracing._lora_slots import is_adapter
 
-    pair = ["base_model.model.m.q_proj.lora_A.weight", "base_model.model.m.q_proj.lora_B.weight"]
+    pair = [
+        "base_model.model.m.q_proj.lora_A.weight",
+        "base_model.model.m.q_proj.lora_B.weight",
+    ]
     assert is_adapter(pair)
     assert not is_adapter([*pair, "model.norm.weight"])
     assert not is_adapter([])

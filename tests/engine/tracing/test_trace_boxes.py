@@ -22,10 +22,14 @@ from jvlab.engine.tracing._write_recorder import (
 from tests.fuzzing import examples
 
 
-def addresses(offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
+def addresses(
+    offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> np.ndarray:
     out = np.full(shape, offset, np.int64)
     for d, (n, s) in enumerate(zip(shape, strides, strict=True)):
-        out += (np.arange(n) * s).reshape([-1 if i == d else 1 for i in range(len(shape))])
+        out += (np.arange(n) * s).reshape(
+            [-1 if i == d else 1 for i in range(len(shape))]
+        )
     return out
 
 
@@ -37,7 +41,9 @@ def filled(parts: list[StridedPart], shape: tuple[int, ...]) -> np.ndarray:
         index = [np.full(sizes, s) for s in part.start]
         source = np.full(sizes, part.offset)
         for k, a in enumerate(part.axes):
-            along = np.arange(a.size).reshape([-1 if i == k else 1 for i in range(len(sizes))])
+            along = np.arange(a.size).reshape(
+                [-1 if i == k else 1 for i in range(len(sizes))]
+            )
             index[a.dim] = index[a.dim] + along * a.step
             source = source + along * a.stride
         assert (out[tuple(index)] == -1).all()
@@ -49,14 +55,34 @@ def filled(parts: list[StridedPart], shape: tuple[int, ...]) -> np.ndarray:
 def views(draw: st.DrawFn, array: np.ndarray) -> np.ndarray:
     """A view of an array by the steps loaders take: split, merge, permute, narrow, step, repeat."""
     for _ in range(draw(st.integers(0, 5))):
-        match draw(st.sampled_from(["split", "merge", "permute", "narrow", "step", "repeat"])):
+        match draw(
+            st.sampled_from(["split", "merge", "permute", "narrow", "step", "repeat"])
+        ):
             case "split":
                 d = draw(st.integers(0, array.ndim - 1))
-                n = draw(st.sampled_from([k for k in range(1, array.shape[d] + 1) if array.shape[d] % k == 0]))
-                array = array.reshape(*array.shape[:d], n, array.shape[d] // n, *array.shape[d + 1 :], copy=None)
+                n = draw(
+                    st.sampled_from(
+                        [
+                            k
+                            for k in range(1, array.shape[d] + 1)
+                            if array.shape[d] % k == 0
+                        ]
+                    )
+                )
+                array = array.reshape(
+                    *array.shape[:d],
+                    n,
+                    array.shape[d] // n,
+                    *array.shape[d + 1 :],
+                    copy=None,
+                )
             case "merge" if array.ndim > 1:
                 d = draw(st.integers(0, array.ndim - 2))
-                shape = (*array.shape[:d], array.shape[d] * array.shape[d + 1], *array.shape[d + 2 :])
+                shape = (
+                    *array.shape[:d],
+                    array.shape[d] * array.shape[d + 1],
+                    *array.shape[d + 2 :],
+                )
                 try:
                     array = array.reshape(shape, copy=False)
                 except ValueError:
@@ -70,14 +96,20 @@ def views(draw: st.DrawFn, array: np.ndarray) -> np.ndarray:
                 array = array[(slice(None),) * d + (slice(a, b),)]
             case "step":
                 d = draw(st.integers(0, array.ndim - 1))
-                array = array[(slice(None),) * d + (slice(None, None, draw(st.integers(1, 3))),)]
+                array = array[
+                    (slice(None),) * d + (slice(None, None, draw(st.integers(1, 3))),)
+                ]
             case "repeat":
                 array = np.broadcast_to(array, (draw(st.integers(1, 3)), *array.shape))
     return array
 
 
-def box(view: np.ndarray, base: np.ndarray) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    offset = (view.__array_interface__["data"][0] - base.__array_interface__["data"][0]) // base.itemsize
+def box(
+    view: np.ndarray, base: np.ndarray
+) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    offset = (
+        view.__array_interface__["data"][0] - base.__array_interface__["data"][0]
+    ) // base.itemsize
     return offset, view.shape, tuple(s // base.itemsize for s in view.strides)
 
 
@@ -87,7 +119,9 @@ answered: list[bool] = []
 @settings(max_examples=examples(400), deadline=None)
 @given(st.data())
 def test_views_of_reordered_copies(data: st.DataObject) -> None:
-    shape = tuple(data.draw(st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=4)))
+    shape = tuple(
+        data.draw(st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=4))
+    )
     root = np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape)
     first = data.draw(views(root))
     parts = whole(0, *box(first, root))
@@ -96,7 +130,8 @@ def test_views_of_reordered_copies(data: st.DataObject) -> None:
         copied = np.ascontiguousarray(first)
         digits = reordered(parts, first.shape, tuple(s // 8 for s in copied.strides))
         if digits is None:
-            return  # sizes that are no radix (a repeated view): the tracer then says opaque
+            # sizes that are no radix (a repeated view): the tracer then says opaque
+            return
         second = data.draw(views(copied))
         found = through(digits, *box(second, copied))
         answered.append(found is not None)
@@ -116,7 +151,11 @@ def test_gpt_neox_style_regrouping() -> None:
     heads, dim, width = 4, 3, 5
     root = np.arange(heads * 3 * dim * width).reshape(heads, 3, dim, width)
     view = root.transpose(1, 0, 2, 3)
-    digits = reordered(whole(0, *box(view, root)), view.shape, (heads * dim * width, dim * width, width, 1))
+    digits = reordered(
+        whole(0, *box(view, root)),
+        view.shape,
+        (heads * dim * width, dim * width, width, 1),
+    )
     assert digits is not None
     copied = np.ascontiguousarray(view).reshape(3 * heads * dim, width)
     shard = copied[heads * dim + 6 : heads * dim + 12]  # two heads of k
@@ -133,9 +172,13 @@ def test_concatenation_is_cut_at_its_seams() -> None:
     ]
     digits = reordered(parts, (5, 4), (4, 1))
     assert isinstance(digits, Digits)
-    found = through(digits, 4, (3, 4), (4, 1))  # rows 1 to 3: one of the first, two of the second
+    # rows 1 to 3: one of the first, two of the second
+    found = through(digits, 4, (3, 4), (4, 1))
     assert found is not None
-    assert [(p.source, p.offset, p.start, p.axes[0].size) for p in found] == [(0, 4, (0, 0), 4), (1, 0, (1, 0), 2)]
+    assert [(p.source, p.offset, p.start, p.axes[0].size) for p in found] == [
+        (0, 4, (0, 0), 4),
+        (1, 0, (1, 0), 2),
+    ]
 
 
 def test_a_view_across_a_digits_end_is_not_guessed() -> None:
@@ -152,7 +195,10 @@ def test_rows_merge_dimensions_and_neighbours() -> None:
     assert row(turned, 0, 0, (2, 1)) == Row(0, 0, (4, 2), 0, (1, 4), 0, (2, 1))
     (scalar,) = whole(0, 5, (), ())
     assert row(scalar, 0, 2, ()) == Row(0, 0, (1,), 5, (0,), 2, (0,))
-    a, b = Row(0, 0, (2, 4), 0, (8, 1), 0, (4, 1)), Row(0, 0, (3, 4), 16, (8, 1), 8, (4, 1))
+    a, b = (
+        Row(0, 0, (2, 4), 0, (8, 1), 0, (4, 1)),
+        Row(0, 0, (3, 4), 16, (8, 1), 8, (4, 1)),
+    )
     assert joined([a, b]) == [Row(0, 0, (5, 4), 0, (8, 1), 0, (4, 1))]
     apart = Row(0, 0, (3, 4), 17, (8, 1), 8, (4, 1))
     assert joined([a, apart]) == [a, apart]
@@ -160,7 +206,15 @@ def test_rows_merge_dimensions_and_neighbours() -> None:
 
 @settings(max_examples=examples(200), deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4), st.integers(1, 4), st.sampled_from([4, 5, 8])), max_size=4)
+    st.lists(
+        st.tuples(
+            st.integers(0, 9),
+            st.integers(1, 4),
+            st.integers(1, 4),
+            st.sampled_from([4, 5, 8]),
+        ),
+        max_size=4,
+    )
 )
 def test_coverage_counts_addresses(boxes: list[tuple[int, int, int, int]]) -> None:
     depth = np.zeros(64, np.int64)
@@ -173,6 +227,9 @@ def test_coverage_counts_addresses(boxes: list[tuple[int, int, int, int]]) -> No
 
 def test_runs_of_a_contiguous_box_are_one() -> None:
     assert runs(3, (4, 5), (5, 1)).tolist() == [[3, 23]]
-    assert runs(3, (5, 4), (1, 5)).tolist() == [[3, 23]]  # the order of dimensions does not matter to a set
+    # the order of dimensions does not matter to a set
+    assert runs(3, (5, 4), (1, 5)).tolist() == [[3, 23]]
     assert runs(0, (2, 3), (10, 1)).tolist() == [[0, 3], [10, 13]]
-    assert np.array_equal(np.sort(addresses(3, (5, 4), (1, 5)).reshape(-1)), np.arange(3, 23))
+    assert np.array_equal(
+        np.sort(addresses(3, (5, 4), (1, 5)).reshape(-1)), np.arange(3, 23)
+    )

@@ -30,10 +30,19 @@ Loader = Callable[[torch.nn.Parameter, torch.Tensor], Any]
 class Planted(torch.nn.Module):
     """One parameter per checkpoint tensor, and a loader of the test's own."""
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]], load: Loader, device: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        shapes: dict[str, tuple[int, ...]],
+        load: Loader,
+        device: str,
+        dtype: torch.dtype,
+    ) -> None:
         super().__init__()
         for name, shape in shapes.items():
-            self.register_parameter(name, torch.nn.Parameter(torch.full(shape, 7.0, dtype=dtype, device=device)))
+            self.register_parameter(
+                name,
+                torch.nn.Parameter(torch.full(shape, 7.0, dtype=dtype, device=device)),
+            )
         self.load, self.loaded = load, []
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -43,7 +52,10 @@ class Planted(torch.nn.Module):
 
 
 def trace(
-    load: Loader, shape: tuple[int, ...] = (4, 6), source: tuple[int, ...] | None = None, **kinds: Any
+    load: Loader,
+    shape: tuple[int, ...] = (4, 6),
+    source: tuple[int, ...] | None = None,
+    **kinds: Any,
 ) -> RankLayout:
     """The layout of one parameter `w`; checks that the live model did not change, and rows against a real load."""
     dtype, kept = kinds.get("dtype", torch.float32), kinds.get("kept", "float32")
@@ -51,11 +63,18 @@ def trace(
     for device in ("meta", "cpu"):
         model = Planted({"w": shape}, load, device, dtype)
         before, attributes = model_digest(model), list(model.loaded)
-        layouts.append(trace_model(model, [CheckpointTensor("w", source or shape, kept)]))
+        layouts.append(
+            trace_model(model, [CheckpointTensor("w", source or shape, kept)])
+        )
         assert model_digest(model) == before
         assert model.loaded == attributes
     a, b = layouts
-    assert (a.opaque, a.padding, a.unused, a.parameters) == (b.opaque, b.padding, b.unused, b.parameters)
+    assert (a.opaque, a.padding, a.unused, a.parameters) == (
+        b.opaque,
+        b.padding,
+        b.unused,
+        b.parameters,
+    )
     assert np.array_equal(a.src_strides, b.src_strides)
     if not a.opaque:
         real = Planted({"w": shape}, load, "cpu", dtype)
@@ -77,7 +96,9 @@ def only_reason(layout: RankLayout) -> str:
 
 def test_plain_and_transposed_copies() -> None:
     assert trace(lambda p, w: p.data.copy_(w)).shape.tolist() == [[24]]
-    assert trace(lambda p, w: p.data.copy_(w.t()), source=(6, 4)).src_strides.tolist() == [[1, 4]]
+    assert trace(
+        lambda p, w: p.data.copy_(w.t()), source=(6, 4)
+    ).src_strides.tolist() == [[1, 4]]
 
 
 REORDERINGS = (
@@ -109,8 +130,12 @@ def regroup(p: torch.nn.Parameter, w: torch.Tensor) -> None:
         lambda p, w: p.data.copy_(w.t().contiguous().t()),
         lambda p, w: p.data.copy_(torch.cat([w[9:], w[:9]])),
         lambda p, w: p.data.copy_(torch.cat([w[:, 2:], w[:, :2]], dim=1)),
-        lambda p, w: p.data.copy_(torch.stack([w[0::2], w[1::2]], dim=1).reshape(w.shape)),
-        lambda p, w: p.data.copy_(torch.stack([w[:9], w[9:]]).transpose(0, 1).reshape(w.shape)),
+        lambda p, w: p.data.copy_(
+            torch.stack([w[0::2], w[1::2]], dim=1).reshape(w.shape)
+        ),
+        lambda p, w: p.data.copy_(
+            torch.stack([w[:9], w[9:]]).transpose(0, 1).reshape(w.shape)
+        ),
         lambda p, w: [p.data[i].copy_(w[17 - i]) for i in range(18)],
         lambda p, w: [p.data[i].copy_(w[i]) for i in range(18)],
         lambda p, w: p.data.copy_(w.to(torch.float64)),
@@ -133,13 +158,18 @@ def test_reorderings_inside_inference_mode() -> None:
 
 
 def test_rows_of_neighbours_are_joined() -> None:
-    assert len(trace(lambda p, w: [p.data[i].copy_(w[i]) for i in range(4)]).tensor) == 1
+    assert (
+        len(trace(lambda p, w: [p.data[i].copy_(w[i]) for i in range(4)]).tensor) == 1
+    )
 
 
 COMPUTED: dict[str, tuple[Loader, str]] = {
     "add": (lambda p, w: p.data.copy_(w + 1), "computes"),
     "in place": (lambda p, w: (p.data.copy_(w), p.data.add_(1)), "in place"),
-    "of itself": (lambda p, w: (p.data.copy_(w), p.data.copy_(-p.data.exp())), "computed value"),
+    "of itself": (
+        lambda p, w: (p.data.copy_(w), p.data.copy_(-p.data.exp())),
+        "computed value",
+    ),
     "of both": (lambda p, w: p.data.mul_(w), "in place"),
     "narrow cast": (lambda p, w: p.data.copy_(w.to(torch.float16)), "float16"),
     "bits": (lambda p, w: p.data.view(torch.int32).copy_(w.view(torch.int32)), "bits"),
@@ -147,7 +177,10 @@ COMPUTED: dict[str, tuple[Loader, str]] = {
     "temporary": (lambda p, w: p.data.copy_(torch.empty_like(w).copy_(w)), "temporary"),
     "gather": (lambda p, w: p.data.copy_(w[torch.tensor([3, 1, 0, 2])]), "computes"),
     "value": (lambda p, w: p.data.fill_(float(w[0, 0])), "reads its values"),
-    "branch": (lambda p, w: p.data.copy_(w if bool(w.sum() > 0) else -w), "reads its values"),
+    "branch": (
+        lambda p, w: p.data.copy_(w if bool(w.sum() > 0) else -w),
+        "reads its values",
+    ),
     "mutated": (lambda p, w: p.data.copy_(w.mul_(2)), "computes"),
 }
 
@@ -162,14 +195,19 @@ def test_a_loader_that_computes_is_opaque(case: str) -> None:
 def test_what_an_opaque_tensor_fills_can_be_planned(case: str) -> None:
     """No gap: the tensor goes whole to a buffer of its own, and load_weights fills the parameter from there."""
     layout = trace(COMPUTED[case][0])
-    assert [(n.kind, n.reason) for n in layout.padding] == [("opaque", "filled by the opaque w")]
+    assert [(n.kind, n.reason) for n in layout.padding] == [
+        ("opaque", "filled by the opaque w")
+    ]
     made = planned(layout)
     assert [int(k) for k in made.target_kind] == [LIVE, OPAQUE]
     assert made.target_padding.tolist() == [24, 0]
 
 
 def planned(layout: RankLayout) -> TransferPlan:
-    leaves = [leaf_from_spec(t.name, t.shape, t.dtype, MeshSpec.parse("x=1"), None) for t in layout.tensors]
+    leaves = [
+        leaf_from_spec(t.name, t.shape, t.dtype, MeshSpec.parse("x=1"), None)
+        for t in layout.tensors
+    ]
     bindings = [
         Binding(
             t.name,
@@ -202,18 +240,33 @@ def test_a_constant_over_what_was_copied_is_opaque() -> None:
 
 
 def test_a_constant_beside_or_before_a_copy_is_padding() -> None:
-    beside = trace(lambda p, w: (p.data[:3].copy_(w), p.data[3:].fill_(0.0)), source=(3, 6))
+    beside = trace(
+        lambda p, w: (p.data[:3].copy_(w), p.data[3:].fill_(0.0)), source=(3, 6)
+    )
     before = trace(lambda p, w: (p.data.fill_(0.0), p.data[:3].copy_(w)), source=(3, 6))
     for layout in (beside, before):
         assert layout.opaque == ()
         (note,) = layout.padding
-        assert (note.kind, note.elements, note.reason) == ("constant", 6, "the loader fills them with 0")
+        assert (note.kind, note.elements, note.reason) == (
+            "constant",
+            6,
+            "the loader fills them with 0",
+        )
         planned(layout)
-    assert trace(lambda p, w: (p.data.zero_(), p.data.copy_(w), p.data[4:].zero_())).padding == ()
+    assert (
+        trace(
+            lambda p, w: (p.data.zero_(), p.data.copy_(w), p.data[4:].zero_())
+        ).padding
+        == ()
+    )
 
 
-@pytest.mark.parametrize("more", [lambda p: None, lambda p: p.data[3:].zero_(), lambda p: p.data[4:].zero_()])
-def test_what_nothing_fills_is_a_gap_though_the_rest_is_padded(more: Callable[[torch.nn.Parameter], Any]) -> None:
+@pytest.mark.parametrize(
+    "more", [lambda p: None, lambda p: p.data[3:].zero_(), lambda p: p.data[4:].zero_()]
+)
+def test_what_nothing_fills_is_a_gap_though_the_rest_is_padded(
+    more: Callable[[torch.nn.Parameter], Any],
+) -> None:
     """As with k_proj left out of a fused parameter: neither a constant nor an opaque part elsewhere excuses it."""
     plain = trace(lambda p, w: (p.data[:2].copy_(w), more(p)), source=(2, 6))
     opaque = trace(lambda p, w: (p.data[:2].copy_(w + 1), more(p)), source=(2, 6))
@@ -237,16 +290,24 @@ def test_replaced_memory_is_opaque_and_put_back() -> None:
 
 
 def test_a_cast_that_ends_in_the_parameters_dtype_is_exact() -> None:
-    layout = trace(lambda p, w: p.data.copy_(w.to(torch.bfloat16).to(torch.float32)), dtype=torch.bfloat16)
+    layout = trace(
+        lambda p, w: p.data.copy_(w.to(torch.bfloat16).to(torch.float32)),
+        dtype=torch.bfloat16,
+    )
     assert layout.opaque == ()
-    assert "bfloat16" in only_reason(trace(lambda p, w: p.data.copy_(w.to(torch.bfloat16))))
+    assert "bfloat16" in only_reason(
+        trace(lambda p, w: p.data.copy_(w.to(torch.bfloat16)))
+    )
 
 
 def test_the_last_write_wins_and_half_an_overlap_is_opaque() -> None:
     shapes = {"a": (4, 6), "b": (4, 6)}
     tensors = [CheckpointTensor(n, s, "float32") for n, s in shapes.items()]
     model = Planted(
-        {"a": (4, 6), "b": (2,)}, lambda p, w: model.get_parameter("a").data.copy_(w), "meta", torch.float32
+        {"a": (4, 6), "b": (2,)},
+        lambda p, w: model.get_parameter("a").data.copy_(w),
+        "meta",
+        torch.float32,
     )
     layout = trace_model(model, tensors)
     assert [layout.tensors[i].name for i in layout.tensor] == ["b"]
@@ -273,9 +334,16 @@ def test_two_parameters_in_one_storage_keep_their_own_offsets() -> None:
     pool = torch.zeros(48)
     model = Planted({}, lambda p, w: p.data.copy_(w), "cpu", torch.float32)
     for i, name in enumerate(("a", "b")):
-        model.register_parameter(name, torch.nn.Parameter(pool[24 * i : 24 * i + 24].view(4, 6)))
-    layout = trace_model(model, [CheckpointTensor(n, (4, 6), "float32") for n in ("b", "a")])
-    assert [(layout.parameters[p].name, o) for p, o in zip(layout.parameter, layout.dst_offset, strict=True)] == [
+        model.register_parameter(
+            name, torch.nn.Parameter(pool[24 * i : 24 * i + 24].view(4, 6))
+        )
+    layout = trace_model(
+        model, [CheckpointTensor(n, (4, 6), "float32") for n in ("b", "a")]
+    )
+    assert [
+        (layout.parameters[p].name, o)
+        for p, o in zip(layout.parameter, layout.dst_offset, strict=True)
+    ] == [
         ("b", 0),
         ("a", 0),
     ]
@@ -286,7 +354,9 @@ def test_a_loaded_buffer_counts_as_a_parameter_and_others_do_not() -> None:
     model = Planted({}, lambda p, w: None, "cpu", torch.float32)
     model.register_buffer("mean", torch.zeros(3))
     model.register_buffer("table", torch.zeros(5))
-    model.load_weights = lambda weights: [model.get_buffer("mean").copy_(w) for _, w in weights]  # type: ignore[method-assign]
+    model.load_weights = lambda weights: [
+        model.get_buffer("mean").copy_(w) for _, w in weights
+    ]  # type: ignore[method-assign]
     layout = trace_model(model, [CheckpointTensor("mean", (3,), "float32")])
     assert [p.name for p in layout.parameters] == ["mean"]
     assert float(model.get_buffer("mean").abs().sum()) == 0
@@ -301,7 +371,8 @@ def test_a_loader_that_fails_half_way_leaves_the_model_alone() -> None:
     model = Planted({"w": (4, 6)}, fail, "cpu", torch.float32)
     before = model_digest(model)
     with pytest.raises(
-        TraceError, match=r"Planted refused checkpoint tensor w \(4, 6\): KeyError: 'no such thing'"
+        TraceError,
+        match=r"Planted refused checkpoint tensor w \(4, 6\): KeyError: 'no such thing'",
     ) as caught:
         trace_model(model, [CheckpointTensor("w", (4, 6), "float32")])
     assert caught.value.fields["tensor"] == "w"
@@ -317,7 +388,9 @@ def test_a_dtype_torch_does_not_have() -> None:
 
 
 def test_a_copy_into_no_parameter_is_opaque() -> None:
-    assert "not a parameter" in only_reason(trace(lambda p, w: torch.empty(w.shape).copy_(w)))
+    assert "not a parameter" in only_reason(
+        trace(lambda p, w: torch.empty(w.shape).copy_(w))
+    )
 
 
 def test_a_name_given_twice() -> None:

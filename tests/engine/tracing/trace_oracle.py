@@ -21,7 +21,9 @@ from jvlab.layout.checkpoint._tensors import checkpoint_tensors
 MARK = 7.0  # what every parameter holds before loading; no random weight is just this
 
 
-def own_checkpoint(folder: Path, config: dict[str, Any], dtype: str = "float32") -> Path:
+def own_checkpoint(
+    folder: Path, config: dict[str, Any], dtype: str = "float32"
+) -> Path:
     """A random checkpoint of this config, with on-disk names, in one safetensors file."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {**config, "dtype": dtype}
@@ -37,7 +39,13 @@ def own_checkpoint(folder: Path, config: dict[str, Any], dtype: str = "float32")
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
     if tensor.dtype == torch.bfloat16:
-        return tensor.detach().contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        return (
+            tensor.detach()
+            .contiguous()
+            .view(torch.int16)
+            .numpy()
+            .view(ml_dtypes.bfloat16)
+        )
     return tensor.detach().contiguous().numpy()
 
 
@@ -46,17 +54,27 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    return np.dtype(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else np.dtype(name)
+    return (
+        np.dtype(getattr(ml_dtypes, name))
+        if hasattr(ml_dtypes, name)
+        else np.dtype(name)
+    )
 
 
-def inside(offset: int, shape: tuple[int, ...], strides: np.ndarray, size: int, where: str) -> None:
+def inside(
+    offset: int, shape: tuple[int, ...], strides: np.ndarray, size: int, where: str
+) -> None:
     """as_strided would read and write anywhere: a row that leaves its tensor must fail, not crash."""
-    last = int(offset) + sum((n - 1) * int(s) for n, s in zip(shape, strides, strict=True))
+    last = int(offset) + sum(
+        (n - 1) * int(s) for n, s in zip(shape, strides, strict=True)
+    )
     assert int(offset) >= 0, f"{where} begins at {offset}"
     assert last < size, f"{where} ends at {last} of {size}"
 
 
-def apply_rows(layout: RankLayout, weights: Mapping[str, torch.Tensor]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def apply_rows(
+    layout: RankLayout, weights: Mapping[str, torch.Tensor]
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Per parameter its contents after all rows, and which elements were written how often: plain numpy, row by row."""
     contents, counts = [], []
     for p in layout.parameters:
@@ -76,21 +94,38 @@ def apply_rows(layout: RankLayout, weights: Mapping[str, torch.Tensor]) -> tuple
                 buffer.size,
                 f"row {r} in {layout.parameters[p].name}",
             )
-            box = as_strided(buffer[layout.dst_offset[r] :], shape, tuple(layout.dst_strides[r] * width))
+            box = as_strided(
+                buffer[layout.dst_offset[r] :],
+                shape,
+                tuple(layout.dst_strides[r] * width),
+            )
             if add:
                 box += 1
             else:
-                inside(layout.src_offset[r], shape, layout.src_strides[r], source.size, f"row {r} in {t.name}")
+                inside(
+                    layout.src_offset[r],
+                    shape,
+                    layout.src_strides[r],
+                    source.size,
+                    f"row {r} in {t.name}",
+                )
                 strides = tuple(layout.src_strides[r] * source.itemsize)
-                box[...] = as_strided(source[layout.src_offset[r] :], shape, strides).astype(buffer.dtype)
+                box[...] = as_strided(
+                    source[layout.src_offset[r] :], shape, strides
+                ).astype(buffer.dtype)
     views = [
-        tuple(as_strided(b, p.shape, tuple(s * b.itemsize for s in p.strides)) for b in (c, n))
+        tuple(
+            as_strided(b, p.shape, tuple(s * b.itemsize for s in p.strides))
+            for b in (c, n)
+        )
         for p, c, n in zip(layout.parameters, contents, counts, strict=True)
     ]
     return [v[0] for v in views], [v[1] for v in views]
 
 
-def loaded_by_vllm(config: Any, tp: int, pp: int, rank: int, weights: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+def loaded_by_vllm(
+    config: Any, tp: int, pp: int, rank: int, weights: Mapping[str, torch.Tensor]
+) -> torch.nn.Module:
     """A model on the CPU for this rank, loaded by vLLM's own loader with real tensors."""
     model = build_rank(config, tp, pp, rank, device="cpu")
     with torch.no_grad(), _meta_model.config_in_force(config):
@@ -100,7 +135,9 @@ def loaded_by_vllm(config: Any, tp: int, pp: int, rank: int, weights: Mapping[st
     return model
 
 
-def differences(layout: RankLayout, model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> list[str]:
+def differences(
+    layout: RankLayout, model: torch.nn.Module, weights: Mapping[str, torch.Tensor]
+) -> list[str]:
     """Every way in which the layout does not say what the loaded model holds, in words; empty where it does."""
     problems = []
     live = {**dict(model.named_buffers()), **dict(model.named_parameters())}
@@ -109,21 +146,43 @@ def differences(layout: RankLayout, model: torch.nn.Module, weights: Mapping[str
     for note in layout.padding:  # a parameter may have several, of different kinds
         padding[note.name] = padding.get(note.name, 0) + note.elements
     names = {p.name for p in layout.parameters}
-    problems += [f"{n} is not in the layout" for n, p in model.named_parameters() if n not in names and p.numel()]
+    problems += [
+        f"{n} is not in the layout"
+        for n, p in model.named_parameters()
+        if n not in names and p.numel()
+    ]
     for p, content, count in zip(layout.parameters, contents, counts, strict=True):
         real = as_numpy(live[p.name])
-        if real.shape != p.shape or str(live[p.name].dtype) != f"torch.{p.dtype}" or live[p.name].stride() != p.strides:
-            problems.append(f"{p.name} is {live[p.name].shape} {live[p.name].dtype}, the layout says {p}")
+        if (
+            real.shape != p.shape
+            or str(live[p.name].dtype) != f"torch.{p.dtype}"
+            or live[p.name].stride() != p.strides
+        ):
+            problems.append(
+                f"{p.name} is {live[p.name].shape} {live[p.name].dtype}, the layout says {p}"
+            )
             continue
         if int((count > 1).sum()):
-            problems.append(f"{p.name}: {int((count > 1).sum())} elements written twice")
+            problems.append(
+                f"{p.name}: {int((count > 1).sum())} elements written twice"
+            )
         if int((count == 0).sum()) != padding.get(p.name, 0):
-            problems.append(f"{p.name}: {int((count == 0).sum())} unfilled, padding says {padding.get(p.name, 0)}")
+            problems.append(
+                f"{p.name}: {int((count == 0).sum())} unfilled, padding says {padding.get(p.name, 0)}"
+            )
         kind = np.dtype(f"u{real.itemsize}")
-        wrong = (real.view(kind) != content.view(kind)) & (count > 0) if real.ndim else np.array(real != content)
+        wrong = (
+            (real.view(kind) != content.view(kind)) & (count > 0)
+            if real.ndim
+            else np.array(real != content)
+        )
         if wrong.any():
-            problems.append(f"{p.name}: {int(wrong.sum())} of {wrong.size} elements differ")
+            problems.append(
+                f"{p.name}: {int(wrong.sum())} of {wrong.size} elements differ"
+            )
         left = real[count == 0]
         if not np.isin(left, [0.0, MARK]).all():
-            problems.append(f"{p.name}: vLLM put numbers into what the layout calls padding")
+            problems.append(
+                f"{p.name}: vLLM put numbers into what the layout calls padding"
+            )
     return problems

@@ -41,15 +41,18 @@ OWN: dict[str, dict[str, Any]] = {
         **_COMMON, "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "num_hidden_layers": 3,
         "num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 2,
     },
-    "phi": {  # its loader makes lm_head.bias while it loads; before vLLM 0.32 it took no other intermediate size
+    # its loader makes lm_head.bias while it loads; before vLLM 0.32 it took no other intermediate size
+    "phi": {
         **_COMMON, "architectures": ["PhiForCausalLM"], "model_type": "phi", "num_hidden_layers": 2,
         "intermediate_size": 256,
     },
-    "bloom": {  # its constructor computes with real numbers; query, key and value are interleaved by head
+    # its constructor computes with real numbers; query, key and value are interleaved by head
+    "bloom": {
         "architectures": ["BloomForCausalLM"], "model_type": "bloom", "vocab_size": 320, "hidden_size": 64,
         "n_layer": 4, "n_head": 4, "tie_word_embeddings": True,
     },
-    "odd_vocab": {  # a vocabulary that vLLM pads, more so at TP; KV heads fewer than ranks; tied
+    # a vocabulary that vLLM pads, more so at TP; KV heads fewer than ranks; tied
+    "odd_vocab": {
         **_COMMON, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2,
         "vocab_size": 203, "num_key_value_heads": 1, "tie_word_embeddings": True,
     },

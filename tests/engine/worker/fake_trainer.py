@@ -25,7 +25,11 @@ def checkpoint(folder: str) -> Values:
     """Every tensor of a safetensors checkpoint."""
     from safetensors.numpy import load_file
 
-    return {k: v for file in sorted(Path(folder).glob("*.safetensors")) for k, v in load_file(file).items()}
+    return {
+        k: v
+        for file in sorted(Path(folder).glob("*.safetensors"))
+        for k, v in load_file(file).items()
+    }
 
 
 @dataclass
@@ -35,7 +39,12 @@ class FakeTrainer:
     plan: TransferPlan
 
     @classmethod
-    def of(cls, layouts: Sequence[RankLayout], mesh: str = "fsdp=2", bucket_mib: float = 0.25) -> FakeTrainer:
+    def of(
+        cls,
+        layouts: Sequence[RankLayout],
+        mesh: str = "fsdp=2",
+        bucket_mib: float = 0.25,
+    ) -> FakeTrainer:
         used = {x.tensors[i].name for x in layouts for i in set(x.tensor.tolist())}
         used |= {note.name for x in layouts for note in x.opaque}
         leaves, bindings = [], []
@@ -45,7 +54,10 @@ class FakeTrainer:
             turned = len(t.shape) == 2
             shape = t.shape[::-1] if turned else t.shape
             leaves.append(leaf_from_spec(t.name, shape, t.dtype, MeshSpec.parse(mesh)))
-            axes = tuple(Axis(n, len(t.shape) - 1 - d if turned else d, 1, d, 1) for d, n in enumerate(t.shape))
+            axes = tuple(
+                Axis(n, len(t.shape) - 1 - d if turned else d, 1, d, 1)
+                for d, n in enumerate(t.shape)
+            )
             zero = (0,) * len(shape)
             bindings.append(Binding(t.name, t.name, shape, t.shape, zero, zero, axes))
         return cls(compile_plan(leaves, bindings, layouts, bucket_mib=bucket_mib))
@@ -53,7 +65,11 @@ class FakeTrainer:
     def shards(self, values: Values) -> dict[tuple[str, int], np.ndarray]:
         out = {}
         for leaf in self.plan.leaves:
-            whole = values[leaf.path].T if values[leaf.path].ndim == 2 else values[leaf.path]
+            whole = (
+                values[leaf.path].T
+                if values[leaf.path].ndim == 2
+                else values[leaf.path]
+            )
             sharding = self.plan.shardings[leaf.sharding]
             for device in self.plan.devices.tolist():
                 cell = sharding.cell_of(device)
@@ -66,7 +82,9 @@ class FakeTrainer:
         """What every rank must hold, by the loopback interpreter; what nothing fills is 0."""
         plan = self.plan
         params = {
-            (int(r), plan.parameters[p].name): np.zeros(plan.parameters[p].shape, numpy_dtype(plan.parameters[p].dtype))
+            (int(r), plan.parameters[p].name): np.zeros(
+                plan.parameters[p].shape, numpy_dtype(plan.parameters[p].dtype)
+            )
             for r, p in zip(plan.target_rank, plan.target_parameter, strict=True)
         }
         execute(plan, self.shards(values), params, mode="direct")
@@ -75,15 +93,23 @@ class FakeTrainer:
     def digests(self, values: Values) -> dict[tuple[str, int], int]:
         """(parameter, rank) → digest of the elements that the plan writes."""
         memory, out = self.memory(values), {}
-        for device, rank in zip(self.plan.links().device.tolist(), self.plan.links().rank.tolist(), strict=True):
+        for device, rank in zip(
+            self.plan.links().device.tolist(),
+            self.plan.links().rank.tolist(),
+            strict=True,
+        ):
             link = self.plan.link(device, rank)
             for i in range(len(link)):
                 info = self.plan.parameters[self.plan.target_parameter[link.target[i]]]
                 flat = memory[rank, info.name].reshape(-1)
                 steps = [int(s) * flat.itemsize for s in link.dst_strides[i]]
-                view = np.lib.stride_tricks.as_strided(flat[int(link.dst_offset[i]) :], link.shape[i].tolist(), steps)
+                view = np.lib.stride_tricks.as_strided(
+                    flat[int(link.dst_offset[i]) :], link.shape[i].tolist(), steps
+                )
                 row = row_elements(info.shape, info.strides)
-                part = box_digest(view, int(link.dst_offset[i]), link.dst_strides[i].tolist(), row)
+                part = box_digest(
+                    view, int(link.dst_offset[i]), link.dst_strides[i].tolist(), row
+                )
                 out[info.name, rank] = (out.get((info.name, rank), 0) + part) & MASK
         return out
 
@@ -98,7 +124,10 @@ class FakeTrainer:
         """Every bucket of every device to every rank, devices in turn; the bytes. `between` is called before each."""
         shards, moved, number = self.shards(values), 0, 0
         for rank, sender in enumerate(senders):
-            links = [source_order(self.plan.link(d, rank)) for d in self.plan.devices.tolist()]
+            links = [
+                source_order(self.plan.link(d, rank))
+                for d in self.plan.devices.tolist()
+            ]
             for bucket in range(max(len(link.bucket_sizes) for link in links)):
                 for link in links:
                     if bucket >= len(link.bucket_sizes):
@@ -109,7 +138,9 @@ class FakeTrainer:
                     def fill(room: memoryview, data: bytearray = data) -> None:
                         room[:] = data
 
-                    sender.send(Header(version, link.device, bucket, len(data)), fill, deadline)
+                    sender.send(
+                        Header(version, link.device, bucket, len(data)), fill, deadline
+                    )
                     moved, number = moved + len(data), number + 1
         for sender in senders:
             sender.flush(deadline)

@@ -9,14 +9,22 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    LinearMethodBase,
+    UnquantizedLinearMethod,
+)
 from vllm.model_executor.layers.quantization import register_quantization_config
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.quantization.base_config import (
+    QuantizationConfig,
+    QuantizeMethodBase,
+)
 from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.model_executor.utils import replace_parameter
 
 NAME = "jvlab_test_rows"
-PARTS = ("qkv_proj", "down_proj")  # the layers that are quantised; others are held as loaded
+# the layers that are quantised; others are held as loaded
+PARTS = ("qkv_proj", "down_proj")
 
 
 class RowsMethod(LinearMethodBase):
@@ -38,8 +46,12 @@ class RowsMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **more: Any,
     ) -> None:
-        data = torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype)
-        weight = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=more["weight_loader"])
+        data = torch.empty(
+            sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype
+        )
+        weight = ModelWeightParameter(
+            data=data, input_dim=1, output_dim=0, weight_loader=more["weight_loader"]
+        )
         layer.register_parameter("weight", weight)
         self.made[self.prefix] = layer
 
@@ -54,7 +66,9 @@ class RowsMethod(LinearMethodBase):
         if getattr(layer, "bias", None) is not None:
             layer.bias.data = layer.bias.data * 2  # other memory
 
-    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(
+        self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         product = (x.float() @ layer.weight.float()) * layer.weight_scale
         out = product.flip(-1).to(x.dtype)
         return out if bias is None else out + bias / 2
@@ -84,7 +98,11 @@ class RowsConfig(QuantizationConfig):
     def from_config(cls, config: dict[str, Any]) -> RowsConfig:
         return cls()
 
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+    def get_quant_method(
+        self, layer: torch.nn.Module, prefix: str
+    ) -> QuantizeMethodBase | None:
         if not isinstance(layer, LinearBase):
             return None
-        return RowsMethod(prefix) if prefix.endswith(PARTS) else UnquantizedLinearMethod()
+        return (
+            RowsMethod(prefix) if prefix.endswith(PARTS) else UnquantizedLinearMethod()
+        )

@@ -35,14 +35,22 @@ class Written:
         pass
 
 
-@pytest.mark.parametrize("adapter", [True, False], ids=["an adapter's link", "the base's link"])
+@pytest.mark.parametrize(
+    "adapter", [True, False], ids=["an adapter's link", "the base's link"]
+)
 @pytest.mark.parametrize("mode", ["direct", "staged"])
 def test_a_slot_is_cleared_once(adapter: bool, mode: str):
     from jvlab.engine.worker._rank_sync import WorkerSync
 
     rank: Any = object.__new__(WorkerSync)
     seen: Any = Written()
-    rank.rank, rank.slot, rank.link, rank._adapter, rank._stale = 0, seen, seen, seen if adapter else None, True
+    rank.rank, rank.slot, rank.link, rank._adapter, rank._stale = (
+        0,
+        seen,
+        seen,
+        seen if adapter else None,
+        True,
+    )
     rank.model = None
     for number in range(2):
         seen.events.clear()

@@ -10,8 +10,15 @@ pytestmark = pytest.mark.slow
 
 def product(shrink, expand, slots: torch.Tensor) -> torch.Tensor:
     random = torch.Generator().manual_seed(0)
-    a, b = torch.randn(2, 1, 3, 4, generator=random), torch.randn(2, 1, 5, 3, generator=random)
-    x, low, out = torch.randn(len(slots), 4, generator=random), torch.zeros(len(slots), 3), torch.zeros(len(slots), 5)
+    a, b = (
+        torch.randn(2, 1, 3, 4, generator=random),
+        torch.randn(2, 1, 5, 3, generator=random),
+    )
+    x, low, out = (
+        torch.randn(len(slots), 4, generator=random),
+        torch.zeros(len(slots), 3),
+        torch.zeros(len(slots), 5),
+    )
     shrink(x, a, low, slots, 1.0)
     expand(low, b, out, slots, add_inputs=True)
     return out

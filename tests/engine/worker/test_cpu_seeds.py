@@ -18,15 +18,23 @@ def runner_class() -> Any:
 
     class Runner:
         def __init__(self, seeds: dict[int, int], rows: int) -> None:
-            generators = {row: torch.Generator("cpu").manual_seed(seed) for row, seed in seeds.items()}
+            generators = {
+                row: torch.Generator("cpu").manual_seed(seed)
+                for row, seed in seeds.items()
+            }
             self.input_batch = SimpleNamespace(generators=generators, num_reqs=rows)
             self.discard_request_mask = SimpleNamespace(np=np.zeros(8, bool))
 
         def _sample(self) -> dict[int, float]:
-            return {row: float(torch.rand(1, generator=g)) for row, g in self.input_batch.generators.items()}
+            return {
+                row: float(torch.rand(1, generator=g))
+                for row, g in self.input_batch.generators.items()
+            }
 
         def _bookkeeping_sync(self) -> list[int]:
-            for row in np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]:
+            for row in np.nonzero(
+                self.discard_request_mask.np[: self.input_batch.num_reqs]
+            )[0]:
                 generator = self.input_batch.generators.get(int(row))
                 if generator is not None:
                     generator.set_offset(generator.get_offset() - 4)
@@ -56,7 +64,9 @@ def test_a_token_that_does_not_count_leaves_no_trace():
     assert first[1] == wanted[0][1], "the row that counts goes on"
     assert sorted(parts.input_batch.generators) == [0, 1]
     assert parts.step([0])[1] == wanted[1][1]
-    assert parts.step([])[0] == wanted[0][0], "the row whose prompt was cut begins where it would have begun"
+    assert parts.step([])[0] == wanted[0][0], (
+        "the row whose prompt was cut begins where it would have begun"
+    )
 
 
 @pytest.mark.vllm

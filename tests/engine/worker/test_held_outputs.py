@@ -28,7 +28,9 @@ def request(**options: Any) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    params = SamplingParams(**{"output_kind": RequestOutputKind.FINAL_ONLY, "detokenize": False, **options})
+    params = SamplingParams(
+        **{"output_kind": RequestOutputKind.FINAL_ONLY, "detokenize": False, **options}
+    )
     return SimpleNamespace(sampling_params=params, resumable=False)
 
 
@@ -38,11 +40,17 @@ def output(name: str, token: int, finish: Any = None, **fields: Any) -> Any:
     from vllm.v1.outputs import LogprobsLists
 
     column = lambda value, dtype: np.array([[value]], dtype)
-    logprobs = LogprobsLists(column(token, np.int64), column(-token, np.float32), np.array([token % 7]), None)
-    return EngineCoreOutput(name, [token], new_logprobs=logprobs, finish_reason=finish, **fields)
+    logprobs = LogprobsLists(
+        column(token, np.int64), column(-token, np.float32), np.array([token % 7]), None
+    )
+    return EngineCoreOutput(
+        name, [token], new_logprobs=logprobs, finish_reason=finish, **fields
+    )
 
 
-def step(kept: Any, requests: dict[str, Any], *outputs: Any, client: int = 0) -> list[Any]:
+def step(
+    kept: Any, requests: dict[str, Any], *outputs: Any, client: int = 0
+) -> list[Any]:
     from vllm.v1.engine import EngineCoreOutputs
 
     groups = {client: EngineCoreOutputs(outputs=list(outputs))}
@@ -64,16 +72,23 @@ def test_first_at_once_the_rest_with_the_last() -> None:
     from vllm.v1.engine import FinishReason
 
     kept, requests = held(Clock()), {"a": request(), "b": request()}
-    assert tokens(step(kept, requests, output("a", 1), output("b", 11))) == {"a": [1], "b": [11]}
+    assert tokens(step(kept, requests, output("a", 1), output("b", 11))) == {
+        "a": [1],
+        "b": [11],
+    }
     assert step(kept, requests, output("a", 2), output("b", 12)) == []
     last = step(kept, requests, output("a", 3, FinishReason.LENGTH), output("b", 13))
     assert tokens(last) == {"a": [2, 3]}
     assert last[0].finish_reason == FinishReason.LENGTH
-    assert tokens(step(kept, requests, output("b", 14, FinishReason.STOP))) == {"b": [12, 13, 14]}
+    assert tokens(step(kept, requests, output("b", 14, FinishReason.STOP))) == {
+        "b": [12, 13, 14]
+    }
     assert len(kept) == 0
 
 
-@pytest.mark.parametrize("watched", ["stream", "stop strings", "input to come", "another's"])
+@pytest.mark.parametrize(
+    "watched", ["stream", "stop strings", "input to come", "another's"]
+)
 def test_what_somebody_watches_is_not_held(watched: str) -> None:
     from vllm.sampling_params import RequestOutputKind
 
@@ -129,7 +144,9 @@ def test_release_and_drop() -> None:
     kept.drop(["a", "unknown"])
     assert kept.release() == {}
     assert len(kept) == 1
-    assert tokens(step(kept, requests, output("b", 12, FinishReason.STOP))) == {"b": [12]}
+    assert tokens(step(kept, requests, output("b", 12, FinishReason.STOP))) == {
+        "b": [12]
+    }
 
 
 def test_the_core_sends_held_tokens_under_their_own_label() -> None:
@@ -152,13 +169,19 @@ def test_the_core_sends_held_tokens_under_their_own_label() -> None:
     ((client, group),) = sent
     assert (client, group.weight_version, tokens(group.outputs)) == (0, "7", {"a": [2]})
     step(kept, requests, output("a", 3))
-    with pytest.raises(ValueError, match="pause mode"):  # refused by vLLM, but the tokens left first
+    # refused by vLLM, but the tokens left first
+    with pytest.raises(ValueError, match="pause mode"):
         core.pause_scheduler("no such mode")
     assert (sent[1][1].weight_version, tokens(sent[1][1].outputs)) == ("8", {"a": [3]})
-    assert _scheduler.JvlabAsyncScheduler.update_from_output is _scheduler._SchedulerMixin.update_from_output
+    assert (
+        _scheduler.JvlabAsyncScheduler.update_from_output
+        is _scheduler._SchedulerMixin.update_from_output
+    )
 
 
-def test_the_load_is_told_now_and_then_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_load_is_told_now_and_then_and_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from jvlab.engine.worker import _scheduler
 
     class Plain:
@@ -178,7 +201,8 @@ def test_the_load_is_told_now_and_then_and_at_the_end(monkeypatch: pytest.Monkey
     scheduler = Quiet()
     assert scheduler.make_stats(None, perf_stats=None) == "stats"
     assert scheduler.make_stats(None, perf_stats=None) is None
-    assert scheduler.make_stats("drafts", perf_stats=None) == "stats"  # a step's own figures are never lost
+    # a step's own figures are never lost
+    assert scheduler.make_stats("drafts", perf_stats=None) == "stats"
     clock.now += 2 * _scheduler.REPORT_SECONDS
     assert scheduler.make_stats() == "stats"
     assert scheduler.make_stats() is None

@@ -16,14 +16,17 @@ class Head:
 
     def __init__(self, requests: int) -> None:
         self.punica_wrapper: Any = SimpleNamespace(
-            sampler_indices=torch.zeros(requests, dtype=torch.long), add_lora_logits=self._adapt
+            sampler_indices=torch.zeros(requests, dtype=torch.long),
+            add_lora_logits=self._adapt,
         )
 
     def _adapt(self, y: torch.Tensor, *_: Any) -> torch.Tensor:
         slots = self.punica_wrapper.sampler_indices
         return torch.einsum("bi,bi->bi", y, torch.full((len(slots), y.shape[1]), 2.0))
 
-    def _get_logits(self, hidden_states: torch.Tensor, bias: float = 0.0) -> torch.Tensor:
+    def _get_logits(
+        self, hidden_states: torch.Tensor, bias: float = 0.0
+    ) -> torch.Tensor:
         return self.punica_wrapper.add_lora_logits(hidden_states + bias)
 
 
@@ -32,6 +35,12 @@ def test_rows_of_prompts_are_not_adapted_and_sampled_rows_are():
     patched = adapting_sampled_rows(Head._get_logits)
     with pytest.raises(RuntimeError):
         head._get_logits(torch.ones(7, 4))
-    assert torch.equal(patched(head, torch.ones(7, 4), bias=1.0), torch.full((7, 4), 2.0))
-    assert torch.equal(patched(head, torch.ones(3, 4)), torch.full((3, 4), 2.0)), "adapted: twice as large"
-    assert type(head.punica_wrapper) is type(kernels.punica_wrapper), "the kernels are back"
+    assert torch.equal(
+        patched(head, torch.ones(7, 4), bias=1.0), torch.full((7, 4), 2.0)
+    )
+    assert torch.equal(patched(head, torch.ones(3, 4)), torch.full((3, 4), 2.0)), (
+        "adapted: twice as large"
+    )
+    assert type(head.punica_wrapper) is type(kernels.punica_wrapper), (
+        "the kernels are back"
+    )

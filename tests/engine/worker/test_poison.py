@@ -20,16 +20,27 @@ class Core:
         self.ready = True
         self.model_executor = SimpleNamespace(sleeping_tags=set[str]())
         self.scheduler: Any = SimpleNamespace(
-            jv_poisoned=False, jv_saw_nan=False, jv_clears=False, needs_kv_cache_zeroing=False
+            jv_poisoned=False,
+            jv_saw_nan=False,
+            jv_clears=False,
+            needs_kv_cache_zeroing=False,
         )
 
     def collective_rpc(self, method: str) -> list[dict[str, Any]]:
         self.asked.append(method)
-        return [{"rank": 0, "ready": self.ready, **({"error": self.broken} if self.broken else {})}]
+        return [
+            {
+                "rank": 0,
+                "ready": self.ready,
+                **({"error": self.broken} if self.broken else {}),
+            }
+        ]
 
     def forget(self, recompute: bool = False) -> bool:
         """A commit's reset of the prefix cache."""
-        return _poison.reset(self, recompute, False, lambda _, running, connector: self._forgot(running))
+        return _poison.reset(
+            self, recompute, False, lambda _, running, connector: self._forgot(running)
+        )
 
     def _forgot(self, running: bool) -> bool:
         self.asked.append("recompute" if running else "keep")
@@ -38,20 +49,32 @@ class Core:
 
 @pytest.fixture
 def core(monkeypatch: pytest.MonkeyPatch) -> Core:
-    hand_out = lambda scheduler, wanted: setattr(scheduler, "needs_kv_cache_zeroing", wanted)
+    hand_out = lambda scheduler, wanted: setattr(
+        scheduler, "needs_kv_cache_zeroing", wanted
+    )
     monkeypatch.setattr(_poison, "_zero_new_blocks", hand_out)
     return Core()
 
 
 def output(*sampled: float, scored: list[float] | None = None) -> Any:
-    lists = SimpleNamespace(logprobs=np.array(sampled, np.float32).reshape(-1, 1)) if sampled else None
-    prompts = {"a": None} if scored is None else {"a": None, "b": SimpleNamespace(logprobs=np.array(scored))}
+    lists = (
+        SimpleNamespace(logprobs=np.array(sampled, np.float32).reshape(-1, 1))
+        if sampled
+        else None
+    )
+    prompts = (
+        {"a": None}
+        if scored is None
+        else {"a": None, "b": SimpleNamespace(logprobs=np.array(scored))}
+    )
     return SimpleNamespace(logprobs=lists, prompt_logprobs_dict=prompts)
 
 
 def test_poison_is_a_log_probability_that_is_nan() -> None:
     assert not _poison.nan_in(output())
-    assert not _poison.nan_in(output(-1.0, -np.inf, -np.inf)), "a filtered token's is -inf"
+    assert not _poison.nan_in(output(-1.0, -np.inf, -np.inf)), (
+        "a filtered token's is -inf"
+    )
     assert _poison.nan_in(output(-1.0, np.nan, -np.inf))
     assert not _poison.nan_in(output(-1.0, scored=[-2.0, -np.inf]))
     assert _poison.nan_in(output(-1.0, scored=[-2.0, np.nan]))
@@ -70,7 +93,9 @@ def test_poison_that_a_step_shows_is_cleared_by_the_next_commit(core: Core) -> N
     _poison.after_step(core)
     assert core.asked == ["keep", "jv_clears_new_blocks"], "once"
     assert core.forget()
-    assert core.asked[2:] == ["recompute", "jv_clear_kv"], "whoever is in flight loses its KV, then all is cleared"
+    assert core.asked[2:] == ["recompute", "jv_clear_kv"], (
+        "whoever is in flight loses its KV, then all is cleared"
+    )
     assert not core.scheduler.needs_kv_cache_zeroing
     assert core.forget()
     assert core.asked[4:] == ["keep"], "and it is over"
@@ -84,7 +109,9 @@ def test_poison_of_a_hybrid_model_leaves_its_own_clearing_on(core: Core) -> None
     assert core.scheduler.needs_kv_cache_zeroing
 
 
-def test_poison_that_can_not_be_cleared_is_no_commit(core: Core, capsys: pytest.CaptureFixture[str]) -> None:
+def test_poison_that_can_not_be_cleared_is_no_commit(
+    core: Core, capsys: pytest.CaptureFixture[str]
+) -> None:
     core.ready = False
     _poison.poison(core)
     assert not core.scheduler.needs_kv_cache_zeroing
@@ -109,12 +136,26 @@ def test_poison_while_kv_memory_is_given_back(core: Core) -> None:
 
 def test_poison_in_memory_is_cleared_by_block_and_whole() -> None:
     torch = pytest.importorskip("torch")
-    caches = [torch.full((8, 2, 3), torch.nan), [torch.full((4, 5), torch.nan), torch.full((3,), torch.nan)]]
-    runner: Any = SimpleNamespace(kv_caches=caches, kv_cache_config=SimpleNamespace(num_blocks=4))
+    caches = [
+        torch.full((8, 2, 3), torch.nan),
+        [torch.full((4, 5), torch.nan), torch.full((3,), torch.nan)],
+    ]
+    runner: Any = SimpleNamespace(
+        kv_caches=caches, kv_cache_config=SimpleNamespace(num_blocks=4)
+    )
     worker: Any = SimpleNamespace(model_runner=runner, device=torch.device("cpu"))
     assert _poison.clears_new_blocks(worker)
     runner._zero_block_ids([1, 3])
-    assert torch.isnan(caches[0]).flatten(1).any(1).tolist() == [True, True, False, False, True, True, False, False]
+    assert torch.isnan(caches[0]).flatten(1).any(1).tolist() == [
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
     assert torch.isnan(caches[1][0]).any(1).tolist() == [True, False, True, False]
     assert torch.isnan(caches[1][1]).all(), "a state that is not kept by blocks"
     _poison.clear_kv(worker)

@@ -11,7 +11,12 @@ import torch
 
 from jvlab._errors import Unsupported
 from jvlab.engine.worker import _routes
-from jvlab.engine.worker._routes import ATTRIBUTE, RequestRoutes, RouteCapture, read_routes
+from jvlab.engine.worker._routes import (
+    ATTRIBUTE,
+    RequestRoutes,
+    RouteCapture,
+    read_routes,
+)
 
 LAYERS, CHOSEN = 3, 2
 
@@ -25,7 +30,11 @@ class Runner:
             torch.stack([10 * layer + hidden, hidden * 0 + 7], dim=1).int(),
         )
         self.layers = [
-            SimpleNamespace(router=SimpleNamespace(select_experts=lambda hidden, layer=layer: select(hidden, layer)))
+            SimpleNamespace(
+                router=SimpleNamespace(
+                    select_experts=lambda hidden, layer=layer: select(hidden, layer)
+                )
+            )
             for layer in range(LAYERS)
         ]
         self.skipped: Any = None  # a layer that is not computed
@@ -34,11 +43,17 @@ class Runner:
     def step(self, *rows: tuple[str, int, int]) -> Any:
         """One step: (request, first position, tokens) each. Returns what the scheduler gets."""
         batch = self.input_batch
-        batch.req_ids, batch.num_computed_tokens_cpu = [r[0] for r in rows], np.array([r[1] for r in rows])
+        batch.req_ids, batch.num_computed_tokens_cpu = (
+            [r[0] for r in rows],
+            np.array([r[1] for r in rows]),
+        )
         self.hidden = torch.cat([torch.arange(r[1], r[1] + r[2]).float() for r in rows])
         counts = {r[0]: r[2] for r in rows}
         self.execute_model(
-            SimpleNamespace(num_scheduled_tokens=counts, total_num_scheduled_tokens=sum(counts.values()))
+            SimpleNamespace(
+                num_scheduled_tokens=counts,
+                total_num_scheduled_tokens=sum(counts.values()),
+            )
         )
         return self.sample_tokens(None)
 
@@ -62,10 +77,14 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
 
 
 def request(prompt_logprobs: int | None = None) -> Any:
-    return SimpleNamespace(sampling_params=SimpleNamespace(prompt_logprobs=prompt_logprobs))
+    return SimpleNamespace(
+        sampling_params=SimpleNamespace(prompt_logprobs=prompt_logprobs)
+    )
 
 
-def finished(routes: RequestRoutes, name: str, reason: str | None = "stop") -> np.ndarray | None:
+def finished(
+    routes: RequestRoutes, name: str, reason: str | None = "stop"
+) -> np.ndarray | None:
     output = SimpleNamespace(request_id=name, finish_reason=reason, routed_experts=None)
     routes.attach({0: SimpleNamespace(outputs=[output])})
     return output.routed_experts
@@ -73,7 +92,10 @@ def finished(routes: RequestRoutes, name: str, reason: str | None = "stop") -> n
 
 def test_each_token_has_its_own(runner: Runner) -> None:
     """A prompt in chunks beside another request, whose steps come between; positions do not get mixed up."""
-    routes, requests = RequestRoutes(), {"a": request(), "b": request(), "scored": request(0)}
+    routes, requests = (
+        RequestRoutes(),
+        {"a": request(), "b": request(), "scored": request(0)},
+    )
     for step in (
         (("a", 0, 3), ("scored", 0, 2)),
         (("b", 0, 2), ("a", 3, 2)),
@@ -93,14 +115,23 @@ def test_each_token_has_its_own(runner: Runner) -> None:
     np.testing.assert_array_equal(ids[:6, :, 1], 7)
     np.testing.assert_array_equal(weights[:6, 0], np.arange(6)[:, None] * [0.5, 0.25])
     assert (ids[6] == -1).all(), "the last token is in no step"
-    assert (read_routes(found, 4)[0][3] == -1).all(), "tokens after a stop string are cut"
+    assert (read_routes(found, 4)[0][3] == -1).all(), (
+        "tokens after a stop string are cut"
+    )
     routes.drop(["b"])
     assert not len(routes)
 
 
 def test_what_is_computed_again_replaces_what_was(runner: Runner) -> None:
     routes, requests = RequestRoutes(), {"a": request()}
-    wrong = [("a", 0, np.full((4, LAYERS, CHOSEN), 99, np.int16), np.ones((4, LAYERS, CHOSEN), np.float32))]
+    wrong = [
+        (
+            "a",
+            0,
+            np.full((4, LAYERS, CHOSEN), 99, np.int16),
+            np.ones((4, LAYERS, CHOSEN), np.float32),
+        )
+    ]
     routes.add(wrong, requests)  # before a preemption
     routes.add(getattr(runner.step(("a", 0, 4)), ATTRIBUTE), requests)
     found = finished(routes, "a")
@@ -121,7 +152,9 @@ def test_positions_of_the_prefix_cache_are_not_known(runner: Runner) -> None:
 
 def test_a_layer_that_was_not_seen_is_an_error(runner: Runner) -> None:
     runner.skipped = runner.layers[1]
-    with pytest.raises(Unsupported, match=r"of 2 tokens the layers' routers saw \[2, 0, 2\]"):
+    with pytest.raises(
+        Unsupported, match=r"of 2 tokens the layers' routers saw \[2, 0, 2\]"
+    ):
         runner.step(("a", 0, 2))
     runner.skipped = None
     assert len(getattr(runner.step(("a", 0, 2)), ATTRIBUTE)) == 1

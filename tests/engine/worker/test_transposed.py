@@ -13,7 +13,9 @@ LINES, ROW = 12, 10
 
 
 def put(storage: np.ndarray, box: ReceivedBox, values: np.ndarray) -> None:
-    as_strided(storage[box.offset :], box.shape, [s * 4 for s in box.strides])[...] = values
+    as_strided(storage[box.offset :], box.shape, [s * 4 for s in box.strides])[...] = (
+        values
+    )
 
 
 def boxes_of(transposed: bool) -> list[ReceivedBox]:
@@ -23,7 +25,9 @@ def boxes_of(transposed: bool) -> list[ReceivedBox]:
         shape, strides = (last - first, ROW), (ROW, 1)
         if transposed:
             shape, strides = shape[::-1], strides[::-1]
-        out.append(ReceivedBox(0, 0, 4 * ROW * (last - first), first * ROW, shape, strides))
+        out.append(
+            ReceivedBox(0, 0, 4 * ROW * (last - first), first * ROW, shape, strides)
+        )
     return out
 
 
@@ -33,7 +37,9 @@ def test_the_same_matrix():
     assert len(turned) == 3
     plain, other = np.zeros(LINES * ROW, np.float32), np.zeros(LINES * ROW, np.float32)
     for box in boxes:
-        values = np.random.default_rng(box.offset).standard_normal(box.shape, np.float32)
+        values = np.random.default_rng(box.offset).standard_normal(
+            box.shape, np.float32
+        )
         put(plain, box, values)
         put(other, turned[box], values)
         assert turned[box].strides[-1] == 1, "what comes in is written in runs"
@@ -41,7 +47,8 @@ def test_the_same_matrix():
 
 
 def test_heads_within_lines():
-    box = ReceivedBox(0, 0, 4 * 120, 0, (ROW, 3, 4), (1, 4 * ROW, ROW))  # d n h -> (n h) d
+    # d n h -> (n h) d
+    box = ReceivedBox(0, 0, 4 * 120, 0, (ROW, 3, 4), (1, 4 * ROW, ROW))
     (moved,) = transposed_boxes((LINES, ROW), (ROW, 1), [box]).values()
     assert (moved.offset, moved.strides) == (0, (LINES, 4, 1))
 
@@ -52,9 +59,13 @@ def test_heads_within_lines():
         ((LINES, ROW), (ROW, 1), boxes_of(transposed=False)),  # already in order
         ((LINES, ROW), (ROW, 1), boxes_of(transposed=True)[:2]),  # not all of it
         ((LINES, ROW), (1, LINES), boxes_of(transposed=True)),  # another storage
-        ((LINES * ROW,), (1,), [ReceivedBox(0, 0, 480, 0, (LINES * ROW,), (1,))]),  # no matrix
-        ((LINES, ROW), (ROW, 1), [ReceivedBox(0, 0, 480, 0, (8, 15), (15, 1))]),  # an axis runs across lines
+        # no matrix
+        ((LINES * ROW,), (1,), [ReceivedBox(0, 0, 480, 0, (LINES * ROW,), (1,))]),
+        # an axis runs across lines
+        ((LINES, ROW), (ROW, 1), [ReceivedBox(0, 0, 480, 0, (8, 15), (15, 1))]),
     ],
 )
-def test_otherwise_it_stays_as_it_is(shape: tuple[int, ...], strides: tuple[int, ...], boxes: list[ReceivedBox]):
+def test_otherwise_it_stays_as_it_is(
+    shape: tuple[int, ...], strides: tuple[int, ...], boxes: list[ReceivedBox]
+):
     assert transposed_boxes(shape, strides, boxes) == {}

@@ -11,7 +11,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from jvlab.engine.worker._weight_version_labels import LabelledOutputs, has_labels, label_core, label_front_end
+from jvlab.engine.worker._weight_version_labels import (
+    LabelledOutputs,
+    has_labels,
+    label_core,
+    label_front_end,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -31,23 +36,42 @@ class Front:
         self.client.outputs_queue = asyncio.Queue()
         self.client._ensure_output_queue_task = lambda: None
         self.processor: Any = OutputProcessor(None, log_stats=False)
-        self.native = "weight_version" in inspect.signature(OutputProcessor.process_outputs).parameters
+        self.native = (
+            "weight_version"
+            in inspect.signature(OutputProcessor.process_outputs).parameters
+        )
         self.done: list[Any] = []
-        params = SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-        request = EngineCoreRequest("r", [1, 2], None, params, None, 0.0, None, None, None)
+        params = SamplingParams(
+            detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        request = EngineCoreRequest(
+            "r", [1, 2], None, params, None, 0.0, None, None, None
+        )
         request.external_req_id = "r"
-        self.processor.add_request(request, None, None, 0, SimpleNamespace(put=self.done.append))
+        self.processor.add_request(
+            request, None, None, 0, SimpleNamespace(put=self.done.append)
+        )
 
-    async def receive(self, version: str | None, tokens: list[int], last: bool = False) -> None:
+    async def receive(
+        self, version: str | None, tokens: list[int], last: bool = False
+    ) -> None:
         from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
         from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-        output = EngineCoreOutput("r", tokens, finish_reason=FinishReason.LENGTH if last else None)
-        sent = MsgpackEncoder().encode(EngineCoreOutputs(outputs=[output], weight_version=version))
-        self.client.outputs_queue.put_nowait(MsgpackDecoder(EngineCoreOutputs).decode(sent))
+        output = EngineCoreOutput(
+            "r", tokens, finish_reason=FinishReason.LENGTH if last else None
+        )
+        sent = MsgpackEncoder().encode(
+            EngineCoreOutputs(outputs=[output], weight_version=version)
+        )
+        self.client.outputs_queue.put_nowait(
+            MsgpackDecoder(EngineCoreOutputs).decode(sent)
+        )
         message = await self.client.get_output_async()
         more = {"weight_version": message.weight_version} if self.native else {}
-        self.processor.process_outputs(message.outputs[0:8], message.timestamp, None, **more)
+        self.processor.process_outputs(
+            message.outputs[0:8], message.timestamp, None, **more
+        )
 
     def spans(self) -> Any:
         versions = self.done[-1].outputs[0].weight_versions
@@ -87,4 +111,8 @@ def test_the_core_labels_what_it_sends() -> None:
 def test_slices_know_their_version_and_items_are_plain() -> None:
     outputs = LabelledOutputs([1, 2, 3])
     outputs.weight_version = "5"
-    assert (outputs[1:].weight_version, list(outputs[1:]), outputs[0]) == ("5", [2, 3], 1)
+    assert (outputs[1:].weight_version, list(outputs[1:]), outputs[0]) == (
+        "5",
+        [2, 3],
+        1,
+    )

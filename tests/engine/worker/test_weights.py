@@ -48,7 +48,13 @@ def torch_of(array: np.ndarray) -> torch.Tensor:
 
 
 def blank(world: World, plan: TransferPlan, rank: int) -> Any:
-    return Tree({name: torch_of(a) for (r, name), a in world.blank_params(plan).items() if r == rank})
+    return Tree(
+        {
+            name: torch_of(a)
+            for (r, name), a in world.blank_params(plan).items()
+            if r == rank
+        }
+    )
 
 
 def fill(weights: Weights, links: Any, plan: TransferPlan, shards: Any) -> None:
@@ -65,14 +71,24 @@ def fill(weights: Weights, links: Any, plan: TransferPlan, shards: Any) -> None:
     weights.end()
 
 
-def weights_of(model: torch.nn.Module, plan: TransferPlan, rank: int = 0, **more: Any) -> tuple[Weights, list[Any]]:
+def weights_of(
+    model: torch.nn.Module, plan: TransferPlan, rank: int = 0, **more: Any
+) -> tuple[Weights, list[Any]]:
     table = plan.links()
     devices = sorted(table.device[table.rank == rank].tolist())
     links = [source_order(plan.link(d, rank)) for d in devices]
-    return Weights(model, plan, rank, Ledger(links), more.pop("staged", []), **more), links
+    return Weights(
+        model, plan, rank, Ledger(links), more.pop("staged", []), **more
+    ), links
 
 
-def move(world: World, plan: TransferPlan, weights: Weights, links: list[Any], readonly: bool = False) -> None:
+def move(
+    world: World,
+    plan: TransferPlan,
+    weights: Weights,
+    links: list[Any],
+    readonly: bool = False,
+) -> None:
     shards, left = world.shards(), {n: len(s.boxes) for n, s in weights.slots.items()}
     for link in links:
         for bucket in range(len(link.bucket_sizes)):
@@ -90,14 +106,25 @@ def move(world: World, plan: TransferPlan, weights: Weights, links: list[Any], r
 def small(
     mesh: str = "fsdp=2", tp: int = 1, layout: str = "dense", dtype: str = "float32"
 ) -> tuple[World, TransferPlan]:
-    world = transformer(World(MeshSpec.parse(mesh), tp, dtype), SMALL, layout=layout, rotary=layout == "einsum")
-    return world, compile_plan(world.leaves, world.bindings, world.layouts, bucket_mib=0.002)
+    world = transformer(
+        World(MeshSpec.parse(mesh), tp, dtype),
+        SMALL,
+        layout=layout,
+        rotary=layout == "einsum",
+    )
+    return world, compile_plan(
+        world.leaves, world.bindings, world.layouts, bucket_mib=0.002
+    )
 
 
 def same(
-    model: torch.nn.Module, world: World, rank: int, dense: dict[tuple[int, str], np.ndarray] | None = None
+    model: torch.nn.Module,
+    world: World,
+    rank: int,
+    dense: dict[tuple[int, str], np.ndarray] | None = None,
 ) -> None:
-    expected = dense or world.dense_params()  # element by element, nothing shared with the compiler
+    # element by element, nothing shared with the compiler
+    expected = dense or world.dense_params()
     for name, p in model.named_parameters():
         want = torch_of(expected[rank, name])
         assert torch.equal(bits_of(p), bits_of(want)), name
@@ -107,7 +134,9 @@ def bits_of(t: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(bits(flat(t)).copy())
 
 
-@pytest.mark.parametrize(("mode", "readonly"), [("direct", False), ("staged", False), ("direct", True)])
+@pytest.mark.parametrize(
+    ("mode", "readonly"), [("direct", False), ("staged", False), ("direct", True)]
+)
 @pytest.mark.parametrize(
     ("mesh", "tp", "layout", "dtype"),
     [
@@ -118,7 +147,9 @@ def bits_of(t: torch.Tensor) -> torch.Tensor:
         ("fsdp=4", 4, "checkpoint", "bfloat16"),
     ],
 )
-def test_memory_is_what_a_loader_writes(mesh: str, tp: int, layout: str, dtype: str, mode: str, readonly: bool):
+def test_memory_is_what_a_loader_writes(
+    mesh: str, tp: int, layout: str, dtype: str, mode: str, readonly: bool
+):
     world, plan = small(mesh, tp, layout, dtype)
     dense = world.dense_params()
     for rank in range(tp):
@@ -128,13 +159,15 @@ def test_memory_is_what_a_loader_writes(mesh: str, tp: int, layout: str, dtype: 
         weights.prepare(1, mode, "full", PLENTY)
         move(world, plan, weights, links, readonly)
         if mode == "staged":
-            assert all(torch.equal(before[n], bits_of(p)) for n, p in model.named_parameters()), (
-                "live memory was touched"
-            )
+            assert all(
+                torch.equal(before[n], bits_of(p)) for n, p in model.named_parameters()
+            ), "live memory was touched"
         weights.commit()
         same(model, world, rank, dense)
         found, how = weights.check()
-        assert found == weights.committed, "digests of live memory are those taken while it moved"
+        assert found == weights.committed, (
+            "digests of live memory are those taken while it moved"
+        )
         assert set(how.values()) == {"live"}
 
 
@@ -151,7 +184,9 @@ def test_digests_are_sums_over_what_is_written_and_notice_a_bit():
     assert weights.check()[0] == weights.found
     for number, slot in weights.slots.items():
         assert slot.live is not None
-        at = flat(slot.live)[slot.boxes[0].offset : slot.boxes[0].offset + 1].view(torch.int32)
+        at = flat(slot.live)[slot.boxes[0].offset : slot.boxes[0].offset + 1].view(
+            torch.int32
+        )
         at ^= 1
         assert weights.check()[0][number] != weights.found[number], slot.info.name
         at ^= 1
@@ -168,7 +203,8 @@ def test_the_exchange_keeps_ties_views_and_strangers():
     head.weight = embed.weight  # tied: the same Parameter
     model.add_module("head", head)
     norm = model.model.layers.get_submodule("0").norm
-    head.__dict__["first_row"] = norm.weight.data[:4]  # an attribute that shows a part of the same storage
+    # an attribute that shows a part of the same storage
+    head.__dict__["first_row"] = norm.weight.data[:4]
     qkv = model.model.layers.get_submodule("0").qkv_proj
     captured = qkv.weight.data  # held by somebody that can't be found
     reader = lambda x: x @ captured.t()
@@ -179,7 +215,9 @@ def test_the_exchange_keeps_ties_views_and_strangers():
         for path in world.values:
             world.values[path] = world.values[path] + 1
         weights.prepare(version, "staged", "full", PLENTY)
-        assert names["model.layers.0.qkv_proj.weight"].holders is None, "a stranger holds it: it must be copied"
+        assert names["model.layers.0.qkv_proj.weight"].holders is None, (
+            "a stranger holds it: it must be copied"
+        )
         move(world, plan, weights, links)
         room = names["model.embed_tokens.weight"].shadow
         assert room is not None
@@ -188,7 +226,9 @@ def test_the_exchange_keeps_ties_views_and_strangers():
         weights.commit()
         same(model, world, 0)
         assert head.weight is embed.weight
-        assert embed.weight.data_ptr() == shadow, "pointers were exchanged, nothing was copied"
+        assert embed.weight.data_ptr() == shadow, (
+            "pointers were exchanged, nothing was copied"
+        )
         assert torch.equal(head.__dict__["first_row"], norm.weight[:4])
         assert qkv.weight.data_ptr() == pointers["model.layers.0.qkv_proj.weight"]
         one = torch.eye(qkv.weight.shape[1])
@@ -216,7 +256,9 @@ def test_memory_that_does_not_suffice_is_named():
     weights, _ = weights_of(blank(world, plan, 0), plan)
     need = weights.need("staged")
     assert need == sum(s.nbytes for s in weights.slots.values())
-    with pytest.raises(Unsupported, match=f"needs {need} bytes .* {need - 1} .* available") as caught:
+    with pytest.raises(
+        Unsupported, match=f"needs {need} bytes .* {need - 1} .* available"
+    ) as caught:
         weights.prepare(1, "staged", "full", need - 1)
     assert 'mode="direct"' in caught.value.remedy
     assert weights.prepare(1, "staged", "full", need) == need
@@ -227,7 +269,9 @@ def test_a_plan_for_another_engine_is_refused():
     world, plan = small(tp=1)
     model = blank(world, plan, 0)
     model.model.embed_tokens.weight.data = torch.zeros(3, 3)
-    with pytest.raises(LayoutError, match=r"(?s)model\.embed_tokens\.weight .*connect again"):
+    with pytest.raises(
+        LayoutError, match=r"(?s)model\.embed_tokens\.weight .*connect again"
+    ):
         weights_of(model, plan)
 
 
@@ -253,16 +297,22 @@ def test_peek():
         ((2, 3), (3, 1), 6),
     ],
 )
-def test_scatter_of_shapes(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], size: int):
+def test_scatter_of_shapes(
+    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], size: int
+):
     offset, rng = 11, np.random.default_rng(0)
     target = torch.zeros(size + 2 * offset, dtype=dtype)
-    raw = rng.integers(0, 255, int(np.prod(shape)) * target.element_size() + 16, np.uint8)
+    raw = rng.integers(
+        0, 255, int(np.prod(shape)) * target.element_size() + 16, np.uint8
+    )
     box = ReceivedBox(0, 16, len(raw) - 16, offset, shape, strides)
     scatter(box, memoryview(bytearray(raw.tobytes())), target)
     expected = np.zeros(size + 2 * offset, bits(target).dtype)
     values = raw[16:].view(expected.dtype).reshape(shape)
     for at in np.ndindex(*shape):
-        expected[offset + sum(i * s for i, s in zip(at, strides, strict=True))] = values[at]
+        expected[offset + sum(i * s for i, s in zip(at, strides, strict=True))] = (
+            values[at]
+        )
     assert np.array_equal(bits(target), expected)
 
 
@@ -283,9 +333,13 @@ def one_rank() -> Iterator[None]:
 def linear(weight: torch.Tensor, bias: bool = False) -> Any:
     """A vLLM linear layer after loading: packed."""
     from vllm.model_executor.layers.linear import ReplicatedLinear
-    from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        record_metadata_for_reloading,
+    )
 
-    layer: Any = ReplicatedLinear(weight.shape[1], weight.shape[0], bias=bias, params_dtype=weight.dtype)
+    layer: Any = ReplicatedLinear(
+        weight.shape[1], weight.shape[0], bias=bias, params_dtype=weight.dtype
+    )
     record_metadata_for_reloading(layer)
     layer.weight.data.copy_(weight)
     if bias:
@@ -304,11 +358,17 @@ def test_packing_again_equals_vllms_own_load(one_rank, bias: bool):
     old, new, x = torch.randn(96, 64), torch.randn(96, 64), torch.randn(5, 64)
     layer, fresh = linear(old, bias), linear(new, bias)
     (item,) = _vllm_model.staged_layers(layer)
-    assert (item.parameter, item.kind, _vllm_model.not_repackable(item)) == ("weight", "packed", "")
+    assert (item.parameter, item.kind, _vllm_model.not_repackable(item)) == (
+        "weight",
+        "packed",
+        "",
+    )
     was, target = layer(x)[0], fresh(x)[0]
     assert not torch.equal(was, target)
     packed = _reload.pack(layer, {"weight": new.clone()})
-    assert torch.equal(layer(x)[0], was), "the live layer was touched before it was placed"
+    assert torch.equal(layer(x)[0], was), (
+        "the live layer was touched before it was placed"
+    )
     parameter, method = layer.weight, layer.quant_method
     packed.place()
     assert torch.equal(layer(x)[0], target)
@@ -317,13 +377,18 @@ def test_packing_again_equals_vllms_own_load(one_rank, bias: bool):
     again = _reload.pack(layer, {"weight": old.clone()})
     again.place()
     assert torch.equal(layer(x)[0], was)
-    assert [i.parameter for i in _vllm_model.staged_layers(layer)] == ["weight"], "it is packed as before"
+    assert [i.parameter for i in _vllm_model.staged_layers(layer)] == ["weight"], (
+        "it is packed as before"
+    )
 
 
 @pytest.mark.vllm
 def test_a_packed_layer_through_weights(one_rank):
     """Both modes end to end for a packed linear, a tied head, and a plain norm beside them."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        VocabParallelEmbedding,
+    )
 
     from jvlab.engine.tracing import _vllm_model
     from jvlab.engine.tracing._trace import trace_model
@@ -333,7 +398,9 @@ def test_a_packed_layer_through_weights(one_rank):
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embed: Any = VocabParallelEmbedding(100, 32, params_dtype=torch.float32)
+            self.embed: Any = VocabParallelEmbedding(
+                100, 32, params_dtype=torch.float32
+            )
             self.up = linear(torch.randn(48, 32))
             self.norm = torch.nn.LayerNorm(32)
             self.head: Any = ParallelLMHead(100, 32, params_dtype=torch.float32)
@@ -343,43 +410,68 @@ def test_a_packed_layer_through_weights(one_rank):
         def load_weights(self, tensors) -> None:
             live = dict(self.named_parameters())
             for name, tensor in tensors:
-                loader = getattr(live[name], "weight_loader", lambda p, t: p.data.copy_(t))
+                loader = getattr(
+                    live[name], "weight_loader", lambda p, t: p.data.copy_(t)
+                )
                 loader(live[name], tensor)
 
         def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
             head: Any = self.head
-            return [self.up(x)[0], head.quant_method.apply(head, x), self.embed(torch.arange(100)), self.norm(x)]
+            return [
+                self.up(x)[0],
+                head.quant_method.apply(head, x),
+                self.embed(torch.arange(100)),
+                self.norm(x),
+            ]
 
     torch.manual_seed(1)
     model: Any = Model()
     for layer in (model.embed, model.head):
         layer.quant_method.process_weights_after_loading(layer)
-    shapes = {"embed.weight": (100, 32), "up.weight": (48, 32), "norm.weight": (32,), "norm.bias": (32,)}
-    layout = trace_model(model, [CheckpointTensor(n, s, "float32") for n, s in shapes.items()])
+    shapes = {
+        "embed.weight": (100, 32),
+        "up.weight": (48, 32),
+        "norm.weight": (32,),
+        "norm.bias": (32,),
+    }
+    layout = trace_model(
+        model, [CheckpointTensor(n, s, "float32") for n, s in shapes.items()]
+    )
     assert {note.name for note in layout.staged} == {"embed.weight", "up.weight"}
     trainer = FakeTrainer.of([layout])
     x = torch.randn(3, 32)
     for version, mode in enumerate(("direct", "staged", "staged", "direct"), 1):
         rng = np.random.default_rng(version)
-        values = {n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
+        values = {
+            n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()
+        }
         before = model(x)
         staged = _vllm_model.staged_layers(model)
-        weights, links = weights_of(model, trainer.plan, staged=staged, refuse=_vllm_model.not_repackable)
+        weights, links = weights_of(
+            model, trainer.plan, staged=staged, refuse=_vllm_model.not_repackable
+        )
         weights.prepare(version, mode, "full", PLENTY)
         shards = trainer.shards(values)
         fill(weights, links, trainer.plan, shards)
         assert weights.confirm(float("inf"))
         if mode == "staged":
-            assert all(torch.equal(a, b) for a, b in zip(before, model(x), strict=True)), "live before the commit"
+            assert all(
+                torch.equal(a, b) for a, b in zip(before, model(x), strict=True)
+            ), "live before the commit"
         weights.commit()
         up, head, embed, norm = model(x)
         v = {n: torch.from_numpy(a) for n, a in values.items()}
         assert torch.equal(embed, v["embed.weight"])
         assert torch.equal(up, linear(v["up.weight"])(x)[0])
         assert torch.allclose(head[:, :100], x @ v["embed.weight"].t(), atol=1e-5)
-        assert torch.equal(norm, torch.nn.functional.layer_norm(x, (32,), v["norm.weight"], v["norm.bias"]))
+        assert torch.equal(
+            norm,
+            torch.nn.functional.layer_norm(x, (32,), v["norm.weight"], v["norm.bias"]),
+        )
         assert model.head.weight is model.embed.weight
-        assert all(s.raw is None for s in weights.slots.values()), "raw copies were kept"
+        assert all(s.raw is None for s in weights.slots.values()), (
+            "raw copies were kept"
+        )
         found, how = weights.check()
         names = {weights.slots[n].info.name: way for n, way in how.items()}
         assert names == {
@@ -388,7 +480,9 @@ def test_a_packed_layer_through_weights(one_rank):
             "norm.weight": "live",
             "norm.bias": "live",
         }
-        assert {(weights.slots[n].info.name, 0): d for n, d in found.items()} == trainer.digests(values)
+        assert {
+            (weights.slots[n].info.name, 0): d for n, d in found.items()
+        } == trainer.digests(values)
 
 
 # What arrived and is dropped afterwards is not verified -------------------------------------------------------------
@@ -402,10 +496,16 @@ class Experts(torch.nn.Module):
         from types import SimpleNamespace
 
         from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
+            CPUUnquantizedExperts,
+        )
+        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+            UnquantizedFusedMoEMethod,
+        )
 
-        config: Any = SimpleNamespace(intermediate_size_per_partition=inner, activation=MoEActivation.SILU)
+        config: Any = SimpleNamespace(
+            intermediate_size_per_partition=inner, activation=MoEActivation.SILU
+        )
 
         class Method(UnquantizedFusedMoEMethod):
             def __init__(self) -> None:
@@ -423,18 +523,30 @@ class Experts(torch.nn.Module):
                 from vllm.model_executor.utils import replace_parameter
 
                 for name in ("w13_weight", "w2_weight"):
-                    replace_parameter(layer, name, cpu_prepack_moe_weight(getattr(layer, name), kernel.isa))
+                    replace_parameter(
+                        layer,
+                        name,
+                        cpu_prepack_moe_weight(getattr(layer, name), kernel.isa),
+                    )
                 self.moe_kernel: Any = SimpleNamespace(fused_experts=kernel)
 
         self.quant_method = Method()
-        shapes = {"w13_weight": (3, 2 * inner, 64), "w2_weight": (3, 64, inner), "w13_bias": (3, 2 * inner)}
+        shapes = {
+            "w13_weight": (3, 2 * inner, 64),
+            "w2_weight": (3, 64, inner),
+            "w13_bias": (3, 2 * inner),
+        }
         for name, shape in {**shapes, "w2_bias": (3, 64)}.items():
-            tensor = torch.nn.Parameter(torch.randn(shape).to(dtype), requires_grad=False)
+            tensor = torch.nn.Parameter(
+                torch.randn(shape).to(dtype), requires_grad=False
+            )
             tensor.weight_loader = lambda p, t: p.data.copy_(t)  # type: ignore[attr-defined]
             self.register_parameter(name, tensor)
 
 
-def sync_layer(layer: Any, values: dict[str, torch.Tensor], mode: str, version: int = 1) -> tuple[Weights, Any]:
+def sync_layer(
+    layer: Any, values: dict[str, torch.Tensor], mode: str, version: int = 1
+) -> tuple[Weights, Any]:
     """Move these values into a layer as a model of its own; its weights, before the commit, and the digests wanted."""
     from jvlab.engine.tracing import _vllm_model
     from jvlab.engine.tracing._trace import trace_model
@@ -448,7 +560,9 @@ def sync_layer(layer: Any, values: dict[str, torch.Tensor], mode: str, version: 
 
     layer.load_weights = load_weights
     kind = str(next(iter(values.values())).dtype).removeprefix("torch.")
-    layout = trace_model(layer, [CheckpointTensor(n, tuple(t.shape), kind) for n, t in values.items()])
+    layout = trace_model(
+        layer, [CheckpointTensor(n, tuple(t.shape), kind) for n, t in values.items()]
+    )
     trainer = FakeTrainer.of([layout])
     weights, links = weights_of(
         layer,
@@ -461,16 +575,22 @@ def sync_layer(layer: Any, values: dict[str, torch.Tensor], mode: str, version: 
     shards = trainer.shards({n: t.float().numpy() for n, t in values.items()})
     fill(weights, links, trainer.plan, shards)
     weights.confirm(float("inf"))
-    wanted = {n: weights.digest(s, values[s.info.name]) for n, s in weights.slots.items()}
+    wanted = {
+        n: weights.digest(s, values[s.info.name]) for n, s in weights.slots.items()
+    }
     return weights, wanted
 
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("mode", ["direct", "staged"])
-@pytest.mark.parametrize(("inner", "dtype"), [(32, torch.float32), (48, torch.float32), (64, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("inner", "dtype"), [(32, torch.float32), (48, torch.float32), (64, torch.bfloat16)]
+)
 def test_biases_of_experts_arrive(one_rank, inner: int, dtype: torch.dtype, mode: str):
     """What processing left alone was dropped after its digest had passed; 48 is padded to 64 by vLLM."""
-    from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        record_metadata_for_reloading,
+    )
 
     torch.manual_seed(0)
     layer: Any = Experts(inner, dtype)
@@ -493,8 +613,12 @@ def test_biases_of_experts_arrive(one_rank, inner: int, dtype: torch.dtype, mode
 @pytest.mark.vllm
 @pytest.mark.parametrize("mode", ["direct", "staged"])
 @pytest.mark.parametrize("dropped", ["w13_bias", "w2_weight"])
-def test_experts_that_processing_drops_do_not_arrive_unseen(one_rank, monkeypatch, dropped: str, mode: str):
-    from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
+def test_experts_that_processing_drops_do_not_arrive_unseen(
+    one_rank, monkeypatch, dropped: str, mode: str
+):
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        record_metadata_for_reloading,
+    )
 
     from jvlab.engine.worker import _reload
 
@@ -510,15 +634,23 @@ def test_experts_that_processing_drops_do_not_arrive_unseen(one_rank, monkeypatc
         return packed
 
     monkeypatch.setattr(_reload, "pack", forgetful)
-    weights, wanted = sync_layer(layer, {n: torch.randn(s) for n, s in shapes.items()}, mode)
-    wrong = {weights.slots[n].info.name for n, value in wanted.items() if weights.found.get(n) != value}
+    weights, wanted = sync_layer(
+        layer, {n: torch.randn(s) for n, s in shapes.items()}, mode
+    )
+    wrong = {
+        weights.slots[n].info.name
+        for n, value in wanted.items()
+        if weights.found.get(n) != value
+    }
     assert wrong == {dropped}
 
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("mode", ["direct", "staged"])
 @pytest.mark.parametrize("fault", ["stale kernel", "one row", "never placed"])
-def test_a_kernel_that_holds_other_weights_does_not_arrive_unseen(one_rank, monkeypatch, fault: str, mode: str):
+def test_a_kernel_that_holds_other_weights_does_not_arrive_unseen(
+    one_rank, monkeypatch, fault: str, mode: str
+):
     from jvlab._errors import VerifyError
     from jvlab.engine.worker import _reload
 
@@ -573,7 +705,9 @@ def test_memory_that_was_exchanged_does_not_arrive_unseen():
         name, old = next(iter(model.named_parameters()))
         *path, leaf = name.split(".")
         owner = model.get_submodule(".".join(path))
-        owner._parameters[leaf] = torch.nn.Parameter(old.data.clone(), requires_grad=False)
+        owner._parameters[leaf] = torch.nn.Parameter(
+            old.data.clone(), requires_grad=False
+        )
         with pytest.raises(VerifyError, match="computes with other memory") as caught:
             weights.commit()
         assert caught.value.fields["parameters"] == [name]

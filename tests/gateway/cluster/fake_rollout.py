@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-if sys.flags.isolated:  # the supervisor is started without site-packages; a simulated replica needs them
+# the supervisor is started without site-packages; a simulated replica needs them
+if sys.flags.isolated:
     os.execv(sys.executable, [sys.executable, *sys.argv])
 
 import asyncio
@@ -31,11 +32,15 @@ class Simulated(FakeReplica):
         self.order = order
 
     async def start(self) -> None:
-        self.server = grpc.aio.server(interceptors=[_security.TokenInterceptor(self.token)])
+        self.server = grpc.aio.server(
+            interceptors=[_security.TokenInterceptor(self.token)]
+        )
         rpc.add_RolloutServicer_to_server(self, self.server)
         self.address, self.pem = _listen(self.server, self.order)
         await self.server.start()
-        self.channel = open_channel(self.gateway, Trust.of_file(self.order.tls_ca, self.order.tls_name))
+        self.channel = open_channel(
+            self.gateway, Trust.of_file(self.order.tls_ca, self.order.tls_name)
+        )
         self.beating = asyncio.create_task(self.beat())
 
     async def register(self) -> None:
@@ -49,14 +54,18 @@ class Simulated(FakeReplica):
             run=self.run,
         )
         metadata = _security.authorization(self.token)
-        reply = await rpc.RegistryStub(self.channel).Register(request, timeout=5, metadata=metadata)
+        reply = await rpc.RegistryStub(self.channel).Register(
+            request, timeout=5, metadata=metadata
+        )
         self.epoch, self.every = reply.epoch, reply.beat_seconds
 
 
 async def main(log: str) -> int:
     order = Order(**json.loads(os.environ["JVLAB_ORDER"]))
     with open(log, "a") as out:
-        out.write(f"simulated {order.replica}: index {order.index} of {order.replicas}\n")
+        out.write(
+            f"simulated {order.replica}: index {order.index} of {order.replicas}\n"
+        )
     if order.engine.get("broken"):
         with open(log, "a") as out:
             out.write("ValueError: broken by the test\n")

@@ -78,16 +78,23 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents of this process start simulated replicas."""
     monkeypatch.setattr(_rollout_process._supervisor, "__file__", fake_rollout.__file__)
     root = str(Path(__file__).parents[3])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]))
+    monkeypatch.setenv(
+        "PYTHONPATH",
+        os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
+    )
 
 
 @pytest.fixture
-def offer(simulated: None, lab: jv.Lab, tmp_path: Path) -> Iterator[Callable[..., Running]]:
+def offer(
+    simulated: None, lab: jv.Lab, tmp_path: Path
+) -> Iterator[Callable[..., Running]]:
     """Start an agent that offers itself to the lab."""
     started: list[Running] = []
 
     def start(name: str = "", **more: Any) -> Running:
-        host = Host(**{"gateway": lab.address, "token": lab._token, "name": name, **more})
+        host = Host(
+            **{"gateway": lab.address, "token": lab._token, "name": name, **more}
+        )
         started.append(Running(host, tmp_path / f"host-{len(started)}"))
         return started[-1]
 
@@ -100,7 +107,9 @@ def offer(simulated: None, lab: jv.Lab, tmp_path: Path) -> Iterator[Callable[...
 @pytest.fixture
 def pool(lab: jv.Lab, llama: str) -> Iterator[jv.Pool]:
     """Two replicas that nobody runs yet."""
-    pool = lab.launch(llama, replicas=2, name=f"join-{time.monotonic_ns()}", place="join")
+    pool = lab.launch(
+        llama, replicas=2, name=f"join-{time.monotonic_ns()}", place="join"
+    )
     yield pool
     pool.close()
 
@@ -109,13 +118,20 @@ def rows(pool: jv.Pool) -> dict[str, dict[str, Any]]:
     return {r["replica"].rpartition("/")[2]: r for r in pool.status()["replicas"]}
 
 
-def test_a_pool_waits_for_hosts_and_takes_them(pool: jv.Pool, offer: Callable[..., Running], capfd):
-    until(lambda: {r["state"] for r in rows(pool).values()} == {_replica_processes.WAITING})
+def test_a_pool_waits_for_hosts_and_takes_them(
+    pool: jv.Pool, offer: Callable[..., Running], capfd
+):
+    until(
+        lambda: (
+            {r["state"] for r in rows(pool).values()} == {_replica_processes.WAITING}
+        )
+    )
     first, second = offer(), offer(pool.name)
     pool.wait(60)
     batch = pool.generate(PROMPTS, n=2)
     assert {s.replica for s in batch} == {f"{pool.name}/0", f"{pool.name}/1"}
-    until(lambda: "index 0 of 1" in pool.logs(1))  # a host's cores and cards are its own
+    # a host's cores and cards are its own
+    until(lambda: "index 0 of 1" in pool.logs(1))
     pids = {r["pid"] for r in rows(pool).values()}
     assert all(psutil.pid_exists(pid) for pid in pids)
     pool.scale(1, timeout=60)
@@ -126,7 +142,9 @@ def test_a_pool_waits_for_hosts_and_takes_them(pool: jv.Pool, offer: Callable[..
     until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
 
-def test_hosts_may_come_before_the_pool_and_beyond_its_number(lab: jv.Lab, llama: str, offer: Callable[..., Running]):
+def test_hosts_may_come_before_the_pool_and_beyond_its_number(
+    lab: jv.Lab, llama: str, offer: Callable[..., Running]
+):
     early = offer("early")
     until(lambda: early.agents)
     pool = lab.launch(llama, replicas=1, name="early", place="join").wait(60)
@@ -138,7 +156,9 @@ def test_hosts_may_come_before_the_pool_and_beyond_its_number(lab: jv.Lab, llama
     assert (early.end(), more.end()) == (0, 0)
 
 
-def test_a_replica_that_dies_fails_and_its_name_can_come_back(pool: jv.Pool, offer: Callable[..., Running]):
+def test_a_replica_that_dies_fails_and_its_name_can_come_back(
+    pool: jv.Pool, offer: Callable[..., Running]
+):
     names = [f"{pool.name}/{i}" for i in range(2)]
     first, other = offer(names[0]), offer(names[1])
     pool.wait(60)
@@ -157,7 +177,9 @@ def test_a_replica_that_dies_fails_and_its_name_can_come_back(pool: jv.Pool, off
     assert other.code is None
 
 
-def test_a_host_that_is_told_to_end_says_so(pool: jv.Pool, offer: Callable[..., Running]):
+def test_a_host_that_is_told_to_end_says_so(
+    pool: jv.Pool, offer: Callable[..., Running]
+):
     first, _ = offer(f"{pool.name}/0"), offer(f"{pool.name}/1")
     pool.wait(60)
     first.stop()
@@ -165,7 +187,9 @@ def test_a_host_that_is_told_to_end_says_so(pool: jv.Pool, offer: Callable[..., 
     until(lambda: rows(pool)["0"]["state"] == "failed")
 
 
-def test_a_start_that_fails_carries_the_log(lab: jv.Lab, llama: str, offer: Callable[..., Running]):
+def test_a_start_that_fails_carries_the_log(
+    lab: jv.Lab, llama: str, offer: Callable[..., Running]
+):
     pool = lab.launch(llama, name="broken-join", place="join", engine={"broken": True})
     host = offer("broken-join")
     with pytest.raises(errors.LaunchError, match="ValueError: broken by the test"):
@@ -194,7 +218,10 @@ def test_what_is_refused(lab: jv.Lab, simulated: None, tmp_path: Path, llama: st
     [
         ({}, "clear text"),
         ({"tls_ca": "ca.pem", "bind": "127.0.0.1"}, "could not reach this replica"),
-        ({"tls_ca": "ca.pem", "bind": "192.0.2.7"}, "refusing to listen on 192.0.2.7 without TLS"),
+        (
+            {"tls_ca": "ca.pem", "bind": "192.0.2.7"},
+            "refusing to listen on 192.0.2.7 without TLS",
+        ),
     ],
 )
 def test_a_far_gateway_needs_tls(more: dict[str, Any], word: str):
@@ -224,7 +251,20 @@ def test_token_files(tmp_path: Path, lab: jv.Lab, capsys: pytest.CaptureFixture[
         _channels.read_token(str(empty))
     assert main(["rollout", "--gateway", lab.address]) == 1
     assert "--token-file" in capsys.readouterr().err
-    assert main(["rollout", "--gateway", lab.address, "--token-file", str(tmp_path / "no"), "--patience", "0.1"]) == 1
+    assert (
+        main(
+            [
+                "rollout",
+                "--gateway",
+                lab.address,
+                "--token-file",
+                str(tmp_path / "no"),
+                "--patience",
+                "0.1",
+            ]
+        )
+        == 1
+    )
     assert "did not appear" in capsys.readouterr().err
 
 
@@ -266,7 +306,9 @@ def test_tls_from_end_to_end(simulated: None, tmp_path: Path, llama: str):
         running = Running(host, tmp_path / "host")
         with lab.launch(llama, name="far", place="join").wait(60) as pool:
             assert len(pool.generate(PROMPTS)) == 12
-            outside = jv.Lab.attach(lab.public_address, lab._token, tls_ca=tls.certificate)
+            outside = jv.Lab.attach(
+                lab.public_address, lab._token, tls_ca=tls.certificate
+            )
             assert list(outside.pools) == ["far"]
             outside._leave()
         assert running.end() == 0
@@ -291,7 +333,9 @@ def test_offered_is_one_more():
         registry.handle(reg.Offered("p", 11.0))
 
 
-def test_an_agent_may_return_with_its_replica_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_agent_may_return_with_its_replica_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(_replica_processes, "RECONNECT_SECONDS", 0.2)
     spec = reg.PoolSpec("p", "m", 1, 1, "auto", "cpu", "{}", "{}", place="join")
 
@@ -299,9 +343,15 @@ def test_an_agent_may_return_with_its_replica_running(tmp_path: Path, monkeypatc
         exits: list[str] = []
         process = _replica_processes.JoinedProcess("p/0", spec, 0, tmp_path)
         await process.start(lambda pid: None, lambda cause, tail: exits.append(cause))
-        process.assign(_replica_processes.JoinedHost(pb.JoinOffer(agent="python 1 on a")))
+        process.assign(
+            _replica_processes.JoinedHost(pb.JoinOffer(agent="python 1 on a"))
+        )
         process.agent_left()
-        process.assign(_replica_processes.JoinedHost(pb.JoinOffer(agent="python 1 on a", running="p/0")))
+        process.assign(
+            _replica_processes.JoinedHost(
+                pb.JoinOffer(agent="python 1 on a", running="p/0")
+            )
+        )
         await asyncio.sleep(0.4)
         assert exits == [], "it was back in time"
         process.agent_left()
@@ -314,15 +364,27 @@ def test_an_agent_may_return_with_its_replica_running(tmp_path: Path, monkeypatc
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
-def test_a_starter_that_cannot_leave_files(pool: jv.Pool, lab: jv.Lab, simulated: None, tmp_path: Path):
+def test_a_starter_that_cannot_leave_files(
+    pool: jv.Pool, lab: jv.Lab, simulated: None, tmp_path: Path
+):
     """As a Ray actor starts it: token through standard input, and its end; whatever it wrote goes with it."""
     code = (
         "import sys; import jvlab.wire.processes._supervisor as s; "
         f"s.__file__ = {fake_rollout.__file__!r}; from jvlab.cli._cli import main; sys.exit(main(sys.argv[1:]))"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    words = ["rollout", "--gateway", lab.address, "--supervised", "--invited", "--name", f"{pool.name}/0"]
-    with subprocess.Popen([sys.executable, "-c", code, *words], stdin=subprocess.PIPE, env=environment) as agent:
+    words = [
+        "rollout",
+        "--gateway",
+        lab.address,
+        "--supervised",
+        "--invited",
+        "--name",
+        f"{pool.name}/0",
+    ]
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *words], stdin=subprocess.PIPE, env=environment
+    ) as agent:
         assert agent.stdin is not None
         invitation = {"token": lab._token, "certificate": "", "key": ""}
         agent.stdin.write(f"{json.dumps(invitation)}\n".encode())
@@ -332,8 +394,12 @@ def test_a_starter_that_cannot_leave_files(pool: jv.Pool, lab: jv.Lab, simulated
         (folder,) = tmp_path.glob("jvengine-*")
         assert (folder / "token").stat().st_mode & 0o777 == 0o600
         pid = rows(pool)["0"]["pid"]
-        for below in {agent.pid, *process_tree(agent.pid)} if sys.platform == "linux" else ():
-            assert lab._token.encode() not in Path(f"/proc/{below}/environ").read_bytes(), "a token in an environment"
+        for below in (
+            {agent.pid, *process_tree(agent.pid)} if sys.platform == "linux" else ()
+        ):
+            assert (
+                lab._token.encode() not in Path(f"/proc/{below}/environ").read_bytes()
+            ), "a token in an environment"
         agent.stdin.close()
         assert agent.wait(30) == 1, "not by order"
     assert not wait_for_exit({pid}, 30)
@@ -345,17 +411,25 @@ def test_a_host_that_comes_while_a_pool_is_launched_adds_no_replica(tmp_path: Pa
 
     async def run() -> None:
         registry, asked = launched(ready=False), []
-        spec = registry.pools["p"].spec = replace(registry.pools["p"].spec, place="join")
-        gateway: Any = SimpleNamespace(processes={}, registry=registry, handle=asked.append)
+        spec = registry.pools["p"].spec = replace(
+            registry.pools["p"].spec, place="join"
+        )
+        gateway: Any = SimpleNamespace(
+            processes={}, registry=registry, handle=asked.append
+        )
         agents = _replica_processes.Agents(gateway)
-        hosts = [_replica_processes.JoinedHost(pb.JoinOffer(name="p")) for _ in range(3)]
+        hosts = [
+            _replica_processes.JoinedHost(pb.JoinOffer(name="p")) for _ in range(3)
+        ]
         for host in hosts[:2]:
             agents._admit(host)
         assert not asked, "two hosts, two replicas that are being made"
         agents._admit(hosts[2])
         assert [type(event) for event in asked] == [reg.Offered]
         for index in range(2):
-            gateway.processes[f"p/{index}"] = _replica_processes.JoinedProcess(f"p/{index}", spec, index, tmp_path)
+            gateway.processes[f"p/{index}"] = _replica_processes.JoinedProcess(
+                f"p/{index}", spec, index, tmp_path
+            )
             agents.match()
         assert [p.agent for p in gateway.processes.values()] == hosts[:2]
 

@@ -30,7 +30,8 @@ def actors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module with the actor, over a stand-in for ray; replicas below it are simulated."""
     context = SimpleNamespace(gcs_address="127.0.0.1:1", get_node_id=lambda: "node")
     stand_in = SimpleNamespace(
-        get_runtime_context=lambda: context, util=SimpleNamespace(get_node_ip_address=own_address)
+        get_runtime_context=lambda: context,
+        util=SimpleNamespace(get_node_ip_address=own_address),
     )
     monkeypatch.setitem(sys.modules, "ray", stand_in)
     monkeypatch.delitem(sys.modules, "jvlab.gateway.cluster._ray_actors", raising=False)
@@ -51,12 +52,17 @@ def test_actor_and_process_end_together(
     actors: Any, tls: bool, tmp_path: Path, llama: str, monkeypatch: pytest.MonkeyPatch
 ):
     exits, ended = [], threading.Event()
-    monkeypatch.setattr(actors.os, "_exit", lambda code: (exits.append(code), ended.set()))
+    monkeypatch.setattr(
+        actors.os, "_exit", lambda code: (exits.append(code), ended.set())
+    )
     host, pair, pem = "127.0.0.1", None, ("", "")
     if tls:
         host = own_address()
         files = _channels.tls_folder(tmp_path / "tls", host)
-        pair, pem = (files.certificate, files.key), (Path(files.certificate).read_text(), Path(files.key).read_text())
+        pair, pem = (
+            (files.certificate, files.key),
+            (Path(files.certificate).read_text(), Path(files.key).read_text()),
+        )
     with jv.Lab(host=host, tls=pair, lease=60) as lab:
         pool = lab.launch(llama, name="p", place="join")
         actor = actors.RolloutActor("p/0", lab.public_address, lab._token, pem, True)
@@ -65,12 +71,16 @@ def test_actor_and_process_end_together(
         until(lambda: "index 0 of 1" in pool.logs(0))
         first = rows(pool)["0"]["pid"]
         os.kill(first, signal.SIGKILL)
-        assert ended.wait(60), "its process died, so the actor ends, and Ray would start another"
+        assert ended.wait(60), (
+            "its process died, so the actor ends, and Ray would start another"
+        )
         assert exits == [1]
         again = actors.RolloutActor("p/0", lab.public_address, lab._token, pem, True)
         until(lambda: rows(pool)["0"]["state"] == "ready")
         second = rows(pool)["0"]["pid"]
-        below = {p.pid for p in psutil.Process(again._child.pid).children(recursive=True)}
+        below = {
+            p.pid for p in psutil.Process(again._child.pid).children(recursive=True)
+        }
         assert second in below
         ended.clear()
         again._child.stdin.close()  # what the death of the actor does

@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 
 from jvlab import errors
 from jvlab.gateway.cluster import _slurm
-from jvlab.gateway.cluster._slurm import SlurmJob, parse_counts, parse_nodelist, split_nodes
+from jvlab.gateway.cluster._slurm import (
+    SlurmJob,
+    parse_counts,
+    parse_nodelist,
+    split_nodes,
+)
 
 
 @pytest.mark.parametrize(
@@ -26,11 +31,29 @@ from jvlab.gateway.cluster._slurm import SlurmJob, parse_counts, parse_nodelist,
         ("c-0,c-1", ["c-0", "c-1"]),
         ("login,gpu[1-2],big-3", ["login", "gpu1", "gpu2", "big-3"]),
         ("a[1-2],b[01,3],c", ["a1", "a2", "b01", "b3", "c"]),
-        ("rack[1-2]-node[01-02]", ["rack1-node01", "rack1-node02", "rack2-node01", "rack2-node02"]),
-        ("r[0-1]c[1,3]s[7-8]", ["r0c1s7", "r0c1s8", "r0c3s7", "r0c3s8", "r1c1s7", "r1c1s8", "r1c3s7", "r1c3s8"]),
+        (
+            "rack[1-2]-node[01-02]",
+            ["rack1-node01", "rack1-node02", "rack2-node01", "rack2-node02"],
+        ),
+        (
+            "r[0-1]c[1,3]s[7-8]",
+            [
+                "r0c1s7",
+                "r0c1s8",
+                "r0c3s7",
+                "r0c3s8",
+                "r1c1s7",
+                "r1c1s8",
+                "r1c3s7",
+                "r1c3s8",
+            ],
+        ),
         ("node[1-2].example.org", ["node1.example.org", "node2.example.org"]),
         ("ip-10-0-0-[7-8]", ["ip-10-0-0-7", "ip-10-0-0-8"]),
-        ("queue1-dy-p4d24xlarge-[1-2]", ["queue1-dy-p4d24xlarge-1", "queue1-dy-p4d24xlarge-2"]),
+        (
+            "queue1-dy-p4d24xlarge-[1-2]",
+            ["queue1-dy-p4d24xlarge-1", "queue1-dy-p4d24xlarge-2"],
+        ),
         ("[1-2]", ["1", "2"]),
     ],
 )
@@ -72,19 +95,35 @@ GROUPS = st.tuples(NAMES, st.integers(0, 999), st.integers(0, 20), st.integers(0
 
 @given(st.lists(GROUPS, min_size=1, max_size=5))
 def test_ranges_written_and_read_again(groups: list[tuple[str, int, int, int]]):
-    text = ",".join(f"{name}[{low:0{width}d}-{low + more:0{width}d}]" for name, low, more, width in groups)
-    names = [f"{name}{n:0{width}d}" for name, low, more, width in groups for n in range(low, low + more + 1)]
+    text = ",".join(
+        f"{name}[{low:0{width}d}-{low + more:0{width}d}]"
+        for name, low, more, width in groups
+    )
+    names = [
+        f"{name}{n:0{width}d}"
+        for name, low, more, width in groups
+        for n in range(low, low + more + 1)
+    ]
     assert parse_nodelist(text) == tuple(names)
 
 
 @pytest.mark.parametrize(
-    ("text", "counts"), [("1", [1]), ("2(x3),1", [2, 2, 2, 1]), ("4(x2)", [4, 4]), ("1,2,3", [1, 2, 3]), ("64", [64])]
+    ("text", "counts"),
+    [
+        ("1", [1]),
+        ("2(x3),1", [2, 2, 2, 1]),
+        ("4(x2)", [4, 4]),
+        ("1,2,3", [1, 2, 3]),
+        ("64", [64]),
+    ],
 )
 def test_counts(text: str, counts: list[int]):
     assert parse_counts(text) == tuple(counts)
 
 
-@pytest.mark.parametrize("text", ["", "2x3", "2(x)", "2(3)", "(x3)", "1,", "-1", "1(x0)", "1(x999999999)"])
+@pytest.mark.parametrize(
+    "text", ["", "2x3", "2(x)", "2(3)", "(x3)", "1,", "-1", "1(x0)", "1(x999999999)"]
+)
 def test_what_is_no_count(text: str):
     with pytest.raises(errors.ConfigError, match=r"count"):
         parse_counts(text)
@@ -107,14 +146,19 @@ JOB = {  # as srun gives them to task 3 of `sbatch --nodes=3 --ntasks=5`
 
 def test_a_task_of_a_job():
     job = SlurmJob.from_environment(JOB)
-    assert job == SlurmJob(48213, ("gpu07", "gpu08", "gpu11"), (2, 2, 1), process=3, node=1)
+    assert job == SlurmJob(
+        48213, ("gpu07", "gpu08", "gpu11"), (2, 2, 1), process=3, node=1
+    )
     assert job.split() == (("gpu07",), ("gpu08", "gpu11"))
 
 
 def test_the_batch_script_and_old_names(monkeypatch: pytest.MonkeyPatch):
     env = {"SLURM_JOBID": "7", "SLURM_NODELIST": "n[1-2]", "SLURM_NTASKS_PER_NODE": "4"}
     assert SlurmJob.from_environment(env) == SlurmJob(7, ("n1", "n2"), (4, 4), 0, 0)
-    assert SlurmJob.from_environment(env | {"SLURM_NTASKS_PER_NODE": ""}).tasks == (1, 1)
+    assert SlurmJob.from_environment(env | {"SLURM_NTASKS_PER_NODE": ""}).tasks == (
+        1,
+        1,
+    )
     for name in JOB:
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
@@ -125,12 +169,21 @@ def test_the_batch_script_and_old_names(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"SLURM_JOB_ID": "", "SLURM_JOBID": ""}, "SLURM_JOB_ID is not set: this process is not part of a SLURM job"),
-        ({"SLURM_JOB_NODELIST": "", "SLURM_NODELIST": ""}, "SLURM_JOB_NODELIST is not set"),
+        (
+            {"SLURM_JOB_ID": "", "SLURM_JOBID": ""},
+            "SLURM_JOB_ID is not set: this process is not part of a SLURM job",
+        ),
+        (
+            {"SLURM_JOB_NODELIST": "", "SLURM_NODELIST": ""},
+            "SLURM_JOB_NODELIST is not set",
+        ),
         ({"SLURM_NNODES": "2"}, "SLURM_NNODES is 2, but SLURM_JOB_NODELIST names 3"),
         ({"SLURM_NNODES": "three"}, "SLURM_NNODES must be a whole number, not 'three'"),
         ({"SLURM_TASKS_PER_NODE": "2(x2)"}, "counts 2 nodes, but the job has 3"),
-        ({"SLURM_PROCID": "5"}, "process 5 on node 1 can't exist: the job has 5 tasks on 3 nodes"),
+        (
+            {"SLURM_PROCID": "5"},
+            "process 5 on node 1 can't exist: the job has 5 tasks on 3 nodes",
+        ),
         ({"SLURM_NODEID": "3"}, "process 3 on node 3 can't exist"),
         ({"SLURM_HET_SIZE": "2"}, "heterogeneous job"),
     ],
@@ -148,12 +201,15 @@ def test_what_does_not_fit_together_is_named(change: dict[str, str], why: str):
         ("a", 1, ("a", "a")),  # one node does both
     ],
 )
-def test_trainer_and_rollout_nodes(nodes: str, trainers: int, expected: tuple[str, str]):
+def test_trainer_and_rollout_nodes(
+    nodes: str, trainers: int, expected: tuple[str, str]
+):
     assert split_nodes(nodes, trainers) == (tuple(expected[0]), tuple(expected[1]))
 
 
 @pytest.mark.parametrize(
-    ("trainers", "why"), [(0, "at least 1 node must train"), (2, "leaving none"), (9, "leaving none")]
+    ("trainers", "why"),
+    [(0, "at least 1 node must train"), (2, "leaving none"), (9, "leaving none")],
 )
 def test_splits_that_cannot_be(trainers: int, why: str):
     with pytest.raises(errors.ConfigError, match=why):
@@ -161,10 +217,14 @@ def test_splits_that_cannot_be(trainers: int, why: str):
 
 
 def test_ports_follow_from_the_job_alone():
-    first, *rest = (SlurmJob(number, ("n",), (1,), 0, 0) for number in range(48_213, 48_213 + 1250))
+    first, *rest = (
+        SlurmJob(number, ("n",), (1,), 0, 0) for number in range(48_213, 48_213 + 1250)
+    )
     assert first.port(1) == first.port() + 1
     seen = {job.port(k) for job in (first, *rest) for k in range(_slurm.PORTS_PER_JOB)}
-    assert len(seen) == 1250 * _slurm.PORTS_PER_JOB, "jobs that run side by side share none"
+    assert len(seen) == 1250 * _slurm.PORTS_PER_JOB, (
+        "jobs that run side by side share none"
+    )
     assert min(seen) >= 20_000
     assert max(seen) < 30_000
     with pytest.raises(errors.ConfigError, match="ports 0 to 7"):

@@ -60,17 +60,32 @@ def arguments(*words: str) -> argparse.Namespace:
 
 def test_places_of_a_job_of_several_nodes():
     places = JobNodes.of_job(TWO_NODES)
-    assert (places.trainers, places.rollouts, places.replicas) == (("gpu08",), ("gpu09", "gpu10"), 4)
+    assert (places.trainers, places.rollouts, places.replicas) == (
+        ("gpu08",),
+        ("gpu09", "gpu10"),
+        4,
+    )
     assert places.address == f"gpu08:{places.job.port()}"
-    assert places.variables()["JVLAB_TLS"] == "--tls-dir /shared/job-4711/tls", "nothing leaves a node in clear text"
+    assert places.variables()["JVLAB_TLS"] == "--tls-dir /shared/job-4711/tls", (
+        "nothing leaves a node in clear text"
+    )
     assert JobNodes.of_job(TWO_NODES, trainers=2).rollouts == ("gpu10",)
 
 
 def test_places_of_one_node():
     places = JobNodes.of_job(
-        {**TWO_NODES, "SLURM_JOB_NODELIST": "n1", "SLURM_NNODES": "1", "SLURM_TASKS_PER_NODE": "2"}
+        {
+            **TWO_NODES,
+            "SLURM_JOB_NODELIST": "n1",
+            "SLURM_NNODES": "1",
+            "SLURM_TASKS_PER_NODE": "2",
+        }
     )
-    assert (places.trainers, places.rollouts, places.host) == (("n1",), ("n1",), "127.0.0.1")
+    assert (places.trainers, places.rollouts, places.host) == (
+        ("n1",),
+        ("n1",),
+        "127.0.0.1",
+    )
     assert places.variables()["JVLAB_TLS"] == ""
 
 
@@ -100,15 +115,33 @@ def test_from_slurm_outside_a_job(monkeypatch: pytest.MonkeyPatch):
     [
         (),
         ("--nodes", "1"),
-        ("--nodes", "9", "--trainers", "2", "--gpus-per-node", "8", "--rollouts-per-node", "4"),
-        ("--partition", "gpu", "--account", "a-b", "--trainer", "python train.py --lr 1e-5 'two words'"),
+        (
+            "--nodes",
+            "9",
+            "--trainers",
+            "2",
+            "--gpus-per-node",
+            "8",
+            "--rollouts-per-node",
+            "4",
+        ),
+        (
+            "--partition",
+            "gpu",
+            "--account",
+            "a-b",
+            "--trainer",
+            "python train.py --lr 1e-5 'two words'",
+        ),
     ],
 )
 def test_scripts_are_bash(words: tuple[str, ...], tmp_path: Path):
     file = tmp_path / "job.sbatch"
     file.write_text(script(arguments(*words)))
     subprocess.run(["bash", "-n", str(file)], check=True)
-    directives = [line for line in file.read_text().splitlines() if line.startswith("#SBATCH")]
+    directives = [
+        line for line in file.read_text().splitlines() if line.startswith("#SBATCH")
+    ]
     assert any(line.startswith("#SBATCH --nodes=") for line in directives)
     assert ("#SBATCH --gpus-per-node=8" in directives) == ("--gpus-per-node" in words)
     assert ("--gpus-per-task=2" in file.read_text()) == ("--rollouts-per-node" in words)
@@ -139,7 +172,9 @@ def free_job() -> int:
     """A job number whose port nobody has."""
     for job in range(500 + os.getpid() % 500, 5000):
         with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", FIRST_PORT + job * PORTS_PER_JOB % PORTS)):
+            if probe.connect_ex(
+                ("127.0.0.1", FIRST_PORT + job * PORTS_PER_JOB % PORTS)
+            ):
                 return job
     raise AssertionError("every port is taken")
 
@@ -159,7 +194,16 @@ def test_a_whole_job(tmp_path: Path, llama: str, nodes: int):
     (tmp_path / "train.py").write_text(TRAINER)
     file = tmp_path / "job.sbatch"
     trainer = f"{sys.executable} {tmp_path}/train.py {llama}"
-    words = ("--nodes", str(nodes), "--rollouts-per-node", "2", "--python", sys.executable, "--trainer", trainer)
+    words = (
+        "--nodes",
+        str(nodes),
+        "--rollouts-per-node",
+        "2",
+        "--python",
+        sys.executable,
+        "--trainer",
+        trainer,
+    )
     file.write_text(script(arguments(*words)))
     environment = {
         **os.environ,
@@ -173,11 +217,24 @@ def test_a_whole_job(tmp_path: Path, llama: str, nodes: int):
         "SLURM_NTASKS": str(2 * nodes),
     }
     done = subprocess.run(
-        ["bash", str(file)], env=environment, capture_output=True, text=True, timeout=240, cwd=tmp_path
+        ["bash", str(file)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    facts = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("FACTS "))[6:])
+    facts = json.loads(
+        next(line for line in done.stdout.splitlines() if line.startswith("FACTS "))[6:]
+    )
     assert facts == {"samples": 16, "replicas": ["p/0", "p/1"], "trainers": names[:1]}
-    assert not (tmp_path / "shared" / f"job-{job}").exists(), "token and logs went with the job"
-    marks = {p.pid for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])}
+    assert not (tmp_path / "shared" / f"job-{job}").exists(), (
+        "token and logs went with the job"
+    )
+    marks = {
+        p.pid
+        for p in psutil.process_iter(["cmdline"])
+        if str(tmp_path) in " ".join(p.info["cmdline"] or [])
+    }
     assert not wait_for_exit(marks, 30), "nothing of the job runs on"

@@ -14,11 +14,24 @@ from jvlab.layout.checkpoint._tensors import checkpoint_tensors
 from jvlab.trainer.models import tiny
 from tests.engine.tracing.trace_oracle_configs import OWN
 
-FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "phi3", "mixtral", "olmo2", "gpt2")
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "mistral",
+    "phi3",
+    "mixtral",
+    "olmo2",
+    "gpt2",
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_config_alone_gives_what_the_file_holds(family: str, tmp_path: Path) -> None:
+def test_the_config_alone_gives_what_the_file_holds(
+    family: str, tmp_path: Path
+) -> None:
     folder = Path(tiny(family, tmp_path / family))
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "config.json").write_text((folder / "config.json").read_text())
@@ -27,21 +40,43 @@ def test_the_config_alone_gives_what_the_file_holds(family: str, tmp_path: Path)
         t.name.removeprefix("transformer.") if family == "gpt2" else t.name: t
         for t in checkpoint_tensors(tmp_path / "bare")
     }
-    assert {n: (t.shape, t.dtype) for n, t in derived.items()} == {n: (t.shape, t.dtype) for n, t in on_disk.items()}
+    assert {n: (t.shape, t.dtype) for n, t in derived.items()} == {
+        n: (t.shape, t.dtype) for n, t in on_disk.items()
+    }
 
 
 def test_deepseek_names_are_the_published_ones() -> None:
     """As in the index of deepseek-ai/DeepSeek-V3, less the fp8 scales and the MTP module (layer 61 there)."""
     names = {t.name: t.shape for t in checkpoint_tensors(OWN["deepseek_v3"])}
-    attention = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
+    attention = (
+        "q_a_proj",
+        "q_a_layernorm",
+        "q_b_proj",
+        "kv_a_proj_with_mqa",
+        "kv_a_layernorm",
+        "kv_b_proj",
+        "o_proj",
+    )
     wanted = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
     for i in range(5):
         at = f"model.layers.{i}."
-        wanted |= {f"{at}{n}.weight" for n in ("input_layernorm", "post_attention_layernorm")}
+        wanted |= {
+            f"{at}{n}.weight" for n in ("input_layernorm", "post_attention_layernorm")
+        }
         wanted |= {f"{at}self_attn.{n}.weight" for n in attention}
-        mlps = ["mlp"] if i == 0 else ["mlp.shared_experts", *(f"mlp.experts.{e}" for e in range(8))]
-        wanted |= {f"{at}{m}.{p}_proj.weight" for m in mlps for p in ("gate", "up", "down")}
-        wanted |= set() if i == 0 else {f"{at}mlp.gate.weight", f"{at}mlp.gate.e_score_correction_bias"}
+        mlps = (
+            ["mlp"]
+            if i == 0
+            else ["mlp.shared_experts", *(f"mlp.experts.{e}" for e in range(8))]
+        )
+        wanted |= {
+            f"{at}{m}.{p}_proj.weight" for m in mlps for p in ("gate", "up", "down")
+        }
+        wanted |= (
+            set()
+            if i == 0
+            else {f"{at}mlp.gate.weight", f"{at}mlp.gate.e_score_correction_bias"}
+        )
     assert set(names) == wanted
     assert names["model.layers.1.mlp.experts.3.down_proj.weight"] == (64, 32)
 
@@ -52,11 +87,17 @@ def split(folder: Path, keep: bool) -> list[str]:
 
     weights = load_file(folder / "model.safetensors")
     names = sorted(weights, reverse=True)
-    shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    shards = {
+        "model-00001-of-00002.safetensors": names[::2],
+        "model-00002-of-00002.safetensors": names[1::2],
+    }
     for file, members in shards.items():
         if keep:
             save_file({n: weights[n] for n in members}, folder / file)
-    index = {"metadata": {}, "weight_map": {n: f for f, members in shards.items() for n in members}}
+    index = {
+        "metadata": {},
+        "weight_map": {n: f for f, members in shards.items() for n in members},
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "model.safetensors").unlink()
     return list(index["weight_map"])
@@ -92,6 +133,8 @@ def test_refusals(tmp_path: Path) -> None:
         checkpoint_tensors({"hidden_size": 4})
     with pytest.raises(ModelError, match="no_such_model"):
         checkpoint_tensors({"model_type": "no_such_model"})
-    (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0 this is no header")
+    (tmp_path / "model.safetensors").write_bytes(
+        b"\x10\0\0\0\0\0\0\0 this is no header"
+    )
     with pytest.raises(ModelError, match="not a safetensors file"):
         checkpoint_tensors(tmp_path)

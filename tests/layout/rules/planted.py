@@ -12,9 +12,24 @@ from jvlab.sync._rebind import changed_rules
 # Shapes chosen so that as little as possible is settled by them: q, k, v and o are square and of one shape, with as
 # many heads as numbers in a head (where an engine runs that).
 SIZES: dict[str, dict[str, Any]] = {
-    "llama": {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 256},
-    "qwen3": {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 160},
-    "gemma3": {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 160},
+    "llama": {
+        "hidden_size": 256,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "intermediate_size": 256,
+    },
+    "qwen3": {
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "intermediate_size": 160,
+    },
+    "gemma3": {
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "intermediate_size": 160,
+    },
 }
 COMMON: dict[str, Any] = {"num_hidden_layers": 3, "head_dim": 32, "vocab_size": 512}
 
@@ -25,7 +40,9 @@ MLP = "layers.{i}.mlp.[gate|up|down].kernel -> model.layers.{i}.mlp.[gate|up|dow
 NORMS = "layers.{i}.[attn|mlp]_norm.scale -> model.layers.{i}.[input|post_attention]_layernorm.weight"
 SANDWICH = "layers.{i}.[attn|post_attn]_norm.scale -> model.layers.{i}.[input|post_attention]_layernorm.weight"
 EMBED = "embed.embedding -> model.embed_tokens.weight, lm_head.weight?"
-HEAD_NORMS = "layers.{i}.attn.[q|k]_norm.scale -> model.layers.{i}.self_attn.[q|k]_norm.weight"
+HEAD_NORMS = (
+    "layers.{i}.attn.[q|k]_norm.scale -> model.layers.{i}.self_attn.[q|k]_norm.weight"
+)
 
 
 def scanned(text: str) -> str:
@@ -53,7 +70,9 @@ class Planted:
 
 
 def _layers(order: tuple[int, ...]) -> tuple[str, ...]:
-    turned = lambda i, j: MLP.replace("layers.{i}", f"layers.{i}", 1).replace("layers.{i}", f"layers.{j}")
+    turned = lambda i, j: MLP.replace("layers.{i}", f"layers.{i}", 1).replace(
+        "layers.{i}", f"layers.{j}"
+    )
     return tuple(turned(i, j) for i, j in enumerate(order))
 
 
@@ -61,10 +80,16 @@ def planted_in_stacks() -> list[Planted]:
     """The same rules for layers that are stacked in one leaf, as jv.Policy has them."""
     out = []
     for case in planted():
-        right, wrong = (tuple(map(scanned, texts)) for texts in (case.right, case.wrong))
+        right, wrong = (
+            tuple(map(scanned, texts)) for texts in (case.right, case.wrong)
+        )
         if case.name == "layers":
             right = (scanned(f"{OUT} : n h d -> d (n h)"),)
-            wrong = (right[0].replace("{i}", "[2|1|0]").replace(": i n h d", ": [1|1|1] n h d"),)
+            wrong = (
+                right[0]
+                .replace("{i}", "[2|1|0]")
+                .replace(": i n h d", ": [1|1|1] n h d"),
+            )
         out.append(replace(case, right=right, wrong=wrong))
     return out
 
@@ -77,13 +102,43 @@ def planted() -> list[Planted]:
         first = "attn|post_attn" if family == "gemma3" else "attn|mlp"
         swapped = norms.replace("[input|post_attention]", "[post_attention|input]")
         assert first in norms
-        q, kv, o = f"{Q} : d n h -> (n h) d", f"{KV} : d k h -> (k h) d", f"{OUT} : n h d -> d (n h)"
+        q, kv, o = (
+            f"{Q} : d n h -> (n h) d",
+            f"{KV} : d k h -> (k h) d",
+            f"{OUT} : n h d -> d (n h)",
+        )
         out += [
-            Planted("query transposed", family, "transposed", (q,), (f"{Q} : d n h -> d (n h)",)),
-            Planted("query heads", family, "head order", (q,), (f"{Q} : d n h -> (h n) d",)),
-            Planted("output transposed", family, "transposed", (o,), (f"{OUT} : n h d -> (n h) d",)),
-            Planted("keys and values", family, "swapped", (kv,), (kv.replace("[k|v]_proj", "[v|k]_proj"),)),
-            Planted("gate and up", family, "swapped", (MLP,), (MLP.replace("[gate|up|down]_", "[up|gate|down]_"),)),
+            Planted(
+                "query transposed",
+                family,
+                "transposed",
+                (q,),
+                (f"{Q} : d n h -> d (n h)",),
+            ),
+            Planted(
+                "query heads", family, "head order", (q,), (f"{Q} : d n h -> (h n) d",)
+            ),
+            Planted(
+                "output transposed",
+                family,
+                "transposed",
+                (o,),
+                (f"{OUT} : n h d -> (n h) d",),
+            ),
+            Planted(
+                "keys and values",
+                family,
+                "swapped",
+                (kv,),
+                (kv.replace("[k|v]_proj", "[v|k]_proj"),),
+            ),
+            Planted(
+                "gate and up",
+                family,
+                "swapped",
+                (MLP,),
+                (MLP.replace("[gate|up|down]_", "[up|gate|down]_"),),
+            ),
             Planted("norms", family, "swapped", (norms,), (swapped,)),
             Planted("offset", family, "offset", (norms,), (f"{norms} + 1",)),
             Planted("layers", family, "layer order", (MLP,), _layers((2, 1, 0))),
@@ -112,10 +167,26 @@ def planted() -> list[Planted]:
             "llama",
             "swapped",
             (EMBED, "lm_head.kernel -> lm_head.weight : d v -> v d"),
-            ("embed.embedding -> lm_head.weight", "lm_head.kernel -> model.embed_tokens.weight : d v -> v d"),
+            (
+                "embed.embedding -> lm_head.weight",
+                "lm_head.kernel -> model.embed_tokens.weight : d v -> v d",
+            ),
         ),
-        Planted("head norms", "qwen3", "swapped", (HEAD_NORMS,), (HEAD_NORMS.replace("[q|k]_norm.w", "[k|q]_norm.w"),)),
-        Planted("down for up", "llama", "swapped", (MLP,), (MLP.replace("[gate|up|down]_", "[gate|down|up]_"),)),
+        Planted(
+            "head norms",
+            "qwen3",
+            "swapped",
+            (HEAD_NORMS,),
+            (HEAD_NORMS.replace("[q|k]_norm.w", "[k|q]_norm.w"),),
+        ),
+        Planted(
+            "down for up",
+            "llama",
+            "swapped",
+            (MLP,),
+            (MLP.replace("[gate|up|down]_", "[gate|down|up]_"),),
+        ),
         Planted("offset down", "gemma3", "offset", (SANDWICH,), (f"{SANDWICH} - 1",)),
     ]
-    return sorted(out, key=lambda case: list(SIZES).index(case.family))  # one engine after the other
+    # one engine after the other
+    return sorted(out, key=lambda case: list(SIZES).index(case.family))

@@ -42,7 +42,9 @@ TEXTS = {
     "brackets in a name": f"{'[' * 50_000} -> b",
     "deep choices in a name": f"a.{'[x|' * 5_000}y{']' * 5_000} -> b",
     "a choice of many": f"a.[{'|'.join(f'x{j}' for j in range(50_000))}] -> b : d -> d",
-    "a product of sums": "a -> b : (" + " ".join(f"[a{j}|b{j}|c{j}]" for j in range(40)) + ") -> d",
+    "a product of sums": "a -> b : ("
+    + " ".join(f"[a{j}|b{j}|c{j}]" for j in range(40))
+    + ") -> d",
     "many names": "a -> " + ", ".join(f"b{j}" for j in range(50_000)),
     "many holes": "a." + ".".join(f"{{i{j}}}" for j in range(20_000)) + " -> b",
     "many axes": "a -> b : " + " ".join(f"x{j}" for j in range(20_000)) + " -> d",
@@ -105,12 +107,20 @@ def test_holes_take_what_they_took() -> None:
     assert matched("{x*}{y*}", "abc") == (0, {"x*": "ab", "y*": "c"})
     assert matched("{i}{j}.w", "123.w") == (0, {"i": 12, "j": 3})
     assert matched("{i}{j}.w", "103.w") == (0, {"i": 10, "j": 3})
-    assert matched("{x*}.{i}.{y*}.w", "l.3.a.4.b.w") == (0, {"x*": "l.3.a", "i": 4, "y*": "b"})
+    assert matched("{x*}.{i}.{y*}.w", "l.3.a.4.b.w") == (
+        0,
+        {"x*": "l.3.a", "i": 4, "y*": "b"},
+    )
     assert matched("{x*}.{y*}.w", "a.w") is None
     assert matched("a.[q|k].{x*}.{y*}", "a.k.1.2.3") == (1, {"x*": "1.2", "y*": "3"})
 
 
-LEAVES = {"layers.0.q": (4, 6), "layers.1.q": (4, 6), "norm": (4,), "deep.a.b.c": (2, 3, 4)}
+LEAVES = {
+    "layers.0.q": (4, 6),
+    "layers.1.q": (4, 6),
+    "norm": (4,),
+    "deep.a.b.c": (2, 3, 4),
+}
 TENSORS = [
     CheckpointTensor("m.0.q", (6, 4), "float32"),
     CheckpointTensor("m.1.q", (6, 4), "float32"),
@@ -119,7 +129,8 @@ TENSORS = [
 ]
 
 HOSTILE_BINDS = {
-    "huge sizes multiplied": "norm -> norm : d -> d where d=" + "*".join(["999999999"] * 400),
+    "huge sizes multiplied": "norm -> norm : d -> d where d="
+    + "*".join(["999999999"] * 400),
     "a size that is a word of the config": "norm -> norm : d -> d where d=model_type",
     "a size that is a list of the config": "norm -> norm : d -> d where d=architectures",
     "a size that is no number": "norm -> norm : d -> d where d=rope",
@@ -146,11 +157,16 @@ def test_hostile_rules_read_backwards() -> None:
     """`jvlab plan --rules FILE` reads rules from the tensors' side."""
     tensors = [CheckpointTensor("a." * 300 + "weighT", (4,), "float32")]
     wild = "".join(f"{{x{j}*}}." for j in range(6)) + "weight"
-    assert bounded(lambda: leaf_shapes_for(Rules.parse(f"{wild} -> {wild}"), tensors, {})) == {}
+    assert (
+        bounded(lambda: leaf_shapes_for(Rules.parse(f"{wild} -> {wild}"), tensors, {}))
+        == {}
+    )
     twice = Rules.parse("p.{i} -> m.{i}.x.{i}")
     found = leaf_shapes_for(twice, [CheckpointTensor("m.3.x.3", (4,), "float32")], {})
     assert list(found) == ["p.3"]
-    assert leaf_shapes_for(twice, [CheckpointTensor("m.3.x.4", (4,), "float32")], {}) == {}
+    assert (
+        leaf_shapes_for(twice, [CheckpointTensor("m.3.x.4", (4,), "float32")], {}) == {}
+    )
 
 
 FILES: dict[str, bytes] = {
@@ -251,7 +267,9 @@ def test_hostile_text_of_any_kind(text: str) -> None:
         return
     assert Rules.parse(rules.to_text()) == rules
     try:
-        bindings = rules.bind(shapes(LEAVES), TENSORS, {"num_attention_heads": 2, "hidden_size": 4})
+        bindings = rules.bind(
+            shapes(LEAVES), TENSORS, {"num_attention_heads": 2, "hidden_size": 4}
+        )
         assert {b.tensor for b in bindings} <= {t.name for t in TENSORS}
     except CoverageError:
         pass
@@ -264,7 +282,10 @@ def test_hostile_text_of_any_kind(text: str) -> None:
     st.recursive(
         st.none() | st.floats() | st.text(max_size=8),
         lambda x: (
-            st.lists(x) | st.dictionaries(st.sampled_from(["version", "rules", "rule", "reason", "confidence"]), x)
+            st.lists(x)
+            | st.dictionaries(
+                st.sampled_from(["version", "rules", "rule", "reason", "confidence"]), x
+            )
         ),
         max_leaves=12,
     )
@@ -274,7 +295,10 @@ def test_hostile_json_of_any_kind(data: Any) -> None:
         data,
         {"version": 1, "rules": data},
         {"version": 1, "rules": [data]},
-        {"version": 1, "rules": [{"rule": "a -> b", "confidence": data, "reason": data}]},
+        {
+            "version": 1,
+            "rules": [{"rule": "a -> b", "confidence": data, "reason": data}],
+        },
     ):
         with contextlib.suppress(JvlabError):
             Rules.from_json(json.dumps(document))

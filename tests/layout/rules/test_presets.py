@@ -47,46 +47,95 @@ def tunix(family: str) -> Tree:
     for i in range(L):
         p, a = f"layers.{i}.", f"layers.{i}.attn."
         if gemma:
-            out |= {a + "q_einsum.w": (N, D, H), a + "kv_einsum.w": (2, K, D, H), a + "attn_vec_einsum.w": (N, H, D)}
-            norms = {"gemma": ("pre_attention", "pre_ffw")}.get(family, ("pre_attention", "pre_ffw", "post_ffw"))
-            after = {"gemma2": ["post_attn"], "gemma3": ["post_attention"]}.get(family, [])
+            out |= {
+                a + "q_einsum.w": (N, D, H),
+                a + "kv_einsum.w": (2, K, D, H),
+                a + "attn_vec_einsum.w": (N, H, D),
+            }
+            norms = {"gemma": ("pre_attention", "pre_ffw")}.get(
+                family, ("pre_attention", "pre_ffw", "post_ffw")
+            )
+            after = {"gemma2": ["post_attn"], "gemma3": ["post_attention"]}.get(
+                family, []
+            )
             out |= {f"{p}{x}_norm.scale": (D,) for x in (*norms, *after)}
-            out |= {f"{a}_{x}_norm.scale": (H,) for x in ("query", "key") if family == "gemma3"}
+            out |= {
+                f"{a}_{x}_norm.scale": (H,)
+                for x in ("query", "key")
+                if family == "gemma3"
+            }
         else:
-            out |= {a + "q_proj.w": (D, N, H), a + "k_proj.w": (D, K, H), a + "v_proj.w": (D, K, H)}
-            out |= {a + "o_proj.w": (N, H, D), p + "input_layernorm.w": (D,), p + "post_attention_layernorm.w": (D,)}
-            out |= {f"{a}{x}_norm.w": (H,) for x in "qk" if family in ("qwen3", "qwen3_moe")}
+            out |= {
+                a + "q_proj.w": (D, N, H),
+                a + "k_proj.w": (D, K, H),
+                a + "v_proj.w": (D, K, H),
+            }
+            out |= {
+                a + "o_proj.w": (N, H, D),
+                p + "input_layernorm.w": (D,),
+                p + "post_attention_layernorm.w": (D,),
+            }
+            out |= {
+                f"{a}{x}_norm.w": (H,) for x in "qk" if family in ("qwen3", "qwen3_moe")
+            }
             sizes = {"q": N * H, "k": K * H, "v": K * H} if family == "qwen2" else {}
             out |= {f"{a}{x}_bias": (s,) for x, s in sizes.items()}
         if family == "qwen3_moe":
             m = p + "mlp."
-            out |= {m + "router.kernel": (D, E), m + "gate_proj": (E, D, M), m + "up_proj": (E, D, M)}
+            out |= {
+                m + "router.kernel": (D, E),
+                m + "gate_proj": (E, D, M),
+                m + "up_proj": (E, D, M),
+            }
             out |= {m + "down_proj": (E, M, D)}
         else:
-            out |= {f"{p}mlp.{x}_proj.kernel": (D, F) for x in ("gate", "up")} | {p + "mlp.down_proj.kernel": (F, D)}
+            out |= {f"{p}mlp.{x}_proj.kernel": (D, F) for x in ("gate", "up")} | {
+                p + "mlp.down_proj.kernel": (F, D)
+            }
     return out
 
 
 def maxtext(family: str, scanned: bool, tied: bool = False) -> Tree:
-    layer: Tree = {"self_attention.query.kernel": (D, N, H), "self_attention.key.kernel": (D, K, H)}
-    layer |= {"self_attention.value.kernel": (D, K, H), "self_attention.out.kernel": (N, H, D)}
+    layer: Tree = {
+        "self_attention.query.kernel": (D, N, H),
+        "self_attention.key.kernel": (D, K, H),
+    }
+    layer |= {
+        "self_attention.value.kernel": (D, K, H),
+        "self_attention.out.kernel": (N, H, D),
+    }
     layer |= {f"{x}_self_attention_layer_norm.scale": (D,) for x in ("pre", "post")}
     if family == "qwen2":
-        layer |= {"self_attention.query.bias": (N, H), "self_attention.key.bias": (K, H)}
+        layer |= {
+            "self_attention.query.bias": (N, H),
+            "self_attention.key.bias": (K, H),
+        }
         layer |= {"self_attention.value.bias": (K, H)}
     if family in ("qwen3", "qwen3_moe"):
         layer |= {f"self_attention.{x}_norm.scale": (H,) for x in ("query", "key")}
     if family in ("qwen3_moe", "mixtral"):
         block, f = ("moe_block", M) if family == "qwen3_moe" else ("MoeBlock_0", F)
-        layer |= {f"{block}.gate.kernel": (D, E), f"{block}.wi_0": (E, D, f), f"{block}.wi_1": (E, D, f)}
+        layer |= {
+            f"{block}.gate.kernel": (D, E),
+            f"{block}.wi_0": (E, D, f),
+            f"{block}.wi_1": (E, D, f),
+        }
         layer |= {f"{block}.wo": (E, f, D)}
     else:
-        layer |= {"mlp.wi_0.kernel": (D, F), "mlp.wi_1.kernel": (D, F), "mlp.wo.kernel": (F, D)}
+        layer |= {
+            "mlp.wi_0.kernel": (D, F),
+            "mlp.wi_1.kernel": (D, F),
+            "mlp.wo.kernel": (F, D),
+        }
     out: Tree = {"token_embedder.embedding": (V, D), "decoder.decoder_norm.scale": (D,)}
     out |= {} if tied else {"decoder.logits_dense.kernel": (D, V)}
     if scanned:  # the layers' axis is the second
-        return out | {f"decoder.layers.{x}": (s[0], L, *s[1:]) for x, s in layer.items()}
-    return out | {f"decoder.layers_{i}.{x}": s for i in range(L) for x, s in layer.items()}
+        return out | {
+            f"decoder.layers.{x}": (s[0], L, *s[1:]) for x, s in layer.items()
+        }
+    return out | {
+        f"decoder.layers_{i}.{x}": s for i in range(L) for x, s in layer.items()
+    }
 
 
 def covers(rules: str, family: str, tree: Tree, **changes: Any) -> None:
@@ -99,7 +148,9 @@ def covers(rules: str, family: str, tree: Tree, **changes: Any) -> None:
     leaves = {p: np.full(s, np.nan) for p, s in tree.items()}
     for b in bindings:
         invert_binding(b, numbers[b.tensor], leaves[b.leaf])
-    assert not any(np.isnan(a).any() for a in leaves.values()), "a part of a leaf that goes nowhere"
+    assert not any(np.isnan(a).any() for a in leaves.values()), (
+        "a part of a leaf that goes nowhere"
+    )
     again = {name: np.full(a.shape, np.nan) for name, a in numbers.items()}
     for b in bindings:
         apply_binding(b, leaves[b.leaf], again[b.tensor])
@@ -118,14 +169,20 @@ def test_tunix_covers_what_it_names(family: str, prefix: str) -> None:
 
 
 def test_tunix_gemma_with_as_many_key_heads() -> None:
-    tree = {p: s for p, s in tunix("gemma2").items() if "q_einsum" not in p and "kv_einsum" not in p}
+    tree = {
+        p: s
+        for p, s in tunix("gemma2").items()
+        if "q_einsum" not in p and "kv_einsum" not in p
+    }
     tree |= {f"layers.{i}.attn.qkv_einsum.w": (3, N, D, H) for i in range(L)}
     covers("tunix", "gemma2", tree, num_key_value_heads=N)
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
 @pytest.mark.parametrize("scanned", [True, False])
-@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"]
+)
 def test_maxtext_covers_what_it_names(family: str, scanned: bool, prefix: str) -> None:
     tree = maxtext(family, scanned, tied=family == "qwen2")
     covers("maxtext", family, {prefix + p: s for p, s in tree.items()})
@@ -134,9 +191,14 @@ def test_maxtext_covers_what_it_names(family: str, scanned: bool, prefix: str) -
 def test_maxtext_says_what_its_rules_cannot_undo() -> None:
     config, tensors = model("llama")
     bindings = bind("maxtext", shapes(maxtext("llama", True)), tensors, config)
-    assert {b.leaf for b in bindings if "√head_dim" in b.warning} == {"decoder.layers.self_attention.query.kernel"}
+    assert {b.leaf for b in bindings if "√head_dim" in b.warning} == {
+        "decoder.layers.self_attention.query.kernel"
+    }
     config, tensors = model("qwen3")
-    assert not any(b.warning for b in bind("maxtext", shapes(maxtext("qwen3", True)), tensors, config))
+    assert not any(
+        b.warning
+        for b in bind("maxtext", shapes(maxtext("qwen3", True)), tensors, config)
+    )
     config, tensors = model("gemma2")
     with pytest.raises(ConfigError, match=r"embedding times √hidden_size"):
         bind("maxtext", {}, tensors, config)
@@ -162,44 +224,61 @@ def flax_gpt2(lm_head: bool = False) -> Tree:
 @pytest.mark.parametrize("head", ["tied and absent", "tied and listed", "its own"])
 @pytest.mark.parametrize("here", ["transformer.", ""])
 @pytest.mark.parametrize("there", ["transformer.", ""])
-def test_hf_flax_covers_gpt2_with_and_without_its_prefix(there: str, here: str, head: str, outer: str) -> None:
+def test_hf_flax_covers_gpt2_with_and_without_its_prefix(
+    there: str, here: str, head: str, outer: str
+) -> None:
     config = config_of("gpt2", tie_word_embeddings=head != "its own")
     tensors = [
-        CheckpointTensor(there + t.name.removeprefix("transformer."), t.shape, t.dtype) for t in checkpoint_of(config)
+        CheckpointTensor(there + t.name.removeprefix("transformer."), t.shape, t.dtype)
+        for t in checkpoint_of(config)
     ]
     if head != "tied and absent":
         tensors.append(CheckpointTensor("lm_head.weight", (V, D), "bfloat16"))
     tree = {
-        outer + (p if p.startswith("lm_head") else here + p.removeprefix("transformer.")): s
+        outer
+        + (p if p.startswith("lm_head") else here + p.removeprefix("transformer.")): s
         for p, s in flax_gpt2(head == "its own").items()
     }
     bindings = bind("hf_flax", shapes(tree), tensors, config)
     assert {b.leaf for b in bindings} == set(tree)
     assert {b.tensor for b in bindings} == {t.name for t in tensors}
     for b in bindings:
-        mine, theirs = (x.removeprefix(outer).removeprefix("transformer.") for x in (b.leaf, b.tensor))
-        assert mine.rpartition(".")[0] == theirs.rpartition(".")[0] or (mine, theirs) == (
+        mine, theirs = (
+            x.removeprefix(outer).removeprefix("transformer.")
+            for x in (b.leaf, b.tensor)
+        )
+        assert mine.rpartition(".")[0] == theirs.rpartition(".")[0] or (
+            mine,
+            theirs,
+        ) == (
             "wte.embedding",
             "lm_head.weight",
         )
-        assert (b.axes[0].leaf_dim == 1) == b.leaf.endswith("kernel"), "a kernel is turned"
+        assert (b.axes[0].leaf_dim == 1) == b.leaf.endswith("kernel"), (
+            "a kernel is turned"
+        )
 
 
 def test_checkpoint_names_under_another_prefix() -> None:
     config, tensors = model("llama")
     tree = {"params." + t.name: t.shape for t in tensors}
-    assert {(b.leaf, b.tensor) for b in bind("checkpoint", shapes(tree), tensors, config)} == {
-        ("params." + t.name, t.name) for t in tensors
-    }
+    assert {
+        (b.leaf, b.tensor) for b in bind("checkpoint", shapes(tree), tensors, config)
+    } == {("params." + t.name, t.name) for t in tensors}
     bare = {t.name.removeprefix("model."): t.shape for t in tensors}
-    assert {b.tensor for b in bind("checkpoint", shapes(bare), tensors, config)} == {t.name for t in tensors}
-    with pytest.raises(CoverageError):  # a prefix is no licence: what has no place stays an error
+    assert {b.tensor for b in bind("checkpoint", shapes(bare), tensors, config)} == {
+        t.name for t in tensors
+    }
+    # a prefix is no licence: what has no place stays an error
+    with pytest.raises(CoverageError):
         bind("checkpoint", shapes(tree | {"params.model.extra": (3,)}), tensors, config)
 
 
 @pytest.mark.parametrize("rules", ["tunix", "gemma"])
 @pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3"])
-def test_a_plan_without_parameters_has_the_familys_own_tree(rules: str, family: str) -> None:
+def test_a_plan_without_parameters_has_the_familys_own_tree(
+    rules: str, family: str
+) -> None:
     config, tensors = model(family)
     found = {p: s.shape for p, s in shapes_for(rules, config, tensors).items()}
     if rules == "tunix" and family != "gemma2":
@@ -218,13 +297,27 @@ def remedy(rules: str, tree: Tree, family: str) -> str:
 
 
 def test_suggestions_name_what_the_leaf_is() -> None:
-    known = [str(r) for r in Rules.named("maxtext") if "query_norm" not in str(r) and "[query|key]_norm" not in str(r)]
+    known = [
+        str(r)
+        for r in Rules.named("maxtext")
+        if "query_norm" not in str(r) and "[query|key]_norm" not in str(r)
+    ]
     text = remedy("\n".join(known), maxtext("qwen3", True), "qwen3")
-    assert "self_attention.query_norm.scale -> model.layers.{i}.self_attn.q_norm.weight : d i -> d`" in text
+    assert (
+        "self_attention.query_norm.scale -> model.layers.{i}.self_attn.q_norm.weight : d i -> d`"
+        in text
+    )
     assert "layernorm" not in text.split("or `")[0]
-    tree = {p.replace("layers.", "layer_"): s for p, s in tunix("gemma2").items() if "attn_vec" in p}
+    tree = {
+        p.replace("layers.", "layer_"): s
+        for p, s in tunix("gemma2").items()
+        if "attn_vec" in p
+    }
     text = remedy("nothing -> ~", tree, "gemma2")
-    assert "layer_{i}.attn.attn_vec_einsum.w -> model.layers.{i}.self_attn.o_proj.weight : n h d -> d (n h)`" in text
+    assert (
+        "layer_{i}.attn.attn_vec_einsum.w -> model.layers.{i}.self_attn.o_proj.weight : n h d -> d (n h)`"
+        in text
+    )
 
 
 def test_no_suggestion_where_only_sizes_agree() -> None:
@@ -234,15 +327,28 @@ def test_no_suggestion_where_only_sizes_agree() -> None:
     assert "layernorm" not in text.split("~")[0]
     config, tensors = model("qwen3")
     taken = [t for t in tensors if "k_norm" not in t.name]
-    tree: Tree = {t.name: t.shape for t in taken} | {"model.layers.0.self_attn.key_norm.scale": (H,)}
+    tree: Tree = {t.name: t.shape for t in taken} | {
+        "model.layers.0.self_attn.key_norm.scale": (H,)
+    }
     with pytest.raises(CoverageError) as caught:
-        Rules.parse("model.{x*}.weight -> model.{x*}.weight\nlm_head.weight -> lm_head.weight").bind(
-            shapes(tree), taken, config
-        )
+        Rules.parse(
+            "model.{x*}.weight -> model.{x*}.weight\nlm_head.weight -> lm_head.weight"
+        ).bind(shapes(tree), taken, config)
     assert "`model.layers.0.self_attn.key_norm.scale -> …`" in caught.value.remedy
 
 
-@pytest.mark.parametrize("name", ["tunx", "MaxText", "hf-flax", "policy.lama", "nothing like it", "x" * 5000, "a\0b"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tunx",
+        "MaxText",
+        "hf-flax",
+        "policy.lama",
+        "nothing like it",
+        "x" * 5000,
+        "a\0b",
+    ],
+)
 def test_a_near_miss_of_a_name_lists_all_of_them(name: str) -> None:
     config, tensors = model("llama")
     with pytest.raises(ConfigError) as caught:
@@ -255,17 +361,24 @@ def test_a_near_miss_of_a_name_lists_all_of_them(name: str) -> None:
 # ------------------------------------------------------------------------------------------------ jvlab plan
 
 
-def test_a_family_without_a_policy_is_told_of_the_checkpoints_tree(tmp_path: Path, capsys: Any) -> None:
+def test_a_family_without_a_policy_is_told_of_the_checkpoints_tree(
+    tmp_path: Path, capsys: Any
+) -> None:
     from jvlab.cli._cli import main
 
     config, tensors = gemma1()
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="no Policy layout for model_type 'gemma'") as caught:
+    with pytest.raises(
+        ConfigError, match="no Policy layout for model_type 'gemma'"
+    ) as caught:
         shapes_for("auto", config, tensors)
     assert "--rules checkpoint" in caught.value.remedy
     found = shapes_for("checkpoint", config, tensors)
     assert {p: s.shape for p, s in found.items()} == {t.name: t.shape for t in tensors}
-    save_file({t.name: np.zeros(t.shape, np.float32) for t in tensors}, tmp_path / "model.safetensors")
+    save_file(
+        {t.name: np.zeros(t.shape, np.float32) for t in tensors},
+        tmp_path / "model.safetensors",
+    )
     assert main(["plan", "--model", str(tmp_path)]) == 1
     assert "--rules checkpoint" in capsys.readouterr().err
 

@@ -216,7 +216,11 @@ def test_canonical_text_is_a_fixed_point(text: str) -> None:
 
 
 _literal = st.text(
-    string.printable.replace("\n", "").replace("\r", "").replace("\x0b", "").replace("\x0c", ""), min_size=1
+    string.printable.replace("\n", "")
+    .replace("\r", "")
+    .replace("\x0b", "")
+    .replace("\x0c", ""),
+    min_size=1,
 )
 
 
@@ -227,7 +231,9 @@ def test_any_literal_name_survives_as_text(leaf: str, tensors: list[str]) -> Non
     assert Rules.parse(f"# first\n{rule}  # last\n").rules == (rule,)
 
 
-_axes = st.permutations(list("abcdef")).flatmap(lambda p: st.integers(1, 6).map(lambda n: p[:n]))
+_axes = st.permutations(list("abcdef")).flatmap(
+    lambda p: st.integers(1, 6).map(lambda n: p[:n])
+)
 
 
 @st.composite
@@ -240,7 +246,15 @@ def _rules(draw: st.DrawFn) -> Rule:
     name = Name(("m.", hole, ".w")) if stacked else Name(("m.w",))
     cast = draw(st.sampled_from([None, "bfloat16", "float32"]))
     add = draw(st.sampled_from([0.0, 1.0, -1.0, 0.25]))
-    return Rule(Name(("leaf",)), (name,), tuple(map(Ax, axes)), tuple(map(Ax, right)), (), add, cast)
+    return Rule(
+        Name(("leaf",)),
+        (name,),
+        tuple(map(Ax, axes)),
+        tuple(map(Ax, right)),
+        (),
+        add,
+        cast,
+    )
 
 
 @given(_rules())
@@ -264,7 +278,10 @@ def test_files_keep_the_rules_and_their_reasons(tmp_path: Path, suffix: str) -> 
         assert "# 0.50 because" in (tmp_path / f"x{suffix}").read_text()
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"version": 2, "rules": []}', '{"version": 1, "rules": [3]}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "[]", '{"version": 2, "rules": []}', '{"version": 1, "rules": [3]}'],
+)
 def test_json_that_is_no_rule_set(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Rules.from_json(text)

@@ -9,7 +9,18 @@ import numpy as np
 import torch
 import transformers
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3_moe")
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "olmo2",
+    "mixtral",
+    "qwen3_moe",
+)
 SMALL = {
     "vocab_size": 160,
     "hidden_size": 48,
@@ -37,7 +48,9 @@ CONFIGS = {
 
 
 def tokens(vocab: int, batch: int = 2, length: int = 40, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, vocab, (batch, length)).astype(np.int32)
+    return (
+        np.random.default_rng(seed).integers(0, vocab, (batch, length)).astype(np.int32)
+    )
 
 
 def written(folder: Path, family: str, **fields: Any) -> str:
@@ -55,13 +68,21 @@ def written(folder: Path, family: str, **fields: Any) -> str:
 
 def reference(path: str, dtype: torch.dtype = torch.float32) -> Any:
     """transformers' model. Eager attention: the only one there that applies gemma2's soft-cap."""
-    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation="eager"
+    ).eval()
 
 
-def reference_logits(model: Any, ids: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
-    options = {} if mask is None else {"attention_mask": torch.tensor(mask.astype(np.int64))}
+def reference_logits(
+    model: Any, ids: np.ndarray, mask: np.ndarray | None = None
+) -> np.ndarray:
+    options = (
+        {} if mask is None else {"attention_mask": torch.tensor(mask.astype(np.int64))}
+    )
     with torch.no_grad():
-        return model(torch.tensor(ids.astype(np.int64)), **options).logits.float().numpy()
+        return (
+            model(torch.tensor(ids.astype(np.int64)), **options).logits.float().numpy()
+        )
 
 
 def gap(ours: Any, theirs: Any) -> float:

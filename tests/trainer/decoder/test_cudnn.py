@@ -11,7 +11,10 @@ from jvlab.trainer.decoder import _cudnn
 pytestmark = pytest.mark.slow
 
 ROWS = {
-    "two rows, padding at the end": [[1, 1, 1, 2, 2, 0, 0, 0], [1, 1, 2, 3, 3, 3, 3, 0]],
+    "two rows, padding at the end": [
+        [1, 1, 1, 2, 2, 0, 0, 0],
+        [1, 1, 2, 3, 3, 3, 3, 0],
+    ],
     "full rows": [[1, 1, 1, 1, 2, 2, 2, 2], [1, 1, 1, 1, 1, 1, 1, 1]],
     "a row of padding": [[1, 1, 2, 2, 3, 3, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0]],
     "one row": [[1, 2, 3, 3, 3, 3, 0, 0]],
@@ -26,7 +29,9 @@ def test_jax_makes_of_the_stretches_what_the_kernel_reads(rows: list[list[int]])
     segments, heads, width = np.asarray(rows), 4, 8
     offsets, lengths = _cudnn.stretches_of(jnp.asarray(segments), 4)
     query = jnp.zeros((*segments.shape, heads, width))
-    told, _, at, _ = _fix_seqlen_offsets(lengths, lengths, offsets, offsets, query, query)
+    told, _, at, _ = _fix_seqlen_offsets(
+        lengths, lengths, offsets, offsets, query, query
+    )
     expected, begins = [], []
     for row, of_row in enumerate(segments):
         edges = [0, *(np.flatnonzero(np.diff(of_row)) + 1), len(of_row)]
@@ -34,5 +39,9 @@ def test_jax_makes_of_the_stretches_what_the_kernel_reads(rows: list[list[int]])
         begins += [row * len(of_row) + edge for edge in edges[:-1]]
     told, at = np.ravel(told), np.ravel(at) // (heads * width)
     assert list(told) == [*expected, *[0] * (told.size - len(expected))]
-    assert list(at[: len(begins) + 1]) == [*begins, segments.size], "the last ends where the rows do"
-    assert told.size == segments.shape[0] * 4, "the kernel has memory for so many rows, no more"
+    assert list(at[: len(begins) + 1]) == [*begins, segments.size], (
+        "the last ends where the rows do"
+    )
+    assert told.size == segments.shape[0] * 4, (
+        "the kernel has memory for so many rows, no more"
+    )

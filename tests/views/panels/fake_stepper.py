@@ -66,7 +66,12 @@ class FakeTransaction:
                 sender=sender,
                 jobs=[
                     FakeJob(
-                        FakePack([rank * count + j for j in range(i, min(i + self.per_bucket, count))]),
+                        FakePack(
+                            [
+                                rank * count + j
+                                for j in range(i, min(i + self.per_bucket, count))
+                            ]
+                        ),
                         i,
                         1000 * (i + 1),
                     )
@@ -76,7 +81,9 @@ class FakeTransaction:
             for rank in (0, 1)
         ]
         settle = lambda jobs, channel, sent, deadline: channel.sender.flush(deadline)
-        self.senders = SimpleNamespace(channels=self.channels, send=self.send, settle_jobs=settle)
+        self.senders = SimpleNamespace(
+            channels=self.channels, send=self.send, settle_jobs=settle
+        )
         self.source, self.sent, self.digesting = None, SimpleNamespace(), True
         self.inside = self.most_inside = 0
 
@@ -97,12 +104,20 @@ class FakeTransaction:
         """All is finite."""
 
     def expected(self) -> list[pb.ReplicaDigests]:
-        return [pb.ReplicaDigests(replica="p/0", parameters=list(self.names) * 2, ranks=[0, 1], values=[])]
+        return [
+            pb.ReplicaDigests(
+                replica="p/0", parameters=list(self.names) * 2, ranks=[0, 1], values=[]
+            )
+        ]
 
     def verify(self) -> pb.LinkReply:
         self.log.append("verify")
         reply = pb.LinkReply(
-            outcomes=[pb.ReplicaOutcome(replica="p/0", differing=[f"{n} (rank 1)" for n in self.wrong])]
+            outcomes=[
+                pb.ReplicaOutcome(
+                    replica="p/0", differing=[f"{n} (rank 1)" for n in self.wrong]
+                )
+            ]
         )
         if self.wrong:
             raise VerifyError("digests differ", reply=reply)
@@ -112,7 +127,9 @@ class FakeTransaction:
         self.log.append("commit")
 
     def report(self) -> SyncReport:
-        return SyncReport(7, 56000, {"total": 0.5, "move": 0.25}, (Outcome("p/0", "committed", 7),))
+        return SyncReport(
+            7, 56000, {"total": 0.5, "move": 0.25}, (Outcome("p/0", "committed", 7),)
+        )
 
 
 class FakeLink:
@@ -121,7 +138,11 @@ class FakeLink:
     transport = "shm"
 
     def __init__(self, transaction: FakeTransaction) -> None:
-        self.transaction, self._lock, self.stepper = transaction, threading.RLock(), None
+        self.transaction, self._lock, self.stepper = (
+            transaction,
+            threading.RLock(),
+            None,
+        )
         count = len(transaction.names)
         self.plan = SimpleNamespace(
             parameters=[SimpleNamespace(name=n) for n in transaction.names],
@@ -132,7 +153,11 @@ class FakeLink:
         replica = pb.ReplicaStatus(replica="p/0", stage="ready", stats=stats)
         snapshot = pb.PoolStatus(pool="p", replicas=[replica], sync="idle")
         self.pool = SimpleNamespace(
-            name="p", _snapshot=snapshot, _take=lambda s: None, _client=FakeClient(), status=lambda timeout: None
+            name="p",
+            _snapshot=snapshot,
+            _take=lambda s: None,
+            _client=FakeClient(),
+            status=lambda timeout: None,
         )
         self.checked: list[set[str]] = []
 
@@ -142,7 +167,13 @@ class FakeLink:
     def begin(self, *_: Any) -> FakeTransaction:
         return self.transaction
 
-    def committed(self, report: SyncReport, transaction: FakeTransaction, params: Any, timeout: Any) -> SyncReport:
+    def committed(
+        self,
+        report: SyncReport,
+        transaction: FakeTransaction,
+        params: Any,
+        timeout: Any,
+    ) -> SyncReport:
         return report
 
     def give_up(self, transaction: FakeTransaction) -> None:
@@ -152,7 +183,11 @@ class FakeLink:
     def check_sent(self, transaction: FakeTransaction, names: set[str]) -> CheckReport:
         self.checked.append(names)
         bad = tuple(f"{n} (rank 0)" for n in transaction.wrong if n in names)
-        return CheckReport(6, (Outcome("p/0", "holds", 6, differing=bad),), {(n, r): 1 for n in names for r in (0, 1)})
+        return CheckReport(
+            6,
+            (Outcome("p/0", "holds", 6, differing=bad),),
+            {(n, r): 1 for n in names for r in (0, 1)},
+        )
 
 
 class FakeClient:
@@ -171,6 +206,8 @@ class FakeClient:
         return work
 
 
-def stepper(names: tuple[str, ...] = NAMES, breakpoints: tuple[str, ...] = (), **options: Any) -> Stepper:
+def stepper(
+    names: tuple[str, ...] = NAMES, breakpoints: tuple[str, ...] = (), **options: Any
+) -> Stepper:
     link: Any = FakeLink(FakeTransaction(names, **options))
     return Stepper(link, link, None, None, SyncOptions(), breakpoints=breakpoints)

@@ -11,7 +11,11 @@ from jvlab.views.panels._live import Panel
 
 def panel_threads() -> list[threading.Thread]:
     """Those of panels alone: what gRPC or another test's objects keep is no panel's doing."""
-    return [t for t in threading.enumerate() if t.name in ("jvlab-button", "jvlab-publisher")]
+    return [
+        t
+        for t in threading.enumerate()
+        if t.name in ("jvlab-button", "jvlab-publisher")
+    ]
 
 
 def fifty_leave_nothing(make: Callable[[], Panel]) -> None:

@@ -31,10 +31,14 @@ def test_pieces_join_to_the_text_and_name_special_tokens(model: str):
     pieces = TokenSplitter(model)(sample)
     assert "".join(pieces.texts) == EVIL
     assert len(pieces.texts) == len(sample.token_ids)
-    assert "日" in pieces.texts, "a character of three tokens stands at the last of them"
+    assert "日" in pieces.texts, (
+        "a character of three tokens stands at the last of them"
+    )
     end = 2  # the tiny models' end of a sequence
     ids = [*sample.token_ids, end]
-    ended = jv.Sample(0, 0, ONE, np.array(ids), text=EVIL, prompt="p", versions=((1, 0, len(ids)),))
+    ended = jv.Sample(
+        0, 0, ONE, np.array(ids), text=EVIL, prompt="p", versions=((1, 0, len(ids)),)
+    )
     pieces = TokenSplitter(model)(ended)
     assert pieces.special == {len(sample.token_ids)}
     assert pieces.texts[-1]
@@ -43,20 +47,45 @@ def test_pieces_join_to_the_text_and_name_special_tokens(model: str):
 def test_pieces_that_cannot_be_had_say_why(model: str):
     sample = make_sample(model, "p", "hello")
     assert "not on this machine" in TokenSplitter("/no/such/model")(sample).why
-    wrong = jv.Sample(0, 0, ONE, sample.token_ids, text="something else", versions=((1, 0, len(sample.token_ids)),))
+    wrong = jv.Sample(
+        0,
+        0,
+        ONE,
+        sample.token_ids,
+        text="something else",
+        versions=((1, 0, len(sample.token_ids)),),
+    )
     assert "does not give this text" in TokenSplitter(model)(wrong).why
     data = batch_data(jv.RolloutBatch([wrong], model=model))
-    assert data["groups"][0]["samples"][0]["pieces"] == [f"⟨{i}⟩" for i in sample.token_ids.tolist()]
+    assert data["groups"][0]["samples"][0]["pieces"] == [
+        f"⟨{i}⟩" for i in sample.token_ids.tolist()
+    ]
 
 
 def test_cut_gives_a_broken_end_to_the_last_token():
     text = "aé".encode()
     decode = lambda ids: bytes(ids).decode(errors="replace")
     assert split_tokens(decode, [], list(text)) == ["a", "", "é"]
-    assert split_tokens(decode, [98], list(text[:2])) == ["a", "\N{REPLACEMENT CHARACTER}"]
+    assert split_tokens(decode, [98], list(text[:2])) == [
+        "a",
+        "\N{REPLACEMENT CHARACTER}",
+    ]
 
 
-@pytest.mark.parametrize("mark", ["\u202e", "\u200f", "\u2066", "\u200b", "\x00", "\x1b", "\x7f", "\u2028", "\ud800"])
+@pytest.mark.parametrize(
+    "mark",
+    [
+        "\u202e",
+        "\u200f",
+        "\u2066",
+        "\u200b",
+        "\x00",
+        "\x1b",
+        "\x7f",
+        "\u2028",
+        "\ud800",
+    ],
+)
 def test_marks_that_cannot_be_seen_are_written_out(mark: str):
     shown = visible(f"a{mark}b\n\té")
     assert mark not in shown
@@ -76,12 +105,26 @@ def test_what_is_sent_is_plain_and_whole(model: str):
     assert data["versions"] == [3, 4]
     assert 0 < data["reach"] <= 0.0101
     none = jv.RolloutBatch(
-        [jv.Sample(0, 0, ONE, np.array([6, 7]), text="x", reward=float("nan"), versions=((1, 0, 2),))]
+        [
+            jv.Sample(
+                0,
+                0,
+                ONE,
+                np.array([6, 7]),
+                text="x",
+                reward=float("nan"),
+                versions=((1, 0, 2),),
+            )
+        ]
     )
-    assert json.dumps(batch_data(none), allow_nan=False), "no log-probabilities, no reward"
+    assert json.dumps(batch_data(none), allow_nan=False), (
+        "no log-probabilities, no reward"
+    )
 
 
-def test_a_large_batch_is_sent_in_part_and_says_so(model: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_large_batch_is_sent_in_part_and_says_so(
+    model: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(_batch_view, "WIDGET_TOKENS", 200)
     data = batch_data(make_batch(model, prompts=5))
     assert 1 <= len(data["groups"]) < 5
@@ -136,7 +179,9 @@ def test_compare_with_a_policy(model: str):
     policy = jv.Policy.from_pretrained(model)
     batch = make_batch(model, prompts=1, samples=2).compare(policy)
     ids = np.concatenate([batch[0].prompt_token_ids, batch[0].token_ids])
-    want = np.asarray(policy.logprobs(policy.params, ids[None, :]))[0, len(batch[0].prompt_token_ids) :]
+    want = np.asarray(policy.logprobs(policy.params, ids[None, :]))[
+        0, len(batch[0].prompt_token_ids) :
+    ]
     assert np.allclose(batch[0].trainer_logprobs, want, atol=1e-4)  # type: ignore[arg-type]
 
 
@@ -164,7 +209,10 @@ def test_a_runs_samples_as_a_batch(model: str):
     from jvlab.record._samples import SampleRecord, batch_of
 
     batch = make_batch(model, prompts=2, samples=2)
-    kept = [SampleRecord.of(s, reward=s.reward or 0.0, step=1 + s.prompt_index) for s in batch]
+    kept = [
+        SampleRecord.of(s, reward=s.reward or 0.0, step=1 + s.prompt_index)
+        for s in batch
+    ]
     again = batch_of(kept, model)
     assert [len(group) for group in again.groups()] == [2, 2]
     assert [s.reward for s in again] == [s.reward for s in batch]
@@ -205,5 +253,14 @@ def test_a_chat_of_a_record_is_decoded(model: str):
     from tests.views.batches import tokenizer
 
     ids = tokenizer(model).encode("user: how many?", add_special_tokens=False).ids
-    kept = SampleRecord(step=3, group=1, prompt_tokens=tuple(ids), tokens=(5,), text="x", versions=((1, 0, 1),))
-    assert batch_data(batch_of([kept], model))["groups"][0]["prompt"] == "user: how many?"
+    kept = SampleRecord(
+        step=3,
+        group=1,
+        prompt_tokens=tuple(ids),
+        tokens=(5,),
+        text="x",
+        versions=((1, 0, 1),),
+    )
+    assert (
+        batch_data(batch_of([kept], model))["groups"][0]["prompt"] == "user: how many?"
+    )

@@ -35,7 +35,9 @@ def test_it_begins_with_the_measured_setting(panel: ForecastPanel):
     assert widget.chosen["prompts_per_step"] == 4
     assert widget.answers == 1
     for slider in widget.sliders:
-        assert widget.chosen[slider["name"]] in slider["values"], "the measured value is one of its stops"
+        assert widget.chosen[slider["name"]] in slider["values"], (
+            "the measured value is one of its stops"
+        )
         assert slider["values"] == sorted(set(slider["values"]))
     check(widget.result)
 
@@ -59,7 +61,13 @@ def test_what_no_slider_can_ask_is_refused_in_place(panel: ForecastPanel):
     panel._moved(None, {"do": "predict", "values": {"replicas": -3}}, [])
     wait_until(lambda: "replicas=-3" in panel.widget.note)
     assert panel.widget.chosen["replicas"] == 1, "nothing changed"
-    for nonsense in (None, [], {"do": "predict"}, {"do": "predict", "values": 3}, {"do": "fly"}):
+    for nonsense in (
+        None,
+        [],
+        {"do": "predict"},
+        {"do": "predict", "values": 3},
+        {"do": "fly"},
+    ):
         panel._moved(None, nonsense, [])
     assert panel.widget.answers == 1
 
@@ -85,10 +93,14 @@ def test_the_figure(plan: WhatIf):
     marks = [line for line in figure.axes[0].lines if line.get_label() == "measured"]
     assert np.asarray(marks[0].get_ydata())[0] == pytest.approx(plan.seen[0].step_s)
     lines = [line for ax in figure.axes for line in ax.lines]
-    assert not {line.get_color() for line in lines} & {"k", "black"}, "a dark page would hide it"
+    assert not {line.get_color() for line in lines} & {"k", "black"}, (
+        "a dark page would hide it"
+    )
 
 
-def test_its_snapshot_is_the_forecast_that_was_asked_for(plan: WhatIf, monkeypatch: pytest.MonkeyPatch):
+def test_its_snapshot_is_the_forecast_that_was_asked_for(
+    plan: WhatIf, monkeypatch: pytest.MonkeyPatch
+):
     import IPython.display
 
     output = Output()
@@ -108,7 +120,9 @@ def test_its_snapshot_is_the_forecast_that_was_asked_for(plan: WhatIf, monkeypat
         assert panel.widget.beat["line"].endswith("kernel gone: `run the cell again`")
     finally:
         panel.close()
-    assert forecast_html(wanted) in output.bundles[-1]["text/html"], "what was asked last stays"
+    assert forecast_html(wanted) in output.bundles[-1]["text/html"], (
+        "what was asked last stays"
+    )
 
 
 def wait_for(panel: ForecastPanel, answers: int) -> None:

@@ -17,7 +17,13 @@ from jvlab.sync._meaning import Meaning
 from jvlab.views._mapping_view import detail_html
 from jvlab.views.panels._inspector import InspectorPanel, table_bytes
 from tests.views.html_checks import check as check_html
-from tests.views.mapping_world import Q_RULE, many_rows, small_mapping, with_checkpoint, with_link
+from tests.views.mapping_world import (
+    Q_RULE,
+    many_rows,
+    small_mapping,
+    with_checkpoint,
+    with_link,
+)
 
 BAD_RULE = "layers.{i}.q -> model.layers.{i}.q_proj.weight : d n h -> d (n h)"
 NORM_RULE = "layers.{i}.norm -> model.layers.{i}.norm.weight + 1"
@@ -34,11 +40,15 @@ def panel() -> Iterator[InspectorPanel]:
 def test_search_takes_words_in_any_column_and_sorts() -> None:
     mapping = small_mapping(12)
     assert [r.leaf for r in mapping.search("LAYERS.1. q_proj")] == ["layers.1.q"]
-    assert mapping.search("layers.1. bfloat16 cast") == mapping.search("layers.1.", status="cast")
+    assert mapping.search("layers.1. bfloat16 cast") == mapping.search(
+        "layers.1.", status="cast"
+    )
     assert mapping.search(rank=5) == []
     assert {r.rule for r in mapping.search(rule=Q_RULE)} == {Q_RULE}
     order = [r.leaf for r in mapping.search("q_proj", sort="leaf")]
-    assert order.index("layers.9.q") < order.index("layers.10.q"), "numbers are sorted as numbers"
+    assert order.index("layers.9.q") < order.index("layers.10.q"), (
+        "numbers are sorted as numbers"
+    )
     sizes = [r.nbytes for r in mapping.search(sort="-bytes")]
     assert sizes == sorted(sizes, reverse=True)
     with pytest.raises(ConfigError, match="no column"):
@@ -49,17 +59,27 @@ def test_an_edit_shows_what_it_covers_and_changes_nothing() -> None:
     mapping = small_mapping(2)
     worse = mapping.edit(BAD_RULE)
     assert not worse.complete
-    assert (worse.leaves_bound, worse.leaves) == (len(mapping.plan.leaves) - 2, len(mapping.plan.leaves))
+    assert (worse.leaves_bound, worse.leaves) == (
+        len(mapping.plan.leaves) - 2,
+        len(mapping.plan.leaves),
+    )
     assert worse.tensors_filled == worse.tensors - 2
     assert all("q_proj" in p for p in worse.problems)
-    assert {r.leaf for r in worse.rows if r.status == "problem"} == {"layers.0.q", "layers.1.q"}
+    assert {r.leaf for r in worse.rows if r.status == "problem"} == {
+        "layers.0.q",
+        "layers.1.q",
+    }
     with pytest.raises(CoverageError, match="2 problems"):
         _ = worse.mapping
     better = worse.edit(GOOD_RULE)
     assert better.complete
-    assert better.mapping.plan == mapping.plan, "another name for an axis is the same plan"
+    assert better.mapping.plan == mapping.plan, (
+        "another name for an axis is the same plan"
+    )
     assert repr(better) == f"Coverage({better.line})"
-    assert mapping.edit("", replace=Q_RULE).tensors_filled == worse.tensors - 2, "a rule that is taken away"
+    assert mapping.edit("", replace=Q_RULE).tensors_filled == worse.tensors - 2, (
+        "a rule that is taken away"
+    )
     assert Q_RULE in {str(r) for r in mapping.rules}, "the mapping itself is as it was"
 
 
@@ -71,7 +91,9 @@ def test_an_edit_shows_what_it_covers_and_changes_nothing() -> None:
         ("a -> b\nc -> d", "", "takes one rule"),
     ],
 )
-def test_edits_that_mean_nothing_are_refused(rule: str, replace: str, error: str) -> None:
+def test_edits_that_mean_nothing_are_refused(
+    rule: str, replace: str, error: str
+) -> None:
     with pytest.raises(ConfigError, match=error):
         small_mapping(1).edit(rule, replace=replace)
 
@@ -94,7 +116,9 @@ def test_rules_are_saved_and_bind_again(tmp_path: Path) -> None:
     assert Rules.load(mapping.save_rules(tmp_path / "old.txt")) == mapping.rules
 
 
-def test_the_panel_selects_edits_and_resets(panel: InspectorPanel, tmp_path: Path) -> None:
+def test_the_panel_selects_edits_and_resets(
+    panel: InspectorPanel, tmp_path: Path
+) -> None:
     row = panel.select("model.layers.1.q_proj.weight")
     assert row.leaf == "layers.1.q"
     assert panel.widget.rule == Q_RULE
@@ -116,8 +140,15 @@ def test_the_panel_selects_edits_and_resets(panel: InspectorPanel, tmp_path: Pat
     panel.reset()
     assert panel.coverage is None
     assert panel.rows is panel.mapping.rows
-    assert [r.leaf for r in panel.search("layers.1. q_proj", status="cast")] == ["layers.1.q"]
-    assert panel.widget.query == {"text": "layers.1. q_proj", "status": "cast", "rule": "", "rank": ""}
+    assert [r.leaf for r in panel.search("layers.1. q_proj", status="cast")] == [
+        "layers.1.q"
+    ]
+    assert panel.widget.query == {
+        "text": "layers.1. q_proj",
+        "status": "cast",
+        "rule": "",
+        "rank": "",
+    }
 
 
 def test_values_of_both_sides() -> None:
@@ -132,15 +163,35 @@ def test_values_of_both_sides() -> None:
     mapping, link, params = with_link(shift=2.0)
     found = mapping.values("layers.0.o", params)[0]
     assert found.change_summary.share_changed == 1
-    assert found.engine.sum() == found.trainer.sum() == found.change.sum() == np.prod(found.change_summary.shape)
+    assert (
+        found.engine.sum()
+        == found.trainer.sum()
+        == found.change.sum()
+        == np.prod(found.change_summary.shape)
+    )
     assert found.change_edges[0] == -2
     with pytest.raises(ConfigError, match="are gone"):
         mapping.values("layers.0.o")
 
 
 def test_details_are_escaped() -> None:
-    evil = MappingRow("<i>a", "<script>x -> y", "<b>why", 0.5, "<u>t", "<s>p", (0,), "float32", "bfloat16", 8, "cast")
-    for row in (evil, MappingRow("<i>a", "", "<b>gone", 0.0, "", "", (), "", "", 0, "problem")):
+    evil = MappingRow(
+        "<i>a",
+        "<script>x -> y",
+        "<b>why",
+        0.5,
+        "<u>t",
+        "<s>p",
+        (0,),
+        "float32",
+        "bfloat16",
+        8,
+        "cast",
+    )
+    for row in (
+        evil,
+        MappingRow("<i>a", "", "<b>gone", 0.0, "", "", (), "", "", 0, "problem"),
+    ):
         html = detail_html(small_mapping(1), row)
         check_html(html)
         for tag in ("<i>", "<script>", "<u>", "<s>"):
@@ -158,7 +209,9 @@ def test_what_is_sent_is_columns() -> None:
     assert part(columns["leaf"]).decode().split("\n") == [r.leaf for r in rows]
     codes = np.frombuffer(part(columns["rule"]), "<u4")
     assert [columns["rule"]["names"][c] for c in codes] == [r.rule for r in rows]
-    assert np.frombuffer(part(columns["bytes"]), "<f8").tolist() == [r.nbytes for r in rows]
+    assert np.frombuffer(part(columns["bytes"]), "<f8").tolist() == [
+        r.nbytes for r in rows
+    ]
     assert header["ranks"] == list(range(9))
 
 
@@ -171,7 +224,9 @@ def test_meaning_that_is_open_is_flagged_until_it_is_settled() -> None:
     at = next(i for i, r in enumerate(panel.rows) if r.leaf == "layers.0.q")
     assert flags[at].startswith("ambiguous: ")
     assert "rotary order" in flags[at]
-    assert "w or 1 + w" in next(f for f, r in zip(flags, panel.rows, strict=True) if r.leaf == "layers.0.norm")
+    assert "w or 1 + w" in next(
+        f for f, r in zip(flags, panel.rows, strict=True) if r.leaf == "layers.0.norm"
+    )
     assert "meaning pending: no numbers yet" in panel.widget.line
     panel.select("layers.0.q")
     assert "only a value or a function can tell" in panel.widget.detail
@@ -180,12 +235,18 @@ def test_meaning_that_is_open_is_flagged_until_it_is_settled() -> None:
     assert not any(flags_of(panel.widget.table)), "settled: no flag is left"
     assert "meaning checked by value" in panel.widget.line
     assert "only a value" not in panel.widget.detail
-    changed = mapping.edit("layers.{i}.norm -> model.layers.{i}.norm.weight", replace=NORM_RULE)
-    assert set(changed.mapping.ambiguous) == {"layers.0.norm"}, "what an edit changes is open again"
+    changed = mapping.edit(
+        "layers.{i}.norm -> model.layers.{i}.norm.weight", replace=NORM_RULE
+    )
+    assert set(changed.mapping.ambiguous) == {"layers.0.norm"}, (
+        "what an edit changes is open again"
+    )
     panel.close()
 
 
-def test_values_on_a_plain_link_and_a_question_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_on_a_plain_link_and_a_question_in_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     mapping, link, params = with_link(shift=0.5)
     assert InspectorPanel(small_mapping(1)).widget.no_values.startswith("no open link")
     panel = InspectorPanel(mapping)
@@ -226,7 +287,8 @@ def test_meaning_of_an_edit_is_checked_by_value(tmp_path: Path) -> None:
     mapping, link, params = with_checkpoint(tmp_path)
     panel = InspectorPanel(mapping)
     panel.select("layers.1.q")
-    panel.edit(BAD_RULE, replace=Q_RULE)  # transposed: queries are square here, so everything is covered
+    # transposed: queries are square here, so everything is covered
+    panel.edit(BAD_RULE, replace=Q_RULE)
     assert panel.coverage is not None
     assert panel.coverage.complete
     assert panel.widget.state == "problems"
@@ -234,14 +296,18 @@ def test_meaning_of_an_edit_is_checked_by_value(tmp_path: Path) -> None:
     assert panel.widget.bad
     assert f"they are by: {Q_RULE}" in panel.widget.note
     assert panel.selected is not None
-    assert (panel.selected.leaf, panel.selected.rule) == ("layers.1.q", BAD_RULE), "the same row, by its new rule"
+    assert (panel.selected.leaf, panel.selected.rule) == ("layers.1.q", BAD_RULE), (
+        "the same row, by its new rule"
+    )
     assert "wrong: 256 numbers compared" in panel.widget.detail
     assert "the same bits" not in panel.widget.detail
     panel.edit(GOOD_RULE, replace=BAD_RULE)
     assert panel.widget.state == "checked"
     assert panel.widget.line.endswith("complete; meaning checked by value")
     assert "numbers compared: equal" in panel.widget.detail
-    assert not any(flags_of(panel.widget.table)), "values have settled what shapes leave open"
+    assert not any(flags_of(panel.widget.table)), (
+        "values have settled what shapes leave open"
+    )
     panel.edit(NORM_RULE.removesuffix(" + 1"), replace=NORM_RULE)
     assert panel.widget.state == "problems"
     assert "the checkpoint's -1" in panel.widget.note
@@ -250,7 +316,9 @@ def test_meaning_of_an_edit_is_checked_by_value(tmp_path: Path) -> None:
     assert "wrong" not in panel.widget.detail
     link.remembered.take({})
     panel.edit(BAD_RULE, replace=Q_RULE)
-    assert panel.widget.state == "edited", "nobody keeps the values: nothing was compared"
+    assert panel.widget.state == "edited", (
+        "nobody keeps the values: nothing was compared"
+    )
     assert "values were not compared" in panel.widget.note
     asked = InspectorPanel(mapping, params)
     asked.edit(BAD_RULE, replace=Q_RULE)
@@ -268,11 +336,15 @@ def test_an_edit_keeps_the_row_that_was_selected(tmp_path: Path) -> None:
         panel.select(rows[-1].tensor)
         panel.edit(rule)
         assert panel.selected is not None
-        assert (panel.selected.leaf, panel.selected.tensor) == (rows[-1].leaf, rows[-1].tensor)
+        assert (panel.selected.leaf, panel.selected.tensor) == (
+            rows[-1].leaf,
+            rows[-1].tensor,
+        )
     right = rows[-1].rule
     wrong = right.replace("e a b -> b a", "e a b -> a b")
     panel.select(rows[-1].tensor)
-    panel.edit(wrong, replace=right)  # not square: one problem stands for all tensors of the leaf
+    # not square: one problem stands for all tensors of the leaf
+    panel.edit(wrong, replace=right)
     assert panel.selected is not None
     assert panel.selected.status == "problem"
     panel.edit(right, replace=wrong)
@@ -280,9 +352,14 @@ def test_an_edit_keeps_the_row_that_was_selected(tmp_path: Path) -> None:
     panel.reset()
     panel.select("layers.0.k")
     # both rows of the rule change their tensor: the leaf is what was selected
-    panel.edit("layers.{i}.[k|v] -> model.layers.{i}.[v|k]_proj.weight : d n h -> (n h) d")
+    panel.edit(
+        "layers.{i}.[k|v] -> model.layers.{i}.[v|k]_proj.weight : d n h -> (n h) d"
+    )
     assert panel.selected is not None
-    assert (panel.selected.leaf, panel.selected.tensor) == ("layers.0.k", "model.layers.0.v_proj.weight")
+    assert (panel.selected.leaf, panel.selected.tensor) == (
+        "layers.0.k",
+        "model.layers.0.v_proj.weight",
+    )
     assert panel.widget.state == "problems", "swapped"
     assert not link.closed
     panel.close()

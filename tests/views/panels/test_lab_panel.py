@@ -37,11 +37,22 @@ def told(panel: LabPanel, text: str) -> Callable[[], bool]:
 
 
 def test_every_process_has_a_row(client: jv.Lab, pool: jv.Pool, panel: LabPanel):
-    rows = [r for r in client.processes() if r.kind != "worker"]  # fakes say process 1: all of this machine's are below
-    assert [(r.kind, r.name) for r in rows] == [("gateway", "gateway fake"), ("replica", "p/0"), ("replica", "p/1")]
+    # fakes say process 1: all of this machine's are below
+    rows = [r for r in client.processes() if r.kind != "worker"]
+    assert [(r.kind, r.name) for r in rows] == [
+        ("gateway", "gateway fake"),
+        ("replica", "p/0"),
+        ("replica", "p/1"),
+    ]
     gateway, first, _ = rows
     assert (gateway.memory or 0) > 10_000_000, "it runs in this very process"
-    assert (first.state, first.device, first.version, first.dirty, first.in_flight) == ("ready", "cpu", 0, False, 0)
+    assert (first.state, first.device, first.version, first.dirty, first.in_flight) == (
+        "ready",
+        "cpu",
+        0,
+        False,
+        0,
+    )
     assert first.beat_age is not None
     assert first.beat_age < 5
     text = panel._sections["p"].text.value
@@ -87,10 +98,16 @@ def test_buttons_call_their_methods(pool: jv.Pool, panel: LabPanel, fake_lab: Fa
     until(told(panel, "resume p: done"))
     section.wake.press()
     until(told(panel, "wake p: done"))
-    assert fake_lab.fakes["p/0"].steered == fake_lab.fakes["p/1"].steered == [pb.PAUSE, pb.RESUME, pb.WAKE]
+    assert (
+        fake_lab.fakes["p/0"].steered
+        == fake_lab.fakes["p/1"].steered
+        == [pb.PAUSE, pb.RESUME, pb.WAKE]
+    )
 
 
-def test_what_could_lose_work_asks_first(panel: LabPanel, fake_lab: FakeLab, monkeypatch: pytest.MonkeyPatch):
+def test_what_could_lose_work_asks_first(
+    panel: LabPanel, fake_lab: FakeLab, monkeypatch: pytest.MonkeyPatch
+):
     section = panel._sections["p"]
     section.sleep.press()
     assert section.sleep.description == "really sleep?"
@@ -112,9 +129,13 @@ def test_what_could_lose_work_asks_first(panel: LabPanel, fake_lab: FakeLab, mon
     assert not fake_lab.registry.pools["p"].closed
 
 
-def test_an_error_is_shown_with_its_remedy(panel: LabPanel, pool: jv.Pool, monkeypatch: pytest.MonkeyPatch):
+def test_an_error_is_shown_with_its_remedy(
+    panel: LabPanel, pool: jv.Pool, monkeypatch: pytest.MonkeyPatch
+):
     def sleep() -> float:
-        raise jv.errors.Unsupported("CPU workers <cannot> sleep", remedy="pool.pause() stops generation")
+        raise jv.errors.Unsupported(
+            "CPU workers <cannot> sleep", remedy="pool.pause() stops generation"
+        )
 
     section = panel._sections["p"]
     monkeypatch.setattr(pool, "sleep", sleep)
@@ -123,10 +144,16 @@ def test_an_error_is_shown_with_its_remedy(panel: LabPanel, pool: jv.Pool, monke
     assert "&lt;cannot&gt;" in panel.message.value
 
 
-def test_restart_is_for_a_replica_that_failed(panel: LabPanel, pool: jv.Pool, fake_lab: FakeLab):
+def test_restart_is_for_a_replica_that_failed(
+    panel: LabPanel, pool: jv.Pool, fake_lab: FakeLab
+):
     section = panel._sections["p"]
     assert section.restart.disabled
-    fake_lab.do(lambda: fake_lab.gateway.handle(reg.ProcessExited("p/1", "killed <b>by</b> a test", "last lines")))
+    fake_lab.do(
+        lambda: fake_lab.gateway.handle(
+            reg.ProcessExited("p/1", "killed <b>by</b> a test", "last lines")
+        )
+    )
     panel.refresh_now()
     assert section.restart.why == "p/0 has not failed", "the one that is chosen"
     assert "killed &lt;b&gt;by&lt;/b&gt; a test" in section.text.value
@@ -140,7 +167,9 @@ def test_restart_is_for_a_replica_that_failed(panel: LabPanel, pool: jv.Pool, fa
     until(lambda: pool.status()["replicas"][1]["state"] == "ready")
 
 
-def test_the_log_is_read_on_demand(panel: LabPanel, pool: jv.Pool, monkeypatch: pytest.MonkeyPatch):
+def test_the_log_is_read_on_demand(
+    panel: LabPanel, pool: jv.Pool, monkeypatch: pytest.MonkeyPatch
+):
     asked: list[tuple[int, int]] = []
 
     def logs(replica: int = 0, lines: int = 50) -> str:
@@ -165,7 +194,9 @@ def test_pools_come_and_go_and_the_end_is_static(
     client.launch(llama, name="q").wait(20)
     panel.refresh_now()
     assert list(panel._sections) == ["p", "q"]
-    assert [part["class"] for part in panel.parts.tree["of"] if isinstance(part, dict)][1:] == [
+    assert [part["class"] for part in panel.parts.tree["of"] if isinstance(part, dict)][
+        1:
+    ] == [
         "jv-pool-p",
         "jv-pool-q",
     ]
@@ -179,8 +210,11 @@ def test_pools_come_and_go_and_the_end_is_static(
     panel.refresh_now()
 
 
-def test_close_lab_asks_first_and_ends_it(client: jv.Lab, panel: LabPanel, fake_lab: FakeLab, monkeypatch: Any):
-    monkeypatch.setattr(client._gateway.__class__, "process", lambda self: None)  # it is this very process
+def test_close_lab_asks_first_and_ends_it(
+    client: jv.Lab, panel: LabPanel, fake_lab: FakeLab, monkeypatch: Any
+):
+    # it is this very process
+    monkeypatch.setattr(client._gateway.__class__, "process", lambda self: None)
     panel.close_button.click()
     assert panel.close_button.description == "really close lab?"
     assert not client._closed
@@ -208,7 +242,9 @@ def test_a_pool_has_a_panel_of_its_own(client: jv.Lab, pool: jv.Pool, llama: str
         panel.close()
 
 
-def test_a_lost_gateway_is_said_and_nothing_stays_green(panel: LabPanel, fake_lab: FakeLab):
+def test_a_lost_gateway_is_said_and_nothing_stays_green(
+    panel: LabPanel, fake_lab: FakeLab
+):
     green = f'data-jv="state" style="color:{TONES["good"]}"'
     section = panel._sections["p"]
     assert green in panel.text.value
@@ -216,7 +252,9 @@ def test_a_lost_gateway_is_said_and_nothing_stays_green(panel: LabPanel, fake_la
     assert panel.widget.notice == ""
     fake_lab.end()
     panel.refresh_now()
-    assert re.fullmatch(r"snapshot of \d\d:\d\d; gateway gone: `lab = jv.Lab\(\)`", panel.widget.notice)
+    assert re.fullmatch(
+        r"snapshot of \d\d:\d\d; gateway gone: `lab = jv.Lab\(\)`", panel.widget.notice
+    )
     assert "gateway gone" in panel.text.value
     assert green not in panel.text.value + section.text.value
     assert {b.why for b in section.buttons} == {"gateway gone"}
@@ -226,13 +264,17 @@ def test_a_lost_gateway_is_said_and_nothing_stays_green(panel: LabPanel, fake_la
 
 def test_buttons_that_cannot_work_say_why(panel: LabPanel):
     section = panel._sections["p"]
-    assert section.sleep.why == "an engine on a CPU cannot sleep; pause stops generation"
+    assert (
+        section.sleep.why == "an engine on a CPU cannot sleep; pause stops generation"
+    )
     assert section.resume.why == "nothing is paused"
     assert section.wake.why == "nothing is asleep"
     assert section.restart.why == "p/0 has not failed"
     assert not section.pause.disabled
     section.sleep.click()
-    assert section.sleep.description == "sleep", "a click on a disabled button does nothing"
+    assert section.sleep.description == "sleep", (
+        "a click on a disabled button does nothing"
+    )
 
 
 @pytest.mark.parametrize(
@@ -246,30 +288,49 @@ def test_buttons_that_cannot_work_say_why(panel: LabPanel):
     ],
 )
 def test_headers_tell_the_worst_truth(
-    client: jv.Lab, pool: jv.Pool, change: dict[str, Any], words: str, tone: str, ready: int
+    client: jv.Lab,
+    pool: jv.Pool,
+    change: dict[str, Any],
+    words: str,
+    tone: str,
+    ready: int,
 ):
     snapshot = pb.PoolStatus()
     snapshot.CopyFrom(pool._snapshot)
     for name, value in change.items():
-        setattr(snapshot.replicas[1].stats if name == "paused" else snapshot.replicas[1], name, value)
+        setattr(
+            snapshot.replicas[1].stats if name == "paused" else snapshot.replicas[1],
+            name,
+            value,
+        )
     title = pool_title(snapshot)
     assert f'style="color:{TONES[tone]}">●</span> {words}' in title
     pool._snapshot = snapshot
     assert words in repr(pool)
-    number, _, below = re.findall(r">([^<>]+)</(?:span|div)>", pool_headline(snapshot))[-3:]
-    assert (number, below) == (str(ready), "replicas ready"), "who may not be given work is not ready"
+    number, _, below = re.findall(r">([^<>]+)</(?:span|div)>", pool_headline(snapshot))[
+        -3:
+    ]
+    assert (number, below) == (str(ready), "replicas ready"), (
+        "who may not be given work is not ready"
+    )
     snapshot.replicas[0].dirty = True
     assert pool_summary(snapshot)["healthy"] == ready - 1
     if "stage" in change:
         assert "0/2 ready, 1 lost" in pool_title(snapshot)
     snapshot.replicas[0].dirty = False
-    assert (f"p: {words}" in client._repr_html_()) == (tone != "good"), "the lab's header too"
+    assert (f"p: {words}" in client._repr_html_()) == (tone != "good"), (
+        "the lab's header too"
+    )
 
 
-def test_without_widgets_a_card_follows_and_hints(pool: jv.Pool, client: jv.Lab, llama: str, monkeypatch: Any):
+def test_without_widgets_a_card_follows_and_hints(
+    pool: jv.Pool, client: jv.Lab, llama: str, monkeypatch: Any
+):
     shown: list[dict[str, str]] = []
     handle = SimpleNamespace(update=lambda data, raw: shown.append(data))
-    monkeypatch.setattr("IPython.display.display", lambda data, **_: shown.append(data) or handle)
+    monkeypatch.setattr(
+        "IPython.display.display", lambda data, **_: shown.append(data) or handle
+    )
     monkeypatch.setattr("jvlab.views.panels._live.have_widgets", lambda: False)
     second = client.launch(llama, name="q")
     assert second.panel() is None
@@ -292,13 +353,21 @@ def test_without_widgets_a_card_follows_and_hints(pool: jv.Pool, client: jv.Lab,
         ({"sync": "moving", "dirty": True}, "paused for a sync: moving"),
     ],
 )
-def test_static_faces(client: jv.Lab, pool: jv.Pool, change: dict[str, Any], words: str):
+def test_static_faces(
+    client: jv.Lab, pool: jv.Pool, change: dict[str, Any], words: str
+):
     snapshot = pb.PoolStatus()
     snapshot.CopyFrom(pool._snapshot)
     replica = snapshot.replicas[0]
     replica.pid = 987654
     for name, value in change.items():
-        owner = replica.stats if name in ("paused", "sleeping") else snapshot if name == "sync" else replica
+        owner = (
+            replica.stats
+            if name in ("paused", "sleeping")
+            else snapshot
+            if name == "sync"
+            else replica
+        )
         setattr(owner, name, value)
     pool._snapshot = snapshot
     for face in (pool._repr_html_(), client._repr_html_()):

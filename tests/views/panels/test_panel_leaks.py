@@ -19,7 +19,8 @@ from tests.views.mapping_world import small_mapping
 pytestmark = pytest.mark.slow
 
 WARM = 10
-KEPT = 250_000  # bytes that may stay: a panel weighs 100,000 and more, and Python keeps some names in caches
+# bytes that may stay: a panel weighs 100,000 and more, and Python keeps some names in caches
+KEPT = 250_000
 
 
 def inspector() -> Callable[[], Any]:
@@ -100,7 +101,11 @@ def threads(before: set[threading.Thread]) -> list[str]:
     """Our own threads that were not there before; they may take a moment to end."""
     deadline = time.monotonic() + 60
     while (
-        left := [t.name for t in set(threading.enumerate()) - before if t.name.startswith("jvlab-")]
+        left := [
+            t.name
+            for t in set(threading.enumerate()) - before
+            if t.name.startswith("jvlab-")
+        ]
     ) and time.monotonic() < deadline:
         time.sleep(0.02)
     return left
@@ -108,7 +113,9 @@ def threads(before: set[threading.Thread]) -> list[str]:
 
 @pytest.mark.parametrize("times", soak_but([10], [10, 50]))
 @pytest.mark.parametrize("make", PANELS, ids=lambda make: make.__name__)
-def test_many_panels_leave_nothing(make: Callable[[], Callable[[], Any]], times: int, output: Output) -> None:
+def test_many_panels_leave_nothing(
+    make: Callable[[], Callable[[], Any]], times: int, output: Output
+) -> None:
     others = set(threading.enumerate())
     show = make()
 
@@ -123,7 +130,8 @@ def test_many_panels_leave_nothing(make: Callable[[], Callable[[], Any]], times:
 
     for _ in range(WARM):
         once()
-    gc.collect()  # of other tests' objects too: what goes away later would hide what stays
+    # of other tests' objects too: what goes away later would hide what stays
+    gc.collect()
     before, held = comms(), len(_live._shown)
     tracemalloc.start()
     start = tracemalloc.get_traced_memory()[0]

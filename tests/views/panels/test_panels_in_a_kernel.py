@@ -53,11 +53,20 @@ time.sleep(0.5)  # and says so from its own thread
 
 def client_of(cells: list[str]) -> NotebookClient:
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
-    return NotebookClient(book, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}})
+    return NotebookClient(
+        book,
+        timeout=300,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(ROOT)}},
+    )
 
 
 def shown(book: Any, cell: int) -> list[dict[str, Any]]:
-    return [o["data"] for o in book.cells[cell].outputs if o["output_type"] in ("display_data", "execute_result")]
+    return [
+        o["data"]
+        for o in book.cells[cell].outputs
+        if o["output_type"] in ("display_data", "execute_result")
+    ]
 
 
 @pytest.mark.filterwarnings("ignore")  # of nbclient and its event loop
@@ -82,13 +91,24 @@ def _while_it_lives(book: Any) -> None:
     state = book.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"]
     models = [m["state"] for m in state.values()]
     lists = [m for m in models if "ticks" in m]
-    assert [(m["position"], len(m["names"]), m["breaks"]) for m in lists] == [(1, 7, [6])]
+    assert [(m["position"], len(m["names"]), m["breaks"]) for m in lists] == [
+        (1, 7, [6])
+    ]
     curves = [m for m in models if "columns" in m]
     assert len(curves) == 1
     assert curves[0]["facts"]["histogram"][0][0] == 0
     assert curves[0]["facts"]["alarm"] == 1e-3
     parts = [part for m in models for part in m.get("parts", {}).values()]
-    classes = {c for m in models for c in m.get("classes", [])} | {part["class"] for part in parts}
-    assert {"jv-lab-panel", "jv-stepper", "jv-run-panel", "jv-close-lab", "jv-step", "jv-set"} <= classes
+    classes = {c for m in models for c in m.get("classes", [])} | {
+        part["class"] for part in parts
+    }
+    assert {
+        "jv-lab-panel",
+        "jv-stepper",
+        "jv-run-panel",
+        "jv-close-lab",
+        "jv-step",
+        "jv-set",
+    } <= classes
     pools = [part["value"] for part in parts if part["class"] == "jv-pool"]
     assert any("p/0" in text for text in pools)

@@ -14,7 +14,15 @@ import numpy as np
 import pytest
 
 from jvlab._errors import ConfigError
-from jvlab.record._events import EvaluationEvent, FaultEvent, RolloutEvent, RunStart, RunStop, StepEvent, SyncEvent
+from jvlab.record._events import (
+    EvaluationEvent,
+    FaultEvent,
+    RolloutEvent,
+    RunStart,
+    RunStop,
+    StepEvent,
+    SyncEvent,
+)
 from jvlab.record._record import Record
 from jvlab.record._run_status import COLUMNS, RunFeed, RunStatus, status_of
 from jvlab.record._samples import SampleRecord
@@ -38,9 +46,16 @@ def started(tmp_path: Path) -> Iterator[Callable[..., tuple[Run, RunPanel, FakeP
     """Starts runs in the background, each with a panel whose messages are kept in `panel.sent`."""
     made: list[tuple[Run, RunPanel]] = []
 
-    def start(delay: float = 0.002, jitter: int | None = 1, **options: Any) -> tuple[Run, RunPanel, FakePool]:
+    def start(
+        delay: float = 0.002, jitter: int | None = 1, **options: Any
+    ) -> tuple[Run, RunPanel, FakePool]:
         pool, link = world(delay=delay, jitter=jitter)
-        given: dict[str, Any] = {"steps": 10_000, "group_size": 4, "prompts_per_step": 3, **options}
+        given: dict[str, Any] = {
+            "steps": 10_000,
+            "group_size": 4,
+            "prompts_per_step": 3,
+            **options,
+        }
         run = grpo(
             (fresh_params(), logprobs_fn),
             pool,  # type: ignore[arg-type]
@@ -55,7 +70,9 @@ def started(tmp_path: Path) -> Iterator[Callable[..., tuple[Run, RunPanel, FakeP
         )
         panel = RunPanel(run)
         panel.sent = []  # type: ignore[attr-defined]
-        panel.curves.send = lambda content, buffers: panel.sent.append((content, buffers))  # type: ignore[attr-defined]
+        panel.curves.send = lambda content, buffers: panel.sent.append(
+            (content, buffers)
+        )  # type: ignore[attr-defined]
         made.append((run, panel))
         return run, panel, pool
 
@@ -125,7 +142,8 @@ def test_the_bound_changes_while_it_runs_and_holds(started: Any):
         panel.bound.value = bound
         panel.apply.click()
         until(lambda bound=bound: run.max_staleness == bound)
-        changes[run.status.step] = bound  # a step that is under way was admitted under the bound before
+        # a step that is under way was admitted under the bound before
+        changes[run.status.step] = bound
         until(lambda: run.status.step >= max(changes) + 8)
     run.stop().wait(30)
     levels = run.record.staleness()
@@ -145,10 +163,12 @@ def test_a_wrong_bound_is_refused_in_place(started: Any):
         panel.apply.click()
         assert panel.bound.wrong == "a whole number, 0 or more; it stays 3"
         assert run.max_staleness == 3
-    for message in ({"value": "-3"}, {"press": True}, {"value": "-3"}):  # what Enter sends
+    # what Enter sends
+    for message in ({"value": "-3"}, {"press": True}, {"value": "-3"}):
         panel.parts.received({"part": panel.bound.name, **message})
     assert panel.bound.wrong, "it stays in sight"
-    panel.parts.received({"part": panel.bound.name, "value": "1"})  # as the page says it
+    # as the page says it
+    panel.parts.received({"part": panel.bound.name, "value": "1"})
     assert panel.bound.wrong == ""
     panel.parts.received({"part": panel.apply.name, "press": True})
     until(lambda: run.max_staleness == 1)
@@ -176,7 +196,8 @@ def test_a_look_works_on_what_is_new_only(started: Any):
         run.pause()
         until(lambda: run.status.state == "paused")
         panel.refresh_now()
-        return min(calls(panel.refresh_now) for _ in range(3))  # the last event may come after the word "paused"
+        # the last event may come after the word "paused"
+        return min(calls(panel.refresh_now) for _ in range(3))
 
     short = look_after(30)
     updates = panel.updates
@@ -192,7 +213,9 @@ def synthetic(steps: int) -> list[Any]:
     for i in range(steps):
         t = float(i)
         out += [
-            RolloutEvent(actor="pool/0", start=t + 0.1, stop=t + 0.5, tokens=100, samples=4),
+            RolloutEvent(
+                actor="pool/0", start=t + 0.1, stop=t + 0.5, tokens=100, samples=4
+            ),
             StepEvent(
                 step=i,
                 version=i + 1,
@@ -260,12 +283,22 @@ def test_the_static_face():
     assert "run &lt;x&gt;" in html
     assert "&lt;b&gt;bad&lt;/b&gt;" in html
     titles = [chart.title for chart in CHARTS if f">{chart.title}</span>" in html]
-    assert titles == ["reward", "logprob gap", "tokens/s over 5 steps", "seconds per step", "staleness, mean"]
-    assert html.count("<polyline") == len(titles), "as on the canvas: only what is known"
+    assert titles == [
+        "reward",
+        "logprob gap",
+        "tokens/s over 5 steps",
+        "seconds per step",
+        "staleness, mean",
+    ]
+    assert html.count("<polyline") == len(titles), (
+        "as on the canvas: only what is known"
+    )
     assert len(html) < 16_000
     check(run_html("r", status))
     check(head_html("r", status, 1e-4))
-    weighed = dataclasses.replace(status, effective_samples=0.875, masked_fraction=0.0625)
+    weighed = dataclasses.replace(
+        status, effective_samples=0.875, masked_fraction=0.0625
+    )
     assert "87.5%" in head_html("r", weighed)
     assert "6.2%" in head_html("r", weighed)
     assert "over the alarm" in head_html("r", status, 1e-4)
@@ -296,7 +329,11 @@ def test_the_best_and_the_worst_sample_of_the_last_step_are_there_to_read(starte
     status = run.status
     assert status.best is not None
     assert status.worst is not None
-    assert (status.best.reward, status.worst.reward, status.best.step) == (most, least, 2)
+    assert (status.best.reward, status.worst.reward, status.best.step) == (
+        most,
+        least,
+        2,
+    )
     html = panel.samples.value
     check(html)
     assert "samples of step 2" in html
@@ -311,25 +348,36 @@ def test_the_best_and_the_worst_sample_of_the_last_step_are_there_to_read(starte
 
 
 def test_text_from_a_model_is_text():
-    evil = SampleRecord(step=4, prompt="<img src=x>", text="<script>1</script>\u202e", reward=1.0)
+    evil = SampleRecord(
+        step=4, prompt="<img src=x>", text="<script>1</script>\u202e", reward=1.0
+    )
     bad = dataclasses.replace(evil, reward=0.0, text="")
-    html = extremes_html(RunStatus("running", 5, 9, 1, 0.5, 0.0, 0, best=evil, worst=bad))
+    html = extremes_html(
+        RunStatus("running", 5, 9, 1, 0.5, 0.0, 0, best=evil, worst=bad)
+    )
     check(html)
     assert "&lt;script&gt;1&lt;/script&gt;\\u202e" in html
     assert "(empty)" in html
-    same = extremes_html(RunStatus("running", 5, 9, 1, 0.5, 0.0, 0, best=evil, worst=evil))
+    same = extremes_html(
+        RunStatus("running", 5, 9, 1, 0.5, 0.0, 0, best=evil, worst=evil)
+    )
     assert same.count('data-jv="sample"') == 1, "no best among equals"
 
 
 def test_evaluations_are_a_curve_and_are_taken_back_with_their_steps():
     events = synthetic(6)
-    events += [EvaluationEvent(step=n, version=n, start=7.0, stop=7.1, reward_mean=n / 10) for n in (0, 2, 4)]
+    events += [
+        EvaluationEvent(step=n, version=n, start=7.0, stop=7.1, reward_mean=n / 10)
+        for n in (0, 2, 4)
+    ]
     record = Record.of(events)
     feed = RunFeed(record)
     feed.read()
     assert feed.evaluations == [(0, 0.0), (2, 0.2), (4, 0.4)]
     assert ">held-out reward</span>" in run_html("r", status_of(record), feed)
-    record._events += [RunStart(run="r", start=20.0, stop=20.0, wall=1e9 + 20, resumed=4)]
+    record._events += [
+        RunStart(run="r", start=20.0, stop=20.0, wall=1e9 + 20, resumed=4)
+    ]
     feed.read()
     assert feed.evaluations == [(0, 0.0), (2, 0.2)]
 
@@ -341,7 +389,8 @@ def test_a_record_has_the_same_dashboard_with_a_second_run_and_smoothing():
     assert rows[:, 0].tolist() == list(range(12))
     assert panel.curves.other["name"] == "other run"
     assert len(np.frombuffer(panel.curves.snapshot, np.float32)) == 40 * len(COLUMNS)
-    panel.parts.received({"part": panel.smoothing.name, "value": "20 steps"})  # as the page says it
+    # as the page says it
+    panel.parts.received({"part": panel.smoothing.name, "value": "20 steps"})
     assert panel.curves.smoothing == 20
     panel.smooth(5)
     assert (panel.curves.smoothing, panel.smoothing.value) == (5, "5 steps")
@@ -361,7 +410,10 @@ def test_the_panel_of_a_run_that_has_ended_stays(started: Any):
     assert first.done
     panel = RunPanel(run)
     assert not panel.done
-    assert all(part.disabled for part in (panel.pause, panel.resume, panel.stop, panel.bound, panel.apply))
+    assert all(
+        part.disabled
+        for part in (panel.pause, panel.resume, panel.stop, panel.bound, panel.apply)
+    )
     panel.close()
 
 
@@ -374,13 +426,22 @@ def test_a_panel_takes_at_most_a_hundredth_of_a_core(monkeypatch: pytest.MonkeyP
         return lambda: used.__setitem__(0, used[0] + seconds)
 
     for seconds in (0.9, 0.001, 0.9, 0.001):
-        assert panel.spend("update", work(seconds), 0.5) == 0.5, "a cheap update keeps its rate; an import is no habit"
+        assert panel.spend("update", work(seconds), 0.5) == 0.5, (
+            "a cheap update keeps its rate; an import is no habit"
+        )
     for _ in range(2):
-        again, kept = panel.spend("update", work(0.020), 0.5), panel.spend("snapshot", work(0.030), 3.0)
+        again, kept = (
+            panel.spend("update", work(0.020), 0.5),
+            panel.spend("snapshot", work(0.030), 3.0),
+        )
     assert (again, kept) == (pytest.approx(4.0), pytest.approx(6.0))
-    assert 0.020 / again + 0.030 / kept <= SHARE + 1e-9, "updates and snapshots together"
+    assert 0.020 / again + 0.030 / kept <= SHARE + 1e-9, (
+        "updates and snapshots together"
+    )
     assert panel.cpu_seconds == pytest.approx(2 * 0.901 + 2 * 0.050)
-    assert [panel.spend("update", work(9.0), 0.5) for _ in range(2)][1] == 15.0, "it still moves"
+    assert [panel.spend("update", work(9.0), 0.5) for _ in range(2)][1] == 15.0, (
+        "it still moves"
+    )
     panel.close()
 
 

@@ -68,7 +68,9 @@ def shown(subject: Any) -> SubjectPanel:
     return panel
 
 
-def test_in_jupyterlab_the_output_is_the_last_snapshot(output: Output, monkeypatch: pytest.MonkeyPatch):
+def test_in_jupyterlab_the_output_is_the_last_snapshot(
+    output: Output, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("JPY_SESSION_NAME", "some/notebook.ipynb")
     subject = Subject()
     panel = shown(subject)
@@ -78,7 +80,9 @@ def test_in_jupyterlab_the_output_is_the_last_snapshot(output: Output, monkeypat
     assert "snapshot" not in first["text/html"], "it is of this moment"
     panel._heard(None, {"mounted": True}, None)
     words = r"snapshot of \d\d:\d\d, step 0; kernel gone: <code[^>]*>jv\.Lab\.attach\(\)</code>"
-    assert re.search(words, output.bundles[-1]["text/html"]), "what a reader sees if nothing draws the panel"
+    assert re.search(words, output.bundles[-1]["text/html"]), (
+        "what a reader sees if nothing draws the panel"
+    )
     assert GREEN not in output.bundles[-1]["text/html"]
     before = len(output.bundles)
     panel.save_snapshot()
@@ -88,7 +92,10 @@ def test_in_jupyterlab_the_output_is_the_last_snapshot(output: Output, monkeypat
     assert "step 32</b>" in output.bundles[-1]["text/html"]
     assert output.bundles[-1]["text/plain"] == "Subject(32)"
     panel.beat()
-    assert re.fullmatch(r"snapshot of \d\d:\d\d, step 32; kernel gone: `jv.Lab.attach\(\)`", panel.widget.beat["line"])
+    assert re.fullmatch(
+        r"snapshot of \d\d:\d\d, step 32; kernel gone: `jv.Lab.attach\(\)`",
+        panel.widget.beat["line"],
+    )
     panel.lose("gateway gone", "lab = jv.Lab()")
     panel.save_snapshot()
     assert "gateway gone" in output.bundles[-1]["text/html"]
@@ -99,25 +106,35 @@ def test_in_jupyterlab_the_output_is_the_last_snapshot(output: Output, monkeypat
     assert GREEN not in output.bundles[-1]["text/html"]
 
 
-def test_elsewhere_the_widget_is_shown_and_goes_when_it_closes(output: Output, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("JPY_SESSION_NAME", "book-jvsc-1234.ipynb")  # as VS Code names it
+def test_elsewhere_the_widget_is_shown_and_goes_when_it_closes(
+    output: Output, monkeypatch: pytest.MonkeyPatch
+):
+    # as VS Code names it
+    monkeypatch.setenv("JPY_SESSION_NAME", "book-jvsc-1234.ipynb")
     panel = shown(Subject())
     assert WIDGET in output.bundles[0]
-    panel._heard(None, {"hosted": True}, None)  # a JupyterLab that the environment does not name says so itself
+    # a JupyterLab that the environment does not name says so itself
+    panel._heard(None, {"hosted": True}, None)
     assert WIDGET not in output.bundles[-1]
     panel.close()
     assert set(output.bundles[-1]) == {"text/plain", "text/html"}
-    assert GREEN in output.bundles[-1]["text/html"], "closed by its owner: its own words, of this moment"
+    assert GREEN in output.bundles[-1]["text/html"], (
+        "closed by its owner: its own words, of this moment"
+    )
 
 
-def test_a_steppers_snapshot_says_how_far_it_is(output: Output, monkeypatch: pytest.MonkeyPatch):
+def test_a_steppers_snapshot_says_how_far_it_is(
+    output: Output, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("JPY_SESSION_NAME", "notebook.ipynb")
     walked = stepper(per_bucket=3)
     panel = _live.show(walked, lambda: StepperPanel(walked))
     assert panel is not None
     walked.step()
     panel._heard(None, {"mounted": True}, None)
-    assert "1 of 3 buckets, 3 of 7 tensors; kernel gone" in output.bundles[-1]["text/html"]
+    assert (
+        "1 of 3 buckets, 3 of 7 tensors; kernel gone" in output.bundles[-1]["text/html"]
+    )
 
 
 def test_the_table_of_states():

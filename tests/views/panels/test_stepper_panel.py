@@ -23,7 +23,9 @@ from tests.waiting import until
 
 
 @pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Stepper, StepperPanel]]]:
+def shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Callable[..., tuple[Stepper, StepperPanel]]]:
     """Makes panels; `diff` answers without an engine."""
     looked: list[str] = []
 
@@ -111,12 +113,17 @@ def test_every_tensor_of_a_bucket_is_listed_and_can_be_stopped_at(shown: Any):
     assert s.units == (0, 0, 0, 1, 1, 1, 2)
     assert len(s.sizes) == 3
     assert panel.list.breaks == [3]
-    panel.pattern.value = "layers.1.mlp"  # inside the second bucket, behind the breakpoint
+    # inside the second bucket, behind the breakpoint
+    panel.pattern.value = "layers.1.mlp"
     walked.breakpoints.clear()
     panel.run_to.click()
     until(lambda: "done" in panel.message.value)
-    assert (walked.stopped_at, walked.upcoming, walked._next) == ("layers.1.mlp.weight",) * 2 + (1,)
-    assert shown.looked == ["layers.1.mlp.weight"], "the one that was asked for, not the first of its bucket"
+    assert (walked.stopped_at, walked.upcoming, walked._next) == (
+        "layers.1.mlp.weight",
+    ) * 2 + (1,)
+    assert shown.looked == ["layers.1.mlp.weight"], (
+        "the one that was asked for, not the first of its bucket"
+    )
     panel.refresh_now()
     assert "3 of 7 tensors sent 1 of 3 buckets sent" in words_of(panel.head.value)
     assert "next: " in panel.head.value
@@ -213,7 +220,10 @@ def test_progress_per_rank_adds_up():
     walked = stepper()
     walked.run(until="layers.1")
     s = snapshot(walked)
-    assert [(r.rank, r.done, r.total) for r in s.ranks] == [(0, 6000, 28000), (1, 6000, 28000)]
+    assert [(r.rank, r.done, r.total) for r in s.ranks] == [
+        (0, 6000, 28000),
+        (1, 6000, 28000),
+    ]
     assert s.bytes_done == 12000
     assert sum(s.sizes) == 56000
 
@@ -251,7 +261,9 @@ def test_three_thousand_tensors_stay_small_and_quick():
     try:
         few = StepperPanel(stepper())
         try:
-            assert calls(panel.refresh_now) < 5 * calls(few.refresh_now), "a look shows a page, not every tensor"
+            assert calls(panel.refresh_now) < 5 * calls(few.refresh_now), (
+                "a look shows a page, not every tensor"
+            )
         finally:
             few.close()
     finally:

@@ -59,19 +59,37 @@ def test_texts_of_a_full_device(text: str):
 
 
 def test_other_texts():
-    assert not memory.is_full("RuntimeError: Not enough memory for the KV cache on this CPU")
-    assert not memory.is_full("the rollout process was ended by SIGKILL (killed, or out of memory)")
+    assert not memory.is_full(
+        "RuntimeError: Not enough memory for the KV cache on this CPU"
+    )
+    assert not memory.is_full(
+        "the rollout process was ended by SIGKILL (killed, or out of memory)"
+    )
 
 
 def test_what_drivers_list():
-    assert memory.parse_compute_apps("12, 100\n 12, 28\n7, [N/A]\n") == {12: 128 * 2**20, 7: 0}
-    assert memory.parse_compute_apps("") == memory.parse_compute_apps("No running processes found\n") == {}
-    assert memory.parse_compute_apps("Failed to initialize NVML: Driver/library version mismatch") == {}
+    assert memory.parse_compute_apps("12, 100\n 12, 28\n7, [N/A]\n") == {
+        12: 128 * 2**20,
+        7: 0,
+    }
+    assert (
+        memory.parse_compute_apps("")
+        == memory.parse_compute_apps("No running processes found\n")
+        == {}
+    )
+    assert (
+        memory.parse_compute_apps(
+            "Failed to initialize NVML: Driver/library version mismatch"
+        )
+        == {}
+    )
 
 
 def test_labs_come_first_and_this_process_last():
     labs = {3: ("swift-otter-07", False), 4: ("mine", True)}
-    found = memory.name_holders({os.getpid(): GIB, 4: 2 * GIB, 2**22: 50 * GIB, 3: 0}, labs)
+    found = memory.name_holders(
+        {os.getpid(): GIB, 4: 2 * GIB, 2**22: 50 * GIB, 3: 0}, labs
+    )
     assert [holder.pid for holder in found] == [3, 2**22, 4, os.getpid()]
     assert [str(holder) for holder in found] == [
         "lab swift-otter-07 (pid 3)",
@@ -82,7 +100,9 @@ def test_labs_come_first_and_this_process_last():
 
 
 def test_an_error_of_xla_names_another_process(driver: Any):
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+    with subprocess.Popen(
+        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE
+    ) as other:
         driver((other.pid, 40960), (os.getpid(), "[N/A]"))
         with pytest.raises(errors.DeviceMemoryError) as caught, memory.explaining():
             raise JaxRuntimeError(XLA)
@@ -92,7 +112,9 @@ def test_an_error_of_xla_names_another_process(driver: Any):
     assert isinstance(told, MemoryError)
     assert "Out of memory while trying to allocate 16.05GiB" in told.message
     assert "BufferAssignment" not in told.message
-    assert f"(pid {other.pid}, 42.9 GB); this process (pid {os.getpid()})" in told.message
+    assert (
+        f"(pid {other.pid}, 42.9 GB); this process (pid {os.getpid()})" in told.message
+    )
     assert f"kill {other.pid};" in told.remedy
     assert [holder.pid for holder in told.fields["holders"]] == [other.pid, os.getpid()]  # type: ignore[attr-defined]
 
@@ -106,7 +128,11 @@ def test_without_a_driver_the_error_still_has_a_remedy(driver: Any):
 
 
 def test_other_errors_are_left_as_they_are():
-    for error in (JaxRuntimeError("INVALID_ARGUMENT: shapes"), RuntimeError(XLA), KeyboardInterrupt()):
+    for error in (
+        JaxRuntimeError("INVALID_ARGUMENT: shapes"),
+        RuntimeError(XLA),
+        KeyboardInterrupt(),
+    ):
         assert memory.explained(error) is error
 
 
@@ -117,14 +143,27 @@ def test_a_launch_without_memory_names_the_lab_that_holds_it(
     """The lab of another script, which is real; what the driver lists of it is not."""
     monkeypatch.setenv("JVLAB_HOME", str(tmp_path))
     code = "import jvlab as jv\nlab = jv.Lab(name='left-over', lease=300)\nprint(lab._gateway.pid, flush=True)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
     try:
         driver((int(done.stdout), 100_000))
-        replica = pb.ReplicaStatus(replica="p/0", state=pb.FAILED, cause=FULL[4], log_tail="...")
-        pool: Any = SimpleNamespace(_snapshot=pb.PoolStatus(pool="p", replicas=[replica]), name="p")
+        replica = pb.ReplicaStatus(
+            replica="p/0", state=pb.FAILED, cause=FULL[4], log_tail="..."
+        )
+        pool: Any = SimpleNamespace(
+            _snapshot=pb.PoolStatus(pool="p", replicas=[replica]), name="p"
+        )
         with pytest.raises(jv.errors.LaunchError) as caught:
             WatchedPool._all_ready(pool)
-        assert f"The GPU's memory is held by lab left-over (pid {done.stdout.strip()}, 104.9 GB)" in str(caught.value)
+        assert (
+            f"The GPU's memory is held by lab left-over (pid {done.stdout.strip()}, 104.9 GB)"
+            in str(caught.value)
+        )
         assert caught.value.remedy.startswith("`jvlab stop left-over` ends that lab; ")
     finally:
         stop_lab("left-over")

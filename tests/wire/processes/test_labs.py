@@ -37,20 +37,30 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def command(*words: str, code: int = 0) -> dict:
     done = subprocess.run(
-        [sys.executable, "-m", "jvlab", *words, "--json"], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "jvlab", *words, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == code, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.skipif(platform.machine() not in EXIT, reason="the number of exit(2) is not known here")
-def test_a_gateway_is_reaped_when_its_last_thread_has_ended(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.skipif(
+    platform.machine() not in EXIT, reason="the number of exit(2) is not known here"
+)
+def test_a_gateway_is_reaped_when_its_last_thread_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+):
     """It is a zombie as soon as its first thread has ended; nobody asks again after that."""
     import psutil
 
     work = "threading.Thread(target=lambda: (time.sleep(0.5), os._exit(0))).start()"
-    end = f"ctypes.CDLL(None).syscall({EXIT[platform.machine()]}, 0)"  # of this thread alone
-    child = subprocess.Popen([sys.executable, "-c", f"import ctypes, os, threading, time; {work}; {end}"])
+    # of this thread alone
+    end = f"ctypes.CDLL(None).syscall({EXIT[platform.machine()]}, 0)"
+    child = subprocess.Popen(
+        [sys.executable, "-c", f"import ctypes, os, threading, time; {work}; {end}"]
+    )
     monkeypatch.setattr(_identity, "_CHILDREN", [child])
     found = psutil.Process(child.pid)
     gateway = Identity(child.pid, platform.node(), found.create_time())
@@ -68,7 +78,9 @@ def test_attach_takes_the_only_lab_and_asks_which_where_there_are_several(home: 
         assert again.name == first.name
         again._leave()
         with jv.Lab(name="second") as second:
-            with pytest.raises(errors.LabNotFound, match="2 labs are running") as caught:
+            with pytest.raises(
+                errors.LabNotFound, match="2 labs are running"
+            ) as caught:
                 jv.Lab.attach()
             assert set(caught.value.fields["labs"]) == {first.name, "second"}  # type: ignore[arg-type]
             assert first.name in str(caught.value)
@@ -77,7 +89,10 @@ def test_attach_takes_the_only_lab_and_asks_which_where_there_are_several(home: 
                 again = jv.Lab.attach(word)
                 assert (again.name, again.address) == ("second", second.address)
                 again._leave()
-            with pytest.raises(errors.LabNotFound, match=r"no lab called 'third' is running.*\n.*second"):
+            with pytest.raises(
+                errors.LabNotFound,
+                match=r"no lab called 'third' is running.*\n.*second",
+            ):
                 jv.Lab.attach("third")
             listed = jv.Lab.list()
             assert [(info.name, info.state, len(info.holders)) for info in listed] == [
@@ -101,15 +116,22 @@ def test_a_name_is_one_labs_at_a_time(home: Path):
             jv.Lab(name="mine")
         assert lab.status()["lab"] == "mine"
     with jv.Lab(name="mine") as lab:
-        assert (home / "labs" / "mine" / "gateway.log").read_text().count("listens") == 1, "its logs are its own"
+        assert (home / "labs" / "mine" / "gateway.log").read_text().count(
+            "listens"
+        ) == 1, "its logs are its own"
 
 
-def test_a_lab_that_never_comes_up_holds_no_other_for_ever(home: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_lab_that_never_comes_up_holds_no_other_for_ever(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("jvlab.gateway._launcher.START_DEADLINE", 0.2)
     (home / "labs").mkdir(parents=True)
     with open(home / "labs" / ".names", "ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(errors.GatewayUnreachable, match=r"another lab that is just starting, to start 'mine'"):
+        with pytest.raises(
+            errors.GatewayUnreachable,
+            match=r"another lab that is just starting, to start 'mine'",
+        ):
             jv.Lab(name="mine")
 
 
@@ -172,16 +194,24 @@ def test_hostile_state_files_hide_no_other_lab(home: Path):
         "nan": json.dumps({**fields, "started": "x"}).encode(),
     }
     files = [state(home, name, content) for name, content in bad.items()]
-    away = state(home, "away", json.dumps({**fields, "lab": "away", "host": "another"}).encode())
-    dead = state(home, "dead", json.dumps({**fields, "lab": "dead", "started": 1.0}).encode())
+    away = state(
+        home, "away", json.dumps({**fields, "lab": "away", "host": "another"}).encode()
+    )
+    dead = state(
+        home, "dead", json.dumps({**fields, "lab": "dead", "started": 1.0}).encode()
+    )
     with jv.Lab(name="good") as lab:
         again = jv.Lab.attach()
         assert again.name == lab.name
         again._leave()
         states = {info.name: info.state for info in jv.Lab.list()}
         assert states["good"] == "running"
-        assert states["away"] == "elsewhere", "another host's lab is not ours to clear away"
-        assert {name for name, found in states.items() if found == "unreadable"} == set(bad) - {"huge"}
+        assert states["away"] == "elsewhere", (
+            "another host's lab is not ours to clear away"
+        )
+        assert {name for name, found in states.items() if found == "unreadable"} == set(
+            bad
+        ) - {"huge"}
         assert away.exists()
         assert not dead.exists()
         with pytest.raises(errors.LabNotFound, match="no lab called 'dead'"):
@@ -193,9 +223,13 @@ def test_hostile_state_files_hide_no_other_lab(home: Path):
 @settings(max_examples=examples(60))
 @given(
     content=st.binary(max_size=200)
-    | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps).map(str.encode)
+    | st.recursive(st.none() | st.integers() | st.text(), st.lists)
+    .map(json.dumps)
+    .map(str.encode)
 )
-def test_hostile_state_files_of_any_content(tmp_path_factory: pytest.TempPathFactory, content: bytes):
+def test_hostile_state_files_of_any_content(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes
+):
     file = tmp_path_factory.mktemp("lab") / "lab.json"
     file.write_bytes(content)
     found = _labs._read(file)

@@ -78,7 +78,11 @@ def let_look(pid: int) -> None:
 
     def waits() -> int:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches"))
+        return next(
+            int(line.split()[1])
+            for line in lines
+            if line.startswith("voluntary_ctxt_switches")
+        )
 
     goal, deadline = waits() + 8, time.monotonic() + 60
     while waits() < goal:
@@ -86,7 +90,9 @@ def let_look(pid: int) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("how", ["pipe closed", "command exits", "command killed", "supervisor terminated"])
+@pytest.mark.parametrize(
+    "how", ["pipe closed", "command exits", "command killed", "supervisor terminated"]
+)
 def test_nothing_is_left(tmp_path: Path, temporary: Path, how: str):
     process = start(tmp_path, temporary)
     with process:
@@ -97,11 +103,18 @@ def test_nothing_is_left(tmp_path: Path, temporary: Path, how: str):
         assert len(list(scratch.iterdir())) == 3, "a socket, a file and a folder"
         assert list(temporary.iterdir()) == [scratch], "nothing beside its own folder"
         deadline = time.monotonic() + 60
-        while len(pids := process_tree(process.pid)) < 3 or not shared_memory(list(pids)):
-            assert time.monotonic() < deadline, "command, grandchild and segment are there while it runs"
+        while len(pids := process_tree(process.pid)) < 3 or not shared_memory(
+            list(pids)
+        ):
+            assert time.monotonic() < deadline, (
+                "command, grandchild and segment are there while it runs"
+            )
             time.sleep(0.05)
         held = shared_memory(list(pids))
-        assert {os.path.basename(name).partition("-")[0] for name in held} == {"jvlab", "sem.mp"}
+        assert {os.path.basename(name).partition("-")[0] for name in held} == {
+            "jvlab",
+            "sem.mp",
+        }
         let_look(process.pid)
         if how == "pipe closed":
             process.stdin.close()
@@ -118,7 +131,9 @@ def test_nothing_is_left(tmp_path: Path, temporary: Path, how: str):
     assert list(temporary.iterdir()) == []
 
 
-def test_a_killed_supervisor_leaves_no_temporary_folder(tmp_path: Path, temporary: Path):
+def test_a_killed_supervisor_leaves_no_temporary_folder(
+    tmp_path: Path, temporary: Path
+):
     with start(tmp_path, temporary) as process:
         pids = process_tree(process.pid)
         assert len(list(temporary.iterdir())) == 1
@@ -129,11 +144,15 @@ def test_a_killed_supervisor_leaves_no_temporary_folder(tmp_path: Path, temporar
             time.sleep(0.05)
         assert list(temporary.iterdir()) == []
         # the grandchild in a session of its own: nobody is left who could end it
-        for pid in {p for p in alive(pids) if "sleep(600)" in command_line(psutil.Process(p))}:
+        for pid in {
+            p for p in alive(pids) if "sleep(600)" in command_line(psutil.Process(p))
+        }:
             os.kill(pid, signal.SIGKILL)
 
 
-def test_what_all_at_once_killed_processes_leave_is_swept_later(tmp_path: Path, temporary: Path):
+def test_what_all_at_once_killed_processes_leave_is_swept_later(
+    tmp_path: Path, temporary: Path
+):
     second = tmp_path / "second"
     second.mkdir()
     with start(tmp_path, temporary) as process, start(second, temporary) as other:
@@ -155,14 +174,18 @@ def test_what_all_at_once_killed_processes_leave_is_swept_later(tmp_path: Path, 
         assert young.exists(), "its owner may not have locked it yet"
         sweep_scratch(temporary, age=0)
         assert not young.exists()
-        assert len(list(temporary.iterdir())) == 2, "the living one's folder and the stranger's stay"
+        assert len(list(temporary.iterdir())) == 2, (
+            "the living one's folder and the stranger's stay"
+        )
         assert other.stdin is not None
         other.stdin.close()
         other.wait(60)
         assert list(temporary.iterdir()) == [stranger]
 
 
-def test_a_long_temporary_folder_is_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_long_temporary_folder_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     deep = tmp_path / ("x" * 80)
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))

@@ -17,7 +17,9 @@ import torch
 
 def patch_cpu_experts() -> None:
     """Patch vLLM's kernels; to be called before they are used."""
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
+        CPUUnquantizedExperts,
+    )
 
     if not hasattr(CPUUnquantizedExperts.apply, "__wrapped__"):
         CPUUnquantizedExperts.apply = own_experts_only(CPUUnquantizedExperts.apply)
@@ -31,7 +33,8 @@ def own_experts_only(apply: Any) -> Any:
     def apply_own(*args: Any, **options: Any) -> None:
         given = signature.bind(*args, **options).arguments
         if given["expert_map"] is not None:
-            ids, weights = given["topk_ids"], given["topk_weights"]
+            ids = given["topk_ids"]
+            weights = given["topk_weights"]
             places = given["expert_map"].to(torch.int64)[ids.to(torch.int64)]
             given["topk_weights"] = torch.where(places >= 0, weights, 0)
             given["topk_ids"] = places.clamp(min=0).to(ids.dtype)

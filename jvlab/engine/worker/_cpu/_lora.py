@@ -25,7 +25,9 @@ def no_adapter_is_zero(shrink: Any) -> Any:
     """The kernel, with rows of zeros where the slot is negative."""
 
     @functools.wraps(shrink)
-    def shrink_or_zero(inputs: Any, weights: Any, output: Any, slots: Any, *args: Any, **options: Any) -> None:
+    def shrink_or_zero(
+        inputs: Any, weights: Any, output: Any, slots: Any, *args: Any, **options: Any
+    ) -> None:
         shrink(inputs, weights, output, slots, *args, **options)
         output[: slots.shape[0]][slots < 0] = 0
 

@@ -21,7 +21,8 @@ def patch_cpu_seeds() -> None:
 
 def patch_runner(runner: Any) -> None:
     """Replace the two methods of a runner class: the one that samples, and the one that rewinds."""
-    sample, bookkeeping = runner._sample, runner._bookkeeping_sync
+    sample = runner._sample
+    bookkeeping = runner._bookkeeping_sync
 
     @functools.wraps(sample)
     def sample_and_restore(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -33,7 +34,8 @@ def patch_runner(runner: Any) -> None:
 
     @functools.wraps(bookkeeping)
     def without_rewinding(self: Any, *args: Any, **kwargs: Any) -> Any:
-        generators, hidden = self.input_batch.generators, _discarded(self)
+        generators = self.input_batch.generators
+        hidden = _discarded(self)
         for row in hidden:
             del generators[row]
         try:
@@ -41,11 +43,16 @@ def patch_runner(runner: Any) -> None:
         finally:
             generators.update(hidden)
 
-    runner._sample, runner._bookkeeping_sync = sample_and_restore, without_rewinding
+    runner._sample = sample_and_restore
+    runner._bookkeeping_sync = without_rewinding
 
 
 def _discarded(runner: Any) -> dict[int, Any]:
     """Row → generator of the requests whose token of this step is discarded."""
-    rows = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0].tolist()
+    rows = (
+        runner.discard_request_mask.np[: runner.input_batch.num_reqs]
+        .nonzero()[0]
+        .tolist()
+    )
     generators = runner.input_batch.generators
     return {row: generators[row] for row in rows if row in generators}
