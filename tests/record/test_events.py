@@ -219,7 +219,7 @@ def test_run_start_pairs_both_clocks() -> None:
 
 def test_importing_the_record_needs_numpy_only() -> None:
     code = (
-        "import sys, jvlab.record._record, jvlab.gateway._http_server, jvlab.record._export, jvlab.views._timeline; "
+        "import sys, jvlab.record._record, jvlab.record._export, jvlab.views._timeline; "
         "print([m for m in ('jax','torch','vllm','pandas','pyarrow','matplotlib','grpc','wandb') if m in sys.modules])"
     )
     assert (
