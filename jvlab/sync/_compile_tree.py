@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from jvlab._errors import ConfigError
 from jvlab._names import model_words
 from jvlab._progress import importing
-from jvlab.layout.checkpoint._tensors import read_config
+from jvlab.layout._checkpoint import read_config
 
 if TYPE_CHECKING:
     from jvlab.lab._pool import Pool
@@ -210,9 +210,9 @@ def trace_and_compile(
 
     The seconds of each step are written into `timing`.
     """
+    from jvlab.layout._checkpoint import CheckpointValues, checkpoint_tensors
     from jvlab.layout._formats import before_blocks, with_block_scales
     from jvlab.layout._shards import MeshSpec
-    from jvlab.layout.checkpoint._tensors import CheckpointValues, checkpoint_tensors
 
     clock = _Clock(timing)
     # a running pool: trace its engine
@@ -275,7 +275,7 @@ def _for_pool(
     clock: _Clock,
 ) -> Mapping:
     """The same for a running pool, whose ranks are traced in place, with the engine's own parallelism."""
-    from jvlab.layout.checkpoint._tensors import CheckpointValues, checkpoint_tensors
+    from jvlab.layout._checkpoint import CheckpointValues, checkpoint_tensors
 
     if not hasattr(pool, "trace"):
         raise ConfigError(

@@ -107,7 +107,7 @@ def _few(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
 
 def checkpoint_of(link: Any) -> Mapping[str, np.ndarray] | None:
     """The weights in the folder of the engine's model; None if there are none."""
-    from jvlab.layout.checkpoint._tensors import CheckpointValues
+    from jvlab.layout._checkpoint import CheckpointValues
 
     model = getattr(link.pool, "model", None)
     origin = link.mapping._origin

@@ -17,8 +17,8 @@ import torch
 from jvlab._errors import ConfigError, TraceError
 from jvlab.engine.tracing import _meta_model
 from jvlab.engine.tracing._trace import trace_model
+from jvlab.layout._checkpoint import checkpoint_tensors
 from jvlab.layout._types import CheckpointTensor, Format, Note, Parameter, RankLayout
-from jvlab.layout.checkpoint._tensors import checkpoint_tensors
 
 _BUILD_REMEDY = "choose sizes that divide the model's heads, experts and widths"
 # splits at the first numeric part of a name

@@ -15,10 +15,10 @@ import torch
 from jvlab._errors import CoverageError
 from jvlab.engine.tracing import _meta_model, _vllm_model
 from jvlab.engine.tracing._trace import model_digest, trace_model
+from jvlab.layout._checkpoint import read_config
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import SCALES
 from jvlab.layout._types import CheckpointTensor, RankLayout
-from jvlab.layout.checkpoint._tensors import read_config
 from jvlab.sync._compile_tree import compile_tree
 from jvlab.sync._mapping import Mapping
 from jvlab.trainer.models import tiny

@@ -24,6 +24,7 @@ from jvlab.engine.tracing import _meta_model, _vllm_model
 from jvlab.engine.tracing._trace import model_digest, trace_model
 from jvlab.engine.worker._receivers import Ledger
 from jvlab.engine.worker._weights import Weights
+from jvlab.layout._checkpoint import checkpoint_tensors, read_config
 from jvlab.layout._layout_codec import (
     layout_from_bytes,
     layout_to_plain,
@@ -32,7 +33,6 @@ from jvlab.layout._layout_codec import (
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._types import RELOADED, RankLayout
-from jvlab.layout.checkpoint._tensors import checkpoint_tensors, read_config
 from jvlab.sync._compile_tree import compile_tree
 from jvlab.sync._mapping import Mapping
 from jvlab.sync._pack import LinkPack, Source

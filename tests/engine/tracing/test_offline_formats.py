@@ -19,9 +19,9 @@ import jvlab as jv
 from jvlab._errors import ConfigError, TraceError
 from jvlab.engine.tracing import _meta_model
 from jvlab.engine.tracing._offline import trace_offline
+from jvlab.layout._checkpoint import checkpoint_tensors, read_config
 from jvlab.layout._plan_types import SCALES
 from jvlab.layout._types import RankLayout
-from jvlab.layout.checkpoint._tensors import checkpoint_tensors, read_config
 from jvlab.sync._compile_tree import compile_tree
 from jvlab.sync._mapping import Mapping
 from jvlab.trainer.models import tiny

@@ -15,8 +15,8 @@ pytest.importorskip("vllm")
 from jvlab._errors import ConfigError, CoverageError, TraceError
 from jvlab.engine.tracing import _meta_model, _offline
 from jvlab.engine.tracing._offline import trace_offline
+from jvlab.layout._checkpoint import checkpoint_tensors
 from jvlab.layout._types import CheckpointTensor, RankLayout
-from jvlab.layout.checkpoint._tensors import checkpoint_tensors
 from jvlab.sync._compile_tree import compile_tree
 from jvlab.sync._mapping import Mapping
 from jvlab.trainer.models import tiny

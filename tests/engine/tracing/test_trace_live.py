@@ -17,8 +17,8 @@ import torch
 from jvlab.engine.tracing import _meta_model
 from jvlab.engine.tracing._offline import trace_offline
 from jvlab.engine.tracing._trace import model_digest, trace_model, trace_worker
+from jvlab.layout._checkpoint import checkpoint_tensors
 from jvlab.layout._layout_codec import layout_from_plain
-from jvlab.layout.checkpoint._tensors import checkpoint_tensors
 from jvlab.trainer.models import tiny
 from tests.engine.tracing import trace_oracle as oracle
 from tests.engine.tracing.trace_oracle_configs import OWN

@@ -20,8 +20,8 @@ from jvlab.engine.tracing import _meta_model, _vllm_model
 from jvlab.engine.tracing._trace import trace_model
 from jvlab.engine.worker._reload import fingerprint
 from jvlab.engine.worker._weights import Weights
+from jvlab.layout._checkpoint import checkpoint_tensors
 from jvlab.layout._types import RELOADED, CheckpointTensor, RankLayout
-from jvlab.layout.checkpoint._tensors import checkpoint_tensors
 from jvlab.trainer.models import tiny
 from tests.engine.tracing import fp8_model
 from tests.engine.worker import row_quant

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import jvlab as jv
+from jvlab.layout._checkpoint import checkpoint_tensors, read_config
 from jvlab.layout._tree import LeafShape
 from jvlab.layout._types import Binding, CheckpointTensor
-from jvlab.layout.checkpoint._tensors import checkpoint_tensors, read_config
 from jvlab.layout.rules._alternatives import (
     KINDS,
     Alternative,

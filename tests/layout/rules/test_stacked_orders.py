@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jvlab as jv
-from jvlab.layout.checkpoint._tensors import checkpoint_tensors, read_config
+from jvlab.layout._checkpoint import checkpoint_tensors, read_config
 from jvlab.layout.rules._alternatives import alternatives
 from jvlab.layout.rules._builtin import policy_rules
 from jvlab.layout.rules._evidence import match

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from jvlab._errors import ModelError
-from jvlab.layout.checkpoint._tensors import checkpoint_tensors
+from jvlab.layout._checkpoint import checkpoint_tensors
 from jvlab.trainer.models import tiny
 from tests.engine.tracing.trace_oracle_configs import OWN
 
