@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+Shape = tuple[int, ...]
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -37,10 +39,10 @@ class Binding:
 
     leaf: str
     tensor: str
-    leaf_shape: tuple[int, ...]
-    tensor_shape: tuple[int, ...]
-    leaf_start: tuple[int, ...]
-    tensor_start: tuple[int, ...]
+    leaf_shape: Shape
+    tensor_shape: Shape
+    leaf_start: Shape
+    tensor_start: Shape
     axes: tuple[Axis, ...]
     add: float = 0.0
     # dtype to cast to before the engine's own, e.g. "bfloat16"; None: straight to the engine's
@@ -59,7 +61,7 @@ class Leaf:
     """
 
     path: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: str
     devices: np.ndarray = field(repr=False)  # int32 [D], global device ids
     starts: np.ndarray = field(repr=False)  # int64 [D, ndim]
@@ -71,7 +73,7 @@ class CheckpointTensor:
     """A tensor as a checkpoint names it."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: str
 
 
@@ -80,9 +82,9 @@ class Parameter:
     """A live vLLM parameter on one rank. `strides` in elements of its storage; offset 0 is its first element."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: str
-    strides: tuple[int, ...]
+    strides: Shape
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ def shapes_for(
     rules: Any, config: Dict[str, Any], tensors: list[CheckpointTensor]
 ) -> Dict[str, Any]:
     """Leaf shapes for a plan without parameters: those that declared rules imply; for "auto", the Policy's."""
-    from jvlab.layout.rules._policy_shapes import leaf_shapes_for
+    from jvlab.layout.rules._builtin import leaf_shapes_for
 
     if _listed(rules)[0]:
         try:
@@ -174,8 +174,7 @@ def policy_shapes(
     scanned: bool | None = None,
 ) -> Dict[str, Any]:
     """Leaf shapes of jvlab's own Policy for a model, from its config and tensors alone."""
-    from jvlab.layout.rules._builtin import policy_rules
-    from jvlab.layout.rules._policy_shapes import leaf_shapes_for
+    from jvlab.layout.rules._builtin import leaf_shapes_for, policy_rules
 
     return leaf_shapes_for(
         policy_rules(config, [t.name for t in tensors], scanned), tensors, config, dtype

@@ -267,8 +267,7 @@ def explain(
 ) -> ScoreGap:
     """Look for an alternative rule under which the trainer computes what the engine does, while time is left."""
     from jvlab.layout._tree import flatten
-    from jvlab.layout.rules._alternatives import alternatives_of, joint
-    from jvlab.layout.rules._evidence import reread
+    from jvlab.layout.rules._alternatives import alternatives_of, joint, reread
 
     arrays = flatten(params).arrays
     if sum(a.nbytes for a in arrays.values()) > MAX_EXPLAIN_BYTES:
@@ -300,8 +299,7 @@ def blind_spots(
     That they depend on a leaf is not enough: two leaves that are nearly equal can still be exchanged.
     """
     from jvlab.layout._tree import flatten
-    from jvlab.layout.rules._alternatives import alternatives_of
-    from jvlab.layout.rules._evidence import reread
+    from jvlab.layout.rules._alternatives import alternatives_of, reread
 
     arrays = flatten(params).arrays
     out = untold(mapping.bindings, arrays)

@@ -18,11 +18,13 @@ import numpy as np
 from jvlab.analysis.diagnose._bisection import largest
 from jvlab.layout.rules._alternatives import (
     Alternative,
+    Match,
     alternatives_of,
     joint,
+    match,
+    reread,
     together,
 )
-from jvlab.layout.rules._evidence import Match, match, reread
 from jvlab.layout.rules._roles import templates
 
 ROUNDS = 4  # greedy search: wrong rules of different kinds, found one after the other

@@ -16,11 +16,13 @@ from jvlab.layout.rules._alternatives import (
     KINDS,
     Alternative,
     alternatives,
+    compare,
     joint,
+    match,
+    reread,
     together,
 )
 from jvlab.layout.rules._builtin import policy_rules
-from jvlab.layout.rules._evidence import compare, match, reread
 from jvlab.layout.rules._rules import apply_binding
 from jvlab.layout.rules._ruleset import Rules, stacked
 from jvlab.sync._compile_tree import policy_shapes
