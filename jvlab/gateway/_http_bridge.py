@@ -377,7 +377,7 @@ def _rank(layout: RankLayout) -> dict[str, Any]:
         ],
         "copies": [_copy(layout, row) for row in range(len(layout.tensor))],
         "opaque": _notes(layout.opaque),
-        "staged": _notes(layout.staged),
+        "staged": _notes(layout.repacked),
         "padding": _notes(layout.padding),
         "unused": list(layout.unused),
     }

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jvlab._errors import ConfigError, LayoutError
-from jvlab.layout._types import Leaf
+from jvlab.layout._types import Leaf, Shape
 
 # of a described mesh, as of one made by `jv.mesh`
 MESH_AXES = ("fsdp", "tp", "ep", "dp")
@@ -27,8 +27,8 @@ class MeshSpec:
     """A device mesh by names and sizes, with its device ids in C order; default: from 0."""
 
     names: tuple[str, ...]
-    sizes: tuple[int, ...]
-    ids: tuple[int, ...] = ()
+    sizes: Shape
+    ids: Shape = ()
 
     def __post_init__(self) -> None:
         if len(set(self.names)) != len(self.names) or any(n < 1 for n in self.sizes):
@@ -127,7 +127,7 @@ def mesh_processes(mesh: object) -> dict[int, int] | None:
     return {int(d.id): int(d.process_index) for d in _mesh_devices(mesh)} or None
 
 
-def default_spec(shape: tuple[int, ...], mesh: MeshSpec) -> Spec:
+def default_spec(shape: Shape, mesh: MeshSpec) -> Spec:
     """The usual sharding of this shape: each mesh axis cuts the largest dimension that it still divides.
 
     Scalars and vectors (norms, biases) are replicated; nothing is cut along data-parallel axes.
@@ -169,7 +169,7 @@ def leaf_from_spec(
 
 @lru_cache(maxsize=4096)
 def _boxes(
-    shape: tuple[int, ...], mesh: MeshSpec, spec: Spec
+    shape: Shape, mesh: MeshSpec, spec: Spec
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Device boxes; cached, so that equal leaves share arrays and the planner can compare them by identity."""
     flat = [
@@ -249,7 +249,7 @@ def leaf_from_array(
 
 
 def _read_sharding(
-    sharding: Any, shape: tuple[int, ...]
+    sharding: Any, shape: Shape
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     items = sorted(sharding.devices_indices_map(shape).items(), key=lambda kv: kv[0].id)
     bounds = [

@@ -89,13 +89,13 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Note:
-    """A named exception to plain copying, with the reason in words: an opaque tensor, a staged layer, padding."""
+    """A named exception to plain copying, with the reason in words: an opaque tensor, a re-packed layer, padding."""
 
     name: str
     reason: str
     elements: int = 0
     # of padding: "constant" (the loader fills it), "opaque" (an opaque tensor does), "scale" (computed from another
-    # parameter), "gap" (nothing does); of a staged parameter: RELOADED, or "" if jvlab packs it again
+    # parameter), "gap" (nothing does); of a re-packed parameter: RELOADED, or "" if jvlab packs it again
     kind: str = ""
 
 
@@ -115,7 +115,7 @@ class Format:
     text: str  # for people: "fp8, one scale per fused parameter, transposed"
 
 
-# kind of a staged parameter that vLLM's own reload makes of what arrives, in each sync
+# kind of a re-packed parameter that vLLM's own reload makes of what arrives, in each sync
 RELOADED = "reloaded"
 
 
@@ -142,7 +142,7 @@ class RankLayout:
     padding: tuple[Note, ...] = ()
     # checkpoint tensors that must go whole through load_weights
     opaque: tuple[Note, ...] = ()
-    staged: tuple[Note, ...] = ()  # live parameters that are re-packed after loading
+    repacked: tuple[Note, ...] = ()  # live parameters that are re-packed after loading
     # checkpoint tensors this rank's loader takes nothing from
     unused: tuple[str, ...] = ()
     # parameters that hold a function of the checkpoint's values
@@ -151,4 +151,4 @@ class RankLayout:
     @property
     def reloaded(self) -> set[str]:
         """Parameters that vLLM's own reload makes of what arrives: their memory is not what the layout describes."""
-        return {note.name for note in self.staged if note.kind == RELOADED}
+        return {note.name for note in self.repacked if note.kind == RELOADED}

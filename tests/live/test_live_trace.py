@@ -90,7 +90,7 @@ def test_live_trace_equals_offline_and_changes_nothing(llama: str, tmp_path: Pat
             "dst_strides",
         ):
             assert np.array_equal(getattr(one, column), getattr(other, column)), column
-        packed = {note.name for note in one.staged}
+        packed = {note.name for note in one.repacked}
         assert "model.layers.0.self_attn.qkv_proj.weight" in packed, (
             "vLLM packs linear weights for oneDNN on a CPU"
         )

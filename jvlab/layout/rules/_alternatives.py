@@ -348,8 +348,12 @@ class Readings:
         head = self.known.get("h", 0)
         if not isinstance(target, Ax) or not head or first.tensor_shape[dim] % head:
             return []
-        wanted = "n" if roles <= {"q", "o"} else "k" if roles <= {"k", "v"} else "m"
-        heads = next(x for x in (wanted, "m", "y", "z") if x not in axes)
+        letters = ["m", "y", "z"]
+        if roles <= {"q", "o"}:
+            letters.insert(0, "n")
+        elif roles <= {"k", "v"}:
+            letters.insert(0, "k")
+        heads = next(letter for letter in letters if letter not in axes)
         return [edits.split(rule, target.name, f"{heads} h", f"{heads} h")]
 
     def _rotary(self, bases: Sequence[Rule], unit: Unit, roles: set[str]) -> None:
@@ -466,7 +470,10 @@ def _places(old: Rule, new: Rule) -> str:
 
 def _exchanges(count: int) -> Iterator[tuple[int, ...]]:
     for a, b in itertools.combinations(range(count), 2):
-        yield tuple(b if j == a else a if j == b else j for j in range(count))
+        order = list(range(count))
+        order[a] = b
+        order[b] = a
+        yield tuple(order)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from jvlab.layout.rules._syntax import (
     Name,
     name_text,
     parse_rule,
+    walk_axes,
     walk_names,
 )
 
@@ -384,7 +385,7 @@ def _take(
     # the other tensors of a stack have the same shape; `bind` refuses them if not
     if path not in known:
         new[path] = _Found(c, p.choice, tensor, _sizes(p, tensor, config))
-    named = {a for d in c.rule.left for m in terms_of(d) for a in m}
+    named = {a.name for a in walk_axes(c.rule.left)}
     counted = known[path].counted
     for axis, value in values.items():
         if axis in named and isinstance(value, int):

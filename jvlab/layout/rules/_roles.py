@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from jvlab.layout._types import Shape
 from jvlab.layout.rules._syntax import Index, Name, Part, name_text
 
 _LAYER_WORDS = re.compile(
@@ -41,8 +42,8 @@ class Template:
 
     pieces: tuple[str, ...]  # one more than there are slots
     kinds: tuple[str, ...]  # of each slot: "layer" or "expert"
-    members: Mapping[tuple[int, ...], str]
-    shape: tuple[int, ...]
+    members: Mapping[Shape, str]
+    shape: Shape
 
     def values(self, slot: int) -> frozenset[int]:
         """The numbers seen in a slot."""
@@ -97,7 +98,11 @@ class Role:
 
     def __str__(self) -> str:
         words = _DESCRIPTIONS.get(self.base, self.base)
-        who = "shared expert's " if self.shared else "experts' " if self.expert else ""
+        who = ""
+        if self.shared:
+            who = "shared expert's "
+        elif self.expert:
+            who = "experts' "
         return f"the {who}{words}{' bias' if self.bias else ''}"
 
 
@@ -142,14 +147,13 @@ def _slot_kinds(texts: tuple[str, ...]) -> tuple[str, ...]:
         slot = whole and (
             not stem or _LAYER_WORDS.fullmatch(word) or _EXPERT_WORDS.fullmatch(word)
         )
-        out.append(
-            ("expert" if _EXPERT_WORDS.search(word) else "layer") if slot else ""
-        )
+        kind = "expert" if _EXPERT_WORDS.search(word) else "layer"
+        out.append(kind if slot else "")
     return tuple(out)
 
 
 def templates(
-    shapes: Mapping[str, tuple[int, ...]], among: Iterable[str] | None = None
+    shapes: Mapping[str, Shape], among: Iterable[str] | None = None
 ) -> list[Template]:
     """Groups names into templates. A number is a slot if it stands alone, ends a word such as `layer` or `block`, or
     ends the name of a module that is repeated: `Tower_0`, `Tower_1`, … with the same leaves.
@@ -157,9 +161,9 @@ def templates(
     `among` are all names of the tree, where `shapes` holds some of them: a module is repeated or not as a whole.
     """
     repeated = _repeated(shapes if among is None else among)
-    groups: dict[
-        tuple[tuple[str, ...], tuple[str, ...]], dict[tuple[int, ...], str]
-    ] = defaultdict(dict)
+    groups: dict[tuple[tuple[str, ...], tuple[str, ...]], dict[Shape, str]] = (
+        defaultdict(dict)
+    )
     for name in shapes:
         texts = _DIGITS.split(name)
         pieces = [texts[0]]
@@ -399,7 +403,7 @@ def _norm_role(segments: list[list[str]], inside: bool) -> str:
     if not about_mlp and not about_attn:
         about_mlp = bool(near & _MLP)
         about_attn = bool(near & _ATTENTION)
-    when = "post_" if "post" in own else "pre_" if "pre" in own else ""
+    when = next((f"{word}_" for word in ("post", "pre") if word in own), "")
     if about_mlp != about_attn:
         return f"norm.{when}{'mlp' if about_mlp else 'attn'}"
     number = re.search(r"(\d)$", text)

@@ -130,12 +130,14 @@ def inner_orders(rule: Rule) -> Iterator[tuple[str, Rule]]:
     for side in ("left", "right"):
         dims: Dims = getattr(rule, side)
         for at, dim in enumerate(dims):
+            if isinstance(dim, Ax):
+                continue
             for new in _orders_within(dim):
                 changed = (*dims[:at], new, *dims[at + 1 :])
                 yield f"{side} {_order(dim, new)}", replace(rule, **{side: changed})
 
 
-def _orders_within(dim: Dim) -> Iterator[Dim]:
+def _orders_within(dim: Merged | Cat) -> Iterator[Merged | Cat]:
     if isinstance(dim, Merged) and len(dim.items) <= 4:
         yield from (
             Merged(items)
@@ -152,17 +154,12 @@ def _orders_within(dim: Dim) -> Iterator[Dim]:
                 yield Cat(tuple(tuple(o[j] for j in order) for o in dim.options))
 
 
-def _order(old: Dim, new: Dim) -> str:
+def _order(old: Merged | Cat, new: Merged | Cat) -> str:
     """The permutation, independent of axis names: equal for `(n h)` of q and `(k h)` of k."""
-    items = lambda dim: (
-        dim.items
-        if isinstance(dim, Merged)
-        else dim.options[0]
-        if isinstance(dim, Cat)
-        else (dim,)
+    before, after = (
+        dim.items if isinstance(dim, Merged) else dim.options[0] for dim in (old, new)
     )
-    before = list(items(old))
-    return "".join(str(before.index(item)) for item in items(new))
+    return "".join(str(before.index(item)) for item in after)
 
 
 def joined(

@@ -335,7 +335,7 @@ class Solver:
 
     def solve(self, equations: Sequence[tuple[Dim, int, str]]) -> dict[str, int]:
         terms = [(terms_of(dim), total, where) for dim, total, where in equations]
-        names = {a for m, _, _ in terms for mono in m for a in mono}
+        names = {a.name for a in walk_axes([dim for dim, _, _ in equations])}
         usual = {a: s for a, s in convention(self.config).items() if a in names}
         for size in self.rule.sizes:
             usual.pop(size.name, None)
@@ -361,10 +361,8 @@ class Solver:
                     f"{where} is {total}, the rule says more than any array has",
                 )
             if got != total:
-                given = ", ".join(
-                    f"{a}={self.sizes[a]}"
-                    for a in sorted({a for m in monomials for a in m})
-                )
+                axes = sorted(set().union(*monomials))
+                given = ", ".join(f"{a}={self.sizes[a]}" for a in axes)
                 raise Unfit(
                     "shape",
                     f"{where} is {total}, the rule says {got} ({given or 'a size-one dimension'})",
@@ -416,7 +414,7 @@ class Solver:
 
     def _one_unknown(self, term: tuple[list[tuple[str, ...]], int, str]) -> bool:
         monomials, total, where = term
-        unknown = {a for m in monomials for a in m if a not in self.sizes}
+        unknown = set().union(*monomials) - self.sizes.keys()
         if len(unknown) != 1:
             return False
         axis = unknown.pop()

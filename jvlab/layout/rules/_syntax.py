@@ -597,17 +597,14 @@ class _Scanner:
                 self.bound(len(sizes) + 1, "sizes", self.pos)
                 sizes.append(self.size())
                 self.space()
-        sign = 1.0 if self.take("+") else -1.0 if self.take("-") else 0.0
+        sign = next((sign for sign in "+-" if self.take(sign)), "")
         if sign:
             self.space()
             pos = self.pos
-            add = sign * float(
-                self.match(_NUMBER, "a number to add", "write `+ 1` or `- 1`")
-            )
+            help_ = "write `+ 1` or `- 1`"
+            add = float(sign + self.match(_NUMBER, "a number to add", help_))
             if abs(add) > MAX_ADD:
-                self.fail(
-                    "more than a float32 holds is added", "write `+ 1` or `- 1`", pos
-                )
+                self.fail("more than a float32 holds is added", help_, pos)
             self.space()
         if self.keyword("as"):
             self.space()

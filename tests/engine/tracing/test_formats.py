@@ -284,7 +284,7 @@ def test_what_the_inspector_says(tmp_path: Path, reduction: Reduction) -> None:
 
 def reloaded(layouts: list[RankLayout]) -> dict[str, str]:
     """Parameters that go through vLLM's own reload, and why."""
-    return {n.name: n.reason for x in layouts for n in x.staged if n.kind == RELOADED}
+    return {n.name: n.reason for x in layouts for n in x.repacked if n.kind == RELOADED}
 
 
 def test_a_format_that_jvlab_has_not_is_named(

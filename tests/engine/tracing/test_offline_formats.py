@@ -68,7 +68,7 @@ def compare(planned: Sequence[RankLayout], live: Sequence[RankLayout]) -> None:
         assert a.formats == b.formats
         assert sorted(map(repr, a.padding)) == sorted(map(repr, b.padding))
         assert (a.rank, a.coords, a.tensors) == (b.rank, b.coords, b.tensors)
-        assert (a.staged, a.opaque, a.unused) == (b.staged, b.opaque, b.unused)
+        assert (a.repacked, a.opaque, a.unused) == (b.repacked, b.opaque, b.unused)
         for name in COLUMNS:
             assert np.array_equal(getattr(a, name), getattr(b, name)), name
 

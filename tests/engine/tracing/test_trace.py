@@ -102,7 +102,7 @@ def test_rows_give_what_vllm_loads(name: str, tp: int, checkpoint: Any) -> None:
     layouts = trace_offline(folder, tensor_parallel=tp, dtype="float32")
     assert len(layouts) == tp
     assert all(
-        layout.opaque == () and layout.unused == () and layout.staged == ()
+        layout.opaque == () and layout.unused == () and layout.repacked == ()
         for layout in layouts
     )
     check(folder, layouts, tp)

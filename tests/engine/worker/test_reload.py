@@ -120,7 +120,7 @@ def test_bytes_are_those_of_vllms_reload_and_memory_stays(tmp_path: Path) -> Non
     by_vllm = fp8_model.loaded(config, fp8_model.checkpoint(one))
     model = fp8_model.loaded(config, fp8_model.checkpoint(one))
     layout = trace_model(model, checkpoint_tensors(one))
-    notes = {n.name: n.reason for n in layout.staged if n.kind == RELOADED}
+    notes = {n.name: n.reason for n in layout.repacked if n.kind == RELOADED}
     names = [
         f"model.layers.{i}.{part}"
         for i in (0, 1)
