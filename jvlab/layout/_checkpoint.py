@@ -274,7 +274,7 @@ class CheckpointValues(Mapping[str, np.ndarray]):
         if isinstance(model, Mapping) or not Path(str(model)).is_dir():
             return None
         found = cls(Path(str(model)))
-        return found if found._files else None
+        return found if len(found) else None
 
     def _stored(self, name: str) -> np.ndarray:
         file, entry = self._files[name]
@@ -420,8 +420,9 @@ def _from_config(config: dict[str, Any]) -> list[CheckpointTensor]:
     state = {}
     # of tied tensors a checkpoint has only the first
     for name, tensor in model.state_dict().items():
-        if tensor.untyped_storage()._cdata not in seen:
-            seen.add(tensor.untyped_storage()._cdata)
+        storage = tensor.untyped_storage()._cdata
+        if storage not in seen:
+            seen.add(storage)
             state[name] = tensor
     # transformers 5 fuses experts in memory, not on disk
     on_disk = revert_weight_conversion(model, state)

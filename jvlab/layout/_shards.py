@@ -67,7 +67,7 @@ class MeshSpec:
         if isinstance(mesh, MeshSpec):
             return mesh
         if isinstance(mesh, str):
-            return cls.parse(mesh)._known()
+            return cls.parse(mesh).with_known_axes()
         shape = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
         if not isinstance(shape, Mapping):
             raise ConfigError(
@@ -78,9 +78,10 @@ class MeshSpec:
         made = cls(
             tuple(str(k) for k in shape), tuple(map(_axis_size, shape.values())), ids
         )
-        return made._known() if isinstance(mesh, Mapping) else made
+        return made.with_known_axes() if isinstance(mesh, Mapping) else made
 
-    def _known(self) -> MeshSpec:
+    def with_known_axes(self) -> MeshSpec:
+        """Itself; a ConfigError where an axis is none of those that `jv.mesh` has."""
         for name in self.names:
             if name not in MESH_AXES:
                 raise ConfigError(

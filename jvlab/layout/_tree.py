@@ -603,7 +603,8 @@ def _plain(tree: Any) -> Any:
             return _plain(nnx.state(tree))
     if _is(tree, "flax", "State"):
         return dict(tree.items())
-    return tree.state_dict() if _is(tree, "torch", "Module") else tree
+    module: Any = tree
+    return module.state_dict() if _is(module, "torch", "Module") else tree
 
 
 def _is_variable(leaf: Any) -> bool:

@@ -595,25 +595,26 @@ def _fused_layouts(pair: Pair, config: Config) -> Iterator[_Layout]:
     all_heads = "[" + "|".join(heads) + "]"
     concat = "[" + "|".join(f"{x}{tail}" for x in heads) + "]"
     group = f"({unit} {split}{tail})"
-    if len(pair.tensors) > 1:
-        rights = [(concat, "")]
-    else:
+    one_leaf = len(pair.leaves) == 1
+    one_tensor = len(pair.tensors) == 1
+    rights = [(concat, "")]
+    if one_tensor:
         forms = {"concatenated": concat, "interleaved": group}
         rights = [
             (forms[form], f"{form} in the checkpoint")
             for form in _tensor_forms(pair, config)
         ]
-    if len(pair.tensors) == len(pair.leaves) == 1 and _module(
-        pair.leaves[0]
-    ) == _module(pair.tensors[0]):
+    leaf = pair.leaves[0]
+    tensor = pair.tensors[0]
+    if one_leaf and one_tensor and _module(leaf) == _module(tensor):
         yield _Layout((("x", "o"), *into), "x", "fused on both sides under one name")
-        if len(pair.leaves[0].shape) <= len(pair.tensors[0].shape):
+        if len(leaf.shape) <= len(tensor.shape):
             return
     size = [("h", "oH")] if tail else []
     leaf_forms: list[tuple[list[tuple[str, str]], str]] = [
         ([(concat, "o")], "concatenated")
     ]
-    if len(pair.leaves) == 1:
+    if one_leaf:
         leaf_forms += [
             ([(group, "o")], "interleaved by head" if tail else "interleaved"),
             (
@@ -623,12 +624,12 @@ def _fused_layouts(pair: Pair, config: Config) -> Iterator[_Layout]:
         ]
     if tail:
         leaf_forms.append(([(all_heads, "oN"), *size], "heads concatenated"))
-        if len(pair.leaves) == 1 and split == ones:
+        if one_leaf and split == ones:
             leaf_forms.append(([(ones, "oP"), (f"({unit} h)", "o")], "stacked"))
     for right, tensor_how in rights:
         for atoms, leaf_how in leaf_forms:
             hows = [tensor_how] if tensor_how else []
-            if len(pair.leaves) == 1:
+            if one_leaf:
                 hows = [f"{leaf_how} in the leaf", *hows]
             yield _Layout((*atoms, *into), right, ", ".join(hows))
 

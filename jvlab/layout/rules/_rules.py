@@ -743,7 +743,7 @@ def _instances(
                     leaf,
                     tensor,
                     first.leaf_shape,
-                    shape,
+                    first.tensor_shape,
                     tuple(start),
                     tuple(tensor_start),
                     solved.axes,

@@ -306,7 +306,7 @@ class Rules:
         """On first use: `checkpoint`, `hf_flax`, …, `policy.<family>`, `policy.<family>.scanned`."""
         if cls._built_in:
             return
-        Rules._built_in = True
+        cls._built_in = True
         for name, text in PRESETS.items():
             cls.register(name, text)
         for family, text in POLICY.items():

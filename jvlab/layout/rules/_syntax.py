@@ -12,13 +12,14 @@ a, b     the same values to two tensors (tied); `b?`: only if the checkpoint has
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from jvlab._errors import RuleError
 
+T = TypeVar("T")
 DTYPES = (
     "float64",
     "float32",
@@ -388,17 +389,24 @@ class _Scanner:
             else ", found the end of the line"
         )
 
+    def several(self, read: Callable[[], T], separator: str, what: str) -> list[T]:
+        """What `read` reads, once or more, with a separator between."""
+        out = [read()]
+        while self.take(separator):
+            self.bound(len(out) + 1, what, self.pos)
+            out.append(read())
+        return out
+
     # names
 
     def names(self, side: str) -> tuple[Name, ...]:
-        names = [self.name(side)]
-        self.space()
-        while self.take(","):
+        def read() -> Name:
             self.space()
-            self.bound(len(names) + 1, "names", self.pos)
-            names.append(self.name(side))
+            name = self.name(side)
             self.space()
-        return tuple(names)
+            return name
+
+        return tuple(self.several(read, ",", "names"))
 
     def name(self, side: str) -> Name:
         pos = self.pos
@@ -419,10 +427,7 @@ class _Scanner:
                 out.append(self.hole(pos))
             elif self.take("["):
                 self.deeper(pos)
-                options = [self.parts()]
-                while self.take("|"):
-                    self.bound(len(options) + 1, "choices", pos)
-                    options.append(self.parts())
+                options = self.several(self.parts, "|", "choices")
                 self.need("]", "close the choice: `[q|k|v]`")
                 self.depth -= 1
                 out.append(Pick(tuple(options), pos))
@@ -546,10 +551,7 @@ class _Scanner:
 
     def cat(self, start: int) -> Cat:
         self.deeper(start)
-        options = [self.dims("|]")]
-        while self.take("|"):
-            self.bound(len(options) + 1, "parts", start)
-            options.append(self.dims("|]"))
+        options = self.several(lambda: self.dims("|]"), "|", "parts")
         self.need("]", "close the concatenation: `[n h|k h|k h]`")
         self.depth -= 1
         if not all(options):
@@ -569,6 +571,7 @@ class _Scanner:
         self.need("=", help_)
         self.space()
         if self.take("?"):
+            self.space()
             return Size(name, (), pos)
         factors = [("*", self.operand(help_))]
         while True:
@@ -591,12 +594,7 @@ class _Scanner:
         cast = None
         self.space()
         if self.keyword("where"):
-            sizes.append(self.size())
-            self.space()
-            while self.take(","):
-                self.bound(len(sizes) + 1, "sizes", self.pos)
-                sizes.append(self.size())
-                self.space()
+            sizes = self.several(self.size, ",", "sizes")
         sign = next((sign for sign in "+-" if self.take(sign)), "")
         if sign:
             self.space()
