@@ -269,7 +269,6 @@ def leaves_of(
     arrays: Mapping[str, Any],
     mesh: object = None,
     specs: Mapping[str, Spec] | None = None,
-    dtype: str | None = None,
 ) -> list[Leaf]:
     """Leaves of a flat {path: array or shape}. With `mesh`, shardings are described, not read from the arrays."""
     if mesh is None:
@@ -279,9 +278,7 @@ def leaves_of(
     problems = []
     leaves: list[Leaf] = []
     for path, a in arrays.items():
-        name = dtype or (
-            a.dtype if isinstance(a.dtype, str) else np.dtype(a.dtype).name
-        )
+        name = a.dtype if isinstance(a.dtype, str) else np.dtype(a.dtype).name
         try:
             leaves.append(
                 leaf_from_spec(path, a.shape, name, described, (specs or {}).get(path))

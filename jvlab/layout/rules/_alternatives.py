@@ -578,18 +578,16 @@ def match(
     reading: Alternative | Sequence[Binding],
     values: Mapping[str, Any],
     checkpoint: Mapping[str, np.ndarray],
-    samples: int = SAMPLES,
-    seed: int = 0,
 ) -> Match:
     """How well leaves match the checkpoint under a reading, over a sample of every binding."""
     whole = isinstance(reading, Alternative)
     bindings = reading.bindings if whole else reading
     factor = reading.factor if whole else 1.0
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     samples_of: list[tuple[np.ndarray, np.ndarray]] = []
     for b in bindings:
         if b.leaf in values and b.tensor in checkpoint:
-            leaf_at, tensor_at = _sample(b, samples, rng)
+            leaf_at, tensor_at = _sample(b, rng)
             mine = factor * (_gather(values[b.leaf], leaf_at) + b.add)
             samples_of.append((mine, _gather(checkpoint[b.tensor], tensor_at)))
     return compare(samples_of)
@@ -623,13 +621,11 @@ def compare(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Match:
     )
 
 
-def _sample(
-    b: Binding, samples: int, rng: np.random.Generator
-) -> tuple[tuple[np.ndarray, ...], ...]:
+def _sample(b: Binding, rng: np.random.Generator) -> tuple[tuple[np.ndarray, ...], ...]:
     """Indices of the same elements in the leaf and in the tensor."""
     sizes = [a.size for a in b.axes]
     total = math.prod(sizes)
-    picked = np.arange(total) if total <= samples else rng.integers(0, total, samples)
+    picked = np.arange(total) if total <= SAMPLES else rng.integers(0, total, SAMPLES)
     steps = np.unravel_index(picked, sizes) if sizes else ()
     leaf = [np.full(len(picked), at, np.int64) for at in b.leaf_start]
     tensor = [np.full(len(picked), at, np.int64) for at in b.tensor_start]

@@ -162,16 +162,14 @@ def _order(old: Merged | Cat, new: Merged | Cat) -> str:
     return "".join(str(before.index(item)) for item in after)
 
 
-def joined(
-    rule: Rule, same: Callable[[Rule], bool], names: Sequence[str] = ("h", "n", "k")
-) -> Rule:
+def joined(rule: Rule, same: Callable[[Rule], bool]) -> Rule:
     """The rule with adjacent axes joined where they are adjacent on both sides and the result means the `same`."""
     moved = True
     while moved:
         moved = False
         for x, y in _neighbours(rule.left) & _neighbours(rule.right):
             taken = rule.axis_names - {x, y}
-            for name in (n for n in names if n not in taken):
+            for name in (n for n in "hnk" if n not in taken):
                 made = replace(
                     rule,
                     left=_with_joined(rule.left, x, y, name),

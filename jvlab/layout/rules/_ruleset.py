@@ -34,14 +34,12 @@ from jvlab.layout.rules._syntax import Ax, Index, Part, Rule, name_text, parse_r
 # Rules of a tree with stacked layers, derived from those of the unstacked tree.
 
 
-def stacked(
-    rules: Iterable[Rule], capture: str = "i", axis: int = 0
-) -> tuple[Rule, ...]:
+def stacked(rules: Iterable[Rule], axis: int = 0) -> tuple[Rule, ...]:
     """The rules of the same tree scanned over layers: `layers.{i}.x` → `layers.x` with the new axis `i` at `axis`."""
 
     def without(parts: tuple[Part, ...]) -> tuple[Part, ...] | None:
         for at, part in enumerate(parts):
-            if isinstance(part, Index) and part.terms == ((1, capture),):
+            if isinstance(part, Index) and part.terms == ((1, "i"),):
                 before = parts[at - 1] if at else ""
                 after = parts[at + 1] if at + 1 < len(parts) else ""
                 if not isinstance(before, str) or not isinstance(after, str):
@@ -60,7 +58,7 @@ def stacked(
         if parts is None or not rule.leaf:
             out.append(rule)
             continue
-        left = (*rule.left[:axis], Ax(capture), *rule.left[axis:])
+        left = (*rule.left[:axis], Ax("i"), *rule.left[axis:])
         made = replace(rule, leaf=replace(rule.leaf, parts=parts), left=left)
         # parsed again from its own text, so that it is checked and its errors point into that text
         out.append(parse_rule(str(made), rule.line))
