@@ -29,18 +29,19 @@ from jvlab._errors import (
     TransportError,
 )
 from jvlab.engine._defaults import checkpoint_dtype
+from jvlab.layout._checkpoint import (
+    CheckpointValues,
+    checkpoint_tensors,
+    read_config_file,
+    read_header,
+    read_weight_map,
+)
 from jvlab.layout._layout_codec import (
     _WIRE_VERSION,
     layout_from_bytes,
     layout_from_plain,
 )
 from jvlab.layout._plan import MAGIC, TransferPlan
-from jvlab.layout.checkpoint._safetensors import read_header, read_weight_map
-from jvlab.layout.checkpoint._tensors import (
-    CheckpointValues,
-    checkpoint_tensors,
-    read_config_file,
-)
 from jvlab.record._batch import RolloutBatch
 from jvlab.record._events import RunStart, StepEvent
 from jvlab.record._log import EVENTS, SAMPLES, LogReader, encode
@@ -609,7 +610,7 @@ TEXTS = {
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_hostile_configs_and_indices_are_refused(name: str, tmp_path: Path):
-    from jvlab.layout.checkpoint._tensors import read_config as plan_config
+    from jvlab.layout._checkpoint import read_config as plan_config
 
     (tmp_path / "config.json").write_bytes(TEXTS[name])
     for read in (

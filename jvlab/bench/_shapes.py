@@ -79,7 +79,7 @@ def policy_of(folder: Path, dtype: str = "bfloat16", seed: int = 0) -> Any:
     import jax
     import jax.numpy as jnp
 
-    from jvlab.layout.checkpoint._tensors import checkpoint_tensors, read_config
+    from jvlab.layout._checkpoint import checkpoint_tensors, read_config
     from jvlab.trainer._policy import Policy, bind
     from jvlab.trainer.decoder import _model, _sharding
     from jvlab.trainer.decoder._config import DecoderConfig

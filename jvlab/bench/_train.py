@@ -195,7 +195,7 @@ def drawn_padding(budget: int = 16384, steps: int = 8, samples: int = 256) -> fl
 
 def _flops_per_pass(path: str) -> Callable[[int, int], float]:
     """Flops of a forward and backward pass over (rows, tokens)."""
-    from jvlab.layout.checkpoint._tensors import read_config
+    from jvlab.layout._checkpoint import read_config
     from jvlab.trainer.decoder._config import DecoderConfig
 
     c = DecoderConfig.from_hf(read_config(path))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jvlab.engine import _cpu
-from jvlab.layout.checkpoint._tensors import read_config_file
+from jvlab.layout._checkpoint import read_config_file
 
 QUIET = {  # no telemetry, from vLLM or from the hub's client
     "VLLM_NO_USAGE_STATS": "1",

@@ -249,7 +249,7 @@ class Bridge:
         }
 
     async def _mapping(self, _: Mapping[str, Any]) -> dict[str, Any]:
-        from jvlab.layout.checkpoint._tensors import checkpoint_tensors
+        from jvlab.layout._checkpoint import checkpoint_tensors
 
         model = self._gateway.registry.pool(self._pool).spec.model
         tensors = await asyncio.to_thread(checkpoint_tensors, model)
@@ -377,7 +377,7 @@ def _rank(layout: RankLayout) -> dict[str, Any]:
         ],
         "copies": [_copy(layout, row) for row in range(len(layout.tensor))],
         "opaque": _notes(layout.opaque),
-        "staged": _notes(layout.staged),
+        "staged": _notes(layout.repacked),
         "padding": _notes(layout.padding),
         "unused": list(layout.unused),
     }

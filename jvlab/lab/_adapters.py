@@ -16,7 +16,7 @@ import numpy as np
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, Unsupported
 from jvlab._names import check_name
-from jvlab.layout.checkpoint._tensors import (
+from jvlab.layout._checkpoint import (
     _header,
     checkpoint_tensors,
     read_config_file,

@@ -23,8 +23,7 @@ from jvlab._errors import (
     ModelError,
     NonFiniteError,
 )
-from jvlab.layout._plan_types import numpy_dtype
-from jvlab.layout.checkpoint._safetensors import DTYPES, read_header
+from jvlab.layout._checkpoint import DTYPES, read_header
 from jvlab.wire.processes._pipe import read_secret
 
 # the first match; else 500
@@ -79,22 +78,16 @@ def _tensors(file: Path) -> list[tuple[str, np.ndarray]]:
     try:
         entries = read_header(file)
         memory = np.memmap(file, np.uint8, mode="r")
-        return [
-            (e.name, memory[e.begin : e.end].view(_dtype(e.dtype)).reshape(e.shape))
-            for e in entries
-        ]
+        for entry in entries:
+            if entry.dtype not in DTYPES:
+                raise ValueError(f"its dtype {entry.dtype!r} is not known")
+        return [(entry.name, entry.array(memory)) for entry in entries]
     except (ValueError, TypeError) as error:  # ModelError is a ValueError
         text = getattr(error, "message", str(error))
         raise ModelError(
             f"{file} is no whole safetensors file: {text}",
             remedy="notify after the file is written and closed",
         ) from error
-
-
-def _dtype(code: str) -> np.dtype[Any]:
-    if code not in DTYPES:
-        raise ValueError(f"its dtype {code!r} is not known")
-    return numpy_dtype(DTYPES[code])
 
 
 class Updater:

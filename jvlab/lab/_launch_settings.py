@@ -285,14 +285,14 @@ class LaunchOptions:
 
 def _has_experts(model: str) -> bool:
     """Whether a local model is a mixture of experts; False for a hub id."""
-    from jvlab.layout.checkpoint._tensors import expert_count, read_config
+    from jvlab.layout._checkpoint import expert_count, read_config
 
     return os.path.isdir(model) and expert_count(read_config(model)) > 1
 
 
 def _latent_attention(model: str) -> bool:
     """Whether a local model uses multi-head latent attention; False for a hub id."""
-    from jvlab.layout.checkpoint._tensors import read_config
+    from jvlab.layout._checkpoint import read_config
 
     return os.path.isdir(model) and "kv_lora_rank" in read_config(model)
 

@@ -454,7 +454,7 @@ class PoolCalls(WatchedPool, Turns):
         tensors    names and shapes of the checkpoint; default: read from the pool's model folder
         replica    which replica to trace; default: the first that is ready
         """
-        from jvlab.layout.checkpoint._tensors import checkpoint_tensors
+        from jvlab.layout._checkpoint import checkpoint_tensors
 
         deadline = Deadline.of(timeout)
         listed = checkpoint_tensors(self.model) if tensors is None else tensors

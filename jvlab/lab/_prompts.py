@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from jvlab._errors import MissingDependency, ModelError, SamplingError
-from jvlab.layout.checkpoint._tensors import read_config, unnamed_routers
+from jvlab.layout._checkpoint import read_config, unnamed_routers
 from jvlab.record._batch import Scores
 from jvlab.record._sample import Sample
 from jvlab.wire import jvlab_pb2 as pb

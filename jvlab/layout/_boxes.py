@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jvlab._errors import LayoutError
+from jvlab.layout._types import Shape
 
 # pieces that one pair of boxes with unrelated strides may fall into
 MAX_ENUMERATED = 65536
@@ -21,7 +22,7 @@ MAX_CELLS = 1 << 25  # cells of a compressed grid; beyond it boxes are compared 
 PAIR_BLOCK = 4096
 
 # size, its stride in each array, and what must agree to merge
-StridedAxis = tuple[int, tuple[int, ...], Any]
+StridedAxis = tuple[int, Shape, Any]
 
 
 def merge_axes(axes: Iterable[StridedAxis]) -> list[StridedAxis]:
@@ -204,8 +205,8 @@ class Strided:
     """One side of a copy: an offset and axes, each with a size and a stride in that side's index space."""
 
     offset: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
+    sizes: Shape
+    strides: Shape
 
     def live(self) -> list[int]:
         """Axes longer than one, by ascending stride."""
@@ -248,7 +249,21 @@ def _spread(
     carry: int,
     spill: int,
 ) -> list[tuple[tuple[int, int], ...]]:
-    """Digit boxes of the levels from `level` up; `carry` comes from below, `spill` is how many units it spans."""
+    """Digit boxes of the levels from `level` up; `carry` comes from below, `spill` is how many units it spans.
+
+    The idea: adding an axis to an offset is adding with carry, one digit at a time. The digits of this level run from
+    the offset's own digit (plus carry) over as many as its axis has. Where that run passes the radix, it falls into
+    pieces, and what each piece carries goes to the next level.
+
+    The invariant: a piece is a product of intervals, so it may carry several units (`spill`) only while all levels
+    below are whole. An axis on a level that receives several units would count some elements twice: an error.
+
+    Example: the chain 1, 4, 12 (radices 4 and 3), offset 6 = digits 2, 1, 0, and one axis of 10 with stride 1, so the
+    elements 6 to 15. Level 0 runs over [2, 12). Radix 4 cuts it to [2, 4) with carry 0, and [0, 4) with carries [1, 3).
+    Level 1, whose own digit is 1: the first piece is at [1, 2); the second, with spill 2, is [2, 4), which radix 3 cuts
+    to digit 2 and, with carry 1, digit 0. Level 2 is unbounded. Three boxes, as (digit 0, digit 1, digit 2):
+    (2-3, 1, 0) = 6, 7; (0-3, 2, 0) = 8 … 11; (0-3, 0, 1) = 12 … 15.
+    """
     size = at_level.get(level, 1)
     if size > 1 and spill > 1:
         raise LayoutError(

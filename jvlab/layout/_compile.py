@@ -21,7 +21,7 @@ from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import (
     LIVE,
     OPAQUE,
-    STAGED,
+    REPACKED,
     LeafInfo,
     Sharding,
     TargetInfo,
@@ -274,7 +274,7 @@ class Targets:
             padding: dict[str, int] = {}
             for note in layout.padding:
                 padding[note.name] = padding.get(note.name, 0) + note.elements
-            staged = {note.name for note in layout.staged}
+            repacked = {note.name for note in layout.repacked}
             mine = []
             for p in layout.parameters:
                 info = table.setdefault(_info(p), len(table))
@@ -283,7 +283,7 @@ class Targets:
                     (
                         layout.rank,
                         info,
-                        STAGED if p.name in staged else LIVE,
+                        REPACKED if p.name in repacked else LIVE,
                         padding.get(p.name, 0),
                     )
                 )
@@ -317,7 +317,7 @@ def _info(p: Parameter) -> TargetInfo:
 
 
 @dataclass
-class Rows:
+class TracedRows:
     """Traced rows of all ranks in one table, with tensors numbered across ranks."""
 
     tensor_ids: dict[str, int]
@@ -330,7 +330,7 @@ class Rows:
     dst_strides: np.ndarray
 
     @classmethod
-    def of(cls, layouts: Sequence[RankLayout], targets: Targets) -> Rows:
+    def of(cls, layouts: Sequence[RankLayout], targets: Targets) -> TracedRows:
         ids: dict[str, int] = {}
         numbered: dict[int, np.ndarray] = {}  # ranks usually share one tuple of tensors
         width = max(
@@ -399,7 +399,9 @@ class Pieces:
     transform: np.ndarray  # [P] index into transforms
 
 
-def join(leaves: Sequence[Leaf], bindings: Sequence[Binding], rows: Rows) -> Pieces:
+def join(
+    leaves: Sequence[Leaf], bindings: Sequence[Binding], rows: TracedRows
+) -> Pieces:
     """Every binding composed with every traced row of its tensor; equal pairs of geometries are composed once."""
     leaf_id = {x.path: i for i, x in enumerate(leaves)}
     ndim = max([len(x.shape) for x in leaves] + [1])
@@ -448,7 +450,9 @@ def _repeat(times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return index, np.arange(len(index)) - np.repeat(np.cumsum(times) - times, times)
 
 
-def _pairs(bindings: Sequence[Binding], rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+def _pairs(
+    bindings: Sequence[Binding], rows: TracedRows
+) -> tuple[np.ndarray, np.ndarray]:
     """(binding, row) for every pair that shares a tensor."""
     tensor = np.array([rows.tensor_ids.get(b.tensor, -1) for b in bindings], np.int64)
     order = np.argsort(tensor, kind="stable")
@@ -460,7 +464,7 @@ def _pairs(bindings: Sequence[Binding], rows: Rows) -> tuple[np.ndarray, np.ndar
 
 
 def _compose_kinds(
-    bindings: Sequence[Binding], rows: Rows, binding: np.ndarray, row: np.ndarray
+    bindings: Sequence[Binding], rows: TracedRows, binding: np.ndarray, row: np.ndarray
 ) -> tuple[list[list[Piece]], np.ndarray]:
     """The pieces of each distinct pair of geometries, and each pair's kind."""
     shapes: dict[tuple[object, ...], int] = {}
@@ -526,9 +530,19 @@ def _nests(
 
 
 def merge_stacks(p: Pieces) -> Pieces:
-    """Equal pieces of one leaf into one target that advance in step on both sides (experts of a stack) become one."""
+    """Equal pieces of one leaf into one target that advance in step on both sides (experts of a stack) become one.
+
+    The idea: pieces that differ only in where they start, by the same step each time, are one piece with one more axis.
+    The invariant: the same leaf elements go to the same places. So a group is merged whole or not at all, the new axis
+    walks along one leaf dimension that its pieces do not use, and it must not interleave with their target strides.
+
+    Example: a leaf [3, 4, 8] of three experts, each to a third of a parameter of 96 elements, gives three pieces of one
+    geometry (4 × 8), with starts (0, 0, 0), (1, 0, 0), (2, 0, 0) and targets 0, 32, 64. They step by (1, 0, 0) and 32:
+    one piece of 3 × 4 × 8 remains, with a first axis of size 3, leaf dimension 0, leaf step 1, target stride 32.
+    """
     if len(p.kind) < 2:
         return p
+    # 1. Sort, so that pieces which may become one are neighbours, in the order of their targets.
     order = np.lexsort((p.dst, p.transform, p.kind, p.leaf, p.target))
     kind, leaf, target, start, dst, transform = (
         x[order] for x in (p.kind, p.leaf, p.target, p.start, p.dst, p.transform)
@@ -539,9 +553,11 @@ def merge_stacks(p: Pieces) -> Pieces:
         & (target[1:] == target[:-1])
         & (transform[1:] == transform[:-1])
     )
+    # 2. Groups: of each piece its group, of each group its first piece and its size.
     group = np.concatenate([[0], np.cumsum(~same)])
     head = np.flatnonzero(np.concatenate([[True], ~same]))
     size = np.diff(np.append(head, len(kind)))
+    # 3. The step of a group is that from its first piece to its second; all others must keep it.
     step_dst = np.zeros(len(head), np.int64)
     step = np.zeros((len(head), start.shape[1]), np.int64)
     many = size > 1
@@ -551,11 +567,13 @@ def merge_stacks(p: Pieces) -> Pieces:
     fits = (dst == dst[head[group]] + at * step_dst[group]) & (
         start == start[head[group]] + at[:, None] * step[group]
     ).all(axis=1)
+    # 4. Merge where the step goes up in the target and along one leaf dimension, and the new axis nests.
     good = np.bitwise_and.reduceat(fits, head) & many & (step_dst > 0)
     good &= ((step != 0).sum(axis=1) == 1) & (step.sum(axis=1) > 0)
     good &= _nests(p.geometry, kind[head], step, step_dst, size)
     if not good.any():
         return p
+    # 5. The new geometries, one for each distinct (old geometry, size, dimension, steps).
     forms = {g: i for i, g in enumerate(p.geometry)}
     chosen = np.flatnonzero(good)
     dim = np.argmax(step[chosen] != 0, axis=1)
@@ -564,13 +582,11 @@ def merge_stacks(p: Pieces) -> Pieces:
     firsts, cls = unique_rows(cols)
     made = []
     for f in firsts:
-        base, n, d, s, t = (int(c[f]) for c in cols)
-        axes = tuple(
-            sorted(
-                (*p.geometry[base], PieceAxis(n, d, s, t)), key=lambda x: -x.dst_stride
-            )
-        )
-        made.append(forms.setdefault(axes, len(forms)))
+        base, *axis = (int(c[f]) for c in cols)
+        axes = [*p.geometry[base], PieceAxis(*axis)]
+        axes.sort(key=lambda x: -x.dst_stride)
+        made.append(forms.setdefault(tuple(axes), len(forms)))
+    # 6. The first piece of a merged group stands for all of it.
     new_kind = kind.copy()
     new_kind[head[chosen]] = np.array(made, np.int64)[cls]
     keep = ~good[group] | (at == 0)
@@ -650,7 +666,7 @@ def _compile(
 ) -> TransferPlan:
     shardings, leaf_sharding = distinct_shardings(leaves)
     targets = Targets.of(layouts)
-    rows = Rows.of(layouts, targets)
+    rows = TracedRows.of(layouts, targets)
     pieces = merge_stacks(join(leaves, bindings, rows))
     drafts = _classes(leaves, shardings, leaf_sharding, targets, pieces)
     boxes = build_boxes(drafts, shardings, replicas)

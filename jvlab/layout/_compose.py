@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from jvlab._errors import LayoutError
 from jvlab.layout._boxes import MAX_ENUMERATED, Strided, merge_axes, stride_chain
-from jvlab.layout._types import Axis, Binding
+from jvlab.layout._types import Axis, Binding, Shape
 
 # a traced row without its target offset: shape, source offset, source strides (of the flat tensor), target strides
-Region = tuple[tuple[int, ...], int, tuple[int, ...], tuple[int, ...]]
+Region = tuple[Shape, int, Shape, Shape]
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Piece:
     """An affine box map: leaf index = start + Σ i·leaf_step, target position = dst + Σ i·dst_stride."""
 
     axes: tuple[PieceAxis, ...]
-    start: tuple[int, ...]
+    start: Shape
     dst: int
 
 
-def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+def row_major(shape: Sequence[int]) -> Shape:
     """Strides, in elements, of a C-contiguous array."""
     strides = []
     step = 1
@@ -57,8 +57,8 @@ def axes_numbers(bindings: Sequence[Binding]) -> list[int]:
 
 
 def compose(
-    tensor_shape: tuple[int, ...],
-    tensor_start: tuple[int, ...],
+    tensor_shape: Shape,
+    tensor_start: Shape,
     axes: tuple[Axis, ...],
     ndim: int,
     region: Region,
@@ -130,7 +130,7 @@ def _meet(
     ours_fixed: dict[int, int],
     theirs_fixed: dict[int, int],
     axes: tuple[Axis, ...],
-    theirs_dst: tuple[int, ...],
+    theirs_dst: Shape,
     ndim: int,
     repeated: list[PieceAxis],
 ) -> list[Piece]:

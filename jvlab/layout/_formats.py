@@ -10,7 +10,7 @@ ranks hold shards of it vLLM takes the maximum over all of them, so a group has 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from jvlab.layout._plan_types import FP8, SCALES, Quantised, scales_path
 from jvlab.layout._problems import Problem, raise_problems
-from jvlab.layout._types import Axis, Binding, CheckpointTensor, Leaf, RankLayout
+from jvlab.layout._types import Axis, Binding, CheckpointTensor, Leaf, RankLayout, Shape
 
 # Block-scaled fp8 checkpoints → plan: leaves become fp8 leaves of the same geometry, each with a leaf of scales.
 # Such a checkpoint (`quantization_config.weight_block_size`) holds fp8 values and, for each block of a matrix,
@@ -39,10 +39,10 @@ class BlockScale:
     """The scales of one fp8 tensor of a checkpoint."""
 
     tensor: CheckpointTensor
-    block: tuple[int, ...]  # of the fp8 tensor's dimensions
+    block: Shape  # of the fp8 tensor's dimensions
 
 
-def block_size(config: Mapping[str, Any]) -> tuple[int, ...]:
+def block_size(config: Mapping[str, Any]) -> Shape:
     """The blocks of a checkpoint that is quantised in blocks; empty for any other."""
     given = config.get("quantization_config") or {}
     return (
@@ -52,9 +52,7 @@ def block_size(config: Mapping[str, Any]) -> tuple[int, ...]:
     )
 
 
-def _grid(
-    t: CheckpointTensor, size: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _grid(t: CheckpointTensor, size: Shape) -> tuple[Shape, Shape]:
     """The block in all of a tensor's dimensions, and how many there are along each."""
     block = (1,) * (len(t.shape) - 2) + size
     return block, tuple(-(-n // b) for n, b in zip(t.shape, block, strict=False))
@@ -171,17 +169,9 @@ def _block_quantised(
     leaf: Leaf, bindings: Sequence[Binding], scales: Mapping[str, BlockScale]
 ) -> tuple[Quantised, list[Binding]] | Problem:
     """How a leaf is quantised, with the bindings of its scales; or why it can't be."""
-    plain = [b.tensor for b in bindings if b.tensor not in scales]
-    if plain:
-        text = f"it fills {plain[0]!r}, which is not quantised, and others that are"
-        return Problem("format", leaf.path, text, _REMEDY)
-    if len({(b.add, b.cast) for b in bindings}) > 1:
-        return Problem(
-            "format",
-            leaf.path,
-            "its parts are cast in different ways before fp8",
-            _REMEDY,
-        )
+    mixed = _mixed(leaf, bindings, scales, {(b.add, b.cast) for b in bindings}, _REMEDY)
+    if mixed:
+        return mixed
     add = bindings[0].add
     cast = bindings[0].cast
     if leaf.dtype not in ("bfloat16", "float32") or cast not in (
@@ -194,7 +184,7 @@ def _block_quantised(
             "format", leaf.path, text, "keep the leaf in bfloat16 or float32"
         )
     bound: list[Binding] = []
-    blocks: set[tuple[int, ...]] = set()
+    blocks: set[Shape] = set()
     for b in bindings:
         found = _divided(b, scales[b.tensor])
         if isinstance(found, str):
@@ -214,7 +204,25 @@ def _block_quantised(
     return made, [replace(b, leaf=path, leaf_shape=grid) for b in bound]
 
 
-def _divided(b: Binding, scale: BlockScale) -> tuple[tuple[int, ...], Binding] | str:
+def _mixed(
+    leaf: Leaf,
+    bindings: Sequence[Binding],
+    quantised: Container[str],
+    ways: set[Any],
+    remedy: str,
+) -> Problem | None:
+    """A leaf of which only some parts are quantised, or some in another way, is sent in no format."""
+    plain = [b.tensor for b in bindings if b.tensor not in quantised]
+    if plain:
+        text = f"it fills {plain[0]!r}, which is not quantised, and others that are"
+    elif len(ways) > 1:
+        text = "its parts are cast in different ways before fp8"
+    else:
+        return None
+    return Problem("format", leaf.path, text, remedy)
+
+
+def _divided(b: Binding, scale: BlockScale) -> tuple[Shape, Binding] | str:
     """The block of the leaf's dimensions, and the binding of the scales; or why the leaf has no such blocks."""
     if any(at % size for at, size in zip(b.tensor_start, scale.block, strict=True)):
         return "a part of it begins inside of a block"
@@ -408,18 +416,10 @@ def _quantised(
     loaded: Mapping[str, str],
 ) -> Quantised | Problem:
     """How one leaf is quantised, or why it cannot be."""
-    plain = [b.tensor for b in bindings if b.tensor not in groups]
     ways = {(b.add, b.cast, loaded.get(b.tensor, "")) for b in bindings}
-    if plain:
-        text = f"it fills {plain[0]!r}, which is not quantised, and {bindings[0].tensor!r}, which is"
-        return Problem("format", leaf.path, text, _UNLIKE)
-    if len(ways) > 1:
-        return Problem(
-            "format",
-            leaf.path,
-            "its parts are cast in different ways before fp8",
-            _UNLIKE,
-        )
+    mixed = _mixed(leaf, bindings, groups, ways, _UNLIKE)
+    if mixed:
+        return mixed
     (add, cast, dtype) = ways.pop()
     for name in (cast or dtype, dtype):
         if name not in ("bfloat16", leaf.dtype):

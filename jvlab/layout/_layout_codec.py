@@ -17,12 +17,17 @@ _COLUMNS = {"tensor": "<i4", "parameter": "<i4"}  # numpy dtype codes on the wir
 _COLUMNS |= dict.fromkeys(
     ("shape", "src_offset", "src_strides", "dst_offset", "dst_strides"), "<i8"
 )
-_NOTES = ("padding", "opaque", "staged")
-_WIRE_VERSION = 4
+_NOTES = ("padding", "opaque", "repacked")
+_WIRE_VERSION = 5
 
 
 def layout_to_plain(layout: RankLayout) -> dict[str, Any]:
     """The layout as msgpack- and JSON-like values; arrays become little-endian bytes with their shape."""
+    columns = {}
+    for name, kind in _COLUMNS.items():
+        values = getattr(layout, name)
+        data = np.ascontiguousarray(values, kind).tobytes()
+        columns[name] = [list(values.shape), data]
     return {
         "wire": _WIRE_VERSION,
         "rank": layout.rank,
@@ -31,10 +36,7 @@ def layout_to_plain(layout: RankLayout) -> dict[str, Any]:
         "parameters": [
             [p.name, list(p.shape), p.dtype, list(p.strides)] for p in layout.parameters
         ],
-        "columns": {
-            name: _column(getattr(layout, name), kind)
-            for name, kind in _COLUMNS.items()
-        },
+        "columns": columns,
         "notes": {
             name: [
                 [n.name, n.reason, n.elements, n.kind] for n in getattr(layout, name)
@@ -46,10 +48,6 @@ def layout_to_plain(layout: RankLayout) -> dict[str, Any]:
             [f.parameter, f.scale, f.loaded, f.block, f.text] for f in layout.formats
         ],
     }
-
-
-def _column(values: np.ndarray, kind: str) -> list[Any]:
-    return [list(values.shape), np.ascontiguousarray(values, kind).tobytes()]
 
 
 def layout_from_plain(plain: Mapping[str, Any]) -> RankLayout:

@@ -14,7 +14,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -191,9 +191,7 @@ def schedule(plan: TransferPlan, link_gbps: float | None = None) -> list[Slot]:
     rank_free: dict[tuple[int, int], float] = {}
     waiting = [
         (0.0, order, device, target, sizes)
-        for order, (device, target, sizes) in enumerate(
-            (d, t, s) for (d, t), s in _buckets(plan).items()
-        )
+        for order, ((device, target), sizes) in enumerate(_buckets(plan).items())
     ]
     heapq.heapify(waiting)
     out: list[Slot] = []
@@ -403,41 +401,41 @@ class TransferPlan:
     (2, True, True)
     """
 
-    leaves: tuple[LeafInfo, ...] = field(repr=False)
-    shardings: tuple[Sharding, ...] = field(repr=False)
-    parameters: tuple[TargetInfo, ...] = field(repr=False)
-    transforms: tuple[ValueTransform, ...] = field(repr=False)
-    target_rank: np.ndarray = field(repr=False)  # int32 [T]
-    target_parameter: np.ndarray = field(repr=False)  # int32 [T]
-    target_kind: np.ndarray = field(repr=False)  # int8 [T]
+    leaves: tuple[LeafInfo, ...]
+    shardings: tuple[Sharding, ...]
+    parameters: tuple[TargetInfo, ...]
+    transforms: tuple[ValueTransform, ...]
+    target_rank: np.ndarray  # int32 [T]
+    target_parameter: np.ndarray  # int32 [T]
+    target_kind: np.ndarray  # int8 [T]
     # int64 [T], elements that nothing fills
-    target_padding: np.ndarray = field(repr=False)
-    class_sharding: np.ndarray = field(repr=False)  # int32 [C]
-    class_transform: np.ndarray = field(repr=False)  # int32 [C]
+    target_padding: np.ndarray
+    class_sharding: np.ndarray  # int32 [C]
+    class_transform: np.ndarray  # int32 [C]
     # int64 [C, ND], leaf index of the piece, 0 along whole dimensions
-    class_start: np.ndarray = field(repr=False)
-    axis_size: np.ndarray = field(repr=False)  # int64 [C, K]
+    class_start: np.ndarray
+    axis_size: np.ndarray  # int64 [C, K]
     # int8 [C, K], -1 where a leaf element is repeated
-    axis_leaf_dim: np.ndarray = field(repr=False)
-    axis_leaf_step: np.ndarray = field(repr=False)  # int64 [C, K]
-    axis_dst_stride: np.ndarray = field(repr=False)  # int64 [C, K]
-    member_ptr: np.ndarray = field(repr=False)  # int64 [C + 1]
-    member_leaf: np.ndarray = field(repr=False)  # int32 [M]
-    member_target: np.ndarray = field(repr=False)  # int32 [M]
+    axis_leaf_dim: np.ndarray
+    axis_leaf_step: np.ndarray  # int64 [C, K]
+    axis_dst_stride: np.ndarray  # int64 [C, K]
+    member_ptr: np.ndarray  # int64 [C + 1]
+    member_leaf: np.ndarray  # int32 [M]
+    member_target: np.ndarray  # int32 [M]
     # int64 [M, ND], leaf index along whole dimensions
-    member_start: np.ndarray = field(repr=False)
-    member_dst: np.ndarray = field(repr=False)  # int64 [M]
-    box_ptr: np.ndarray = field(repr=False)  # int64 [C + 1]
-    box_cell: np.ndarray = field(repr=False)  # int32 [B], cell of the class's sharding
+    member_start: np.ndarray
+    member_dst: np.ndarray  # int64 [M]
+    box_ptr: np.ndarray  # int64 [C + 1]
+    box_cell: np.ndarray  # int32 [B], cell of the class's sharding
     # int32 [B], which owner of the cell serves the first member
-    box_turn: np.ndarray = field(repr=False)
-    box_shape: np.ndarray = field(repr=False)  # int64 [B, K]
-    box_src: np.ndarray = field(repr=False)  # int64 [B]
-    box_src_strides: np.ndarray = field(repr=False)  # int64 [B, K]
-    box_dst: np.ndarray = field(repr=False)  # int64 [B]
-    box_dst_strides: np.ndarray = field(repr=False)  # int64 [B, K]
-    devices: np.ndarray = field(repr=False)  # int32 [D], global ids
-    processes: np.ndarray = field(repr=False)  # int32 [D], trainer process of each
+    box_turn: np.ndarray
+    box_shape: np.ndarray  # int64 [B, K]
+    box_src: np.ndarray  # int64 [B]
+    box_src_strides: np.ndarray  # int64 [B, K]
+    box_dst: np.ndarray  # int64 [B]
+    box_dst_strides: np.ndarray  # int64 [B, K]
+    devices: np.ndarray  # int32 [D], global ids
+    processes: np.ndarray  # int32 [D], trainer process of each
     ranks: int = 1
     replicas: int = 1
     bucket_bytes: int = 64 << 20
@@ -446,7 +444,7 @@ class TransferPlan:
     ignored: tuple[str, ...] = ()  # checkpoint tensors that no rank takes anything from
     title: str = ""
     # leaves that are sent as fp8
-    quantised: tuple[Quantised, ...] = field(default=(), repr=False)
+    quantised: tuple[Quantised, ...] = ()
 
     def __post_init__(self) -> None:
         for part in (self, *self.shardings):
@@ -527,13 +525,9 @@ class TransferPlan:
 
     def owners_of(self, box: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Start in the sharding's owner list, and number of owners, of boxes of one class."""
-        sharding = (
-            self.shardings[self.class_sharding[self.box_class[box[0]]]]
-            if len(box)
-            else None
-        )
-        if sharding is None:
+        if not len(box):
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        sharding = self.shardings[self.class_sharding[self.box_class[box[0]]]]
         cell = self.box_cell[box]
         return sharding.owner_ptr[cell], np.diff(sharding.owner_ptr)[cell]
 

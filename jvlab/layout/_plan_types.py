@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from jvlab._errors import ConfigError, MissingDependency
+from jvlab.layout._types import Shape
 
 ALIGN = 16  # bytes: each box of a bucket starts on this boundary
 
@@ -15,7 +16,7 @@ ALIGN = 16  # bytes: each box of a bucket starts on this boundary
 # kinds of target
 LIVE = 0
 OPAQUE = 1
-STAGED = 2
+REPACKED = 2
 # the leaf, made while syncing, that holds the scale of every quantised group
 SCALES = "@scales"
 FP8 = "float8_e4m3fn"
@@ -71,7 +72,7 @@ def item_bytes(name: str) -> int:
 class Sharding:
     """How leaves of one shape are sharded: the distinct cells, and which devices hold each of them."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     starts: np.ndarray = field(repr=False)  # int64 [U, nd]
     stops: np.ndarray = field(repr=False)  # int64 [U, nd]
     owner_ptr: np.ndarray = field(repr=False)  # int64 [U + 1]
@@ -109,7 +110,7 @@ class LeafInfo:
     """A leaf as stored in the plan."""
 
     path: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: str
     sharding: int  # index into TransferPlan.shardings
 
@@ -119,9 +120,9 @@ class TargetInfo:
     """A live parameter as stored in the plan, shared by all ranks where it is the same."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: str
-    strides: tuple[int, ...]
+    strides: Shape
 
 
 @dataclass(frozen=True)
@@ -137,11 +138,11 @@ class Quantised:
     path: str
     source: str  # dtype of the trainer's leaf
     loaded: str  # dtype in which the engine's own loader would get it
-    grid: tuple[int, ...]
-    groups: tuple[int, ...]
+    grid: Shape
+    groups: Shape
     add: float = 0.0
     cast: str | None = None
-    block: tuple[int, ...] = ()
+    block: Shape = ()
 
     @property
     def count(self) -> int:

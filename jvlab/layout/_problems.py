@@ -147,18 +147,9 @@ def _sharding_fault(leaf: Leaf) -> str:
         return f"device boxes have {starts.shape[1]} dimensions"
     if not len(leaf.shape):
         return ""
-    if (
-        (starts < 0).any()
-        or (stops > np.array(leaf.shape)).any()
-        or (stops < starts).any()
-    ):
-        k = int(
-            np.flatnonzero(
-                ((starts < 0) | (stops > np.array(leaf.shape)) | (stops < starts)).any(
-                    axis=1
-                )
-            )[0]
-        )
+    wrong = (starts < 0) | (stops > np.array(leaf.shape)) | (stops < starts)
+    if wrong.any():
+        k = int(np.flatnonzero(wrong.any(axis=1))[0])
         return f"device {leaf.devices[k]} claims {starts[k].tolist()} to {stops[k].tolist()}, outside of the leaf"
     cells = np.unique(np.concatenate([starts, stops], axis=1), axis=0)
     lo = cells[:, : starts.shape[1]].astype(np.int64)
@@ -193,20 +184,13 @@ def _check_binding(
             f"fills {b.tensor!r}, which the checkpoint does not have{rule}",
             "fix the rule's tensor name",
         )
+    remedy = "check the head counts and whether the kernel is transposed"
     if tuple(b.leaf_shape) != tuple(leaf.shape):
         text = f"the leaf has shape {leaf.shape}, its rule for {b.tensor!r} expects {b.leaf_shape}{rule}"
-        return (
-            "shape",
-            text,
-            "check the head counts and whether the kernel is transposed",
-        )
+        return "shape", text, remedy
     if tuple(b.tensor_shape) != tuple(tensor.shape):
         text = f"leaf {leaf.shape} makes {b.tensor!r} as {b.tensor_shape}, the checkpoint has {tensor.shape}{rule}"
-        return (
-            "shape",
-            text,
-            "check the head counts and whether the kernel is transposed",
-        )
+        return "shape", text, remedy
     for side, start, shape in (
         ("leaf", b.leaf_start, leaf.shape),
         ("tensor", b.tensor_start, tensor.shape),
@@ -253,9 +237,7 @@ _SCALED = "scaled "
 def _family(dtype: str) -> str:
     if dtype.startswith(("float8", "float6", "float4")):
         return _SCALED + "float"
-    if "float" in dtype:
-        return "float"
-    return "bool" if dtype.startswith("bool") else "int" if "int" in dtype else dtype
+    return next((kind for kind in ("float", "bool", "int") if kind in dtype), dtype)
 
 
 def _used_tensors(layouts: Sequence[RankLayout]) -> tuple[set[str], set[str]]:

@@ -24,7 +24,7 @@ import numpy as np
 from jvlab.layout._boxes import Strided, partition_defects, unique_rows
 from jvlab.layout._compose import axes_numbers, row_major
 from jvlab.layout._plan import TransferPlan
-from jvlab.layout._plan_types import LIVE, STAGED
+from jvlab.layout._plan_types import LIVE, REPACKED
 from jvlab.layout._problems import (
     Problem,
     dtype_remedy,
@@ -61,7 +61,7 @@ def spot_check_problems(
 ) -> list[Problem]:
     """Elements whose target or value transform in the plan is not what rules and ranks say."""
     leaf_id = {x.path: i for i, x in enumerate(plan.leaves)}
-    live = np.isin(plan.target_kind, (LIVE, STAGED))
+    live = np.isin(plan.target_kind, (LIVE, REPACKED))
     target_id = {
         (int(r), plan.parameters[p].name): t
         for t, (r, p) in enumerate(

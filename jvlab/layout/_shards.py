@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jvlab._errors import ConfigError, LayoutError
-from jvlab.layout._types import Leaf
+from jvlab.layout._types import Leaf, Shape
 
 # of a described mesh, as of one made by `jv.mesh`
 MESH_AXES = ("fsdp", "tp", "ep", "dp")
@@ -27,8 +27,8 @@ class MeshSpec:
     """A device mesh by names and sizes, with its device ids in C order; default: from 0."""
 
     names: tuple[str, ...]
-    sizes: tuple[int, ...]
-    ids: tuple[int, ...] = ()
+    sizes: Shape
+    ids: Shape = ()
 
     def __post_init__(self) -> None:
         if len(set(self.names)) != len(self.names) or any(n < 1 for n in self.sizes):
@@ -67,7 +67,7 @@ class MeshSpec:
         if isinstance(mesh, MeshSpec):
             return mesh
         if isinstance(mesh, str):
-            return cls.parse(mesh)._known()
+            return cls.parse(mesh).with_known_axes()
         shape = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
         if not isinstance(shape, Mapping):
             raise ConfigError(
@@ -78,9 +78,10 @@ class MeshSpec:
         made = cls(
             tuple(str(k) for k in shape), tuple(map(_axis_size, shape.values())), ids
         )
-        return made._known() if isinstance(mesh, Mapping) else made
+        return made.with_known_axes() if isinstance(mesh, Mapping) else made
 
-    def _known(self) -> MeshSpec:
+    def with_known_axes(self) -> MeshSpec:
+        """Itself; a ConfigError where an axis is none of those that `jv.mesh` has."""
         for name in self.names:
             if name not in MESH_AXES:
                 raise ConfigError(
@@ -127,7 +128,7 @@ def mesh_processes(mesh: object) -> dict[int, int] | None:
     return {int(d.id): int(d.process_index) for d in _mesh_devices(mesh)} or None
 
 
-def default_spec(shape: tuple[int, ...], mesh: MeshSpec) -> Spec:
+def default_spec(shape: Shape, mesh: MeshSpec) -> Spec:
     """The usual sharding of this shape: each mesh axis cuts the largest dimension that it still divides.
 
     Scalars and vectors (norms, biases) are replicated; nothing is cut along data-parallel axes.
@@ -169,7 +170,7 @@ def leaf_from_spec(
 
 @lru_cache(maxsize=4096)
 def _boxes(
-    shape: tuple[int, ...], mesh: MeshSpec, spec: Spec
+    shape: Shape, mesh: MeshSpec, spec: Spec
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Device boxes; cached, so that equal leaves share arrays and the planner can compare them by identity."""
     flat = [
@@ -249,7 +250,7 @@ def leaf_from_array(
 
 
 def _read_sharding(
-    sharding: Any, shape: tuple[int, ...]
+    sharding: Any, shape: Shape
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     items = sorted(sharding.devices_indices_map(shape).items(), key=lambda kv: kv[0].id)
     bounds = [
@@ -268,7 +269,6 @@ def leaves_of(
     arrays: Mapping[str, Any],
     mesh: object = None,
     specs: Mapping[str, Spec] | None = None,
-    dtype: str | None = None,
 ) -> list[Leaf]:
     """Leaves of a flat {path: array or shape}. With `mesh`, shardings are described, not read from the arrays."""
     if mesh is None:
@@ -278,9 +278,7 @@ def leaves_of(
     problems = []
     leaves: list[Leaf] = []
     for path, a in arrays.items():
-        name = dtype or (
-            a.dtype if isinstance(a.dtype, str) else np.dtype(a.dtype).name
-        )
+        name = a.dtype if isinstance(a.dtype, str) else np.dtype(a.dtype).name
         try:
             leaves.append(
                 leaf_from_spec(path, a.shape, name, described, (specs or {}).get(path))

@@ -14,7 +14,7 @@ import numpy as np
 
 from jvlab._errors import LayoutError
 from jvlab.layout._plan_types import numpy_dtype
-from jvlab.layout._types import CheckpointTensor, Note
+from jvlab.layout._types import CheckpointTensor, Note, Shape
 
 # Torch tensors as leaves, with the attributes of jax arrays: shape, dtype, sharding, addressable_shards.
 #     torch.Tensor   whole, on device 0 of a trainer of one process
@@ -28,26 +28,24 @@ _UNSIGNED = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 
 def is_tensor(leaf: Any) -> bool:
     """Is it a torch tensor? By class name, so that torch need not be installed."""
-    return any(
-        c.__name__ == "Tensor" and c.__module__ == "torch" for c in type(leaf).__mro__
-    )
-
-
-def is_module(tree: Any) -> bool:
-    """Is it a torch.nn.Module?"""
-    return any(
-        c.__name__ == "Module" and c.__module__.startswith("torch.nn")
-        for c in type(tree).__mro__
-    )
+    return _is(leaf, "torch", "Tensor")
 
 
 def is_distributed(leaf: Any) -> bool:
     """Is it a DTensor?"""
-    return any(c.__name__ == "DTensor" for c in type(leaf).__mro__)
+    return _is(leaf, "torch", "DTensor")
+
+
+def _is(value: Any, library: str, *names: str) -> bool:
+    """Is it an instance of a library's class of that name? By name, so that the library need not be installed."""
+    return any(
+        c.__name__ in names and c.__module__.split(".")[0] == library
+        for c in type(value).__mro__
+    )
 
 
 @dataclass(frozen=True)
-class Place:
+class TorchDevice:
     """The rank that holds a shard: what jax calls a device."""
 
     id: int
@@ -59,24 +57,24 @@ class Place:
 class Boxes:
     """Which place holds which box: what jax calls a sharding. Places that hold nothing are not listed."""
 
-    places: tuple[Place, ...]
+    places: tuple[TorchDevice, ...]
     boxes: tuple[Box, ...]
     own: int  # this process
 
     def devices_indices_map(
         self, shape: Sequence[int]
-    ) -> dict[Place, tuple[slice, ...]]:
+    ) -> dict[TorchDevice, tuple[slice, ...]]:
         return {
             p: tuple(slice(a, b) for a, b in box)
             for p, box in zip(self.places, self.boxes, strict=True)
         }
 
     @property
-    def device_set(self) -> set[Place]:
+    def device_set(self) -> set[TorchDevice]:
         return set(self.places)
 
     @property
-    def addressable_devices(self) -> set[Place]:
+    def addressable_devices(self) -> set[TorchDevice]:
         return {p for p in self.places if p.process_index == self.own}
 
 
@@ -84,7 +82,7 @@ class Boxes:
 class PlacedShard:
     """A shard of this process."""
 
-    device: Place
+    device: TorchDevice
     data: TorchShard
 
 
@@ -151,9 +149,9 @@ class TorchLeaf:
             return None
         from torch import distributed
 
-        whole: Box = tuple((0, n) for n in self.shape)
+        whole = tuple((0, n) for n in self.shape)
         return Boxes(
-            (Place(self._sender, self._sender, self.local.device.type),),
+            (TorchDevice(self._sender, self._sender, self.local.device.type),),
             (whole,),
             distributed.get_rank(),
         )
@@ -162,7 +160,9 @@ class TorchLeaf:
     def addressable_shards(self) -> list[PlacedShard]:
         if self.sharding is None:
             return [
-                PlacedShard(Place(0, 0, self.local.device.type), TorchShard(self.local))
+                PlacedShard(
+                    TorchDevice(0, 0, self.local.device.type), TorchShard(self.local)
+                )
             ]
         return [
             PlacedShard(place, TorchShard(self.local))
@@ -176,9 +176,9 @@ class TorchLeaf:
             sharding.places
         )
 
-    def devices(self) -> set[Place]:
+    def devices(self) -> set[TorchDevice]:
         """The ranks of this process that hold it."""
-        return {Place(0, 0, self.local.device.type)}
+        return {TorchDevice(0, 0, self.local.device.type)}
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if not self.is_fully_addressable:
@@ -274,7 +274,9 @@ def _boxes_of(path: str, tensor: Any, local: Any) -> Boxes:
             leaf=path,
         )
     platform = str(mesh.device_type)
-    return Boxes(tuple(Place(r, r, platform) for r in held), tuple(held.values()), own)
+    return Boxes(
+        tuple(TorchDevice(r, r, platform) for r in held), tuple(held.values()), own
+    )
 
 
 def _cut(path: str, placement: Any) -> tuple[int, int] | None:
@@ -295,8 +297,8 @@ def _cut(path: str, placement: Any) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=4096)
 def mesh_boxes(
-    shape: tuple[int, ...],
-    mesh: tuple[int, ...],
+    shape: Shape,
+    mesh: Shape,
     cuts: tuple[tuple[int, int] | None, ...],
 ) -> list[Box]:
     """The box of each rank of a mesh, in C order, as DTensor cuts: like torch.chunk, later ranks may hold less or none.
@@ -381,7 +383,7 @@ def _prefix(leaves: Mapping[str, Any], known: set[str]) -> str:
 class LeafShape:
     """A leaf as the rules see it."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: str
 
 
@@ -592,36 +594,28 @@ def _values(keys: tuple[Any, ...]) -> Callable[[Any], Iterable[Any]]:
     )
 
 
-def _is(tree: Any, *names: str) -> bool:
-    """Is it an instance of a flax class of that name? By name, so that flax need not be installed."""
-    return any(
-        c.__name__ in names and c.__module__.split(".")[0] == "flax"
-        for c in type(tree).__mro__
-    )
-
-
 def _plain(tree: Any) -> Any:
     """flax's own containers as plain mappings."""
-    if _is(tree, "Module") and not isinstance(tree, Mapping):
+    if _is(tree, "flax", "Module") and not isinstance(tree, Mapping):
         from flax import nnx
 
         if isinstance(tree, nnx.Module):
             return _plain(nnx.state(tree))
-    if _is(tree, "State"):
+    if _is(tree, "flax", "State"):
         return dict(tree.items())
     module: Any = tree
-    return module.state_dict() if is_module(module) else tree
+    return module.state_dict() if _is(module, "torch", "Module") else tree
 
 
 def _is_variable(leaf: Any) -> bool:
-    return _is(leaf, "Variable", "VariableState")
+    return _is(leaf, "flax", "Variable", "VariableState")
 
 
 def _value(leaf: Any) -> Any:
     """The array inside an nnx variable or a linen metadata box."""
     if _is_variable(leaf):
         return leaf.get_value() if hasattr(leaf, "get_value") else leaf.value
-    if _is(leaf, "AxisMetadata"):
+    if _is(leaf, "flax", "AxisMetadata"):
         return leaf.unbox()
     return leaf
 
@@ -629,9 +623,8 @@ def _value(leaf: Any) -> Any:
 def _skip_reason(leaf: Any) -> str:
     if leaf is None:
         return "None"
-    if _is(leaf, "RngState") or (
-        _is(leaf, "VariableState") and "Rng" in getattr(leaf.type, "__name__", "")
-    ):
+    kind = getattr(leaf, "type", None) if _is(leaf, "flax", "VariableState") else None
+    if _is(leaf, "flax", "RngState") or "Rng" in getattr(kind, "__name__", ""):
         return "nnx RNG state: no parameter"
     return ""
 
@@ -643,7 +636,7 @@ def _walk(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], A
             yield from _walk(child, (*path, str(key)))
     elif (
         _is_variable(tree)
-        or _is(tree, "AxisMetadata")
+        or _is(tree, "flax", "AxisMetadata")
         or tree is None
         or hasattr(tree, "shape")
     ):

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+Shape = tuple[int, ...]
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -37,10 +39,10 @@ class Binding:
 
     leaf: str
     tensor: str
-    leaf_shape: tuple[int, ...]
-    tensor_shape: tuple[int, ...]
-    leaf_start: tuple[int, ...]
-    tensor_start: tuple[int, ...]
+    leaf_shape: Shape
+    tensor_shape: Shape
+    leaf_start: Shape
+    tensor_start: Shape
     axes: tuple[Axis, ...]
     add: float = 0.0
     # dtype to cast to before the engine's own, e.g. "bfloat16"; None: straight to the engine's
@@ -59,7 +61,7 @@ class Leaf:
     """
 
     path: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: str
     devices: np.ndarray = field(repr=False)  # int32 [D], global device ids
     starts: np.ndarray = field(repr=False)  # int64 [D, ndim]
@@ -71,7 +73,7 @@ class CheckpointTensor:
     """A tensor as a checkpoint names it."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: str
 
 
@@ -80,20 +82,20 @@ class Parameter:
     """A live vLLM parameter on one rank. `strides` in elements of its storage; offset 0 is its first element."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: str
-    strides: tuple[int, ...]
+    strides: Shape
 
 
 @dataclass(frozen=True)
 class Note:
-    """A named exception to plain copying, with the reason in words: an opaque tensor, a staged layer, padding."""
+    """A named exception to plain copying, with the reason in words: an opaque tensor, a re-packed layer, padding."""
 
     name: str
     reason: str
     elements: int = 0
     # of padding: "constant" (the loader fills it), "opaque" (an opaque tensor does), "scale" (computed from another
-    # parameter), "gap" (nothing does); of a staged parameter: RELOADED, or "" if jvlab packs it again
+    # parameter), "gap" (nothing does); of a re-packed parameter: RELOADED, or "" if jvlab packs it again
     kind: str = ""
 
 
@@ -113,7 +115,7 @@ class Format:
     text: str  # for people: "fp8, one scale per fused parameter, transposed"
 
 
-# kind of a staged parameter that vLLM's own reload makes of what arrives, in each sync
+# kind of a re-packed parameter that vLLM's own reload makes of what arrives, in each sync
 RELOADED = "reloaded"
 
 
@@ -140,7 +142,7 @@ class RankLayout:
     padding: tuple[Note, ...] = ()
     # checkpoint tensors that must go whole through load_weights
     opaque: tuple[Note, ...] = ()
-    staged: tuple[Note, ...] = ()  # live parameters that are re-packed after loading
+    repacked: tuple[Note, ...] = ()  # live parameters that are re-packed after loading
     # checkpoint tensors this rank's loader takes nothing from
     unused: tuple[str, ...] = ()
     # parameters that hold a function of the checkpoint's values
@@ -149,4 +151,4 @@ class RankLayout:
     @property
     def reloaded(self) -> set[str]:
         """Parameters that vLLM's own reload makes of what arrives: their memory is not what the layout describes."""
-        return {note.name for note in self.staged if note.kind == RELOADED}
+        return {note.name for note in self.repacked if note.kind == RELOADED}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from jvlab._errors import ConfigError
 from jvlab._names import model_words
 from jvlab._progress import importing
-from jvlab.layout.checkpoint._tensors import read_config
+from jvlab.layout._checkpoint import read_config
 
 if TYPE_CHECKING:
     from jvlab.lab._pool import Pool
@@ -153,7 +153,7 @@ def shapes_for(
     rules: Any, config: Dict[str, Any], tensors: list[CheckpointTensor]
 ) -> Dict[str, Any]:
     """Leaf shapes for a plan without parameters: those that declared rules imply; for "auto", the Policy's."""
-    from jvlab.layout.rules._policy_shapes import leaf_shapes_for
+    from jvlab.layout.rules._builtin import leaf_shapes_for
 
     if _listed(rules)[0]:
         try:
@@ -174,8 +174,7 @@ def policy_shapes(
     scanned: bool | None = None,
 ) -> Dict[str, Any]:
     """Leaf shapes of jvlab's own Policy for a model, from its config and tensors alone."""
-    from jvlab.layout.rules._builtin import policy_rules
-    from jvlab.layout.rules._policy_shapes import leaf_shapes_for
+    from jvlab.layout.rules._builtin import leaf_shapes_for, policy_rules
 
     return leaf_shapes_for(
         policy_rules(config, [t.name for t in tensors], scanned), tensors, config, dtype
@@ -210,9 +209,9 @@ def trace_and_compile(
 
     The seconds of each step are written into `timing`.
     """
+    from jvlab.layout._checkpoint import CheckpointValues, checkpoint_tensors
     from jvlab.layout._formats import before_blocks, with_block_scales
     from jvlab.layout._shards import MeshSpec
-    from jvlab.layout.checkpoint._tensors import CheckpointValues, checkpoint_tensors
 
     clock = _Clock(timing)
     # a running pool: trace its engine
@@ -275,7 +274,7 @@ def _for_pool(
     clock: _Clock,
 ) -> Mapping:
     """The same for a running pool, whose ranks are traced in place, with the engine's own parallelism."""
-    from jvlab.layout.checkpoint._tensors import CheckpointValues, checkpoint_tensors
+    from jvlab.layout._checkpoint import CheckpointValues, checkpoint_tensors
 
     if not hasattr(pool, "trace"):
         raise ConfigError(

@@ -125,7 +125,7 @@ def negotiate(
     deadline: Deadline | None = None,
 ) -> Agreement:
     """Settle everything that can be settled before any byte moves; one error lists what does not match."""
-    from jvlab.layout.checkpoint._tensors import (
+    from jvlab.layout._checkpoint import (
         CheckpointValues,
         checkpoint_tensors,
         read_config,

@@ -473,7 +473,7 @@ class Mapping:
         )
         for layout in self._layouts:
             opaque = {n.name for n in layout.opaque}
-            staged = {n.name for n in layout.staged}
+            staged = {n.name for n in layout.repacked}
             key = (
                 layout.tensor.astype(np.int64) * len(layout.parameters)
                 + layout.parameter
@@ -508,7 +508,7 @@ class Mapping:
                 out.setdefault(f.parameter, f"format: {f.text}")
             for kind, found in (
                 ("opaque", layout.opaque),
-                ("staged", layout.staged),
+                ("staged", layout.repacked),
                 ("padding", layout.padding),
             ):
                 for note in found:

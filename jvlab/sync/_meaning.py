@@ -614,7 +614,7 @@ def owner_of(params: Any) -> Any:
 
 
 def _files(folder: Any, given: bool) -> Any:
-    from jvlab.layout.checkpoint._tensors import CheckpointValues
+    from jvlab.layout._checkpoint import CheckpointValues
 
     found = CheckpointValues.of(folder)
     if found is None and given:

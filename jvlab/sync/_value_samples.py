@@ -15,11 +15,11 @@ import numpy as np
 
 from jvlab._errors import JvlabError, LayoutError
 from jvlab._units import how_many
+from jvlab.layout._checkpoint import CheckpointValues
 from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._shards import leaf_from_array
 from jvlab.layout._slices import layer_number, slice_name, stacked_dims, without_slice
 from jvlab.layout._types import Binding
-from jvlab.layout.checkpoint._tensors import CheckpointValues
 from jvlab.layout.rules._roles import classify, templates
 from jvlab.sync._value_check import (
     COLUMNS,
@@ -267,8 +267,7 @@ def explain(
 ) -> ScoreGap:
     """Look for an alternative rule under which the trainer computes what the engine does, while time is left."""
     from jvlab.layout._tree import flatten
-    from jvlab.layout.rules._alternatives import alternatives_of, joint
-    from jvlab.layout.rules._evidence import reread
+    from jvlab.layout.rules._alternatives import alternatives_of, joint, reread
 
     arrays = flatten(params).arrays
     if sum(a.nbytes for a in arrays.values()) > MAX_EXPLAIN_BYTES:
@@ -300,8 +299,7 @@ def blind_spots(
     That they depend on a leaf is not enough: two leaves that are nearly equal can still be exchanged.
     """
     from jvlab.layout._tree import flatten
-    from jvlab.layout.rules._alternatives import alternatives_of
-    from jvlab.layout.rules._evidence import reread
+    from jvlab.layout.rules._alternatives import alternatives_of, reread
 
     arrays = flatten(params).arrays
     out = untold(mapping.bindings, arrays)

@@ -20,9 +20,9 @@ from jax.typing import ArrayLike
 
 from jvlab._errors import ConfigError, CoverageError, ModelError
 from jvlab._tracebacks import brief
+from jvlab.layout._checkpoint import read_config
 from jvlab.layout._tree import LeafShape, flatten
 from jvlab.layout._types import Binding, CheckpointTensor
-from jvlab.layout.checkpoint._tensors import read_config
 from jvlab.layout.rules._builtin import policy_rules
 from jvlab.layout.rules._ruleset import Rules
 from jvlab.trainer._compile_cache import use_compile_cache

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from jvlab._errors import ConfigError, TransportError
-from jvlab.layout.checkpoint._safetensors import encode_header, parse_header
+from jvlab.layout._checkpoint import encode_header, parse_header
 from jvlab.transport._peer import (
     Bucket,
     Clock,

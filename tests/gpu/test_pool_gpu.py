@@ -92,4 +92,4 @@ def test_sleep_and_wake(pool: jv.Pool):
 def test_live_trace(pool: jv.Pool):
     (layout,) = pool.trace()
     assert not layout.opaque
-    assert not layout.staged, "unquantised weights stay where the loader put them"
+    assert not layout.repacked, "unquantised weights stay where the loader put them"

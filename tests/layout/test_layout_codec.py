@@ -28,7 +28,7 @@ LAYOUT = RankLayout(
     dst_strides=np.array([[4, 1], [0, 0]], np.int64),
     padding=(Note("p", "why", 3, "gap"),),
     opaque=(Note("b", "computed", 1),),
-    staged=(Note("p", "packed", 24), Note("q", "its words may be any", 3, RELOADED)),
+    repacked=(Note("p", "packed", 24), Note("q", "its words may be any", 3, RELOADED)),
     unused=("b",),
 )
 

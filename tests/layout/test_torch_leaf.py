@@ -14,7 +14,7 @@ from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._shards import MeshSpec, device_processes, leaf_from_array, leaves_of
 from jvlab.layout._tree import (
     Boxes,
-    Place,
+    TorchDevice,
     TorchLeaf,
     TorchShard,
     checkpoint_names,
@@ -95,7 +95,7 @@ class Cut:
         boxes = mesh_boxes(value.shape, (parts,), ((dim, 0),))
         held = {k: box for k, box in enumerate(boxes) if all(b > a for a, b in box)}
         self.sharding = Boxes(
-            tuple(Place(k, k, "cpu") for k in held), tuple(held.values()), 0
+            tuple(TorchDevice(k, k, "cpu") for k in held), tuple(held.values()), 0
         )
 
     def shards(self) -> dict[int, np.ndarray]:

@@ -14,8 +14,8 @@ from jvlab._errors import EngineDirty, JvlabError, VerifyError
 from jvlab.engine import _defaults
 from jvlab.engine._engine import Engine
 from jvlab.engine._server import DirectOrders
+from jvlab.layout._checkpoint import checkpoint_tensors
 from jvlab.layout._layout_codec import layout_from_plain
-from jvlab.layout.checkpoint._tensors import checkpoint_tensors
 from jvlab.transport._choose import listen
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._direct_client import DirectStream

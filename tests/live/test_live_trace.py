@@ -21,7 +21,7 @@ pytestmark = pytest.mark.engine
 
 # In a process of its own: vLLM's own LLM class, so that workers can be asked for digests before and after.
 LIVE = """
-import json, sys, jvlab.layout.checkpoint._tensors as checkpoint
+import json, sys, jvlab.layout._checkpoint as checkpoint
 from jvlab.layout._layout_codec import plain_to_bytes
 from vllm import LLM, SamplingParams
 llm = LLM(sys.argv[1], tensor_parallel_size=2, enforce_eager=True, dtype="float32", max_model_len=128,
@@ -90,7 +90,7 @@ def test_live_trace_equals_offline_and_changes_nothing(llama: str, tmp_path: Pat
             "dst_strides",
         ):
             assert np.array_equal(getattr(one, column), getattr(other, column)), column
-        packed = {note.name for note in one.staged}
+        packed = {note.name for note in one.repacked}
         assert "model.layers.0.self_attn.qkv_proj.weight" in packed, (
             "vLLM packs linear weights for oneDNN on a CPU"
         )

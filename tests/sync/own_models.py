@@ -20,9 +20,9 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 import jvlab as jv
+from jvlab.layout._checkpoint import checkpoint_tensors
 from jvlab.layout._tree import FlatTree, flatten
 from jvlab.layout._types import Binding
-from jvlab.layout.checkpoint._tensors import checkpoint_tensors
 from jvlab.layout.rules._rules import apply_binding
 from jvlab.layout.rules._ruleset import Rules
 from jvlab.sync._compile_tree import bind_rules

@@ -11,9 +11,9 @@ from safetensors.numpy import load_file, save_file
 
 import jvlab as jv
 from jvlab import errors
+from jvlab.layout._checkpoint import CheckpointValues, checkpoint_tensors
 from jvlab.layout._tree import flatten
 from jvlab.layout._types import CheckpointTensor
-from jvlab.layout.checkpoint._tensors import CheckpointValues, checkpoint_tensors
 from jvlab.sync._compile_tree import bind, compile_tree, shapes_for
 from jvlab.sync._mapping import Mapping
 from tests.layout.plan_world import Loader

@@ -223,7 +223,7 @@ def test_staged_and_opaque_are_named() -> None:
     world, mapping = build(Size(layers=1))
     layouts = [
         dataclasses.replace(
-            x, staged=(Note("model.layers.0.o_proj.weight", "packed for oneDNN"),)
+            x, repacked=(Note("model.layers.0.o_proj.weight", "packed for oneDNN"),)
         )
         for x in world.layouts
     ]

@@ -11,9 +11,8 @@ import pytest
 
 import jvlab as jv
 from jvlab.layout._tree import flatten
-from jvlab.layout.rules._alternatives import alternatives_of, joint
+from jvlab.layout.rules._alternatives import alternatives_of, joint, reread
 from jvlab.layout.rules._builtin import policy_rules
-from jvlab.layout.rules._evidence import reread
 from jvlab.sync._meaning import owner_of, scorer_of, unpack
 from jvlab.sync._value_check import ambiguities_of
 from jvlab.sync._value_samples import blind_spots, explain, gap_of, judge_scores

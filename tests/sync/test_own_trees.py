@@ -12,8 +12,8 @@ import pytest
 
 import jvlab as jv
 from jvlab import errors
+from jvlab.layout._checkpoint import checkpoint_tensors
 from jvlab.layout._types import Binding
-from jvlab.layout.checkpoint._tensors import checkpoint_tensors
 from jvlab.layout.rules._ruleset import Rules
 from jvlab.sync._compile_tree import bind_rules, shapes_for
 from tests.sync.own_models import MODELS, Author, offered_by

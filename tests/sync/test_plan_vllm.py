@@ -22,11 +22,11 @@ from jvlab.bench import _plan as bench
 from jvlab.bench._plan import DEEPSEEK_RULES, load_layouts, save_layouts
 from jvlab.engine.tracing import _meta_model
 from jvlab.engine.tracing._offline import trace_offline
+from jvlab.layout._checkpoint import checkpoint_tensors
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._proof import prove
 from jvlab.layout._shards import leaves_of
-from jvlab.layout.checkpoint._tensors import checkpoint_tensors
-from jvlab.layout.rules._policy_shapes import leaf_shapes_for
+from jvlab.layout.rules._builtin import leaf_shapes_for
 from jvlab.layout.rules._rules import invert_binding
 from jvlab.layout.rules._ruleset import Rules
 from jvlab.sync._compile_tree import (

@@ -13,14 +13,14 @@ import pytest
 
 import jvlab as jv
 from jvlab._errors import ConfigError, MeaningError
-from jvlab.layout._compile import compile_plan
-from jvlab.layout._plan_types import numpy_dtype
-from jvlab.layout._shards import MeshSpec
-from jvlab.layout.checkpoint._tensors import (
+from jvlab.layout._checkpoint import (
     CheckpointValues,
     checkpoint_tensors,
     read_config,
 )
+from jvlab.layout._compile import compile_plan
+from jvlab.layout._plan_types import numpy_dtype
+from jvlab.layout._shards import MeshSpec
 from jvlab.layout.rules._builtin import policy_rules
 from jvlab.layout.rules._rules import invert_binding
 from jvlab.sync._compile_tree import policy_shapes, rules_of

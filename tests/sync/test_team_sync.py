@@ -17,7 +17,7 @@ import jvlab as jv
 from jvlab import errors
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._shards import MeshSpec, device_processes, leaves_of
-from jvlab.layout._tree import Boxes, Place, mesh_boxes
+from jvlab.layout._tree import Boxes, TorchDevice, mesh_boxes
 from jvlab.sync._connect import Agreement
 from jvlab.sync._link import Link
 from jvlab.sync._pack import Source
@@ -43,7 +43,7 @@ class Cut:
         boxes = mesh_boxes(value.shape, (SIZE,), (None if dim is None else (dim, 0),))
         held = {k: box for k, box in enumerate(boxes) if all(b > a for a, b in box)}
         self.sharding = Boxes(
-            tuple(Place(k, k, "cpu") for k in held), tuple(held.values()), own
+            tuple(TorchDevice(k, k, "cpu") for k in held), tuple(held.values()), own
         )
         where = self.sharding.devices_indices_map(value.shape)
         self.addressable_shards = [

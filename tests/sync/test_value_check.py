@@ -10,12 +10,12 @@ import pytest
 
 import jvlab as jv
 from jvlab._errors import ConfigError, MeaningError, ModelError
-from jvlab.layout._tree import LeafShape
-from jvlab.layout.checkpoint._tensors import (
+from jvlab.layout._checkpoint import (
     CheckpointValues,
     checkpoint_tensors,
     read_config,
 )
+from jvlab.layout._tree import LeafShape
 from jvlab.layout.rules._builtin import policy_rules
 from jvlab.layout.rules._rules import invert_binding
 from jvlab.layout.rules._ruleset import Rules

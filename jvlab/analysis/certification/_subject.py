@@ -355,7 +355,7 @@ class Subject:
         return values
 
     def checkpoint(self) -> Mapping[str, Any]:
-        from jvlab.layout.checkpoint._tensors import CheckpointValues
+        from jvlab.layout._checkpoint import CheckpointValues
 
         found = CheckpointValues.of(self.pool.model)
         if found is None:

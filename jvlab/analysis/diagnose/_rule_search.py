@@ -18,11 +18,13 @@ import numpy as np
 from jvlab.analysis.diagnose._bisection import largest
 from jvlab.layout.rules._alternatives import (
     Alternative,
+    Match,
     alternatives_of,
     joint,
+    match,
+    reread,
     together,
 )
-from jvlab.layout.rules._evidence import Match, match, reread
 from jvlab.layout.rules._roles import templates
 
 ROUNDS = 4  # greedy search: wrong rules of different kinds, found one after the other
@@ -107,7 +109,7 @@ def _few(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
 
 def checkpoint_of(link: Any) -> Mapping[str, np.ndarray] | None:
     """The weights in the folder of the engine's model; None if there are none."""
-    from jvlab.layout.checkpoint._tensors import CheckpointValues
+    from jvlab.layout._checkpoint import CheckpointValues
 
     model = getattr(link.pool, "model", None)
     origin = link.mapping._origin

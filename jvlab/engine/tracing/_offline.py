@@ -17,8 +17,8 @@ import torch
 from jvlab._errors import ConfigError, TraceError
 from jvlab.engine.tracing import _meta_model
 from jvlab.engine.tracing._trace import trace_model
+from jvlab.layout._checkpoint import checkpoint_tensors
 from jvlab.layout._types import CheckpointTensor, Format, Note, Parameter, RankLayout
-from jvlab.layout.checkpoint._tensors import checkpoint_tensors
 
 _BUILD_REMEDY = "choose sizes that divide the model's heads, experts and widths"
 # splits at the first numeric part of a name
@@ -306,7 +306,7 @@ def _expanded(
         tensor=table["tensor"].astype(np.int32),
         parameter=table["parameter"].astype(np.int32),
         padding=again.parameters(short.padding, at),
-        staged=again.parameters(short.staged, at),
+        repacked=again.parameters(short.repacked, at),
         opaque=opaque,
         formats=tuple(f for f, _ in formats),
         unused=tuple(
@@ -398,7 +398,7 @@ def _notes(layout: RankLayout, layer: int) -> list[Any]:
         match = _LAYER.match(f.parameter)
         if match and int(match[2]) == layer:
             found.append(_of_layer(f, 0))
-    for note in (*layout.padding, *layout.opaque, *layout.staged):
+    for note in (*layout.padding, *layout.opaque, *layout.repacked):
         match = _LAYER.match(note.name)
         if match and int(match[2]) == layer:
             found.append((match[3], _reason(note, match, 0), note.elements))

@@ -379,7 +379,7 @@ def trace_model(
     """Where this model's own loader puts every element of `tensors` on this rank. Leaves the model as it was.
 
     The model may be on any device or on meta. Layers that were re-packed after loading are traced in the format their
-    loader writes, and listed in `staged` with the reason.
+    loader writes, and listed in `repacked` with the reason.
     """
     if len({t.name for t in tensors}) != len(tensors):
         twice = sorted(
@@ -639,7 +639,7 @@ def _layout(
             for t in tensors
             if t.name in opaque
         ),
-        staged=tuple(
+        repacked=tuple(
             _staged_note(t, *staged[t.name]) for t in kept if t.name in staged
         ),
         unused=tuple(

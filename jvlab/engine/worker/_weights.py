@@ -37,7 +37,7 @@ from jvlab.layout._digest import (
     row_elements,
 )
 from jvlab.layout._plan import TransferPlan
-from jvlab.layout._plan_types import OPAQUE, STAGED, TargetInfo, item_bytes
+from jvlab.layout._plan_types import OPAQUE, REPACKED, TargetInfo, item_bytes
 from jvlab.transport._device_bytes import DeviceBytes
 
 if TYPE_CHECKING:
@@ -463,7 +463,7 @@ class Weights:
                 info.dtype,
                 info.strides,
             )
-            if kind not in (OPAQUE, STAGED) and not same:
+            if kind not in (OPAQUE, REPACKED) and not same:
                 have = (
                     "not there" if found is None else f"{_live_memory.format_of(found)}"
                 )
@@ -491,7 +491,7 @@ class Weights:
         refuse: Callable[[Any], str],
         experts: Callable[..., bool],
     ) -> None:
-        by_name = {s.info.name: s for s in self.slots.values() if s.kind == STAGED}
+        by_name = {s.info.name: s for s in self.slots.values() if s.kind == REPACKED}
         groups: dict[int, PackGroup] = {}
         for item in staged:
             slot = by_name.get(item.parameter)

@@ -1,4 +1,4 @@
 """Maps leaves to checkpoint tensors, axes included: the rule language, built-in rule sets, inference.
 
-Imports layout and its checkpoint/ only.
+Imports layout only.
 """

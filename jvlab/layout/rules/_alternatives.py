@@ -1,37 +1,42 @@
-"""What else a leaf could mean: the other rules that fit the same shapes. numpy only.
+"""What else a leaf could mean: the other rules that fit the same shapes, and values as evidence for one of them.
 
 Coverage and matching digests do not show that a mapping is right: a square kernel fits transposed, a query fits where a
-key belongs. `alternatives` lists these other readings, each with its rules; _evidence.py checks by values, or by the
-model's outputs, which one is right.
+key belongs. `alternatives` lists these other readings, each with its rules. `match` compares a sample of the leaves
+under a reading with the checkpoint's values; `reread` gives the leaves as an engine would have them if it were right.
+Constant values, and values unrelated to the checkpoint's, are no evidence. numpy only.
 """
 
 from __future__ import annotations
 
 import itertools
-import re
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from jvlab._errors import RuleError
-from jvlab.layout._types import Binding, CheckpointTensor
+from jvlab.layout._types import Binding, CheckpointTensor, Shape
 from jvlab.layout.rules import _rule_edits as edits
-from jvlab.layout.rules._grammar import arity
-from jvlab.layout.rules._roles import classify, templates
-from jvlab.layout.rules._rules import HasShape
+from jvlab.layout.rules._roles import Template, classify, templates
+from jvlab.layout.rules._rules import (
+    Config,
+    Leaves,
+    apply_binding,
+    config_lookup,
+    convention,
+    invert_binding,
+)
 from jvlab.layout.rules._ruleset import Rules
-from jvlab.layout.rules._sizes import config_lookup, convention
 from jvlab.layout.rules._syntax import (
     Ax,
-    Cat,
-    Index,
-    Name,
-    Part,
-    Pick,
     Rule,
+    arity,
     name_text,
     walk_axes,
+    walk_brackets,
 )
 
 # An alternative interpretation of some leaves, as rules.
@@ -80,230 +85,25 @@ class Alternative:
 
     def apply(self, rules: Rules) -> Rules:
         """The current rules with these substituted."""
-        new = Rules.parse(self.rule_text).rules if self.rules else ()
-        texts = [str(r) for r in rules]
-        first = (
-            next((j for j, t in enumerate(texts) if t in self.replaces), len(texts))
-            if new
-            else len(texts)
-        )
+        new = Rules(self.rules).rules
+        if not new:
+            return rules
         out: list[Rule] = []
-        for j, rule in enumerate(rules):
-            out += new if j == first else ()
-            out += [rule] if texts[j] not in self.replaces or not new else []
-        out += new if first == len(texts) else ()
+        placed = False
+        for rule in rules:
+            if str(rule) not in self.replaces:
+                out.append(rule)
+            elif not placed:
+                out += new
+                placed = True
+        out += () if placed else new
         kept = {str(r) for r in out}
-        return Rules(tuple(out), {k: v for k, v in rules.notes.items() if k in kept})
+        return Rules(out, {k: v for k, v in rules.notes.items() if k in kept})
 
 
 def index_map(b: Binding) -> tuple[object, ...]:
     """What a binding does, without the rule and reason behind it."""
     return (b.leaf, b.tensor, b.leaf_start, b.tensor_start, b.axes, b.add)
-
-
-# Layers in another order: numbers written out in rules, stacks over groups of layers, layers reversed or shifted.
-
-LAYER = Index(((1, "i"),))
-_NUMBER = re.compile(r"(?<![\w{+*])\d+(?![\w}])")
-
-
-def written_out(
-    rules: Rules, bindings: Mapping[str, Sequence[Binding]]
-) -> Iterator[tuple[list[Rule], list[Rule], str]]:
-    """Rules that differ only in a layer number: (rules of another order, the current rules, what was changed)."""
-    families: dict[str, list[tuple[int, int, Rule]]] = defaultdict(list)
-    for rule in rules:
-        if rule.leaf is None or not rule.tensors or not bindings.get(str(rule)):
-            continue
-        leaf = _generic(rule.leaf)
-        tensors = [t for t in map(_generic, rule.tensors) if t]
-        if (
-            leaf is None
-            or len(tensors) != len(rule.tensors)
-            or len({number for _, number in tensors}) != 1
-        ):
-            continue
-        made = replace(rule, leaf=leaf[0], tensors=tuple(name for name, _ in tensors))
-        families[str(made)].append((leaf[1], tensors[0][1], rule))
-    for text, members in families.items():
-        if len(members) < 2:
-            continue
-        numbers = sorted(m[0] for m in members)
-        places = sorted(m[1] for m in members)
-        generic = Rules.parse(text).rules[0]
-        found = [m[2] for m in members]
-        if numbers == places:
-            yield [generic], found, "layers in order"
-        for op, order in _orders(places):
-            yield _literal(generic, numbers, order), found, f"layers {op}"
-
-
-def other_orders(
-    rule: Rule, now: Sequence[Binding]
-) -> Iterator[tuple[list[Rule], str]]:
-    """A stack in another order of its groups, or layers reversed or shifted: (rules, what was changed)."""
-    for hole in edits.computed(rule):
-        (_, x), (_, y) = hole.terms
-        counts = {v: _count(rule, now, v) for v in (x, y)}
-        for major, minor in ((x, y), (y, x)):
-            terms = {major: counts[minor], minor: 1}
-            new = Index(tuple((terms[v], v) for v in (x, y)), hole.const)
-            made = (
-                edits.rewritten(edits.with_number(rule, hole, new))
-                if counts[minor]
-                else None
-            )
-            if made is not None:
-                yield [made], f"layers by {major}"
-    leaf = rule.leaf
-    if leaf is None or any(LAYER not in t.parts for t in rule.tensors):
-        return
-    if LAYER not in leaf.parts:
-        yield from _stack_orders(rule, now)
-        return
-    numbers = sorted(
-        {number for b in now if (number := _layer(leaf, b.leaf)) is not None}
-    )
-    for op, order in _orders(numbers):
-        yield _literal(rule, numbers, order), f"layers {op}"
-
-
-def _stack_orders(
-    rule: Rule, now: Sequence[Binding]
-) -> Iterator[tuple[list[Rule], str]]:
-    """The slices of a stacked leaf in another order: `model.layers.[2|1|0].x : [1|1|1] a b -> b a`."""
-    at = next((d for d, dim in enumerate(rule.left) if dim == Ax("i")), None)
-    if at is None:
-        return
-    for op, order in _orders(range(now[0].leaf_shape[at])):
-        numbers = Pick(tuple((str(n),) for n in order))
-        made = []
-        for one in (
-            [edits.only(rule, k) for k in range(arity(rule))]
-            if arity(rule) > 1
-            else [rule]
-        ):
-            names = (
-                replace(t, parts=tuple(numbers if p == LAYER else p for p in t.parts))
-                for t in one.tensors
-            )
-            left = (
-                *one.left[:at],
-                Cat(((Ax("1"),),) * len(order)),
-                *one.left[at + 1 :],
-            )
-            made.append(edits.rewritten(replace(one, tensors=tuple(names), left=left)))
-        if all(made):
-            yield [rule for rule in made if rule is not None], f"layers {op}"
-
-
-def in_order(rule: Rule) -> Iterator[tuple[list[Rule], str]]:
-    """The rule that takes the slices of a stacked leaf in order, where it writes their layers out: `layers.[2|1|0]`."""
-    at = [
-        d
-        for d, dim in enumerate(rule.left)
-        if isinstance(dim, Cat) and set(dim.options) == {(Ax("1"),)}
-    ]
-    if (
-        len(at) != 1
-        or rule.leaf is None
-        or any(isinstance(p, Pick) for p in rule.leaf.parts)
-    ):
-        return
-    names = []
-    for tensor in rule.tensors:
-        picks = [p for p in tensor.parts if isinstance(p, Pick)]
-        written = (
-            [o[0] for o in picks[0].options if len(o) == 1] if len(picks) == 1 else []
-        )
-        numbers = sorted(
-            int(n) for n in written if isinstance(n, str) and n.isdecimal()
-        )
-        if not numbers or numbers != list(range(len(picks[0].options))):
-            return
-        names.append(
-            replace(
-                tensor, parts=tuple(LAYER if p is picks[0] else p for p in tensor.parts)
-            )
-        )
-    left = (*rule.left[: at[0]], Ax("i"), *rule.left[at[0] + 1 :])
-    made = edits.rewritten(replace(rule, tensors=tuple(names), left=left))
-    if made is not None:
-        yield [made], "layers in order"
-
-
-def _orders(numbers: Sequence[int]) -> list[tuple[str, list[int]]]:
-    """Layers reversed, shifted by one, and shifted back by one."""
-    listed = list(numbers)
-    if len(listed) < 2:
-        return []
-    found = [("reversed", listed[::-1]), ("moved on", [*listed[1:], listed[0]])]
-    return (
-        [*found, ("moved back", [listed[-1], *listed[:-1]])]
-        if len(listed) > 2
-        else found[:1]
-    )
-
-
-def _literal(rule: Rule, leaves: Sequence[int], tensors: Sequence[int]) -> list[Rule]:
-    """A rule for each layer, its number written out on both sides."""
-    out = []
-    for a, b in zip(leaves, tensors, strict=True):
-        name = lambda n, number: replace(
-            n, parts=edits.plain(str(number) if p == LAYER else p for p in n.parts)
-        )
-        assert rule.leaf is not None
-        made = edits.rewritten(
-            replace(
-                rule,
-                leaf=name(rule.leaf, a),
-                tensors=tuple(name(t, b) for t in rule.tensors),
-            )
-        )
-        out += [made] if made is not None else []
-    return out
-
-
-def _generic(name: Name) -> tuple[Name, int] | None:
-    """A name with its one written number as `{i}`."""
-    found: list[int] = []
-    parts: list[Part] = []
-    for part in name.parts:
-        if isinstance(part, Pick) and any(
-            _NUMBER.search(p) for o in part.options for p in o if isinstance(p, str)
-        ):
-            return None
-        match = _NUMBER.search(part) if isinstance(part, str) else None
-        if match is None or not isinstance(part, str):
-            parts.append(part)
-            continue
-        found.append(int(match[0]))
-        before = part[: match.start()]
-        after = part[match.end() :]
-        parts += [*([before] if before else []), LAYER, *([after] if after else [])]
-    return (replace(name, parts=tuple(parts)), found[0]) if len(found) == 1 else None
-
-
-def _layer(name: Name, path: str) -> int | None:
-    """The number that `{i}` stands for in a path."""
-    at = name.parts.index(LAYER)
-    before = name.parts[0] if at else ""
-    if at > 1 or not isinstance(before, str):
-        return None
-    match = re.match(r"\d+", path[len(before) :])
-    return int(match[0]) if match else None
-
-
-def _count(rule: Rule, now: Sequence[Binding], variable: str) -> int:
-    """How many values a stacked axis, or a captured number, takes."""
-    for d, dim in enumerate(rule.left):
-        if dim == Ax(variable):
-            return now[0].leaf_shape[d]
-    return (
-        len({b.leaf for b in now})
-        if rule.leaf and Index(((1, variable),)) in rule.leaf.parts
-        else 0
-    )
 
 
 # The search for other readings: every edit of a rule that still fits the shapes and fills the same tensors.
@@ -326,7 +126,7 @@ class Unit:
     rest: tuple[Rule, ...] = ()  # and the rest of the rule
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         return self.now[0].tensor_shape
 
 
@@ -336,9 +136,9 @@ class Readings:
     def __init__(
         self,
         rules: Rules,
-        shapes: Mapping[str, HasShape],
+        shapes: Leaves,
         tensors: Sequence[CheckpointTensor],
-        config: Mapping[str, Any] | None,
+        config: Config,
     ) -> None:
         self.rules = rules
         self.shapes = shapes
@@ -360,24 +160,20 @@ class Readings:
         units = list(self._units())
         parts = [p for u in units for p in self._parts(u)]
         for unit in units:
-            for rules, op in in_order(unit.rule):
+            for rules, op in edits.in_order(unit.rule):
                 self._add("layer order", rules, [unit], op)
             self._in_place(unit)
             self._choices(unit)
         alone = [u for u in units if arity(u.rule) == 1]
         for one, other in itertools.combinations([*alone, *parts], 2):
             self._swap(one, other)
-        for rules, found, op in written_out(self.rules, self.bindings):
-            self._add(
-                "layer order",
-                rules,
-                [Unit(r, (str(r),), tuple(self.bindings[str(r)])) for r in found],
-                op,
-            )
+        for rules, found, op in edits.layers_written_out(self.rules, self.bindings):
+            listed = [Unit(r, (str(r),), tuple(self.bindings[str(r)])) for r in found]
+            self._add("layer order", rules, listed, op)
         for unit in parts:
             self._in_place(unit)
         for unit in units:
-            for rules, op in other_orders(unit.rule, unit.now):
+            for rules, op in edits.other_orders(unit.rule, unit.now):
                 self._add("layer order", rules, [unit], op)
             self._scales(unit)
         return list(self.out.values())
@@ -396,31 +192,19 @@ class Readings:
                 yield Unit(rule, (text,), tuple(bound))
 
     def _of_wild(self, rule: Rule, bound: Sequence[Binding]) -> Iterator[Unit]:
-        by_leaf = {b.leaf: b for b in bound}
-        if len(by_leaf) != len(bound):
+        if len({b.leaf for b in bound}) != len(bound):
             return
-        sides = []
-        for shapes in (
-            {b.leaf: b.leaf_shape for b in bound},
-            {b.tensor: b.tensor_shape for b in bound},
-        ):
-            sides.append(
-                {
-                    name: (t, key)
-                    for t in templates(shapes)
-                    for key, name in t.members.items()
-                }
-            )
+        leaf_of = _members({b.leaf: b.leaf_shape for b in bound})
+        tensor_of = _members({b.tensor: b.tensor_shape for b in bound})
         groups: dict[object, list[Binding]] = defaultdict(list)
         for b in bound:
-            groups[sides[0][b.leaf][0], sides[1][b.tensor][0]].append(b)
+            groups[leaf_of[b.leaf][0], tensor_of[b.tensor][0]].append(b)
         for members in groups.values():
-            leaf, key = sides[0][members[0].leaf]
-            tensor, other = sides[1][members[0].tensor]
-            if any(
-                sides[0][b.leaf][1] != sides[1][b.tensor][1] for b in members
-            ) or len(key) != len(other):
+            # the numbers in both names must be the same
+            if any(leaf_of[b.leaf][1] != tensor_of[b.tensor][1] for b in members):
                 continue
+            leaf, _ = leaf_of[members[0].leaf]
+            tensor, _ = tensor_of[members[0].tensor]
             names = tensor.variables()
             exact = replace(rule, leaf=leaf.name(names), tensors=(tensor.name(names),))
             yield Unit(exact, (), tuple(members))
@@ -466,13 +250,11 @@ class Readings:
         replaces = tuple(dict.fromkeys(r for u in units for r in u.replaces))
         whole = [r for u in units for r in u.rest]
         now: dict[object, Binding] = {}
-        # where one choice of a rule changes, the others must still fit
         for unit in units:
-            found = (
-                [b for text in unit.replaces for b in self.bindings[text]]
-                if unit.rest
-                else unit.now
-            )
+            found: Iterable[Binding] = unit.now
+            # where one choice of a rule changes, the others must still fit
+            if unit.rest:
+                found = [b for text in unit.replaces for b in self.bindings[text]]
             now |= {index_map(b): b for b in found}
         bound = self._bound([*rules, *whole], now.values())
         if bound is None:
@@ -485,50 +267,35 @@ class Readings:
             for r in rules
         ]
         kind = self._as_written(kind, units, rules)
-        texts = tuple(str(r) for r in [*rules, *whole])
-        part = any(u.choice is not None for u in units)
         self.out[positions] = Alternative(
             kind,
-            texts,
+            tuple(str(r) for r in [*rules, *whole]),
             replaces,
             reason or KINDS[kind],
             tuple(now.values()),
             tuple(bound),
             op,
-            part=part,
+            part=any(u.choice is not None for u in units),
         )
 
     @staticmethod
     def _as_written(kind: str, units: Sequence[Unit], rules: Sequence[Rule]) -> str:
         """The kind of a reordering: axes may be rotary pairs or head groups that were merged when written."""
-        axes = lambda listed: {
-            a.name
-            for r in listed
-            for dims in (r.left, r.right)
-            for a in walk_axes(dims)
-        }
-        before = axes(u.rule for u in units)
-        after = axes(rules)
+        before = set[str]().union(*(u.rule.axis_names for u in units))
+        after = set[str]().union(*(r.axis_names for r in rules))
         if kind != "head order" or len(after) >= len(before):
             return kind
         gained = after - before
-        return (
-            "rotary order"
-            if "h" in gained
-            else "head groups"
-            if gained & {"n", "k"}
-            else kind
-        )
+        if "h" in gained:
+            return "rotary order"
+        return "head groups" if gained & {"n", "k"} else kind
 
     def _same(self, old: Rule, new: Rule, now: Iterable[Binding]) -> bool:
+        """Whether one rule does to these leaves what the other does."""
         now = list(now)
-        one = self._bound([old], now, partly=True)
-        other = self._bound([new], now, partly=True)
-        return (
-            bool(one)
-            and other is not None
-            and set(map(index_map, one or ())) == set(map(index_map, other))
-        )
+        one = self._bound([old], now, partly=True) or []
+        other = self._bound([new], now, partly=True) or []
+        return bool(one) and set(map(index_map, one)) == set(map(index_map, other))
 
     # Kinds --------------------------------------------------------------------------------------------------------
 
@@ -543,36 +310,21 @@ class Readings:
         rule = edits.written_out(unit.rule, ranks.pop())
         roles = self._roles(unit)
         for new in edits.dimension_orders(rule):
-            permuted = new.left == rule.left
-            self._try(
-                "transposed" if permuted else "axis order",
-                new,
-                unit,
-                f"dimensions {_places(rule, new)}",
-            )
+            kind = "transposed" if new.left == rule.left else "axis order"
+            self._try(kind, new, unit, f"dimensions {_places(rule, new)}")
         heads = [rule, *self._with_heads(rule, unit)]
         for base in heads:
             for op, new in edits.inner_orders(base):
-                for permuted in edits.dimension_orders(new):
-                    if permuted.left == new.left:
-                        self._try(
-                            "head order",
-                            permuted,
-                            unit,
-                            f"inner {op} {_places(new, permuted)}",
-                        )
+                for permuted in edits.tensor_orders(new):
+                    change = f"inner {op} {_places(new, permuted)}"
+                    self._try("head order", permuted, unit, change)
         self._rotary(heads, unit, roles)
         self._groups(heads, unit, roles)
-        if all(r.startswith("norm") for r in roles) and not any(
-            self.role[b.tensor].bias for b in unit.now
-        ):
+        bias = any(self.role[b.tensor].bias for b in unit.now)
+        if not bias and all(r.startswith("norm") for r in roles):
             for add in sorted({rule.add + 1, rule.add - 1, 0.0} - {rule.add}, key=abs):
-                self._try(
-                    "offset",
-                    replace(unit.rule, add=add),
-                    unit,
-                    f"offset {add - rule.add:+g}",
-                )
+                shifted = replace(unit.rule, add=add)
+                self._try("offset", shifted, unit, f"offset {add - rule.add:+g}")
 
     def _try(self, kind: str, rule: Rule, unit: Unit, op: str) -> None:
         checked = edits.rewritten(rule)
@@ -581,31 +333,27 @@ class Readings:
 
     def _with_heads(self, rule: Rule, unit: Unit) -> list[Rule]:
         """An attention projection's rule whose heads are one axis: split into heads and head size."""
-        axes = {a.name for dims in (rule.left, rule.right) for a in walk_axes(dims)}
-        if (
-            not self._roles(unit) <= set(_ATTENTION)
-            or "h" in axes
-            or edits.has_concatenation(rule)
-        ):
+        axes = rule.axis_names
+        roles = self._roles(unit)
+        concatenated = any(walk_brackets((*rule.left, *rule.right)))
+        if not roles <= set(_ATTENTION) or "h" in axes or concatenated:
             return []
-        b = unit.now[0]
-        head = self.known.get("h", 0)
-        role = self.role[b.tensor].base
-        bias = self.role[b.tensor].bias
-        if bias and role == "o":
+        first = unit.now[0]
+        role = self.role[first.tensor]
+        if role.bias and role.base == "o":
             return []
-        dim = 0 if bias or role != "o" else 1  # of a checkpoint's matrix, out × in
+        # the dimension of a checkpoint's matrix, out × in, that holds the heads
+        dim = 1 if role.base == "o" else 0
         target = rule.right[dim] if dim < len(rule.right) else None
-        wanted = (
-            "n"
-            if self._roles(unit) <= {"q", "o"}
-            else "k"
-            if self._roles(unit) <= {"k", "v"}
-            else "m"
-        )
-        heads = next(x for x in (wanted, "m", "y", "z") if x not in axes)
-        if not isinstance(target, Ax) or not head or b.tensor_shape[dim] % head:
+        head = self.known.get("h", 0)
+        if not isinstance(target, Ax) or not head or first.tensor_shape[dim] % head:
             return []
+        letters = ["m", "y", "z"]
+        if roles <= {"q", "o"}:
+            letters.insert(0, "n")
+        elif roles <= {"k", "v"}:
+            letters.insert(0, "k")
+        heads = next(letter for letter in letters if letter not in axes)
         return [edits.split(rule, target.name, f"{heads} h", f"{heads} h")]
 
     def _rotary(self, bases: Sequence[Rule], unit: Unit, roles: set[str]) -> None:
@@ -614,37 +362,27 @@ class Readings:
         if not roles <= set(_ROTARY) or (partial is not None and float(partial) < 1):
             return
         for base in bases:
-            axis = "h" if any(a.name == "h" for a in walk_axes(base.left)) else ""
             # without the axis of stacked layers
             own = [d for d in base.left if d != Ax("i")]
-            if (
-                not axis
-                and roles <= {"norm.q", "norm.k"}
-                and len(own) == 1
-                and isinstance(own[0], Ax)
-            ):
-                axis = own[0].name
-            if not axis:
+            axis = Ax("h")
+            if axis not in walk_axes(base.left):
+                axis = (
+                    own[0] if roles <= {"norm.q", "norm.k"} and len(own) == 1 else None
+                )
+            if not isinstance(axis, Ax):
                 continue
             for op, left, right in (
                 ("leaf", "r two", "two r"),
                 ("tensor", "two r", "r two"),
             ):
-                new = edits.split(base, axis, left, right, ("two", 2))
-                for permuted in edits.dimension_orders(new):
-                    if permuted.left == new.left:
-                        self._try(
-                            "rotary order",
-                            permuted,
-                            unit,
-                            f"rotary {op} {_places(new, permuted)}",
-                        )
+                new = edits.split(base, axis.name, left, right, ("two", 2))
+                for permuted in edits.tensor_orders(new):
+                    change = f"rotary {op} {_places(new, permuted)}"
+                    self._try("rotary order", permuted, unit, change)
 
     def _groups(self, bases: Sequence[Rule], unit: Unit, roles: set[str]) -> None:
-        if (
-            not roles <= {"q", "o"}
-            or min(self.known.get("g", 1), self.known.get("k", 1)) < 2
-        ):
+        grouped = min(self.known.get("g", 1), self.known.get("k", 1)) > 1
+        if not grouped or not roles <= {"q", "o"}:
             return
         for base in bases:
             for name in {a.name for a in walk_axes(base.left)} & {"n", "m"}:
@@ -652,32 +390,20 @@ class Readings:
                     ("leaf", "g k", "k g"),
                     ("tensor", "k g", "g k"),
                 ):
-                    self._try(
-                        "head groups",
-                        edits.split(base, name, left, right),
-                        unit,
-                        f"groups {op}",
-                    )
+                    new = edits.split(base, name, left, right)
+                    self._try("head groups", new, unit, f"groups {op}")
 
     def _choices(self, unit: Unit) -> None:
         """Exchanged choices of one rule: `[k|v]` to `[v|k]_proj`."""
         count = arity(unit.rule)
-        if count == 1:
-            return
-        for order in (
-            itertools.permutations(range(count))
-            if count <= _MANY
-            else _exchanges(count)
-        ):
-            if order != tuple(range(count)):
-                rule = edits.rewritten(edits.exchanged(unit.rule, order))
-                if rule is not None:
-                    self._add(
-                        "swapped",
-                        [rule],
-                        [unit],
-                        reason="choices of one shape are exchanged",
-                    )
+        orders = itertools.permutations(range(count))
+        for order in orders if count <= _MANY else _exchanges(count):
+            if order == tuple(range(count)):
+                continue
+            rule = edits.rewritten(edits.exchanged(unit.rule, order))
+            if rule is not None:
+                why = "choices of one shape are exchanged"
+                self._add("swapped", [rule], [unit], reason=why)
 
     def _swap(self, one: Unit, other: Unit) -> None:
         """Two leaves of different rules, or of two choices, each to the other's tensor."""
@@ -687,45 +413,51 @@ class Readings:
             return  # within one rule: _choices
         if self._zone(one) != self._zone(other):
             return
-        names = [
-            tuple(t for t in u.rule.tensors if not t.optional) for u in (one, other)
-        ]
-        rules = [
-            edits.rewritten(replace(u.rule, tensors=names[1 - j]))
-            for j, u in enumerate((one, other))
-        ]
-        if None not in rules:
-            leaves = " and ".join(
-                name_text(u.rule.leaf) for u in (one, other) if u.rule.leaf
-            )
-            self._add(
-                "swapped",
-                [r for r in rules if r],
-                [one, other],
-                reason=f"{leaves} are exchanged",
-            )
+        rules = []
+        for mine, theirs in ((one, other), (other, one)):
+            names = tuple(t for t in theirs.rule.tensors if not t.optional)
+            made = edits.rewritten(replace(mine.rule, tensors=names))
+            if made is None:
+                return
+            rules.append(made)
+        leaves = [name_text(r.leaf) for r in rules if r.leaf]
+        why = f"{' and '.join(leaves)} are exchanged"
+        self._add("swapped", rules, [one, other], reason=why)
 
     def _zone(self, unit: Unit) -> object:
         role = self.role[unit.now[0].tensor]
-        known = next(
-            (zone for zone in _ZONES if role.base in zone), role.base.partition(".")[0]
-        )
-        return known, role.bias, role.expert, role.shared
+        own = role.base.partition(".")[0]
+        zone = next((zone for zone in _ZONES if role.base in zone), own)
+        return zone, role.bias, role.expert, role.shared
 
     def _scales(self, unit: Unit) -> None:
         """Common scale factors, which no rule can express."""
-        head = self.known.get("h", 0)
         roles = self._roles(unit)
-        width = config_lookup(self.config).get("hidden_size", 0)
-        size = head if roles == {"q"} else width if roles == {"embed"} else 0
-        for power in (0.5, -0.5) if size else ():
+        if roles == {"q"}:
+            word = "head_dim"
+            size = self.known.get("h", 0)
+        elif roles == {"embed"}:
+            word = "hidden_size"
+            size = config_lookup(self.config).get(word, 0)
+        else:
+            return
+        for power, verb in ((0.5, "times"), (-0.5, "divided by")) if size else ():
             factor = float(size) ** power
-            word = "head_dim" if roles == {"q"} else "hidden_size"
-            why = f"the checkpoint's tensor is the leaf {'times' if power > 0 else 'divided by'} the root of {word}"
-            key = (unit.replaces, factor)
-            self.out[key] = Alternative(
+            why = f"the checkpoint's tensor is the leaf {verb} the root of {word}"
+            self.out[unit.replaces, factor] = Alternative(
                 "scale", (), unit.replaces, why, unit.now, unit.now, factor=factor
             )
+
+
+def _members(
+    shapes: Mapping[str, Shape],
+) -> dict[str, tuple[Template, tuple[int, ...]]]:
+    """Each name's template and its numbers."""
+    return {
+        name: (template, numbers)
+        for template in templates(shapes)
+        for numbers, name in template.members.items()
+    }
 
 
 def _places(old: Rule, new: Rule) -> str:
@@ -738,7 +470,10 @@ def _places(old: Rule, new: Rule) -> str:
 
 def _exchanges(count: int) -> Iterator[tuple[int, ...]]:
     for a, b in itertools.combinations(range(count), 2):
-        yield tuple(b if j == a else a if j == b else j for j in range(count))
+        order = list(range(count))
+        order[a] = b
+        order[b] = a
+        yield tuple(order)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -746,9 +481,9 @@ def _exchanges(count: int) -> Iterator[tuple[int, ...]]:
 
 def alternatives(
     rules: Rules,
-    shapes: Mapping[str, HasShape],
+    shapes: Leaves,
     tensors: Sequence[CheckpointTensor],
-    config: Mapping[str, Any] | None = None,
+    config: Config = None,
 ) -> list[Alternative]:
     """Every other reading that fits the shapes and fills the same tensors, the simplest first.
 
@@ -760,11 +495,9 @@ def alternatives(
 def alternatives_of(mapping: Any) -> list[Alternative]:
     """The alternatives to a mapping's rules; none for a mapping built by hand."""
     origin = mapping._origin
-    return (
-        []
-        if origin is None
-        else alternatives(origin.rules, origin.shapes, origin.tensors, origin.config)
-    )
+    if origin is None:
+        return []
+    return alternatives(origin.rules, origin.shapes, origin.tensors, origin.config)
 
 
 def together(parts: Sequence[Alternative]) -> Alternative | None:
@@ -802,6 +535,134 @@ def joint(found: Sequence[Alternative]) -> list[Alternative]:
         for a in sorted(members, key=lambda a: a.part):
             if together([*chosen, a]) is not None:
                 chosen.append(a)
-        both = together(chosen) if len(chosen) > 1 else None
-        out += [both] if both is not None else []
+        if len(chosen) > 1 and (both := together(chosen)) is not None:
+            out.append(both)
+    return out
+
+
+# Values as evidence.
+
+SAMPLES = 512  # elements of each binding
+RELATED = 0.8  # correlation from which two arrays count as related
+CLOSE = 0.5  # relative error that a right reading stays below, even after training
+APART = 4.0  # a right reading has an error this many times smaller than a wrong one
+# up to this size an array is fetched whole; of a larger one only the sample
+WHOLE_BYTES = 1 << 26
+
+
+@dataclass(frozen=True)
+class Match:
+    """A sample of leaves under one reading, compared with the same elements of the checkpoint."""
+
+    error: float  # ‖leaf − checkpoint‖ / ‖checkpoint‖
+    correlation: float  # 0 where one of the two is constant
+    scale: float  # the factor that best fits the leaf to the checkpoint
+    count: int  # elements compared
+
+    @property
+    def related(self) -> bool:
+        """Whether the two are correlated at all."""
+        return self.count > 1 and self.correlation >= RELATED
+
+    @property
+    def fits(self) -> bool:
+        """Whether they are the same values, up to training."""
+        return self.related and self.error <= CLOSE
+
+    def beats(self, other: Match) -> bool:
+        """Whether this reading is right and the other wrong."""
+        return self.fits and self.error * APART < other.error
+
+
+def match(
+    reading: Alternative | Sequence[Binding],
+    values: Mapping[str, Any],
+    checkpoint: Mapping[str, np.ndarray],
+) -> Match:
+    """How well leaves match the checkpoint under a reading, over a sample of every binding."""
+    whole = isinstance(reading, Alternative)
+    bindings = reading.bindings if whole else reading
+    factor = reading.factor if whole else 1.0
+    rng = np.random.default_rng(0)
+    samples_of: list[tuple[np.ndarray, np.ndarray]] = []
+    for b in bindings:
+        if b.leaf in values and b.tensor in checkpoint:
+            leaf_at, tensor_at = _sample(b, rng)
+            mine = factor * (_gather(values[b.leaf], leaf_at) + b.add)
+            samples_of.append((mine, _gather(checkpoint[b.tensor], tensor_at)))
+    return compare(samples_of)
+
+
+def compare(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Match:
+    """Samples of the same elements on both sides, one pair for each array."""
+    good = []
+    for mine, theirs in pairs:
+        finite = np.isfinite(mine) & np.isfinite(theirs)
+        if finite.any():
+            good.append([x[finite].astype(np.float64) for x in (mine, theirs)])
+    if not good:
+        return Match(math.inf, 0.0, 1.0, 0)
+    a, b = (np.concatenate([pair[side] for pair in good]) for side in (0, 1))
+    size = math.sqrt(float(np.square(b).sum()))
+    if not size:
+        return Match(math.inf, 0.0, 1.0, int(a.size))
+    # Each array relative to its own mean: norms of any two models of a family have similar means.
+    one, other = (
+        np.concatenate([pair[side] - pair[side].mean() for pair in good])
+        for side in (0, 1)
+    )
+    spread = math.sqrt(float(np.square(one).sum()) * float(np.square(other).sum()))
+    constant = spread <= 1e-10 * float(np.abs(a).max() * np.abs(b).max()) * a.size
+    correlation = 0.0 if constant else float((one * other).sum()) / spread
+    own = float(np.square(a).sum())
+    error = math.sqrt(float(np.square(a - b).sum())) / size
+    return Match(
+        error, correlation, float((a * b).sum()) / own if own else 1.0, int(a.size)
+    )
+
+
+def _sample(b: Binding, rng: np.random.Generator) -> tuple[tuple[np.ndarray, ...], ...]:
+    """Indices of the same elements in the leaf and in the tensor."""
+    sizes = [a.size for a in b.axes]
+    total = math.prod(sizes)
+    picked = np.arange(total) if total <= SAMPLES else rng.integers(0, total, SAMPLES)
+    steps = np.unravel_index(picked, sizes) if sizes else ()
+    leaf = [np.full(len(picked), at, np.int64) for at in b.leaf_start]
+    tensor = [np.full(len(picked), at, np.int64) for at in b.tensor_start]
+    for axis, step in zip(b.axes, steps, strict=True):
+        leaf[axis.leaf_dim] += axis.leaf_step * step
+        tensor[axis.tensor_dim] += axis.tensor_step * step
+    return tuple(leaf), tuple(tensor)
+
+
+def _gather(array: Any, at: tuple[np.ndarray, ...]) -> np.ndarray:
+    if not isinstance(array, np.ndarray) and getattr(array, "nbytes", 0) <= WHOLE_BYTES:
+        array = np.asarray(array)
+    return np.asarray(array[at]).astype(np.float32)
+
+
+def reread(
+    alternative: Alternative, values: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
+    """The leaves that the engine's values amount to if this alternative is the right reading.
+
+    The current rules map leaves to tensors; here the tensors are mapped back by the alternative.
+    """
+    tensors: dict[str, np.ndarray] = {}
+    for b in alternative.now:
+        leaf = np.asarray(values[b.leaf])
+        if b.tensor not in tensors:
+            # 1 + w in bfloat16 would lose most digits of w
+            wide = b.add and leaf.dtype.itemsize < 4
+            tensors[b.tensor] = np.zeros(
+                b.tensor_shape, np.float32 if wide else leaf.dtype
+            )
+        apply_binding(b, leaf, tensors[b.tensor])
+    out: dict[str, np.ndarray] = {}
+    for b in alternative.bindings:
+        if b.leaf not in out:
+            out[b.leaf] = np.array(values[b.leaf])
+        invert_binding(b, tensors[b.tensor], out[b.leaf])
+    if alternative.factor != 1:
+        out = {k: (v / alternative.factor).astype(v.dtype) for k, v in out.items()}
     return out

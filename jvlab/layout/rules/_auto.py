@@ -19,20 +19,13 @@ import numpy as np
 from jvlab._errors import CoverageError, MatchError
 from jvlab._units import how_many
 from jvlab.layout._types import Binding, CheckpointTensor
-from jvlab.layout.rules._candidates import TABLES, Candidate, Pair, candidates
-from jvlab.layout.rules._roles import Role, Template, words
-from jvlab.layout.rules._rules import (
-    Compiled,
-    HasShape,
-    apply_binding,
-    bind_group,
-    mark_binding,
-    parse_rule,
-)
-from jvlab.layout.rules._ruleset import Rules, assign
-from jvlab.layout.rules._sizes import config_lookup
-from jvlab.layout.rules._suggest import (
+from jvlab.layout.rules._candidates import (
+    TABLES,
+    Candidate,
+    Offer,
+    Pair,
     Pairing,
+    candidates,
     is_conv1d,
     legend,
     lines_for_leaf,
@@ -41,6 +34,18 @@ from jvlab.layout.rules._suggest import (
     roles_among,
     shown,
 )
+from jvlab.layout.rules._roles import Role, Template
+from jvlab.layout.rules._rules import (
+    Compiled,
+    Config,
+    Leaves,
+    Tensors,
+    apply_binding,
+    bind_group,
+    config_lookup,
+    mark_binding,
+)
+from jvlab.layout.rules._ruleset import Rules
 
 # Values as evidence: which candidate rule makes a leaf's values equal to the checkpoint's.
 # Only values that vary together are evidence. Errors are relative to the standard deviation of the checkpoint's values,
@@ -83,59 +88,56 @@ class Measure:
 class Probe:
     """Values of both sides, and what candidates are bound with."""
 
-    tensors: Mapping[str, CheckpointTensor]
-    config: Mapping[str, Any] | None
+    tensors: Tensors
+    config: Config
     values: Mapping[str, Any]
     checkpoint: Mapping[str, Any]
 
-    def measures(
-        self, options: Sequence[tuple[Pair, Candidate]]
-    ) -> list[Measure] | None:
+    def measures(self, options: Sequence[Offer]) -> list[Measure] | None:
         """One measure each; None if some value is not available."""
-        found = [self._measure(c, p) for p, c in options]
-        return (
-            None
-            if any(m is None for m in found)
-            else [m for m in found if m is not None]
-        )
-
-    def small(self, pair: Pair) -> bool:
-        """Whether the leaf is small enough to be read even if it is unambiguous."""
-        return all(
-            math.prod(t.shape) <= _LARGEST for t in (*pair.leaves, *pair.tensors)
-        )
+        out = []
+        for pair, candidate in options:
+            found = self._measure(candidate, pair)
+            if found is None:
+                return None
+            out.append(found)
+        return out
 
     def _measure(self, candidate: Candidate, pair: Pair) -> Measure | None:
         """Over the first layer, or over layers spread across a stack; None if a value is not available."""
-        compiled = Compiled(parse_rule(candidate.line))
+        compiled = Compiled(candidate.rule)
         key = next(iter(pair.leaves[0].members))
-        paths = {k: t.members.get(key) for k, t in enumerate(pair.leaves)}
-        group = {k: p for k, p in paths.items() if p is not None and p in self.values}
-        if len(group) != len(paths):
+        group = {k: t.members.get(key, "") for k, t in enumerate(pair.leaves)}
+        if any(path not in self.values for path in group.values()):
             return None
         found = compiled.match(group[0])
         if found is None:
             return None
-        shapes = {p: np.asarray(self.values[p]) for p in group.values()}
+        arrays = {p: np.asarray(self.values[p]) for p in group.values()}
         bindings, problems = bind_group(
-            compiled, found[1], group, shapes, self.tensors, self.config
+            compiled, found[1], group, arrays, self.tensors, self.config
         )
         if problems or any(b.tensor not in self.checkpoint for b, _ in bindings):
             return None
-        chosen = sorted(
-            {
-                round(j)
-                for j in np.linspace(0, len(bindings) - 1, min(len(bindings), _PARTS))
-            }
-        )
-        taken = [bindings[j][0] for j in chosen]
-        plain = {path: np.asarray(array, np.float32) for path, array in shapes.items()}
+        # of a stack, parts spread over it
+        parts = np.linspace(0, len(bindings) - 1, min(len(bindings), _PARTS))
+        taken = [bindings[j][0] for j in sorted({round(part) for part in parts})]
         # part by part: of a fused tensor, one part may be scaled and another not
+        plain = {path: np.asarray(a, np.float32) for path, a in arrays.items()}
         sums = [
             _Sums(b, plain[b.leaf], np.asarray(self.checkpoint[b.tensor], np.float32))
             for b in taken
         ]
-        return _together([(b.leaf, b.tensor) for b in taken], sums, candidate)
+        return _together(sums, candidate)
+
+
+def _is_small(pair: Pair) -> bool:
+    """Whether the leaf is small enough to be read even if it is unambiguous."""
+    return all(math.prod(t.shape) <= _LARGEST for t in (*pair.leaves, *pair.tensors))
+
+
+def _varies(values: np.ndarray) -> bool:
+    return bool(values.size and np.ptp(values) > 1e-6 * np.abs(values).max())
 
 
 class _Sums:
@@ -144,6 +146,7 @@ class _Sums:
     def __init__(
         self, binding: Binding, leaf: np.ndarray, expected: np.ndarray
     ) -> None:
+        self.names = (binding.leaf, binding.tensor)
         got = np.zeros(expected.shape, np.float32)
         seen = np.zeros(expected.shape, np.uint8)
         apply_binding(binding, leaf, got)
@@ -156,12 +159,8 @@ class _Sums:
             float(np.sum((theirs - theirs.mean()) ** 2)) if theirs.size else 0.0
         )
         self.total = float(np.sum(theirs**2))
-        self.varies = (
-            bool(np.ptp(mine) > 1e-6 * np.abs(mine).max()) if mine.size else False
-        )
-        self.flat = not theirs.size or bool(
-            np.ptp(theirs) <= 1e-6 * np.abs(theirs).max()
-        )
+        self.varies = _varies(mine)
+        self.flat = not _varies(theirs)
         square = float(np.sum(mine**2))
         self.factor = float(mine @ theirs) / square if square > 0 else 0.0
         # residual of the multiple
@@ -181,24 +180,18 @@ class _Sums:
         )
 
 
-def _together(
-    names: Sequence[tuple[str, str]], sums: Sequence[_Sums], candidate: Candidate
-) -> Measure:
-    wrong = sum(s.wrong for s in sums)
-    spread = sum(s.spread for s in sums if not s.flat)
-    count = sum(s.count for s in sums)
-    total = sum(s.total for s in sums)
+def _together(each: Sequence[_Sums], candidate: Candidate) -> Measure:
+    wrong = sum(s.wrong for s in each)
+    spread = sum(s.spread for s in each if not s.flat)
+    total = sum(s.total for s in each)
     finite = math.isfinite(wrong) and math.isfinite(total)
-    exact = finite and all(s.exact for s in sums)
-    plain = not parse_rule(candidate.line).add
+    exact = finite and not candidate.rule.add and all(s.exact for s in each)
     return Measure(
-        math.sqrt(wrong / spread) if finite and spread > 0 else math.inf,
-        count,
-        finite and any(s.varies for s in sums),
-        finite and wrong <= 1e-6 * max(total, 1e-30),
-        {n: s.factor for n, s in zip(names, sums, strict=True)}
-        if exact and plain
-        else {},
+        error=math.sqrt(wrong / spread) if finite and spread > 0 else math.inf,
+        count=sum(s.count for s in each),
+        varies=finite and any(s.varies for s in each),
+        equal=finite and wrong <= 1e-6 * max(total, 1e-30),
+        factors={s.names: s.factor for s in each} if exact else {},
     )
 
 
@@ -255,12 +248,15 @@ class _Item:
     @property
     def param(self) -> str:
         """The parameter word of the name (`kernel`, `w`, …), which implies a convention; empty if there is none."""
-        last = words(self.pair.leaves[0].pieces[-1].strip("./") or "?")[-1]
-        return (
-            last[0]
-            if len(last) == 1 and last[0] in ("kernel", "weight", "w", "weights")
-            else ""
-        )
+        last = self.pair.leaves[0].last_segment
+        known = ("kernel", "weight", "w", "weights")
+        return last[0] if len(last) == 1 and last[0] in known else ""
+
+    @property
+    def is_norm(self) -> bool:
+        """Whether it is a norm's scale."""
+        role = self.pair.role
+        return role.base.startswith("norm") and not role.bias
 
     def choose(self, candidate: Candidate, why: str, confidence: float) -> None:
         self.choice = candidate
@@ -269,9 +265,9 @@ class _Item:
 
 
 def infer(
-    leaves: Mapping[str, HasShape],
+    leaves: Leaves,
     tensors: Sequence[CheckpointTensor],
-    config: Mapping[str, Any] | None = None,
+    config: Config = None,
     values: Mapping[str, Any] | None = None,
     checkpoint: Mapping[str, Any] | None = None,
     given: Rules | None = None,
@@ -284,49 +280,37 @@ def infer(
     """
     given = given or Rules(())
     by_name = {t.name: t for t in tensors}
-    given.check(leaves, tensors, config)
-    rest_leaves, rest_tensors = _without(given, leaves, by_name, config)
-    leaf_roles = roles_among(rest_leaves, leaves)
-    tensor_roles = roles_among(rest_tensors, by_name)
+    open_leaves, open_tensors = given.left_open(leaves, tensors, config)
+    leaf_roles = roles_among({p: leaves[p] for p in open_leaves}, leaves)
+    tensor_roles = roles_among({n: by_name[n] for n in open_tensors}, by_name)
     pairing = pair_up(leaf_roles, tensor_roles, config)
-    probing = values is not None and checkpoint is not None
     conv1d = is_conv1d(by_name)
-    items = [_Item(p, candidates(p, config, conv1d, probing)) for p in pairing.pairs]
+    probe = None
     if values is not None and checkpoint is not None:
         probe = Probe(by_name, config, values, checkpoint)
+    items = [
+        _Item(p, candidates(p, config, conv1d, probe is not None))
+        for p in pairing.pairs
+    ]
+    if probe is not None:
         for item in items:
             _by_numbers(item, probe)
         items += _pairs_by_numbers(pairing, conv1d, probe)
         _offsets_by_siblings(items)
     _refuse_multiples(items)
     for item in items:
-        item.options = (
-            [c for c in item.options if not c.probe_only]
-            if item.choice is None
-            else item.options
-        )
-        if item.choice is None and len(item.options) == 1:
-            item.choose(item.options[0], "the shapes fit one way only", 1.0)
+        if item.choice is None:
+            item.options = [c for c in item.options if not c.probe_only]
+            if len(item.options) == 1:
+                item.choose(item.options[0], "the shapes fit one way only", 1.0)
     _by_evidence(items)
-    if (
-        pairing.open_leaves
-        or pairing.open_tensors
-        or any(i.choice is None for i in items)
-    ):
+    chosen = [(item, item.choice.rule) for item in items if item.choice is not None]
+    if pairing.open_leaves or pairing.open_tensors or len(chosen) < len(items):
         raise _error(pairing, items, leaf_roles, tensor_roles, config, conv1d)
-    rules = Rules(
-        given.rules
-        + tuple(
-            parse_rule(i.choice.line, n) for n, i in enumerate(items, 1) if i.choice
-        )
-    )
-    notes = {str(parse_rule(i.choice.line)): _note(i) for i in items if i.choice}
-    warnings = {
-        str(parse_rule(i.choice.line)): w
-        for i in items
-        if i.choice and (w := _warning(i, config))
-    }
-    rules = Rules(rules.rules, {**given.notes, **notes}, {**given.warnings, **warnings})
+    inferred = [replace(rule, line=n) for n, (_, rule) in enumerate(chosen, 1)]
+    notes = {str(rule): _note(item) for item, rule in chosen}
+    warnings = {str(rule): w for item, rule in chosen if (w := _warning(item, config))}
+    rules = given + Rules(inferred, notes, warnings)
     try:
         return rules, rules.bind(leaves, tensors, config)
     except CoverageError as e:
@@ -345,7 +329,7 @@ def _note(item: _Item) -> tuple[str, float]:
     )
 
 
-def _warning(item: _Item, config: Mapping[str, Any] | None) -> str:
+def _warning(item: _Item, config: Config) -> str:
     """What was assumed without evidence; empty if nothing was."""
     if item.by_values:
         return ""
@@ -360,14 +344,11 @@ def _warning(item: _Item, config: Mapping[str, Any] | None) -> str:
         out.append(
             "rotary order taken to be the checkpoint's: names and shapes cannot show whether pairs are interleaved"
         )
-    if role.base.startswith("norm") and not role.bias and item.measures is not None:
-        flat = (
-            "do not vary"
-            if not any(m.varies for m in item.measures)
-            else "do not follow the checkpoint's"
-        )
+    if item.is_norm and item.measures is not None:
+        varies = any(m.varies for m in item.measures)
+        fact = "do not follow the checkpoint's" if varies else "do not vary"
         out.append(
-            f"its values {flat}, so they do not show whether it holds w or 1 + w: taken to be w"
+            f"its values {fact}, so they do not show whether it holds w or 1 + w: taken to be w"
         )
     near = {f for f in item.factors.values() if abs(f - 1) <= _FAR}
     if near:
@@ -375,37 +356,17 @@ def _warning(item: _Item, config: Mapping[str, Any] | None) -> str:
     return "; ".join(out)
 
 
-def _without(
-    given: Rules,
-    leaves: Mapping[str, HasShape],
-    tensors: Mapping[str, CheckpointTensor],
-    config: Mapping[str, Any] | None,
-) -> tuple[dict[str, HasShape], dict[str, CheckpointTensor]]:
-    """The leaves and tensors that the given rules leave to be inferred."""
-    compiled = [Compiled(r) for r in given]
-    groups, _ = assign(compiled, leaves)
-    taken = {p for p in leaves if any(c.rule.leaf and c.match(p) for c in compiled)}
-    filled = {
-        n for n in tensors if any(c.rule.leaf is None and c.match(n) for c in compiled)
-    }
-    for (r, _), (values, group) in groups.items():
-        made, _ = bind_group(compiled[r], values, group, leaves, tensors, config)
-        filled |= {b.tensor for b, _ in made}
-    return {p: a for p, a in leaves.items() if p not in taken}, {
-        n: t for n, t in tensors.items() if n not in filled
-    }
-
-
 # ---------------------------------------------------------------------------------------------------- evidence
 
 
 def _by_numbers(item: _Item, probe: Probe) -> None:
-    if not item.options or (len(item.options) < 2 and not probe.small(item.pair)):
+    if not item.options or (len(item.options) < 2 and not _is_small(item.pair)):
         return
     measures = probe.measures([(item.pair, c) for c in item.options])
     if measures is None:
         return
-    item.measures, item.factors = measures, multiple(measures)
+    item.measures = measures
+    item.factors = multiple(measures)
     found = settle(measures)
     if found is None or item.factors:
         return
@@ -455,17 +416,15 @@ def _offsets_by_siblings(items: Sequence[_Item]) -> None:
 
     They get the siblings' offset if that makes the values equal (a constant norm); else they stay ambiguous.
     """
-    norms = [
-        i for i in items if i.pair.role.base.startswith("norm") and not i.pair.role.bias
-    ]
-    tails = {_offset(i.choice) for i in norms if i.choice is not None and i.by_values}
-    if len(tails) != 1 or tails == {0.0}:
+    norms = [item for item in items if item.is_norm]
+    offsets = {i.choice.rule.add for i in norms if i.choice is not None and i.by_values}
+    if len(offsets) != 1 or offsets == {0.0}:
         return
-    (tail,) = tails
+    (offset,) = offsets
     for item in norms:
         if item.choice is not None or item.measures is None:
             continue
-        like = [c for c in item.options if _offset(c) == tail]
+        like = [c for c in item.options if c.rule.add == offset]
         same = [c for c, m in zip(item.options, item.measures, strict=True) if m.equal]
         if len(like) == 1 and same == like:
             item.choose(
@@ -477,12 +436,8 @@ def _offsets_by_siblings(items: Sequence[_Item]) -> None:
             item.options = [
                 replace(c, probe_only=False)
                 for c in item.options
-                if _offset(c) in (0.0, tail)
+                if c.rule.add in (0.0, offset)
             ]
-
-
-def _offset(candidate: Candidate) -> float:
-    return parse_rule(candidate.line).add
 
 
 def _refuse_multiples(items: Sequence[_Item]) -> None:
@@ -590,7 +545,7 @@ def _similar_roles(a: Role, b: Role) -> bool:
 
 
 def _by_convention(item: _Item, items: Sequence[_Item]) -> bool:
-    last = words(item.pair.leaves[0].pieces[-1].strip("./") or "?")[-1][-1]
+    last = item.pair.leaves[0].last_segment[-1]
     table = item.pair.role.base in TABLES
     order = (
         "out × in" if table else {"kernel": "in × out", "weight": "out × in"}.get(last)
@@ -617,7 +572,7 @@ def _error(
     items: Sequence[_Item],
     leaf_roles: Mapping[Template, Role],
     tensor_roles: Mapping[Template, Role],
-    config: Mapping[str, Any] | None,
+    config: Config,
     conv1d: bool,
 ) -> MatchError:
     """Every open leaf with the lines that fit it: each binds when it is copied."""
@@ -629,10 +584,10 @@ def _error(
     open_: dict[str, list[str]] = {}
     for item in items:
         if item.choice is None and item.options:
-            shapes = f"{item.pair.leaves[0].shape} → {item.pair.tensors[0].shape}"
-            open_[item.pair.leaf] = [c.line for c in item.options]
+            pair = item.pair
+            open_[pair.leaf] = [c.line for c in item.options]
             lines.append(
-                f"  {item.pair.leaf} {shapes}: {item.pair.why}, but {len(item.options)} ways fit:"
+                f"  {pair.leaf} {pair.shapes}: {pair.why}, but {len(item.options)} ways fit:"
             )
             lines += shown(item.options, _SHOWN)
     parts = {
@@ -658,8 +613,8 @@ def _error(
             else f"its name says {leaf_roles[leaf]}"
         )
         for pair in (i.pair for i in unfit if leaf in i.pair.leaves):
-            shapes = f"{pair.leaves[0].shape} → {pair.tensors[0].shape}"
-            what = f"{pair.why}, but no transform of {shapes} fits {' + '.join(map(str, pair.tensors))}"
+            into = " + ".join(map(str, pair.tensors))
+            what = f"{pair.why}, but no transform of {pair.shapes} fits {into}"
         fits = (
             f"{how_many(len(found), 'line fits', 'lines fit')}:"
             if found

@@ -1,20 +1,44 @@
-"""The Policy layout's rules for a model; the layout and its texts are in _builtin_texts.py."""
+"""The built-in rules for a model and its tree, and the tree that rules ask for; the texts are in _builtin_texts.py."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
-from jvlab._errors import ConfigError
+from jvlab._errors import ConfigError, LayoutError
+from jvlab.layout._tree import LeafShape
 from jvlab.layout._types import CheckpointTensor
 from jvlab.layout.rules._builtin_texts import BY_FAMILY, NOT_STACKED, POLICY, PRESETS
-from jvlab.layout.rules._rules import Compiled, HasShape, name_for, parse_rule
+from jvlab.layout.rules._candidates import TABLES
+from jvlab.layout.rules._roles import classify, templates
+from jvlab.layout.rules._rules import (
+    Captured,
+    Compiled,
+    Leaves,
+    Solver,
+    Tensors,
+    Unfit,
+    config_lookup,
+    convention,
+    matcher,
+    name_for,
+    size_of,
+    terms_of,
+)
 from jvlab.layout.rules._ruleset import Rules
-from jvlab.layout.rules._sizes import config_lookup, convention
-from jvlab.layout.rules._syntax import Name, name_text
+from jvlab.layout.rules._syntax import (
+    Ax,
+    Index,
+    Name,
+    name_text,
+    parse_rule,
+    walk_axes,
+    walk_names,
+)
 
 # Named rule sets for the trees of other projects, and their adaptation to a tree and a checkpoint.
 # checkpoint  a nested dict, or a flat one, with the checkpoint's own names and shapes
@@ -33,7 +57,7 @@ def preset_rules(
     name: str,
     config: Mapping[str, Any],
     tensors: Collection[CheckpointTensor],
-    leaves: Mapping[str, HasShape] | None = None,
+    leaves: Leaves | None = None,
 ) -> Rules:
     """A named rule set for this model's family, adapted to the prefixes of checkpoint and tree."""
     rules = Rules.named(name)
@@ -49,18 +73,13 @@ def preset_rules(
             remedy='divide the embedding before the sync, and pass rules="auto" or your own',
         )
     text = BY_FAMILY.get((name, family)) or BY_FAMILY.get((name, "llama"))
-    rules = Rules.parse(text) if text else rules
-    rules = _one_einsum(rules, known)
-    anchor = "model."
-    tail = "embed_tokens.weight"
-    found = next((t.name for t in tensors if t.name.endswith(tail)), anchor + tail)
-    rules = fit_leaves(with_prefix(rules, anchor, found[: -len(tail)]), leaves or {})
+    rules = _one_einsum(Rules.parse(text) if text else rules, known)
+    names = [t.name for t in tensors]
+    rules = _with_prefix(rules, "model.", "embed_tokens.weight", names)
+    rules = fit_leaves(rules, leaves or {})
     if name == "maxtext" and family in ("llama", "mistral", "mixtral"):
-        folded = {
-            str(r): _FOLDED
-            for r in rules
-            if r.leaf and "query.kernel" in name_text(r.leaf)
-        }
+        queries = (r for r in rules if r.leaf and "query.kernel" in name_text(r.leaf))
+        folded = {str(r): _FOLDED for r in queries}
         rules = Rules(rules.rules, rules.notes, folded)
     return rules
 
@@ -70,20 +89,20 @@ def _one_einsum(rules: Rules, config: Mapping[str, Any]) -> Rules:
     sizes = convention(config)
     if not sizes:
         return rules
-    drop = (
-        ("attn.q_einsum", "attn.kv_einsum")
-        if sizes["n"] == sizes["k"]
-        else ("attn.qkv_einsum",)
-    )
-    return Rules(
-        tuple(
-            r for r in rules if r.leaf and not any(d in name_text(r.leaf) for d in drop)
-        )
-    )
+    drop = ["attn.qkv_einsum"]
+    if sizes["n"] == sizes["k"]:
+        drop = ["attn.q_einsum", "attn.kv_einsum"]
+    kept = []
+    for rule in rules:
+        if rule.leaf and not any(d in name_text(rule.leaf) for d in drop):
+            kept.append(rule)
+    return Rules(kept)
 
 
-def with_prefix(rules: Rules, old: str, new: str) -> Rules:
-    """The rules with another prefix on the checkpoint names that start with `old`."""
+def _with_prefix(rules: Rules, old: str, embedding: str, names: Iterable[str]) -> Rules:
+    """The rules with the prefix that the embedding has among `names`, instead of `old`, on the checkpoint's names."""
+    found = next((n for n in names if n.endswith(embedding)), old + embedding)
+    new = found.removesuffix(embedding)
     if old == new:
         return rules
 
@@ -91,59 +110,43 @@ def with_prefix(rules: Rules, old: str, new: str) -> Rules:
         first = name.parts[0]
         if not isinstance(first, str) or not first.startswith(old):
             return name
-        return _prefixed(replace(name, parts=(first[len(old) :], *name.parts[1:])), new)
+        return replace(name, parts=(new, first.removeprefix(old), *name.parts[1:]))
 
-    return Rules(
-        tuple(
-            parse_rule(str(replace(r, tensors=tuple(map(renamed, r.tensors)))), r.line)
-            for r in rules
-        )
-    )
+    made = [replace(r, tensors=tuple(map(renamed, r.tensors))) for r in rules]
+    return Rules(parse_rule(str(r), r.line) for r in made)
 
 
 def _prefixed(name: Name, prefix: str) -> Name:
-    first = name.parts[0]
-    whole = (
-        (prefix + first, *name.parts[1:])
-        if isinstance(first, str)
-        else (prefix, *name.parts)
-    )
-    return replace(name, parts=tuple(p for p in whole if p != ""))
+    """Parsed again from its text, the prefix becomes one with what follows."""
+    return replace(name, parts=(prefix, *name.parts)) if prefix else name
 
 
 def fit_leaves(rules: Rules, leaves: Iterable[str]) -> Rules:
     """The rules with the prefix of this tree's leaves, e.g. `params.params.` of a train state."""
-    first = next(
-        (
-            r.leaf
-            for r in rules
-            if r.leaf and all(isinstance(p, str) for p in r.leaf.parts)
-        ),
-        None,
-    )
-    anchor = "".join(str(p) for p in first.parts) if first else ""
-    prefix = (
-        next(
-            (leaf[: -len(anchor)] for leaf in leaves if leaf.endswith("." + anchor)), ""
-        )
-        if anchor
-        else ""
-    )
-    if not prefix or anchor in leaves:
+    paths = [r.leaf.parts for r in rules if r.leaf]
+    plain = (parts for parts in paths if all(isinstance(p, str) for p in parts))
+    anchor = "".join(map(str, next(plain, ())))
+    if not anchor or anchor in leaves:
+        return rules
+    nested = (leaf for leaf in leaves if leaf.endswith("." + anchor))
+    prefix = next(nested, "").removesuffix(anchor)
+    if not prefix:
         return rules
     made = [replace(r, leaf=_prefixed(r.leaf, prefix)) if r.leaf else r for r in rules]
-    return Rules(tuple(parse_rule(str(r), r.line) for r in made))
+    return Rules(parse_rule(str(r), r.line) for r in made)
 
 
-# ---------------------------------------------------------------------------------------------- the checkpoint's names
+# The checkpoint's names.
+
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
 
 
 def _fit_wild(
     rules: Rules,
     name: str,
     config: Mapping[str, Any],
-    tensors: Mapping[str, CheckpointTensor],
-    leaves: Mapping[str, HasShape],
+    tensors: Tensors,
+    leaves: Leaves,
 ) -> Rules:
     """Rules for `{path*}` where tree and checkpoint differ by a prefix: GPT-2 with and without `transformer.`."""
     compiled = [Compiled(r) for r in rules]
@@ -155,50 +158,51 @@ def _fit_wild(
             if found is not None:
                 bare[leaf] = (c, name_for(c.rule.tensors[0].parts, 0, found[1]))
                 break
-    missing = [leaf for leaf, (_, tensor) in bare.items() if tensor not in tensors]
-    drop, add = _prefixes([bare[leaf][1] for leaf in missing], tensors)
-    extra: list[str] = []
+    drop, add = _prefixes([t for _, t in bare.values() if t not in tensors], tensors)
+
+    def moved(tensor: str) -> str:
+        return add + tensor[len(drop) :] if tensor.startswith(drop) else tensor
+
+    lines: list[str] = []
     for leaf, (c, tensor) in bare.items():
-        moved = add + tensor[len(drop) :] if tensor.startswith(drop) else tensor
-        target = next(
-            (t for t in (moved, tensor, *_shorter(tensor)) if t in tensors), None
-        )
+        known = (moved(tensor), tensor, *(rest for _, rest in _splits(tensor)))
+        target = next((t for t in known if t in tensors), None)
         # an output head, outside the module with the prefix
-        if target not in (None, moved):
+        if target not in (None, moved(tensor)):
             axes = str(c.rule).partition(" : ")[2]
-            extra.append(f'"{leaf}" -> "{target}"' + (f" : {axes}" if axes else ""))
-    if (
-        name == "hf_flax"
-        and config.get("tie_word_embeddings", True)
-        and "lm_head.weight" in tensors
-    ):
-        extra = _tied(
-            extra,
-            {leaf: (drop, add, tensor) for leaf, (_, tensor) in bare.items()},
-            tensors,
-            leaves,
-        )
-    fitted = [
-        replace(
-            r, leaf=_prefixed(r.leaf, drop), tensors=(_prefixed(r.tensors[0], add),)
-        )
-        for r in rules
-        if r.leaf
-    ]
-    first = fitted if drop or add else []
-    lines = [*extra, *map(str, first), *map(str, rules if drop or not add else ())]
-    return Rules(tuple(parse_rule(line) for line in lines))
+            lines.append(f'"{leaf}" -> "{target}"' + (f" : {axes}" if axes else ""))
+    head = "lm_head.weight"
+    has_head = any(tensor.endswith(head) for _, tensor in bare.values())
+    tied = name == "hf_flax" and config.get("tie_word_embeddings", True)
+    if tied and head in tensors and not has_head:
+        # the embedding also fills the output head that the checkpoint lists and the tree has no leaf for
+        shape = tuple(tensors[head].shape)
+        for leaf, (_, tensor) in bare.items():
+            fits = moved(tensor) in tensors and tuple(leaves[leaf].shape) == shape
+            if fits and tensor.endswith(_EMBEDDINGS):
+                lines.append(f'"{leaf}" -> "{moved(tensor)}", {head}?')
+                break
+    if drop or add:
+        for rule in rules:
+            leaf = _prefixed(rule.leaf, drop) if rule.leaf else None
+            into = (_prefixed(rule.tensors[0], add),)
+            lines.append(str(replace(rule, leaf=leaf, tensors=into)))
+    if drop or not add:
+        lines += map(str, rules)
+    return Rules(parse_rule(line) for line in lines)
+
+
+def _splits(name: str) -> list[tuple[str, str]]:
+    """The name cut behind its first module, behind its second, …"""
+    return [(name[: m.end()], name[m.end() :]) for m in re.finditer(r"\.", name)]
 
 
 def _prefixes(names: Collection[str], tensors: Collection[str]) -> tuple[str, str]:
     """The prefix to drop from these names and the one to add, so that most of them are tensors."""
     tails = Counter[tuple[str, str]]()
-    heads = {t[: m.end()] for t in tensors for m in re.finditer(r"\.", t)} | {""}
+    heads = {first for t in tensors for first, _ in _splits(t)} | {""}
     for name in names:
-        for rest, drop in [
-            (name, ""),
-            *((name[m.end() :], name[: m.end()]) for m in re.finditer(r"\.", name)),
-        ]:
+        for drop, rest in [("", name), *_splits(name)]:
             for add in heads:
                 if add + rest in tensors and (drop or add):
                     tails[drop, add] += 1
@@ -209,31 +213,7 @@ def _prefixes(names: Collection[str], tensors: Collection[str]) -> tuple[str, st
     )
 
 
-def _shorter(name: str) -> list[str]:
-    """The name without its first module, without its first two, …"""
-    return [name[m.end() :] for m in re.finditer(r"\.", name)]
-
-
-def _tied(
-    lines: list[str],
-    bare: Mapping[str, tuple[str, str, str]],
-    tensors: Mapping[str, CheckpointTensor],
-    leaves: Mapping[str, HasShape],
-) -> list[str]:
-    """Let the embedding also fill an output head that the checkpoint lists and the tree has no leaf for."""
-    if any(tensor.endswith("lm_head.weight") for _, _, tensor in bare.values()):
-        return lines
-    for leaf, (drop, add, tensor) in bare.items():
-        if tensor.endswith(("embed_tokens.weight", "wte.weight", "embed_in.weight")):
-            target = add + tensor[len(drop) :] if tensor.startswith(drop) else tensor
-            if target in tensors and tuple(leaves[leaf].shape) == tuple(
-                tensors["lm_head.weight"].shape
-            ):
-                return [*lines, f'"{leaf}" -> "{target}", lm_head.weight?']
-    return lines
-
-
-# ----------------------------------------------------------------------------------------------------
+# The Policy layout.
 
 _NUMBERED = re.compile(r"(^|[./])layers[./_]\d")
 
@@ -270,11 +250,174 @@ def policy_rules(
         )
         scanned = family not in NOT_STACKED and not dense_too
     rules = Rules.named(f"policy.{family}{'.scanned' if scanned else ''}")
-    anchor = {"gpt2": "transformer.", "gpt_neox": "gpt_neox."}.get(
-        str(family), "model."
-    )
-    tail = {"gpt2": "wte.weight", "gpt_neox": "embed_in.weight"}.get(
-        str(family), "embed_tokens.weight"
-    )
-    found = next((n for n in names if n.endswith(tail)), anchor + tail)
-    return with_prefix(rules, anchor, found[: -len(tail)])
+    prefix, embedding = {
+        "gpt2": ("transformer.", "wte.weight"),
+        "gpt_neox": ("gpt_neox.", "embed_in.weight"),
+    }.get(str(family), ("model.", "embed_tokens.weight"))
+    return _with_prefix(rules, prefix, embedding, names)
+
+
+# Leaf shapes that a rule set requires, derived backwards from the checkpoint's tensors.
+
+
+def leaf_shapes_for(
+    rules: Rules,
+    tensors: Sequence[CheckpointTensor],
+    config: Mapping[str, Any],
+    dtype: str | None = None,
+) -> dict[str, LeafShape]:
+    """{leaf path: shape} such that `rules.bind` fills exactly these tensors; `dtype` None keeps the checkpoint's.
+
+    Where several rules would fill a tensor, a rule whose leaf name suits the tensor comes first (`embedding` for a
+    table, `scale` for a vector), then the order of the rules, as far as the shapes fit.
+    """
+    found: dict[str, _Found] = {}
+    patterns = []
+    for rule in rules:
+        c = Compiled(rule)
+        chosen = c.tensor_choice or c.leaf_choice
+        for name in rule.tensors if rule.leaf else ():
+            if not name.optional:
+                for k in c.choices if chosen else range(1):
+                    patterns.append(_Pattern(c, k, _backwards(name, k)))
+    tables = cache(lambda: _tables(tensors))  # needed only where rules compete
+    for t in tensors:
+        claims: dict[str, list[tuple[_Pattern, Captured]]] = defaultdict(list)
+        for p in patterns:
+            captured = p.match(t.name)
+            if captured is not None:
+                claims[p.compiled.text].append((p, captured))
+        ranked = list(claims.values())
+        if len(ranked) > 1:
+            table = t.name in tables()
+            natural = [_natural(claim[0][0].compiled, t, table) for claim in ranked]
+            # those first; a sort keeps the order of equals
+            order = sorted(range(len(ranked)), key=lambda j: not natural[j])
+            ranked = [ranked[j] for j in order]
+        _settle(ranked, t, config, found)
+    out: dict[str, LeafShape] = {}
+    for path, f in found.items():
+        shape: list[int] = []
+        for dim in f.compiled.left(f.choice):
+            if dim == Ax("..."):
+                shape += f.tensor.shape
+            else:
+                shape.append(size_of(terms_of(dim), {**f.sizes, **f.counted}))
+        out[path] = LeafShape(tuple(shape), dtype or f.tensor.dtype)
+    return out
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    """A checkpoint name of a rule, for one of its choices."""
+
+    compiled: Compiled
+    choice: int
+    match: Callable[[str], Captured | None]
+
+
+@dataclass
+class _Found:
+    """A leaf whose shape is being found: the rule, sizes from its first tensor, axes that only names enumerate."""
+
+    compiled: Compiled
+    choice: int
+    tensor: CheckpointTensor
+    sizes: dict[str, int]
+    counted: dict[str, int] = field(default_factory=dict)
+
+
+def _tables(tensors: Sequence[CheckpointTensor]) -> set[str]:
+    roles = classify(templates({t.name: tuple(t.shape) for t in tensors}))
+    return {
+        name
+        for template, role in roles.items()
+        if role.base in TABLES
+        for name in template.members.values()
+    }
+
+
+def _natural(c: Compiled, tensor: CheckpointTensor, table: bool) -> bool:
+    """Whether the last word of the leaf's name suits the tensor; words without a convention suit all."""
+    assert c.rule.leaf is not None
+    last = c.rule.leaf.parts[-1]
+    word = last.rpartition(".")[2] if isinstance(last, str) else ""
+    fits = {
+        "embedding": table,
+        "scale": len(tensor.shape) == 1,
+        "kernel": len(tensor.shape) > 1 and not table,
+    }
+    return fits.get(word, True)
+
+
+def _settle(
+    claims: Sequence[Sequence[tuple[_Pattern, Captured]]],
+    tensor: CheckpointTensor,
+    config: Mapping[str, Any],
+    found: dict[str, _Found],
+) -> None:
+    """The first rule that fits the tensor's shape determines its leaves; `bind` reports tensors that no rule names."""
+    for at, claim in enumerate(claims):
+        tried: dict[str, _Found] = {}
+        try:
+            for pattern, values in claim:
+                _take(pattern, values, tensor, config, found, tried)
+        except LayoutError:
+            if at + 1 == len(claims):
+                raise
+            continue
+        found |= tried
+        return
+
+
+def _take(
+    p: _Pattern,
+    values: Captured,
+    tensor: CheckpointTensor,
+    config: Mapping[str, Any],
+    found: Mapping[str, _Found],
+    new: dict[str, _Found],
+) -> None:
+    c = p.compiled
+    assert c.rule.leaf is not None
+    path = name_for(c.rule.leaf.parts, p.choice, values)
+    known = found if path in found else new
+    # the other tensors of a stack have the same shape; `bind` refuses them if not
+    if path not in known:
+        new[path] = _Found(c, p.choice, tensor, _sizes(p, tensor, config))
+    named = {a.name for a in walk_axes(c.rule.left)}
+    counted = known[path].counted
+    for axis, value in values.items():
+        if axis in named and isinstance(value, int):
+            counted[axis] = max(counted.get(axis, 0), value + 1)
+
+
+def _sizes(
+    p: _Pattern, tensor: CheckpointTensor, config: Mapping[str, Any]
+) -> dict[str, int]:
+    right = p.compiled.right(p.choice)
+    if Ax("...") in right:
+        return {}
+    try:
+        equations = [
+            (dim, size, f"tensor {tensor.shape} dimension {d}")
+            for d, (dim, size) in enumerate(zip(right, tensor.shape, strict=True))
+        ]
+        return Solver(p.compiled.rule, config).solve(equations)
+    except (Unfit, ValueError) as e:
+        raise LayoutError(
+            f"tensor {tensor.name!r} {tensor.shape} does not suit the rule {p.compiled.text}: {e}",
+            remedy="name the tree's own rules, or pass the parameters",
+            tensor=tensor.name,
+        ) from e
+
+
+def _backwards(name: Name, k: int) -> Callable[[str], Captured | None]:
+    """Matches a checkpoint name, as a rule otherwise matches a leaf's path."""
+    holes = walk_names(name.parts, k)
+    if any(isinstance(hole, Index) and hole.computed for hole in holes):
+        raise LayoutError(
+            "a rule with computed indices cannot be read backwards",
+            remedy="pass the parameters",
+        )
+    return matcher(name.parts, k)

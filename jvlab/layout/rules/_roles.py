@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from jvlab.layout._types import Shape
 from jvlab.layout.rules._syntax import Index, Name, Part, name_text
 
 _LAYER_WORDS = re.compile(
@@ -40,8 +42,8 @@ class Template:
 
     pieces: tuple[str, ...]  # one more than there are slots
     kinds: tuple[str, ...]  # of each slot: "layer" or "expert"
-    members: Mapping[tuple[int, ...], str]
-    shape: tuple[int, ...]
+    members: Mapping[Shape, str]
+    shape: Shape
 
     def values(self, slot: int) -> frozenset[int]:
         """The numbers seen in a slot."""
@@ -62,6 +64,25 @@ class Template:
             out.append(next(v for v in pool if v not in out))
         return out
 
+    @functools.cached_property
+    def segments(self) -> list[list[str]]:
+        """The words of the name, without its numbers."""
+        return words(".".join(p.strip("./") for p in self.pieces)) or [["?"]]
+
+    @functools.cached_property
+    def words(self) -> set[str]:
+        return _flat(self.segments)
+
+    @property
+    def elements(self) -> int:
+        """The elements of all members."""
+        return math.prod(self.shape) * len(self.members)
+
+    @property
+    def last_segment(self) -> list[str]:
+        """The words behind the last number's last dot: `kernel`; `?` if it ends in a number."""
+        return words(self.pieces[-1].strip("./") or "?")[-1]
+
     def __str__(self) -> str:
         return name_text(self.name(self.variables()))
 
@@ -77,7 +98,11 @@ class Role:
 
     def __str__(self) -> str:
         words = _DESCRIPTIONS.get(self.base, self.base)
-        who = "shared expert's " if self.shared else "experts' " if self.expert else ""
+        who = ""
+        if self.shared:
+            who = "shared expert's "
+        elif self.expert:
+            who = "experts' "
         return f"the {who}{words}{' bias' if self.bias else ''}"
 
 
@@ -122,14 +147,13 @@ def _slot_kinds(texts: tuple[str, ...]) -> tuple[str, ...]:
         slot = whole and (
             not stem or _LAYER_WORDS.fullmatch(word) or _EXPERT_WORDS.fullmatch(word)
         )
-        out.append(
-            ("expert" if _EXPERT_WORDS.search(word) else "layer") if slot else ""
-        )
+        kind = "expert" if _EXPERT_WORDS.search(word) else "layer"
+        out.append(kind if slot else "")
     return tuple(out)
 
 
 def templates(
-    shapes: Mapping[str, tuple[int, ...]], among: Iterable[str] | None = None
+    shapes: Mapping[str, Shape], among: Iterable[str] | None = None
 ) -> list[Template]:
     """Groups names into templates. A number is a slot if it stands alone, ends a word such as `layer` or `block`, or
     ends the name of a module that is repeated: `Tower_0`, `Tower_1`, … with the same leaves.
@@ -137,9 +161,9 @@ def templates(
     `among` are all names of the tree, where `shapes` holds some of them: a module is repeated or not as a whole.
     """
     repeated = _repeated(shapes if among is None else among)
-    groups: dict[
-        tuple[tuple[str, ...], tuple[str, ...]], dict[tuple[int, ...], str]
-    ] = defaultdict(dict)
+    groups: dict[tuple[tuple[str, ...], tuple[str, ...]], dict[Shape, str]] = (
+        defaultdict(dict)
+    )
     for name in shapes:
         texts = _DIGITS.split(name)
         pieces = [texts[0]]
@@ -167,11 +191,8 @@ def templates(
         groups[tuple(pieces), tuple(kinds)][tuple(key)] = name
     out = []
     for (pieces, kinds), members in groups.items():
-        out.append(
-            Template(
-                pieces, kinds, members, tuple(shapes[next(iter(members.values()))])
-            )
-        )
+        first = next(iter(members.values()))
+        out.append(Template(pieces, kinds, members, tuple(shapes[first])))
     return out
 
 
@@ -337,11 +358,7 @@ def _role(segments: list[list[str]], inside: bool = False) -> str:
     last = set(segments[-1])
     if {"q", "k", "v"} <= last or {"query", "key", "value"} <= last:
         return "qkv"
-    found = [
-        base
-        for where, base, known in _ROLE_WORDS
-        if last & known and zone in ("", where)
-    ]
+    found = _named(last, zone)
     if "router" in found:
         return "router"
     if (
@@ -352,26 +369,22 @@ def _role(segments: list[list[str]], inside: bool = False) -> str:
         return f"mlp.#{segments[-1][-1]}"
     # `q_proj`, `w_out_proj`: words that only mean "projection" are ignored
     generic = {"proj", "dense", "linear", "merge", "vec"}
-    strong = [
-        base
-        for where, base, known in _ROLE_WORDS
-        if (last - generic) & known and zone in ("", where)
-    ]
-    found = strong or found
+    found = _named(last - generic, zone) or found
     return found[0] if len(found) == 1 else "?"
 
 
+def _named(segment: set[str], zone: str) -> list[str]:
+    """The roles that these words may name in this zone, or in any if it is not known."""
+    return [
+        base
+        for where, base, known in _ROLE_WORDS
+        if segment & known and zone in ("", where)
+    ]
+
+
 def _norm_role(segments: list[list[str]], inside: bool) -> str:
-    near = (
-        _flat(segments[-2:])
-        if _is_norm(segments[-1])
-        else _flat(segments[-1:]) | _flat(segments[-2:-1])
-    )
-    own = (
-        set(segments[-1])
-        if _is_norm(segments[-1])
-        else set(segments[-1]) | set(segments[-2])
-    )
+    near = _flat(segments[-2:])
+    own = set(segments[-1]) if _is_norm(segments[-1]) else near
     if own & {"q", "query"}:
         return "norm.q"
     if own & {"k", "key"}:
@@ -385,12 +398,12 @@ def _norm_role(segments: list[list[str]], inside: bool) -> str:
     if "input" in own:
         return "norm.pre_attn"
     text = "_".join(w for s in segments[-2:] for w in s)
-    about_mlp = bool(own & (_MLP | {"feedforward"}))
+    about_mlp = bool(own & _MLP)
     about_attn = bool(own & _ATTENTION)
     if not about_mlp and not about_attn:
         about_mlp = bool(near & _MLP)
         about_attn = bool(near & _ATTENTION)
-    when = "post_" if "post" in own else "pre_" if "pre" in own else ""
+    when = next((f"{word}_" for word in ("post", "pre") if word in own), "")
     if about_mlp != about_attn:
         return f"norm.{when}{'mlp' if about_mlp else 'attn'}"
     number = re.search(r"(\d)$", text)
@@ -409,11 +422,8 @@ def classify(group: Sequence[Template]) -> dict[Template, Role]:
     """The role of each template; norms of a layer, or router and experts, disambiguate each other."""
     roles: dict[Template, Role] = {}
     for template in group:
-        segments = words(
-            ".".join(p.strip("./") for p in template.pieces if p.strip("./")) or "?"
-        )
-        body, bias = split_param(segments)
-        everything = _flat(segments)
+        body, bias = split_param(template.segments)
+        everything = template.words
         expert = "expert" in template.kinds or bool(everything & {"experts", "expert"})
         shared = "shared" in everything
         inside = bool(template.kinds)
@@ -495,7 +505,7 @@ def _settle_numbered(
 
 def _settle_router(roles: dict[Template, Role]) -> None:
     """A `gate` beside other gates of experts is the router; what else is in a `moe` module are the experts."""
-    moe = {t: any("moe" in w for w in _flat(words(".".join(t.pieces)))) for t in roles}
+    moe = {t: any("moe" in word for word in t.words) for t in roles}
     if not any(r.expert or moe[t] for t, r in roles.items()):
         return
     if not any(r.base == "router" for r in roles.values()):
@@ -505,7 +515,7 @@ def _settle_router(roles: dict[Template, Role]) -> None:
             if r.base == "gate" and not r.bias and not r.shared
         ]
         fused = any(r.base == "gate_up" for r in roles.values())
-        named = [t for t in gates if ["gate"] in _last_modules(t)]
+        named = [t for t in gates if ["gate"] in split_param(t.segments)[0][-2:]]
         if len(named) > 1:
             named = [t for t in named if not roles[t].expert]
         if len(named) == 1 and (len(gates) > 1 or fused):
@@ -517,13 +527,6 @@ def _settle_router(roles: dict[Template, Role]) -> None:
             and not role.shared
         ):
             roles[template] = replace(role, expert=True)
-
-
-def _last_modules(template: Template) -> list[list[str]]:
-    body, _ = split_param(
-        words(".".join(p.strip("./") for p in template.pieces if p.strip("./")))
-    )
-    return body[-2:]
 
 
 def _settle_ungated(roles: dict[Template, Role]) -> None:

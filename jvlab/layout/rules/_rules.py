@@ -1,13 +1,12 @@
-"""Applies a checked rule: matches paths, solves shapes, and builds the index maps (Bindings)."""
+"""Applies a checked rule: matches paths, solves axis sizes, and builds the index maps (Bindings)."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,27 +14,37 @@ import numpy as np
 from jvlab._errors import LayoutError
 from jvlab.layout._boxes import merge_axes
 from jvlab.layout._plan_types import numpy_dtype
-from jvlab.layout._types import Axis, Binding, CheckpointTensor
-from jvlab.layout.rules._grammar import (
-    arity,
-    captures,
-    check,
-    name_has_choice,
-    parse_line,
-)
-from jvlab.layout.rules._sizes import Solver, Unfit, product_terms, resolve
+from jvlab.layout._types import Axis, Binding, CheckpointTensor, Shape
 from jvlab.layout.rules._syntax import (
     Ax,
     Cat,
     Dim,
     Index,
+    Merged,
+    Name,
     Part,
     Pick,
     Rule,
     Wild,
+    arity,
+    chosen_parts,
+    name_has_choice,
     walk_axes,
     walk_brackets,
+    walk_names,
 )
+
+
+class HasShape(Protocol):
+    """A leaf as rules see it: LeafShape, Leaf, arrays and ShapeDtypeStructs all fit."""
+
+    @property
+    def shape(self) -> Shape: ...
+
+
+Config = Mapping[str, Any] | None  # a model's config.json
+Leaves = Mapping[str, HasShape]
+Tensors = Mapping[str, CheckpointTensor]
 
 # Names with holes, matched in bounded time: numbers `{i}`, any text `{x*}`, choices `[q|k]`.
 
@@ -51,34 +60,30 @@ def matcher(parts: Sequence[Part], k: int) -> Callable[[str], Captured | None]:
     Greedy from left to right, as in a regular expression. With several `{x*}` or adjacent numbers an expression could
     backtrack exponentially: these are matched by dynamic programming, in time parts × length.
     """
-    flat = list(_flat(parts, k))
-    wild = sum(isinstance(p, Wild) for p in flat)
+    flat = list(chosen_parts(parts, k))
+    holes = [p for p in flat if not isinstance(p, str)]
+    wild = sum(isinstance(p, Wild) for p in holes)
     adjacent = any(
         not isinstance(a, str) and not isinstance(b, str)
         for a, b in itertools.pairwise(flat)
     )
-    names = [_key(p) for p in flat if not isinstance(p, str)]
-    if len(set(names)) == len(names) and (wild > 1 or adjacent):
+    distinct = len(set(map(_group, holes))) == len(holes)
+    if distinct and (wild > 1 or adjacent):
         return lambda text: _walk(flat, text)
     pattern = re.compile(_expression(flat), re.DOTALL)
 
     def match(text: str) -> Captured | None:
         found = pattern.fullmatch(text)
-        return _values(found.groupdict()) if found else None
+        if found is None:
+            return None
+        return _captured((hole, found[_group(hole)]) for hole in holes)
 
     return match
 
 
-def _flat(parts: Sequence[Part], k: int) -> Iterator[str | Index | Wild]:
-    for part in parts:
-        if isinstance(part, Pick):
-            yield from _flat(part.options[k], k)
-        else:
-            yield part
-
-
-def _key(hole: Index | Wild) -> str:
-    return hole.name + "*" if isinstance(hole, Wild) else hole.terms[0][1]
+def _group(hole: Index | Wild) -> str:
+    """The name of a hole's group in a regular expression."""
+    return ("w_" if isinstance(hole, Wild) else "n_") + hole.variables[0]
 
 
 def _expression(flat: Sequence[str | Index | Wild]) -> str:
@@ -89,7 +94,7 @@ def _expression(flat: Sequence[str | Index | Wild]) -> str:
         if isinstance(part, str):
             out.append(re.escape(part))
             continue
-        group = ("w_" if isinstance(part, Wild) else "n_") + _key(part).rstrip("*")
+        group = _group(part)
         if group in seen:
             out.append(f"(?P={group})")
         else:
@@ -98,13 +103,17 @@ def _expression(flat: Sequence[str | Index | Wild]) -> str:
     return "".join(out)
 
 
-def _values(groups: dict[str, str]) -> Captured | None:
-    if any(name[0] == "n" and len(text) > _DIGITS for name, text in groups.items()):
-        return None
-    return {
-        n[2:] + "*" if n[0] == "w" else n[2:]: t if n[0] == "w" else int(t)
-        for n, t in groups.items()
-    }
+def _captured(found: Iterable[tuple[Index | Wild, str]]) -> Captured | None:
+    """What holes captured; None if a number is longer than any index."""
+    out: Captured = {}
+    for hole, text in found:
+        if isinstance(hole, Wild):
+            out[hole.name + "*"] = text
+        elif len(text) > _DIGITS:
+            return None
+        else:
+            out[hole.variables[0]] = int(text)
+    return out
 
 
 def _walk(flat: Sequence[str | Index | Wild], text: str) -> Captured | None:
@@ -117,10 +126,14 @@ def _walk(flat: Sequence[str | Index | Wild], text: str) -> Captured | None:
     starts.reverse()
     if not starts[0][0]:
         return None
-    at = [0]
+    found = []
+    at = 0
     for part, after in zip(flat, starts[1:], strict=True):
-        at.append(next(end for end in _ends(part, text, at[-1]) if after[end]))
-    return _captured(flat, text, at)
+        end = next(end for end in _ends(part, text, at) if after[end])
+        if not isinstance(part, str):
+            found.append((part, text[at:end]))
+        at = end
+    return _captured(found)
 
 
 def _starts(part: str | Index | Wild, text: str, after: bytearray) -> bytearray:
@@ -151,124 +164,281 @@ def _ends(part: str | Index | Wild, text: str, start: int) -> range:
     return range(found.end() if found else start, start, -1)
 
 
-def _captured(
-    flat: Sequence[str | Index | Wild], text: str, at: Sequence[int]
-) -> Captured:
-    out: Captured = {}
-    for part, start, end in zip(flat, at[:-1], at[1:], strict=True):
-        if not isinstance(part, str):
-            out[_key(part)] = (
-                text[start:end] if isinstance(part, Wild) else int(text[start:end])
-            )
-    return out
-
-
 # The numpy executor of a binding and its inverse: the reference that every faster one is tested against.
 
 
 def _view(
-    array: np.ndarray,
-    start: tuple[int, ...],
-    dims: Sequence[tuple[int, int, int]],
-    writeable: bool,
+    array: np.ndarray, start: Shape, dims: Sequence[tuple[int, int, int]]
 ) -> np.ndarray:
     """The strided view of `array` that starts at `start` with (size, dimension, step) axes."""
     corner = array[tuple(slice(at, None) for at in start)]
     shape = [size for size, _, _ in dims]
     strides = [array.strides[dim] * step for _, dim, step in dims]
-    return np.lib.stride_tricks.as_strided(corner, shape, strides, writeable=writeable)
+    return np.lib.stride_tricks.as_strided(corner, shape, strides)
 
 
-def _check(binding: Binding, leaf: np.ndarray, tensor: np.ndarray) -> None:
-    """Strided views are not bounds-checked, so the arrays must have the shapes that were bound."""
-    if (
-        tuple(leaf.shape) != binding.leaf_shape
-        or tuple(tensor.shape) != binding.tensor_shape
-    ):
+def _tensor_view(b: Binding, tensor: np.ndarray) -> np.ndarray:
+    dims = [(a.size, a.tensor_dim, a.tensor_step) for a in b.axes]
+    return _view(tensor, b.tensor_start, dims)
+
+
+def _views(
+    b: Binding, leaf: np.ndarray, tensor: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The binding's part of the leaf and of the tensor, element for element.
+
+    Strided views are not bounds-checked, so the arrays must have the shapes that were bound.
+    """
+    if tuple(leaf.shape) != b.leaf_shape or tuple(tensor.shape) != b.tensor_shape:
         raise LayoutError(
-            f"leaf {binding.leaf} {leaf.shape} and tensor {binding.tensor} {tensor.shape} are not of the shapes "
-            f"{binding.leaf_shape} and {binding.tensor_shape} that were bound",
+            f"leaf {b.leaf} {leaf.shape} and tensor {b.tensor} {tensor.shape} are not of the shapes "
+            f"{b.leaf_shape} and {b.tensor_shape} that were bound",
             remedy="bind the rules again for these arrays",
-            leaf=binding.leaf,
-            tensor=binding.tensor,
+            leaf=b.leaf,
+            tensor=b.tensor,
         )
+    dims = [(a.size, a.leaf_dim, a.leaf_step) for a in b.axes]
+    return _view(leaf, b.leaf_start, dims), _tensor_view(b, tensor)
 
 
 def apply_binding(binding: Binding, leaf: np.ndarray, tensor: np.ndarray) -> None:
     """Writes the binding's part of the checkpoint tensor from the leaf: the reference for every faster executor."""
-    _check(binding, leaf, tensor)
-    source = _view(
-        leaf,
-        binding.leaf_start,
-        [(a.size, a.leaf_dim, a.leaf_step) for a in binding.axes],
-        False,
-    )
-    target = _view(
-        tensor,
-        binding.tensor_start,
-        [(a.size, a.tensor_dim, a.tensor_step) for a in binding.axes],
-        True,
-    )
-    target[...] = _shift(source, binding.add, binding.cast).astype(tensor.dtype)
+    source, target = _views(binding, leaf, tensor)
+    values = _shift(source, binding.add)
+    if binding.cast:
+        values = values.astype(numpy_dtype(binding.cast))
+    target[...] = values.astype(tensor.dtype)
 
 
 def invert_binding(binding: Binding, tensor: np.ndarray, leaf: np.ndarray) -> None:
     """Writes the binding's part of the leaf from the checkpoint tensor: the inverse of `apply_binding`."""
-    _check(binding, leaf, tensor)
-    source = _view(
-        tensor,
-        binding.tensor_start,
-        [(a.size, a.tensor_dim, a.tensor_step) for a in binding.axes],
-        False,
-    )
-    target = _view(
-        leaf,
-        binding.leaf_start,
-        [(a.size, a.leaf_dim, a.leaf_step) for a in binding.axes],
-        True,
-    )
-    target[...] = _shift(source, -binding.add, None).astype(leaf.dtype)
+    target, source = _views(binding, leaf, tensor)
+    target[...] = _shift(source, -binding.add).astype(leaf.dtype)
 
 
-def _shift(values: np.ndarray, add: float, cast: str | None) -> np.ndarray:
-    if add:
-        # at least float32: 1 + w in bfloat16 would lose most digits of w
-        values = (
-            values.astype(
-                np.result_type(values.dtype, np.float32)
-                if values.dtype.kind == "f"
-                else np.float32
-            )
-            + add
-        )
-    return values.astype(numpy_dtype(cast)) if cast else values
+def _shift(values: np.ndarray, add: float) -> np.ndarray:
+    if not add:
+        return values
+    # at least float32: 1 + w in bfloat16 would lose most digits of w
+    if values.dtype.kind == "f":
+        wide = np.result_type(values.dtype, np.float32)
+    else:
+        wide = np.dtype(np.float32)
+    return values.astype(wide) + add
 
 
 def mark_binding(binding: Binding, count: np.ndarray) -> bool:
     """Adds one to every element of `count` that the binding fills; True if one of them was counted before."""
-    view = _view(
-        count,
-        binding.tensor_start,
-        [(a.size, a.tensor_dim, a.tensor_step) for a in binding.axes],
-        True,
-    )
+    view = _tensor_view(binding, count)
     met = bool(view.any())
     view += 1
     return met
 
 
-# ----------------------------------------------------------------------------------------------------
+# Axis sizes of a rule, solved from `where`, then from shapes, then from the config by convention.
 
-Shape = tuple[int, ...]
+_LARGEST = 2**62  # elements; arrays count in 64 bits
+
+
+class Unfit(Exception):
+    """Internal: this rule does not fit these shapes; caught and reported as a RuleProblem."""
+
+    def __init__(self, kind: str, what: str) -> None:
+        self.kind = kind
+        self.what = what
+        super().__init__(what)
+
+
+def convention(config: Config) -> dict[str, int]:
+    """The axes with a conventional meaning: n heads, k key/value heads, h head size, g = n/k; from a HF config."""
+    config = config_lookup(config)
+    n = config.get("num_attention_heads", config.get("n_head"))
+    if not n:
+        return {}
+    hidden = config.get("hidden_size", config.get("n_embd"))
+    out = {"n": int(n), "k": int(config.get("num_key_value_heads") or n)}
+    head = config.get("head_dim") or (hidden // n if hidden else None)
+    if head:
+        out["h"] = int(head)
+    if out["n"] % out["k"] == 0:
+        out["g"] = out["n"] // out["k"]
+    return out
+
+
+def config_lookup(config: Config) -> dict[str, Any]:
+    """A flat view of a config: `text_config` of multimodal models under the top level's own keys."""
+    if config is None:
+        return {}
+    inner = config.get("text_config")
+    return {**config, **inner} if isinstance(inner, Mapping) else dict(config)
+
+
+def _config_size(axis: str, word: str, config: Mapping[str, Any]) -> int:
+    """The size given by a config key."""
+    value = config.get(word)
+    if value is None:
+        raise Unfit("size", f"`where {axis}={word}…`: the config has no `{word}`")
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or value != value
+        or value != int(value)
+    ):
+        raise Unfit(
+            "size",
+            f"`where {axis}={word}…`: `{word}` of the config is not a whole number",
+        )
+    return int(value)
+
+
+def terms_of(dim: Dim) -> list[tuple[str, ...]]:
+    """A dimension's size as a sum of products of axes."""
+    if isinstance(dim, Ax):
+        return [() if dim.name == "1" else (dim.name,)]
+    if isinstance(dim, Merged):
+        return product_terms(dim.items)
+    return [m for option in dim.options for m in product_terms(option)]
+
+
+def product_terms(items: Sequence[Dim]) -> list[tuple[str, ...]]:
+    out: list[tuple[str, ...]] = [()]
+    for item in items:
+        out = [a + b for a in out for b in terms_of(item)]
+    return out
+
+
+def size_of(terms: Iterable[Sequence[str]], sizes: Mapping[str, int]) -> int:
+    """A sum of products of axes, in numbers."""
+    return sum(math.prod(sizes[axis] for axis in monomial) for monomial in terms)
+
+
+def resolve(dims: Sequence[Dim], k: int) -> tuple[Dim, ...]:
+    """The pattern of choice k alone: every `[..|..]` replaced by its k-th part."""
+    out: list[Dim] = []
+    for dim in dims:
+        if isinstance(dim, Cat):
+            out.append(Merged(dim.options[k]))
+        elif isinstance(dim, Merged):
+            out.append(Merged(resolve(dim.items, k)))
+        else:
+            out.append(dim)
+    return tuple(out)
+
+
+@dataclass
+class Solver:
+    """Finds axis sizes: from `where`, from dimensions with one unknown, then from the config by convention."""
+
+    rule: Rule
+    config: Config
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    def solve(self, equations: Sequence[tuple[Dim, int, str]]) -> dict[str, int]:
+        terms = [(terms_of(dim), total, where) for dim, total, where in equations]
+        names = {a.name for a in walk_axes([dim for dim, _, _ in equations])}
+        usual = {a: s for a, s in convention(self.config).items() if a in names}
+        for size in self.rule.sizes:
+            usual.pop(size.name, None)
+        while True:
+            while self._where(names) or any(self._one_unknown(t) for t in terms):
+                pass
+            free = next((a for a in sorted(usual) if a not in self.sizes), None)
+            if free is None:
+                break
+            self.sizes[free] = usual[free]
+        unknown = sorted(names - set(self.sizes))
+        if unknown:
+            one = unknown[0]
+            raise Unfit(
+                "size",
+                f"the size of axis {', '.join(f'`{a}`' for a in unknown)} is open: add `where {one}=…`",
+            )
+        for monomials, total, where in terms:
+            got = size_of(monomials, self.sizes)
+            if got > _LARGEST:
+                raise Unfit(
+                    "shape",
+                    f"{where} is {total}, the rule says more than any array has",
+                )
+            if got != total:
+                axes = sorted(set().union(*monomials))
+                given = ", ".join(f"{a}={self.sizes[a]}" for a in axes)
+                raise Unfit(
+                    "shape",
+                    f"{where} is {total}, the rule says {got} ({given or 'a size-one dimension'})",
+                )
+        for axis, size in usual.items():
+            if self.sizes[axis] != size:
+                raise Unfit(
+                    "shape",
+                    f"the shapes make axis `{axis}` {self.sizes[axis]}, the config says {size}: "
+                    f"the axes are in another order, or `{axis}` means something else (then add `where {axis}=?`)",
+                )
+        return self.sizes
+
+    def _where(self, names: set[str]) -> bool:
+        config = config_lookup(self.config)
+        found = False
+        for size in self.rule.sizes:
+            if size.name in self.sizes or not size.factors:
+                continue
+            value = 1
+            ready = True
+            for op, word in size.factors:
+                if word not in names and not word.isdigit():
+                    operand = _config_size(size.name, word, config)
+                else:
+                    operand = int(word) if word.isdigit() else self.sizes.get(word)
+                if operand is None:
+                    ready = False
+                    break
+                value = (
+                    value * operand
+                    if op == "*"
+                    else self._divide(size.name, value, operand)
+                )
+                if value > _LARGEST:
+                    raise Unfit(
+                        "size", f"the size of `{size.name}` is more than any array has"
+                    )
+            if ready:
+                self.sizes[size.name] = value
+                found = True
+        return found
+
+    @staticmethod
+    def _divide(name: str, value: int, by: int) -> int:
+        if by == 0 or value % by:
+            raise Unfit("size", f"the size of `{name}` is {value}/{by}, not an integer")
+        return value // by
+
+    def _one_unknown(self, term: tuple[list[tuple[str, ...]], int, str]) -> bool:
+        monomials, total, where = term
+        unknown = set().union(*monomials) - self.sizes.keys()
+        if len(unknown) != 1:
+            return False
+        axis = unknown.pop()
+        factor = 0
+        rest = 0
+        for m in monomials:
+            value = size_of([[a for a in m if a != axis]], self.sizes)
+            if axis in m:
+                factor += value
+            else:
+                rest += value
+        size, remainder = divmod(total - rest, factor) if factor else (0, 1)
+        if remainder or size < 1:
+            raise Unfit(
+                "shape", f"{where} is {total}: no size of axis `{axis}` makes that"
+            )
+        self.sizes[axis] = size
+        return True
+
+
+# Rules with their names compiled and their shapes solved.
+
 # tensors of one leaf that are looked up, even if the checkpoint has fewer
 _STACKED = 4096
-
-
-class HasShape(Protocol):
-    """A leaf as rules see it: LeafShape, Leaf, arrays and ShapeDtypeStructs all fit."""
-
-    @property
-    def shape(self) -> Shape: ...
 
 
 @dataclass(frozen=True)
@@ -282,51 +452,35 @@ class RuleProblem:
     rule: str = ""
 
 
-def parse_rule(text: str, line: int = 1) -> Rule:
-    """Parses and checks one rule line; a RuleError points at the character that is wrong."""
-    return check(parse_line(text, line))
+def _place(
+    dims: Sequence[Dim], sizes: Mapping[str, int], k: int
+) -> tuple[dict[str, tuple[int, int]], Shape]:
+    """The axes of choice k on one side: axis → (dimension, step), and the start of its part."""
+    steps: dict[str, tuple[int, int]] = {}
+    start = [0] * len(dims)
 
-
-@dataclass
-class _Side:
-    """The axes of one choice on one side: axis → (dimension, step), and the start of the part."""
-
-    steps: dict[str, tuple[int, int]]
-    start: list[int]
-
-
-def _place(dims: Sequence[Dim], sizes: Mapping[str, int], k: int) -> _Side:
-    side = _Side({}, [0] * len(dims))
-
-    def size_of(items: Sequence[Dim]) -> int:
-        return sum(
-            int(np.prod([sizes[a] for a in m], dtype=np.int64))
-            for m in product_terms(items)
-        )
-
-    def lay(item: Dim, dim: int, step: int) -> int:
-        if isinstance(item, Ax):
-            if item.name == "1":
-                return step
-            side.steps[item.name] = (dim, step)
-            return step * sizes[item.name]
-        if isinstance(item, Cat):
-            side.start[dim] += step * sum(size_of(o) for o in item.options[:k])
-            inner = step
-            for part in reversed(item.options[k]):
-                inner = lay(part, dim, inner)
-            return step * sum(size_of(o) for o in item.options)
-        for part in reversed(item.items):
-            step = lay(part, dim, step)
+    def lay(items: Sequence[Dim], dim: int, step: int) -> int:
+        """Lays the items from the last, which runs fastest; returns the step of what comes before them."""
+        for item in reversed(items):
+            if isinstance(item, Merged):
+                step = lay(item.items, dim, step)
+            elif isinstance(item, Cat):
+                widths = [size_of(product_terms(o), sizes) for o in item.options]
+                start[dim] += step * sum(widths[:k])
+                lay(item.options[k], dim, step)
+                step *= sum(widths)
+            elif item.name != "1":
+                steps[item.name] = (dim, step)
+                step *= sizes[item.name]
         return step
 
     for d, dim in enumerate(dims):
-        lay(dim, d, 1)
-    return side
+        lay([dim], d, 1)
+    return steps, tuple(start)
 
 
 @dataclass(frozen=True)
-class _Template:
+class _Solved:
     """A solved choice: its bindings without the indices of stacked axes."""
 
     axes: tuple[Axis, ...]
@@ -351,19 +505,16 @@ def _merged(axes: Iterable[Axis]) -> tuple[Axis, ...]:
 
 def _expand_rest(dims: Sequence[Dim], rank: int, side: str) -> tuple[Dim, ...]:
     """`...` written out for this rank."""
-    more = rank - (len(dims) - 1)
-    has_rest = any(isinstance(d, Ax) and d.name == "..." for d in dims)
-    if (not has_rest and rank != len(dims)) or (has_rest and more < 0):
+    rest = Ax("...")
+    named = len(dims) - dims.count(rest)
+    more = rank - named
+    if more < 0 or (more and rest not in dims):
         raise Unfit(
-            "shape",
-            f"the {side} has {rank} dimensions, the rule names {len(dims) - has_rest}",
+            "shape", f"the {side} has {rank} dimensions, the rule names {named}"
         )
     out: list[Dim] = []
     for dim in dims:
-        if isinstance(dim, Ax) and dim.name == "...":
-            out += [Ax(f"...{j}") for j in range(more)]
-        else:
-            out.append(dim)
+        out += [Ax(f"...{j}") for j in range(more)] if dim == rest else [dim]
     return tuple(out)
 
 
@@ -373,28 +524,31 @@ class Compiled:
     def __init__(
         self, rule: Rule, reason: str = "", confidence: float = 1.0, warning: str = ""
     ) -> None:
+        self.rule = rule
         self.reason = reason
         self.confidence = confidence
         self.warning = warning
-        self.rule, self.text, self.arity = rule, str(rule), arity(rule)
+        self.text = str(rule)
+        self.choices = range(arity(rule))
         self.leaf_choice = name_has_choice([rule.leaf])
         self.tensor_choice = name_has_choice(rule.tensors)
-        cat = (not self.leaf_choice and any(walk_brackets(rule.left))) or (
+        concatenated = (not self.leaf_choice and any(walk_brackets(rule.left))) or (
             not self.tensor_choice and any(walk_brackets(rule.right))
         )
-        self.joint = self.arity > 1 and cat
+        self.joint = len(self.choices) > 1 and concatenated
         names = (rule.leaf,) if rule.leaf else rule.tensors
-        count = self.arity if name_has_choice(names) else 1
-        self.patterns = [
-            (k, matcher(name.parts, k)) for name in names for k in range(count)
-        ]
-        self.wild = any(
-            isinstance(h, Wild) for name in names for h in captures(name, 0).values()
+        matched = self.choices if name_has_choice(names) else range(1)
+        self.patterns = [(k, matcher(name.parts, k)) for name in names for k in matched]
+        holes = [hole for name in names for hole in walk_names(name.parts, 0)]
+        self.wild = any(isinstance(hole, Wild) for hole in holes)
+        # the name itself holds digits: `could_match` knows nothing then
+        self._literal_digits = rule.leaf is None or any(
+            re.search(r"\d", text) for text in _literals(rule.leaf.parts)
         )
         self.zeros = {a.name: 0 for a in walk_axes(rule.left)}  # index 0 of every stack
-        self._solved: dict[object, list[_Template | Unfit]] = {}
+        self._solved: dict[object, list[_Solved | Unfit]] = {}
 
-    def match(self, path: str) -> tuple[int, dict[str, int | str]] | None:
+    def match(self, path: str) -> tuple[int, Captured] | None:
         """The choice and the captured values, where this rule's leaf path (or unused tensor name) is `path`."""
         for k, pattern in self.patterns:
             found = pattern(path)
@@ -404,103 +558,82 @@ class Compiled:
 
     def could_match(self, skeleton: str) -> bool:
         """Could a path whose numbers are all written `0` match? A quick filter for thousands of equal names."""
-        return (
-            any(pattern(skeleton) is not None for _, pattern in self.patterns)
-            or self._literal_digits
-        )
+        return self._literal_digits or self.match(skeleton) is not None
 
-    @property
-    def _literal_digits(self) -> bool:
-        return (
-            bool(re.search(r"\d", "".join(_literals(self.rule.leaf.parts))))
-            if self.rule.leaf
-            else True
-        )
+    def left(self, k: int) -> tuple[Dim, ...]:
+        """The leaf's pattern under choice k."""
+        return resolve(self.rule.left, k) if self.leaf_choice else self.rule.left
 
-    def choices(self) -> range:
-        """The choices that one group of leaves has bindings for."""
-        return range(self.arity)
+    def right(self, k: int) -> tuple[Dim, ...]:
+        """The tensor's pattern under choice k."""
+        return resolve(self.rule.right, k) if self.tensor_choice else self.rule.right
 
-    def templates(
-        self,
-        leaves: Mapping[int, Shape],
-        tensors: Mapping[int, Shape],
-        config: Mapping[str, Any] | None,
-    ) -> list[_Template | Unfit]:
-        """One solved template (or the reason why not) for each choice; shapes that are absent are left out."""
+    def solve(
+        self, leaves: Mapping[int, Shape], tensors: Mapping[int, Shape], config: Config
+    ) -> list[_Solved | Unfit]:
+        """Each choice solved, or the reason why not; shapes that are absent are left out."""
         key = (tuple(leaves.items()), tuple(tensors.items()))
         if key not in self._solved:
-            if self.joint:
-                self._solved[key] = self._solve(
-                    list(self.choices()), leaves, tensors, config
-                )
-            else:
-                self._solved[key] = [
-                    self._solve([k], leaves, tensors, config)[0] for k in self.choices()
-                ]
+            together = [self.choices] if self.joint else [[k] for k in self.choices]
+            self._solved[key] = [
+                one
+                for choices in together
+                for one in self._solve(choices, leaves, tensors, config)
+            ]
         return self._solved[key]
 
     def _solve(
         self,
-        choices: list[int],
+        choices: Sequence[int],
         leaves: Mapping[int, Shape],
         tensors: Mapping[int, Shape],
-        config: Mapping[str, Any] | None,
-    ) -> list[_Template | Unfit]:
+        config: Config,
+    ) -> list[_Solved | Unfit]:
         sides = (
-            (self.rule.left, self.leaf_choice, leaves, "leaf"),
-            (self.rule.right, self.tensor_choice, tensors, "tensor"),
+            ("leaf", self.left, self.leaf_choice, leaves),
+            ("tensor", self.right, self.tensor_choice, tensors),
         )
         try:
             equations: list[tuple[Dim, int, str]] = []
-            for dims, chosen, shapes, side in sides:
+            for side, dims_of, chosen, shapes in sides:
                 for k in choices if chosen else choices[:1]:
                     if k in shapes:
-                        full = _expand_rest(
-                            resolve(dims, k) if chosen else dims, len(shapes[k]), side
-                        )
-                        places = [
-                            f"{side} {shapes[k]} dimension {d}"
-                            for d in range(len(full))
-                        ]
-                        equations += list(zip(full, shapes[k], places, strict=True))
+                        full = _expand_rest(dims_of(k), len(shapes[k]), side)
+                        for d, dim in enumerate(full):
+                            where = f"{side} {shapes[k]} dimension {d}"
+                            equations.append((dim, shapes[k][d], where))
             sizes = Solver(self.rule, config).solve(equations)
-            return [self._template(k, sizes, leaves, tensors) for k in choices]
+            return [self._one(k, sizes, leaves, tensors) for k in choices]
         except Unfit as e:
             return [e for _ in choices]
 
-    def _template(
+    def _one(
         self,
         k: int,
         sizes: Mapping[str, int],
         leaves: Mapping[int, Shape],
         tensors: Mapping[int, Shape],
-    ) -> _Template | Unfit:
+    ) -> _Solved | Unfit:
         if k not in leaves or k not in tensors:
             return Unfit("leaf" if k not in leaves else "tensor", "absent")
-        left = _expand_rest(
-            resolve(self.rule.left, k) if self.leaf_choice else self.rule.left,
-            len(leaves[k]),
-            "leaf",
-        )
-        right = resolve(self.rule.right, k) if self.tensor_choice else self.rule.right
-        right = _expand_rest(right, len(tensors[k]), "tensor")
-        a = _place(left, sizes, k)
-        b = _place(right, sizes, k)
+        left = _expand_rest(self.left(k), len(leaves[k]), "leaf")
+        right = _expand_rest(self.right(k), len(tensors[k]), "tensor")
+        here, leaf_start = _place(left, sizes, k)
+        there, tensor_start = _place(right, sizes, k)
         shared = sorted(
-            (x for x in b.steps if x in a.steps),
-            key=lambda x: (b.steps[x][0], -b.steps[x][1], -sizes[x]),
+            (x for x in there if x in here),
+            key=lambda x: (there[x][0], -there[x][1], -sizes[x]),
         )
-        return _Template(
-            _merged(Axis(sizes[x], *a.steps[x], *b.steps[x]) for x in shared),
-            tuple(a.start),
-            tuple(b.start),
-            tuple((x, *a.steps[x], sizes[x]) for x in a.steps if x not in b.steps),
-            tuple((x, *b.steps[x], sizes[x]) for x in b.steps if x not in a.steps),
+        return _Solved(
+            _merged(Axis(sizes[x], *here[x], *there[x]) for x in shared),
+            leaf_start,
+            tensor_start,
+            tuple((x, *here[x], sizes[x]) for x in here if x not in there),
+            tuple((x, *there[x], sizes[x]) for x in there if x not in here),
         )
 
 
-def _literals(parts: Sequence[Part]) -> Iterable[str]:
+def _literals(parts: Sequence[Part]) -> Iterator[str]:
     for part in parts:
         if isinstance(part, str):
             yield part
@@ -512,18 +645,14 @@ def _literals(parts: Sequence[Part]) -> Iterable[str]:
 def name_for(parts: Sequence[Part], k: int, values: Mapping[str, int | str]) -> str:
     """A checkpoint name with its holes filled."""
     out = []
-    for part in parts:
-        match part:
-            case str():
-                out.append(part)
-            case Index():
-                out.append(
-                    str(part.const + sum(c * int(values[v]) for c, v in part.terms))
-                )
-            case Wild():
-                out.append(str(values[part.name + "*"]))
-            case Pick():
-                out.append(name_for(part.options[k], k, values))
+    for part in chosen_parts(parts, k):
+        if isinstance(part, Index):
+            number = sum(c * int(values[v]) for c, v in part.terms)
+            out.append(str(part.const + number))
+        elif isinstance(part, Wild):
+            out.append(str(values[part.name + "*"]))
+        else:
+            out.append(part)
     return "".join(out)
 
 
@@ -531,114 +660,106 @@ def bind_group(
     compiled: Compiled,
     values: Mapping[str, int | str],
     group: Mapping[int, str],
-    leaves: Mapping[str, HasShape],
-    tensors: Mapping[str, CheckpointTensor],
-    config: Mapping[str, Any] | None,
+    leaves: Leaves,
+    tensors: Tensors,
+    config: Config,
 ) -> tuple[list[tuple[Binding, bool]], list[RuleProblem]]:
-    """The bindings of one rule for one set of captured values; `group` has the leaf of each choice (0 if no choice)."""
-    rule = compiled.rule
+    """The bindings of one rule for one set of captured values, each with whether it is optional, and what is wrong.
+
+    `group` has the leaf of each choice (0 if no choice).
+    """
     chosen = {k: tuple(leaves[p].shape) for k, p in group.items()}
     if not compiled.leaf_choice:
-        chosen = dict.fromkeys(compiled.choices(), chosen[0])
+        chosen = dict.fromkeys(compiled.choices, chosen[0])
     out: list[tuple[Binding, bool]] = []
     problems: list[RuleProblem] = []
-    for name in rule.tensors:
-        first = {
-            k: name_for(name.parts, k, {**compiled.zeros, **values})
-            for k in compiled.choices()
-        }
+    for name in compiled.rule.tensors:
+        zeros = {**compiled.zeros, **values}
+        first = {k: name_for(name.parts, k, zeros) for k in compiled.choices}
         if name.optional and any(t not in tensors for t in first.values()):
             continue
         shapes = {k: tuple(tensors[t].shape) for k, t in first.items() if t in tensors}
-        for k, template in enumerate(compiled.templates(chosen, shapes, config)):
+        for k, solved in enumerate(compiled.solve(chosen, shapes, config)):
             if compiled.leaf_choice and k not in group:
                 continue
             leaf = group[k if compiled.leaf_choice else 0]
             if k not in shapes:
-                what = f"leaf {leaf} {chosen[k]} needs tensor {first[k]}, which the checkpoint does not have"
-                problems.append(
-                    RuleProblem("tensor", what, leaf, first[k], compiled.text)
-                )
-            elif isinstance(template, Unfit):
-                what = f"leaf {leaf} {chosen[k]} does not fit tensor {first[k]} {shapes[k]}: {template.what}"
-                problems.append(
-                    RuleProblem(template.kind, what, leaf, first[k], compiled.text)
-                )
+                kind = "tensor"
+                wrong = f"needs tensor {first[k]}, which the checkpoint does not have"
+            elif isinstance(solved, Unfit):
+                kind = solved.kind
+                wrong = f"does not fit tensor {first[k]} {shapes[k]}: {solved.what}"
             else:
-                name_of = (
-                    functools.partial(name_for, name.parts, k)
-                    if template.stacked
-                    else lambda _, n=first[k]: n
-                )
-                made, wrong = _instances(
-                    compiled,
-                    template,
-                    leaf,
-                    chosen[k],
-                    name_of,
-                    values,
-                    shapes[k],
-                    tensors,
+                model = Binding(leaf, first[k], chosen[k], shapes[k], (), (), ())
+                made, found = _instances(
+                    compiled, solved, model, name, k, values, tensors
                 )
                 out += [(b, name.optional) for b in made]
-                problems += wrong
+                problems += found
+                continue
+            what = f"leaf {leaf} {chosen[k]} {wrong}"
+            problems.append(RuleProblem(kind, what, leaf, first[k], compiled.text))
     return out, problems
 
 
 def _instances(
     compiled: Compiled,
-    template: _Template,
-    leaf: str,
-    leaf_shape: Shape,
-    name_of: Callable[[Mapping[str, int | str]], str],
+    solved: _Solved,
+    first: Binding,
+    name: Name,
+    k: int,
     values: Mapping[str, int | str],
-    tensor_shape: Shape,
-    tensors: Mapping[str, CheckpointTensor],
+    tensors: Tensors,
 ) -> tuple[list[Binding], list[RuleProblem]]:
-    tensor_start = list(template.tensor_start)
-    for axis, dim, step, size in template.captured:
+    """One binding for each index of the stacked axes; `first` has the leaf, the first tensor, and their shapes."""
+    leaf = first.leaf
+    tensor_start = list(solved.tensor_start)
+    for axis, dim, step, size in solved.captured:
         index = int(values[axis])
         if index >= size:
             what = f"leaf {leaf}: index {axis}={index} is outside the tensor's axis of {size}"
             return [], [RuleProblem("shape", what, leaf, "", compiled.text)]
         tensor_start[dim] += step * index
-    add = compiled.rule.add
-    cast = compiled.rule.cast
-    note = (compiled.text, compiled.reason, compiled.confidence, compiled.warning)
-    count = math.prod(size for _, _, _, size in template.stacked)
+    told = f"leaf {leaf} {first.leaf_shape}"
+    count = math.prod(size for _, _, _, size in solved.stacked)
     if count > max(len(tensors), _STACKED):
-        what = f"leaf {leaf} {leaf_shape} would fill {count} tensors, and the checkpoint has {len(tensors)}"
-        return [], [
-            RuleProblem(
-                "tensor",
-                what,
-                leaf,
-                name_of({**values, **compiled.zeros}),
-                compiled.text,
-            )
-        ]
+        what = (
+            f"{told} would fill {count} tensors, and the checkpoint has {len(tensors)}"
+        )
+        return [], [RuleProblem("tensor", what, leaf, first.tensor, compiled.text)]
     out: list[Binding] = []
     problems: list[RuleProblem] = []
-    for indices in itertools.product(
-        *(range(size) for _, _, _, size in template.stacked)
-    ):
-        start = list(template.leaf_start)
-        extra: dict[str, int | str] = dict(values)
-        for (axis, dim, step, _), index in zip(template.stacked, indices, strict=True):
+    for indices in itertools.product(*(range(size) for *_, size in solved.stacked)):
+        start = list(solved.leaf_start)
+        named: Captured = dict(values)
+        for (axis, dim, step, _), index in zip(solved.stacked, indices, strict=True):
             start[dim] += step * index
-            extra[axis] = index
-        name = name_of(extra)
-        tensor = tensors.get(name)
-        shape = tuple(tensor.shape) if tensor else ()
-        if tensor is None:
-            what = f"leaf {leaf} {leaf_shape} needs tensor {name}, which the checkpoint does not have"
-            problems.append(RuleProblem("tensor", what, leaf, name, compiled.text))
-        elif shape != tensor_shape:
-            what = f"leaf {leaf} {leaf_shape} is stacked over tensors of {tensor_shape}, but {name} is {shape}"
-            problems.append(RuleProblem("shape", what, leaf, name, compiled.text))
-        else:
-            ends = (tuple(start), tuple(tensor_start), template.axes)
+            named[axis] = index
+        tensor = name_for(name.parts, k, named)
+        shape = tuple(tensors[tensor].shape) if tensor in tensors else None
+        if shape == first.tensor_shape:
             out.append(
-                Binding(leaf, name, leaf_shape, tensor_shape, *ends, add, cast, *note)
+                Binding(
+                    leaf,
+                    tensor,
+                    first.leaf_shape,
+                    first.tensor_shape,
+                    tuple(start),
+                    tuple(tensor_start),
+                    solved.axes,
+                    compiled.rule.add,
+                    compiled.rule.cast,
+                    compiled.text,
+                    compiled.reason,
+                    compiled.confidence,
+                    compiled.warning,
+                )
             )
+            continue
+        kind = "tensor"
+        what = f"{told} needs tensor {tensor}, which the checkpoint does not have"
+        if shape is not None:
+            kind = "shape"
+            what = f"{told} is stacked over tensors of {first.tensor_shape}, but {tensor} is {shape}"
+        problems.append(RuleProblem(kind, what, leaf, tensor, compiled.text))
     return out, problems

@@ -18,28 +18,28 @@ from jvlab._errors import ConfigError, CoverageError
 from jvlab._units import how_many
 from jvlab.layout._types import Binding, CheckpointTensor
 from jvlab.layout.rules._builtin_texts import POLICY, PRESETS
-from jvlab.layout.rules._grammar import check, parse_line
+from jvlab.layout.rules._candidates import fitting, nearest, suggest
 from jvlab.layout.rules._rules import (
+    Captured,
     Compiled,
-    HasShape,
+    Config,
+    Leaves,
     RuleProblem,
+    Tensors,
     bind_group,
     mark_binding,
-    parse_rule,
 )
-from jvlab.layout.rules._syntax import Ax, Index, Part, Rule, name_text, rule_text
+from jvlab.layout.rules._syntax import Ax, Index, Part, Rule, name_text, parse_rule
 
 # Rules of a tree with stacked layers, derived from those of the unstacked tree.
 
 
-def stacked(
-    rules: Iterable[Rule], capture: str = "i", axis: int = 0
-) -> tuple[Rule, ...]:
+def stacked(rules: Iterable[Rule], axis: int = 0) -> tuple[Rule, ...]:
     """The rules of the same tree scanned over layers: `layers.{i}.x` → `layers.x` with the new axis `i` at `axis`."""
 
     def without(parts: tuple[Part, ...]) -> tuple[Part, ...] | None:
         for at, part in enumerate(parts):
-            if isinstance(part, Index) and part.terms == ((1, capture),):
+            if isinstance(part, Index) and part.terms == ((1, "i"),):
                 before = parts[at - 1] if at else ""
                 after = parts[at + 1] if at + 1 < len(parts) else ""
                 if not isinstance(before, str) or not isinstance(after, str):
@@ -58,16 +58,11 @@ def stacked(
         if parts is None or not rule.leaf:
             out.append(rule)
             continue
-        left = (*rule.left[:axis], Ax(capture), *rule.left[axis:])
-        out.append(
-            _rewritten(replace(rule, leaf=replace(rule.leaf, parts=parts), left=left))
-        )
+        left = (*rule.left[:axis], Ax("i"), *rule.left[axis:])
+        made = replace(rule, leaf=replace(rule.leaf, parts=parts), left=left)
+        # parsed again from its own text, so that it is checked and its errors point into that text
+        out.append(parse_rule(str(made), rule.line))
     return tuple(out)
-
-
-def _rewritten(rule: Rule) -> Rule:
-    """The rule parsed again from its own text, so that it is checked and its errors point into that text."""
-    return check(parse_line(rule_text(rule), rule.line))
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -214,19 +209,17 @@ class Rules:
                 f"this is not a rule set in JSON: {type(e).__name__}: {str(e)[:200]}",
                 remedy='expected {"version": 1, "rules": [{"rule": "leaf -> tensor"}, …]}; plain text: Rules.parse',
             ) from e
-        rules = tuple(
-            parse_rule(rule, number) for number, (rule, *_) in enumerate(entries, 1)
-        )
-        notes = {
-            str(r): (why, c)
-            for r, (_, why, c, _) in zip(rules, entries, strict=True)
-            if why
-        }
-        return cls(
-            rules,
-            notes,
-            {str(r): e[3] for r, e in zip(rules, entries, strict=True) if e[3]},
-        )
+        rules = []
+        notes = {}
+        warnings = {}
+        for number, (text, reason, confidence, warning) in enumerate(entries, 1):
+            rule = parse_rule(text, number)
+            rules.append(rule)
+            if reason:
+                notes[str(rule)] = (reason, confidence)
+            if warning:
+                warnings[str(rule)] = warning
+        return cls(rules, notes, warnings)
 
     def to_json(self) -> str:
         """The set as JSON, reasons and confidences included."""
@@ -311,7 +304,7 @@ class Rules:
         """On first use: `checkpoint`, `hf_flax`, …, `policy.<family>`, `policy.<family>.scanned`."""
         if cls._built_in:
             return
-        Rules._built_in = True
+        cls._built_in = True
         for name, text in PRESETS.items():
             cls.register(name, text)
         for family, text in POLICY.items():
@@ -321,83 +314,76 @@ class Rules:
     # ------------------------------------------------------------------------------------------------ binding
 
     def check(
-        self,
-        leaves: Mapping[str, HasShape],
-        tensors: Sequence[CheckpointTensor],
-        config: Mapping[str, Any] | None = None,
+        self, leaves: Leaves, tensors: Sequence[CheckpointTensor], config: Config = None
     ) -> None:
         """Raises a CoverageError if one of these rules has no effect or does not fit; what none takes may stay open."""
-        if not self.rules:
-            return
+        self.left_open(leaves, tensors, config)
+
+    def left_open(
+        self, leaves: Leaves, tensors: Sequence[CheckpointTensor], config: Config
+    ) -> tuple[list[str], list[str]]:
+        """The leaves and tensors that these rules do not take; raises as `check` does."""
         by_name = {t.name: t for t in tensors}
+        if not self.rules:
+            return list(leaves), list(by_name)
         bindings, problems = self.attempt(leaves, tensors, config)
         touched = {b.tensor for b in bindings}
-        # what is open is left to other rules, except the rest of a tensor that these fill in part
-        own = [
-            p
-            for p in problems
-            if p.kind != "leaf" and (p.kind != "gap" or p.tensor in touched)
-        ]
-        own = [*self._without_effect(leaves, by_name), *own]
+        own = self._without_effect(leaves, by_name)
+        open_leaves = []
+        open_tensors = []
+        for problem in problems:
+            if problem.kind == "leaf":
+                open_leaves.append(problem.leaf)
+            elif problem.kind == "gap" and problem.tensor not in touched:
+                open_tensors.append(problem.tensor)
+            else:  # also the rest of a tensor that these rules fill in part
+                own.append(problem)
         if own:
             raise _error(own, leaves, by_name, config)
+        return open_leaves, open_tensors
 
-    def _without_effect(
-        self, leaves: Mapping[str, HasShape], tensors: Mapping[str, CheckpointTensor]
-    ) -> list[RuleProblem]:
+    def _without_effect(self, leaves: Leaves, tensors: Tensors) -> list[RuleProblem]:
         """Rules that match no leaf, or declare a tensor unused that is not there."""
-        from jvlab.layout.rules._suggest import nearest
-
         kept = self.effective(leaves, tensors)
         used = set(map(str, kept))
-        taken = [Compiled(r) for r in kept if r.leaf]
         wrong = [r for r in self.rules if str(r) not in used]
-        free = (
-            {p: x for p, x in leaves.items() if not any(c.match(p) for c in taken)}
-            if wrong
-            else {}
-        )
+        if not wrong:
+            return []
+        free = dict(leaves)
+        for path, found in _matches([Compiled(r) for r in kept if r.leaf], leaves):
+            if found:
+                del free[path]
         out = []
         for rule in wrong:
-            what = (
-                "no leaf has this name"
-                if rule.leaf
-                else "the checkpoint has no such tensor"
-            )
-            known, among = (free, leaves) if rule.leaf else (tensors, tensors)
-            near = nearest(name_text(rule.leaf or rule.tensors[0]), known, among)
+            if rule.leaf:
+                what = "no leaf has this name"
+                near = nearest(name_text(rule.leaf), free, leaves)
+            else:
+                what = "the checkpoint has no such tensor"
+                near = nearest(name_text(rule.tensors[0]), tensors)
             what += f"; the nearest is {near}" if near else ""
             out.append(RuleProblem("rule", f"`{rule}`: {what}"))
         return out
 
     def effective(self, leaves: Iterable[str], tensors: Iterable[str]) -> Rules:
         """Without the rules that match nothing here: a set for many models has some for others."""
-        sides = []
-        for names in (leaves, tensors):
-            # by the name with its numbers zeroed: few for many layers
-            groups: dict[str, list[str]] = defaultdict(list)
-            for name in names:
-                groups[re.sub(r"\d+", "0", name)].append(name)
-            sides.append(groups)
-
-        def matches(compiled: Compiled) -> bool:
-            groups = sides[0] if compiled.rule.leaf else sides[1]
-            likely = (
-                names
-                for skeleton, names in groups.items()
-                if compiled.could_match(skeleton)
-            )
-            return any(compiled.match(name) for names in likely for name in names)
-
-        return Rules(
-            (r for r in self.rules if matches(Compiled(r))), self.notes, self.warnings
+        compiled = [Compiled(r) for r in self.rules]
+        sides = (
+            ([c for c in compiled if c.rule.leaf], leaves),
+            ([c for c in compiled if not c.rule.leaf], tensors),
         )
+        used = set()
+        for mine, names in sides:
+            for _, found in _matches(mine, names) if mine else ():
+                used |= {mine[r].text for r, _ in found}
+        kept = (r for r in self.rules if str(r) in used)
+        return Rules(kept, self.notes, self.warnings)
 
     def bind(
         self,
-        leaves: Mapping[str, HasShape],
+        leaves: Leaves,
         tensors: Sequence[CheckpointTensor],
-        config: Mapping[str, Any] | None = None,
+        config: Config = None,
         *,
         all_of_them: bool = False,
     ) -> list[Binding]:
@@ -416,33 +402,31 @@ class Rules:
 
     def attempt(
         self,
-        leaves: Mapping[str, HasShape],
+        leaves: Leaves,
         tensors: Sequence[CheckpointTensor],
-        config: Mapping[str, Any] | None = None,
+        config: Config = None,
     ) -> tuple[list[Binding], list[RuleProblem]]:
         """As `bind`, but returns the problems beside the bindings: for a rule that is being edited."""
         by_name = {t.name: t for t in tensors}
-        compiled = [
-            Compiled(
-                r,
-                *self.notes.get(str(r), ("declared by a rule", 1.0)),
-                self.warnings.get(str(r), ""),
-            )
-            for r in self.rules
-        ]
-        groups, problems = assign(compiled, leaves)
+        compiled = []
+        for rule in self.rules:
+            note = self.notes.get(str(rule), ("declared by a rule", 1.0))
+            warning = self.warnings.get(str(rule), "")
+            compiled.append(Compiled(rule, *note, warning))
+        from_leaves = [c for c in compiled if c.rule.leaf]
+        unused = [c for c in compiled if not c.rule.leaf]
+        groups, problems = _assign(from_leaves, leaves)
         bindings: list[Binding] = []
         optional: list[Binding] = []
         for (r, _), (values, group) in groups.items():
             made, wrong = bind_group(
-                compiled[r], values, group, leaves, by_name, config
+                from_leaves[r], values, group, leaves, by_name, config
             )
             problems += wrong
             for binding, is_optional in made:
                 (optional if is_optional else bindings).append(binding)
         filled = {b.tensor for b in bindings}
         bindings += [b for b in optional if b.tensor not in filled]
-        unused = [c for c in compiled if c.rule.leaf is None]
         problems += _coverage(bindings, tensors, unused, {p.tensor for p in problems})
         return bindings, problems
 
@@ -464,13 +448,16 @@ def _parsed(rules: Any) -> tuple[Rule, ...]:
                 remedy="leaf -> tensor; help(jv.Rules)",
             )
         listed += given.split("\n") if isinstance(given, str) else [given]
-    bare = [
-        (n, _COMMENT.sub(r"\1", x) if isinstance(x, str) else x)
-        for n, x in enumerate(listed, 1)
-    ]
-    kept = [(n, x) for n, x in bare if not isinstance(x, str) or x.strip()]
-    _bound(len(kept))
-    return tuple(parse_rule(x, n) if isinstance(x, str) else x for n, x in kept)
+    numbered: list[tuple[int, Rule | str]] = []
+    for number, line in enumerate(listed, 1):
+        bare = _COMMENT.sub(r"\1", line) if isinstance(line, str) else line
+        if not isinstance(bare, str) or bare.strip():
+            numbered.append((number, bare))
+    _bound(len(numbered))
+    return tuple(
+        parse_rule(line, number) if isinstance(line, str) else line
+        for number, line in numbered
+    )
 
 
 def _bound(count: int) -> None:
@@ -497,54 +484,46 @@ def _entry(entry: Mapping[str, Any]) -> tuple[str, str, float, str]:
     return rule, reason, confidence, warning
 
 
-Groups = dict[tuple[int, object], tuple[dict[str, int | str], dict[int, str]]]
+def _matches(
+    compiled: Sequence[Compiled], names: Iterable[str]
+) -> Iterator[tuple[str, list[tuple[int, tuple[int, Captured]]]]]:
+    """Each name with the rules that match it: index, choice and captured values."""
+    # rules to try, by the name with all its numbers zeroed: few for many layers
+    likely: dict[str, list[int]] = {}
+    for name in names:
+        skeleton = re.sub(r"\d+", "0", name)
+        if skeleton not in likely:
+            likely[skeleton] = [
+                r for r, c in enumerate(compiled) if c.could_match(skeleton)
+            ]
+        yield name, [(r, m) for r in likely[skeleton] if (m := compiled[r].match(name))]
 
 
-def assign(
-    compiled: Sequence[Compiled], leaves: Mapping[str, HasShape]
+Groups = dict[tuple[int, object], tuple[Captured, dict[int, str]]]
+
+
+def _assign(
+    compiled: Sequence[Compiled], leaves: Leaves
 ) -> tuple[Groups, list[RuleProblem]]:
     """Which rule matches which leaf: (rule, captured values) → (values, leaf of each choice)."""
     groups: Groups = {}
     problems: list[RuleProblem] = []
-    # rules to try, by the path with all its numbers zeroed
-    likely: dict[str, list[int]] = {}
-    leaf_rules = [r for r, c in enumerate(compiled) if c.rule.leaf]
-    for path in leaves:
-        skeleton = re.sub(r"\d+", "0", path)
-        if skeleton not in likely:
-            likely[skeleton] = [
-                r for r in leaf_rules if compiled[r].could_match(skeleton)
-            ]
-        found = [(r, m) for r in likely[skeleton] if (m := compiled[r].match(path))]
+    for path, found in _matches(compiled, leaves):
         exact = [(r, m) for r, m in found if not compiled[r].wild]
         if len(exact) > 1:
             lines = "; ".join(compiled[r].text for r, _ in exact)
-            problems.append(
-                RuleProblem(
-                    "overlap",
-                    f"leaf {path} is claimed by {len(exact)} rules: {lines}",
-                    path,
-                )
-            )
+            what = f"leaf {path} is claimed by {len(exact)} rules: {lines}"
+            problems.append(RuleProblem("overlap", what, path))
         if not found:
-            problems.append(
-                RuleProblem(
-                    "leaf",
-                    f"leaf {path} {tuple(leaves[path].shape)}: no rule takes it",
-                    path,
-                )
-            )
+            what = f"leaf {path} {tuple(leaves[path].shape)}: no rule takes it"
+            problems.append(RuleProblem("leaf", what, path))
             continue
         r, (k, values) = (exact or found)[0]
         if compiled[r].rule.tensors:
-            groups.setdefault((r, tuple(sorted(values.items()))), (values, {}))[1][
-                k
-            ] = path
+            key = (r, tuple(sorted(values.items())))
+            _, group = groups.setdefault(key, (values, {}))
+            group[k] = path
     return groups, problems
-
-
-def _elements(binding: Binding) -> int:
-    return math.prod(a.size for a in binding.axes)
 
 
 def _coverage(
@@ -563,34 +542,26 @@ def _coverage(
         declared = not parts and any(c.match(tensor.name) for c in unused)
         if declared or tensor.name in known:
             continue
-        size = math.prod(tensor.shape)
-        total = sum(map(_elements, parts))
         shape = tuple(tensor.shape)
+        size = math.prod(shape)
+        total = sum(math.prod(a.size for a in b.axes) for b in parts)
+        # a rule is one-to-one, so one binding of the full size fills it
+        if len(parts) == 1 and total == size:
+            continue
+        kind = "gap"
         if not parts:
-            out.append(
-                RuleProblem(
-                    "gap",
-                    f"tensor {tensor.name} {shape}: no leaf fills it",
-                    "",
-                    tensor.name,
-                )
-            )
-        elif len(parts) == 1 and total == size:
-            continue  # a rule is one-to-one, so one binding of the full size fills it
+            what = ": no leaf fills it"
         elif total > size or _collide(parts, shape):
+            kind = "overlap"
             who = ", ".join(f"{b.leaf} by `{b.rule}`" for b in parts[:4])
-            out.append(
-                RuleProblem(
-                    "overlap",
-                    f"tensor {tensor.name} {shape} is filled twice: {who}",
-                    "",
-                    tensor.name,
-                )
-            )
+            what = f" is filled twice: {who}"
         elif total < size:
             who = ", ".join(b.leaf for b in parts[:4])
-            what = f"tensor {tensor.name} {shape}: {total} of {size} elements filled, by {who}"
-            out.append(RuleProblem("gap", what, "", tensor.name))
+            what = f": {total} of {size} elements filled, by {who}"
+        else:
+            continue
+        whole = f"tensor {tensor.name} {shape}{what}"
+        out.append(RuleProblem(kind, whole, tensor=tensor.name))
     return out
 
 
@@ -637,9 +608,9 @@ _KINDS = {  # one of a kind, and several
 
 def _error(
     problems: Sequence[RuleProblem],
-    leaves: Mapping[str, HasShape],
-    tensors: Mapping[str, CheckpointTensor],
-    config: Mapping[str, Any] | None,
+    leaves: Leaves,
+    tensors: Tensors,
+    config: Config,
 ) -> CoverageError:
     lines = [f"the rules do not bind this model: {how_many(len(problems), 'problem')}"]
     for kind, title in _KINDS.items():
@@ -649,11 +620,12 @@ def _error(
         lines.append(f"  {how_many(len(mine), *title)}")
         # a rule is wrong in every layer: one of them tells
         alike = Counter(p.rule for p in mine if p.rule)
-        shown = [
-            p
-            for j, p in enumerate(mine)
-            if not p.rule or p.rule not in {q.rule for q in mine[:j]}
-        ]
+        shown = []
+        seen = set()
+        for p in mine:
+            if not p.rule or p.rule not in seen:
+                shown.append(p)
+            seen.add(p.rule)
         for p in shown[:_SHOWN]:
             lines.append(f"    {p.what}")
             more = f", {alike[p.rule] - 1} more alike" if alike[p.rule] > 1 else ""
@@ -671,58 +643,47 @@ def _error(
 
 def _remedy(
     problems: Sequence[RuleProblem],
-    leaves: Mapping[str, HasShape],
-    tensors: Mapping[str, CheckpointTensor],
-    config: Mapping[str, Any] | None,
+    leaves: Leaves,
+    tensors: Tensors,
+    config: Config,
 ) -> str:
-    kinds = {p.kind for p in problems}
+    first: dict[str, RuleProblem] = {}
+    for p in problems:
+        first.setdefault(p.kind, p)
     steps = []
-    if "rule" in kinds:
+    if "rule" in first:
         steps.append(
             "correct the name of a rule that matches nothing, or drop the rule"
         )
-    if "leaf" in kinds:
-        from jvlab.layout.rules._suggest import suggest
-
+    if "leaf" in first:
         unmatched = list(dict.fromkeys(p.leaf for p in problems if p.kind == "leaf"))
         empty = {p.tensor for p in problems if p.kind == "gap"}
-        known = (
-            suggest(path, unmatched, leaves, empty, tensors, config)
-            for path in unmatched[:_SHOWN]
-        )
-        line = next(filter(None, known), "")
+        line = suggest(unmatched, leaves, empty, tensors, config)
         example = f"`{line}`" if line else f"`{unmatched[0]} -> …`"
         steps.append(
             f"add a rule such as {example}, or `{unmatched[0]} -> ~` to leave the leaf out"
         )
-    if "tensor" in kinds:
-        from jvlab.layout.rules._suggest import nearest
-
-        near = nearest(next(p.tensor for p in problems if p.kind == "tensor"), tensors)
+    if "tensor" in first:
+        near = nearest(first["tensor"].tensor, tensors)
         steps.append(
             f"correct the checkpoint name{f' (the nearest is {near})' if near else ''}, mark a tied copy optional "
             "(`name?`), or leave it out (`leaf -> ~`)"
         )
-    if "shape" in kinds:
-        from jvlab.layout.rules._suggest import fitting
-
+    if "shape" in first:
         wrong = next((p for p in problems if p.kind == "shape" and p.tensor), None)
-        fits = (
-            fitting(wrong.leaf, wrong.tensor, leaves, tensors, config)[:_OFFERED]
-            if wrong
-            else []
-        )
-        axes = "correct the rule's axes"
-        steps.append(
-            f"{axes}; what fits is {' or '.join(f'`{x}`' for x in fits)}"
-            if fits
-            else f"{axes}, or its tensor"
-        )
-    if "size" in kinds:
+        fits = []
+        if wrong:
+            fits = fitting(wrong.leaf, wrong.tensor, leaves, tensors, config)
+        if fits:
+            offered = " or ".join(f"`{line}`" for line in fits[:_OFFERED])
+            steps.append(f"correct the rule's axes; what fits is {offered}")
+        else:
+            steps.append("correct the rule's axes, or its tensor")
+    if "size" in first:
         steps.append("add `where n=…`, or pass the model's config")
-    if "overlap" in kinds:
+    if "overlap" in first:
         steps.append("keep one rule for each part")
-    if "gap" in kinds:
-        name = next((p.tensor for p in problems if p.kind == "gap"), "")
+    if "gap" in first:
+        name = first["gap"].tensor
         steps.append(f"fill the tensor by a rule, or declare it unused: `~ -> {name}`")
     return "; ".join(steps)

@@ -1,15 +1,25 @@
-"""The syntax tree of a rule, its canonical text, and the walks over it."""
+"""The rule language: syntax tree, canonical text, parser with carets, and the checks of a parsed rule.
+
+leaf path   ->  checkpoint name  [: axes of the leaf -> axes of the tensor]  [where n=8, ...]  [+ 1]  [as bfloat16]
+
+{i}      an integer of the path; in a checkpoint name also {2*s+j}, and the name of an axis of the leaf (stacked leaves)
+{x*}     any text                      [q|k|v]  choices that line up, in names and in axes; a dimension that is
+(n h)    one dimension, n major                 written [a|b] on a side whose name has no choice is a concatenation
+a, b     the same values to two tensors (tied); `b?`: only if the checkpoint has b and nothing else fills it
+-> ~     the leaf is not sent          ~ ->     the tensor is not filled
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from jvlab._errors import RuleError
 
+T = TypeVar("T")
 DTYPES = (
     "float64",
     "float32",
@@ -33,6 +43,15 @@ class Index:
     const: int = 0
     pos: int = field(default=0, compare=False)
 
+    @property
+    def computed(self) -> bool:
+        """Whether it is more than a plain `{i}`, so that a name cannot be matched against it."""
+        return len(self.terms) != 1 or self.terms[0][0] != 1 or self.const != 0
+
+    @property
+    def variables(self) -> list[str]:
+        return [variable for _, variable in self.terms]
+
 
 @dataclass(frozen=True)
 class Wild:
@@ -40,6 +59,10 @@ class Wild:
 
     name: str
     pos: int = field(default=0, compare=False)
+
+    @property
+    def variables(self) -> list[str]:
+        return [self.name]
 
 
 @dataclass(frozen=True)
@@ -58,6 +81,11 @@ class Name:
     optional: bool = False
     pos: int = field(default=0, compare=False)
 
+    def with_part(self, old: Part, new: Part) -> Name:
+        """The name with one of its parts replaced, wherever it occurs."""
+        parts = tuple(new if part == old else part for part in self.parts)
+        return replace(self, parts=parts)
+
 
 @dataclass(frozen=True)
 class Ax:
@@ -68,7 +96,7 @@ class Ax:
 
 
 @dataclass(frozen=True)
-class Group:
+class Merged:
     """`(n h)`: several factors on one dimension, the first one major."""
 
     items: tuple[Dim, ...]
@@ -84,7 +112,7 @@ class Cat:
 
 
 Part = str | Index | Wild | Pick
-Dim = Ax | Group | Cat
+Dim = Ax | Merged | Cat
 
 
 @dataclass(frozen=True)
@@ -112,6 +140,11 @@ class Rule:
 
     def __str__(self) -> str:
         return rule_text(self)
+
+    @property
+    def axis_names(self) -> set[str]:
+        """The axes of both sides."""
+        return {axis.name for axis in walk_axes((*self.left, *self.right))}
 
     def fail(self, what: str, pos: int, remedy: str) -> NoReturn:
         """Raises a RuleError whose message points at column `pos` of the line."""
@@ -144,11 +177,22 @@ def walk_names(
     """Every hole of a name; with `pick`, of that choice only."""
     for part in parts:
         if isinstance(part, Pick):
-            for option in (
-                part.options if pick is None else part.options[pick : pick + 1]
-            ):
+            for option in _options(part, pick):
                 yield from walk_names(option, pick)
         elif not isinstance(part, str):
+            yield part
+
+
+def _options(bracket: Pick | Cat, pick: int | None) -> Sequence[Any]:
+    return bracket.options if pick is None else (bracket.options[pick],)
+
+
+def chosen_parts(parts: Sequence[Part], k: int) -> Iterator[str | Index | Wild]:
+    """The parts of a name under choice k."""
+    for part in parts:
+        if isinstance(part, Pick):
+            yield from chosen_parts(part.options[k], k)
+        else:
             yield part
 
 
@@ -158,10 +202,10 @@ def walk_axes(dims: Sequence[Dim], pick: int | None = None) -> Iterator[Ax]:
         if isinstance(dim, Ax):
             if dim.name != "1":
                 yield dim
-        elif isinstance(dim, Group):
+        elif isinstance(dim, Merged):
             yield from walk_axes(dim.items, pick)
         else:
-            for option in dim.options if pick is None else dim.options[pick : pick + 1]:
+            for option in _options(dim, pick):
                 yield from walk_axes(option, pick)
 
 
@@ -172,7 +216,7 @@ def walk_brackets(items: Sequence[Part] | Sequence[Dim]) -> Iterator[Pick | Cat]
             yield item
             for option in item.options:
                 yield from walk_brackets(option)
-        elif isinstance(item, Group):
+        elif isinstance(item, Merged):
             yield from walk_brackets(item.items)
 
 
@@ -220,7 +264,7 @@ def dims_text(dims: Sequence[Dim]) -> str:
         match dim:
             case Ax():
                 out.append(dim.name)
-            case Group():
+            case Merged():
                 out.append(f"({dims_text(dim.items)})")
             case Cat():
                 out.append("[" + "|".join(dims_text(o) for o in dim.options) + "]")
@@ -250,3 +294,659 @@ def _number_text(number: float) -> str:
     """All digits, and never an exponent: what is read back is the same number."""
     text = format(Decimal(repr(number)), "f")
     return text.removesuffix(".0")
+
+
+# The parser of one line -----------------------------------------------------------------------------------------------
+
+_WORD = re.compile(r"[A-Za-z_]\w*")
+_NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
+_INTEGER = re.compile(r"[0-9]+")
+_OPERAND = re.compile(r"[0-9]+|[A-Za-z_]\w*")
+# of a name, up to a hole, a choice, a quote or the arrow
+_RUN = re.compile(rf"(?:(?!->){BARE.pattern})+")
+_QUOTED = re.compile(r'[^"\\]+')
+
+# No model comes near these limits. They bound the time and memory of parsing untrusted text.
+MAX_LINE = 16_384  # characters
+MAX_DIGITS = 18  # of an integer: it fits 64 bits
+MAX_DEPTH = 16  # of brackets
+MAX_MANY = 1024  # choices, names, holes, axes, sizes of one line, each
+MAX_ADD = 3.4e38  # float32 holds it, and with it bfloat16
+
+
+class _Scanner:
+    """A cursor over one line; every failure points at a column."""
+
+    def __init__(self, text: str, line: int) -> None:
+        self.text = text
+        self.line = line
+        self.pos = 0
+        self.depth = 0
+
+    def fail(self, what: str, remedy: str, pos: int | None = None) -> NoReturn:
+        fail(self.text, self.pos if pos is None else pos, what, remedy, self.line)
+
+    def bound(self, count: int, what: str, pos: int) -> None:
+        """Fails if there are more than any model needs."""
+        if count > MAX_MANY:
+            self.fail(f"more than {MAX_MANY} {what}", "write several rules", pos)
+
+    def deeper(self, pos: int) -> None:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            self.fail(
+                f"brackets more than {MAX_DEPTH} deep",
+                "brackets need not be nested: `(a (b c))` is `(a b c)`",
+                pos,
+            )
+
+    def space(self) -> None:
+        while self.pos < len(self.text) and self.text[self.pos].isspace():
+            self.pos += 1
+
+    def peek(self, token: str) -> bool:
+        return self.text.startswith(token, self.pos)
+
+    def take(self, token: str) -> bool:
+        if self.peek(token):
+            self.pos += len(token)
+            return True
+        return False
+
+    def keyword(self, word: str) -> bool:
+        match = _WORD.match(self.text, self.pos)
+        if match and match[0] == word:
+            self.pos = match.end()
+            return True
+        return False
+
+    def need(self, token: str, remedy: str) -> None:
+        if not self.take(token):
+            self.fail(f"expected `{token}`{self._found()}", remedy)
+
+    def match(self, pattern: re.Pattern[str], what: str, remedy: str) -> str:
+        found = pattern.match(self.text, self.pos)
+        if not found:
+            self.fail(f"expected {what}{self._found()}", remedy)
+        self.pos = found.end()
+        return found[0]
+
+    def integer(self, what: str, remedy: str) -> int:
+        pos = self.pos
+        digits = self.match(_INTEGER, what, remedy)
+        if len(digits) > MAX_DIGITS:
+            self.fail(
+                f"a number of {len(digits)} digits",
+                f"numbers have at most {MAX_DIGITS}",
+                pos,
+            )
+        return int(digits)
+
+    def _found(self) -> str:
+        return (
+            f", found {self.text[self.pos]!r}"
+            if self.pos < len(self.text)
+            else ", found the end of the line"
+        )
+
+    def several(self, read: Callable[[], T], separator: str, what: str) -> list[T]:
+        """What `read` reads, once or more, with a separator between."""
+        out = [read()]
+        while self.take(separator):
+            self.bound(len(out) + 1, what, self.pos)
+            out.append(read())
+        return out
+
+    # names
+
+    def names(self, side: str) -> tuple[Name, ...]:
+        def read() -> Name:
+            self.space()
+            name = self.name(side)
+            self.space()
+            return name
+
+        return tuple(self.several(read, ",", "names"))
+
+    def name(self, side: str) -> Name:
+        pos = self.pos
+        parts = self.parts()
+        if not parts:
+            self.fail(
+                f"expected a {side}{self._found()}",
+                'write `leaf.path -> checkpoint.name`; quote odd names with "…"',
+            )
+        return Name(parts, self.take("?"), pos)
+
+    def parts(self) -> tuple[Part, ...]:
+        out: list[Part] = []
+        while self.pos < len(self.text):
+            pos = self.pos
+            self.bound(len(out), "parts of a name", pos)
+            if self.take("{"):
+                out.append(self.hole(pos))
+            elif self.take("["):
+                self.deeper(pos)
+                options = self.several(self.parts, "|", "choices")
+                self.need("]", "close the choice: `[q|k|v]`")
+                self.depth -= 1
+                out.append(Pick(tuple(options), pos))
+            elif self.take('"'):
+                self._add(out, self.quoted(pos))
+            elif run := _RUN.match(self.text, self.pos):
+                self.pos = run.end()
+                self._add(out, run[0])
+            else:
+                break
+        return tuple(out)
+
+    @staticmethod
+    def _add(out: list[Part], text: str) -> None:
+        if out and isinstance(out[-1], str):
+            out[-1] += text
+        else:
+            out.append(text)
+
+    def quoted(self, start: int) -> str:
+        text: list[str] = []
+        while not self.take('"'):
+            run = None if self.take("\\") else _QUOTED.match(self.text, self.pos)
+            if self.pos >= len(self.text):
+                self.fail("a quoted name that does not end", 'close it with `"`', start)
+            text.append(run[0] if run else self.text[self.pos])
+            self.pos += len(text[-1])
+        return "".join(text)
+
+    def hole(self, start: int) -> Index | Wild:
+        help_ = (
+            "write {i} for a number, {x*} for any text, {2*s+j} for a computed number"
+        )
+        word = _WORD.match(self.text, self.pos)
+        if word and self.text.startswith("*}", word.end()):
+            self.pos = word.end() + 2
+            return Wild(word[0], start)
+        terms: dict[str, int] = {}
+        const = 0
+        while True:
+            coefficient = 1
+            variable = ""
+            number = _INTEGER.match(self.text, self.pos) is not None
+            if number:
+                coefficient = self.integer("a number", help_)
+            if not number or self.take("*"):
+                at = self.pos
+                variable = self.match(_WORD, "the name of a capture", help_)
+                if variable in terms:
+                    self.fail(f"`{variable}` twice in one hole", help_, at)
+                self.bound(len(terms) + 1, "terms of a hole", at)
+                terms[variable] = coefficient
+            else:
+                const += coefficient
+            if not self.take("+"):
+                break
+        self.need("}", help_)
+        if not terms:
+            self.fail(
+                "a hole without a capture",
+                "write the number itself, without braces",
+                start,
+            )
+        return Index(tuple((c, v) for v, c in terms.items()), const, start)
+
+    # patterns
+
+    def dims(self, closing: str = "") -> tuple[Dim, ...]:
+        out: list[Dim] = []
+        while True:
+            self.space()
+            pos = self.pos
+            if self.pos >= len(self.text) or (
+                closing and self.text[self.pos] in closing
+            ):
+                break
+            word = _WORD.match(self.text, self.pos)
+            if word and not closing and word[0] in ("where", "as"):
+                break
+            self.bound(len(out), "axes", pos)
+            if word:
+                self.pos = word.end()
+                out.append(Ax(word[0], pos))
+            elif self.take("..."):
+                if closing:
+                    self.fail(
+                        "`...` inside a bracket",
+                        "`...` stands for whole dimensions",
+                        pos,
+                    )
+                out.append(Ax("...", pos))
+            elif self.take("("):
+                self.deeper(pos)
+                items = self.dims(")")
+                self.need(")", "close the merged dimension: `(n h)`")
+                self.depth -= 1
+                if not items:
+                    self.fail(
+                        "an empty `()`", "write `1` for a dimension of size one", pos
+                    )
+                out.append(Merged(items, pos))
+            elif self.take("["):
+                out.append(self.cat(pos))
+            elif _INTEGER.match(self.text, self.pos):
+                number = self.match(_NUMBER, "a number", "")
+                if number != "1":
+                    self.fail(
+                        f"a bare size {number[:MAX_DIGITS]}",
+                        "name the axis and add `where name=…`; only `1` may stand alone",
+                        pos,
+                    )
+                out.append(Ax("1", pos))
+            elif not closing and (self.peek("->") or self.text[self.pos] in "+-"):
+                break
+            else:
+                self.fail(
+                    f"expected an axis{self._found()}",
+                    "axes are names, `1`, `(a b)`, `[a|b]` or `...`",
+                )
+        return tuple(out)
+
+    def cat(self, start: int) -> Cat:
+        self.deeper(start)
+        options = self.several(lambda: self.dims("|]"), "|", "parts")
+        self.need("]", "close the concatenation: `[n h|k h|k h]`")
+        self.depth -= 1
+        if not all(options):
+            self.fail(
+                "an empty part in `[..|..]`", "write `1` for a part of size one", start
+            )
+        return Cat(tuple(options), start)
+
+    # the tail
+
+    def size(self) -> Size:
+        help_ = "write `where n=8`, `where h=head_dim` (config key), `where g=n/k` or `where h=?` (from the shapes)"
+        self.space()
+        pos = self.pos
+        name = self.match(_WORD, "the name of an axis", help_)
+        self.space()
+        self.need("=", help_)
+        self.space()
+        if self.take("?"):
+            self.space()
+            return Size(name, (), pos)
+        factors = [("*", self.operand(help_))]
+        while True:
+            self.space()
+            op = next((o for o in "*/" if self.take(o)), None)
+            if op is None:
+                return Size(name, tuple(factors), pos)
+            self.space()
+            self.bound(len(factors) + 1, "factors of a size", pos)
+            factors.append((op, self.operand(help_)))
+
+    def operand(self, help_: str) -> str:
+        if _INTEGER.match(self.text, self.pos):
+            return str(self.integer("an integer", help_))
+        return self.match(_OPERAND, "an integer, an axis or a config key", help_)
+
+    def tail(self) -> tuple[tuple[Size, ...], float, str | None]:
+        sizes: list[Size] = []
+        add = 0.0
+        cast = None
+        self.space()
+        if self.keyword("where"):
+            sizes = self.several(self.size, ",", "sizes")
+        sign = next((sign for sign in "+-" if self.take(sign)), "")
+        if sign:
+            self.space()
+            pos = self.pos
+            help_ = "write `+ 1` or `- 1`"
+            add = float(sign + self.match(_NUMBER, "a number to add", help_))
+            if abs(add) > MAX_ADD:
+                self.fail("more than a float32 holds is added", help_, pos)
+            self.space()
+        if self.keyword("as"):
+            self.space()
+            pos = self.pos
+            cast = self.match(_WORD, "a dtype", f"one of {', '.join(DTYPES)}")
+            if cast not in DTYPES:
+                self.fail(f"unknown dtype `{cast}`", f"one of {', '.join(DTYPES)}", pos)
+            self.space()
+        if self.pos < len(self.text):
+            self.fail(
+                f"unexpected {self.text[self.pos]!r}",
+                "after the axes come, in order: `where n=8`, `+ 1`, `as bfloat16`",
+            )
+        return tuple(sizes), add, cast
+
+
+def parse_rule(text: str, line: int = 1) -> Rule:
+    """Parses and checks one rule line; a RuleError points at the character that is wrong."""
+    rule = _parse(text, line)
+    _check(rule)
+    return rule
+
+
+def _parse(text: str, line: int) -> Rule:
+    text = text.rstrip()
+    scan = _Scanner(text, line)
+    if len(text) > MAX_LINE:
+        scan.fail(
+            f"a line of {len(text)} characters",
+            f"a rule has at most {MAX_LINE}; write several rules",
+            MAX_LINE,
+        )
+    arrow = "write `leaf.path -> checkpoint.name : axes -> axes`"
+    scan.space()
+    unused = _tilde(scan)
+    leaf = None if unused else scan.name("leaf path")
+    if leaf and leaf.optional:
+        scan.fail(
+            "`?` on a leaf path", "only a checkpoint name may be optional", scan.pos - 1
+        )
+    scan.space()
+    if scan.peek(","):
+        scan.fail(
+            "two leaf paths",
+            "several leaves that fill one tensor are a choice: `attn.[q|k|v].kernel -> …`",
+        )
+    scan.need("->", arrow)
+    scan.space()
+    at = scan.pos
+    tensors = () if _tilde(scan) else scan.names("checkpoint name")
+    if leaf is None and not tensors:
+        scan.fail(
+            "`~ -> ~` says nothing", "name the leaf or the tensor to leave out", at
+        )
+    scan.space()
+    plain = (Ax("...", scan.pos),)
+    left = plain
+    right = plain
+    if scan.peek(":"):
+        if leaf is None or not tensors:
+            scan.fail(
+                "axes on a rule that moves nothing", "drop everything after the names"
+            )
+        scan.take(":")
+        left = scan.dims()
+        scan.need("->", "write the axes of both sides: `: d n h -> (n h) d`")
+        right = scan.dims()
+        if not left or not right:
+            scan.fail(
+                "a side without axes",
+                "leave out `: … -> …` for a plain copy; write `1` for a size-one dimension",
+            )
+    at = scan.pos
+    sizes, add, cast = scan.tail()
+    if (leaf is None or not tensors) and (sizes or add or cast):
+        scan.fail(
+            "a change on a rule that moves nothing",
+            "drop everything after the names",
+            at,
+        )
+    return Rule(leaf, tensors, left, right, sizes, add, cast, text, line)
+
+
+def _tilde(scan: _Scanner) -> bool:
+    if re.compile(r"~(?=\s|$|->)").match(scan.text, scan.pos):
+        scan.pos += 1
+        return True
+    return False
+
+
+# Semantic checks of a parsed rule; each error points at a character.
+
+
+def arity(rule: Rule) -> int:
+    """How many choices the rule's `[..|..]` line up; 1 without any."""
+    return next((len(b.options) for b in _brackets(rule)), 1)
+
+
+def name_has_choice(names: Iterable[Name | None]) -> bool:
+    """Does any of these names hold a `[..|..]`?"""
+    return any(next(walk_brackets(n.parts), None) for n in names if n)
+
+
+def _check(rule: Rule) -> None:
+    """Raises a RuleError that points at what is wrong with a parsed rule."""
+    _check_brackets(rule)
+    _check_leaf_name(rule)
+    if rule.leaf is None or not rule.tensors:
+        return
+    _check_rest(rule)
+    _check_sums(rule)
+    for k in range(arity(rule)):
+        _check_axes(rule, k)
+    _check_sizes(rule)
+
+
+def _brackets(rule: Rule) -> Iterator[Pick | Cat]:
+    for name in (rule.leaf, *rule.tensors):
+        if name:
+            yield from walk_brackets(name.parts)
+    yield from walk_brackets(rule.left)
+    yield from walk_brackets(rule.right)
+
+
+def _check_brackets(rule: Rule) -> None:
+    count = arity(rule)
+    for bracket in _brackets(rule):
+        if len(bracket.options) == 1:
+            rule.fail("a choice of one", bracket.pos, "write it without brackets")
+        if len(bracket.options) != count:
+            rule.fail(
+                f"{len(bracket.options)} choices where the rule's first `[..|..]` has {count}",
+                bracket.pos,
+                "all `[..|..]` of a rule line up one to one",
+            )
+        if any(next(walk_brackets(o), None) for o in bracket.options):
+            rule.fail(
+                "a `[..|..]` inside another",
+                bracket.pos,
+                "write them side by side, or two rules",
+            )
+    if not rule.leaf or not rule.tensors or count == 1:
+        return
+    many = [name_has_choice([t]) for t in rule.tensors]
+    if any(many) != all(many):
+        odd = rule.tensors[many.index(not many[0])]
+        rule.fail(
+            "only some of the checkpoint names have choices",
+            odd.pos,
+            "give all of them, or none, a `[..|..]`",
+        )
+    left = name_has_choice([rule.leaf]) or any(walk_brackets(rule.left))
+    right = any(many) or any(walk_brackets(rule.right))
+    first = next(_brackets(rule)).pos
+    if not left:
+        fix = "split an axis of the leaf, `d [q|k|v] -> …`; for tied tensors separate names with `,`"
+        rule.fail("the leaf side has no `[..|..]` to line up with this one", first, fix)
+    if not right:
+        fix = (
+            "concatenate on the tensor's side too, `… -> [q|k|v] d`, or choose its name"
+        )
+        rule.fail(
+            "every choice would fill the same part of the same tensor", first, fix
+        )
+
+
+def _check_leaf_name(rule: Rule) -> None:
+    for name in (rule.leaf,) if rule.leaf else rule.tensors:
+        if rule.leaf is None and name.optional:
+            rule.fail(
+                "`?` on an unused tensor",
+                name.pos,
+                "an unused tensor may be absent anyway: drop the `?`",
+            )
+        for k in range(arity(rule)):
+            seen: set[str] = set()
+            for hole in walk_names(name.parts, k):
+                if isinstance(hole, Index) and hole.computed:
+                    fix = "capture it as {i}; compute on the other side"
+                    rule.fail("a computed number in a name to match", hole.pos, fix)
+                (var,) = hole.variables
+                if var in seen:
+                    rule.fail(
+                        f"`{var}` is captured twice",
+                        hole.pos,
+                        "give the second capture another name",
+                    )
+                seen.add(var)
+
+
+def _check_rest(rule: Rule) -> None:
+    left, right = (
+        [d for d in dims if isinstance(d, Ax) and d.name == "..."]
+        for dims in (rule.left, rule.right)
+    )
+    for found, other in ((left, right), (right, left)):
+        if len(found) > 1:
+            rule.fail("`...` twice", found[1].pos, "one `...` a side")
+        if found and not other:
+            rule.fail(
+                "`...` on one side only",
+                found[0].pos,
+                "write `...` on both sides, or name the axes",
+            )
+
+
+def _check_sums(rule: Rule) -> None:
+    """`([a|b] [c|d] …)` is a sum of products: their number doubles with each bracket."""
+
+    def terms(items: Sequence[Dim]) -> int:
+        out = 1
+        for item in items:
+            if isinstance(item, Merged):
+                out *= terms(item.items)
+            elif isinstance(item, Cat):
+                out *= sum(map(terms, item.options))
+        return out
+
+    for dim in (*rule.left, *rule.right):
+        if terms([dim]) > MAX_MANY:
+            rule.fail(
+                f"a dimension of more than {MAX_MANY} parts",
+                dim.pos,
+                "one `[..|..]` a dimension is enough",
+            )
+
+
+def variables(name: Name, k: int) -> dict[str, Index | Wild]:
+    """What a leaf path captures, or a checkpoint name needs, under choice k: variable → hole."""
+    return {v: hole for hole in walk_names(name.parts, k) for v in hole.variables}
+
+
+def _axes_once(rule: Rule, k: int) -> tuple[dict[str, Ax], dict[str, Ax]]:
+    sides: tuple[dict[str, Ax], dict[str, Ax]] = ({}, {})
+    for side, dims in zip(sides, (rule.left, rule.right), strict=True):
+        for axis in walk_axes(dims, k):
+            if axis.name in side:
+                rule.fail(
+                    f"axis `{axis.name}` twice on one side",
+                    axis.pos,
+                    "give the second one another name",
+                )
+            side[axis.name] = axis
+    return sides
+
+
+def _check_axes(rule: Rule, k: int) -> None:
+    assert rule.leaf is not None
+    captured = variables(rule.leaf, k)
+    left, right = _axes_once(rule, k)
+    needed = [variables(t, k) for t in rule.tensors]
+    for need in needed:
+        _check_holes(rule, need, captured, left)
+    for var, hole in captured.items():
+        if var in left:
+            rule.fail(
+                f"`{var}` is captured from the path and an axis too",
+                left[var].pos,
+                "rename one of them",
+            )
+        for need in needed:
+            if var not in need and var not in right:
+                fix = (
+                    f"use {{{var}}} in the checkpoint name, or as an axis of the tensor; "
+                    "each leaf needs its own place"
+                )
+                rule.fail(f"`{var}` is captured and never used", hole.pos, fix)
+    for axis in left.values():
+        inside = [axis.name in need for need in needed]
+        if axis.name in right and any(inside):
+            rule.fail(
+                f"axis `{axis.name}` is in the checkpoint name and in its shape",
+                right[axis.name].pos,
+                "drop one",
+            )
+        if axis.name not in right and not all(inside):
+            rule.fail(
+                f"axis `{axis.name}` is on the leaf's side only",
+                axis.pos,
+                "every axis is on both sides",
+            )
+    for axis in right.values():
+        if axis.name not in left and isinstance(captured.get(axis.name), Wild):
+            rule.fail(
+                f"axis `{axis.name}` is text, not a number",
+                axis.pos,
+                f"capture it as {{{axis.name}}}",
+            )
+        if axis.name not in left and axis.name not in captured:
+            rule.fail(
+                f"axis `{axis.name}` is on the tensor's side only",
+                axis.pos,
+                "every axis is on both sides",
+            )
+
+
+def _check_holes(
+    rule: Rule,
+    need: dict[str, Index | Wild],
+    captured: dict[str, Index | Wild],
+    left: dict[str, Ax],
+) -> None:
+    for var, hole in need.items():
+        if isinstance(hole, Wild) and not isinstance(captured.get(var), Wild):
+            rule.fail(
+                f"`{var}*` is not captured by the leaf path",
+                hole.pos,
+                f"capture it there with {{{var}*}}",
+            )
+        if isinstance(hole, Index) and isinstance(captured.get(var), Wild):
+            rule.fail(f"`{var}` is text, not a number", hole.pos, f"write {{{var}*}}")
+        if var not in captured and var not in left:
+            fix = f"capture it in the leaf path with {{{var}}}, or make `{var}` an axis of the leaf (stacked leaves)"
+            rule.fail(f"nothing gives `{var}` a value", hole.pos, fix)
+
+
+def _check_sizes(rule: Rule) -> None:
+    axes = rule.axis_names
+    defined: dict[str, set[str]] = {}
+    for size in rule.sizes:
+        if size.name not in axes:
+            rule.fail(
+                f"`{size.name}` is not an axis of this rule",
+                size.pos,
+                f"axes: {', '.join(sorted(axes))}",
+            )
+        if size.name in defined:
+            rule.fail(f"the size of `{size.name}` is given twice", size.pos, "drop one")
+        if any(word == "0" for _, word in size.factors):
+            rule.fail(
+                "a size of zero, or a division by it", size.pos, "give a positive size"
+            )
+        defined[size.name] = {word for _, word in size.factors if word in axes}
+    for size in rule.sizes:
+        reach = set()
+        todo = [size.name]
+        while todo:
+            for word in defined.get(todo.pop(), ()):
+                if word == size.name:
+                    rule.fail(
+                        f"the size of `{size.name}` is defined by itself",
+                        size.pos,
+                        "give one of them a number",
+                    )
+                if word not in reach:
+                    reach.add(word)
+                    todo.append(word)

@@ -16,15 +16,16 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jvlab._errors import LayoutError, ModelError, Unsupported
-from jvlab.layout._plan_types import numpy_dtype
-from jvlab.layout._types import Binding, CheckpointTensor
-from jvlab.layout.checkpoint._safetensors import (
+from jvlab.layout._checkpoint import (
     FLOATS,
     INDEX,
+    Entry,
     encode_header,
     read_header,
     read_weight_map,
 )
+from jvlab.layout._plan_types import numpy_dtype
+from jvlab.layout._types import Binding, CheckpointTensor
 from jvlab.layout.rules._rules import apply_binding
 
 # files of a checkpoint besides weights and config: the tokenizer's, under all its names, and the sampling defaults
@@ -44,7 +45,7 @@ class TensorFiles(Mapping[str, np.ndarray]):
     """The safetensors files of a folder as a mapping from name to array, memory-mapped: only what is used is read."""
 
     def __init__(self, folder: Path) -> None:
-        self._where: dict[str, tuple[Path, int, str, tuple[int, ...]]] = {}
+        self._where: dict[str, tuple[Path, Entry]] = {}
         for file in _files(folder):
             for entry in read_header(file):
                 if entry.dtype not in FLOATS:
@@ -54,12 +55,7 @@ class TensorFiles(Mapping[str, np.ndarray]):
                         tensor=entry.name,
                         dtype=entry.dtype,
                     )
-                self._where[entry.name] = (
-                    file,
-                    entry.begin,
-                    FLOATS[entry.dtype],
-                    entry.shape,
-                )
+                self._where[entry.name] = (file, entry)
         if not self._where:
             raise ModelError(
                 f"{folder} holds no safetensors files",
@@ -70,20 +66,13 @@ class TensorFiles(Mapping[str, np.ndarray]):
     def tensors(self) -> list[CheckpointTensor]:
         """Names, shapes and dtypes, in file order."""
         return [
-            CheckpointTensor(name, shape, dtype)
-            for name, (_, _, dtype, shape) in self._where.items()
+            CheckpointTensor(name, entry.shape, FLOATS[entry.dtype])
+            for name, (_, entry) in self._where.items()
         ]
 
     def __getitem__(self, name: str) -> np.ndarray:
-        file, start, dtype, shape = self._where[name]
-        raw = np.memmap(
-            file,
-            np.uint8,
-            "r",
-            start,
-            (math.prod(shape) * numpy_dtype(dtype).itemsize,),
-        )
-        return raw.view(numpy_dtype(dtype)).reshape(shape)
+        file, entry = self._where[name]
+        return entry.array(np.memmap(file, np.uint8, "r"))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._where)

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from jvlab._errors import ConfigError, ModelError
-from jvlab.layout.checkpoint._safetensors import encode_header
+from jvlab.layout._checkpoint import encode_header
 from jvlab.trainer.models._families import (
     FAMILIES,
     GPT2_NAMES,

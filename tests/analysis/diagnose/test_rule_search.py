@@ -16,8 +16,8 @@ from jvlab.analysis.diagnose._rule_search import (
     by_value,
     verdict_of,
 )
+from jvlab.layout._checkpoint import checkpoint_tensors, read_config
 from jvlab.layout._tree import flatten
-from jvlab.layout.checkpoint._tensors import checkpoint_tensors, read_config
 from jvlab.layout.rules._alternatives import alternatives
 from jvlab.layout.rules._builtin import policy_rules
 from jvlab.layout.rules._rules import apply_binding, invert_binding

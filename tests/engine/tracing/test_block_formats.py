@@ -15,10 +15,10 @@ import torch
 from jvlab._errors import CoverageError
 from jvlab.engine.tracing import _meta_model, _vllm_model
 from jvlab.engine.tracing._trace import model_digest, trace_model
+from jvlab.layout._checkpoint import read_config
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import SCALES
 from jvlab.layout._types import CheckpointTensor, RankLayout
-from jvlab.layout.checkpoint._tensors import read_config
 from jvlab.sync._compile_tree import compile_tree
 from jvlab.sync._mapping import Mapping
 from jvlab.trainer.models import tiny
@@ -158,7 +158,7 @@ def test_a_sync_holds_what_a_load_of_the_quantised_checkpoint_would(
     assert [model_digest(m) for m in models] == before, (
         "known values never reach the live layers"
     )
-    assert [x.staged for x in layouts] == [()] * tp
+    assert [x.repacked for x in layouts] == [()] * tp
     for dtype, mode in rounds:
         weights = of(folders[0], dtype)
         params = params_of(folders[0], dtype)
@@ -229,7 +229,7 @@ def test_a_kernel_that_changes_values_is_named_and_reloaded(
         engines(config, of(folders[0])),
     )
     layouts = traced(config, [model], of(folders[0]))
-    reasons = {n.name: n.reason for n in layouts[0].staged}
+    reasons = {n.name: n.reason for n in layouts[0].repacked}
     assert len(reasons) == 16, "weights and scales of four layers, twice"
     assert all("changes values" in why for why in reasons.values())
     assert layouts[0].reloaded == reasons.keys()

@@ -24,6 +24,7 @@ from jvlab.engine.tracing import _meta_model, _vllm_model
 from jvlab.engine.tracing._trace import model_digest, trace_model
 from jvlab.engine.worker._receivers import Ledger
 from jvlab.engine.worker._weights import Weights
+from jvlab.layout._checkpoint import checkpoint_tensors, read_config
 from jvlab.layout._layout_codec import (
     layout_from_bytes,
     layout_to_plain,
@@ -32,7 +33,6 @@ from jvlab.layout._layout_codec import (
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._types import RELOADED, RankLayout
-from jvlab.layout.checkpoint._tensors import checkpoint_tensors, read_config
 from jvlab.sync._compile_tree import compile_tree
 from jvlab.sync._mapping import Mapping
 from jvlab.sync._pack import LinkPack, Source
@@ -284,7 +284,7 @@ def test_what_the_inspector_says(tmp_path: Path, reduction: Reduction) -> None:
 
 def reloaded(layouts: list[RankLayout]) -> dict[str, str]:
     """Parameters that go through vLLM's own reload, and why."""
-    return {n.name: n.reason for x in layouts for n in x.staged if n.kind == RELOADED}
+    return {n.name: n.reason for x in layouts for n in x.repacked if n.kind == RELOADED}
 
 
 def test_a_format_that_jvlab_has_not_is_named(

@@ -19,9 +19,9 @@ import jvlab as jv
 from jvlab._errors import ConfigError, TraceError
 from jvlab.engine.tracing import _meta_model
 from jvlab.engine.tracing._offline import trace_offline
+from jvlab.layout._checkpoint import checkpoint_tensors, read_config
 from jvlab.layout._plan_types import SCALES
 from jvlab.layout._types import RankLayout
-from jvlab.layout.checkpoint._tensors import checkpoint_tensors, read_config
 from jvlab.sync._compile_tree import compile_tree
 from jvlab.sync._mapping import Mapping
 from jvlab.trainer.models import tiny
@@ -68,7 +68,7 @@ def compare(planned: Sequence[RankLayout], live: Sequence[RankLayout]) -> None:
         assert a.formats == b.formats
         assert sorted(map(repr, a.padding)) == sorted(map(repr, b.padding))
         assert (a.rank, a.coords, a.tensors) == (b.rank, b.coords, b.tensors)
-        assert (a.staged, a.opaque, a.unused) == (b.staged, b.opaque, b.unused)
+        assert (a.repacked, a.opaque, a.unused) == (b.repacked, b.opaque, b.unused)
         for name in COLUMNS:
             assert np.array_equal(getattr(a, name), getattr(b, name)), name
 

@@ -15,8 +15,8 @@ pytest.importorskip("vllm")
 from jvlab._errors import ConfigError, CoverageError, TraceError
 from jvlab.engine.tracing import _meta_model, _offline
 from jvlab.engine.tracing._offline import trace_offline
+from jvlab.layout._checkpoint import checkpoint_tensors
 from jvlab.layout._types import CheckpointTensor, RankLayout
-from jvlab.layout.checkpoint._tensors import checkpoint_tensors
 from jvlab.sync._compile_tree import compile_tree
 from jvlab.sync._mapping import Mapping
 from jvlab.trainer.models import tiny
@@ -102,7 +102,7 @@ def test_rows_give_what_vllm_loads(name: str, tp: int, checkpoint: Any) -> None:
     layouts = trace_offline(folder, tensor_parallel=tp, dtype="float32")
     assert len(layouts) == tp
     assert all(
-        layout.opaque == () and layout.unused == () and layout.staged == ()
+        layout.opaque == () and layout.unused == () and layout.repacked == ()
         for layout in layouts
     )
     check(folder, layouts, tp)

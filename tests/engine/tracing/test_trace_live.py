@@ -17,8 +17,8 @@ import torch
 from jvlab.engine.tracing import _meta_model
 from jvlab.engine.tracing._offline import trace_offline
 from jvlab.engine.tracing._trace import model_digest, trace_model, trace_worker
+from jvlab.layout._checkpoint import checkpoint_tensors
 from jvlab.layout._layout_codec import layout_from_plain
-from jvlab.layout.checkpoint._tensors import checkpoint_tensors
 from jvlab.trainer.models import tiny
 from tests.engine.tracing import trace_oracle as oracle
 from tests.engine.tracing.trace_oracle_configs import OWN
@@ -94,7 +94,7 @@ def test_a_processed_model_traces_as_a_fresh_one(
         if f.name != "staged":
             a, b = getattr(offline, f.name), getattr(layout, f.name)
             assert np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b, f.name
-    staged = {n.name for n in layout.staged}
+    staged = {n.name for n in layout.repacked}
     experts = {
         p.name for p in layout.parameters if ".w13_" in p.name or ".w2_" in p.name
     }
@@ -118,7 +118,7 @@ def test_a_processed_model_traces_as_a_fresh_one(
     assert all(
         n.elements
         == int(np.prod(next(p.shape for p in layout.parameters if p.name == n.name)))
-        for n in layout.staged
+        for n in layout.repacked
     )
 
 
@@ -128,7 +128,7 @@ def test_staged_means_that_a_write_does_not_reach_the_output(
 ) -> None:
     live = Live(folder_of("llama", tmp_path), packed, monkeypatch)
     with _meta_model.config_in_force(live.config):
-        staged = {n.name for n in trace_model(live.model, live.tensors, 1).staged}
+        staged = {n.name for n in trace_model(live.model, live.tensors, 1).repacked}
         head, table = live.model.lm_head, live.model.model.embed_tokens
         x = torch.randn(3, head.weight.shape[1])
         reach = {}

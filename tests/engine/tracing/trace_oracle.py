@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from jvlab.engine.tracing import _meta_model
 from jvlab.engine.tracing._offline import build_rank
+from jvlab.layout._checkpoint import checkpoint_tensors
 from jvlab.layout._types import RankLayout
-from jvlab.layout.checkpoint._tensors import checkpoint_tensors
 
 MARK = 7.0  # what every parameter holds before loading; no random weight is just this
 

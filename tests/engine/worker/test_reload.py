@@ -20,8 +20,8 @@ from jvlab.engine.tracing import _meta_model, _vllm_model
 from jvlab.engine.tracing._trace import trace_model
 from jvlab.engine.worker._reload import fingerprint
 from jvlab.engine.worker._weights import Weights
+from jvlab.layout._checkpoint import checkpoint_tensors
 from jvlab.layout._types import RELOADED, CheckpointTensor, RankLayout
-from jvlab.layout.checkpoint._tensors import checkpoint_tensors
 from jvlab.trainer.models import tiny
 from tests.engine.tracing import fp8_model
 from tests.engine.worker import row_quant
@@ -120,7 +120,7 @@ def test_bytes_are_those_of_vllms_reload_and_memory_stays(tmp_path: Path) -> Non
     by_vllm = fp8_model.loaded(config, fp8_model.checkpoint(one))
     model = fp8_model.loaded(config, fp8_model.checkpoint(one))
     layout = trace_model(model, checkpoint_tensors(one))
-    notes = {n.name: n.reason for n in layout.staged if n.kind == RELOADED}
+    notes = {n.name: n.reason for n in layout.repacked if n.kind == RELOADED}
     names = [
         f"model.layers.{i}.{part}"
         for i in (0, 1)

@@ -437,7 +437,7 @@ def test_a_packed_layer_through_weights(one_rank):
     layout = trace_model(
         model, [CheckpointTensor(n, s, "float32") for n, s in shapes.items()]
     )
-    assert {note.name for note in layout.staged} == {"embed.weight", "up.weight"}
+    assert {note.name for note in layout.repacked} == {"embed.weight", "up.weight"}
     trainer = FakeTrainer.of([layout])
     x = torch.randn(3, 32)
     for version, mode in enumerate(("direct", "staged", "staged", "direct"), 1):

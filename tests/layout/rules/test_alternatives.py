@@ -9,18 +9,20 @@ import numpy as np
 import pytest
 
 import jvlab as jv
+from jvlab.layout._checkpoint import checkpoint_tensors, read_config
 from jvlab.layout._tree import LeafShape
 from jvlab.layout._types import Binding, CheckpointTensor
-from jvlab.layout.checkpoint._tensors import checkpoint_tensors, read_config
 from jvlab.layout.rules._alternatives import (
     KINDS,
     Alternative,
     alternatives,
+    compare,
     joint,
+    match,
+    reread,
     together,
 )
 from jvlab.layout.rules._builtin import policy_rules
-from jvlab.layout.rules._evidence import compare, match, reread
 from jvlab.layout.rules._rules import apply_binding
 from jvlab.layout.rules._ruleset import Rules, stacked
 from jvlab.sync._compile_tree import policy_shapes

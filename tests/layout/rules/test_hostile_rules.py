@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from jvlab._errors import ConfigError, CoverageError, JvlabError, LayoutError, RuleError
 from jvlab.layout._types import CheckpointTensor
-from jvlab.layout.rules._policy_shapes import leaf_shapes_for
-from jvlab.layout.rules._rules import parse_rule
+from jvlab.layout.rules._builtin import leaf_shapes_for
 from jvlab.layout.rules._ruleset import Rules
+from jvlab.layout.rules._syntax import parse_rule
 from tests.fuzzing import examples
 from tests.layout.rules.families import shapes
 

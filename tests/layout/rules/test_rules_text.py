@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jvlab._errors import ConfigError, RuleError
-from jvlab.layout.rules._rules import parse_rule
 from jvlab.layout.rules._ruleset import Rules
-from jvlab.layout.rules._syntax import Ax, Index, Name, Rule, name_text
+from jvlab.layout.rules._syntax import Ax, Index, Name, Rule, name_text, parse_rule
 from tests.fuzzing import examples
 
 # the `^` of each second line marks the column the error must point at

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 import jvlab as jv
-from jvlab.layout.checkpoint._tensors import checkpoint_tensors, read_config
-from jvlab.layout.rules._alternatives import alternatives
+from jvlab.layout._checkpoint import checkpoint_tensors, read_config
+from jvlab.layout.rules._alternatives import alternatives, match
 from jvlab.layout.rules._builtin import policy_rules
-from jvlab.layout.rules._evidence import match
 from jvlab.layout.rules._rules import apply_binding
 from jvlab.sync._compile_tree import policy_shapes
 from tests.layout.rules.planted import COMMON, SIZES, planted_in_stacks

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("transformers")
 
 from jvlab._errors import ModelError
-from jvlab.layout.checkpoint._tensors import checkpoint_tensors
+from jvlab.layout._checkpoint import CheckpointValues, checkpoint_tensors
 from jvlab.trainer.models import tiny
 from tests.engine.tracing.trace_oracle_configs import OWN
 
@@ -138,3 +139,26 @@ def test_refusals(tmp_path: Path) -> None:
     )
     with pytest.raises(ModelError, match="not a safetensors file"):
         checkpoint_tensors(tmp_path)
+
+
+def test_values_are_read_in_place(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    tensors = {
+        "matrix": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.zeros(0, 4),
+        "packed": torch.zeros(2, dtype=torch.float8_e4m3fn),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    values = CheckpointValues(tmp_path)
+    assert set(values) == {"matrix", "scalar", "empty"}, "float8 has no scales here"
+    for name in values:
+        expected = tensors[name].float().numpy()
+        assert values[name].dtype == np.float32
+        assert np.array_equal(values[name], expected)
+    picked = values.at("matrix", np.array([[1, 2], [0, 0]]))
+    assert picked.tolist() == [5.0, 0.0]
+    assert values.at("scalar", np.zeros((2, 0), np.int64)).tolist() == [3.5, 3.5]
+    assert values.at("empty", np.zeros((0, 2), np.int64)).shape == (0,)

@@ -1,1 +1,0 @@
-"""Contents of a checkpoint folder: config.json, safetensors headers, values. Imports layout only."""
