@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
-from pydantic.json_schema import models_json_schema
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from jvlab._version import __version__
 from jvlab.gateway._http_server import Handler, Refusal, read_body
@@ -346,12 +346,12 @@ ROUTES = (
 
 def document(server: str) -> dict[str, Any]:
     """The OpenAPI 3.1 document of the bridge."""
-    answers = {model for route in ROUTES for model in (route.answer, Error)}
-    bodies = {route.takes for route in ROUTES}
+    modes: dict[type[BaseModel], JsonSchemaMode] = {Error: "serialization"}
+    for route in ROUTES:
+        modes[route.answer] = "serialization"
+        modes[route.takes] = "validation"
     _, schemas = models_json_schema(
-        [(model, "serialization") for model in answers]
-        + [(model, "validation") for model in bodies],
-        ref_template="#/components/schemas/{model}",
+        list(modes.items()), ref_template="#/components/schemas/{model}"
     )
     paths: dict[str, Any] = {}
     for route in ROUTES:

@@ -172,7 +172,6 @@ class PoolReplicas:
         self._version = version
         self.count = gateway.count
         self.served = gateway.served
-        self.loss = gateway.registry.cause
         self.track = gateway.calls.track
         self.untrack = gateway.calls.untrack
         self.failed = gateway.calls.failed
@@ -196,6 +195,9 @@ class PoolReplicas:
     def epoch(self, replica: str) -> int:
         known = self._gateway.registry.find(replica)
         return -1 if known is None else known.epoch
+
+    def loss(self, replica: str) -> str:
+        return self._gateway.registry.cause(replica)
 
     def deadline_error(self, replicas: Sequence[str]) -> CallFailed:
         return self._gateway.deadline_error(self._pool, replicas)

@@ -1,24 +1,16 @@
-"""`jv.Lab(cluster="ray")`: the driver, which starts or joins a Ray cluster and runs the lab's gateway on it; the
-resources that a replica asks for; and the actor that runs one rollout process.
-
-Neither ray nor gRPC is imported with this file.
-"""
+"""`jv.Lab(cluster="ray")`, driver side: starts or joins a Ray cluster and runs the lab's gateway on it."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from jvlab._errors import ConfigError, GatewayUnreachable, MissingDependency
+from jvlab._errors import ConfigError, GatewayUnreachable
+from jvlab.gateway.cluster._ray_replica import import_ray
 
 if TYPE_CHECKING:
     from jvlab.gateway._serve import GatewayOptions
@@ -26,18 +18,6 @@ if TYPE_CHECKING:
 NAMESPACE = "jvlab"
 START_SECONDS = 120.0
 OBJECT_STORE_BYTES = 80 * 2**20  # of a cluster we start: nothing large goes through it
-
-
-def import_ray() -> Any:
-    """The ray package; raises with the install command if it is missing."""
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingDependency(
-            'cluster="ray" needs the package ray, which is not installed',
-            remedy='pip install "jvlab[ray]"',
-        ) from error
-    return ray
 
 
 class RayCluster:
@@ -168,194 +148,3 @@ def _connect(ray: Any, address: str | None) -> None:
             f"Ray at {address or 'this machine'} can't be reached: {error}",
             remedy="is the cluster up? `ray status` shows it; without address= a local cluster is started",
         ) from error
-
-
-# The resources of a replica, and the one bundle, on one node, that requests them: {"CPU": cpus, "GPU": gpus, ...}.
-# With distributed_executor_backend="ray" vLLM itself requests its GPUs, on as many nodes as needed; our actor then only
-# runs the engine's front end and requests none.
-
-RESTARTS = 3  # of one replica by Ray, before it stays failed
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What one replica needs, from `launch(place={...})`. None: derived from tensor_parallel."""
-
-    cpus: float | None = None
-    gpus: float | None = None
-    resources: dict[str, float] = field(default_factory=dict)
-    # addresses or node ids; replica k goes to nodes[k % len]
-    nodes: tuple[str, ...] = ()
-    restarts: int = RESTARTS
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Resources:
-        """Validate `given`; an error names an unknown or impossible entry."""
-        known = set(cls.__dataclass_fields__)
-        if unknown := sorted(set(given) - known):
-            raise ConfigError(
-                f"place: {unknown[0]!r} is not known",
-                remedy=f"one of {', '.join(sorted(known))}",
-            )
-        chosen = cls(**{**given, "nodes": _names(given.get("nodes", ()))})
-        for name in ("cpus", "gpus"):
-            value = getattr(chosen, name)
-            if value is not None and (
-                isinstance(value, bool)
-                or not isinstance(value, (int, float))
-                or value < 0
-            ):
-                raise ConfigError(
-                    f"place: {name} must be a number of at least 0, not {value!r}"
-                )
-        if (
-            isinstance(chosen.restarts, bool)
-            or not isinstance(chosen.restarts, int)
-            or chosen.restarts < 0
-        ):
-            raise ConfigError(
-                f"place: restarts must be a whole number of at least 0, not {chosen.restarts!r}"
-            )
-        if not isinstance(chosen.resources, dict) or not all(
-            isinstance(k, str) and isinstance(v, (int, float)) and v > 0
-            for k, v in chosen.resources.items()
-        ):
-            raise ConfigError(
-                f"place: resources must be names with numbers above 0, not {chosen.resources!r}"
-            )
-        return chosen
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Resources:
-        return cls.of(json.loads(text))
-
-    def bundle(
-        self, device: str, tensor_parallel: int, engine: Mapping[str, Any]
-    ) -> dict[str, float]:
-        """What one replica's actor requests.
-
-        >>> Resources().bundle("cuda", 4, {})
-        {'CPU': 1.0, 'GPU': 4.0}
-        >>> Resources().bundle("cuda", 16, {"distributed_executor_backend": "ray"})
-        {'CPU': 1.0}
-        """
-        own = engine.get("distributed_executor_backend") != "ray"
-        cpus = (
-            self.cpus
-            if self.cpus is not None
-            else float(tensor_parallel if device == "cpu" and own else 1)
-        )
-        gpus = (
-            self.gpus
-            if self.gpus is not None
-            else float(tensor_parallel if device == "cuda" and own else 0)
-        )
-        return {
-            name: float(n)
-            for name, n in {"CPU": cpus, "GPU": gpus, **self.resources}.items()
-            if n
-        }
-
-    def node(self, index: int, nodes: Sequence[Mapping[str, Any]]) -> str | None:
-        """The id of the node that replica `index` must be on; None for any. `nodes`: from `ray.nodes()`."""
-        if not self.nodes:
-            return None
-        wanted = self.nodes[index % len(self.nodes)]
-        alive = [node for node in nodes if node["Alive"]]
-        found = [
-            n["NodeID"]
-            for n in alive
-            if wanted
-            in (n["NodeID"], n["NodeManagerAddress"], n["NodeManagerHostname"])
-        ]
-        if not found:
-            there = ", ".join(sorted({str(n["NodeManagerAddress"]) for n in alive}))
-            raise ConfigError(
-                f"place: no node of this cluster is called {wanted!r}",
-                remedy=f"there are: {there}",
-            )
-        return str(found[index // len(self.nodes) % len(found)])
-
-
-def _names(nodes: Any) -> tuple[str, ...]:
-    if isinstance(nodes, str) or not all(isinstance(node, str) for node in nodes):
-        raise ConfigError(
-            f"place: nodes must be a list of addresses or node ids, not {nodes!r}"
-        )
-    return tuple(nodes)
-
-
-def one_host(nodes: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether all live nodes are on one machine, as in a test cluster."""
-    return len({node["NodeManagerAddress"] for node in nodes if node["Alive"]}) == 1
-
-
-# The Ray actor that runs one rollout process, `jvlab rollout --gateway`, as its child; both end together.
-#     actor ──pipe──▶ agent (`jvlab rollout --gateway`) ──pipe──▶ supervisor ──▶ vLLM
-#
-# The actor's death closes the pipe, which ends all below. If the agent ends without being told to, so does the actor,
-# and Ray restarts it. It is a child process, not a thread: this process belongs to Ray, and can't fork safely once
-# Python's gRPC runs in it; so nothing here imports gRPC.
-
-
-class RolloutActor:
-    """Offers one rollout process to the lab's gateway while this actor lives."""
-
-    def __init__(
-        self, replica: str, gateway: str, token: str, pem: tuple[str, str], shared: bool
-    ) -> None:
-        ray = import_ray()
-        command = [
-            sys.executable,
-            "-m",
-            "jvlab",
-            "rollout",
-            "--gateway",
-            gateway,
-            "--name",
-            replica,
-        ]
-        command += ["--supervised", "--invited"]
-        if shared:
-            command.append("--share-host")
-        if pem[0]:
-            command += ["--bind", ray.util.get_node_ip_address()]
-        # for vLLM's Ray executor, which connects by itself
-        environment = {
-            **os.environ,
-            "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
-        }
-        self._child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, env=environment, start_new_session=True
-        )
-        # Passed by pipe: files would be left behind if this process is killed, and environment variables would be
-        # inherited by every process below.
-        invitation = json.dumps({"token": token, "certificate": pem[0], "key": pem[1]})
-        assert self._child.stdin is not None
-        self._child.stdin.write(f"{invitation}\n".encode())
-        self._child.stdin.flush()
-        self._told_to_end = False
-        threading.Thread(target=self._watch, name="jvlab-agent", daemon=True).start()
-
-    def _watch(self) -> None:
-        # no deadline: a thread that does nothing else
-        if self._child.wait() and not self._told_to_end:
-            os._exit(1)  # Ray restarts the actor
-
-    def end(self, seconds: float) -> bool:
-        """End the agent, so that it removes its files: Ray kills it with this actor. Whether it has ended."""
-        self._told_to_end = True
-        assert self._child.stdin is not None
-        self._child.stdin.close()
-        try:
-            self._child.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
-    def node(self) -> str:
-        """The actor's node id; also used as a liveness probe."""
-        return import_ray().get_runtime_context().get_node_id()

@@ -1,7 +1,7 @@
 """What runs inside Ray: the gateway's actor, and its handles of the actors that run rollout processes.
 
     driver ──▶ GatewayActor: the gateway of _gateway.py in a thread
-                  └─ RayProcess, one per replica ──▶ placement group ▸ RolloutActor (_ray.py) ▸ agent ▸ vLLM
+                  └─ RayProcess, one per replica ──▶ placement group ▸ RolloutActor (_ray_replica.py) ▸ agent ▸ vLLM
 
 A rollout actor and its vLLM end together. Ray restarts the actor, its agent joins under the old name, and it serves
 once it holds the pool's version.
@@ -31,7 +31,7 @@ from jvlab.gateway import _gateway, _launcher, _serve
 from jvlab.gateway import _registry as reg
 from jvlab.gateway._replica_processes import JoinedProcess
 from jvlab.gateway._serve import GatewayOptions
-from jvlab.gateway.cluster._ray import Resources, RolloutActor, one_host
+from jvlab.gateway.cluster._ray_replica import Resources, RolloutActor, one_host
 from jvlab.wire import _channels, _security
 
 PLACE_SECONDS = 120.0  # for Ray to place a replica

@@ -39,9 +39,9 @@ def actors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}{os.pathsep}{ROOT}")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    from jvlab.gateway.cluster import _ray
+    from jvlab.gateway.cluster import _ray_replica
 
-    return _ray
+    return _ray_replica
 
 
 @pytest.mark.parametrize("tls", [False, True])
