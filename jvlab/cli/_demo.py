@@ -72,7 +72,7 @@ def run_demo(
             micro_batch=64,
             checkpoint_every=steps,
             background=False,
-            progress=_Rows(),
+            progress=_StepRows(),
         )
         late = _greedy_check(policy, pool)
         facts = _facts(run, max(early["gap"], late["gap"]), syncs_before=2)
@@ -94,7 +94,7 @@ def run_demo(
     return {**facts, "seconds": seconds}
 
 
-class _Rows:
+class _StepRows:
     """Prints one row per step."""
 
     def __init__(self) -> None:

@@ -6,53 +6,50 @@ import asyncio
 import contextlib
 import json
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from jvlab._errors import ReplicaLost
 from jvlab._version import __version__
-from jvlab.gateway import _pool_commands
 from jvlab.gateway import _registry as reg
-from jvlab.gateway._dispatch import being_cancelled
 from jvlab.gateway._http_front import Fronts
 from jvlab.gateway._link_service import Links, Teams
-from jvlab.gateway._pool_commands import Adapters
+from jvlab.gateway._pool_commands import (
+    PAUSED,
+    STATS_DEADLINE,
+    Adapters,
+    ReplicaCalls,
+    Steering,
+)
 from jvlab.gateway._replica_processes import (
     Agents,
     JoinedProcess,
     ReplicaProcess,
-    make_process,
 )
 from jvlab.gateway._routing import Loads
 from jvlab.gateway._sync_types import Standing
-from jvlab.wire import _security as security
 from jvlab.wire import jvlab_pb2 as pb
-from jvlab.wire import jvlab_pb2_grpc as rpc
-from jvlab.wire._channels import Trust, open_channel
+from jvlab.wire._channels import Trust
 from jvlab.wire._limits import Limits
-from jvlab.wire._rpc_errors import LOST_REMEDY, CallFailed, received
+from jvlab.wire._rpc_errors import CallFailed, refused
 from jvlab.wire.processes._identity import Identity
-from jvlab.wire.processes._rollout_process import GRACE_SECONDS
+from jvlab.wire.processes._rollout_process import GRACE_SECONDS, RolloutProcess
 from jvlab.wire.processes._warm import WarmProcesses
 
 TICK_SECONDS = 0.25
 # that a new process waits for the one that had its name to end, which is killed before
 PREDECESSOR_SECONDS = 30.0
 WAITS = "waits for its predecessor to end"  # the stage of a replica until then
-# Status codes of a failed call that mean that the replica is gone, or registered again under another epoch.
-GONE_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED)
 PB_STATE = {
-    reg.State.STARTING: pb.STARTING,
-    reg.State.READY: pb.READY,
-    reg.State.LOST: pb.LOST,
-    reg.State.FAILED: pb.FAILED,
-    reg.State.CLOSED: pb.CLOSED,
-    reg.State.DRAINING: pb.DRAINING,
+    reg.ReplicaState.STARTING: pb.STARTING,
+    reg.ReplicaState.READY: pb.READY,
+    reg.ReplicaState.LOST: pb.LOST,
+    reg.ReplicaState.FAILED: pb.FAILED,
+    reg.ReplicaState.CLOSED: pb.CLOSED,
+    reg.ReplicaState.DRAINING: pb.DRAINING,
 }
 
 
@@ -78,30 +75,32 @@ class Gateway:
         # the last one started under each name, ended or not
         self.processes: dict[str, ReplicaProcess] = {}
         self.warm = WarmProcesses(folder)
-        self.agents = Agents(self)
         self.place = "local"  # who starts processes, unless a launch says otherwise
         # by place
         self.process_factories: dict[
             str, Callable[[str, reg.PoolSpec, int], ReplicaProcess]
         ] = {}
-        self.trust: dict[str, Trust] = {}  # replicas' certificates
         self.facts: dict[str, pb.EngineFacts] = {}
         self.stats: dict[str, pb.ReplicaStats] = {}
-        self.links = Links(self)
-        self.fronts, self.pause_state = Fronts(self), _pool_commands.PauseState()
-        # pause and resume orders in progress, by pool
-        self.steering: Counter[str] = Counter()
-        self._reconciling: set[str] = set()
-        self.teams = Teams()
-        self.adapters = Adapters(self)
-        self.ended = asyncio.Event()
         self.loads = Loads()
+        self.ended = asyncio.Event()
         self._served: dict[str, int] = {}
         self._revision = 0
-        self._calls: dict[str, set[Any]] = {}
-        self._stubs: dict[str, tuple[str, grpc.aio.Channel, rpc.RolloutStub]] = {}
         self._changed: dict[str, asyncio.Event] = {}
         self._background: set[asyncio.Task[None]] = set()
+        # Its parts: each takes what it uses.
+        registry = self.registry
+        self.agents = Agents(registry, self.processes, self.handle, self.restart)
+        self.calls = ReplicaCalls(
+            registry, token, self.declare_lost, self.deadline_error
+        )
+        self.steering = Steering(
+            registry, self.calls, self.announce, self.in_background
+        )
+        self.links = Links(self.calls, registry, self.announce, self.steering.why)
+        self.adapters = Adapters(registry, self.calls)
+        self.teams = Teams()
+        self.fronts = Fronts(self)
 
     # What the registry decides ----------------------------------------------------------------------------------
 
@@ -114,8 +113,7 @@ class Gateway:
                 case reg.EndProcess(replica):
                     self._end_process(replica)
                 case reg.DropWork(replica, reason):
-                    for call in list(self._calls.get(replica, ())):
-                        call.cancel()
+                    self.calls.drop(replica)
                     self.links.left(replica, reason)
                 case reg.Announce(pool):
                     self.announce(pool)
@@ -141,10 +139,9 @@ class Gateway:
     def _forget(self, replica: str) -> None:
         """Drop everything known of a replica except its log."""
         self.loads.forget(replica)
-        for known in (self.facts, self.stats, self._served, self._calls, self.trust):
+        for known in (self.facts, self.stats, self._served):
             known.pop(replica, None)
-        if replica in self._stubs:
-            self.in_background(self._stubs.pop(replica)[1].close(None))
+        self.in_background(self.calls.forget(replica))
         process = self.processes.get(replica)
         if isinstance(process, JoinedProcess):  # its agent must not start it again
             self.in_background(process.end(GRACE_SECONDS))
@@ -152,7 +149,7 @@ class Gateway:
     def _forget_pool(self, pool: str) -> None:
         """Drop everything known of a pool whose replicas were forgotten, except processes that have not ended."""
         self.links.forget(pool)
-        self.pause_state.forget(pool)
+        self.steering.forget(pool)
         self.adapters.forget(pool)
         self.announce(pool)  # its watchers end
         for replica in [name for name in self.processes if reg.pool_of(name) == pool]:
@@ -173,7 +170,7 @@ class Gateway:
 
     def _idle(self, replica: str) -> bool:
         """No request runs there, and no sync includes it."""
-        busy = self.routed(replica) or self._calls.get(replica)
+        busy = self.loads.of(replica) or self.calls.busy(replica)
         return (
             not busy
             and replica not in self.links.of(reg.pool_of(replica)).machine.participants
@@ -190,9 +187,7 @@ class Gateway:
             if not self._wanted(replica, run):
                 failed("it was closed before it was started")
                 return
-            process = make_process(
-                self, replica, spec, self.registry.replica(replica).index
-            )
+            process = self._make_process(replica, spec)
         except OSError as error:  # a TimeoutError is one too
             failed(str(error))
             return
@@ -216,6 +211,24 @@ class Gateway:
             await process.end(GRACE_SECONDS + 5)
         self.agents.match()
 
+    def _make_process(self, replica: str, spec: reg.PoolSpec) -> ReplicaProcess:
+        """The process of this replica, by its place; raises OSError for an unknown place."""
+        index = self.registry.replica(replica).index
+        folder = self.folder
+        match spec.place:
+            case "local":
+                return RolloutProcess(
+                    replica, spec, index, folder, self.address, self.token, self.warm
+                )
+            case "join":
+                return JoinedProcess(replica, spec, index, folder)
+            case place if place in self.process_factories:
+                return self.process_factories[place](replica, spec, index)
+            case place:
+                raise OSError(
+                    f"this gateway can't start processes on {place!r}; it can: local, join"
+                )
+
     async def _predecessor_ended(self, replica: str, run: int) -> None:
         """Wait for the process that had this name: they would share a log, cores and the GPU's memory."""
         before = self.processes.get(replica)
@@ -236,8 +249,9 @@ class Gateway:
     def restart(self, pool: str, replica: str) -> None:
         """Start a replica that failed once more. Raises Refused."""
         self.handle(reg.RestartRequested(pool, replica, time.monotonic()))
-        for known in (self.facts, self.stats, self.trust):
+        for known in (self.facts, self.stats):
             known.pop(replica, None)
+        self.calls.distrust(replica)
 
     def register(self, request: pb.RegisterRequest) -> reg.Replica:
         """A replica registers, or registers again; updates every part of the gateway. Raises Refused."""
@@ -245,51 +259,26 @@ class Gateway:
         self.handle(
             reg.Registered(name, request.address, time.monotonic(), request.run)
         )
-        self.trust[name] = Trust(request.tls_pem, request.tls_name)
+        self.calls.registered(name, Trust(request.tls_pem, request.tls_name))
         self.facts[name] = request.facts
         self.stats[name] = request.stats
         replica = self.registry.replica(name)
         self.links.joined(replica, request.stats)
-        self.check_pause(replica, request.stats)
+        self.steering.reported(replica, request.stats)
         return replica
 
-    def check_pause(self, replica: reg.Replica, stats: pb.ReplicaStats) -> None:
-        """Wake, pause or resume a replica that differs from its pool."""
-        pool = replica.pool
-        name = replica.name
-        what = _pool_commands.differs(self.pause_state, pool, stats)
-        if (
-            what is not None
-            and not self.steering[pool]
-            and name not in self._reconciling
-        ):
-            self._reconciling.add(name)
-            self.in_background(_pool_commands.reconcile_pause(self, replica))
+    def reported(self, replica: reg.Replica, stats: pb.ReplicaStats) -> None:
+        """A replica's beat; updates every part of the gateway."""
+        self.stats[replica.name] = stats
+        self.links.reported(replica, stats)
+        self.steering.reported(replica, stats)
 
-    def reconciled(self, replica: str) -> None:
-        self._reconciling.discard(replica)
-
-    def is_current(self, replica: str, epoch: int) -> bool:
-        """Whether the replica is alive with this epoch."""
-        known = self.registry.find(replica)
-        return known is not None and known.epoch == epoch and known.state in reg.BEATING
-
-    def failed(self, replica: str, epoch: int, error: grpc.aio.AioRpcError) -> str:
-        """A call of this epoch failed: if the code means that the replica is gone, declare it lost.
-
-        Returns why it is gone; empty if it is not.
-        """
-        if error.code() in GONE_CODES and self.is_current(replica, epoch):
-            process = self.processes.get(replica)
-            why = received(error).message
-            if process is not None and (signalled := process.death()):
-                why = f"{why}: {signalled}"
-            self.handle(reg.Unreachable(replica, epoch, why))
-        return (
-            ""
-            if self.is_current(replica, epoch)
-            else self.loss(replica) or "it registered again"
-        )
+    def declare_lost(self, replica: str, epoch: int, why: str) -> None:
+        """It can't be reached. The reason names a signal that ended one of its processes, if that is known."""
+        process = self.processes.get(replica)
+        if process is not None and (signalled := process.death()):
+            why = f"{why}: {signalled}"
+        self.handle(reg.Unreachable(replica, epoch, why))
 
     async def tick_forever(self) -> None:
         """Check missed beats, the lease, and the stages of starting processes."""
@@ -297,10 +286,12 @@ class Gateway:
             self.handle(reg.Tick(time.monotonic()))
             self.links.tick(time.monotonic())
             for replica in list(self.registry.replicas()):
-                if replica.state is reg.State.DRAINING and self._idle(replica.name):
+                if replica.state is reg.ReplicaState.DRAINING and self._idle(
+                    replica.name
+                ):
                     self.handle(reg.Drained(replica.name))
                 process = self.process_of(replica)
-                if replica.state is reg.State.STARTING and process is not None:
+                if replica.state is reg.ReplicaState.STARTING and process is not None:
                     self.handle(
                         reg.StageSeen(replica.name, process.stage(), replica.run)
                     )
@@ -317,32 +308,12 @@ class Gateway:
         )
         await self.warm.close()
         await self.links.shut_down()
-        await asyncio.gather(
-            *(channel.close(None) for _, channel, _ in self._stubs.values())
-        )
+        await self.calls.shut_down()
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
 
-    # For the dispatcher (its protocol `Replicas`) ----------------------------------------------------------------
-
-    def ready(self, pool: str) -> list[reg.Replica]:
-        return [
-            r
-            for r in self.registry.pool(pool).replicas.values()
-            if r.state is reg.State.READY
-        ]
-
-    def alive(self, pool: str) -> list[reg.Replica]:
-        """The ready and the draining ones: pause and resume go to both."""
-        return [
-            r
-            for r in self.registry.pool(pool).replicas.values()
-            if r.state in reg.BEATING
-        ]
-
-    def routed(self, replica: str) -> int:
-        return self.loads.of(replica)
+    # Work of replicas, and what may be asked of them ----------------------------------------------------------------
 
     def count(self, replica: str, change: int) -> None:
         self.loads.count(reg.pool_of(replica), replica, change)
@@ -351,35 +322,6 @@ class Gateway:
         """This many parts of its work have arrived."""
         self._served[replica] = self._served.get(replica, 0) + parts
         self.count(replica, -parts)
-
-    def track(self, replica: str, call: Any) -> None:
-        self._calls.setdefault(replica, set()).add(call)
-
-    def untrack(self, replica: str, call: Any) -> None:
-        self._calls.get(replica, set()).discard(call)
-
-    def loss(self, replica: str) -> str:
-        return self.registry.cause(replica)
-
-    @contextlib.contextmanager
-    def watched(self, replica: str, call: Any) -> Iterator[None]:
-        """Cancel the call if the replica is lost; raise its failures as errors that name the replica."""
-        self.track(replica, call)
-        epoch = self.registry.replica(replica).epoch
-        try:
-            yield
-        except asyncio.CancelledError:
-            if being_cancelled():
-                raise
-            raise lost(replica, self.loss(replica)) from None
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise self.deadline_error(reg.pool_of(replica), [replica]) from None
-            if why := self.failed(replica, epoch, error):
-                raise lost(replica, why) from None
-            raise CallFailed.of(error) from None
-        finally:
-            self.untrack(replica, call)
 
     def deadline_error(self, pool: str, replicas: Sequence[str]) -> CallFailed:
         """The error for work that these replicas did not finish in time; empty: no replica had it yet."""
@@ -391,21 +333,19 @@ class Gateway:
         text = f"waited for {who}"
         remedy = ""
         machine = self.links.of(pool).machine
-        if paused := self.pause_state.why(pool):
+        if paused := self.steering.why(pool):
             text += f", but the pool is {paused}"
-            remedy = f"{'pool.resume()' if paused == _pool_commands.PAUSED else 'pool.wake()'} lets it go on"
+            remedy = f"{'pool.resume()' if paused == PAUSED else 'pool.wake()'} lets it go on"
         elif machine.open and machine.holder is not None:
             text += f"; {machine.holder.name} syncs the pool meanwhile ({machine.stage.value})"
         return CallFailed(grpc.StatusCode.DEADLINE_EXCEEDED, text, remedy)
 
-    def stub(self, replica: str) -> rpc.RolloutStub:
-        """The replica's own service, over one channel kept open."""
-        address = self.registry.replica(replica).address
-        known = self._stubs.get(replica)
-        if known is None or known[0] != address:
-            channel = open_channel(address, self.trust.get(replica, Trust()))
-            known = self._stubs[replica] = (address, channel, rpc.RolloutStub(channel))
-        return known[2]
+    async def steer(self, order: pb.SteerCall, timeout: float) -> pb.SteerReply:
+        """Pause, resume, sleep or wake a pool, unless a sync forbids it."""
+        if not self.registry.alive(order.pool):
+            raise refused(f"no replica of {order.pool} is ready")
+        self.links.check_steering(order.pool, order.what)
+        return await self.steering.steer(order, timeout)
 
     def model_len(self, pool: str) -> int:
         """The longest sequence of the pool's engines; 0 before the first has reported it."""
@@ -436,9 +376,6 @@ class Gateway:
             None,
         )
 
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        return security.authorization(self.token)
-
     # Snapshots ----------------------------------------------------------------------------------------------------
 
     def change(self, pool: str) -> asyncio.Event:
@@ -464,7 +401,7 @@ class Gateway:
             epoch=replica.epoch,
             cause=replica.cause,
             log_tail=replica.log_tail,
-            routed=self.routed(replica.name),
+            routed=self.loads.of(replica.name),
             beat_age=-1.0 if replica.last_beat is None else now - replica.last_beat,
             served=self._served.get(replica.name, 0),
             elsewhere=isinstance(self.process_of(replica), JoinedProcess),
@@ -490,7 +427,7 @@ class Gateway:
         pool = self.registry.pool(name)
         spec = pool.spec
         machine = self.links.of(name).machine
-        held = self.pause_state.of(name)
+        held = self.steering.of(name)
         self._revision += 1
         return pb.PoolStatus(
             version=machine.version,
@@ -509,14 +446,35 @@ class Gateway:
             limits=pb.CallLimits(**self.limits(name).as_dict())
             if self._facts(name) is not None
             else None,
-            paused_by=held.get(_pool_commands.PAUSED, ""),
-            asleep_by=next(
-                (by for state, by in held.items() if state != _pool_commands.PAUSED), ""
-            ),
+            paused_by=held.get(PAUSED, ""),
+            asleep_by=next((by for state, by in held.items() if state != PAUSED), ""),
             stepping=machine.open
             and machine.terms is not None
             and machine.terms.stepped,
         )
+
+    async def fresh_status(
+        self, pool: str, seconds: float = STATS_DEADLINE
+    ) -> pb.PoolStatus:
+        """A pool's snapshot with fresh stats from its replicas."""
+
+        async def refresh(name: str, epoch: int) -> None:
+            timeout = min(seconds, STATS_DEADLINE)
+            order = pb.EpochRequest(epoch=epoch)
+            try:
+                stats = await self.calls.begin(name, "Stats", order, timeout)
+            # beat_age shows how old the numbers are
+            except grpc.aio.AioRpcError as error:
+                code = error.code().name
+                print(f"gateway: no fresh numbers from {name}: {code}", flush=True)
+                self.calls.failed(name, epoch, error)
+                return
+            if self.calls.is_current(name, epoch):  # else the stats are outdated
+                self.stats[name] = stats
+
+        alive = self.registry.alive(pool)
+        await asyncio.gather(*(refresh(r.name, r.epoch) for r in alive))
+        return self.pool_status(pool)
 
     def lab_status(self) -> pb.LabStatus:
         r = self.registry
@@ -534,8 +492,3 @@ class Gateway:
             public_address=self.public_address,
             metrics_url=self.metrics_url,
         )
-
-
-def lost(replica: str, why: str) -> ReplicaLost:
-    """The error for work on a replica that is gone."""
-    return ReplicaLost(f"replica {replica} was lost: {why}", remedy=LOST_REMEDY)

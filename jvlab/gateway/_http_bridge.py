@@ -6,6 +6,9 @@ GET  /bridge/mapping        where vLLM's own loader puts every checkpoint elemen
 POST /bridge/notify_update  load a checkpoint from a folder: one sync, verified by digests
 POST /bridge/pause, /bridge/resume
 GET  /bridge/openapi.json   the OpenAPI document of these routes
+
+Bodies are pydantic models: they check requests, and the document is made of them. pydantic takes a third of a second
+to import, so this file is imported by the first pool with an HTTP front, not by every gateway.
 """
 
 from __future__ import annotations
@@ -15,21 +18,391 @@ import contextlib
 import json
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from jvlab._version import __version__
-from jvlab.gateway import _pool_commands
-from jvlab.gateway._http_openapi import ROUTES, Route, document
 from jvlab.gateway._http_server import Handler, Refusal, read_body
 from jvlab.wire import _security
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._limits import read_object
+from jvlab.wire._rpc_errors import refused
+from jvlab.wire._sync_words import CHOICES
 
 if TYPE_CHECKING:
     from aiohttp import web
 
     from jvlab.gateway._gateway import Gateway
     from jvlab.layout._types import Note, RankLayout
+
+MAX_TIMEOUT = 86_400.0
+DEFAULT_TIMEOUT = 600.0
+
+# What requests hold.
+
+
+def _choice(option: str, description: str) -> tuple[Any, Any]:
+    """One of a sync's options; its first choice is the default."""
+    choices = CHOICES[option]
+    about = Field(default=choices[0], description=description)
+    return Literal[choices], about  # pyright: ignore[reportInvalidTypeForm]
+
+
+class Body(BaseModel):
+    """A request: nothing is converted, and a field that is not known is refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Nothing(Body):
+    """An empty object, or no body."""
+
+
+Update = create_model(
+    "Update",
+    __base__=Body,
+    __doc__="The checkpoint to load, and the options of the sync.",
+    path=(
+        str,
+        Field(
+            description="folder of safetensors files, in the checkpoint's names, readable by the gateway"
+        ),
+    ),
+    version=(
+        int,
+        Field(
+            default=None,
+            ge=1,
+            lt=2**63,
+            description="larger than the pool's; default: one more",
+        ),
+    ),
+    mode=_choice("mode", "how weights are written to memory"),
+    verify=_choice("verify", "which digests are compared"),
+    require=_choice("require", "which replicas must commit"),
+    pause=_choice("pause", "what happens to requests in flight"),
+    kv=_choice("kv", "what happens to their KV"),
+    nonfinite=_choice("nonfinite", "what to do about NaN and Inf in the tensors"),
+    transport=(
+        str,
+        Field(default="auto", description="auto, shm, gloo or disk"),
+    ),
+    timeout=(
+        float,
+        Field(default=DEFAULT_TIMEOUT, gt=0, le=MAX_TIMEOUT, description="in seconds"),
+    ),
+)
+Pause = create_model(
+    "Pause",
+    __base__=Body,
+    __doc__="How to pause.",
+    mode=_choice(
+        "pause", "keep freezes requests in flight, wait finishes, abort ends them"
+    ),
+    clear_cache=(
+        bool,
+        Field(default=False, description="also empty the prefix cache"),
+    ),
+)
+
+
+def read_fields(route: Route, body: bytes) -> dict[str, Any]:
+    """The fields that a body sets, checked by the route's model."""
+    fields = read_object(body) if body.strip() else {}
+    takes = route.takes
+    known = takes.model_fields
+    try:
+        read = takes.model_validate(fields)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        name = str(wrong["loc"][0])
+        about = known[name].description or "" if name in known else ""
+        match wrong["type"]:
+            case "extra_forbidden":
+                text = f"{route.path} takes no {name}"
+                about = f"it takes: {', '.join(known) or 'nothing'}"
+            case "missing":
+                text = f"{route.path} needs {name}"
+            case _:
+                wanted = wrong["msg"].removeprefix("Input should be ")
+                text = (
+                    f"{name} must be {wanted}, not {json.dumps(wrong['input'])[:200]}"
+                )
+        raise Refusal(400, text, about) from None
+    for name, value in fields.items():
+        if isinstance(value, str) and "\0" in value:
+            about = known[name].description or ""
+            raise Refusal(400, f"{name} holds a NUL character", about)
+    return read.model_dump(exclude_unset=True)
+
+
+# What answers hold, for the document.
+
+
+class Outcome(BaseModel):
+    """One replica after the sync."""
+
+    replica: str = Field(description="its name")
+    state: str = Field(description="committed, old, stale, dirty or lost")
+    version: int = Field(description="the version it holds")
+    error: str = Field(description="what failed; empty if nothing")
+
+
+class Updated(BaseModel):
+    """What was committed."""
+
+    pool: str
+    version: int = Field(description="the version that the pool holds now")
+    verified: bool = Field(
+        description="every parameter's digest matched on every replica"
+    )
+    meaning: str = Field(
+        description="whether tensors mean the same on both sides: checked and how, or unchecked and why"
+    )
+    bytes: int = Field(description="bytes moved")
+    transport: str = Field(description="the transport used")
+    seconds: dict[str, float] = Field(description="durations by part of the sync")
+    outcomes: list[Outcome]
+    digests: dict[str, dict[str, str]] = Field(
+        description="parameter -> rank -> digest as 16 hexadecimal digits"
+    )
+
+
+class Steered(BaseModel):
+    """What was done."""
+
+    pool: str
+    paused: bool = Field(description="whether the pool is paused now")
+    seconds: float = Field(description="duration on the slowest replica")
+
+
+class Versions(BaseModel):
+    """Which weights are served."""
+
+    pool: str
+    version: int = Field(description="that the last sync committed; 0 before the first")
+    sync: str = Field(description="stage of the open sync, or idle")
+    replicas: dict[str, int] = Field(description="replica -> version")
+
+
+class ReplicaAnswer(BaseModel):
+    """One replica; there are more fields."""
+
+    replica: str = Field(description="its name")
+    state: str = Field(description="ready, starting, failed, ...")
+    version: int = Field(description="the version it holds")
+    in_flight: int = Field(description="unfinished samples that it was given")
+    http_url: str | None = Field(description="base address of its own OpenAI app")
+
+
+class StatusAnswer(BaseModel):
+    """What pool.status() returns; there are more fields."""
+
+    pool: str
+    model: str = Field(description="path or hub id")
+    state: str = Field(description="one word for the pool")
+    version: int = Field(description="that the last sync committed; 0 before the first")
+    sync: str = Field(description="stage of the open sync, or idle")
+    replicas: list[ReplicaAnswer]
+
+
+class Shaped(BaseModel):
+    """A tensor of the checkpoint."""
+
+    name: str
+    shape: list[int]
+    dtype: str = Field(description="as torch spells it")
+
+
+class Strided(Shaped):
+    """A live parameter."""
+
+    strides: list[int] = Field(description="in elements")
+
+
+class StridedCopy(BaseModel):
+    """One strided copy; offsets and strides count elements."""
+
+    tensor: str = Field(description="from this checkpoint tensor")
+    parameter: str = Field(description="to this parameter")
+    shape: list[int] = Field(description="of the box")
+    src_offset: int = Field(description="first element in the tensor")
+    src_strides: list[int] = Field(description="in the tensor")
+    dst_offset: int = Field(description="first element in the parameter's storage")
+    dst_strides: list[int] = Field(description="in the parameter's storage")
+
+
+class NoteAnswer(BaseModel):
+    """An exception, and why."""
+
+    name: str
+    reason: str
+
+
+class RankAnswer(BaseModel):
+    """One rank of the engine."""
+
+    rank: int
+    coords: dict[str, Any] = Field(description="its index in each kind of parallelism")
+    parameters: list[Strided]
+    copies: list[StridedCopy] = Field(description="that the loader makes")
+    opaque: list[NoteAnswer] = Field(
+        description="tensors that must go whole through load_weights"
+    )
+    staged: list[NoteAnswer] = Field(
+        description="parameters that are repacked after loading"
+    )
+    padding: list[NoteAnswer] = Field(description="elements that no tensor fills")
+    unused: list[str] = Field(description="tensors that this rank does not use")
+
+
+class Traced(BaseModel):
+    """The traced mapping."""
+
+    pool: str
+    model: str = Field(description="path or hub id")
+    replica: str = Field(description="which was traced")
+    tensors: list[Shaped]
+    ranks: list[RankAnswer]
+
+
+class ErrorFields(BaseModel):
+    """What and why."""
+
+    message: str = Field(description="what is wrong, and the remedy")
+    type: str = Field(description="its kind")
+    code: int = Field(description="the status")
+    remedy: str = Field(description="what to do next")
+
+
+class Error(BaseModel):
+    """An error."""
+
+    error: ErrorFields
+
+
+# The routes, and the OpenAPI document made of them.
+
+
+@dataclass(frozen=True)
+class Route:
+    """One route: a POST takes a body, each answers with a model."""
+
+    method: str
+    name: str
+    summary: str
+    answer: type[BaseModel]
+    takes: type[Body] = Nothing
+    failures: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def path(self) -> str:
+        return f"/bridge/{self.name}"
+
+
+STEER_FAILURES = {
+    409: "a sync is open, or no replica is ready",
+    503: "a replica was lost meanwhile",
+}
+ROUTES = (
+    Route("GET", "status", "One fresh snapshot of the pool", StatusAnswer),
+    Route("GET", "version", "Which weights the pool serves", Versions),
+    Route(
+        "GET",
+        "mapping",
+        "Where vLLM's own loader puts every checkpoint element, traced in the live engine",
+        Traced,
+        failures={400: "the model's folder can't be read", 409: "no replica is ready"},
+    ),
+    Route(
+        "POST",
+        "notify_update",
+        "Load a checkpoint from a folder: prepare, pause, move, verify, commit. Returns when it is done or failed",
+        Updated,
+        Update,
+        {
+            400: "a field, the path or a file is wrong; nothing was changed",
+            409: "another trainer holds the pool, or an update is in progress",
+            422: "names or shapes do not fit the model, and nothing was changed; or tensors are not finite",
+            500: "the sync did not commit; outcomes say what each replica holds",
+            504: "it ran past its deadline",
+        },
+    ),
+    Route(
+        "POST",
+        "pause",
+        "Pause generation on every replica; HTTP requests are held meanwhile",
+        Steered,
+        Pause,
+        STEER_FAILURES,
+    ),
+    Route("POST", "resume", "Resume generation", Steered, failures=STEER_FAILURES),
+)
+
+
+def document(server: str) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of the bridge."""
+    modes: dict[type[BaseModel], JsonSchemaMode] = {Error: "serialization"}
+    for route in ROUTES:
+        modes[route.answer] = "serialization"
+        modes[route.takes] = "validation"
+    _, schemas = models_json_schema(
+        list(modes.items()), ref_template="#/components/schemas/{model}"
+    )
+    paths: dict[str, Any] = {}
+    for route in ROUTES:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
+    about = (
+        "Weight syncs of a pool of vLLM replicas, for trainers that speak HTTP only."
+    )
+    token = {"type": "http", "scheme": "bearer", "description": "the lab's token"}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "jvlab bridge", "version": __version__, "description": about},
+        "servers": [{"url": server}],
+        "security": [{"token": []}],
+        "paths": paths,
+        "components": {
+            "securitySchemes": {"token": token},
+            "schemas": schemas["$defs"],
+        },
+    }
+
+
+def _content(model: type[BaseModel]) -> dict[str, Any]:
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {"application/json": {"schema": schema}}
+
+
+def _operation(route: Route) -> dict[str, Any]:
+    failures = {401: "the token is missing or wrong", **route.failures}
+    post = route.method == "POST"
+    if post:
+        failures.setdefault(400, "the body is wrong")
+    responses = {
+        "200": {
+            "description": route.answer.__doc__,
+            "content": _content(route.answer),
+        }
+    }
+    for status, why in sorted(failures.items()):
+        responses[str(status)] = {"description": why, "content": _content(Error)}
+    operation = {
+        "operationId": route.name,
+        "summary": route.summary,
+        "responses": responses,
+    }
+    if post:
+        needed = any(f.is_required() for f in route.takes.model_fields.values())
+        operation["requestBody"] = {
+            "content": _content(route.takes),
+            "required": needed,
+        }
+    return operation
 
 
 # The gateway's side of `notify_update`: one helper process per pool, which is the trainer of an ordinary sync.
@@ -41,8 +414,6 @@ if TYPE_CHECKING:
 IDLE_SECONDS = 300.0  # without an update for this long, the helper ends
 END_SECONDS = 5.0
 START_SECONDS = 180.0  # for imports and compilation, on top of an update's own deadline
-DEFAULT_TIMEOUT = 600.0
-MAX_TIMEOUT = 86_400.0
 LINE_BYTES = 256 << 20
 STATUS = {
     "LinkBusy": 409,
@@ -55,9 +426,11 @@ STATUS = {
 class Updates:
     """Updates of one pool, one at a time."""
 
-    def __init__(self, gateway: Gateway, pool: str) -> None:
-        self._gateway = gateway
+    def __init__(self, pool: str, address: str, token: str, folder: Path) -> None:
         self._pool = pool
+        self._address = address  # the gateway's
+        self._token = token
+        self._log = folder / f"{pool}-updates.log"
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[dict[str, Any]] | None = None
         self._idle: asyncio.TimerHandle | None = None
@@ -66,11 +439,6 @@ class Updates:
     async def take(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Load a checkpoint into the pool. Runs to its end even if the client disconnects."""
         timeout = fields.get("timeout", DEFAULT_TIMEOUT)
-        if not 0 < timeout <= MAX_TIMEOUT:
-            text = (
-                f"timeout must be positive and at most {MAX_TIMEOUT:g} s, not {timeout}"
-            )
-            raise Refusal(400, text, "default: 600 s")
         if self._task is not None and not self._task.done():
             raise Refusal(
                 409,
@@ -110,13 +478,14 @@ class Updates:
             return json.loads(line)
         except (ConnectionError, TimeoutError, ValueError) as error:
             await self._end()
-            log = self._gateway.folder / self._log
             what = (
                 "did not answer in time"
                 if isinstance(error, TimeoutError)
                 else f"failed: {error}"
             )
-            remedy = f"its log: {log}; GET /bridge/status shows what the replicas hold"
+            remedy = (
+                f"its log: {self._log}; GET /bridge/status shows what the replicas hold"
+            )
             return {
                 "error": {
                     "kind": "SyncError",
@@ -130,14 +499,10 @@ class Updates:
                 IDLE_SECONDS, self._end_later
             )
 
-    @property
-    def _log(self) -> str:
-        return f"{self._pool}-updates.log"
-
     async def _start(self) -> asyncio.subprocess.Process:
-        order = {"address": self._gateway.address, "pool": self._pool}
+        order = {"address": self._address, "pool": self._pool}
         environment = _security.child_environment(JVLAB_ORDER=json.dumps(order))
-        with (self._gateway.folder / self._log).open("ab") as log:
+        with self._log.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -150,7 +515,7 @@ class Updates:
                 start_new_session=True,
             )
         assert process.stdin is not None
-        process.stdin.write(f"{self._gateway.token}\n".encode())
+        process.stdin.write(f"{self._token}\n".encode())
         return process
 
     def _end_later(self) -> None:
@@ -187,13 +552,6 @@ class Updates:
 TRACE_SECONDS = 300.0
 STEER_SECONDS = 600.0
 HTTP = "an HTTP client"  # who paused a pool, for display
-KINDS = {
-    "string": str,
-    "integer": int,
-    "number": (int, float),
-    "boolean": bool,
-    "object": dict,
-}
 
 
 class Bridge:
@@ -202,7 +560,7 @@ class Bridge:
     def __init__(self, gateway: Gateway, pool: str) -> None:
         self._gateway = gateway
         self._pool = pool
-        self._updates = Updates(gateway, pool)
+        self._updates = Updates(pool, gateway.address, gateway.token, gateway.folder)
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         """The routes of the OpenAPI document, and the document itself."""
@@ -212,7 +570,7 @@ class Bridge:
             "mapping": self._mapping,
             "pause": self._pause,
             "resume": self._resume,
-            "notify_update": self._notify_update,
+            "notify_update": self._updates.take,
         }
         found = [
             (route.method, route.path, _handler(route, answers[route.name]))
@@ -226,16 +584,12 @@ class Bridge:
     async def _openapi(self, request: web.Request) -> web.StreamResponse:
         from aiohttp import web
 
-        return web.json_response(
-            document(__version__, f"{request.scheme}://{request.host}")
-        )
+        return web.json_response(document(f"{request.scheme}://{request.host}"))
 
     async def _status(self, _: Mapping[str, Any]) -> dict[str, Any]:
         from jvlab.wire._pool_summary import pool_summary
 
-        return pool_summary(
-            await _pool_commands.fresh_status(self._gateway, self._pool)
-        )
+        return pool_summary(await self._gateway.fresh_status(self._pool))
 
     async def _version(self, _: Mapping[str, Any]) -> dict[str, Any]:
         status = self._gateway.pool_status(self._pool)
@@ -253,11 +607,18 @@ class Bridge:
 
         model = self._gateway.registry.pool(self._pool).spec.model
         tensors = await asyncio.to_thread(checkpoint_tensors, model)
-        replica, layouts = await _pool_commands.trace(
-            self._gateway, self._pool, tensors, TRACE_SECONDS
-        )
+        ready = self._gateway.registry.ready(self._pool)
+        if not ready:
+            raise refused(f"no replica of {self._pool} is ready")
+        asked = ready[0]
+        listed = [
+            pb.TraceTensor(name=t.name, shape=t.shape, dtype=t.dtype) for t in tensors
+        ]
+        order = pb.RolloutTraceRequest(epoch=asked.epoch, tensors=listed)
+        events = self._gateway.calls.stream(asked.name, "Trace", order, TRACE_SECONDS)
+        layouts = [event.layout async for event in events]
         mapped = await asyncio.to_thread(mapping_json, layouts)
-        return {"pool": self._pool, "model": model, "replica": replica, **mapped}
+        return {"pool": self._pool, "model": model, "replica": asked.name, **mapped}
 
     async def _pause(self, body: Mapping[str, Any]) -> dict[str, Any]:
         mode = body.get("mode", "keep")
@@ -272,15 +633,12 @@ class Bridge:
         return await self._steer(pb.SteerCall(pool=self._pool, what=pb.RESUME))
 
     async def _steer(self, order: pb.SteerCall) -> dict[str, Any]:
-        reply = await _pool_commands.steer(self._gateway, order, STEER_SECONDS)
+        reply = await self._gateway.steer(order, STEER_SECONDS)
         return {
             "pool": self._pool,
             "paused": order.what == pb.PAUSE,
             "seconds": reply.seconds,
         }
-
-    async def _notify_update(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        return await self._updates.take(body)
 
 
 def _handler(route: Route, answer: Any) -> Handler:
@@ -295,52 +653,6 @@ def _handler(route: Route, answer: Any) -> Handler:
         return web.json_response(await answer(fields))
 
     return handle
-
-
-def read_fields(route: Route, body: bytes) -> dict[str, Any]:
-    """The body's fields, checked against the route's names and types."""
-    fields = read_object(body) if body.strip() else {}
-    known = route.takes
-    if unknown := sorted(set(fields) - set(known)):
-        raise Refusal(
-            400,
-            f"{route.path} takes no {', '.join(unknown)}",
-            f"it takes: {', '.join(known) or 'nothing'}",
-        )
-    if missing := [name for name in route.required if name not in fields]:
-        raise Refusal(
-            400,
-            f"{route.path} needs {', '.join(missing)}",
-            "GET /bridge/openapi.json describes it",
-        )
-    for name, value in fields.items():
-        kind = known[name]["type"]
-        if not isinstance(value, KINDS[kind]) or (
-            isinstance(value, bool) and kind != "boolean"
-        ):
-            shown = json.dumps(value)[:200]
-            raise Refusal(
-                400,
-                f"{name} must be of type {kind}, not {shown}",
-                known[name]["description"],
-            )
-        # beyond any time or version
-        if kind in ("integer", "number") and abs(value) >= 2**63:
-            raise Refusal(
-                400, f"{name} is too large a number", known[name]["description"]
-            )
-        if (words := known[name].get("enum")) and value not in words:
-            listed = f"{', '.join(map(repr, words[:-1]))} or {words[-1]!r}"
-            raise Refusal(
-                400,
-                f"{name} must be {listed}, not {value!r}",
-                known[name]["description"],
-            )
-        if isinstance(value, str) and "\0" in value:
-            raise Refusal(
-                400, f"{name} holds a NUL character", known[name]["description"]
-            )
-    return fields
 
 
 def mapping_json(layouts: list[bytes]) -> dict[str, Any]:

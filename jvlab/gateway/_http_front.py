@@ -169,7 +169,8 @@ class Front:
         until = time.monotonic() + HOLD_SECONDS
         while True:
             name = await self._choose(work, replicas, frozenset(avoid), until, reason)
-            attempt = _Attempt(self, request, work, name)
+            assert self._session is not None
+            attempt = _Attempt(self._gateway, self._session, request, work, name)
             try:
                 return await attempt.run()
             except _BecameDirty as error:
@@ -213,7 +214,7 @@ class Front:
                 raise Refusal(
                     503, f"pool {pool!r} is closed", "launch a new one", "closed"
                 )
-            waiting = gateway.pause_state.why(pool)
+            waiting = gateway.steering.why(pool)
             if not waiting:
                 policy = POLICIES[state.spec.routing]
                 board = replicas.board()
@@ -248,7 +249,7 @@ class Front:
                 "replica_lost",
             )
         if not board and (why := replicas.barred()):
-            return Refusal(503, why.message, why.remedy, why.message.partition(":")[0])
+            return Refusal(503, why.message, why.remedy, why.fields["state"])
         return Refusal(
             503,
             f"no replica of pool {self._pool!r} is ready",
@@ -261,21 +262,27 @@ class _Attempt:
     """One request to one replica: counted as in flight there, and cancelled if the replica is lost."""
 
     def __init__(
-        self, front: Front, request: web.Request, work: HttpWork, replica: str
+        self,
+        gateway: Gateway,
+        session: aiohttp.ClientSession,
+        request: web.Request,
+        work: HttpWork,
+        replica: str,
     ) -> None:
-        self._front = front
+        self._gateway = gateway
+        self._session = session
         self._request = request
         self._work = work
         self._replica = replica
         self.answer: web.StreamResponse | None = None  # once its first byte is sent
 
     async def run(self) -> web.StreamResponse:
-        gateway = self._front._gateway
+        gateway = self._gateway
         name = self._replica
         parts = self._work.parts
         gateway.count(name, parts)
         exchange = asyncio.create_task(self._exchange())
-        gateway.track(name, exchange)
+        gateway.calls.track(name, exchange)
         served = False
         try:
             answer = await exchange
@@ -284,12 +291,12 @@ class _Attempt:
         except asyncio.CancelledError:
             if being_cancelled():
                 raise  # our own client left
-            raise _Lost(gateway.loss(name) or "it was fenced") from None
+            raise self._loss("it was fenced") from None
         except _ClientGone:
             assert self.answer is not None
             return self.answer
         finally:
-            gateway.untrack(name, exchange)
+            gateway.calls.untrack(name, exchange)
             if served:
                 gateway.served(name, parts)
             else:
@@ -298,23 +305,22 @@ class _Attempt:
     async def _exchange(self) -> web.StreamResponse:
         import aiohttp
 
-        front = self._front
+        gateway = self._gateway
         request = self._request
-        replica = front._gateway.registry.find(self._replica)
-        facts = front._gateway.facts.get(self._replica)
+        replica = gateway.registry.find(self._replica)
+        facts = gateway.facts.get(self._replica)
         if replica is None or facts is None or not facts.http_url:
             raise _Lost("it serves no HTTP")
         headers = {
             name: request.headers[name] for name in FORWARDED if name in request.headers
         }
         headers |= {
-            "Authorization": f"Bearer {front._gateway.token}",
+            "Authorization": f"Bearer {gateway.token}",
             EPOCH: str(replica.epoch),
         }
         url = facts.http_url.removesuffix("/v1") + request.raw_path
-        assert front._session is not None
         try:
-            async with front._session.request(
+            async with self._session.request(
                 request.method,
                 url,
                 data=self._work.body or None,
@@ -333,16 +339,14 @@ class _Attempt:
                 return self._whole(reply, await reply.read())
         # nothing listens there: declare it lost
         except aiohttp.ClientConnectorError as error:
-            front._gateway.handle(
-                reg.Unreachable(
-                    self._replica, replica.epoch, f"its port is closed: {error}"
-                )
-            )
-            raise _Lost(front._gateway.loss(self._replica) or str(error)) from error
+            why = f"its port is closed: {error}"
+            gateway.handle(reg.Unreachable(self._replica, replica.epoch, why))
+            raise self._loss(str(error)) from error
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-            raise _Lost(
-                front._gateway.loss(self._replica) or f"{type(error).__name__}: {error}"
-            ) from error
+            raise self._loss(f"{type(error).__name__}: {error}") from error
+
+    def _loss(self, otherwise: str) -> _Lost:
+        return _Lost(self._gateway.registry.cause(self._replica) or otherwise)
 
     def _whole(self, reply: aiohttp.ClientResponse, body: bytes) -> web.StreamResponse:
         from aiohttp import web

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
@@ -15,16 +15,13 @@ from jvlab._errors import EngineDirty
 from jvlab.gateway import _registry as reg
 from jvlab.gateway import _sync_types as sync
 from jvlab.gateway._dispatch import being_cancelled
+from jvlab.gateway._pool_commands import ReplicaCalls
 from jvlab.gateway._routing import at_least_version
 from jvlab.gateway._sync import SYNC_AGAIN, PoolSync
 from jvlab.gateway._sync_types import Standing
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._rpc_errors import CallFailed, received, refused
 from jvlab.wire._sync_words import Phase, Terms, failure_code
-
-if TYPE_CHECKING:
-    from jvlab.gateway._gateway import Gateway
-
 
 # Trainers of several processes (teams): membership, and messages between members.
 #     forming ──all members joined──▶ running ──one leaves──▶ over (the others' streams end, with the reason)
@@ -210,8 +207,18 @@ LOST_CODES = {
 class PoolLinks:
     """One pool's state machine, its open calls, and the orders that wait for a reply."""
 
-    def __init__(self, gateway: Gateway, state: reg.PoolState) -> None:
-        self.gateway = gateway
+    def __init__(
+        self,
+        calls: ReplicaCalls,
+        registry: reg.Registry,
+        state: reg.PoolState,
+        announce: Callable[[str], None],
+        paused: Callable[[str], str],
+    ) -> None:
+        self._replicas = calls
+        self._registry = registry
+        self._announce = announce
+        self._paused = paused
         self.state = state
         self.pool = state.spec.pool
         self.machine = PoolSync(self.pool)
@@ -245,7 +252,7 @@ class PoolLinks:
                     if future is not None and not future.done():
                         future.set_result(self._reply(instruction))
                 case sync.AnnounceVersion():
-                    self.gateway.announce(self.pool)
+                    self._announce(self.pool)
                 case sync.Release():
                     self._released.set()
 
@@ -253,14 +260,12 @@ class PoolLinks:
 
     async def _send(self, order: sync.Send) -> None:
         """One Rollout.Sync call; its result is fed back as an event."""
-        gateway = self.gateway
+        calls = self._replicas
         name = order.replica
         seconds = self._seconds_for(order)
         request = self._request(order, seconds)
-        call = gateway.stub(name).Sync(
-            request, timeout=seconds + OWN_ERROR_SECONDS, metadata=gateway.metadata()
-        )
-        gateway.track(name, call)
+        call = calls.begin(name, "Sync", request, seconds + OWN_ERROR_SECONDS)
+        calls.track(name, call)
         epoch = request.epoch
         kind = "ok"
         error = ""
@@ -273,19 +278,19 @@ class PoolLinks:
                 call.cancel()
                 raise
             kind = "lost"
-            error = gateway.loss(name)
+            error = self._registry.cause(name)
         except grpc.aio.AioRpcError as failure:
             kind, error = _kind_of(failure, seconds if order.cleanup else self._seconds)
-            if kind == "deadline" and (paused := gateway.pause_state.why(self.pool)):
+            if kind == "deadline" and (paused := self._paused(self.pool)):
                 error += f"; the pool is {paused}"
             if kind == "lost":
                 lost = failure
         finally:
-            gateway.untrack(name, call)
+            calls.untrack(name, call)
             self._calls.pop(order.ticket, None)
         if lost is not None:
             # also informs the machine if the replica is gone
-            why = gateway.failed(name, epoch, lost)
+            why = calls.failed(name, epoch, lost)
             kind, error = ("lost", why) if why else ("failed", error)
         if kind == "ok":
             self._remember(name, outcome)
@@ -314,7 +319,7 @@ class PoolLinks:
         return min(CLEANUP_SECONDS, max(0.0, left) + CLEANUP_GRACE)
 
     def _request(self, order: sync.Send, seconds: float) -> pb.RolloutSyncRequest:
-        epoch = self.gateway.registry.replica(order.replica).epoch
+        epoch = self._registry.replica(order.replica).epoch
         request = pb.RolloutSyncRequest(epoch=epoch, link=order.link, seconds=seconds)
         match order.phases:
             case (Phase.OPEN,):
@@ -371,6 +376,7 @@ class PoolLinks:
             outcome.failed = result.failed
             outcome.error = result.error
             outcomes.append(outcome)
+        holder = self.machine.holder
         return pb.LinkReply(
             number=reply.number,
             code=reply.code,
@@ -378,6 +384,7 @@ class PoolLinks:
             remedy=reply.remedy,
             state=reply.stage.value,
             outcomes=outcomes,
+            holder="" if holder is None else holder.name,
         )
 
     async def execute(self, link: str, order: pb.LinkOrder) -> pb.LinkReply:
@@ -468,20 +475,34 @@ def _kind_of(failure: grpc.aio.AioRpcError, seconds: float) -> tuple[str, str]:
 
 
 class Links:
-    """The links of every pool. The gateway reports replicas that join and leave; the servicer passes calls on."""
+    """The links of every pool. The gateway reports replicas that join and leave; the servicer passes calls on.
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    `announce` is told of a pool whose version changed; `paused` says why a pool stands still, if its user wants it.
+    """
+
+    def __init__(
+        self,
+        calls: ReplicaCalls,
+        registry: reg.Registry,
+        announce: Callable[[str], None],
+        paused: Callable[[str], str],
+    ) -> None:
+        self._calls = calls
+        self._registry = registry
+        self._announce = announce
+        self._paused = paused
         self._pools: dict[str, PoolLinks] = {}
         # replicas whose last beat contradicts our state
         self._contradicting: dict[str, bool] = {}
 
     def of(self, pool: str) -> PoolLinks:
         """The links of this pool, not those of an earlier pool of the same name."""
-        state = self._gateway.registry.pool(pool)
+        state = self._registry.pool(pool)
         known = self._pools.get(pool)
         if known is None or known.state is not state:
-            known = self._pools[pool] = PoolLinks(self._gateway, state)
+            known = self._pools[pool] = PoolLinks(
+                self._calls, self._registry, state, self._announce, self._paused
+            )
         return known
 
     def forget(self, pool: str) -> None:
@@ -534,7 +555,7 @@ class Links:
         machine = self.of(pool).machine
         return [
             r
-            for r in self._gateway.ready(pool)
+            for r in self._registry.ready(pool)
             if machine.standing(r.name) is Standing.SERVING
         ]
 
@@ -543,7 +564,7 @@ class Links:
         members = self.of(pool).machine.members
         known = {
             r.name: members[r.name]
-            for r in self._gateway.ready(pool)
+            for r in self._registry.ready(pool)
             if r.name in members
         }
         return at_least_version(
@@ -557,7 +578,7 @@ class Links:
         machine = self.of(pool).machine
         if version and (machine.terms is None or machine.terms.version < version):
             return False
-        names = [r.name for r in self._gateway.ready(pool) if r.name not in avoid]
+        names = [r.name for r in self._registry.ready(pool) if r.name not in avoid]
         return any(
             name in machine.participants
             if version
@@ -568,14 +589,15 @@ class Links:
     def barred(self, pool: str, version: int = 0) -> EngineDirty | None:
         """Why no ready replica may be given work; None if one may, or none is ready."""
         machine = self.of(pool).machine
-        ready = self._gateway.ready(pool)
+        ready = self._registry.ready(pool)
         if version:
             held = ", ".join(
                 f"{r.name} holds {machine.members[r.name].version}" for r in ready
             )
             text = f"stale: no replica of pool {pool!r} holds version {version} or a later one ({held})"
+            remedy = "sync that version first, or ask for less"
             return (
-                EngineDirty(text, remedy="sync that version first, or ask for less")
+                EngineDirty(text, remedy=remedy, state=Standing.STALE.value)
                 if ready
                 else None
             )
@@ -586,11 +608,13 @@ class Links:
             f"{name} is {standing.value}" for name, standing in standings.items()
         )
         if Standing.DIRTY in standings.values():
+            state = Standing.DIRTY
             what = "a sync did not finish, or a sleep took the weights"
             why = f"dirty: no replica of pool {pool!r} may generate ({words}): {what}"
         else:
+            state = Standing.STALE
             why = f"stale: no replica of pool {pool!r} holds the committed version {machine.version} ({words})"
-        return EngineDirty(why, remedy=SYNC_AGAIN)
+        return EngineDirty(why, remedy=SYNC_AGAIN, state=state.value)
 
     def check_steering(self, pool: str, what: int) -> None:
         """Raise if the user may not pause, resume, sleep or wake the pool now."""
@@ -600,7 +624,7 @@ class Links:
             raise refused(text, "wait for the sync to end, or abandon it")
         dirty = [
             r.name
-            for r in self._gateway.ready(pool)
+            for r in self._registry.ready(pool)
             if machine.standing(r.name) is Standing.DIRTY
         ]
         if what == pb.RESUME and dirty:
@@ -643,7 +667,7 @@ class Links:
             if links is not None and links.pool != order.open.pool:
                 return f"this link belongs to pool {links.pool!r}; open another stream for pool {order.open.pool!r}"
             try:
-                closed = self._gateway.registry.pool(order.open.pool).closed
+                closed = self._registry.pool(order.open.pool).closed
             except reg.Refused as error:
                 return str(error)
             return f"pool {order.open.pool!r} is closed" if closed else None

@@ -1,29 +1,163 @@
-"""Pool commands shared by the gateway's gRPC and HTTP services: status, pause and resume, tracing. Failures raise."""
+"""What the gateway asks of a pool's replicas, for its gRPC and HTTP services: calls, adapters, pause and sleep.
+
+Failures raise. Every call ends when its replica is lost, with an error that names the replica.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
 
-from jvlab._errors import EngineDirty, JvlabError, SamplingError
+from jvlab._errors import EngineDirty, JvlabError, ReplicaLost, SamplingError
 from jvlab._names import check_name
 from jvlab.gateway import _registry as reg
+from jvlab.gateway._dispatch import being_cancelled
 from jvlab.gateway._routing import Board
+from jvlab.wire import _security as security
 from jvlab.wire import jvlab_pb2 as pb
-from jvlab.wire._rpc_errors import CallFailed, refused, status_of
+from jvlab.wire import jvlab_pb2_grpc as rpc
+from jvlab.wire._channels import Trust, open_channel
+from jvlab.wire._rpc_errors import (
+    LOST_REMEDY,
+    CallFailed,
+    received,
+    status_of,
+)
 
 if TYPE_CHECKING:
     from jvlab.gateway._gateway import Gateway
-    from jvlab.layout._types import CheckpointTensor
+
+# Status codes of a failed call that mean that the replica is gone, or registered again under another epoch.
+GONE_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED)
 
 
-# The replicas of one pool that may be given one call's work, as a dispatcher sees them.
+class ReplicaCalls:
+    """Calls to replicas: one channel each, kept open; the open calls of each, cancelled when it is lost.
+
+    `lost` is told of a replica that can't be reached, with its epoch and why; `late` makes the error of a deadline.
+    """
+
+    def __init__(
+        self,
+        registry: reg.Registry,
+        token: str,
+        lost: Callable[[str, int, str], None],
+        late: Callable[[str, Sequence[str]], CallFailed],
+    ) -> None:
+        self._registry = registry
+        self._metadata = security.authorization(token)
+        self._lost = lost
+        self._late = late
+        self._trust: dict[str, Trust] = {}  # replicas' certificates
+        self._stubs: dict[str, tuple[str, grpc.aio.Channel, rpc.RolloutStub]] = {}
+        self._open: dict[str, set[Any]] = {}
+
+    def registered(self, replica: str, trust: Trust) -> None:
+        """The certificate that it serves with."""
+        self._trust[replica] = trust
+
+    def stub(self, replica: str) -> Any:
+        """The replica's own service."""
+        address = self._registry.replica(replica).address
+        known = self._stubs.get(replica)
+        if known is None or known[0] != address:
+            channel = open_channel(address, self._trust.get(replica, Trust()))
+            known = self._stubs[replica] = (address, channel, rpc.RolloutStub(channel))
+        return known[2]
+
+    def begin(self, replica: str, method: str, order: Any, timeout: float) -> Any:
+        """A call that its caller tracks."""
+        made = getattr(self.stub(replica), method)
+        return made(order, timeout=timeout, metadata=self._metadata)
+
+    async def ask(self, replica: str, method: str, order: Any, timeout: float) -> Any:
+        """The replica's one answer; raises at once if the replica is lost."""
+        call = self.begin(replica, method, order, timeout)
+        with self._watched(replica, call):
+            return await call
+
+    async def stream(
+        self, replica: str, method: str, order: Any, timeout: float
+    ) -> AsyncIterator[Any]:
+        """The replica's answers as they arrive."""
+        call = self.begin(replica, method, order, timeout)
+        with self._watched(replica, call):
+            async for event in call:
+                yield event
+
+    @contextlib.contextmanager
+    def _watched(self, replica: str, call: Any) -> Iterator[None]:
+        """Raise a call's failures as errors that name the replica."""
+        self.track(replica, call)
+        epoch = self._registry.replica(replica).epoch
+        why = ""
+        try:
+            yield
+            return
+        except asyncio.CancelledError:
+            if being_cancelled():
+                raise
+            why = self._registry.cause(replica)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise self._late(reg.pool_of(replica), [replica]) from None
+            why = self.failed(replica, epoch, error)
+            if not why:
+                raise CallFailed.of(error) from None
+        finally:
+            self.untrack(replica, call)
+        raise ReplicaLost(f"replica {replica} was lost: {why}", remedy=LOST_REMEDY)
+
+    def track(self, replica: str, call: Any) -> None:
+        self._open.setdefault(replica, set()).add(call)
+
+    def untrack(self, replica: str, call: Any) -> None:
+        self._open.get(replica, set()).discard(call)
+
+    def busy(self, replica: str) -> bool:
+        return bool(self._open.get(replica))
+
+    def drop(self, replica: str) -> None:
+        """Cancel the open calls."""
+        for call in list(self._open.get(replica, ())):
+            call.cancel()
+
+    def is_current(self, replica: str, epoch: int) -> bool:
+        """Whether the replica is alive with this epoch."""
+        known = self._registry.find(replica)
+        return known is not None and known.epoch == epoch and known.state in reg.BEATING
+
+    def failed(self, replica: str, epoch: int, error: grpc.aio.AioRpcError) -> str:
+        """A call of this epoch failed: if the code means that the replica is gone, declare it lost.
+
+        Returns why it is gone; empty if it is not.
+        """
+        if error.code() in GONE_CODES and self.is_current(replica, epoch):
+            self._lost(replica, epoch, received(error).message)
+        if self.is_current(replica, epoch):
+            return ""
+        return self._registry.cause(replica) or "it registered again"
+
+    def distrust(self, replica: str) -> None:
+        """It starts again, with a certificate of its own."""
+        self._trust.pop(replica, None)
+
+    def forget(self, replica: str) -> Coroutine[Any, Any, None]:
+        """Drop what is known of it, at once; what is returned closes its channel."""
+        self._open.pop(replica, None)
+        self.distrust(replica)
+        known = self._stubs.pop(replica, None)
+        return known[1].close(None) if known else asyncio.sleep(0)
+
+    async def shut_down(self) -> None:
+        await asyncio.gather(*map(self.forget, list(self._stubs)))
 
 
 class PoolReplicas:
@@ -38,10 +172,9 @@ class PoolReplicas:
         self._version = version
         self.count = gateway.count
         self.served = gateway.served
-        self.loss = gateway.loss
-        self.track = gateway.track
-        self.untrack = gateway.untrack
-        self.failed = gateway.failed
+        self.track = gateway.calls.track
+        self.untrack = gateway.calls.untrack
+        self.failed = gateway.calls.failed
 
     def board(self) -> Board:
         return self._gateway.loads.board(self._pool, self._version, self._names)
@@ -63,6 +196,9 @@ class PoolReplicas:
         known = self._gateway.registry.find(replica)
         return -1 if known is None else known.epoch
 
+    def loss(self, replica: str) -> str:
+        return self._gateway.registry.cause(replica)
+
     def deadline_error(self, replicas: Sequence[str]) -> CallFailed:
         return self._gateway.deadline_error(self._pool, replicas)
 
@@ -78,8 +214,9 @@ UNLOAD_SECONDS = 30.0
 class Adapters:
     """Which adapters each pool has, and at which version."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    def __init__(self, registry: reg.Registry, calls: ReplicaCalls) -> None:
+        self._registry = registry
+        self._calls = calls
         self._known: dict[str, dict[str, pb.Adapter]] = {}
         self._one_at_a_time = asyncio.Lock()
 
@@ -102,7 +239,7 @@ class Adapters:
         """Load or unload one; a load that fails on any replica is undone on all."""
         check_name("adapter", call.adapter.name)
         async with self._one_at_a_time:
-            replicas = self._gateway.ready(call.pool)
+            replicas = self._registry.ready(call.pool)
             known = self._known.setdefault(call.pool, {})
             before = known.get(call.adapter.name)
             if call.unload:
@@ -133,13 +270,18 @@ class Adapters:
         timeout: float,
     ) -> list[JvlabError]:
         """Order it from all replicas; returns the failures. A replica lost meanwhile is none: it holds nothing."""
-        answers = await asyncio.gather(
-            *(
-                self._order_one(replica, adapter, unload, timeout)
-                for replica in replicas
-            ),
-            return_exceptions=True,
+        orders = (
+            self._calls.ask(
+                replica.name,
+                "SetAdapter",
+                pb.RolloutAdapterRequest(
+                    epoch=replica.epoch, adapter=adapter, unload=unload
+                ),
+                timeout,
+            )
+            for replica in replicas
         )
+        answers = await asyncio.gather(*orders, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, JvlabError):
                 raise answer
@@ -150,19 +292,6 @@ class Adapters:
             and status_of(a) is not grpc.StatusCode.UNAVAILABLE
         ]
 
-    async def _order_one(
-        self, replica: reg.Replica, adapter: pb.Adapter, unload: bool, timeout: float
-    ) -> None:
-        order = pb.RolloutAdapterRequest(
-            epoch=replica.epoch, adapter=adapter, unload=unload
-        )
-        gateway = self._gateway
-        call = gateway.stub(replica.name).SetAdapter(
-            order, timeout=timeout, metadata=gateway.metadata()
-        )
-        with gateway.watched(replica.name, call):
-            await call
-
 
 # ----------------------------------------------------------------------------------------------------
 
@@ -172,27 +301,82 @@ PAUSED = "paused"
 MEMORY = ("weights", "kv_cache")  # what sleeps
 
 
-class PauseState:
-    """Which pools were paused or put to sleep by users; a sync's halts are not among them."""
+class Steering:
+    """Which pools users paused or put to sleep, and the orders that do it. A sync's halts are not among them."""
 
-    def __init__(self) -> None:
-        self._pools: dict[str, dict[str, str]] = {}
+    def __init__(
+        self,
+        registry: reg.Registry,
+        calls: ReplicaCalls,
+        announce: Callable[[str], None],
+        in_background: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:
+        self._registry = registry
+        self._calls = calls
+        self._announce = announce
+        self._in_background = in_background
+        self._states: dict[str, dict[str, str]] = {}
+        self._orders: Counter[str] = Counter()  # in progress, by pool
+        self._reconciling: set[str] = set()
 
     def of(self, pool: str) -> dict[str, str]:
         """The pool's states, paused and asleep, and who asked for each."""
-        return self._pools.get(pool, {})
+        return self._states.get(pool, {})
 
     def why(self, pool: str) -> str:
         """The states as text; empty if the pool runs."""
         return " and ".join(sorted(self.of(pool)))
 
-    def asleep(self, pool: str) -> list[str]:
+    def _asleep(self, pool: str) -> list[str]:
         """What of its memory sleeps."""
         return [tag for tag in MEMORY if f"{tag} asleep" in self.of(pool)]
 
-    def steered(self, order: pb.SteerCall) -> None:
+    def forget(self, pool: str) -> None:
+        self._states.pop(pool, None)
+
+    async def steer(self, order: pb.SteerCall, timeout: float) -> pb.SteerReply:
+        """Pause, resume, sleep or wake every replica of a pool, or none."""
+        pool = order.pool
+        replicas = self._registry.alive(pool)
+        until = time.monotonic() + timeout
+        undo = self._opposite(order)
+        self._orders[pool] += 1
+        try:
+            orders = (self._one(replica, order, timeout) for replica in replicas)
+            answers = await asyncio.gather(*orders, return_exceptions=True)
+        finally:
+            self._orders[pool] -= 1
+            if not self._orders[pool]:
+                del self._orders[pool]
+        failed = [answer for answer in answers if isinstance(answer, JvlabError)]
+        if failed:
+            # all or none: don't leave a pool half paused or half asleep
+            if undo is not None:
+                done = [
+                    r
+                    for r, answer in zip(replicas, answers, strict=True)
+                    if isinstance(answer, pb.SteerReply)
+                ]
+                # One that did not answer in time undoes a pause itself, when its call is cancelled; a sleep may have
+                # been done in part, and one that did not sleep wakes without doing anything.
+                steered = done if order.what == pb.PAUSE else replicas
+                undone = [self._in_background(self._undo(r, undo)) for r in steered]
+                if undone:
+                    left = max(0.0, until - time.monotonic())
+                    await asyncio.wait(undone, timeout=left)
+            raise failed[0]
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        self._done(order)
+        self._announce(pool)  # held requests may go on
+        return pb.SteerReply(
+            seconds=max(a.seconds for a in answers if isinstance(a, pb.SteerReply))
+        )
+
+    def _done(self, order: pb.SteerCall) -> None:
         """All replicas have done this."""
-        states = self._pools.setdefault(order.pool, {})
+        states = self._states.setdefault(order.pool, {})
         by = order.by or "another client"
         match order.what:
             case pb.PAUSE:
@@ -207,163 +391,63 @@ class PauseState:
             case _:
                 pass  # replicas refuse any other
 
-    def forget(self, pool: str) -> None:
-        self._pools.pop(pool, None)
+    def _opposite(self, order: pb.SteerCall) -> pb.SteerCall | None:
+        """What undoes an order that some replicas have carried out; None if it changes nothing, or frees the pool.
 
-
-async def fresh_status(
-    gateway: Gateway, pool: str, seconds: float = STATS_DEADLINE
-) -> pb.PoolStatus:
-    """A pool's snapshot with fresh stats from its replicas."""
-
-    async def refresh(replica: reg.Replica) -> None:
-        name = replica.name
-        epoch = replica.epoch
-        try:
-            stats = await gateway.stub(name).Stats(
-                pb.EpochRequest(epoch=epoch),
-                timeout=min(seconds, STATS_DEADLINE),
-                metadata=gateway.metadata(),
-            )
-        except grpc.aio.AioRpcError as error:  # beat_age shows how old the numbers are
-            print(
-                f"gateway: no fresh numbers from {name}: {error.code().name}",
-                flush=True,
-            )
-            gateway.failed(name, epoch, error)
-            return
-        if gateway.is_current(name, epoch):  # else the stats are outdated
-            gateway.stats[name] = stats
-
-    await asyncio.gather(*(refresh(replica) for replica in gateway.alive(pool)))
-    return gateway.pool_status(pool)
-
-
-async def steer(gateway: Gateway, order: pb.SteerCall, timeout: float) -> pb.SteerReply:
-    """Pause, resume, sleep or wake every replica of a pool, or none."""
-    replicas = gateway.alive(order.pool)
-    if not replicas:
-        raise refused(f"no replica of {order.pool} is ready")
-    gateway.links.check_steering(order.pool, order.what)
-    until = time.monotonic() + timeout
-    undo = _opposite(gateway.pause_state, order)
-    gateway.steering[order.pool] += 1
-    try:
-        orders = (_steer_one(gateway, r, order, timeout) for r in replicas)
-        answers = await asyncio.gather(*orders, return_exceptions=True)
-    finally:
-        gateway.steering[order.pool] -= 1
-        if not gateway.steering[order.pool]:
-            del gateway.steering[order.pool]
-    failed = [answer for answer in answers if isinstance(answer, JvlabError)]
-    if failed:
-        # all or none: don't leave a pool half paused or half asleep
-        if undo is not None:
-            done = [
-                r
-                for r, answer in zip(replicas, answers, strict=True)
-                if isinstance(answer, pb.SteerReply)
-            ]
-            # One that did not answer in time undoes a pause itself, when its call is cancelled; a sleep may have been
-            # done in part, and one that did not sleep wakes without doing anything.
-            steered = done if order.what == pb.PAUSE else replicas
-            undone = [gateway.in_background(_undo(gateway, r, undo)) for r in steered]
-            if undone:
-                await asyncio.wait(undone, timeout=max(0.0, until - time.monotonic()))
-        raise failed[0]
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            raise answer
-    gateway.pause_state.steered(order)
-    gateway.announce(order.pool)  # held requests may go on
-    return pb.SteerReply(
-        seconds=max(a.seconds for a in answers if isinstance(a, pb.SteerReply))
-    )
-
-
-def _opposite(known: PauseState, order: pb.SteerCall) -> pb.SteerCall | None:
-    """What undoes an order that some replicas have carried out; None for one that changes nothing, or frees the pool.
-
-    Weights that a sleep at level 2 dropped do not come back: such a replica is dirty until a sync.
-    """
-    if order.what == pb.PAUSE and PAUSED not in known.of(order.pool):
-        return pb.SteerCall(pool=order.pool, what=pb.RESUME)
-    awake = [tag for tag in MEMORY if tag not in known.asleep(order.pool)]
-    if order.what == pb.SLEEP and awake:
-        return pb.SteerCall(pool=order.pool, what=pb.WAKE, tags=awake)
-    return None
-
-
-async def _undo(gateway: Gateway, replica: reg.Replica, undo: pb.SteerCall) -> None:
-    # lost, or too slow: its next beat reports that it is paused or asleep
-    with contextlib.suppress(JvlabError):
-        await _steer_one(gateway, replica, undo, UNDO_SECONDS)
-
-
-def differs(known: PauseState, pool: str, stats: pb.ReplicaStats) -> pb.Steering | None:
-    """The order that makes a replica as its pool: it may have missed one, or have carried out one that was undone."""
-    if stats.sleeping and not known.asleep(pool):
-        return pb.WAKE
-    paused = PAUSED in known.of(pool)
-    if stats.paused == paused:
+        Weights that a sleep at level 2 dropped do not come back: such a replica is dirty until a sync.
+        """
+        if order.what == pb.PAUSE and PAUSED not in self.of(order.pool):
+            return pb.SteerCall(pool=order.pool, what=pb.RESUME)
+        awake = [tag for tag in MEMORY if tag not in self._asleep(order.pool)]
+        if order.what == pb.SLEEP and awake:
+            return pb.SteerCall(pool=order.pool, what=pb.WAKE, tags=awake)
         return None
-    return pb.PAUSE if paused else pb.RESUME
 
+    async def _one(
+        self, replica: reg.Replica, order: pb.SteerCall, timeout: float
+    ) -> pb.SteerReply:
+        message = pb.RolloutSteerRequest(epoch=replica.epoch, order=order)
+        return await self._calls.ask(replica.name, "Steer", message, timeout)
 
-async def reconcile_pause(gateway: Gateway, replica: reg.Replica) -> None:
-    """Wake, pause or resume a replica to match its pool."""
-    name = replica.name
-    epoch = replica.epoch
-    try:
-        stats = await gateway.stub(name).Stats(
-            pb.EpochRequest(epoch=epoch),
-            timeout=STATS_DEADLINE,
-            metadata=gateway.metadata(),
-        )
-        # No await between here and the order, so that it cannot overtake a later one of the user's.
-        what = differs(gateway.pause_state, replica.pool, stats)
-        if (
-            gateway.is_current(name, epoch)
-            and what is not None
-            and not gateway.steering[replica.pool]
-        ):
-            await _undo(
-                gateway,
-                replica,
-                pb.SteerCall(pool=replica.pool, what=what, mode="keep"),
+    async def _undo(self, replica: reg.Replica, undo: pb.SteerCall) -> None:
+        # lost, or too slow: its next beat reports that it is paused or asleep
+        with contextlib.suppress(JvlabError):
+            await self._one(replica, undo, UNDO_SECONDS)
+
+    # A replica that differs from its pool: it may have missed an order, or have carried out one that was undone.
+
+    def reported(self, replica: reg.Replica, stats: pb.ReplicaStats) -> None:
+        """Wake, pause or resume a replica that differs from its pool."""
+        differs = self._differs(replica.pool, stats) is not None
+        if differs and replica.name not in self._reconciling:
+            self._reconciling.add(replica.name)
+            self._in_background(self._reconcile(replica))
+
+    def _differs(self, pool: str, stats: pb.ReplicaStats) -> pb.Steering | None:
+        """The order that makes a replica as its pool; None while an order to the pool is in progress."""
+        if self._orders[pool]:
+            return None
+        if stats.sleeping and not self._asleep(pool):
+            return pb.WAKE
+        paused = PAUSED in self.of(pool)
+        if stats.paused == paused:
+            return None
+        return pb.PAUSE if paused else pb.RESUME
+
+    async def _reconcile(self, replica: reg.Replica) -> None:
+        name = replica.name
+        pool = replica.pool
+        try:
+            stats = await self._calls.begin(
+                name, "Stats", pb.EpochRequest(epoch=replica.epoch), STATS_DEADLINE
             )
-    except grpc.aio.AioRpcError:
-        pass  # its next beat reports whether it is alive and paused
-    finally:
-        gateway.reconciled(name)
-
-
-async def _steer_one(
-    gateway: Gateway, replica: reg.Replica, order: pb.SteerCall, timeout: float
-) -> pb.SteerReply:
-    """One order to one replica; raises at once if the replica is lost."""
-    message = pb.RolloutSteerRequest(epoch=replica.epoch, order=order)
-    call: Any = gateway.stub(replica.name).Steer(
-        message, timeout=timeout, metadata=gateway.metadata()
-    )
-    with gateway.watched(replica.name, call):
-        return await call
-
-
-async def trace(
-    gateway: Gateway, pool: str, tensors: list[CheckpointTensor], timeout: float
-) -> tuple[str, list[bytes]]:
-    """(the replica that was traced, each rank's encoded layout)."""
-    ready = gateway.ready(pool)
-    if not ready:
-        raise refused(f"no replica of {pool} is ready")
-    asked = ready[0]
-    listed = [
-        pb.TraceTensor(name=t.name, shape=t.shape, dtype=t.dtype) for t in tensors
-    ]
-    order = pb.RolloutTraceRequest(epoch=asked.epoch, tensors=listed)
-    call: Any = gateway.stub(asked.name).Trace(
-        order, timeout=timeout, metadata=gateway.metadata()
-    )
-    with gateway.watched(asked.name, call):
-        return asked.name, [event.layout async for event in call]
+            # No await between here and the order, so that it cannot overtake a later one of the user's.
+            what = self._differs(pool, stats)
+            if what is not None and self._calls.is_current(name, replica.epoch):
+                await self._undo(
+                    replica, pb.SteerCall(pool=pool, what=what, mode="keep")
+                )
+        except grpc.aio.AioRpcError:
+            pass  # its next beat reports whether it is alive and paused
+        finally:
+            self._reconciling.discard(name)

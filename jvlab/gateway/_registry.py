@@ -41,7 +41,7 @@ from jvlab.wire.processes._pool_spec import MAX_REPLICAS, PoolSpec
 # The registry's types: replicas and pools, events and instructions.
 
 
-class State(Enum):
+class ReplicaState(Enum):
     """The state of a replica."""
 
     STARTING = "starting"
@@ -65,7 +65,7 @@ class Replica:
     pool: str
     index: int
     started: float
-    state: State = State.STARTING
+    state: ReplicaState = ReplicaState.STARTING
     stage: str = "process"
     pid: int = 0
     epoch: int = 0
@@ -80,7 +80,7 @@ class Replica:
 
     @property
     def ended(self) -> bool:
-        return self.state in (State.FAILED, State.CLOSED)
+        return self.state in (ReplicaState.FAILED, ReplicaState.CLOSED)
 
 
 @dataclass
@@ -323,16 +323,16 @@ __all__ = [
     "Registered",
     "Registry",
     "Replica",
+    "ReplicaState",
     "RestartRequested",
     "ScaleRequested",
     "StageSeen",
     "StartProcess",
-    "State",
     "Tick",
     "Unreachable",
     "pool_of",
 ]  # used as reg.X
-BEATING = (State.READY, State.DRAINING)
+BEATING = (ReplicaState.READY, ReplicaState.DRAINING)
 KEPT_CLOSED = 8  # closed pools that are still listed, with why their replicas failed
 MAX_TICK_SECONDS = 1.0  # between two ticks of a gateway that is busy, but not stopped
 
@@ -386,6 +386,15 @@ class Registry:
             )
         return self.pools[name]
 
+    def ready(self, pool: str) -> list[Replica]:
+        """Its replicas that may be asked for something."""
+        listed = self.pool(pool).replicas.values()
+        return [r for r in listed if r.state is ReplicaState.READY]
+
+    def alive(self, pool: str) -> list[Replica]:
+        """The ready and the draining ones: pause and resume go to both."""
+        return [r for r in self.pool(pool).replicas.values() if r.state in BEATING]
+
     def free_name(self) -> str:
         """A name for a pool that was launched without one: no pool has it, and none was given it before."""
         while True:
@@ -413,7 +422,7 @@ class Registry:
                 replica = self._of_run(name, run)
                 if (
                     replica is None
-                    or replica.state is not State.STARTING
+                    or replica.state is not ReplicaState.STARTING
                     or replica.stage == stage
                 ):
                     return []
@@ -468,7 +477,7 @@ class Registry:
                 replica = self.replica(name)
                 return (
                     self._close_replica(replica, "it was drained")
-                    if replica.state is State.DRAINING
+                    if replica.state is ReplicaState.DRAINING
                     else []
                 )
             case LabCloseRequested(reason):
@@ -551,19 +560,26 @@ class Registry:
         staying = [
             r
             for r in pool.replicas.values()
-            if r.state not in (State.DRAINING, State.CLOSED)
+            if r.state not in (ReplicaState.DRAINING, ReplicaState.CLOSED)
         ]
         out: list[Instruction] = []
         if len(staying) > wanted:
-            ranks = {State.FAILED: 0, State.LOST: 1, State.STARTING: 2, State.READY: 3}
+            ranks = {
+                ReplicaState.FAILED: 0,
+                ReplicaState.LOST: 1,
+                ReplicaState.STARTING: 2,
+                ReplicaState.READY: 3,
+            }
             staying.sort(key=lambda r: (ranks[r.state], r.name in serving, -r.index))
             for replica in staying[: len(staying) - wanted]:
                 out += self._remove(pool, replica)
         else:
             missing = wanted - len(staying)
-            draining = [r for r in pool.replicas.values() if r.state is State.DRAINING]
+            draining = [
+                r for r in pool.replicas.values() if r.state is ReplicaState.DRAINING
+            ]
             for replica in draining[:missing]:
-                replica.state = State.READY
+                replica.state = ReplicaState.READY
                 replica.stage = "ready"
             taken = {r.index for r in pool.replicas.values()}
             free = (
@@ -579,17 +595,17 @@ class Registry:
 
     def _remove(self, pool: PoolState, replica: Replica) -> list[Instruction]:
         """Remove it at once, or drain it if it is ready."""
-        if replica.state is State.FAILED:
+        if replica.state is ReplicaState.FAILED:
             return self._forget(pool, replica)
-        if replica.state is State.READY:
-            replica.state = State.DRAINING
+        if replica.state is ReplicaState.READY:
+            replica.state = ReplicaState.DRAINING
             replica.stage = "draining"
             return []
         return self._close_replica(replica, "the pool was scaled down")
 
     def _close_replica(self, replica: Replica, reason: str) -> list[Instruction]:
         """End its process; it is forgotten when that has exited."""
-        replica.state = State.CLOSED
+        replica.state = ReplicaState.CLOSED
         replica.stage = "closed"
         replica.cause = reason
         replica.epoch += 1
@@ -607,8 +623,8 @@ class Registry:
 
     def _exited(self, replica: Replica, cause: str, log_tail: str) -> list[Instruction]:
         pool = self.pool(replica.pool)
-        drained = replica.state is State.DRAINING
-        if replica.state is State.CLOSED and not pool.closed:
+        drained = replica.state is ReplicaState.DRAINING
+        if replica.state is ReplicaState.CLOSED and not pool.closed:
             return self._forget(pool, replica)
         if replica.ended:
             return []
@@ -616,7 +632,7 @@ class Registry:
         if drained:
             replica.cause = cause
             return [DropWork(replica.name, cause), *self._forget(pool, replica)]
-        replica.state = State.FAILED
+        replica.state = ReplicaState.FAILED
         replica.stage = "failed"
         replica.cause = cause
         replica.log_tail = log_tail
@@ -634,8 +650,8 @@ class Registry:
             if replica.state in BEATING
             else []
         )
-        if replica.state is not State.DRAINING:
-            replica.state = State.READY
+        if replica.state is not ReplicaState.DRAINING:
+            replica.state = ReplicaState.READY
             replica.stage = "ready"
         replica.cause = ""
         replica.address = address
@@ -653,7 +669,7 @@ class Registry:
             )
         if pool.closed or self.ending:
             raise Refused(f"pool {pool.spec.pool!r} is closed")
-        if replica.state is not State.FAILED:
+        if replica.state is not ReplicaState.FAILED:
             raise Refused(
                 f"{name} is {replica.state.value}: only a replica that failed can be restarted"
             )
@@ -683,10 +699,10 @@ class Registry:
         out: list[Instruction] = []
         for replica in pool.replicas.values():
             # already dropped when the pool was scaled down
-            if replica.state is State.CLOSED:
+            if replica.state is ReplicaState.CLOSED:
                 continue
-            if replica.state is not State.FAILED:
-                replica.state = State.CLOSED
+            if replica.state is not ReplicaState.FAILED:
+                replica.state = ReplicaState.CLOSED
                 replica.stage = "closed"
             replica.epoch += 1
             out += [
@@ -717,9 +733,9 @@ class Registry:
         return [*out, EndLab(reason)]
 
     def _lost(self, replica: Replica, cause: str) -> list[Instruction]:
-        if replica.state is State.DRAINING:
+        if replica.state is ReplicaState.DRAINING:
             return self._close_replica(replica, f"{cause} while draining")
-        replica.state = State.LOST
+        replica.state = ReplicaState.LOST
         replica.stage = "lost"
         replica.cause = cause
         replica.epoch += 1

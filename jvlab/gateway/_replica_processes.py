@@ -15,17 +15,14 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 from jvlab.gateway import _registry as reg
 from jvlab.wire import _security as security
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._channels import host_of
 from jvlab.wire.processes._log_causes import death
-from jvlab.wire.processes._rollout_process import RolloutProcess, order_of
-
-if TYPE_CHECKING:
-    from jvlab.gateway._gateway import Gateway
+from jvlab.wire.processes._rollout_process import order_of
 
 RECONNECT_SECONDS = 5.0
 AGENT_SECONDS = 3.0  # that an agent may take in addition to the process it ends
@@ -190,14 +187,21 @@ class JoinedProcess:
 class Agents:
     """Matches agents with replicas that wait for one."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    def __init__(
+        self,
+        registry: reg.Registry,
+        processes: dict[str, ReplicaProcess],
+        handle: Callable[[reg.Event], None],
+        restart: Callable[[str, str], None],
+    ) -> None:
+        self._registry = registry
+        self._processes = processes
+        self._handle = handle
+        self._restart = restart
         self._idle: list[JoinedHost] = []
 
     def _joined(self) -> list[JoinedProcess]:
-        return [
-            p for p in self._gateway.processes.values() if isinstance(p, JoinedProcess)
-        ]
+        return [p for p in self._processes.values() if isinstance(p, JoinedProcess)]
 
     def match(self) -> None:
         """Assign waiting replicas to idle agents that fit, first come first served."""
@@ -211,10 +215,10 @@ class Agents:
     def _admit(self, agent: JoinedHost) -> None:
         """Find a replica for a new agent: a waiting, a failed or an additional one. Raises Refused."""
         name = agent.offer.name
-        registry = self._gateway.registry
+        registry = self._registry
         running = agent.offer.running
         if running:
-            process = self._gateway.processes.get(running)
+            process = self._processes.get(running)
             if (
                 not isinstance(process, JoinedProcess)
                 or process.agent is not None
@@ -229,15 +233,15 @@ class Agents:
         known = registry.find(name)
         # a new agent for this replica: whatever ran under its name has ended
         if known is not None:
-            process = self._gateway.processes.get(name)
+            process = self._processes.get(name)
             if (
                 isinstance(process, JoinedProcess)
                 and process.started
                 and process.agent is None
             ):
                 process.exited("its host's process was restarted")
-            if known.state is reg.State.FAILED:
-                self._gateway.restart(reg.pool_of(name), name)
+            if known.state is reg.ReplicaState.FAILED:
+                self._restart(reg.pool_of(name), name)
         self.match()
         if (
             agent in self._idle
@@ -249,7 +253,7 @@ class Agents:
             ):
                 return  # `match` is called again for each of those
             try:
-                self._gateway.handle(reg.Offered(name, time.monotonic()))
+                self._handle(reg.Offered(name, time.monotonic()))
             except reg.Refused:
                 self._idle.remove(agent)
                 raise
@@ -260,7 +264,7 @@ class Agents:
         starting = [
             r
             for r in pool.replicas.values()
-            if r.state is reg.State.STARTING and (r.name, r.run) not in made
+            if r.state is reg.ReplicaState.STARTING and (r.name, r.run) not in made
         ]
         return sum((r.place or pool.spec.place) == "join" for r in starting)
 
@@ -323,26 +327,3 @@ def check_reachable(address: str, tls_pem: str) -> None:
         raise reg.Refused(
             f"a replica at {address} without a certificate: the token would go there in clear text"
         )
-
-
-def make_process(gateway: Gateway, replica: str, spec: reg.PoolSpec, index: int) -> Any:
-    """The process of this replica, by its place; raises OSError for an unknown place."""
-    match spec.place:
-        case "local":
-            return RolloutProcess(
-                replica,
-                spec,
-                index,
-                gateway.folder,
-                gateway.address,
-                gateway.token,
-                gateway.warm,
-            )
-        case "join":
-            return JoinedProcess(replica, spec, index, gateway.folder)
-        case place if place in gateway.process_factories:
-            return gateway.process_factories[place](replica, spec, index)
-        case place:
-            raise OSError(
-                f"this gateway can't start processes on {place!r}; it can: local, join"
-            )

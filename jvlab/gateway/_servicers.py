@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -13,7 +13,6 @@ import grpc.aio
 from jvlab._deadline import ANSWER_SECONDS
 from jvlab._errors import ReplicaLost, SamplingError
 from jvlab._names import check_name
-from jvlab.gateway import _pool_commands
 from jvlab.gateway import _registry as reg
 from jvlab.gateway._dispatch import Dispatch, Done, Item, Lost
 from jvlab.gateway._gateway import Gateway
@@ -128,9 +127,7 @@ class LabServicer(rpc.LabServicer):
             await change.wait()
 
     async def Status(self, request: pb.PoolRequest, context: Context) -> pb.PoolStatus:
-        return await _pool_commands.fresh_status(
-            self.gateway, request.pool, _remaining(context)
-        )
+        return await self.gateway.fresh_status(request.pool, _remaining(context))
 
     async def ClosePool(self, request: pb.PoolRequest, context: Context) -> pb.Empty:
         self.gateway.handle(reg.PoolCloseRequested(request.pool))
@@ -183,9 +180,7 @@ class LabServicer(rpc.LabServicer):
         adapter = gateway.adapters.find(start.pool, start.adapter)
         _check_limits(gateway, start)
 
-        def open_call(name: str, items: list[Item]) -> Any:
-            if (replica := gateway.registry.find(name)) is None:
-                return None
+        def order_of(epoch: int, items: list[Item]) -> pb.RolloutRequest:
             work = [
                 pb.PromptWork(
                     prompt_index=i.index,
@@ -194,21 +189,17 @@ class LabServicer(rpc.LabServicer):
                 )
                 for i in items
             ]
-            order = pb.RolloutRequest(
-                epoch=replica.epoch,
+            return pb.RolloutRequest(
+                epoch=epoch,
                 work=work,
                 sampling_json=start.sampling_json,
                 adapter=adapter,
-            )
-            # This deadline only matters if the gateway dies: ours comes first, with a better error.
-            return gateway.stub(name).Generate(
-                order, timeout=remaining + SLACK, metadata=gateway.metadata()
             )
 
         dispatch = Dispatch(
             PoolReplicas(gateway, start.pool, start.min_version),
             _items(start, routing),
-            open_call,
+            self._opens("Generate", order_of, remaining),
             lambda s: (s.prompt_index, s.sample_index),
             lambda batch: batch.samples,
             start.window,
@@ -228,6 +219,21 @@ class LabServicer(rpc.LabServicer):
             if crediting is not None:
                 crediting.cancel()
 
+    def _opens(
+        self, method: str, order_of: Callable[[int, list[Item]], Any], seconds: float
+    ) -> Callable[[str, list[Item]], Any]:
+        """How a dispatcher opens its calls."""
+
+        def open_call(name: str, items: list[Item]) -> Any:
+            replica = self.gateway.registry.find(name)
+            if replica is None:
+                return None
+            order = order_of(replica.epoch, items)
+            # This deadline only matters if the gateway dies: ours comes first, with a better error.
+            return self.gateway.calls.begin(name, method, order, seconds + SLACK)
+
+        return open_call
+
     async def Score(
         self, request: pb.ScoreCall, context: Context
     ) -> AsyncIterator[pb.ScoreEvent]:
@@ -236,23 +242,18 @@ class LabServicer(rpc.LabServicer):
         lengths = [len(sequence.ids) for sequence in request.sequences]
         gateway.limits(request.pool).check(of_prompts(lengths, 1, {"max_tokens": 1}, 0))
 
-        def open_call(name: str, items: list[Item]) -> Any:
-            if (replica := gateway.registry.find(name)) is None:
-                return None
-            order = pb.RolloutScoreRequest(
-                epoch=replica.epoch,
+        def order_of(epoch: int, items: list[Item]) -> pb.RolloutScoreRequest:
+            return pb.RolloutScoreRequest(
+                epoch=epoch,
                 top=request.top,
                 sequences=[request.sequences[i.index] for i in items],
                 indexes=[i.index for i in items],
-            )
-            return gateway.stub(name).Score(
-                order, timeout=remaining + SLACK, metadata=gateway.metadata()
             )
 
         dispatch = Dispatch(
             PoolReplicas(gateway, request.pool),
             [Item(i, {0}) for i in range(len(request.sequences))],
-            open_call,
+            self._opens("Score", order_of, remaining),
             lambda scored: (scored.index, 0),
             lambda batch: batch.scored,
             seconds=remaining,
@@ -268,43 +269,30 @@ class LabServicer(rpc.LabServicer):
                 notes.append(event)
 
     async def Steer(self, request: pb.SteerCall, context: Context) -> pb.SteerReply:
-        return await _pool_commands.steer(self.gateway, request, _remaining(context))
+        return await self.gateway.steer(request, _remaining(context))
 
     async def Trace(
         self, request: pb.TraceCall, context: Context
     ) -> AsyncIterator[pb.TraceEvent]:
-        gateway = self.gateway
-        replicas = gateway.ready(request.pool)
-        if not replicas:
-            raise refused(f"no replica of {request.pool} is ready")
-        asked = next(
-            (r for r in replicas if r.name == request.replica or not request.replica),
-            None,
-        )
-        if asked is None:
-            names = ", ".join(r.name for r in replicas)
-            raise refused(f"{request.replica!r} is not among those ready: {names}")
+        asked = self._ready(request.pool, request.replica)
         order = pb.RolloutTraceRequest(epoch=asked.epoch, tensors=request.tensors)
         async for event in self._relay(asked.name, "Trace", order, context):
             yield event
 
-    async def _relay(
+    def _relay(
         self, replica: str, method: str, order: Any, context: Context
     ) -> AsyncIterator[Any]:
         """Stream this replica's reply to one order."""
-        gateway = self.gateway
-        call = getattr(gateway.stub(replica), method)(
-            order, timeout=_remaining(context), metadata=gateway.metadata()
-        )
-        with gateway.watched(replica, call):
-            async for event in call:
-                yield event
+        return self.gateway.calls.stream(replica, method, order, _remaining(context))
 
     def _ready(self, pool: str, name: str) -> reg.Replica:
-        ready = self.gateway.ready(pool)
+        """The ready replica of this name; any, if the name is empty."""
+        ready = self.gateway.registry.ready(pool)
         for replica in ready:
-            if replica.name == name:
+            if name in ("", replica.name):
                 return replica
+        if not name:
+            raise refused(f"no replica of {pool} is ready")
         names = ", ".join(r.name for r in ready) or "none"
         raise refused(f"replica {name!r} of pool {pool!r} is not ready; ready: {names}")
 
@@ -451,9 +439,7 @@ class RegistryServicer(rpc.RegistryServicer):
         except reg.Refused:
             return pb.BeatReply(fenced=True)
         replica = self.gateway.registry.replica(request.replica)
-        self.gateway.stats[request.replica] = request.stats
-        self.gateway.links.reported(replica, request.stats)
-        self.gateway.check_pause(replica, request.stats)
+        self.gateway.reported(replica, request.stats)
         return pb.BeatReply(fenced=False)
 
     async def Join(

@@ -63,16 +63,11 @@ class EngineHost(Gateway):
         self._env = env
         self.engine: Engine | None = None
         self._local: Any = None
+        self.calls.stub = lambda replica: self._local
         self._beating: asyncio.Task[None] | None = None
 
     async def _start_process(self, replica: str, spec: reg.PoolSpec) -> None:
         self.handle(reg.ProcessStarted(replica, os.getpid(), spec.run))
-
-    def stub(self, replica: str) -> Any:
-        return self._local
-
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        return ()
 
     async def bring_up(self) -> pb.PoolStatus:
         """Load the engine and register it; on failure, tear everything down."""

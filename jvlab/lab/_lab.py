@@ -76,7 +76,7 @@ def from_slurm(kind: type[Lab], trainers: int | None, patience: float) -> Lab:
     import time
 
     from jvlab._errors import GatewayUnreachable
-    from jvlab.gateway.cluster._slurm_lab import JobNodes
+    from jvlab.gateway.cluster._slurm import JobNodes
 
     nodes = JobNodes.of_job(trainers=trainers)
     deadline = Deadline(check_timeout(patience, "patience"))

@@ -65,7 +65,7 @@ def place_fields(place: str | dict[str, Any] | None) -> dict[str, Any]:
                 remedy='"local", "join", or on Ray {"cpus": 1, "gpus": 1, "nodes": [address, ...]}',
             )
         return {"place": place}
-    from jvlab.gateway.cluster._ray_resources import Resources
+    from jvlab.gateway.cluster._ray_replica import Resources
 
     return {"place": "ray", "place_json": Resources.of(place).to_json()}
 

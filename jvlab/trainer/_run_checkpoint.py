@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -190,18 +190,8 @@ class Checkpoints:
         orbax = self._checkpointer()
         try:
             kept = self._metadata(path)
-            older_form = _numbered(kept["params"]) and not _numbered(wanted["params"])
-            form = _in_layers(wanted, _unstacked) if older_form else wanted
-            _check_shapes(kept["params"], form["params"])
-            if older_form:
-                older = orbax.restore(path / "state", form)
-                found = jax.tree.map(
-                    lambda x, to: jax.device_put(x, to.sharding),
-                    _in_layers(older, _stacked),
-                    wanted,
-                )
-            else:
-                found = orbax.restore(path / "state", wanted)
+            _check_shapes(kept["params"], wanted["params"])
+            found = orbax.restore(path / "state", wanted)
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{path} does not fit this policy and optimiser: {str(error)[:300]}",
@@ -241,44 +231,3 @@ def _check_shapes(kept: Any, wanted: Any) -> None:
             raise ValueError(
                 f"{name} is {theirs.get(name, 'missing')} there and {ours.get(name, 'missing')} here"
             )
-
-
-def _numbered(params: Any) -> bool:
-    """Whether layers are held one by one, as jvlab 0.1 did."""
-    return (
-        isinstance(params, Mapping)
-        and isinstance(params.get("layers"), Mapping)
-        and "0" in params["layers"]
-    )
-
-
-def _in_layers(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """The tree with every mapping called "layers" changed: those of parameters, and of moments in an optax state."""
-    if isinstance(tree, Mapping):
-        return {
-            k: change(v) if k == "layers" else _in_layers(v, change)
-            for k, v in tree.items()
-        }
-    if isinstance(tree, tuple):
-        values = [_in_layers(v, change) for v in tree]
-        return type(tree)(*values) if hasattr(tree, "_fields") else tuple(values)
-    return tree
-
-
-def _unstacked(layers: Any) -> Any:
-    """Shapes of the single layers, whole on one device."""
-    import jax
-
-    count = jax.tree.leaves(layers)[0].shape[0]
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    one = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=here)
-    return {str(i): jax.tree.map(one, layers) for i in range(count)}
-
-
-def _stacked(layers: Any) -> Any:
-    import jax
-    import jax.numpy as jnp
-
-    return jax.tree.map(
-        lambda *x: jnp.stack(x), *(layers[str(i)] for i in range(len(layers)))
-    )

@@ -420,7 +420,7 @@ class FakeLab:
             if known.last_beat is not None:
                 known.last_beat -= 1000.0
 
-        while self.registry.replica(replica).state is not reg.State.LOST:
+        while self.registry.replica(replica).state is not reg.ReplicaState.LOST:
             assert time.monotonic() < deadline, "the replica was not reported lost"
             self.do(age)
             time.sleep(0.02)

@@ -72,7 +72,8 @@ class Bench(_gateway.Gateway):
 
     def __init__(self) -> None:
         super().__init__("bench", Path(), "", lease=1e9, beat=1.0, missed_beats=3)
-        self.calls: list[Call] = []
+        self.made: list[Call] = []
+        self.calls.stub = self.stub
         self.now = 0.0
         self.orders = 0
 
@@ -84,8 +85,8 @@ class Bench(_gateway.Gateway):
 
         class Stub:
             def Sync(self, request: Any, **_: Any) -> Call:
-                bench.calls.append(Call(replica, request))
-                return bench.calls[-1]
+                bench.made.append(Call(replica, request))
+                return bench.made[-1]
 
             def Stats(self, request: Any, **_: Any) -> Any:
                 return Call(replica)  # nobody answers
@@ -155,12 +156,12 @@ class Bench(_gateway.Gateway):
         if replica is not None and replica.state in reg.BEATING:
             call = Call(replica.name)
             call.request = replica.epoch
-            self.track(replica.name, call)
-            self.calls.append(call)
+            self.calls.track(replica.name, call)
+            self.made.append(call)
 
     def fails(self, a: int, b: int) -> None:
         """An open call fails; the part that made it says what it makes of that."""
-        live = [call for call in self.calls if not call.future.done()]
+        live = [call for call in self.made if not call.future.done()]
         if not live:
             return
         call, error = live[a % len(live)], failure(FAILURES[b % len(FAILURES)])
@@ -168,8 +169,8 @@ class Bench(_gateway.Gateway):
             call.future.set_exception(error)  # the link service hears it
             return
         call.future.set_result(None)
-        self.untrack(call.replica, call)
-        told = self.failed(call.replica, call.request, error)
+        self.calls.untrack(call.replica, call)
+        told = self.calls.failed(call.replica, call.request, error)
         found = self.registry.find(call.replica)
         same = (
             found is not None
@@ -183,7 +184,7 @@ class Bench(_gateway.Gateway):
     def answers(self, a: int, b: int) -> None:
         live = [
             c
-            for c in self.calls
+            for c in self.made
             if not c.future.done() and isinstance(c.request, pb.RolloutSyncRequest)
         ]
         if live:
@@ -196,7 +197,7 @@ class Bench(_gateway.Gateway):
             call.future.set_result(pb.RolloutSyncReply(outcome=outcome))
 
     def opens(self, a: int, b: int) -> None:
-        ready = tuple(r.name for r in self.ready("p"))
+        ready = tuple(r.name for r in self.registry.ready("p"))
         self.links.of("p")._opening = pb.LinkOpen(
             endpoints=[pb.Endpoint(replica=name) for name in ready]
         )
@@ -246,7 +247,7 @@ class Bench(_gateway.Gateway):
             board = PoolReplicas(self, "p", version).board()
             offered = {name for name in replicas if name in board}
             assert offered <= {
-                n for n, r in replicas.items() if r.state is reg.State.READY
+                n for n, r in replicas.items() if r.state is reg.ReplicaState.READY
             }, "work only for the ready"
             assert len(board) == len(offered)
             assert all(not machine.members[name].dirty for name in offered)
@@ -254,7 +255,7 @@ class Bench(_gateway.Gateway):
                 assert all(
                     machine.standing(name) is Standing.SERVING for name in offered
                 )
-        for name, calls in self._calls.items():
+        for name, calls in self.calls._open.items():
             assert name in beating or all(call.cancelled() for call in calls), (
                 f"{name} is gone, and is waited for"
             )

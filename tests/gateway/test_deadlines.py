@@ -276,7 +276,7 @@ def test_a_sleep_that_one_replica_refuses_is_undone_on_the_others(
     assert one.steered == [pb.SLEEP, pb.WAKE]
     assert not one.sleeping
     assert not two.sleeping
-    assert fake_lab.gateway.pause_state.why("p") == ""
+    assert fake_lab.gateway.steering.why("p") == ""
     two.unable = 0
     pool.sleep(timeout=60)
     two.unable = pb.SLEEP

@@ -218,18 +218,18 @@ def test_closed_pools_are_forgotten_but_for_the_last(
     assert len(listed) == 1 + reg.KEPT_CLOSED
     known = (
         gateway.links._pools,
-        gateway.pause_state._pools,
+        gateway.steering._states,
         gateway.adapters._known,
-        gateway.steering,
+        gateway.steering._orders,
     )
     assert all(set(table) <= set(listed) for table in known)
     for table in (
         gateway.facts,
         gateway.stats,
-        gateway.trust,
+        gateway.calls._trust,
         gateway._served,
-        gateway._calls,
-        gateway._stubs,
+        gateway.calls._open,
+        gateway.calls._stubs,
     ):
         assert {reg.pool_of(name) for name in table} <= set(listed)
     assert gateway.loads._in_flight == {}
@@ -325,7 +325,7 @@ def test_a_silent_replica_is_fenced_and_comes_back_with_a_new_epoch(
     fake_lab.silence("p/0")
     assert {s.replica for s in pool.generate([[1], [2], [3]])} == {"p/1"}
     quiet.silent = False
-    until(lambda: fake_lab.registry.replica("p/0").state is reg.State.READY)
+    until(lambda: fake_lab.registry.replica("p/0").state is reg.ReplicaState.READY)
     until(lambda: quiet.epoch > old)
     assert quiet.fenced == 1
     assert "p/0" in {s.replica for s in pool.generate([[1], [2], [3], [4]])}

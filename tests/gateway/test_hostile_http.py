@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import jvlab as jv
-from jvlab.gateway._http_openapi import ROUTES
+from jvlab.gateway._http_bridge import ROUTES
 from tests.fuzzing import examples
 from tests.gateway.fake_http import HttpFakeReplica
 from tests.gateway.fake_lab import FakeLab

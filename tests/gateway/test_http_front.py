@@ -43,7 +43,7 @@ def fakes(lab: FakeLab) -> list[HttpFakeReplica]:
 
 
 def in_flight(lab: FakeLab) -> list[int]:
-    return [lab.gateway.routed(fake.name) for fake in fakes(lab)]
+    return [lab.gateway.loads.of(fake.name) for fake in fakes(lab)]
 
 
 def test_requests_spread_and_are_counted(fake_lab: FakeLab, ask: openai.OpenAI):

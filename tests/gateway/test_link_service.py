@@ -510,7 +510,7 @@ def test_restart_brings_a_failed_replica_back_stale(
     assert trainer.sync(3).code == ""
     kill(fake_lab, "p/1")
     restart("p/1")
-    until(lambda: fake_lab.registry.replica("p/1").state is reg.State.READY)
+    until(lambda: fake_lab.registry.replica("p/1").state is reg.ReplicaState.READY)
     until(lambda: [r.stale for r in status(fake_lab).replicas] == [False, True])
     assert {s.replica for s in pool.generate([[1], [2], [3]])} == {"p/0"}
     kill(fake_lab, "p/0")
@@ -538,7 +538,7 @@ def test_a_replica_that_comes_back_with_the_pools_version_serves(
     fake_lab.silence("p/0")
     assert trainer.sync(4).error == "", "the other one is synced alone"
     quiet.silent = False
-    until(lambda: fake_lab.registry.replica("p/0").state is reg.State.READY)
+    until(lambda: fake_lab.registry.replica("p/0").state is reg.ReplicaState.READY)
     until(lambda: [r.stale for r in status(fake_lab).replicas] == [True, False])
     assert trainer.sync(5).error == "the link is not open on p/0"
     assert trainer.open("p/0").code == ""
@@ -548,7 +548,7 @@ def test_a_replica_that_comes_back_with_the_pools_version_serves(
     )
     fake_lab.silence("p/0")
     quiet.silent = False
-    until(lambda: fake_lab.registry.replica("p/0").state is reg.State.READY)
+    until(lambda: fake_lab.registry.replica("p/0").state is reg.ReplicaState.READY)
     until(lambda: [r.version for r in status(fake_lab).replicas] == [5, 5])
     assert {s.replica for s in pool.generate([[1], [2], [3]])} == {"p/0", "p/1"}
 
@@ -561,7 +561,7 @@ def test_a_replica_that_was_away_during_a_sync_is_told_that_it_is_over(
     quiet = fake_lab.fakes["p/0"]
     fake_lab.silence("p/0")
     quiet.silent = False
-    until(lambda: fake_lab.registry.replica("p/0").state is reg.State.READY)
+    until(lambda: fake_lab.registry.replica("p/0").state is reg.ReplicaState.READY)
     until(lambda: not any(r.dirty for r in status(fake_lab).replicas))
     assert [fake.memory.halted for fake in fake_lab.fakes.values()] == [False, False]
     assert {s.replica for s in pool.generate([[1], [2], [3]])} == {"p/0", "p/1"}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jvlab.gateway import _registry as reg
-from jvlab.gateway._registry import State
+from jvlab.gateway._registry import ReplicaState
 from tests.fuzzing import examples
 
 SPEC = reg.PoolSpec("p", "m", 2, 1, "auto", "cpu", "{}", "{}")
@@ -47,7 +47,7 @@ def test_launch_starts_one_process_per_replica():
     registry = fresh()
     out = registry.handle(reg.LaunchRequested(SPEC, 0.0))
     assert out == [reg.StartProcess("p/0", SPEC), reg.StartProcess("p/1", SPEC)]
-    assert [r.state for r in registry.replicas()] == [State.STARTING] * 2
+    assert [r.state for r in registry.replicas()] == [ReplicaState.STARTING] * 2
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_stage_then_ready_then_exit():
     registry.handle(reg.Registered("p/0", "a:1", 5.0))
     replica = registry.replica("p/0")
     assert (replica.state, replica.stage, replica.epoch, replica.ready_after) == (
-        State.READY,
+        ReplicaState.READY,
         "ready",
         1,
         5.0,
@@ -84,7 +84,7 @@ def test_stage_then_ready_then_exit():
     assert registry.handle(reg.StageSeen("p/0", "weights")) == []
     out = registry.handle(reg.ProcessExited("p/0", "boom", "tail"))
     assert out == [reg.DropWork("p/0", "boom"), reg.Announce("p")]
-    assert replica.state is State.FAILED
+    assert replica.state is ReplicaState.FAILED
     assert replica.epoch == 2
 
 
@@ -93,14 +93,14 @@ def test_missed_beats_fence_and_a_return_gets_a_new_epoch():
     registry.handle(reg.BeatReceived("p/0", 1, 3.0))
     out = registry.handle(reg.Tick(4.5))  # p/1 was silent for 3.5 s, p/0 for 1.5
     assert kinds(out) == ["DropWork", "Announce"]
-    assert registry.replica("p/0").state is State.READY
+    assert registry.replica("p/0").state is ReplicaState.READY
     lost = registry.replica("p/1")
-    assert (lost.state, lost.epoch) == (State.LOST, 2)
+    assert (lost.state, lost.epoch) == (ReplicaState.LOST, 2)
     with pytest.raises(reg.Refused):
         # its old epoch no longer counts
         registry.handle(reg.BeatReceived("p/1", 1, 5.0))
     registry.handle(reg.Registered("p/1", "b:2", 6.0))
-    assert (lost.state, lost.epoch) == (State.READY, 3)
+    assert (lost.state, lost.epoch) == (ReplicaState.READY, 3)
     registry.handle(reg.BeatReceived("p/1", 3, 6.5))
 
 
@@ -286,9 +286,9 @@ class RegistryMachine(RuleBasedStateMachine):
                 assert replica.ended
             if replica.ended:
                 self.ended.add(process)
-            if replica.state is State.READY:
+            if replica.state is ReplicaState.READY:
                 assert replica.address == f"{replica.name} {replica.run}"
-            if replica.state is State.FAILED:
+            if replica.state is ReplicaState.FAILED:
                 assert process in self.exited
         assert len(self.started) == len(set(self.started)), (
             "two processes that nothing tells apart"
@@ -324,14 +324,17 @@ def test_a_relaunched_pool_is_not_failed_by_its_predecessors_exit():
     assert registry.handle(reg.StageSeen("p/0", "weights")) == []
     assert registry.handle(reg.ProcessExited("p/0", "ended", "")) == []
     assert [(r.state, r.stage, r.pid) for r in registry.replicas()] == [
-        (State.STARTING, "process", 0)
+        (ReplicaState.STARTING, "process", 0)
     ] * 2
     with pytest.raises(reg.Refused, match="another process is p/0 now"):
         # it came up while it was being ended
         registry.handle(reg.Registered("p/0", "old:1", 6.0))
     registry.handle(reg.Registered("p/0", "new:1", 6.0, run))
     registry.handle(reg.ProcessExited("p/1", "boom", "", registry.replica("p/1").run))
-    assert [r.state for r in registry.replicas()] == [State.READY, State.FAILED]
+    assert [r.state for r in registry.replicas()] == [
+        ReplicaState.READY,
+        ReplicaState.FAILED,
+    ]
 
 
 def test_epochs_of_a_name_never_repeat():
@@ -381,7 +384,7 @@ def test_a_thousand_pools_opened_and_closed_leave_the_last_few():
     ]
     assert registry.handle(reg.ProcessExited("pool-1/0", "ended", "")) == []
     assert [r.state for r in registry.pools["stays"].replicas.values()] == [
-        State.STARTING
+        ReplicaState.STARTING
     ] * 2
     with pytest.raises(reg.Refused, match="no pool"):
         registry.handle(reg.PoolCloseRequested("pool-1"))
@@ -413,7 +416,10 @@ def test_deadline_of_beats_is_not_missed_while_the_gateway_stood_still():
     assert "DropWork" in tick_until(registry, 17.0, 19.0), (
         "who is silent from then on is lost as ever"
     )
-    assert [r.state for r in registry.replicas()] == [State.READY, State.LOST]
+    assert [r.state for r in registry.replicas()] == [
+        ReplicaState.READY,
+        ReplicaState.LOST,
+    ]
 
 
 def test_deadline_of_beats_counts_the_silence_before_the_gateway_stood_still():
@@ -421,7 +427,7 @@ def test_deadline_of_beats_counts_the_silence_before_the_gateway_stood_still():
     assert tick_until(registry, 1.0, 3.5) == []  # silent for 2.5 of 3 s
     registry.handle(reg.Tick(20.0))
     assert tick_until(registry, 20.0, 21.0).count("DropWork") <= 2
-    assert [r.state for r in registry.replicas()] == [State.LOST] * 2
+    assert [r.state for r in registry.replicas()] == [ReplicaState.LOST] * 2
 
 
 def test_deadline_of_the_lease_is_not_over_while_the_gateway_stood_still():
@@ -440,11 +446,15 @@ def test_deadline_or_death_an_unreachable_replica_is_lost_at_once():
     out = registry.handle(reg.Unreachable("p/0", 1, "the engine died"))
     assert out == [reg.DropWork("p/0", "the engine died"), reg.Announce("p")]
     lost = registry.replica("p/0")
-    assert (lost.state, lost.epoch, lost.cause) == (State.LOST, 2, "the engine died")
+    assert (lost.state, lost.epoch, lost.cause) == (
+        ReplicaState.LOST,
+        2,
+        "the engine died",
+    )
     assert registry.handle(reg.Unreachable("p/0", 1, "again")) == []
     assert registry.handle(reg.Unreachable("p/9", 1, "who?")) == []
     registry.handle(reg.Registered("p/0", "a:1", 5.0))
     assert registry.handle(reg.Unreachable("p/0", 1, "an old call")) == [], (
         "of what it was before"
     )
-    assert lost.state is State.READY
+    assert lost.state is ReplicaState.READY

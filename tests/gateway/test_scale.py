@@ -25,7 +25,7 @@ from jvlab._deadline import Deadline
 from jvlab.gateway import _gateway
 from jvlab.gateway import _registry as reg
 from jvlab.gateway._gateway import Gateway
-from jvlab.gateway._registry import State
+from jvlab.gateway._registry import ReplicaState
 from jvlab.sync._coordinator import Channels
 from jvlab.wire import _security
 from jvlab.wire import jvlab_pb2 as pb
@@ -232,14 +232,17 @@ class ScaleMachine(RuleBasedStateMachine):
         if what == "exit" and name in self.running:
             run = self.running.pop(name)
             self.told.discard(name)
-            gone = state in (State.DRAINING, State.CLOSED)
+            gone = state in (ReplicaState.DRAINING, ReplicaState.CLOSED)
             self.send(reg.ProcessExited(name, "boom", "", run))
             assert (self.registry.find(name) is None) is gone
-        elif what == "register" and state not in (State.FAILED, State.CLOSED):
+        elif what == "register" and state not in (
+            ReplicaState.FAILED,
+            ReplicaState.CLOSED,
+        ):
             self.send(reg.Registered(name, "a:1", self.now, self.running[name]))
         elif what == "drained":
             self.send(reg.Drained(name))
-        elif what == "restart" and state is State.FAILED:
+        elif what == "restart" and state is ReplicaState.FAILED:
             self.send(reg.RestartRequested("p", name, self.now))
 
     @rule(seconds=st.floats(0, 4))
@@ -250,11 +253,15 @@ class ScaleMachine(RuleBasedStateMachine):
     @invariant()
     def promises(self) -> None:
         replicas = list(self.registry.replicas())
-        staying = [r for r in replicas if r.state not in (State.DRAINING, State.CLOSED)]
+        staying = [
+            r
+            for r in replicas
+            if r.state not in (ReplicaState.DRAINING, ReplicaState.CLOSED)
+        ]
         assert len(staying) == self.wanted
         assert [r.index for r in replicas] == sorted({r.index for r in replicas})
         assert self.running == {
-            r.name: r.run for r in replicas if r.state is not State.FAILED
+            r.name: r.run for r in replicas if r.state is not ReplicaState.FAILED
         }
         for replica in replicas:
             assert replica.epoch >= self.epochs.get(replica.name, 0)
@@ -583,13 +590,13 @@ def test_real_processes_of_a_relaunched_pool_wait_for_their_predecessors(
         allowed.touch()
         await until_true(lambda: replica().pid)
         assert replica().pid != first
-        assert replica().state is State.STARTING
+        assert replica().state is ReplicaState.STARTING
         assert not psutil.pid_exists(first)
         await until_true(lambda: replica().stage == "process")
         gateway.register(
             pb.RegisterRequest(replica="p/0", address="127.0.0.1:1", run=replica().run)
         )
-        assert replica().state is State.READY
+        assert replica().state is ReplicaState.READY
         assert list(registry.pools) == ["p"]
 
         # One that never ends is told, not waited for for ever.
@@ -597,7 +604,7 @@ def test_real_processes_of_a_relaunched_pool_wait_for_their_predecessors(
         monkeypatch.setattr(_gateway, "PREDECESSOR_SECONDS", 0.2)
         gateway.handle(reg.PoolCloseRequested("p"))
         gateway.handle(reg.LaunchRequested(one, 2.0))
-        await until_true(lambda: replica().state is State.FAILED)
+        await until_true(lambda: replica().state is ReplicaState.FAILED)
         assert "did not end within 0.2 s; launch under another name" in replica().cause
         allowed.touch()
         ticking.cancel()
@@ -639,7 +646,7 @@ def test_real_processes_end_when_they_are_let_go(
         gateway.count("p/1", 1)  # a request is in flight
         scale(1)
         await asyncio.sleep(0.6)  # two looks of the gateway
-        assert registry.replica("p/1").state is State.DRAINING
+        assert registry.replica("p/1").state is ReplicaState.DRAINING
         assert psutil.pid_exists(first)
         gateway.served("p/1", 1)
         await until_true(lambda: registry.find("p/1") is None)

@@ -575,7 +575,7 @@ def test_restart_is_for_failed_replicas_and_keeps_the_epoch():
     assert out == [reg.StartProcess("p/0", replace(spec, run=epoch)), reg.Announce("p")]
     replica = registry.replica("p/0")
     assert (replica.state, replica.cause, replica.epoch, replica.pid) == (
-        reg.State.STARTING,
+        reg.ReplicaState.STARTING,
         "",
         epoch,
         0,

@@ -76,12 +76,12 @@ def bridge(web: jv.Pool) -> Iterator[httpx.Client]:
 @pytest.fixture(scope="module")
 def schemas(bridge: httpx.Client) -> dict[str, Any]:
     """What each route says it answers."""
-    paths = bridge.get("/bridge/openapi.json").json()["paths"]
-    operations = {path: next(iter(methods.values())) for path, methods in paths.items()}
-    return {
-        path: operation["responses"]["200"]["content"]["application/json"]["schema"]
-        for path, operation in operations.items()
-    }
+    document = bridge.get("/bridge/openapi.json").json()
+    found = {}
+    for path, methods in document["paths"].items():
+        answer = next(iter(methods.values()))["responses"]["200"]
+        found[path] = document | answer["content"]["application/json"]["schema"]
+    return found
 
 
 def greedy(pool: jv.Pool) -> str:

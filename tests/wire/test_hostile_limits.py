@@ -260,6 +260,6 @@ def test_a_caller_that_leaves_has_its_work_cancelled(fake_lab: FakeLab, pool: jv
         "cancelled there",
     )
     until(
-        lambda: [fake_lab.gateway.routed(name) for name in fake_lab.fakes] == [0, 0],
+        lambda: [fake_lab.gateway.loads.of(name) for name in fake_lab.fakes] == [0, 0],
         "not counted",
     )

@@ -9,7 +9,8 @@ import tempfile
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from jvlab._errors import ConfigError, GatewayUnreachable, MissingDependency
+from jvlab._errors import ConfigError, GatewayUnreachable
+from jvlab.gateway.cluster._ray_replica import import_ray
 
 if TYPE_CHECKING:
     from jvlab.gateway._serve import GatewayOptions
@@ -17,18 +18,6 @@ if TYPE_CHECKING:
 NAMESPACE = "jvlab"
 START_SECONDS = 120.0
 OBJECT_STORE_BYTES = 80 * 2**20  # of a cluster we start: nothing large goes through it
-
-
-def import_ray() -> Any:
-    """The ray package; raises with the install command if it is missing."""
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingDependency(
-            'cluster="ray" needs the package ray, which is not installed',
-            remedy='pip install "jvlab[ray]"',
-        ) from error
-    return ray
 
 
 class RayCluster:

@@ -230,7 +230,7 @@ def policy_rules(
 
     Hub checkpoints of one family differ in it: gpt2 with and without `transformer.`, gemma3 under `language_model.`.
     A policy's layers are stacked where `jv.Policy` trains the model, so not where some layers have experts and others
-    have none; `scanned` says otherwise: False is how they were in jvlab 0.1, numbered.
+    have none; `scanned` says otherwise: False for a tree whose layers are numbered.
     """
     family = config.get("model_type")
     if family not in POLICY:

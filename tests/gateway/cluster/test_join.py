@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -27,7 +26,7 @@ from jvlab.cli._cli import main
 from jvlab.engine._agent import Agent, Host, host_from, run_agent
 from jvlab.gateway import _registry as reg
 from jvlab.gateway import _replica_processes
-from jvlab.gateway._registry import State
+from jvlab.gateway._registry import ReplicaState
 from jvlab.wire import _channels
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire.processes import _rollout_process
@@ -327,7 +326,7 @@ def test_offered_is_one_more():
     again = registry.handle(reg.RestartRequested("p", "p/2", 10.0))[0]
     assert isinstance(again, reg.StartProcess)
     assert again.spec.place == "join", "it is started again by whoever offers"
-    assert registry.replica("p/2").state is State.STARTING
+    assert registry.replica("p/2").state is ReplicaState.STARTING
     registry.handle(reg.PoolCloseRequested("p"))
     with pytest.raises(reg.Refused, match="closed"):
         registry.handle(reg.Offered("p", 11.0))
@@ -414,10 +413,10 @@ def test_a_host_that_comes_while_a_pool_is_launched_adds_no_replica(tmp_path: Pa
         spec = registry.pools["p"].spec = replace(
             registry.pools["p"].spec, place="join"
         )
-        gateway: Any = SimpleNamespace(
-            processes={}, registry=registry, handle=asked.append
+        processes: dict[str, Any] = {}
+        agents = _replica_processes.Agents(
+            registry, processes, asked.append, lambda pool, replica: None
         )
-        agents = _replica_processes.Agents(gateway)
         hosts = [
             _replica_processes.JoinedHost(pb.JoinOffer(name="p")) for _ in range(3)
         ]
@@ -427,10 +426,10 @@ def test_a_host_that_comes_while_a_pool_is_launched_adds_no_replica(tmp_path: Pa
         agents._admit(hosts[2])
         assert [type(event) for event in asked] == [reg.Offered]
         for index in range(2):
-            gateway.processes[f"p/{index}"] = _replica_processes.JoinedProcess(
+            processes[f"p/{index}"] = _replica_processes.JoinedProcess(
                 f"p/{index}", spec, index, tmp_path
             )
             agents.match()
-        assert [p.agent for p in gateway.processes.values()] == hosts[:2]
+        assert [p.agent for p in processes.values()] == hosts[:2]
 
     asyncio.run(run())

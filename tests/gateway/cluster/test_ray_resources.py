@@ -9,7 +9,7 @@ import pytest
 
 import jvlab as jv
 from jvlab import errors
-from jvlab.gateway.cluster._ray_resources import Resources, one_host
+from jvlab.gateway.cluster._ray_replica import Resources, one_host
 
 NODES = [
     {

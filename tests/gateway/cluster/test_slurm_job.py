@@ -15,10 +15,8 @@ import pytest
 
 import jvlab as jv
 from jvlab import errors
-from jvlab.cli._cli import main
-from jvlab.gateway.cluster._sbatch import add_slurm_arguments, script
-from jvlab.gateway.cluster._slurm import FIRST_PORT, PORTS, PORTS_PER_JOB
-from jvlab.gateway.cluster._slurm_lab import JobNodes
+from jvlab.cli._cli import main, parser
+from jvlab.gateway.cluster._slurm import FIRST_PORT, PORTS, script
 from tests.conftest import wait_for_exit
 from tests.gateway.cluster import fake_rollout
 from tests.gateway.cluster.test_join import own_address
@@ -26,20 +24,16 @@ from tests.gateway.cluster.test_join import own_address
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
-TWO_NODES = {
-    "SLURM_JOB_ID": "4711",
-    "SLURM_JOB_NODELIST": "gpu[08-10]",
-    "SLURM_NNODES": "3",
-    "SLURM_TASKS_PER_NODE": "1(x3)",
-    "JVLAB_SLURM_FOLDER": "/shared/job-4711",
-    "JVLAB_SLURM_ROLLOUTS_PER_NODE": "2",
-}
 SRUN = """#!/bin/bash
 tasks=1
 while [[ "$1" == --* ]]; do [[ "$1" == --ntasks=* ]] && tasks="${1#--ntasks=}"; shift; done
 [[ "$tasks" == 1 ]] && exec "$@"
 for ((i = 0; i < tasks; i++)); do "$@" & done
 wait
+"""
+# as `scontrol show hostnames 'gpu[08-09],n1'` prints them: one name on a line
+SCONTROL = """#!/bin/bash
+[[ "$1 $2" == "show hostnames" ]] && tr , '\\n' <<< "$3"
 """
 TRAINER = """
 import json, sys
@@ -53,54 +47,7 @@ print("FACTS " + json.dumps(facts), flush=True)
 
 
 def arguments(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_slurm_arguments(parser)
-    return parser.parse_args(words)
-
-
-def test_places_of_a_job_of_several_nodes():
-    places = JobNodes.of_job(TWO_NODES)
-    assert (places.trainers, places.rollouts, places.replicas) == (
-        ("gpu08",),
-        ("gpu09", "gpu10"),
-        4,
-    )
-    assert places.address == f"gpu08:{places.job.port()}"
-    assert places.variables()["JVLAB_TLS"] == "--tls-dir /shared/job-4711/tls", (
-        "nothing leaves a node in clear text"
-    )
-    assert JobNodes.of_job(TWO_NODES, trainers=2).rollouts == ("gpu10",)
-
-
-def test_places_of_one_node():
-    places = JobNodes.of_job(
-        {
-            **TWO_NODES,
-            "SLURM_JOB_NODELIST": "n1",
-            "SLURM_NNODES": "1",
-            "SLURM_TASKS_PER_NODE": "2",
-        }
-    )
-    assert (places.trainers, places.rollouts, places.host) == (
-        ("n1",),
-        ("n1",),
-        "127.0.0.1",
-    )
-    assert places.variables()["JVLAB_TLS"] == ""
-
-
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        ({"JVLAB_SLURM_FOLDER": ""}, "JVLAB_SLURM_FOLDER is not set"),
-        ({"JVLAB_SLURM_TRAINERS": "x"}, "JVLAB_SLURM_TRAINERS must be"),
-        ({"JVLAB_SLURM_TRAINERS": "3"}, "leaving none for rollouts"),
-        ({"SLURM_JOB_ID": ""}, "not part of a SLURM job"),
-    ],
-)
-def test_what_is_missing_is_named(change: dict[str, str], word: str):
-    with pytest.raises(errors.ConfigError, match=word):
-        JobNodes.of_job({**TWO_NODES, **change})
+    return parser().parse_args(["slurm", *words])
 
 
 def test_from_slurm_outside_a_job(monkeypatch: pytest.MonkeyPatch):
@@ -172,9 +119,7 @@ def free_job() -> int:
     """A job number whose port nobody has."""
     for job in range(500 + os.getpid() % 500, 5000):
         with socket.socket() as probe:
-            if probe.connect_ex(
-                ("127.0.0.1", FIRST_PORT + job * PORTS_PER_JOB % PORTS)
-            ):
+            if probe.connect_ex(("127.0.0.1", FIRST_PORT + job % PORTS)):
                 return job
     raise AssertionError("every port is taken")
 
@@ -185,8 +130,9 @@ def test_a_whole_job(tmp_path: Path, llama: str, nodes: int):
     names = ["node-7"] if nodes == 1 else [own_address()] * 2
     tools, job = tmp_path / "bin", free_job()
     tools.mkdir()
-    (tools / "srun").write_text(SRUN)
-    (tools / "srun").chmod(0o755)
+    for tool, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tools / tool).write_text(text)
+        (tools / tool).chmod(0o755)
     # In this job the replicas are simulated: what stands under an agent is replaced in every process.
     (tools / "sitecustomize.py").write_text(
         f"import jvlab.wire.processes._supervisor as s\ns.__file__ = {fake_rollout.__file__!r}\n"
@@ -212,9 +158,7 @@ def test_a_whole_job(tmp_path: Path, llama: str, nodes: int):
         "PYTHONPATH": f"{tools}{os.pathsep}{ROOT}",
         "SLURM_JOB_ID": str(job),
         "SLURM_JOB_NODELIST": ",".join(names),
-        "SLURM_NNODES": str(nodes),
-        "SLURM_TASKS_PER_NODE": f"2(x{nodes})",
-        "SLURM_NTASKS": str(2 * nodes),
+        "SLURM_JOB_NUM_NODES": str(nodes),
     }
     done = subprocess.run(
         ["bash", str(file)],
