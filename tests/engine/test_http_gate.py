@@ -30,14 +30,14 @@ class FakeEngine:
             SimpleNamespace(max_model_len=64, vocab_size=100),
         )
 
-    async def _wait_clean(self) -> None:
+    async def wait_clean(self) -> None:
         if self.dirty:
             raise EngineDirty("dirty: parts of two versions", remedy="sync again")
 
     def why_dead(self) -> str:
         return "the engine died"
 
-    def _spawn(self, job: Any) -> asyncio.Task[Any]:
+    def spawn(self, job: Any) -> asyncio.Task[Any]:
         task = asyncio.create_task(job)
         self.busy.add(task)
         task.add_done_callback(self.busy.discard)
