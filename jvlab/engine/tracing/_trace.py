@@ -137,65 +137,51 @@ def _formats(prefix: str, layer: Any, repacked: list[str], added: list[str]) -> 
     """The formats of one layer."""
     out = Formats()
     built = _vllm_model.as_built(layer)
-    if gone := [n for n in repacked if own_parameters(layer).get(n) is None]:
+    own = own_parameters(layer)
+    if gone := [n for n in repacked if own.get(n) is None]:
         raise _NoFormat(f"it removes {', '.join(gone)}")
     place, size = _vllm_model.ranks_sharing(layer)
-    devices = {n: own_parameters(layer)[n].device for n in repacked}
+    devices = {n: own[n].device for n in repacked}
     on_meta = any(device.type == "meta" for device in devices.values())
     known = {
         n: known_values(tuple(built[n].shape), built[n].dtype, devices[n], place)
         for n in repacked
     }
     made = (
-        {n: own_parameters(layer)[n] for n in (*repacked, *added)}
+        {n: own[n] for n in (*repacked, *added)}
         if on_meta
         else _processed(layer, known)
     )
     pairs = {n: f"{n}_scale" for n in repacked}
     if why := _unlike(layer, made, set(pairs.values()), set(added)):
         raise _NoFormat(why)
-    out.others |= {
-        f"{prefix}.{n}"
-        for n in own_parameters(layer)
-        if n not in known and n not in added
-    }
+    out.others |= {f"{prefix}.{n}" for n in own if n not in known and n not in added}
     for name, scale in pairs.items():
-        view, how = _placed(own_parameters(layer)[name], tuple(built[name].shape))
+        loaded = built[name]
+        live = own[name]
+        view, how = _placed(live, tuple(loaded.shape))
         values = made[name]
         scales = made[scale]
         if view is None:
-            raise _NoFormat(
-                f"{name} {tuple(built[name].shape)} became {_form(own_parameters(layer)[name])}"
-            )
+            raise _NoFormat(f"{name} {tuple(loaded.shape)} became {_form(live)}")
         blocks = scales.numel()
-        if blocks not in (1, built[name].shape[0]) or (
-            blocks > 1 and built[name].dim() < 3
-        ):
+        if blocks not in (1, loaded.shape[0]) or (blocks > 1 and loaded.dim() < 3):
             raise _NoFormat(f"{name} has {blocks} scales")
-        got = torch.as_strided(values, built[name].shape, view, values.storage_offset())
+        got = torch.as_strided(values, loaded.shape, view, values.storage_offset())
         if not on_meta and not _equal(
             known[name], got, scales, blocks, 2 ** (size - 1 - place)
         ):
             raise _NoFormat(
                 f"its {name} is not max|w| / {FP8_MAX:g}, one scale over {_over(blocks)}"
             )
-        live = own_parameters(layer)[name]
         full = [f"{prefix}.{n}" if prefix else n for n in (name, scale)]
         block = (live.untyped_storage().nbytes() - live.storage_offset()) // blocks
         text = f"fp8, one scale per {_over(blocks)}{how}"
-        out.found.append(
-            Format(
-                full[0],
-                full[1],
-                dtype_name(built[name]),
-                block,
-                text,
-            )
-        )
-        for one, tensor in zip(full, (live, own_parameters(layer)[scale]), strict=True):
+        out.found.append(Format(full[0], full[1], dtype_name(loaded), block, text))
+        for one, tensor in zip(full, (live, own[scale]), strict=True):
             out.kernel[one] = Parameter(one, *format_of(tensor))
         out.strides[layer, name] = view
-        if extra := live.numel() - built[name].numel():
+        if extra := live.numel() - loaded.numel():
             out.padding.append(
                 Note(full[0], "zeros that the kernel's tiles need", extra, "constant")
             )

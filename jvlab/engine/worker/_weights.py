@@ -15,7 +15,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -759,8 +759,10 @@ class Weights:
             if s.kind == OPAQUE
         ]
         derived = [group.layer for group in self.groups if group.derived]
-        if whole or derived:
-            with self.clock.timed("load"), torch.no_grad(), self._config:
+        with self.clock.timed("load"), torch.no_grad():
+            # the config is the process's: it is not touched without need
+            config = self._config if whole or derived else nullcontext()
+            with config:
                 if whole:
                     self.model.load_weights(iter(whole))  # type: ignore[operator]
                 for layer in derived:
