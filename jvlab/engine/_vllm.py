@@ -1,7 +1,8 @@
 """Every dependence on vLLM's engine-side internals, in one place. Checked against vLLM 0.32.0.
 
 vLLM is imported only inside functions. `_vllm_versions.py` lists the names that are used and says which are missing.
-(The model and loader side is in `engine/tracing/_vllm_model.py`, HTTP in `_http.py`.)
+(What is changed of vLLM is in `_patches.py`, the model and loader side in `engine/tracing/_vllm_model.py`, HTTP in
+`_http.py`.)
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """vLLM internals used to trace a live model: coordinates, reload metadata, packed layers. Checked against vLLM 0.32.0.
 
-Every non-public vLLM name that the tracer relies on is in this file or in `_meta_model`. Remove an entry when vLLM
-offers a public equivalent.
+Every non-public vLLM name that the tracer relies on is in this file, in `_meta_model` or in `engine/_patches.py`.
+Remove an entry when vLLM offers a public equivalent.
 """
 
 from __future__ import annotations

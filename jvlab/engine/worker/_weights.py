@@ -5,7 +5,7 @@ layer is complete, and the raw copy is freed. Staged mode writes shadows and pac
 swaps pointers. After a commit the old memory is the next sync's shadow (no page faults then), so staged mode holds the
 live weights twice from its first sync until the link is closed; an abandoned sync frees its shadows.
 
-Digests are of what the engine computes with (`_arrival`), and a commit checks that this memory was not replaced.
+Digests are of what the engine computes with, and a commit checks that this memory was not replaced.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class WeightSlot:
 
 
 # Evidence that weights arrived: digests of what the engine computes with, where they can be computed.
-# The kinds of evidence (live, read back, sampled, loader, reloaded, unread) are described in `_read_back`.
+# The kinds of evidence (live, read back, sampled, loader, reloaded, unread) are described in `_live_memory`.
 
 # multiplications that a check may spend on reading kernels back whole; seconds on two cores
 MAX_PRODUCTS = 4e10
@@ -885,7 +885,7 @@ class Weights:
         return found
 
     def check(self) -> tuple[dict[int, int], dict[int, str]]:
-        """Digests of what the engine computes with now, and how each was obtained (`_read_back`)."""
+        """Digests of what the engine computes with now, and how each was obtained (`_live_memory`)."""
         return check(self)
 
 
