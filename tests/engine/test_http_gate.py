@@ -80,9 +80,9 @@ async def call(
     gate = ReplicaGate(
         app,
         lambda given: given.get("Authorization") == "Bearer t",
-        engine,
+        engine,  # type: ignore[arg-type]
         lambda: epoch,
-    )  # type: ignore[arg-type]
+    )
     listed = {"authorization": "Bearer t", **(headers or {})}
     scope = {
         "type": "http",

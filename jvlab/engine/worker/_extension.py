@@ -21,6 +21,10 @@ if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
 class WorkerExtension:
     """Mixed into vLLM's worker class; `self` is the worker. Names start with jv_ so that they can't collide."""
 
+    if TYPE_CHECKING:  # those of CALLS, and the worker's own
+
+        def __getattr__(self, name: str) -> Any: ...
+
     def jv_trace(self, tensors: list[list[Any]]) -> dict[str, Any]:
         """Where this rank's loader puts every checkpoint element; moves nothing. Of an adapter: errors as below."""
         from jvlab.engine.tracing._lora_slots import is_adapter
