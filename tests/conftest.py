@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, settings
 
 from jvlab.engine._cpu import lacks
 from jvlab.engine._defaults import SPINS
-from jvlab.engine._warm_host import HOST
+from jvlab.engine._warm import HOST
 from jvlab.wire.processes._labs import processes_below
 from jvlab.wire.processes._supervisor import SCRATCH
 from tests.fuzzing import NEW_EXAMPLES

@@ -236,7 +236,7 @@ def _rollout(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _warm(arguments: argparse.Namespace) -> dict[str, Any]:
-    from jvlab.engine._warm_host import run_host
+    from jvlab.engine._warm import run_host
     from jvlab.lab._launch_settings import resolve_device
 
     run_host(resolve_device(arguments.device))

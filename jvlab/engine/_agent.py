@@ -90,7 +90,9 @@ class Agent:
     """One offer, at most one replica."""
 
     def __init__(self, host: Host, folder: Path) -> None:
-        self._host, self._folder, self._bind = host, folder, host.check()
+        self._host = host
+        self._folder = folder
+        self._bind = host.check()
         self.process: RolloutProcess | None = None
         self._reports: asyncio.Queue[pb.JoinReport | None] = asyncio.Queue()
         self._ended_by_order = False
@@ -111,6 +113,7 @@ class Agent:
             async with open_channel(self._host.gateway, trust) as channel:
                 last_contact = time.monotonic()
                 while True:
+                    began = time.monotonic()
                     joining = asyncio.create_task(self._join(channel))
                     # no deadline: the agent's whole life; `stop` ends it
                     await asyncio.wait(
@@ -121,12 +124,11 @@ class Agent:
                         with contextlib.suppress(TimeoutError):
                             await asyncio.wait_for(joining, 2.0)
                         return 1
-                    code, seconds = joining.result()  # no deadline: the task is done
+                    code = joining.result()  # no deadline: the task is done
                     if code is not None:
                         return code
-                    last_contact = (
-                        time.monotonic() if seconds > RETRY_SECONDS else last_contact
-                    )
+                    if time.monotonic() - began > RETRY_SECONDS:
+                        last_contact = time.monotonic()
                     self._check_patience(last_contact)
                     await asyncio.sleep(RETRY_SECONDS)
         finally:
@@ -144,8 +146,8 @@ class Agent:
                 remedy="does it run, and is the address right?",
             )
 
-    async def _join(self, channel: Any) -> tuple[int | None, float]:
-        """One Join stream: (exit code, or None if the connection broke; its duration in seconds)."""
+    async def _join(self, channel: Any) -> int | None:
+        """One Join stream: the exit code, or None if the connection broke."""
         import grpc
 
         from jvlab.wire import _security
@@ -157,7 +159,6 @@ class Agent:
         self._reports = asyncio.Queue()
         self._reports.put_nowait(pb.JoinReport(offer=offer))
         metadata = _security.authorization(self._host.token)
-        began = time.monotonic()
         call = rpc.RegistryStub(channel).Join(
             _drain(self._reports), metadata=metadata, timeout=None
         )
@@ -178,13 +179,13 @@ class Agent:
                     file=sys.stderr,
                     flush=True,
                 )
-                return 1, time.monotonic() - began
+                return 1
         finally:
             news.cancel()
             call.cancel()
-        if self._ended_by_order or self._exited.is_set():
-            return 0 if self._ended_by_order else 1, time.monotonic() - began
-        return None, time.monotonic() - began
+        if self._ended_by_order:
+            return 0
+        return 1 if self._exited.is_set() else None
 
     async def _execute(self, order: pb.JoinOrder) -> None:
         match order.WhichOneof("kind"):
@@ -380,33 +381,26 @@ def host_from(arguments: argparse.Namespace) -> Host:
         (check_replica if "/" in arguments.name else partial(check_name, "pool"))(
             arguments.name
         )
-    files = {
-        "tls_ca": arguments.tls_ca,
-        "tls_cert": arguments.tls_cert,
-        "tls_key": arguments.tls_key,
-    }
-    name = ""
+    authority = arguments.tls_ca
+    certificate = arguments.tls_cert
+    key = arguments.tls_key
     if arguments.tls_dir:
         folder = Path(arguments.tls_dir)
-        name = _channels.OWN_NAME
-        certificate = str(folder / "cert.pem")
-        files = {
-            "tls_ca": certificate,
-            "tls_cert": certificate,
-            "tls_key": str(folder / "key.pem"),
-        }
-        wait_for(list(files.values()), arguments.patience)
+        authority = certificate = str(folder / "cert.pem")
+        key = str(folder / "key.pem")
+        wait_for([certificate, key], arguments.patience)
     wait_for([arguments.token_file], arguments.patience)
-    token = _channels.read_token(arguments.token_file)
     return Host(
         arguments.gateway,
-        token,
+        _channels.read_token(arguments.token_file),
         arguments.name,
         arguments.bind,
-        tls_name=name,
+        tls_ca=authority,
+        tls_cert=certificate,
+        tls_key=key,
+        tls_name=_channels.OWN_NAME if arguments.tls_dir else "",
         patience=arguments.patience,
         alone=not arguments.share_host,
-        **files,
     )
 
 

@@ -222,9 +222,10 @@ def _sixteen_bits(dtype: Any) -> None:
     """What every layer of every model computes: norm, activation, product."""
     import torch
 
+    kernels = torch.ops._C
     x = torch.ones(4, 128).to(dtype)
-    torch.ops._C.rms_norm(torch.empty_like(x), x, torch.ones(128).to(dtype), 1e-6)
-    torch.ops._C.silu_and_mul(torch.empty(4, 64, dtype=dtype), x)
+    kernels.rms_norm(torch.empty_like(x), x, torch.ones(128).to(dtype), 1e-6)
+    kernels.silu_and_mul(torch.empty(4, 64, dtype=dtype), x)
     torch.nn.functional.linear(x, torch.ones(64, 128).to(dtype))
 
 

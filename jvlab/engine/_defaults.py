@@ -56,12 +56,17 @@ def thread_binding(
     return "|".join(lists)
 
 
+def _config(model: str) -> dict[str, Any]:
+    """A local checkpoint's config; empty if there is none to read."""
+    try:
+        return read_config_file(Path(model))
+    except (OSError, ValueError):
+        return {}
+
+
 def checkpoint_dtype(model: str) -> str | None:
     """The dtype in a local checkpoint's config, if there is one."""
-    try:
-        config = read_config_file(Path(model))
-    except (OSError, ValueError):
-        return None
+    config = _config(model)
     named = config.get("dtype") or config.get("torch_dtype")
     return named if isinstance(named, str) else None
 
@@ -77,11 +82,7 @@ def cpu_dtype(model: str, given: Mapping[str, Any]) -> tuple[str, str]:
     named = checkpoint_dtype(model)
     if named == "float32" and "dtype" not in given:
         return "", ""  # it stays float32
-    try:
-        config = read_config_file(Path(model))
-    except (OSError, ValueError):
-        config = {}
-    stored = config.get("quantization_config") or {}
+    stored = _config(model).get("quantization_config") or {}
     quantised = given.get("quantization") or (
         stored.get("quant_method") if isinstance(stored, dict) else None
     )
@@ -97,8 +98,8 @@ def kv_cache_bytes(model: str, given: Mapping[str, Any], replicas: int) -> int:
     import psutil
 
     room = min(4 * GIB, max(GIB, psutil.virtual_memory().available // (8 * replicas)))
+    config = _config(model)
     try:
-        config = read_config_file(Path(model))
         config = config.get("text_config") or config
         heads = config.get("num_key_value_heads") or config["num_attention_heads"]
         width = (
@@ -118,7 +119,7 @@ def kv_cache_bytes(model: str, given: Mapping[str, Any], replicas: int) -> int:
             room,
             max(64 << 20, int(given.get("max_num_seqs") or 64) * int(length) * token),
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return room  # not a local checkpoint, or one that does not say
 
 

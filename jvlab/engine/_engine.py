@@ -23,7 +23,7 @@ from typing import Any
 
 from jvlab._errors import ConfigError, SamplingError, SyncError, Unsupported
 from jvlab.engine import _vllm
-from jvlab.engine._engine_sync import EngineSync, SyncState
+from jvlab.engine._engine_sync import EngineSync, LinkedAdapter, SyncState, checked
 from jvlab.engine._requests import PromptReader, Queue, RequestGroup
 from jvlab.engine.worker._routes import read_routes
 from jvlab.wire import jvlab_pb2 as pb
@@ -271,13 +271,13 @@ class Engine:
         self.device = device
         self.replica = replica
         self.meter = _vllm.Meter()
-        self._arguments = dict(arguments)
+        self.arguments = dict(arguments)
         # on a CPU experts are returned by us (engine/worker/_routes.py), on a GPU by vLLM
         self._captures = device == "cpu" and bool(
-            self._arguments.pop("enable_return_routed_experts", False)
+            self.arguments.pop("enable_return_routed_experts", False)
         )
-        self._llm = start(self._arguments, self.meter)
-        facts = _vllm.facts(self._llm)
+        self.llm = start(self.arguments, self.meter)
+        facts = _vllm.facts(self.llm)
         if self._captures:
             facts["routed_experts"] = "full"
         self.facts = pb.EngineFacts(**facts)
@@ -285,7 +285,7 @@ class Engine:
             limits or {}, facts["max_num_seqs"], facts["max_model_len"]
         )
         self._tokenizer: Any = (
-            self._llm.get_tokenizer() if facts["has_tokenizer"] else None
+            self.llm.get_tokenizer() if facts["has_tokenizer"] else None
         )
         # samples of one prompt share their context: decoding it once halves the work
         decode = lambda ids, skip: self._tokenizer.decode(
@@ -300,9 +300,9 @@ class Engine:
         # of a cancelled pause; kept so that it runs
         self._undoing: asyncio.Future[None] | None = None
         self.state = SyncState()
-        self._sync = EngineSync(self._llm, self.state, replica, device)
+        self._sync = EngineSync(self.llm, self.state, replica, device)
         self.adapters = EngineAdapters(
-            self._llm, facts["max_adapters"], _vllm.adapter_slots(self._llm)
+            self.llm, facts["max_adapters"], _vllm.adapter_slots(self.llm)
         )
         self._sync.reserve_slot = self.adapters.reserve_slot
 
@@ -310,6 +310,11 @@ class Engine:
     def version(self) -> int:
         """The version of the weights that were committed last."""
         return self.state.version
+
+    @property
+    def linked(self) -> LinkedAdapter:
+        """The adapter that a link syncs."""
+        return self._sync.linked
 
     @property
     def sleeping(self) -> bool:
@@ -326,7 +331,7 @@ class Engine:
 
     async def begin(self) -> None:
         """Label the loaded weights as version 0, and warm up: the first request and the first score compile kernels."""
-        await self._llm.update_weight_version(str(self.version))
+        await self.llm.update_weight_version(str(self.version))
         if self._captures:
             await self._sync.ask("jv_capture_routes")
         for params in (
@@ -334,7 +339,7 @@ class Engine:
             _vllm.scoring(0),
         ):
             await self._final([1, 2], params)
-        await self._llm.reset_prefix_cache()
+        await self.llm.reset_prefix_cache()
         self.meter.reset()  # nobody asked for those tokens
 
     # Generate -----------------------------------------------------------------------------------------------------
@@ -360,7 +365,7 @@ class Engine:
         adapter: pb.Adapter | None = None,
     ) -> AsyncIterator[list[pb.Sample]]:
         """Samples as they finish, those of one engine step together. Leaving early aborts the rest in the engine."""
-        await self._wait_clean()
+        await self.wait_clean()
         async with (
             self.adapters.use(adapter) as loaded,
             contextlib.aclosing(self._generate(work, sampling_json, loaded)) as parts,
@@ -378,8 +383,8 @@ class Engine:
         )
         self._check_limits(work, values, prompts)
         params = self._sampling(values)
-        linked = self._sync.linked.request if adapter is None else None
-        group = RequestGroup(self._llm, self._ids)
+        linked = self.linked.request if adapter is None else None
+        group = RequestGroup(self.llm, self._ids)
         lora = linked if adapter is None else adapter.request
         queue = Queue(
             work, prompts, self._max_queued(max(map(len, prompts.values()), default=1))
@@ -440,7 +445,7 @@ class Engine:
             for prompt, sample in keys
         ]
 
-    async def _wait_clean(self) -> None:
+    async def wait_clean(self) -> None:
         """Wait while a sync is writing; raises if the engine is dirty without one."""
         while (
             self.state.dirty
@@ -450,7 +455,8 @@ class Engine:
             await asyncio.sleep(0.001)
         self.state.need_clean()
 
-    def _spawn(self, job: Any) -> asyncio.Task[Any]:
+    def spawn(self, job: Any) -> asyncio.Task[Any]:
+        """Run it as one of the tasks that are dropped when this replica is fenced."""
         task = asyncio.create_task(job)
         self._busy.add(task)
         task.add_done_callback(self._busy.discard)
@@ -470,8 +476,8 @@ class Engine:
 
     async def _final(self, ids: list[int], params: Any) -> Any:
         last = None
-        lora = self._sync.linked.request
-        async for output in self._llm.generate(
+        lora = self.linked.request
+        async for output in self.llm.generate(
             _vllm.prompt(ids),
             params,
             f"jv-{next(self._ids)}",
@@ -516,7 +522,7 @@ class Engine:
         text = self._text(output, params)
         spans = [
             pb.VersionSpan(version=version, start=start, stop=stop)
-            for version, start, stop in self._sync.linked.spans(
+            for version, start, stop in self.linked.spans(
                 result.weight_versions or (), linked
             )
         ]
@@ -543,10 +549,8 @@ class Engine:
                 found, len(output.prompt_token_ids) + len(result.token_ids)
             )
             message.expert_layers, message.experts_chosen = ids.shape[1:]
-            message.expert_ids, message.expert_weights = (
-                ids.tobytes(),
-                b"" if weights is None else weights.tobytes(),
-            )
+            message.expert_ids = ids.tobytes()
+            message.expert_weights = b"" if weights is None else weights.tobytes()
         if adapter is not None:
             message.adapter.name = adapter.name
             message.adapter.version = adapter.version
@@ -558,7 +562,7 @@ class Engine:
         self, sequences: Sequence[Sequence[int]], indexes: Sequence[int], top: int
     ) -> AsyncIterator[pb.Scored]:
         """log P of every token given its prefix, in one prefill pass each, in the order they finish."""
-        await self._wait_clean()
+        await self.wait_clean()
         lengths = [len(ids) for ids in sequences]
         self.limits.check(of_prompts(lengths, 1, {"max_tokens": 1}, 0))
         for index, ids in zip(indexes, sequences, strict=True):
@@ -575,7 +579,7 @@ class Engine:
                 raise SamplingError(f"sequence {index}: {error}") from error
 
         tasks = [
-            self._spawn(one(index, list(ids)))
+            self.spawn(one(index, list(ids)))
             for index, ids in zip(indexes, sequences, strict=True)
         ]
         try:
@@ -626,14 +630,14 @@ class Engine:
                         f"{' and '.join(sorted(self._sync.asleep))} sleep",
                         remedy="pool.wake() makes it go on",
                     )
-                await self._llm.resume_generation()
+                await self.llm.resume_generation()
                 self.paused = self._sync.user_paused = False
             case pb.SLEEP:
                 self._need_sleep()
-                await sleep(self._llm, self._sync, order.level)
+                await sleep(self.llm, self._sync, order.level)
             case pb.WAKE:
                 self._need_sleep()
-                await wake(self._llm, self._sync, list(order.tags))
+                await wake(self.llm, self._sync, list(order.tags))
             case other:
                 raise Unsupported(f"no such order: {other}")
         return time.perf_counter() - start
@@ -641,7 +645,7 @@ class Engine:
     async def _pause(self, order: pb.SteerCall) -> None:
         before = self.paused
         try:
-            await _vllm.pause(self._llm, order.mode, order.clear_cache)
+            await _vllm.pause(self.llm, order.mode, order.clear_cache)
         except asyncio.CancelledError:
             # The gateway no longer waits, and counts the pool as running. The engine may still pause later, so a
             # resume is queued after it.
@@ -652,7 +656,7 @@ class Engine:
 
     async def _resume(self) -> None:
         with contextlib.suppress(*_vllm.dead_errors()):
-            await self._llm.resume_generation()
+            await self.llm.resume_generation()
 
     def _need_sleep(self) -> None:
         if self.device == "cpu":
@@ -660,7 +664,7 @@ class Engine:
                 "sleep and wake are not supported on CPU: vLLM's CPU worker ignores them",
                 remedy="use pool.pause() to stop generation, or pool.close() to free the memory",
             )
-        if not self._arguments.get("enable_sleep_mode"):
+        if not self.arguments.get("enable_sleep_mode"):
             raise Unsupported(
                 "the engine was started without sleep mode",
                 remedy="launch(..., engine={'enable_sleep_mode': True})",
@@ -690,9 +694,7 @@ class Engine:
 
     async def trace(self, tensors: list[list[Any]]) -> list[dict[str, Any]]:
         """Each rank's layout, as plain values: of the model's tensors, or of an adapter's."""
-        return self._sync.checked(
-            await self._llm.collective_rpc("jv_trace", args=(tensors,))
-        )
+        return checked(await self.llm.collective_rpc("jv_trace", args=(tensors,)))
 
     # Sync ---------------------------------------------------------------------------------------------------------
 
@@ -746,11 +748,11 @@ class Engine:
 
     @property
     def dead(self) -> bool:
-        return bool(self._llm.errored)
+        return bool(self.llm.errored)
 
     def why_dead(self) -> str:
         """In words, for whoever waits for it. A worker's signal is in the log alone, which the gateway reads."""
-        number = _vllm.core_signal(self._llm)
+        number = _vllm.core_signal(self.llm)
         return (
             f"the engine died: its core died of {signal_name(number)}"
             if number
@@ -760,7 +762,7 @@ class Engine:
     def close(self) -> None:
         # a call that was cancelled because we close may fail in the core meanwhile: nobody waits for it
         logging.getLogger("vllm.v1.engine.core_client").addFilter(_is_news)
-        self._llm.shutdown(timeout=2.0)
+        self.llm.shutdown(timeout=2.0)
 
 
 def _is_news(record: logging.LogRecord) -> bool:

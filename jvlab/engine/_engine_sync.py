@@ -228,7 +228,7 @@ async def _core_swap(sync: EngineSync) -> None:
     }
     reply = await sync.llm.engine_core.call_utility_async("jv_swap", order)
     sync.note(reply["seconds"])
-    sync.checked(reply["answers"])
+    checked(reply["answers"])
     await _go_on(sync, resume)
 
 
@@ -270,7 +270,7 @@ async def _core_sync(
     reply = await sync.llm.engine_core.call_utility_async("jv_direct_sync", order)
     sync.note(reply["seconds"])
     sync.at = "verify" if reply["stage"] == "verify" else "move"
-    answers = sync.checked(reply["answers"])
+    answers = checked(reply["answers"])
     sync.at = "verify"
     claimed: bytes = reply["claimed"]
     sync.take(
@@ -414,7 +414,8 @@ class EngineSync:
             self._whole = {pb.VERIFY, pb.COMMIT} <= set(request.phases)
             self.nonfinite = request.nonfinite
             self._moves = {pb.HALT, pb.MOVE} <= set(request.phases)
-            self.at, outcome = "open", pb.ReplicaOutcome(replica=self._replica)
+            self.at = "open"
+            outcome = pb.ReplicaOutcome(replica=self._replica)
             try:
                 if request.HasField("open"):
                     await self._open(
@@ -437,18 +438,14 @@ class EngineSync:
                         self.state.check_link(request.link)
                         await swap(self)
             except JvlabError as error:
-                outcome.failed, outcome.error, outcome.kind = (
-                    self.at,
-                    str(error),
-                    type(error).__name__,
-                )
+                outcome.failed = self.at
+                outcome.error = str(error)
+                outcome.kind = type(error).__name__
             except Exception as error:
                 if isinstance(error, _vllm.dead_errors()) or await self._is_dying():
                     raise  # reported as a lost replica, not as a phase that failed
-                outcome.failed, outcome.error = (
-                    self.at,
-                    f"{type(error).__name__}: {error}",
-                )
+                outcome.failed = self.at
+                outcome.error = f"{type(error).__name__}: {error}"
             committed = pb.COMMIT in request.phases and not outcome.failed
             outcome.state = "committed" if committed else self.state.standing
             outcome.version = self.state.version
@@ -486,14 +483,14 @@ class EngineSync:
 
     async def ask(self, method: str, *args: Any) -> list[dict[str, Any]]:
         """Call every worker; raises the first error that one of them returns, as its own class."""
-        return _checked(await self.llm.collective_rpc(method, args=args))
+        return checked(await self.llm.collective_rpc(method, args=args))
 
     async def _ask_and_label(
         self, method: str, args: tuple[Any, ...], terms: Terms
     ) -> list[dict[str, Any]]:
         """The same, and apply the commit to the engine, in one round trip."""
         recompute = terms.kv == "recompute"
-        return _checked(
+        return checked(
             await _vllm.finish(
                 self.llm, method, args, terms.version, recompute, self.nonfinite
             )
@@ -566,7 +563,7 @@ class EngineSync:
             "verify": lambda: self._verify(
                 request.digests, request.seconds or VERIFY_SECONDS
             ),
-            "commit": self._commit_whole,
+            "commit": lambda: self.run_to_completion(self._commit()),
             "go_on": self._go_on,
             "check": lambda: self._check(request.digests),
         }.get(phase)
@@ -690,24 +687,17 @@ class EngineSync:
                 remedy="sync again; if it differs again, look at report.differing and pool.peek",
             )
 
-    async def _commit_whole(self) -> None:
-        await self.run_to_completion(self._commit())
-
     async def run_to_completion(self, work: Any) -> None:
         """Run it even if the caller is cancelled: half a commit would leave the replica dirty for nothing."""
         self._committing = asyncio.create_task(work)
         await asyncio.shield(self._committing)
         self._committing = None
 
-    # For `_ipc_sync`, where the core runs a sync ---------------------------------------------------------------------
+    # Where the core runs a sync ---------------------------------------------------------------------
 
     def note(self, seconds: dict[str, float]) -> None:
         """Add parts of this call's time."""
         self._seconds.extend((name, value) for name, value in seconds.items() if value)
-
-    def checked(self, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The workers' answers, or the error that one of them returned."""
-        return _checked(answers)
 
     def committed(self) -> None:
         """The verified digests are now those that this replica holds."""
@@ -723,6 +713,10 @@ class EngineSync:
         """Resume generation, if the core was not allowed to."""
         if _vllm.is_multimodal(self.llm):
             await self.llm.reset_encoder_cache()
+        await self._resume()
+
+    async def _resume(self) -> None:
+        """Generation goes on, unless the user has paused it or put memory to sleep."""
         if not self.user_paused and not self.asleep:
             await self.llm.resume_generation()
 
@@ -744,8 +738,7 @@ class EngineSync:
         self.committed()
 
     async def _go_on(self) -> None:
-        if not self.user_paused and not self.asleep:
-            await self.llm.resume_generation()
+        await self._resume()
         if self._halted:
             self._seconds.append(("pause", time.perf_counter() - self._halted))
         self._halted = 0.0
@@ -755,8 +748,8 @@ class EngineSync:
         try:
             await self.ask("jv_abandon")
         finally:
-            if go_on and not self.user_paused and not self.asleep:
-                await self.llm.resume_generation()
+            if go_on:
+                await self._resume()
 
     async def _check(self, expected: pb.ReplicaDigests) -> None:
         """Digests of live memory, compared with those given, or with those of the last commit.
@@ -789,7 +782,7 @@ def _is_adapters(plan: bytes) -> bool:
     return bool(names) and names[0].startswith(LINKED_PREFIX)
 
 
-def _checked(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def checked(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The answers; raises the first error that a worker returned, as its own class."""
     failed = [a for a in answers if a.get("error")]
     if failed:

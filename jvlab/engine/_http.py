@@ -14,6 +14,7 @@ import json
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from jvlab._errors import ConfigError, SyncError
@@ -80,20 +81,14 @@ def note_versions(seen: list[int], spans: Any) -> None:
             seen.append(version)
 
 
+@dataclass
 class ReplicaGate:
     """In front of vLLM's app: checks the token and whether this replica may answer, and adds the version headers."""
 
-    def __init__(
-        self,
-        app: Any,
-        verify: Callable[[Any], bool],
-        engine: Engine,
-        epoch: Callable[[], int],
-    ) -> None:
-        self._app = app
-        self._verify = verify
-        self._engine = engine
-        self._epoch = epoch
+    _app: Any
+    _verify: Callable[[Any], bool]
+    _engine: Engine
+    _epoch: Callable[[], int]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -138,18 +133,19 @@ class ReplicaGate:
                 send, 400, error.message, error.remedy, reason=type(error).__name__
             )
             return
-        receive = _replay(body, receive)
         seen: list[int] = []
         progress = _Progress()
         dropped = asyncio.Event()
         _seen.set(seen)  # this task's own context, which vLLM's tasks inherit
         # Among the engine's tasks in flight, so that a fenced replica drops it with the others.
         # no deadline: it is cancelled below
-        watch = self._engine._spawn(asyncio.Event().wait())
+        watch = self._engine.spawn(asyncio.Event().wait())
         watch.add_done_callback(lambda _: dropped.set())
         work = asyncio.ensure_future(
             self._app(
-                scope, _until(dropped, receive), self._labelling(send, seen, progress)
+                scope,
+                _until(dropped, body, receive),
+                self._labelling(send, seen, progress),
             )
         )
         dropping = asyncio.create_task(dropped.wait())
@@ -206,7 +202,7 @@ class ReplicaGate:
                 "ask the gateway",
             )
         try:
-            await self._engine._wait_clean()
+            await self._engine.wait_clean()
         except SyncError as error:
             return "dirty", error.message, error.remedy
         return None
@@ -246,11 +242,12 @@ class ReplicaGate:
         return labelled
 
 
+@dataclass
 class _Progress:
     """Whether one answer has started, and is a stream."""
 
-    def __init__(self) -> None:
-        self.started = self.is_stream = False
+    started: bool = False
+    is_stream: bool = False
 
     def streams(self, start: Any) -> bool:
         kind = next(
@@ -260,10 +257,15 @@ class _Progress:
         return self.is_stream
 
 
-def _until(dropped: asyncio.Event, receive: Any) -> Any:
-    """`receive` that reports a disconnect to the app once the request is dropped."""
+def _until(dropped: asyncio.Event, body: bytes, receive: Any) -> Any:
+    """`receive` for vLLM's app: the body that was read, then what follows, a disconnect once the request is dropped."""
+    replayed = False
 
     async def received() -> Any:
+        nonlocal replayed
+        if not replayed:
+            replayed = True
+            return {"type": "http.request", "body": body, "more_body": False}
         incoming = asyncio.ensure_future(receive())
         gone = asyncio.ensure_future(dropped.wait())
         try:
@@ -313,21 +315,6 @@ async def _read_body(receive: Any) -> bytes | None:
             return b"".join(parts)
 
 
-def _replay(body: bytes, receive: Any) -> Any:
-    """`receive` for vLLM's app: the body that was read, then what follows."""
-    replayed = False
-
-    async def received() -> Any:
-        nonlocal replayed
-        if replayed:
-            # no deadline: vLLM listens for a disconnect; the request's end cancels it
-            return await receive()
-        replayed = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return received
-
-
 async def _refuse(
     send: Any,
     status: int,
@@ -353,16 +340,17 @@ async def _refuse(
     await send({"type": "http.response.body", "body": content})
 
 
+@dataclass
 class HttpServer:
     """The server of the app, on the engine's own loop."""
 
-    def __init__(
-        self, server: Any, task: asyncio.Task[Any], listener: socket.socket
-    ) -> None:
-        self._server = server
-        self._task = task
-        self._listener = listener
-        self.url = f"http://{HOST}:{listener.getsockname()[1]}/v1"
+    _server: Any
+    _task: asyncio.Task[Any]
+    _listener: socket.socket
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self._listener.getsockname()[1]}/v1"
 
     async def close(self) -> None:
         self._server.should_exit = True
@@ -391,7 +379,7 @@ async def serve_http(
 
     # its routes would change weights and state outside of a sync
     os.environ.pop("VLLM_SERVER_DEV_MODE", None)
-    llm: Any = Labelled(engine._llm, engine._sync.linked)
+    llm: Any = Labelled(engine.llm, engine.linked)
     arguments = _arguments(engine, token)
     tasks = await llm.get_supported_tasks()
     if "generate" not in tasks:
@@ -399,7 +387,7 @@ async def serve_http(
             f"this model does not generate (it can: {', '.join(tasks)})",
             remedy="launch without http",
         )
-    _vllm.export_metrics(engine._llm)
+    _vllm.export_metrics(engine.llm)
     app = build_app(arguments, tasks, llm.model_config)
     await init_app_state(llm, app.state, arguments, tasks)
     verify = AuthenticationMiddleware(app, [token]).verify_token
@@ -435,8 +423,8 @@ def _arguments(engine: Engine, token: str) -> Any:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    given = engine._arguments
-    config = engine._llm.model_config
+    given = engine.arguments
+    config = engine.llm.model_config
     parsed: Any = make_arg_parser(FlexibleArgumentParser()).parse_args(
         ["--model", config.model]
     )

@@ -16,63 +16,25 @@ import contextlib
 import queue
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from vllm.v1.engine import EngineCoreRequestType, async_llm
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 from vllm.v1.engine.core_client import AsyncMPClient, _process_utility_output
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from jvlab._errors import DeadlineExceeded, Unsupported
-from jvlab.engine import _vllm
+from jvlab.engine import _patches, _vllm
 
 CLOSE_SECONDS = 30.0
 THREAD = "jvlab-engine"
 
 
-def _patch_dispatcher() -> None:
-    """Work around two bugs of vLLM 0.31 and 0.32's table of CPU kernels, in a process that is not one engine's alone.
-
-    It looks for its kernels in every loaded module, and fails at llvmlite's (of numba, which digests use), whose
-    `__dict__` is not a dict; and a second engine in a process would wrap the first one's wrappers. Remove this when
-    `_rebind_kernels` tolerates such objects and `register_kernels` can be called twice. vLLM 0.30 has no such table.
-    """
-    try:
-        from vllm.triton_utils import dispatcher
-    except ImportError:
-        return
-    register = dispatcher.register_kernels
-
-    def once(overrides: Mapping[str, Any]) -> None:
-        if fresh := {
-            name: kernel
-            for name, kernel in overrides.items()
-            if name not in dispatcher._registry
-        }:
-            register(fresh)
-
-    def attributes(value: object) -> Mapping[str, Any]:
-        found = vars(value)
-        return found if isinstance(found, Mapping) else {}
-
-    dispatcher.vars = attributes  # type: ignore[attr-defined]
-    dispatcher.register_kernels = once
-
-
-_patch_dispatcher()
-
-
-class _Outbox:
-    """The core's output queue: passes each message to the loop at once."""
-
-    def __init__(self, deliver: Callable[[Any], None]) -> None:
-        self._deliver = deliver
-
-    def put_nowait(self, output: tuple[int, Any]) -> None:
-        self._deliver(output[1])
+_patches.install("Pool.in_process")
 
 
 class ThreadCore(EngineCoreProc):
@@ -87,7 +49,10 @@ class ThreadCore(EngineCoreProc):
     ) -> None:
         # What EngineCoreProc.__init__ sets for one engine without data parallelism, in its order.
         self.input_queue: Any = queue.Queue()
-        self.output_queue: Any = _Outbox(deliver)
+        # passes each message to the loop at once
+        self.output_queue: Any = SimpleNamespace(
+            put_nowait=lambda output: deliver(output[1])
+        )
         self.engine_index = 0
         self.engines_running = False
         self.shutdown_state = EngineShutdownState.RUNNING
@@ -147,7 +112,8 @@ class ThreadClient(AsyncMPClient):
             self._core = core = ThreadCore(config, executor, log_stats, self._deliver)
         except BaseException as error:
             self._failure = error
-            _clean_up_distributed()
+            # the next core would fail on the process groups that are left
+            cleanup_dist_env_and_memory()
             self._up.set()
             return
         self._up.set()
@@ -235,13 +201,6 @@ class ThreadClient(AsyncMPClient):
             )
 
 
-def _clean_up_distributed() -> None:
-    """Remove the process groups left by a core that failed at its start: the next one would fail on them."""
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-    cleanup_dist_env_and_memory()
-
-
 class _Clients:
     """Replaces vLLM's EngineCoreClient while an AsyncLLM is created."""
 
@@ -259,9 +218,5 @@ class _Clients:
 
 def start(arguments: dict[str, Any], meter: _vllm.Meter) -> Any:
     """As `_vllm.start_engine`, with the core in this process. Called on the loop that the engine will use."""
-    client = async_llm.EngineCoreClient
-    async_llm.EngineCoreClient = _Clients  # type: ignore[assignment,misc]
-    try:
+    with _patches.clients_of(_Clients):
         return _vllm.start_engine(arguments, meter)
-    finally:
-        async_llm.EngineCoreClient = client

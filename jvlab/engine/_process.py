@@ -179,10 +179,10 @@ def switch_compiler_off() -> None:
     Each worker would trace it for seconds, and the first one on a machine wait for g++. Spawned processes read the
     variable, forked ones inherit the setting. env={"TORCH_COMPILE_DISABLE": "0"} keeps the compiler.
     """
-    import torch._dynamo.config
+    import torch._dynamo.config as compiler
 
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-    torch._dynamo.config.disable = os.environ["TORCH_COMPILE_DISABLE"] == "1"
+    compiler.disable = os.environ["TORCH_COMPILE_DISABLE"] == "1"
 
 
 async def _serve_engine(engine: Any, order: Order, token: str) -> None:

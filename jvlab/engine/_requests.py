@@ -12,6 +12,7 @@ import asyncio
 import copy
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jvlab._errors import SamplingError
@@ -26,12 +27,12 @@ YIELD_BYTES = 1 << 18
 MIN_BYTES = 256  # that each prompt counts as
 
 
+@dataclass
 class PromptReader:
     """Tokenises and checks prompts for one engine."""
 
-    def __init__(self, tokenizer: Any, facts: pb.EngineFacts) -> None:
-        self._tokenizer = tokenizer
-        self.facts = facts
+    _tokenizer: Any
+    facts: pb.EngineFacts
 
     async def read(
         self, prompts: Sequence[tuple[int, pb.Prompt]]

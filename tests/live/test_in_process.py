@@ -218,7 +218,7 @@ def test_it_closes_and_another_can_be_made_and_can_die(
 
         engine = second._host.engine
         assert engine is not None
-        engine._llm.engine_core._core.input_queue.put_nowait(
+        engine.llm.engine_core._core.input_queue.put_nowait(
             (EngineCoreRequestType.EXECUTOR_FAILED, b"")
         )
         until(

@@ -19,8 +19,9 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from jvlab._errors import ConfigError, SyncError, Unsupported, VerifyError
+from jvlab.engine._modules import own_modules
 from jvlab.engine.tracing import _vllm_model
-from jvlab.engine.tracing._trace import Coords, _layout, torch_dtype
+from jvlab.engine.tracing._trace import Coords, _layout, meta_tensors, tensors_of
 from jvlab.engine.tracing._write_recorder import Recorder, Target
 from jvlab.layout._layout_codec import layout_to_plain
 from jvlab.layout._types import CheckpointTensor, RankLayout
@@ -52,10 +53,7 @@ def trace_worker_adapter(
     worker: Any, tensors: Sequence[Sequence[Any]]
 ) -> dict[str, Any]:
     """`trace_adapter` inside a vLLM worker: [name, shape, dtype] lists in, plain values out, as of `trace_worker`."""
-    wanted = [
-        CheckpointTensor(str(n), tuple(int(i) for i in shape), str(dtype))
-        for n, shape, dtype in tensors
-    ]
+    wanted = tensors_of(tensors)
     with _vllm_model.current_config(worker):
         rank, coords = _vllm_model.coordinates()
         return layout_to_plain(trace_adapter(worker, wanted, rank, coords)) | {
@@ -68,10 +66,7 @@ def trace_adapter(
 ) -> RankLayout:
     """Where vLLM's own `set_lora` puts every element of an adapter's tensors in a slot. Nothing is written."""
     manager = manager_of(worker)
-    sources = [
-        torch.empty(t.shape, dtype=torch_dtype(t.dtype, t.name), device="meta")
-        for t in tensors
-    ]
+    sources = meta_tensors(tensors)
     calls = _calls(manager, tensors, sources)
     memory = {
         n: t
@@ -82,7 +77,7 @@ def trace_adapter(
     targets = [Target(k, name, True, t) for k, (name, t) in enumerate(memory.items())]
     recorder = Recorder([t.name for t in tensors], sources, targets)
     for target in targets:
-        recorder._fill(target, target.tensor, 0.0)  # set_lora clears the slot first
+        recorder.fill(target, target.tensor, 0.0)  # set_lora clears the slot first
     with torch.no_grad(), recorder:
         for name, a, b in calls:
             with _without_reset(manager.modules[name]):
@@ -208,7 +203,7 @@ class AdapterSlot:
             node = root
             *path, leaf = name.split(".")
             for part in path:
-                if part not in node._modules:
+                if part not in own_modules(node):
                     node.add_module(part, torch.nn.Module())
                 node = node.get_submodule(part)
             node.register_parameter(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,101 +15,25 @@ import torch
 import vllm.distributed.parallel_state as _groups
 import vllm.distributed.utils as _distributed
 import vllm.model_executor.layers.rotary_embedding as _rotary
-import vllm.model_executor.models.registry as _registry
 import vllm.model_executor.models.utils as _model_utils
 from torch.overrides import TorchFunctionMode
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.model_loader.utils import get_model_cls, initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from jvlab._errors import MissingDependency, TraceError
+from jvlab._errors import TraceError
+from jvlab.engine import _patches
+from jvlab.engine._modules import own_parameters
 from jvlab.engine.tracing import _vllm_model
-
-# fp8 layers of a model on meta as an engine on a card holds them: vLLM's own classes, its kernels named. vLLM 0.32.0.
-# Without a card vLLM finds no kernel for fp8, and without values its step after loading cannot quantise. So kernels are
-# those that an H200 was seen to take (CUTLASS for linear maps, Triton for experts), and quantising gives shapes alone.
-# Which arithmetic it is follows from the class; connecting to the engine proves it, on known values (`_trace.py`).
 
 # what `quantization` may be without an engine: two names of one thing
 ONLINE = ("fp8", "fp8_per_tensor")
 
 
-def linear_kernel(module_name: str = "", **options: Any) -> Any:
-    """vLLM's CUTLASS kernel of an fp8 layer on any machine; blocks are left as they are loaded, so need none."""
-    from vllm.model_executor.kernels.linear.scaled_mm.cutlass import (
-        CutlassFP8ScaledMMLinearKernel,
-    )
-    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
-        FP8ScaledMMLinearLayerConfig,
-    )
-
-    class Kernel(CutlassFP8ScaledMMLinearKernel):
-        @classmethod
-        def is_supported(
-            cls, compute_capability: int | None = None
-        ) -> tuple[bool, str | None]:
-            return True, None
-
-    if options["weight_quant_key"].scale.group_shape.row > 1:
-        return SimpleNamespace()
-    return Kernel(
-        FP8ScaledMMLinearLayerConfig(**options),
-        ["weight", "weight_scale", "input_scale", "x"],
-    )
-
-
-@contextmanager
-def card_kernels() -> Iterator[None]:
-    """Inside, models on meta are built and processed as on a card; see the head of this file."""
-    try:
-        replaced = _replaced()
-        before = [(module, name, getattr(module, name)) for module, name, _ in replaced]
-    except (ImportError, AttributeError) as error:
-        raise MissingDependency(
-            f"this vLLM quantises to fp8 in another way than jvlab can plan without an engine: {error}",
-            remedy="install vLLM 0.32.0, or plan with a running pool: jv.plan(params, pool)",
-        ) from error
-    try:
-        for module, name, value in replaced:
-            setattr(module, name, value)
-        yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
-
-
-def _replaced() -> list[tuple[Any, str, Any]]:
-    """Module, name and stand-in of what needs a card."""
-    from vllm import _custom_ops as ops
-    from vllm.model_executor.layers.fused_moe.oracle import fp8 as moe
-    from vllm.model_executor.layers.quantization import fp8
-    from vllm.model_executor.layers.quantization.online import fp8 as online
-
-    def quantised(
-        values: torch.Tensor, scale: torch.Tensor, **_: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.empty_like(values, dtype=torch.float8_e4m3fn), scale
-
-    triton = lambda **_: (moe.Fp8MoeBackend.TRITON, SimpleNamespace)
-    of_rank = lambda amax, _: amax  # the maximum over ranks has the shape of each
-    return [
-        *(
-            (module, "init_fp8_linear_kernel", linear_kernel)
-            for module in (fp8, online)
-        ),
-        *((module, "select_fp8_moe_backend", triton) for module in (fp8, online)),
-        (online, "amax_for_tp_weight_quant", of_rank),
-        (online, "amax_for_moe_weight_quant", of_rank),
-        (moe, "make_fp8_moe_kernel", lambda **_: SimpleNamespace()),
-        (ops, "scaled_fp8_quant", quantised),
-    ]
-
-
 def process(model: torch.nn.Module) -> None:
-    """vLLM's own step after loading, on a model on meta, of the layers that it quantises; inside `card_kernels`."""
+    """vLLM's own step after loading of the layers that it quantises, on meta; inside `_patches.card_kernels`."""
     for layer in model.modules():
         method: Any = _vllm_model.online_method(layer)
         if method is not None:
@@ -119,7 +44,7 @@ def process(model: torch.nn.Module) -> None:
         elif isinstance(getattr(layer, "quant_method", None), BaseKVCacheMethod):
             # read once after loading, then removed
             for name in ("q_scale", "k_scale", "v_scale", "prob_scale"):
-                layer._parameters.pop(name, None)
+                own_parameters(layer).pop(name, None)
 
 
 def check_known(quant_config: Any) -> None:
@@ -158,20 +83,6 @@ _GLOBALS = (
 )
 
 
-class _Ranks:
-    """The part of a torch process group that vLLM's constructors use."""
-
-    def __init__(self, size: int, rank: int) -> None:
-        self._size = size
-        self._rank = rank
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return self._rank
-
-
 class StandInGroup:
     """The part of vLLM's GroupCoordinator that building and loading a model uses: sizes and ranks only."""
 
@@ -186,7 +97,10 @@ class StandInGroup:
         self.prev_rank = ranks[rank - 1]
         self.is_first_rank = rank == 0
         self.is_last_rank = rank == size - 1
-        self.device_group = self.cpu_group = _Ranks(size, rank)
+        # the part of a torch process group that vLLM's constructors use
+        self.device_group = self.cpu_group = SimpleNamespace(
+            size=lambda: size, rank=lambda: rank
+        )
         self.device = torch.device("cpu")
         self.unique_name = "jvlab-stand-in"
         self.device_communicator = self.mq_broadcaster = None
@@ -199,19 +113,14 @@ def vllm_globals() -> Iterator[None]:
     groups = {
         name: getattr(_groups, name) for name in _GLOBALS if hasattr(_groups, name)
     }
-    ropes = dict(_rotary._ROPE_DICT)
-    missing = dict(_model_utils._model_to_pp_missing_layer_names)
+    cached = [dict(cache) for cache in _caches()]
     environment = dict(os.environ)
     try:
         yield
     finally:
         for name, value in groups.items():
             setattr(_groups, name, value)
-        caches: list[tuple[dict[Any, Any], dict[Any, Any]]] = [
-            (_rotary._ROPE_DICT, ropes),
-            (_model_utils._model_to_pp_missing_layer_names, missing),
-        ]
-        for cache, before in caches:
+        for cache, before in zip(_caches(), cached, strict=True):
             cache.clear()
             cache.update(before)
         if dict(os.environ) != environment:
@@ -219,24 +128,30 @@ def vllm_globals() -> Iterator[None]:
             os.environ.update(environment)
 
 
+def _caches() -> tuple[dict[Any, Any], ...]:
+    """What vLLM keeps of models: both hold tensors on a model's device."""
+    return _rotary._ROPE_DICT, _model_utils._model_to_pp_missing_layer_names
+
+
 def stand_in(tensor_parallel: int, pipeline_parallel: int, rank: int) -> None:
     """Sets vLLM's groups as on one rank of such an engine; use inside `vllm_globals`."""
     stage, place = divmod(rank, tensor_parallel)
     world = tensor_parallel * pipeline_parallel
     row = [stage * tensor_parallel + i for i in range(tensor_parallel)]
-    _groups._WORLD = StandInGroup(world, rank, list(range(world)))  # pyright: ignore[reportAttributeAccessIssue]
-    for name in ("_TP", "_EP", "_ETP"):
-        if hasattr(_groups, name):
-            setattr(_groups, name, StandInGroup(tensor_parallel, place, row))
     column = [place + i * tensor_parallel for i in range(pipeline_parallel)]
-    _groups._PP = StandInGroup(pipeline_parallel, stage, column)  # pyright: ignore[reportAttributeAccessIssue]
-    for name in _SINGLE:
+    across = StandInGroup(tensor_parallel, place, row)
+    values: dict[str, Any] = {
+        **dict.fromkeys(_SINGLE, StandInGroup(1, 0, [rank])),
+        **dict.fromkeys(("_TP", "_EP", "_ETP"), across),
+        "_WORLD": StandInGroup(world, rank, list(range(world))),
+        "_PP": StandInGroup(pipeline_parallel, stage, column),
+        "_NODE_COUNT": 1,
+    }
+    for name, value in values.items():
         if hasattr(_groups, name):
-            setattr(_groups, name, StandInGroup(1, 0, [rank]))
-    _groups._NODE_COUNT = 1
-    # both caches hold tensors on the previous model's device
-    _rotary._ROPE_DICT.clear()
-    _model_utils._model_to_pp_missing_layer_names.clear()
+            setattr(_groups, name, value)
+    for cache in _caches():
+        cache.clear()
 
 
 def engine_config(
@@ -262,14 +177,8 @@ def engine_config(
         if tensor_parallel * pipeline_parallel > 1
         else None,
     )
-    inspect = _registry._run_in_subprocess
-    # vLLM first imports the model class in a subprocess (13 s on two cores), so that CUDA need not be initialised here;
-    # here it is imported anyway
-    _registry._run_in_subprocess = lambda question: question()
-    try:
+    with _patches.classes_imported_here():
         return arguments.create_engine_config()
-    finally:
-        _registry._run_in_subprocess = inspect
 
 
 def build(config: VllmConfig, device: str) -> torch.nn.Module:
@@ -298,8 +207,8 @@ def _build(config: VllmConfig, place: Any) -> torch.nn.Module:
     config.compilation_config.static_forward_context.clear()
     config.compilation_config.static_all_moe_layers.clear()
     with (
-        _expert_maps_on_cpu(),
-        _undecorated_classes(config),
+        _patches.expert_maps_on_cpu(),
+        _patches.undecorated_classes(get_model_cls(config.model_config)),
         set_current_vllm_config(config),
         set_default_torch_dtype(config.model_config.dtype),
         place,
@@ -307,60 +216,7 @@ def _build(config: VllmConfig, place: Any) -> torch.nn.Module:
         return initialize_model(config)
 
 
-@contextmanager
-def _undecorated_classes(config: VllmConfig) -> Iterator[None]:
-    """Keeps vLLM's Transformers backend from decorating transformers' classes, which would outlast a trace."""
-    name = "_decorate_for_torch_compile"
-    owners = [
-        k for k in get_model_cls(config.model_config).__mro__ if name in k.__dict__
-    ]
-    originals = [k.__dict__[name] for k in owners]
-    for owner in owners:
-        setattr(owner, name, lambda model: None)
-    try:
-        yield
-    finally:
-        for owner, original in zip(owners, originals, strict=True):
-            setattr(owner, name, original)
-
-
-@contextmanager
-def _expert_maps_on_cpu() -> Iterator[None]:
-    """Keeps the expert maps real: with expert parallelism the loader reads from them which experts are local."""
-    original = ExpertMapManager.__init__
-
-    def on_cpu(self: Any, *args: Any, **kwargs: Any) -> None:
-        with torch.device("cpu"):
-            original(self, *args, **kwargs)
-
-    ExpertMapManager.__init__ = on_cpu
-    try:
-        yield
-    finally:
-        ExpertMapManager.__init__ = original
-
-
-@contextmanager
-def config_in_force(config: VllmConfig) -> Iterator[None]:
-    """Sets vLLM's current config while a loader runs."""
-    with set_current_vllm_config(config):
-        yield
-
-
-@contextmanager
-def only_layers(stage: int, count: int) -> Iterator[None]:
-    """Inside, this pipeline stage builds only its first `count` layers; the rest are treated as another stage's."""
-    original = _distributed.get_pp_indices
-
-    def shortened(layers: int, rank: int, stages: int) -> tuple[int, int]:
-        start, end = original(layers, rank, stages)
-        return (start, min(end, start + count)) if rank == stage else (start, end)
-
-    _distributed.get_pp_indices = shortened
-    try:
-        yield
-    finally:
-        _distributed.get_pp_indices = original
+config_in_force = set_current_vllm_config  # while a loader runs
 
 
 def stage_layers(layers: int, stage: int, stages: int) -> tuple[int, int]:
@@ -371,11 +227,7 @@ def stage_layers(layers: int, stage: int, stages: int) -> tuple[int, int]:
 @contextmanager
 def config_directory(config: dict[str, Any]) -> Iterator[Path]:
     """A directory that holds only this config.json."""
-    import json
-
-    with ExitStack() as stack:
-        path = Path(
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="jvlab-config-"))
-        )
+    with tempfile.TemporaryDirectory(prefix="jvlab-config-") as folder:
+        path = Path(folder)
         (path / "config.json").write_text(json.dumps(config))
         yield path

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from jvlab._errors import ConfigError, TraceError
+from jvlab.engine import _patches
 from jvlab.engine.tracing import _meta_model
 from jvlab.engine.tracing._trace import trace_model
 from jvlab.layout._checkpoint import checkpoint_tensors
@@ -40,7 +41,7 @@ def trace_offline(
     `model` is a directory (config.json is enough) or a config as a dict. With `expand`, two layers of each kind are
     traced on the first rank of a pipeline stage, one on its other ranks, and the others follow that pattern; where the
     pattern does not hold, every layer is traced. `quantization="fp8"`, and a checkpoint's fp8 in blocks, are as an
-    engine on a card holds them (`_card_kernels`).
+    engine on a card holds them (`_patches.card_kernels`).
     """
     if quantization not in (None, *_meta_model.ONLINE):
         raise ConfigError(
@@ -74,39 +75,23 @@ def trace_offline(
         )
         if config.quant_config is not None:
             _meta_model.check_known(config.quant_config)
-            stack.enter_context(_meta_model.card_kernels())
+            stack.enter_context(_patches.card_kernels())
         names = _Layers.of(wanted, config.model_config.hf_text_config.num_hidden_layers)
         layouts = []
-        for stage in range(pipeline_parallel):
-            layers = names if expand else None
-            for place in range(tensor_parallel):
-                rank = stage * tensor_parallel + place
-                short = None
-                # the first rank of a stage verifies that layers of a kind are alike
-                if layers is not None:
-                    times = 2 if place == 0 else 1
-                    short = _from_pattern(
-                        config,
-                        wanted,
-                        layers,
-                        tensor_parallel,
-                        pipeline_parallel,
-                        rank,
-                        times,
-                    )
-                if short is None:
-                    layers = None
-                    model_ = build_rank(
-                        config, tensor_parallel, pipeline_parallel, rank
-                    )
-                    short = _loaded(
-                        config,
-                        model_,
-                        wanted,
-                        rank,
-                        coords_of(tensor_parallel, rank, config),
-                    )
-                layouts.append(short)
+        layers = None
+        for rank in range(tensor_parallel * pipeline_parallel):
+            # the first rank of a stage verifies that layers of a kind are alike
+            first = rank % tensor_parallel == 0
+            if first and expand:
+                layers = names
+            short = None
+            if layers is not None:
+                times = 2 if first else 1
+                short = _from_pattern(config, wanted, layers, rank, times)
+            if short is None:
+                layers = None
+                short = _loaded(config, build_rank(config, rank), wanted, rank)
+            layouts.append(short)
         return layouts
 
 
@@ -127,10 +112,10 @@ def _engine_config(
         ) from error
 
 
-def build_rank(
-    config: Any, tp: int, pp: int, rank: int, device: str = "meta"
-) -> torch.nn.Module:
+def build_rank(config: Any, rank: int, device: str = "meta") -> torch.nn.Module:
     """The model of one rank, built by vLLM; call inside `_meta_model.vllm_globals()`."""
+    tp = config.parallel_config.tensor_parallel_size
+    pp = config.parallel_config.pipeline_parallel_size
     _meta_model.stand_in(tp, pp, rank)
     try:
         return _meta_model.build(config, device)
@@ -145,9 +130,9 @@ def build_rank(
         ) from error
 
 
-def coords_of(tp: int, rank: int, config: Any) -> tuple[tuple[str, int], ...]:
+def _coords(config: Any, rank: int) -> tuple[tuple[str, int], ...]:
     """(("tp", …), ("pp", …), ("ep", …)) of a global rank; without expert parallelism every rank is expert rank 0."""
-    stage, place = divmod(rank, tp)
+    stage, place = divmod(rank, config.parallel_config.tensor_parallel_size)
     return (
         ("tp", place),
         ("pp", stage),
@@ -207,27 +192,27 @@ def _from_pattern(
     config: Any,
     tensors: tuple[CheckpointTensor, ...],
     layers: _Layers,
-    tp: int,
-    pp: int,
     rank: int,
     times: int,
 ) -> RankLayout | None:
     """The layout of a rank from a few of its layers; None if that saves nothing or no pattern holds."""
-    stage = rank // tp
-    coords = coords_of(tp, rank, config)
-    start, end = _meta_model.stage_layers(layers.count, stage, pp)
+    parallel = config.parallel_config
+    stage = rank // parallel.tensor_parallel_size
+    start, end = _meta_model.stage_layers(
+        layers.count, stage, parallel.pipeline_parallel_size
+    )
     count = layers.layers_needed(start, end, times)
     if count >= end - start:
         return None
-    with _meta_model.only_layers(stage, count):
-        model = build_rank(config, tp, pp, rank)
+    with _patches.only_layers(stage, count):
+        model = build_rank(config, rank)
     if _built(model) != set(range(start, start + count)):
         return None  # the model does not use vLLM's make_layers
     in_stage = (layers.layer < 0) | (
         (layers.layer >= start) & (layers.layer < start + count)
     )
     chosen = np.flatnonzero(in_stage)
-    short = _loaded(config, model, [tensors[i] for i in chosen], rank, coords)
+    short = _loaded(config, model, [tensors[i] for i in chosen], rank)
     return _expanded(short, tensors, chosen, layers, range(start, end), count)
 
 
@@ -236,12 +221,11 @@ def _loaded(
     model: torch.nn.Module,
     tensors: Sequence[CheckpointTensor],
     rank: int,
-    coords: Any,
 ) -> RankLayout:
     with _meta_model.config_in_force(config):
         if config.quant_config is not None:
             _meta_model.process(model)
-        return trace_model(model, tensors, rank, coords)
+        return trace_model(model, tensors, rank, _coords(config, rank))
 
 
 def _built(model: torch.nn.Module) -> set[int]:
@@ -281,12 +265,11 @@ def _expanded(
     at |= {p.name: i for i, p in enumerate(parameters)}
     moved = np.array([at[p.name] for p in short.parameters], np.int64)
     columns: dict[str, list[np.ndarray]] = defaultdict(list)
-    plain = ("shape", "src_offset", "src_strides", "dst_offset", "dst_strides")
 
     def add(rows: np.ndarray, tensor: np.ndarray, parameter: np.ndarray) -> None:
         columns["tensor"].append(tensor)
         columns["parameter"].append(parameter)
-        for name in plain:
+        for name in _COMPARED:
             columns[name].append(getattr(short, name)[rows])
 
     add(loose, chosen[short.tensor[loose]], moved[short.parameter[loose]])
@@ -295,7 +278,7 @@ def _expanded(
         add(p.rows, layers.members[number][p.member], first[number] + p.slot)
     order = np.argsort(np.concatenate(columns["tensor"]), kind="stable")
     table = {name: np.concatenate(values)[order] for name, values in columns.items()}
-    opaque = again.tensors(short.opaque, tensors, chosen, short)
+    opaque = again.tensors(short.opaque, tensors)
     filled = np.zeros(len(tensors), bool)
     filled[table["tensor"]] = True
     names = {n.name for n in opaque}
@@ -314,7 +297,7 @@ def _expanded(
             for i in np.flatnonzero(~filled)
             if tensors[i].name not in names
         ),
-        **{name: table[name] for name in plain},
+        **{name: table[name] for name in _COMPARED},
     )
 
 
@@ -480,14 +463,8 @@ class _Renamed:
         return tuple(sorted(self._repeat(notes), key=lambda n: at[n.name]))
 
     def tensors(
-        self,
-        notes: tuple[Note, ...],
-        tensors: tuple[CheckpointTensor, ...],
-        chosen: np.ndarray,
-        short: RankLayout,
+        self, notes: tuple[Note, ...], tensors: tuple[CheckpointTensor, ...]
     ) -> tuple[Note, ...]:
-        if not notes:
-            return ()
         at = {t.name: i for i, t in enumerate(tensors)}
         return tuple(sorted(self._repeat(notes), key=lambda n: at.get(n.name, len(at))))
 

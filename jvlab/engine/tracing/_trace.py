@@ -13,6 +13,14 @@ import numpy as np
 import torch
 
 from jvlab._errors import TraceError
+from jvlab.engine import _modules
+from jvlab.engine._modules import (
+    dtype_name,
+    format_of,
+    held_parameters,
+    memory_of,
+    own_parameters,
+)
 from jvlab.engine.tracing import _vllm_model
 from jvlab.engine.tracing._vllm_model import bare_model
 from jvlab.engine.tracing._write_recorder import (
@@ -43,7 +51,6 @@ from jvlab.layout._types import (
 
 # known values repeat after so many elements, a prime: no row of a matrix equals its neighbour
 PATTERN = 65521
-_TABLES = {"_parameters", "_buffers", "_modules"}
 _MOE_SCALES = {
     f"{w}_weight_scale{end}": f"w{k}_scale"
     for k, w in ((1, "w13"), (2, "w2"))
@@ -83,7 +90,7 @@ class _NoFormat(Exception):
 
 
 def find_formats(model: torch.nn.Module) -> Formats:
-    """The formats of a live model, or of one on meta that was processed by `_card_kernels`; none of any other.
+    """The formats of a live model, or of one on meta that was processed by `_patches.card_kernels`; none of any other.
 
     On meta there are no values to compare: shapes and strides are vLLM's, the arithmetic is taken for known.
     """
@@ -94,7 +101,7 @@ def find_formats(model: torch.nn.Module) -> Formats:
         if _vllm_model.online_method(layer) is None and not blocks:
             continue
         repacked, added = _vllm_model.changed_later(layer)
-        held = [p for p in layer._parameters.values() if p is not None]
+        held = list(held_parameters(layer).values())
         on_meta = [p.is_meta for p in held]
         if not (repacked or blocks) or (any(on_meta) and (blocks or not all(on_meta))):
             continue
@@ -130,66 +137,51 @@ def _formats(prefix: str, layer: Any, repacked: list[str], added: list[str]) -> 
     """The formats of one layer."""
     out = Formats()
     built = _vllm_model.as_built(layer)
-    if gone := [n for n in repacked if layer._parameters.get(n) is None]:
+    own = own_parameters(layer)
+    if gone := [n for n in repacked if own.get(n) is None]:
         raise _NoFormat(f"it removes {', '.join(gone)}")
     place, size = _vllm_model.ranks_sharing(layer)
-    devices = {n: layer._parameters[n].device for n in repacked}
+    devices = {n: own[n].device for n in repacked}
     on_meta = any(device.type == "meta" for device in devices.values())
     known = {
         n: known_values(tuple(built[n].shape), built[n].dtype, devices[n], place)
         for n in repacked
     }
     made = (
-        {n: layer._parameters[n] for n in (*repacked, *added)}
+        {n: own[n] for n in (*repacked, *added)}
         if on_meta
         else _processed(layer, known)
     )
     pairs = {n: f"{n}_scale" for n in repacked}
     if why := _unlike(layer, made, set(pairs.values()), set(added)):
         raise _NoFormat(why)
-    out.others |= {
-        f"{prefix}.{n}" for n in layer._parameters if n not in known and n not in added
-    }
+    out.others |= {f"{prefix}.{n}" for n in own if n not in known and n not in added}
     for name, scale in pairs.items():
-        view, how = _placed(layer._parameters[name], tuple(built[name].shape))
+        loaded = built[name]
+        live = own[name]
+        view, how = _placed(live, tuple(loaded.shape))
         values = made[name]
         scales = made[scale]
         if view is None:
-            raise _NoFormat(
-                f"{name} {tuple(built[name].shape)} became {_form(layer._parameters[name])}"
-            )
+            raise _NoFormat(f"{name} {tuple(loaded.shape)} became {_form(live)}")
         blocks = scales.numel()
-        if blocks not in (1, built[name].shape[0]) or (
-            blocks > 1 and built[name].dim() < 3
-        ):
+        if blocks not in (1, loaded.shape[0]) or (blocks > 1 and loaded.dim() < 3):
             raise _NoFormat(f"{name} has {blocks} scales")
-        got = torch.as_strided(values, built[name].shape, view, values.storage_offset())
+        got = torch.as_strided(values, loaded.shape, view, values.storage_offset())
         if not on_meta and not _equal(
             known[name], got, scales, blocks, 2 ** (size - 1 - place)
         ):
             raise _NoFormat(
                 f"its {name} is not max|w| / {FP8_MAX:g}, one scale over {_over(blocks)}"
             )
-        live = layer._parameters[name]
         full = [f"{prefix}.{n}" if prefix else n for n in (name, scale)]
         block = (live.untyped_storage().nbytes() - live.storage_offset()) // blocks
         text = f"fp8, one scale per {_over(blocks)}{how}"
-        out.found.append(
-            Format(
-                full[0],
-                full[1],
-                str(built[name].dtype).removeprefix("torch."),
-                block,
-                text,
-            )
-        )
-        for one, tensor in zip(full, (live, layer._parameters[scale]), strict=True):
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            out.kernel[one] = Parameter(
-                one, tuple(tensor.shape), dtype, tuple(tensor.stride())
-            )
+        out.found.append(Format(full[0], full[1], dtype_name(loaded), block, text))
+        for one, tensor in zip(full, (live, own[scale]), strict=True):
+            out.kernel[one] = Parameter(one, *format_of(tensor))
         out.strides[layer, name] = view
-        if extra := live.numel() - built[name].numel():
+        if extra := live.numel() - loaded.numel():
             out.padding.append(
                 Note(full[0], "zeros that the kernel's tiles need", extra, "constant")
             )
@@ -204,8 +196,8 @@ def _as_loaded(prefix: str, layer: Any) -> Formats:
 
     Some kernels round scales to powers of two and quantise again, in the same memory: only values show it.
     """
-    built = {**layer._parameters, **_vllm_model.as_built(layer)}
-    device = next(p.device for p in layer._parameters.values() if p is not None)
+    built = {**own_parameters(layer), **_vllm_model.as_built(layer)}
+    device = next(p.device for p in held_parameters(layer).values())
     known = {}
     for name in _vllm_model.loaded_names(layer):
         t = built[name]
@@ -238,7 +230,8 @@ def _over(blocks: int) -> str:
 
 
 def _form(t: torch.Tensor) -> str:
-    return f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} strides {tuple(t.stride())}"
+    shape, dtype, strides = format_of(t)
+    return f"{shape} {dtype} strides {strides}"
 
 
 def _unlike(
@@ -248,14 +241,14 @@ def _unlike(
     if added != scales:
         return f"it adds {', '.join(sorted(added)) or 'no scales'}"
     for name, tensor in made.items():
-        live = layer._parameters.get(name)
+        live = own_parameters(layer).get(name)
         if live is None or _form(live) != _form(tensor):
             return f"{name} is {_form(tensor)} for known values, and {_form(live) if live is not None else 'gone'} live"
     kernel = getattr(layer.quant_method, "moe_quant_config", None)
     for name, of in _MOE_SCALES.items():
         held = getattr(kernel, of, None)
         if name in made and (
-            held is None or held.data_ptr() != layer._parameters[name].data_ptr()
+            held is None or held.data_ptr() != own_parameters(layer)[name].data_ptr()
         ):
             return f"its kernel computes with a copy of {name}"
     return ""
@@ -304,32 +297,23 @@ def known_values(
 
 def _processed(layer: Any, known: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """vLLM's own step after loading, on a stand-in for the layer that holds known values."""
-    stand_in = copy.copy(layer)
-    for table in _TABLES:
-        stand_in.__dict__[table] = dict(layer.__dict__[table])
-    stand_in.__dict__.pop(_DONE, None)
+    beside = _modules.stand_in(layer)
+    beside.__dict__.pop(_DONE, None)
+    own = own_parameters(beside)
     _, added = _vllm_model.changed_later(layer)
     for name in added:
-        del stand_in._parameters[name]
+        del own[name]
     for name, tensor in known.items():
-        stand_in._parameters[name] = torch.nn.Parameter(tensor, requires_grad=False)
-    method = copy.copy(layer.quant_method)
+        own[name] = torch.nn.Parameter(tensor, requires_grad=False)
     # a method may be a module; its copy must not write the original's
-    for table in _TABLES & method.__dict__.keys():
-        method.__dict__[table] = dict(method.__dict__[table])
+    method = _modules.stand_in(layer.quant_method)
     if "fp8_linear" in method.__dict__:
         method.fp8_linear = copy.copy(method.fp8_linear)
-    table = (
-        stand_in._modules if "quant_method" in stand_in._modules else stand_in.__dict__
-    )
-    table["quant_method"] = method
+    _modules.put(beside, "quant_method", method)
     with torch.no_grad():
-        method.process_weights_after_loading(stand_in)
-    return {
-        n: stand_in._parameters[n].data
-        for n in (*known, *added)
-        if stand_in._parameters.get(n) is not None
-    }
+        method.process_weights_after_loading(beside)
+    made = held_parameters(beside)
+    return {n: made[n].data for n in (*known, *added) if n in made}
 
 
 def quantise(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -445,12 +429,25 @@ def _with_formats(layout: RankLayout, formats: Formats) -> RankLayout:
     )
 
 
+def tensors_of(plain: Sequence[Sequence[Any]]) -> list[CheckpointTensor]:
+    """Of [name, shape, dtype] lists."""
+    return [
+        CheckpointTensor(str(n), tuple(int(i) for i in shape), str(dtype))
+        for n, shape, dtype in plain
+    ]
+
+
+def meta_tensors(tensors: Sequence[CheckpointTensor]) -> list[torch.Tensor]:
+    """Such tensors without memory."""
+    return [
+        torch.empty(t.shape, dtype=torch_dtype(t.dtype, t.name), device="meta")
+        for t in tensors
+    ]
+
+
 def trace_worker(worker: Any, tensors: Sequence[Sequence[Any]]) -> dict[str, Any]:
     """`trace_model` inside a vLLM worker: [name, shape, dtype] lists in, `layout_to_plain` values out."""
-    wanted = [
-        CheckpointTensor(str(n), tuple(int(i) for i in shape), str(dtype))
-        for n, shape, dtype in tensors
-    ]
+    wanted = tensors_of(tensors)
     model = bare_model(_vllm_model.worker_model(worker))
     with _vllm_model.current_config(worker):
         rank, coords = _vllm_model.coordinates()
@@ -466,7 +463,7 @@ def parameter_aliases(model: torch.nn.Module) -> list[tuple[str, str]]:
     for name, p in model.named_parameters(remove_duplicate=False):
         if p.numel():
             canonical = first.setdefault(
-                (p.untyped_storage()._cdata, int(p.storage_offset()), tuple(p.shape)),
+                (memory_of(p), int(p.storage_offset()), tuple(p.shape)),
                 name,
             )
             if canonical != name:
@@ -507,11 +504,6 @@ def model_digest(model: torch.nn.Module) -> str:
     return state.hexdigest()
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """`bfloat16` for torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")
-
-
 def torch_dtype(name: str, tensor: str) -> torch.dtype:
     """The torch dtype of that name, or a TraceError that names the tensor."""
     found = getattr(torch, name, None)
@@ -539,7 +531,7 @@ def _targets(model: torch.nn.Module) -> list[Target]:
                     parameter=name,
                 )
             key = (
-                t.untyped_storage()._cdata,
+                memory_of(t),
                 t.storage_offset(),
                 tuple(t.shape),
                 t.stride(),
@@ -553,10 +545,7 @@ def _targets(model: torch.nn.Module) -> list[Target]:
 def _run(
     model: torch.nn.Module, tensors: Sequence[CheckpointTensor], targets: list[Target]
 ) -> Recorder:
-    sources = [
-        torch.empty(t.shape, dtype=torch_dtype(t.dtype, t.name), device="meta")
-        for t in tensors
-    ]
+    sources = meta_tensors(tensors)
     recorder = Recorder([t.name for t in tensors], sources, targets)
     last: list[CheckpointTensor] = []
 
@@ -624,7 +613,7 @@ def _layout(
         coords=tuple((str(axis), int(at)) for axis, at in coords),
         tensors=tuple(tensors),
         parameters=tuple(
-            Parameter(t.name, t.shape, dtype_name(t.dtype), t.strides) for t in kept
+            Parameter(t.name, t.shape, dtype_name(t), t.strides) for t in kept
         ),
         tensor=np.array([index[recorder.names[r.source]] for r in rows], np.int32),
         parameter=np.array([place[r.target] for r in rows], np.int32),
@@ -640,16 +629,14 @@ def _layout(
             if t.name in opaque
         ),
         repacked=tuple(
-            _staged_note(t, *staged[t.name]) for t in kept if t.name in staged
+            Note(t.name, staged[t.name][0], t.elements, staged[t.name][1])
+            for t in kept
+            if t.name in staged
         ),
         unused=tuple(
             t.name for t in tensors if t.name not in used and t.name not in opaque
         ),
     )
-
-
-def _staged_note(target: Target, why: str, kind: str) -> Note:
-    return Note(target.name, why, target.elements, kind)
 
 
 def _last_writes(recorder: Recorder, opaque: dict[str, str]) -> list[Row]:

@@ -1,7 +1,7 @@
 """vLLM internals used to trace a live model: coordinates, reload metadata, packed layers. Checked against vLLM 0.32.0.
 
-Every non-public vLLM name that the tracer relies on is in this file or in `_meta_model`. Remove an entry when vLLM
-offers a public equivalent.
+Every non-public vLLM name that the tracer relies on is in this file, in `_meta_model` or in `engine/_patches.py`.
+Remove an entry when vLLM offers a public equivalent.
 """
 
 from __future__ import annotations
@@ -34,6 +34,14 @@ from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
+from jvlab.engine._modules import (
+    format_of,
+    held_parameters,
+    own_modules,
+    own_parameters,
+    packed_kernel,
+)
+
 # A vLLM model below the layers that LoRA wraps around its own. Checked against vLLM 0.32.0.
 
 
@@ -59,8 +67,8 @@ def _bare(module: torch.nn.Module, seen: dict[int, torch.nn.Module]) -> torch.nn
         found = copy.copy(module)
         object.__setattr__(found, "_modules", {})
         seen[id(module)] = found
-        for name, child in module._modules.items():
-            found._modules[name] = None if child is None else _bare(child, seen)
+        for name, child in own_modules(module).items():
+            own_modules(found)[name] = None if child is None else _bare(child, seen)
     seen[id(module)] = found
     return found
 
@@ -107,10 +115,8 @@ def current_config(worker: Any) -> Iterator[None]:
 def may_swap(worker: Any) -> bool:
     """Whether a parameter's memory may be swapped: nothing compiled or captured holds its address."""
     config = getattr(worker, "vllm_config", None)
-    return (
-        config is not None
-        and config.device_config.device_type == "cpu"
-        and config.model_config.enforce_eager
+    return config is None or (
+        config.device_config.device_type == "cpu" and config.model_config.enforce_eager
     )
 
 
@@ -118,25 +124,27 @@ def coordinates() -> tuple[int, tuple[tuple[str, int], ...]]:
     """(global rank, coordinates) of this process, from vLLM's groups; expert rank 0 without expert parallelism."""
     config = get_current_vllm_config_or_none()
     experts = config is not None and config.parallel_config.enable_expert_parallel
-    pairs = (
-        ("tp", _groups._TP),
-        ("pp", _groups._PP),
-        ("ep", _groups._EP if experts else None),
+    groups = {
+        "tp": group_of("tp"),
+        "pp": group_of("pp"),
+        "ep": group_of("ep") if experts else None,
+    }
+    world = group_of("world")
+    return 0 if world is None else world.rank, tuple(
+        (axis, 0 if group is None else group.rank_in_group)
+        for axis, group in groups.items()
     )
-    rank = _groups._WORLD.rank if _groups._WORLD is not None else 0
-    return rank, tuple(
-        (axis, group.rank_in_group if group is not None else 0) for axis, group in pairs
-    )
+
+
+def group_of(axis: str) -> Any:
+    """vLLM's group of this axis; None if there is none, where vLLM's own function raises."""
+    return vars(_groups)[f"_{axis.upper()}"]
 
 
 def as_built(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The layer's parameters as its constructor made them (on meta): what vLLM keeps for its own reload."""
     info = LAYERWISE_INFO.get(layer)
     return {} if info is None else info.restore_metadata[0]
-
-
-def _format(t: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(t.shape), t.dtype, tuple(t.stride())
 
 
 def _repacked(layer: torch.nn.Module) -> dict[str, str]:
@@ -146,10 +154,10 @@ def _repacked(layer: torch.nn.Module) -> dict[str, str]:
         return {}
     found = {}
     for name, meta in as_built(layer).items():
-        live = layer._parameters.get(name)
+        live = own_parameters(layer).get(name)
         if live is None:
             found[name] = "removed after loading"
-        elif _format(live) != _format(meta):
+        elif format_of(live) != format_of(meta):
             found[name] = (
                 f"re-packed after loading: {tuple(live.shape)} {live.dtype} strides {live.stride()}"
             )
@@ -159,7 +167,7 @@ def _repacked(layer: torch.nn.Module) -> dict[str, str]:
 def _replaced(layer: torch.nn.Module) -> list[str]:
     """Parameters that processing after loading made anew, as plain ones: without what their loader asks them for."""
     pairs = [
-        (n, built, layer._parameters.get(n)) for n, built in as_built(layer).items()
+        (n, built, own_parameters(layer).get(n)) for n, built in as_built(layer).items()
     ]
     plain = lambda live, built: (
         type(live) is not type(built) or built.__dict__.keys() - live.__dict__.keys()
@@ -174,11 +182,7 @@ def _made_later(layer: torch.nn.Module) -> list[str]:
     if LAYERWISE_INFO.get(layer) is None:
         return []
     known = as_built(layer).keys() | SKIP_TENSORS
-    return [
-        name
-        for name, p in layer._parameters.items()
-        if p is not None and name not in known
-    ]
+    return [name for name in held_parameters(layer) if name not in known]
 
 
 def changed_later(layer: torch.nn.Module) -> tuple[list[str], list[str]]:
@@ -211,9 +215,9 @@ def loader_format(
             names = {*_repacked(layer), *_replaced(layer)}
             extra = _made_later(layer)
             if names or extra:
-                saved.append((layer, dict(layer._parameters)))
+                saved.append((layer, dict(own_parameters(layer))))
             for name in extra:
-                del layer._parameters[name]
+                del own_parameters(layer)[name]
             for name in names:
                 meta = as_built(layer)[name]
                 lying = (strides or {}).get((layer, name), meta.stride())
@@ -223,12 +227,12 @@ def loader_format(
                 fresh.__class__ = meta.__class__
                 fresh.__dict__.update(meta.__dict__)
                 own_loader(fresh)
-                layer._parameters[name] = restore_layer_refs(fresh, layer)  # pyright: ignore[reportArgumentType]
+                own_parameters(layer)[name] = restore_layer_refs(fresh, layer)  # pyright: ignore[reportArgumentType]
         yield
     finally:
         for layer, parameters in saved:
-            layer._parameters.clear()
-            layer._parameters.update(parameters)
+            own_parameters(layer).clear()
+            own_parameters(layer).update(parameters)
 
 
 @contextmanager
@@ -292,7 +296,7 @@ def staged_layers(model: torch.nn.Module) -> list[Staged]:
             full = f"{prefix}.{name}" if prefix else name
             found.append(
                 Staged(
-                    reported.get(id(layer._parameters.get(name)), full),
+                    reported.get(id(own_parameters(layer).get(name)), full),
                     layer,
                     name,
                     why,
@@ -310,9 +314,8 @@ def staged_layers(model: torch.nn.Module) -> list[Staged]:
                     Staged(reported.get(id(p), full), layer, name, why, "derived")
                 )
         if isinstance(layer, Attention):
-            sinks = model.get_submodule(prefix.rpartition(".")[0])._parameters.get(
-                "sinks"
-            )
+            above = model.get_submodule(prefix.rpartition(".")[0])
+            sinks = own_parameters(above).get("sinks")
             if sinks is not None and _converts(layer, sinks):
                 _SINKS[layer] = sinks
                 why = f"{prefix} computes with a copy of other precision, made once"
@@ -388,7 +391,7 @@ def ranks_sharing(layer: Any) -> tuple[int, int]:
         return 0, 1
     experts = isinstance(method, OnlineMoEMethodBase)
     size = int(method.moe.tp_size if experts else layer.tp_size)
-    group = _groups._EP if experts else _groups._TP
+    group = group_of("ep" if experts else "tp")
     if size == 1 or group is None or (not experts and not _is_tp_sharded(layer)):
         return 0, 1
     return group.rank_in_group, size
@@ -409,7 +412,7 @@ def reloads(layer: Any) -> bool:
 
 def loaded_names(layer: torch.nn.Module) -> list[str]:
     """The layer's own parameters that a loader fills; a bias is not among what vLLM keeps of a layer as built."""
-    live = [n for n, p in layer._parameters.items() if p is not None and not p.is_meta]
+    live = [n for n, p in held_parameters(layer).items() if not p.is_meta]
     return (
         list(dict.fromkeys([*as_built(layer), *(n for n in live if n == "bias")]))
         if live
@@ -456,7 +459,7 @@ def experts_read_them(layer: torch.nn.Module) -> bool:
         ("w13_bias", getattr(kernel, "w1_bias", None)),
         ("w2_bias", getattr(kernel, "w2_bias", None)),
     ):
-        live = layer._parameters.get(name)
+        live = own_parameters(layer).get(name)
         if live is not None and held is not None and held.data_ptr() != live.data_ptr():
             return False
     return True
@@ -465,7 +468,7 @@ def experts_read_them(layer: torch.nn.Module) -> bool:
 def _held_elsewhere(layer: torch.nn.Module, own_head: bool) -> dict[str, str]:
     """Parameters of which the layer's kernel has, or may have, a converted copy of the same shape."""
     method = getattr(layer, "quant_method", None)
-    live = [n for n, p in layer._parameters.items() if p is not None and not p.is_meta]
+    live = [n for n, p in held_parameters(layer).items() if not p.is_meta]
     if not live or not isinstance(method, QuantizeMethodBase):
         return {}
     if isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
@@ -476,10 +479,7 @@ def _held_elsewhere(layer: torch.nn.Module, own_head: bool) -> dict[str, str]:
         ):
             # also packed, but only used for lookups: F.embedding reads the live weight
             return {}
-        # set on CPU only; a closure keeps a packed weight
-        kernel: Any = layer.__dict__.get("cpu_linear")
-        code = getattr(kernel, "__code__", None)
-        if code is not None and (code.co_freevars or kernel.__defaults__):
+        if packed_kernel(layer.__dict__) is not None:
             return {
                 "weight": "the CPU kernel computes from a packed copy (oneDNN or like) made after loading"
             }

@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._C import _dispatch_has_kernel_for_dispatch_key
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from jvlab.engine._modules import memory_of
 from jvlab.layout._boxes import merge_axes
 
 # Algebra of strided boxes: views resolved exactly through re-ordering copies, and what a set of boxes covers.
@@ -309,6 +311,13 @@ def covered(pieces: Sequence[np.ndarray]) -> tuple[int, int]:
 # ----------------------------------------------------------------------------------------------------
 
 _aten = torch.ops.aten
+
+
+def _schema(func: Any) -> Any:
+    """What torch knows of an operation's arguments."""
+    return func._schema
+
+
 _SHAPE_ONLY = {  # results do not depend on the values of arguments
     "empty_like",
     "zeros_like",
@@ -354,7 +363,7 @@ class Target:
             tensor.dtype,
         )
         self.storage, self.offset, self.elements = (
-            tensor.untyped_storage()._cdata,
+            memory_of(tensor),
             int(tensor.storage_offset()),
             tensor.numel(),
         )
@@ -408,7 +417,7 @@ class Recorder(TorchDispatchMode):
         # storages are identified by address, so none may be freed
         self._held: list[Any] = [*sources]
         self._origins = {
-            s.untyped_storage()._cdata: WriteOrigin(s.dtype, {n}, root=i)
+            memory_of(s): WriteOrigin(s.dtype, {n}, root=i)
             for i, (n, s) in enumerate(zip(names, sources, strict=True))
         }
         self._by_storage: dict[int, list[Target]] = {}
@@ -433,21 +442,21 @@ class Recorder(TorchDispatchMode):
         return handler(func, args, kwargs)
 
     def _handler(self, func: Any) -> Any:
-        if torch._C._dispatch_has_kernel_for_dispatch_key(
+        if _dispatch_has_kernel_for_dispatch_key(
             func.name(), "CompositeImplicitAutograd"
         ):
             # in inference mode reshape and to() arrive undecomposed, and may copy
             return self._decompose
-        if func._schema.is_mutable:
+        if _schema(func).is_mutable:
             return self._mutate
-        if any(argument.alias_info is not None for argument in func._schema.arguments):
+        if any(argument.alias_info is not None for argument in _schema(func).arguments):
             return self._view
         return self._follow
 
     # -- origins of tensors
 
     def _origin(self, tensor: torch.Tensor) -> WriteOrigin | None:
-        return self._origins.get(tensor.untyped_storage()._cdata)
+        return self._origins.get(memory_of(tensor))
 
     def _origins_in(self, args: Any, kwargs: Any) -> list[WriteOrigin]:
         found = [
@@ -459,11 +468,11 @@ class Recorder(TorchDispatchMode):
 
     def _set_origin(self, tensor: torch.Tensor, origin: WriteOrigin) -> None:
         self._held.append(tensor)
-        self._origins[tensor.untyped_storage()._cdata] = origin
+        self._origins[memory_of(tensor)] = origin
 
     def _target(self, tensor: torch.Tensor) -> Target | None:
         """The model tensor that `tensor` is a view of."""
-        candidates = self._by_storage.get(tensor.untyped_storage()._cdata, ())
+        candidates = self._by_storage.get(memory_of(tensor), ())
         at = tensor.storage_offset()
         return next(
             (t for t in candidates if t.offset <= at < t.end),
@@ -506,7 +515,7 @@ class Recorder(TorchDispatchMode):
         """Runs an operation without side effects; what it computes from a checkpoint tensor is opaque."""
         out = func(*args, **kwargs)
         known = self._origins_in(args, kwargs)
-        if known and func._schema.name.removeprefix("aten::") not in _SHAPE_ONLY:
+        if known and _schema(func).name.removeprefix("aten::") not in _SHAPE_ONLY:
             names = set().union(*(o.names for o in known))
             for t in tree_leaves(out):
                 if (
@@ -672,9 +681,9 @@ class Recorder(TorchDispatchMode):
         known = {t.name: t for t in self.targets}
         made: dict[int, Target] = {}
         for name, p in parameters:
-            storage = p.untyped_storage()._cdata
+            storage = memory_of(p)
             if storage not in self._by_storage and any(
-                t.untyped_storage()._cdata == storage for t, _ in self._orphans
+                memory_of(t) == storage for t, _ in self._orphans
             ):
                 fresh = Target(len(self.targets), name, False, p)
                 old = known.get(name)
@@ -688,7 +697,7 @@ class Recorder(TorchDispatchMode):
                     self.targets.append(fresh)
                 made[storage] = fresh
         for target, source in self._orphans:
-            owner = made.get(target.untyped_storage()._cdata)
+            owner = made.get(memory_of(target))
             origin = self._origin(source)
             assert origin is not None
             if owner is not None:
@@ -704,21 +713,21 @@ class Recorder(TorchDispatchMode):
         """Any other operation that writes; it is never applied to the model."""
         written = [
             value
-            for argument, value in zip(func._schema.arguments, args, strict=False)
+            for argument, value in zip(_schema(func).arguments, args, strict=False)
             if argument.alias_info is not None
             and argument.alias_info.is_write
             and isinstance(value, torch.Tensor)
         ]
         known = self._origins_in(args, kwargs)
         owned = [(o, view) for view in written if (o := self._target(view)) is not None]
-        name = func._schema.name.removeprefix("aten::")
+        name = _schema(func).name.removeprefix("aten::")
         if (
             owned
             and not known
             and name in ("fill_", "zero_")
             and owned[0][1].dtype == owned[0][0].dtype
         ):
-            self._fill(*owned[0], 0.0 if name == "zero_" else float(args[1]))
+            self.fill(*owned[0], 0.0 if name == "zero_" else float(args[1]))
             return args[0]
         for owner, view in owned:
             reason = f"the loader changes {owner.name} in place ({func})"
@@ -734,7 +743,7 @@ class Recorder(TorchDispatchMode):
                 self._taint(tensor, origin, f"the loader computes it ({func})")
         return args[0]
 
-    def _fill(self, owner: Target, view: torch.Tensor, value: float) -> None:
+    def fill(self, owner: Target, view: torch.Tensor, value: float) -> None:
         """Records a constant fill; where it overwrites earlier copies, their tensors become opaque."""
         place = owner.runs(view)
         before = [
@@ -761,7 +770,7 @@ class Recorder(TorchDispatchMode):
     def check_memory(self) -> None:
         """Restores the memory of a parameter whose `.data` the loader replaced, and marks its sources opaque."""
         for t in self.targets:
-            if t.tensor.untyped_storage()._cdata != t.storage:
+            if memory_of(t.tensor) != t.storage:
                 origin = self._origin(t.tensor)
                 reason = f"the loader replaces the memory of {t.name}"
                 self.computed.setdefault(t.number, reason)

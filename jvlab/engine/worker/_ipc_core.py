@@ -1,6 +1,6 @@
 """An ipc sync as the engine core runs it, in one call: pause, let the trainer write, compare digests, resume.
 
-`_scheduler`, which is loaded in the core's process, makes these functions methods of vLLM's EngineCore. The way through
+`_patches` makes those in METHODS methods of vLLM's EngineCore, in the core's process. The way through
 the front end takes more than a millisecond of sockets, threads and wake-ups, so the core has a socket of its own
 (`CoreChannelServer`). The trainer sends a wake-up there, then the order for a sync, and the same order to the front end
 at the same time. From then on trainer and core exchange signals:
@@ -40,6 +40,14 @@ CONNECT_SECONDS = 5.0  # for the trainer to have connected
 NO_CALL = -1  # a call id that the front end never uses
 # syncs started by a trainer's own order; the front end may be some behind
 MAX_REMEMBERED = 8
+METHODS = (
+    "jv_open_core_channel",
+    "jv_woken",
+    "jv_called",
+    "jv_direct_sync",
+    "jv_finish",
+    "jv_swap",
+)
 WOKEN_SECONDS = 0.002  # that the core waits for the order after a wake-up
 
 
@@ -48,7 +56,8 @@ def jv_open_core_channel(self: Any, wanted: Any) -> Any:
     old: CoreChannelServer | None = self.__dict__.pop("jv_core_channel", None)
     if old is not None:
         old.close()
-    self.jv_results, self.jv_started = {}, deque(maxlen=MAX_REMEMBERED)
+    self.jv_results = {}
+    self.jv_started = deque(maxlen=MAX_REMEMBERED)
     if not wanted:
         return []
 
@@ -242,11 +251,9 @@ def direct_sync(
             f"the trainer closed its connection while it wrote: {error}",
             "TransportError",
         )
-    out["stage"], out["answers"], seconds["verify"] = (
-        "verify",
-        answers,
-        time.perf_counter() - start,
-    )
+    out["stage"] = "verify"
+    out["answers"] = answers
+    seconds["verify"] = time.perf_counter() - start
     if order["verify"] != "off":
         found = b"".join(a["values"] for a in sorted(answers, key=lambda a: a["rank"]))
         if found != out["claimed"]:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from jvlab._errors import LayoutError, SyncError, Unsupported, VerifyError
+from jvlab.engine._modules import format_of
 from jvlab.engine.worker._live_memory import Addresses, by_name, flat, some
 from jvlab.layout._digest import in_sample
 from jvlab.layout._plan import TransferPlan
@@ -97,13 +98,7 @@ class IpcExport:
 
     def _checked(self, number: int, tensor: torch.Tensor | None) -> torch.Tensor:
         info = self.plan.parameters[int(self.plan.target_parameter[number])]
-        have = None
-        if tensor is not None:
-            have = (
-                tuple(tensor.shape),
-                str(tensor.dtype).removeprefix("torch."),
-                tuple(tensor.stride()),
-            )
+        have = None if tensor is None else format_of(tensor)
         if tensor is None or have != (info.shape, info.dtype, info.strides):
             raise LayoutError(
                 f"rank {self.rank}: the plan writes {info.name} {info.shape} {info.dtype} {info.strides}; this engine "
@@ -160,7 +155,8 @@ class IpcExport:
         return self._shadows
 
     def _make_shadows(self) -> None:
-        need, (free, _) = self.shadow_bytes, torch.cuda.mem_get_info(self.device)
+        need = self.shadow_bytes
+        free, _ = torch.cuda.mem_get_info(self.device)
         try:
             self._room = torch.empty(
                 need, dtype=torch.uint8, device=f"cuda:{self.device}"

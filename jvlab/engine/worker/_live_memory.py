@@ -14,6 +14,14 @@ import numpy as np
 import torch
 
 from jvlab._errors import LayoutError, Unsupported
+from jvlab.engine._modules import (
+    as_integers,
+    memory_of,
+    own_buffers,
+    own_parameters,
+    packed_kernel,
+    users_of,
+)
 from jvlab.engine.worker._receivers import ReceivedBox
 from jvlab.layout._boxes import storage_elements
 from jvlab.transport._device_bytes import DeviceBytes
@@ -24,7 +32,6 @@ from jvlab.transport._device_bytes import DeviceBytes
 # by 4096 float32: torch's copy_ into a strided view 0.66 GB/s, its blocked transpose (dense target only) 2.0, in blocks
 # of 128 rows 1.4; two threads were no faster.
 ROWS = 128
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -37,7 +44,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
     """A CPU tensor's bits as integers of the same width, without a copy: numpy has no bfloat16."""
-    return tensor.detach().view(_INTEGERS[tensor.element_size()]).numpy()
+    return as_integers(tensor.detach()).numpy()
 
 
 def scatter(
@@ -123,17 +130,6 @@ Kernel = Callable[[torch.Tensor, Any, Any], torch.Tensor]
 
 
 # Linear layers ----------------------------------------------------------------------------------------------------
-
-
-def packed_kernel(attributes: dict[str, Any]) -> Kernel | None:
-    """The layer's matrix product, if its weight is packed: on CPUs, vLLM keeps that in a closure."""
-    kernel: Any = attributes.get("cpu_linear")
-    code = getattr(kernel, "__code__", None)
-    return (
-        kernel
-        if code is not None and (code.co_freevars or kernel.__defaults__)
-        else None
-    )
 
 
 @dataclass
@@ -351,21 +347,11 @@ def _as_strides(places: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]
 # ----------------------------------------------------------------------------------------------------
 
 LIVE_REMEDY = 'launch with env={"JVLAB_LIVE_WEIGHTS": "1"}: linear layers then compute from live memory'
-Format = tuple[tuple[int, ...], str, tuple[int, ...]]
 
 
 def by_name(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter and buffer that the model has now."""
     return {**dict(model.named_buffers()), **dict(model.named_parameters())}
-
-
-def format_of(tensor: torch.Tensor) -> Format:
-    """Shape, dtype and strides."""
-    return (
-        tuple(tensor.shape),
-        str(tensor.dtype).removeprefix("torch."),
-        tuple(tensor.stride()),
-    )
 
 
 def some(names: list[str]) -> str:
@@ -379,12 +365,10 @@ def holders(model: torch.nn.Module) -> dict[int, dict[int, torch.Tensor]]:
     """Every tensor that the model's modules hold, by storage: parameters, buffers, and plain attributes."""
     found: dict[int, dict[int, torch.Tensor]] = {}
     for module in model.modules():
-        for table in (module._parameters, module._buffers, module.__dict__):
+        for table in (own_parameters(module), own_buffers(module), module.__dict__):
             for tensor in table.values():
                 if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
-                    found.setdefault(tensor.untyped_storage()._cdata, {})[
-                        id(tensor)
-                    ] = tensor
+                    found.setdefault(memory_of(tensor), {})[id(tensor)] = tensor
     return found
 
 
@@ -393,14 +377,10 @@ def sharing(
 ) -> list[torch.Tensor] | None:
     """All tensors that share the parameter's storage; None if there are unknown ones, or it is part of a larger one."""
     storage = live.untyped_storage()
-    mine = list(holding.get(storage._cdata, {}).values())
+    mine = list(holding.get(memory_of(live), {}).values())
     whole = live.storage_offset() == 0 and flat(live).nbytes == storage.nbytes()
     # one reference for each tensor and one for `storage` itself
-    return (
-        mine
-        if whole and torch._C._storage_Use_Count(storage._cdata) <= len(mine) + 1
-        else None
-    )
+    return mine if whole and users_of(storage) <= len(mine) + 1 else None
 
 
 class Addresses:
@@ -413,7 +393,7 @@ class Addresses:
     def __init__(self, model: torch.nn.Module, wanted: dict[str, int]) -> None:
         tables: dict[str, tuple[dict[str, Any], str]] = {}
         for prefix, module in model.named_modules(remove_duplicate=False):
-            for table in (module._buffers, module._parameters):
+            for table in (own_buffers(module), own_parameters(module)):
                 for leaf in table:
                     tables[f"{prefix}.{leaf}" if prefix else leaf] = (table, leaf)
         self._rows = [
@@ -467,4 +447,4 @@ def _unpacked(
     kernel = packed_kernel(layer.__dict__)
     if made is None or kernel is None or leaf != "weight":
         return None
-    return whole(kernel, layer._parameters[leaf], tuple(made.shape), made.dtype)
+    return whole(kernel, own_parameters(layer)[leaf], tuple(made.shape), made.dtype)

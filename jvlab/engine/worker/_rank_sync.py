@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,6 +37,9 @@ from jvlab.transport._choose import open_receiver
 from jvlab.transport._ipc_kernels import Launcher, cupy
 from jvlab.transport._ipc_tables import Table, digest_pieces, tables
 from jvlab.transport._shm import available_bytes
+
+if TYPE_CHECKING:
+    from jvlab.engine.worker._ipc_rank import IpcRank
 
 # Hidden states of a live engine: hooks on its decoder layers while one sequence is scored, for `link.bisect`.
 
@@ -70,8 +73,6 @@ class HiddenStates:
 
     def rows(self, index: int) -> bytes:
         """The layer's output so far, float32 [tokens, width]."""
-        import torch
-
         kept = self._rows[index]
         return torch.cat(kept).contiguous().numpy().tobytes() if kept else b""
 
@@ -83,8 +84,6 @@ class HiddenStates:
 
 def decoder_layers(model: Any) -> list[Any]:
     """The decoder's layers: the only module list called `layers` (gpt2: `h`)."""
-    import torch
-
     lists = {
         n: m for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList)
     }
@@ -114,14 +113,12 @@ class BucketRank:
         plan: TransferPlan,
         rank: int,
         index: int,
+        *,
         transport: str,
         endpoints: list[dict[str, Any]],
         seconds: float,
-        # what no tensor fills is zero, whatever live memory holds there
-        zero_padding: bool = False,
+        zero_padding: bool,
     ) -> None:
-        self._worker = worker
-        self._model = model
         self.plan = plan
         self.rank = rank
         kind = next((t.device.type for t in model.parameters()), "cpu")
@@ -135,20 +132,15 @@ class BucketRank:
         links = [source_order(plan.link(device, rank, index)) for device in devices]
         ledger = Ledger(links)
         self.weights = Weights(
+            worker,
             model,
             plan,
             rank,
             ledger,
-            _vllm_model.staged_layers(model),
-            refuse=_vllm_model.not_repackable,
-            experts=_vllm_model.moe_method,
-            load=self._load,
-            derive=self._derive,
-            derived_well=_vllm_model.derived_well,
-            swaps=_vllm_model.may_swap(worker),
             zero_padding=zero_padding,
-            config=lambda: _vllm_model.current_config(worker),
-            digest=_device_digest(plan, links) if kind == "cuda" else None,
+            digest=DeviceDigest(plan, links, torch.cuda.current_device())
+            if kind == "cuda"
+            else None,
         )
         self._cores = cores_of_process()
         channels = _open_channels(plan, devices, endpoints, transport, seconds)
@@ -171,14 +163,6 @@ class BucketRank:
             # a new thread starts with device 0
             torch.cuda.set_device(self.weights.device)
 
-    def _load(self, tensors: list[tuple[str, Any]]) -> None:
-        with _vllm_model.current_config(self._worker):
-            self._model.load_weights(iter(tensors))  # type: ignore[operator]
-
-    def _derive(self, layer: Any) -> None:
-        with _vllm_model.current_config(self._worker):
-            _vllm_model.derive(layer, self._worker.model_config.dtype)
-
     def open(self) -> dict[str, Any]:
         """The number of bytes that a sync moves to this rank."""
         return {
@@ -188,16 +172,7 @@ class BucketRank:
 
     def prepare(self, terms: dict[str, Any]) -> dict[str, Any]:
         """Allocate what a sync needs."""
-        if self._receivers.closed:
-            raise TransportError(
-                "the channels were closed by an earlier failure",
-                remedy="open the link again",
-            )
-        if self._receivers.running:
-            raise SyncError(
-                f"rank {self.rank}: an earlier move is still running",
-                remedy="abandon it first",
-            )
+        self._receivers.check()
         self._version = int(terms["version"])
         self._bucket_seconds = float(terms["bucket_seconds"])
         if self.weights.device.type == "cuda":
@@ -286,13 +261,6 @@ class BucketRank:
         self.weights.abandon()
 
 
-def _device_digest(
-    plan: TransferPlan, links: list[LinkPlan]
-) -> Callable[[int, Any], int]:
-
-    return DeviceDigest(plan, links, torch.cuda.current_device())
-
-
 def _open_channels(
     plan: TransferPlan,
     devices: list[int],
@@ -374,39 +342,17 @@ class DeviceDigest:
 
     def _launcher(self, number: int, aligned: bool) -> Launcher:
         if (number, aligned) not in self._launchers:
-            made: list[Table] = tables(self._pieces_of(number), aligned)
+            pieces = [
+                replace(p, source=0, target=0, slot=0) for p in self._pieces[number]
+            ]
+            made: list[Table] = tables(pieces, aligned)
             self._launchers[number, aligned] = Launcher(
                 self._device, made, 1, write=False, look=False
             )
         return self._launchers[number, aligned]
 
-    def _pieces_of(self, number: int) -> list[Any]:
-        return [replace(p, source=0, target=0, slot=0) for p in self._pieces[number]]
-
 
 # ----------------------------------------------------------------------------------------------------
-
-
-class RankLink(Protocol):
-    """This rank's end of a link: `BucketRank` receives buckets, `IpcRank` lets the trainer write its memory."""
-
-    def open(self) -> dict[str, Any]: ...
-
-    def prepare(self, terms: dict[str, Any]) -> dict[str, Any]: ...
-
-    def move(self) -> dict[str, Any]: ...
-
-    def verify(self, wait: float) -> dict[str, Any]: ...
-
-    def commit(self) -> dict[str, Any]: ...
-
-    def abandon(self) -> dict[str, Any]: ...
-
-    def release_shadows(self) -> None: ...
-
-    def check(self, midway: bool) -> dict[str, Any]: ...
-
-    def close(self) -> None: ...
 
 
 def returns_errors(
@@ -418,20 +364,15 @@ def returns_errors(
     def guarded(self: WorkerSync, *args: Any) -> dict[str, Any]:
         try:
             return {"rank": self.rank, **method(self, *args)}
-        except JvlabError as error:
+        except Exception as error:  # ours, or from vLLM, torch or a transport
+            if not isinstance(error, JvlabError):
+                text = f"{type(error).__name__}: {error}"
+                error = SyncError(text, remedy="see the replica's log")
             return {
                 "rank": self.rank,
                 "error": error.message,
                 "remedy": error.remedy,
                 "kind": type(error).__name__,
-            }
-        except Exception as error:  # from vLLM, torch or a transport
-            text = f"{type(error).__name__}: {error}"
-            return {
-                "rank": self.rank,
-                "error": text,
-                "remedy": "see the replica's log",
-                "kind": "SyncError",
             }
 
     return guarded
@@ -450,7 +391,7 @@ class WorkerSync:
         self._adapter: Any = None  # its memory, while the open link is an adapter's
         self._stale = True  # the slot may hold what an earlier link left there
         self._mode = "direct"
-        self.link: RankLink | None = None
+        self.link: BucketRank | IpcRank | None = None
         # kept after its link is closed: it knows what arrived
         self._last: BucketRank | None = None
         self._hidden_states: HiddenStates | None = None  # while they are recorded
@@ -480,18 +421,17 @@ class WorkerSync:
 
             self.link = IpcRank(model, plan, self.rank, index)
         else:
-            endpoints = json.loads(ranks_json[self.rank])
-            of = (
+            link = BucketRank(
                 self._worker,
                 model,
                 plan,
                 self.rank,
                 index,
-                transport,
-                endpoints,
-                seconds,
+                transport=transport,
+                endpoints=json.loads(ranks_json[self.rank]),
+                seconds=seconds,
+                zero_padding=self._adapter is not None,
             )
-            link = BucketRank(*of, zero_padding=self._adapter is not None)
             if self._last is not None and self._last.plan == plan:
                 link.weights.committed = self._last.weights.committed
                 link.weights.reloads = self._last.weights.reloads
@@ -530,7 +470,7 @@ class WorkerSync:
         self._close()
         return {}
 
-    def _open_link(self) -> RankLink:
+    def _open_link(self) -> BucketRank | IpcRank:
         if self.link is None:
             raise SyncError(
                 f"rank {self.rank} has no link",

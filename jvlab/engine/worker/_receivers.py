@@ -189,7 +189,8 @@ class Receivers:
         self._ready = ready
         self._threads: list[threading.Thread] = []
         self._work: queue.Queue[int] = queue.Queue(QUEUE_SIZE)
-        self._stop, self._done = threading.Event(), threading.Event()
+        self._stop = threading.Event()
+        self._done = threading.Event()
         self._lock = threading.Lock()
         self._participants = 0
         self.error: Exception | None = None
@@ -206,8 +207,8 @@ class Receivers:
         """Whether everything is written, digested and packed, or it failed."""
         return self._done.is_set() or self.error is not None
 
-    def start(self, version: int, bucket_seconds: float) -> None:
-        """Receive buckets of this version from now on; returns at once."""
+    def check(self) -> None:
+        """Raise if no sync can begin."""
         if self.closed:
             raise TransportError(
                 "the channels were closed by an earlier failure",
@@ -217,8 +218,14 @@ class Receivers:
             raise SyncError(
                 "an earlier move is still running", remedy="abandon it first"
             )
+
+    def start(self, version: int, bucket_seconds: float) -> None:
+        """Receive buckets of this version from now on; returns at once."""
+        self.check()
         self.ledger.begin(version)
-        self.error, self.dropped, self.clock = None, 0, PhaseClock()
+        self.error = None
+        self.dropped = 0
+        self.clock = PhaseClock()
         self._stop.clear()
         self._done.clear()
         self._work = queue.Queue(QUEUE_SIZE)

@@ -22,16 +22,22 @@ from typing import Any
 import torch
 
 from jvlab._errors import Unsupported, VerifyError
+from jvlab.engine import _modules, _vllm_versions
+from jvlab.engine._modules import (
+    as_integers,
+    format_of,
+    held_parameters,
+    own_buffers,
+    own_parameters,
+)
 from jvlab.engine.tracing import _vllm_model
-from jvlab.engine.worker._live_memory import flat, format_of
+from jvlab.engine.worker._live_memory import flat
 
 # Repacks a layer's weights with vLLM's own function: built beside the live layer first, then put in place.
 
-_TABLES = ("_parameters", "_buffers", "_modules")
-
 
 @dataclass
-class Packed:
+class PackedLayer:
     """The result of processing a layer's raw weights; `place` puts it into the live layer, without copying."""
 
     layer: torch.nn.Module
@@ -41,7 +47,7 @@ class Packed:
     def place(self) -> None:
         """From now on the layer computes with the new weights. Parameters remain the same objects."""
         for name, tensor in self.tensors.items():
-            live = self.layer._parameters.get(name)
+            live = own_parameters(self.layer).get(name)
             if live is None:
                 self.layer.register_parameter(
                     name, torch.nn.Parameter(tensor, requires_grad=False)
@@ -52,11 +58,11 @@ class Packed:
 
     def holds(self, name: str) -> torch.Tensor | None:
         """The memory that the layer computes with once this is in place: the new one, or what it has already."""
-        return self.tensors.get(name, self.layer._parameters.get(name))
+        return self.tensors.get(name, own_parameters(self.layer).get(name))
 
     def lost(self) -> list[str]:
         """What was placed and has since been replaced by other memory or another kernel."""
-        live = self.layer._parameters
+        live = own_parameters(self.layer)
         out = [
             n
             for n, t in self.tensors.items()
@@ -72,7 +78,7 @@ def pack(
     layer: torch.nn.Module,
     raw: Mapping[str, torch.Tensor],
     own: Collection[str] | None = None,
-) -> Packed:
+) -> PackedLayer:
     """Run the layer's processing after loading on a stand-in that holds `raw`; the layer itself is not changed.
 
     Those in `own` (by default all) are copies that only `place` puts into the layer, whether or not processing changed
@@ -81,11 +87,9 @@ def pack(
     The stand-in shares everything with the layer except its tables of parameters, buffers and modules and, for experts,
     the method, whose kernel must be absent or vLLM would skip the processing.
     """
-    stand_in = copy.copy(layer)
-    for table in _TABLES:
-        stand_in.__dict__[table] = dict(layer.__dict__[table])
+    beside = _modules.stand_in(layer)
     given: dict[str, int] = {}
-    for name, live in layer._parameters.items():
+    for name, live in own_parameters(layer).items():
         tensor = raw.get(name, None if live is None else live.data)
         if tensor is None:
             continue
@@ -93,19 +97,19 @@ def pack(
         fresh: Any = torch.nn.Parameter(tensor, requires_grad=False)
         if live is not None:
             fresh.__dict__.update(live.__dict__)
-        stand_in._parameters[name] = fresh
+        own_parameters(beside)[name] = fresh
         given[name] = tensor.data_ptr()
     experts = _vllm_model.moe_method(layer)
     method: Any = layer.quant_method
     if experts:
         method = copy.copy(method)
         method.moe_kernel = None
-        _set(stand_in, "quant_method", method)
+        _modules.put(beside, "quant_method", method)
     with torch.no_grad():
-        method.process_weights_after_loading(stand_in)
-    done = Packed(layer)
-    for name, new in stand_in._parameters.items():
-        live = layer._parameters.get(name)
+        method.process_weights_after_loading(beside)
+    done = PackedLayer(layer)
+    for name, new in own_parameters(beside).items():
+        live = own_parameters(layer).get(name)
         if new is None or (new.numel() == 0 and live is not None and live.numel() == 0):
             continue  # vLLM empties a parameter of which its kernel holds a packed copy
         if name in (raw if own is None else own) or new.data_ptr() != given.get(name):
@@ -113,24 +117,15 @@ def pack(
     if not experts:  # the experts' kernel gets its weights at each call, so it stays
         done.attributes = {
             k: v
-            for k, v in stand_in.__dict__.items()
-            if k not in _TABLES and layer.__dict__.get(k) is not v
+            for k, v in _modules.attributes(beside).items()
+            if layer.__dict__.get(k) is not v
         }
     return done
-
-
-def _set(module: torch.nn.Module, name: str, value: Any) -> None:
-    """Set an attribute where the module keeps it: submodules have a table of their own."""
-    if name in module._modules:
-        module._modules[name] = value
-    else:
-        module.__dict__[name] = value
 
 
 # ----------------------------------------------------------------------------------------------------
 
 _DONE = "_already_called_process_weights_after_loading"
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 1 << 22  # elements widened at once
 
 
@@ -169,19 +164,10 @@ class Reloads:
 
 def unable() -> str:
     """Why layers can't be reloaded with the installed vLLM; empty if they can."""
-    try:
-        from vllm.model_executor.model_loader.reload.layerwise import (  # noqa: F401
-            _copy_and_restore_kernel_tensors,
-            _place_kernel_tensors,
-            get_layerwise_info,
-        )
-        from vllm.model_executor.model_loader.reload.meta import (  # noqa: F401
-            materialize_layer,
-            restore_layer_on_meta,
-        )
-    except ImportError as error:
-        return f"this vLLM has no layerwise reload that jvlab knows ({error})"
-    return ""
+    lacking = _vllm_versions.missing(_vllm_versions.RELOADED)
+    if not lacking:
+        return ""
+    return f"this vLLM has no layerwise reload that jvlab knows: {', '.join(lacking)}"
 
 
 def reload_layer(
@@ -191,17 +177,25 @@ def reload_layer(
 
     Returns the tensors that processing made.
     """
-    from vllm.model_executor.model_loader.reload import layerwise, meta
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        _copy_and_restore_kernel_tensors,
+        _place_kernel_tensors,
+        get_layerwise_info,
+    )
+    from vllm.model_executor.model_loader.reload.meta import (
+        materialize_layer,
+        restore_layer_on_meta,
+    )
 
-    info = layerwise.get_layerwise_info(layer)
-    kernel = {n: t for n, t in layer._parameters.items() if t is not None}
-    buffers = {n: t for n, t in layer._buffers.items() if t is not None}
+    info = get_layerwise_info(layer)
+    kernel = held_parameters(layer)
+    buffers = {n: t for n, t in own_buffers(layer).items() if t is not None}
     info.kernel_tensors = kernel, buffers
     info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
     before = {n: (t.data_ptr(), format_of(t)) for n, t in kernel.items()}
     try:
-        meta.restore_layer_on_meta(layer, info)
-        meta.materialize_layer(layer, info)
+        restore_layer_on_meta(layer, info)
+        materialize_layer(layer, info)
         _fill(layer, raw, buffers, name)
         if hasattr(layer, _DONE):
             delattr(layer, _DONE)
@@ -209,18 +203,14 @@ def reload_layer(
         if hasattr(layer, "update_param_tp_status"):
             layer.update_param_tp_status()
         _check(layer, kernel, name)
-        made = [layer._parameters[n].data for n in kernel]
-        layerwise._copy_and_restore_kernel_tensors(layer, info)
+        made = [own_parameters(layer)[n].data for n in kernel]
+        _copy_and_restore_kernel_tensors(layer, info)
     except BaseException:
-        layerwise._place_kernel_tensors(layer, info)
+        _place_kernel_tensors(layer, info)
         raise
     finally:
         info.reset()
-    after = {
-        n: (t.data_ptr(), format_of(t))
-        for n, t in layer._parameters.items()
-        if t is not None
-    }
+    after = {n: (t.data_ptr(), format_of(t)) for n, t in held_parameters(layer).items()}
     if after != before:
         moved = sorted(
             n for n in after.keys() | before.keys() if after.get(n) != before.get(n)
@@ -239,7 +229,7 @@ def _fill(
     name: str,
 ) -> None:
     """Give the layer what arrived; buffers, which no sync fills, keep their values."""
-    for key, live in list(layer._parameters.items()):
+    for key, live in list(own_parameters(layer).items()):
         if live is None or (
             key not in raw and key in _vllm_model.SKIP_TENSORS and key != "bias"
         ):
@@ -255,10 +245,10 @@ def _fill(
         if key in _vllm_model.SKIP_TENSORS:
             fresh = torch.nn.Parameter(torch.empty_like(live), requires_grad=False)
             fresh.__dict__.update(live.__dict__)
-            layer._parameters[key] = fresh
+            own_parameters(layer)[key] = fresh
         fresh.data.copy_(raw[key])
     for key, kept in buffers.items():
-        made = layer._buffers.get(key)
+        made = own_buffers(layer).get(key)
         if made is not None and made is not kept and format_of(made) == format_of(kept):
             made.copy_(kept)
 
@@ -266,7 +256,7 @@ def _fill(
 def _check(layer: Any, kernel: Mapping[str, torch.Tensor], name: str) -> None:
     """Raise unless processing made tensors that fit the layer's own memory: copying would broadcast or cast."""
     for key, live in kernel.items():
-        made = layer._parameters.get(key)
+        made = own_parameters(layer).get(key)
         if made is None or (tuple(made.shape), made.dtype) != (
             tuple(live.shape),
             live.dtype,
@@ -281,14 +271,10 @@ def _check(layer: Any, kernel: Mapping[str, torch.Tensor], name: str) -> None:
 
 def fingerprint(layer: torch.nn.Module, more: Sequence[torch.Tensor] = ()) -> int:
     """A number that changes with any bit of the layer's own parameters, and of `more`."""
-    named = {n: t for n, t in layer._parameters.items() if t is not None}
+    named = held_parameters(layer)
     total = 0
     for tensor in (*(named[n] for n in sorted(named)), *more):
-        values = (
-            flat(tensor).view(_INTEGERS[tensor.element_size()])
-            if tensor.numel()
-            else tensor
-        )
+        values = as_integers(flat(tensor)) if tensor.numel() else tensor
         for at in range(0, values.numel(), CHUNK):
             part = values[at : at + CHUNK].to(torch.int64)
             # a changed bit never cancels alone

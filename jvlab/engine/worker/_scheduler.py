@@ -1,6 +1,6 @@
 """vLLM's schedulers with a prefix cache that can be reset after a sync while requests in flight keep their KV blocks.
 
-(They also look for NaN, see `_poison.py`, hold tokens that are not needed yet, see `_scheduler.py`, return the
+(They also look for NaN, see `_poison.py`, hold tokens that are not needed yet, see below, return the
 experts that tokens were given, see `_routes.py`, and report their load less often than at every step.)
 
 vLLM's own `reset_prefix_cache` returns False and does nothing while any request holds a block, which is the case in a
@@ -17,7 +17,6 @@ Checked against vLLM 0.32.0; to be removed when vLLM can reset the cache around 
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -26,14 +25,13 @@ import numpy as np
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType
-from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 
-from jvlab.engine.worker import _ipc_core, _poison
+from jvlab.engine import _patches
+from jvlab.engine.worker import _poison
 from jvlab.engine.worker._routes import ATTRIBUTE, RequestRoutes
-from jvlab.engine.worker._weight_version_labels import label_core
 
 # Holds output tokens in the engine core until they are needed. Checked against vLLM 0.32.0.
 # vLLM's core sends every token of every request to its front end as it is generated: 512 requests are 512 small
@@ -85,7 +83,8 @@ class HeldOutputs:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._held: dict[str, _Held] = {}
-        self._clock, self._released = clock, clock()
+        self._clock = clock
+        self._released = clock()
 
     def __len__(self) -> int:
         return len(self._held)
@@ -189,11 +188,9 @@ class _SchedulerMixin:
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.jv_held, self.jv_reported, self.jv_routes = (
-            HeldOutputs(),
-            0.0,
-            RequestRoutes(),
-        )
+        self.jv_held = HeldOutputs()
+        self.jv_reported = 0.0
+        self.jv_routes = RequestRoutes()
         self.jv_poisoned = self.jv_saw_nan = self.jv_clears = False
 
     def update_from_output(self, scheduled: Any, output: Any) -> Any:
@@ -249,72 +246,7 @@ class _SchedulerMixin:
         return super().reset_prefix_cache(reset_running_requests, reset_connector)  # type: ignore[misc]
 
 
-def _send_held(core: Any) -> None:
-    """Send the held tokens, labelled with the weight version that generated them."""
-    # the scheduler may be the user's own
-    held = getattr(core.scheduler, "jv_held", None)
-    if held is not None:
-        groups = held.release()
-        core._attach_weight_version(groups)
-        for group in groups.items():
-            core.output_queue.put_nowait(group)
-
-
-def _sending_held(method: Any) -> Any:
-    """The core's method, which sends the held tokens first."""
-
-    @functools.wraps(method)
-    def send_first(self: Any, *args: Any, **options: Any) -> Any:
-        _send_held(self)
-        return method(self, *args, **options)
-
-    return send_first
-
-
-def _jv_wake(self: Any, tags: Any) -> None:
-    """EngineCore.wake_up without resuming the scheduler."""
-    self.model_executor.wake_up(list(tags))
-    _poison.after_wake(self)
-
-
-def _checking_nan(method: Any) -> Any:
-    """EngineCore.post_step, then the check for NaN."""
-
-    @functools.wraps(method)
-    def then_check(self: Any, *args: Any, **options: Any) -> Any:
-        method(self, *args, **options)
-        _poison.after_step(self)
-
-    return then_check
-
-
-def _clearing_poison(method: Any) -> Any:
-    """EngineCore.reset_prefix_cache, which also zeroes KV memory if it is poisoned."""
-
-    @functools.wraps(method)
-    def reset(
-        self: Any, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> bool:
-        return _poison.reset(self, reset_running_requests, reset_connector, method)
-
-    return reset
-
-
-label_core()
-EngineCore.jv_finish = _ipc_core.jv_finish  # type: ignore[attr-defined]  # this module is loaded in the core's process
-EngineCore.jv_wake = _jv_wake  # type: ignore[attr-defined]
-EngineCore.jv_utility = EngineCoreRequestType.UTILITY  # type: ignore[attr-defined]
-EngineCore.jv_wake_up = EngineCoreRequestType.WAKEUP  # type: ignore[attr-defined]
-EngineCore.jv_open_core_channel = _ipc_core.jv_open_core_channel  # type: ignore[attr-defined]
-EngineCore.jv_woken = _ipc_core.jv_woken  # type: ignore[attr-defined]
-EngineCore.jv_called = _ipc_core.jv_called  # type: ignore[attr-defined]
-EngineCore.jv_swap = _ipc_core.jv_swap  # type: ignore[attr-defined]
-EngineCore.jv_direct_sync = _ipc_core.jv_direct_sync  # type: ignore[attr-defined]
-EngineCore.jv_poison = _poison.poison  # type: ignore[attr-defined]
-EngineCore.post_step = _checking_nan(EngineCore.post_step)  # type: ignore[method-assign]
-EngineCore.reset_prefix_cache = _clearing_poison(EngineCore.reset_prefix_cache)  # type: ignore[method-assign]
-for _name in ("set_weight_version", "pause_scheduler"):
-    setattr(EngineCoreProc, _name, _sending_held(getattr(EngineCoreProc, _name)))
+_patches.install("core")
 
 
 class JvlabScheduler(_SchedulerMixin, Scheduler):

@@ -5,7 +5,7 @@ layer is complete, and the raw copy is freed. Staged mode writes shadows and pac
 swaps pointers. After a commit the old memory is the next sync's shadow (no page faults then), so staged mode holds the
 live weights twice from its first sync until the link is closed; an abandoned sync frees its shadows.
 
-Digests are of what the engine computes with (`_arrival`), and a commit checks that this memory was not replaced.
+Digests are of what the engine computes with, and a commit checks that this memory was not replaced.
 """
 
 from __future__ import annotations
@@ -23,6 +23,13 @@ import numpy as np
 import torch
 
 from jvlab._errors import LayoutError, SyncError, Unsupported, VerifyError
+from jvlab.engine._modules import (
+    Format,
+    as_integers,
+    format_of,
+    own_parameters,
+    packed_kernel,
+)
 from jvlab.engine.tracing import _vllm_model
 from jvlab.engine.worker import _live_memory, _reload
 from jvlab.engine.worker._live_memory import LIVE_REMEDY, bits, flat, scatter
@@ -41,7 +48,7 @@ from jvlab.layout._plan_types import OPAQUE, REPACKED, TargetInfo, item_bytes
 from jvlab.transport._device_bytes import DeviceBytes
 
 if TYPE_CHECKING:
-    from jvlab.engine.worker._reload import Packed
+    from jvlab.engine.worker._reload import PackedLayer
 
 
 # Raw copies in transposed storage: packing reads any strides, so a weight that is packed need not be transposed.
@@ -128,7 +135,7 @@ class WeightSlot:
         return getattr(torch, self.info.dtype)
 
     @property
-    def format(self) -> _live_memory.Format:
+    def format(self) -> Format:
         return self.info.shape, self.info.dtype, self.info.strides
 
     @property
@@ -149,7 +156,7 @@ class WeightSlot:
 
 
 # Evidence that weights arrived: digests of what the engine computes with, where they can be computed.
-# The kinds of evidence (live, read back, sampled, loader, reloaded, unread) are described in `_read_back`.
+# The kinds of evidence (live, read back, sampled, loader, reloaded, unread) are described in `_live_memory`.
 
 # multiplications that a check may spend on reading kernels back whole; seconds on two cores
 MAX_PRODUCTS = 4e10
@@ -162,13 +169,11 @@ class KernelCheck:
 
     number: int
     name: str
-    packed: Packed
+    packed: PackedLayer
     expected: _live_memory.Expected
 
     def passes(self) -> bool:
-        kernel = _live_memory.packed_kernel(
-            {**self.packed.layer.__dict__, **self.packed.attributes}
-        )
+        kernel = packed_kernel({**self.packed.layer.__dict__, **self.packed.attributes})
         return kernel is not None and self.expected.agrees(
             kernel, self.packed.holds(self.name)
         )
@@ -221,12 +226,16 @@ class Evidence:
 
 
 def record(
-    weights: Weights, slot: WeightSlot, name: str, packed: Packed, raw: torch.Tensor
+    weights: Weights,
+    slot: WeightSlot,
+    name: str,
+    packed: PackedLayer,
+    raw: torch.Tensor,
 ) -> None:
     """A layer was reprocessed: record the digest of what it holds for this target; a packed kernel is checked later."""
     number = slot.number
     evidence = weights.evidence
-    kernel = _live_memory.packed_kernel(packed.attributes) if name == "weight" else None
+    kernel = packed_kernel(packed.attributes) if name == "weight" else None
     if kernel is not None:
         weights.found[number] = found = weights.digest(slot, raw)
         weights.pointers[number] = raw.data_ptr()
@@ -309,7 +318,7 @@ def check(weights: Weights) -> tuple[dict[int, int], dict[int, str]]:
         slot = weights.slots[number]
         groups = [g for g in slot.groups if not g.derived]
         live = now.get(slot.info.name) if slot.live is not None else None
-        if live is not None and _live_memory.format_of(live) == slot.format:
+        if live is not None and format_of(live) == slot.format:
             found[number] = weights.digest(slot, live)
             how[number] = "live"
         for group in groups:
@@ -339,9 +348,9 @@ def _check_packed(
     number = slot.number
     layer = group.layer
     name = next(n for n, k in group.names.items() if k == number)
-    kernel = _live_memory.packed_kernel(layer.__dict__) if name == "weight" else None
+    kernel = packed_kernel(layer.__dict__) if name == "weight" else None
     if kernel is None:
-        memory, way = _unpacked(layer, name, layer._parameters.get(name), slot)
+        memory, way = _unpacked(layer, name, own_parameters(layer).get(name), slot)
         if memory is None and number in weights.committed:
             found[number] = weights.committed[number]
             how[number] = "unread"
@@ -350,7 +359,7 @@ def _check_packed(
             how[number] = way
         return 0.0
     shape = slot.info.shape
-    parameter = layer._parameters.get(name)
+    parameter = own_parameters(layer).get(name)
     cost = float(shape[0]) * shape[1] * shape[1]
     known = weights.evidence.kernels.get(number)
     finite = known is None or bool(torch.isfinite(known.expected.product).all())
@@ -399,26 +408,24 @@ def _compare_whole(
 
 
 class Weights:
-    """The memory of one rank as targets of a plan. `load` passes whole tensors to the model's own loader."""
+    """The memory of one rank as targets of a plan; `worker` is vLLM's, of which config and dtype are read.
+
+    zero_padding    what no tensor fills is zero, whatever live memory holds there
+    digest          computes digests on a GPU, by target number and memory
+    """
 
     def __init__(
         self,
+        worker: Any,
         model: torch.nn.Module,
         plan: TransferPlan,
         rank: int,
         ledger: Ledger,
-        staged: list[Any],
         *,
-        refuse: Callable[[Any], str] = lambda item: "",
-        experts: Callable[[torch.nn.Module], bool] = lambda layer: False,
-        load: Callable[[list[tuple[str, torch.Tensor]]], None] | None = None,
-        derive: Callable[[torch.nn.Module], None] | None = None,
-        derived_well: Callable[[torch.nn.Module], bool] = lambda layer: True,
-        swaps: bool = True,
         zero_padding: bool = False,
         digest: Callable[[int, torch.Tensor], int] | None = None,
-        config: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
+        self._worker = worker
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._device_digest = digest
         if self.device.type == "cpu":
@@ -426,12 +433,7 @@ class Weights:
         self.model = model
         self.plan = plan
         self.rank = rank
-        self._load = load
-        self._derive = derive
-        self._swaps = swaps
-        self._derived_well = derived_well
         self._zero_padding = zero_padding
-        self._config = config
         self._lock = threading.Lock()
         self.version = 0
         self.mode = "direct"
@@ -440,13 +442,13 @@ class Weights:
         self.pointers: dict[int, int] = {}  # of the memory that was digested
         self.committed: dict[int, int] = {}
         self.evidence = Evidence()
-        self._packed: list[_reload.Packed] = []  # in direct mode already in place
+        self._packed: list[_reload.PackedLayer] = []  # in direct mode already in place
         self.clock = PhaseClock()
         self.slots = self._slots(ledger)
         self.reloads = _reload.Reloads(
             {layer: name for name, layer in model.named_modules()}
         )
-        self._group(staged, refuse, experts)
+        self._group()
         self._check_boxes()
 
     # Opening ------------------------------------------------------------------------------------------------------
@@ -458,15 +460,10 @@ class Weights:
             info = self.plan.parameters[int(self.plan.target_parameter[number])]
             kind = int(self.plan.target_kind[number])
             found = None if kind == OPAQUE else live.get(info.name)
-            same = found is not None and _live_memory.format_of(found) == (
-                info.shape,
-                info.dtype,
-                info.strides,
-            )
+            wanted = (info.shape, info.dtype, info.strides)
+            same = found is not None and format_of(found) == wanted
             if kind not in (OPAQUE, REPACKED) and not same:
-                have = (
-                    "not there" if found is None else f"{_live_memory.format_of(found)}"
-                )
+                have = "not there" if found is None else f"{format_of(found)}"
                 raise LayoutError(
                     f"rank {self.rank}: the plan writes {info.name} {info.shape} {info.dtype} {info.strides}, "
                     f"which is {have} in this engine",
@@ -485,19 +482,14 @@ class Weights:
             )
         return slots
 
-    def _group(
-        self,
-        staged: list[Any],
-        refuse: Callable[[Any], str],
-        experts: Callable[..., bool],
-    ) -> None:
+    def _group(self) -> None:
         by_name = {s.info.name: s for s in self.slots.values() if s.kind == REPACKED}
         groups: dict[int, PackGroup] = {}
-        for item in staged:
+        for item in _vllm_model.staged_layers(self.model):
             slot = by_name.get(item.parameter)
             if slot is None:
                 continue
-            if why := refuse(item):
+            if why := _vllm_model.not_repackable(item):
                 raise Unsupported(
                     f"{item.parameter} cannot be synced: {why} after loading ({item.why})",
                     remedy=LIVE_REMEDY
@@ -509,18 +501,19 @@ class Weights:
             group = groups.setdefault(
                 id(item.layer), PackGroup(item.layer, item.kind == "derived", again)
             )
+            experts = _vllm_model.moe_method(item.layer)
             group.names[item.name] = slot.number
             slot.groups.append(group)
             if (
                 item.kind == "packed"
                 and slot.live is None
                 and not slot.padded
-                and not experts(item.layer)
+                and not experts
             ):
                 slot.transposed = transposed_boxes(
                     slot.info.shape, slot.info.strides, slot.boxes
                 )
-            if experts(item.layer) or again:
+            if experts or again:
                 # rearranged: perhaps of the same shape, but not as the loader writes it
                 slot.live = None
         self.groups = list(groups.values())
@@ -595,30 +588,25 @@ class Weights:
         self.version = version
         self.mode = mode
         self.verify = verify
-        self.found, self._packed, self.clock, self.reloads.seconds = (
-            {},
-            [],
-            PhaseClock(),
-            {},
-        )
+        self.found = {}
+        self._packed = []
+        self.clock = PhaseClock()
+        self.reloads.seconds = {}
         self.pointers = {}
         self.evidence.begin()
         for group in self.groups:
             group.left = set(group.names.values())
         if mode == "staged":
             holders = _live_memory.holders(self.model)
+            swaps = _vllm_model.may_swap(self._worker)
             for slot in self.slots.values():
                 if slot.live is not None:
                     slot.holders = (
-                        _live_memory.sharing(slot.live, holders)
-                        if self._swaps
-                        else None
+                        _live_memory.sharing(slot.live, holders) if swaps else None
                     )
-                    slot.shadow = (
-                        slot.shadow
-                        if slot.shadow is not None
-                        else slot.allocate(None if self._zero_padding else slot.live)
-                    )
+                    if slot.shadow is None:
+                        like = None if self._zero_padding else slot.live
+                        slot.shadow = slot.allocate(like)
             self._synchronize()
         return need
 
@@ -736,7 +724,7 @@ class Weights:
     def _reload(self, group: PackGroup) -> None:
         raw = {name: _required(self.slots[n].raw) for name, n in group.names.items()}
         self._synchronize()
-        self.reloads.run(group.layer, raw, self._config())
+        self.reloads.run(group.layer, raw, self._config)
         for number in group.names.values():
             self.slots[number].raw = None
 
@@ -759,18 +747,26 @@ class Weights:
         """Layers that the commit will reload."""
         return [g for g in self.groups if g.reloaded and not self._at_once(self.mode)]
 
+    @property
+    def _config(self) -> AbstractContextManager[None]:
+        """vLLM's current config, which loaders and methods read."""
+        return _vllm_model.current_config(self._worker)
+
     def _load_whole(self) -> None:
         whole = [
             (s.info.name, _required(s.raw))
             for s in self.slots.values()
             if s.kind == OPAQUE
         ]
+        derived = [group.layer for group in self.groups if group.derived]
         with self.clock.timed("load"), torch.no_grad():
-            if whole and self._load is not None:
-                self._load(whole)
-            for group in self.groups:
-                if group.derived and self._derive is not None:
-                    self._derive(group.layer)
+            # the config is the process's: it is not touched without need
+            config = self._config if whole or derived else nullcontext()
+            with config:
+                if whole:
+                    self.model.load_weights(iter(whole))  # type: ignore[operator]
+                for layer in derived:
+                    _vllm_model.derive(layer, self._worker.model_config.dtype)
         for slot in self.slots.values():
             slot.raw = None
 
@@ -824,11 +820,14 @@ class Weights:
                 copied.append(
                     (
                         slot.info.name,
-                        torch.any(bits_of(there) != bits_of(_required(slot.shadow))),
+                        torch.any(
+                            as_integers(flat(there))
+                            != as_integers(flat(_required(slot.shadow)))
+                        ),
                     )
                 )
         for group in self.groups:
-            if group.derived and not self._derived_well(group.layer):
+            if group.derived and not _vllm_model.derived_well(group.layer):
                 lost |= {self.slots[n].info.name for n in group.names.values()}
         lost |= {name for name, differs in copied if bool(differs)}
         if lost and self.verify != "off":
@@ -886,7 +885,7 @@ class Weights:
         return found
 
     def check(self) -> tuple[dict[int, int], dict[int, str]]:
-        """Digests of what the engine computes with now, and how each was obtained (`_read_back`)."""
+        """Digests of what the engine computes with now, and how each was obtained (`_live_memory`)."""
         return check(self)
 
 
@@ -898,17 +897,8 @@ def _required(tensor: torch.Tensor | None) -> torch.Tensor:
     return tensor
 
 
-def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's storage as integers."""
-    return flat(tensor).view(
-        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
-            tensor.element_size()
-        ]
-    )
-
-
 def _lost(
-    packed: _reload.Packed, groups: list[PackGroup], slots: dict[int, WeightSlot]
+    packed: _reload.PackedLayer, groups: list[PackGroup], slots: dict[int, WeightSlot]
 ) -> list[str]:
     """Full names of what was replaced in a packed layer since it was placed."""
     group = next(g for g in groups if g.layer is packed.layer)

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from jvlab.engine._patches import linear_kernel
 from jvlab.engine.tracing import _meta_model
-from jvlab.engine.tracing._meta_model import linear_kernel
 from jvlab.engine.tracing._offline import build_rank
 from tests.engine.tracing import trace_oracle as oracle
 
@@ -198,8 +198,7 @@ def loaded(
     )
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
-    tp = config.parallel_config.tensor_parallel_size
-    model: Any = build_rank(config, tp, 1, rank, device="cpu")
+    model: Any = build_rank(config, rank, device="cpu")
     with torch.no_grad(), _meta_model.config_in_force(config):
         model.load_weights(iter((n, w.clone()) for n, w in weights.items()))
         finalize_layerwise_processing(model, config.model_config)

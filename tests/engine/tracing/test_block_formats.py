@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 import torch
 
 from jvlab._errors import CoverageError
-from jvlab.engine.tracing import _meta_model, _vllm_model
+from jvlab.engine.tracing import _meta_model
 from jvlab.engine.tracing._trace import model_digest, trace_model
 from jvlab.layout._checkpoint import read_config
 from jvlab.layout._plan import TransferPlan
@@ -236,7 +236,7 @@ def test_a_kernel_that_changes_values_is_named_and_reloaded(
     before = memory(model)
     params = params_of(folders[0], "bfloat16")
     plan = mapping_of(params, folders[0], of(folders[0]), layouts).plan
-    send_live(plan, model, 0, params, "direct", _vllm_model.staged_layers(model))
+    send_live(plan, model, 0, params, "direct")
     assert differing(model, loaded) == []
     assert {n for n, (at, _) in memory(model).items() if at != before[n][0]} == set(), (
         "the same storage"

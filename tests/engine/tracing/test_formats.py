@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from jvlab.analysis.certification._subject import (
     differences,
     values_held,
 )
-from jvlab.engine.tracing import _meta_model, _vllm_model
+from jvlab.engine.tracing import _meta_model
 from jvlab.engine.tracing._trace import model_digest, trace_model
 from jvlab.engine.worker._receivers import Ledger
 from jvlab.engine.worker._weights import Weights
@@ -111,7 +110,6 @@ def send(
     rank: int,
     params: Any,
     mode: str,
-    staged: Sequence[Any] = (),
 ) -> dict[str, int]:
     """One sync into a rank by the real plan, pack, scatter and swap; the digests of both sides must agree."""
     source, sums = Source.of(plan, params), {}
@@ -121,7 +119,7 @@ def send(
         for d in sorted(table.device[table.rank == rank].tolist())
     ]
     ledger = Ledger([pack.link for pack in packs])
-    weights = Weights(model, plan, rank, ledger, list(staged))
+    weights = Weights(None, model, plan, rank, ledger)
     weights.prepare(1, mode, "full", PLENTY)
     left = {n: len(s.boxes) for n, s in weights.slots.items()}
     for pack in packs:
@@ -308,7 +306,7 @@ def test_a_format_that_jvlab_has_not_is_named(
     assert mapping.notes["model.layers.0.self_attn.qkv_proj.weight"] == f"staged: {why}"
     before = {n: p.data_ptr() for n, p in model.named_parameters()}
     with _meta_model.config_in_force(config):
-        send(mapping.plan, model, 0, params, "direct", _vllm_model.staged_layers(model))
+        send(mapping.plan, model, 0, params, "direct")
     assert differing(model, wanted) == []
     assert {n: p.data_ptr() for n, p in model.named_parameters()} == before
 

@@ -127,7 +127,7 @@ def loaded_by_vllm(
     config: Any, tp: int, pp: int, rank: int, weights: Mapping[str, torch.Tensor]
 ) -> torch.nn.Module:
     """A model on the CPU for this rank, loaded by vLLM's own loader with real tensors."""
-    model = build_rank(config, tp, pp, rank, device="cpu")
+    model = build_rank(config, rank, device="cpu")
     with torch.no_grad(), _meta_model.config_in_force(config):
         for p in model.parameters():
             p.data.fill_(MARK)

@@ -76,13 +76,8 @@ def open_weights(
     config: Any, model: Any, layout: RankLayout
 ) -> tuple[FakeTrainer, Weights, Any]:
     trainer = FakeTrainer.of([layout])
-    weights, links = weights_of(
-        model,
-        trainer.plan,
-        staged=_vllm_model.staged_layers(model),
-        refuse=_vllm_model.not_repackable,
-        config=lambda: _meta_model.config_in_force(config),
-    )
+    worker = SimpleNamespace(vllm_config=config)
+    weights, links = weights_of(model, trainer.plan, worker=worker)
     return trainer, weights, links
 
 
@@ -183,10 +178,7 @@ def test_two_ranks_are_reloaded_at_the_commit(tmp_path: Path) -> None:
     trainer = FakeTrainer.of(layouts)
     for rank, (model, loaded) in enumerate(zip(models, wanted, strict=True)):
         _meta_model.stand_in(2, 1, rank)
-        staged = _vllm_model.staged_layers(model)
-        weights, links = weights_of(
-            model, trainer.plan, rank, staged=staged, refuse=_vllm_model.not_repackable
-        )
+        weights, links = weights_of(model, trainer.plan, rank)
         before = memory(model)
         weights.prepare(1, "direct", "full", PLENTY)
         assert (

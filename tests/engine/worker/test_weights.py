@@ -72,14 +72,12 @@ def fill(weights: Weights, links: Any, plan: TransferPlan, shards: Any) -> None:
 
 
 def weights_of(
-    model: torch.nn.Module, plan: TransferPlan, rank: int = 0, **more: Any
+    model: torch.nn.Module, plan: TransferPlan, rank: int = 0, worker: Any = None
 ) -> tuple[Weights, list[Any]]:
     table = plan.links()
     devices = sorted(table.device[table.rank == rank].tolist())
     links = [source_order(plan.link(d, rank)) for d in devices]
-    return Weights(
-        model, plan, rank, Ledger(links), more.pop("staged", []), **more
-    ), links
+    return Weights(worker, model, plan, rank, Ledger(links)), links
 
 
 def move(
@@ -390,7 +388,6 @@ def test_a_packed_layer_through_weights(one_rank):
         VocabParallelEmbedding,
     )
 
-    from jvlab.engine.tracing import _vllm_model
     from jvlab.engine.tracing._trace import trace_model
     from jvlab.layout._types import CheckpointTensor
     from tests.engine.worker.fake_trainer import FakeTrainer
@@ -446,10 +443,7 @@ def test_a_packed_layer_through_weights(one_rank):
             n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()
         }
         before = model(x)
-        staged = _vllm_model.staged_layers(model)
-        weights, links = weights_of(
-            model, trainer.plan, staged=staged, refuse=_vllm_model.not_repackable
-        )
+        weights, links = weights_of(model, trainer.plan)
         weights.prepare(version, mode, "full", PLENTY)
         shards = trainer.shards(values)
         fill(weights, links, trainer.plan, shards)
@@ -548,7 +542,6 @@ def sync_layer(
     layer: Any, values: dict[str, torch.Tensor], mode: str, version: int = 1
 ) -> tuple[Weights, Any]:
     """Move these values into a layer as a model of its own; its weights, before the commit, and the digests wanted."""
-    from jvlab.engine.tracing import _vllm_model
     from jvlab.engine.tracing._trace import trace_model
     from jvlab.layout._types import CheckpointTensor
     from tests.engine.worker.fake_trainer import FakeTrainer
@@ -564,13 +557,7 @@ def sync_layer(
         layer, [CheckpointTensor(n, tuple(t.shape), kind) for n, t in values.items()]
     )
     trainer = FakeTrainer.of([layout])
-    weights, links = weights_of(
-        layer,
-        trainer.plan,
-        staged=_vllm_model.staged_layers(layer),
-        refuse=_vllm_model.not_repackable,
-        experts=_vllm_model.moe_method,
-    )
+    weights, links = weights_of(layer, trainer.plan)
     weights.prepare(version, mode, "full", PLENTY)
     shards = trainer.shards({n: t.float().numpy() for n, t in values.items()})
     fill(weights, links, trainer.plan, shards)
@@ -669,7 +656,7 @@ def test_a_kernel_that_holds_other_weights_does_not_arrive_unseen(
 
     monkeypatch.setattr(_reload, "pack", forgetful)
     if fault == "never placed":
-        monkeypatch.setattr(_reload.Packed, "place", lambda packed: None)
+        monkeypatch.setattr(_reload.PackedLayer, "place", lambda packed: None)
     weights, wanted = sync_layer(layer, {"weight": torch.randn(96, 64)}, mode)
     if fault == "never placed":
         with pytest.raises(VerifyError, match="computes with other memory"):

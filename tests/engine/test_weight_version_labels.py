@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from jvlab.engine.worker._weight_version_labels import (
+from jvlab.engine._patches import (
     LabelledOutputs,
     has_labels,
     label_core,

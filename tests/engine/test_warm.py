@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from jvlab._errors import ConfigError
-from jvlab.engine import _warm_host
+from jvlab.engine import _warm
 from jvlab.wire.processes import _warm as processes
 from jvlab.wire.processes._identity import home
 
@@ -39,7 +39,7 @@ def facts(began: float | None = None) -> Any:
         "HOME": "/elsewhere",
         "TORCHINDUCTOR_CACHE_DIR": "/b",
     }
-    return _warm_host._Facts("cpu", own, time.time() if began is None else began)
+    return _warm._Facts("cpu", own, time.time() if began is None else began)
 
 
 def test_it_serves_who_would_import_the_same():
@@ -126,14 +126,14 @@ def test_where_it_listens(
 
 def test_its_socket_is_private_and_the_only_one(tmp_path: Path):
     path = tmp_path / "s"
-    with _warm_host._listen(path):
+    with _warm._listen(path):
         assert path.stat().st_mode & 0o777 == 0o600
         with pytest.raises(ConfigError, match="another `jvlab warm` listens"):
-            _warm_host._listen(path)
-    with _warm_host._listen(path):  # one that was killed leaves its socket
+            _warm._listen(path)
+    with _warm._listen(path):  # one that was killed leaves its socket
         pass
     with pytest.raises(ConfigError, match="too long"):
-        _warm_host._listen(tmp_path / ("x" * 108))
+        _warm._listen(tmp_path / ("x" * 108))
 
 
 def test_one_that_is_stopped_with_a_full_queue_listens_too(tmp_path: Path):
@@ -145,13 +145,13 @@ def test_one_that_is_stopped_with_a_full_queue_listens_too(tmp_path: Path):
         stopped.listen(0)
         first.connect(str(path))
         with pytest.raises(ConfigError, match="another `jvlab warm` listens"):
-            _warm_host._listen(path)
+            _warm._listen(path)
 
 
 def test_switched_off_it_says_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JVLAB_WARM", "0")
     with pytest.raises(ConfigError, match="JVLAB_WARM=0"):
-        _warm_host.run_host("cpu")
+        _warm.run_host("cpu")
 
 
 @contextmanager
@@ -254,7 +254,7 @@ def test_a_gateway_without_one_asks_nobody(
 
 
 def test_the_openmp_that_a_wheel_has_for_itself_does_not_count():
-    from jvlab.engine._vllm import openmp_of_torch
+    from jvlab.engine._patches import openmp_of_torch
 
     torch, other = "/site/torch/lib/libgomp.so.1", "/site/torch/lib/libiomp5.so"
     own = "/site/sentencepiece.libs/libgomp-6a29c32d.so.1.0.0"

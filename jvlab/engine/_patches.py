@@ -1,0 +1,977 @@
+"""What jvlab changes of vLLM: a table, `PATCHES`, and the functions that do it. Checked against vLLM 0.32.0.
+
+A row says what it replaces, in which versions, why, and when it can go; a test checks that what it replaces is there.
+Those that stay are installed once in a process, by their place (`install`):
+
+    worker, CPU worker      `worker/_extension.py`, which vLLM imports before it builds a model
+    core                    `worker/_scheduler.py`, which the engine core loads
+    front end               `_vllm.start_engine`, before an AsyncLLM is made
+    Pool.in_process         `_in_process.py`
+
+Others last for one call (`replacing`), or change one object and not a class (`install` is None: `why` says where).
+Nothing here imports vLLM before a function is called.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkContext, ForkProcess
+from types import SimpleNamespace
+from typing import Any
+
+from jvlab._errors import MissingDependency
+
+SPIN_SECONDS = 0.005  # that core and worker spin for the next message on a CPU
+FIELD = "weight_version"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One change of vLLM."""
+
+    name: str
+    place: str
+    # module, attribute, as in `_vllm_versions`
+    replaces: tuple[tuple[str, str], ...]
+    why: str
+    until: str  # it can go when
+    install: Callable[..., AbstractContextManager[None] | None] | None
+    versions: tuple[str, ...] = ()  # that need it; all if there is none
+    lasts: bool = True  # else `install` is a context manager
+
+
+@functools.cache
+def install(place: str) -> None:
+    """Install what stays in this process, once."""
+    for patch in PATCHES:
+        if patch.place == place and patch.lasts and patch.install is not None:
+            patch.install()
+
+
+def patched(place: str) -> tuple[tuple[str, str], ...]:
+    """What is replaced there in every version."""
+    return tuple(
+        name
+        for patch in PATCHES
+        if patch.place == place and not patch.versions
+        for name in patch.replaces
+    )
+
+
+Values = list[tuple[Any, str, Any]]
+
+
+def replacing(*new: tuple[Any, str, Any]) -> AbstractContextManager[None]:
+    """Inside, these attributes (owner, name, value) have other values; AttributeError if one is not there."""
+    # as they lie there: a class's static method is not what reading it gives
+    before = [
+        (owner, name, vars(owner).get(name, getattr(owner, name)))
+        for owner, name, _ in new
+    ]
+    return _replaced(list(new), before)
+
+
+@contextmanager
+def _replaced(new: Values, before: Values) -> Iterator[None]:
+    try:
+        for owner, name, value in new:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def _wrap(owner: Any, name: str, around: Callable[[Any], Any]) -> None:
+    method = getattr(owner, name)
+    setattr(owner, name, functools.wraps(method)(around(method)))
+
+
+# Workers on a CPU -----------------------------------------------------------------------------------------------------
+
+
+def own_experts_only(apply: Any) -> Any:
+    """The method, given places on this rank instead of numbers of experts; those of other ranks get the weight 0.
+
+    `expert_map` has each expert's place on a rank, or -1. vLLM adds the ranks' results up itself.
+    """
+    signature = inspect.signature(apply)
+
+    def apply_own(*args: Any, **options: Any) -> None:
+        import torch
+
+        given = signature.bind(*args, **options).arguments
+        if given["expert_map"] is not None:
+            ids = given["topk_ids"]
+            places = given["expert_map"].to(torch.int64)[ids.to(torch.int64)]
+            given["topk_weights"] = torch.where(places >= 0, given["topk_weights"], 0)
+            given["topk_ids"] = places.clamp(min=0).to(ids.dtype)
+        apply(**given)
+
+    return apply_own
+
+
+def cpu_experts() -> None:
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    _wrap(cpu_moe.CPUUnquantizedExperts, "apply", own_experts_only)
+
+
+def no_adapter_is_zero(shrink: Any) -> Any:
+    """The kernel, the first of two products, with rows of zeros where the slot is negative."""
+
+    @functools.wraps(shrink)
+    def shrink_or_zero(
+        inputs: Any, weights: Any, output: Any, slots: Any, *args: Any, **options: Any
+    ) -> None:
+        shrink(inputs, weights, output, slots, *args, **options)
+        output[: slots.shape[0]][slots < 0] = 0
+
+    return shrink_or_zero
+
+
+def cpu_lora() -> None:
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    shrink = no_adapter_is_zero(lora_ops.bgmv_shrink)
+    lora_ops.bgmv_shrink = shrink  # sgmv_shrink calls it too
+    punica_cpu.bgmv_shrink = shrink
+
+
+def restoring_generators(sample: Any) -> Any:
+    """The runner's method; a token that will be discarded leaves its request's generator as it was."""
+
+    def sample_and_restore(self: Any, *args: Any, **options: Any) -> Any:
+        before = [(g, g.get_state()) for g in _discarded(self).values()]
+        out = sample(self, *args, **options)
+        for generator, state in before:
+            generator.set_state(state)
+        return out
+
+    return sample_and_restore
+
+
+def without_rewinding(bookkeeping: Any) -> Any:
+    """The runner's method, which finds no generator to rewind."""
+
+    def without(self: Any, *args: Any, **options: Any) -> Any:
+        generators = self.input_batch.generators
+        hidden = _discarded(self)
+        for row in hidden:
+            del generators[row]
+        try:
+            return bookkeeping(self, *args, **options)
+        finally:
+            generators.update(hidden)
+
+    return without
+
+
+def _discarded(runner: Any) -> dict[int, Any]:
+    """Row → generator of the requests whose token of this step is discarded."""
+    batch = runner.input_batch
+    rows = runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
+    return {row: batch.generators[row] for row in rows if row in batch.generators}
+
+
+def patch_runner(runner: Any) -> None:
+    """Of a runner class, what samples and what rewinds."""
+    _wrap(runner, "_sample", restoring_generators)
+    _wrap(runner, "_bookkeeping_sync", without_rewinding)
+
+
+def cpu_seeds() -> None:
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    patch_runner(CPUModelRunner)
+
+
+def live_weights() -> None:
+    """CPU linear layers compute from `layer.weight` itself, if JVLAB_LIVE_WEIGHTS=1 asks for that."""
+    if os.environ.get("JVLAB_LIVE_WEIGHTS") == "1":
+        import vllm._custom_ops as ops
+        import vllm.model_executor.layers.utils as layers
+
+        setattr(ops, "_supports_onednn", False)  # noqa: B010
+        layers.check_cpu_sgl_kernel = lambda n, k, dtype: False
+
+
+# Every worker ---------------------------------------------------------------------------------------------------------
+
+
+def adapting_sampled_rows(original: Any) -> Any:
+    """The layer's method; rows other than one for each request are computed without adapters."""
+    without = SimpleNamespace(add_lora_logits=lambda y, *_: y)
+
+    def get_logits(self: Any, hidden_states: Any, *args: Any, **options: Any) -> Any:
+        kernels = self.punica_wrapper
+        if hidden_states.shape[0] != kernels.sampler_indices.shape[0]:
+            self.punica_wrapper = without
+        try:
+            return original(self, hidden_states, *args, **options)
+        finally:
+            self.punica_wrapper = kernels
+
+    return get_logits
+
+
+def prompt_scores() -> None:
+    from vllm.lora.layers import LogitsProcessorWithLoRA
+
+    _wrap(LogitsProcessorWithLoRA, "_get_logits", adapting_sampled_rows)
+
+
+# The engine core ------------------------------------------------------------------------------------------------------
+
+
+def sending_held(method: Any) -> Any:
+    """The core's method; held tokens are sent first, labelled with the weight version that generated them."""
+
+    def send_first(self: Any, *args: Any, **options: Any) -> Any:
+        # the scheduler may be the user's own
+        held = getattr(self.scheduler, "jv_held", None)
+        if held is not None:
+            groups = held.release()
+            self._attach_weight_version(groups)
+            for group in groups.items():
+                self.output_queue.put_nowait(group)
+        return method(self, *args, **options)
+
+    return send_first
+
+
+def core_methods() -> None:
+    """The calls that our front end makes (`jv_…`), held tokens, and the check for NaN (`worker/_poison.py`)."""
+    from vllm.v1.engine import EngineCoreRequestType
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
+    from jvlab.engine.worker import _ipc_core, _poison
+
+    def jv_wake(self: Any, tags: Any) -> None:
+        """EngineCore.wake_up without resuming the scheduler."""
+        self.model_executor.wake_up(list(tags))
+        _poison.after_wake(self)
+
+    def checking_nan(method: Any) -> Any:
+        def post_step(self: Any, *args: Any, **options: Any) -> None:
+            method(self, *args, **options)
+            _poison.after_step(self)
+
+        return post_step
+
+    def clearing_poison(method: Any) -> Any:
+        def reset_prefix_cache(
+            self: Any,
+            reset_running_requests: bool = False,
+            reset_connector: bool = False,
+        ) -> bool:
+            return _poison.reset(self, reset_running_requests, reset_connector, method)
+
+        return reset_prefix_cache
+
+    added: dict[str, Any] = {
+        "jv_wake": jv_wake,
+        "jv_poison": _poison.poison,
+        "jv_utility": EngineCoreRequestType.UTILITY,
+        "jv_wake_up": EngineCoreRequestType.WAKEUP,
+        **{name: vars(_ipc_core)[name] for name in _ipc_core.METHODS},
+    }
+    for name, value in added.items():
+        setattr(EngineCore, name, value)
+    _wrap(EngineCore, "post_step", checking_nan)
+    _wrap(EngineCore, "reset_prefix_cache", clearing_poison)
+    _wrap(EngineCoreProc, "set_weight_version", sending_held)
+    _wrap(EngineCoreProc, "pause_scheduler", sending_held)
+
+
+# Labels of weight versions: core and front end ------------------------------------------------------------------------
+#     core        EngineCoreOutputs gets the field `weight_version`; it is set where a step's details are attached
+#     front end   a message's outputs become a list that knows its version; a request's state collects where versions
+#                 begin; a finished output gets its spans
+
+
+@dataclass
+class WeightVersionSpan:
+    """Output tokens `[start, end)` were sampled by weights labelled `version`; as vLLM's own."""
+
+    version: str
+    start: int
+    end: int
+
+
+class LabelledOutputs(list[Any]):
+    """The outputs of one message, and of its parts: vLLM processes a large message in slices."""
+
+    weight_version: str | None = None
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        if not isinstance(at, slice):
+            return found
+        part = LabelledOutputs(found)
+        part.weight_version = self.weight_version
+        return part
+
+
+def has_labels() -> bool:
+    """Whether vLLM's messages carry the version, by vLLM or by this file."""
+    import vllm.v1.engine as engine
+
+    return FIELD in engine.EngineCoreOutputs.__struct_fields__
+
+
+def label_core() -> None:
+    """In the core's process: every message with outputs carries the version of the weights."""
+    from vllm.v1.engine.core import EngineCore
+
+    if hasattr(EngineCore, "_attach_weight_version"):
+        return
+    _widen_messages()
+
+    def attach(self: Any, outputs: dict[int, Any]) -> None:
+        for group in outputs.values():
+            group.weight_version = self._weight_version
+
+    def attaching_both(details: Any) -> Any:
+        def attach_both(self: Any, outputs: dict[int, Any], *args: Any) -> None:
+            details(self, outputs, *args)
+            attach(self, outputs)
+
+        return attach_both
+
+    setattr(EngineCore, "_attach_weight_version", attach)  # noqa: B010
+    _wrap(EngineCore, "_attach_iteration_details", attaching_both)
+
+
+def label_front_end() -> None:
+    """In the front end's process, before an AsyncLLM is made: finished outputs have `weight_versions`."""
+    import vllm.outputs as results
+    from vllm.v1.engine.core_client import AsyncMPClient
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+
+    if hasattr(results, "WeightVersionSpan"):
+        return
+    _widen_messages()
+    results.WeightVersionSpan = WeightVersionSpan  # type: ignore[attr-defined]
+    results.CompletionOutput.weight_versions = None  # type: ignore[attr-defined]
+    _wrap(AsyncMPClient, "get_output_async", _labelling)
+    _wrap(OutputProcessor, "process_outputs", _tracking)
+    _wrap(RequestState, "_new_completion_output", _with_spans)
+    _wrap(results.RequestOutput, "add", _keeping_spans)
+
+
+def _widen_messages() -> None:
+    """EngineCoreOutputs with one more field, in every module that has imported it: they make and decode messages."""
+    if has_labels():
+        return
+    import vllm.v1.engine as engine
+
+    plain: Any = engine.EngineCoreOutputs
+
+    class EngineCoreOutputs(plain, array_like=True, omit_defaults=True, gc=False):  # type: ignore[call-arg]  # options of msgspec
+        weight_version: str | None = None
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get("EngineCoreOutputs") is plain:
+            module.EngineCoreOutputs = EngineCoreOutputs  # type: ignore[attr-defined]
+
+
+def _labelling(method: Any) -> Any:
+    async def get_output_async(self: Any) -> Any:
+        message = await method(self)
+        message.outputs = LabelledOutputs(message.outputs)
+        message.outputs.weight_version = message.weight_version
+        return message
+
+    return get_output_async
+
+
+def _tracking(method: Any) -> Any:
+    def process_outputs(self: Any, outputs: Any, *args: Any, **options: Any) -> Any:
+        version = getattr(outputs, FIELD, None)
+        if version is not None:
+            for output in outputs:
+                state = self.request_states.get(output.request_id)
+                if (
+                    state is not None
+                    and state.detokenizer is not None
+                    and output.new_token_ids
+                ):
+                    track(state, version)
+        return method(self, outputs, *args, **options)
+
+    return process_outputs
+
+
+def track(state: Any, version: str) -> None:
+    """Begin a span of this request if its weights have changed."""
+    starts = state.__dict__.setdefault("weight_version_starts", [])
+    if not starts or starts[-1][0] != version:
+        starts.append((version, state.detokenizer.num_output_tokens()))
+
+
+def spans(state: Any) -> list[Any] | None:
+    """The spans of a request's tokens; None if no version was reported for them."""
+    starts = state.__dict__.get("weight_version_starts", [])
+    tokens = state.detokenizer.num_output_tokens()
+    if not starts and tokens:
+        return None
+    ends = [start for _, start in starts[1:]] + [tokens]
+    return [
+        WeightVersionSpan(version, start, end)
+        for (version, start), end in zip(starts, ends, strict=True)
+    ]
+
+
+def _with_spans(method: Any) -> Any:
+    def _new_completion_output(
+        self: Any, token_ids: Any, finish_reason: Any, *args: Any, **options: Any
+    ) -> Any:
+        completion = method(self, token_ids, finish_reason, *args, **options)
+        completion.weight_versions = spans(self) if finish_reason is not None else None
+        return completion
+
+    return _new_completion_output
+
+
+def _keeping_spans(method: Any) -> Any:
+    """RequestOutput.add merges a later output into this one; spans come with the last."""
+
+    def add(self: Any, later: Any, *args: Any, **options: Any) -> Any:
+        result = method(self, later, *args, **options)
+        last = {
+            completion.index: completion.weight_versions for completion in later.outputs
+        }
+        for completion in self.outputs:
+            if completion.index in last:
+                completion.weight_versions = last[completion.index]
+        return result
+
+    return add
+
+
+# The front end --------------------------------------------------------------------------------------------------------
+
+
+class _ForkedProcess(ForkProcess):
+    """A forked process whose exit code is known as soon as its sentinel says that it has ended.
+
+    A process closes its files a moment before its parent can read its code: vLLM, which asks just then, would log
+    "exit code: None", and nobody would learn which signal ended a worker.
+    """
+
+    @property
+    def exitcode(self) -> int | None:
+        code = super().exitcode
+        if code is None and self.pid is not None and wait([self.sentinel], 0):
+            self.join(1.0)
+            code = super().exitcode
+        return code
+
+
+class _ForkContext(ForkContext):
+    Process = _ForkedProcess  # type: ignore[assignment]
+
+
+@contextmanager
+def forked(device: str) -> Iterator[None]:
+    """On a CPU, fork engine core and workers instead of starting Python again: vLLM is imported once, not three times.
+
+    vLLM spawns there because OpenMP reads its settings when it is loaded; a forked worker sets them itself (see
+    `_worker_threads`). The core is forked from here, where only one other thread may be running and gRPC must not have
+    started, and forks its workers as vLLM does on a GPU. A core that stays in this process (see `_in_process.py`) still
+    spawns them, as other threads may be running here.
+    """
+    if device != "cpu":
+        yield
+        return
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    from vllm.v1.engine import utils
+    from vllm.v1.executor import multiproc_executor as executor
+
+    here = os.getpid()
+    spawning = utils.get_mp_context
+
+    @functools.cache  # by the core, before its workers' settings are in the environment
+    def workers_fork() -> bool:
+        if os.getpid() == here or not _workers_may_fork():
+            return False
+        main = executor.WorkerProc.worker_main
+        executor.WorkerProc.worker_main = staticmethod(
+            lambda **given: (_worker_threads(), main(**given))
+        )
+        return True
+
+    with replacing(
+        (utils, "get_mp_context", _ForkContext),
+        (
+            executor,
+            "get_mp_context",
+            lambda: _ForkContext() if workers_fork() else spawning(),
+        ),
+        # By default core and workers spin on their shared memory for a second after each message: with few cores, that
+        # time is taken from computation. A wake-up takes a tenth of a millisecond.
+        (SpinCondition.__init__, "__defaults__", (SPIN_SECONDS,)),
+    ):
+        yield
+
+
+def _workers_may_fork() -> bool:
+    """Whether a forked worker would have the threads and libraries of a spawned one; other libraries are logged."""
+    if (
+        os.environ.get("OMP_NUM_THREADS") != "1"
+        or os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind"
+    ):
+        # threads may exist already, which a child does not inherit; or the user set them
+        return False
+    try:
+        with open("/proc/self/maps") as maps:
+            mapped = {line.split(None, 5)[5].strip() for line in maps if ".so" in line}
+    except OSError:
+        return False
+    wanted = {
+        os.path.realpath(path)
+        for path in os.environ.get("LD_PRELOAD", "").split(":")
+        if path
+    }
+    runtimes = openmp_of_torch(mapped)
+    if wanted <= mapped and len(runtimes) == 1 and "libgomp" in next(iter(runtimes)):
+        return True
+    found = f"OpenMP is {sorted(runtimes)}, preloaded {sorted(wanted)}"
+    print(f"workers cannot be forked and import vLLM again: {found}", flush=True)
+    return False
+
+
+def openmp_of_torch(mapped: set[str]) -> set[str]:
+    """The OpenMP libraries among those of a process that torch may compute with.
+
+    Not those that a wheel brought for itself, as sentencepiece does: their names have a hash, so that nobody else finds
+    them, and nothing here starts their threads.
+    """
+    runtimes = {
+        path
+        for path in mapped
+        if os.path.basename(path).startswith(("libgomp", "libiomp", "libomp"))
+    }
+    return {
+        path
+        for path in runtimes
+        if not re.match(r"lib\w+-[0-9a-f]{8,}\.so", os.path.basename(path))
+    }
+
+
+def _worker_threads() -> None:
+    """Do what libgomp does when loaded: start one thread per core of the worker, bound to it."""
+    import torch
+
+    named = os.environ.get("GOMP_CPU_AFFINITY") or os.environ.get("OMP_PLACES", "")
+    cores = [int(core) for core in re.findall(r"\d+", named)]
+    if not cores:
+        return
+    before = set(os.listdir("/proc/self/task"))
+    torch.set_num_threads(len(cores))
+    torch.ones(1 << 20).add_(1)  # starts them
+    os.sched_setaffinity(0, cores)
+    for thread, core in zip(
+        sorted(set(os.listdir("/proc/self/task")) - before, key=int),
+        cores[1:],
+        strict=False,
+    ):
+        os.sched_setaffinity(int(thread), {core})
+
+
+# An engine in this process --------------------------------------------------------------------------------------------
+
+
+def kernel_table() -> None:
+    """vLLM's table of CPU kernels tolerates every loaded module, and being filled twice."""
+    try:
+        from vllm.triton_utils import dispatcher
+    except ImportError:
+        return  # vLLM 0.30 has no such table
+    registered = vars(dispatcher)["_registry"]
+
+    def once(register: Any) -> Any:
+        def register_kernels(overrides: Mapping[str, Any]) -> None:
+            if fresh := {k: v for k, v in overrides.items() if k not in registered}:
+                register(fresh)
+
+        return register_kernels
+
+    def attributes(value: object) -> Mapping[str, Any]:
+        found = vars(value)
+        return found if isinstance(found, Mapping) else {}
+
+    dispatcher.vars = attributes  # type: ignore[attr-defined]
+    _wrap(dispatcher, "register_kernels", once)
+
+
+def clients_of(clients: Any) -> AbstractContextManager[None]:
+    """Inside, an AsyncLLM gets its client from this class."""
+    from vllm.v1.engine import async_llm
+
+    return replacing((async_llm, "EngineCoreClient", clients))
+
+
+# A plan without an engine ---------------------------------------------------------------------------------------------
+
+
+def classes_imported_here() -> AbstractContextManager[None]:
+    """Inside, vLLM imports a model's class in this process."""
+    import vllm.model_executor.models.registry as registry
+
+    return replacing(
+        (registry, "_run_in_subprocess", lambda question: question()),
+    )
+
+
+def undecorated_classes(model_class: type) -> AbstractContextManager[None]:
+    """Inside, vLLM's Transformers backend does not decorate transformers' classes."""
+    name = "_decorate_for_torch_compile"
+    owners = [owner for owner in model_class.__mro__ if name in vars(owner)]
+    return replacing(*((owner, name, lambda model: None) for owner in owners))
+
+
+def expert_maps_on_cpu() -> AbstractContextManager[None]:
+    """Inside, expert maps are real also in a model on meta."""
+    import torch
+    from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+
+    original = ExpertMapManager.__init__
+
+    def on_cpu(self: Any, *args: Any, **options: Any) -> None:
+        with torch.device("cpu"):
+            original(self, *args, **options)
+
+    return replacing((ExpertMapManager, "__init__", on_cpu))
+
+
+def only_layers(stage: int, count: int) -> AbstractContextManager[None]:
+    """Inside, this pipeline stage builds only its first `count` layers; the rest are treated as another stage's."""
+    import vllm.distributed.utils as distributed
+
+    original = distributed.get_pp_indices
+
+    def shortened(layers: int, rank: int, stages: int) -> tuple[int, int]:
+        start, end = original(layers, rank, stages)
+        return (start, min(end, start + count)) if rank == stage else (start, end)
+
+    return replacing((distributed, "get_pp_indices", shortened))
+
+
+def linear_kernel(module_name: str = "", **options: Any) -> Any:
+    """vLLM's CUTLASS kernel of an fp8 layer on any machine; blocks are left as they are loaded, so need none."""
+    from vllm.model_executor.kernels.linear.scaled_mm.cutlass import (
+        CutlassFP8ScaledMMLinearKernel,
+    )
+    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
+        FP8ScaledMMLinearLayerConfig,
+    )
+
+    class AnyMachine(CutlassFP8ScaledMMLinearKernel):
+        @classmethod
+        def is_supported(
+            cls, compute_capability: int | None = None
+        ) -> tuple[bool, str | None]:
+            return True, None
+
+    if options["weight_quant_key"].scale.group_shape.row > 1:
+        return SimpleNamespace()
+    return AnyMachine(
+        FP8ScaledMMLinearLayerConfig(**options),
+        ["weight", "weight_scale", "input_scale", "x"],
+    )
+
+
+def card_kernels() -> AbstractContextManager[None]:
+    """Inside, fp8 models on meta are built and processed as on a card: vLLM's own classes, its kernels named.
+
+    Without a card vLLM finds no kernel for fp8, and without values its step after loading cannot quantise. So kernels
+    are those that an H200 was seen to take (CUTLASS for linear maps, Triton for experts), and quantising gives shapes
+    alone. Which arithmetic it is follows from the class; connecting to the engine proves it, on known values
+    (`tracing/_trace.py`).
+    """
+    try:
+        from vllm import _custom_ops as ops
+        from vllm.model_executor.layers.fused_moe.oracle import fp8 as moe
+        from vllm.model_executor.layers.quantization import fp8
+        from vllm.model_executor.layers.quantization.online import fp8 as online
+
+        triton = moe.Fp8MoeBackend.TRITON
+        # the maximum over ranks has the shape of each
+        of_rank = lambda amax, _: amax
+        return replacing(
+            (fp8, "init_fp8_linear_kernel", linear_kernel),
+            (online, "init_fp8_linear_kernel", linear_kernel),
+            (fp8, "select_fp8_moe_backend", lambda **_: (triton, SimpleNamespace)),
+            (online, "select_fp8_moe_backend", lambda **_: (triton, SimpleNamespace)),
+            (online, "amax_for_tp_weight_quant", of_rank),
+            (online, "amax_for_moe_weight_quant", of_rank),
+            (moe, "make_fp8_moe_kernel", lambda **_: SimpleNamespace()),
+            (ops, "scaled_fp8_quant", _quantised),
+        )
+    except (ImportError, AttributeError) as error:
+        raise MissingDependency(
+            f"this vLLM quantises to fp8 in another way than jvlab can plan without an engine: {error}",
+            remedy="install vLLM 0.32.0, or plan with a running pool: jv.plan(params, pool)",
+        ) from error
+
+
+def _quantised(values: Any, scale: Any, **_: Any) -> tuple[Any, Any]:
+    import torch
+
+    return torch.empty_like(values, dtype=torch.float8_e4m3fn), scale
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+_CORE = "vllm.v1.engine.core"
+_FP8 = "vllm.model_executor.layers.quantization"
+_MOE = "vllm.model_executor.layers.fused_moe"
+_RUNNER = "vllm.v1.worker.gpu_model_runner"
+_UNLABELLED = ("0.30.0", "0.31.0")
+
+PATCHES = (
+    Patch(
+        "experts of several ranks on a CPU",
+        "CPU worker",
+        ((f"{_MOE}.experts.cpu_moe", "CPUUnquantizedExperts.apply"),),
+        "with expert parallelism the first token crashes: the kernels take an expert's number for its place on the "
+        "rank, and read past the end of its memory",
+        "CPUUnquantizedExperts.apply uses its expert_map",
+        cpu_experts,
+    ),
+    Patch(
+        "no adapter on a CPU",
+        "CPU worker",
+        (
+            ("vllm.lora.ops.torch_ops.lora_ops", "bgmv_shrink"),
+            ("vllm.lora.punica_wrapper.punica_cpu", "bgmv_shrink"),
+        ),
+        "a request without an adapter has the slot -1, and the kernels index with it: it is computed with the last "
+        "slot's adapter, in every decoding step and in prefills beside an adapted one",
+        "bgmv_shrink in torch_ops gives zeros for slot -1",
+        cpu_lora,
+    ),
+    Patch(
+        "seeds with chunked prefill on a CPU",
+        "CPU worker",
+        (
+            ("vllm.v1.worker.cpu_model_runner", "CPUModelRunner._sample"),
+            ("vllm.v1.worker.cpu_model_runner", "CPUModelRunner._bookkeeping_sync"),
+        ),
+        "a step that prefills a part of a prompt samples all the same, and rewinds the generator with set_offset, "
+        "which CPU generators do not have: the engine dies. Restored, a seed gives the same tokens however its prompt "
+        "was chunked",
+        "CPUModelRunner restores its generators",
+        cpu_seeds,
+    ),
+    Patch(
+        "live weights",
+        "CPU worker",
+        (
+            ("vllm._custom_ops", "_supports_onednn"),
+            ("vllm.model_executor.layers.utils", "check_cpu_sgl_kernel"),
+        ),
+        "asked for by JVLAB_LIVE_WEIGHTS: linear layers compute from a packed copy of their weight otherwise",
+        "vLLM has a setting for it",
+        live_weights,
+    ),
+    Patch(
+        "log-probabilities of prompts with LoRA",
+        "worker",
+        (("vllm.lora.layers", "LogitsProcessorWithLoRA._get_logits"),),
+        "the output head adapts one row for each request that samples; given the rows of prompts, as pool.score asks "
+        "for, it fails, on a CPU with an error that ends the engine. Scores are of the base or of a linked adapter, "
+        "neither of which adapts the head",
+        "LogitsProcessorWithLoRA takes rows of prompts",
+        prompt_scores,
+    ),
+    Patch(
+        "labels of the core",
+        "core",
+        (
+            (_CORE, "EngineCore._attach_iteration_details"),
+            ("vllm.v1.engine", "EngineCoreOutputs"),
+        ),
+        "messages do not say which weights made their tokens",
+        "vLLM 0.31 is not supported any more",
+        label_core,
+        _UNLABELLED,
+    ),
+    Patch(
+        "calls of the core",
+        "core",
+        (
+            (_CORE, "EngineCore.post_step"),
+            (_CORE, "EngineCore.reset_prefix_cache"),
+            (_CORE, "EngineCore.set_weight_version"),
+            (_CORE, "EngineCoreProc.pause_scheduler"),
+        ),
+        "syncs in one call, tokens held until they are needed, NaN kept from other requests",
+        "vLLM's core can be extended, as its workers can",
+        core_methods,
+    ),
+    Patch(
+        "labels of the front end",
+        "front end",
+        (
+            ("vllm.outputs", "CompletionOutput"),
+            ("vllm.outputs", "RequestOutput.add"),
+            ("vllm.v1.engine.core_client", "AsyncMPClient.get_output_async"),
+            ("vllm.v1.engine.output_processor", "OutputProcessor.process_outputs"),
+            ("vllm.v1.engine.output_processor", "RequestState._new_completion_output"),
+        ),
+        "outputs have no weight_versions",
+        "vLLM 0.31 is not supported any more",
+        label_front_end,
+        _UNLABELLED,
+    ),
+    Patch(
+        "forks on a CPU",
+        "front end",
+        (
+            ("vllm.v1.engine.utils", "get_mp_context"),
+            ("vllm.v1.executor.multiproc_executor", "get_mp_context"),
+            ("vllm.v1.executor.multiproc_executor", "WorkerProc.worker_main"),
+            (
+                "vllm.distributed.device_communicators.shm_broadcast",
+                "SpinCondition.__init__",
+            ),
+        ),
+        "vLLM spawns core and workers, which import it again, and lets them spin for a second after each message",
+        "vLLM forks on CPUs, and has a setting for the spinning",
+        forked,
+        lasts=False,
+    ),
+    Patch(
+        "exporters",
+        "front end",
+        (("vllm.v1.metrics.loggers", "PrometheusStatLogger"),),
+        "of one engine, in _vllm.start_engine: vLLM's Prometheus exporter costs more per sample than all else there",
+        "AsyncLLM can be made without it",
+        None,
+    ),
+    Patch(
+        "log-probabilities of sampled tokens",
+        "front end",
+        (("vllm.v1.engine.logprobs", "LogprobsProcessor.update_from_output"),),
+        "of one request, in _requests.py: only the sampled token's is kept",
+        "vLLM can return that alone",
+        None,
+    ),
+    Patch(
+        "zeroed blocks",
+        "core",
+        ((_RUNNER, "GPUModelRunner._init_kv_zero_meta"),),
+        "of one runner, in worker/_poison.py: a CPU's zeroes no block of a sliding window",
+        "it does",
+        None,
+    ),
+    Patch(
+        "routers",
+        "enable_return_routed_experts",
+        (
+            (f"{_MOE}.router.fused_moe_router", "FusedMoERouter.select_experts"),
+            (_RUNNER, "GPUModelRunner.execute_model"),
+            (_RUNNER, "GPUModelRunner.sample_tokens"),
+        ),
+        "of one runner, in worker/_routes.py: vLLM returns no experts on CPUs, and no weights",
+        "it does",
+        None,
+    ),
+    Patch(
+        "table of CPU kernels",
+        "Pool.in_process",
+        (
+            ("vllm.triton_utils.dispatcher", "register_kernels"),
+            ("vllm.triton_utils.dispatcher", "_registry"),
+        ),
+        "in a process that is not one engine's alone: it looks for kernels in every loaded module and fails at "
+        "llvmlite's (of numba, which digests use), whose __dict__ is not a dict; and a second engine would wrap the "
+        "first one's wrappers",
+        "_rebind_kernels tolerates such objects and register_kernels can be called twice",
+        kernel_table,
+        ("0.31.0", "0.32.0"),
+    ),
+    Patch(
+        "a core in a thread",
+        "Pool.in_process",
+        (("vllm.v1.engine.async_llm", "EngineCoreClient"),),
+        "AsyncLLM accepts only clients of a core in another process",
+        "vLLM offers AsyncLLM without multiprocessing",
+        clients_of,
+        lasts=False,
+    ),
+    Patch(
+        "model classes",
+        "jv.plan",
+        (("vllm.model_executor.models.registry", "_run_in_subprocess"),),
+        "vLLM imports the class in a subprocess first (13 s on two cores), so that CUDA need not be initialised here; "
+        "here it is imported anyway",
+        "vLLM has a setting for it",
+        classes_imported_here,
+        lasts=False,
+    ),
+    Patch(
+        "decorated classes",
+        "jv.plan",
+        (
+            (
+                "vllm.model_executor.models.transformers.base",
+                "Base._decorate_for_torch_compile",
+            ),
+        ),
+        "what vLLM's Transformers backend decorates outlasts a trace",
+        "it decorates instances",
+        undecorated_classes,
+        ("0.32.0",),
+        lasts=False,
+    ),
+    Patch(
+        "expert maps",
+        "jv.plan",
+        ((f"{_MOE}.expert_map_manager", "ExpertMapManager.__init__"),),
+        "with expert parallelism the loader reads from them which experts are local, and on meta there is nothing",
+        "vLLM makes them on the CPU",
+        expert_maps_on_cpu,
+        lasts=False,
+    ),
+    Patch(
+        "some layers only",
+        "jv.plan",
+        (("vllm.distributed.utils", "get_pp_indices"),),
+        "one layer of each kind is enough for a trace",
+        "vLLM can build a part of a stage",
+        only_layers,
+        lasts=False,
+    ),
+    Patch(
+        "fp8 without a card",
+        "jv.plan",
+        (
+            (f"{_FP8}.fp8", "init_fp8_linear_kernel"),
+            (f"{_FP8}.fp8", "select_fp8_moe_backend"),
+            (f"{_FP8}.online.fp8", "init_fp8_linear_kernel"),
+            (f"{_FP8}.online.fp8", "select_fp8_moe_backend"),
+            (f"{_FP8}.online.fp8", "amax_for_tp_weight_quant"),
+            (f"{_FP8}.online.fp8", "amax_for_moe_weight_quant"),
+            (f"{_MOE}.oracle.fp8", "make_fp8_moe_kernel"),
+            ("vllm._custom_ops", "scaled_fp8_quant"),
+        ),
+        "vLLM finds no kernel there, and quantises values alone",
+        "vLLM can build a model for another device than this machine's",
+        card_kernels,
+        ("0.32.0",),
+        lasts=False,
+    ),
+)

@@ -1,0 +1,238 @@
+"""What jvlab changes of vLLM: each row's target is in the installed vLLM, and what each change of the CPU's does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from jvlab.engine import _patches, _vllm_versions
+
+
+def applies(patch: _patches.Patch) -> bool:
+    version = _vllm_versions.build()[1].split("+")[0]
+    return version in (patch.versions or _vllm_versions.SEEN)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("patch", _patches.PATCHES, ids=lambda patch: patch.name)
+def test_what_a_row_replaces_is_in_vllm(patch: _patches.Patch):
+    if applies(patch):
+        assert not _vllm_versions.missing(patch.replaces)
+
+
+def test_every_row_says_why_and_when_it_can_go():
+    names = [patch.name for patch in _patches.PATCHES]
+    assert len(set(names)) == len(names)
+    for patch in _patches.PATCHES:
+        assert patch.replaces, patch.name
+        assert patch.why, patch.name
+        assert patch.until, patch.name
+        assert set(patch.versions) <= set(_vllm_versions.SEEN), patch.name
+
+
+def test_the_table_needs_no_vllm():
+    code = """
+import sys
+from jvlab.engine import _patches, _vllm_versions
+assert _patches.PATCHES and _vllm_versions.NEEDED
+assert not {"vllm", "torch"} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_what_is_replaced_for_a_while_comes_back_as_it_was():
+    class Theirs:
+        @staticmethod
+        def main() -> int:
+            return 1
+
+    before = vars(Theirs)["main"]
+    with _patches.replacing((Theirs, "main", staticmethod(lambda: 2))):
+        assert Theirs.main() == 2
+    assert vars(Theirs)["main"] is before
+    with pytest.raises(AttributeError):
+        _patches.replacing((Theirs, "gone", 1))
+
+
+# vLLM's CPU kernels for experts: a rank that holds some of them computes the share of those, and no other memory.
+
+
+def apply(
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+) -> None:
+    """As vLLM's: indexes this rank's experts with whatever numbers it is given."""
+    each = torch.einsum("td,tkdf->tkf", hidden_states, w1[topk_ids.long()])
+    output.copy_((each * topk_weights[..., None]).sum(1))
+
+
+def test_ranks_add_up_to_all_experts():
+    random = torch.Generator().manual_seed(0)
+    x, experts = (
+        torch.randn(6, 4, generator=random),
+        torch.randn(4, 4, 4, generator=random),
+    )
+    ids = torch.stack([torch.randperm(4, generator=random)[:2] for _ in range(6)]).to(
+        torch.int32
+    )
+    weights, whole = torch.rand(6, 2, generator=random), torch.empty(6, 4)
+    patched: Any = _patches.own_experts_only(apply)
+    patched(whole, x, experts, weights, ids, None)
+    parts = []
+    for rank in range(2):
+        mine = torch.full((4,), -1, dtype=torch.int32)
+        mine[2 * rank : 2 * rank + 2] = torch.arange(2, dtype=torch.int32)
+        part = torch.empty(6, 4)
+        patched(
+            part,
+            x,
+            experts[2 * rank : 2 * rank + 2],
+            weights,
+            topk_ids=ids,
+            expert_map=mine,
+        )
+        parts.append(part)
+    torch.testing.assert_close(parts[0] + parts[1], whole)
+    assert not torch.allclose(parts[0], whole)
+    assert ids.max() == 3, (
+        "numbers that are no places on a rank of two; the caller's own are kept"
+    )
+
+
+# vLLM's CPU kernels for LoRA: a request without an adapter gets none, whatever the last slot holds.
+
+
+def product(shrink, expand, slots: torch.Tensor) -> torch.Tensor:
+    random = torch.Generator().manual_seed(0)
+    a, b = (
+        torch.randn(2, 1, 3, 4, generator=random),
+        torch.randn(2, 1, 5, 3, generator=random),
+    )
+    x, low, out = (
+        torch.randn(len(slots), 4, generator=random),
+        torch.zeros(len(slots), 3),
+        torch.zeros(len(slots), 5),
+    )
+    shrink(x, a, low, slots, 1.0)
+    expand(low, b, out, slots, add_inputs=True)
+    return out
+
+
+@pytest.mark.slow
+def test_slot_minus_one_is_no_slot():
+    from vllm.lora.ops.torch_ops import lora_ops
+
+    slots = torch.tensor([0, -1, 1, -1])
+    plain = getattr(lora_ops.bgmv_shrink, "__wrapped__", lora_ops.bgmv_shrink)
+    theirs = product(plain, lora_ops.bgmv_expand, slots)
+    ours = product(_patches.no_adapter_is_zero(plain), lora_ops.bgmv_expand, slots)
+    assert theirs[1].any(), "the bug that this works around is still there"
+    assert not ours[[1, 3]].any()
+    assert torch.equal(ours[[0, 2]], theirs[[0, 2]])
+
+
+# Seeded requests whose prompt is read in parts: nothing breaks, and the seed gives what it gives in one go.
+
+
+def runner_class() -> Any:
+    """A class that samples and winds back just as vLLM's runner does."""
+
+    class Runner:
+        def __init__(self, seeds: dict[int, int], rows: int) -> None:
+            generators = {
+                row: torch.Generator("cpu").manual_seed(seed)
+                for row, seed in seeds.items()
+            }
+            self.input_batch = SimpleNamespace(generators=generators, num_reqs=rows)
+            self.discard_request_mask = SimpleNamespace(np=np.zeros(8, bool))
+
+        def _sample(self) -> dict[int, float]:
+            return {
+                row: float(torch.rand(1, generator=g))
+                for row, g in self.input_batch.generators.items()
+            }
+
+        def _bookkeeping_sync(self) -> list[int]:
+            for row in np.nonzero(
+                self.discard_request_mask.np[: self.input_batch.num_reqs]
+            )[0]:
+                generator = self.input_batch.generators.get(int(row))
+                if generator is not None:
+                    generator.set_offset(generator.get_offset() - 4)
+            return sorted(self.input_batch.generators)
+
+        def step(self, thrown: list[int]) -> dict[int, float]:
+            self.discard_request_mask.np[:] = False
+            self.discard_request_mask.np[thrown] = True
+            out = self._sample()
+            self._bookkeeping_sync()
+            return out
+
+    return Runner
+
+
+def test_unmended_it_raises():
+    with pytest.raises(RuntimeError, match="offset"):
+        runner_class()({0: 5}, 1).step([0])
+
+
+def test_a_token_that_does_not_count_leaves_no_trace():
+    cls = runner_class()
+    _patches.patch_runner(cls)
+    whole, parts = cls({0: 5, 1: 6}, 3), cls({0: 5, 1: 6}, 3)
+    wanted = [whole.step([]) for _ in range(3)]
+    first = parts.step([0, 2])  # row 2 has no seed
+    assert first[1] == wanted[0][1], "the row that counts goes on"
+    assert sorted(parts.input_batch.generators) == [0, 1]
+    assert parts.step([0])[1] == wanted[1][1]
+    assert parts.step([])[0] == wanted[0][0], (
+        "the row whose prompt was cut begins where it would have begun"
+    )
+
+
+# vLLM's output head with LoRA: rows of prompts, which its kernels can't adapt, are computed without adapters.
+
+
+class Head:
+    """Adapts one row for each request, as vLLM's kernels do: it fails for any other number of rows."""
+
+    def __init__(self, requests: int) -> None:
+        self.punica_wrapper: Any = SimpleNamespace(
+            sampler_indices=torch.zeros(requests, dtype=torch.long),
+            add_lora_logits=self._adapt,
+        )
+
+    def _adapt(self, y: torch.Tensor, *_: Any) -> torch.Tensor:
+        slots = self.punica_wrapper.sampler_indices
+        return torch.einsum("bi,bi->bi", y, torch.full((len(slots), y.shape[1]), 2.0))
+
+    def _get_logits(
+        self, hidden_states: torch.Tensor, bias: float = 0.0
+    ) -> torch.Tensor:
+        return self.punica_wrapper.add_lora_logits(hidden_states + bias)
+
+
+def test_rows_of_prompts_are_not_adapted_and_sampled_rows_are():
+    head, kernels = Head(3), Head(3)
+    patched = _patches.adapting_sampled_rows(Head._get_logits)
+    with pytest.raises(RuntimeError):
+        head._get_logits(torch.ones(7, 4))
+    assert torch.equal(
+        patched(head, torch.ones(7, 4), bias=1.0), torch.full((7, 4), 2.0)
+    )
+    assert torch.equal(patched(head, torch.ones(3, 4)), torch.full((3, 4), 2.0)), (
+        "adapted: twice as large"
+    )
+    assert type(head.punica_wrapper) is type(kernels.punica_wrapper), (
+        "the kernels are back"
+    )
