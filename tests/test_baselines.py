@@ -395,7 +395,7 @@ def test_stacked_leaves_are_synced_as_fast():
 
 
 def test_a_grpo_step_of_size_against_trl():
-    from jvlab.bench._grpo_size import facts_of
+    from jvlab.bench._grpo import facts_of
 
     result = H200["grpo_size"]["result"]
     ours = [row for row in result["runs"] if row["who"] == "jvlab"]
