@@ -88,6 +88,11 @@ def run_bench_grpo(
     import jvlab as jv
     from jvlab.bench._jax_decode import JaxLink
 
+    if steps < 3:
+        raise ConfigError(
+            f"{steps} steps",
+            remedy="at least 3: what earlier ones train on is generated before they count",
+        )
     path = model_of(None, vocab_size=288)
     print(
         f"bench grpo: {Path(path).name}, {GROUPS} × {SAMPLES} samples a step, {steps} steps counted",

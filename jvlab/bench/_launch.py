@@ -23,7 +23,7 @@ def plain_side(order: dict[str, Any], lines: Lines) -> None:
     imported, make = timed(lambda: importlib.import_module("vllm").LLM)
     started, llm = timed(make, **order)
     lines.send((imported, started))
-    lines.receive()  # no deadline: it is killed
+    lines.receive()  # until it is killed
     del llm
 
 

@@ -24,7 +24,6 @@ def plain_side(order: dict[str, Any], lines: Lines) -> None:
     llm = LLM(**order)
     lines.send("ready")
     while True:
-        # no deadline: it is killed, or nobody asks any more
         prompts, n, tokens = lines.receive()
         params = SamplingParams(
             n=n, max_tokens=tokens, temperature=1.0, seed=0, ignore_eos=True, logprobs=0

@@ -76,10 +76,10 @@ def vllm_side(order: dict[str, Any], lines: Lines) -> None:
     """Plain vLLM, which reloads as it is told, until it is killed."""
     from vllm import LLM
 
-    llm = LLM(**order, worker_extension_cls="jvlab.bench._sync.VllmPeer")
+    own = {"worker_extension_cls": "jvlab.bench._sync.VllmPeer"}
+    llm = LLM(**{**order, **own})
     lines.send("ready")
     while True:
-        # no deadline: it is killed, or nobody asks any more
         method, folder = lines.receive()
         outside, inside = timed(llm.collective_rpc, method, args=(folder,))
         lines.send((outside, max(inside)))

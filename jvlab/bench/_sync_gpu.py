@@ -372,9 +372,9 @@ def vllm_side(order: dict[str, Any], lines: Lines) -> None:
     engine = run(_start(order["arguments"]))
     tokens = run(_tokens_of(engine, order["prompts"], order["max_tokens"]))
     lines.send({"tokens": tokens})
-    lines.receive()  # no deadline: "go", the GPU is idle now; or nobody asks any more
+    lines.receive()  # "go": the GPU is idle now
     lines.send(_times(run, engine, order))
-    lines.receive()  # no deadline: it is killed
+    lines.receive()  # until it is killed
 
 
 async def _start(arguments: dict[str, Any]) -> Any:
