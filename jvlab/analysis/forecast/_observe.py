@@ -110,7 +110,43 @@ class Observation:
         """Raise ConfigError for what no run can have shown; a fit would end in nonsense, or in an error of numpy's."""
         for name in ROWS:
             for at, row in enumerate(getattr(self, name)):
-                self._check(_is_possible(row), f"{name[:-1]} {at}: {row}")
+                self._check(
+                    _is_span(row),
+                    f"{name[:-1]} {at} from {row.start!r} to {row.stop!r}",
+                )
+        for group in self.groups:
+            self._check(
+                bool(group.lengths) and min(group.lengths) >= 0,
+                f"group {group.index} with no samples",
+            )
+            prompt = (
+                _is_number(group.prompt)
+                and group.prompt >= 0
+                and _is_number(group.computed)
+            )
+            self._check(
+                prompt and _is_number(group.rewarded), f"group {group.index}: {group}"
+            )
+        for at, step in enumerate(self.steps):
+            self._check(
+                all(
+                    map(
+                        _is_number,
+                        (step.tokens, step.span, step.window, step.staleness),
+                    )
+                ),
+                f"step {at}: {step}",
+            )
+        for sync in self.syncs:
+            self._check(
+                _is_number(sync.pause) and sync.pause >= 0 and sync.replicas > 0,
+                f"a sync: {sync}",
+            )
+        for probe in self.probes:
+            self._check(
+                _is_number(probe.samples) and _is_number(probe.tokens),
+                f"a probe: {probe}",
+            )
         self._check(0 <= self.padding < 1, f"padding {self.padding}")
         self._check(0 <= self.stopped <= 1, f"stopped {self.stopped}")
         self._check(1 <= self.cores <= MOST_CORES, f"{self.cores} cores")
@@ -258,17 +294,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-def _is_possible(row: Any) -> bool:
-    """Whether all its numbers are finite, and it ends after its start; and what else holds of its kind."""
-    numbers = [getattr(row, f.name) for f in fields(row) if f.type in ("int", "float")]
-    if not all(map(_is_number, numbers)) or row.start > row.stop:
-        return False
-    match row:
-        case GroupRow():
-            return bool(row.lengths) and min(row.lengths) >= 0 and row.prompt >= 0
-        case SyncRow():
-            return row.pause >= 0 and row.replicas > 0
-    return True
+def _is_span(row: Any) -> bool:
+    """Whether it starts and ends, in this order."""
+    return _is_number(row.start) and _is_number(row.stop) and row.start <= row.stop
 
 
 def typical_step(windows: Sequence[float], bound: int) -> float:
