@@ -146,7 +146,7 @@ def test_the_command_names_file_and_line_and_fails(tmp_path: Path):
         command, capture_output=True, text=True, timeout=120, check=False
     )
     assert clean.returncode == 0, clean.stdout
-    planted = ROOT / "jvlab" / "sync" / "_bucket_senders.py"
+    planted = ROOT / "jvlab" / "bench" / "_side.py"
     bad = tmp_path / "planted.py"
     bad.write_text(f"{planted.read_text()}\npending_digests.acquire()\n")
     wrong = subprocess.run(
