@@ -389,3 +389,17 @@ def _tick_until(bar: weakref.ref[Progress], ended: threading.Event) -> None:
             return
         held.tick()
         del held
+
+
+@contextlib.contextmanager
+def without_transformers_bar() -> Iterator[None]:
+    """Inside, transformers shows no progress bar of its own beside ours."""
+    from transformers.utils import logging
+
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()

@@ -1,20 +1,20 @@
-"""The committed GPU results: their shape, and that README claims what they say."""
+"""The committed results: their shape, the page that is made of them, and the figures that other pages quote."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+import statistics
 from pathlib import Path
+
+import pytest
+
+from tests.ci_scripts import ci_script
+from tests.pages import unquoted
 
 ROOT = Path(__file__).parent.parent
 H200 = json.loads((ROOT / "tests" / "baselines" / "h200.json").read_text())
-PAGES = (
-    "README.md",
-    "tests/baselines/README.md",
-    *(f"notebooks/{page}.md" for page in ("GUIDE", "WHERE", "LIMITS")),
-)
-README = "\n".join((ROOT / page).read_text() for page in PAGES)
 AGAIN = "to be run again"  # in place of a result that was cut off or wrong
 
 
@@ -57,7 +57,7 @@ def test_each_result_names_card_date_and_command():
         assert part["result"]
 
 
-def test_readme_claims_the_measured_ratios():
+def test_the_ratios_of_rollouts():
     result = H200["rollout"]["result"]
     assert result["device"] == "cuda"
     assert (
@@ -72,11 +72,6 @@ def test_readme_claims_the_measured_ratios():
         )
         < 1e-9
     )
-    row = next(
-        line for line in README.splitlines() if "H200" in line and "64 prompts" in line
-    )
-    assert f"{result['batch_ratio']:.2f}" in row
-    assert f"{result['single_ratio']:.2f}" in row
 
 
 def test_the_sync_result_is_whole_and_its_ratios_are_what_they_say():
@@ -116,30 +111,6 @@ def test_the_sync_result_is_whole_and_its_ratios_are_what_they_say():
         assert load["after"][what] <= load["before"][what]
 
 
-def test_readme_claims_the_measured_sync():
-    ways = H200["sync"]["result"]["ways"]
-    row = next(
-        (
-            line
-            for line in README.splitlines()
-            if "H200" in line and "ipc" in line and " ms" in line
-        ),
-        "",
-    )
-    for way in ("direct", "direct_verified"):
-        assert f"{ways[way]['sync_ms']:.1f} ms" in row, (
-            f"README's H200 row on ipc: {way}"
-        )
-        assert f"{ways[way]['vs_vllm_ratio']:.0f}×" in row
-
-
-def test_readme_claims_the_measured_staged_pause():
-    ways = H200["sync"]["result"]["ways"]
-    row = next((line for line in README.splitlines() if "the same, staged" in line), "")
-    for way in ("staged", "staged_verified"):
-        assert f"{ways[way]['pause_ms']:.1f} ms" in row, way
-
-
 def test_time_grows_with_size_and_memory_does_not():
     sizes = H200["sync_sizes"]["result"]
     assert list(sizes) == ["1", "4", "16", "32"]
@@ -162,35 +133,15 @@ def test_time_grows_with_size_and_memory_does_not():
         assert abs(rate["32"] / rate["16"] - 1) < 0.1, (
             "from there on time is linear in bytes"
         )
-    row = next(
-        (
-            line
-            for line in README.splitlines()
-            if "H200" in line and "1, 4, 16 and 32 GB" in line
-        ),
-        "",
-    )
-    for facts in sizes.values():
-        assert f"{facts['ways']['direct']['sync_ms']:.1f}" in row
-        assert f"{facts['ways']['direct_verified']['sync_ms']:.1f}" in row
 
 
-def test_readme_claims_the_measured_launch():
+def test_the_ratios_of_launches():
     result = H200["launch"]["result"]
     assert abs(result["vs_vllm_ratio"] - result["vllm_s"] / result["warm_s"]) < 1e-9
     assert (
         result["warm_s"]
         == sorted(result["warm_samples"])[len(result["warm_samples"]) // 2]
     )
-    row = next(
-        (line for line in README.splitlines() if "H200, launch → ready" in line), ""
-    )
-    for claim in (
-        f"{result['warm_s']:.1f} s ({result['vs_vllm_ratio']:.1f}×)",
-        f"{result['cold_s']:.1f} s",
-    ):
-        assert claim in row
-    assert f"({result['cold_vs_vllm_ratio']:.1f}×)" in row
 
 
 def test_each_way_of_an_order_saves_what_the_architecture_says():
@@ -224,16 +175,6 @@ def test_colocation_lends_and_returns_the_card():
         assert facts["jax_returned_bytes"] > 0.95 * facts["jax_beyond_share_bytes"], (
             "and gave it back"
         )
-    row = next(
-        (
-            line
-            for line in README.splitlines()
-            if "H200" in line and "what sleep lends" in line
-        ),
-        "",
-    )
-    assert f"{result['level_1']['freed_bytes'] / 2**30:.1f}" in row
-    assert f"{result['level_2']['freed_bytes'] / 2**30:.1f}" in row
 
 
 def test_two_ranks_on_one_card():
@@ -245,7 +186,7 @@ def test_two_ranks_on_one_card():
     }
 
 
-def test_readme_claims_the_measured_nccl():
+def test_the_rates_of_nccl():
     result = H200["nccl"]["result"]
     rates = {
         way: result["bytes"] / min(taken) / 1e9
@@ -257,33 +198,14 @@ def test_readme_claims_the_measured_nccl():
     ratio = rates["jvlab"] / rates["nccl"]
     assert ratio >= 0.9
     assert [3, 2] in result["bit_exact"]
-    row = next(
-        (
-            line
-            for line in README.splitlines()
-            if "H200" in line and "bare NCCL" in line
-        ),
-        "",
-    )
-    assert f"{ratio:.2f}" in row
-    assert f"{result['killed_receiver_told_s']:.1f} s" in row
 
 
 def test_a_sleep_gives_memory_back():
     for level in ("level 1", "level 2"):
         assert H200["sleep"]["result"][level]["freed_mib"] > 4000
-    row = next(
-        (
-            line
-            for line in README.splitlines()
-            if "H200" in line and "sleep" in line and "MiB" in line
-        ),
-        "",
-    )
-    assert f"{H200['sleep']['result']['level 1']['freed_mib']:.0f}" in row
 
 
-def test_readme_claims_the_measured_loops():
+def test_the_loops_of_a_tiny_model():
     result = H200["grpo"]["result"]
     runs = result["runs"]
     assert result["device"] == "cuda"
@@ -305,16 +227,6 @@ def test_readme_claims_the_measured_loops():
         )
         < 1e-9
     )
-    row = next(
-        (
-            line
-            for line in README.splitlines()
-            if "H200" in line and "bench grpo --steps" in line
-        ),
-        "",
-    )
-    for key in ("k1_vs_k0_ratio", "k2_vs_k0_ratio", "vs_jax_decode_ratio"):
-        assert f"{result[key]:.2f}" in row, f"README's H200 row on bench grpo: {key}"
 
 
 def test_the_switch_was_exact_and_its_absence_was_not():
@@ -330,48 +242,27 @@ def test_the_switch_was_exact_and_its_absence_was_not():
         assert not result["pools"][name]["exact"]
         assert result["pools"][name]["causes"], "and it was said why"
     assert result["grpo_repeats"]
-    rates = {
-        name: sorted(found)[len(found) // 2]
-        for name, found in result["tokens_per_s"].items()
-    }
-    row = next(
-        line
-        for line in README.splitlines()
-        if "H200" in line and "deterministic=True" in line and "tokens/s" in line
-    )
-    assert f"| {rates['large-graphs'] / rates['large-off']:.2f} " in row
 
 
-def test_readme_claims_the_measured_gap():
+def test_the_guide_has_the_measured_gap():
     rows = H200["gap"]["result"]["rows"]
     gap = lambda engine, policy: next(
         r for r in rows if (r["engine"], r["policy"]) == (engine, policy)
     )
-    claims = {
-        "today: bfloat16 on both sides": gap("bfloat16", "bfloat16"),
-        "float32 head on both sides": gap(
-            "bfloat16, float32 head", "bfloat16, float32 head"
-        ),
-        "batch-invariant kernels": gap("bfloat16, batch-invariant", "bfloat16"),
-        "**float16 on both sides**": gap("float16", "float16"),
-        "float32 on both sides": gap("float32", "float32"),
-    }
-    for what, row in claims.items():
-        assert f"| {what} | {row['mean']:.3f} | {row['largest']:.2f} |" in README, what
-    ratio = gap("bfloat16", "bfloat16")["mean"] / gap("float16", "float16")["mean"]
-    assert f"the gap is {ratio:.0f} times smaller" in README
+    head = "bfloat16, float32 head"
+    today = gap("bfloat16", "bfloat16")
+    half = gap("float16", "float16")
+    table = [today, half, gap(head, head), gap("float32", "float32")]
+    table.append(gap("bfloat16, batch-invariant", "bfloat16"))
+    figures = [f"| {row['mean']:.3f} | {row['largest']:.2f} |" for row in table]
+    ratio = f"{today['mean'] / half['mean']:.0f} times"
+    assert not unquoted("notebooks/GUIDE.md", *figures, ratio)
 
 
-def test_the_look_for_nan_costs_what_readme_says():
+def test_the_look_for_nan_costs_nothing():
     kernels = H200["poison"]["result"]["kernels"]
     assert len(kernels) == 12
     assert max(k["looking_ms"] / k["ms"] - 1 for k in kernels) < 0.01
-    row = next(
-        line
-        for line in README.splitlines()
-        if "H200" in line and "NaN" in line and "kernels" in line
-    )
-    assert "under 1 % longer" in row
 
 
 def test_stacked_leaves_are_synced_as_fast():
@@ -395,7 +286,7 @@ def test_stacked_leaves_are_synced_as_fast():
 
 
 def test_a_grpo_step_of_size_against_trl():
-    from jvlab.bench._grpo_size import facts_of
+    from jvlab.bench._grpo import facts_of
 
     result = H200["grpo_size"]["result"]
     ours = [row for row in result["runs"] if row["who"] == "jvlab"]
@@ -463,124 +354,39 @@ def test_a_step_that_fits_only_while_the_engine_sleeps():
     assert max(result["steps"]["staleness_max"]) == 0
 
 
-def test_readme_claims_the_measured_passes():
+def test_passes_and_long_rows():
     result = H200["train"]["result"]
-    row = next(
-        (
-            line
-            for line in README.splitlines()
-            if "forward and backward pass" in line and "H200" in line
-        ),
-        "",
-    )
-    assert (
-        ", ".join(f"{result[f'mfu_{n}']:.2f}" for n in ("1k", "4k", "16k", "32k"))
-        in row
-    )
-    ratios = [shape["torch_ms"] / shape["ms"] for shape in result["shapes"]]
-    assert ", ".join(f"{ratio:.2f}" for ratio in ratios) + "×" in row
-    assert f"{result['compile_s']:.1f} s" in row
-    assert f"{result['vs_torch_checkpointing_ratio']:.2f}× or more" in row
     assert min(result[f"mfu_{n}"] for n in ("1k", "4k", "16k", "32k")) >= 0.4
-
-
-def test_readme_claims_the_measured_steps():
-    result = H200["grpo_size"]["result"]
-    row = next(
-        (
-            line
-            for line in README.splitlines()
-            if "against TRL" in line and "H200" in line
-        ),
-        "",
-    )
-    for name in ("512", "3000", "512_k1", "3000_k1"):
-        assert f"{result[f'vs_trl_ratio_{name}']:.2f}" in row, name
-        assert (
-            f"{result[f'step_s_{name}']:.3g}"[:4] in row
-            or f"{result[f'step_s_{name}']:.2f}" in row
-        ), name
-
-
-def test_readme_claims_the_stacked_sync_and_the_long_rows():
-    ways = H200["sync_stacked"]["result"]["ways"]
-    row = next(
-        (line for line in README.splitlines() if "stacked layers (14 leaves" in line),
-        "",
-    )
-    assert (
-        f"{ways['direct']['sync_ms']:.2f} and {ways['direct_verified']['sync_ms']:.2f} ms"
-        in row
-    )
-    row = next(
-        (line for line in README.splitlines() if "trained beside an engine" in line), ""
-    )
-    assert "32,768 tokens in 1.5 s" in row
     rows = {r["tokens"]: r for r in H200["train_beside_engine"]["result"]["rows"]}
     assert max(rows[32768]["steps_s"]) < 1.55
 
 
-def test_readme_claims_the_measured_adapters_and_experts():
+def test_adapters_and_experts():
     result = H200["lora"]["result"]
-    row = next(
-        (
-            line
-            for line in README.splitlines()
-            if "into vLLM's adapter slot by ipc" in line
-        ),
-        "",
-    )
-    times = [result[name] for name in ("sync_ms", "staged_ms", "staged_pause_ms")]
-    assert ", ".join(f"{ms:.1f} ms" for ms in times) in row
-    assert f"files {result['files_ms']:.0f} ms" in row
-    assert (
-        f"{result['vs_files_ratio']:.0f}× and {result['staged_vs_files_ratio']:.0f}×"
-        in row
-    )
     assert result["same_tokens"]
     assert result["tokens_moved"]
-    result = H200["experts"]["result"]["of_size"]
-    direct, verified, staged = (
-        result["ways"][way] for way in ("direct", "direct_verified", "staged_verified")
+    assert result["vs_files_ratio"] == pytest.approx(
+        result["files_ms"] / result["sync_ms"]
     )
+    result = H200["experts"]["result"]["of_size"]
     best = min(result["vllm_plain_ms"], result["vllm_packed_ms"])
+    assert result["vllm_best_ms"] == best
     assert all(
         abs(way["vs_vllm_ratio"] - best / way["sync_ms"]) < 1e-9
         for way in result["ways"].values()
     )
     assert all(result["tokens_equal"].values())
-    row = next(
-        (line for line in README.splitlines() if "of a mixture of experts" in line), ""
-    )
-    assert f"{direct['sync_ms']:.1f} ms, {verified['sync_ms']:.1f} ms" in row
-    assert (
-        f"{direct['vs_vllm_ratio']:.0f}× and {verified['vs_vllm_ratio']:.0f}× vLLM's own"
-        in row
-    )
-    assert f"{best:.0f} ms)" in row
-    assert f"{staged['sync_ms']:.1f} ms ({staged['vs_vllm_ratio']:.0f}×)" in row
-    assert f"stands still for {staged['pause_ms']:.1f}" in row
-    assert f"{result['bytes'] / 1e9:.1f} GB" in row
 
 
-def test_readme_claims_the_measured_eight_bits():
+def test_eight_bits():
     result = H200["fp8"]["result"]
     ms = result["milliseconds"]
-    row = next(
-        (line for line in README.splitlines() if "into an FP8 engine by ipc" in line),
-        "",
-    )
     for mode in ("direct", "staged"):
         facts = ms[mode]
         assert abs(facts["ratio"] - facts["eight"] / facts["sixteen"]) < 0.01
         assert facts["ratio"] <= 2, "twice a sync of 16 bits at most"
-        assert f"{facts['eight']:.1f} ms ({facts['ratio']:.2f}×)" in row, mode
         assert facts["device_growth_mib"] == 0
     assert ms["trainer_kept_mib"] == 0
-    assert (
-        f"{ms['trainer_peak_mib'] / 1024:.1f} GiB more in the trainer meanwhile" in row
-    )
-    assert f"{ms['sixteen_bytes'] / 1e9:.2f} GB" in row
     assert 0.5 < ms["eight_bytes"] / ms["sixteen_bytes"] < 0.7, (
         "matrices in 8 bits; embeddings and the head in 16"
     )
@@ -596,36 +402,40 @@ def test_ids_of_experts_close_the_gap_on_a_card():
         assert facts["mean"]["ids"] <= 1.05 * facts["mean"]["none"]
         assert facts["mean"]["wrong ids"] > 5 * facts["mean"]["ids"]
     mean, most = seen["qwen3_moe"]["mean"], seen["qwen3_moe"]["max"]
-    assert (
-        f"{mean['none']:.3f} and {most['none']:.1f}\nwithout, {mean['ids']:.3f} and {most['ids']:.2f} with"
-        in README
+    figures = (
+        f"{mean['none']:.3f} and {most['none']:.1f}",
+        f"{mean['ids']:.3f} and {most['ids']:.2f}",
     )
+    assert not unquoted("notebooks/GUIDE.md", *figures)
 
 
-def test_readme_claims_the_certificates():
-    """What README says passed on a card did; what has to run again is not claimed."""
+def test_the_certificates_of_a_card():
     result = H200["certify"]["result"]
     assert {"graphs", "sleeping", "mixtral", "qwen3-moe", "lora", "fp8"} == set(result)
-    row = next(
-        (line for line in README.splitlines() if line.startswith("| `jv.certify` |")),
-        "",
+    for facts in result.values():
+        assert facts["ok"]
+        assert facts["counts"]["fail"] == 0
+        assert set(facts["states"].values()) <= {"pass", "not applicable"}
+        assert (
+            facts["states"]["arrives staged"] == facts["states"]["restored"] == "pass"
+        )
+
+
+def test_the_page_is_what_its_script_writes_from_the_results():
+    measured = ci_script("measured")
+    assert measured.page() == measured.PAGE.read_text(), "run: python .ci/measured.py"
+
+
+def test_the_figures_of_the_readme_are_the_measured_ones():
+    sync = H200["sync"]["result"]
+    train = H200["train"]["result"]
+    steps = H200["grpo_size"]["result"]
+    figures = (
+        f"{sync['bytes'] / 1e9:.2f} GB",
+        f"{sync['ways']['direct_verified']['sync_ms']:.1f} ms",
+        f"{sync['vllm_best_ms']:.0f} ms",
+        f"{statistics.median(shape['mfu'] for shape in train['shapes']):.2f}",
+        f"{steps['vs_trl_ratio_512']:.1f}×",
+        f"{steps['vs_trl_ratio_3000']:.1f}×",
     )
-    words = {
-        "graphs": "CUDA graphs",
-        "sleeping": "sleep mode",
-        "mixtral": "mixtral",
-        "qwen3-moe": "qwen3_moe",
-        "lora": "LoRA",
-        "fp8": "FP8",
-    }
-    for name, facts in result.items():
-        assert (words[name] in row) == (facts != AGAIN), name
-        if facts != AGAIN:
-            assert facts["ok"]
-            assert facts["counts"]["fail"] == 0
-            assert set(facts["states"].values()) <= {"pass", "not applicable"}
-            assert (
-                facts["states"]["arrives staged"]
-                == facts["states"]["restored"]
-                == "pass"
-            )
+    assert not unquoted("README.md", *figures)

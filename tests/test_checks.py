@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -10,21 +9,14 @@ from types import ModuleType
 
 import pytest
 
+from tests.ci_scripts import ci_script
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
-def checks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "jvlab_checks", ROOT / ".ci" / "checks.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # dataclasses look their module up
-    monkeypatch.setitem(sys.modules, "jvlab_checks", module)
-    spec.loader.exec_module(module)
-    return module
+def checks() -> ModuleType:
+    return ci_script("checks")
 
 
 WAITS = """

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.ci_scripts import ci_script
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
 def compat(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "jvlab_compat", ROOT / ".ci" / "compat.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # dataclasses look their module up
-    monkeypatch.setitem(sys.modules, "jvlab_compat", module)
-    spec.loader.exec_module(module)
+    module = ci_script("compat")
     monkeypatch.setattr(
         module,
         "TESTS",

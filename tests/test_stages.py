@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.ci_scripts import ci_script
 from tests.conftest import wait_for_exit
 
 pytestmark = pytest.mark.slow
@@ -51,17 +51,9 @@ def test_it():
 
 
 @pytest.fixture
-def stages(monkeypatch: pytest.MonkeyPatch) -> Any:
+def stages() -> Any:
     """.ci/test.py, as a module."""
-    spec = importlib.util.spec_from_file_location(
-        "stages_of_make_test", ROOT / ".ci" / "test.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
+    return ci_script("test")
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])

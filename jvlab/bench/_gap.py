@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jvlab._errors import ConfigError
+from jvlab.bench._side import model_of, timed
+from jvlab.layout.checkpoint._tensors import read_config
 
 PROMPTS = 8
 SAMPLES = 4
@@ -84,7 +85,7 @@ def run_bench_gap(
     from jvlab.lab._launch_settings import resolve_device
 
     device = resolve_device(device)
-    path = jv.models.resolve(model) if model else jv.models.tiny("llama")
+    path = model_of(model)
     if not Path(path).is_dir():
         raise ConfigError(
             f"{path!r} is not a folder",
@@ -129,6 +130,7 @@ def _sample(
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """What each engine sampled, and its tokens/s."""
     wanted = ENGINES[device]
+    vocabulary = int(read_config(path)["vocab_size"])
     common: dict[str, Any] = {
         "max_model_len": 1024,
         "enforce_eager": eager or device == "cpu",
@@ -150,15 +152,13 @@ def _sample(
     for name in wanted:
         # no deadline: `Pool.wait` has a default
         pool = (pools.get(name) or launch(name)).wait()
-        vocabulary = pool._facts().vocab_size
         random = np.random.default_rng(0)
         prompts = [
             random.integers(5, vocabulary - 5, 20 + 13 * i).tolist()
             for i in range(PROMPTS)
         ]
-        times = []
+        found = []
         for turn in range(ROUNDS + 1):  # the first one warms up
-            start = time.perf_counter()
             options = {
                 "max_tokens": TOKENS,
                 "temperature": 1.0,
@@ -166,12 +166,10 @@ def _sample(
                 "ignore_eos": True,
                 "progress": False,
             }
-            batch = pool.generate(prompts, n=SAMPLES, **options)
-            times.append(batch.tokens / (time.perf_counter() - start))
-        batches[name], rates[name] = (
-            list(batch)[:: PROMPTS * SAMPLES // SCORED],
-            statistics.median(times[1:]),
-        )
+            seconds, batch = timed(pool.generate, prompts, n=SAMPLES, **options)
+            found.append(batch.tokens / seconds)
+            batches[name] = list(batch)[:: PROMPTS * SAMPLES // SCORED]
+        rates[name] = statistics.median(found[1:])
         print(f"  engine {name}: {rates[name]:.0f} tokens/s", flush=True)
         pool.close()
     return batches, rates

@@ -1,4 +1,7 @@
-"""`jvlab bench grpo`: one loop, model, task and seed; rollouts by vLLM or decoded in JAX, on-policy or overlapping.
+"""`jvlab bench grpo`: steps of the GRPO loop. Without a model a tiny one, with one where the time of a step goes.
+
+Without `--model` or `--shape`: one loop, model, task and seed; rollouts by vLLM or decoded in JAX, on-policy or
+overlapping.
 
 (a) vs_jax_decode_ratio: steps per second of the on-policy loop with vLLM rollouts (weight syncs, verified, included)
 over the same loop with rollouts decoded by one jitted JAX program with a KV cache (jvlab/bench/_jax_decode.py).
@@ -9,35 +12,88 @@ overlap can only use time in which one side waits for a sync, a reward or a repl
 model with short completions of one length is the best case for a jitted JAX loop: no other process, no sync, no
 scheduler, all rows end together. An engine gains where rows end at different times (continuous batching), where
 prompts share prefixes, and where the cache of every row at full length would not fit.
+
+With `--model DIR --tokens 512,3000`: one step of a model of size. Its work: 8 prompts, 8 samples of each, every
+completion exactly as long as it may be; float32 parameters, bfloat16 compute, AdamW; on a GPU vLLM beside the trainer
+with `ENGINE_SHARE` of its memory; every sync is verified. Staleness 0 and 1. The first step compiles, over an empty
+compilation cache, and is reported on its own; the others count: on-policy by their median, with a bound above 0 by
+their mean, since their lengths alternate there. (Once a step is synced, the groups of the step after next start beside
+those of the next: two batches end at about the same time, and the second is trained on at once.) With `--peer trl` TRL
+does the same work with vLLM in its own process ("colocate"), its steps counted by their median. Each side is a process
+of its own, one after the other: no memory is shared with a peer that has not ended.
 """
 
 from __future__ import annotations
 
+import os
+import statistics
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-WARM = 3  # steps that are not counted
+import numpy as np
+
+from jvlab._errors import ConfigError
+from jvlab.bench._side import Lines, Side, model_of
+
 # per step
 GROUPS = 8
 SAMPLES = 8
+PHASES = ("generate", "score", "reward", "train", "sync", "overlap", "idle")
+
+
+def record_of(
+    policy: Any, pool: Any, link: Any, task: Any, folder: Path, **options: Any
+) -> Any:
+    """The record of one run, which takes its time and saves nothing else."""
+    import jvlab as jv
+
+    run = jv.grpo(
+        policy,
+        pool,
+        link,
+        task,
+        folder=folder,
+        checkpoint_every=0,
+        background=False,
+        progress=False,
+        **options,
+    )
+    return run.record
+
+
+def resolve(device: str) -> str:
+    from jvlab.lab._launch_settings import resolve_device
+
+    return resolve_device(device)
+
+
+def _parts(seconds: dict[str, float]) -> str:
+    """What took longer than nothing."""
+    return ", ".join(f"{k} {v:.2f}" for k, v in seconds.items() if v >= 0.005)
+
+
+# A tiny model ---------------------------------------------------------------------------------------------------------
+
+WARM = 3  # steps that are not counted
 
 
 def run_bench_grpo(
-    steps: int = 15,
-    model: str | None = None,
-    device: str = "auto",
-    seed: int = 0,
-    eager: bool = False,
+    steps: int = 15, device: str = "auto", eager: bool = False
 ) -> dict[str, Any]:
     """Measure all four runs; prints a table as it goes, returns the facts."""
     import jvlab as jv
-    from jvlab.bench import _jax_decode
+    from jvlab.bench._jax_decode import JaxLink
 
-    path = (
-        jv.models.resolve(model) if model else jv.models.tiny("llama", vocab_size=288)
-    )
+    if steps < 3:
+        raise ConfigError(
+            f"{steps} steps",
+            remedy="at least 3: what earlier ones train on is generated before they count",
+        )
+    path = model_of(None, vocab_size=288)
     print(
         f"bench grpo: {Path(path).name}, {GROUPS} × {SAMPLES} samples a step, {steps} steps counted",
         flush=True,
@@ -50,29 +106,20 @@ def run_bench_grpo(
             else {"gpu_memory_utilization": 0.4, "enforce_eager": eager}
         )
         pool = lab.launch(path, load="dummy", device=device, engine=engine).wait()
-        for bound in (0, 1, 2):
+        for name, bound in (("k0", 0), ("k1", 1), ("k2", 2), ("jax", 0)):
             policy = jv.Policy.from_pretrained(path)
-            link = lab.connect(policy.params, pool, rules="policy")
-            runs[f"k{bound}"] = _run(
-                policy, pool, link, steps, bound, seed, Path(folder) / f"k{bound}"
-            )
-        policy = jv.Policy.from_pretrained(path)
-        peer = _peer(_jax_decode, policy)
-        runs["jax"] = _run(
-            policy,
-            peer,
-            _jax_decode.JaxLink(peer),
-            steps,
-            0,
-            seed,
-            Path(folder) / "jax",
-        )
+            if name == "jax":
+                pool = _jax_pool(policy)
+                link = JaxLink(pool)
+            else:
+                link = lab.connect(policy.params, pool, rules="policy")
+            runs[name] = _loop(name, policy, pool, link, steps, bound, Path(folder))
+    ratio = lambda one, other, rate="steps_per_s": runs[one][rate] / runs[other][rate]
     return {
-        "vs_jax_decode_ratio": runs["k0"]["steps_per_s"] / runs["jax"]["steps_per_s"],
-        "vs_jax_decode_rollout_ratio": runs["k0"]["rollouts_per_s"]
-        / runs["jax"]["rollouts_per_s"],
-        "k1_vs_k0_ratio": runs["k1"]["steps_per_s"] / runs["k0"]["steps_per_s"],
-        "k2_vs_k0_ratio": runs["k2"]["steps_per_s"] / runs["k0"]["steps_per_s"],
+        "vs_jax_decode_ratio": ratio("k0", "jax"),
+        "vs_jax_decode_rollout_ratio": ratio("k0", "jax", "rollouts_per_s"),
+        "k1_vs_k0_ratio": ratio("k1", "k0"),
+        "k2_vs_k0_ratio": ratio("k2", "k0"),
         "model": Path(path).name,
         "device": resolve(device),
         "eager": eager,
@@ -83,86 +130,393 @@ def run_bench_grpo(
     }
 
 
-def resolve(device: str) -> str:
-    from jvlab.lab._launch_settings import resolve_device
-
-    return resolve_device(device)
-
-
-def _peer(decode: Any, policy: Any) -> Any:
+def _jax_pool(policy: Any) -> Any:
     from transformers import AutoTokenizer
 
+    from jvlab.bench._jax_decode import JaxPool
+
     tokenizer = AutoTokenizer.from_pretrained(policy.source)
-    encode = lambda text, special=True: tokenizer.encode(
-        text, add_special_tokens=special
-    )
     text = lambda ids: tokenizer.decode(ids.tolist(), skip_special_tokens=True)
-    stop = policy.hf_config.get("eos_token_id", tokenizer.eos_token_id)
-    stop = stop[0] if isinstance(stop, list) else -1 if stop is None else stop
-    return decode.JaxPool(policy, GROUPS, encode, text, stop, width=16)
+    stop = policy.hf_config["eos_token_id"]
+    return JaxPool(policy, GROUPS, tokenizer.encode, text, stop, width=16)
 
 
-def _run(
-    policy: Any, pool: Any, link: Any, steps: int, bound: int, seed: int, folder: Path
+def _loop(
+    name: str, policy: Any, pool: Any, link: Any, steps: int, bound: int, folder: Path
 ) -> dict[str, Any]:
-    from jvlab.trainer import _task_library
-    from jvlab.trainer._grpo import grpo
+    import jvlab as jv
 
-    run = grpo(
+    record = record_of(
         policy,
         pool,
         link,
-        _task_library.digits(seed=seed),
+        jv.tasks.digits(seed=0),
+        folder / name,
         steps=steps + WARM,
         max_staleness=bound,
         learning_rate=1e-3,
         group_size=SAMPLES,
         prompts_per_step=GROUPS,
         micro_batch=GROUPS * SAMPLES,
-        seed=seed,
-        folder=folder,
-        checkpoint_every=0,
-        background=False,
-        progress=False,
+        seed=0,
     )
-    facts = _facts(run.record.events(), steps) | {
-        "reward_last": run.record.summary()["reward_last"]
-    }
-    name = (
-        f"vLLM, staleness ≤ {bound}"
-        if getattr(pool, "name", "") != "jax"
-        else "decoded in JAX"
-    )
-    shares = ", ".join(
-        f"{k} {v:.2f} s" for k, v in facts["seconds_per_step"].items() if v >= 0.005
-    )
+    facts = _rates(record.events(), steps)
+    facts["reward_last"] = record.summary()["reward_last"]
+    what = "decoded in JAX" if name == "jax" else f"vLLM, staleness ≤ {bound}"
     print(
-        f"{name}: {facts['steps_per_s']:.2f} steps/s, {facts['rollouts_per_s']:.0f} rollouts/s while generating; "
-        f"a step: {shares}; reward {facts['reward_last']:.2f}",
+        f"{what}: {facts['steps_per_s']:.2f} steps/s, {facts['rollouts_per_s']:.0f} rollouts/s while generating; "
+        f"seconds of a step: {_parts(facts['seconds_per_step'])}; reward {facts['reward_last']:.2f}",
         flush=True,
     )
     return facts
 
 
-def _facts(events: Sequence[Any], steps: int) -> dict[str, Any]:
+def _rates(events: Sequence[Any], steps: int) -> dict[str, Any]:
     """Rates over the counted steps, from the record."""
     from jvlab.record import _metrics
     from jvlab.record._events import RolloutEvent, StepEvent
-    from jvlab.record._metrics import measure
 
     done = [e for e in events if isinstance(e, StepEvent)]
     since = done[WARM - 1].stop
-    until = done[-1].stop
     counted = [e for e in events if isinstance(e, RolloutEvent) and e.start >= since]
-    generating = measure(_metrics.spans(counted))
+    generating = _metrics.measure(_metrics.spans(counted))
     table = _metrics.step_table(events)
-    parts = ("generate_s", "reward_s", "train_s", "sync_s", "overlap_s", "idle_s")
     return {
-        "steps_per_s": steps / (until - since),
+        "steps_per_s": steps / (done[-1].stop - since),
         "rollouts_per_s": sum(e.samples for e in counted) / generating,
         "tokens_per_s": sum(e.tokens for e in counted) / generating,
         "max_staleness": int(table["staleness_max"].max()),
         "seconds_per_step": {
-            name[:-2]: float(table[name][WARM:].mean()) for name in parts
+            name: float(table[f"{name}_s"][WARM:].mean())
+            for name in PHASES
+            if name != "score"
         },
     }
+
+
+# A model of size ------------------------------------------------------------------------------------------------------
+
+TOKENS = (512, 3000)
+BOUNDS = (0, 1)
+STEPS = 4  # counted ones; even, see above
+# of a card's memory
+ENGINE_SHARE = 0.35
+TRAINER_SHARE = 0.57
+TEARDOWN_S = 90.0  # an engine on a GPU may hang when it ends
+PROMPT_ROOM = 96  # tokens
+PROMPTS = [
+    f"Question {i}: how much is {i} plus {i * 7 % 31}? Think first, then answer."
+    for i in range(64)
+]
+SHAPES = ("qwen3-1.7b",)
+PEERS = ("trl",)
+
+
+def run_bench_grpo_size(
+    model: str | None = None,
+    tokens: Sequence[int] | None = None,
+    device: str = "auto",
+    steps: int = STEPS,
+    shape: str | None = None,
+    peer: str | None = None,
+    eager: bool = False,
+    bounds: Sequence[int] = BOUNDS,
+) -> dict[str, Any]:
+    """Measure; prints a line for each run, returns the facts."""
+    import jvlab as jv
+
+    device = resolve(device)
+    tokens = tuple(tokens or TOKENS)
+    if any(n < 2 for n in tokens) or steps < 1:
+        raise ConfigError(
+            f"tokens {tokens}, {steps} steps", remedy="e.g. --tokens 512,3000 --steps 3"
+        )
+    if (model is None) == (shape is None):
+        raise ConfigError(
+            f"model={model!r}, shape={shape!r}",
+            remedy=f"give one: a folder, or {', '.join(SHAPES)}",
+        )
+    with tempfile.TemporaryDirectory(prefix="jvbench-") as scratch:
+        path = (
+            jv.models.resolve(model)
+            if model
+            else shaped_model(str(shape), f"{scratch}/model")
+        )
+        order: dict[str, Any] = {
+            "model": path,
+            "tokens": tokens,
+            "bounds": tuple(bounds),
+            "steps": steps,
+        }
+        order |= {"device": device, "eager": eager, "scratch": scratch}
+        print(
+            f"bench grpo on {device}: {shape or Path(path).name}, {GROUPS} × {SAMPLES} samples a step",
+            flush=True,
+        )
+        ours = list(_rows("jvlab", order))
+        theirs, missing = _peer_rows(peer, order)
+    return facts_of(ours, theirs) | {
+        "model": shape or Path(path).name,
+        "device": device,
+        "eager": eager,
+        "steps": steps,
+        "samples_per_step": GROUPS * SAMPLES,
+        **({"peer": missing or peer} if peer else {}),
+    }
+
+
+def shaped_model(shape: str, path: str) -> str:
+    """A model of a known shape with random weights."""
+    import jvlab as jv
+    from jvlab.bench._train import QWEN3_1_7B
+
+    if shape not in SHAPES:
+        raise ConfigError(
+            f"shape={shape!r}", remedy=f"one of {', '.join(SHAPES)}, or --model DIR"
+        )
+    return jv.models.tiny("qwen3", path, **QWEN3_1_7B)
+
+
+def _peer_rows(
+    peer: str | None, order: dict[str, Any]
+) -> tuple[list[dict[str, Any]], str]:
+    """What the peer measured, a process for each length; or why there is nothing."""
+    if peer is None:
+        return [], ""
+    if peer not in PEERS:
+        raise ConfigError(f"peer={peer!r}", remedy=f"one of {', '.join(PEERS)}")
+    why = "" if find_spec(peer) else f"{peer} is not installed: pip install {peer}"
+    why = why or (
+        ""
+        if order["device"] == "cuda"
+        else f"{peer} with vLLM in its process needs a GPU"
+    )
+    if why:
+        print(why, flush=True)
+        return [], why
+    return [
+        row for n in order["tokens"] for row in _rows(peer, {**order, "tokens": [n]})
+    ], ""
+
+
+def facts_of(
+    ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Flat keys beside the runs themselves: step_s_512 (on-policy), step_s_512_k1, vs_trl_ratio_512, ..."""
+    out: dict[str, Any] = {}
+    name = lambda key, row: (
+        f"{key}_{row['tokens']}"
+        + (f"_k{row['max_staleness']}" if row["max_staleness"] else "")
+    )
+    for row in ours:
+        out[name("step_s", row)] = row["step_s"]
+        out[name("tokens_per_s", row)] = row["tokens_per_s"]
+        if not row["max_staleness"]:
+            out[name("first_step_s", row)] = row["first_step_s"]
+    for peer in theirs:
+        out[f"trl_step_s_{peer['tokens']}"] = peer["step_s"]
+        for row in ours:
+            if row["tokens"] == peer["tokens"]:
+                out[name("vs_trl_ratio", row)] = peer["step_s"] / row["step_s"]
+    on_policy = {
+        row["tokens"]: row["step_s"] for row in ours if row["max_staleness"] == 0
+    }
+    for row in ours:
+        if row["max_staleness"] and row["tokens"] in on_policy:
+            out[f"k{row['max_staleness']}_vs_k0_ratio_{row['tokens']}"] = (
+                on_policy[row["tokens"]] / row["step_s"]
+            )
+    return out | {"runs": [*ours, *theirs]}
+
+
+def _rows(side: str, order: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The results of one side, printed as they come."""
+    environment = {"JVLAB_COMPILE_CACHE": f"{order['scratch']}/xla"}
+    ours = side == "jvlab"
+    given = {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}
+    if ours and not given & set(os.environ):
+        environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(TRAINER_SHARE)
+    # TRL measures one length, on-policy; an engine in its process hangs when it ends
+    count = len(order["tokens"]) * len(order["bounds"]) if ours else 1
+    grace = TEARDOWN_S if ours else 0.0
+    with Side(f"jvlab.bench._grpo:{side}_side", order, environment, grace) as process:
+        for _ in range(count):
+            row = process.receive()
+            print(_text(row), flush=True)
+            yield row
+
+
+def _text(row: dict[str, Any]) -> str:
+    who = row["who"]
+    if who == "jvlab":
+        who = f"jvlab, staleness ≤ {row['max_staleness']}"
+    parts = _parts(row.get("seconds", {}))
+    more = f" ({parts})" if parts else ""
+    return f"{who}, {row['tokens']} tokens: {row['step_s']:.2f} s a step{more}; the first {row['first_step_s']:.1f} s"
+
+
+# One side, in its own process -----------------------------------------------------------------------------------------
+
+
+def reward_of(text: str) -> float:
+    """Some number that depends on the text, so that every group has a spread."""
+    return (sum(map(ord, text[:64])) % 97) / 97
+
+
+def task_of(name: str) -> Any:
+    """The prompts above, and a reward by the text."""
+    import jvlab as jv
+
+    return jv.Task(
+        PROMPTS, lambda sample, example=None: reward_of(sample.text), name=name
+    )
+
+
+def jvlab_side(order: dict[str, Any], lines: Lines) -> None:
+    import jvlab as jv
+
+    card = order["device"] == "cuda"
+    engine: dict[str, Any] = {"max_model_len": max(order["tokens"]) + PROMPT_ROOM}
+    if card:
+        import jax
+
+        engine |= {
+            "gpu_memory_utilization": ENGINE_SHARE,
+            "enforce_eager": order["eager"],
+        }
+        # JAX takes its share before the engine measures what is free
+        jax.block_until_ready(jax.numpy.zeros(1))
+    with jv.Lab() as lab:
+        pool = lab.launch(
+            order["model"], load="dummy", device=order["device"], engine=engine
+        )
+        policy = jv.Policy.from_pretrained(
+            order["model"], compute_dtype="bfloat16" if card else None
+        )
+        pool.wait()
+        link = lab.connect(policy.params, pool, rules="policy")
+        for row in jvlab_rows(order, policy, pool, link, task_of("size")):
+            lines.send(row)
+
+
+def jvlab_rows(
+    order: dict[str, Any], policy: Any, pool: Any, link: Any, task: Any
+) -> Iterator[dict[str, Any]]:
+    """One row for each length and bound."""
+    for tokens in order["tokens"]:
+        for bound in order["bounds"]:
+            record = record_of(
+                policy,
+                pool,
+                link,
+                task,
+                Path(order["scratch"]) / f"run-{tokens}-{bound}",
+                steps=1 + order["steps"] + bound,
+                max_staleness=bound,
+                group_size=SAMPLES,
+                prompts_per_step=GROUPS,
+                max_tokens=tokens,
+                learning_rate=1e-6,
+                sampling={"ignore_eos": True},
+            )
+            yield row_of(record.events(), tokens, bound, order["steps"])
+
+
+def row_of(
+    events: Sequence[Any], tokens: int, bound: int, steps: int
+) -> dict[str, Any]:
+    """The counted steps of a run: not the first, which compiles, and not those for which nothing is generated ahead."""
+    from jvlab.record import _metrics
+
+    table = _metrics.step_table(events)
+    counted = slice(1, 1 + steps)
+    window = table["window_s"][counted]
+    mean = {name: float(table[f"{name}_s"][counted].mean()) for name in PHASES}
+    trained = _metrics.trained(events)[counted]
+    step_s = float(window.mean()) if bound else statistics.median(window.tolist())
+    return {
+        "who": "jvlab",
+        "tokens": tokens,
+        "max_staleness": bound,
+        "step_s": step_s,
+        "first_step_s": float(table["window_s"][0]),
+        "steps_s": window.tolist(),
+        "seconds": mean,
+        "shares": {
+            name: seconds / float(window.mean()) for name, seconds in mean.items()
+        },
+        "tokens_per_s": float(np.median(table["tokens"][counted])) / step_s,
+        "tokens_trained": int(np.median(table["tokens"][counted])),
+        "padding": max((e.extra.get("padding", 0.0) for e in trained), default=0.0),
+        "compiled": sum(e.extra.get("compiled", 0) for e in trained),
+        "logprob_gap": float(np.nanmax(table["logprob_gap"])),
+        "staleness_max": int(np.nanmax(table["staleness_max"])),
+    }
+
+
+def trl_side(order: dict[str, Any], lines: Lines) -> None:
+    """TRL with vLLM in its own process, told to do the same work."""
+    alone = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29511",
+    }
+    os.environ.update(alone | {"WANDB_DISABLED": "true"})
+    import datasets
+    import torch
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    (tokens,) = order["tokens"]
+    times: list[float] = []
+
+    class StepClock(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            torch.cuda.synchronize()
+            times.append(time.perf_counter())
+
+    config = GRPOConfig(
+        output_dir=f"{order['scratch']}/trl",
+        per_device_train_batch_size=SAMPLES,
+        gradient_accumulation_steps=GROUPS,
+        num_generations=SAMPLES,
+        max_completion_length=tokens,
+        max_steps=1 + order["steps"],
+        learning_rate=1e-6,
+        beta=0.0,
+        temperature=1.0,
+        bf16=True,
+        gradient_checkpointing=True,
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=ENGINE_SHARE,
+        vllm_max_model_length=tokens + PROMPT_ROOM,
+        vllm_importance_sampling_correction=False,
+        generation_kwargs={"ignore_eos": True},
+        model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa"},
+        report_to=[],
+        save_strategy="no",
+    )
+    trainer = GRPOTrainer(
+        model=order["model"],
+        reward_funcs=lambda completions, **_: [reward_of(text) for text in completions],
+        args=config,
+        train_dataset=datasets.Dataset.from_dict({"prompt": PROMPTS}),
+        callbacks=[StepClock()],
+    )
+    start = time.perf_counter()
+    trainer.train()
+    seconds = np.diff([start, *times]).tolist()
+    step_s = statistics.median(seconds[1:])
+    row = {
+        "who": "TRL",
+        "tokens": tokens,
+        "max_staleness": 0,
+        "step_s": step_s,
+        "first_step_s": seconds[0],
+        "steps_s": seconds[1:],
+        "tokens_per_s": GROUPS * SAMPLES * tokens / step_s,
+    }
+    lines.send(row)

@@ -1,4 +1,4 @@
-"""Rollouts decoded in JAX, without an inference engine: the peer of `jvlab bench grpo`.
+"""Rollouts of a Llama decoded in JAX, without an inference engine: the peer of `jvlab bench grpo`.
 
 One jitted program generates a batch: prefill into a KV cache, then a while loop that samples a token for every row,
 writes its key and value into the cache in place, and ends early when all rows have stopped. It runs on the trainer's
@@ -8,8 +8,7 @@ own arrays, so it needs no weight sync. Prompts are padded on the left to a fixe
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,93 +22,40 @@ from jvlab.record._sample import Sample
 from jvlab.sync._sync_report import Outcome, SyncReport
 from jvlab.trainer._policy import Policy
 from jvlab.trainer.decoder import _model, _rope
-from jvlab.trainer.decoder._attention import MASKED_SCORE, softcap
-from jvlab.trainer.decoder._model import Attention, Decoder, Layer
-
-Cache = tuple[jax.Array, jax.Array]
-
-
-def _attend(
-    self: Attention, x: jax.Array, rope: Any, visible: jax.Array, cache: Cache, at: Any
-) -> tuple[jax.Array, Cache]:
-    """`Attention.__call__` with a KV cache: new keys and values are written from position `at` on."""
-    config = self.config
-    q = self.q(x)
-    k = self.k(x)
-    v = self.v(x)
-    if config.head_norms:
-        q = self.q_norm(q)
-        k = self.k_norm(k)
-    elif config.whole_norms:
-        q = self.q_norm(q.reshape(*x.shape[:2], -1)).reshape(q.shape)
-        k = self.k_norm(k.reshape(*x.shape[:2], -1)).reshape(k.shape)
-    q = _rope.rotate(q, rope)
-    k = _rope.rotate(k, rope)
-    keys = jax.lax.dynamic_update_slice_in_dim(cache[0], k, at, axis=1)
-    values = jax.lax.dynamic_update_slice_in_dim(cache[1], v, at, axis=1)
-    q = q.reshape(*q.shape[:2], config.kv_heads, -1, config.head_dim)
-    einsum = partial(jnp.einsum, precision=self.runtime.precision)
-    scores = (
-        einsum("btkgh,bskh->bkgts", q, keys, preferred_element_type=jnp.float32)
-        * config.attention_scale
-    )
-    scores = softcap(scores, config.attention_softcap)
-    weights = jax.nn.softmax(
-        jnp.where(visible[:, None, None], scores, MASKED_SCORE), axis=-1
-    )
-    mixed = einsum("bkgts,bskh->btkgh", weights.astype(x.dtype), values)
-    return self.o(mixed.reshape(*x.shape[:2], config.heads, config.head_dim)), (
-        keys,
-        values,
-    )
-
-
-def _layer(
-    self: Layer, x: jax.Array, rope: Any, visible: jax.Array, cache: Cache, at: Any
-) -> tuple[jax.Array, Cache]:
-    before = self.config.pre_norms
-    after = self.config.post_norms
-    y, cache = _attend(
-        self.attn, self.attn_norm(x) if before else x, rope, visible, cache, at
-    )
-    x = x + (self.post_attn_norm(y) if after else y)
-    y = self.mlp(self.mlp_norm(x) if before else x)
-    return x + (self.post_mlp_norm(y) if after else y), cache
 
 
 def _forward(
-    decoder: Decoder,
+    decoder: _model.Decoder,
     tokens: jax.Array,
     positions: jax.Array,
-    every: jax.Array,
-    seen: jax.Array,
+    visible: jax.Array,
     caches: Any,
     at: Any,
 ) -> tuple[jax.Array, Any]:
-    """Logits after the last of `tokens`; `every` [B, S] are the positions of the whole cache, `seen` is its mask."""
+    """Logits after the last of `tokens`; keys and values are written into the caches from place `at` on."""
     config = decoder.config
-    runtime = decoder.runtime
-    x = jnp.take(runtime.weight(decoder.embed.embedding), tokens, axis=0)
-    x = x * jnp.asarray(config.embedding_scale, x.dtype)
-    ropes = [_rope.tables(rope, positions) for rope in config.ropes]
-    distance = positions[:, :, None] - every[:, None, :]
-    order = (at + jnp.arange(tokens.shape[1]))[None, :, None] >= jnp.arange(
-        every.shape[1]
-    )[None, None, :]
+    x = jnp.take(decoder.runtime.weight(decoder.embed.embedding), tokens, axis=0)
+    rope = _rope.tables(config.ropes[0], positions)
+    write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=at, axis=1)
     graph, stacked = nnx.split(decoder.layers)
-    out = []
-    for number, (rope, window, cache) in enumerate(
-        zip(config.layer_ropes, config.windows, caches, strict=True)
-    ):
-        layer = nnx.merge(
-            graph, jax.tree.map(lambda leaf, number=number: leaf[number], stacked)
+    written = []
+    for number, (keys, values) in enumerate(caches):
+        layer = nnx.merge(graph, jax.tree.map(lambda leaf, n=number: leaf[n], stacked))
+        normed = layer.attn_norm(x)
+        keys = write(keys, _rope.rotate(layer.attn.k(normed), rope))
+        values = write(values, layer.attn.v(normed))
+        mixed = jax.nn.dot_product_attention(
+            _rope.rotate(layer.attn.q(normed), rope),
+            keys,
+            values,
+            mask=visible[:, None],
+            scale=config.attention_scale,
         )
-        visible = (
-            order & seen[:, None, :] & (True if window is None else distance < window)
-        )
-        x, cache = _layer(layer, x, ropes[rope], visible, cache, at)
-        out.append(cache)
-    return decoder.unembed(decoder.head(), decoder.final_norm(x)[:, -1:])[:, 0], out
+        x = x + layer.attn.o(mixed)
+        x = x + layer.mlp(layer.mlp_norm(x))
+        written.append((keys, values))
+    last = decoder.final_norm(x)[:, -1:]
+    return decoder.unembed(decoder.head(), last)[:, 0], written
 
 
 def generate(
@@ -119,22 +65,24 @@ def generate(
     key: jax.Array,
     temperature: jax.Array,
     *,
-    config: Any,
-    runtime: Any,
+    policy: Policy,
     length: int,
     stop: int,
-) -> dict[str, jax.Array]:
-    """`length` tokens after left-padded prompts [B, P]; rows that reached `stop` are padded with it."""
-    decoder = _model.build(params, config, runtime)
+) -> tuple[jax.Array, jax.Array]:
+    """`length` tokens after left-padded prompts [B, P], and their log-probabilities; a row is padded with `stop`."""
+    config = policy.config
+    decoder = _model.build(params, config, policy.runtime)
     rows, width = tokens.shape
-    total = width + length
-    lengths = mask.sum(axis=1)
-    every = jnp.maximum(jnp.arange(total)[None, :] - (width - lengths)[:, None], 0)
+    places = jnp.arange(width + length)
+    # of the tokens themselves, without the padding before them
+    positions = jnp.maximum(places - (width - mask.sum(axis=1))[:, None], 0)
     exists = jnp.concatenate([mask, jnp.ones((rows, length), bool)], axis=1)
-    empty = jnp.zeros((rows, total, config.kv_heads, config.head_dim), runtime.dtype)
+    visible = (places[:, None] >= places) & exists[:, None]
+    shape = (rows, width + length, config.kv_heads, config.head_dim)
+    empty = jnp.zeros(shape, policy.runtime.dtype)
     caches: Any = [(empty, empty) for _ in range(config.layers)]
     logits, caches = _forward(
-        decoder, tokens, every[:, :width], every, exists, caches, 0
+        decoder, tokens, positions[:, :width], visible[:, :width], caches, 0
     )
 
     def step(state: Any) -> Any:
@@ -146,24 +94,18 @@ def generate(
         out = out.at[:, t].set(token)
         logprobs = logprobs.at[:, t].set(jnp.where(done, 0.0, chosen))
         done = done | (token == stop)
-        position = jax.lax.dynamic_slice_in_dim(every, width + t, 1, axis=1)
+        now = partial(jax.lax.dynamic_slice_in_dim, slice_size=1, axis=1)
+        at = width + t
         logits, caches = _forward(
-            decoder, token[:, None], position, every, exists, caches, width + t
+            decoder, token[:, None], now(positions, at), now(visible, at), caches, at
         )
         return t + 1, key, logits, caches, done, out, logprobs
 
-    shape = (rows, length)
-    start = (
-        0,
-        key,
-        logits,
-        caches,
-        jnp.zeros(rows, bool),
-        jnp.full(shape, stop),
-        jnp.zeros(shape, jnp.float32),
-    )
+    none = jnp.zeros((rows, length), jnp.float32)
+    out = jnp.full((rows, length), stop)
+    start = (0, key, logits, caches, jnp.zeros(rows, bool), out, none)
     state = jax.lax.while_loop(lambda s: (s[0] < length) & ~s[4].all(), step, start)
-    return {"tokens": state[5], "logprobs": state[6]}
+    return state[5], state[6]
 
 
 class JaxPool:
@@ -176,8 +118,8 @@ class JaxPool:
         self,
         policy: Policy,
         together: int,
-        encode: Any,
-        decode: Any,
+        encode: Callable[[Any], Sequence[int]],
+        decode: Callable[[np.ndarray], str],
         stop: int,
         width: int,
     ) -> None:
@@ -185,27 +127,20 @@ class JaxPool:
         self.model = str(policy.source)
         self.params: Any = policy.params
         self.version = 0
-        self._policy = policy
         self._together = together
         self._encode = encode
         self._decode = decode
         self._stop = stop
         self._width = width
-        self._waiting: list[
-            tuple[np.ndarray, int, int, asyncio.Future[list[Sample]]]
-        ] = []
+        self._waiting: list[tuple[list[int], int, int, asyncio.Future[Any]]] = []
         self._program = jax.jit(
-            partial(generate, config=policy.config, runtime=policy.runtime, stop=stop),
-            static_argnames=("length",),
+            partial(generate, policy=policy, stop=stop), static_argnames=("length",)
         )
 
     def status(self) -> dict[str, Any]:
         """One replica, which cannot die."""
-        return {
-            "healthy": 1,
-            "replicas": [{"replica": "jax/0", "state": "ready", "cause": None}],
-            "dtype": "float32",
-        }
+        replica = {"replica": "jax/0", "state": "ready", "cause": None}
+        return {"healthy": 1, "replicas": [replica], "dtype": "float32"}
 
     async def agenerate(
         self,
@@ -218,44 +153,34 @@ class JaxPool:
         on_sample: Any = None,
     ) -> RolloutBatch:
         """Wait for the batch that this prompt is part of. Its samples end all at once, so `on_sample` is not called."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[list[Sample]] = loop.create_future()
-        ids = np.array(self._encode(prompts[0], True), np.int32)
-        self._waiting.append((ids, n, seed, future))
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append((list(self._encode(prompts[0])), n, seed, future))
         if len(self._waiting) == self._together:
             batch = self._waiting
             self._waiting = []
             made = await asyncio.to_thread(self._batch, batch, max_tokens, temperature)
-            for (_, _, _, waiter), samples in zip(batch, made, strict=True):
-                waiter.set_result(samples)
+            for ids, count, _, waiter in batch:
+                waiter.set_result(
+                    [self._sample(ids, k, *next(made)) for k in range(count)]
+                )
         return RolloutBatch(await future)
 
-    def _batch(
-        self, batch: Sequence[Any], length: int, temperature: float
-    ) -> list[list[Sample]]:
+    def _batch(self, batch: Sequence[Any], length: int, temperature: float) -> Any:
+        """Tokens and log-probabilities of every sample, in the order of the batch."""
         rows = [ids for ids, n, _, _ in batch for _ in range(n)]
-        tokens = np.zeros((len(rows), self._width), np.int32)
-        mask = np.zeros((len(rows), self._width), bool)
-        for row, ids in enumerate(rows):
-            tokens[row, self._width - len(ids) :] = ids
-            mask[row, self._width - len(ids) :] = True
+        padding = [self._width - len(ids) for ids in rows]
+        tokens = np.array(
+            [[0] * pad + ids for pad, ids in zip(padding, rows, strict=True)], np.int32
+        )
+        mask = np.arange(self._width) >= np.array(padding)[:, None]
         key = jax.random.key(batch[0][2])
         found = self._program(
             self.params, tokens, mask, key, temperature, length=length
         )
-        made = np.asarray(found["tokens"])
-        logprobs = np.asarray(found["logprobs"])
-        out = []
-        at = 0
-        for ids, n, _, _ in batch:
-            out.append(
-                [self._sample(ids, k, made[at + k], logprobs[at + k]) for k in range(n)]
-            )
-            at += n
-        return out
+        return zip(*map(np.asarray, found), strict=True)
 
     def _sample(
-        self, prompt: np.ndarray, index: int, tokens: np.ndarray, logprobs: np.ndarray
+        self, prompt: list[int], index: int, tokens: np.ndarray, logprobs: np.ndarray
     ) -> Sample:
         ends = np.flatnonzero(tokens == self._stop)
         count = int(ends[0]) + 1 if len(ends) else len(tokens)
@@ -263,7 +188,7 @@ class JaxPool:
         return Sample(
             prompt_index=0,
             sample_index=index,
-            prompt_token_ids=prompt,
+            prompt_token_ids=np.array(prompt, np.int32),
             token_ids=kept,
             logprobs=logprobs[:count],
             versions=((self.version, 0, count),),
@@ -282,16 +207,10 @@ class JaxLink:
 
     def sync(self, params: Any, version: int, **_: Any) -> SyncReport:
         """Let the decoder use these arrays."""
-        start = time.perf_counter()
         self.pool.params = params
         self.pool.version = version
         self.version = version
-        seconds = {"total": time.perf_counter() - start}
+        outcomes = (Outcome("jax/0", "committed", version),)
         return SyncReport(
-            version,
-            0,
-            seconds,
-            (Outcome("jax/0", "committed", version),),
-            verify="off",
-            transport="none",
+            version, 0, {"total": 0.0}, outcomes, verify="off", transport="none"
         )

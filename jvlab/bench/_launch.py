@@ -9,31 +9,22 @@ Run one after another. Ratios are vLLM's seconds over ours: above 1 ours is fast
 
 from __future__ import annotations
 
+import importlib
 import os
 import statistics
 import time
-from multiprocessing.connection import Connection
 from typing import Any
 
-from jvlab.bench._plain_vllm import PlainVllm
+from jvlab.bench._side import Lines, Side, model_of, timed, vllm_build
 
 
-def _plain_side(pipe: Connection, order: dict[str, Any]) -> None:
+def plain_side(order: dict[str, Any], lines: Lines) -> None:
     """Import vLLM, start one engine, report how long each took."""
-    start = time.perf_counter()
-    from vllm import LLM
-
-    imported = time.perf_counter()
-    llm = LLM(**order["arguments"])
-    pipe.send((imported - start, time.perf_counter() - imported))
-    # no deadline: it is killed
-    pipe.poll(None)  # until it is killed
+    imported, make = timed(lambda: importlib.import_module("vllm").LLM)
+    started, llm = timed(make, **order)
+    lines.send((imported, started))
+    lines.receive()  # until it is killed
     del llm
-
-
-def _plain(order: dict[str, Any]) -> tuple[float, float]:
-    with PlainVllm(_plain_side, order) as plain:
-        return plain.receive()
 
 
 def run_bench_launch(
@@ -41,11 +32,11 @@ def run_bench_launch(
 ) -> dict[str, Any]:
     """Measure; prints a line for each launch, returns the facts."""
     import jvlab as jv
-    from jvlab.engine import _defaults, _vllm_versions
+    from jvlab.engine import _defaults
     from jvlab.lab._launch_settings import resolve_device
 
     device = resolve_device(device)
-    path = jv.models.resolve(model) if model else jv.models.tiny("llama")
+    path = model_of(model)
     engine: dict[str, Any] = {"max_model_len": 512} | (
         {"enforce_eager": True} if eager else {}
     )
@@ -63,7 +54,8 @@ def run_bench_launch(
             print(f"{'warm' if number else 'cold'}: {seconds[-1]:.2f} s", flush=True)
     env = _defaults.environment(device, 1, 1, 0, _defaults.usable_cores(), path)
     arguments = _defaults.engine_arguments(path, device, 1, "auto", engine)
-    imported, started = _plain({"env": env, "arguments": arguments})
+    with Side("jvlab.bench._launch:plain_side", arguments, env) as plain:
+        imported, started = plain.receive()
     warm = statistics.median(seconds[1:])
     print(
         f"vllm.LLM: {started:.2f} s, after {imported:.2f} s of imports; {started / warm:.2f} × a warm launch"
@@ -72,7 +64,7 @@ def run_bench_launch(
         "device": device,
         "eager": eager or device == "cpu",
         "model": path,
-        "vllm": " ".join(_vllm_versions.build()),
+        "vllm": vllm_build(),
         "cold_s": seconds[0],
         "warm_s": warm,
         "warm_samples": seconds[1:],

@@ -11,16 +11,14 @@ Ratios are the files' time over ours: above 1 ours is faster. Adapters are of ev
 
 from __future__ import annotations
 
-import json
 import os
-import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 from jvlab._errors import ConfigError, LaunchError
-from jvlab.bench._shapes import config_of, policy_of, size_of
+from jvlab.bench._shapes import shaped, size_of
+from jvlab.bench._side import median_ms, model_of, timed
 from jvlab.bench._sync import SIZES
 
 RANK = 16
@@ -59,15 +57,15 @@ def run_bench_lora(
             )
             taken: dict[str, float] = {}
             for mode in ("direct", "staged"):
-                taken[mode], report = _timed(
-                    lambda m=mode: link.sync(policy.lora, mode=m, progress=False)
+                taken[mode], report = timed(
+                    link.sync, policy.lora, mode=mode, progress=False
                 )
                 if not report.verified:
                     raise LaunchError("the engine does not hold what was synced")
             taken["pause"] = report.seconds.get("pause", 0.0)
             target = Path(folder) / f"adapter-{turn}"
-            taken["save"], _ = _timed(lambda to=target: policy.save_pretrained(to))
-            taken["load"], _ = _timed(lambda to=target: pool.load_adapter("file", to))
+            taken["save"], _ = timed(policy.save_pretrained, target)
+            taken["load"], _ = timed(pool.load_adapter, "file", target)
             for name, seconds in taken.items():
                 times[name] += [seconds] * bool(turn)
         ours = _tokens(pool)
@@ -101,17 +99,12 @@ def _engine_and_base(
         "max_lora_rank": RANK,
     }
     if shape is None:
-        path = (
-            jv.models.resolve(model)
-            if model
-            else jv.models.tiny("llama", path=folder, **SIZES)
-        )
+        path = model_of(model, path=folder, **SIZES)
         return lab.launch(
             path, engine=engine, device=device
         ).wait(), jv.Policy.from_pretrained(path)
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config_of(size_of(shape))))
-    base = policy_of(folder)
+    base = shaped(folder, size_of(shape))
     engine |= {
         "gpu_memory_utilization": 0.2,
         "kv_cache_memory_bytes": 4 << 30,
@@ -122,12 +115,6 @@ def _engine_and_base(
     with lab.connect(base.params, pool, rules="policy") as link:
         link.sync(base.params, progress=False)
     return pool, base
-
-
-def _timed(work: Any) -> tuple[float, Any]:
-    start = time.perf_counter()
-    found = work()
-    return time.perf_counter() - start, found
 
 
 def _tokens(pool: Any, **more: Any) -> list[list[int]]:
@@ -143,7 +130,7 @@ def _tokens(pool: Any, **more: Any) -> list[list[int]]:
 
 
 def _facts(times: dict[str, list[float]], size: int) -> dict[str, Any]:
-    middle = {name: 1e3 * statistics.median(values) for name, values in times.items()}
+    middle = {name: median_ms(values) for name, values in times.items()}
     files = middle["save"] + middle["load"]
     return {
         "bytes": size,

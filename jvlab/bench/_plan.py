@@ -1,40 +1,20 @@
-"""`jvlab bench plan`: seconds and peak memory to plan a dense 405B and a 671B mixture of experts, each by itself.
-
-python -m jvlab.bench._plan trace FOLDER < CASES     traces with vLLM, writes the ranks' layouts
-python -m jvlab.bench._plan plan FOLDER < CASES      reads them; binds, compiles, proves
-"""
+"""`jvlab bench plan`: seconds and peak memory to plan a dense 405B and a 671B mixture of experts, each by itself."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import resource
-import subprocess
-import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from jvlab._errors import ConfigError, JvlabError
+from jvlab.bench._side import Lines, Side, timed
 
 if TYPE_CHECKING:
     from jvlab.layout._types import RankLayout
 
-DEADLINE = 900.0  # seconds for one process of a case
-COLUMNS = (
-    "tensor",
-    "parameter",
-    "shape",
-    "src_offset",
-    "src_strides",
-    "dst_offset",
-    "dst_strides",
-)
 LLAMA_405B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -116,19 +96,19 @@ def growth_cases() -> dict[str, PlanCase]:
     return out
 
 
-def run_bench_plan(args: argparse.Namespace) -> dict[str, Any]:
+def run_bench_plan() -> dict[str, Any]:
     """`jvlab bench plan`. The seconds run from leaves, tensors and traced layouts to a proven plan.
 
     The parts (bind; compile and prove) and their growth are in `cases`; tracing and vLLM's import are reported apart.
     """
-    jobs = {**CASES, **(growth_cases() if getattr(args, "growth", True) else {})}
+    jobs = {**CASES, **growth_cases()}
     done: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="jvlab-plan-") as folder:
-        models = {c.model: c for c in jobs.values()}
-        traced = _child("trace", {n: _spec(c) for n, c in models.items()}, folder)
+        models = {case.model: case for case in jobs.values()}
+        traced = _measured("trace", models, folder)
         for name, case in jobs.items():
-            done[name] = _child("plan", {name: _spec(case)}, folder)[name]
-            r = done[name]
+            r = _measured("plan", {name: case}, folder)[name]
+            done[name] = r
             print(
                 f"{name}: {r['total_s']:.2f} s ({r['tensors']:,} tensors, {r['devices']} devices → "
                 f"{r['replicas']} × {r['ranks']} ranks, {r['copies']:,} copies as {r['boxes']:,} boxes), "
@@ -145,53 +125,51 @@ def run_bench_plan(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _spec(case: PlanCase) -> dict[str, Any]:
-    return {k: getattr(case, k) for k in case.__dataclass_fields__}
-
-
-def _child(
-    step: str, cases: dict[str, dict[str, Any]], folder: str
+def _measured(
+    step: str, cases: dict[str, PlanCase], folder: str
 ) -> dict[str, dict[str, Any]]:
-    """Run one step in a new process, to measure its peak memory; its last line is JSON."""
-    command = [sys.executable, "-m", "jvlab.bench._plan", step, folder]
-    env = {
-        **os.environ,
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+    """One step in a new process, to measure its peak memory."""
+    order = {
+        "folder": folder,
+        "cases": {name: asdict(case) for name, case in cases.items()},
     }
-    found = subprocess.run(
-        command,
-        input=json.dumps(cases),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        env=env,
-    )
-    if found.returncode:
-        tail = "\n".join(found.stderr.strip().splitlines()[-6:])
-        raise JvlabError(
-            f"bench plan: the {step} process failed\n{tail}", remedy="run jvlab doctor"
-        )
-    return json.loads(found.stdout.strip().splitlines()[-1])
+    quiet = {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
+    with Side(f"jvlab.bench._plan:{step}_side", order, quiet) as side:
+        return side.receive()
 
 
 # ---- the two steps, each in a process of its own -------------------------------------------------------------
 
 
-def _trace(cases: dict[str, PlanCase], folder: Path) -> dict[str, dict[str, Any]]:
-    started = time.perf_counter()
-    from jvlab.engine.tracing._offline import trace_offline
-
-    imported = time.perf_counter() - started
+def trace_side(order: dict[str, Any], lines: Lines) -> None:
+    """Traces with vLLM, and writes the ranks' layouts."""
+    imported, trace_offline = timed(_import_tracing)
     out = {}
-    for name, case in cases.items():
-        started = time.perf_counter()
-        layouts = trace_offline(case.config, tensor_parallel=case.tensor_parallel)
+    for name, case in _cases(order).items():
+        parts = case.tensor_parallel
+        seconds, layouts = timed(trace_offline, case.config, tensor_parallel=parts)
         out[name] = {
-            "trace_s": round(time.perf_counter() - started, 3),
+            "trace_s": round(seconds, 3),
             "import_vllm_s": round(imported, 3),
         }
-        save_layouts(folder / f"{name}.npz", layouts)
-    return out
+        save_layouts(Path(order["folder"]) / name, layouts)
+    lines.send(out)
+
+
+def _import_tracing() -> Any:
+    from jvlab.engine.tracing._offline import trace_offline
+
+    return trace_offline
+
+
+def plan_side(order: dict[str, Any], lines: Lines) -> None:
+    """Reads the layouts; binds, compiles, proves."""
+    folder = Path(order["folder"])
+    lines.send({name: _plan(name, c, folder) for name, c in _cases(order).items()})
+
+
+def _cases(order: dict[str, Any]) -> dict[str, PlanCase]:
+    return {name: PlanCase(**spec) for name, spec in order["cases"].items()}
 
 
 def _plan(name: str, case: PlanCase, folder: Path) -> dict[str, Any]:
@@ -202,7 +180,7 @@ def _plan(name: str, case: PlanCase, folder: Path) -> dict[str, Any]:
     from jvlab.layout.rules._ruleset import Rules
     from jvlab.sync._compile_tree import bind, policy_shapes
 
-    layouts = load_layouts(folder / f"{case.model}.npz")
+    layouts = load_layouts(folder / case.model)
     tensors = list(layouts[0].tensors)
     if case.rules == "policy":
         shapes = policy_shapes(case.config, tensors, "float32")
@@ -245,62 +223,23 @@ def _plan(name: str, case: PlanCase, folder: Path) -> dict[str, Any]:
 
 
 def save_layouts(file: Path, layouts: list[RankLayout]) -> None:
-    """Layouts of all ranks in one npz: columns as arrays, names as JSON; no pickle."""
-    from jvlab.layout._layout_codec import layout_to_plain
+    """Layouts of all ranks in one file, a line for each."""
+    from jvlab.layout._layout_codec import layout_to_plain, plain_to_bytes
 
-    arrays: dict[str, np.ndarray] = {}
-    heads = []
-    for i, layout in enumerate(layouts):
-        plain = layout_to_plain(layout)
-        if i and layout.tensors == layouts[0].tensors:
-            plain["tensors"] = None  # the same on every rank: written once
-        plain["columns"] = {k: shape for k, (shape, _) in plain["columns"].items()}
-        arrays |= {f"{i}.{k}": getattr(layout, k) for k in COLUMNS}
-        heads.append(plain)
-    text = np.frombuffer(json.dumps(heads).encode(), np.uint8)
-    np.savez(file, head=text, **arrays)  # type: ignore[arg-type]
+    with file.open("wb") as out:
+        for layout in layouts:
+            out.write(plain_to_bytes(layout_to_plain(layout)) + b"\n")
 
 
 def load_layouts(file: Path) -> list[RankLayout]:
     """What `save_layouts` wrote; ranks share one tuple of tensors where they are equal."""
-    from dataclasses import replace
+    from jvlab.layout._layout_codec import layout_from_bytes
 
-    from jvlab.layout._layout_codec import layout_from_plain
-
-    with np.load(file, allow_pickle=False) as data:
-        layouts: list[RankLayout] = []
-        for i, plain in enumerate(json.loads(data["head"].tobytes())):
-            shared = plain["tensors"] is None
-            plain["tensors"] = plain["tensors"] or []
-            plain["columns"] = {
-                k: (shape, data[f"{i}.{k}"].tobytes())
-                for k, shape in plain["columns"].items()
-            }
-            layout = layout_from_plain(plain)
-            layouts.append(
-                replace(layout, tensors=layouts[0].tensors) if shared else layout
-            )
+    layouts: list[RankLayout] = []
+    with file.open("rb") as lines:
+        for line in lines:
+            layout = layout_from_bytes(line)
+            if layouts and layout.tensors == layouts[0].tensors:
+                layout = replace(layout, tensors=layouts[0].tensors)
+            layouts.append(layout)
     return layouts
-
-
-def main(argv: list[str]) -> int:
-    """One step of the bench: cases as JSON on standard input, results as JSON on the last line."""
-    if len(argv) != 2 or argv[0] not in ("trace", "plan"):
-        raise ConfigError(
-            "usage: python -m jvlab.bench._plan trace|plan FOLDER",
-            remedy="or run: jvlab bench plan",
-        )
-    cases = {
-        name: PlanCase(**spec) for name, spec in json.loads(sys.stdin.read()).items()
-    }
-    folder = Path(argv[1])
-    if argv[0] == "trace":
-        out = _trace(cases, folder)
-    else:
-        out = {name: _plan(name, case, folder) for name, case in cases.items()}
-    print(json.dumps(out), flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -8,57 +8,38 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from jvlab.bench._plain_vllm import PlainVllm
+from jvlab.bench._side import Lines, Side, model_of, prompts_of, timed, vllm_build
 
 CASES = {"batch": (64, 8, 32), "single": (1, 1, 64)}  # prompts, n, tokens
 REPEAT = {"batch": 1, "single": 5}  # runs per round; a short case needs more
 
 
-def _prompts(count: int) -> list[list[int]]:
-    return [[3 + (i * 7 + k) % 500 for k in range(12)] for i in range(count)]
-
-
-def _plain_side(pipe: Connection, order: dict[str, Any]) -> None:
-    """Plain vLLM, which measures what it reads from the pipe, until it is killed."""
+def plain_side(order: dict[str, Any], lines: Lines) -> None:
+    """Plain vLLM, which measures what it is asked, until it is killed."""
     from vllm import LLM, SamplingParams
 
-    llm = LLM(**order["arguments"])
-    pipe.send("ready")
+    llm = LLM(**order)
+    lines.send("ready")
     while True:
-        # no deadline: it is killed, or the pipe's other end closes
-        prompts, n, tokens = pipe.recv()
+        prompts, n, tokens = lines.receive()
         params = SamplingParams(
             n=n, max_tokens=tokens, temperature=1.0, seed=0, ignore_eos=True, logprobs=0
         )
-        start = time.perf_counter()
-        outputs = llm.generate(
-            [{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False
-        )
-        seconds = time.perf_counter() - start
-        pipe.send(
-            (seconds, sum(len(o.token_ids) for out in outputs for o in out.outputs))
-        )
+        asked: Any = [{"prompt_token_ids": ids} for ids in prompts]
+        seconds, outputs = timed(llm.generate, asked, params, use_tqdm=False)
+        made = sum(len(o.token_ids) for out in outputs for o in out.outputs)
+        lines.send((seconds, made))
 
 
 def _jvlab_side(
     pool: Any, prompts: list[list[int]], n: int, tokens: int
 ) -> tuple[float, int]:
-    start = time.perf_counter()
-    batch = pool.generate(
-        prompts,
-        n=n,
-        max_tokens=tokens,
-        temperature=1.0,
-        seed=0,
-        ignore_eos=True,
-        progress=False,
-    )
-    return time.perf_counter() - start, batch.tokens
+    options = {"temperature": 1.0, "seed": 0, "ignore_eos": True, "progress": False}
+    seconds, batch = timed(pool.generate, prompts, n=n, max_tokens=tokens, **options)
+    return seconds, batch.tokens
 
 
 def run_bench_rollout(
@@ -66,35 +47,34 @@ def run_bench_rollout(
 ) -> dict[str, Any]:
     """Measure both sides; prints a table as it goes, returns the facts."""
     import jvlab as jv
-    from jvlab.engine import _defaults, _vllm_versions
+    from jvlab.engine import _defaults
     from jvlab.lab._launch_settings import resolve_device
 
     device = resolve_device(device)
-    path = jv.models.resolve(model) if model else jv.models.tiny("llama")
+    path = model_of(model)
     engine: dict[str, Any] = {"max_model_len": 512}
     if device == "cuda":
         engine["gpu_memory_utilization"] = 0.4  # two engines share the card
     if not (Path(path) / "tokenizer.json").is_file():
         engine["skip_tokenizer_init"] = True
-    cores = _defaults.usable_cores()
-    env = _defaults.environment(device, 1, 1, 0, cores, path)
+    env = _defaults.environment(device, 1, 1, 0, _defaults.usable_cores(), path)
     arguments = _defaults.engine_arguments(path, device, 1, load, engine)
     print(
         f"bench rollout on {device}: {path}; plain vLLM against jvlab, {rounds} rounds",
         flush=True,
     )
     with (
-        PlainVllm(_plain_side, {"env": env, "arguments": arguments}) as plain,
+        Side("jvlab.bench._rollout:plain_side", arguments, env) as plain,
         jv.Lab() as lab,
     ):
         pool = lab.launch(path, load=load, engine=engine, env=env, device=device).wait()
-        plain.wait_ready()
+        plain.receive()
         times = _measure(pool, plain, rounds)
     result: dict[str, Any] = {
         "device": device,
         "model": path,
         "rounds": rounds,
-        "vllm": " ".join(_vllm_versions.build()),
+        "vllm": vllm_build(),
     }
     for case, sides in times.items():
         rate = {side: statistics.median(rates) for side, rates in sides.items()}
@@ -115,20 +95,17 @@ def run_bench_rollout(
     return result
 
 
-def _measure(
-    pool: Any, plain: PlainVllm, rounds: int
-) -> dict[str, dict[str, list[float]]]:
+def _measure(pool: Any, plain: Side, rounds: int) -> dict[str, dict[str, list[float]]]:
     times: dict[str, dict[str, list[float]]] = {
         case: {"plain": [], "jvlab": []} for case in CASES
     }
     for turn in range(rounds + 1):  # the first one warms up and does not count
         for case, (count, n, tokens) in CASES.items():
-            prompts = _prompts(count)
+            prompts = prompts_of(count)
             for side in ("plain", "jvlab") if turn % 2 else ("jvlab", "plain"):
                 for _ in range(REPEAT[case]):
                     if side == "plain":
-                        plain.pipe.send((prompts, n, tokens))
-                        seconds, made = plain.receive()
+                        seconds, made = plain.ask((prompts, n, tokens))
                     else:
                         seconds, made = _jvlab_side(pool, prompts, n, tokens)
                     if made != count * n * tokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,14 @@ def _experts(count: int, width: int) -> dict[str, Any]:
     }
 
 
-def policy_of(folder: Path, dtype: str = "bfloat16", seed: int = 0) -> Any:
-    """A Policy with random parameters, from the config.json of `folder` alone."""
+def shaped(folder: Path, size: str) -> Any:
+    """A Policy of this size with random parameters, whose config.json is written into `folder`."""
+    (folder / "config.json").write_text(json.dumps(config_of(size)))
+    return policy_of(folder)
+
+
+def policy_of(folder: Path) -> Any:
+    """A Policy with random parameters in bfloat16, from the config.json of `folder` alone."""
     import jax
     import jax.numpy as jnp
 
@@ -85,13 +92,14 @@ def policy_of(folder: Path, dtype: str = "bfloat16", seed: int = 0) -> Any:
     from jvlab.trainer.decoder._config import DecoderConfig
     from jvlab.trainer.decoder._runtime import Runtime
 
+    dtype = "bfloat16"
     hf_config = read_config(folder)
     config = DecoderConfig.from_hf(hf_config)
     tensors = tuple(checkpoint_tensors(folder))
     mesh = _sharding.mesh(fsdp=1)
     layout = _sharding.Layout(mesh)
     params: dict[str, Any] = {}
-    key = jax.random.key(seed)
+    key = jax.random.key(0)
     draw = jax.jit(
         lambda k, shape: 0.02 * jax.random.normal(k, shape, dtype), static_argnums=1
     )

@@ -12,10 +12,7 @@ packing overlap it and are reported apart; `whole_move_vs_ceiling_ratio` counts 
 from __future__ import annotations
 
 import shutil
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,8 +20,16 @@ from typing import Any
 import numpy as np
 
 from jvlab._errors import LaunchError
-from jvlab.bench import _sync_peer
-from jvlab.bench._plain_vllm import PlainVllm
+from jvlab.bench._side import (
+    Lines,
+    Side,
+    median_ms,
+    model_of,
+    seconds_of,
+    timed,
+    vllm_build,
+)
+from jvlab.engine.worker._extension import WorkerExtension
 
 SIZES = {  # about 500 MB of float32
     "hidden_size": 1024,
@@ -41,65 +46,96 @@ WAYS: dict[str, dict[str, Any]] = {
     "staged": {"mode": "staged", "verify": "off"},
     "staged_verified": {"mode": "staged", "verify": "full"},
 }
+PARTS = ("total", "pause", "pack", "copy", "move", "scatter", "digest", "repack")
 ENGINES = {"packed": {}, "live": {"JVLAB_LIVE_WEIGHTS": "1"}}
+
+
+class VllmPeer(WorkerExtension):
+    """vLLM's own ways to load new weights, timed in its worker; has jvlab's switch between live and packed weights."""
+
+    def peer_reload(self, folder: str) -> float:
+        """vLLM's layerwise reload of a checkpoint; the seconds it took."""
+        return self._reload(weights_path=folder)
+
+    def peer_feed(self, folder: str) -> float:
+        """The same from tensors already in this process's memory: the fastest possible peer."""
+        from safetensors.torch import load_file
+
+        files = sorted(Path(folder).glob("*.safetensors"))
+        tensors = [
+            (name, t.clone()) for file in files for name, t in load_file(file).items()
+        ]
+        return self._reload(weights_iterator=iter(tensors))
+
+    def _reload(self, **source: Any) -> float:
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        return timed(runner.reload_weights, **source)[0]
+
+
+def vllm_side(order: dict[str, Any], lines: Lines) -> None:
+    """Plain vLLM, which reloads as it is told, until it is killed."""
+    from vllm import LLM
+
+    own = {"worker_extension_cls": "jvlab.bench._sync.VllmPeer"}
+    llm = LLM(**{**order, **own})
+    lines.send("ready")
+    while True:
+        method, folder = lines.receive()
+        outside, inside = timed(llm.collective_rpc, method, args=(folder,))
+        lines.send((outside, max(inside)))
 
 
 def memcpy_gbps(size: int = 256 << 20, rounds: int = 5) -> float:
     """Single-thread memcpy of this machine in GB/s; the best of a few."""
     source = np.ones(size, np.uint8)
     target = np.zeros(size, np.uint8)
-    best = min(_timed(lambda: np.copyto(target, source)) for _ in range(rounds))
+    best = min(seconds_of(lambda: np.copyto(target, source), rounds))
     return size / best / 1e9
-
-
-def _timed(work: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def run_bench_sync(rounds: int = 5, model: str | None = None) -> dict[str, Any]:
     """Measure every way on both kinds of engine; prints a table as it goes, returns the facts."""
-    import jvlab as jv
-    from jvlab.engine import _defaults, _vllm_versions
+    from jvlab.engine import _defaults
 
     with ExitStack() as stack:
-        memory = Path("/dev/shm") if shutil.disk_usage("/dev/shm").free > 3e9 else None
-        folder = Path(
-            stack.enter_context(
-                tempfile.TemporaryDirectory(prefix="jvlab-bench-", dir=memory)
-            )
-        )
-        path = (
-            jv.models.resolve(model)
-            if model
-            else jv.models.tiny("llama", path=folder / "model", **SIZES)
-        )
+        folder, in_memory = folder_for(3e9, stack)
+        path = model_of(model, path=folder / "model", **SIZES)
         floor = memcpy_gbps()
         print(
             f"bench sync on cpu: {Path(path).name}; memcpy {floor:.1f} GB/s; {rounds} rounds",
             flush=True,
         )
         cores = _defaults.usable_cores()
+        options = {"max_model_len": 256}
+        arguments = _defaults.engine_arguments(path, "cpu", 1, "auto", options)
         result: dict[str, Any] = {
             "device": "cpu",
             "rounds": rounds,
             "memcpy_gbps": floor,
-            "vllm": " ".join(_vllm_versions.build()),
-            "checkpoint_in_memory": memory is not None,
+            "vllm": vllm_build(),
+            "checkpoint_in_memory": in_memory,
             "engines": {},
         }
         for kind, more in ENGINES.items():
             env = {**_defaults.environment("cpu", 1, 1, 0, cores, path), **more}
-            ours = _jvlab_side(path, env, rounds, folder / "written")
-            theirs = _vllm_side(path, env, rounds, folder / "written")
+            ours = _jvlab_times(path, env, rounds, folder / "written")
+            theirs = _vllm_times(arguments, env, rounds, folder / "written")
             result["engines"][kind] = facts = _facts(ours, theirs, floor)
             print(_table(kind, facts), flush=True)
             result["bytes"] = ours["bytes"]
     return result | _claims(result["engines"])
 
 
-def _jvlab_side(
+def folder_for(size: float, stack: ExitStack) -> tuple[Path, bool]:
+    """A temporary folder for a checkpoint: in memory, and true, if so many bytes are free there."""
+    in_memory = shutil.disk_usage("/dev/shm").free > size
+    made = tempfile.TemporaryDirectory(
+        prefix="jvlab-bench-", dir="/dev/shm" if in_memory else None
+    )
+    return Path(stack.enter_context(made)), in_memory
+
+
+def _jvlab_times(
     path: str, env: dict[str, str], rounds: int, written: Path
 ) -> dict[str, Any]:
     import jax
@@ -125,25 +161,19 @@ def _jvlab_side(
         out["bytes"] = link.plan.total_bytes
     for _ in range(max(1, rounds)):
         shutil.rmtree(written, ignore_errors=True)
-        out["write"].append(_timed(lambda: policy.save_pretrained(written)))
+        out["write"].append(timed(policy.save_pretrained, written)[0])
     return out
 
 
-def _vllm_side(
-    path: str, env: dict[str, str], rounds: int, written: Path
+def _vllm_times(
+    arguments: dict[str, Any], env: dict[str, str], rounds: int, written: Path
 ) -> dict[str, list[float]]:
-    from jvlab.engine import _defaults
-
-    arguments = _defaults.engine_arguments(
-        path, "cpu", 1, "auto", {"max_model_len": 256}
-    )
     times: dict[str, list[float]] = {"peer_reload": [], "peer_feed": []}
-    with PlainVllm(_sync_peer.serve, {"env": env, "arguments": arguments}) as plain:
-        plain.wait_ready()
+    with Side("jvlab.bench._sync:vllm_side", arguments, env) as plain:
+        plain.receive()
         for turn in range(rounds + 1):
             for method, taken in times.items():
-                plain.pipe.send((method, str(written)))
-                outside, inside = plain.receive()
+                outside, inside = plain.ask((method, str(written)))
                 if turn:
                     taken.append(outside if method == "peer_reload" else inside)
     return times
@@ -155,33 +185,20 @@ def _facts(
     """Medians of everything, in milliseconds, and ratios."""
     out: dict[str, Any] = {}
     for way, reports in ours["reports"].items():
-        for part in (
-            "total",
-            "pause",
-            "pack",
-            "copy",
-            "move",
-            "scatter",
-            "digest",
-            "repack",
-        ):
-            out[f"{way}_{part}_ms"] = 1e3 * statistics.median(
-                r.seconds.get(part, 0.0) for r in reports
+        for part in PARTS:
+            out[f"{way}_{part}_ms"] = median_ms(
+                report.seconds.get(part, 0.0) for report in reports
             )
-        out[f"{way}_copy_vs_memcpy"] = (
-            ours["bytes"] / out[f"{way}_copy_ms"] / 1e6 / floor
-        )
-        out[f"{way}_move_vs_memcpy"] = (
-            ours["bytes"] / out[f"{way}_move_ms"] / 1e6 / floor
-        )
-    out["write_ms"] = 1e3 * statistics.median(ours["write"])
-    out["reload_ms"] = 1e3 * statistics.median(theirs["peer_reload"])
-    out["feed_ms"] = 1e3 * statistics.median(theirs["peer_feed"])
+        for part in ("copy", "move"):
+            rate = ours["bytes"] / out[f"{way}_{part}_ms"] / 1e6
+            out[f"{way}_{part}_vs_memcpy"] = rate / floor
+    out["write_ms"] = median_ms(ours["write"])
+    out["reload_ms"] = median_ms(theirs["peer_reload"])
+    out["feed_ms"] = median_ms(theirs["peer_feed"])
     out["vllm_ms"] = out["write_ms"] + out["reload_ms"]
     for way in WAYS:
-        out[f"{way}_vs_vllm_ratio"] = out["vllm_ms"] / out[f"{way}_total_ms"]
-        out[f"{way}_vs_reload_ratio"] = out["reload_ms"] / out[f"{way}_total_ms"]
-        out[f"{way}_vs_feed_ratio"] = out["feed_ms"] / out[f"{way}_total_ms"]
+        for peer in ("vllm", "reload", "feed"):
+            out[f"{way}_vs_{peer}_ratio"] = out[f"{peer}_ms"] / out[f"{way}_total_ms"]
     return out
 
 

@@ -11,24 +11,30 @@ checkpoint of the weights.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
-import shutil
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from jvlab._errors import LaunchError
-from jvlab.bench import _sync_gpu_peer
-from jvlab.bench._plain_vllm import PlainVllm
-from jvlab.bench._rollout import _prompts
-from jvlab.bench._shapes import config_of, policy_of
-from jvlab.bench._sync import WAYS
+from jvlab.bench._shapes import shaped
+from jvlab.bench._side import (
+    Lines,
+    Side,
+    median_ms,
+    prompts_of,
+    seconds_of,
+    timed,
+    vllm_build,
+)
+from jvlab.bench._sync import WAYS, folder_for
 
 TOKENS = 32
 
@@ -123,7 +129,7 @@ def measure(
 
     params = policy.params
     weights = sum(x.nbytes for x in jax.tree.leaves(params))
-    prompts = _prompts(3)
+    prompts = prompts_of(3)
     out: dict[str, Any] = {
         "bytes": weights,
         "ceiling_ms": copy_ms(weights),
@@ -139,21 +145,14 @@ def measure(
             str(policy.source), load="dummy", engine=engine, device="cuda"
         ).wait(500)
         out["launch_s"] = time.perf_counter() - start
-        start = time.perf_counter()
-        link = lab.connect(params, pool, rules="policy")
-        out["connect_s"] = time.perf_counter() - start
+        out["connect_s"], link = timed(lab.connect, params, pool, rules="policy")
         out["transport"] = link.transport
         out["reason"] = link.reason
         print(
             f"{link!r}; up in {out['launch_s']:.0f} s, connected in {out['connect_s']:.1f} s",
             flush=True,
         )
-        status = []
-        for _ in range(20):
-            start = time.perf_counter()
-            pool.status()
-            status.append(time.perf_counter() - start)
-        out["empty_call_ms"] = 1e3 * statistics.median(status)
+        out["empty_call_ms"] = median_ms(seconds_of(pool.status, 20))
         for way, options in ways.items():
             # the first staged sync allocates the shadow buffers, which stay
             with peak_extra() as extra:
@@ -196,13 +195,10 @@ def _masters(
 def _medians(reports: list[dict[str, float]]) -> dict[str, float]:
     """The median of each part in milliseconds; `sync` is the total without pause and resume."""
     names = sorted({name for r in reports for name in r})
-    out = {
-        f"{name}_ms": 1e3 * statistics.median(r.get(name, 0.0) for r in reports)
-        for name in names
-    }
+    out = {f"{name}_ms": median_ms(r.get(name, 0.0) for r in reports) for name in names}
     bare = [r["total"] - r.get("halt", 0.0) - r.get("go_on", 0.0) for r in reports]
     return {
-        "sync_ms": 1e3 * statistics.median(bare),
+        "sync_ms": median_ms(bare),
         "sync_worst_ms": 1e3 * max(bare),
         **out,
     }
@@ -232,33 +228,18 @@ def _line(m: dict[str, float]) -> str:
     )
 
 
-class GpuPeer(PlainVllm):
-    """vLLM's side in its own process: starts while ours does, and measures on request."""
+def _peer(checkpoint: Path, rounds: int, engine: dict[str, Any]) -> Side:
+    """vLLM's side: starts while ours does, and measures when it is told to."""
+    from jvlab.engine import _defaults
 
-    def __init__(self, checkpoint: Path, rounds: int, engine: dict[str, Any]) -> None:
-        from jvlab.engine import _defaults
-
-        order = {
-            "env": dict(_defaults.QUIET, HF_HUB_OFFLINE="1"),
-            "prompts": _prompts(3),
-            "max_tokens": TOKENS,
-            "arguments": {"model": str(checkpoint), **engine},
-            "rounds": rounds,
-        }
-        super().__init__(_sync_gpu_peer.serve, order)
-
-    def receive(self) -> dict[str, Any]:
-        """What it measured."""
-        facts = super().receive()
-        if "error" in facts:
-            raise LaunchError(f"vLLM's own side failed: {facts['error']}")
-        return facts
-
-    def measure(self) -> dict[str, Any]:
-        """Its tokens and times."""
-        ready = self.receive()
-        self.pipe.send("go")
-        return ready | self.receive()
+    order = {
+        "prompts": prompts_of(3),
+        "max_tokens": TOKENS,
+        "arguments": {"model": str(checkpoint), **engine},
+        "rounds": rounds,
+    }
+    own = {"HF_HUB_OFFLINE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    return Side("jvlab.bench._sync_gpu:vllm_side", order, {**_defaults.QUIET, **own})
 
 
 def run_bench_sync_gpu(rounds: int = 20, size: str = "4") -> dict[str, Any]:
@@ -267,35 +248,20 @@ def run_bench_sync_gpu(rounds: int = 20, size: str = "4") -> dict[str, Any]:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
-    from jvlab.engine import _vllm_versions
-
     with ExitStack() as stack:
-        config = config_of(size)
-        source = Path(
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="jvlab-bench-"))
-        )
-        (source / "config.json").write_text(json.dumps(config))
-        policy = policy_of(source)
+        source = tempfile.TemporaryDirectory(prefix="jvlab-bench-")
+        policy = shaped(Path(stack.enter_context(source)), size)
         weights = sum(x.nbytes for x in jax.tree.leaves(policy.params))
-        memory = (
-            Path("/dev/shm")
-            if shutil.disk_usage("/dev/shm").free > 2 * weights
-            else None
-        )
-        folder = Path(
-            stack.enter_context(
-                tempfile.TemporaryDirectory(prefix="jvlab-bench-", dir=memory)
-            )
-        )
+        folder, _ = folder_for(2 * weights, stack)
         written = Path(policy.save_pretrained(folder / "written"))
-        experts = "num_experts" in config
+        experts = bool(policy.config.experts)
         peer = stack.enter_context(
-            GpuPeer(written, max(3, rounds // 2), _engine(weights, True, experts))
+            _peer(written, max(3, rounds // 2), _engine(weights, True, experts))
         )
         # eager like the peer, for equal rounding; a float32 copy of a large model would not fit beside it
         ours = measure(policy, rounds, WAYS, eager=True, masters=weights < 8e9)
         try:
-            theirs = peer.measure()
+            theirs = peer.receive() | peer.ask("go")
         except LaunchError:
             # what was measured before the peer failed
             print(json.dumps(ours), flush=True)
@@ -305,17 +271,16 @@ def run_bench_sync_gpu(rounds: int = 20, size: str = "4") -> dict[str, Any]:
         "device": "cuda",
         "size": size,
         "rounds": rounds,
-        "vllm": " ".join(_vllm_versions.build()),
+        "vllm": vllm_build(),
     }
     print(_table(result), flush=True)
     return result
 
 
 def _facts(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    median = lambda values: 1e3 * statistics.median(values)
-    best = min(median(theirs["plain"]), median(theirs["packed"]))
+    best = min(median_ms(theirs["plain"]), median_ms(theirs["packed"]))
     paused = min(
-        median(theirs["plain_with_pause"]), median(theirs["packed_with_pause"])
+        median_ms(theirs["plain_with_pause"]), median_ms(theirs["packed_with_pause"])
     )
     tokens = {
         **ours["tokens"],
@@ -328,12 +293,12 @@ def _facts(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
         "transport": ours["transport"],
         "connect_s": ours["connect_s"],
         "extra_mib": ours["extra_mib"],
-        "vllm_plain_ms": median(theirs["plain"]),
-        "vllm_packed_ms": median(theirs["packed"]),
+        "vllm_plain_ms": median_ms(theirs["plain"]),
+        "vllm_packed_ms": median_ms(theirs["packed"]),
         "vllm_best_ms": best,
         "vllm_with_pause_ms": paused,
-        "vllm_pause_ms": median(theirs["pause"]),
-        "vllm_empty_rpc_ms": median(theirs["empty_rpc"]),
+        "vllm_pause_ms": median_ms(theirs["pause"]),
+        "vllm_empty_rpc_ms": median_ms(theirs["empty_rpc"]),
         "masters": ours.get("masters", {}),
         "vllm_tensors": theirs["tensors"],
         "tokens_equal": {way: got == theirs["tokens"] for way, got in tokens.items()},
@@ -377,8 +342,7 @@ def run_sizes(sizes: list[str], rounds: int = 10) -> dict[str, Any]:
                 name: WAYS[name]
                 for name in ("direct_verified", "direct", "staged_verified")
             }
-            (Path(folder) / "config.json").write_text(json.dumps(config_of(size)))
-            ours = measure(policy_of(Path(folder)), rounds, ways, eager=True)
+            ours = measure(shaped(Path(folder), size), rounds, ways, eager=True)
             out[size] = {
                 "bytes": ours["bytes"],
                 "ceiling_ms": ours["ceiling_ms"],
@@ -391,6 +355,132 @@ def run_sizes(sizes: list[str], rounds: int = 10) -> dict[str, Any]:
             print(json.dumps({size: out[size]}), flush=True)
         jax.clear_caches()
     return {"sizes": out}
+
+
+# vLLM's own ipc weight transfer, in its own process ------------------------------------------------------------
+
+
+def vllm_side(order: dict[str, Any], lines: Lines) -> None:
+    """Load the checkpoint with vLLM, report its tokens, then time both kinds of transfer and send the facts.
+
+    Its handles are pickled, which needs VLLM_ALLOW_INSECURE_SERIALIZATION=1: set in this process only.
+    """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    # no deadline: whoever reads its lines has one, and kills this process
+    run = lambda work: asyncio.run_coroutine_threadsafe(work, loop).result()
+    engine = run(_start(order["arguments"]))
+    tokens = run(_tokens_of(engine, order["prompts"], order["max_tokens"]))
+    lines.send({"tokens": tokens})
+    lines.receive()  # "go": the GPU is idle now
+    lines.send(_times(run, engine, order))
+    lines.receive()  # until it is killed
+
+
+async def _start(arguments: dict[str, Any]) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments = {**arguments, "weight_transfer_config": {"backend": "ipc"}}
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+
+async def _tokens_of(
+    engine: Any, prompts: list[list[int]], count: int
+) -> list[list[int]]:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        max_tokens=count,
+        temperature=0.0,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+    async def one(k: int, ids: list[int]) -> list[int]:
+        last: Any = None
+        async for output in engine.generate(
+            {"prompt_token_ids": ids}, params, f"peer-{k}-{time.time_ns()}"
+        ):
+            last = output
+        return list(last.outputs[0].token_ids)
+
+    return [await one(k, ids) for k, ids in enumerate(prompts)]
+
+
+def _times(
+    run: Callable[[Any], Any], engine: Any, order: dict[str, Any]
+) -> dict[str, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM
+    from vllm.distributed.weight_transfer.base import ModuleSource
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+    call = lambda method, **more: run(engine.collective_rpc(method, kwargs=more))
+
+    class EngineCalls:
+        """The engine calls that vLLM's trainer side makes."""
+
+        def init_weight_transfer_engine(self, init_info: Any) -> None:
+            call("init_weight_transfer_engine", init_info=init_info)
+
+        def start_weight_update(self) -> None:
+            call("start_weight_update")
+
+        def update_weights(self, update_info: Any) -> None:
+            call("update_weights", update_info=update_info)
+
+        def finish_weight_update(self, weight_version: str | None = None) -> None:
+            call("finish_weight_update")
+
+        def get_world_size(self) -> int:
+            return 1
+
+    torch.cuda.set_device(0)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        order["arguments"]["model"], dtype=torch.bfloat16
+    )
+    model = model.to("cuda")
+    out: dict[str, Any] = {
+        "empty_rpc": [],
+        "pause": [],
+        "resume": [],
+        "tensors": len(list(model.parameters())),
+    }
+    for _ in range(order["rounds"]):
+        start = time.perf_counter()
+        run(engine.collective_rpc("check_health"))
+        out["empty_rpc"].append(time.perf_counter() - start)
+    for packed in (False, True):
+        name = "packed" if packed else "plain"
+        sender = WeightTransferTrainerFactory.trainer_init(
+            init_info=IPCTrainerInitInfo(rank=0, packed=packed),
+            client=EngineCalls(),
+            source=ModuleSource(model),
+        )
+        out[name] = []
+        out[f"{name}_with_pause"] = []
+        for turn in range(order["rounds"] + 1):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            run(engine.pause_generation(mode="keep", clear_cache=False))
+            start = time.perf_counter()
+            sender.send_weights()
+            moved = time.perf_counter()
+            run(engine.resume_generation())
+            end = time.perf_counter()
+            if turn:
+                out[name].append(moved - start)
+                out[f"{name}_with_pause"].append(end - begin)
+                out["pause"].append(start - begin)
+                out["resume"].append(end - moved)
+        out[f"{name}_tokens"] = run(
+            _tokens_of(engine, order["prompts"], order["max_tokens"])
+        )
+    return out
 
 
 if __name__ == "__main__":

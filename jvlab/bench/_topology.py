@@ -15,12 +15,13 @@ import http.client
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 from jvlab._errors import ControlError
+from jvlab.bench._side import median_ms, model_of, prompts_of, timed, vllm_build
 
 if TYPE_CHECKING:
     from jvlab.lab._pool import Pool
@@ -115,7 +116,6 @@ def run_bench_topology(
     model: str | None = None,
     device: str = "auto",
     requests: int = 10_000,
-    replicas: Sequence[int] = (1, 10, 100, 1000),
 ) -> dict[str, Any]:
     """Measure the ways, then the gateway alone; prints a table as it goes, returns the facts.
 
@@ -124,27 +124,13 @@ def run_bench_topology(
     freshness_ms                                       per way: from the start of a sync to a token of its version
     routes_per_s, route_p99_ms, gateway                the gateway alone; see `measure_gateway`
     """
-    from jvlab.bench._topology_gateway import measure_gateway
+    from jvlab.bench._topology_gateway import run_bench_gateway
 
     result = measure_ways(rounds, model, device)
-    print(
-        f"gateway alone: {requests} requests to {', '.join(map(str, replicas))} simulated replicas",
-        flush=True,
-    )
-    gateway = measure_gateway(replicas, requests)
-    for row in gateway["rows"]:
-        print(
-            f"{row['replicas']:5} replicas: {row['routes_per_s']:6.0f} requests/s, p50 {row['route_p50_ms']:.1f} ms, "
-            f"p99 {row['route_p99_ms']:.1f} ms, {row['gateway_mib']:.0f} MiB",
-            flush=True,
-        )
-    return {
-        **result,
-        "routes_per_s": gateway["routes_per_s"],
-        "route_p50_ms": gateway["route_p50_ms"],
-        "route_p99_ms": gateway["route_p99_ms"],
-        "gateway": gateway,
-    }
+    print(f"gateway alone, {requests} requests:", flush=True)
+    gateway = run_bench_gateway(None, requests)
+    same = ("routes_per_s", "route_p50_ms", "route_p99_ms")
+    return {**result, **{key: gateway[key] for key in same}, "gateway": gateway}
 
 
 def measure_ways(
@@ -152,11 +138,10 @@ def measure_ways(
 ) -> dict[str, Any]:
     """The four ways to an engine, without the gateway's own benchmark."""
     import jvlab as jv
-    from jvlab.engine import _vllm_versions
     from jvlab.lab._launch_settings import resolve_device
 
     device = resolve_device(device)
-    path = jv.models.resolve(model) if model else jv.models.tiny("llama")
+    path = model_of(model)
     engine: dict[str, Any] = {"max_model_len": 512}
     if device == "cuda":
         # two engines and a trainer share the card
@@ -184,7 +169,7 @@ def measure_ways(
             "device": device,
             "model": path,
             "rounds": rounds,
-            "vllm": " ".join(_vllm_versions.build()),
+            "vllm": vllm_build(),
         }
         result |= _requests(ways, rounds) | _throughput(ways, rounds)
         result["freshness_ms"] = _freshness(ways, links, params, rounds)
@@ -205,15 +190,11 @@ def _ways(local: Pool, remote: Pool, ends: ExitStack) -> list[Way]:
     return [PoolWay("in_process", local), PoolWay("grpc", remote), *over]
 
 
-def _prompts(count: int) -> Tokens:
-    return [[3 + (i * 7 + k) % 500 for k in range(12)] for i in range(count)]
-
-
 def _check_alike(ways: Sequence[Way]) -> None:
     """Warm up every way, and check that all give the same tokens."""
-    wanted, _ = ways[0].ask(_prompts(4), 16)
+    wanted, _ = ways[0].ask(prompts_of(4), 16)
     for way in ways[1:]:
-        found, _ = way.ask(_prompts(4), 16)
+        found, _ = way.ask(prompts_of(4), 16)
         if found != wanted:
             raise ControlError(
                 f"{way.name} gave different greedy tokens than {ways[0].name}: {found} and {wanted}"
@@ -227,27 +208,19 @@ def _turns(ways: Sequence[Way], rounds: int) -> list[Way]:
     ]
 
 
-def _timed(work: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
 def _requests(ways: Sequence[Way], rounds: int) -> dict[str, Any]:
     """Sequential one-token requests, each with its own prompt, so that no prefix is cached."""
     seconds: dict[str, list[float]] = {way.name: [] for way in ways}
-    prompts = _prompts(REQUESTS)
+    prompts = prompts_of(REQUESTS)
     for way in _turns(ways, 1):  # warm up
         way.ask(prompts[:1], 1)
     own = {way.name: way.engine_seconds for way in ways if isinstance(way, PoolWay)}
     for times in own.values():
         times.clear()
     for way in _turns(ways, rounds):
-        seconds[way.name] += [
-            _timed(lambda p=p, way=way: way.ask([p], 1)) for p in prompts
-        ]
-    ms = {name: 1e3 * statistics.median(times) for name, times in seconds.items()}
-    engine = {name: 1e3 * statistics.median(times) for name, times in own.items()}
+        seconds[way.name] += [timed(way.ask, [p], 1)[0] for p in prompts]
+    ms = {name: median_ms(times) for name, times in seconds.items()}
+    engine = {name: median_ms(times) for name, times in own.items()}
     return {
         "grpc_vs_inprocess_ratio": ms["grpc"] / ms["in_process"],
         "http_vs_inprocess_ratio": ms["http_keep_alive"] / ms["in_process"],
@@ -268,9 +241,9 @@ def _throughput(ways: Sequence[Way], rounds: int) -> dict[str, Any]:
     count, tokens = BATCH
     rates: dict[str, list[float]] = {way.name: [] for way in ways}
     for way in _turns(ways, rounds):
-        start = time.perf_counter()
-        made = sum(map(len, way.ask(_prompts(count), tokens)[0]))
-        rates[way.name].append(made / (time.perf_counter() - start))
+        seconds, (found, _) = timed(way.ask, prompts_of(count), tokens)
+        made = sum(map(len, found))
+        rates[way.name].append(made / seconds)
         if made != count * tokens:
             raise ControlError(
                 f"{way.name} made {made} tokens instead of {count * tokens}"
@@ -292,7 +265,7 @@ def _freshness(
         start = time.perf_counter()
         version = link.version + 1
         handle = link.sync_async(params, version)
-        while way.ask(_prompts(1), 1)[1] < version:
+        while way.ask(prompts_of(1), 1)[1] < version:
             if time.perf_counter() - start > FRESH_SECONDS:
                 raise ControlError(
                     f"{way.name} did not serve version {version} within {FRESH_SECONDS:g} s"
@@ -300,7 +273,7 @@ def _freshness(
         found[way.name].append(time.perf_counter() - start)
         if not handle.result(FRESH_SECONDS).verified:
             raise ControlError(f"{way.name}: version {version} was not verified")
-    return {name: 1e3 * statistics.median(times) for name, times in found.items()}
+    return {name: median_ms(times) for name, times in found.items()}
 
 
 def _show(result: dict[str, Any]) -> None:

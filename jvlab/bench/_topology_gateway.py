@@ -11,12 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ import grpc.aio
 import psutil
 
 from jvlab._errors import ControlError
+from jvlab.bench._side import Lines, Side
 from jvlab.gateway import _registry as reg
 from jvlab.gateway._gateway import Gateway
 from jvlab.gateway._serve import GatewayOptions, serve
@@ -50,10 +48,7 @@ FACTS = pb.EngineFacts(
 
 
 def measure_gateway(
-    replicas: Sequence[int] = (1, 10, 100, 1000),
-    requests: int = 10_000,
-    concurrency: int = 64,
-    routing: str = "least",
+    replicas: Sequence[int], requests: int, concurrency: int, routing: str = "least"
 ) -> dict[str, Any]:
     """Requests routed per second, latency and memory for each number of replicas.
 
@@ -91,8 +86,8 @@ def run_bench_gateway(replicas: Sequence[int] | None, requests: int) -> dict[str
     )
     for row in found["rows"]:
         print(
-            f"{row['replicas']:4} simulated replicas: {row['routes_per_s']:5.0f} requests/s, "
-            f"p50 {row['route_p50_ms']:.1f} ms, p99 {row['route_p99_ms']:.1f} ms"
+            f"{row['replicas']:4} simulated replicas: {row['routes_per_s']:5.0f} requests/s, p50 "
+            f"{row['route_p50_ms']:.1f} ms, p99 {row['route_p99_ms']:.1f} ms, {row['gateway_mib']:.0f} MiB"
         )
     return found
 
@@ -110,16 +105,16 @@ async def _measure(
             tempfile.TemporaryDirectory(prefix="jvlab-bench-") as folder,
             contextlib.ExitStack() as ends,
         ):
-            gateway = ends.enter_context(_part("gateway", folder, token))
-            address = _wait_for(Path(folder) / "lab.json", gateway)["address"]
+            order = {"folder": folder, "token": token, "count": count}
+            gateway = ends.enter_context(Side(f"{__name__}:gateway_side", order))
+            address = gateway.receive()
+            order["gateway"] = address
             channel = grpc.aio.insecure_channel(address, options=security.options())
             async with channel:
                 stub = rpc.LabStub(channel)
                 await _launch(stub, metadata, count, routing)
-                simulation = ends.enter_context(
-                    _part("replicas", folder, token, address, str(count))
-                )
-                port = _wait_for(Path(folder) / "replicas.json", simulation)["port"]
+                simulated = ends.enter_context(Side(f"{__name__}:replicas_side", order))
+                port = simulated.receive()
                 ready = await _wait_ready(stub, metadata, count)
                 ask = _asker(stub, metadata)
                 # the first requests open the connections
@@ -146,7 +141,7 @@ async def _measure(
     return rows, direct
 
 
-def _cpu_seconds(process: subprocess.Popen[bytes]) -> float:
+def _cpu_seconds(process: Side) -> float:
     times = psutil.Process(process.pid).cpu_times()
     return times.user + times.system
 
@@ -294,51 +289,22 @@ async def _direct(
 # The other processes ------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _part(
-    role: str, folder: str, token: str, *arguments: str
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that runs this file in another role, ended when the block is left."""
-    log = Path(folder) / f"{role}.log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "jvlab.bench._topology_gateway",
-                role,
-                folder,
-                *arguments,
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            env={**os.environ, "JVLAB_TOKEN": token},
+def gateway_side(order: dict[str, Any], lines: Lines) -> None:
+    """A gateway that starts no processes; says where it listens."""
+
+    async def run() -> None:
+        options = GatewayOptions(lease=3600.0, missed_beats=30)
+        folder = Path(order["folder"])
+        serving = asyncio.ensure_future(
+            serve(folder, "bench", order["token"], options, make=SimulatedGateway)
         )
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()  # no deadline: it was killed
+        while not (folder / "lab.json").exists() and not serving.done():
+            await asyncio.sleep(0.02)
+        if not serving.done():
+            lines.send(json.loads((folder / "lab.json").read_text())["address"])
+        await serving
 
-
-def _wait_for(file: Path, process: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """The JSON that a process writes once it is up."""
-    deadline = time.monotonic() + START_SECONDS
-    while not file.exists():
-        if process.poll() is not None or time.monotonic() > deadline:
-            logs = "\n".join(
-                log.read_text()[-2000:] for log in file.parent.glob("*.log")
-            )
-            raise ControlError(
-                f"no {file.name}: a part of the benchmark did not start\n{logs}"
-            )
-        time.sleep(0.02)
-    return json.loads(file.read_text())
+    asyncio.run(run())
 
 
 class SimulatedGateway(Gateway):
@@ -369,8 +335,12 @@ class SimulatedReplica(rpc.RolloutServicer):
             yield pb.SampleBatch(samples=samples)
 
 
-async def _simulate(folder: Path, token: str, gateway: str, count: int) -> None:
-    """Replicas 0 to count - 1, each on its own port, registered and sending heartbeats."""
+def replicas_side(order: dict[str, Any], lines: Lines) -> None:
+    """Simulated replicas, each on its own port, registered and sending heartbeats; says the first one's port."""
+    asyncio.run(_simulate(order["token"], order["gateway"], order["count"], lines))
+
+
+async def _simulate(token: str, gateway: str, count: int, lines: Lines) -> None:
     server = grpc.aio.server(
         interceptors=[security.TokenInterceptor(token)], options=security.options()
     )
@@ -379,9 +349,7 @@ async def _simulate(folder: Path, token: str, gateway: str, count: int) -> None:
     await server.start()
     metadata = security.authorization(token)
     stats = pb.ReplicaStats()
-    temporary = folder / "replicas.json.new"
-    temporary.write_text(json.dumps({"port": ports[0]}))
-    temporary.replace(folder / "replicas.json")
+    lines.send(ports[0])
     async with grpc.aio.insecure_channel(
         gateway, options=security.options()
     ) as channel:
@@ -407,17 +375,3 @@ async def _simulate(folder: Path, token: str, gateway: str, count: int) -> None:
                 await asyncio.sleep(reply.beat_seconds)
 
         await asyncio.gather(*(live(number) for number in range(count)))
-
-
-def main(arguments: Sequence[str]) -> None:
-    role, folder, *rest = arguments
-    token = os.environ.pop("JVLAB_TOKEN")
-    if role == "gateway":
-        options = GatewayOptions(lease=3600.0, missed_beats=30)
-        asyncio.run(serve(Path(folder), "bench", token, options, make=SimulatedGateway))
-    else:
-        asyncio.run(_simulate(Path(folder), token, rest[0], int(rest[1])))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

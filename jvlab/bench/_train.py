@@ -2,21 +2,16 @@
 
 Each side runs in a process of its own, one after the other, over rows of growing length: as many of them as hold
 `TOKENS` tokens. A share of the peak counts 6 flops for each parameter and token, and causal attention once.
-
-    python -m jvlab.bench._train jax|torch      one side: an order as JSON on stdin, a line of JSON for each shape
 """
 
 from __future__ import annotations
 
-import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jvlab._errors import ConfigError
-from jvlab.bench._side import read_order, rows_of, write_rows
+from jvlab.bench._side import Lines, Side, median_ms, seconds_of, timed
 
 TOKENS = {"cuda": 8192, "cpu": 1024}
 LENGTHS = {"cuda": (1024, 4096, 16384, 32768), "cpu": (256, 1024)}
@@ -77,31 +72,27 @@ def run_bench_train(
         order = {"model": path, "shapes": shapes, "device": device, "remat": remat}
         print(f"bench train on {device}: {path}", flush=True)
         found = {
-            side: {tuple(r["shape"]): r for r in _side(side, order, scratch)}
+            side: {tuple(r["shape"]): r for r in _rows(side, order, scratch)}
             for side in ("jax", "torch")
         }
         return _facts(found, shapes, device, path, remat)
 
 
-def _side(side: str, order: dict[str, Any], scratch: str) -> Iterator[dict[str, Any]]:
+def _rows(side: str, order: dict[str, Any], scratch: str) -> Iterator[dict[str, Any]]:
     """The results of one side, printed as they come."""
     # an empty compilation cache: the seconds to compile are one of the results
     environment = {
         "JVLAB_COMPILE_CACHE": f"{scratch}/xla",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
     }
-    for row in rows_of("jvlab.bench._train", side, order, environment):
-        if "error" in row:
-            print(f"{side} {row['shape']}: {row['error']}", flush=True)
-        else:
-            more = (
-                f", compiled in {row['compile_s']:.1f} s" if "compile_s" in row else ""
-            )
-            print(
-                f"{side} {row['shape'][0]} × {row['shape'][1]}: {row['ms']:.0f} ms{more}",
-                flush=True,
-            )
-        yield row
+    with Side(f"jvlab.bench._train:{side}_side", order, environment) as process:
+        for rows, tokens in order["shapes"]:
+            row = process.receive()
+            said = row.get("error") or f"{row['ms']:.0f} ms"
+            if "compile_s" in row:
+                said += f", compiled in {row['compile_s']:.1f} s"
+            print(f"{side} {rows} × {tokens}: {said}", flush=True)
+            yield row
 
 
 def _facts(
@@ -111,68 +102,54 @@ def _facts(
     path: str,
     remat: str | None,
 ) -> dict[str, Any]:
-    ours = found["jax"]
-    theirs = found["torch"]
-    peak, source = next(
-        (row["peak"], row["peak_from"]) for row in ours.values() if "peak" in row
-    )
+    # the first shape that could be computed knows the device
+    known = next(row for row in found["jax"].values() if "peak" in row)
+    peak = known["peak"]
     flops = _flops_per_pass(path)
     out: dict[str, Any] = {
         "device": device,
         "model": path,
         "remat": remat or "chosen by length",
-        "attention": next(
-            (row["attention"] for row in ours.values() if "attention" in row), {}
-        ),
+        "attention": known["attention"],
         "peak_flops": peak,
-        "peak_from": source,
+        "peak_from": known["peak_from"],
         "shapes": [],
     }
+    ratios = []
+    checkpointed = []
     for shape in shapes:
-        a = ours.get(shape, {})
-        b = theirs.get(shape, {})
-        row: dict[str, Any] = {
-            "rows": shape[0],
-            "tokens": shape[1],
-            "ms": a.get("ms"),
-            "torch_ms": b.get("ms"),
-        }
-        row |= {k: a.get(k) for k in ("compile_s", "peak_bytes", "remat")}
-        row |= {
-            f"torch_{k}": b.get(k) for k in ("peak_bytes", "checkpointing", "also_ms")
-        }
-        row["error"], row["torch_error"] = a.get("error"), b.get("error")
-        row["mfu"] = flops(*shape) / (row["ms"] / 1e3) / peak if row["ms"] else None
-        row["torch_mfu"] = (
-            flops(*shape) / (row["torch_ms"] / 1e3) / peak if row["torch_ms"] else None
+        ours = found["jax"][shape]
+        theirs = found["torch"][shape]
+        share = lambda side, shape=shape: (
+            flops(*shape) / (side["ms"] / 1e3) / peak if "ms" in side else None
         )
+        row: dict[str, Any] = {"rows": shape[0], "tokens": shape[1]}
+        for name in ("ms", "compile_s", "peak_bytes", "remat", "error"):
+            row[name] = ours.get(name)
+        for name in ("ms", "peak_bytes", "checkpointing", "also_ms", "error"):
+            row[f"torch_{name}"] = theirs.get(name)
+        row["mfu"] = share(ours)
+        row["torch_mfu"] = share(theirs)
         out["shapes"].append(row)
-        out[f"mfu_{shape[1] // 1024}k" if shape[1] >= 1024 else f"mfu_{shape[1]}"] = (
-            row["mfu"]
+        length = f"{shape[1] // 1024}k" if shape[1] >= 1024 else shape[1]
+        out[f"mfu_{length}"] = row["mfu"]
+        if row["ms"] is None or row["torch_ms"] is None:
+            continue
+        ratios.append(row["torch_ms"] / row["ms"])
+        if row["torch_also_ms"] is not None:
+            with_it = "torch_ms" if row["torch_checkpointing"] else "torch_also_ms"
+            checkpointed.append(row[with_it] / row["ms"])
+        print(
+            f"{shape[0]} × {shape[1]}: {ratios[-1]:.2f} × transformers, {row['mfu']:.2f} of the peak, "
+            f"transformers {row['torch_mfu']:.2f}"
         )
-    ratios = [
-        row["torch_ms"] / row["ms"]
-        for row in out["shapes"]
-        if row["ms"] and row["torch_ms"]
-    ]
-    out["vs_torch_ratio"] = min(ratios) if ratios else None
-    checkpointed = [
-        row["torch_ms" if row["torch_checkpointing"] else "torch_also_ms"] / row["ms"]
-        for row in out["shapes"]
-        if row["ms"] and row["torch_ms"] and row["torch_also_ms"]
-    ]
-    out["vs_torch_checkpointing_ratio"] = min(checkpointed) if checkpointed else None
-    out["compile_s"] = max(
-        (row["compile_s"] for row in out["shapes"] if row["compile_s"]), default=None
-    )
-    out["padding"] = drawn_padding()
-    for row in out["shapes"]:
-        if row["ms"] and row["torch_ms"]:
-            share = f"{row['mfu']:.2f} of the peak, transformers {row['torch_mfu']:.2f}"
-            print(
-                f"{row['rows']} × {row['tokens']}: {row['torch_ms'] / row['ms']:.2f} × transformers, {share}"
-            )
-    return out
+    compiled = [row["compile_s"] for row in out["shapes"] if row["compile_s"]]
+    return out | {
+        "vs_torch_ratio": min(ratios, default=None),
+        "vs_torch_checkpointing_ratio": min(checkpointed, default=None),
+        "compile_s": max(compiled, default=None),
+        "padding": drawn_padding(),
+    }
 
 
 def drawn_padding(budget: int = 16384, steps: int = 8, samples: int = 256) -> float:
@@ -212,18 +189,7 @@ def _flops_per_pass(path: str) -> Callable[[int, int], float]:
 # The two sides, each in its own process -------------------------------------------------------------------------------
 
 
-def _measure(shape: Sequence[int], one: Callable[[], object]) -> float:
-    """Median milliseconds; the first call is not counted."""
-    one()
-    seconds = []
-    for _ in range(REPEAT):
-        start = time.perf_counter()
-        one()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds) * 1e3
-
-
-def _jax_side(order: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def jax_side(order: dict[str, Any], lines: Lines) -> None:
     import jax
     import numpy as np
 
@@ -247,30 +213,26 @@ def _jax_side(order: dict[str, Any]) -> Iterator[dict[str, Any]]:
             )
             mask = np.ones(shape, bool)
             row["remat"] = policy.memory(*shape).remat
-            start = time.perf_counter()
-            compiled = step.lower(policy.params, tokens, mask).compile()
-            row["compile_s"] = time.perf_counter() - start
+            row["compile_s"], compiled = timed(
+                lambda x=(tokens, mask): step.lower(policy.params, *x).compile()
+            )
             memory = compiled.memory_analysis()
             row["peak_bytes"] = (
                 int(memory.temp_size_in_bytes + memory.argument_size_in_bytes)
                 if memory
                 else None
             )
-            row["ms"] = _measure(
-                shape,
-                lambda run=compiled, x=(tokens, mask): jax.block_until_ready(
-                    run(policy.params, *x)
-                ),
+            one = lambda run=compiled, x=(tokens, mask): jax.block_until_ready(
+                run(policy.params, *x)
             )
+            row["ms"] = median_ms(seconds_of(one, REPEAT))
             if first:
-                row["attention"], (row["peak"], row["peak_from"]), first = (
-                    policy.attention,
-                    _peak(dtype),
-                    False,
-                )
+                row["attention"] = policy.attention
+                row["peak"], row["peak_from"] = _peak(dtype)
+                first = False
         except Exception as error:  # out of memory is a result
             row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
-        yield row
+        lines.send(row)
 
 
 def _peak(dtype: str) -> tuple[float, str]:
@@ -285,13 +247,13 @@ def _peak(dtype: str) -> tuple[float, str]:
     size = 2048
     x = jnp.ones((size, size), dtype)
     product = jax.jit(lambda a: a @ a)
-    ms = _measure((size, size), lambda: product(x).block_until_ready())
+    ms = median_ms(seconds_of(lambda: product(x).block_until_ready(), REPEAT))
     return 2 * size**3 / (
         ms / 1e3
     ), f"a product of {size} × {size} matrices in {dtype}, in the same run"
 
 
-def _torch_side(order: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def torch_side(order: dict[str, Any], lines: Lines) -> None:
     import torch
     from torch.utils.checkpoint import checkpoint
     from transformers import AutoModelForCausalLM
@@ -329,15 +291,13 @@ def _torch_side(order: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 5, vocabulary, tuple(shape), device="cuda" if cuda else "cpu"
             )
             found = {
-                kept: _torch_pass(
-                    model, cuda, kept, shape, lambda tokens=tokens: one(tokens)
-                )
-                for kept in (0, 1)
+                kept: _torch_pass(model, cuda, kept, lambda tokens=tokens: one(tokens))
+                for kept in (False, True)
             }
             best = min(
                 (r for r in found.values() if "ms" in r),
                 key=lambda r: r["ms"],
-                default=found[1],
+                default=found[True],
             )
             row |= best | {
                 "also_ms": next(
@@ -346,15 +306,11 @@ def _torch_side(order: dict[str, Any]) -> Iterator[dict[str, Any]]:
             }
         except Exception as error:
             row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
-        yield row
+        lines.send(row)
 
 
 def _torch_pass(
-    model: Any,
-    cuda: bool,
-    checkpointing: int,
-    shape: Sequence[int],
-    one: Callable[[], None],
+    model: Any, cuda: bool, checkpointing: bool, one: Callable[[], None]
 ) -> dict[str, Any]:
     """One shape with or without gradient checkpointing: the peer may have whichever is faster."""
     import torch
@@ -363,19 +319,9 @@ def _torch_pass(
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     try:
-        ms = _measure(shape, one)
+        ms = median_ms(seconds_of(one, REPEAT))
     except torch.OutOfMemoryError as error:  # a result
         model.zero_grad(set_to_none=True)
         return {"error": f"{type(error).__name__}: {str(error)[:200]}"}
     peak = int(torch.cuda.max_memory_allocated()) if cuda else None
-    return {"ms": ms, "peak_bytes": peak, "checkpointing": bool(checkpointing)}
-
-
-def main(side: str) -> None:
-    order = read_order()
-    order["shapes"] = [tuple(shape) for shape in order["shapes"]]
-    write_rows((_jax_side if side == "jax" else _torch_side)(order))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+    return {"ms": ms, "peak_bytes": peak, "checkpointing": checkpointing}

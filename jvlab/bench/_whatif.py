@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from jvlab._errors import ConfigError
-from jvlab.bench._grpo_size import PHASES, PROMPTS, reward_of
+from jvlab.bench._grpo import PHASES, record_of, resolve, task_of
+from jvlab.bench._side import model_of
 
 WARM = 3  # steps that do not count
 QUIET = 0.06  # of the cores' time: a run with less taken by others is not repeated
 
 
 @dataclass(frozen=True)
-class Case:
+class WhatifCase:
     """One setting, and what it is for: "fit" or "predict"."""
 
     use: str
@@ -41,18 +42,18 @@ class Case:
 
 
 CASES = (
-    Case("fit", 4, 4, 48, 0, 1),
-    Case("fit", 8, 8, 96, 0, 1),
-    Case("fit", 8, 4, 64, 1, 2),
-    Case("predict", 8, 4, 64, 0, 1),
-    Case("predict", 4, 8, 128, 0, 1),
-    Case("predict", 12, 4, 48, 0, 1),
-    Case("predict", 8, 8, 64, 1, 1),
-    Case("predict", 8, 4, 128, 1, 1),
-    Case("predict", 4, 8, 64, 2, 1),
-    Case("predict", 8, 8, 64, 0, 2),
-    Case("predict", 8, 4, 128, 1, 2),
-    Case("predict", 8, 8, 48, 2, 2),
+    WhatifCase("fit", 4, 4, 48, 0, 1),
+    WhatifCase("fit", 8, 8, 96, 0, 1),
+    WhatifCase("fit", 8, 4, 64, 1, 2),
+    WhatifCase("predict", 8, 4, 64, 0, 1),
+    WhatifCase("predict", 4, 8, 128, 0, 1),
+    WhatifCase("predict", 12, 4, 48, 0, 1),
+    WhatifCase("predict", 8, 8, 64, 1, 1),
+    WhatifCase("predict", 8, 4, 128, 1, 1),
+    WhatifCase("predict", 4, 8, 64, 2, 1),
+    WhatifCase("predict", 8, 8, 64, 0, 2),
+    WhatifCase("predict", 8, 4, 128, 1, 2),
+    WhatifCase("predict", 8, 8, 48, 2, 2),
 )
 
 
@@ -60,11 +61,13 @@ class Noise:
     """The share of the cores' time, since it was made, that was stolen or used by processes that are not ours."""
 
     def __init__(self) -> None:
-        self._machine, self._own = _machine_seconds(), _own_seconds()
+        self._machine = _machine_seconds()
+        self._own = _own_seconds()
 
     def shares(self) -> dict[str, float]:
         """`steal` and `others`, each of all cores' time."""
-        (busy, steal, total), own = _machine_seconds(), _own_seconds()
+        busy, steal, total = _machine_seconds()
+        own = _own_seconds()
         passed = max(total - self._machine[2], 1e-9)
         others = busy - self._machine[0] - (own - self._own)
         return {
@@ -110,37 +113,27 @@ def run_bench_whatif(
     folder: str | None = None,
 ) -> dict[str, Any]:
     """Measure every setting, fit, predict; prints a line for each, returns facts and what the records showed."""
-    import jvlab as jv
-    from jvlab.lab._launch_settings import resolve_device
-
     chosen = [case for case in CASES if not only or case.name in only]
     if steps < 2 or tries < 1 or not chosen:
         raise ConfigError(
             f"{steps} steps, {tries} tries, {len(chosen)} settings",
             remedy="at least 2, 1 and 1",
         )
-    path = (
-        jv.models.resolve(model) if model else jv.models.tiny("llama", vocab_size=288)
-    )
+    device = resolve(device)
+    path = model_of(model, vocab_size=288)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="jvlab-bench-") as scratch:
         for replicas in sorted({case.replicas for case in chosen}):
             cases = [case for case in chosen if case.replicas == replicas]
-            for row in _measure(
-                path,
-                resolve_device(device),
-                cases,
-                steps,
-                tries,
-                Path(folder or scratch),
-            ):
+            where = Path(folder or scratch)
+            for row in _measure(path, device, cases, steps, tries, where):
                 print(_line(row), flush=True)
                 rows.append(row)
     order = {case.name: at for at, case in enumerate(CASES)}
     rows.sort(key=lambda row: order[row["name"]])
     facts = {
         "model": Path(path).name,
-        "device": resolve_device(device),
+        "device": device,
         "steps": steps,
         "runs": rows,
     }
@@ -165,7 +158,12 @@ def errors_of(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _measure(
-    path: str, device: str, cases: Sequence[Case], steps: int, tries: int, folder: Path
+    path: str,
+    device: str,
+    cases: Sequence[WhatifCase],
+    steps: int,
+    tries: int,
+    folder: Path,
 ) -> Iterator[dict[str, Any]]:
     import jvlab as jv
 
@@ -176,23 +174,12 @@ def _measure(
         ).wait()
         policy = jv.Policy.from_pretrained(path)
         link = lab.connect(policy.params, pool, rules="policy")
-        task = jv.Task(
-            PROMPTS, lambda sample, example=None: reward_of(sample.text), name="whatif"
-        )
+        task = task_of("whatif")
         for case in cases:
             found = []
             for attempt in range(tries):
-                found.append(
-                    _once(
-                        case,
-                        policy,
-                        pool,
-                        link,
-                        task,
-                        steps,
-                        folder / f"{case.name}-{attempt}",
-                    )
-                )
+                place = folder / f"{case.name}-{attempt}"
+                found.append(_once(case, policy, pool, link, task, steps, place))
                 if sum(found[-1]["noise"].values()) <= QUIET:
                     break
             best = min(found, key=lambda row: sum(row["noise"].values()))
@@ -202,17 +189,22 @@ def _measure(
 
 
 def _once(
-    case: Case, policy: Any, pool: Any, link: Any, task: Any, steps: int, folder: Path
+    case: WhatifCase,
+    policy: Any,
+    pool: Any,
+    link: Any,
+    task: Any,
+    steps: int,
+    folder: Path,
 ) -> dict[str, Any]:
     """One run of one setting."""
-    from jvlab.trainer._grpo import grpo
-
     noise = Noise()
-    run = grpo(
+    record = record_of(
         policy,
         pool,
         link,
         task,
+        folder,
         steps=WARM + steps + case.max_staleness,
         max_staleness=case.max_staleness,
         group_size=case.group_size,
@@ -220,18 +212,14 @@ def _once(
         max_tokens=case.max_tokens,
         learning_rate=1e-6,
         sampling={"ignore_eos": True},
-        folder=folder,
-        checkpoint_every=0,
-        background=False,
-        progress=False,
     )
-    return row_of(case, run.record, steps) | {
+    return row_of(case, record, steps) | {
         "noise": noise.shares(),
         "at": time.strftime("%H:%M"),
     }
 
 
-def row_of(case: Case, record: Any, steps: int) -> dict[str, Any]:
+def row_of(case: WhatifCase, record: Any, steps: int) -> dict[str, Any]:
     """What counts of one run: its step time, and the record as the forecast reads it."""
     from jvlab.analysis.forecast._observe import Observation, typical_step
 

@@ -300,7 +300,7 @@ def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.what == "plan":
         from jvlab.bench._plan import run_bench_plan
 
-        return run_bench_plan(arguments)
+        return run_bench_plan()
     if arguments.what == "sync":
         if arguments.device == "cuda":
             from jvlab.bench._shapes import size_of
@@ -359,7 +359,7 @@ def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _bench_grpo(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.model or arguments.shape:
-        from jvlab.bench._grpo_size import BOUNDS, STEPS, run_bench_grpo_size
+        from jvlab.bench._grpo import BOUNDS, STEPS, run_bench_grpo_size
 
         return run_bench_grpo_size(
             arguments.model,
@@ -380,7 +380,6 @@ def _bench_grpo(arguments: argparse.Namespace) -> dict[str, Any]:
 
     return run_bench_grpo(
         15 if arguments.steps is None else arguments.steps,
-        None,
         arguments.device,
         eager=arguments.eager,
     )

@@ -21,19 +21,15 @@ PROMPTS = ([5, 6, 7], [9, 8, 7, 6, 5, 4], [3], [11, 12])
 
 def peer(model: str, together: int) -> tuple[jv.Policy, JaxPool]:
     policy = jv.Policy.from_pretrained(model)
-    encode = lambda prompt, special: (
+    encode = lambda prompt: (
         prompt if isinstance(prompt, list) else [5 + ord(c) % 90 for c in prompt]
     )
     text = lambda ids: "".join(chr(48 + t % 10) if t % 3 else "x" for t in ids.tolist())
     return policy, JaxPool(policy, together, encode, text, stop=2, width=8)
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["llama", *(pytest.param(f, marks=pytest.mark.soak) for f in ("gemma2", "qwen3"))],
-)
-def test_its_log_probabilities_are_the_policys(family: str):
-    policy, pool = peer(jv.models.tiny(family), len(PROMPTS))
+def test_its_log_probabilities_are_the_policys():
+    policy, pool = peer(jv.models.tiny("llama"), len(PROMPTS))
 
     async def all_of_them():
         return await asyncio.gather(

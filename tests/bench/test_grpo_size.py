@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from jvlab._errors import ConfigError
-from jvlab.bench import _grpo_size
-from jvlab.bench._grpo_size import facts_of, jvlab_rows, reward_of, run_bench_grpo_size
+from jvlab.bench import _grpo
+from jvlab.bench._grpo import facts_of, jvlab_rows, reward_of, run_bench_grpo_size
 from jvlab.cli._cli import main
 from jvlab.trainer._tasks import Task
 from tests.trainer.fake_pool import VOCAB, FakeLink, FakePool, fresh_params, logprobs_fn
@@ -89,11 +89,11 @@ def test_a_peer_that_is_missing_is_said_in_words(
     }
     asked = []
     monkeypatch.setattr(
-        _grpo_size,
-        "_side",
+        _grpo,
+        "_rows",
         lambda side, order: asked.append((side, order)) or iter([row]),
     )
-    monkeypatch.setattr(_grpo_size, "find_spec", lambda name: None)
+    monkeypatch.setattr(_grpo, "find_spec", lambda name: None)
     monkeypatch.setattr("jvlab.trainer.models.resolve", lambda model: model)
     found = run_bench_grpo_size("some/model", [4], "cpu", peer="trl")
     assert [side for side, _ in asked] == ["jvlab"]
@@ -115,7 +115,7 @@ def test_a_side_that_dies_is_an_error(
         "eager": False,
     }
     with pytest.raises(Exception, match="the trl side ended with"):
-        list(_grpo_size._side("trl", {**order, "tokens": [], "scratch": str(tmp_path)}))
+        list(_grpo._rows("trl", {**order, "tokens": [], "scratch": str(tmp_path)}))
 
 
 @pytest.mark.parametrize(
@@ -143,6 +143,6 @@ def test_without_a_model_the_small_bench_runs(monkeypatch: pytest.MonkeyPatch):
         _grpo, "run_bench_grpo", lambda *a, **k: asked.append((a, k)) or {}
     )
     assert main(["bench", "grpo", "--device", "cpu"]) == 0
-    assert asked == [((15, None, "cpu"), {"eager": False})]
+    assert asked == [((15, "cpu"), {"eager": False})]
     with pytest.raises(ConfigError, match="peer"):
-        _grpo_size._peer_rows("nobody", {})
+        _grpo._peer_rows("nobody", {})

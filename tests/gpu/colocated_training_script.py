@@ -11,7 +11,7 @@ import threading
 from typing import Any
 
 import jvlab as jv
-from jvlab.bench._grpo_size import PROMPTS, reward_of
+from jvlab.bench._grpo import PROMPTS, reward_of
 from jvlab.bench._train import QWEN3_1_7B
 from jvlab.record import _metrics
 from tests.gpu.card import device_used

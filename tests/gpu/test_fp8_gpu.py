@@ -296,7 +296,7 @@ def test_milliseconds_against_bf16(lab: jv.Lab, tmp_path: Path) -> None:
     """Qwen3-1.7B's shapes, 4 GB of bf16: direct, verified syncs into both engines in turn, and memory."""
     import jax
 
-    from jvlab.bench._sync_gpu import config_of, policy_of
+    from jvlab.bench._shapes import config_of, policy_of
 
     (tmp_path / "config.json").write_text(json.dumps(config_of("4")))
     options = {"skip_tokenizer_init": True}

@@ -149,7 +149,7 @@ def test_without_a_link_what_was_loaded_is_compared_with_the_files(
     local: InProcessPool,
 ):
     from jvlab._deadline import Deadline
-    from jvlab.analysis.certification import _sync_checks
+    from jvlab.analysis.certification import _checks
     from jvlab.analysis.certification._subject import Subject
 
     policy: Any = jv.Policy.from_pretrained(local.model)
@@ -158,17 +158,17 @@ def test_without_a_link_what_was_loaded_is_compared_with_the_files(
     subject.open()
     try:
         subject.verified = None
-        assert "pass params" in _sync_checks.unchanged(subject).detail
+        assert "pass params" in _checks.unchanged(subject).detail
         subject.began_with = 0
-        assert _sync_checks.unchanged(subject).state == "pass"
+        assert _checks.unchanged(subject).state == "pass"
         subject.loaded[0, "model.norm.weight"] = (
             subject.loaded[0, "model.norm.weight"] + 1
         )
-        found = _sync_checks.unchanged(subject)
+        found = _checks.unchanged(subject)
         assert found.state == "fail"
         assert found.first_wrong.startswith("model.norm.weight (rank 0): 128 of 128")
         subject.loaded = {key: flat + 1 for key, flat in subject.loaded.items()}
-        found = _sync_checks.unchanged(subject)
+        found = _checks.unchanged(subject)
         assert (found.state, "was not loaded from" in found.detail) == (
             "not applicable",
             True,

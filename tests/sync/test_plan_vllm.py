@@ -309,22 +309,20 @@ def test_saved_layouts_plan_without_vllm(tmp_path: Path, model_dir: Any) -> None
     """The bench's second step: what one process traced, another one plans, and never imports torch or jax."""
     config = json.loads((model_dir("mixtral") / "config.json").read_text())
     layouts = trace_offline(model_dir("mixtral"), tensor_parallel=2)
-    save_layouts(tmp_path / "m.npz", layouts)
-    again = load_layouts(tmp_path / "m.npz")
+    save_layouts(tmp_path / "m", layouts)
+    again = load_layouts(tmp_path / "m")
     assert again[1].tensors is again[0].tensors
     for a, b in zip(layouts, again, strict=True):
         assert a.parameters == b.parameters
         np.testing.assert_array_equal(a.dst_offset, b.dst_offset)
-    case = {
-        "m": {"model": "m", "config": config, "tensor_parallel": 2, "mesh": "fsdp=6"}
-    }
+    case = {"model": "m", "config": config, "tensor_parallel": 2, "mesh": "fsdp=6"}
     code = (
-        "import sys; from jvlab.bench._plan import main; main(['plan', sys.argv[1]]); "
+        "import sys; from jvlab.bench._side import main; main('jvlab.bench._plan:plan_side'); "
         "assert not {'torch', 'jax', 'vllm'} & set(sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        input=json.dumps(case),
+        [sys.executable, "-c", code],
+        input=json.dumps({"folder": str(tmp_path), "cases": {"m": case}}),
         capture_output=True,
         text=True,
         timeout=400,
@@ -358,7 +356,7 @@ def test_bench_counts_binding_and_reports_growth(
     """The headline seconds are the whole way of a case; growth needs no asking."""
     asked: list[tuple[str, str]] = []
 
-    def child(step: str, cases: dict[str, Any], folder: str) -> dict[str, Any]:
+    def measured(step: str, cases: dict[str, Any], folder: str) -> dict[str, Any]:
         asked.extend((step, name) for name in cases)
         counts = dict.fromkeys(
             ("tensors", "devices", "replicas", "ranks", "copies", "boxes"), 1
@@ -372,8 +370,8 @@ def test_bench_counts_binding_and_reports_growth(
         }
         return {name: {**counts, **seconds, "peak_gib": 0.5} for name in cases}
 
-    monkeypatch.setattr(bench, "_child", child)
-    found = bench.run_bench_plan(argparse.Namespace())
+    monkeypatch.setattr(bench, "_measured", measured)
+    found = bench.run_bench_plan()
     assert found["dense_405b_s"] == found["moe_671b_s"] == 5.0
     assert set(found["cases"]) == {*bench.CASES, *bench.growth_cases()}
     assert {n for step, n in asked if step == "plan"} == set(found["cases"])

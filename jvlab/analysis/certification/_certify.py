@@ -18,7 +18,7 @@ from jvlab.analysis.certification._certificate import (
     CertificateRow,
     Finding,
 )
-from jvlab.analysis.certification._subject import Subject
+from jvlab.analysis.certification._subject import Subject, named_line
 
 if TYPE_CHECKING:
     from jvlab.lab._pool import Pool
@@ -27,22 +27,22 @@ CHECKING = 0.8  # of the time is for checks; the rest is left to restore the wei
 
 
 def _functions() -> dict[str, Callable[[Subject], Finding]]:
-    from jvlab.analysis.certification import _sync_checks
+    from jvlab.analysis.certification import _checks
 
     return {
-        "unchanged": _sync_checks.unchanged,
-        "scored": _sync_checks.scored,
-        "reference": _sync_checks.reference,
-        "arrives direct": lambda subject: _sync_checks.arrives(subject, "direct"),
-        "arrives staged": lambda subject: _sync_checks.arrives(subject, "staged"),
-        "prefix cache": _sync_checks.prefix_cache,
-        "graphs": _sync_checks.graphs,
-        "failed staged": _sync_checks.failed_staged,
-        "failed direct": _sync_checks.failed_direct,
-        "sleep 1": _sync_checks.sleep_keeps,
-        "sleep 2": _sync_checks.sleep_drops,
-        "adapters": _sync_checks.adapters,
-        "restored": _sync_checks.restored,
+        "unchanged": _checks.unchanged,
+        "scored": _checks.scored,
+        "reference": _checks.reference,
+        "arrives direct": lambda subject: _checks.arrives(subject, "direct"),
+        "arrives staged": lambda subject: _checks.arrives(subject, "staged"),
+        "prefix cache": _checks.prefix_cache,
+        "graphs": _checks.graphs,
+        "failed staged": _checks.failed_staged,
+        "failed direct": _checks.failed_direct,
+        "sleep 1": _checks.sleep_keeps,
+        "sleep 2": _checks.sleep_drops,
+        "adapters": _checks.adapters,
+        "restored": _checks.restored,
     }
 
 
@@ -134,7 +134,7 @@ def _row(
         found = check(subject) if not subject.deadline.over else Finding.late()
     except JvlabError as error:
         subject.held = None
-        said = f"it ended with {type(error).__name__}: {error.message.splitlines()[0][:300]}"
+        said = f"it ended with {named_line(error)}"
         found = Finding.late(said) if subject.deadline.over else Finding.failed(said)
     seconds = time.perf_counter() - start
     return CertificateRow(

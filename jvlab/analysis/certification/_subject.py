@@ -318,7 +318,7 @@ class Subject:
             self._sets["original"] = self._originals(params)
             self.connect()
         except REFUSALS as error:
-            self.refused = f"no link to this engine: {_first_line(error)}"
+            self.refused = f"no link to this engine: {named_line(error)}"
 
     def _originals(self, params: Mapping[str, Any] | None) -> Values:
         """The checkpoint's tensors as the engine holds them. What its memory does not show is as `params` say."""
@@ -486,7 +486,7 @@ class Subject:
                         parameter, layout.rank, replica
                     )
                 except Unsupported as error:
-                    self.unreadable[parameter.name] = _first_line(error)
+                    self.unreadable[parameter.name] = named_line(error)
         return out
 
     def peek(self, parameter: Parameter, rank: int, replica: int) -> np.ndarray:
@@ -557,5 +557,9 @@ class Subject:
         return self.gap(one, other) <= self.tolerance  # false for NaN
 
 
-def _first_line(error: JvlabError) -> str:
-    return f"{type(error).__name__}: {error.message.splitlines()[0][:300]}"
+def first_line(error: JvlabError) -> str:
+    return error.message.splitlines()[0][:300]
+
+
+def named_line(error: JvlabError) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"

@@ -13,19 +13,54 @@ import numpy as np
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, JvlabError
 from jvlab.analysis.diagnose._bisection import Bisection, Check, largest
+from jvlab.analysis.diagnose._rule_search import (
+    ByFunction,
+    WrongRule,
+    by_value,
+    checkpoint_of,
+    verdict_of,
+)
+from jvlab.layout._plan_types import is_scales
+from jvlab.layout._tree import flatten
+from jvlab.layout.rules._alternatives import Alternative, alternatives_of
 from jvlab.record._batch import RolloutBatch
 from jvlab.record._sample import Sample
 
 if TYPE_CHECKING:
-    from jvlab.analysis.diagnose._rule_search import ByFunction, Finding
-    from jvlab.layout.rules._alternatives import Alternative
     from jvlab.layout.rules._ruleset import Rules
     from jvlab.sync._diff import TensorDiff
     from jvlab.sync._link import Link
 
 
-# State shared by the checks of a bisection: the prompt, both sides' log-probabilities, alternative rules.
-
+# The possible causes, in the order they are checked.
+CAUSES = (
+    "state",
+    "tensor",
+    "version",
+    "prefix cache",
+    "sampler",
+    "rule",
+    "dtype",
+    "model",
+)
+NEUTRAL: dict[str, Any] = {  # sampler settings that leave log-probabilities unchanged
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": None,
+    "min_tokens": 0,
+    "bad_words": None,
+    "allowed_token_ids": None,
+}
+NOISE_FACTOR = 10.0  # a gap beyond this multiple of the engine's own noise is real
+# fraction of the remaining time for the rule search; the checks after it need some too
+SEARCH_SHARE = 0.8
+# two programs round in different orders: up to this multiple of one's error is still rounding
+ROUNDING_FACTOR = 4.0
 NAMED = 5  # names listed in one line
 
 
@@ -45,11 +80,99 @@ class Found(Exception):
         self.remedy = remedy
 
 
-class Base:
-    """The state of one bisection."""
+def bisect(
+    link: Link,
+    prompt: Any,
+    policy: Any = None,
+    *,
+    params: Any = None,
+    max_tokens: int = 16,
+    seed: int = 0,
+    tolerance: float = 1e-3,
+    timeout: float = 600.0,
+    **sampling: Any,
+) -> Bisection:
+    """See `Link.bisect`."""
+    deadline = Deadline.of(timeout)
+    if not tolerance > 0:
+        raise ConfigError(
+            f"tolerance must be positive, not {tolerance!r}",
+            remedy="in nats; the default is 1e-3",
+        )
+    if isinstance(prompt, RolloutBatch):
+        if len(prompt) != 1:
+            raise ConfigError(
+                f"bisect takes one sample, not a batch of {len(prompt)} samples",
+                remedy="pass one: link.bisect(batch[0])",
+            )
+        prompt = prompt[0]
+    _check_arguments(prompt, policy, params)
+    policy = find_policy(link) if policy is None and params is None else policy
+    if params is None and policy is not None:
+        params = policy.params
+    search = _Search(
+        link=link,
+        prompt=prompt,
+        policy=policy,
+        params=params,
+        max_tokens=max_tokens,
+        seed=seed,
+        tolerance=tolerance,
+        deadline=deadline,
+        sampling=sampling,
+    )
+    return search.run()
+
+
+def _check_arguments(prompt: Any, policy: Any, params: Any) -> None:
+    """Raise if a tree of parameters, or a policy, is in the place of another argument."""
+    call = 'link.bisect("a prompt", policy)'
+    if (
+        isinstance(prompt, Mapping)
+        or hasattr(prompt, "params")
+        or not isinstance(prompt, (str, Sequence, Sample, np.ndarray))
+    ):
+        what = "parameters" if isinstance(prompt, Mapping) else type(prompt).__name__
+        raise ConfigError(f"bisect needs a prompt first, and got {what}", remedy=call)
+    if policy is not None and not (
+        hasattr(policy, "params") and hasattr(policy, "logprobs")
+    ):
+        raise ConfigError(
+            f"policy is {type(policy).__name__}",
+            remedy=f"{call}; of another trainer: link.bisect(prompt, params=params)",
+        )
+    if hasattr(params, "logprobs_fn"):
+        raise ConfigError("params is a policy", remedy=call)
+
+
+def find_policy(link: Link) -> Any:
+    """The only live `jv.Policy` whose parameters fit this link; None if there is none."""
+    module = sys.modules.get("jvlab.trainer._policy")
+    if module is None:
+        return None
+    wanted = {
+        leaf.path: tuple(leaf.shape)
+        for leaf in link.plan.leaves
+        if not is_scales(leaf.path)
+    }
+    shapes = lambda policy: {
+        path: tuple(a.shape) for path, a in flatten(policy.params).arrays.items()
+    }
+    found = [policy for policy in list(module.alive) if shapes(policy) == wanted]
+    if len(found) > 1:
+        raise ConfigError(
+            f"{len(found)} policies fit this link",
+            remedy="say which: link.bisect(prompt, policy)",
+        )
+    return found[0] if found else None
+
+
+class _Search:
+    """One bisection. Each check returns its evidence, or raises `Found`."""
 
     def __init__(
         self,
+        *,
         link: Link,
         prompt: Any,
         policy: Any,
@@ -84,6 +207,8 @@ class Base:
         self.rules: Rules | None = None  # corrected rules, if one was wrong
         self._rounding: float | None = None
         self._seen = ""  # what a comparison with the checkpoint showed
+        self._tried = ""  # result of the rule search, for the verdict on the model
+        self._no_states = ""  # why the engine shows no hidden states
 
     def _draw(self, **settings: Any) -> Sample:
         neutral = {
@@ -119,15 +244,10 @@ class Base:
 
     @cached_property
     def _suspects(self) -> list[Alternative]:
-        from jvlab.analysis.diagnose._rule_search import suspects
+        return alternatives_of(self.link.mapping)
 
-        return suspects(self.link)
-
-    def _by_value(self) -> Finding | None:
+    def _by_value(self) -> WrongRule | None:
         """An alternative under which the trainer's values match the checkpoint's, if the rules in force do not."""
-        from jvlab.analysis.diagnose._rule_search import by_value, checkpoint_of
-        from jvlab.layout._tree import flatten
-
         if self.params is None or not self._suspects:
             self._seen = "nothing to compare"
             return None
@@ -140,9 +260,7 @@ class Base:
         )
         return wrong
 
-    def _wrong_rule(self, wrong: Finding, gap: float | None) -> Found:
-        from jvlab.analysis.diagnose._rule_search import verdict_of
-
+    def _wrong_rule(self, wrong: WrongRule, gap: float | None) -> Found:
         if wrong.alternative.rules:
             self.rules = wrong.alternative.apply(self.link.mapping.rules)
         verdict, remedy = verdict_of(wrong, gap, bool(self.link.version))
@@ -150,221 +268,52 @@ class Base:
             Check("rule", "cause", wrong.evidence, wrong.facts()), verdict, remedy
         )
 
-
-# Bisection checks that compare engine and trainer: a wrong rule, rounding, or a different model.
-
-# fraction of the remaining time for the rule search; the checks after it need some too
-SEARCH_SHARE = 0.8
-# two programs round in different orders: up to this multiple of one's error is still rounding
-ROUNDING_FACTOR = 4.0
-
-
-class Models(Base):
-    """Why the two compute different numbers from the same weights. Each check returns evidence or raises `Found`."""
-
-    _tried = ""  # result of the rule search, for the verdict on the model
-
-    def rule(self) -> Check:
-        """Does an alternative rule explain the gap? The bits arrived, but may be in the wrong place."""
-        gap = self._gap()
-        if gap is not None and gap <= self.tolerance and self.link.version:
-            return Check(
-                "rule", "ok", f"{gap:.2g} nats apart: there is nothing to explain"
+    def run(self) -> Bisection:
+        steps: dict[str, Callable[[], Check]] = {
+            "state": self.state,
+            "tensor": self.tensor,
+            "version": self.version,
+            "prefix cache": self.prefix_cache,
+            "sampler": self.sampler,
+            "rule": self.rule,
+            "dtype": self.dtype,
+            "model": self.model,
+        }
+        checks: list[Check] = []
+        cause: Found | None = None
+        for name in CAUSES:
+            if cause is None:
+                try:
+                    checks.append(steps[name]())
+                    continue
+                except Found as found:
+                    cause = found
+            why = f"not asked: the {cause.check.name} explains it"
+            checks.append(
+                cause.check if name == cause.check.name else Check(name, "skipped", why)
             )
-        if (wrong := self._by_value()) is not None:
-            left = (
-                self._by_function().gap(wrong.alternative)
-                if gap is not None and gap > self.tolerance
-                else None
-            )
-            raise self._wrong_rule(replace(wrong, gap=left), gap)
-        if gap is None:
-            return Check(
-                "rule",
-                "skipped",
-                f"no jv.Policy to compute with; by value: {self._seen}",
-            )
-        if gap <= self._rounding_gap():
-            return Check(
-                "rule",
-                "ok",
-                f"{gap:.2g} nats apart, which rounding explains; by value: {self._seen}",
-            )
-        if not self._suspects:
-            return Check(
-                "rule",
-                "ok",
-                "the shapes allow no alternative, or the link has no rules",
-            )
-        search = self._by_function()
-        if not search.replaceable:
-            return Check(
-                "rule",
-                "skipped",
-                "the leaves of these parameters can't be replaced: not a JAX pytree",
-            )
-        wrong = search.search(self._suspects)
-        if wrong is not None:
-            raise self._wrong_rule(wrong, gap)
-        some = " (all there was time for)" if search.out_of_time else ""
-        self._tried = f", and none of {search.tried} alternative rules{some} helps"
-        text = f"{search.tried} alternative rules tried{some}: under none do trainer and engine agree"
-        return Check(
-            "rule", "ok", f"{text}; by value: {self._seen}", {"tried": search.tried}
+        verdict = (
+            (cause.check.name, cause.verdict, cause.remedy)
+            if cause
+            else ("", self.agreement(), "")
         )
-
-    def _by_function(self) -> ByFunction:
-        from jvlab.analysis.diagnose._rule_search import ByFunction
-
-        assert self.engine is not None
-        return ByFunction(
-            self.policy,
-            self.params,
+        return Bisection(
+            *verdict,
+            tuple(checks),
             self.tokens,
             self.engine,
-            self._rounding_gap(),
-            SEARCH_SHARE * self.timeout.left(),
-            self._states,
+            self.trainer,
+            self.tensors,
+            self.rules,
         )
 
-    def _gap(self) -> float | None:
-        """The gap between engine and trainer; None without a policy."""
-        if self.policy is None:
-            return None
-        assert self.engine is not None  # set by the check before
-        if self.trainer is None:
-            self.trainer = self._by_trainer(self.policy, self.params)
-        return largest(self.engine, self.trainer)
-
-    def _rounding_gap(self) -> float:
-        """The gap that the two dtypes can explain; the tolerance if they are equal."""
-        engine = str(self.status["dtype"])
-        if engine == self.policy.compute_dtype:
-            return self.tolerance
-        if self._rounding is None:
-            assert self.trainer is not None
-            self._rounding = largest(
-                self.trainer,
-                self._by_trainer(*_rounded(self.policy, self.params, engine)),
-            )
-        return ROUNDING_FACTOR * self._rounding + self.tolerance
-
-    def dtype(self) -> Check:
-        """Does rounding explain the gap?"""
-        gap = self._gap()
-        if gap is None:
-            return Check(
-                "dtype",
-                "skipped",
-                "no jv.Policy to compute with: pass link.bisect(prompt, policy)",
-            )
-        engine = str(self.status["dtype"])
-        trainer = self.policy.compute_dtype
-        facts: dict[str, Any] = {"gap": gap, "engine": engine, "trainer": trainer}
-        text = f"{gap:.2g} nats between the engine in {engine} and the trainer in {trainer}"
-        if gap <= self.tolerance:
-            return Check("dtype", "ok", text, facts)
-        if engine == trainer:
-            return Check("dtype", "ok", f"{text}: not a matter of dtype", facts)
-        explained = self._rounding_gap()
-        facts["rounding"] = self._rounding
-        text += (
-            f"; the trainer itself computing in {engine} moves by {self._rounding:.2g}"
-        )
-        if gap > explained:
-            return Check("dtype", "ok", f"{text}: too little to explain it", facts)
-        raise Found(
-            Check("dtype", "cause", text, facts),
-            f"dtype: the engine computes in {engine}, the trainer in {trainer}, and rounding explains the gap",
-            f'launch with engine={{"dtype": "{trainer}"}}, or correct for it (importance ratios) in the loss',
-        )
-
-    def model(self) -> Check:
-        """Neither weights, rules nor dtype explain the gap: the two models compute differently."""
+    def agreement(self) -> str:
         if self.engine is None or self.trainer is None:
-            return Check(
-                "model",
-                "skipped",
-                "the engine's numbers were not compared with a trainer's",
-            )
+            return "nothing wrong was found on the engine's side; without a trainer its numbers were not compared"
         gap = largest(self.engine, self.trainer)
-        if gap <= self.tolerance:
-            return Check("model", "ok", f"the two compute the same, to {gap:.2g} nats")
-        apart = np.abs(self.engine - self.trainer)
-        first = int(np.argmax(np.nan_to_num(apart) > self.tolerance))
-        where = (
-            "from the first prediction on, which depends on one token: embeddings, norms or the MLP, not positions"
-            if first == 1
-            else f"from position {first} on, not before: attention or positions (RoPE), or the context"
-        )
-        layers, facts = self._layers()
-        part = (
-            f"starting in layer {facts['layer']}" if facts else where.partition(":")[0]
-        )
-        verdict = f"what was sent has arrived{self._tried}: engine and trainer compute differently, {part}"
-        raise Found(
-            Check(
-                "model",
-                "cause",
-                f"{gap:.2g} nats, {where}; {layers}",
-                {"first": first, **facts},
-            ),
-            verdict,
-            "compare config.json of both sides: rope_theta, rms_norm_eps, sliding_window, tied embeddings",
-        )
+        return f"engine and trainer agree: {gap:.2g} nats at most over {len(self.tokens)} tokens"
 
-    def _layers(self) -> tuple[str, dict[str, Any]]:
-        """The first layer that differs, if hidden states are available."""
-        from jvlab.lab._hidden import compare_layers
-
-        states = self._states()
-        if states is None:
-            return f"no layer is named: {self._no_states}", {}
-        found = compare_layers(
-            states,
-            np.asarray(self.policy.hidden(self.params, self.tokens[None, :]))[:, 0],
-        )
-        return f"layer by layer: {found}", {
-            "layer": found.layer,
-            "apart": list(found.apart),
-        }
-
-    _no_states = ""
-
-    def _states(self) -> np.ndarray | None:
-        """The engine's hidden states; None if they are unavailable (`_no_states` says why)."""
-        try:
-            return self.pool.hidden(self.tokens.tolist(), timeout=self.timeout)
-        except JvlabError as error:
-            self._no_states = error.message
-            return None
-
-
-def _rounded(policy: Any, params: Any, dtype: str) -> tuple[Any, Any]:
-    """The same policy and parameters in another dtype."""
-    import dataclasses
-
-    import jax
-
-    runtime = dataclasses.replace(policy.runtime, dtype=dtype)
-    other = type(policy)(
-        policy.config,
-        params,
-        policy.mesh,
-        runtime,
-        policy.source,
-        policy.hf_config,
-        policy._tensors,
-        policy._bindings,
-    )
-    return other, jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-
-
-# Bisection checks of the weights: the replicas' state, what is in memory, and which version it is.
-
-
-class WeightChecks(Base):
-    """Does the engine hold the trainer's weights? Each check returns its evidence, or raises `Found`."""
+    # The weights: the replicas' state, what is in memory, and which version it is ---------------------------------
 
     def state(self) -> Check:
         """Is every replica ready, clean and running?"""
@@ -564,166 +513,6 @@ class WeightChecks(Base):
         worst = max(self.tensors, key=lambda t: t.max_change)
         return f"; the largest change is {worst.max_change:.3g}, in {worst.parameter}"
 
-
-# ----------------------------------------------------------------------------------------------------
-
-# The possible causes, in the order they are checked.
-CAUSES = (
-    "state",
-    "tensor",
-    "version",
-    "prefix cache",
-    "sampler",
-    "rule",
-    "dtype",
-    "model",
-)
-NEUTRAL: dict[str, Any] = {  # sampler settings that leave log-probabilities unchanged
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "logit_bias": None,
-    "min_tokens": 0,
-    "bad_words": None,
-    "allowed_token_ids": None,
-}
-NOISE_FACTOR = 10.0  # a gap beyond this multiple of the engine's own noise is real
-
-
-def bisect(
-    link: Link,
-    prompt: Any,
-    policy: Any = None,
-    *,
-    params: Any = None,
-    max_tokens: int = 16,
-    seed: int = 0,
-    tolerance: float = 1e-3,
-    timeout: float = 600.0,
-    **sampling: Any,
-) -> Bisection:
-    """See `Link.bisect`."""
-    deadline = Deadline.of(timeout)
-    if not tolerance > 0:
-        raise ConfigError(
-            f"tolerance must be positive, not {tolerance!r}",
-            remedy="in nats; the default is 1e-3",
-        )
-    if isinstance(prompt, RolloutBatch):
-        if len(prompt) != 1:
-            raise ConfigError(
-                f"bisect takes one sample, not a batch of {len(prompt)} samples",
-                remedy="pass one: link.bisect(batch[0])",
-            )
-        prompt = prompt[0]
-    _check_arguments(prompt, policy, params)
-    policy = find_policy(link) if policy is None and params is None else policy
-    if params is None and policy is not None:
-        params = policy.params
-    search = _Search(
-        link, prompt, policy, params, max_tokens, seed, tolerance, deadline, sampling
-    )
-    return search.run()
-
-
-def _check_arguments(prompt: Any, policy: Any, params: Any) -> None:
-    """Raise if a tree of parameters, or a policy, is in the place of another argument."""
-    call = 'link.bisect("a prompt", policy)'
-    if (
-        isinstance(prompt, Mapping)
-        or hasattr(prompt, "params")
-        or not isinstance(prompt, (str, Sequence, Sample, np.ndarray))
-    ):
-        what = "parameters" if isinstance(prompt, Mapping) else type(prompt).__name__
-        raise ConfigError(f"bisect needs a prompt first, and got {what}", remedy=call)
-    if policy is not None and not (
-        hasattr(policy, "params") and hasattr(policy, "logprobs")
-    ):
-        raise ConfigError(
-            f"policy is {type(policy).__name__}",
-            remedy=f"{call}; of another trainer: link.bisect(prompt, params=params)",
-        )
-    if hasattr(params, "logprobs_fn"):
-        raise ConfigError("params is a policy", remedy=call)
-
-
-def find_policy(link: Link) -> Any:
-    """The only live `jv.Policy` whose parameters fit this link; None if there is none."""
-    module = sys.modules.get("jvlab.trainer._policy")
-    if module is None:
-        return None
-    from jvlab.layout._plan_types import is_scales
-    from jvlab.layout._tree import flatten
-
-    wanted = {
-        leaf.path: tuple(leaf.shape)
-        for leaf in link.plan.leaves
-        if not is_scales(leaf.path)
-    }
-    shapes = lambda policy: {
-        path: tuple(a.shape) for path, a in flatten(policy.params).arrays.items()
-    }
-    found = [policy for policy in list(module.alive) if shapes(policy) == wanted]
-    if len(found) > 1:
-        raise ConfigError(
-            f"{len(found)} policies fit this link",
-            remedy="say which: link.bisect(prompt, policy)",
-        )
-    return found[0] if found else None
-
-
-class _Search(WeightChecks, Models):
-    """One bisection. Each check returns its evidence, or raises `Found`."""
-
-    def run(self) -> Bisection:
-        steps: dict[str, Callable[[], Check]] = {
-            "state": self.state,
-            "tensor": self.tensor,
-            "version": self.version,
-            "prefix cache": self.prefix_cache,
-            "sampler": self.sampler,
-            "rule": self.rule,
-            "dtype": self.dtype,
-            "model": self.model,
-        }
-        checks: list[Check] = []
-        cause: Found | None = None
-        for name in CAUSES:
-            if cause is None:
-                try:
-                    checks.append(steps[name]())
-                    continue
-                except Found as found:
-                    cause = found
-            why = f"not asked: the {cause.check.name} explains it"
-            checks.append(
-                cause.check if name == cause.check.name else Check(name, "skipped", why)
-            )
-        verdict = (
-            (cause.check.name, cause.verdict, cause.remedy)
-            if cause
-            else ("", self.agreement(), "")
-        )
-        return Bisection(
-            *verdict,
-            tuple(checks),
-            self.tokens,
-            self.engine,
-            self.trainer,
-            self.tensors,
-            self.rules,
-        )
-
-    def agreement(self) -> str:
-        if self.engine is None or self.trainer is None:
-            return "nothing wrong was found on the engine's side; without a trainer its numbers were not compared"
-        gap = largest(self.engine, self.trainer)
-        return f"engine and trainer agree: {gap:.2g} nats at most over {len(self.tokens)} tokens"
-
     # The engine's own log-probabilities ---------------------------------------------------------------------------
 
     def _own_gap(self, sample: Sample) -> float:
@@ -827,3 +616,196 @@ class _Search(WeightChecks, Models):
             "ok",
             f"the sample's log-probabilities are the model's own, to {gap:.2g} nats",
         )
+
+    # Engine against trainer: a wrong rule, rounding, or a different model -----------------------------------------
+
+    def rule(self) -> Check:
+        """Does an alternative rule explain the gap? The bits arrived, but may be in the wrong place."""
+        gap = self._gap()
+        if gap is not None and gap <= self.tolerance and self.link.version:
+            return Check(
+                "rule", "ok", f"{gap:.2g} nats apart: there is nothing to explain"
+            )
+        if (wrong := self._by_value()) is not None:
+            left = (
+                self._by_function().gap(wrong.alternative)
+                if gap is not None and gap > self.tolerance
+                else None
+            )
+            raise self._wrong_rule(replace(wrong, gap=left), gap)
+        if gap is None:
+            return Check(
+                "rule",
+                "skipped",
+                f"no jv.Policy to compute with; by value: {self._seen}",
+            )
+        if gap <= self._rounding_gap():
+            return Check(
+                "rule",
+                "ok",
+                f"{gap:.2g} nats apart, which rounding explains; by value: {self._seen}",
+            )
+        if not self._suspects:
+            return Check(
+                "rule",
+                "ok",
+                "the shapes allow no alternative, or the link has no rules",
+            )
+        search = self._by_function()
+        if not search.replaceable:
+            return Check(
+                "rule",
+                "skipped",
+                "the leaves of these parameters can't be replaced: not a JAX pytree",
+            )
+        wrong = search.search(self._suspects)
+        if wrong is not None:
+            raise self._wrong_rule(wrong, gap)
+        some = " (all there was time for)" if search.out_of_time else ""
+        self._tried = f", and none of {search.tried} alternative rules{some} helps"
+        text = f"{search.tried} alternative rules tried{some}: under none do trainer and engine agree"
+        return Check(
+            "rule", "ok", f"{text}; by value: {self._seen}", {"tried": search.tried}
+        )
+
+    def _by_function(self) -> ByFunction:
+        assert self.engine is not None
+        return ByFunction(
+            self.policy,
+            self.params,
+            self.tokens,
+            self.engine,
+            self._rounding_gap(),
+            SEARCH_SHARE * self.timeout.left(),
+            self._states,
+        )
+
+    def _gap(self) -> float | None:
+        """The gap between engine and trainer; None without a policy."""
+        if self.policy is None:
+            return None
+        assert self.engine is not None  # set by the check before
+        if self.trainer is None:
+            self.trainer = self._by_trainer(self.policy, self.params)
+        return largest(self.engine, self.trainer)
+
+    def _rounding_gap(self) -> float:
+        """The gap that the two dtypes can explain; the tolerance if they are equal."""
+        engine = str(self.status["dtype"])
+        if engine == self.policy.compute_dtype:
+            return self.tolerance
+        if self._rounding is None:
+            assert self.trainer is not None
+            self._rounding = largest(
+                self.trainer,
+                self._by_trainer(*_rounded(self.policy, self.params, engine)),
+            )
+        return ROUNDING_FACTOR * self._rounding + self.tolerance
+
+    def dtype(self) -> Check:
+        """Does rounding explain the gap?"""
+        gap = self._gap()
+        if gap is None:
+            return Check(
+                "dtype",
+                "skipped",
+                "no jv.Policy to compute with: pass link.bisect(prompt, policy)",
+            )
+        engine = str(self.status["dtype"])
+        trainer = self.policy.compute_dtype
+        facts: dict[str, Any] = {"gap": gap, "engine": engine, "trainer": trainer}
+        text = f"{gap:.2g} nats between the engine in {engine} and the trainer in {trainer}"
+        if gap <= self.tolerance:
+            return Check("dtype", "ok", text, facts)
+        if engine == trainer:
+            return Check("dtype", "ok", f"{text}: not a matter of dtype", facts)
+        explained = self._rounding_gap()
+        facts["rounding"] = self._rounding
+        text += (
+            f"; the trainer itself computing in {engine} moves by {self._rounding:.2g}"
+        )
+        if gap > explained:
+            return Check("dtype", "ok", f"{text}: too little to explain it", facts)
+        raise Found(
+            Check("dtype", "cause", text, facts),
+            f"dtype: the engine computes in {engine}, the trainer in {trainer}, and rounding explains the gap",
+            f'launch with engine={{"dtype": "{trainer}"}}, or correct for it (importance ratios) in the loss',
+        )
+
+    def model(self) -> Check:
+        """Neither weights, rules nor dtype explain the gap: the two models compute differently."""
+        if self.engine is None or self.trainer is None:
+            return Check(
+                "model",
+                "skipped",
+                "the engine's numbers were not compared with a trainer's",
+            )
+        gap = largest(self.engine, self.trainer)
+        if gap <= self.tolerance:
+            return Check("model", "ok", f"the two compute the same, to {gap:.2g} nats")
+        apart = np.abs(self.engine - self.trainer)
+        first = int(np.argmax(np.nan_to_num(apart) > self.tolerance))
+        where = (
+            "from the first prediction on, which depends on one token: embeddings, norms or the MLP, not positions"
+            if first == 1
+            else f"from position {first} on, not before: attention or positions (RoPE), or the context"
+        )
+        layers, facts = self._layers()
+        part = (
+            f"starting in layer {facts['layer']}" if facts else where.partition(":")[0]
+        )
+        verdict = f"what was sent has arrived{self._tried}: engine and trainer compute differently, {part}"
+        raise Found(
+            Check(
+                "model",
+                "cause",
+                f"{gap:.2g} nats, {where}; {layers}",
+                {"first": first, **facts},
+            ),
+            verdict,
+            "compare config.json of both sides: rope_theta, rms_norm_eps, sliding_window, tied embeddings",
+        )
+
+    def _layers(self) -> tuple[str, dict[str, Any]]:
+        """The first layer that differs, if hidden states are available."""
+        from jvlab.lab._hidden import compare_layers
+
+        states = self._states()
+        if states is None:
+            return f"no layer is named: {self._no_states}", {}
+        found = compare_layers(
+            states,
+            np.asarray(self.policy.hidden(self.params, self.tokens[None, :]))[:, 0],
+        )
+        return f"layer by layer: {found}", {
+            "layer": found.layer,
+            "apart": list(found.apart),
+        }
+
+    def _states(self) -> np.ndarray | None:
+        """The engine's hidden states; None if they are unavailable (`_no_states` says why)."""
+        try:
+            return self.pool.hidden(self.tokens.tolist(), timeout=self.timeout)
+        except JvlabError as error:
+            self._no_states = error.message
+            return None
+
+
+def _rounded(policy: Any, params: Any, dtype: str) -> tuple[Any, Any]:
+    """The same policy and parameters in another dtype."""
+    import dataclasses
+
+    import jax
+
+    runtime = dataclasses.replace(policy.runtime, dtype=dtype)
+    other = type(policy)(
+        policy.config,
+        params,
+        policy.mesh,
+        runtime,
+        policy.source,
+        policy.hf_config,
+        policy._tensors,
+        policy._bindings,
+    )
+    return other, jax.tree.map(lambda leaf: leaf.astype(dtype), params)

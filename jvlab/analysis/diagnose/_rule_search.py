@@ -19,7 +19,6 @@ from jvlab.analysis.diagnose._bisection import largest
 from jvlab.layout.rules._alternatives import (
     Alternative,
     Match,
-    alternatives_of,
     joint,
     match,
     reread,
@@ -36,7 +35,7 @@ CACHE_BYTES = 1 << 30  # checkpoint tensors cached while alternatives are compar
 
 
 @dataclass(frozen=True)
-class Finding:
+class WrongRule:
     """An alternative that explains what the rules in force do not."""
 
     alternative: Alternative
@@ -67,10 +66,8 @@ class SomeTensors(Mapping[str, np.ndarray]):
         self, values: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]
     ) -> None:
         small = sum(math.prod(shape) for shape in shapes.values()) <= SMALL
-        self._values, self._names = (
-            values,
-            set(shapes if small else _few(shapes)) & set(values),
-        )
+        self._values = values
+        self._names = set(shapes if small else _few(shapes)) & set(values)
         self._kept: dict[str, np.ndarray] = {}
         self._bytes = 0
 
@@ -123,7 +120,7 @@ def by_value(
     found: Sequence[Alternative],
     values: Mapping[str, Any],
     checkpoint: Mapping[str, np.ndarray],
-) -> tuple[Finding | None, str]:
+) -> tuple[WrongRule | None, str]:
     """The alternatives that match the checkpoint better than the rules in force, combined; and a summary."""
     now: dict[tuple[str, ...], Match] = {}
     good: list[tuple[float, int, Alternative]] = []
@@ -151,7 +148,7 @@ def by_value(
         f"compared with the checkpoint the leaves are {before.error:.2g} off under the rules in force, "
         f"{after.error:.2g} under the corrected ones ({after.count} values compared)"
     )
-    return Finding(whole, "value", text), seen
+    return WrongRule(whole, "value", text), seen
 
 
 # By function --------------------------------------------------------------------------------------------------------
@@ -182,11 +179,9 @@ class ByFunction:
         self._states: np.ndarray | None = None
         self._arrays = flatten(params).arrays
         self.tried = 0
-        row = _without_first(
-            np.asarray(policy.logprobs(params, tokens[None, :]), np.float32)[0]
-        )
         # must explain most of the gap: with rounding allowed for, an irrelevant alternative might pass
-        self.allowed = min(allowed, largest(engine, row) / CLEAR)
+        gap = self.gap(None)
+        self.allowed = allowed if gap is None else min(allowed, gap / CLEAR)
 
     @property
     def replaceable(self) -> bool:
@@ -201,7 +196,7 @@ class ByFunction:
     def out_of_time(self) -> bool:
         return time.monotonic() > self._until
 
-    def search(self, found: Sequence[Alternative]) -> Finding | None:
+    def search(self, found: Sequence[Alternative]) -> WrongRule | None:
         """Try single alternatives, the same change in several rules, then different ones in combination."""
         singles = sorted(found, key=_plausible)
         listed = [
@@ -214,10 +209,10 @@ class ByFunction:
             if gap is None:
                 return None
             if gap <= self.allowed:
-                return Finding(a, "function", self._evidence(gap), gap)
+                return WrongRule(a, "function", self._evidence(gap), gap)
         return self._beam_search([a for a in listed if _plausible(a) < 3])
 
-    def _beam_search(self, listed: Sequence[Alternative]) -> Finding | None:
+    def _beam_search(self, listed: Sequence[Alternative]) -> WrongRule | None:
         """Combine alternatives of several kinds, extending those that come closest to the engine."""
         self._states = self._fetch_states()
         measure = self.states_apart if self._states is not None else self.mean_gap
@@ -238,7 +233,7 @@ class ByFunction:
                 whole = together(chosen)
                 gap = self.gap(whole)
                 if whole is not None and gap is not None and gap <= self.allowed:
-                    return Finding(whole, "function", self._evidence(gap), gap)
+                    return WrongRule(whole, "function", self._evidence(gap), gap)
             if not beam or self.out_of_time:
                 break
         return None
@@ -248,23 +243,22 @@ class ByFunction:
 
     def gap(self, reading: Alternative | None) -> float | None:
         """The largest difference under an alternative; None when time is up."""
-        row = self._run(self.policy.logprobs, reading)
-        return (
-            None
-            if row is None
-            else largest(self.engine, _without_first(np.asarray(row, np.float32)[0]))
-        )
+        row = self._row(reading)
+        return None if row is None else largest(self.engine, row)
 
     def mean_gap(self, reading: Alternative | None) -> float | None:
         """The mean difference under an alternative."""
-        row = self._run(self.policy.logprobs, reading)
-        return (
-            None
-            if row is None
-            else float(
-                np.nanmean(np.abs(self.engine - _without_first(np.asarray(row)[0])))
-            )
-        )
+        row = self._row(reading)
+        return None if row is None else float(np.nanmean(np.abs(self.engine - row)))
+
+    def _row(self, reading: Alternative | None) -> np.ndarray | None:
+        """The trainer's log-probabilities under an alternative, of all tokens but the first."""
+        found = self._run(self.policy.logprobs, reading)
+        if found is None:
+            return None
+        row = np.asarray(found, np.float32)[0].copy()
+        row[0] = np.nan
+        return row
 
     def states_apart(self, reading: Alternative | None) -> float | None:
         """The difference of the hidden states after the first layer, where errors have not spread yet."""
@@ -319,12 +313,6 @@ def _relative(mine: np.ndarray, theirs: np.ndarray) -> float:
     )
 
 
-def _without_first(row: np.ndarray) -> np.ndarray:
-    row = row.copy()
-    row[0] = np.nan
-    return row
-
-
 def _plausible(a: Alternative) -> int:
     """Sort key: whole rules first, then parts of one; layer orders and what no rule can express last."""
     if a.kind in ("layer order", "scale") and a.op != "layers in order":
@@ -335,7 +323,7 @@ def _plausible(a: Alternative) -> int:
 # The verdict --------------------------------------------------------------------------------------------------------
 
 
-def verdict_of(finding: Finding, gap: float | None, synced: bool) -> tuple[str, str]:
+def verdict_of(finding: WrongRule, gap: float | None, synced: bool) -> tuple[str, str]:
     """What is wrong, and the remedy."""
     a = finding.alternative
     first, *more = a.leaves
@@ -359,8 +347,3 @@ def verdict_of(finding: Finding, gap: float | None, synced: bool) -> tuple[str, 
         what,
         f"write {lines}: lab.connect(params, pool, rules=found.rules), and sync",
     )
-
-
-def suspects(link: Any) -> list[Alternative]:
-    """Every alternative for a link's leaves; none if its mapping has no rules."""
-    return alternatives_of(link.mapping)

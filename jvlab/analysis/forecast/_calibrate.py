@@ -1,7 +1,7 @@
-"""Fits `Rates` to records: the work of engines and trainer, what they take from each other, the moments between.
+"""Fits `StepCosts` to records: the work of engines and trainer, what they take from each other, the moments between.
 
 While two activities share a device, each gets its share of it; an activity's *work* is the seconds it would have taken
-alone. Work is a sum of costs (see `Rates`), so that for given loads the fit is linear. The loads are those, on a grid,
+alone. Work is a sum of `StepCosts`, so that for given loads the fit is linear. The loads are those, on a grid,
 that leave the smallest errors. What the records do not show, such as the cost of a larger batch if all batches were of
 one size, is held by a wide prior, and by wide intervals: every draw of `draws` is a fit to resampled steps, with loads
 and prior drawn anew.
@@ -22,7 +22,7 @@ from jvlab.analysis.forecast._setting import (
     REWARD,
     SYNC,
     TRAINING,
-    Rates,
+    StepCosts,
     speeds,
 )
 from jvlab.record._metrics import intersect, measure, subtract, union
@@ -129,17 +129,17 @@ DRAWS = 24
 
 @dataclass(frozen=True)
 class Fit:
-    """Rates, draws of them that are about as likely, and the relative errors of the rows they were fitted to."""
+    """Costs, draws of them that are about as likely, and the relative errors of the rows they were fitted to."""
 
-    rates: Rates
-    draws: tuple[Rates, ...]
+    rates: StepCosts
+    draws: tuple[StepCosts, ...]
     generation_error: float  # root mean square
     training_error: float
     overlapping: bool  # whether any record showed two activities at once
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _WorkRows:
     """Rows of one activity: features [rows, k], and seconds [rows, engines, 2] beside so many (other) engines at work,
     without and with training."""
 
@@ -197,7 +197,7 @@ def calibrate(seen: Sequence[Observation], seed: int = 0, draws: int = DRAWS) ->
             for name, v in zip(names, values[i], strict=True)
         }
         made.append(
-            Rates(
+            StepCosts(
                 **found, **pauses, engine_load=load[0], train_load=load[1], cores=cores
             )
         )
@@ -247,7 +247,7 @@ def _fit_draws(
 
 
 def _loads(
-    generation: _Rows, training: _Rows, cores: int
+    generation: _WorkRows, training: _WorkRows, cores: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Loads of an engine and of the trainer on a grid [B, 2], and how likely each pair is."""
     loads = np.stack([values.ravel() for values in np.meshgrid(GRID, GRID)], axis=1)
@@ -276,7 +276,7 @@ def _loads(
 # Rows -----------------------------------------------------------------------------------------------------------------
 
 
-def _generation_rows(seen: Sequence[Observation]) -> _Rows:
+def _generation_rows(seen: Sequence[Observation]) -> _WorkRows:
     """One row for each step and replica: the group that ended last, as the step waits for it."""
     features = []
     seconds = []
@@ -293,10 +293,10 @@ def _generation_rows(seen: Sequence[Observation]) -> _Rows:
             features.append(_generation_features(o, group))
             others = [spans for name, spans in busy.items() if name != group.replica]
             seconds.append(_beside((group.start, group.stop), others, training, paused))
-    return _Rows(np.array(features), _stack(seconds))
+    return _WorkRows(np.array(features), _stack(seconds))
 
 
-def _training_rows(seen: Sequence[Observation]) -> _Rows:
+def _training_rows(seen: Sequence[Observation]) -> _WorkRows:
     features = []
     seconds = []
     for o in seen:
@@ -311,7 +311,7 @@ def _training_rows(seen: Sequence[Observation]) -> _Rows:
                     (step.start, step.stop), busy, np.empty((0, 2)), np.empty((0, 2))
                 )
             )
-    return _Rows(np.array(features), _stack(seconds))
+    return _WorkRows(np.array(features), _stack(seconds))
 
 
 def _replicas(o: Observation) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jvlab._errors import ConfigError
 
-# `Rates`: what each part of a GRPO step costs, and the cost of a batch on one engine from them.
+# `StepCosts`: what each part of a GRPO step costs, and the cost of a batch on one engine from them.
 
 GENERATION = ("request", "sample", "prompt", "step", "row", "context")
 TRAINING = ("train", "train_token", "train_context")
@@ -22,7 +22,7 @@ Claim = tuple[float, int | None]
 
 
 @dataclass(frozen=True)
-class Rates:
+class StepCosts:
     """Seconds. A step of an engine with n rows and c tokens of context in all takes step + row · n + context · c."""
 
     request: float  # of a group, beside the engine's work: the way there and back

@@ -1,8 +1,9 @@
 """A discrete-event simulation of the GRPO loop: engines, trainer and syncs on devices that they may share.
 
 When a group starts and when it is trained on is decided by the loop's own `Flow` (jvlab/trainer/_schedule.py); only
-durations come from `Rates`. An engine batches continuously: whatever arrives is taken in before the next decoding step,
-and all rows grow by a token a step. Between two events everything is linear, so that one event stands for many steps.
+durations come from `StepCosts`. An engine batches continuously: whatever arrives is taken in before the next decoding
+step, and all rows grow by a token a step. Between two events everything is linear, so that one event stands for many
+steps.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jvlab._errors import MissingDependency
-from jvlab.analysis.forecast._setting import Claim, Rates, Setting, speeds
+from jvlab.analysis.forecast._setting import Claim, Setting, StepCosts, speeds
 from jvlab.record._metrics import split_time
 from jvlab.trainer._batching import PROBE_SAMPLES
 from jvlab.trainer._schedule import Flow, Schedule, Ticket
@@ -27,7 +28,7 @@ Wait = Generator[Any, Any, None]
 
 
 @dataclass
-class Group:
+class SimulatedGroup:
     """A group on its way: `versions` counts its tokens by the version that generated them."""
 
     index: int
@@ -43,7 +44,7 @@ class Group:
 class _Row:
     """Samples of one group that end together."""
 
-    group: Group
+    group: SimulatedGroup
     count: int
     left: float  # tokens to come
     context: float
@@ -67,7 +68,9 @@ class _Device:
     """Activities that share a device: each runs at the speed that the claims of the others leave it."""
 
     def __init__(self, env: Any, cores: int) -> None:
-        self._env, self._cores, self.changed = env, cores, env.event()
+        self._env = env
+        self._cores = cores
+        self.changed = env.event()
         self._claims: dict[int | None, Claim] = {}
 
     def spend(
@@ -115,7 +118,7 @@ class _Engine:
         self.number = number
         self.device = device
         self.rows: list[_Row] = []
-        self.waiting: list[tuple[Group, Sequence[int], float]] = []
+        self.waiting: list[tuple[SimulatedGroup, Sequence[int], float]] = []
         # samples to score, their tokens, what to trigger then
         self.probes: list[tuple[float, float, Any]] = []
         self.paused = False
@@ -202,7 +205,7 @@ class _Loop:
     def __init__(
         self,
         setting: Setting,
-        rates: Rates,
+        rates: StepCosts,
         lengths: Callable[[int], Sequence[int]],
         shape: BatchShape,
         steps: int,
@@ -219,7 +222,7 @@ class _Loop:
         self.lengths = lengths
         self.shape = shape
         self.steps = steps
-        self.flow: Flow[Group] = Flow(
+        self.flow: Flow[SimulatedGroup] = Flow(
             Schedule(setting.prompts_per_step, setting.max_staleness), 1
         )
         self.pool_version = 0
@@ -230,7 +233,7 @@ class _Loop:
         each = lambda: device() if setting.placement == "apart" else shared
         self.trainer_device = own
         self.engines = [_Engine(self, i, each()) for i in range(setting.replicas)]
-        self.groups: list[Group] = []  # complete ones
+        self.groups: list[SimulatedGroup] = []  # complete ones
         self.ends: list[float] = []
         # tokens by version, and the trainer's version
         self.taken: list[tuple[Counter[int], int]] = []
@@ -250,7 +253,7 @@ class _Loop:
     def _start(self, ticket: Ticket) -> None:
         lengths = self.lengths(self.setting.group_size)
         engine = min(self.engines, key=lambda e: (e.in_flight, e.number))
-        group = Group(
+        group = SimulatedGroup(
             ticket.index,
             self.pool_version,
             Counter(),
@@ -264,7 +267,7 @@ class _Loop:
         )
         engine.notify()
 
-    def reward(self, group: Group, way: float) -> Wait:
+    def reward(self, group: SimulatedGroup, way: float) -> Wait:
         """A group's way back, and its rewards."""
         yield self.env.timeout(way)
         began = self.env.now
@@ -302,7 +305,7 @@ class _Loop:
             yield self.env.timeout(rates.hand)
             yield from self._sync(number + 2)
 
-    def _probe(self, groups: Sequence[Group], version: int) -> Any:
+    def _probe(self, groups: Sequence[SimulatedGroup], version: int) -> Any:
         """Where no sample is of this version alone, the engines score some while the trainer trains on them."""
         if any(set(group.versions) == {version} for group in groups):
             return None
@@ -372,7 +375,7 @@ class BatchShape:
 
 def simulate(
     setting: Setting,
-    rates: Rates,
+    rates: StepCosts,
     lengths: Callable[[int], Sequence[int]],
     shape: BatchShape,
     steps: int,
@@ -435,7 +438,7 @@ class Bounds:
 
 
 def closed_form(
-    setting: Setting, rates: Rates, lengths: Sequence[int], shape: BatchShape
+    setting: Setting, rates: StepCosts, lengths: Sequence[int], shape: BatchShape
 ) -> Bounds:
     """Bounds of a step's seconds; `lengths` are the tokens of one step's samples."""
     training = rates.training(*shape.computed(setting, sum(lengths)))
@@ -464,7 +467,7 @@ def closed_form(
     )
 
 
-def _engine_speed(setting: Setting, rates: Rates, training: bool = False) -> float:
+def _engine_speed(setting: Setting, rates: StepCosts, training: bool = False) -> float:
     """Of the slowest engine while all of them work, beside the trainer or not."""
     count = 1 if setting.placement == "apart" else setting.replicas
     claims: list[Claim] = [(rates.engine_load, i) for i in range(count)]
@@ -475,7 +478,7 @@ def _engine_speed(setting: Setting, rates: Rates, training: bool = False) -> flo
 
 def _generation(
     setting: Setting,
-    rates: Rates,
+    rates: StepCosts,
     lengths: Sequence[int],
     shape: BatchShape,
     batches: int,

@@ -19,7 +19,7 @@ from jvlab.analysis.forecast._observe import (
     observations,
     typical_step,
 )
-from jvlab.analysis.forecast._setting import LIMITS, Rates, Setting
+from jvlab.analysis.forecast._setting import LIMITS, Setting, StepCosts
 from jvlab.analysis.forecast._simulate import (
     BatchShape,
     Bounds,
@@ -132,7 +132,8 @@ class Lengths:
     def __init__(self, seen: Sequence[Observation]) -> None:
         ended = [n for o in seen for n in o.lengths if n < o.setting.max_tokens]
         cut = [n for o in seen for n in o.lengths if n >= o.setting.max_tokens]
-        self._ended, self._cut = np.array(ended, int), np.array(cut, int)
+        self._ended = np.array(ended, int)
+        self._cut = np.array(cut, int)
         total = sum(ended) + sum(cut)
         self.hazard = len(ended) / total if total else 0.0  # ends per token
         self.longest = max((o.setting.max_tokens for o in seen), default=0)
@@ -234,7 +235,7 @@ class WhatIf:
         return self.seen[0].setting
 
     @property
-    def rates(self) -> Rates:
+    def rates(self) -> StepCosts:
         """The fitted costs, in seconds."""
         return self.fit.rates
 
@@ -326,13 +327,8 @@ class WhatIf:
     ) -> Forecast:
         """The forecast of these steps; default: of steps far from the first. Made once."""
         key = (setting, warm, steps)
-        if key not in self._made:
-            self._made[key] = self._predict_anew(setting, warm, steps)
-        return self._made[key]
-
-    def _predict_anew(
-        self, setting: Setting, warm: int | None, steps: int | None
-    ) -> Forecast:
+        if key in self._made:
+            return self._made[key]
         point = self._simulate(setting, self.rates, 0, warm, steps)
         ran = [
             self._simulate(setting, rates, 1 + i, warm, steps)
@@ -341,16 +337,14 @@ class WhatIf:
         bound = setting.max_staleness
         values = [typical_step(one.windows.tolist(), bound) for one in ran]
         middle = typical_step(point.windows.tolist(), bound)
-        return self._forecast(
-            setting,
-            point,
-            *self._interval(values, middle, self._unexplained(point, middle)),
-        )
+        low, high = _interval(values, middle, self._unexplained(point, middle))
+        self._made[key] = self._forecast(setting, point, low, high)
+        return self._made[key]
 
     def _simulate(
         self,
         setting: Setting,
-        rates: Rates,
+        rates: StepCosts,
         seed: int = 0,
         warm: int | None = None,
         steps: int | None = None,
@@ -405,18 +399,6 @@ class WhatIf:
                 for name, error in off.items()
             ),
         )
-
-    @staticmethod
-    def _interval(
-        values: Sequence[float], middle: float, unexplained: float
-    ) -> tuple[float, float]:
-        """Where nine of ten step times lie: over draws of the fit, and what the model does not explain."""
-        random = np.random.default_rng(0)
-        spread = np.log(
-            np.array(values) / middle
-        ) + unexplained * random.standard_normal(len(values))
-        low, high = np.exp(np.quantile(spread, [TAIL, 1 - TAIL])) * middle
-        return min(float(low), middle), max(float(high), middle)
 
     def _forecast(
         self,
@@ -505,6 +487,18 @@ class WhatIf:
 
     def _ipython_display_(self) -> None:
         self.panel()
+
+
+def _interval(
+    values: Sequence[float], middle: float, unexplained: float
+) -> tuple[float, float]:
+    """Where nine of ten step times lie: over draws of the fit, and what the model does not explain."""
+    random = np.random.default_rng(0)
+    spread = np.log(np.array(values) / middle) + unexplained * random.standard_normal(
+        len(values)
+    )
+    low, high = np.exp(np.quantile(spread, [TAIL, 1 - TAIL])) * middle
+    return min(float(low), middle), max(float(high), middle)
 
 
 def _cached(seen: Sequence[Observation]) -> float:

@@ -190,7 +190,8 @@ def _write_tokenizer(source: Path, folder: Path) -> list[int]:
 def _own_bar(bar: Progress) -> Iterator[None]:
     """Inside, transformers counts tensors on our progress bar and shows none of its own."""
     import transformers.modeling_gguf_pytorch_utils as reader
-    from transformers.utils import logging
+
+    from jvlab._progress import without_transformers_bar
 
     def counted(tensors: list[object], **_: object) -> Iterator[object]:
         bar.restart(len(tensors))
@@ -198,13 +199,10 @@ def _own_bar(bar: Progress) -> Iterator[None]:
             yield tensor
             bar.advance(1)
 
-    bars = logging.is_progress_bar_enabled()
     theirs = reader.tqdm
-    logging.disable_progress_bar()
     reader.tqdm = counted  # type: ignore[assignment]
     try:
-        yield
+        with without_transformers_bar():
+            yield
     finally:
         reader.tqdm = theirs
-        if bars:
-            logging.enable_progress_bar()

@@ -9,34 +9,34 @@ import pytest
 
 from jvlab import errors
 from jvlab._deadline import Deadline
-from jvlab.analysis.certification import _certify, _sync_checks
+from jvlab.analysis.certification import _certify, _checks
 from jvlab.analysis.certification._certificate import (
     Certificate,
     CertificateRow,
     Finding,
 )
+from jvlab.analysis.certification._checks import judge, rounded_apart
 from jvlab.analysis.certification._subject import (
     as_loaded,
     differences,
     known_values,
     values_held,
 )
-from jvlab.analysis.certification._sync_checks import judge, rounded_apart
 from jvlab.layout._plan_types import numpy_dtype
 from tests.analysis.certification.fake_subject import FakeSubject, identity
 from tests.sync import quantised_world
 
-STAGED, DIRECT = _sync_checks.failed_staged, _sync_checks.failed_direct
+STAGED, DIRECT = _checks.failed_staged, _checks.failed_direct
 KEEPS, DROPS, GRAPHS = (
-    _sync_checks.sleep_keeps,
-    _sync_checks.sleep_drops,
-    _sync_checks.graphs,
+    _checks.sleep_keeps,
+    _checks.sleep_drops,
+    _checks.graphs,
 )
 
 
 @pytest.mark.parametrize(
     "check",
-    [KEEPS, DROPS, GRAPHS, STAGED, DIRECT, _sync_checks.scored],
+    [KEEPS, DROPS, GRAPHS, STAGED, DIRECT, _checks.scored],
     ids=lambda c: c.__name__,
 )
 def test_a_sound_engine_passes(check):
@@ -96,8 +96,8 @@ def test_what_does_not_apply_has_its_reason():
         GRAPHS,
         STAGED,
         DIRECT,
-        lambda s: _sync_checks.arrives(s, "direct"),
-        _sync_checks.restored,
+        lambda s: _checks.arrives(s, "direct"),
+        _checks.restored,
     ):
         found = check(refused)
         assert (found.state, "fp8" in found.detail) == ("not applicable", True)
@@ -176,7 +176,7 @@ def test_known_values_and_the_memory_they_make():
 def test_scales_of_fp8_are_compared_and_known_values_fit_its_range():
     subject = FakeSubject()
     subject.layouts = [quantised_world.engine()]
-    assert _sync_checks.loader_only(subject) == set()
+    assert _checks.loader_only(subject) == set()
     wide = known_values({"a": np.full((64, 64), 400, numpy_dtype("float8_e4m3fn"))}, 1)[
         "a"
     ].astype(np.float32)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jvlab.analysis.forecast._setting import Rates, Setting
+from jvlab.analysis.forecast._setting import Setting, StepCosts
 from jvlab.analysis.forecast._simulate import BatchShape, _Loop
 from jvlab.record._events import (
     RewardEvent,
@@ -22,7 +22,7 @@ from jvlab.record._record import Record
 
 BUDGET = 2048  # tokens of a micro-batch, where a record tells how rows were laid
 
-RATES = Rates(
+RATES = StepCosts(
     request=0.02,
     sample=0.001,
     prompt=2e-5,
@@ -58,7 +58,7 @@ def setting(
 
 def record(
     wanted: Setting,
-    rates: Rates = RATES,
+    rates: StepCosts = RATES,
     steps: int = 14,
     noise: float = 0.0,
     seed: int = 0,

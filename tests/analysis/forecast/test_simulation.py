@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jvlab.analysis.forecast._setting import Rates, Setting, speeds
+from jvlab.analysis.forecast._setting import Setting, StepCosts, speeds
 from jvlab.analysis.forecast._simulate import (
     BatchShape,
     Simulated,
@@ -21,7 +21,7 @@ SHAPE = BatchShape(cached=0.5, padding=0.1)
 
 def run(
     wanted: Setting,
-    rates: Rates = RATES,
+    rates: StepCosts = RATES,
     steps: int = 12,
     lengths: list[int] | None = None,
 ) -> Simulated:
@@ -36,7 +36,7 @@ def run(
     )
 
 
-def some_rates(random: np.random.Generator) -> Rates:
+def some_rates(random: np.random.Generator) -> StepCosts:
     """Costs of very different machines: each cost between a tenth and ten times that of the first."""
     loads = dict(
         zip(
@@ -50,7 +50,7 @@ def some_rates(random: np.random.Generator) -> Rates:
         for n, v in vars(RATES).items()
         if n not in (*loads, "pause", "cores")
     }
-    return Rates(
+    return StepCosts(
         **scaled, pause=random.uniform(0, 1), **loads, cores=int(random.choice([1, 2]))
     )
 

@@ -1,20 +1,26 @@
-"""Checks around a sync: it arrives bit for bit, a failed one leaves the old version, old prefix caches are dead."""
+"""The checks of a certificate, each a function of the subject: what it saw, and whether that is right.
+
+First those around a sync, then what a GPU does with its weights, adapters, and last the comparisons with what jvlab
+did not make: transformers' computation, and the values that were loaded or committed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 
 from jvlab._errors import JvlabError, SyncError, Unsupported, VerifyError
+from jvlab._progress import without_transformers_bar
 from jvlab._units import human_bytes
 from jvlab.analysis.certification._certificate import Finding
 from jvlab.analysis.certification._subject import (
@@ -24,6 +30,7 @@ from jvlab.analysis.certification._subject import (
     Values,
     as_loaded,
     differences,
+    first_line,
     is_float,
 )
 from jvlab.layout._plan_types import FP8, numpy_dtype
@@ -32,7 +39,22 @@ from jvlab.sync._senders import jobs_of
 from jvlab.trainer.decoder._lora import PREFIX, TARGETS
 from jvlab.transport._faults import Faults
 
+if TYPE_CHECKING:
+    from jvlab.record._sample import Sample
+
 DIRTY_SECONDS = 20.0  # for an engine to refuse a request
+
+
+def needs_link(check: Callable[..., Finding]) -> Callable[..., Finding]:
+    """A check that does not apply to an engine to which no link can be made."""
+
+    @functools.wraps(check)
+    def asked(subject: Subject, *arguments: Any) -> Finding:
+        if subject.refused:
+            return Finding.skipped(subject.refused)
+        return check(subject, *arguments)
+
+    return asked
 
 
 def compare(subject: Subject, wanted: Memory, what: str) -> Finding:
@@ -63,10 +85,9 @@ def compare(subject: Subject, wanted: Memory, what: str) -> Finding:
     return Finding.passed(f"{text}: read back from live memory, every bit equal{more}")
 
 
+@needs_link
 def arrives(subject: Subject, mode: str) -> Finding:
     """Sync known values, and read them back."""
-    if subject.refused:
-        return Finding.skipped(subject.refused)
     if mode == "direct" and subject.no_direct:
         return Finding.skipped(f"live memory can't be mapped: {subject.no_direct}")
     # never what it already holds
@@ -74,10 +95,10 @@ def arrives(subject: Subject, mode: str) -> Finding:
     try:
         subject.sync(which, mode)
     except REFUSALS as error:
-        return Finding.skipped(f"no {mode} sync here: {error.message.splitlines()[0]}")
+        return Finding.skipped(f"no {mode} sync here: {first_line(error)}")
     except VerifyError as error:
         return Finding.failed(
-            f"the sync did not commit: {error.message.splitlines()[0]}", _named(error)
+            f"the sync did not commit: {first_line(error)}", _named(error)
         )
     wanted = {
         key: flat
@@ -133,38 +154,61 @@ def restored(subject: Subject) -> Finding:
 
 def scored(subject: Subject) -> Finding:
     """Sample, then score the same tokens in one pass."""
-    samples = [
-        subject.say(subject.prompt(n, n), r, 12)
-        for r in subject.replicas
+    samples = some_samples(subject)
+    return compare_logprobs(
+        subject,
+        samples,
+        [sample.logprobs for sample in samples],
+        ("sampled with", "scored"),
+        "sampled and scored log-probabilities are {gap:.2g} nats apart on {replica}",
+        "{tokens} tokens sampled and scored",
+    )
+
+
+def some_samples(subject: Subject) -> list[Sample]:
+    """Of every replica, after prompts of several lengths: a rotary table that is wrong shows with distance."""
+    return [
+        subject.say(subject.prompt(n, n), replica, 12)
+        for replica in subject.replicas
         for n in (3, 9, 20, 40)
     ]
-    rows = subject.score(samples)
+
+
+def compare_logprobs(
+    subject: Subject,
+    samples: Sequence[Sample],
+    others: Sequence[np.ndarray],
+    names: tuple[str, str],
+    apart: str,
+    equal: str,
+) -> Finding:
+    """Compare the engine's scores of the samples with others of the same tokens.
+
+    names   of the other number and of the engine's
+    apart   what is said if they differ: {gap} and {replica} are filled in
+    equal   what is said if they do not: {tokens}
+    """
     worst = 0.0
-    for sample, row in zip(samples, rows, strict=True):
-        worst = max(worst, gap := subject.gap(sample.logprobs, row))
+    for sample, other, row in zip(samples, others, subject.score(samples), strict=True):
+        gap = subject.gap(other, row)
+        worst = max(worst, gap)
         if not gap <= subject.tolerance:
-            at = int(
-                np.argmax(np.nan_to_num(np.abs(sample.logprobs - row), nan=np.inf))
-            )
-            first = (
-                f"token {at} after a prompt of {len(sample.prompt_token_ids)}: "
-                f"sampled with {sample.logprobs[at]:.5g}"
-            )
+            at = int(np.argmax(np.nan_to_num(np.abs(other - row), nan=np.inf)))
             return Finding.failed(
-                f"sampled and scored log-probabilities are {gap:.2g} nats apart on {sample.replica}",
-                f"{first}, scored {row[at]:.5g}",
+                apart.format(gap=gap, replica=sample.replica),
+                f"token {at} after a prompt of {len(sample.prompt_token_ids)}: {names[0]} {other[at]:.5g}, "
+                f"{names[1]} {row[at]:.5g}",
             )
     tokens = sum(len(s.token_ids) for s in samples)
     measure = "mean" if subject.half else "largest difference"
     return Finding.passed(
-        f"{tokens} tokens sampled and scored: {measure} {worst:.1e} nats, at most {subject.tolerance:g}"
+        f"{equal.format(tokens=tokens)}: {measure} {worst:.1e} nats, at most {subject.tolerance:g}"
     )
 
 
+@needs_link
 def prefix_cache(subject: Subject) -> Finding:
     """Fill the prefix cache, sync other weights, and ask the same again."""
-    if subject.refused:
-        return Finding.skipped(subject.refused)
     block = int(subject.facts.block_size)
     if not subject.facts.prefix_caching:
         return Finding.skipped(
@@ -203,10 +247,9 @@ def prefix_cache(subject: Subject) -> Finding:
 # Failures ---------------------------------------------------------------------------------------------------------
 
 
+@needs_link
 def failed_staged(subject: Subject) -> Finding:
     """Let a staged sync fail half-way: the old version must go on as if nothing had happened."""
-    if subject.refused:
-        return Finding.skipped(subject.refused)
     subject.hold("original")
     version = subject.version
     seen = []
@@ -214,9 +257,7 @@ def failed_staged(subject: Subject) -> Finding:
         try:
             errors = _fail(subject, "staged", fault)
         except REFUSALS as error:
-            return Finding.skipped(
-                f"no staged sync here: {error.message.splitlines()[0]}"
-            )
+            return Finding.skipped(f"no staged sync here: {first_line(error)}")
         if errors is None:
             subject.held = None
             return Finding.failed(
@@ -245,10 +286,9 @@ def failed_staged(subject: Subject) -> Finding:
     )
 
 
+@needs_link
 def failed_direct(subject: Subject) -> Finding:
     """Let a direct sync fail half-way: the engine may serve the old version or nothing, but no mixture of two."""
-    if subject.refused:
-        return Finding.skipped(subject.refused)
     if subject.no_direct:
         return Finding.skipped(f"live memory can't be mapped: {subject.no_direct}")
     seen = []
@@ -386,10 +426,9 @@ def sleep_keeps(subject: Subject) -> Finding:
     )
 
 
+@needs_link
 def sleep_drops(subject: Subject) -> Finding:
     """Sleep at level 2 and wake: nothing is served before a sync, and all of it after."""
-    if subject.refused:
-        return Finding.skipped(subject.refused)
     subject.hold("original")
     try:
         subject.pool.sleep(2, timeout=subject.deadline)
@@ -429,10 +468,9 @@ def _sleeping(subject: Subject) -> bool:
     )
 
 
+@needs_link
 def graphs(subject: Subject) -> Finding:
     """Sync other weights under graphs that were captured before, and compare their results with those of no graph."""
-    if subject.refused:
-        return Finding.skipped(subject.refused)
     if subject.device != "cuda":
         return Finding.skipped(
             f"CUDA graphs are a GPU's; this engine runs on {subject.device}"
@@ -587,12 +625,11 @@ def rounded_apart(subject: Subject, values: Values) -> Values:
     return out
 
 
+@needs_link
 def adapters(subject: Subject) -> Finding:
     """Sync a known adapter, read it back, and compare with the merged weights."""
     if not subject.facts.max_adapters:
         return Finding.skipped("the engine was started without LoRA")
-    if subject.refused:
-        return Finding.skipped(subject.refused)
     adapter = known_adapter(subject)
     if not adapter:
         return Finding.skipped(
@@ -608,9 +645,7 @@ def adapters(subject: Subject) -> Finding:
             tree, mode=subject.mode, progress=False, timeout=subject.deadline.left()
         )
     except REFUSALS as error:
-        return Finding.skipped(
-            f"no adapter can be synced: {error.message.splitlines()[0]}"
-        )
+        return Finding.skipped(f"no adapter can be synced: {first_line(error)}")
     count, wrong = _compare(subject, layouts, adapter)
     if wrong:
         return Finding.failed(
@@ -690,14 +725,11 @@ def judge(
 
 # of float32: transformers computes on the CPU, in memory that the trainer may need
 LARGEST_BYTES = 8e9
-# their lengths: a rotary table that is wrong shows with distance
-PROMPTS = (3, 9, 20, 40)
 
 
+@needs_link
 def reference(subject: Subject) -> Finding:
     """Sample, and let transformers compute the same tokens' log-probabilities with the values that the engine holds."""
-    if subject.refused:
-        return Finding.skipped(subject.refused)
     if subject.facts.quantization:
         return Finding.skipped(
             f"transformers computes without {subject.facts.quantization} activations"
@@ -716,29 +748,15 @@ def reference(subject: Subject) -> Finding:
             f"transformers could not load it: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
         )
     subject.hold("original")
-    samples = [
-        subject.say(subject.prompt(n, n), r, 12)
-        for r in subject.replicas
-        for n in PROMPTS
-    ]
-    worst = 0.0
-    for sample, row in zip(samples, subject.score(samples), strict=True):
-        ours = logprobs_of(model, sample)
-        gap = subject.gap(ours, row)
-        worst = max(worst, gap)
-        if not gap <= subject.tolerance:
-            at = int(np.argmax(np.nan_to_num(np.abs(ours - row), nan=np.inf)))
-            return Finding.failed(
-                f"engine and transformers are {gap:.2g} nats apart with the same weights ({sample.replica}): one of "
-                "them, or the engine's configuration, computes another model",
-                f"token {at} after a prompt of {len(sample.prompt_token_ids)}: engine {row[at]:.5g}, "
-                f"transformers {ours[at]:.5g}",
-            )
-    tokens = sum(len(s.token_ids) for s in samples)
-    measure = "mean" if subject.half else "largest difference"
-    return Finding.passed(
-        f"{tokens} tokens computed by transformers in float32 with the engine's values: {measure} {worst:.1e} nats, at "
-        f"most {subject.tolerance:g}"
+    samples = some_samples(subject)
+    return compare_logprobs(
+        subject,
+        samples,
+        [logprobs_of(model, sample) for sample in samples],
+        ("transformers", "engine"),
+        "engine and transformers are {gap:.2g} nats apart with the same weights ({replica}): one of them, or the "
+        "engine's configuration, computes another model",
+        "{tokens} tokens computed by transformers in float32 with the engine's values",
     )
 
 
@@ -758,7 +776,7 @@ def transformers_model(folder: str, values: Any) -> Any:
             for name, array in values.items()
         }
         save_file(wide, f"{made}/model.safetensors", metadata={"format": "pt"})
-        with _without_a_bar():
+        with without_transformers_bar():
             model, told = transformers.AutoModelForCausalLM.from_pretrained(
                 made,
                 dtype=torch.float32,
@@ -775,20 +793,6 @@ def transformers_model(folder: str, values: Any) -> Any:
     return model.eval()
 
 
-@contextlib.contextmanager
-def _without_a_bar() -> Iterator[None]:
-    """Inside, transformers shows no progress of its own beside ours."""
-    from transformers.utils import logging
-
-    enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            logging.enable_progress_bar()
-
-
 def logprobs_of(model: Any, sample: Any) -> np.ndarray:
     """Log-probabilities of a sample's tokens, in one pass over the whole sequence."""
     import torch
@@ -803,10 +807,9 @@ def logprobs_of(model: Any, sample: Any) -> np.ndarray:
     return chosen[:, 0].numpy()
 
 
+@needs_link
 def unchanged(subject: Subject) -> Finding:
     """Compare what the engines held at the beginning with what was last committed, or loaded."""
-    if subject.refused:
-        return Finding.skipped(subject.refused)
     if subject.verified is not None:
         wrong = subject.verified.differing
         if wrong or not subject.verified.ok:
@@ -824,7 +827,7 @@ def unchanged(subject: Subject) -> Finding:
     try:
         source = subject.given if subject.given is not None else subject.checkpoint()
     except JvlabError as error:
-        return Finding.skipped(error.message.splitlines()[0])
+        return Finding.skipped(first_line(error))
     wanted = loaded_from(subject, source)
     wrong = differences(wanted, {key: subject.loaded[key] for key in wanted})
     what = "the params given" if subject.given is not None else "the checkpoint's files"

@@ -1,0 +1,19 @@
+"""Figures that the pages quote: a test asks for the figure with its unit, and never for the words around it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def unquoted(page: str, *figures: str) -> list[str]:
+    """Those of the figures that the page does not have. Blanks do not count: "2.2 ×" is "2.2×"."""
+    squeeze = lambda text: re.sub(r"\s+", "", text)
+    text = squeeze((ROOT / page).read_text())
+    return [
+        figure
+        for figure in figures
+        if not re.search(rf"(?<![\d.]){re.escape(squeeze(figure))}", text)
+    ]
