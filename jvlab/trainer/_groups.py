@@ -9,7 +9,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -91,15 +91,13 @@ class Evaluation:
         self._sampling = {**own, **GREEDY}
         self.best = best
 
-    def run(
-        self, step: int, version: int, meanwhile: Callable[[], None] = lambda: None
-    ) -> EvaluationEvent:
-        """One evaluation of the weights that the pool holds. `meanwhile()` is called about once a second."""
+    def run(self, step: int, version: int) -> EvaluationEvent:
+        """One evaluation of the weights that the pool holds."""
         start = clock()
         samples = list(
             self._pool.generate([e.prompt for e in self._examples], **self._sampling)
         )
-        result = self._rewards(samples, meanwhile)
+        result = self._rewards(samples)
         good = result.rewards[np.isfinite(result.rewards)]
         mean = float(good.mean()) if len(good) else math.nan
         best = mean > self.best  # not if it is NaN
@@ -118,20 +116,14 @@ class Evaluation:
             best=best,
         )
 
-    def _rewards(
-        self, samples: Sequence[Any], meanwhile: Callable[[], None]
-    ) -> RewardResult:
+    def _rewards(self, samples: Sequence[Any]) -> RewardResult:
         pairs = zip(samples, self._examples, strict=True)
         calls = [
             self._rewarder.start(i, sample, example)
             for i, (sample, example) in enumerate(pairs)
         ]
-        left = set(calls)
-        while left:  # each call has the task's timeout
-            done, left = wait(left, 1.0, FIRST_COMPLETED)
-            for call in done:
-                self._watch.add(call.result(0))
-            meanwhile()
+        for call in as_completed(calls):  # no deadline: each has the task's timeout
+            self._watch.add(call.result(0))
         return reward_result([call.result(0) for call in calls])
 
     def waiting(self) -> str:

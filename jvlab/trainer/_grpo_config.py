@@ -6,14 +6,15 @@ import difflib
 import inspect
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from jvlab._errors import ConfigError
 from jvlab.record._events import StepEvent
 from jvlab.record._sample import check_replay
+from jvlab.trainer._batching import Buckets
 from jvlab.trainer._losses import Algorithm
 from jvlab.trainer._schedule import Schedule
 from jvlab.trainer._tasks import check_choice, check_number, check_sampling, check_whole
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 GAP_ALARM_FLOAT32 = 1e-3  # default gap_alarm for a float32 engine
 # for 16-bit floats, where single tokens differ by as much in a healthy run
 GAP_ALARM_HALF = 0.3
+MICRO_BATCH = 16  # samples, where they are padded
 MEANT = {  # names that other trainers give to options
     "lr": "learning_rate",
     "num_generations": "group_size",
@@ -52,7 +54,44 @@ WHOLE = {  # options that are whole numbers, and the least of each
 RESERVED = ("seed", "max_tokens", "temperature", "n", "logprobs")
 
 
-@dataclass(frozen=True)
+class GrpoOptions(TypedDict, total=False):
+    """The keyword arguments of `jv.grpo`, for type checkers and editors; `GrpoConfig` has their defaults."""
+
+    algorithm: str | Algorithm
+    group_size: int
+    prompts_per_step: int
+    learning_rate: float | Callable[[Any], Any]
+    schedule: str
+    warmup: int
+    optimizer: Any
+    max_grad_norm: float | None
+    seed: int
+    max_tokens: int | None
+    temperature: float
+    sampling: Mapping[str, Any] | None
+    micro_batch: int | None
+    token_budget: int | None
+    reference: Any
+    on_stale: str
+    replay: str
+    max_turns: int
+    folder: str | os.PathLike[str] | None
+    checkpoint_every: int
+    keep_checkpoints: int | None
+    evaluate: Task | str | None
+    every: int
+    evaluate_prompts: int
+    resume: bool | str
+    gap_alarm: float | None
+    keep_samples: int
+    sinks: Sequence[Callable[[Any], None]]
+    sync: Mapping[str, Any] | None
+    sleep: bool | None
+    background: bool | None
+    progress: bool | Callable[[StepEvent], None] | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class GrpoConfig:
     """The options of one run; `jv.grpo` documents them."""
 
@@ -85,32 +124,54 @@ class GrpoConfig:
     resume: bool | str = False
     gap_alarm: float | None = None
     keep_samples: int = 1
-    sinks: tuple[Callable[[Any], None], ...] = ()
+    sinks: Sequence[Callable[[Any], None]] = ()
     sync: Mapping[str, Any] | None = None
     sleep: bool | None = None
     background: bool | None = None
     progress: bool | Callable[[StepEvent], None] | None = None
 
     @classmethod
-    def of(
-        cls, steps: int, max_staleness: int, options: Mapping[str, Any]
-    ) -> GrpoConfig:
+    def of(cls, steps: int, max_staleness: int, options: GrpoOptions) -> GrpoConfig:
         """From the arguments of `jv.grpo`; an option that does not exist is an error that names one that does."""
         known = [field.name for field in fields(cls)]
-        if unknown := [name for name in options if name not in known]:
-            meant = MEANT.get(unknown[0]) or next(
-                iter(difflib.get_close_matches(unknown[0], known, 1)), ""
-            )
+        for name in options:
+            if name not in known:
+                close = (
+                    [MEANT[name]]
+                    if name in MEANT
+                    else difflib.get_close_matches(name, known, 1)
+                )
+                raise ConfigError(
+                    f"jv.grpo has no option {name!r}",
+                    remedy=f"did you mean {close[0]!r}?"
+                    if close
+                    else f"options: {', '.join(known)}",
+                    option=name,
+                )
+        return cls(steps=steps, max_staleness=max_staleness, **options)
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for options of another kind than they are."""
+        check_sampling(self.sampling)
+        if self.sync is not None and not isinstance(self.sync, Mapping):
             raise ConfigError(
-                f"jv.grpo has no option {unknown[0]!r}",
-                remedy=f"did you mean {meant!r}?"
-                if meant
-                else f"options: {', '.join(known)}",
-                option=unknown[0],
+                f"sync is {self.sync!r}",
+                remedy='options of link.sync: sync={"mode": "staged"}',
             )
-        made = cls(steps, max_staleness, **options)
-        made._check_kinds()
-        return made
+        if self.folder == "" or not isinstance(
+            self.folder, (str, os.PathLike, type(None))
+        ):
+            raise ConfigError(
+                f"folder is {self.folder!r}",
+                remedy='the path of a folder, for instance "runs/first"',
+            )
+        if not isinstance(self.sinks, (tuple, list)) or not all(
+            map(callable, self.sinks)
+        ):
+            raise ConfigError(
+                f"sinks is {self.sinks!r}",
+                remedy="a tuple of functions of an event: sinks=(function,)",
+            )
 
     @property
     def flow(self) -> Schedule:
@@ -135,6 +196,11 @@ class GrpoConfig:
             if self.sleep is None
             else self.sleep
         )
+
+    @property
+    def buckets(self) -> Buckets:
+        """The shapes of micro-batches, where samples are padded."""
+        return Buckets(rows=self.micro_batch or MICRO_BATCH)
 
     @property
     def sync_options(self) -> dict[str, Any]:
@@ -197,30 +263,6 @@ class GrpoConfig:
             raise ConfigError(
                 f"a reference pool scores at temperature 1, the policy samples at {self.temperature}",
                 remedy="temperature=1.0, or give the reference as a tree of parameters",
-            )
-
-    def _check_kinds(self) -> None:
-        """Raise ConfigError for options of another kind than they are."""
-        check_sampling(self.sampling)
-        if self.sync is not None and not isinstance(self.sync, Mapping):
-            raise ConfigError(
-                f"sync is {self.sync!r}",
-                remedy='options of link.sync: sync={"mode": "staged"}',
-            )
-        if (
-            not (self.folder is None or isinstance(self.folder, (str, os.PathLike)))
-            or self.folder == ""
-        ):
-            raise ConfigError(
-                f"folder is {self.folder!r}",
-                remedy='the path of a folder, for instance "runs/first"',
-            )
-        if not isinstance(self.sinks, (tuple, list)) or not all(
-            map(callable, self.sinks)
-        ):
-            raise ConfigError(
-                f"sinks is {self.sinks!r}",
-                remedy="a tuple of functions of an event: sinks=(function,)",
             )
 
     def _check_group_size(self, algorithm: Algorithm) -> None:
@@ -392,8 +434,8 @@ def _first_rate(learning_rate: Callable[[Any], Any]) -> Any:
 def signature_with_options(function: Callable[..., Any]) -> inspect.Signature:
     """A function's signature with the fields of `GrpoConfig` in place of **options."""
     signature = inspect.signature(function)
-    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    more = [
+    *own, _ = signature.parameters.values()
+    named = [
         inspect.Parameter(
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
@@ -403,4 +445,4 @@ def signature_with_options(function: Callable[..., Any]) -> inspect.Signature:
         for field in fields(GrpoConfig)
         if field.name not in signature.parameters
     ]
-    return signature.replace(parameters=[*own, *more])
+    return signature.replace(parameters=[*own, *named])

@@ -30,7 +30,7 @@ GOOD_ENOUGH = 0.01  # of padding: shorter rows must save more than this
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowShape:
     """The shape of a packed micro-batch: `count` rows of `length` tokens, each with at most `most` samples."""
 
     count: int
@@ -123,7 +123,7 @@ def _candidates(sizes: np.ndarray, longest: int) -> list[int]:
 
 
 @dataclass(frozen=True, eq=False)
-class Packed:
+class PackedRows:
     """One micro-batch: `segments` [rows, length] numbers each row's samples from 1, 0 is padding.
 
     `samples` are indices into the batch, in the order of their rows. `place` [samples, length] is where each token of
@@ -142,7 +142,9 @@ class Packed:
         return flat[:-1].reshape(*self.segments.shape, *values.shape[2:])
 
 
-def packed(lengths: np.ndarray, rows: Sequence[Sequence[int]], shape: Rows) -> Packed:
+def packed(
+    lengths: np.ndarray, rows: Sequence[Sequence[int]], shape: RowShape
+) -> PackedRows:
     """These rows of samples as one micro-batch of this shape; rows that are missing are padding."""
     segments = np.zeros((shape.count, shape.length), np.int32)
     place = np.full((shape.samples, shape.length), shape.tokens, np.int32)
@@ -155,7 +157,7 @@ def packed(lengths: np.ndarray, rows: Sequence[Sequence[int]], shape: Rows) -> P
             place[len(samples), :size] = row * shape.length + np.arange(at, at + size)
             samples.append(sample)
             at += size
-    return Packed(np.asarray(samples, np.int64), segments, place)
+    return PackedRows(np.asarray(samples, np.int64), segments, place)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -167,7 +169,7 @@ LONGER = 1.03
 WASTEFUL = 1.2
 
 
-class Part(Protocol):
+class MicroBatch(Protocol):
     """One micro-batch. Its arrays for the loss are [most, width], one sample a row, filled up with zeros."""
 
     @property
@@ -211,8 +213,8 @@ class PaddedPart:
 class PackedPart:
     """Samples laid end to end in rows. Their losses are computed as if they were padded to a row's length."""
 
-    content: Packed
-    shape: Rows
+    content: PackedRows
+    shape: RowShape
 
     @property
     def samples(self) -> np.ndarray:
@@ -239,7 +241,7 @@ class PackedPart:
         return {**laid, "segments": content.segments, "place": content.place}
 
 
-def unpad(part: Part, found: np.ndarray, out: np.ndarray) -> None:
+def unpad(part: MicroBatch, found: np.ndarray, out: np.ndarray) -> None:
     """Write a micro-batch's values [most, width] to its samples' rows of the batch's [N, T] array."""
     width = min(part.width, out.shape[1])
     out[part.samples, :width] = found[: len(part.samples), :width]
@@ -259,7 +261,7 @@ class Packer:
         self._budget = budget
         self._short = short
         self._rows = rows
-        self.shape: Rows | None = None
+        self.shape: RowShape | None = None
         self._wasteful = 0  # batches in a row
         # lengths of the batch before: one is scored, then trained on
         self._last = np.empty(0, np.int64)
@@ -274,7 +276,7 @@ class Packer:
         self.shape = shape = self._shape_for(lengths)
         alone = np.flatnonzero(lengths > shape.length)
         for sample in alone[np.argsort(-lengths[alone], kind="stable")]:
-            own = Rows(self._rows, round_up(int(lengths[sample])), 1)
+            own = RowShape(self._rows, round_up(int(lengths[sample])), 1)
             yield PackedPart(packed(lengths, [[int(sample)]], own), own)
         short = np.flatnonzero(lengths <= shape.length)
         rows = [
@@ -284,7 +286,7 @@ class Packer:
         for at in range(0, len(rows), shape.count):
             yield PackedPart(packed(lengths, rows[at : at + shape.count], shape), shape)
 
-    def _shape_for(self, lengths: np.ndarray) -> Rows:
+    def _shape_for(self, lengths: np.ndarray) -> RowShape:
         known = np.array_equal(lengths, self._last)
         self._last = lengths
         if self.shape is None:
@@ -305,7 +307,7 @@ class Packer:
         self._wasteful = 0
         return own
 
-    def _choose(self, lengths: np.ndarray) -> Rows:
+    def _choose(self, lengths: np.ndarray) -> RowShape:
         longest = max(self._budget // self._rows, 1)
         if self._short:
             longest = min(longest, max(SHORT_ROW, round_up(2 * int(lengths.max()))))
@@ -327,10 +329,10 @@ class Packer:
         most = 2 ** math.ceil(
             math.log2(1.5 * max((len(row) for row in rows), default=1))
         )
-        return Rows(count, length, min(most, MOST))
+        return RowShape(count, length, min(most, MOST))
 
 
-def _computed(lengths: np.ndarray, shape: Rows) -> int:
+def _computed(lengths: np.ndarray, shape: RowShape) -> int:
     """Positions computed for samples of these lengths; one that is longer than a row counts as a whole pass."""
     short = lengths[lengths <= shape.length]
     passes = -(-len(pack(short, shape.length, shape.most)) // shape.count)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,6 +25,7 @@ from jvlab.layout.checkpoint._tensors import read_config
 from jvlab.layout.rules._builtin import policy_rules
 from jvlab.layout.rules._ruleset import Rules
 from jvlab.trainer._compile_cache import use_compile_cache
+from jvlab.trainer._live_policies import remember_policy
 from jvlab.trainer._micro_batches import MOST, Packer, Packing, packing
 from jvlab.trainer.decoder import _checkpoint, _cudnn, _lora, _memory, _model
 from jvlab.trainer.decoder import _sharding as sharding
@@ -124,8 +124,6 @@ def write_adapter(
 # ----------------------------------------------------------------------------------------------------
 
 DTYPES = ("float32", "bfloat16", "float16")
-# so that `link.bisect(prompt)` can find its trainer
-alive: weakref.WeakSet[Policy] = weakref.WeakSet()
 _SHARD_BYTES = 5_000_000_000  # largest weights file, as in transformers
 
 
@@ -163,7 +161,7 @@ class Policy:
         self.hf_config = dict(hf_config)
         self._tensors = tensors
         self._bindings = bindings
-        alive.add(self)
+        remember_policy(self)
         self._logits = jax.jit(partial(_model.logits, config=config, runtime=runtime))
         self._hidden = jax.jit(
             partial(_model.layer_states, config=config, runtime=runtime)

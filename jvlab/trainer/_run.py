@@ -17,7 +17,6 @@ import numpy as np
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, DeadlineExceeded
 from jvlab._tracebacks import brief
-from jvlab.record._events import StepEvent
 from jvlab.record._record import Record
 from jvlab.record._run_status import RunStatus
 from jvlab.trainer._batching import Buckets, TrainBatch
@@ -96,6 +95,9 @@ def _batch(sample: SampleRecord, own: np.ndarray) -> TrainBatch:
 # ----------------------------------------------------------------------------------------------------
 
 _open: weakref.WeakSet[Run] = weakref.WeakSet()
+# lab client -> folders of its runs, for `lab.timeline()`
+_runs: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+COUNTS = ("flying", "ready", "dropped", "regenerated", "lost")  # of groups
 
 
 class Run:
@@ -116,18 +118,16 @@ class Run:
         loop: Loop,
         start: Callable[[], Producer],
         folder: Path,
-        name: str,
-        max_staleness: int,
-        client: object = None,
-        on_end: Callable[[], None] = lambda: None,
+        client: object,
+        on_end: Callable[[], None],
     ) -> None:
+        """`client` is the lab's, if the pool has one; `on_end` is called before those who wait are told."""
         self.folder = folder
-        self.name = name
+        self.name = folder.name
         self._loop = loop
         self._start_producer = start
-        self._client = client
-        self._on_end = on_end  # called before anybody who waits for the end is told
-        self._max_staleness = max_staleness
+        self._on_end = on_end
+        self._max_staleness = loop.config.max_staleness
         self._state = "starting"
         self._error = None
         self._began = time.monotonic()
@@ -137,9 +137,12 @@ class Run:
         self._leaving = False  # the process ends
         self._listeners: list[Callable[[Run], None]] = []
         self._thread = threading.Thread(
-            target=self._run, name=f"jvlab-run-{name}", daemon=True
+            target=self._run, name=f"jvlab-run-{self.name}", daemon=True
         )
+        loop.on_step.append(lambda event: self._notify())
         _open.add(self)
+        if client is not None:
+            _runs.setdefault(client, []).append(folder)
         self._thread.start()
 
     def _run(self) -> None:
@@ -279,37 +282,31 @@ class Run:
     def status(self) -> RunStatus:
         """A snapshot of the run."""
         loop = self._loop
-        last = self._loop.last
+        last = loop.last
         producer = loop.producer
         flow = self._final or (producer.snapshot() if producer is not None else {})
+        best, worst = loop.extremes or (None, None)
         state = self._state
-        if state == "running":
-            state = (
-                "stopping"
-                if loop.control.stopping
-                else "paused"
-                if loop.control.pausing
-                else state
-            )
+        if state == "running" and loop.control.stopping:
+            state = "stopping"
+        elif state == "running" and loop.control.pausing:
+            state = "paused"
         return RunStatus(
-            state,
-            loop.step,
-            loop.settings.steps,
-            loop.version,
-            last.reward_mean if last else float("nan"),
-            loop.max_gap,
-            self._max_staleness,
-            flow.get("flying", 0),
-            flow.get("ready", 0),
-            flow.get("dropped", 0),
-            flow.get("regenerated", 0),
-            flow.get("lost", 0),
-            (self._ended or time.monotonic()) - self._began,
-            str(self._error) if self._error else "",
-            last.effective_samples if last else math.nan,
-            last.masked_fraction if last else math.nan,
-            last.expert_extremes if last and last.experts else {},
-            *(loop.extremes or (None, None)),
+            state=state,
+            step=loop.step,
+            steps=loop.config.steps,
+            version=loop.version,
+            reward=last.reward_mean if last else math.nan,
+            logprob_gap=loop.max_gap,
+            max_staleness=self._max_staleness,
+            **{name: flow.get(name, 0) for name in COUNTS},
+            seconds=(self._ended or time.monotonic()) - self._began,
+            error=str(self._error) if self._error else "",
+            effective_samples=last.effective_samples if last else math.nan,
+            masked_fraction=last.masked_fraction if last else math.nan,
+            experts=last.expert_extremes if last and last.experts else {},
+            best=best,
+            worst=worst,
             waiting="" if self.done else loop.waiting(),
         )
 
@@ -377,9 +374,6 @@ class Run:
 
     # Display ------------------------------------------------------------------------------------------------------
 
-    def _on_step(self, event: StepEvent) -> None:
-        self._notify()
-
     def __repr__(self) -> str:
         from jvlab.views._run_view import run_line
 
@@ -424,13 +418,3 @@ def _stop_all() -> None:
 # Not by atexit: before its functions are called, concurrent.futures refuses new work, of which a run's last step has
 # some, and the run would fail. Functions registered here are called earlier, the last one first.
 threading._register_atexit(_stop_all)  # type: ignore[attr-defined]
-
-
-# lab client -> folders of its runs
-_runs: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
-
-
-def remember(run: Run) -> None:
-    """Remember the run's folder under its lab, for `lab.timeline()`."""
-    if run._client is not None:
-        _runs.setdefault(run._client, []).append(run.folder)

@@ -18,7 +18,7 @@ import optax
 from jvlab._errors import ConfigError
 from jvlab.trainer._batching import TrainBatch, pad_rows
 from jvlab.trainer._losses import Algorithm, policy_loss, row_weights, token_metrics
-from jvlab.trainer._micro_batches import Packer, PaddedPart, Part, unpad
+from jvlab.trainer._micro_batches import MicroBatch, Packer, PaddedPart, unpad
 from jvlab.trainer.decoder._experts import Routes
 
 # How evenly a mixture's experts are used: from the tokens that chose each, the numbers a record keeps of a step.
@@ -489,7 +489,7 @@ class TrainStep:
             norm,
         )
 
-    def _parts(self, batch: TrainBatch) -> Iterator[Part]:
+    def _parts(self, batch: TrainBatch) -> Iterator[MicroBatch]:
         """The batch's micro-batches."""
         if self._packer is None:
             return (
@@ -509,7 +509,7 @@ class TrainStep:
     def _inputs(
         self,
         batch: TrainBatch,
-        part: Part,
+        part: MicroBatch,
         names: tuple[str, ...],
         more: tuple[str, ...],
     ) -> dict[str, Any]:

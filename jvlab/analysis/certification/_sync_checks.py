@@ -7,7 +7,6 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from jvlab.layout._plan_types import FP8, numpy_dtype
 from jvlab.layout._types import CheckpointTensor
 from jvlab.sync._senders import jobs_of
 from jvlab.trainer.decoder._lora import PREFIX, TARGETS
+from jvlab.trainer.models._smollm2 import without_transformers_bar
 from jvlab.transport._faults import Faults
 
 DIRTY_SECONDS = 20.0  # for an engine to refuse a request
@@ -758,7 +758,7 @@ def transformers_model(folder: str, values: Any) -> Any:
             for name, array in values.items()
         }
         save_file(wide, f"{made}/model.safetensors", metadata={"format": "pt"})
-        with _without_a_bar():
+        with without_transformers_bar():
             model, told = transformers.AutoModelForCausalLM.from_pretrained(
                 made,
                 dtype=torch.float32,
@@ -773,20 +773,6 @@ def transformers_model(folder: str, values: Any) -> Any:
             f"no value for {', '.join(missing[:3]) or told['mismatched_keys']}"
         )
     return model.eval()
-
-
-@contextlib.contextmanager
-def _without_a_bar() -> Iterator[None]:
-    """Inside, transformers shows no progress of its own beside ours."""
-    from transformers.utils import logging
-
-    enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            logging.enable_progress_bar()
 
 
 def logprobs_of(model: Any, sample: Any) -> np.ndarray:

@@ -36,7 +36,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Scores:
+class ScoreForm:
     """How a model turns products of queries and keys into weights."""
 
     scale: float
@@ -49,7 +49,7 @@ class Scores:
 def choose(
     platform: str,
     dtype: str,
-    scores: Scores,
+    scores: ScoreForm,
     head_dim: int,
     heads: int,
     tokens: int,
@@ -74,7 +74,9 @@ def plain_tokens(heads: int) -> int:
     return math.isqrt(PLAIN_BYTES // (4 * heads))
 
 
-def _refused_by_cudnn(dtype: str, scores: Scores, head_dim: int, devices: int) -> str:
+def _refused_by_cudnn(
+    dtype: str, scores: ScoreForm, head_dim: int, devices: int
+) -> str:
     from jvlab.trainer.decoder import _cudnn
 
     if dtype not in ("bfloat16", "float16"):
@@ -97,7 +99,7 @@ def attend(
     v: jax.Array,
     segments: jax.Array,
     positions: jax.Array,
-    scores: Scores,
+    scores: ScoreForm,
     most: int = 1,
 ) -> jax.Array:
     """[B, T, n, h] from q [B, T, n, h] and k, v [B, T, k, h]; each of the k key heads serves n / k query heads."""
@@ -165,7 +167,7 @@ def _rows(
     order: jax.Array,
     segments: jax.Array,
     positions: jax.Array,
-    scores: Scores,
+    scores: ScoreForm,
 ) -> jax.Array:
     """Some queries, at places `order` of their rows, against all keys."""
     batch, length, heads, width = q.shape

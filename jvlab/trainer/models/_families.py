@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from jvlab.trainer.models._tokenizer import BOS_ID, EOS_ID, PAD_ID
-
 Config = dict[str, object]
+# The tokenizer's first ids: <|pad|>, <|bos|>, <|endoftext|>, <|im_start|>, <|im_end|>
+PAD_ID, BOS_ID, EOS_ID, _, TURN_END_ID = range(5)
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,6 @@ def _write_tokenizer(source: Path, folder: Path) -> list[int]:
 def _own_bar(bar: Progress) -> Iterator[None]:
     """Inside, transformers counts tensors on our progress bar and shows none of its own."""
     import transformers.modeling_gguf_pytorch_utils as reader
-    from transformers.utils import logging
 
     def counted(tensors: list[object], **_: object) -> Iterator[object]:
         bar.restart(len(tensors))
@@ -198,13 +197,24 @@ def _own_bar(bar: Progress) -> Iterator[None]:
             yield tensor
             bar.advance(1)
 
-    bars = logging.is_progress_bar_enabled()
     theirs = reader.tqdm
-    logging.disable_progress_bar()
     reader.tqdm = counted  # type: ignore[assignment]
+    try:
+        with without_transformers_bar():
+            yield
+    finally:
+        reader.tqdm = theirs
+
+
+@contextlib.contextmanager
+def without_transformers_bar() -> Iterator[None]:
+    """Inside, transformers shows no progress bar beside ours."""
+    from transformers.utils import logging
+
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
-        reader.tqdm = theirs
-        if bars:
+        if enabled:
             logging.enable_progress_bar()

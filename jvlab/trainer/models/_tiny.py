@@ -18,19 +18,16 @@ import numpy as np
 from jvlab._errors import ConfigError, ModelError
 from jvlab.layout.checkpoint._safetensors import encode_header
 from jvlab.trainer.models._families import (
+    BOS_ID,
+    EOS_ID,
     FAMILIES,
     GPT2_NAMES,
+    PAD_ID,
+    TURN_END_ID,
     Config,
     Init,
     head_dim,
     size,
-)
-from jvlab.trainer.models._tokenizer import (
-    BOS_ID,
-    EOS_ID,
-    PAD_ID,
-    TURN_END_ID,
-    tokenizer_files,
 )
 
 # increment when the bytes for the same arguments change: invalidates cached directories
@@ -41,7 +38,7 @@ _FIXED = {"architectures", "model_type", "bos_token_id", "eos_token_id", "pad_to
 
 
 def cache_dir() -> Path:
-    """The cache of models: $XDG_CACHE_HOME/jvlab/trainer/models, else ~/.cache/jvlab/trainer/models.
+    """The cache of models: $XDG_CACHE_HOME/jvlab/models, else ~/.cache/jvlab/models.
 
     >>> jv.models.cache_dir().name
     'models'
@@ -260,7 +257,7 @@ def _write(folder: Path, config: Config, family: str, seed: int) -> None:
     length = size(
         config, "n_positions" if family == "gpt2" else "max_position_embeddings"
     )
-    texts = tokenizer_files(size(config, "vocab_size"), length)
+    texts = _tokenizer(size(config, "vocab_size"), length)
     texts["generation_config.json"] = _dump(
         {
             "bos_token_id": BOS_ID,
@@ -280,6 +277,42 @@ def _write(folder: Path, config: Config, family: str, seed: int) -> None:
         seed,
     )
     (folder / "config.json").write_text(_dump(config), encoding="utf-8", newline="\n")
+
+
+def _tokenizer(vocab_size: int, max_length: int) -> dict[str, str]:
+    """The texts of a tokenizer's files, for at most `vocab_size` tokens.
+
+    tokenizer.json beside this file is byte-level BPE: five special tokens, the 256 bytes, then the results of its
+    merges in their order, so that a smaller vocabulary is the beginning of a larger one. The merges come from an
+    English text without digits: each digit is a token of its own, which suits arithmetic tasks. Where a model has more
+    rows than there are tokens, its last rows have none, as in padded vocabularies.
+    """
+    shipped = lambda name: json.loads(
+        Path(__file__).with_name(name).read_text(encoding="utf-8")
+    )
+    tokenizer = shipped("tokenizer.json")
+    model = tokenizer["model"]
+    merges = vocab_size - (len(model["vocab"]) - len(model["merges"]))
+    if merges < 0:
+        raise ConfigError(
+            f"vocab_size={vocab_size} is too small for a byte-level tokenizer",
+            remedy=f"use at least {vocab_size - merges} (5 special tokens and 256 bytes)",
+            vocab_size=vocab_size,
+        )
+    model["vocab"] = {t: i for t, i in model["vocab"].items() if i < vocab_size}
+    model["merges"] = model["merges"][:merges]
+    config = shipped("tokenizer_config.json")
+    config["model_max_length"] = max_length
+    special = ("bos_token", "eos_token", "pad_token", "additional_special_tokens")
+    texts = {
+        "tokenizer.json": tokenizer,
+        "tokenizer_config.json": config,
+        "special_tokens_map.json": {name: config[name] for name in special},
+    }
+    return {
+        name: json.dumps(value, ensure_ascii=False, indent=1) + "\n"
+        for name, value in texts.items()
+    }
 
 
 def _write_weights(file: Path, tensors: dict[str, Init], dtype: str, seed: int) -> None:
