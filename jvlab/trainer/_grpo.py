@@ -119,7 +119,7 @@ def grpo(
     config.check_replay_of(policy, logprobs_fn, pool, task)
     config.check_engine(pool, sampling)
     folder, resume = _folder(config.folder, task.name, config.resume)
-    _offer_scoring(link, policy)
+    link.lend_scores(policy)  # to check what tensors mean, if the next sync needs it
     train = TrainStep(
         logprobs_fn,
         algorithm,
@@ -187,16 +187,8 @@ def grpo(
     def start() -> Producer:
         pending = tuple(Ticket(index, attempt) for index, attempt in at.pending)
         flow: Flow[SampleGroup] = Flow(config.flow, loop.version, at.groups, pending)
-        maker = GroupMaker(
-            pool,
-            task,
-            writer,
-            config.seed,
-            config.group_size,
-            sampling,
-            config.max_turns,
-            pool_version=lambda: flow.pool_version,
-        )
+        version = lambda: flow.pool_version
+        maker = GroupMaker(pool, task, writer, config, sampling, version)
         return Producer(flow, maker, loop.rejection_reason)
 
     run = Run(loop, start, folder, getattr(pool, "_client", None), reporter.close)
@@ -406,12 +398,6 @@ def _cores() -> int:
 def _deterministic(pool: Any) -> bool:
     """Whether the pool is bitwise reproducible; then the trainer has to be too."""
     return hasattr(pool, "_facts") and bool(pool._facts().batch_invariant)
-
-
-def _offer_scoring(link: Any, policy: Any) -> None:
-    """Lets the link's next sync score tokens with this policy, if that is needed to check what its tensors mean."""
-    if hasattr(link, "lend_scores"):  # fakes in tests need not have it
-        link.lend_scores(policy)
 
 
 def _checked_reference(reference: Any, params: Any) -> Any:

@@ -50,6 +50,20 @@ WHOLE = {  # options that are whole numbers, and the least of each
     "evaluate_prompts": 1,
     "keep_samples": 0,
 }
+# options that a run's record holds as they are
+RECORDED = (
+    "steps",
+    "max_staleness",
+    "group_size",
+    "prompts_per_step",
+    "seed",
+    "schedule",
+    "warmup",
+    "on_stale",
+    "replay",
+    "micro_batch",
+    "token_budget",
+)
 # sampling parameters that jv.grpo sets itself
 RESERVED = ("seed", "max_tokens", "temperature", "n", "logprobs")
 
@@ -191,11 +205,9 @@ class GrpoConfig:
 
     def sleeps(self, pool: Any) -> bool:
         """Whether the pool is to sleep while the trainer trains."""
-        return (
-            bool(getattr(pool, "colocated", False) and not self.max_staleness)
-            if self.sleep is None
-            else self.sleep
-        )
+        if self.sleep is not None:
+            return self.sleep
+        return bool(getattr(pool, "colocated", False)) and not self.max_staleness
 
     @property
     def buckets(self) -> Buckets:
@@ -239,7 +251,12 @@ class GrpoConfig:
             check_choice(name, getattr(self, name), (True, False, None))
         if not callable(self.progress):
             check_choice("progress", self.progress, (True, False, None))
-        self._check_group_size(algorithm)
+        if self.group_size == 1 and algorithm.advantages != "reinforce++":
+            raise ConfigError(
+                "group_size=1: a sample is compared with others of its prompt, and alone its advantage is always 0",
+                remedy='group_size=8, or algorithm="reinforce++", which compares with the whole batch',
+                option="group_size",
+            )
         if self.micro_batch is not None and self.token_budget is not None:
             raise ConfigError(
                 f"micro_batch={self.micro_batch} and token_budget={self.token_budget}",
@@ -248,7 +265,13 @@ class GrpoConfig:
         _ = self.flow  # raises if the bound is wrong
         check_replay(self.replay)
         self._check_rate()
-        self._check_optimizer()
+        if self.optimizer is not None and not (
+            hasattr(self.optimizer, "init") and hasattr(self.optimizer, "update")
+        ):
+            raise ConfigError(
+                f"optimizer is {self.optimizer!r}",
+                remedy="one of optax: optimizer=optax.adam(1e-4)",
+            )
         if self.sleep and self.max_staleness:
             raise ConfigError(
                 f"sleep=True with max_staleness={self.max_staleness}: the pool generates while the trainer trains",
@@ -263,14 +286,6 @@ class GrpoConfig:
             raise ConfigError(
                 f"a reference pool scores at temperature 1, the policy samples at {self.temperature}",
                 remedy="temperature=1.0, or give the reference as a tree of parameters",
-            )
-
-    def _check_group_size(self, algorithm: Algorithm) -> None:
-        if self.group_size == 1 and algorithm.advantages != "reinforce++":
-            raise ConfigError(
-                "group_size=1: a sample is compared with others of its prompt, and alone its advantage is always 0",
-                remedy='group_size=8, or algorithm="reinforce++", which compares with the whole batch',
-                option="group_size",
             )
 
     def check_replay_of(
@@ -331,16 +346,6 @@ class GrpoConfig:
             )
         _ = self.rate  # raises if its name or its length is wrong
 
-    def _check_optimizer(self) -> None:
-        """Raise ConfigError unless it is one of optax's."""
-        if self.optimizer is not None and not (
-            hasattr(self.optimizer, "init") and hasattr(self.optimizer, "update")
-        ):
-            raise ConfigError(
-                f"optimizer is {self.optimizer!r}",
-                remedy="one of optax: optimizer=optax.adam(1e-4)",
-            )
-
     def sampling_for(self, task: Task) -> dict[str, Any]:
         """vLLM's sampling parameters for rollouts of this task."""
         more = self.sampling or {}
@@ -387,11 +392,8 @@ class GrpoConfig:
         """The logprob_gap that is recorded as a fault."""
         if self.gap_alarm is not None:
             return self.gap_alarm
-        return (
-            GAP_ALARM_FLOAT32
-            if (pool.status().get("dtype") or "float32") == "float32"
-            else GAP_ALARM_HALF
-        )
+        half = pool.status().get("dtype") not in (None, "", "float32")
+        return GAP_ALARM_HALF if half else GAP_ALARM_FLOAT32
 
     def to_record(
         self, task: Task, pool: Any, algorithm: Algorithm, sampling: Mapping[str, Any]
@@ -399,22 +401,12 @@ class GrpoConfig:
         """The run's configuration as its record stores it."""
         return {
             "task": task.name,
-            "steps": self.steps,
-            "max_staleness": self.max_staleness,
+            **{name: getattr(self, name) for name in RECORDED},
             "algorithm": asdict(algorithm),
-            "group_size": self.group_size,
-            "prompts_per_step": self.prompts_per_step,
-            "seed": self.seed,
             "sampling": sampling,
             "learning_rate": self.learning_rate
             if isinstance(self.learning_rate, float)
             else str(self.learning_rate),
-            "schedule": self.schedule,
-            "warmup": self.warmup,
-            "on_stale": self.on_stale,
-            "replay": self.replay,
-            "micro_batch": self.micro_batch,
-            "token_budget": self.token_budget,
             "model": Path(str(getattr(pool, "model", ""))).name,
         }
 

@@ -46,7 +46,12 @@ from jvlab.record._run_status import extremes
 from jvlab.record._samples import SampleRecord
 from jvlab.record._writer import RecordWriter
 from jvlab.trainer._batching import PROBE_SAMPLES, TrainBatch, train_batch
-from jvlab.trainer._groups import Evaluation, SampleGroup, count_versions
+from jvlab.trainer._groups import (
+    Evaluation,
+    SampleGroup,
+    count_versions,
+    why_all_are_dead,
+)
 from jvlab.trainer._grpo_config import GrpoConfig
 from jvlab.trainer._losses import Algorithm, groups_with_spread
 from jvlab.trainer._producer import PoolSleep, Producer
@@ -142,7 +147,7 @@ class Loop:
             self.algorithm.dynamic_sampling
             and not groups_with_spread(rewards, np.zeros(len(rewards))).any()
         ):
-            self._record_samples([group], -1, np.full(len(group.samples), math.nan))
+            self._record_samples([group], -1)
             return f"all rewards of group {group.index} are equal, and dynamic_sampling drops such groups"
         return ""
 
@@ -265,7 +270,15 @@ class Loop:
             wait([probe])  # no deadline: `Pool.score` has one
         self.version = version + 1
         return _Trained(
-            self.step, version, groups, stale, batch, pending, probe, start, stop
+            number=self.step,
+            version=version,
+            groups=groups,
+            stale=stale,
+            batch=batch,
+            pending=pending,
+            probe=probe,
+            start=start,
+            stop=stop,
         )
 
     def _finish(self, trained: _Trained) -> StepEvent:
@@ -324,9 +337,7 @@ class Loop:
         finite = finite[np.isfinite(finite)]
         m = report.metrics
         stale_samples = sum(len(g.samples) for g in trained.stale)
-        regenerate = (
-            self.producer is not None and self.producer.on_stale == "regenerate"
-        )
+        regenerate = self.config.on_stale == "regenerate"
         pick = lambda stats: {k: stats[f"importance_{k}"] for k in RATIO_STATISTICS}
         return StepEvent(
             start=trained.start,
@@ -382,11 +393,9 @@ class Loop:
                 for r, scored in enumerate(probe.result(0))
             ]
             gaps = np.concatenate([np.empty(0, np.float32), *found])
-        return (
-            (float(gaps.max()), float(gaps.mean(dtype=np.float64)))
-            if len(gaps)
-            else (math.nan, math.nan)
-        )
+        if not len(gaps):
+            return math.nan, math.nan
+        return float(gaps.max()), float(gaps.mean(dtype=np.float64))
 
     def _probe(self, batch: TrainBatch) -> Future[Any] | None:
         """If no sample is fresh, as in most steps of an asynchronous run, the engines score a few while the trainer
@@ -447,15 +456,10 @@ class Loop:
 
     def _record_trained(self, trained: _Trained) -> None:
         """The samples of a step, in a thread of its own: a long batch takes longer to write than a sync."""
-        written = self._record_samples(
-            trained.groups, trained.number, _advantages(trained.groups, trained.batch)
-        )
+        found = _advantages(trained.groups, trained.batch)
+        written = self._record_samples(trained.groups, trained.number, found)
         self.extremes = extremes(written) or self.extremes
-        self._record_samples(
-            trained.stale,
-            -1,
-            np.full(sum(len(g.samples) for g in trained.stale), math.nan),
-        )
+        self._record_samples(trained.stale, -1)
 
     def _wait_for_samples(self) -> None:
         """Until the last step's samples are in the file; raises what went wrong there."""
@@ -464,15 +468,25 @@ class Loop:
             self._writing = None
 
     def _record_samples(
-        self, groups: Sequence[SampleGroup], step: int, advantages: np.ndarray
+        self,
+        groups: Sequence[SampleGroup],
+        step: int,
+        advantages: np.ndarray | None = None,
     ) -> list[SampleRecord]:
-        """Write the samples of groups; returns all of them, also those that the record does not keep."""
+        """Write the samples of groups; returns all of them, also those that the record does not keep.
+
+        Those that are not trained on have the step -1, and no advantages.
+        """
         sampling = {"temperature": self.config.temperature, **self.sampling}
         out: list[SampleRecord] = []
         for group in groups:
-            records = group.records(
-                step, advantages[len(out) : len(out) + len(group.samples)], sampling
+            count = len(group.samples)
+            own = (
+                np.full(count, math.nan)
+                if advantages is None
+                else advantages[len(out) : len(out) + count]
             )
+            records = group.records(step, own, sampling)
             self.writer.write_samples(records)
             out += records
         return out
@@ -504,12 +518,8 @@ class Loop:
                 # the same parameters would be rejected again
                 if isinstance(error, NonFiniteError):
                     raise
-                replicas = self.link.pool.status()["replicas"]
-                # Dirty ones count too: a sync is what they need.
-                if not any(r["state"] == "ready" for r in replicas):
-                    causes = "; ".join(
-                        f"{r['replica']}: {r['cause'] or r['state']}" for r in replicas
-                    )
+                # Dirty ones count as up: a sync is what they need.
+                if causes := why_all_are_dead(self.link.pool.status()):
                     raise ReplicaLost(
                         f"every replica of the pool is dead, the last one during a weight sync ({causes})",
                         remedy="lab.launch(...) again, then jv.grpo(..., folder=the same, resume=True)",
@@ -530,12 +540,14 @@ class Loop:
             self.producer.synced(self.version)
         self._replicas = set(replicas)
         event = sync_event(report, start, stop)
-        if pause != pause:
+        if math.isnan(pause):
             return (event,)
-        began = max(start, stop - pause)
-        why = f"sync of version {self.version}"
         return event, PauseEvent(
-            start=began, stop=stop, replicas=replicas, mode="keep", why=why
+            start=max(start, stop - pause),
+            stop=stop,
+            replicas=replicas,
+            mode="keep",
+            why=f"sync of version {self.version}",
         )
 
 

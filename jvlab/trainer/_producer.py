@@ -110,11 +110,6 @@ class Producer:
                 "lost": flow.lost,
             }
 
-    @property
-    def on_stale(self) -> str:
-        """What happens to groups that are too stale."""
-        return self._flow.schedule.on_stale
-
     def note_lost_replica(self, replica: str, why: str) -> None:
         """Record that a replica is lost, in case no group reported it."""
         self._maker.record_notes([f"replica {replica} was lost ({why})"])
@@ -171,7 +166,7 @@ class Producer:
             reason = self._rejection_reason(group)
             if reason:
                 self._flow.reject(ticket.index)
-                self._rejected = self._rejected + 1
+                self._rejected += 1
                 self._rejection = reason
             else:
                 self._flow.finish(group)

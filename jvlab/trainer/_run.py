@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from jvlab._errors import ConfigError, DeadlineExceeded
 from jvlab._tracebacks import brief
 from jvlab.record._record import Record
 from jvlab.record._run_status import RunStatus
-from jvlab.trainer._batching import Buckets, TrainBatch
+from jvlab.trainer._batching import Buckets, train_batch
 from jvlab.trainer._loop import Loop
 from jvlab.trainer._producer import Producer
 from jvlab.trainer._run_checkpoint import Checkpoints
@@ -38,11 +39,7 @@ if TYPE_CHECKING:
 
 def replay(loop: Loop, checkpoints: Checkpoints, sample: SampleRecord) -> np.ndarray:
     """log P of each of the sample's tokens under its own version; raises if a version's checkpoint is missing."""
-    own = (
-        np.ones(len(sample.tokens), bool)
-        if not sample.mask
-        else np.asarray(sample.mask, bool)
-    )
+    own = np.asarray(sample.mask or [1] * len(sample.tokens), bool)
     versions = sample.token_versions
     wanted = sorted({int(v) for v in versions[own]})
     paths = {v: checkpoints.of_version(v) for v in wanted}
@@ -54,7 +51,16 @@ def replay(loop: Loop, checkpoints: Checkpoints, sample: SampleRecord) -> np.nda
             remedy="run with checkpoint_every=1 and keep_checkpoints=None to be able to replay every sample",
             versions=missing,
         )
-    batch = _batch(sample, own)
+    given = SimpleNamespace(
+        prompt_index=0,
+        prompt_token_ids=sample.prompt_tokens,
+        token_ids=sample.tokens,
+        logprobs=np.zeros(len(own), np.float32),  # not read: it is scored
+        token_versions=versions,
+        loss_mask=own,
+        finish_reason="stop",
+    )
+    batch = train_batch([given], [0.0], buckets=Buckets(rows=1))
     start = len(sample.prompt_tokens)
     out = np.zeros(len(own), np.float32)
     for version, path in paths.items():
@@ -67,37 +73,11 @@ def replay(loop: Loop, checkpoints: Checkpoints, sample: SampleRecord) -> np.nda
     return out
 
 
-def _batch(sample: SampleRecord, own: np.ndarray) -> TrainBatch:
-    """One row, as `TrainStep.score` reads it."""
-    tokens = np.array([*sample.prompt_tokens, *sample.tokens], np.int32)
-    buckets = Buckets(rows=1)
-    width = buckets.width(len(tokens))
-    row = np.zeros((1, width), np.int32)
-    row[0, : len(tokens)] = tokens
-    mask = (np.arange(width) < len(tokens))[None]
-    loss = np.zeros((1, width), bool)
-    loss[0, len(sample.prompt_tokens) : len(tokens)] = own
-    one = np.zeros(1, np.float32)
-    zeros = np.zeros((1, width), np.float32)
-    return TrainBatch(
-        row,
-        mask,
-        loss,
-        zeros,
-        np.full((1, width), -1, np.int32),
-        one,
-        one,
-        np.zeros(1, np.int32),
-        buckets,
-    )
-
-
 # ----------------------------------------------------------------------------------------------------
 
 _open: weakref.WeakSet[Run] = weakref.WeakSet()
 # lab client -> folders of its runs, for `lab.timeline()`
 _runs: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
-COUNTS = ("flying", "ready", "dropped", "regenerated", "lost")  # of groups
 
 
 class Run:
@@ -167,11 +147,7 @@ class Run:
             reason = "interrupted"
         elif self._error is not None:
             reason = "failed"
-        text = (
-            f"{type(self._error).__name__}: {self._error}"
-            if self._error is not None
-            else ""
-        )
+        text = f"{type(self._error).__name__}: {self._error}" if self._error else ""
         self._release(lambda: self._loop.writer.close(reason, text))
         self._state = (
             "failed" if self._error is not None and reason == "finished" else reason
@@ -285,29 +261,34 @@ class Run:
         last = loop.last
         producer = loop.producer
         flow = self._final or (producer.snapshot() if producer is not None else {})
-        best, worst = loop.extremes or (None, None)
         state = self._state
-        if state == "running" and loop.control.stopping:
-            state = "stopping"
-        elif state == "running" and loop.control.pausing:
-            state = "paused"
+        if state == "running":
+            state = (
+                "stopping"
+                if loop.control.stopping
+                else "paused"
+                if loop.control.pausing
+                else state
+            )
+        counts = ("flying", "ready", "dropped", "regenerated", "lost")
+        best, worst = loop.extremes or (None, None)
         return RunStatus(
             state=state,
             step=loop.step,
             steps=loop.config.steps,
             version=loop.version,
-            reward=last.reward_mean if last else math.nan,
             logprob_gap=loop.max_gap,
             max_staleness=self._max_staleness,
-            **{name: flow.get(name, 0) for name in COUNTS},
+            **{name: flow.get(name, 0) for name in counts},
             seconds=(self._ended or time.monotonic()) - self._began,
             error=str(self._error) if self._error else "",
-            effective_samples=last.effective_samples if last else math.nan,
-            masked_fraction=last.masked_fraction if last else math.nan,
-            experts=last.expert_extremes if last and last.experts else {},
             best=best,
             worst=worst,
             waiting="" if self.done else loop.waiting(),
+            reward=last.reward_mean if last else math.nan,
+            effective_samples=last.effective_samples if last else math.nan,
+            masked_fraction=last.masked_fraction if last else math.nan,
+            experts=last.expert_extremes if last and last.experts else {},
         )
 
     @property

@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -142,22 +142,12 @@ class Checkpoints:
                     f"{path} has another format",
                     remedy="resume with the jvlab version that wrote it",
                 )
-            numbers = {f.name for f in dataclasses.fields(Position)} - {
-                "pending",
-                "task",
-            }
-            if wrong := [
-                name for name in numbers if type(fields.get(name, 0)) is not int
-            ]:
-                raise TypeError(f"{wrong[0]} is {fields[wrong[0]]!r}")
-            if not isinstance(fields.get("task", {}), dict):
-                raise TypeError("its task is not an object")
-            return Position(
-                **{
-                    **fields,
-                    "pending": tuple((int(i), int(a)) for i, a in fields["pending"]),
-                }
-            )
+            kinds = {field.name: int for field in dataclasses.fields(Position)}
+            for name, kind in {**kinds, "pending": list, "task": dict}.items():
+                if type(fields.get(name, kind())) is not kind:
+                    raise TypeError(f"{name} is {fields[name]!r}")
+            fields["pending"] = tuple((int(i), int(a)) for i, a in fields["pending"])
+            return Position(**fields)
         except ConfigError:
             raise
         except (OSError, KeyError, TypeError, ValueError, OverflowError) as error:
@@ -190,18 +180,8 @@ class Checkpoints:
         orbax = self._checkpointer()
         try:
             kept = self._metadata(path)
-            older_form = _numbered(kept["params"]) and not _numbered(wanted["params"])
-            form = _in_layers(wanted, _unstacked) if older_form else wanted
-            _check_shapes(kept["params"], form["params"])
-            if older_form:
-                older = orbax.restore(path / "state", form)
-                found = jax.tree.map(
-                    lambda x, to: jax.device_put(x, to.sharding),
-                    _in_layers(older, _stacked),
-                    wanted,
-                )
-            else:
-                found = orbax.restore(path / "state", wanted)
+            _check_shapes(kept["params"], wanted["params"])
+            found = orbax.restore(path / "state", wanted)
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{path} does not fit this policy and optimiser: {str(error)[:300]}",
@@ -241,44 +221,3 @@ def _check_shapes(kept: Any, wanted: Any) -> None:
             raise ValueError(
                 f"{name} is {theirs.get(name, 'missing')} there and {ours.get(name, 'missing')} here"
             )
-
-
-def _numbered(params: Any) -> bool:
-    """Whether layers are held one by one, as jvlab 0.1 did."""
-    return (
-        isinstance(params, Mapping)
-        and isinstance(params.get("layers"), Mapping)
-        and "0" in params["layers"]
-    )
-
-
-def _in_layers(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """The tree with every mapping called "layers" changed: those of parameters, and of moments in an optax state."""
-    if isinstance(tree, Mapping):
-        return {
-            k: change(v) if k == "layers" else _in_layers(v, change)
-            for k, v in tree.items()
-        }
-    if isinstance(tree, tuple):
-        values = [_in_layers(v, change) for v in tree]
-        return type(tree)(*values) if hasattr(tree, "_fields") else tuple(values)
-    return tree
-
-
-def _unstacked(layers: Any) -> Any:
-    """Shapes of the single layers, whole on one device."""
-    import jax
-
-    count = jax.tree.leaves(layers)[0].shape[0]
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    one = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=here)
-    return {str(i): jax.tree.map(one, layers) for i in range(count)}
-
-
-def _stacked(layers: Any) -> Any:
-    import jax
-    import jax.numpy as jnp
-
-    return jax.tree.map(
-        lambda *x: jnp.stack(x), *(layers[str(i)] for i in range(len(layers)))
-    )

@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jvlab._errors import LayoutError
 from jvlab.trainer.decoder import _attention, _rope
 from jvlab.trainer.decoder._attention import softcap
 from jvlab.trainer.decoder._config import DecoderConfig
@@ -347,22 +346,7 @@ def parameter_letters(
 def build(params: Params, config: DecoderConfig, runtime: Runtime) -> Decoder:
     """The decoder with these parameters in it: a nested dict, its layers stacked."""
     graph, _ = abstract(config, runtime)
-    if "0" in params["layers"]:
-        raise LayoutError(
-            "these parameters hold their layers one by one, as jvlab 0.1 did; a policy has them stacked",
-            remedy="params = jvlab.trainer.stack_layers(params)",
-        )
     return nnx.merge(graph, dict(params))
-
-
-def stack_layers(params: Params) -> dict[str, Any]:
-    """Parameters with layers "0", "1", … as they were in jvlab 0.1, stacked as they are now."""
-    layers = params["layers"]
-    ordered = [layers[name] for name in sorted(layers, key=int)]
-    return {
-        **params,
-        "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *ordered),
-    }
 
 
 def positions_of(segments: Array) -> jax.Array:

@@ -27,7 +27,6 @@ from jvlab.trainer.models._families import (
     Config,
     Init,
     head_dim,
-    size,
 )
 
 # increment when the bytes for the same arguments change: invalidates cached directories
@@ -146,9 +145,9 @@ def _config(family: str, sizes: dict[str, object]) -> Config:
     _check_heads(family, config)
     if family in ("gemma2", "gemma3"):
         period = (
-            2 if family == "gemma2" else min(6, size(config, "num_hidden_layers"))
+            2 if family == "gemma2" else min(6, config["num_hidden_layers"])
         )  # every period-th layer is global
-        layers = range(1, size(config, "num_hidden_layers") + 1)
+        layers = range(1, config["num_hidden_layers"] + 1)
         config["layer_types"] = [
             "full_attention" if i % period == 0 else "sliding_attention" for i in layers
         ]
@@ -199,16 +198,15 @@ def _checked(family: str, name: str, value: object, default: object) -> object:
 
 
 def _check_heads(family: str, config: Config) -> None:
-    hidden, heads = (
-        size(config, k)
-        for k in (
-            ("n_embd", "n_head")
-            if family == "gpt2"
-            else ("hidden_size", "num_attention_heads")
-        )
-    )
-    kv = heads if family == "gpt2" else size(config, "num_key_value_heads")
-    dim = hidden // heads if family == "gpt2" else head_dim(config)
+    if family == "gpt2":
+        hidden = config["n_embd"]
+        kv = heads = config["n_head"]
+        dim = hidden // heads
+    else:
+        hidden = config["hidden_size"]
+        heads = config["num_attention_heads"]
+        kv = config["num_key_value_heads"]
+        dim = head_dim(config)
     if "head_dim" not in config and hidden % heads:
         raise ConfigError(
             f"hidden size {hidden} is not a multiple of {heads} heads",
@@ -234,9 +232,9 @@ def _check_heads(family: str, config: Config) -> None:
                 remedy="qwen2 and gpt2 have biases",
                 family=family,
             )
-    experts = config.get("num_local_experts", config.get("num_experts"))
-    chosen = config.get("num_experts_per_tok")
-    if isinstance(experts, int) and isinstance(chosen, int) and chosen > experts:
+    experts = config.get("num_local_experts", config.get("num_experts", 0))
+    chosen = config.get("num_experts_per_tok", 0)
+    if chosen > experts:
         raise ConfigError(
             f"{chosen} experts per token of {experts}",
             remedy="lower num_experts_per_tok",
@@ -254,10 +252,8 @@ def _stamp(folder: Path) -> dict[str, object]:
 
 
 def _write(folder: Path, config: Config, family: str, seed: int) -> None:
-    length = size(
-        config, "n_positions" if family == "gpt2" else "max_position_embeddings"
-    )
-    texts = _tokenizer(size(config, "vocab_size"), length)
+    length = config["n_positions" if family == "gpt2" else "max_position_embeddings"]
+    texts = _tokenizer(config["vocab_size"], length)
     texts["generation_config.json"] = _dump(
         {
             "bos_token_id": BOS_ID,
