@@ -161,7 +161,7 @@ class Policy:
         """Use `Policy.from_pretrained`, or `with_lora` for one with `frozen` parameters below `params`."""
         self._frozen = frozen
         self.config = config
-        self.params = params
+        self.params: Any = params
         self.mesh = mesh
         self.runtime = runtime
         self.source = source

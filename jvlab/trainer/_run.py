@@ -51,7 +51,7 @@ def replay(loop: Loop, checkpoints: Checkpoints, sample: SampleRecord) -> np.nda
             remedy="run with checkpoint_every=1 and keep_checkpoints=None to be able to replay every sample",
             versions=missing,
         )
-    given = SimpleNamespace(
+    given: Any = SimpleNamespace(
         prompt_index=0,
         prompt_token_ids=sample.prompt_tokens,
         token_ids=sample.tokens,
