@@ -257,16 +257,16 @@ class Policy:
         (or be empty); it appears complete, by one rename. `dtype` defaults to that of the parameters, which is
         lossless.
         """
-        params = self.params if params is None else params
+        saved: Any = self.params if params is None else params
         if self._frozen is not None:
-            dtype = dtype or str(jax.tree.leaves(params)[0].dtype)
+            dtype = dtype or str(jax.tree.leaves(saved)[0].dtype)
             _check_dtype(dtype)
             return write_adapter(
-                folder, params, self.lora.spec, dtype, self.hf_config, self.source
+                folder, saved, self.lora.spec, dtype, self.hf_config, self.source
             )
         dtype = dtype or self.dtype
         _check_dtype(dtype)
-        leaf = flatten(params).arrays.__getitem__
+        leaf = flatten(saved).arrays.__getitem__
         target = Path(folder).expanduser().absolute()
         with fresh_directory(target) as fresh:
             _checkpoint.copy_auxiliary_files(self.source, fresh)
