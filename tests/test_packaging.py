@@ -297,6 +297,9 @@ def test_a_wheel_brings_the_tutorials_and_jvlab_lab_serves_a_copy(
     assert done.returncode == 0, done.stderr[-2000:]
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         wheel.extractall(tmp_path / "wheel")
+    shipped = {p.relative_to(ROOT) for p in (ROOT / "jvlab/trainer").rglob("*.json")}
+    assert shipped
+    assert all((tmp_path / "wheel" / path).is_file() for path in shipped)
     prefix = next((tmp_path / "wheel").glob("*.data")) / "data"
     tutorials = {path.name for path in (ROOT / "notebooks").glob("*.ipynb")}
     assert {path.name for path in (prefix / _cli.SHIPPED).glob("*.ipynb")} == tutorials

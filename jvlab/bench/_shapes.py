@@ -121,12 +121,12 @@ def policy_of(folder: Path) -> Any:
     jax.block_until_ready(params)
     bindings = tuple(bind(config, hf_config, tensors, dtype, folder))
     return Policy(
-        config,
         params,
-        mesh,
         Runtime(dtype, layout, "none"),
-        folder,
-        hf_config,
-        tensors,
-        bindings,
+        config=config,
+        mesh=mesh,
+        source=folder,
+        hf_config=hf_config,
+        tensors=tensors,
+        bindings=bindings,
     )

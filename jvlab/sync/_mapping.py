@@ -355,8 +355,8 @@ class Mapping:
     @classmethod
     def of(cls, params: Any, model: Any, **options: Any) -> Mapping:
         """The mapping of a tree onto a model folder, or onto a running pool; arguments as for `jv.plan`."""
-        if isinstance(model, str) and model.startswith("tiny:"):
-            model = resolve(model)
+        if isinstance(model, str) and not Path(model).exists():
+            model = resolve(model)  # tiny:llama, smollm2
         return trace_and_compile(cls, params, model, **options)
 
     def __init__(

@@ -30,6 +30,7 @@ from jvlab.sync._value_check import (
     decide,
     still_ambiguous,
 )
+from jvlab.trainer._live_policies import live_policies
 
 if TYPE_CHECKING:
     import numpy as np
@@ -598,13 +599,8 @@ def _dirty(mark_dirty: Callable[[], None]) -> str:
 
 def owner_of(params: Any) -> Any:
     """The live `jv.Policy` whose parameters are these same array objects, or None."""
-    import sys
-
-    module = sys.modules.get("jvlab.trainer._policy")
-    if module is None:
-        return None
     mine = flatten(params).arrays
-    for policy in list(module.alive):
+    for policy in live_policies():
         theirs = flatten(policy.params).arrays
         if theirs.keys() == mine.keys() and all(
             theirs[path] is array for path, array in mine.items()

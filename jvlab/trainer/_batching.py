@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -88,6 +88,16 @@ class Buckets:
             longest=self.longest,
         )
 
+    def micro_batches(self, lengths: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
+        """(samples, width) of each micro-batch: at most `rows` samples of similar length, longest first.
+
+        Every sample is in exactly one. The order depends on the lengths alone, so that sums are reproducible.
+        """
+        order = np.argsort(-lengths, kind="stable")
+        for at in range(0, len(order), self.rows):
+            samples = order[at : at + self.rows]
+            yield samples, self.width(int(lengths[samples].max()))
+
 
 @dataclass(frozen=True, eq=False)
 class TrainBatch:
@@ -148,31 +158,21 @@ class TrainBatch:
                     f"{name} log-probabilities of shape {value.shape} for tokens of shape {self.tokens.shape}",
                     remedy="score this batch's tokens: one number per token, padding included",
                 )
-        changed: dict[str, Any] = {}
-        if old is not None:
-            changed["old_logprobs"] = np.asarray(old, np.float32)
-        if reference is not None:
-            changed["reference_logprobs"] = np.asarray(reference, np.float32)
-        return replace(self, **changed)
+        given = {"old_logprobs": old, "reference_logprobs": reference}
+        return replace(
+            self,
+            **{
+                name: np.asarray(value, np.float32)
+                for name, value in given.items()
+                if value is not None
+            },
+        )
 
     def take(self, rows: Sequence[int] | np.ndarray) -> TrainBatch:
         """Only these rows, in this order."""
-        picked = {f.name: getattr(self, f.name) for f in fields(self)}
-        picked = {
-            k: v[np.asarray(rows, np.int64)] if isinstance(v, np.ndarray) else v
-            for k, v in picked.items()
-        }
-        return replace(self, **picked)
-
-    def micro_batches(self) -> Iterator[tuple[np.ndarray, int]]:
-        """(rows, width) of each micro-batch: at most `buckets.rows` samples of similar length, longest first.
-
-        Every sample is in exactly one. The order depends on the lengths alone, so that sums are reproducible.
-        """
-        order = np.argsort(-self.lengths, kind="stable")
-        for at in range(0, len(order), self.buckets.rows):
-            rows = order[at : at + self.buckets.rows]
-            yield rows, self.buckets.width(int(self.lengths[rows].max()))
+        at = np.asarray(rows, np.int64)
+        arrays = {k: v for k, v in vars(self).items() if isinstance(v, np.ndarray)}
+        return replace(self, **{name: array[at] for name, array in arrays.items()})
 
     def padded(self, name: str, rows: np.ndarray, width: int) -> np.ndarray:
         """One array for a micro-batch: [buckets.rows, width], or [buckets.rows] for a per-sample one.
@@ -211,7 +211,6 @@ def train_batch(
     algorithm: Algorithm | None = None,
     buckets: Buckets | None = None,
     group_ids: Sequence[int] | np.ndarray | None = None,
-    pad_id: int = 0,
     replay: str = "none",
 ) -> TrainBatch:
     """A batch for `TrainStep` from samples and their rewards, in the samples' order.
@@ -237,10 +236,11 @@ def train_batch(
     kept = np.flatnonzero(good)
     if algorithm.dynamic_sampling:
         kept = kept[groups_with_spread(values[kept], groups[kept])]
-    arrays = _arrays([samples[i] for i in kept], buckets, pad_id)
+    chosen = [samples[i] for i in kept]
+    arrays = _arrays(chosen, buckets)
     return TrainBatch(
         **arrays,
-        **expert_arrays([samples[i] for i in kept], arrays["tokens"].shape[1], replay),
+        **expert_arrays(chosen, arrays["tokens"].shape[1], replay),
         advantages=advantages(
             values[kept], groups[kept], algorithm.advantages, algorithm.advantage_eps
         ),
@@ -252,13 +252,11 @@ def train_batch(
     )
 
 
-def _arrays(
-    samples: Sequence[TrainSample], buckets: Buckets, pad_id: int
-) -> dict[str, np.ndarray]:
+def _arrays(samples: Sequence[TrainSample], buckets: Buckets) -> dict[str, np.ndarray]:
     """The [N, T] arrays, T being the bucket of the longest sample."""
     lengths = [len(s.prompt_token_ids) + len(s.token_ids) for s in samples]
     shape = (len(samples), buckets.width(max(lengths, default=1)))
-    tokens = np.full(shape, pad_id, np.int32)
+    tokens = np.zeros(shape, np.int32)
     mask = np.zeros(shape, bool)
     loss = np.zeros(shape, bool)
     logprobs = np.zeros(shape, np.float32)

@@ -8,7 +8,7 @@ import inspect
 import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -16,13 +16,7 @@ import numpy as np
 from jvlab._errors import ConfigError
 from jvlab._tracebacks import own_lines
 from jvlab.trainer._batching import FAILED
-from jvlab.trainer._rewards import (
-    CallClock,
-    RewardFailure,
-    _InThread,
-    _Raised,
-    _TimedOut,
-)
+from jvlab.trainer._rewards import CallClock, InThread, RewardFailure, UserCallFailed
 from jvlab.trainer._tasks import Example
 
 
@@ -149,6 +143,7 @@ async def run_episode(
     total = 0.0
     turns = 0
     finish = "length"
+    why: tuple[str, str, str] | None = None
     try:
         transcript = _Transcript(
             _tokens(await call(environment.reset, example), encode_prompt or encode)
@@ -182,38 +177,26 @@ async def run_episode(
             transcript.add(
                 observed, [0.0] * len(observed), [-1] * len(observed), False, text
             )
-        why = None
-    except _Failed as error:
+    except UserCallFailed as error:
         why = (error.kind, error.message, error.trace)
         total = math.nan
         finish = "error"
-    episode = functools.partial(
-        Episode,
-        example.index,
-        sample_index,
-        np.array(transcript.prompt, np.int32),
-        np.array(transcript.tokens, np.int32),
-        np.array(transcript.logprobs, np.float32),
-        np.array(transcript.versions, np.int64),
-        np.array(transcript.own, bool),
-        total,
-        turns,
-        "".join(transcript.text),
-        finish,
+    episode = Episode(
+        prompt_index=example.index,
+        sample_index=sample_index,
+        prompt_token_ids=np.array(transcript.prompt, np.int32),
+        token_ids=np.array(transcript.tokens, np.int32),
+        logprobs=np.array(transcript.logprobs, np.float32),
+        token_versions=np.array(transcript.versions, np.int64),
+        loss_mask=np.array(transcript.own, bool),
+        reward=total,
+        turns=turns,
+        text="".join(transcript.text),
+        finish_reason=finish,
     )
     if why is None:
-        return episode()
-    return episode(RewardFailure(sample_index, episode(), *why))
-
-
-class _Failed(Exception):
-    """The environment raised, timed out or returned an invalid turn."""
-
-    def __init__(self, kind: str, message: str, trace: str = "") -> None:
-        super().__init__(message)
-        self.kind = kind
-        self.message = message
-        self.trace = trace
+        return episode
+    return replace(episode, failure=RewardFailure(sample_index, episode, *why))
 
 
 async def _call(
@@ -225,31 +208,30 @@ async def _call(
         with clock.running():
             if inspect.iscoroutinefunction(method):
                 return await asyncio.wait_for(method(value), timeout)
-            once = _InThread(lambda given, _: method(given))
+            once = InThread(lambda given, _: method(given))
             return await asyncio.to_thread(once.call, value, None, timeout)
-    except (TimeoutError, _TimedOut) as error:
-        place = error.place if isinstance(error, _TimedOut) else ""
-        raise _Failed(
-            "timeout", f"{name}() did not return within {timeout:g} s", place
-        ) from error
-    except _Raised as error:
-        raise _Failed("raised", f"{name}(): {error.message}", error.trace) from error
+    except (TimeoutError, UserCallFailed) as error:
+        kind = error.kind if isinstance(error, UserCallFailed) else "timeout"
+        late = f"{name}() did not return within {timeout:g} s"
+        told = late if kind == "timeout" else f"{name}(): {error}"
+        raise UserCallFailed(kind, told, getattr(error, "trace", "")) from error
     except Exception as error:
-        raise _Failed(
-            "raised", f"{name}(): {type(error).__name__}: {error}", own_lines(error)
-        ) from error
+        told = f"{name}(): {type(error).__name__}: {error}"
+        raise UserCallFailed("raised", told, own_lines(error)) from error
 
 
 def _reward(turn: Any) -> float:
     if not isinstance(turn, EnvironmentTurn):
-        raise _Failed(
+        raise UserCallFailed(
             "not a number",
             f"step() returned {type(turn).__name__}, not an EnvironmentTurn",
         )
     if not isinstance(turn.reward, (int, float, np.number)) or not math.isfinite(
         turn.reward
     ):
-        raise _Failed("not a number", f"step() returned the reward {turn.reward!r}")
+        raise UserCallFailed(
+            "not a number", f"step() returned the reward {turn.reward!r}"
+        )
     return float(turn.reward)
 
 

@@ -9,8 +9,8 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Future, as_completed
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ from jvlab.record._samples import SampleRecord, shortest
 from jvlab.record._writer import RecordWriter
 from jvlab.trainer._batching import FAILED
 from jvlab.trainer._environment import run_episode
+from jvlab.trainer._grpo_config import GrpoConfig
 from jvlab.trainer._rewards import (
     CallClock,
     Rewarder,
@@ -78,28 +79,23 @@ class Evaluation:
                 f"task {task.name!r} has several turns, and an evaluation answers once",
                 remedy="evaluate=jv.Task(prompts, reward) with a reward function",
             )
-        self._pool, self._rewarder = pool, task.rewarder()
+        self._pool = pool
+        self._rewarder = task.rewarder()
         self._examples = task.first(prompts)
         self._watch = RewardWatch(
             task.name, min(FIRST_REWARDS, len(self._examples)), FIRST_REWARDS * prompts
         )
-        own = {
-            k: v
-            for k, v in {**sampling, **task.sampling}.items()
-            if k not in ("temperature", "n", "seed")
-        }
-        self._sampling = {**own, **GREEDY}
+        self._sampling = {**sampling, **task.sampling, **GREEDY}
+        self._sampling.pop("seed", None)
         self.best = best
 
-    def run(
-        self, step: int, version: int, meanwhile: Callable[[], None] = lambda: None
-    ) -> EvaluationEvent:
-        """One evaluation of the weights that the pool holds. `meanwhile()` is called about once a second."""
+    def run(self, step: int, version: int) -> EvaluationEvent:
+        """One evaluation of the weights that the pool holds."""
         start = clock()
         samples = list(
             self._pool.generate([e.prompt for e in self._examples], **self._sampling)
         )
-        result = self._rewards(samples, meanwhile)
+        result = self._rewards(samples)
         good = result.rewards[np.isfinite(result.rewards)]
         mean = float(good.mean()) if len(good) else math.nan
         best = mean > self.best  # not if it is NaN
@@ -118,20 +114,14 @@ class Evaluation:
             best=best,
         )
 
-    def _rewards(
-        self, samples: Sequence[Any], meanwhile: Callable[[], None]
-    ) -> RewardResult:
+    def _rewards(self, samples: Sequence[Any]) -> RewardResult:
         pairs = zip(samples, self._examples, strict=True)
         calls = [
             self._rewarder.start(i, sample, example)
             for i, (sample, example) in enumerate(pairs)
         ]
-        left = set(calls)
-        while left:  # each call has the task's timeout
-            done, left = wait(left, 1.0, FIRST_COMPLETED)
-            for call in done:
-                self._watch.add(call.result(0))
-            meanwhile()
+        for call in as_completed(calls):  # no deadline: each has the task's timeout
+            self._watch.add(call.result(0))
         return reward_result([call.result(0) for call in calls])
 
     def waiting(self) -> str:
@@ -189,7 +179,7 @@ class SampleGroup:
         }
         return [
             SampleRecord(
-                actor=getattr(sample, "replica", "") or "pool",
+                actor=_actor(sample),
                 index=sample.sample_index,
                 prompt_tokens=sample.prompt_token_ids.tolist(),
                 tokens=sample.token_ids.tolist(),
@@ -211,6 +201,10 @@ class SampleGroup:
                 strict=True,
             )
         ]
+
+
+def _actor(sample: Any) -> str:
+    return getattr(sample, "replica", "") or "pool"
 
 
 def _mask(sample: Any) -> tuple[int, ...]:
@@ -236,44 +230,43 @@ def group_seed(seed: int, ticket: Ticket, turn: int = 0) -> int:
     return int(words[0])
 
 
-@dataclass
 class GroupMaker:
     """Generates, scores and records groups. Many tasks of one event loop may use it at once."""
 
-    pool: Any
-    task: Task
-    writer: RecordWriter
-    seed: int
-    group_size: int
-    sampling: Mapping[str, Any]
-    max_turns: int = 8
-    # (text, special) -> token ids; only for environments
-    encode: Callable[..., Sequence[int]] | None = None
-    pool_version: Callable[[], int] = lambda: 0
-    rewarder: Rewarder | None = None
-    watch: RewardWatch = field(init=False)
-    clock: CallClock = field(default_factory=CallClock)  # of the environment's calls
-    _reported: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.watch = RewardWatch(
-            self.task.name, self.group_size, FAILED_GROUPS * self.group_size
-        )
-        if self.task.environment is None:
-            self.rewarder = self.task.rewarder()
-        elif self.encode is None:
-            self.encode = tokenizer_of(self.pool.model)
+    def __init__(
+        self,
+        pool: Any,
+        task: Task,
+        writer: RecordWriter,
+        config: GrpoConfig,
+        sampling: Mapping[str, Any],
+        pool_version: Callable[[], int],
+    ) -> None:
+        self.pool = pool
+        self.task = task
+        self.writer = writer
+        self.config = config
+        self.sampling = sampling
+        self.pool_version = pool_version
+        size = config.group_size
+        self._watch = RewardWatch(task.name, size, FAILED_GROUPS * size)
+        self._reported: dict[str, float] = {}
+        self._clock = CallClock()  # of the environment's calls
+        self._rewarder = task.rewarder() if task.environment is None else None
+        if self._rewarder is None:
+            # (text, special) -> token ids
+            self._encode = tokenizer_of(pool.model)
 
     def close(self) -> None:
         """Stop the reward function's threads and processes."""
-        if self.rewarder is not None:
-            self.rewarder.close()
+        if self._rewarder is not None:
+            self._rewarder.close()
 
     def waiting(self) -> str:
         """Says how long a reward or an environment has been waited for; "" if that is not worth mentioning."""
-        if self.rewarder is not None:
-            return self.rewarder.waiting()
-        return self.clock.waiting("the environment", self.task.timeout)
+        if self._rewarder is not None:
+            return self._rewarder.waiting()
+        return self._clock.waiting("the environment", self.task.timeout)
 
     async def make(self, ticket: Ticket) -> SampleGroup:
         """One complete group; retried if replicas fail, as long as one is up."""
@@ -281,9 +274,9 @@ class GroupMaker:
         start = clock()
         for attempt in range(MAX_TRIES):
             try:
-                if self.task.environment is not None:
+                if self._rewarder is None:
                     return await self._episodes(ticket, example, start)
-                return await self._single(ticket, example, start)
+                return await self._single(ticket, example, start, self._rewarder)
             except (ReplicaLost, SyncError, ControlError) as error:
                 self._fault("rollout failed", f"group {ticket.index}", error.message)
                 await self._check_retry(error, last=attempt == MAX_TRIES - 1)
@@ -300,11 +293,7 @@ class GroupMaker:
                 remedy="jv.Lab.attach() if the lab is still running; then resume=True",
             ) from gone
         # a dirty one waits for the next sync
-        if not any(r["state"] == "ready" for r in status["replicas"]):
-            causes = "; ".join(
-                f"{r['replica']}: {r['cause'] or r['state']}"
-                for r in status["replicas"]
-            )
+        if causes := why_all_are_dead(status):
             raise ReplicaLost(
                 f"every replica of the pool is dead ({causes})",
                 remedy="pool.restart(i) or lab.launch(...), then jv.grpo(..., folder=the same, resume=True)",
@@ -313,10 +302,8 @@ class GroupMaker:
             raise error
 
     async def _single(
-        self, ticket: Ticket, example: Example, start: float
+        self, ticket: Ticket, example: Example, start: float, rewarder: Rewarder
     ) -> SampleGroup:
-        assert self.rewarder is not None
-        rewarder = self.rewarder
         calls = {}
 
         def begin(sample: Any) -> None:
@@ -325,9 +312,9 @@ class GroupMaker:
                 sample.sample_index, sample, example
             )
 
-        options = {**self.sampling, "seed": group_seed(self.seed, ticket)}
+        options = {**self.sampling, "seed": group_seed(self.config.seed, ticket)}
         batch = await self.pool.agenerate(
-            [example.prompt], n=self.group_size, on_sample=begin, **options
+            [example.prompt], n=self.config.group_size, on_sample=begin, **options
         )
         self._record_rollouts(ticket, batch.samples, start, batch.notes)
         began = clock()
@@ -338,17 +325,7 @@ class GroupMaker:
         found = await asyncio.gather(
             *(self._reward(ticket, calls[s.sample_index]) for s in batch.samples)
         )
-        result = reward_result(found)
-        group = self._group(
-            ticket,
-            example,
-            batch.samples,
-            result.rewards,
-            result.failures,
-            start,
-            began,
-        )
-        return replace(group, parts=result.parts) if any(result.parts) else group
+        return self._group(ticket, example, batch.samples, found, start, began)
 
     async def _reward(
         self, ticket: Ticket, call: Future[float | RewardFailure]
@@ -360,7 +337,7 @@ class GroupMaker:
     def _check_reward(self, ticket: Ticket, found: float | RewardFailure) -> None:
         """Raise RewardError if this is one failure too many; its group is then recorded no more, so it is here."""
         try:
-            self.watch.add(found)
+            self._watch.add(found)
         except RewardError:
             if isinstance(found, RewardFailure):
                 self._reward_fault(ticket, found)
@@ -369,9 +346,8 @@ class GroupMaker:
     async def _episodes(
         self, ticket: Ticket, example: Example, start: float
     ) -> SampleGroup:
-        assert self.task.environment is not None
-        encode = self.encode
-        assert encode is not None
+        make = self.task.environment
+        assert make is not None
 
         async def play(sample: int) -> Any:
             turn = 0
@@ -380,7 +356,7 @@ class GroupMaker:
                 nonlocal turn
                 options = {
                     **self.sampling,
-                    "seed": group_seed(self.seed, ticket, 1 + turn) + sample,
+                    "seed": group_seed(self.config.seed, ticket, 1 + turn) + sample,
                 }
                 turn += 1
                 batch = await self.pool.agenerate([tokens], n=1, **options)
@@ -388,75 +364,66 @@ class GroupMaker:
                 return batch[0]
 
             episode = await run_episode(
-                self.task.environment(),  # type: ignore[misc]
+                make(),
                 example,
                 generate,
-                lambda text: encode(text, False),
-                max_turns=self.max_turns,
+                lambda text: self._encode(text, False),
+                max_turns=self.config.max_turns,
                 timeout=self.task.timeout,
                 sample_index=sample,
-                clock=self.clock,
-                encode_prompt=lambda text: encode(text, True),
+                clock=self._clock,
+                encode_prompt=lambda text: self._encode(text, True),
             )
-            self._check_reward(
-                ticket, episode.reward if episode.failure is None else episode.failure
-            )
+            self._check_reward(ticket, episode.failure or episode.reward)
             return episode
 
-        episodes = await asyncio.gather(*(play(k) for k in range(self.group_size)))
+        count = range(self.config.group_size)
+        episodes = await asyncio.gather(*(play(k) for k in count))
         self._record_rollouts(ticket, episodes, start, ())
-        failures = tuple(e.failure for e in episodes if e.failure is not None)
-        rewards = np.array([e.reward for e in episodes], np.float64)
-        return self._group(ticket, example, episodes, rewards, failures, start, clock())
+        found = [episode.failure or episode.reward for episode in episodes]
+        return self._group(ticket, example, episodes, found, start, clock())
 
     def _group(
         self,
         ticket: Ticket,
         example: Example,
         samples: Sequence[Any],
-        rewards: np.ndarray,
-        failures: Sequence[RewardFailure],
+        found: Sequence[float | RewardFailure],
         start: float,
         began: float,
     ) -> SampleGroup:
-        good = rewards[np.isfinite(rewards)]
-        timeouts = sum(f.kind == "timeout" for f in failures)
-        statistics = (
-            {}
-            if not len(good)
-            else {
-                "mean": good.mean(),
-                "std": good.std(),
-                "min": good.min(),
-                "max": good.max(),
-            }
-        )
+        """Record the rewards, which were computed since `began`."""
+        result = reward_result(found)
+        good = result.rewards[np.isfinite(result.rewards)]
+        timeouts = result.counts.get("timeout", 0)
+        statistics = ("mean", "std", "min", "max") if len(good) else ()
         self.writer.write(
             RewardEvent(
                 start=began,
                 stop=clock(),
                 samples=len(samples),
-                failures=len(failures) - timeouts,
+                failures=len(result.failures) - timeouts,
                 timeouts=timeouts,
                 groups=(ticket.index,),
-                **statistics,
+                **{name: getattr(good, name)() for name in statistics},
             )
         )
-        for failure in failures:
+        for failure in result.failures:
             self._reward_fault(ticket, failure)
         versions = [own_versions(s) for s in samples]
         oldest = min(
             (int(v.min()) for v in versions if len(v)), default=self.pool_version()
         )
         return SampleGroup(
-            ticket.index,
-            example,
-            samples,
-            rewards,
-            oldest,
-            tuple(failures),
-            start,
-            clock(),
+            index=ticket.index,
+            example=example,
+            samples=samples,
+            rewards=result.rewards,
+            oldest=oldest,
+            failures=result.failures,
+            start=start,
+            stop=clock(),
+            parts=result.parts if any(result.parts) else (),
         )
 
     def _record_rollouts(
@@ -464,8 +431,10 @@ class GroupMaker:
     ) -> None:
         """One event per replica that generated samples of the group."""
         stop = clock()
-        for actor in sorted({getattr(s, "replica", "") or "pool" for s in samples}):
-            own = [s for s in samples if (getattr(s, "replica", "") or "pool") == actor]
+        by_actor: dict[str, list[Any]] = {}
+        for sample in samples:
+            by_actor.setdefault(_actor(sample), []).append(sample)
+        for actor, own in sorted(by_actor.items()):
             versions = count_versions([own_versions(s) for s in own])
             self.writer.write(
                 RolloutEvent(
@@ -495,19 +464,24 @@ class GroupMaker:
                 self._fault("replica lost" if found else "note", who, note)
 
     def _reward_fault(self, ticket: Ticket, failure: RewardFailure) -> None:
+        who = f"group {ticket.index}, sample {failure.index}"
         text = f"{failure.kind}: {failure.message}"
-        self._fault(
-            "reward failed",
-            f"group {ticket.index}, sample {failure.index}",
-            text,
-            failure.traceback,
-        )
+        self._fault("reward failed", who, text, failure.traceback)
 
     def _fault(self, fault: str, who: str, text: str, trace: str = "") -> None:
         extra = {"traceback": trace} if trace else {}
         self.writer.write(
             FaultEvent(actor="pool", fault=fault, who=who, text=text, extra=extra)
         )
+
+
+def why_all_are_dead(status: Mapping[str, Any]) -> str:
+    """Why each replica of a pool is not up, from its status; "" if one is."""
+    replicas = status["replicas"]
+    if any(r["state"] == "ready" for r in replicas):
+        return ""
+    causes = (f"{r['replica']}: {r['cause'] or r['state']}" for r in replicas)
+    return "; ".join(causes) or "it has none"
 
 
 def own_versions(sample: Any) -> np.ndarray:

@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
@@ -26,14 +26,12 @@ from jvlab.record._events import EvaluationEvent, StepEvent
 from jvlab.record._log import EVENTS
 from jvlab.record._record import Record
 from jvlab.record._writer import RecordWriter
-from jvlab.trainer._batching import Buckets
 from jvlab.trainer._compile_cache import use_compile_cache
 from jvlab.trainer._groups import Evaluation, GroupMaker, SampleGroup
-from jvlab.trainer._grpo_config import GrpoConfig, signature_with_options
-from jvlab.trainer._loop import Control, Loop, LoopSettings
-from jvlab.trainer._losses import Algorithm
+from jvlab.trainer._grpo_config import GrpoConfig, GrpoOptions, signature_with_options
+from jvlab.trainer._loop import Loop
 from jvlab.trainer._producer import Producer
-from jvlab.trainer._run import Run, remember
+from jvlab.trainer._run import Run
 from jvlab.trainer._run_checkpoint import Checkpoints, Position
 from jvlab.trainer._schedule import Flow, Ticket
 from jvlab.trainer._step import TrainState, TrainStep
@@ -47,7 +45,6 @@ if TYPE_CHECKING:
 
 
 LATE_SECONDS = 5.0  # after a step, until its bar says what is under way
-MICRO_BATCH = 16  # samples, where they are padded
 
 
 @brief
@@ -58,7 +55,7 @@ def grpo(
     task: Task | str,
     steps: int = 50,
     max_staleness: int = 0,
-    **options: Any,
+    **options: Unpack[GrpoOptions],
 ) -> Run:
     """Train `policy` on `task` with rollouts of `pool`, syncing weights over `link` after every step; returns a `Run`.
 
@@ -69,10 +66,11 @@ def grpo(
                       training overlap, and samples more than K versions old are not trained on
     algorithm         a preset's name or a `jv.Algorithm`: grpo, dr_grpo, dapo, rloo, reinforce++, ppo_clip
     group_size        samples per prompt; a step takes `prompts_per_step` groups
-    max_tokens        of one completion; default: the task's own. `sampling` holds other sampling parameters of vLLM
+    max_tokens        of one completion; default: the task's own. `temperature` and `sampling`, which holds other
+                      sampling parameters of vLLM, are for rollouts; `max_turns` for tasks with an environment
     learning_rate     its highest value, or a function of the number of updates. `schedule` is "constant", or falls to 0
                       at the last step: "linear", "cosine". The first `warmup` updates rise to it. AdamW uses it; an
-                      optax `optimizer` has its own
+                      optax `optimizer` has its own. Gradients are clipped to `max_grad_norm`, unless it is None
     reference         for a KL term: a pool or a tree of parameters; None: the policy as it is now
     on_stale          "drop" or "regenerate" groups that are too stale
     replay            of a policy with experts, whose router may choose others than the engine's did, by rounding:
@@ -86,7 +84,9 @@ def grpo(
     micro_batch       samples in one pass instead, each padded to the longest's bucket; 16 by default where log-
                       probabilities come from a function that takes no `segments`
     folder            for the record and checkpoints; default: runs/<task>-<time>. `resume=True` continues the run in
-                      it from its last checkpoint, or from its start; `resume="auto"` does so if the folder holds a run
+                      it from its last checkpoint, or from its start; `resume="auto"` does so if the folder holds a run.
+                      The record keeps the content of every `keep_samples`-th sample; 0: of none
+    sinks             functions that are called with each event of the record
     checkpoint_every  number of steps; 0: none. The newest `keep_checkpoints` are kept, None: all
     evaluate          a task whose first `evaluate_prompts` prompts, fewer if it has fewer, are answered greedily, once
                       each, before the first step, then `every` so many steps, and at the end; recorded and plotted. A
@@ -119,82 +119,79 @@ def grpo(
     config.check_replay_of(policy, logprobs_fn, pool, task)
     config.check_engine(pool, sampling)
     folder, resume = _folder(config.folder, task.name, config.resume)
-    _offer_scoring(link, policy)
-    train = _train_step(config, policy, logprobs_fn, algorithm, pool)
+    link.lend_scores(policy)  # to check what tensors mean, if the next sync needs it
+    train = TrainStep(
+        logprobs_fn,
+        algorithm,
+        learning_rate=config.rate,
+        optimizer=config.optimizer,
+        max_grad_norm=config.max_grad_norm,
+        deterministic=_deterministic(pool),
+        token_budget=_token_budget(config, policy),
+        short_rows=not getattr(policy, "fused_attention", False),
+    )
     own_reference = algorithm.needs_reference and config.reference is None
     reference = (
         _copied(params)
         if own_reference
         else _checked_reference(config.reference, params)
     )
-    settings = _settings(config, pool, algorithm, sampling, reference)
+    gap_alarm = config.alarm_for(pool)
     checkpoints = Checkpoints(folder, config.keep_checkpoints)
     state = train.init(params)
-    position, state = (
-        _resumed(checkpoints, state, task, config.seed) if resume else (None, state)
-    )
+    position = None
+    if resume:
+        position, state = _resumed(checkpoints, state, task, config.seed)
     keep_params(state.params)
-    started = position.step if position else 0
-    version = max(position.version if position else 0, link.version + 1)
+    # where a run begins, or goes on
+    at = position or Position(step=0, version=0, seed=config.seed, groups=task.position)
     about = {**config.to_record(task, pool, algorithm, sampling), "cores": _cores()}
     evaluation = _evaluation(config, pool, sampling, folder, resume)
     try:
         if config.checkpoint_every:
             checkpoints.prepare(state)
-        writer = _writer(
-            config, folder, about, settings.gap_alarm, started if resume else -1
+        writer = RecordWriter(
+            folder,
+            run=folder.name,
+            config=about,
+            gap_alarm=gap_alarm,
+            keep_samples=config.keep_samples,
+            sinks=config.sinks,
+            resumed=at.step if resume else -1,
         )
     except BaseException:
         if evaluation is not None:
             evaluation.close()
         raise
-    reporter = _StepReporter(config, started, folder.name, pool)
-    task_state = functools.partial(_task_state, task)
     loop = Loop(
-        settings,
-        train,
-        state,
-        link,
-        writer,
-        checkpoints,
-        Control(),
-        task_state,
-        keep_params,
-        reporter,
-        started,
-        version,
-        evaluation,
-        _exporter(policy, folder),
-        reporter.wait,
+        config=config,
+        algorithm=algorithm,
+        sampling=sampling,
+        reference=reference,
+        gap_alarm=gap_alarm,
+        train=train,
+        state=state,
+        link=link,
+        task=task,
+        writer=writer,
+        checkpoints=checkpoints,
+        evaluation=evaluation,
+        keep=keep_params,
+        export=_exporter(policy, folder),
+        step=at.step,
+        version=max(at.version, link.version + 1),
     )
+    reporter = _StepReporter(loop, pool, folder.name)
+    loop.on_step.append(reporter.step)
 
     def start() -> Producer:
-        pending = tuple(Ticket(i, a) for i, a in position.pending) if position else ()
-        flow: Flow[SampleGroup] = Flow(
-            config.flow,
-            version,
-            position.groups if position else task.position,
-            pending,
-        )
-        pool_version = lambda: flow.pool_version
-        maker = GroupMaker(
-            pool,
-            task,
-            writer,
-            config.seed,
-            config.group_size,
-            sampling,
-            config.max_turns,
-            pool_version=pool_version,
-        )
+        pending = tuple(Ticket(index, attempt) for index, attempt in at.pending)
+        flow: Flow[SampleGroup] = Flow(config.flow, loop.version, at.groups, pending)
+        version = lambda: flow.pool_version
+        maker = GroupMaker(pool, task, writer, config, sampling, version)
         return Producer(flow, maker, loop.rejection_reason)
 
-    client = getattr(pool, "_client", None)
-    run = Run(
-        loop, start, folder, folder.name, max_staleness, client, on_end=reporter.close
-    )
-    reporter.run = run
-    remember(run)
+    run = Run(loop, start, folder, getattr(pool, "_client", None), reporter.close)
     in_background = in_kernel() if config.background is None else config.background
     # no deadline: as long as the run takes; Ctrl-C ends it
     return run if in_background else run.wait()
@@ -242,132 +239,55 @@ def _check_parts(pool: Any, link: Any, config: GrpoConfig) -> None:
         )
 
 
-def _train_step(
-    config: GrpoConfig,
-    policy: Any,
-    logprobs_fn: Callable[..., Any],
-    algorithm: Algorithm,
-    pool: Any,
-) -> TrainStep:
-    return TrainStep(
-        logprobs_fn,
-        algorithm,
-        learning_rate=config.rate,
-        optimizer=config.optimizer,
-        max_grad_norm=config.max_grad_norm,
-        deterministic=_deterministic(pool),
-        token_budget=_token_budget(config, policy),
-        short_rows=not getattr(policy, "fused_attention", False),
-    )
-
-
-def _writer(
-    config: GrpoConfig,
-    folder: Path,
-    about: Mapping[str, Any],
-    gap_alarm: float,
-    resumed: int,
-) -> RecordWriter:
-    return RecordWriter(
-        folder,
-        run=folder.name,
-        config=about,
-        gap_alarm=gap_alarm,
-        keep_samples=config.keep_samples,
-        sinks=config.sinks,
-        resumed=resumed,
-    )
-
-
-def _settings(
-    config: GrpoConfig,
-    pool: Any,
-    algorithm: Algorithm,
-    sampling: Mapping[str, Any],
-    reference: Any,
-) -> LoopSettings:
-    return LoopSettings(
-        config.steps,
-        config.seed,
-        algorithm,
-        config.prompts_per_step,
-        config.temperature,
-        config.alarm_for(pool),
-        Buckets(rows=config.micro_batch or MICRO_BATCH),
-        config.checkpoint_every,
-        sampling,
-        config.sync_options,
-        reference,
-        config.every,
-        # a score is computed with experts of its own, which says nothing about log-probabilities with replayed ones
-        probe=config.temperature == 1.0
-        and hasattr(pool, "score")
-        and config.replay == "none",
-        sleep=config.sleeps(pool),
-        replay=config.replay,
-    )
-
-
 class _StepReporter:
-    """Reports each step to the progress bar, the user's function and the run's display."""
+    """A run's bar: the last step, and what is under way since. Tells the user's function of each step too."""
 
-    def __init__(self, config: GrpoConfig, done: int, name: str, pool: Any) -> None:
-        progress = config.progress
+    def __init__(self, loop: Loop, pool: Any, name: str) -> None:
+        progress = loop.config.progress
         self._user = progress if callable(progress) else None
-        show = False if callable(progress) else progress
+        self._loop = loop
         self._pool = pool
-        self._bar = Progress(
-            config.steps, name, unit="step", show=show, each=True, ask=self._look
-        )
-        self._bar.to(done)
-        self._bar.start()
         self._last = ""  # what it said of the last step
-        self._since = time.perf_counter()  # when the last step ended
-        self.run: Run | None = None
-        self._said = ""
-
-    def wait(self, text: str) -> None:
-        """What the run waits for; called about once a second."""
-        if text != self._said:
-            self._bar.remark(text)
-            self._said = text
-        self._bar.tick()
+        self._since = time.perf_counter()  # when that ended
+        self._bar = Progress(
+            loop.config.steps,
+            name,
+            unit="step",
+            show=False if callable(progress) else progress,
+            each=True,
+            ask=self._look,
+        )
+        self._bar.to(loop.step)
+        self._bar.start()
 
     def close(self) -> None:
         """The run has ended."""
         self._bar.close()
 
-    def _look(self) -> str:
-        """What holds up the pool; the bar asks twice a second."""
-        if (
-            self.run is not None
-            and not self._said
-            and time.perf_counter() - self._since >= LATE_SECONDS
-        ):
-            flying = how_many(self.run.status.flying, "group")
-            self._bar.remark(
-                ", ".join(
-                    filter(None, (self._last, f"{flying} being generated or rewarded"))
-                )
-            )
-        snapshot = getattr(self._pool, "_snapshot", None)  # fakes in tests have none
-        return (
-            ""
-            if snapshot is None or _held_by_the_run(snapshot)
-            else waiting_for(snapshot, own_name())
-        )
-
-    def __call__(self, event: StepEvent) -> None:
+    def step(self, event: StepEvent) -> None:
+        """A step has ended."""
         now = time.perf_counter()
         rate = event.tokens / max(now - self._since, 1e-9)
         self._since = now
-        self._said = ""
         self._last = f"reward {event.reward_mean:.3f}, {rate:,.0f} tokens/s"
         self._bar.advance(1, self._last)
         if self._user is not None:
             self._user(event)
-        if self.run is not None:
-            self.run._on_step(event)
+
+    def _look(self) -> str:
+        """Which function of the user's is waited for, and what holds up the pool; the bar asks twice a second."""
+        said = [self._last]
+        producer = self._loop.producer
+        if waiting := self._loop.waiting():
+            said = [waiting]
+        elif producer and time.perf_counter() - self._since >= LATE_SECONDS:
+            flying = how_many(producer.snapshot()["flying"], "group")
+            said.append(f"{flying} being generated or rewarded")
+        self._bar.remark(", ".join(filter(None, said)))
+        snapshot = getattr(self._pool, "_snapshot", None)  # fakes in tests have none
+        if snapshot is None or _held_by_the_run(snapshot):
+            return ""
+        return waiting_for(snapshot, own_name())
 
 
 def _held_by_the_run(snapshot: Any) -> bool:
@@ -480,12 +400,6 @@ def _deterministic(pool: Any) -> bool:
     return hasattr(pool, "_facts") and bool(pool._facts().batch_invariant)
 
 
-def _offer_scoring(link: Any, policy: Any) -> None:
-    """Lets the link's next sync score tokens with this policy, if that is needed to check what its tensors mean."""
-    if hasattr(link, "lend_scores"):  # fakes in tests need not have it
-        link.lend_scores(policy)
-
-
 def _checked_reference(reference: Any, params: Any) -> Any:
     """A pool, None, or a tree of parameters as arrays of JAX; raises if it is not like the policy's."""
     import jax
@@ -584,7 +498,3 @@ def _resumed(
         )
     task.load_state(position.task)
     return position, checkpoints.load(latest, state)
-
-
-def _task_state(task: Task, position: int) -> dict[str, Any]:
-    return {**task.state_dict(), "position": position}

@@ -6,14 +6,15 @@ import difflib
 import inspect
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from jvlab._errors import ConfigError
 from jvlab.record._events import StepEvent
 from jvlab.record._sample import check_replay
+from jvlab.trainer._batching import Buckets
 from jvlab.trainer._losses import Algorithm
 from jvlab.trainer._schedule import Schedule
 from jvlab.trainer._tasks import check_choice, check_number, check_sampling, check_whole
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 GAP_ALARM_FLOAT32 = 1e-3  # default gap_alarm for a float32 engine
 # for 16-bit floats, where single tokens differ by as much in a healthy run
 GAP_ALARM_HALF = 0.3
+MICRO_BATCH = 16  # samples, where they are padded
 MEANT = {  # names that other trainers give to options
     "lr": "learning_rate",
     "num_generations": "group_size",
@@ -48,11 +50,62 @@ WHOLE = {  # options that are whole numbers, and the least of each
     "evaluate_prompts": 1,
     "keep_samples": 0,
 }
+# options that a run's record holds as they are
+RECORDED = (
+    "steps",
+    "max_staleness",
+    "group_size",
+    "prompts_per_step",
+    "seed",
+    "schedule",
+    "warmup",
+    "on_stale",
+    "replay",
+    "micro_batch",
+    "token_budget",
+)
 # sampling parameters that jv.grpo sets itself
 RESERVED = ("seed", "max_tokens", "temperature", "n", "logprobs")
 
 
-@dataclass(frozen=True)
+class GrpoOptions(TypedDict, total=False):
+    """The keyword arguments of `jv.grpo`, for type checkers and editors; `GrpoConfig` has their defaults."""
+
+    algorithm: str | Algorithm
+    group_size: int
+    prompts_per_step: int
+    learning_rate: float | Callable[[Any], Any]
+    schedule: str
+    warmup: int
+    optimizer: Any
+    max_grad_norm: float | None
+    seed: int
+    max_tokens: int | None
+    temperature: float
+    sampling: Mapping[str, Any] | None
+    micro_batch: int | None
+    token_budget: int | None
+    reference: Any
+    on_stale: str
+    replay: str
+    max_turns: int
+    folder: str | os.PathLike[str] | None
+    checkpoint_every: int
+    keep_checkpoints: int | None
+    evaluate: Task | str | None
+    every: int
+    evaluate_prompts: int
+    resume: bool | str
+    gap_alarm: float | None
+    keep_samples: int
+    sinks: Sequence[Callable[[Any], None]]
+    sync: Mapping[str, Any] | None
+    sleep: bool | None
+    background: bool | None
+    progress: bool | Callable[[StepEvent], None] | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class GrpoConfig:
     """The options of one run; `jv.grpo` documents them."""
 
@@ -85,32 +138,54 @@ class GrpoConfig:
     resume: bool | str = False
     gap_alarm: float | None = None
     keep_samples: int = 1
-    sinks: tuple[Callable[[Any], None], ...] = ()
+    sinks: Sequence[Callable[[Any], None]] = ()
     sync: Mapping[str, Any] | None = None
     sleep: bool | None = None
     background: bool | None = None
     progress: bool | Callable[[StepEvent], None] | None = None
 
     @classmethod
-    def of(
-        cls, steps: int, max_staleness: int, options: Mapping[str, Any]
-    ) -> GrpoConfig:
+    def of(cls, steps: int, max_staleness: int, options: GrpoOptions) -> GrpoConfig:
         """From the arguments of `jv.grpo`; an option that does not exist is an error that names one that does."""
         known = [field.name for field in fields(cls)]
-        if unknown := [name for name in options if name not in known]:
-            meant = MEANT.get(unknown[0]) or next(
-                iter(difflib.get_close_matches(unknown[0], known, 1)), ""
-            )
+        for name in options:
+            if name not in known:
+                close = (
+                    [MEANT[name]]
+                    if name in MEANT
+                    else difflib.get_close_matches(name, known, 1)
+                )
+                raise ConfigError(
+                    f"jv.grpo has no option {name!r}",
+                    remedy=f"did you mean {close[0]!r}?"
+                    if close
+                    else f"options: {', '.join(known)}",
+                    option=name,
+                )
+        return cls(steps=steps, max_staleness=max_staleness, **options)
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for options of another kind than they are."""
+        check_sampling(self.sampling)
+        if self.sync is not None and not isinstance(self.sync, Mapping):
             raise ConfigError(
-                f"jv.grpo has no option {unknown[0]!r}",
-                remedy=f"did you mean {meant!r}?"
-                if meant
-                else f"options: {', '.join(known)}",
-                option=unknown[0],
+                f"sync is {self.sync!r}",
+                remedy='options of link.sync: sync={"mode": "staged"}',
             )
-        made = cls(steps, max_staleness, **options)
-        made._check_kinds()
-        return made
+        if self.folder == "" or not isinstance(
+            self.folder, (str, os.PathLike, type(None))
+        ):
+            raise ConfigError(
+                f"folder is {self.folder!r}",
+                remedy='the path of a folder, for instance "runs/first"',
+            )
+        if not isinstance(self.sinks, (tuple, list)) or not all(
+            map(callable, self.sinks)
+        ):
+            raise ConfigError(
+                f"sinks is {self.sinks!r}",
+                remedy="a tuple of functions of an event: sinks=(function,)",
+            )
 
     @property
     def flow(self) -> Schedule:
@@ -130,11 +205,14 @@ class GrpoConfig:
 
     def sleeps(self, pool: Any) -> bool:
         """Whether the pool is to sleep while the trainer trains."""
-        return (
-            bool(getattr(pool, "colocated", False) and not self.max_staleness)
-            if self.sleep is None
-            else self.sleep
-        )
+        if self.sleep is not None:
+            return self.sleep
+        return bool(getattr(pool, "colocated", False)) and not self.max_staleness
+
+    @property
+    def buckets(self) -> Buckets:
+        """The shapes of micro-batches, where samples are padded."""
+        return Buckets(rows=self.micro_batch or MICRO_BATCH)
 
     @property
     def sync_options(self) -> dict[str, Any]:
@@ -173,7 +251,12 @@ class GrpoConfig:
             check_choice(name, getattr(self, name), (True, False, None))
         if not callable(self.progress):
             check_choice("progress", self.progress, (True, False, None))
-        self._check_group_size(algorithm)
+        if self.group_size == 1 and algorithm.advantages != "reinforce++":
+            raise ConfigError(
+                "group_size=1: a sample is compared with others of its prompt, and alone its advantage is always 0",
+                remedy='group_size=8, or algorithm="reinforce++", which compares with the whole batch',
+                option="group_size",
+            )
         if self.micro_batch is not None and self.token_budget is not None:
             raise ConfigError(
                 f"micro_batch={self.micro_batch} and token_budget={self.token_budget}",
@@ -182,7 +265,13 @@ class GrpoConfig:
         _ = self.flow  # raises if the bound is wrong
         check_replay(self.replay)
         self._check_rate()
-        self._check_optimizer()
+        if self.optimizer is not None and not (
+            hasattr(self.optimizer, "init") and hasattr(self.optimizer, "update")
+        ):
+            raise ConfigError(
+                f"optimizer is {self.optimizer!r}",
+                remedy="one of optax: optimizer=optax.adam(1e-4)",
+            )
         if self.sleep and self.max_staleness:
             raise ConfigError(
                 f"sleep=True with max_staleness={self.max_staleness}: the pool generates while the trainer trains",
@@ -197,38 +286,6 @@ class GrpoConfig:
             raise ConfigError(
                 f"a reference pool scores at temperature 1, the policy samples at {self.temperature}",
                 remedy="temperature=1.0, or give the reference as a tree of parameters",
-            )
-
-    def _check_kinds(self) -> None:
-        """Raise ConfigError for options of another kind than they are."""
-        check_sampling(self.sampling)
-        if self.sync is not None and not isinstance(self.sync, Mapping):
-            raise ConfigError(
-                f"sync is {self.sync!r}",
-                remedy='options of link.sync: sync={"mode": "staged"}',
-            )
-        if (
-            not (self.folder is None or isinstance(self.folder, (str, os.PathLike)))
-            or self.folder == ""
-        ):
-            raise ConfigError(
-                f"folder is {self.folder!r}",
-                remedy='the path of a folder, for instance "runs/first"',
-            )
-        if not isinstance(self.sinks, (tuple, list)) or not all(
-            map(callable, self.sinks)
-        ):
-            raise ConfigError(
-                f"sinks is {self.sinks!r}",
-                remedy="a tuple of functions of an event: sinks=(function,)",
-            )
-
-    def _check_group_size(self, algorithm: Algorithm) -> None:
-        if self.group_size == 1 and algorithm.advantages != "reinforce++":
-            raise ConfigError(
-                "group_size=1: a sample is compared with others of its prompt, and alone its advantage is always 0",
-                remedy='group_size=8, or algorithm="reinforce++", which compares with the whole batch',
-                option="group_size",
             )
 
     def check_replay_of(
@@ -289,16 +346,6 @@ class GrpoConfig:
             )
         _ = self.rate  # raises if its name or its length is wrong
 
-    def _check_optimizer(self) -> None:
-        """Raise ConfigError unless it is one of optax's."""
-        if self.optimizer is not None and not (
-            hasattr(self.optimizer, "init") and hasattr(self.optimizer, "update")
-        ):
-            raise ConfigError(
-                f"optimizer is {self.optimizer!r}",
-                remedy="one of optax: optimizer=optax.adam(1e-4)",
-            )
-
     def sampling_for(self, task: Task) -> dict[str, Any]:
         """vLLM's sampling parameters for rollouts of this task."""
         more = self.sampling or {}
@@ -345,11 +392,8 @@ class GrpoConfig:
         """The logprob_gap that is recorded as a fault."""
         if self.gap_alarm is not None:
             return self.gap_alarm
-        return (
-            GAP_ALARM_FLOAT32
-            if (pool.status().get("dtype") or "float32") == "float32"
-            else GAP_ALARM_HALF
-        )
+        half = pool.status().get("dtype") not in (None, "", "float32")
+        return GAP_ALARM_HALF if half else GAP_ALARM_FLOAT32
 
     def to_record(
         self, task: Task, pool: Any, algorithm: Algorithm, sampling: Mapping[str, Any]
@@ -357,22 +401,12 @@ class GrpoConfig:
         """The run's configuration as its record stores it."""
         return {
             "task": task.name,
-            "steps": self.steps,
-            "max_staleness": self.max_staleness,
+            **{name: getattr(self, name) for name in RECORDED},
             "algorithm": asdict(algorithm),
-            "group_size": self.group_size,
-            "prompts_per_step": self.prompts_per_step,
-            "seed": self.seed,
             "sampling": sampling,
             "learning_rate": self.learning_rate
             if isinstance(self.learning_rate, float)
             else str(self.learning_rate),
-            "schedule": self.schedule,
-            "warmup": self.warmup,
-            "on_stale": self.on_stale,
-            "replay": self.replay,
-            "micro_batch": self.micro_batch,
-            "token_budget": self.token_budget,
             "model": Path(str(getattr(pool, "model", ""))).name,
         }
 
@@ -392,8 +426,8 @@ def _first_rate(learning_rate: Callable[[Any], Any]) -> Any:
 def signature_with_options(function: Callable[..., Any]) -> inspect.Signature:
     """A function's signature with the fields of `GrpoConfig` in place of **options."""
     signature = inspect.signature(function)
-    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    more = [
+    *own, _ = signature.parameters.values()
+    named = [
         inspect.Parameter(
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
@@ -403,4 +437,4 @@ def signature_with_options(function: Callable[..., Any]) -> inspect.Signature:
         for field in fields(GrpoConfig)
         if field.name not in signature.parameters
     ]
-    return signature.replace(parameters=[*own, *more])
+    return signature.replace(parameters=[*own, *named])

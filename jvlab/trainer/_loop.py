@@ -45,12 +45,19 @@ from jvlab.record._events import (
 from jvlab.record._run_status import extremes
 from jvlab.record._samples import SampleRecord
 from jvlab.record._writer import RecordWriter
-from jvlab.trainer._batching import PROBE_SAMPLES, Buckets, TrainBatch, train_batch
-from jvlab.trainer._groups import Evaluation, SampleGroup, count_versions
+from jvlab.trainer._batching import PROBE_SAMPLES, TrainBatch, train_batch
+from jvlab.trainer._groups import (
+    Evaluation,
+    SampleGroup,
+    count_versions,
+    why_all_are_dead,
+)
+from jvlab.trainer._grpo_config import GrpoConfig
 from jvlab.trainer._losses import Algorithm, groups_with_spread
 from jvlab.trainer._producer import PoolSleep, Producer
 from jvlab.trainer._run_checkpoint import Checkpoints, Position
 from jvlab.trainer._step import Pending, StepReport, TrainState, TrainStep
+from jvlab.trainer._tasks import Task
 
 SYNC_TRIES = 4  # of a sync during which replicas fail
 RATIO_STATISTICS = ("mean", "p01", "p50", "p99", "min", "max")
@@ -78,28 +85,6 @@ class Control:
 
 
 @dataclass(frozen=True)
-class LoopSettings:
-    """What stays fixed while a loop runs."""
-
-    steps: int
-    seed: int
-    algorithm: Algorithm
-    groups_per_step: int
-    temperature: float
-    gap_alarm: float
-    buckets: Buckets
-    checkpoint_every: int
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    sync: Mapping[str, Any] = field(default_factory=dict)  # options of link.sync
-    reference: Any = None  # a pool, a tree of parameters, or None
-    evaluate_every: int = 10  # steps
-    # measure logprob_gap with `pool.score` if a batch has no sample of the current version alone
-    probe: bool = True
-    sleep: bool = False  # the pool sleeps while the trainer trains on-policy
-    replay: str = "none"  # which of the engine's experts are trained with
-
-
-@dataclass(frozen=True)
 class _Trained:
     """A step whose parameters exist and whose numbers were not fetched yet. `stop` is when they did."""
 
@@ -114,52 +99,41 @@ class _Trained:
     stop: float
 
 
+@dataclass(kw_only=True, eq=False)
 class Loop:
     """Runs in one thread; `state`, `step` and `version` are its current position."""
 
-    def __init__(
-        self,
-        settings: LoopSettings,
-        train: TrainStep,
-        state: TrainState,
-        link: Any,
-        writer: RecordWriter,
-        checkpoints: Checkpoints,
-        control: Control,
-        task_state: Callable[[int], Mapping[str, Any]],
-        keep: Callable[[Any], None],
-        on_step: Callable[[StepEvent], None],
-        step: int = 0,
-        version: int = 0,
-        evaluation: Evaluation | None = None,
-        export: Callable[[str], None] | None = None,
-        on_wait: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        self._evaluation = evaluation
-        self._export = export
-        self._on_wait = on_wait
-        self.settings = settings
-        self.train = train
-        self.state = state
-        self.link = link
-        self.writer = writer
-        self.checkpoints = checkpoints
-        self.control = control
-        self._task_state = task_state
-        self._keep = keep
-        self._on_step = on_step
-        self.step = step
-        self.version = version
-        self.producer: Producer | None = None
-        self.last: StepEvent | None = None
-        self.max_gap = 0.0
+    config: GrpoConfig
+    algorithm: Algorithm
+    sampling: Mapping[str, Any]
+    reference: Any  # a pool, a tree of parameters, or None
+    gap_alarm: float
+    train: TrainStep
+    state: TrainState
+    link: Any
+    task: Task
+    writer: RecordWriter
+    checkpoints: Checkpoints
+    evaluation: Evaluation | None
+    keep: Callable[[Any], None]  # takes each step's new parameters
+    export: Callable[[str], None] | None  # saves the policy under a name
+    step: int
+    version: int
+    control: Control = field(default_factory=Control)
+    # told of each step, in this order
+    on_step: list[Callable[[StepEvent], None]] = field(default_factory=list)
+    producer: Producer | None = None
+    last: StepEvent | None = None
+    max_gap: float = 0.0
+    # best and worst sample of the last step
+    extremes: tuple[SampleRecord, SampleRecord] | None = None
+
+    def __post_init__(self) -> None:
         self._replicas: set[str] = set()  # those that the last sync reached
         self._probe_thread = ThreadPoolExecutor(1, thread_name_prefix="jvlab-probe")
         self._sample_thread = ThreadPoolExecutor(1, thread_name_prefix="jvlab-samples")
         self._writing: Future[None] | None = None  # of the last step's samples
         self._sleep: PoolSleep | None = None
-        # best and worst sample of the last step
-        self.extremes: tuple[SampleRecord, SampleRecord] | None = None
 
     def rejection_reason(self, group: SampleGroup) -> str:
         """Why a group cannot be trained on, "" if it can."""
@@ -170,10 +144,10 @@ class Loop:
             )
         rewards = group.rewards[good]
         if (
-            self.settings.algorithm.dynamic_sampling
+            self.algorithm.dynamic_sampling
             and not groups_with_spread(rewards, np.zeros(len(rewards))).any()
         ):
-            self._record_samples([group], -1, np.full(len(group.samples), math.nan))
+            self._record_samples([group], -1)
             return f"all rewards of group {group.index} are equal, and dynamic_sampling drops such groups"
         return ""
 
@@ -181,21 +155,17 @@ class Loop:
         """Run to the last step, or until the owner stops it; returns "finished" or "stopped"."""
         self.producer = producer
         self.control.listener = producer.wake
-        if self.settings.sleep:
+        steps = self.config.steps
+        if self.config.sleeps(self.link.pool):
             self._sleep = PoolSleep(self.link.pool, producer, self.writer)
         self._write(self._sync())
         self._evaluate()
-        while self.step < self.settings.steps and not self.control.stopping:
+        while self.step < steps and not self.control.stopping:
             if self.control.pausing:
                 self._wait_while_paused()
                 continue
-            producer.set_remaining(
-                (self.settings.steps - self.step) * self.settings.groups_per_step
-            )
-            taken = producer.take(
-                lambda: self.control.pausing or self.control.stopping,
-                self._tell_waiting,
-            )
+            producer.set_remaining((steps - self.step) * self.config.prompts_per_step)
+            taken = producer.take(lambda: self.control.pausing or self.control.stopping)
             if taken is None:
                 continue
             trained = self._train(*taken)
@@ -204,45 +174,37 @@ class Loop:
             finally:  # a step is recorded even if its parameters cannot be sent
                 event = self._finish(trained)
             self._write(synced)
-            if (
-                self.step % self.settings.evaluate_every == 0
-                or self.step == self.settings.steps
-            ):
+            ended = self.step == steps
+            if ended or self.step % self.config.every == 0:
                 self._evaluate()
-            every = self.settings.checkpoint_every
-            if every and (
-                self.step % every == 0
-                or self.step == self.settings.steps
-                or self.control.stopping
-            ):
+            every = self.config.checkpoint_every
+            if every and (ended or self.control.stopping or self.step % every == 0):
                 self.save()
-            self._on_step(event)
+            for told in self.on_step:
+                told(event)
         self._wait_for_samples()
-        if self._evaluation is not None and self._export is not None:
-            self._export("last")
-        return "finished" if self.step >= self.settings.steps else "stopped"
+        if self.evaluation is not None and self.export is not None:
+            self.export("last")
+        return "finished" if self.step >= steps else "stopped"
 
     def _evaluate(self) -> None:
         """Answer the held-out prompts with the weights just synced; the best so far are exported."""
-        if self._evaluation is None:
+        if self.evaluation is None:
             return
-        event = self._evaluation.run(self.step, self.version, self._tell_waiting)
+        event = self.evaluation.run(self.step, self.version)
         self.writer.write(event)
-        if event.best and self._export is not None:
-            self._export("best")
+        if event.best and self.export is not None:
+            self.export("best")
 
     def waiting(self) -> str:
         """Which function of the user's has been waited for, and how long; "" if that is not worth mentioning."""
-        found = self._evaluation.waiting() if self._evaluation is not None else ""
+        found = self.evaluation.waiting() if self.evaluation is not None else ""
         return found or (self.producer.waiting() if self.producer is not None else "")
-
-    def _tell_waiting(self) -> None:
-        self._on_wait(self.waiting())
 
     def close(self) -> None:
         """Release threads and files; the owner closes the record."""
-        if self._evaluation is not None:
-            self._evaluation.close()
+        if self.evaluation is not None:
+            self.evaluation.close()
         if self._sleep is not None:
             self._sleep.close()
         self._probe_thread.shutdown(wait=True)  # no deadline: `Pool.score` has one
@@ -258,14 +220,14 @@ class Loop:
         self.checkpoints.save(
             self.state,
             Position(
-                self.step,
-                self.version,
-                self.settings.seed,
-                flow["position"],
-                tuple((t.index, t.attempt) for t in flow["pending"]),
-                self._task_state(flow["position"]),
-                self.state.updates,
-                self.state.skipped,
+                step=self.step,
+                version=self.version,
+                seed=self.config.seed,
+                groups=flow["position"],
+                pending=tuple((t.index, t.attempt) for t in flow["pending"]),
+                task={**self.task.state_dict(), "position": flow["position"]},
+                updates=self.state.updates,
+                skipped=self.state.skipped,
             ),
         )
 
@@ -285,20 +247,15 @@ class Loop:
         self, groups: Sequence[SampleGroup], stale: Sequence[SampleGroup]
     ) -> _Trained:
         """Train on the groups until the new parameters exist. The engines still hold the version before."""
-        settings = self.settings
         version = self.version
         start = clock()
-        samples = [s for g in groups for s in g.samples]
-        rewards = np.concatenate([g.rewards for g in groups])
-        group_ids = np.concatenate([np.full(len(g.samples), g.index) for g in groups])
-        replay = settings.replay
         batch = train_batch(
-            samples,
-            rewards,
-            settings.algorithm,
-            settings.buckets,
-            group_ids,
-            replay=replay,
+            [s for g in groups for s in g.samples],
+            np.concatenate([g.rewards for g in groups]),
+            self.algorithm,
+            self.config.buckets,
+            np.concatenate([np.full(len(g.samples), g.index) for g in groups]),
+            replay=self.config.replay,
         )
         batch = self._with_reference(batch)
         probe = self._probe(batch)
@@ -306,14 +263,22 @@ class Loop:
             self._sleep.begin(() if probe is None else (probe,))
         pending = self.train.launch(self.state, batch, version)
         self.state = pending.state
-        self._keep(self.state.params)
+        self.keep(self.state.params)
         pending.wait()  # no deadline: the trainer's own computation
         stop = clock()
         if probe is not None:  # it scores with the version that a sync would replace
             wait([probe])  # no deadline: `Pool.score` has one
         self.version = version + 1
         return _Trained(
-            self.step, version, groups, stale, batch, pending, probe, start, stop
+            number=self.step,
+            version=version,
+            groups=groups,
+            stale=stale,
+            batch=batch,
+            pending=pending,
+            probe=probe,
+            start=start,
+            stop=stop,
         )
 
     def _finish(self, trained: _Trained) -> StepEvent:
@@ -334,10 +299,10 @@ class Loop:
             self.writer.write(event)
 
     def _with_reference(self, batch: TrainBatch) -> TrainBatch:
-        if not self.settings.algorithm.needs_reference or not len(batch):
+        if not self.algorithm.needs_reference or not len(batch):
             return batch
         start = clock()
-        reference = self.settings.reference
+        reference = self.reference
         if hasattr(reference, "score"):
             found = np.zeros(batch.tokens.shape, np.float32)
             sequences = [
@@ -372,9 +337,7 @@ class Loop:
         finite = finite[np.isfinite(finite)]
         m = report.metrics
         stale_samples = sum(len(g.samples) for g in trained.stale)
-        regenerate = (
-            self.producer is not None and self.producer.on_stale == "regenerate"
-        )
+        regenerate = self.config.on_stale == "regenerate"
         pick = lambda stats: {k: stats[f"importance_{k}"] for k in RATIO_STATISTICS}
         return StepEvent(
             start=trained.start,
@@ -430,19 +393,23 @@ class Loop:
                 for r, scored in enumerate(probe.result(0))
             ]
             gaps = np.concatenate([np.empty(0, np.float32), *found])
-        return (
-            (float(gaps.max()), float(gaps.mean(dtype=np.float64)))
-            if len(gaps)
-            else (math.nan, math.nan)
-        )
+        if not len(gaps):
+            return math.nan, math.nan
+        return float(gaps.max()), float(gaps.mean(dtype=np.float64))
 
     def _probe(self, batch: TrainBatch) -> Future[Any] | None:
         """If no sample is fresh, as in most steps of an asynchronous run, the engines score a few while the trainer
         trains: a list of log-probabilities, empty if that failed.
         """
-        if not self.settings.probe or _fresh(batch, self.version).any():
-            return None
         pool = self.link.pool
+        # an engine's score has the engine's experts, and says nothing about log-probabilities with replayed ones
+        possible = (
+            self.config.temperature == 1.0
+            and self.config.replay == "none"
+            and hasattr(pool, "score")
+        )
+        if not possible or _fresh(batch, self.version).any():
+            return None
         version = self.version
         sequences = [
             batch.tokens[r, : batch.lengths[r]].tolist()
@@ -480,7 +447,7 @@ class Loop:
     def _record_faults(self, event: StepEvent, report: StepReport) -> None:
         if event.logprob_gap == event.logprob_gap:
             self.max_gap = max(self.max_gap, event.logprob_gap)
-        if event.logprob_gap > self.settings.gap_alarm:
+        if event.logprob_gap > self.gap_alarm:
             text = f"step {event.step}: trainer and engine differ by {event.logprob_gap:.3g} at version {event.version}"
             self._fault("logprob gap", "trainer", text)
         if report.skipped:
@@ -489,15 +456,10 @@ class Loop:
 
     def _record_trained(self, trained: _Trained) -> None:
         """The samples of a step, in a thread of its own: a long batch takes longer to write than a sync."""
-        written = self._record_samples(
-            trained.groups, trained.number, _advantages(trained.groups, trained.batch)
-        )
+        found = _advantages(trained.groups, trained.batch)
+        written = self._record_samples(trained.groups, trained.number, found)
         self.extremes = extremes(written) or self.extremes
-        self._record_samples(
-            trained.stale,
-            -1,
-            np.full(sum(len(g.samples) for g in trained.stale), math.nan),
-        )
+        self._record_samples(trained.stale, -1)
 
     def _wait_for_samples(self) -> None:
         """Until the last step's samples are in the file; raises what went wrong there."""
@@ -506,15 +468,25 @@ class Loop:
             self._writing = None
 
     def _record_samples(
-        self, groups: Sequence[SampleGroup], step: int, advantages: np.ndarray
+        self,
+        groups: Sequence[SampleGroup],
+        step: int,
+        advantages: np.ndarray | None = None,
     ) -> list[SampleRecord]:
-        """Write the samples of groups; returns all of them, also those that the record does not keep."""
-        sampling = {"temperature": self.settings.temperature, **self.settings.sampling}
+        """Write the samples of groups; returns all of them, also those that the record does not keep.
+
+        Those that are not trained on have the step -1, and no advantages.
+        """
+        sampling = {"temperature": self.config.temperature, **self.sampling}
         out: list[SampleRecord] = []
         for group in groups:
-            records = group.records(
-                step, advantages[len(out) : len(out) + len(group.samples)], sampling
+            count = len(group.samples)
+            own = (
+                np.full(count, math.nan)
+                if advantages is None
+                else advantages[len(out) : len(out) + count]
             )
+            records = group.records(step, own, sampling)
             self.writer.write_samples(records)
             out += records
         return out
@@ -536,7 +508,7 @@ class Loop:
                     self.state.params,
                     self.version,
                     progress=False,
-                    **self.settings.sync,
+                    **self.config.sync_options,
                 )
                 break
             except SyncError as error:
@@ -546,12 +518,8 @@ class Loop:
                 # the same parameters would be rejected again
                 if isinstance(error, NonFiniteError):
                     raise
-                replicas = self.link.pool.status()["replicas"]
-                # Dirty ones count too: a sync is what they need.
-                if not any(r["state"] == "ready" for r in replicas):
-                    causes = "; ".join(
-                        f"{r['replica']}: {r['cause'] or r['state']}" for r in replicas
-                    )
+                # Dirty ones count as up: a sync is what they need.
+                if causes := why_all_are_dead(self.link.pool.status()):
                     raise ReplicaLost(
                         f"every replica of the pool is dead, the last one during a weight sync ({causes})",
                         remedy="lab.launch(...) again, then jv.grpo(..., folder=the same, resume=True)",
@@ -572,12 +540,14 @@ class Loop:
             self.producer.synced(self.version)
         self._replicas = set(replicas)
         event = sync_event(report, start, stop)
-        if pause != pause:
+        if math.isnan(pause):
             return (event,)
-        began = max(start, stop - pause)
-        why = f"sync of version {self.version}"
         return event, PauseEvent(
-            start=began, stop=stop, replicas=replicas, mode="keep", why=why
+            start=max(start, stop - pause),
+            stop=stop,
+            replicas=replicas,
+            mode="keep",
+            why=f"sync of version {self.version}",
         )
 
 

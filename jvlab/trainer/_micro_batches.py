@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jvlab._errors import ConfigError
+from jvlab._units import how_many
 from jvlab.trainer._batching import Buckets, TrainBatch
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ GOOD_ENOUGH = 0.01  # of padding: shorter rows must save more than this
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowShape:
     """The shape of a packed micro-batch: `count` rows of `length` tokens, each with at most `most` samples."""
 
     count: int
@@ -123,16 +124,30 @@ def _candidates(sizes: np.ndarray, longest: int) -> list[int]:
 
 
 @dataclass(frozen=True, eq=False)
-class Packed:
-    """One micro-batch: `segments` [rows, length] numbers each row's samples from 1, 0 is padding.
+class PackedPart:
+    """Samples laid end to end in rows. Their losses are computed as if they were padded to a row's length.
 
-    `samples` are indices into the batch, in the order of their rows. `place` [samples, length] is where each token of
-    a sample is in the flattened rows, and beyond the last position for what it does not have.
+    `segments` [rows, length] numbers each row's samples from 1, 0 is padding. `samples` are indices into the batch, in
+    the order of their rows. `place` [samples, length] is where each token of a sample is in the flattened rows, and
+    beyond the last position for what it does not have.
     """
 
+    shape: RowShape
     samples: np.ndarray
     segments: np.ndarray
     place: np.ndarray
+
+    @property
+    def width(self) -> int:
+        return self.shape.length
+
+    @property
+    def most(self) -> int:
+        return self.shape.samples
+
+    @property
+    def tokens(self) -> int:
+        return self.shape.tokens
 
     def lay(self, values: np.ndarray) -> np.ndarray:
         """[N, T, …] values of the whole batch in rows, zero on padding."""
@@ -141,8 +156,17 @@ class Packed:
         flat[self.place[: len(self.samples), :width]] = values[self.samples, :width]
         return flat[:-1].reshape(*self.segments.shape, *values.shape[2:])
 
+    def token_arrays(
+        self, batch: TrainBatch, more: Iterable[str] = ()
+    ) -> dict[str, np.ndarray]:
+        """Tokens in rows, the samples of each row, and where a sample's tokens are; `more` as for `PaddedPart`."""
+        laid = {name: self.lay(getattr(batch, name)) for name in ("tokens", *more)}
+        return {**laid, "segments": self.segments, "place": self.place}
 
-def packed(lengths: np.ndarray, rows: Sequence[Sequence[int]], shape: Rows) -> Packed:
+
+def packed(
+    lengths: np.ndarray, rows: Sequence[Sequence[int]], shape: RowShape
+) -> PackedPart:
     """These rows of samples as one micro-batch of this shape; rows that are missing are padding."""
     segments = np.zeros((shape.count, shape.length), np.int32)
     place = np.full((shape.samples, shape.length), shape.tokens, np.int32)
@@ -155,7 +179,7 @@ def packed(lengths: np.ndarray, rows: Sequence[Sequence[int]], shape: Rows) -> P
             place[len(samples), :size] = row * shape.length + np.arange(at, at + size)
             samples.append(sample)
             at += size
-    return Packed(np.asarray(samples, np.int64), segments, place)
+    return PackedPart(shape, np.asarray(samples, np.int64), segments, place)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -165,24 +189,6 @@ SHORT_ROW = 256  # tokens that a short row may have in any case
 LONGER = 1.03
 # times the positions that rows chosen for the batch itself would have: worth another program
 WASTEFUL = 1.2
-
-
-class Part(Protocol):
-    """One micro-batch. Its arrays for the loss are [most, width], one sample a row, filled up with zeros."""
-
-    @property
-    def samples(self) -> np.ndarray: ...  # indices into the batch
-    @property
-    def width(self) -> int: ...
-    @property
-    def most(self) -> int: ...
-    @property
-    def tokens(self) -> int: ...  # computed, padding included
-    def token_arrays(
-        self, batch: TrainBatch, more: Iterable[str] = ()
-    ) -> dict[str, np.ndarray]:
-        """What the model reads; `more` names other arrays of the batch with values for each token."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,46 +206,19 @@ class PaddedPart:
     def token_arrays(
         self, batch: TrainBatch, more: Iterable[str] = ()
     ) -> dict[str, np.ndarray]:
-        """Tokens, and which of them are real."""
+        """Tokens, and which of them are real; `more` names other arrays of the batch with values for each token."""
         return {
             name: batch.padded(name, self.samples, self.width)
             for name in ("tokens", "token_mask", *more)
         }
 
 
-@dataclass(frozen=True, eq=False)
-class PackedPart:
-    """Samples laid end to end in rows. Their losses are computed as if they were padded to a row's length."""
-
-    content: Packed
-    shape: Rows
-
-    @property
-    def samples(self) -> np.ndarray:
-        return self.content.samples
-
-    @property
-    def width(self) -> int:
-        return self.shape.length
-
-    @property
-    def most(self) -> int:
-        return self.shape.samples
-
-    @property
-    def tokens(self) -> int:
-        return self.shape.tokens
-
-    def token_arrays(
-        self, batch: TrainBatch, more: Iterable[str] = ()
-    ) -> dict[str, np.ndarray]:
-        """Tokens in rows, the samples of each row, and where a sample's tokens are."""
-        content = self.content
-        laid = {name: content.lay(getattr(batch, name)) for name in ("tokens", *more)}
-        return {**laid, "segments": content.segments, "place": content.place}
+# One micro-batch: `samples` are indices into the batch, `tokens` counts what is computed, padding included. Its arrays
+# for the loss are [most, width], one sample a row, filled up with zeros.
+MicroBatch = PaddedPart | PackedPart
 
 
-def unpad(part: Part, found: np.ndarray, out: np.ndarray) -> None:
+def unpad(part: MicroBatch, found: np.ndarray, out: np.ndarray) -> None:
     """Write a micro-batch's values [most, width] to its samples' rows of the batch's [N, T] array."""
     width = min(part.width, out.shape[1])
     out[part.samples, :width] = found[: len(part.samples), :width]
@@ -259,7 +238,7 @@ class Packer:
         self._budget = budget
         self._short = short
         self._rows = rows
-        self.shape: Rows | None = None
+        self.shape: RowShape | None = None
         self._wasteful = 0  # batches in a row
         # lengths of the batch before: one is scored, then trained on
         self._last = np.empty(0, np.int64)
@@ -274,17 +253,17 @@ class Packer:
         self.shape = shape = self._shape_for(lengths)
         alone = np.flatnonzero(lengths > shape.length)
         for sample in alone[np.argsort(-lengths[alone], kind="stable")]:
-            own = Rows(self._rows, round_up(int(lengths[sample])), 1)
-            yield PackedPart(packed(lengths, [[int(sample)]], own), own)
+            own = RowShape(self._rows, round_up(int(lengths[sample])), 1)
+            yield packed(lengths, [[int(sample)]], own)
         short = np.flatnonzero(lengths <= shape.length)
         rows = [
             [int(short[i]) for i in row]
             for row in pack(lengths[short], shape.length, shape.most)
         ]
         for at in range(0, len(rows), shape.count):
-            yield PackedPart(packed(lengths, rows[at : at + shape.count], shape), shape)
+            yield packed(lengths, rows[at : at + shape.count], shape)
 
-    def _shape_for(self, lengths: np.ndarray) -> Rows:
+    def _shape_for(self, lengths: np.ndarray) -> RowShape:
         known = np.array_equal(lengths, self._last)
         self._last = lengths
         if self.shape is None:
@@ -305,7 +284,7 @@ class Packer:
         self._wasteful = 0
         return own
 
-    def _choose(self, lengths: np.ndarray) -> Rows:
+    def _choose(self, lengths: np.ndarray) -> RowShape:
         longest = max(self._budget // self._rows, 1)
         if self._short:
             longest = min(longest, max(SHORT_ROW, round_up(2 * int(lengths.max()))))
@@ -327,10 +306,10 @@ class Packer:
         most = 2 ** math.ceil(
             math.log2(1.5 * max((len(row) for row in rows), default=1))
         )
-        return Rows(count, length, min(most, MOST))
+        return RowShape(count, length, min(most, MOST))
 
 
-def _computed(lengths: np.ndarray, shape: Rows) -> int:
+def _computed(lengths: np.ndarray, shape: RowShape) -> int:
     """Positions computed for samples of these lengths; one that is longer than a row counts as a whole pass."""
     short = lengths[lengths <= shape.length]
     passes = -(-len(pack(short, shape.length, shape.most)) // shape.count)
@@ -371,24 +350,11 @@ class Packing:
         return packing_figure((self, *others))
 
     def __repr__(self) -> str:
-        counted = lambda n, word: (
-            f"{n} {word}{('es' if word == 'pass' else 's') * (n != 1)}"
-        )
-        samples = counted(len(self.lengths), "sample")
-        rows = counted(len(self.rows), "row")
-        passes = counted(len(self.shapes), "pass")
-        shapes = counted(self.compiled, "shape")
+        samples = how_many(len(self.lengths), "sample")
+        rows = how_many(len(self.rows), "row")
+        passes = how_many(len(self.shapes), "pass", "passes")
+        shapes = how_many(self.compiled, "shape")
         return f"Packing({samples} in {rows}, {passes} of {shapes}, {100 * self.padding:.1f} % padding)"
-
-
-def packing(samples: Any, packer: Packer | None, micro_batch: int) -> Packing:
-    """The rows that a packer makes of samples, or, without one, those padded to buckets."""
-    lengths = sample_lengths(samples)
-    return (
-        _packed(lengths, packer)
-        if packer is not None
-        else _padded(lengths, Buckets(rows=micro_batch))
-    )
 
 
 def sample_lengths(samples: Iterable[Any]) -> np.ndarray:
@@ -411,27 +377,29 @@ def sample_lengths(samples: Iterable[Any]) -> np.ndarray:
     return lengths.astype(np.int64)
 
 
-def _packed(lengths: np.ndarray, packer: Packer) -> Packing:
+def packing(samples: Any, packer: Packer) -> Packing:
+    """The rows that a packer makes of samples."""
+    lengths = sample_lengths(samples)
     rows: list[tuple[int, ...]] = []
     widths: list[int] = []
     shapes: list[tuple[int, int]] = []
     for part in packer.parts(lengths):
         count = part.shape.count
         left = list(part.samples)
-        for row in part.content.segments:
+        for row in part.segments:
             rows.append(tuple(int(left.pop(0)) for _ in range(int(row.max()))))
         widths += [part.shape.length] * count
         shapes.append((count, part.shape.length))
     return Packing(lengths, tuple(rows), tuple(widths), tuple(shapes))
 
 
-def _padded(lengths: np.ndarray, buckets: Buckets) -> Packing:
-    order = np.argsort(-lengths, kind="stable")
+def padded_packing(samples: Any, buckets: Buckets) -> Packing:
+    """The rows of samples that are padded to buckets."""
+    lengths = sample_lengths(samples)
     rows: list[tuple[int, ...]] = []
     shapes: list[tuple[int, int]] = []
-    for at in range(0, len(order), buckets.rows):
-        here = order[at : at + buckets.rows]
+    for here, width in buckets.micro_batches(lengths):
         rows += [(int(sample),) for sample in here] + [()] * (buckets.rows - len(here))
-        shapes.append((buckets.rows, buckets.width(int(lengths[here].max()))))
+        shapes.append((buckets.rows, width))
     widths = tuple(width for count, width in shapes for _ in range(count))
     return Packing(lengths, tuple(rows), widths, tuple(shapes))

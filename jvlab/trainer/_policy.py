@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
@@ -25,11 +23,19 @@ from jvlab.layout._tree import LeafShape, flatten
 from jvlab.layout._types import Binding, CheckpointTensor
 from jvlab.layout.rules._builtin import policy_rules
 from jvlab.layout.rules._ruleset import Rules
+from jvlab.trainer._batching import Buckets
 from jvlab.trainer._compile_cache import use_compile_cache
-from jvlab.trainer._micro_batches import MOST, Packer, Packing, packing
-from jvlab.trainer.decoder import _checkpoint, _cudnn, _lora, _memory, _model
+from jvlab.trainer._live_policies import remember_policy
+from jvlab.trainer._micro_batches import (
+    MOST,
+    Packer,
+    Packing,
+    packing,
+    padded_packing,
+)
+from jvlab.trainer.decoder import _checkpoint, _lora, _memory, _model
 from jvlab.trainer.decoder import _sharding as sharding
-from jvlab.trainer.decoder._attention import plain_tokens
+from jvlab.trainer.decoder._attention import Choice, loading_libraries, plain_tokens
 from jvlab.trainer.decoder._config import DecoderConfig
 from jvlab.trainer.decoder._experts import Routes, checked_routes
 from jvlab.trainer.decoder._lora import LoraParams, LoraSpec
@@ -124,8 +130,6 @@ def write_adapter(
 # ----------------------------------------------------------------------------------------------------
 
 DTYPES = ("float32", "bfloat16", "float16")
-# so that `link.bisect(prompt)` can find its trainer
-alive: weakref.WeakSet[Policy] = weakref.WeakSet()
 _SHARD_BYTES = 5_000_000_000  # largest weights file, as in transformers
 
 
@@ -143,10 +147,11 @@ class Policy:
 
     def __init__(
         self,
-        config: DecoderConfig,
-        params: dict[str, Any],
-        mesh: Mesh,
+        params: Any,
         runtime: Runtime,
+        *,
+        config: DecoderConfig,
+        mesh: Mesh,
         source: Path,
         hf_config: Mapping[str, Any],
         tensors: tuple[CheckpointTensor, ...],
@@ -156,14 +161,14 @@ class Policy:
         """Use `Policy.from_pretrained`, or `with_lora` for one with `frozen` parameters below `params`."""
         self._frozen = frozen
         self.config = config
-        self.params = params
+        self.params: Any = params
         self.mesh = mesh
         self.runtime = runtime
         self.source = source
         self.hf_config = dict(hf_config)
         self._tensors = tensors
         self._bindings = bindings
-        alive.add(self)
+        remember_policy(self)
         self._logits = jax.jit(partial(_model.logits, config=config, runtime=runtime))
         self._hidden = jax.jit(
             partial(_model.layer_states, config=config, runtime=runtime)
@@ -215,13 +220,9 @@ class Policy:
         for binding in bindings:
             of_leaf.setdefault(binding.leaf, {}).setdefault(binding.leaf_start, binding)
         params: dict[str, Any] = {}
-        fused = (
-            Runtime(compute_dtype, layout)
-            .attention(config, config.windows[0], 1)[0]
-            .form
-            == "cudnn"
-        )
-        with _cudnn.loading_libraries(fused):
+        plain = Runtime(compute_dtype, layout)
+        fused = plain.attention(config, config.windows[0], 1)[0].form == "cudnn"
+        with loading_libraries(fused):
             for path, (letters, shape) in _model.parameter_letters(config).items():
                 where, _ = layout.parameter(letters, shape)
                 node = params
@@ -234,7 +235,14 @@ class Policy:
             compute_dtype, layout, _remat(remat), head_dtype, _memory.room(params)
         )
         return cls(
-            config, params, mesh, runtime, source, hf_config, tensors, tuple(bindings)
+            params,
+            runtime,
+            config=config,
+            mesh=mesh,
+            source=source,
+            hf_config=hf_config,
+            tensors=tensors,
+            bindings=tuple(bindings),
         )
 
     def save_pretrained(
@@ -249,22 +257,16 @@ class Policy:
         (or be empty); it appears complete, by one rename. `dtype` defaults to that of the parameters, which is
         lossless.
         """
-        params = self.params if params is None else params
+        saved: Any = self.params if params is None else params
         if self._frozen is not None:
-            dtype = dtype or str(jax.tree.leaves(params)[0].dtype)
+            dtype = dtype or str(jax.tree.leaves(saved)[0].dtype)
             _check_dtype(dtype)
             return write_adapter(
-                folder, params, self.lora.spec, dtype, self.hf_config, self.source
+                folder, saved, self.lora.spec, dtype, self.hf_config, self.source
             )
         dtype = dtype or self.dtype
         _check_dtype(dtype)
-
-        def leaf(path: str) -> jax.Array:
-            node: Any = params
-            for key in path.split("."):
-                node = node[key]
-            return node
-
+        leaf = flatten(saved).arrays.__getitem__
         target = Path(folder).expanduser().absolute()
         with fresh_directory(target) as fresh:
             _checkpoint.copy_auxiliary_files(self.source, fresh)
@@ -322,15 +324,17 @@ class Policy:
     def _like(
         self, params: Any, runtime: Runtime, frozen: Params | None = None
     ) -> Policy:
-        of = (
-            self.mesh,
+        return Policy(
+            params,
             runtime,
-            self.source,
-            self.hf_config,
-            self._tensors,
-            self._bindings,
+            config=self.config,
+            mesh=self.mesh,
+            source=self.source,
+            hf_config=self.hf_config,
+            tensors=self._tensors,
+            bindings=self._bindings,
+            frozen=frozen,
         )
-        return Policy(self.config, params, *of, frozen)
 
     @property
     def lora(self) -> LoraParams:
@@ -348,12 +352,9 @@ class Policy:
 
     def _whole(self, params: Params, frozen: Params | None = None) -> Params:
         """What the decoder takes: `params`, and the base below them if they are adapters."""
-        base = self._frozen if frozen is None else frozen
-        return (
-            params
-            if self._frozen is None or base is None
-            else _lora.combined(base, params)
-        )
+        if self._frozen is None:
+            return params
+        return _lora.combined(self._frozen if frozen is None else frozen, params)
 
     # ------------------------------------------------------------------------------------------------ computing
 
@@ -364,7 +365,7 @@ class Policy:
         lengths_or_mask: ArrayLike | Sequence[int] | None = None,
     ) -> jax.Array:
         """Float32 logits [B, T, v] of the token after each token of `tokens` [B, T]."""
-        tokens = self._tokens(tokens)
+        tokens = _tokens(tokens)
         return self._logits(
             self._whole(params), tokens=tokens, mask=_mask(tokens, lengths_or_mask)
         )
@@ -392,17 +393,13 @@ class Policy:
                 remedy="pass a number above 0",
                 temperature=temperature,
             )
-        tokens = self._tokens(tokens)
-        mask = _mask(tokens, lengths_or_mask)
-        of: dict[str, Any] = {
-            "tokens": tokens,
-            "mask": mask,
-            "temperature": temperature,
-            "with_entropy": with_entropy,
-        }
+        tokens = _tokens(tokens)
         return self._logprobs(
             self._whole(params),
-            **of,
+            tokens=tokens,
+            mask=_mask(tokens, lengths_or_mask),
+            temperature=temperature,
+            with_entropy=with_entropy,
             routes=checked_routes(routes, tokens.shape, self.config),
         )
 
@@ -410,7 +407,7 @@ class Policy:
         self, params: Params, tokens: ArrayLike | Sequence[Sequence[int]]
     ) -> jax.Array:
         """Hidden states after every layer, float32 [layers, B, T, d], of `tokens` [B, T]; for inspection."""
-        return self._hidden(self._whole(params), tokens=self._tokens(tokens))
+        return self._hidden(self._whole(params), tokens=_tokens(tokens))
 
     def logprobs_fn(
         self,
@@ -433,27 +430,19 @@ class Policy:
         from 1; 0 is padding. `with_loads` also returns how many tokens chose each expert, [layers, experts]; None for a
         model without experts.
         """
-        of = (
+        return _model.logprobs(
             self._whole(params, frozen),
             self.config,
             tokens,
-            mask,
-            temperature,
-            with_entropy,
-            self.runtime,
+            mask=mask,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            runtime=self.runtime,
+            segments=segments,
+            most=most if segments is not None else 1,
+            with_loads=with_loads,
+            routes=routes,
         )
-        return _model.logprobs(
-            *of, segments, most if segments is not None else 1, with_loads, routes
-        )
-
-    def _tokens(self, tokens: ArrayLike | Sequence[Sequence[int]]) -> jax.Array:
-        tokens = jnp.asarray(tokens)
-        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-            raise ConfigError(
-                f"tokens are {tokens.dtype}{tuple(tokens.shape)}",
-                remedy="pass whole numbers [batch, time]",
-            )
-        return tokens
 
     # ------------------------------------------------------------------------------------------------ properties
 
@@ -471,26 +460,25 @@ class Policy:
     @property
     def attention(self) -> dict[str, str]:
         """Which form of attention is used, and why; by the layers' window, "all" if none."""
-        of = lambda window: self.runtime.attention(self.config, window, 1)[0]
         limit = plain_tokens(self.config.heads)
-        words = lambda choice: (
-            str(choice)
+        return {
+            str(window or "all"): str(choice)
             if choice.form == "cudnn"
             else f"plain up to {limit:,} tokens, then chunked: {choice.refused}"
-        )
-        return {
-            str(window or "all"): words(of(window))
-            for window in dict.fromkeys(self.config.windows)
+            for window, choice in self._attention()
         }
 
     @property
     def fused_attention(self) -> bool:
         """Whether every layer's attention is a fused kernel, which takes no more time for packed rows."""
-        windows = dict.fromkeys(self.config.windows)
-        return all(
-            self.runtime.attention(self.config, w, 1)[0].form == "cudnn"
-            for w in windows
-        )
+        return all(choice.form == "cudnn" for _, choice in self._attention())
+
+    def _attention(self) -> list[tuple[int | None, Choice]]:
+        """The form of attention for each window that layers have."""
+        return [
+            (window, self.runtime.attention(self.config, window, 1)[0])
+            for window in dict.fromkeys(self.config.windows)
+        ]
 
     def memory(self, batch: int, length: int, samples: int = 1) -> _memory.Memory:
         """What a training step over `batch` rows of `length` tokens at once will take of the fullest device.
@@ -538,18 +526,16 @@ class Policy:
                 "token_budget and micro_batch exclude each other",
                 remedy="pass one of them",
             )
-        if min(x for x in (token_budget, micro_batch, 1) if x is not None) < 1:
-            raise ConfigError(
-                f"token_budget={token_budget}, micro_batch={micro_batch}",
-                remedy="at least 1",
-            )
+        for name, given in {
+            "token_budget": token_budget,
+            "micro_batch": micro_batch,
+        }.items():
+            if given is not None and given < 1:
+                raise ConfigError(f"{name}={given}", remedy="at least 1")
         if micro_batch is not None:
-            return packing(samples, None, micro_batch)
-        return packing(
-            samples,
-            Packer(token_budget or self.token_budget(), not self.fused_attention),
-            1,
-        )
+            return padded_packing(samples, Buckets(rows=micro_batch))
+        budget = token_budget or self.token_budget()
+        return packing(samples, Packer(budget, not self.fused_attention))
 
     @property
     def parameters(self) -> int:
@@ -627,11 +613,9 @@ class Policy:
 def _remat(given: str | bool | None) -> str:
     if given is None:
         return "auto"
-    name = (
-        {True: "full", False: "none"}.get(given, given)
-        if isinstance(given, bool)
-        else given
-    )
+    name = given
+    if isinstance(given, bool):
+        name = "full" if given else "none"
     if name not in REMAT:
         raise ConfigError(
             f"remat={given!r} is not known",
@@ -650,23 +634,27 @@ def _check_dtype(name: object) -> None:
         )
 
 
+def _tokens(tokens: ArrayLike | Sequence[Sequence[int]]) -> jax.Array:
+    tokens = jnp.asarray(tokens)
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ConfigError(
+            f"tokens are {tokens.dtype}{tuple(tokens.shape)}",
+            remedy="pass whole numbers [batch, time]",
+        )
+    return tokens
+
+
 def _mask(
     tokens: jax.Array, lengths_or_mask: ArrayLike | Sequence[int] | None
 ) -> jax.Array:
     """The mask, or the one that corresponds to the lengths; shapes are checked."""
     if lengths_or_mask is None:
         return jnp.ones(tokens.shape, bool)
-    given = (
-        np.asarray(lengths_or_mask)
-        if not isinstance(lengths_or_mask, jax.Array)
-        else lengths_or_mask
-    )
-    if tuple(given.shape) == tuple(tokens.shape):
-        return jnp.asarray(given).astype(bool)
-    if tuple(given.shape) == tokens.shape[:1] and jnp.issubdtype(
-        given.dtype, jnp.integer
-    ):
-        return jnp.arange(tokens.shape[1])[None, :] < jnp.asarray(given)[:, None]
+    given = jnp.asarray(lengths_or_mask)
+    if given.shape == tokens.shape:
+        return given.astype(bool)
+    if given.shape == tokens.shape[:1] and jnp.issubdtype(given.dtype, jnp.integer):
+        return jnp.arange(tokens.shape[1])[None, :] < given[:, None]
     raise ConfigError(
         f"lengths or mask are {given.dtype}{tuple(given.shape)} for tokens {tuple(tokens.shape)}",
         remedy="pass whole-number lengths [batch], or a mask [batch, time]",

@@ -57,28 +57,24 @@ class Producer:
     # Called by the trainer ----------------------------------------------------------------------------------------
 
     def take(
-        self, leave: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None
+        self, leave: Callable[[], bool]
     ) -> tuple[list[SampleGroup], list[SampleGroup]] | None:
-        """Waits for the groups of the next step; returns them and those that were too stale. None once `leave()`.
-
-        `meanwhile()` is called about once a second.
-        """
+        """Waits for the groups of the next step; returns them and those that were too stale. None once `leave()`."""
         stale: list[SampleGroup] = []
-        while True:
-            with self._changed:
+        with self._changed:
+            while True:
                 if self._failure is not None:
                     raise self._failure
                 if leave():
                     return None
                 stale += self._flow.remove_stale()
-                if (groups := self._flow.take()) is not None:
-                    if self._remaining is not None:
-                        self._remaining -= len(groups)
-                    self._wake_thread()
-                    return groups, stale
+                groups = self._flow.take()
+                if groups is not None and self._remaining is not None:
+                    self._remaining -= len(groups)
                 self._wake_thread()
+                if groups is not None:
+                    return groups, stale
                 self._changed.wait(1.0)
-            meanwhile()
 
     def waiting(self) -> str:
         """Says how long a reward has been waited for; "" if that is not worth mentioning."""
@@ -113,11 +109,6 @@ class Producer:
                 "regenerated": flow.regenerated,
                 "lost": flow.lost,
             }
-
-    @property
-    def on_stale(self) -> str:
-        """What happens to groups that are too stale."""
-        return self._flow.schedule.on_stale
 
     def note_lost_replica(self, replica: str, why: str) -> None:
         """Record that a replica is lost, in case no group reported it."""
@@ -175,7 +166,7 @@ class Producer:
             reason = self._rejection_reason(group)
             if reason:
                 self._flow.reject(ticket.index)
-                self._rejected = self._rejected + 1
+                self._rejected += 1
                 self._rejection = reason
             else:
                 self._flow.finish(group)

@@ -6,6 +6,7 @@ import asyncio
 import collections
 import contextlib
 import inspect
+import itertools
 import math
 import multiprocessing
 import pickle
@@ -32,6 +33,7 @@ REMEDIES = {
     "died": "run it on one sample by hand: its process ended, by exit() or for lack of memory",
     "not a number": "return a finite number, or a mapping of names to finite numbers; float(...) makes one of an array",
 }
+CLOSED = "the Rewarder was closed"
 SAID_AFTER_S = 2.0  # a call that takes longer is mentioned beside the progress
 
 
@@ -189,17 +191,15 @@ class Rewarder:
         self.timeout = timeout
         self._closed = False
         count = processes or workers or (32 if is_async else 4)
-        self._loop = _EventLoop() if is_async else None
-        self._callers: queue.SimpleQueue[_Caller] = queue.SimpleQueue()
-        self._all: list[_Caller] = []
-        for _ in range(count):
-            caller: _Caller
-            if self._loop is not None:
-                caller = _OnLoop(reward, self._loop)
-            else:
-                caller = _InProcess(reward) if processes else _InThread(reward)
-            self._all.append(caller)
-            self._callers.put(caller)
+        if is_async:
+            self._callers: list[_Caller] = [_OnLoop(reward)]
+        else:
+            make = _InProcess if processes else InThread
+            self._callers = [make(reward) for _ in range(count)]
+        # a caller for each thread
+        self._free: queue.SimpleQueue[_Caller] = queue.SimpleQueue()
+        for caller in itertools.islice(itertools.cycle(self._callers), count):
+            self._free.put(caller)
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="jvlab-reward")
 
     def score(
@@ -229,8 +229,7 @@ class Rewarder:
         return self._threads.submit(self._one, index, sample, example)
 
     def _one(self, index: int, sample: Any, example: Any) -> float | RewardFailure:
-        # no deadline: there is a caller for each thread
-        caller = self._callers.get()
+        caller = self._free.get()  # no deadline: there is one for each thread
         began = time.perf_counter()
         failed = lambda kind, message, trace="": RewardFailure(
             index, sample, kind, message, trace, time.perf_counter() - began
@@ -240,18 +239,15 @@ class Rewarder:
                 value = caller.call(sample, example, self.timeout)
             reward = PartedReward(value) if is_parted(value) else value
             finite = isinstance(reward, NUMBERS) and math.isfinite(reward)
-        except _TimedOut as error:
-            return failed("timeout", f"no reward after {self.timeout:g} s", error.place)
-        except _Died as error:
-            return failed("died", str(error))
-        except _Raised as error:
-            return failed("raised", error.message, error.trace)
+        except UserCallFailed as error:
+            late = f"no reward after {self.timeout:g} s"
+            return failed(error.kind, error.message or late, error.trace)
         except Exception as error:
             return failed(
                 "raised", f"{type(error).__name__}: {error}", own_lines(error)
             )
         finally:
-            self._callers.put(caller)
+            self._free.put(caller)
         if not isinstance(reward, NUMBERS):
             return failed(
                 "not a number",
@@ -271,10 +267,8 @@ class Rewarder:
     def close(self) -> None:
         """End its threads and processes; calls in flight are cancelled."""
         self._closed = True
-        for caller in self._all:
+        for caller in self._callers:
             caller.close()
-        if self._loop is not None:
-            self._loop.close()
         # no deadline: each call has one
         self._threads.shutdown(wait=True, cancel_futures=True)
 
@@ -285,35 +279,24 @@ class Rewarder:
         self.close()
 
 
-class _TimedOut(Exception):
-    """The call did not return in time; `place` is where it was, if that is known."""
+class UserCallFailed(Exception):
+    """A call of the user's function gave nothing. `kind` is one of KINDS; a timeout's message is its caller's."""
 
-    def __init__(self, place: str = "") -> None:
-        super().__init__(place)
-        self.place = place
-
-
-class _Died(Exception):
-    """The child process ended."""
-
-
-class _Raised(Exception):
-    """The reward function raised in a child process."""
-
-    def __init__(self, message: str, trace: str) -> None:
+    def __init__(self, kind: str, message: str, trace: str = "") -> None:
         super().__init__(message)
+        self.kind = kind
         self.message = message
         self.trace = trace
 
 
 class _Caller(Protocol):
-    """Calls the reward function, one call at a time."""
+    """Calls the reward function, for one thread at a time unless it says otherwise."""
 
     def call(self, sample: Any, example: Any, timeout: float) -> Any: ...
     def close(self) -> None: ...
 
 
-class _InThread:
+class InThread:
     """A daemon thread per call: a call that never returns must not keep the interpreter alive."""
 
     def __init__(self, reward: Callable[..., Any]) -> None:
@@ -336,56 +319,34 @@ class _InThread:
         try:
             good, value = results.get(timeout=timeout)
         except queue.Empty:
-            raise _TimedOut(
-                own_place(sys._current_frames().get(thread.ident or 0))
-            ) from None
+            place = own_place(sys._current_frames().get(thread.ident or 0))
+            raise UserCallFailed("timeout", "", place) from None
         if good:
             return value
-        if isinstance(value, _Died):
+        if isinstance(value, UserCallFailed):
             raise value
-        raise _Raised(f"{type(value).__name__}: {value}", own_lines(value))
-
-    def close(self) -> None:
-        self._results.put((False, _Died("the Rewarder was closed")))
-
-
-class _EventLoop:
-    """An event loop in a thread of its own."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self.loop.run_forever, name="jvlab-reward-loop", daemon=True
+        raise UserCallFailed(
+            "raised", f"{type(value).__name__}: {value}", own_lines(value)
         )
-        self._thread.start()
-
-    async def _cancel_all(self) -> None:
-        calls = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
-        for call in calls:
-            call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
 
     def close(self) -> None:
-        ending = asyncio.run_coroutine_threadsafe(self._cancel_all(), self.loop)
-        # a call that blocks the loop or ignores cancellation
-        with contextlib.suppress(TimeoutError):
-            ending.result(5)
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(5)
-        if not self._thread.is_alive():
-            self.loop.close()
+        self._results.put((False, UserCallFailed("died", CLOSED)))
 
 
 class _OnLoop:
-    """An async reward function, cancelled after its timeout."""
+    """An async reward function on an event loop of its own, cancelled after its timeout. Takes calls at once."""
 
-    def __init__(self, reward: Callable[..., Any], loop: _EventLoop) -> None:
+    def __init__(self, reward: Callable[..., Any]) -> None:
         self._reward = reward
-        self._loop = loop
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="jvlab-reward-loop", daemon=True
+        )
+        self._thread.start()
 
     def call(self, sample: Any, example: Any, timeout: float) -> Any:
         future = asyncio.run_coroutine_threadsafe(
-            self._reward(sample, example), self._loop.loop
+            self._reward(sample, example), self._loop
         )
         try:
             return future.result(timeout)
@@ -394,9 +355,23 @@ class _OnLoop:
             if future.done() and not future.cancelled():
                 raise
             future.cancel()
-            raise _TimedOut from None
+            raise UserCallFailed("timeout", "") from None
 
-    def close(self) -> None: ...
+    async def _cancel_all(self) -> None:
+        calls = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    def close(self) -> None:
+        ending = asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop)
+        # a call that blocks the loop or ignores cancellation
+        with contextlib.suppress(TimeoutError):
+            ending.result(5)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5)
+        if not self._thread.is_alive():
+            self._loop.close()
 
 
 class _InProcess:
@@ -415,7 +390,8 @@ class _InProcess:
             ) from error
         self._child: Any = None
         self._pipe: Any = None
-        self._closed, self._lock = False, threading.Lock()
+        self._closed = False
+        self._lock = threading.Lock()
 
     def call(self, sample: Any, example: Any, timeout: float) -> Any:
         if self._child is None or not self._child.is_alive():
@@ -424,20 +400,21 @@ class _InProcess:
             self._pipe.send((sample, example))
             if not self._pipe.poll(timeout):
                 self._kill()
-                raise _TimedOut
+                raise UserCallFailed("timeout", "")
             good, value, trace = self._pipe.recv()  # no deadline: there is something
         except (EOFError, ConnectionError, OSError) as error:
             self._kill()
-            raise _Died(f"its process ended with exit code {self._exit}") from error
+            why = f"its process ended with exit code {self._exit}"
+            raise UserCallFailed("died", why) from error
         if not good:
-            raise _Raised(value, trace)
+            raise UserCallFailed("raised", value, trace)
         return value
 
     def _start(self) -> None:
         spawn = multiprocessing.get_context("spawn")
         with self._lock:
             if self._closed:
-                raise _Died("the Rewarder was closed")
+                raise UserCallFailed("died", CLOSED)
             self._pipe, child_end = spawn.Pipe()
             self._child = spawn.Process(
                 target=_serve, args=(child_end, self._reward), daemon=True
@@ -455,7 +432,7 @@ class _InProcess:
                 ready
                 or f"no answer within {START_S:g} s, or it ended with exit code {self._exit}"
             )
-            raise _Died(f"the reward process did not start: {why}")
+            raise UserCallFailed("died", f"the reward process did not start: {why}")
 
     def _kill(self) -> None:
         with self._lock:

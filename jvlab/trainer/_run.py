@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,10 +18,9 @@ import numpy as np
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, DeadlineExceeded
 from jvlab._tracebacks import brief
-from jvlab.record._events import StepEvent
 from jvlab.record._record import Record
 from jvlab.record._run_status import RunStatus
-from jvlab.trainer._batching import Buckets, TrainBatch
+from jvlab.trainer._batching import Buckets, train_batch
 from jvlab.trainer._loop import Loop
 from jvlab.trainer._producer import Producer
 from jvlab.trainer._run_checkpoint import Checkpoints
@@ -39,11 +39,7 @@ if TYPE_CHECKING:
 
 def replay(loop: Loop, checkpoints: Checkpoints, sample: SampleRecord) -> np.ndarray:
     """log P of each of the sample's tokens under its own version; raises if a version's checkpoint is missing."""
-    own = (
-        np.ones(len(sample.tokens), bool)
-        if not sample.mask
-        else np.asarray(sample.mask, bool)
-    )
+    own = np.asarray(sample.mask or [1] * len(sample.tokens), bool)
     versions = sample.token_versions
     wanted = sorted({int(v) for v in versions[own]})
     paths = {v: checkpoints.of_version(v) for v in wanted}
@@ -55,7 +51,16 @@ def replay(loop: Loop, checkpoints: Checkpoints, sample: SampleRecord) -> np.nda
             remedy="run with checkpoint_every=1 and keep_checkpoints=None to be able to replay every sample",
             versions=missing,
         )
-    batch = _batch(sample, own)
+    given: Any = SimpleNamespace(
+        prompt_index=0,
+        prompt_token_ids=sample.prompt_tokens,
+        token_ids=sample.tokens,
+        logprobs=np.zeros(len(own), np.float32),  # not read: it is scored
+        token_versions=versions,
+        loss_mask=own,
+        finish_reason="stop",
+    )
+    batch = train_batch([given], [0.0], buckets=Buckets(rows=1))
     start = len(sample.prompt_tokens)
     out = np.zeros(len(own), np.float32)
     for version, path in paths.items():
@@ -68,34 +73,11 @@ def replay(loop: Loop, checkpoints: Checkpoints, sample: SampleRecord) -> np.nda
     return out
 
 
-def _batch(sample: SampleRecord, own: np.ndarray) -> TrainBatch:
-    """One row, as `TrainStep.score` reads it."""
-    tokens = np.array([*sample.prompt_tokens, *sample.tokens], np.int32)
-    buckets = Buckets(rows=1)
-    width = buckets.width(len(tokens))
-    row = np.zeros((1, width), np.int32)
-    row[0, : len(tokens)] = tokens
-    mask = (np.arange(width) < len(tokens))[None]
-    loss = np.zeros((1, width), bool)
-    loss[0, len(sample.prompt_tokens) : len(tokens)] = own
-    one = np.zeros(1, np.float32)
-    zeros = np.zeros((1, width), np.float32)
-    return TrainBatch(
-        row,
-        mask,
-        loss,
-        zeros,
-        np.full((1, width), -1, np.int32),
-        one,
-        one,
-        np.zeros(1, np.int32),
-        buckets,
-    )
-
-
 # ----------------------------------------------------------------------------------------------------
 
 _open: weakref.WeakSet[Run] = weakref.WeakSet()
+# lab client -> folders of its runs, for `lab.timeline()`
+_runs: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
 class Run:
@@ -116,18 +98,16 @@ class Run:
         loop: Loop,
         start: Callable[[], Producer],
         folder: Path,
-        name: str,
-        max_staleness: int,
-        client: object = None,
-        on_end: Callable[[], None] = lambda: None,
+        client: object,
+        on_end: Callable[[], None],
     ) -> None:
+        """`client` is the lab's, if the pool has one; `on_end` is called before those who wait are told."""
         self.folder = folder
-        self.name = name
+        self.name = folder.name
         self._loop = loop
         self._start_producer = start
-        self._client = client
-        self._on_end = on_end  # called before anybody who waits for the end is told
-        self._max_staleness = max_staleness
+        self._on_end = on_end
+        self._max_staleness = loop.config.max_staleness
         self._state = "starting"
         self._error = None
         self._began = time.monotonic()
@@ -137,9 +117,12 @@ class Run:
         self._leaving = False  # the process ends
         self._listeners: list[Callable[[Run], None]] = []
         self._thread = threading.Thread(
-            target=self._run, name=f"jvlab-run-{name}", daemon=True
+            target=self._run, name=f"jvlab-run-{self.name}", daemon=True
         )
+        loop.on_step.append(lambda event: self._notify())
         _open.add(self)
+        if client is not None:
+            _runs.setdefault(client, []).append(folder)
         self._thread.start()
 
     def _run(self) -> None:
@@ -164,11 +147,7 @@ class Run:
             reason = "interrupted"
         elif self._error is not None:
             reason = "failed"
-        text = (
-            f"{type(self._error).__name__}: {self._error}"
-            if self._error is not None
-            else ""
-        )
+        text = f"{type(self._error).__name__}: {self._error}" if self._error else ""
         self._release(lambda: self._loop.writer.close(reason, text))
         self._state = (
             "failed" if self._error is not None and reason == "finished" else reason
@@ -279,7 +258,7 @@ class Run:
     def status(self) -> RunStatus:
         """A snapshot of the run."""
         loop = self._loop
-        last = self._loop.last
+        last = loop.last
         producer = loop.producer
         flow = self._final or (producer.snapshot() if producer is not None else {})
         state = self._state
@@ -291,26 +270,25 @@ class Run:
                 if loop.control.pausing
                 else state
             )
+        counts = ("flying", "ready", "dropped", "regenerated", "lost")
+        best, worst = loop.extremes or (None, None)
         return RunStatus(
-            state,
-            loop.step,
-            loop.settings.steps,
-            loop.version,
-            last.reward_mean if last else float("nan"),
-            loop.max_gap,
-            self._max_staleness,
-            flow.get("flying", 0),
-            flow.get("ready", 0),
-            flow.get("dropped", 0),
-            flow.get("regenerated", 0),
-            flow.get("lost", 0),
-            (self._ended or time.monotonic()) - self._began,
-            str(self._error) if self._error else "",
-            last.effective_samples if last else math.nan,
-            last.masked_fraction if last else math.nan,
-            last.expert_extremes if last and last.experts else {},
-            *(loop.extremes or (None, None)),
+            state=state,
+            step=loop.step,
+            steps=loop.config.steps,
+            version=loop.version,
+            logprob_gap=loop.max_gap,
+            max_staleness=self._max_staleness,
+            **{name: flow.get(name, 0) for name in counts},
+            seconds=(self._ended or time.monotonic()) - self._began,
+            error=str(self._error) if self._error else "",
+            best=best,
+            worst=worst,
             waiting="" if self.done else loop.waiting(),
+            reward=last.reward_mean if last else math.nan,
+            effective_samples=last.effective_samples if last else math.nan,
+            masked_fraction=last.masked_fraction if last else math.nan,
+            experts=last.expert_extremes if last and last.experts else {},
         )
 
     @property
@@ -377,9 +355,6 @@ class Run:
 
     # Display ------------------------------------------------------------------------------------------------------
 
-    def _on_step(self, event: StepEvent) -> None:
-        self._notify()
-
     def __repr__(self) -> str:
         from jvlab.views._run_view import run_line
 
@@ -424,13 +399,3 @@ def _stop_all() -> None:
 # Not by atexit: before its functions are called, concurrent.futures refuses new work, of which a run's last step has
 # some, and the run would fail. Functions registered here are called earlier, the last one first.
 threading._register_atexit(_stop_all)  # type: ignore[attr-defined]
-
-
-# lab client -> folders of its runs
-_runs: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
-
-
-def remember(run: Run) -> None:
-    """Remember the run's folder under its lab, for `lab.timeline()`."""
-    if run._client is not None:
-        _runs.setdefault(run._client, []).append(run.folder)

@@ -142,22 +142,12 @@ class Checkpoints:
                     f"{path} has another format",
                     remedy="resume with the jvlab version that wrote it",
                 )
-            numbers = {f.name for f in dataclasses.fields(Position)} - {
-                "pending",
-                "task",
-            }
-            if wrong := [
-                name for name in numbers if type(fields.get(name, 0)) is not int
-            ]:
-                raise TypeError(f"{wrong[0]} is {fields[wrong[0]]!r}")
-            if not isinstance(fields.get("task", {}), dict):
-                raise TypeError("its task is not an object")
-            return Position(
-                **{
-                    **fields,
-                    "pending": tuple((int(i), int(a)) for i, a in fields["pending"]),
-                }
-            )
+            kinds = {field.name: int for field in dataclasses.fields(Position)}
+            for name, kind in {**kinds, "pending": list, "task": dict}.items():
+                if type(fields.get(name, kind())) is not kind:
+                    raise TypeError(f"{name} is {fields[name]!r}")
+            fields["pending"] = tuple((int(i), int(a)) for i, a in fields["pending"])
+            return Position(**fields)
         except ConfigError:
             raise
         except (OSError, KeyError, TypeError, ValueError, OverflowError) as error:

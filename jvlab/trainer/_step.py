@@ -18,7 +18,7 @@ import optax
 from jvlab._errors import ConfigError
 from jvlab.trainer._batching import TrainBatch, pad_rows
 from jvlab.trainer._losses import Algorithm, policy_loss, row_weights, token_metrics
-from jvlab.trainer._micro_batches import Packer, PaddedPart, Part, unpad
+from jvlab.trainer._micro_batches import MicroBatch, Packer, PaddedPart, unpad
 from jvlab.trainer.decoder._experts import Routes
 
 # How evenly a mixture's experts are used: from the tokens that chose each, the numbers a record keeps of a step.
@@ -111,12 +111,13 @@ class Pending:
         """The state with its counts, and the report."""
         self.wait()  # no deadline: the trainer's own computation
         assert self._seconds is not None
-        state = self.state
         report = self._report(self._seconds)
-        done = not report.skipped
-        return state._replace(
-            updates=state.updates + done, skipped=state.skipped + (not done)
-        ), report
+        params, opt_state, updates, skipped = self.state
+        if report.skipped:
+            skipped += 1
+        else:
+            updates += 1
+        return TrainState(params, opt_state, updates, skipped), report
 
 
 def schedule(
@@ -173,7 +174,6 @@ class TrainStep:
         algorithm: Algorithm | None = None,
         *,
         learning_rate: float | Schedule = 1e-4,
-        weight_decay: float = 0.0,
         max_grad_norm: float | None = 1.0,
         optimizer: optax.GradientTransformation | None = None,
         batch_sharding: jax.sharding.Sharding | None = None,
@@ -186,11 +186,9 @@ class TrainStep:
         # raises now if constant_length is missing
         row_weights(self.algorithm, np.ones((1, 1), bool), 1)
         self.learning_rate = learning_rate
-        inner = optimizer or optax.adamw(learning_rate, weight_decay=weight_decay)
+        inner = optimizer or optax.adamw(learning_rate, weight_decay=0.0)
         clip = (
-            [optax.clip_by_global_norm(max_grad_norm)]
-            if max_grad_norm is not None
-            else []
+            [] if max_grad_norm is None else [optax.clip_by_global_norm(max_grad_norm)]
         )
         self.optimizer = optax.chain(*clip, inner)
         self._own_optimizer = optimizer is None
@@ -344,19 +342,15 @@ class TrainStep:
                 },
             )
 
-        return Pending(
-            TrainState(params, opt_state, state.updates, state.skipped), report, began
-        )
+        pending = TrainState(params, opt_state, state.updates, state.skipped)
+        return Pending(pending, report, began)
 
     def _rate(self, updates: int) -> float:
         """The learning rate of the update after so many; NaN if the user's optimiser has its own."""
         if not self._own_optimizer:
             return math.nan
-        return (
-            float(self.learning_rate(updates))
-            if callable(self.learning_rate)
-            else self.learning_rate
-        )
+        rate = self.learning_rate
+        return float(rate(updates)) if callable(rate) else rate
 
     def _check(self, batch: TrainBatch) -> None:
         if not len(batch):
@@ -459,13 +453,13 @@ class TrainStep:
             value = policy_loss(
                 self.algorithm,
                 current,
-                x.get("old_logprobs", current),
-                x["engine_logprobs"],
-                x["advantages"],
-                x["loss_mask"],
-                x["weights"],
-                x.get("reference_logprobs"),
-                entropy,
+                old=x.get("old_logprobs", current),
+                engine=x["engine_logprobs"],
+                advantages=x["advantages"],
+                mask=x["loss_mask"],
+                weights=x["weights"],
+                reference=x.get("reference_logprobs"),
+                entropy=entropy,
             )
             return value, (current, entropy, loads)
 
@@ -489,27 +483,24 @@ class TrainStep:
             norm,
         )
 
-    def _parts(self, batch: TrainBatch) -> Iterator[Part]:
+    def _parts(self, batch: TrainBatch) -> Iterator[MicroBatch]:
         """The batch's micro-batches."""
         if self._packer is None:
             return (
                 PaddedPart(rows, width, batch.buckets.rows)
-                for rows, width in batch.micro_batches()
+                for rows, width in batch.buckets.micro_batches(batch.lengths)
             )
         return iter(self._packer.parts(batch.lengths))
 
     def _names(self, batch: TrainBatch) -> tuple[str, ...]:
-        extra = [
-            n
-            for n in ("old_logprobs", "reference_logprobs")
-            if getattr(batch, n) is not None
-        ]
-        return ("loss_mask", "engine_logprobs", "advantages", *extra)
+        optional = ("old_logprobs", "reference_logprobs")
+        given = (name for name in optional if getattr(batch, name) is not None)
+        return ("loss_mask", "engine_logprobs", "advantages", *given)
 
     def _inputs(
         self,
         batch: TrainBatch,
-        part: Part,
+        part: MicroBatch,
         names: tuple[str, ...],
         more: tuple[str, ...],
     ) -> dict[str, Any]:
@@ -521,11 +512,9 @@ class TrainStep:
         return {name: self._put(value) for name, value in found.items()}
 
     def _put(self, array: np.ndarray) -> Any:
-        return (
-            array
-            if self._batch_sharding is None
-            else jax.device_put(array, self._batch_sharding)
-        )
+        if self._batch_sharding is None:
+            return array
+        return jax.device_put(array, self._batch_sharding)
 
     def _metrics(
         self, batch: TrainBatch, seen: list[Any], version: int | None
@@ -571,9 +560,8 @@ def _shards(sharding: jax.sharding.Sharding | None) -> int:
 
 
 def _zeros(params: Params) -> tuple[Params, jax.Array]:
-    return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params), jnp.zeros(
-        (), jnp.float32
-    )
+    zeros = lambda shape: jnp.zeros(shape, jnp.float32)
+    return jax.tree.map(lambda p: zeros(p.shape), params), zeros(())
 
 
 def _replicated(params: Params) -> jax.sharding.Sharding:
@@ -582,8 +570,6 @@ def _replicated(params: Params) -> jax.sharding.Sharding:
     mesh = next(
         (s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)), None
     )
-    return (
-        shardings[0]
-        if mesh is None
-        else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    )
+    if mesh is None:
+        return shardings[0]
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

@@ -244,6 +244,8 @@ class FakeLink:
         self.pool, self.version, self.fail = pool, 0, fail
         self.on_sync: Any = lambda version: None
 
+    def lend_scores(self, policy: Any) -> None: ...
+
     def sync(
         self, params: Any, version: int, *, progress: bool = False, **options: Any
     ) -> SyncReport:

@@ -110,7 +110,7 @@ def test_every_sample_is_in_one_micro_batch_of_a_known_shape(sizes, rows: int):
         buckets=buckets,
     )
     seen = []
-    for picked, width in batch.micro_batches():
+    for picked, width in batch.buckets.micro_batches(batch.lengths):
         assert width in widths
         tokens, mask = (
             batch.padded("tokens", picked, width),

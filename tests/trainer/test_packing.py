@@ -16,7 +16,14 @@ from jvlab._errors import ConfigError
 from jvlab.record._sample import Sample
 from jvlab.trainer._batching import Buckets, TrainBatch, train_batch
 from jvlab.trainer._losses import Algorithm
-from jvlab.trainer._micro_batches import MOST, Packer, Rows, pack, packed, row_length
+from jvlab.trainer._micro_batches import (
+    MOST,
+    Packer,
+    RowShape,
+    pack,
+    packed,
+    row_length,
+)
 from jvlab.trainer._step import TrainStep
 from jvlab.trainer.decoder import _model
 
@@ -49,7 +56,7 @@ def test_what_is_laid_is_found_again(lengths: list[int], length: int, count: int
     rows = pack(sizes, length)
     seen = []
     for at in range(0, len(rows), count):
-        shape = Rows(count, length, MOST)
+        shape = RowShape(count, length, MOST)
         part = packed(sizes, rows[at : at + count], shape)
         laid = part.lay(values)
         assert (
@@ -93,7 +100,7 @@ def test_little_padding(lengths: np.ndarray):
 
 def padding_of(
     packer: Packer, batches: list[np.ndarray]
-) -> tuple[float, list[Rows | None]]:
+) -> tuple[float, list[RowShape | None]]:
     """Padding of them all, and the shape that each was computed in."""
     computed, shapes = 0, []
     for lengths in batches:

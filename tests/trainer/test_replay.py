@@ -148,7 +148,7 @@ def test_padded_rows_carry_them() -> None:
         config=DecoderConfig.from_hf({"model_type": "qwen3_moe", **SIZES})
     )
     batch = batch_of(policy, "full")
-    (rows, width), *_ = batch.micro_batches()
+    (rows, width), *_ = batch.buckets.micro_batches(batch.lengths)
     found = PaddedPart(rows, width, 4).token_arrays(batch, batch.replayed)
     for at, row in enumerate(rows):
         np.testing.assert_array_equal(

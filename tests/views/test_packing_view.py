@@ -6,16 +6,29 @@ import numpy as np
 import pytest
 
 from jvlab._errors import ConfigError
-from jvlab.trainer._micro_batches import Packer, packing, sample_lengths
+from jvlab.trainer._batching import Buckets
+from jvlab.trainer._micro_batches import (
+    Packer,
+    Packing,
+    packing,
+    padded_packing,
+    sample_lengths,
+)
 
 LENGTHS = np.random.default_rng(0).integers(20, 200, 30)
+
+
+def _padded() -> Packing:
+    return padded_packing(LENGTHS, Buckets(rows=8))
 
 
 @pytest.mark.parametrize("budget", [None, 512])
 def test_rows_hold_every_sample_once_and_say_what_is_padding(
     budget: int | None,
 ) -> None:
-    found = packing(LENGTHS, None if budget is None else Packer(budget, short=True), 8)
+    found = (
+        _padded() if budget is None else packing(LENGTHS, Packer(budget, short=True))
+    )
     assert sorted(s for row in found.rows for s in row) == list(range(30))
     assert (
         len(found.rows) == len(found.widths) == sum(count for count, _ in found.shapes)
@@ -30,8 +43,8 @@ def test_rows_hold_every_sample_once_and_say_what_is_padding(
 
 def test_packed_rows_have_less_padding_and_one_shape() -> None:
     padded, packed = (
-        packing(LENGTHS, None, 8),
-        packing(LENGTHS, Packer(512, short=True), 8),
+        _padded(),
+        packing(LENGTHS, Packer(512, short=True)),
     )
     assert packed.compiled == 1 < padded.compiled
     assert packed.padding < 0.1 < padded.padding
@@ -42,8 +55,8 @@ def test_the_figure_draws_them_side_by_side() -> None:
     from matplotlib.patches import Rectangle
 
     padded, packed = (
-        packing(LENGTHS, None, 8),
-        packing(LENGTHS, Packer(512, short=True), 8),
+        _padded(),
+        packing(LENGTHS, Packer(512, short=True)),
     )
     figure = padded.plot(packed)
     left, right = figure.axes

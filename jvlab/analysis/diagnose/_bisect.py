@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -25,6 +24,7 @@ from jvlab.layout._tree import flatten
 from jvlab.layout.rules._alternatives import Alternative, alternatives_of
 from jvlab.record._batch import RolloutBatch
 from jvlab.record._sample import Sample
+from jvlab.trainer._live_policies import live_policies
 
 if TYPE_CHECKING:
     from jvlab.layout.rules._ruleset import Rules
@@ -147,9 +147,6 @@ def _check_arguments(prompt: Any, policy: Any, params: Any) -> None:
 
 def find_policy(link: Link) -> Any:
     """The only live `jv.Policy` whose parameters fit this link; None if there is none."""
-    module = sys.modules.get("jvlab.trainer._policy")
-    if module is None:
-        return None
     wanted = {
         leaf.path: tuple(leaf.shape)
         for leaf in link.plan.leaves
@@ -158,7 +155,7 @@ def find_policy(link: Link) -> Any:
     shapes = lambda policy: {
         path: tuple(a.shape) for path, a in flatten(policy.params).arrays.items()
     }
-    found = [policy for policy in list(module.alive) if shapes(policy) == wanted]
+    found = [policy for policy in live_policies() if shapes(policy) == wanted]
     if len(found) > 1:
         raise ConfigError(
             f"{len(found)} policies fit this link",

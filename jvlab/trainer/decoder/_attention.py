@@ -12,7 +12,12 @@ padding; no token sees another sample, a later token, or padding. In the cudnn f
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +41,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Scores:
+class ScoreForm:
     """How a model turns products of queries and keys into weights."""
 
     scale: float
@@ -49,7 +54,7 @@ class Scores:
 def choose(
     platform: str,
     dtype: str,
-    scores: Scores,
+    scores: ScoreForm,
     head_dim: int,
     heads: int,
     tokens: int,
@@ -74,9 +79,9 @@ def plain_tokens(heads: int) -> int:
     return math.isqrt(PLAIN_BYTES // (4 * heads))
 
 
-def _refused_by_cudnn(dtype: str, scores: Scores, head_dim: int, devices: int) -> str:
-    from jvlab.trainer.decoder import _cudnn
-
+def _refused_by_cudnn(
+    dtype: str, scores: ScoreForm, head_dim: int, devices: int
+) -> str:
     if dtype not in ("bfloat16", "float16"):
         return f"cuDNN's kernel computes in 16 bits, this policy in {dtype}"
     if scores.softcap is not None:
@@ -87,7 +92,7 @@ def _refused_by_cudnn(dtype: str, scores: Scores, head_dim: int, devices: int) -
         return f"cuDNN's kernel takes heads of up to 128, in multiples of 8; this model's have {head_dim}"
     if devices > 1:
         return "cuDNN's packed kernel was not seen over several devices"
-    return _cudnn.missing()
+    return _cudnn_missing()
 
 
 def attend(
@@ -97,41 +102,23 @@ def attend(
     v: jax.Array,
     segments: jax.Array,
     positions: jax.Array,
-    scores: Scores,
+    scores: ScoreForm,
     most: int = 1,
 ) -> jax.Array:
     """[B, T, n, h] from q [B, T, n, h] and k, v [B, T, k, h]; each of the k key heads serves n / k query heads."""
     if form == "cudnn":
-        from jvlab.trainer.decoder import _cudnn
-
-        return _cudnn.attend(q, k, v, segments, scores.scale, most)
+        return _attend_cudnn(q, k, v, segments, scores.scale, most)
     batch, length, heads, _ = q.shape
-    if form == "plain":
-        return _rows(
-            q,
-            k,
-            v,
-            segments,
-            positions,
-            jnp.arange(length),
-            segments,
-            positions,
-            scores,
-        )
+
+    def rows(
+        q: jax.Array, segment: jax.Array, position: jax.Array, order: jax.Array
+    ) -> jax.Array:
+        return _rows(q, k, v, segment, position, order, segments, positions, scores)
+
     size = max(CHUNK, PLAIN_BYTES // (4 * batch * heads * length))
-    count = math.ceil(length / size)
+    count = 1 if form == "plain" else math.ceil(length / size)
     if count == 1:
-        return _rows(
-            q,
-            k,
-            v,
-            segments,
-            positions,
-            jnp.arange(length),
-            segments,
-            positions,
-            scores,
-        )
+        return rows(q, segments, positions, jnp.arange(length))
     size = math.ceil(length / count)
     pad = count * size - length
 
@@ -139,13 +126,7 @@ def attend(
         x = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(batch, count, size, *x.shape[2:]), 1, 0)
 
-    @jax.checkpoint
-    def chunk(part: tuple[jax.Array, ...]) -> jax.Array:
-        queries, segment, position, order = part
-        return _rows(
-            queries, k, v, segment, position, order, segments, positions, scores
-        )
-
+    chunk = jax.checkpoint(lambda part: rows(*part))
     parts = (
         cut(q),
         cut(segments),
@@ -165,7 +146,7 @@ def _rows(
     order: jax.Array,
     segments: jax.Array,
     positions: jax.Array,
-    scores: Scores,
+    scores: ScoreForm,
 ) -> jax.Array:
     """Some queries, at places `order` of their rows, against all keys."""
     batch, length, heads, width = q.shape
@@ -196,3 +177,93 @@ def _rows(
 def softcap(x: jax.Array, cap: float | None) -> jax.Array:
     """x, bent so that it stays within ± cap."""
     return x if cap is None else jnp.tanh(x / cap) * cap
+
+
+# cuDNN's attention: one sample a row, or several packed into it. JAX's public function takes no offsets, which packed
+# samples need; its private one does. It was seen with jax 0.10 and 0.11. If it is not where it was, `_cudnn_missing`
+# says so, and attention is computed in chunks.
+
+
+@cache
+def _cudnn_missing() -> str:
+    """Why the kernel cannot be used; empty if it can."""
+    try:
+        _cudnn()
+    except (ImportError, AttributeError) as error:
+        return f"jax {jax.__version__} has no packed attention where jvlab looks for it: {error}"
+    return ""
+
+
+def _cudnn() -> tuple[Any, Any]:
+    from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
+
+    return dot_product_attention, MaskType.PADDING_CAUSAL
+
+
+def _attend_cudnn(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array,
+    scale: float,
+    most: int,
+) -> jax.Array:
+    """Attention within samples. With one a row, what comes after it is computed too, and means nothing."""
+    if most == 1:
+        return jax.nn.dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, implementation="cudnn"
+        )
+    attention, mask_type = _cudnn()
+    offsets, lengths = stretches_of(segments, most + 1)  # padding is one more
+    of = lengths, lengths, offsets, offsets
+    return attention(q, k, v, None, None, *of, scale=scale, mask_type=mask_type)
+
+
+def stretches_of(segments: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
+    """Where a row's stretches of equal segments begin, [B, most + 1], and their lengths, [B, most]; the rest is -1.
+
+    The kernel's backward pass has memory for each of B · most stretches at the length of a row: rows laid end to end
+    as one would take B times as much.
+    """
+    _, length = segments.shape
+    begins = jnp.concatenate(
+        [jnp.ones_like(segments[:, :1], bool), segments[:, 1:] != segments[:, :-1]],
+        axis=1,
+    )
+    first = jax.vmap(lambda row: jnp.nonzero(row, size=most, fill_value=length)[0])(
+        begins
+    )
+    lengths = jnp.diff(first, axis=-1, append=length)
+    known = first < length
+    offsets = jnp.pad(jnp.where(known, first, -1), ((0, 0), (0, 1)), constant_values=-1)
+    return offsets.astype(jnp.int32), jnp.where(known, lengths, -1).astype(jnp.int32)
+
+
+@contextmanager
+def loading_libraries(needed: bool) -> Iterator[None]:
+    """The card's libraries for products and attention are loaded meanwhile: seconds that the first program else waits.
+
+    From a disk that was not read yet, three to four on an H200's host.
+    """
+    if not needed:
+        yield
+        return
+    # no deadline: it computes, and waits for nobody
+    with ThreadPoolExecutor(1, "load-libraries") as background:
+        loaded = background.submit(_load_libraries)
+        yield
+        loaded.result()  # no deadline: it computes, and waits for nobody
+
+
+def _load_libraries() -> None:
+    def total(x: jax.Array, weight: jax.Array) -> jax.Array:
+        y = jax.nn.dot_product_attention(
+            x, x, x, is_causal=True, implementation="cudnn"
+        )
+        return jax.nn.silu(y.reshape(-1, 1024) @ weight).astype(jnp.float32).sum()
+
+    arguments = (
+        jnp.zeros((1, 512, 8, 128), jnp.bfloat16),
+        jnp.zeros((1024, 1024), jnp.bfloat16),
+    )
+    jax.block_until_ready(jax.jit(jax.grad(total, argnums=(0, 1)))(*arguments))

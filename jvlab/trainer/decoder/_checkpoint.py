@@ -107,7 +107,7 @@ def load_leaf(
 
     Each device's part is copied from the mapped files separately, and cast.
     """
-    lead = max(map(stacked_dims, bindings))
+    lead = max(map(leading_dims, bindings))
     shape = bindings[0].leaf_shape
     views = {
         binding.leaf_start[:lead]: leaf_view(binding, files[binding.tensor])
@@ -144,7 +144,7 @@ def _copy(into: np.ndarray, view: np.ndarray) -> None:
     into[...] = view  # casts
 
 
-def stacked_dims(binding: Binding) -> int:
+def leading_dims(binding: Binding) -> int:
     """How many of the leaf's first dimensions are not the tensor's: they count layers, or layers and experts."""
     own = {axis.leaf_dim for axis in binding.axes}
     return next(
@@ -159,7 +159,7 @@ def leaf_view(binding: Binding, tensor: np.ndarray) -> np.ndarray:
     The inverse of `apply_binding`.
     """
     dims = {axis.leaf_dim: axis for axis in binding.axes}
-    lead = stacked_dims(binding)
+    lead = leading_dims(binding)
     whole = (
         len(dims) == len(binding.axes)
         and not any(binding.leaf_start[lead:])
@@ -258,7 +258,7 @@ class _Slices:
     def of(self, binding: Binding) -> tuple[np.ndarray, tuple[int, ...]]:
         """The array, and where the binding starts in it."""
         array = self.leaf(binding.leaf)
-        lead = stacked_dims(binding)
+        lead = leading_dims(binding)
         start = binding.leaf_start
         if not array.is_fully_addressable:
             raise Unsupported(

@@ -65,7 +65,7 @@ def checked_routes(
     return Routes(*parts)
 
 
-class Kernel(nnx.Module):
+class ExpertKernel(nnx.Module):
     """One matrix of every expert, `e d f` or `e f d`."""
 
     def __init__(self, letters: str, shape: tuple[int, ...], layers: int) -> None:
@@ -82,9 +82,9 @@ class Experts(nnx.Module):
         f = config.inner
         e = config.experts
         self.router = Linear("btd,dr->btr", (d, e), runtime, layers=config.layers)
-        self.gate = Kernel("edf", (e, d, f), config.layers)
-        self.up = Kernel("edf", (e, d, f), config.layers)
-        self.down = Kernel("efd", (e, f, d), config.layers)
+        self.gate = ExpertKernel("edf", (e, d, f), config.layers)
+        self.up = ExpertKernel("edf", (e, d, f), config.layers)
+        self.down = ExpertKernel("efd", (e, f, d), config.layers)
 
     def __call__(
         self, x: jax.Array, real: jax.Array, routes: Routes | None = None

@@ -52,7 +52,7 @@ class Norm(nnx.Module):
 
 
 @dataclass(frozen=True)
-class Rows:
+class TokenRows:
     """What attention needs to know of a batch's rows. `segments` numbers the samples of a row; 0 is padding."""
 
     segments: jax.Array
@@ -81,7 +81,7 @@ class Attention(nnx.Module):
             self.k_norm = Norm(h if config.head_norms else k * h, config, config.layers)
 
     def __call__(
-        self, x: jax.Array, rows: Rows, kind: tuple[int | None, int]
+        self, x: jax.Array, rows: TokenRows, kind: tuple[int | None, int]
     ) -> jax.Array:
         config = self.config
         q = self.q(x)
@@ -141,7 +141,7 @@ class Layer(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        rows: Rows,
+        rows: TokenRows,
         kind: tuple[int | None, int],
         routes: Routes | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
@@ -251,7 +251,7 @@ class Decoder(nnx.Module):
         x = jnp.take(runtime.weight(self.embed.embedding), tokens, axis=0)
         x = runtime.place(x * jnp.asarray(config.embedding_scale, x.dtype), "btd")
         ropes = tuple(_rope.tables(rope, positions) for rope in config.ropes)
-        rows = Rows(
+        rows = TokenRows(
             jnp.asarray(segments, jnp.int32), jnp.asarray(positions), ropes, most
         )
         graph, parameters = nnx.split(self.layers)

@@ -96,7 +96,7 @@ class Rope:
 
     def frequencies(self) -> np.ndarray:
         """Angle per position of each rotated pair, within the original context length: float32 [dim / 2]."""
-        base = self._unscaled()
+        base = self.unscaled()
         match self.kind:
             case "linear":
                 return base / np.float32(self.factor)
@@ -109,7 +109,7 @@ class Rope:
             case _:
                 return base
 
-    def _unscaled(self) -> np.ndarray:
+    def unscaled(self) -> np.ndarray:
         return np.float32(1) / np.float32(self.theta) ** (
             np.arange(0, self.dim, 2, dtype=np.float32) / self.dim
         )
@@ -192,7 +192,7 @@ def tables(
         length = jnp.max(positions, axis=-1)[:, None, None] + 1
         if rope.kind == "longrope":
             long = jnp.asarray(
-                rope._unscaled() / np.asarray(rope.long_factor, np.float32)
+                rope.unscaled() / np.asarray(rope.long_factor, np.float32)
             )
             frequencies = jnp.where(length > rope.length, long, frequencies)
         else:

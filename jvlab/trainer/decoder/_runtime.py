@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jvlab.trainer.decoder import _attention
-from jvlab.trainer.decoder._attention import Choice, Scores
+from jvlab.trainer.decoder._attention import Choice, ScoreForm
 from jvlab.trainer.decoder._config import DecoderConfig
 from jvlab.trainer.decoder._lora import LoraSpec
 from jvlab.trainer.decoder._sharding import Layout
@@ -64,9 +64,9 @@ class Runtime:
 
     def attention(
         self, config: DecoderConfig, window: int | None, tokens: int
-    ) -> tuple[Choice, Scores]:
+    ) -> tuple[Choice, ScoreForm]:
         """The form of attention over rows of this many tokens."""
-        scores = Scores(
+        scores = ScoreForm(
             config.attention_scale, config.attention_softcap, window, self.precision
         )
         devices = self.layout.mesh.size if self.layout else 1

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from jvlab.trainer.models._tokenizer import BOS_ID, EOS_ID, PAD_ID
-
-Config = dict[str, object]
+Config = dict[str, Any]  # of config.json; `tiny` checks what a user gives
+# The tokenizer's first ids: <|pad|>, <|bos|>, <|endoftext|>, <|im_start|>, <|im_end|>
+PAD_ID, BOS_ID, EOS_ID, _, TURN_END_ID = range(5)
 
 
 @dataclass(frozen=True)
@@ -28,18 +29,9 @@ class Family:
     tensors: Callable[[Config], Iterator[tuple[str, Init]]]
 
 
-def size(config: Config, name: str) -> int:
-    """An integer field of a config."""
-    value = config[name]
-    assert isinstance(value, int), (name, value)
-    return value
-
-
 def head_dim(config: Config) -> int:
-    return (
-        size(config, "head_dim")
-        if "head_dim" in config
-        else size(config, "hidden_size") // size(config, "num_attention_heads")
+    return config.get(
+        "head_dim", config["hidden_size"] // config["num_attention_heads"]
     )
 
 
@@ -57,8 +49,8 @@ def _bias(width: int) -> Init:
 
 def _embeddings(config: Config, gain: float = 2.0) -> Iterator[tuple[str, Init]]:
     """Gives logits a standard deviation of about 2: sampling varies, and greedy decoding is not near-random."""
-    vocab = size(config, "vocab_size")
-    hidden = size(config, "hidden_size")
+    vocab = config["vocab_size"]
+    hidden = config["hidden_size"]
     table = Init((vocab, hidden), gain * hidden**-0.5)
     yield "model.embed_tokens.weight", table
     if not config["tie_word_embeddings"]:
@@ -73,10 +65,10 @@ _SHARP = 2.0
 def _attention(
     config: Config, at: str, bias: bool = False
 ) -> Iterator[tuple[str, Init]]:
-    hidden = size(config, "hidden_size")
+    hidden = config["hidden_size"]
     dim = head_dim(config)
-    q = size(config, "num_attention_heads") * dim
-    kv = size(config, "num_key_value_heads") * dim
+    q = config["num_attention_heads"] * dim
+    kv = config["num_key_value_heads"] * dim
     for name, out, gain in (
         ("q_proj", q, _SHARP),
         ("k_proj", kv, _SHARP),
@@ -89,20 +81,20 @@ def _attention(
 
 
 def _mlp(config: Config, at: str) -> Iterator[tuple[str, Init]]:
-    hidden = size(config, "hidden_size")
-    inner = size(config, "intermediate_size")
+    hidden = config["hidden_size"]
+    inner = config["intermediate_size"]
     yield f"{at}gate_proj.weight", _linear(inner, hidden)
     yield f"{at}up_proj.weight", _linear(inner, hidden)
     yield f"{at}down_proj.weight", _linear(hidden, inner, 2.0)
 
 
 def _layers(config: Config) -> Iterator[str]:
-    return (f"model.layers.{i}." for i in range(size(config, "num_hidden_layers")))
+    return (f"model.layers.{i}." for i in range(config["num_hidden_layers"]))
 
 
 def _llama(config: Config) -> Iterator[tuple[str, Init]]:
     """llama, mistral; qwen2 with biases on q, k, v; qwen3 with norms of q and k."""
-    hidden = size(config, "hidden_size")
+    hidden = config["hidden_size"]
     kind = config["model_type"]
     yield from _embeddings(config)
     for at in _layers(config):
@@ -137,9 +129,9 @@ def _experts(config: Config) -> Iterator[tuple[str, Init]]:
     """mixtral; qwen3_moe with norms of q and k."""
     kind = str(config["model_type"])
     number, width, block, names = _EXPERTS[kind]
-    hidden = size(config, "hidden_size")
-    inner = size(config, width)
-    experts = size(config, number)
+    hidden = config["hidden_size"]
+    inner = config[width]
+    experts = config[number]
     yield from _embeddings(config)
     for at in _layers(config):
         yield f"{at}input_layernorm.weight", _norm(hidden)
@@ -161,11 +153,11 @@ def _experts(config: Config) -> Iterator[tuple[str, Init]]:
 
 def _phi3(config: Config) -> Iterator[tuple[str, Init]]:
     """q, k, v in one tensor, and gate and up in another."""
-    hidden = size(config, "hidden_size")
-    inner = size(config, "intermediate_size")
+    hidden = config["hidden_size"]
+    inner = config["intermediate_size"]
     dim = head_dim(config)
-    q = size(config, "num_attention_heads") * dim
-    kv = size(config, "num_key_value_heads") * dim
+    q = config["num_attention_heads"] * dim
+    kv = config["num_key_value_heads"] * dim
     yield from _embeddings(config)
     for at in _layers(config):
         yield f"{at}input_layernorm.weight", _norm(hidden)
@@ -183,7 +175,7 @@ def _gemma(config: Config) -> Iterator[tuple[str, Init]]:
     Embeddings are scaled by sqrt(hidden) and tied to the outputs, so they are drawn small and the blocks' norms large:
     else the model would repeat its last token forever.
     """
-    hidden = size(config, "hidden_size")
+    hidden = config["hidden_size"]
     yield from _embeddings(config, gain=0.5)
     for at in _layers(config):
         yield f"{at}input_layernorm.weight", _norm(hidden, 0.0)
@@ -200,18 +192,18 @@ def _gemma(config: Config) -> Iterator[tuple[str, Init]]:
 
 def _olmo2(config: Config) -> Iterator[tuple[str, Init]]:
     """Norms after the blocks, and over all heads of q and k."""
-    hidden = size(config, "hidden_size")
+    hidden = config["hidden_size"]
     dim = head_dim(config)
     yield from _embeddings(config)
     for at in _layers(config):
         yield from _attention(config, f"{at}self_attn.")
         yield (
             f"{at}self_attn.q_norm.weight",
-            _norm(size(config, "num_attention_heads") * dim),
+            _norm(config["num_attention_heads"] * dim),
         )
         yield (
             f"{at}self_attn.k_norm.weight",
-            _norm(size(config, "num_key_value_heads") * dim),
+            _norm(config["num_key_value_heads"] * dim),
         )
         yield f"{at}post_attention_layernorm.weight", _norm(hidden)
         yield from _mlp(config, f"{at}mlp.")
@@ -221,11 +213,11 @@ def _olmo2(config: Config) -> Iterator[tuple[str, Init]]:
 
 def _gpt2(config: Config) -> Iterator[tuple[str, Init]]:
     """Weights stored as (in, out), q, k, v in one tensor, learned positions."""
-    hidden = size(config, "n_embd")
-    inner = size(config, "n_inner")
-    yield "wte.weight", Init((size(config, "vocab_size"), hidden), 2 * hidden**-0.5)
-    yield "wpe.weight", Init((size(config, "n_positions"), hidden), 2 * hidden**-0.5)
-    for i in range(size(config, "n_layer")):
+    hidden = config["n_embd"]
+    inner = config["n_inner"]
+    yield "wte.weight", Init((config["vocab_size"], hidden), 2 * hidden**-0.5)
+    yield "wpe.weight", Init((config["n_positions"], hidden), 2 * hidden**-0.5)
+    for i in range(config["n_layer"]):
         at = f"h.{i}."
         for norm in ("ln_1", "ln_2"):
             yield f"{at}{norm}.weight", _norm(hidden)
@@ -243,7 +235,7 @@ def _gpt2(config: Config) -> Iterator[tuple[str, Init]]:
     if not config["tie_word_embeddings"]:
         yield (
             "lm_head.weight",
-            Init((size(config, "vocab_size"), hidden), 2 * hidden**-0.5),
+            Init((config["vocab_size"], hidden), 2 * hidden**-0.5),
         )
 
 

@@ -18,19 +18,15 @@ import numpy as np
 from jvlab._errors import ConfigError, ModelError
 from jvlab.layout._checkpoint import encode_header
 from jvlab.trainer.models._families import (
+    BOS_ID,
+    EOS_ID,
     FAMILIES,
     GPT2_NAMES,
+    PAD_ID,
+    TURN_END_ID,
     Config,
     Init,
     head_dim,
-    size,
-)
-from jvlab.trainer.models._tokenizer import (
-    BOS_ID,
-    EOS_ID,
-    PAD_ID,
-    TURN_END_ID,
-    tokenizer_files,
 )
 
 # increment when the bytes for the same arguments change: invalidates cached directories
@@ -41,7 +37,7 @@ _FIXED = {"architectures", "model_type", "bos_token_id", "eos_token_id", "pad_to
 
 
 def cache_dir() -> Path:
-    """The cache of models: $XDG_CACHE_HOME/jvlab/trainer/models, else ~/.cache/jvlab/trainer/models.
+    """The cache of models: $XDG_CACHE_HOME/jvlab/models, else ~/.cache/jvlab/models.
 
     >>> jv.models.cache_dir().name
     'models'
@@ -149,9 +145,9 @@ def _config(family: str, sizes: dict[str, object]) -> Config:
     _check_heads(family, config)
     if family in ("gemma2", "gemma3"):
         period = (
-            2 if family == "gemma2" else min(6, size(config, "num_hidden_layers"))
+            2 if family == "gemma2" else min(6, config["num_hidden_layers"])
         )  # every period-th layer is global
-        layers = range(1, size(config, "num_hidden_layers") + 1)
+        layers = range(1, config["num_hidden_layers"] + 1)
         config["layer_types"] = [
             "full_attention" if i % period == 0 else "sliding_attention" for i in layers
         ]
@@ -202,16 +198,15 @@ def _checked(family: str, name: str, value: object, default: object) -> object:
 
 
 def _check_heads(family: str, config: Config) -> None:
-    hidden, heads = (
-        size(config, k)
-        for k in (
-            ("n_embd", "n_head")
-            if family == "gpt2"
-            else ("hidden_size", "num_attention_heads")
-        )
-    )
-    kv = heads if family == "gpt2" else size(config, "num_key_value_heads")
-    dim = hidden // heads if family == "gpt2" else head_dim(config)
+    if family == "gpt2":
+        hidden = config["n_embd"]
+        kv = heads = config["n_head"]
+        dim = hidden // heads
+    else:
+        hidden = config["hidden_size"]
+        heads = config["num_attention_heads"]
+        kv = config["num_key_value_heads"]
+        dim = head_dim(config)
     if "head_dim" not in config and hidden % heads:
         raise ConfigError(
             f"hidden size {hidden} is not a multiple of {heads} heads",
@@ -237,9 +232,9 @@ def _check_heads(family: str, config: Config) -> None:
                 remedy="qwen2 and gpt2 have biases",
                 family=family,
             )
-    experts = config.get("num_local_experts", config.get("num_experts"))
-    chosen = config.get("num_experts_per_tok")
-    if isinstance(experts, int) and isinstance(chosen, int) and chosen > experts:
+    experts = config.get("num_local_experts", config.get("num_experts", 0))
+    chosen = config.get("num_experts_per_tok", 0)
+    if chosen > experts:
         raise ConfigError(
             f"{chosen} experts per token of {experts}",
             remedy="lower num_experts_per_tok",
@@ -257,10 +252,8 @@ def _stamp(folder: Path) -> dict[str, object]:
 
 
 def _write(folder: Path, config: Config, family: str, seed: int) -> None:
-    length = size(
-        config, "n_positions" if family == "gpt2" else "max_position_embeddings"
-    )
-    texts = tokenizer_files(size(config, "vocab_size"), length)
+    length = config["n_positions" if family == "gpt2" else "max_position_embeddings"]
+    texts = _tokenizer(config["vocab_size"], length)
     texts["generation_config.json"] = _dump(
         {
             "bos_token_id": BOS_ID,
@@ -280,6 +273,42 @@ def _write(folder: Path, config: Config, family: str, seed: int) -> None:
         seed,
     )
     (folder / "config.json").write_text(_dump(config), encoding="utf-8", newline="\n")
+
+
+def _tokenizer(vocab_size: int, max_length: int) -> dict[str, str]:
+    """The texts of a tokenizer's files, for at most `vocab_size` tokens.
+
+    tokenizer.json beside this file is byte-level BPE: five special tokens, the 256 bytes, then the results of its
+    merges in their order, so that a smaller vocabulary is the beginning of a larger one. The merges come from an
+    English text without digits: each digit is a token of its own, which suits arithmetic tasks. Where a model has more
+    rows than there are tokens, its last rows have none, as in padded vocabularies.
+    """
+    shipped = lambda name: json.loads(
+        Path(__file__).with_name(name).read_text(encoding="utf-8")
+    )
+    tokenizer = shipped("tokenizer.json")
+    model = tokenizer["model"]
+    merges = vocab_size - (len(model["vocab"]) - len(model["merges"]))
+    if merges < 0:
+        raise ConfigError(
+            f"vocab_size={vocab_size} is too small for a byte-level tokenizer",
+            remedy=f"use at least {vocab_size - merges} (5 special tokens and 256 bytes)",
+            vocab_size=vocab_size,
+        )
+    model["vocab"] = {t: i for t, i in model["vocab"].items() if i < vocab_size}
+    model["merges"] = model["merges"][:merges]
+    config = shipped("tokenizer_config.json")
+    config["model_max_length"] = max_length
+    special = ("bos_token", "eos_token", "pad_token", "additional_special_tokens")
+    texts = {
+        "tokenizer.json": tokenizer,
+        "tokenizer_config.json": config,
+        "special_tokens_map.json": {name: config[name] for name in special},
+    }
+    return {
+        name: json.dumps(value, ensure_ascii=False, indent=1) + "\n"
+        for name, value in texts.items()
+    }
 
 
 def _write_weights(file: Path, tensors: dict[str, Init], dtype: str, seed: int) -> None:

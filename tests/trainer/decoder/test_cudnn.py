@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvlab.trainer.decoder import _cudnn
+from jvlab.trainer.decoder._attention import stretches_of
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ def test_jax_makes_of_the_stretches_what_the_kernel_reads(rows: list[list[int]])
     from jax._src.cudnn.fused_attention_stablehlo import _fix_seqlen_offsets
 
     segments, heads, width = np.asarray(rows), 4, 8
-    offsets, lengths = _cudnn.stretches_of(jnp.asarray(segments), 4)
+    offsets, lengths = stretches_of(jnp.asarray(segments), 4)
     query = jnp.zeros((*segments.shape, heads, width))
     told, _, at, _ = _fix_seqlen_offsets(
         lengths, lengths, offsets, offsets, query, query

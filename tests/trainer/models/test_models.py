@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -201,6 +202,22 @@ def test_digits_are_tokens_of_their_own(folders):
 
     tokenizer = Tokenizer.from_file(str(Path(folders["llama"], "tokenizer.json")))
     assert tokenizer.encode("1234+5").tokens == ["1", "2", "3", "4", "+", "5"]
+
+
+def test_token_ids_stay_as_they_are_and_smaller_vocabularies_begin_larger_ones(
+    folders, tmp_path
+):
+    """Stored outputs of notebooks hold these ids: a change of them is a change for users."""
+    made = {300: "", 2048: folders["llama"], 4096: ""}
+    for size in (300, 4096):
+        made[size] = models.tiny("llama", tmp_path / str(size), vocab_size=size)
+    read = lambda folder: Path(folder, "tokenizer.json").read_bytes()
+    found = {n: hashlib.sha256(read(f)).hexdigest()[:12] for n, f in made.items()}
+    assert found == {300: "ab42d95a356a", 2048: "9c9fe40ac855", 4096: "ebbc7dcf6957"}
+    vocabularies = [list(json.loads(read(f))["model"]["vocab"]) for f in made.values()]
+    assert [len(v) for v in vocabularies] == [300, 2048, 2210]
+    for small, large in itertools.pairwise(vocabularies):
+        assert small == large[: len(small)]
 
 
 def test_sizes_change_the_model(tmp_path):
