@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,21 +64,20 @@ class Comparison:
         }
         return to_pandas(columns).set_axis(list(self.numbers), axis=0)
 
-    def _rows(self) -> list[tuple[str, str, str]]:
-        rows = [
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Name, one, other: numbers, then settings, as text."""
+        numbers = [
             (name, _cell_text(one), _cell_text(other))
             for name, (one, other) in self.numbers.items()
         ]
-        return [
-            *rows,
-            *(
-                (name, repr(one), repr(other))
-                for name, (one, other) in self.settings.items()
-            ),
+        settings = [
+            (name, repr(one), repr(other))
+            for name, (one, other) in self.settings.items()
         ]
+        return numbers + settings
 
     def __repr__(self) -> str:
-        rows = [("", *self.names), *self._rows()]
+        rows = [("", *self.names), *self.rows()]
         widths = [max(len(row[c]) for row in rows) for c in range(3)]
         lines = [
             f"{a.ljust(widths[0])}  {b.rjust(widths[1])}  {c.rjust(widths[2])}".rstrip()
@@ -88,16 +86,7 @@ class Comparison:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        cell = "padding:2px 10px 2px 0;text-align:left;color:inherit;background:transparent"
-        head = "".join(
-            f'<th style="{cell}">{escape(name)}</th>' for name in ("", *self.names)
-        )
-        rows = [
-            "".join(f'<td style="{cell}">{escape(text)}</td>' for text in row)
-            for row in self._rows()
-        ]
-        body = "".join(f"<tr>{row}</tr>" for row in rows)
-        return f'<table style="border-collapse:collapse;color:inherit"><tr>{head}</tr>{body}</table>'
+        return _faces.draw(self, "html")
 
 
 def compare(one: Record, other: Record) -> Comparison:
@@ -400,7 +389,7 @@ class Record:
 
         Follows a run that another process works on. Returns the panel; None where no widget can be shown.
         """
-        return _faces.panel(self, compare, model)
+        return _faces.draw(self, "panel", compare, model)
 
     def compare(self, other: Any) -> Comparison:
         """This run beside another one (a record, a run, or its folder): rewards, speed, and the settings that differ.
@@ -470,15 +459,7 @@ class Record:
             "faults": ", ".join(f"{name} × {n}" for name, n in s["faults"].items())
             or "none",
         }
-        cell = "padding:2px 10px 2px 0;text-align:left;color:inherit;background:transparent"
-        rows = "".join(
-            f'<tr><th style="{cell}">{escape(k)}</th><td style="{cell}">{escape(v)}</td></tr>'
-            for k, v in shown.items()
-        )
-        return (
-            f'<div style="color:inherit"><b>{escape(_line(s))}</b>'
-            f'<table style="border-collapse:collapse;color:inherit">{rows}</table></div>'
-        )
+        return _faces.draw(self, "html", _line(s), shown)
 
 
 def _feed(sink: Any, events: Iterable[Event], started: float) -> None:

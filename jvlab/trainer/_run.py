@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import threading
 import time
@@ -14,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jvlab import _faces
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, DeadlineExceeded
 from jvlab._tracebacks import brief
 from jvlab.record._events import StepEvent
 from jvlab.record._record import Record
-from jvlab.record._run_status import RunStatus
+from jvlab.record._run_status import RunStatus, measured
 from jvlab.trainer._batching import Buckets, TrainBatch
 from jvlab.trainer._loop import Loop
 from jvlab.trainer._producer import Producer
@@ -135,7 +135,7 @@ class Run:
         self._final: dict[str, Any] = {}
         self._over = threading.Event()
         self._leaving = False  # the process ends
-        self._listeners: list[Callable[[Run], None]] = []
+        self.listeners: list[Callable[[Run], None]] = []
         self._thread = threading.Thread(
             target=self._run, name=f"jvlab-run-{name}", daemon=True
         )
@@ -186,7 +186,7 @@ class Run:
             self._error = self._error or error
 
     def _notify(self) -> None:
-        for listener in list(self._listeners):
+        for listener in list(self.listeners):
             with contextlib.suppress(Exception):  # a broken display must not end a run
                 listener(self)
 
@@ -291,26 +291,22 @@ class Run:
                 if loop.control.pausing
                 else state
             )
+        counts = ("flying", "ready", "dropped", "regenerated", "lost")
+        best, worst = loop.extremes or (None, None)
         return RunStatus(
-            state,
-            loop.step,
-            loop.settings.steps,
-            loop.version,
-            last.reward_mean if last else float("nan"),
-            loop.max_gap,
-            self._max_staleness,
-            flow.get("flying", 0),
-            flow.get("ready", 0),
-            flow.get("dropped", 0),
-            flow.get("regenerated", 0),
-            flow.get("lost", 0),
-            (self._ended or time.monotonic()) - self._began,
-            str(self._error) if self._error else "",
-            last.effective_samples if last else math.nan,
-            last.masked_fraction if last else math.nan,
-            last.expert_extremes if last and last.experts else {},
-            *(loop.extremes or (None, None)),
+            state=state,
+            step=loop.step,
+            steps=loop.settings.steps,
+            version=loop.version,
+            logprob_gap=loop.max_gap,
+            max_staleness=self._max_staleness,
+            **{name: flow.get(name, 0) for name in counts},
+            seconds=(self._ended or time.monotonic()) - self._began,
+            error=str(self._error) if self._error else "",
+            best=best,
+            worst=worst,
             waiting="" if self.done else loop.waiting(),
+            **measured(last),
         )
 
     @property
@@ -320,50 +316,22 @@ class Run:
 
     def plot(self) -> Figure:
         """Plot reward, loss, KL, entropy, logprob gap and the time spent in each phase."""
-        from jvlab.views._record_plots import run_figure
-
-        return run_figure(self.record)
+        return _faces.draw(self.record, "run")
 
     def compare(self, *others: Run | Record) -> Figure:
         """This run and others in the same axes: reward, loss, entropy, gap, evaluations, time."""
-        from jvlab.views._record_plots import compare_figure
-
-        records: dict[str, Record] = {}
-        for number, other in enumerate((self, *others), 1):
-            record = other.record if isinstance(other, Run) else other
-            name = (
-                other.name
-                if isinstance(other, Run)
-                else Path(str(record.folder or f"run {number}")).name
-            )
-            records[name if name not in records else f"{name} ({number})"] = record
-        return compare_figure(records)
+        return _faces.draw(self, "comparison", *others)
 
     def timeline(self, **options: Any) -> Timeline:
         """When each process was busy, interactive; the same object as `lab.timeline()`."""
-        from jvlab.views.panels._timeline_panel import Timeline
-
-        return Timeline(self.record, **options)
+        return _faces.draw(self.record, "lanes", **options)
 
     def save_figures(self) -> list[str]:
         """Write figures of the run into its folder as PNG, and return their paths."""
-        from jvlab.views._record_plots import (
-            run_figure,
-            staleness_figure,
-            throughput_figure,
-        )
-        from jvlab.views._timeline import timeline_figure
-
-        record = self.record
         out = []
-        makers = {
-            "run": run_figure,
-            "staleness": staleness_figure,
-            "throughput": throughput_figure,
-        }
-        for name, make in {**makers, "timeline": timeline_figure}.items():
+        for name in ("run", "staleness", "throughput", "timeline"):
             out.append(str(self.folder / f"{name}.png"))
-            make(record).savefig(out[-1], dpi=110)
+            _faces.draw(self.record, name).savefig(out[-1], dpi=110)
         return out
 
     def replay(self, sample: SampleRecord) -> np.ndarray:
@@ -381,34 +349,21 @@ class Run:
         self._notify()
 
     def __repr__(self) -> str:
-        from jvlab.views._run_view import run_line
-
-        return run_line(self.name, self.status)
+        return _faces.draw(self, "text")
 
     def _repr_html_(self) -> str:
-        from jvlab.views._run_view import card
-
-        return card(self)
+        return _faces.draw(self, "html")
 
     def panel(self, compare: Run | Record | None = None) -> Panel | None:
         """Show the dashboard: live curves, pause, resume, stop, and the staleness bound. None without widgets.
 
         compare    another run, or its record, drawn behind this one's curves
         """
-        from jvlab.views.panels._dashboard import RunPanel
-        from jvlab.views.panels._live import follow, have_widgets, show
-
-        if not have_widgets():
-            return follow(self, lambda: not self.done)
-        return show(self, lambda: RunPanel(self, compare))
+        return _faces.draw(self, "panel", compare)
 
     def _ipython_display_(self) -> None:
-        from jvlab.views.panels._live import show
-
-        if self.done:
-            show(self, None)  # its card; run.panel() makes a dashboard of it
-        else:
-            self.panel()
+        # of one that is over its card; run.panel() makes a dashboard of it
+        _faces.draw(self, "card" if self.done else "panel")
 
 
 def _stop_all() -> None:

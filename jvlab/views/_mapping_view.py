@@ -247,7 +247,7 @@ CHANGE = PALETTE[3]
 MAX_SHOWN = 8  # ranks
 
 
-def values_html(found: Sequence[Values]) -> str:
+def values_html(*found: Values) -> str:
     """One line of three histograms per rank: engine, trainer, difference."""
     rows = "".join(_one(v) for v in found[:MAX_SHOWN])
     more = len(found) - MAX_SHOWN
@@ -350,13 +350,13 @@ FILTER = (
 )
 
 
-def summary_line(mapping: Mapping) -> str:
-    """The summary in one line."""
+def mapping_line(mapping: Mapping) -> str:
+    """The mapping's repr: its summary."""
     s = mapping.summary()
     special = [f"{s[k]} {k}" for k in SPECIAL if s.get(k)]
     tail = "; " + ", ".join(special) if special else ""
     ranks = f"{s['ranks']} rank{'s' * (s['ranks'] != 1)}"
-    return f"{s['leaves']} leaves → {s['tensors']} tensors → {ranks}, {human_bytes(s['bytes'])}{tail}"
+    return f"Mapping({s['leaves']} leaves → {s['tensors']} tensors → {ranks}, {human_bytes(s['bytes'])}{tail})"
 
 
 def mapping_headline(mapping: Mapping) -> str:
@@ -376,8 +376,8 @@ def mapping_headline(mapping: Mapping) -> str:
 
 
 def mapping_text(mapping: Mapping) -> str:
-    """The mapping's repr."""
-    lines = [f"Mapping({summary_line(mapping)})"]
+    """The first rows, and the warnings."""
+    lines = [mapping_line(mapping)]
     for r in mapping.rows[:6]:
         lines.append(
             f"  {r.name or '-'} → {r.tensor} → {r.parameter or '-'} [{r.rank_text or '-'}] {r.status}"

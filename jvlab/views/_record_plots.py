@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from jvlab._units import how_many
 from jvlab.record import _metrics
 from jvlab.record._events import EvaluationEvent, Event, RunStart, StepEvent, SyncEvent
+from jvlab.record._record import Record
 from jvlab.views._figures import new_figure
 from jvlab.views._palette import NEUTRAL, PHASES, SERIES, version_colour
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from jvlab.record._record import Record
+    from jvlab.trainer._run import Run
 
 BLUE, ORANGE, GREEN, PINK, SKY, RED = SERIES[:6]
 GREY = PHASES["idle"]
@@ -79,8 +81,17 @@ COMPARED = (
 )
 
 
-def compare_figure(records: dict[str, Record]) -> Figure:
+def compare_figure(*runs: Run | Record) -> Figure:
     """Several runs side by side: reward, loss, entropy and gap by step, evaluations, and seconds a step."""
+    records: dict[str, Record] = {}
+    for number, run in enumerate(runs, 1):
+        record = run if isinstance(run, Record) else run.record
+        name = (
+            Path(str(run.folder or f"run {number}")).name
+            if isinstance(run, Record)
+            else run.name
+        )
+        records[name if name not in records else f"{name} ({number})"] = record
     figure = new_figure(10, 8)
     figure.suptitle(" and ".join(records))
     axes: Any = figure.subplots(3, 2)

@@ -209,8 +209,9 @@ PROMPT = 300
 ANSWER = 700
 
 
-def run_line(name: str, status: RunStatus) -> str:
+def run_text(run: Run) -> str:
     """One line, without anything that depends on the machine."""
+    status = run.status
     reward = f", reward {status.reward:.3f}" if status.reward == status.reward else ""
     bound = (
         "on-policy"
@@ -218,7 +219,7 @@ def run_line(name: str, status: RunStatus) -> str:
         else f"staleness ≤ {status.max_staleness}"
     )
     why = f": {status.error.splitlines()[0]}" if status.error else ""
-    return f"Run({name!r}, {status.state}, step {status.step}/{status.steps}{reward}, {bound}{why})"
+    return f"Run({run.name!r}, {status.state}, step {status.step}/{status.steps}{reward}, {bound}{why})"
 
 
 def head_html(

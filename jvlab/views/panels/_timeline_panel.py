@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jvlab._errors import ConfigError
 from jvlab._units import human_bytes, human_seconds
@@ -24,7 +23,7 @@ from jvlab.views._palette import NEWEST, OLDEST, PHASES, hex_colour, version_col
 from jvlab.views._record_plots import run_name
 from jvlab.views._style import BOX, FAINT
 from jvlab.views._timeline import SHOWN, _bars, _lanes, _window, timeline_figure
-from jvlab.views.panels._live import Panel, live_widget, module, show, styles
+from jvlab.views.panels._live import Panel, static_html
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -80,7 +79,7 @@ class Timeline:
 
     def panel(self) -> TimelinePanel | None:
         """The interactive lanes: wheel, drag, hover. None without a notebook or ipywidgets."""
-        return show(self, lambda: TimelinePanel(self))  # type: ignore[return-value]
+        return TimelinePanel.show(self)
 
     def __repr__(self) -> str:
         events = self.record.events()
@@ -205,6 +204,10 @@ class TimelinePanel(Panel):
     """The lanes in a notebook; `zoom`, `reset` and `last` do what its wheel and buttons do. Follows an active run."""
 
     hz = 1.0
+    scripts = ("lanes.js", "timeline.js")
+    css = ("lanes.css",)
+    css_class = "jv-timeline-panel"
+    traits: ClassVar[dict[str, Any]] = {"data": {}, "view": []}
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
@@ -214,16 +217,15 @@ class TimelinePanel(Panel):
         super().__init__(timeline)
 
     def build(self) -> Any:
-        widget = _widget_class()(
+        widget = self.new_widget(
             data=self.timeline.data(whole=True).plain(), view=list(self.timeline.window)
         )
-        widget.classes = ["jv-timeline-panel"]
         widget.on_msg(self._pressed)
         return widget
 
     def static_html(self) -> str:
         if self._drawn[0] != self._events:
-            self._drawn = (self._events, self.timeline._repr_html_())
+            self._drawn = (self._events, static_html(self.timeline))
         return self._drawn[1]
 
     @property
@@ -266,18 +268,3 @@ class TimelinePanel(Panel):
 
     def __repr__(self) -> str:
         return f"TimelinePanel({self.timeline!r})"
-
-
-@functools.cache
-def _widget_class() -> Any:
-    import traitlets
-
-    class TimelineWidget(live_widget()):
-        """The traits that both sides share."""
-
-        _esm = module("lanes.js", "timeline.js")
-        _css = styles("lanes.css")
-        data = traitlets.Dict().tag(sync=True)
-        view = traitlets.List().tag(sync=True)
-
-    return TimelineWidget
