@@ -154,7 +154,8 @@ class RunFeed:
             (windows[0][0] + 1, windows[1:]) if len(windows) > RECENT else (0, windows)
         )
         times = split_time(
-            phase_spans(self.record._events[start:]), [window for _, *window in windows]
+            phase_spans(self.record.events()[start:]),
+            [window for _, *window in windows],
         )
         found = {
             name: float(busy.sum()) / len(windows) for name, busy in times.busy.items()

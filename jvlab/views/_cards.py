@@ -6,7 +6,7 @@ import contextlib
 import platform
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -60,13 +60,13 @@ RESCAN_SECONDS = 5.0
 DESCRIBE_SECONDS = 5.0  # deadline of the one call: the gateway answers from memory
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ProcessRow:
     """One process. A number that does not apply, or is not known on this machine, is None."""
 
     kind: str  # "gateway", "replica" or "worker"
     name: str
-    pool: str
+    pool: str = ""
     state: str
     colour: str
     pid: int
@@ -95,14 +95,13 @@ class ProcessRows:
         local = Identity(status.pid, status.host, status.started).process() is not None
         rows = [
             ProcessRow(
-                "gateway",
-                f"gateway {status.lab}",
-                "",
-                "serving",
-                GOOD,
-                status.pid,
-                "cpu",
-                self._memory(status.pid) if local else None,
+                kind="gateway",
+                name=f"gateway {status.lab}",
+                state="serving",
+                colour=GOOD,
+                pid=status.pid,
+                device="cpu",
+                memory=self._memory(status.pid) if local else None,
             )
         ]
         for pool in status.pools:
@@ -113,47 +112,44 @@ class ProcessRows:
 
     def _replica(self, pool: Any, r: Any, local: bool) -> list[ProcessRow]:
         words, tone = replica_health(r, pool.sync)
-        colour = TONES[tone]
         local = (
             local and r.pid > 0 and (not r.elsewhere or r.facts.host == platform.node())
         )
-        ready = r.stage == "ready"
         row = ProcessRow(
-            "replica",
-            r.replica,
-            pool.pool,
-            words,
-            colour,
-            r.pid,
-            pool.device,
-            self._memory(r.pid) if local else None,
-            int(r.stats.weight_version) if ready else None,
-            r.dirty,
-            r.beat_age if ready and r.beat_age >= 0 else None,
-            r.routed if ready else None,
-            r.stats.tokens_per_s if ready else None,
-            r.cause,
+            kind="replica",
+            name=r.replica,
+            pool=pool.pool,
+            state=words,
+            colour=TONES[tone],
+            pid=r.pid,
+            device=pool.device,
+            memory=self._memory(r.pid) if local else None,
+            dirty=r.dirty,
+            cause=r.cause,
         )
-        return [
-            row,
-            *(
-                self._worker(pool, p)
-                for p in (self._descendants(r.pid) if local else [])
-            ),
-        ]
+        if r.stage == "ready":
+            row = replace(
+                row,
+                version=int(r.stats.weight_version),
+                beat_age=r.beat_age if r.beat_age >= 0 else None,
+                in_flight=r.routed,
+                tokens_per_s=r.stats.tokens_per_s,
+            )
+        workers = self._descendants(r.pid) if local else []
+        return [row, *(self._worker(pool, process) for process in workers)]
 
     def _worker(self, pool: Any, process: psutil.Process) -> ProcessRow:
         memory = self._memory(process.pid)
         state, colour = ("running", GOOD) if memory is not None else ("gone", IDLE)
         return ProcessRow(
-            "worker",
-            _worker_name(process),
-            pool.pool,
-            state,
-            colour,
-            process.pid,
-            pool.device,
-            memory,
+            kind="worker",
+            name=_worker_name(process),
+            pool=pool.pool,
+            state=state,
+            colour=colour,
+            pid=process.pid,
+            device=pool.device,
+            memory=memory,
         )
 
     def _descendants(self, pid: int) -> list[psutil.Process]:

@@ -266,28 +266,12 @@ def _one(v: Values) -> str:
         )
     nonfinite = f"; {v.not_finite:,} are not finite" if v.not_finite else ""
     title = f"<b>{escape(v.parameter)}</b> {list(s.shape)} on rank {v.rank}: {verdict}{nonfinite}"
+    top = max(v.engine.max(initial=1), v.trainer.max(initial=1))
+    change = v.change.max(initial=1)
     parts = (
-        _bars(
-            "engine holds",
-            v.edges,
-            v.engine,
-            ENGINE,
-            max(v.engine.max(initial=1), v.trainer.max(initial=1)),
-        ),
-        _bars(
-            "trainer has",
-            v.edges,
-            v.trainer,
-            TRAINER,
-            max(v.engine.max(initial=1), v.trainer.max(initial=1)),
-        ),
-        _bars(
-            "trainer − engine",
-            v.change_edges,
-            v.change,
-            CHANGE,
-            v.change.max(initial=1),
-        ),
+        _bars("engine holds", v.edges, v.engine, ENGINE, top),
+        _bars("trainer has", v.edges, v.trainer, TRAINER, top),
+        _bars("trainer − engine", v.change_edges, v.change, CHANGE, change),
     )
     row = f'<div style="display:flex;flex-wrap:wrap;gap:18px">{"".join(parts)}</div>'
     return f'<div style="margin:6px 0">{title}{row}</div>'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -190,16 +190,6 @@ def _split(split: dict[str, float]) -> str:
     )
     title = f'<span style="color:{FAINT}">time of a step</span>'
     return f'<div style="min-width:0">{title}<div style="display:flex;height:8px">{bars}</div><div>{words}</div></div>'
-
-
-def known_columns(rows: np.ndarray, evaluations: Sequence[Any]) -> list[str]:
-    """The columns that have a value, for a page that has no room for empty charts."""
-    found = (
-        [name for i, name in enumerate(COLUMNS) if np.isfinite(rows[:, i]).any()]
-        if len(rows)
-        else []
-    )
-    return [*found, "evaluation"] if evaluations else found
 
 
 # ----------------------------------------------------------------------------------------------------

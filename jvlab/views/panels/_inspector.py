@@ -182,13 +182,15 @@ class InspectorPanel(Panel):
             return "\n".join(coverage.problems[:5]) + more, True
         covered = "everything is covered, each element once"
         later = "the link keeps its old rules until you connect with these"
-        if why := self._why_no_values():
+        link = coverage.made.link
+        if link is None:
+            why = self._why_no_values()
             return (
                 f"{covered}; values are compared when you connect with these rules, not now: {why}",
                 False,
             )
         try:
-            found: Meaning = coverage.made.link.meaning_of(coverage.made, self.params)
+            found: Meaning = link.meaning_of(coverage.made, self.params)
         except MeaningError as error:
             self.found = error.fields["meaning"]  # type: ignore[assignment]
             return f"everything is covered, but wrong: {error.message}", True
