@@ -217,7 +217,8 @@ class Plot:
     empty: str = EMPTY
     whole: bool = False  # x counts steps or versions: no tick between two of them
     marks: Sequence[float] = ()  # skipped steps
-    limit: tuple[float, str] | None = None  # a dashed line, and what it is
+    # a dashed line; red if it has a name, since it is an alarm
+    limit: tuple[float, str] | None = None
     log: bool = False
     reach: tuple[float, float] | None = None  # of y
     legend: Mapping[str, Any] = field(default_factory=dict)
@@ -267,7 +268,8 @@ def draw(ax: Axes, plot: Plot) -> None:
         ax.axvline(x, color=RED, linewidth=1, linestyle=":", label=label)
     if plot.limit is not None:
         at, label = plot.limit
-        ax.axhline(at, color=RED, linestyle="--", linewidth=1, label=label)
+        colour = RED if label else NEUTRAL
+        ax.axhline(at, color=colour, linestyle="--", linewidth=1, label=label)
     if plot.log:
         ax.set_yscale("log")
     if plot.whole:

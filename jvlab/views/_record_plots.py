@@ -285,6 +285,7 @@ def _ratios(found: dict[int, dict[str, float]]) -> Plot:
         [Series(level, middle, BLUE, label, "o", (low, high))],
         "not recorded",
         whole=True,
+        limit=(1.0, ""),
     )
 
 

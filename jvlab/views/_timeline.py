@@ -189,7 +189,7 @@ def _bars(
                 yield LaneBar(row, start, piece, hex_colour(shade), words, label, ink)
                 start += piece
         case StepEvent():
-            label = f"step {event.step}{' skipped' * event.skipped}"
+            label = f"step {event.step}{' ✗' * event.skipped}"
             colour = PHASES["train"]
             yield LaneBar(row, start, event.seconds, colour, text, label, "#000")
         case PauseEvent():
