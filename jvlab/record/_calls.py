@@ -42,7 +42,7 @@ class RolloutTally:
     def __init__(self) -> None:
         self.start = clock()
         self._last: dict[str, float] = {}  # replica -> when its last sample came
-        self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._counts: defaultdict[str, Any] = defaultdict(Counter)
         self._versions: defaultdict[str, Counter[int]] = defaultdict(Counter)
         self._finish: defaultdict[str, Counter[str]] = defaultdict(Counter)
 

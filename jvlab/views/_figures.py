@@ -8,7 +8,7 @@ import functools
 import io
 import re
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -221,7 +221,7 @@ class Plot:
     limit: tuple[float, str] | None = None
     log: bool = False
     reach: tuple[float, float] | None = None  # of y
-    legend: Mapping[str, Any] = field(default_factory=dict)
+    legend: dict[str, Any] = field(default_factory=dict)
 
 
 def dress(ax: Axes, plot: Plot) -> None:

@@ -181,7 +181,7 @@ def _time_split(events: Sequence[Event], table: Table) -> Plot:
         if seconds.sum() > 0
     ]
     several = f", mean of {each} steps" if each > 1 else ""
-    top = max(sum(bar.y for bar in bars)) if bars else 0.0
+    top = np.sum([bar.y for bar in bars], axis=0).max() if bars else 0.0
     return Plot(
         "Time of a step",
         "step",

@@ -311,7 +311,11 @@ def _legend(ax: Axes, data: LaneData, detail: bool) -> None:
         return
     handles = [Patch(color=colour, label=name) for name, colour in data.keys]
     if detail and any(bar.hatch for bar in data.bars):
-        striped = {"facecolor": "none", "edgecolor": NEUTRAL, "hatch": "////"}
+        striped: dict[str, Any] = {
+            "facecolor": "none",
+            "edgecolor": NEUTRAL,
+            "hatch": "////",
+        }
         handles.append(Patch(label="paused", linewidth=0, **striped))
     ax.legend(
         handles=handles,
