@@ -1,28 +1,24 @@
-"""Displays (text, HTML, figure, panel) of objects in lower rooms: `views` and `panels` register them, on first use."""
+"""The pictures of objects: an object asks for one of its faces by name; `views` has the functions that draw them.
+
+    def _repr_html_(self) -> str:
+        return _faces.draw(self, "html")
+
+Nothing of `views` is imported before something is drawn.
+"""
 
 from __future__ import annotations
 
-import functools
 import importlib
-from collections.abc import Callable
+import operator
 from typing import Any
 
 
-def _face(room: str, what: str) -> Any:
-    """A singledispatch function whose implementations are registered by a room's `_registered` module."""
-
-    @functools.singledispatch
-    def draw(obj: Any, *options: Any) -> Any:
-        importlib.import_module(f"jvlab.{room}._registered")
-        found: Callable[..., Any] = draw.dispatch(type(obj))
-        if found is draw.dispatch(object):
-            raise TypeError(f"nothing draws the {what} of a {type(obj).__name__}")
-        return found(obj, *options)
-
-    return draw
-
-
-text = _face("views", "text")
-html = _face("views", "HTML")
-figure = _face("views", "figure")
-panel = _face("views.panels", "panel")
+def draw(subject: Any, face: str, *given: Any, **options: Any) -> Any:
+    """A face of the subject, by the table in `views/_registered.py`: its class's, or one that its class inherits."""
+    faces = importlib.import_module("jvlab.views._registered").FACES
+    for kind in type(subject).__mro__:
+        if place := faces.get(kind.__name__, {}).get(face):
+            module, _, name = place.partition(":")
+            views = importlib.import_module(f"jvlab.views.{module}")
+            return operator.attrgetter(name)(views)(subject, *given, **options)
+    raise TypeError(f"nothing draws the {face} of a {type(subject).__name__}")

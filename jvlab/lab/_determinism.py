@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jvlab import _faces
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError
 from jvlab.lab import _prompts
@@ -134,9 +135,7 @@ class DeterminismReport:
         return f"DeterminismReport({size}: {found}{gap}{score})"
 
     def _repr_html_(self) -> str:
-        from jvlab.views._cards import report_html
-
-        return report_html(self)
+        return _faces.draw(self, "html")
 
 
 def check(

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from jvlab import _faces
 from jvlab._deadline import LONGEST, Deadline, check_timeout
 from jvlab._errors import (
     ConfigError,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from jvlab.views._cards import ProcessRow
     from jvlab.views.panels._live import Panel
     from jvlab.views.panels._timeline_panel import Timeline
+    from jvlab.wire import jvlab_pb2 as pb
     from jvlab.wire.processes._labs import LabInfo
 
 
@@ -136,33 +138,23 @@ class LabPlots:
 
     def staleness(self, run: Any = None) -> Figure:
         """How old the tokens were that each step trained on."""
-        from jvlab.views._record_plots import staleness_figure
-
-        return staleness_figure(self._record(run))
+        return _faces.draw(self._record(run), "staleness")
 
     def throughput(self, run: Any = None) -> Figure:
         """Tokens and samples per second, sync speed, who was busy."""
-        from jvlab.views._record_plots import throughput_figure
-
-        return throughput_figure(self._record(run))
+        return _faces.draw(self._record(run), "throughput")
 
     def run(self, run: Any = None) -> Figure:
         """Reward, loss and other metrics over the run."""
-        from jvlab.views._record_plots import run_figure
-
-        return run_figure(self._record(run))
+        return _faces.draw(self._record(run), "run")
 
     def timeline(self, run: Any = None, **options: Any) -> Figure:
         """Which process was busy when, and which version each rollout used."""
-        from jvlab.views._timeline import timeline_figure
-
-        return timeline_figure(self._happened(run), **options)
+        return _faces.draw(self._happened(run), "timeline", **options)
 
     def lanes(self, run: Any = None, **options: Any) -> Timeline:
         """The interactive timeline: `lab.timeline()`."""
-        from jvlab.views.panels._timeline_panel import Timeline
-
-        return Timeline(self._happened(run), **options)
+        return _faces.draw(self._happened(run), "lanes", **options)
 
     def __repr__(self) -> str:
         return "LabPlots(staleness, throughput, run, timeline)"
@@ -605,7 +597,23 @@ class Lab:
         """Gateway, replicas and their workers: state, pid, device, memory, version, heartbeat, load."""
         from jvlab.views._cards import ProcessRows
 
-        return ProcessRows(self._client).read()[1]
+        return ProcessRows(self).read()[1]
+
+    def look(self, seconds: float) -> pb.LabStatus:
+        """What the gateway says now, within a time; for displays. New pools are known from then on."""
+        status = self._client.describe(seconds)
+        self._update_pools(status)
+        return status
+
+    @property
+    def known_pools(self) -> dict[str, Pool]:
+        """The pools that this process knows of, without asking the gateway."""
+        return self._pools
+
+    @property
+    def closed(self) -> bool:
+        """Whether this process has closed or left the lab."""
+        return self._closed
 
     # Plots --------------------------------------------------------------------------------------------------------
 
@@ -666,8 +674,6 @@ class Lab:
             time.sleep(0.05)
 
     def _leave(self) -> None:
-        from jvlab.views.panels._live import make_static
-
         self._closed = True
         for link in list(self._links):
             link.close()
@@ -676,7 +682,7 @@ class Lab:
             pool._forget("the lab was closed or left")
         self._client.close()
         _script_end.open_labs.discard(self)
-        make_static(self)
+        _faces.draw(self, "end")
 
     def __enter__(self) -> Lab:
         return self
@@ -695,16 +701,11 @@ class Lab:
         return f"Lab({state}, {len(self._pools)} pool{'s' if len(self._pools) != 1 else ''})"
 
     def _repr_html_(self) -> str:
-        from jvlab.views._cards import lab_html
-
-        return lab_html(self)
+        return _faces.draw(self, "html")
 
     def panel(self) -> Panel | None:
         """Show the live panel: processes, load, logs, control buttons. None where only a table can be shown."""
-        from jvlab.views.panels._lab_panel import LabPanel
-        from jvlab.views.panels._live import show
-
-        return show(self, None if self._closed else lambda: LabPanel(self))
+        return _faces.draw(self, "panel")
 
     def _ipython_display_(self) -> None:
         self.panel()

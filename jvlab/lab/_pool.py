@@ -8,6 +8,7 @@ from collections.abc import Callable
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from jvlab import _faces
 from jvlab._deadline import Deadline
 from jvlab._errors import Unsupported
 from jvlab._version import __version__
@@ -158,6 +159,4 @@ class InProcessPool(Pool):
         return f"Pool({now.pool!r}, {model_name(now)!r}, in process on {now.device}, {pool_health(now)[0]})"
 
     def _repr_html_(self) -> str:
-        from jvlab.views._cards import pool_html
-
-        return f"<div>{escape(repr(self))}</div>{pool_html(self._snapshot)}"
+        return f"<div>{escape(repr(self))}</div>{_faces.draw(self, 'html')}"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from jvlab import _faces
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, ReplicaLost, SamplingError
 from jvlab._names import own_name
@@ -588,26 +589,14 @@ class PoolCalls(WatchedPool, Turns):
         return len(_scaling.staying(self._snapshot))
 
     def __repr__(self) -> str:
-        from jvlab.views._cards import pool_line
-
-        return pool_line(self._snapshot)
+        return _faces.draw(self, "text")
 
     def _repr_html_(self) -> str:
-        from jvlab.views._cards import pool_html
-
-        return pool_html(self._snapshot, lost="went away" in self._why_closed)
+        return _faces.draw(self, "html", lost="went away" in self._why_closed)
 
     def panel(self) -> Panel | None:
         """Show the live panel: processes, load, logs, control buttons. None where only a table can be shown."""
-        from jvlab.views.panels._lab_panel import PoolPanel
-        from jvlab.views.panels._live import follow, have_widgets, show
-        from jvlab.wire._pool_summary import pool_state
-
-        if not have_widgets():
-            return follow(
-                self, lambda: pool_state(self._snapshot).startswith("starting")
-            )
-        return show(self, None if self._snapshot.closed else lambda: PoolPanel(self))
+        return _faces.draw(self, "panel")
 
     def _ipython_display_(self) -> None:
         self.panel()

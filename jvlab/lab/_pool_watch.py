@@ -60,7 +60,7 @@ class WatchedPool:
         self._adapter_folders: dict[str, weakref.finalize] = {}
         # close() and the watching thread both remove; close() waits for the other
         self._removing = threading.Lock()
-        self._listeners: list[Callable[[pb.PoolStatus], None]] = []
+        self.listeners: list[Callable[[pb.PoolStatus], None]] = []
         # this process's links to the pool
         self._linked: weakref.WeakSet[Link] = weakref.WeakSet()
         self._watching = client.loop.submit(self._watch())
@@ -81,8 +81,21 @@ class WatchedPool:
                 return
             self._snapshot = snapshot
             self._changed.notify_all()
-        for listener in list(self._listeners):
+        for listener in list(self.listeners):
             listener(snapshot)
+
+    @property
+    def snapshot(self) -> pb.PoolStatus:
+        """What the gateway said last; no RPC."""
+        return self._snapshot
+
+    def look(self, seconds: float) -> pb.LabStatus:
+        """What the gateway says now of the whole lab, within a time; for displays."""
+        status = self._client.describe(seconds)
+        for found in status.pools:
+            if found.pool == self.name:
+                self._take(found)
+        return status
 
     def _forget(self, why: str) -> None:
         """Mark the pool as closed for this reason, and wake all waiters."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from jvlab import _faces
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, ReplicaLost, SamplingError
 from jvlab._progress import Progress
@@ -398,9 +399,7 @@ class Session:
         return f"Session({self.stats.words(len(self.turns))})"
 
     def _repr_html_(self) -> str:
-        from jvlab.views._cards import session_html
-
-        return session_html(self)
+        return _faces.draw(self, "html")
 
 
 class Sessions(Sequence[Session]):
@@ -482,9 +481,7 @@ class Sessions(Sequence[Session]):
         return f"Sessions({how_many(len(self), 'session')}, {stats.words(stats.turns)})"
 
     def _repr_html_(self) -> str:
-        from jvlab.views._cards import sessions_html
-
-        return sessions_html(self)
+        return _faces.draw(self, "html")
 
 
 async def _told_turns(

@@ -600,21 +600,21 @@ class TransferPlan:
     # ---- display --------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        return _faces.text(self)
+        return _faces.draw(self, "text")
 
     def _repr_html_(self) -> str:
-        return _faces.html(self)
+        return _faces.draw(self, "html")
 
     def plot(self) -> object:
         """A matplotlib Figure: bytes per link as a heat map."""
-        return _faces.figure(self)
+        return _faces.draw(self, "figure")
 
     def _ipython_display_(self) -> None:
         self.panel()
 
     def panel(self) -> PlanPanel | None:
         """The plan in a notebook: bytes per link, bucket timeline, predicted against measured seconds."""
-        return _faces.panel(self)
+        return _faces.draw(self, "panel")
 
     def schedule(self, link_gbps: float | None = None) -> list[Slot]:
         """When each bucket would be sent, if devices send and ranks receive one at a time at `link_gbps` GB/s."""

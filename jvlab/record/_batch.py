@@ -485,10 +485,10 @@ class RolloutBatch(Sequence[Sample]):
         Arrow keys or j and k move. Returns the panel: `.colour_by(...)`, `.select(prompt, sample)`, `.close()`; None
         where no widget can be shown, and a table is.
         """
-        return _faces.panel(self, colour)
+        return _faces.draw(self, "panel", colour)
 
     def _repr_html_(self) -> str:
-        return _faces.html(self)
+        return _faces.draw(self, "html")
 
     def _ipython_display_(self) -> None:
         self.panel()

@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
-import struct
 import tempfile
 import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
@@ -18,6 +15,7 @@ import numpy as np
 
 from jvlab._errors import ConfigError
 from jvlab._files import parse_object
+from jvlab.record._events import coerce
 from jvlab.record._sample import Sample
 
 if TYPE_CHECKING:
@@ -25,20 +23,28 @@ if TYPE_CHECKING:
 
 Batch = TypeVar("Batch")
 _FORMAT = "jvlab rollout batch 1"
-_REQUIRED = (
-    "prompt_index",
-    "sample_index",
-    "prompt",
-    "text",
-    "finish_reason",
-    "replica",
-    "retried",
-    "seconds",
-    "error",
-)
-# fields that files of earlier versions do not have
-_OPTIONAL = ("reward", "reward_parts", "cached_tokens", "adapter")
-_COMMON = ("model", "logprobs_mode", "notes", "seconds")
+# the fields of a sample that are in the header; files of earlier versions have fewer
+_SAMPLE: dict[str, Any] = {
+    "prompt_index": int,
+    "sample_index": int,
+    "prompt": str | None,
+    "text": str,
+    "finish_reason": str,
+    "replica": str,
+    "retried": int,
+    "seconds": dict[str, float],
+    "error": str | None,
+    "reward": float | None,
+    "reward_parts": dict[str, float] | None,
+    "cached_tokens": int | None,
+    "adapter": tuple[str, int] | None,
+}
+_COMMON: dict[str, Any] = {
+    "model": str,
+    "logprobs_mode": str,
+    "notes": tuple[str, ...],
+    "seconds": float | None,
+}
 _ARRAYS = {
     "header": "u1",
     "prompt_tokens": "<i4",
@@ -57,10 +63,7 @@ _ARRAYS = {
     "weighed": "?",
     "expert_weights": "<f4",
 }
-_MAGIC = b"\x93NUMPY\x01\x00"
-_HEAD = re.compile(
-    rb"\{'descr': '([<>|]?[a-z][0-9]*)', 'fortran_order': False, 'shape': \(([0-9, ]{0,60})\), \} *\n"
-)
+_COLUMNS = {"spans": 3, "expert_shapes": 2}  # of those that are tables
 MAX_BYTES = 2 << 30
 # of max_bytes per value in the header: about what a Python object takes
 BYTES_PER_PART = 256
@@ -68,41 +71,37 @@ BYTES_PER_PART = 256
 
 def save(batch: RolloutBatch, path: str | os.PathLike[str]) -> str:
     """Write to a temporary file, then rename: a reader never sees half a file."""
+    samples = batch.samples
     header = {
         "format": _FORMAT,
         "batch": {name: getattr(batch, name) for name in _COMMON},
-        "samples": [
-            {name: getattr(s, name) for name in (*_REQUIRED, *_OPTIONAL)}
-            for s in batch.samples
-        ],
+        "samples": [{name: getattr(s, name) for name in _SAMPLE} for s in samples],
     }
-    spans = [np.array(s.version_spans, np.int64).reshape(-1, 3) for s in batch.samples]
+    spans = [np.array(s.version_spans, np.int64).reshape(-1, 3) for s in samples]
     arrays = {
         # ASCII escapes keep every str, unpaired surrogates included
         "header": np.frombuffer(json.dumps(header).encode("ascii"), np.uint8),
-        "prompt_tokens": _joined([s.prompt_token_ids for s in batch.samples], np.int32),
-        "prompt_ends": _ends(s.prompt_token_ids for s in batch.samples),
-        "tokens": _joined([s.token_ids for s in batch.samples], np.int32),
-        "logprobs": _joined(
-            [s.logprobs for s in batch.samples if s.logprobs is not None], np.float32
-        ),
-        "ends": _ends(s.token_ids for s in batch.samples),
+        "prompt_tokens": _joined([s.prompt_token_ids for s in samples], np.int32),
+        "prompt_ends": _ends(s.prompt_token_ids for s in samples),
+        "tokens": _joined([s.token_ids for s in samples], np.int32),
+        "logprobs": _joined([s.logprobs for s in samples], np.float32),
+        "ends": _ends(s.token_ids for s in samples),
         "spans": _joined([part.ravel() for part in spans], np.int64).reshape(-1, 3),
         "span_ends": _ends(spans),
     }
-    compared = [s.trainer_logprobs for s in batch.samples]
-    if any(row is not None for row in compared):
-        arrays["compared"] = np.array([row is not None for row in compared])
-        arrays["trainer_logprobs"] = _joined(
-            [row for row in compared if row is not None], np.float32
-        )
-    masks = [s.loss_mask for s in batch.samples]
-    if any(mask is not None for mask in masks):
-        arrays["masked"] = np.array([mask is not None for mask in masks])
-        arrays["loss_mask"] = _joined(
-            [mask for mask in masks if mask is not None], np.bool_
-        )
-    arrays |= _expert_columns(batch.samples)
+    trainer = [s.trainer_logprobs for s in samples]
+    arrays |= _some("compared", "trainer_logprobs", trainer, np.float32)
+    arrays |= _some("masked", "loss_mask", [s.loss_mask for s in samples], np.bool_)
+    if any(s.expert_ids is not None for s in samples):
+        # for each sample how many layers and chosen experts: 0 and 0 if it has none
+        ids = [s.expert_ids for s in samples]
+        shapes = [(0, 0) if row is None else row.shape[1:] for row in ids]
+        weights = [s.expert_weights for s in samples]
+        arrays["expert_shapes"] = np.array(shapes, np.int64)
+        arrays["expert_ids"] = _joined([r for r in ids if r is not None], np.int16)
+        arrays["weighed"] = np.array([row is not None for row in weights])
+        arrays |= _some("weighed", "expert_weights", weights, np.float32)
+        arrays.setdefault("expert_weights", np.zeros(0, np.float32))
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, part = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
@@ -117,60 +116,23 @@ def save(batch: RolloutBatch, path: str | os.PathLike[str]) -> str:
     return str(target)
 
 
-def _expert_columns(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
-    """The samples' experts, flat, and for each how many layers and chosen ones: 0 and 0 if it has none."""
-    if all(s.expert_ids is None for s in samples):
+def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *(part.ravel() for part in parts)])
+
+
+def _ends(parts: Iterable[np.ndarray]) -> np.ndarray:
+    return np.cumsum([len(part) for part in parts], dtype=np.int64)
+
+
+def _some(
+    flag: str, name: str, rows: Sequence[np.ndarray | None], dtype: type
+) -> dict[str, np.ndarray]:
+    """A column that only some samples have, and which; nothing if none has it."""
+    known = [row for row in rows if row is not None]
+    if not known:
         return {}
-    weights = [s.expert_weights for s in samples]
-    return {
-        "expert_shapes": np.array(
-            [
-                (0, 0) if s.expert_ids is None else s.expert_ids.shape[1:]
-                for s in samples
-            ],
-            np.int64,
-        ),
-        "expert_ids": _joined(
-            [s.expert_ids.ravel() for s in samples if s.expert_ids is not None],
-            np.int16,
-        ),
-        "weighed": np.array([row is not None for row in weights]),
-        "expert_weights": _joined(
-            [row.ravel() for row in weights if row is not None], np.float32
-        ),
-    }
-
-
-def _expert_rows(
-    file: Mapping[str, np.ndarray], lengths: Sequence[int]
-) -> list[dict[str, np.ndarray]]:
-    """Each sample's experts, by the names of `Sample`'s fields, of so many tokens."""
-    if "expert_shapes" not in file:
-        return [{}] * len(lengths)
-    if file["expert_shapes"].shape[1] != 2:
-        raise ValueError(
-            f"its shapes of experts have {file['expert_shapes'].shape[1]} columns"
-        )
-    shapes = [
-        (n, *shape)
-        for n, shape in zip(lengths, file["expert_shapes"].tolist(), strict=True)
-    ]
-    has = [min(shape[1:]) > 0 for shape in shapes]
-    weighed = [
-        flag and known
-        for flag, known in zip(file["weighed"].tolist(), has, strict=True)
-    ]
-    out: list[dict[str, np.ndarray]] = [{} for _ in shapes]
-    for name, flags in (("expert_ids", has), ("expert_weights", weighed)):
-        sizes = [
-            math.prod(shape) if flag else 0
-            for shape, flag in zip(shapes, flags, strict=True)
-        ]
-        parts = _split(file[name], np.cumsum(sizes, dtype=np.int64))
-        for entry, part, shape, flag in zip(out, parts, shapes, flags, strict=True):
-            if flag:
-                entry[name] = part.reshape(shape)
-    return out
+    has = np.array([row is not None for row in rows])
+    return {flag: has, name: _joined(known, dtype)}
 
 
 def load(
@@ -182,87 +144,50 @@ def load(
 
     Anything else is an error that names the file; at most `max_bytes` are read.
     """
-    # outside the try below: a missing file stays a FileNotFoundError
+    # outside the try: a missing file stays a FileNotFoundError
     with open(path, "rb") as stream:
-        return _load(stream, path, build, max_bytes)
+        try:
+            return build(**_fields(_read(stream, max_bytes), max_bytes))
+        # whatever zipfile, zlib and numpy raise for bytes that they cannot or must not read
+        except Exception as e:
+            raise ConfigError(
+                f"{os.fspath(path)} is not a rollout batch: {str(e)[:300] or type(e).__name__}",
+                remedy="load a file that RolloutBatch.save of this jvlab wrote; a larger one with max_bytes=",
+                path=os.fspath(path),
+            ) from e
 
 
-def _load(
-    stream: BinaryIO,
-    path: str | os.PathLike[str],
-    build: Callable[..., Batch],
-    max_bytes: int,
-) -> Batch:
-    try:
-        with zipfile.ZipFile(stream) as archive:
-            file = _read(archive, max_bytes)
-        header = parse_object(
-            file.pop("header").tobytes(), max(max_bytes // BYTES_PER_PART, 1000)
-        )
-        if header["format"] != _FORMAT:
-            raise ValueError(
-                f"its format is {str(header['format'])[:60]!r}, not {_FORMAT!r}"
-            )
-        return build(**_fields(header, file))
-    # what zipfile, zlib and numpy raise for bytes that they cannot or must not read
-    except (
-        ValueError,
-        LookupError,
-        TypeError,
-        EOFError,
-        AttributeError,
-        RuntimeError,
-        ArithmeticError,
-        MemoryError,
-        OSError,
-        zipfile.BadZipFile,
-        zlib.error,
-        struct.error,
-    ) as e:
-        raise ConfigError(
-            f"{os.fspath(path)} is not a rollout batch: {str(e)[:300] or type(e).__name__}",
-            remedy="load a file that RolloutBatch.save of this jvlab wrote; a larger one with max_bytes=",
-            path=os.fspath(path),
-        ) from e
-
-
-def _read(archive: zipfile.ZipFile, max_bytes: int) -> dict[str, np.ndarray]:
+def _read(stream: BinaryIO, max_bytes: int) -> dict[str, np.ndarray]:
     """The arrays, by name. Their declared sizes are summed before any is read, and compared with what is read."""
-    found = archive.infolist()
-    if len(found) > len(_ARRAYS) or {info.filename for info in found} - {
-        f"{name}.npy" for name in _ARRAYS
-    }:
-        raise ValueError(
-            f"it holds other arrays: {', '.join(info.filename[:40] for info in found[:8])}"
-        )
-    total = sum(info.file_size for info in found)
-    if total > max_bytes:
-        raise ValueError(
-            f"it declares {total:,} bytes, more than max_bytes={max_bytes:,}"
-        )
-    return {info.filename.removesuffix(".npy"): _array(archive, info) for info in found}
+    with zipfile.ZipFile(stream) as archive:
+        found = archive.infolist()
+        names = [info.filename for info in found]
+        if len(found) > len(_ARRAYS) or not {f"{n}.npy" for n in _ARRAYS} >= set(names):
+            shown = ", ".join(name[:40] for name in names[:8])
+            raise ValueError(f"it holds other arrays: {shown}")
+        total = sum(info.file_size for info in found)
+        if total > max_bytes:
+            raise ValueError(
+                f"it declares {total:,} bytes, more than max_bytes={max_bytes:,}"
+            )
+        return {
+            info.filename.removesuffix(".npy"): _array(archive, info) for info in found
+        }
 
 
 def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
-    name = info.filename
-    wanted = _ARRAYS[info.filename.removesuffix(".npy")]
+    """One array. numpy reads its head; it would allocate what that declares, so the size is checked before."""
+    name = info.filename.removesuffix(".npy")
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ValueError(f"{name} is compressed in a way that save does not use")
     with archive.open(info) as stream:
-        start = stream.read(10)
-        head = (
-            _HEAD.fullmatch(stream.read(int.from_bytes(start[8:], "little")))
-            if start[:8] == _MAGIC
-            else None
-        )
-        if head is None or head[1].decode() != np.dtype(wanted).str:
-            raise ValueError(f"{name} does not begin as an array of {np.dtype(wanted)}")
-        shape = tuple(int(n) for n in head[2].split(b",") if n.strip())
-        dtype = np.dtype(wanted)
-        if len(shape) != (2 if name in ("spans.npy", "expert_shapes.npy") else 1):
-            raise ValueError(f"{name} has shape {shape}")
+        np.lib.format.read_magic(stream)
+        shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
+        fits = shape[1:] == ((_COLUMNS[name],) if name in _COLUMNS else ())
+        if fortran or not shape or not fits or dtype != _ARRAYS[name]:
+            raise ValueError(f"{name} is an array of {dtype} of shape {shape}")
         size = math.prod(shape) * dtype.itemsize
-        if size > info.file_size:
+        if not 0 <= size <= info.file_size:
             raise ValueError(
                 f"{name} declares {size:,} bytes but has {info.file_size:,}"
             )
@@ -272,120 +197,79 @@ def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
     return np.frombuffer(data, dtype).reshape(shape)
 
 
-def _fields(header: dict[str, Any], file: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    entries = [_checked(entry) for entry in header["samples"]]
-    if {len(file[name]) for name in ("prompt_ends", "ends", "span_ends")} != {
-        len(entries)
-    }:
+def _fields(file: dict[str, np.ndarray], max_bytes: int) -> dict[str, Any]:
+    """What the batch is made from."""
+    parts = max(max_bytes // BYTES_PER_PART, 1000)
+    header = parse_object(file.pop("header").tobytes(), parts)
+    if header["format"] != _FORMAT:
+        raise ValueError(
+            f"its format is {str(header['format'])[:60]!r}, not {_FORMAT!r}"
+        )
+    entries = [_typed(entry, _SAMPLE, "a sample") for entry in header["samples"]]
+    ends = [file[name] for name in ("prompt_ends", "ends", "span_ends")]
+    if {len(column) for column in ends} != {len(entries)}:
         raise ValueError(f"its arrays are not those of {len(entries)} samples")
-    if file["spans"].shape[1] != 3:
-        raise ValueError(f"its spans have {file['spans'].shape[1]} columns")
-    prompts = _split(file["prompt_tokens"], file["prompt_ends"])
-    tokens = _split(file["tokens"], file["ends"])
-    logprobs = _split(file["logprobs"], file["ends"])
-    spans = _split(file["spans"], file["span_ends"])
-    trainer = _optional_rows(file, "compared", "trainer_logprobs", tokens)
-    masks = _optional_rows(file, "masked", "loss_mask", tokens)
-    experts = _expert_rows(
-        file,
-        [len(prompt) + len(ids) for prompt, ids in zip(prompts, tokens, strict=True)],
-    )
-    samples = [
-        Sample(
-            **{name: entry[name] for name in _REQUIRED},
-            **{name: entry.get(name) for name in _OPTIONAL},
-            trainer_logprobs=trainer_row,
-            loss_mask=mask,
-            prompt_token_ids=prompt,
-            token_ids=ids,
-            logprobs=logprob,
-            versions=tuple(tuple(span) for span in part.tolist()),
-            **chosen,
-        )
-        for entry, prompt, ids, logprob, part, trainer_row, mask, chosen in zip(
-            entries,
-            prompts,
-            tokens,
-            logprobs,
-            spans,
-            trainer,
-            masks,
-            experts,
-            strict=True,
-        )
-    ]
-    common = {name: header["batch"][name] for name in _COMMON}
-    if (
-        not isinstance(common["model"], str)
-        or not _are_strings(common["notes"])
-        or not _is_number(common["seconds"], True)
-    ):
-        raise TypeError(f"its batch header is {str(common)[:100]}")
-    return {"samples": tuple(samples), **common}
-
-
-def _checked(entry: Any) -> dict[str, Any]:
-    """A sample's header, if each field has the type that `save` writes."""
-    whole = lambda value: type(value) is int and -(1 << 63) <= value < 1 << 63
-    text = lambda value: isinstance(value, str)
-    some = lambda value: value is None or text(value)
-    numbers = lambda value: (
-        isinstance(value, dict) and all(map(_is_number, value.values()))
-    )
-    rules = {
-        "prompt_index": whole,
-        "sample_index": whole,
-        "prompt": some,
-        "text": text,
-        "finish_reason": text,
-        "replica": text,
-        "retried": whole,
-        "error": some,
-        "reward": lambda value: _is_number(value, True),
-        "reward_parts": lambda value: value is None or numbers(value),
-        "seconds": numbers,
-        "cached_tokens": lambda value: value is None or whole(value),
-        "adapter": lambda value: (
-            value is None or (len(value) == 2 and text(value[0]) and whole(value[1]))
-        ),
+    prompts = _split(file["prompt_tokens"], ends[0])
+    tokens = _split(file["tokens"], ends[1])
+    lengths = [len(ids) for ids in tokens]
+    columns = {
+        "prompt_token_ids": prompts,
+        "token_ids": tokens,
+        "logprobs": _split(file["logprobs"], ends[1]),
+        "versions": _split(file["spans"], ends[2]),
+        "trainer_logprobs": _rows(file, "trainer_logprobs", "compared", lengths),
+        "loss_mask": _rows(file, "loss_mask", "masked", lengths),
+        **_experts(file, [len(p) + n for p, n in zip(prompts, lengths, strict=True)]),
     }
-    for name, fits in rules.items():
-        value = entry[name] if name in _REQUIRED else entry.get(name)
-        if not fits(value):
-            raise TypeError(f"{name} of a sample is {str(value)[:60]!r}")
-    return entry
+    samples = [
+        Sample(**entry, **dict(zip(columns, values, strict=True)))
+        for entry, *values in zip(entries, *columns.values(), strict=True)
+    ]
+    return {"samples": samples, **_typed(header["batch"], _COMMON, "the batch")}
 
 
-def _is_number(value: Any, or_none: bool = False) -> bool:
-    return (
-        type(value) is float
-        or (type(value) is int and abs(value) < 1 << 63)
-        or (or_none and value is None)
-    )
+def _typed(given: Any, hints: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """The fields, if each has the type that `save` writes."""
+    out = {}
+    for name, hint in hints.items():
+        value = given.get(name)
+        try:
+            out[name] = coerce(hint, value)
+        except (TypeError, ValueError, OverflowError) as e:
+            raise TypeError(f"{name} of {what} is {str(value)[:60]!r}") from e
+    return out
 
 
-def _are_strings(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(part, str) for part in value)
+def _experts(
+    file: Mapping[str, np.ndarray], lengths: Sequence[int]
+) -> dict[str, list[Any]]:
+    """The experts of each sample, which has so many tokens; None where it has none."""
+    if "expert_shapes" not in file:
+        return {}
+    shapes = file["expert_shapes"].tolist()
+    sizes = [n * math.prod(shape) for n, shape in zip(lengths, shapes, strict=True)]
+    known = {"chosen": np.array([min(shape) > 0 for shape in shapes], bool), **file}
+    return {
+        name: [
+            None if row is None else row.reshape(n, *shape)
+            for row, n, shape in zip(
+                _rows(known, name, flag, sizes), lengths, shapes, strict=True
+            )
+        ]
+        for name, flag in (("expert_ids", "chosen"), ("expert_weights", "weighed"))
+    }
 
 
-def _optional_rows(
-    file: Mapping[str, np.ndarray], flag: str, name: str, tokens: list[np.ndarray]
+def _rows(
+    file: Mapping[str, np.ndarray], name: str, flag: str, lengths: Sequence[int]
 ) -> list[np.ndarray | None]:
     """Column `name`, split by sample; None for samples whose `flag` is not set."""
     if flag not in file:
-        return [None] * len(tokens)
+        return [None] * len(lengths)
     has = file[flag].tolist()
-    lengths = [len(ids) for ids, known in zip(tokens, has, strict=True) if known]
-    rows = iter(_split(file[name], np.cumsum(lengths, dtype=np.int64)))
-    return [next(rows) if known else None for known in has]
-
-
-def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype), *parts])
-
-
-def _ends(parts: Iterable[np.ndarray]) -> np.ndarray:
-    return np.cumsum([len(part) for part in parts], dtype=np.int64)
+    known = [n for n, flagged in zip(lengths, has, strict=True) if flagged]
+    rows = iter(_split(file[name], np.cumsum(known, dtype=np.int64)))
+    return [next(rows) if flagged else None for flagged in has]
 
 
 def _split(values: np.ndarray, ends: np.ndarray) -> list[np.ndarray]:

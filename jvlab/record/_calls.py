@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from typing import Any
 
 from jvlab.record._events import Event, RolloutEvent, RunStart, SyncEvent, clock
@@ -42,23 +42,24 @@ class RolloutTally:
     def __init__(self) -> None:
         self.start = clock()
         self._last: dict[str, float] = {}  # replica -> when its last sample came
-        self._counts: dict[str, Counter[str]] = {}
-        self._versions: dict[str, Counter[int]] = {}
-        self._finish: dict[str, Counter[str]] = {}
+        self._counts: defaultdict[str, Any] = defaultdict(Counter)
+        self._versions: defaultdict[str, Counter[int]] = defaultdict(Counter)
+        self._finish: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
     def add(self, sample: Any) -> None:
         """Count one sample."""
         actor = sample.replica or "pool"
         own = sample.versions[sample.own].tolist()
         self._last[actor] = clock()
-        self._versions.setdefault(actor, Counter()).update(own)
-        self._finish.setdefault(actor, Counter())[sample.finish_reason] += 1
-        counts = self._counts.setdefault(actor, Counter())
-        counts["samples"] += 1
-        counts["tokens"] += len(own)
-        counts["prompt_tokens"] += len(sample.prompt_token_ids)
-        counts["cached_tokens"] += sample.cached_tokens
-        counts["retried"] += sample.retried
+        self._versions[actor].update(own)
+        self._finish[actor][sample.finish_reason] += 1
+        self._counts[actor].update(
+            samples=1,
+            tokens=len(own),
+            prompt_tokens=len(sample.prompt_token_ids),
+            cached_tokens=sample.cached_tokens,
+            retried=sample.retried,
+        )
 
     def events(self) -> list[RolloutEvent]:
         """One per replica that generated."""
@@ -69,11 +70,7 @@ class RolloutTally:
                 stop=stop,
                 versions=dict(self._versions[actor]),
                 finish=dict(self._finish[actor]),
-                samples=self._counts[actor]["samples"],
-                tokens=self._counts[actor]["tokens"],
-                prompt_tokens=self._counts[actor]["prompt_tokens"],
-                cached_tokens=self._counts[actor]["cached_tokens"],
-                retried=self._counts[actor]["retried"],
+                **self._counts[actor],
             )
             for actor, stop in self._last.items()
         ]

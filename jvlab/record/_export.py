@@ -71,8 +71,7 @@ def trace(events: Sequence[Event]) -> dict[str, Any]:
 
 def write(events: Sequence[Event], path: str | os.PathLike[str]) -> str:
     """Write the trace to a file and return its path."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    target = _target(path)
     target.write_text(json.dumps(trace(events), allow_nan=False), encoding="utf-8")
     return str(target)
 

@@ -140,12 +140,16 @@ class FolderLock:
         if self._fd >= 0:
             os.ftruncate(self._fd, 0)
 
-    def close(self) -> None:
-        """Release the lock, once."""
+    def leave(self) -> None:
+        """Give the descriptor back; in a forked child the parent's stays open."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-            _OPEN.discard(self)
+
+    def close(self) -> None:
+        """Release the lock, once."""
+        self.leave()
+        _OPEN.discard(self)
 
 
 def is_locked(folder: Path) -> bool:
@@ -219,6 +223,13 @@ class LogWriter:
                     os.fsync(self._fd)
                     self._synced = now
 
+    def leave(self) -> None:
+        """In a forked child: the descriptor is not its own, and another thread of the parent may have held the lock."""
+        self._lock = threading.Lock()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
     def close(self) -> None:
         """Fsync and close, once."""
         with self._lock:
@@ -245,12 +256,7 @@ _OPEN: weakref.WeakSet[FolderLock | LogWriter] = weakref.WeakSet()
 def _close_in_child() -> None:
     """A forked child (a reward's process pool) must not write, nor hold the lock after its parent died."""
     for item in list(_OPEN):
-        if item._fd >= 0:
-            os.close(item._fd)
-            item._fd = -1
-        if isinstance(item, LogWriter):
-            # another thread of the parent may have held it
-            item._lock = threading.Lock()
+        item.leave()
     _OPEN.clear()
 
 

@@ -375,7 +375,7 @@ def throughput(events: Sequence[Event]) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Rates:
+class RatesOverTime:
     """Throughput over time: per bin between the edges, in seconds since the run began."""
 
     edges: np.ndarray
@@ -384,7 +384,7 @@ class Rates:
     samples: np.ndarray
 
 
-def rates(events: Sequence[Event], bins: int = 100) -> Rates:
+def rates(events: Sequence[Event], bins: int = 100) -> RatesOverTime:
     """Tokens and samples per second in equal bins; an event's amount is spread evenly over its duration."""
     frame = sessions(events)
     frame = frame[np.isfinite(frame).all(axis=1)]
@@ -396,7 +396,7 @@ def rates(events: Sequence[Event], bins: int = 100) -> Rates:
     edges = np.linspace(low, high if high > low else low + 1.0, bins + 1)
     rollouts = [e for e in events if isinstance(e, RolloutEvent)]
     steps = [e for e in events if isinstance(e, StepEvent)]
-    return Rates(
+    return RatesOverTime(
         edges,
         rate(spans(rollouts), [e.tokens for e in rollouts], edges),
         rate(spans(steps), [e.tokens for e in steps], edges),

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +17,10 @@ from jvlab import _faces
 from jvlab._deadline import check_timeout
 from jvlab._errors import ConfigError
 from jvlab._units import how_many
-from jvlab.record import _metrics
+from jvlab.record import _export, _metrics
 from jvlab.record._events import KINDS, NAN, Event, RunStart, StepEvent, event_from_json
 from jvlab.record._log import EVENTS, SAMPLES, LogReader, is_locked
-from jvlab.record._samples import SampleRecord, current, sample_from_json
+from jvlab.record._samples import SampleRecord, batch_of, current, sample_from_json
 
 if TYPE_CHECKING:
     import pandas
@@ -57,29 +56,26 @@ class Comparison:
 
     def to_pandas(self) -> pandas.DataFrame:
         """One row per number, one column per run."""
-        from jvlab.record._export import to_pandas
-
         columns = {
             name: np.array([pair[j] for pair in self.numbers.values()])
             for j, name in enumerate(self.names)
         }
-        return to_pandas(columns).set_axis(list(self.numbers), axis=0)
+        return _export.to_pandas(columns).set_axis(list(self.numbers), axis=0)
 
-    def _rows(self) -> list[tuple[str, str, str]]:
-        rows = [
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Name, one, other: numbers, then settings, as text."""
+        numbers = [
             (name, _cell_text(one), _cell_text(other))
             for name, (one, other) in self.numbers.items()
         ]
-        return [
-            *rows,
-            *(
-                (name, repr(one), repr(other))
-                for name, (one, other) in self.settings.items()
-            ),
+        settings = [
+            (name, repr(one), repr(other))
+            for name, (one, other) in self.settings.items()
         ]
+        return numbers + settings
 
     def __repr__(self) -> str:
-        rows = [("", *self.names), *self._rows()]
+        rows = [("", *self.names), *self.rows()]
         widths = [max(len(row[c]) for row in rows) for c in range(3)]
         lines = [
             f"{a.ljust(widths[0])}  {b.rjust(widths[1])}  {c.rjust(widths[2])}".rstrip()
@@ -88,16 +84,7 @@ class Comparison:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        cell = "padding:2px 10px 2px 0;text-align:left;color:inherit;background:transparent"
-        head = "".join(
-            f'<th style="{cell}">{escape(name)}</th>' for name in ("", *self.names)
-        )
-        rows = [
-            "".join(f'<td style="{cell}">{escape(text)}</td>' for text in row)
-            for row in self._rows()
-        ]
-        body = "".join(f"<tr>{row}</tr>" for row in rows)
-        return f'<table style="border-collapse:collapse;color:inherit"><tr>{head}</tr>{body}</table>'
+        return _faces.draw(self, "html")
 
 
 def compare(one: Record, other: Record) -> Comparison:
@@ -295,8 +282,6 @@ class Record:
         step     one step only; default: all steps, with each group of a step as one prompt
         model    the model's folder, whose tokenizer shows where tokens begin; without it their ids are shown
         """
-        from jvlab.record._samples import batch_of
-
         return batch_of(self.samples(step), model)
 
     def iter_samples(self) -> Iterator[SampleRecord]:
@@ -326,14 +311,12 @@ class Record:
 
     def table(self, name: str = "steps") -> dict[str, np.ndarray]:
         """`steps`, `samples`, or the events of one kind as columns; nested values are JSON text, phases are columns."""
-        from jvlab.record._export import event_columns
-
         if name == "steps":
             return self.steps()
         if name == "samples":
-            return event_columns(self.iter_samples(), SampleRecord)
+            return _export.event_columns(self.iter_samples(), SampleRecord)
         kind = name if name in KINDS else name.removesuffix("s")
-        return event_columns(self.events(kind), KINDS.get(kind, Event))
+        return _export.event_columns(self.events(kind), KINDS.get(kind, Event))
 
     def summary(self) -> dict[str, Any]:
         """The run in plain numbers."""
@@ -400,7 +383,7 @@ class Record:
 
         Follows a run that another process works on. Returns the panel; None where no widget can be shown.
         """
-        return _faces.panel(self, compare, model)
+        return _faces.draw(self, "panel", compare, model)
 
     def compare(self, other: Any) -> Comparison:
         """This run beside another one (a record, a run, or its folder): rewards, speed, and the settings that differ.
@@ -415,41 +398,29 @@ class Record:
 
     def to_pandas(self, table: str = "steps") -> pandas.DataFrame:
         """A table as a pandas DataFrame; see `table`."""
-        from jvlab.record import _export
-
         return _export.to_pandas(self.table(table))
 
     def to_parquet(self, path: str | os.PathLike[str], table: str = "steps") -> str:
         """Write a table as a Parquet file and return its path; needs pyarrow."""
-        from jvlab.record import _export
-
         return _export.to_parquet(self.table(table), path)
 
     def to_csv(self, path: str | os.PathLike[str], table: str = "steps") -> str:
         """Write a table as a CSV file and return its path; needs nothing."""
-        from jvlab.record import _export
-
         return _export.to_csv(self.table(table), path)
 
     def to_perfetto(self, path: str | os.PathLike[str]) -> str:
         """Write the timeline as Chrome trace JSON, for ui.perfetto.dev or chrome://tracing, and return its path."""
-        from jvlab.record import _export
-
         return _export.write(self._read(), path)
 
     def to_tensorboard(self, folder: str | os.PathLike[str]) -> str:
         """Write the steps as TensorBoard scalars and return the folder; needs tensorboardX or torch and tensorboard."""
-        from jvlab.record._export import TensorBoardSink
-
-        sink = TensorBoardSink(folder)
+        sink = _export.TensorBoardSink(folder)
         _feed(sink, self._read(), self.started)
         return str(folder)
 
     def to_wandb(self, **init: Any) -> None:
         """Log the steps to Weights & Biases; `init` goes to wandb.init."""
-        from jvlab.record._export import WandbSink
-
-        _feed(WandbSink(**init), self._read(), self.started)
+        _feed(_export.WandbSink(**init), self._read(), self.started)
 
     def __repr__(self) -> str:
         return _line(self.summary())
@@ -470,15 +441,7 @@ class Record:
             "faults": ", ".join(f"{name} × {n}" for name, n in s["faults"].items())
             or "none",
         }
-        cell = "padding:2px 10px 2px 0;text-align:left;color:inherit;background:transparent"
-        rows = "".join(
-            f'<tr><th style="{cell}">{escape(k)}</th><td style="{cell}">{escape(v)}</td></tr>'
-            for k, v in shown.items()
-        )
-        return (
-            f'<div style="color:inherit"><b>{escape(_line(s))}</b>'
-            f'<table style="border-collapse:collapse;color:inherit">{rows}</table></div>'
-        )
+        return _faces.draw(self, "html", _line(s), shown)
 
 
 def _feed(sink: Any, events: Iterable[Event], started: float) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -154,7 +154,8 @@ class RunFeed:
             (windows[0][0] + 1, windows[1:]) if len(windows) > RECENT else (0, windows)
         )
         times = split_time(
-            phase_spans(self.record._events[start:]), [window for _, *window in windows]
+            phase_spans(self.record.events()[start:]),
+            [window for _, *window in windows],
         )
         found = {
             name: float(busy.sum()) / len(windows) for name, busy in times.busy.items()
@@ -169,7 +170,7 @@ class RunFeed:
 INTERRUPTED = "interrupted"  # the writing process ended before the run did
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunStatus:
     """A snapshot of a run."""
 
@@ -178,9 +179,9 @@ class RunStatus:
     step: int  # steps done
     steps: int
     version: int
-    reward: float  # mean of the last step; NaN before the first
-    logprob_gap: float  # largest so far
-    max_staleness: int  # the bound
+    reward: float = math.nan  # mean of the last step; NaN before the first
+    logprob_gap: float = math.nan  # largest so far
+    max_staleness: int = 0  # the bound
     flying: int = 0  # groups being generated or rewarded
     ready: int = 0  # groups waiting for the trainer
     dropped: int = 0  # groups that were too stale
@@ -211,6 +212,18 @@ def extremes(
     return max(found, key=lambda s: s.reward), min(found, key=lambda s: s.reward)
 
 
+def measured(last: StepEvent | None) -> dict[str, Any]:
+    """What a status tells of the last step."""
+    if last is None:
+        return {}
+    return {
+        "reward": last.reward_mean,
+        "effective_samples": last.effective_samples,
+        "masked_fraction": last.masked_fraction,
+        "experts": last.expert_extremes if last.experts else {},
+    }
+
+
 def status_of(record: Record, samples: bool = True) -> RunStatus:
     """The status of a run as its record tells it; `samples`: look for the best and the worst among the kept ones."""
     # before reading: a writer that ends meanwhile has said how
@@ -225,35 +238,26 @@ def status_of(record: Record, samples: bool = True) -> RunStatus:
     trained = _metrics.trained(events)
     config = start.config if start else {}
     last = trained[-1] if trained else None
+    done = last.step + 1 if last else 0
     error = ended.text if ended else ""
     if state == INTERRUPTED and not error:
-        done = how_many(last.step + 1, "step") if last else "its first step"
-        error = (
-            f"its process ended after {done}"
-            if last
-            else f"its process ended before {done}"
-        )
+        when = f"after {how_many(done, 'step')}" if last else "before its first step"
+        error = f"its process ended {when}"
     gaps = [e.logprob_gap for e in trained if e.logprob_gap == e.logprob_gap]
-    status = RunStatus(
-        state,
-        last.step + 1 if last else 0,
-        int(config.get("steps") or (last.step + 1 if last else 0)),
-        last.version + 1 if last else 0,
-        last.reward_mean if last else math.nan,
-        max(gaps, default=math.nan),
-        int(config.get("max_staleness") or 0),
+    kept = record.samples(last.step) if samples and last else ()
+    best, worst = extremes(kept) or (None, None)
+    return RunStatus(
+        state=state,
+        step=done,
+        steps=int(config.get("steps") or done),
+        version=last.version + 1 if last else 0,
+        logprob_gap=max(gaps, default=math.nan),
+        max_staleness=int(config.get("max_staleness") or 0),
         dropped=sum(e.dropped for e in trained),
         regenerated=sum(e.regenerated for e in trained),
         seconds=max((e.stop for e in events if e.stop == e.stop), default=0.0),
         error=error,
-    )
-    if last is None:
-        return status
-    found = extremes(record.samples(last.step)) if samples else None
-    return replace(
-        status,
-        effective_samples=last.effective_samples,
-        masked_fraction=last.masked_fraction,
-        experts=last.expert_extremes if last.experts else {},
-        **({"best": found[0], "worst": found[1]} if found else {}),
+        best=best,
+        worst=worst,
+        **measured(last),
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from jvlab import _faces
 from jvlab._deadline import Deadline, check_timeout
 from jvlab._errors import ConfigError, DeadlineExceeded, Unsupported
 from jvlab._names import model_words
@@ -463,6 +464,4 @@ class Link:
         return f"Link({model_words(self.pool.model)!r}, {size}, {self.mode} over {self.transport}, {state})"
 
     def _repr_html_(self) -> str:
-        from jvlab.views._sync_view import link_html
-
-        return link_html(self)
+        return _faces.draw(self, "html")

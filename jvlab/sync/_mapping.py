@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jvlab import _faces
 from jvlab._errors import ConfigError
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import item_bytes
@@ -281,9 +282,7 @@ class Explanation:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        from jvlab.views._mapping_view import explanation_html
-
-        return explanation_html(self)
+        return _faces.draw(self, "html")
 
 
 def _how(b: Binding) -> Iterator[str]:
@@ -596,10 +595,8 @@ class Mapping:
 
     def select(self, name: str) -> Explanation:
         """`explain(name)`, and select the tensor in every open inspector of this mapping."""
-        from jvlab.views.panels._inspector import select_everywhere
-
         found = self.explain(name)
-        select_everywhere(self, found.place.name)
+        _faces.draw(self, "selection", found.place.name)
         return found
 
     @property
@@ -659,9 +656,7 @@ class Mapping:
 
     def panel(self, params: Any = None) -> InspectorPanel | None:
         """The inspector: search, inspect a tensor, edit a rule. `params`: arrays or a Policy, to compare values."""
-        from jvlab.views.panels._inspector import inspect
-
-        return inspect(self, params)
+        return _faces.draw(self, "panel", params)
 
     def _source(self) -> Origin:
         if self._origin is None:
@@ -671,9 +666,20 @@ class Mapping:
             )
         return self._origin
 
-    def _open_link(self) -> Any:
+    @property
+    def editable(self) -> bool:
+        """Whether it was made by rules, which can be edited."""
+        return self._origin is not None
+
+    @property
+    def link(self) -> Any:
+        """The open link that uses this mapping; None without one."""
         link = self._link() if self._link is not None else None
-        if link is None or link.closed:
+        return None if link is None or link.closed else link
+
+    def _open_link(self) -> Any:
+        link = self.link
+        if link is None:
             raise ConfigError(
                 "no open link uses this mapping, so there is no engine to read from",
                 remedy="link = lab.connect(params, pool); link.mapping",
@@ -682,24 +688,16 @@ class Mapping:
 
     def figure(self, name: str) -> object:
         """A matplotlib Figure: which device's piece goes to which rank."""
-        from jvlab.views._mapping_view import mapping_figure
-
-        return mapping_figure(self.explain(name))
+        return _faces.draw(self.explain(name), "figure")
 
     def __repr__(self) -> str:
-        from jvlab.views._mapping_view import summary_line
-
-        return f"Mapping({summary_line(self)})"
+        return _faces.draw(self, "line")
 
     def __str__(self) -> str:
-        from jvlab.views._mapping_view import mapping_text
-
-        return mapping_text(self)
+        return _faces.draw(self, "text")
 
     def _repr_html_(self) -> str:
-        from jvlab.views._mapping_view import mapping_html
-
-        return mapping_html(self)
+        return _faces.draw(self, "html")
 
     def _ipython_display_(self) -> None:
         self.panel()

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from jvlab import _faces
 from jvlab._errors import ConfigError, JvlabError, MeaningError, ModelError
 from jvlab._units import how_many
 from jvlab.layout._slices import stacked_dims, without_slice
@@ -157,9 +158,7 @@ class Meaning:
         return f"Meaning({self.state}{how}: {self.why}{left})"
 
     def _repr_html_(self) -> str:
-        from jvlab.views._sync_view import meaning_html
-
-        return meaning_html(self)
+        return _faces.draw(self, "html")
 
 
 def unpack(trainer: Any) -> tuple[Any, Scorer | None]:

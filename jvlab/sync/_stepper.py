@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from jvlab import _faces
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, ControlError, SyncError, VerifyError
 from jvlab._tracebacks import brief
@@ -110,6 +111,21 @@ class Stepper:
     def version(self) -> int:
         """The version that will be committed."""
         return self._transaction.terms.version
+
+    @property
+    def mode(self) -> str:
+        """Whether engines wait while it moves ("direct") or generate on ("staged")."""
+        return self._transaction.terms.mode
+
+    @property
+    def units(self) -> Sequence[_Unit]:
+        """What it sends, in order: each names its tensors and its bytes."""
+        return self._units
+
+    @property
+    def position(self) -> int:
+        """How many units have been sent."""
+        return self._next
 
     @property
     def upcoming(self) -> str:
@@ -392,21 +408,11 @@ class Stepper:
         return f"Stepper(version {self.version}, {state}, {self._next}/{len(self._units)}, next: {self.upcoming})"
 
     def _repr_html_(self) -> str:
-        from jvlab.views._sync_view import stepper_html
-
-        return stepper_html(self)
+        return _faces.draw(self, "html")
 
     def panel(self) -> Panel | None:
         """Show the live panel, whose buttons call the methods here. None where only a table can be shown."""
-        from jvlab.views.panels._live import show
-        from jvlab.views.panels._stepper_panel import StepperPanel
-
-        return show(
-            self,
-            None
-            if self.state in ("committed", "aborted")
-            else lambda: StepperPanel(self),
-        )
+        return _faces.draw(self, "panel")
 
     def _ipython_display_(self) -> None:
         self.panel()

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from jvlab import _faces
 from jvlab._errors import ConfigError
 from jvlab.wire._sync_words import CHOICES, Terms
 
@@ -146,14 +147,10 @@ class SyncReport:
         }
 
     def __repr__(self) -> str:
-        from jvlab.views._sync_view import sync_line
-
-        return sync_line(self)
+        return _faces.draw(self, "text")
 
     def _repr_html_(self) -> str:
-        from jvlab.views._sync_view import sync_html
-
-        return sync_html(self)
+        return _faces.draw(self, "html")
 
 
 @dataclass(frozen=True)
@@ -194,14 +191,10 @@ class CheckReport:
         return self.ok
 
     def __repr__(self) -> str:
-        from jvlab.views._sync_view import check_line
-
-        return check_line(self)
+        return _faces.draw(self, "text")
 
     def _repr_html_(self) -> str:
-        from jvlab.views._sync_view import check_html
-
-        return check_html(self)
+        return _faces.draw(self, "html")
 
 
 def _sum(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:

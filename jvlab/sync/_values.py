@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jvlab import _faces
 from jvlab._errors import ConfigError
 from jvlab.sync._diff import TensorDiff, both_sides, difference, targets_named
 from jvlab.sync._pack import Source
@@ -47,9 +48,7 @@ class Values:
         return f"Values({self.parameter} on rank {self.rank}, {state})"
 
     def _repr_html_(self) -> str:
-        from jvlab.views._mapping_view import values_html
-
-        return values_html([self])
+        return _faces.draw(self, "html")
 
 
 def values_of(

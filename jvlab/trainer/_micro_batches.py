@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jvlab import _faces
 from jvlab._errors import ConfigError
 from jvlab._units import how_many
 from jvlab.trainer._batching import Buckets, TrainBatch
@@ -345,9 +346,7 @@ class Packing:
 
     def plot(self, *others: Packing) -> Figure:
         """The rows, each sample in its colour, padding hatched; others beside it, on the same scale."""
-        from jvlab.views._packing_view import packing_figure
-
-        return packing_figure((self, *others))
+        return _faces.draw(self, "figure", *others)
 
     def __repr__(self) -> str:
         samples = how_many(len(self.lengths), "sample")

@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
+from jvlab import _faces
 from jvlab._errors import ConfigError, CoverageError, ModelError
 from jvlab._tracebacks import brief
 from jvlab.layout._checkpoint import read_config
@@ -590,7 +590,6 @@ class Policy:
 
     def _repr_html_(self) -> str:
         from jvlab._units import human_bytes
-        from jvlab.views._style import BOX, CELL
 
         rows = {
             "model": f"{self.config.family}, {self.config.layers} layers, {self._counted()}",
@@ -603,11 +602,7 @@ class Policy:
         notes = self.sharding_notes
         if notes:
             rows["replicated"] = "; ".join(notes)
-        cells = "".join(
-            f'<tr><th style="{CELL}">{k}</th><td style="padding:2px 0;text-align:left">{escape(v)}</td></tr>'
-            for k, v in rows.items()
-        )
-        return f'<div style="{BOX}"><b>Policy</b><table style="border-collapse:collapse">{cells}</table></div>'
+        return _faces.draw(self, "html", "Policy", rows)
 
 
 def _remat(given: str | bool | None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import threading
 import time
@@ -15,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jvlab import _faces
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, DeadlineExceeded
 from jvlab._tracebacks import brief
 from jvlab.record._record import Record
-from jvlab.record._run_status import RunStatus
+from jvlab.record._run_status import RunStatus, measured
 from jvlab.trainer._batching import Buckets, train_batch
 from jvlab.trainer._loop import Loop
 from jvlab.trainer._producer import Producer
@@ -115,7 +115,7 @@ class Run:
         self._final: dict[str, Any] = {}
         self._over = threading.Event()
         self._leaving = False  # the process ends
-        self._listeners: list[Callable[[Run], None]] = []
+        self.listeners: list[Callable[[Run], None]] = []
         self._thread = threading.Thread(
             target=self._run, name=f"jvlab-run-{self.name}", daemon=True
         )
@@ -165,7 +165,7 @@ class Run:
             self._error = self._error or error
 
     def _notify(self) -> None:
-        for listener in list(self._listeners):
+        for listener in list(self.listeners):
             with contextlib.suppress(Exception):  # a broken display must not end a run
                 listener(self)
 
@@ -285,10 +285,7 @@ class Run:
             best=best,
             worst=worst,
             waiting="" if self.done else loop.waiting(),
-            reward=last.reward_mean if last else math.nan,
-            effective_samples=last.effective_samples if last else math.nan,
-            masked_fraction=last.masked_fraction if last else math.nan,
-            experts=last.expert_extremes if last and last.experts else {},
+            **measured(last),
         )
 
     @property
@@ -298,50 +295,22 @@ class Run:
 
     def plot(self) -> Figure:
         """Plot reward, loss, KL, entropy, logprob gap and the time spent in each phase."""
-        from jvlab.views._record_plots import run_figure
-
-        return run_figure(self.record)
+        return _faces.draw(self.record, "run")
 
     def compare(self, *others: Run | Record) -> Figure:
         """This run and others in the same axes: reward, loss, entropy, gap, evaluations, time."""
-        from jvlab.views._record_plots import compare_figure
-
-        records: dict[str, Record] = {}
-        for number, other in enumerate((self, *others), 1):
-            record = other.record if isinstance(other, Run) else other
-            name = (
-                other.name
-                if isinstance(other, Run)
-                else Path(str(record.folder or f"run {number}")).name
-            )
-            records[name if name not in records else f"{name} ({number})"] = record
-        return compare_figure(records)
+        return _faces.draw(self, "comparison", *others)
 
     def timeline(self, **options: Any) -> Timeline:
         """When each process was busy, interactive; the same object as `lab.timeline()`."""
-        from jvlab.views.panels._timeline_panel import Timeline
-
-        return Timeline(self.record, **options)
+        return _faces.draw(self.record, "lanes", **options)
 
     def save_figures(self) -> list[str]:
         """Write figures of the run into its folder as PNG, and return their paths."""
-        from jvlab.views._record_plots import (
-            run_figure,
-            staleness_figure,
-            throughput_figure,
-        )
-        from jvlab.views._timeline import timeline_figure
-
-        record = self.record
         out = []
-        makers = {
-            "run": run_figure,
-            "staleness": staleness_figure,
-            "throughput": throughput_figure,
-        }
-        for name, make in {**makers, "timeline": timeline_figure}.items():
+        for name in ("run", "staleness", "throughput", "timeline"):
             out.append(str(self.folder / f"{name}.png"))
-            make(record).savefig(out[-1], dpi=110)
+            _faces.draw(self.record, name).savefig(out[-1], dpi=110)
         return out
 
     def replay(self, sample: SampleRecord) -> np.ndarray:
@@ -356,34 +325,21 @@ class Run:
     # Display ------------------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        from jvlab.views._run_view import run_line
-
-        return run_line(self.name, self.status)
+        return _faces.draw(self, "text")
 
     def _repr_html_(self) -> str:
-        from jvlab.views._run_view import card
-
-        return card(self)
+        return _faces.draw(self, "html")
 
     def panel(self, compare: Run | Record | None = None) -> Panel | None:
         """Show the dashboard: live curves, pause, resume, stop, and the staleness bound. None without widgets.
 
         compare    another run, or its record, drawn behind this one's curves
         """
-        from jvlab.views.panels._dashboard import RunPanel
-        from jvlab.views.panels._live import follow, have_widgets, show
-
-        if not have_widgets():
-            return follow(self, lambda: not self.done)
-        return show(self, lambda: RunPanel(self, compare))
+        return _faces.draw(self, "panel", compare)
 
     def _ipython_display_(self) -> None:
-        from jvlab.views.panels._live import show
-
-        if self.done:
-            show(self, None)  # its card; run.panel() makes a dashboard of it
-        else:
-            self.panel()
+        # of one that is over its card; run.panel() makes a dashboard of it
+        _faces.draw(self, "card" if self.done else "panel")
 
 
 def _stop_all() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import platform
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from jvlab import _faces
 from jvlab._states import worst
 from jvlab.record._sample import shorten
 from jvlab.record._token_pieces import visible
@@ -44,8 +46,9 @@ if TYPE_CHECKING:
 
     from jvlab.lab._determinism import Case, DeterminismReport
     from jvlab.lab._lab import Lab
+    from jvlab.lab._pool import Pool
     from jvlab.lab._session import Session, Sessions, SessionStats
-    from jvlab.wire._client import Client
+    from jvlab.record._record import Comparison
 
 
 # The processes of a lab as rows: gateway, replicas and their workers, with memory if they run on this machine.
@@ -57,22 +60,13 @@ RESCAN_SECONDS = 5.0
 DESCRIBE_SECONDS = 5.0  # deadline of the one call: the gateway answers from memory
 
 
-def describe(client: Client, seconds: float) -> Any:
-    """The lab's status, or an error within the time: a client that is being closed may never reply."""
-    from jvlab.wire import jvlab_pb2 as pb
-
-    return client.loop.submit(
-        client.acall("Describe", pb.DescribeRequest(), seconds)
-    ).result(seconds + 1.0)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ProcessRow:
     """One process. A number that does not apply, or is not known on this machine, is None."""
 
     kind: str  # "gateway", "replica" or "worker"
     name: str
-    pool: str
+    pool: str = ""
     state: str
     colour: str
     pid: int
@@ -89,26 +83,25 @@ class ProcessRow:
 class ProcessRows:
     """Reads the rows repeatedly, with one call to the gateway each time; psutil's handles are kept."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, subject: Lab | Pool) -> None:
+        self._subject = subject
         self._workers: dict[int, tuple[float, list[psutil.Process]]] = {}
         self._handles: dict[int, psutil.Process] = {}
 
     def read(self) -> tuple[Any, list[ProcessRow]]:
         """The lab's status as the gateway reports it, and a row per process."""
-        status = describe(self._client, DESCRIBE_SECONDS)
+        status = self._subject.look(DESCRIBE_SECONDS)
         # the gateway started the others, so that they are local if it is
         local = Identity(status.pid, status.host, status.started).process() is not None
         rows = [
             ProcessRow(
-                "gateway",
-                f"gateway {status.lab}",
-                "",
-                "serving",
-                GOOD,
-                status.pid,
-                "cpu",
-                self._memory(status.pid) if local else None,
+                kind="gateway",
+                name=f"gateway {status.lab}",
+                state="serving",
+                colour=GOOD,
+                pid=status.pid,
+                device="cpu",
+                memory=self._memory(status.pid) if local else None,
             )
         ]
         for pool in status.pools:
@@ -119,47 +112,44 @@ class ProcessRows:
 
     def _replica(self, pool: Any, r: Any, local: bool) -> list[ProcessRow]:
         words, tone = replica_health(r, pool.sync)
-        colour = TONES[tone]
         local = (
             local and r.pid > 0 and (not r.elsewhere or r.facts.host == platform.node())
         )
-        ready = r.stage == "ready"
         row = ProcessRow(
-            "replica",
-            r.replica,
-            pool.pool,
-            words,
-            colour,
-            r.pid,
-            pool.device,
-            self._memory(r.pid) if local else None,
-            int(r.stats.weight_version) if ready else None,
-            r.dirty,
-            r.beat_age if ready and r.beat_age >= 0 else None,
-            r.routed if ready else None,
-            r.stats.tokens_per_s if ready else None,
-            r.cause,
+            kind="replica",
+            name=r.replica,
+            pool=pool.pool,
+            state=words,
+            colour=TONES[tone],
+            pid=r.pid,
+            device=pool.device,
+            memory=self._memory(r.pid) if local else None,
+            dirty=r.dirty,
+            cause=r.cause,
         )
-        return [
-            row,
-            *(
-                self._worker(pool, p)
-                for p in (self._descendants(r.pid) if local else [])
-            ),
-        ]
+        if r.stage == "ready":
+            row = replace(
+                row,
+                version=int(r.stats.weight_version),
+                beat_age=r.beat_age if r.beat_age >= 0 else None,
+                in_flight=r.routed,
+                tokens_per_s=r.stats.tokens_per_s,
+            )
+        workers = self._descendants(r.pid) if local else []
+        return [row, *(self._worker(pool, process) for process in workers)]
 
     def _worker(self, pool: Any, process: psutil.Process) -> ProcessRow:
         memory = self._memory(process.pid)
         state, colour = ("running", GOOD) if memory is not None else ("gone", IDLE)
         return ProcessRow(
-            "worker",
-            _worker_name(process),
-            pool.pool,
-            state,
-            colour,
-            process.pid,
-            pool.device,
-            memory,
+            kind="worker",
+            name=_worker_name(process),
+            pool=pool.pool,
+            state=state,
+            colour=colour,
+            pid=process.pid,
+            device=pool.device,
+            memory=memory,
         )
 
     def _descendants(self, pid: int) -> list[psutil.Process]:
@@ -335,10 +325,27 @@ def _verdict(case: Case) -> str:
     return f"{dot(BAD)} differs"
 
 
+# What is known of a record or a policy, and two records side by side.
+
+
+def facts_html(_: Any, title: str, facts: Mapping[str, str]) -> str:
+    """A title, and a row for each fact."""
+    rows = [[f"<b>{escape(name)}</b>", escape(text)] for name, text in facts.items()]
+    return f'<div style="{BOX}"><b>{escape(title)}</b>{table(("", ""), rows)}</div>'
+
+
+def comparison_html(found: Comparison) -> str:
+    """A column for each run."""
+    rows = [[escape(cell) for cell in row] for row in found.rows()]
+    return f'<div style="{BOX}">{table(("", *found.names), rows)}</div>'
+
+
 # ----------------------------------------------------------------------------------------------------
 
 
-def pool_line(snapshot: Any) -> str:
+def pool_line(pool: Pool) -> str:
+    """The pool's repr."""
+    snapshot = pool.snapshot
     count = sum(snapshot.closed or r.stage not in LEAVING for r in snapshot.replicas)
     size = f"{count} replica{'s' if count != 1 else ''} × TP {snapshot.tensor_parallel}"
     return f"Pool({snapshot.pool!r}, {model_name(snapshot)!r}, {size} on {snapshot.device}, {pool_health(snapshot)[0]})"
@@ -388,8 +395,9 @@ def pool_headline(snapshot: Any) -> str:
     )
 
 
-def pool_html(snapshot: Any, lost: bool = False) -> str:
+def pool_html(pool: Pool, lost: bool = False) -> str:
     """The static card. Equal for labs in the same state: no process ids and no times."""
+    snapshot = pool.snapshot
     rows = []
     # whatever it was when it was last seen
     over = f"{dot(TONES['idle'])} {'gone' if lost else 'closed'}"
@@ -426,11 +434,11 @@ def lab_state(snapshots: list[Any]) -> str:
 
 
 def lab_html(lab: Lab) -> str:
-    pools = list(lab._pools.values())
-    cards = "".join(pool._repr_html_() for pool in pools)
+    pools = list(lab.known_pools.values())
+    cards = "".join(_faces.draw(pool, "html") for pool in pools)
     inside = (
         f'<div style="border-left:2px solid {LINE};padding-left:10px">{cards}</div>'
         if cards
         else ""
     )
-    return f'<div style="{BOX}"><b>{escape(repr(lab))}</b> {lab_state([p._snapshot for p in pools])}{inside}</div>'
+    return f'<div style="{BOX}"><b>{escape(repr(lab))}</b> {lab_state([p.snapshot for p in pools])}{inside}</div>'

@@ -8,13 +8,17 @@ import functools
 import io
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from jvlab._errors import MissingDependency
-from jvlab.views._palette import NEUTRAL
+from jvlab.views._palette import NEUTRAL, SERIES
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 DPI = 100
@@ -177,3 +181,130 @@ def for_any_theme(figure: Figure) -> None:
         texts += [*legend.get_texts(), legend.get_title()]
     for text in texts:
         text.set_color(NEUTRAL)
+
+
+# A plot as a description, and its drawing -----------------------------------------------------------------------------
+
+EMPTY = "nothing yet"
+FEW = 30  # points of a line that are also marked: a line alone does not show isolated ones
+RED = SERIES[5]
+
+
+@dataclass(frozen=True, eq=False)
+class Series:
+    """A line, marks, or one layer of stacked bars."""
+
+    x: Any
+    y: Any
+    colour: Any
+    label: str = ""
+    # as matplotlib writes lines and marks: "-", "o-", "x"; with "|" at its end: stairs; or "bar"
+    mark: str = "-"
+    band: tuple[Any, Any] | None = None  # lower and upper edge around it
+    hatch: str = ""
+    width: float = 0.8  # of a bar
+    texts: Sequence[str] = ()  # above the bars
+
+
+@dataclass(frozen=True, eq=False)
+class Plot:
+    """One pair of axes. `empty` is written where no series has a number."""
+
+    title: str
+    x: str
+    y: str
+    series: Sequence[Series]
+    empty: str = EMPTY
+    whole: bool = False  # x counts steps or versions: no tick between two of them
+    marks: Sequence[float] = ()  # skipped steps
+    # a dashed line; red if it has a name, since it is an alarm
+    limit: tuple[float, str] | None = None
+    log: bool = False
+    reach: tuple[float, float] | None = None  # of y
+    legend: dict[str, Any] = field(default_factory=dict)
+
+
+def dress(ax: Axes, plot: Plot) -> None:
+    """Title, labels and grid."""
+    ax.set_title(plot.title, fontsize=10, loc="left")
+    ax.set_xlabel(plot.x, fontsize=9)
+    ax.set_ylabel(plot.y, fontsize=9)
+    ax.tick_params(labelsize=8)
+    ax.grid(alpha=0.25, linewidth=0.6)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def draw(ax: Axes, plot: Plot) -> None:
+    """The plot by matplotlib."""
+    from matplotlib.ticker import MaxNLocator
+
+    dress(ax, plot)
+    shown = [s for s in plot.series if np.isfinite(np.asarray(s.y, float)).any()]
+    if not shown:
+        blank(ax, plot.empty)
+        return
+    base: Any = 0
+    for s in shown:
+        if s.mark == "bar":
+            bars = ax.bar(
+                s.x,
+                s.y,
+                s.width,
+                base,
+                color=s.colour,
+                edgecolor="white",
+                linewidth=0 if s.hatch else 0.2,
+                hatch=s.hatch or None,
+                label=s.label,
+            )
+            base = base + s.y
+            if len(s.texts):
+                ax.bar_label(bars, s.texts, fontsize=8)
+        else:
+            _line(ax, s)
+    for number, x in enumerate(plot.marks):
+        label = "" if number else "skipped"
+        ax.axvline(x, color=RED, linewidth=1, linestyle=":", label=label)
+    if plot.limit is not None:
+        at, label = plot.limit
+        colour = RED if label else NEUTRAL
+        ax.axhline(at, color=colour, linestyle="--", linewidth=1, label=label)
+    if plot.log:
+        ax.set_yscale("log")
+    if plot.whole:
+        steps = np.unique(np.concatenate([np.asarray(s.x, float) for s in shown]))
+        if len(steps) == 1:
+            ax.set_xlim(steps[0] - 1, steps[0] + 1)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    if plot.reach is not None and plot.reach[1] > 0:
+        ax.set_ylim(plot.reach)
+    if ax.get_legend_handles_labels()[1]:
+        ax.legend(**({"fontsize": 8, "frameon": False, "loc": "best"} | plot.legend))
+
+
+def _line(ax: Axes, s: Series) -> None:
+    stairs = s.mark.endswith("|")
+    few = s.mark == "-" and np.isfinite(s.y).sum() <= FEW
+    ax.plot(
+        s.x,
+        s.y,
+        "o-" if few else s.mark.removesuffix("|"),
+        drawstyle="steps-post" if stairs else "default",
+        color=s.colour,
+        linewidth=1.2,
+        markersize=3 if "-" in s.mark else 4,
+        label=s.label,
+    )
+    if s.band is not None and "-" in s.mark:
+        ax.fill_between(s.x, *s.band, color=s.colour, alpha=0.15, linewidth=0)
+    elif s.band is not None:
+        ax.vlines(s.x, *s.band, color=s.colour, linewidth=1.2)
+
+
+def blank(ax: Axes, text: str = EMPTY) -> None:
+    """A text instead of empty axes."""
+    ax.set_xticks([])
+    ax.set_yticks([])
+    middle = {"ha": "center", "va": "center", "transform": ax.transAxes}
+    ax.text(0.5, 0.5, text, color="#777777", fontsize=9, **middle)

@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from jvlab._units import human_seconds
-from jvlab.views._figures import new_figure
+from jvlab.views._figures import Plot, Series, draw, dress, new_figure
 from jvlab.views._palette import NEUTRAL
 from jvlab.views._palette import PHASES as PHASE_COLOURS
 from jvlab.views._style import BOX, FAINT, IDLE, LINE, PALETTE, WAIT, headlines, table
@@ -178,111 +178,75 @@ def whatif_figure(plan: Any) -> Figure:
     """Step time and staleness by K for some numbers of replicas, tokens per second by batch, the parts of a step."""
     figure = new_figure(11, 3.6)
     axes: Any = figure.subplots(1, 3)
-    _by_bound(axes[0], plan)
-    _by_batch(axes[1], plan)
+    for ax, plot in zip(axes, (_by_bound(plan), _by_batch(plan)), strict=False):
+        draw(ax, plot)
+        ax.set_ylim(bottom=0)
     _parts(axes[2], [plan.predict(max_staleness=k, interval=False) for k in (0, 1, 2)])
     return figure
 
 
-def _band(
-    ax: Axes,
-    x: Sequence[float],
-    rows: Sequence[Any],
-    scale: Any,
-    colour: str,
-    label: str,
-) -> None:
-    """A line, and its interval where there is one."""
-    ax.plot(
-        x, [scale(r, r.step_s) for r in rows], "o-", ms=3, color=colour, label=label
-    )
-    edges = ([scale(r, r.low) for r in rows], [scale(r, r.high) for r in rows])
-    ax.fill_between(x, *edges, color=colour, alpha=0.12, linewidth=0)
-
-
-def _by_bound(ax: Axes, plan: Any) -> None:
+def _by_bound(plan: Any) -> Plot:
     base = plan.setting.replicas
-    for at, replicas in enumerate(dict.fromkeys((base, *REPLICAS))):
-        if at > 2:
-            break
+    series = []
+    for replicas in list(dict.fromkeys((base, *REPLICAS)))[:3]:
         rows = [
             plan.predict(max_staleness=k, replicas=replicas, interval=replicas == base)
             for k in BOUNDS
         ]
         label = f"{replicas} replica{'s' * (replicas > 1)}"
-        _band(ax, BOUNDS, rows, lambda r, s: s, PALETTE[at], label)
+        band = ([r.low for r in rows], [r.high for r in rows])
+        times = [r.step_s for r in rows]
+        colour = PALETTE[len(series)]
+        series.append(Series(BOUNDS, times, colour, label, "o-", band))
     same = [
         o
         for o in plan.seen
         if o.setting.changed(max_staleness=0, replicas=base)
         == plan.setting.changed(max_staleness=0)
     ]
-    ax.plot(
-        [o.setting.max_staleness for o in same],
-        [o.step_s for o in same],
-        "x",
-        color=NEUTRAL,
-        ms=8,
-        mew=2,
-        label="measured",
-    )
-    ax.set_xticks(BOUNDS)
-    _dress(ax, "Step time", "largest staleness K", "seconds a step")
-    ax.set_ylim(bottom=0)
+    bounds = [o.setting.max_staleness for o in same]
+    times = [o.step_s for o in same]
+    series.append(Series(bounds, times, NEUTRAL, "measured", "x"))
+    x = "largest staleness K"
+    return Plot("Step time", x, "seconds a step", series, whole=True)
 
 
-def _by_batch(ax: Axes, plan: Any) -> None:
+def _by_batch(plan: Any) -> Plot:
     prompts = sorted(
         {max(round(plan.setting.prompts_per_step * f), 1) for f in BATCHES}
     )
-    for at, bound in enumerate((0, 1)):
+    series = []
+    for bound in (0, 1):
         rows = [
             plan.predict(prompts_per_step=p, max_staleness=bound, interval=not bound)
             for p in prompts
         ]
+        tokens = [r.tokens_per_s * r.step_s for r in rows]
+        over = lambda seconds, tokens=tokens: [
+            n / s for n, s in zip(tokens, seconds, strict=True)
+        ]
+        band = (over([r.low for r in rows]), over([r.high for r in rows]))
         samples = [r.setting.samples for r in rows]
-        _band(
-            ax,
-            samples,
-            rows,
-            lambda r, s: r.tokens_per_s * r.step_s / s,
-            PALETTE[at],
-            f"K = {bound}",
-        )
-    _dress(ax, "Throughput", "samples a step", "trained tokens per second")
-    ax.set_ylim(bottom=0)
+        speeds = [r.tokens_per_s for r in rows]
+        label = f"K = {bound}"
+        series.append(Series(samples, speeds, PALETTE[bound], label, "o-", band))
+    return Plot("Throughput", "samples a step", "trained tokens per second", series)
 
 
 def _parts(ax: Axes, rows: Sequence[Any]) -> None:
+    dress(ax, Plot("A step's phases (line: its time)", "seconds", "", ()))
     for at, row in enumerate(rows):
         names = [n for n in PHASES if row.seconds.get(n, 0.0) > 0]
         height = 0.8 / max(len(names), 1)
         for line, name in enumerate(names):
             label = name if at == 0 else None
             y = at - 0.4 + height * line
-            ax.barh(
-                y,
-                row.seconds[name],
-                height,
-                align="edge",
-                color=PHASE_COLOURS[name],
-                label=label,
-            )
+            look = {"color": PHASE_COLOURS[name], "label": label, "align": "edge"}
+            ax.barh(y, row.seconds[name], height, **look)
         ax.plot([row.step_s] * 2, [at - 0.45, at + 0.45], color=NEUTRAL, linewidth=1.5)
     ax.set_yticks(
         range(len(rows)), [f"K = {row.setting.max_staleness}" for row in rows]
     )
     ax.invert_yaxis()
-    _dress(ax, "A step's phases (line: its time)", "seconds", "")
     # beside the bars, not on them
     ax.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-
-
-def _dress(ax: Axes, title: str, x: str, y: str) -> None:
-    ax.set_title(title, fontsize=10)
-    ax.set_xlabel(x, fontsize=9)
-    ax.set_ylabel(y, fontsize=9)
-    ax.tick_params(labelsize=8)
-    for side in ("top", "right"):
-        ax.spines[side].set_visible(False)
-    ax.legend(fontsize=8, frameon=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from html import escape
 from typing import Any
 
@@ -81,20 +81,12 @@ class LaneData:
     title: str = ""
     keys: tuple[tuple[str, str], ...] = ()  # (meaning, colour)
     folds: Folds = field(default_factory=Folds)
+    # (time, lane, lane): where a lane reached another; for figures
+    links: tuple[tuple[float, int, int], ...] = ()
 
     def plain(self) -> dict[str, Any]:
         """As plain columns, for the browser."""
-        names = (
-            "row",
-            "start",
-            "seconds",
-            "colour",
-            "text",
-            "label",
-            "ink",
-            "hatch",
-            "link",
-        )
+        names = [f.name for f in fields(LaneBar)]
         return {
             "lanes": list(self.lanes),
             "bars": {name: [getattr(b, name) for b in self.bars] for name in names},

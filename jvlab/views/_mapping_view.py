@@ -247,7 +247,7 @@ CHANGE = PALETTE[3]
 MAX_SHOWN = 8  # ranks
 
 
-def values_html(found: Sequence[Values]) -> str:
+def values_html(*found: Values) -> str:
     """One line of three histograms per rank: engine, trainer, difference."""
     rows = "".join(_one(v) for v in found[:MAX_SHOWN])
     more = len(found) - MAX_SHOWN
@@ -266,28 +266,12 @@ def _one(v: Values) -> str:
         )
     nonfinite = f"; {v.not_finite:,} are not finite" if v.not_finite else ""
     title = f"<b>{escape(v.parameter)}</b> {list(s.shape)} on rank {v.rank}: {verdict}{nonfinite}"
+    top = max(v.engine.max(initial=1), v.trainer.max(initial=1))
+    change = v.change.max(initial=1)
     parts = (
-        _bars(
-            "engine holds",
-            v.edges,
-            v.engine,
-            ENGINE,
-            max(v.engine.max(initial=1), v.trainer.max(initial=1)),
-        ),
-        _bars(
-            "trainer has",
-            v.edges,
-            v.trainer,
-            TRAINER,
-            max(v.engine.max(initial=1), v.trainer.max(initial=1)),
-        ),
-        _bars(
-            "trainer − engine",
-            v.change_edges,
-            v.change,
-            CHANGE,
-            v.change.max(initial=1),
-        ),
+        _bars("engine holds", v.edges, v.engine, ENGINE, top),
+        _bars("trainer has", v.edges, v.trainer, TRAINER, top),
+        _bars("trainer − engine", v.change_edges, v.change, CHANGE, change),
     )
     row = f'<div style="display:flex;flex-wrap:wrap;gap:18px">{"".join(parts)}</div>'
     return f'<div style="margin:6px 0">{title}{row}</div>'
@@ -350,13 +334,13 @@ FILTER = (
 )
 
 
-def summary_line(mapping: Mapping) -> str:
-    """The summary in one line."""
+def mapping_line(mapping: Mapping) -> str:
+    """The mapping's repr: its summary."""
     s = mapping.summary()
     special = [f"{s[k]} {k}" for k in SPECIAL if s.get(k)]
     tail = "; " + ", ".join(special) if special else ""
     ranks = f"{s['ranks']} rank{'s' * (s['ranks'] != 1)}"
-    return f"{s['leaves']} leaves → {s['tensors']} tensors → {ranks}, {human_bytes(s['bytes'])}{tail}"
+    return f"Mapping({s['leaves']} leaves → {s['tensors']} tensors → {ranks}, {human_bytes(s['bytes'])}{tail})"
 
 
 def mapping_headline(mapping: Mapping) -> str:
@@ -376,8 +360,8 @@ def mapping_headline(mapping: Mapping) -> str:
 
 
 def mapping_text(mapping: Mapping) -> str:
-    """The mapping's repr."""
-    lines = [f"Mapping({summary_line(mapping)})"]
+    """The first rows, and the warnings."""
+    lines = [mapping_line(mapping)]
     for r in mapping.rows[:6]:
         lines.append(
             f"  {r.name or '-'} → {r.tensor} → {r.parameter or '-'} [{r.rank_text or '-'}] {r.status}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jvlab.views._drawing import ink
@@ -19,7 +18,7 @@ NUMBERED = 0.05  # of the width: a sample that is at least as wide shows its num
 MAX_ROWS = 120
 
 
-def packing_figure(packings: Sequence[Packing]) -> Figure:
+def packing_figure(*packings: Packing) -> Figure:
     """One panel for each packing, side by side, on the same scale of tokens."""
     most = min(max(len(p.rows) for p in packings), MAX_ROWS)
     longest = max(max(p.widths) for p in packings)

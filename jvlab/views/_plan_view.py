@@ -15,7 +15,7 @@ from jvlab.views._mapping_view import rank_colour
 from jvlab.views._style import BOX, FAINT, LINE, PALETTE, bar, headlines, table
 
 if TYPE_CHECKING:
-    from jvlab.layout._plan import LinkTable, TransferPlan
+    from jvlab.layout._plan import TransferPlan
 
 
 # Parts of a plan's HTML: bytes per link as a heat map, buckets as lanes, predicted and measured seconds, one link.
@@ -76,8 +76,8 @@ def heat_svg(plan: TransferPlan) -> str:
 def _cell_name(plan: TransferPlan, r: int, c: int, down: int, across: int) -> str:
     if down * across > 1:
         return f"devices from {plan.devices[r * down]}, ranks from {c * across}"
-    replica = f"replica {c // plan.ranks} " if plan.replicas > 1 else ""
-    return f"device {plan.devices[r]} → {replica}rank {c % plan.ranks}"
+    to = _rank_text(plan, c // plan.ranks, c % plan.ranks)
+    return f"device {plan.devices[r]} → {to}"
 
 
 def _heads(
@@ -129,11 +129,7 @@ def bucket_lanes(plan: TransferPlan, link_gbps: float | None = None) -> LaneData
     for s in slots:
         if s.device not in shown:
             continue
-        to = (
-            f"replica {s.replica} rank {s.rank}"
-            if plan.replicas > 1
-            else f"rank {s.rank}"
-        )
+        to = _rank_text(plan, s.replica, s.rank)
         text = f"device {s.device} → {to}: {human_bytes(s.nbytes)} in {human_seconds(s.seconds)}"
         ink = "#fff" if s.rank % len(PALETTE) in (0, 5) else "#000"
         link = where[s.device, s.replica, s.rank]
@@ -314,8 +310,9 @@ def plan_lines(plan: TransferPlan, speeds: Sequence[float]) -> list[str]:
     ]
     for i in range(min(len(table), MAX_LINES)):
         share = table.contiguous_bytes[i] / table.nbytes[i]
+        to = _rank_text(plan, table.replica[i], table.rank[i])
         out.append(
-            f"    device {table.device[i]} → {_rank_text(plan, table, i)}: {human_bytes(int(table.nbytes[i]))}, "
+            f"    device {table.device[i]} → {to}: {human_bytes(int(table.nbytes[i]))}, "
             f"{table.copies[i]:,} copies, {share:.0%} contiguous"
         )
     if len(table) > MAX_LINES:
@@ -323,12 +320,8 @@ def plan_lines(plan: TransferPlan, speeds: Sequence[float]) -> list[str]:
     return out
 
 
-def _rank_text(plan: TransferPlan, table: LinkTable, i: int) -> str:
-    return (
-        f"replica {table.replica[i]} rank {table.rank[i]}"
-        if plan.replicas > 1
-        else f"rank {table.rank[i]}"
-    )
+def _rank_text(plan: TransferPlan, replica: int, rank: int) -> str:
+    return f"replica {replica} rank {rank}" if plan.replicas > 1 else f"rank {rank}"
 
 
 def plan_html(plan: TransferPlan) -> str:

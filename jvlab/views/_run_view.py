@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -192,16 +192,6 @@ def _split(split: dict[str, float]) -> str:
     return f'<div style="min-width:0">{title}<div style="display:flex;height:8px">{bars}</div><div>{words}</div></div>'
 
 
-def known_columns(rows: np.ndarray, evaluations: Sequence[Any]) -> list[str]:
-    """The columns that have a value, for a page that has no room for empty charts."""
-    found = (
-        [name for i, name in enumerate(COLUMNS) if np.isfinite(rows[:, i]).any()]
-        if len(rows)
-        else []
-    )
-    return [*found, "evaluation"] if evaluations else found
-
-
 # ----------------------------------------------------------------------------------------------------
 
 # characters that are shown
@@ -209,8 +199,9 @@ PROMPT = 300
 ANSWER = 700
 
 
-def run_line(name: str, status: RunStatus) -> str:
+def run_text(run: Run) -> str:
     """One line, without anything that depends on the machine."""
+    status = run.status
     reward = f", reward {status.reward:.3f}" if status.reward == status.reward else ""
     bound = (
         "on-policy"
@@ -218,7 +209,7 @@ def run_line(name: str, status: RunStatus) -> str:
         else f"staleness ≤ {status.max_staleness}"
     )
     why = f": {status.error.splitlines()[0]}" if status.error else ""
-    return f"Run({name!r}, {status.state}, step {status.step}/{status.steps}{reward}, {bound}{why})"
+    return f"Run({run.name!r}, {status.state}, step {status.step}/{status.steps}{reward}, {bound}{why})"
 
 
 def head_html(

@@ -109,7 +109,7 @@ class _Cache:
     """What never or rarely changes in a stepper: a panel reads often, and there may be thousands of units."""
 
     def __init__(self, stepper: Stepper) -> None:
-        units = stepper._units
+        units = stepper.units
         self.rows = tuple(
             (name, number) for number, u in enumerate(units) for name in unit_names(u)
         )
@@ -146,8 +146,7 @@ def snapshot(stepper: Stepper) -> StepperSnapshot:
     if stepper not in _caches:
         _caches[stepper] = _Cache(stepper)
     cache = _caches[stepper]
-    position = stepper._next
-    terms = stepper._transaction.terms
+    position = stepper.position
     checked = dict(stepper.checked)
     patterns = tuple(stepper.breakpoints)
     names, units = zip(*cache.rows, strict=True) if cache.rows else ((), ())
@@ -169,7 +168,7 @@ def snapshot(stepper: Stepper) -> StepperSnapshot:
             RankProgress(*key, sums[position], sums[-1])
             for key, sums in cache.sent.items()
         ),
-        terms.mode,
+        stepper.mode,
         stepper.link.transport,
     )
 
@@ -293,8 +292,8 @@ def stepper_html(stepper: Stepper) -> str:
     left = len(s.names) - len(rows)
     more = f'<div style="color:{FAINT}">and {left} more</div>' if left > 0 else ""
     body = table(("tensor", "bytes", "", "", ""), rows, numbers=(1,))
-    report = stepper.report._repr_html_() if stepper.report is not None else ""
-    return f'<div style="{BOX}">{head_html(s, stepper.link.pool._snapshot)}{body}{more}{report}</div>'
+    report = sync_html(stepper.report) if stepper.report is not None else ""
+    return f'<div style="{BOX}">{head_html(s, stepper.link.pool.snapshot)}{body}{more}{report}</div>'
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -1,15 +1,17 @@
-"""The timeline of a run: a lane per actor, rollouts coloured by the version that generated them, syncs as bars."""
+"""The timeline of a run: a lane per actor, rollouts coloured by the version that generated them, syncs as bars.
+
+`lane_data` describes it, once for the page (static/lanes.js), for SVG (`lanes_svg`) and for matplotlib (here).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jvlab._errors import ConfigError
-from jvlab._units import human_seconds
+from jvlab._units import human_bytes, human_seconds
 from jvlab.record._events import (
     Event,
     FaultEvent,
@@ -21,10 +23,17 @@ from jvlab.record._events import (
     SyncEvent,
 )
 from jvlab.record._metrics import lanes
-from jvlab.views._figures import new_figure
-from jvlab.views._lanes_view import Folds, folds_of
-from jvlab.views._palette import NEWEST, OLDEST, PHASES
-from jvlab.views._record_plots import EMPTY, INK, RED, run_name
+from jvlab.views._figures import EMPTY, RED, blank, new_figure
+from jvlab.views._lanes_view import LaneBar, LaneData, folds_of
+from jvlab.views._palette import (
+    NEUTRAL,
+    NEWEST,
+    OLDEST,
+    PHASES,
+    hex_colour,
+    version_colour,
+)
+from jvlab.views._record_plots import run_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,92 +41,33 @@ if TYPE_CHECKING:
 
     from jvlab.record._record import Record
 
+STEPS = 12  # shown at first
 # sub-lanes of an actor with overlapping rollouts; more rollouts share them
 MAX_ROWS = 8
-# events; beyond that only bars are drawn, without labels, pauses and lines
+# bars of a figure; beyond that only they are drawn, without labels, pauses and lines
 MAX_DETAIL = 480
 HALF = 0.38  # of a lane's height of 1
 CHARACTERS = 150  # that fit in the width of the figure
-SHOWN = (RolloutEvent, ScoreEvent, RewardEvent, StepEvent, SyncEvent, PauseEvent)
+KINDS: dict[type[Event], str] = {
+    StepEvent: "train",
+    SyncEvent: "sync",
+    RewardEvent: "reward",
+    ScoreEvent: "score",
+}
+SHOWN = (RolloutEvent, PauseEvent, *KINDS)
 
 
-@dataclass(frozen=True)
-class Bar:
-    """A rectangle in a lane; the first of its labels that fits is written into it."""
-
-    row: int
-    start: float
-    seconds: float
-    colour: Any
-    labels: tuple[str, ...] = ()
-    ink: str = "white"
-    hatch: str = ""
-
-
-def timeline_figure(
-    record: Record,
-    *,
-    steps: int | None = 12,
+def window_of(
+    events: Sequence[Event],
+    steps: int | None = None,
     start: float | None = None,
     stop: float | None = None,
-) -> Figure:
-    """When each actor was busy, and the version of each rollout: the last `steps` steps (None: all), or start to stop.
-
-    A rollout that spans a sync has one piece per version, as wide as the version's share of the tokens. Time in which
-    nobody worked is folded, as in the interactive timeline.
-    """
+) -> tuple[float, float]:
+    """The time window to draw: the last steps (None: all), or from start to stop."""
     if steps is not None and steps < 1:
         raise ConfigError(
             f"steps={steps}", remedy="pass 1 or more, or None for the whole run"
         )
-    events = record.events()
-    low, high = _window(events, steps, start, stop)
-    shown = [
-        e for e in events if isinstance(e, SHOWN) and e.stop > low and e.start < high
-    ]
-    lane, names = _lanes(shown)
-    figure = new_figure(11, 1.6 + 0.55 * max(len(names), 2))
-    axes: Any = figure.subplots()
-    scale = _versions(shown)
-    replicas = {e.actor for e in shown if isinstance(e, RolloutEvent)}
-    rows = [(actor, at) for at, (actor, _) in enumerate(names) if actor in replicas]
-    detail = len(shown) <= MAX_DETAIL
-    drawn = [e for e in shown if detail or not isinstance(e, PauseEvent)]
-    folds = folds_of(shown, (low, high))
-    width = folds.drawn(high) - folds.drawn(low)
-    _draw(
-        axes,
-        [b for e in drawn for b in _bars(e, lane.get(id(e), 0), scale, rows)],
-        detail,
-        width,
-    )
-    if detail:
-        _connect(
-            axes, [(e, lane[id(e)]) for e in shown if isinstance(e, SyncEvent)], rows
-        )
-    faults = [e for e in events if isinstance(e, FaultEvent) and low <= e.start <= high]
-    for fault in faults:
-        axes.axvline(fault.start, color=RED, linestyle=":", linewidth=1.2)
-        who = f" ({fault.who})" if fault.who else ""
-        axes.annotate(
-            f" {fault.fault}{who}",
-            (fault.start, 0),
-            (2, 2),
-            xycoords=("data", "axes fraction"),
-            textcoords="offset points",
-            fontsize=7,
-            color=RED,
-        )
-    _finish(figure, axes, events, shown, names, (low, high), scale)
-    if folds.gaps:
-        _fold(axes, folds, (low, high), width)
-    return figure
-
-
-def _window(
-    events: Sequence[Event], steps: int | None, start: float | None, stop: float | None
-) -> tuple[float, float]:
-    """The time window to draw."""
     times = [t for e in events for t in (e.start, e.stop) if t == t]
     low = min(times, default=0.0)
     high = max(times, default=1.0)
@@ -133,6 +83,63 @@ def _window(
             remedy="swap them",
         )
     return low, high
+
+
+# The description ------------------------------------------------------------------------------------------------------
+
+
+def lane_data(events: Sequence[Event], window: tuple[float, float]) -> LaneData:
+    """The lanes and bars of a time window."""
+    low, high = window
+    shown = [
+        e for e in events if isinstance(e, SHOWN) and e.stop > low and e.start < high
+    ]
+    row, names = _lanes(shown)
+    replicas = {e.actor for e in shown if isinstance(e, RolloutEvent)}
+    rows = [(actor, at) for at, (actor, _) in enumerate(names) if actor in replicas]
+    versions = [v for e in shown if isinstance(e, RolloutEvent) for v in e.versions]
+    ends = (min(versions, default=0), max(versions, default=0))
+    bars = [
+        bar
+        for event in shown
+        for bar in _bars(event, row.get(id(event), 0), ends, rows)
+        # not a piece of a visible rollout, outside the window
+        if bar.start <= high and bar.start + bar.seconds >= low
+    ]
+    marks = tuple(
+        (e.start, f"{e.fault} ({e.who})" if e.who else e.fault)
+        for e in events
+        if isinstance(e, FaultEvent) and low <= e.start <= high
+    )
+    links = tuple(
+        (e.stop, row[id(e)], at)
+        for e in shown
+        if isinstance(e, SyncEvent)
+        for at in [max((at for who, at in rows if who in e.replicas), default=-1)]
+        if at >= 0
+    )
+    kinds = {type(e) for e in shown}
+    keys = tuple((name, PHASES[name]) for kind, name in KINDS.items() if kind in kinds)
+    if versions:
+        keys += (
+            (f"generated by v{ends[0]}", hex_colour(OLDEST)),
+            (f"by v{ends[1]}", hex_colour(NEWEST)),
+        )
+    steps = [e.step for e in shown if isinstance(e, StepEvent)]
+    total = sum(isinstance(e, StepEvent) for e in events)
+    some = 0 < len(steps) < total
+    part = f", steps {min(steps)} to {max(steps)} of {total}" if some else ""
+    frame = (low, high if high > low else low + 1)
+    return LaneData(
+        lanes=tuple(actor if not sub else "" for actor, sub in names),
+        bars=tuple(bars),
+        window=frame,
+        marks=marks,
+        title=f"{run_name(events)}: who was busy when{part}",
+        keys=keys,
+        folds=folds_of(shown, frame),
+        links=links,
+    )
 
 
 def _lanes(shown: Sequence[Event]) -> tuple[dict[int, int], list[tuple[str, int]]]:
@@ -161,96 +168,134 @@ def _natural(name: str) -> tuple[str, int, str]:
     return (head, int(tail), "") if tail.isdigit() else (name, -1, tail)
 
 
-def _versions(shown: Sequence[Event]) -> Any:
-    """Version → colour, light to dark; None if no rollout has a version."""
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import LinearSegmentedColormap, Normalize
-
-    found = [v for e in shown if isinstance(e, RolloutEvent) for v in e.versions]
-    if not found:
-        return None
-    low = min(found)
-    high = max(found)
-    shades = LinearSegmentedColormap.from_list("versions", [OLDEST, NEWEST])
-    return ScalarMappable(Normalize(low, high if high > low else low + 1), shades)
-
-
 def _bars(
-    event: Event, row: int, scale: Any, replica_rows: Sequence[tuple[str, int]]
-) -> Iterator[Bar]:
+    event: Event,
+    row: int,
+    versions: tuple[int, int],
+    replica_rows: Sequence[tuple[str, int]],
+) -> Iterator[LaneBar]:
     """The bars of an event: one per version for a rollout, one per replica for a pause, otherwise one."""
+    text = event_text(event)
+    start = event.start
     match event:
-        case RolloutEvent() if event.versions and scale is not None:
+        case RolloutEvent() if event.versions:
             total = sum(event.versions.values()) or 1
-            at = event.start
             for version, tokens in sorted(event.versions.items()):
                 piece = event.seconds * tokens / total
-                colour = scale.to_rgba(version)
-                ink = "white" if np.mean(colour[:3]) < 0.5 else "black"
-                yield Bar(row, at, piece, colour, (f"v{version}",), ink)
-                at += piece
+                shade = version_colour(version, *versions)
+                ink = "#fff" if np.mean(shade) < 0.5 else "#000"
+                label = f"v{version}"
+                words = f"{text} ({label})"
+                yield LaneBar(row, start, piece, hex_colour(shade), words, label, ink)
+                start += piece
         case StepEvent():
-            hatch = "xxxx" if event.skipped else ""
-            yield Bar(
-                row,
-                event.start,
-                event.seconds,
-                PHASES["train"],
-                (f"step {event.step}", str(event.step)),
-                "black",
-                hatch=hatch,
-            )
+            label = f"step {event.step}{' ✗' * event.skipped}"
+            colour = PHASES["train"]
+            yield LaneBar(row, start, event.seconds, colour, text, label, "#000")
         case PauseEvent():
             for actor, at in replica_rows:
                 if not event.replicas or actor in event.replicas:
-                    yield Bar(at, event.start, event.seconds, "none", hatch="////")
+                    yield LaneBar(at, start, event.seconds, NEUTRAL, text, hatch=True)
         case _:
-            kinds = {
-                RolloutEvent: "generate",
-                ScoreEvent: "score",
-                RewardEvent: "reward",
-                SyncEvent: "sync",
-            }
-            yield Bar(row, event.start, event.seconds, PHASES[kinds[type(event)]])
+            colour = PHASES[KINDS.get(type(event), "generate")]
+            yield LaneBar(row, start, event.seconds, colour, text)
 
 
-def _draw(ax: Axes, bars: Sequence[Bar], detail: bool, width: float) -> None:
-    """Draws all bars in few collections: thousands of single patches would take seconds."""
+def event_text(event: Event) -> str:
+    """An event in one line."""
+    took = f"{human_seconds(event.seconds)} from {event.start:.2f} s"
+    match event:
+        case RolloutEvent():
+            return f"{event.actor} generated {event.tokens:,} tokens in {event.samples} samples, {took}"
+        case ScoreEvent():
+            return (
+                f"{event.actor} scored {event.tokens:,} tokens ({event.what}), {took}"
+            )
+        case RewardEvent():
+            return f"rewards of {event.samples} samples, mean {event.mean:.3g}, {took}"
+        case StepEvent():
+            skipped = ", skipped" if event.skipped else ""
+            what = f"trained on {event.tokens:,} tokens, reward {event.reward_mean:.3g}{skipped}"
+            return f"step {event.step}: {what}, {took}"
+        case SyncEvent():
+            arrived = ", arrived" if event.verified else ""
+            how = f"{human_bytes(event.bytes)} over {event.transport}{arrived}"
+            return f"sync of version {event.version}: {how}, {took}"
+        case PauseEvent():
+            return f"paused ({event.why or event.mode}), {took}"
+        case _:
+            return f"{event.kind} by {event.actor}, {took}"
+
+
+# The figure -----------------------------------------------------------------------------------------------------------
+
+
+def timeline_figure(
+    record: Record, *, steps: int | None = STEPS, **window: float | None
+) -> Figure:
+    """When each actor was busy, and the version of each rollout: the last `steps` steps (None: all), or start to stop.
+
+    A rollout that spans a sync has one piece per version, as wide as the version's share of the tokens. Time in which
+    nobody worked is folded, as in the interactive timeline.
+    """
+    events = record.events()
+    data = lane_data(events, window_of(events, steps, **window))
+    figure = new_figure(11, 1.6 + 0.55 * max(len(data.lanes), 2))
+    ax: Any = figure.subplots()
+    low, high = data.window
+    width = data.folds.drawn(high) - data.folds.drawn(low)
+    detail = len(data.bars) <= MAX_DETAIL
+    _draw(ax, [b for b in data.bars if detail or not b.hatch], detail, width)
+    for at, first, last in data.links if detail else ():
+        ends = (first + HALF, last + HALF)
+        ax.vlines(at, *ends, color=RED, linewidth=0.8, alpha=0.8, zorder=3)
+    for at, text in data.marks:
+        ax.axvline(at, color=RED, linestyle=":", linewidth=1.2)
+        place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+        ax.annotate(f" {text}", (at, 0), (2, 2), fontsize=7, color=RED, **place)
+    ax.set_xlim(low, high)
+    ax.set_ylim(max(len(data.lanes), 1) - 0.4, -0.6)
+    ax.set_yticks(range(len(data.lanes)), data.lanes, fontsize=9)
+    ax.set_xlabel("time since the run began (s)", fontsize=9)
+    ax.tick_params(axis="x", labelsize=8)
+    ax.tick_params(axis="y", length=0)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.grid(axis="x", alpha=0.25, linewidth=0.6)
+    ax.set_axisbelow(True)
+    ax.set_title(data.title, fontsize=10, loc="left", pad=24)
+    _legend(ax, data, detail)
+    if data.folds.gaps:
+        _fold(ax, data, width)
+    return figure
+
+
+def _draw(ax: Axes, bars: Sequence[LaneBar], detail: bool, width: float) -> None:
+    """Draws all bars in two collections: thousands of single patches would take seconds."""
     from matplotlib.collections import PolyCollection
 
-    for hatch in sorted({bar.hatch for bar in bars}):
-        own = [bar for bar in bars if bar.hatch == hatch]
-        paused = hatch == "////"
+    for paused in (False, True):
+        own = [bar for bar in bars if bar.hatch == paused]
         collection = PolyCollection(
             [_corners(bar) for bar in own],
-            facecolors=[bar.colour for bar in own],
-            hatch=hatch or None,
-            edgecolors=INK if paused else "white",
+            facecolors="none" if paused else [bar.colour for bar in own],
+            hatch="////" if paused else None,
+            edgecolors=NEUTRAL if paused else "white",
             linewidths=0.4 if detail and not paused else 0.0,
             zorder=3 if paused else 2,
         )
         ax.add_collection(collection)
+    middle: dict[str, Any] = {"ha": "center", "va": "center", "clip_on": True}
     for bar in bars if detail else ():
-        fitting = (
-            text
-            for text in bar.labels
-            if bar.seconds > width * (len(text) + 1) / CHARACTERS
-        )
-        if text := next(fitting, ""):
-            at = (bar.start + bar.seconds / 2, bar.row)
-            ax.text(
-                *at,
-                text,
-                ha="center",
-                va="center",
-                fontsize=7,
-                color=bar.ink,
-                clip_on=True,
-                zorder=4,
-            )
+        # the whole label, or its number alone, or nothing: what fits
+        for text in (bar.label, bar.label.removeprefix("step ")):
+            if text and bar.seconds > width * (len(text) + 1) / CHARACTERS:
+                at = bar.start + bar.seconds / 2
+                ink = {"color": bar.ink, "fontsize": 7, "zorder": 4}
+                ax.text(at, bar.row, text, **ink, **middle)
+                break
 
 
-def _corners(bar: Bar) -> list[tuple[float, float]]:
+def _corners(bar: LaneBar) -> list[tuple[float, float]]:
     left = bar.start
     right = bar.start + bar.seconds
     top = bar.row - HALF
@@ -258,56 +303,48 @@ def _corners(bar: Bar) -> list[tuple[float, float]]:
     return [(left, top), (right, top), (right, bottom), (left, bottom)]
 
 
-def _connect(
-    ax: Axes, syncs: Sequence[tuple[SyncEvent, int]], rows: Sequence[tuple[str, int]]
-) -> None:
-    """A line from each sync of the trainer down to the replicas it reached."""
-    for sync, row in syncs:
-        reached = [at for actor, at in rows if actor in sync.replicas]
-        if reached:
-            ax.vlines(
-                sync.stop,
-                row + HALF,
-                max(reached) + HALF,
-                color=RED,
-                linewidth=0.8,
-                alpha=0.8,
-                zorder=3,
-            )
+def _legend(ax: Axes, data: LaneData, detail: bool) -> None:
+    from matplotlib.patches import Patch
+
+    if not data.keys:
+        blank(ax, EMPTY)
+        return
+    handles = [Patch(color=colour, label=name) for name, colour in data.keys]
+    if detail and any(bar.hatch for bar in data.bars):
+        striped: dict[str, Any] = {
+            "facecolor": "none",
+            "edgecolor": NEUTRAL,
+            "hatch": "////",
+        }
+        handles.append(Patch(label="paused", linewidth=0, **striped))
+    ax.legend(
+        handles=handles,
+        fontsize=8,
+        frameon=False,
+        ncols=len(handles),
+        loc="lower left",
+        bbox_to_anchor=(0, 1.0),
+        borderaxespad=0.2,
+    )
 
 
-def _fold(ax: Axes, folds: Folds, window: tuple[float, float], width: float) -> None:
+def _fold(ax: Axes, data: LaneData, width: float) -> None:
     """Draw time as folded: a grey strip for each gap, its true length in it where it fits; no tick is inside one."""
     from matplotlib.ticker import MaxNLocator
 
+    folds = data.folds
+    low, high = data.window
     ax.set_xscale("function", functions=(folds.drawn, folds.time))
-    ax.set_xlim(window)
+    ax.set_xlim(low, high)
+    over: dict[str, Any] = {"transform": ax.get_xaxis_transform(), "color": NEUTRAL}
     for start, stop in folds.gaps:
-        ax.axvspan(start, stop, facecolor=INK, alpha=0.18, linewidth=0, zorder=1)
-        ax.vlines(
-            (start, stop),
-            0,
-            1,
-            transform=ax.get_xaxis_transform(),
-            color=INK,
-            linewidth=0.6,
-            linestyle="--",
-        )
+        ax.axvspan(start, stop, facecolor=NEUTRAL, alpha=0.18, linewidth=0, zorder=1)
+        ax.vlines((start, stop), 0, 1, linewidth=0.6, linestyle="--", **over)
         if folds.seconds > width / CHARACTERS:
-            at = ((start + stop) / 2, 0.5)
             text = human_seconds(stop - start)
-            ax.text(
-                *at,
-                text,
-                transform=ax.get_xaxis_transform(),
-                rotation=90,
-                fontsize=7,
-                color=INK,
-                ha="center",
-                va="center",
-                clip_on=True,
-            )
-    edges = [window[0], *(t for gap in folds.gaps for t in gap), window[1]]
+            look = {"rotation": 90, "fontsize": 7, "ha": "center", "va": "center"}
+            ax.text((start + stop) / 2, 0.5, text, clip_on=True, **look, **over)
+    edges = [low, *(t for gap in folds.gaps for t in gap), high]
     step = float(np.diff(MaxNLocator(9, steps=[1, 2, 5, 10]).tick_values(0, width))[0])
     ticks: list[float] = []
     for start, stop in zip(edges[::2], edges[1::2], strict=True):  # between folds
@@ -318,92 +355,3 @@ def _fold(ax: Axes, folds: Folds, window: tuple[float, float], width: float) -> 
     ax.set_xlabel(
         "time since the run began (s); in grey strips nobody worked", fontsize=9
     )
-
-
-def _finish(
-    figure: Figure,
-    ax: Axes,
-    events: Sequence[Event],
-    shown: Sequence[Event],
-    names: Sequence[tuple[str, int]],
-    window: tuple[float, float],
-    scale: Any,
-) -> None:
-    from matplotlib.patches import Patch
-    from matplotlib.ticker import MaxNLocator
-
-    low, high = window
-    ax.set_xlim(low, high if high > low else low + 1)
-    ax.set_ylim(max(len(names), 1) - 0.4, -0.6)
-    ax.set_yticks(
-        range(len(names)),
-        [actor if not sub else "" for actor, sub in names],
-        fontsize=9,
-    )
-    ax.set_xlabel("time since the run began (s)", fontsize=9)
-    ax.tick_params(axis="x", labelsize=8)
-    ax.tick_params(axis="y", length=0)
-    ax.spines[["top", "right", "left"]].set_visible(False)
-    ax.grid(axis="x", alpha=0.25, linewidth=0.6)
-    ax.set_axisbelow(True)
-    steps = [e.step for e in shown if isinstance(e, StepEvent)]
-    total = sum(isinstance(e, StepEvent) for e in events)
-    part = (
-        f", steps {min(steps)} to {max(steps)} of {total}"
-        if 0 < len(steps) < total
-        else ""
-    )
-    ax.set_title(
-        f"{run_name(events)}: who was busy when{part}", fontsize=10, loc="left", pad=24
-    )
-    known = (
-        (StepEvent, "train"),
-        (SyncEvent, "sync"),
-        (RewardEvent, "reward"),
-        (ScoreEvent, "score"),
-    )
-    keys: list[Any] = [
-        Patch(color=PHASES[name], label=name)
-        for kind, name in known
-        if any(isinstance(e, kind) for e in shown)
-    ]
-    if len(shown) <= MAX_DETAIL and any(isinstance(e, PauseEvent) for e in shown):
-        keys.append(
-            Patch(
-                facecolor="none",
-                edgecolor=INK,
-                hatch="////",
-                linewidth=0,
-                label="paused",
-            )
-        )
-    if keys:
-        ax.legend(
-            handles=keys,
-            fontsize=8,
-            frameon=False,
-            ncols=len(keys),
-            loc="lower left",
-            bbox_to_anchor=(0, 1.0),
-            borderaxespad=0.2,
-        )
-    else:
-        ax.text(
-            0.5,
-            0.5,
-            EMPTY,
-            transform=ax.transAxes,
-            ha="center",
-            va="center",
-            color="#777777",
-        )
-        ax.set_xticks([])
-    if (
-        scale is not None
-        and len({v for e in shown if isinstance(e, RolloutEvent) for v in e.versions})
-        > 1
-    ):
-        bar = figure.colorbar(scale, ax=ax, pad=0.01, aspect=12)
-        bar.set_label("generated by version", fontsize=8)
-        bar.ax.tick_params(labelsize=8)
-        bar.ax.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))

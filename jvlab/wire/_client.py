@@ -270,6 +270,11 @@ class Client:
         """One unary call; blocks until its reply."""
         return self.loop.run(self.acall(method, request, Deadline.of(timeout)))
 
+    def describe(self, seconds: float) -> pb.LabStatus:
+        """The lab's status, or an error within the time: a client that is being closed may never reply."""
+        asked = self.acall("Describe", pb.DescribeRequest(), seconds)
+        return self.loop.submit(asked).result(seconds + 1.0)
+
     async def guard(self, awaited: Awaitable[T], what: str, timeout: float) -> T:
         """Await it, with gRPC's errors turned into ours."""
         try:

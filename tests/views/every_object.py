@@ -54,7 +54,7 @@ def pool() -> Pool:
         tensor_parallel=2,
         replicas=replicas,
     )
-    made.name, made.model, made._listeners = NAME, f"/home/x/{NAME}", []
+    made.name, made.model, made.listeners = NAME, f"/home/x/{NAME}", []
     made._client = SimpleNamespace()  # type: ignore[assignment]  # nobody answers
     return made
 

@@ -14,7 +14,7 @@ from jvlab.record._events import RolloutEvent, StepEvent
 from jvlab.record._record import Record
 from jvlab.views._palette import PHASES
 from jvlab.views._plan_view import bucket_lanes, heat_svg, link_html, times_html
-from jvlab.views.panels._plan_panel import PlanPanel, PlanView
+from jvlab.views.panels._plan_panel import PlanPanel
 from jvlab.views.panels._timeline_panel import Timeline, TimelinePanel
 from tests.record.synthetic import made_up
 from tests.views.html_checks import check as check_html
@@ -64,7 +64,7 @@ def test_a_plan_of_many_devices_stays_small() -> None:
 
 
 def test_the_plan_panel() -> None:
-    panel = PlanPanel(PlanView(small_mapping(2).plan))
+    panel = PlanPanel(small_mapping(2).plan)
     link = panel.select(0, 1)
     assert f"{len(link):,} boxes" in panel.widget.detail
     assert panel.predict(5.0) == panel.plan.predict(5.0)

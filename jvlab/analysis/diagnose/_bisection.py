@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jvlab import _faces
+
 if TYPE_CHECKING:
     from jvlab.layout.rules._ruleset import Rules
     from jvlab.sync._diff import TensorDiff
@@ -112,9 +114,7 @@ class Bisection:
         )
 
     def _repr_html_(self) -> str:
-        from jvlab.views._bisect_view import bisection_html
-
-        return bisection_html(self)
+        return _faces.draw(self, "html")
 
 
 def largest(one: np.ndarray, other: np.ndarray) -> float:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
+from jvlab import _faces
 from jvlab._errors import ConfigError
 from jvlab.analysis.forecast._calibrate import Fit, calibrate
 from jvlab.analysis.forecast._observe import (
@@ -78,9 +79,7 @@ class Forecast:
         return f"Forecast({self.setting}: {text}, {stale}{more})"
 
     def _repr_html_(self) -> str:
-        from jvlab.views._forecast_view import forecast_html
-
-        return forecast_html(self)
+        return _faces.draw(self, "html")
 
 
 class ForecastTable(Sequence[Forecast]):
@@ -113,14 +112,10 @@ class ForecastTable(Sequence[Forecast]):
         return tuple(row.error for row in self._rows if row.error is not None)
 
     def __repr__(self) -> str:
-        from jvlab.views._forecast_view import table_text
-
-        return table_text(self)
+        return _faces.draw(self, "text")
 
     def _repr_html_(self) -> str:
-        from jvlab.views._forecast_view import table_html
-
-        return table_html(self)
+        return _faces.draw(self, "html")
 
 
 # How long samples are: as recorded, cut at a new limit, or carried on beyond the old one.
@@ -465,15 +460,11 @@ class WhatIf:
 
     def figure(self) -> Figure:
         """Step time and staleness by K, throughput by batch, and where a step's time goes; what was measured too."""
-        from jvlab.views._forecast_view import whatif_figure
-
-        return whatif_figure(self)
+        return _faces.draw(self, "figure")
 
     def panel(self) -> ForecastPanel | None:
         """Show sliders for every setting with the forecast beside them. None without a notebook or ipywidgets."""
-        from jvlab.views.panels._forecast_panel import show_whatif
-
-        return show_whatif(self)
+        return _faces.draw(self, "panel")
 
     def __repr__(self) -> str:
         runs = f"{len(self.seen)} run{'s' * (len(self.seen) > 1)}"
@@ -481,9 +472,7 @@ class WhatIf:
         return f"WhatIf({runs}, {steps} steps; {self.setting}: {self.seen[0].step_s:.3g} s a step measured)"
 
     def _repr_html_(self) -> str:
-        from jvlab.views._forecast_view import whatif_html
-
-        return whatif_html(self)
+        return _faces.draw(self, "html")
 
     def _ipython_display_(self) -> None:
         self.panel()

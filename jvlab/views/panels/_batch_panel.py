@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jvlab._errors import ConfigError
-from jvlab.views._batch_view import batch_data, batch_html
-from jvlab.views.panels._live import Panel, live_widget, module, show, styles
+from jvlab.views._batch_view import batch_data
+from jvlab.views.panels._live import Panel
 
 if TYPE_CHECKING:
     from jvlab.record._batch import RolloutBatch
@@ -15,35 +14,32 @@ if TYPE_CHECKING:
 COLOURS = ("logprob", "gap", "version")
 
 
-class BatchView:
-    """Wraps a batch for display: a display needs an object with identity, and a batch is a value."""
-
-    def __init__(self, batch: RolloutBatch) -> None:
-        self.batch = batch
-
-    def __repr__(self) -> str:
-        return repr(self.batch)
-
-    def _repr_html_(self) -> str:
-        return batch_html(self.batch)
-
-
 class BatchPanel(Panel):
     """The viewer's Python side. Its methods do the same as the viewer's buttons and keys."""
 
     hz = 0.01  # a batch never changes
     moving = False
+    scripts = ("diff.js", "rollout.js")
+    css = ("rollout.css",)
+    css_class = "jv-rollout-panel"
+    # `reference`: the sample that the others are compared with; -1: none
+    traits: ClassVar[dict[str, Any]] = {
+        "data": {},
+        "colour": "logprob",
+        "prompt": 0,
+        "sample": 0,
+        "reference": -1,
+        "query": "",
+    }
 
-    def __init__(self, view: BatchView, colour: str | None = None) -> None:
-        self._data = batch_data(view.batch)
+    def __init__(self, batch: RolloutBatch, colour: str | None = None) -> None:
+        self._data = batch_data(batch)
         self._first = colour or ("gap" if self._data["compared"] else "logprob")
         self._check(self._first)
-        super().__init__(view)
+        super().__init__(batch)
 
     def build(self) -> Any:
-        widget = _widget_class()(data=self._data, colour=self._first)
-        widget.classes = ["jv-rollout-panel"]
-        return widget
+        return self.new_widget(data=self._data, colour=self._first)
 
     def refresh(self) -> None:
         """Nothing to refresh."""
@@ -124,28 +120,3 @@ class BatchPanel(Panel):
 
     def __repr__(self) -> str:
         return f"BatchPanel({self.subject!r}, {'closed' if self.closed else f'coloured by {self.colour}'})"
-
-
-@functools.cache
-def _widget_class() -> type[Any]:
-    import traitlets
-
-    class RolloutWidget(live_widget()):
-        _esm = module("diff.js", "rollout.js")
-        _css = styles("rollout.css")
-        data = traitlets.Dict().tag(sync=True)
-        colour = traitlets.Unicode("logprob").tag(sync=True)
-        prompt = traitlets.Int(0).tag(sync=True)
-        sample = traitlets.Int(0).tag(sync=True)
-        # the sample that the others are compared with; -1: none
-        reference = traitlets.Int(-1).tag(sync=True)
-        query = traitlets.Unicode("").tag(sync=True)
-
-    return RolloutWidget
-
-
-def show_batch(batch: RolloutBatch, colour: str | None = None) -> BatchPanel | None:
-    """Display a batch; returns the panel if widgets are available."""
-    view = BatchView(batch)
-    panel = show(view, lambda: BatchPanel(view, colour))
-    return panel if isinstance(panel, BatchPanel) else None

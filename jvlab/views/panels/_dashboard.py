@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jvlab._errors import ConfigError
 from jvlab.record._events import RunStart
@@ -12,7 +11,6 @@ from jvlab.record._record import Record
 from jvlab.record._run_status import COLUMNS, RunFeed, RunStatus, status_of
 from jvlab.views._run_view import charts, extremes_html, head_html, run_html
 from jvlab.views._style import message_html
-from jvlab.views.panels._live import module, parts_widget, show, styles
 from jvlab.views.panels._parts import ConfirmButton, PartsPanel, box
 
 if TYPE_CHECKING:
@@ -24,27 +22,6 @@ SNAPSHOT_SECONDS = 10.0
 SMOOTHING = {"none": 1, "5 steps": 5, "20 steps": 20, "100 steps": 100}
 
 
-@functools.cache
-def _widget_class() -> type[Any]:
-    """Created on first use, so that importing this module needs no widgets."""
-    import traitlets
-
-    return parts_widget(
-        module("controls.js", "curves.js"),
-        styles(),
-        # `snapshot` holds all rows as float32 and is sent rarely; new rows are appended by binary messages
-        columns=traitlets.List(list(COLUMNS)).tag(sync=True),
-        charts=traitlets.List(charts()).tag(sync=True),
-        snapshot=traitlets.Bytes(b"").tag(sync=True),
-        facts=traitlets.Dict().tag(sync=True),
-        evaluations=traitlets.List().tag(sync=True),
-        smoothing=traitlets.Int(1).tag(sync=True),
-        # a second run, drawn behind the first
-        other=traitlets.Dict().tag(sync=True),
-        other_rows=traitlets.Bytes(b"").tag(sync=True),
-    )
-
-
 class Dashboard(PartsPanel):
     """What the panels of a run and of a record share. `cost` is the CPU time of an update, `load` the share of a core.
 
@@ -52,6 +29,21 @@ class Dashboard(PartsPanel):
     """
 
     hz = 2.0
+    scripts = ("controls.js", "curves.js")
+    css_class = "jv-run-panel"
+    traits: ClassVar[dict[str, Any]] = {
+        **PartsPanel.traits,
+        "columns": list(COLUMNS),
+        "charts": charts(),
+        "evaluations": [],
+        # `snapshot` holds all rows as float32 and is sent rarely; new rows are appended by binary messages
+        "snapshot": b"",
+        "facts": {},
+        "smoothing": 1,
+        # a second run, drawn behind the first
+        "other": {},
+        "other_rows": b"",
+    }
 
     def __init__(self, subject: Any, compare: Any = None) -> None:
         self.feed: RunFeed | None = None
@@ -63,9 +55,6 @@ class Dashboard(PartsPanel):
         super().__init__(subject)
         if compare is not None:
             self.compare(compare)
-
-    def widget_class(self) -> type[Any]:
-        return _widget_class()
 
     # What it shows; subclasses say where that comes from ------------------------------------------------------------
 
@@ -94,7 +83,6 @@ class Dashboard(PartsPanel):
     # Its parts ------------------------------------------------------------------------------------------------------
 
     def make_parts(self) -> None:
-        self.classes = ["jv-run-panel"]
         parts = self.parts
         self.head, self.message = parts.html("jv-head"), parts.html("jv-message")
         self.samples = parts.html("jv-extremes")
@@ -288,14 +276,6 @@ class RecordPanel(Dashboard):
         return f"step {self._status.step}"
 
 
-def show_record(
-    record: Record, compare: Any = None, model: str = ""
-) -> RecordPanel | None:
-    """Display a record's dashboard; returns the panel if widgets are available."""
-    panel = show(record, lambda: RecordPanel(record, compare, model))
-    return panel if isinstance(panel, RecordPanel) else None
-
-
 # The panel of a run: its dashboard, with buttons that pause, resume, stop and change the staleness bound.
 
 
@@ -380,3 +360,7 @@ class RunPanel(Dashboard):
     @property
     def done(self) -> bool:
         return self.subject.done and not self._over
+
+    @staticmethod
+    def is_renewed(subject: Run) -> bool:
+        return not subject.done

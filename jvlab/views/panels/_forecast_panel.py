@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jvlab._errors import ConfigError
 from jvlab.views._forecast_view import forecast_html
-from jvlab.views.panels._live import Panel, live_widget, module, show, styles
+from jvlab.views.panels._live import Panel, static_html
 
 if TYPE_CHECKING:
     from jvlab.analysis.forecast._whatif import Forecast, WhatIf
@@ -27,6 +26,18 @@ class ForecastPanel(Panel):
 
     hz = 0.2  # nothing changes by itself
     moving = False  # its snapshot is renewed when a slider was moved
+    scripts = ("forecast.js",)
+    css = ("forecast.css",)
+    css_class = "jv-forecast-panel"
+    traits: ClassVar[dict[str, Any]] = {
+        "title": "",
+        "sliders": [],
+        "places": [],
+        "chosen": {},
+        "result": "",
+        "note": "",
+        "answers": 0,  # `answers`: forecasts so far
+    }
 
     def __init__(self, plan: WhatIf) -> None:
         self.plan = plan
@@ -34,10 +45,9 @@ class ForecastPanel(Panel):
         super().__init__(plan)
 
     def build(self) -> Any:
-        widget = _widget_class()(
+        widget = self.new_widget(
             title=repr(self.plan), sliders=self._sliders(), places=list(PLACEMENTS)
         )
-        widget.classes = ["jv-forecast-panel"]
         widget.on_msg(self._moved)
         self._write(widget)
         return widget
@@ -54,7 +64,7 @@ class ForecastPanel(Panel):
 
     def static_html(self) -> str:
         """The plan, and the forecast that the sliders asked for last."""
-        return self.plan._repr_html_() + forecast_html(self.forecast)
+        return static_html(self.plan) + forecast_html(self.forecast)
 
     def say(self, text: str, bad: bool = False) -> None:
         self.widget.note = text
@@ -107,28 +117,3 @@ def _values(name: str, base: int) -> list[int]:
         return sorted({1, 2, 3, 4, 6, 8, 12, 16, base})
     steps = {max(round(base * 2 ** (k / 2)), 1) for k in range(-6, 7)}
     return sorted(steps | {base})
-
-
-def show_whatif(plan: WhatIf) -> ForecastPanel | None:
-    """Display the plan with its sliders; None without a notebook or ipywidgets."""
-    return show(plan, lambda: ForecastPanel(plan))  # type: ignore[return-value]
-
-
-@functools.cache
-def _widget_class() -> Any:
-    import traitlets
-
-    class ForecastWidget(live_widget()):
-        """The traits that both sides share."""
-
-        _esm = module("forecast.js")
-        _css = styles("forecast.css")
-        title = traitlets.Unicode("").tag(sync=True)
-        sliders = traitlets.List().tag(sync=True)
-        places = traitlets.List().tag(sync=True)
-        chosen = traitlets.Dict().tag(sync=True)
-        result = traitlets.Unicode("").tag(sync=True)
-        note = traitlets.Unicode("").tag(sync=True)
-        answers = traitlets.Int(0).tag(sync=True)  # forecasts made so far
-
-    return ForecastWidget

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -18,8 +17,7 @@ from jvlab.views._mapping_view import (
     mapping_headline,
     search_rows,
 )
-from jvlab.views.panels import _live
-from jvlab.views.panels._live import Panel, live_widget, module, show, styles
+from jvlab.views.panels._live import Panel, open_panels
 
 if TYPE_CHECKING:
     from jvlab.sync._mapping import Mapping
@@ -36,6 +34,28 @@ class InspectorPanel(Panel):
 
     hz = 0.5  # only the result of the meaning check changes, at the first sync
     moving = False
+    scripts = ("table.js", "inspector.js")
+    css = ("inspector.css",)
+    css_class = "jv-inspector-panel"
+    traits: ClassVar[dict[str, Any]] = {
+        # `table` is sent once per set of rows
+        "table": b"",
+        "head": b"",
+        "count": 0,
+        "headline": "",
+        "line": "",
+        "state": "",
+        "note": "",
+        "bad": False,
+        "selected": -1,
+        "detail": "",
+        "query": {"text": "", "status": "", "rule": "", "rank": ""},
+        "values": "",
+        "rule": "",
+        "editable": True,
+        "no_values": "",
+        "ask": False,
+    }
 
     def __init__(self, mapping: Mapping, params: Any = None) -> None:
         self.mapping = mapping
@@ -50,17 +70,16 @@ class InspectorPanel(Panel):
         super().__init__(mapping)
 
     def build(self) -> Any:
-        widget = _widget_class()(
+        widget = self.new_widget(
             table=self._table(self.rows),
             head=self._table(self.rows[:HEAD]),
             count=len(self.rows),
             headline=mapping_headline(self.mapping),
             line=_line(self.mapping),
             note=HOW,
-            editable=self.mapping._origin is not None,
+            editable=self.mapping.editable,
             no_values=self._why_no_values(),
         )
-        widget.classes = ["jv-inspector-panel"]
         widget.observe(lambda change: self._chosen(change["new"]), "selected")
         widget.on_msg(self._pressed)
         return widget
@@ -74,8 +93,7 @@ class InspectorPanel(Panel):
 
     def _why_no_values(self) -> str:
         """Why values cannot be compared; empty if they can."""
-        link = self.mapping._link() if self.mapping._link is not None else None
-        if link is not None and not link.closed:
+        if self.mapping.link is not None:
             return ""
         return "no open link uses this mapping; link = lab.connect(params, pool), then link.mapping"
 
@@ -164,15 +182,15 @@ class InspectorPanel(Panel):
             return "\n".join(coverage.problems[:5]) + more, True
         covered = "everything is covered, each element once"
         later = "the link keeps its old rules until you connect with these"
-        if why := self._why_no_values():
+        link = coverage.made.link
+        if link is None:
+            why = self._why_no_values()
             return (
                 f"{covered}; values are compared when you connect with these rules, not now: {why}",
                 False,
             )
         try:
-            found: Meaning = coverage.made._open_link().meaning_of(
-                coverage.made, self.params
-            )
+            found: Meaning = link.meaning_of(coverage.made, self.params)
         except MeaningError as error:
             self.found = error.fields["meaning"]  # type: ignore[assignment]
             return f"everything is covered, but wrong: {error.message}", True
@@ -218,7 +236,7 @@ class InspectorPanel(Panel):
             self.widget.ask = error.fields.get("ask") == "params"
             raise
         of_row = [v for v in found if v.parameter == row.parameter] or found
-        self.widget.values = values_html(of_row)
+        self.widget.values = values_html(*of_row)
         self.widget.ask = False
         self.say(
             ""
@@ -324,14 +342,9 @@ def notebook_variable(name: str) -> Any:
     return found
 
 
-def inspect(mapping: Mapping, params: Any = None) -> InspectorPanel | None:
-    """Display the mapping with its inspector; None without a notebook or ipywidgets."""
-    return show(mapping, lambda: InspectorPanel(mapping, params))  # type: ignore[return-value]
-
-
 def select_everywhere(mapping: Mapping, name: str) -> None:
     """Select a leaf, or a slice of one, in every open inspector of a mapping."""
-    for panel in list(_live._shown.get(mapping, ())):
+    for panel in open_panels(mapping):
         if isinstance(panel, InspectorPanel):
             panel.select(name)
 
@@ -402,34 +415,3 @@ def table_bytes(
         {"count": len(rows), "columns": columns, "ranks": every}, ensure_ascii=False
     ).encode()
     return b"".join((len(header).to_bytes(4, "little"), header, *parts))
-
-
-@functools.cache
-def _widget_class() -> Any:
-    import traitlets
-
-    class InspectorWidget(live_widget()):
-        """The traits that both sides share; `table` is sent once per set of rows."""
-
-        _esm = module("table.js", "inspector.js")
-        _css = styles("inspector.css")
-        table = traitlets.Bytes(b"").tag(sync=True)
-        head = traitlets.Bytes(b"").tag(sync=True)
-        count = traitlets.Int(0).tag(sync=True)
-        headline = traitlets.Unicode("").tag(sync=True)
-        line = traitlets.Unicode("").tag(sync=True)
-        state = traitlets.Unicode("").tag(sync=True)
-        note = traitlets.Unicode("").tag(sync=True)
-        bad = traitlets.Bool(False).tag(sync=True)
-        query = traitlets.Dict({"text": "", "status": "", "rule": "", "rank": ""}).tag(
-            sync=True
-        )
-        selected = traitlets.Int(-1).tag(sync=True)
-        detail = traitlets.Unicode("").tag(sync=True)
-        values = traitlets.Unicode("").tag(sync=True)
-        rule = traitlets.Unicode("").tag(sync=True)
-        editable = traitlets.Bool(True).tag(sync=True)
-        no_values = traitlets.Unicode("").tag(sync=True)
-        ask = traitlets.Bool(False).tag(sync=True)
-
-    return InspectorWidget

@@ -32,7 +32,8 @@ from jvlab.views._style import (
     state_html,
     table,
 )
-from jvlab.views.panels._parts import ConfirmButton, Part, PartsPanel, box
+from jvlab.views.panels._parts import ConfirmButton, PanelPart, PartsPanel, box
+from jvlab.wire._pool_summary import pool_state
 
 if TYPE_CHECKING:
     from jvlab.lab._lab import Lab
@@ -107,7 +108,7 @@ class PoolSection:
         self.text = parts.html("jv-pool")
         self.log_text = parts.html("jv-log-text")
         self.log_text.hidden = True
-        names = [r.replica for r in pool._snapshot.replicas]
+        names = [r.replica for r in pool.snapshot.replicas]
         self.replica = parts.add(
             "select", "jv-replica", options=names, value=names[0] if names else ""
         )
@@ -156,7 +157,7 @@ class PoolSection:
         )
 
     @property
-    def buttons(self) -> list[Part]:
+    def buttons(self) -> list[PanelPart]:
         return [
             self.pause,
             self.resume,
@@ -183,7 +184,7 @@ class PoolSection:
 
     def _confirm_button(
         self, text: str, tip: str, css_class: str, work: Callable[[], object]
-    ) -> Part:
+    ) -> PanelPart:
         made = self._panel.parts.button(text, tip, css_class)
         self._confirm.append(ConfirmButton(made, lambda: self._do(text, work)))
         return made
@@ -269,15 +270,19 @@ class PoolsPanel(PartsPanel):
 
     hz = 1.0
     remedy = "jv.Lab.attach()"
+    css_class = "jv-lab-panel"
 
     def make_parts(self) -> None:
-        self.classes = ["jv-lab-panel"]
-        self._rows = ProcessRows(self.subject._client)
+        self._rows = ProcessRows(self.subject)
         self._sections: dict[str, PoolSection] = {}
         self.message = self.parts.html("jv-message")
         self.top()
         self.arrange()
         self.refresh()  # complete from the start, in case the notebook is saved now
+
+    @property
+    def done(self) -> bool:
+        return self.is_over(self.subject)
 
     def top(self) -> None:
         """Make the parts above the pools."""
@@ -327,7 +332,7 @@ class PoolsPanel(PartsPanel):
 
     def take(self, status: Any, rows: list[ProcessRow]) -> None:
         """Write the lab's status into the parts; sections are added and removed with the pools."""
-        if self.widget_notice:  # it was lost, and is back
+        if self.widget.notice:  # it was lost, and is back
             self.say("")
         open_now = {p.pool: p for p in status.pools if not p.closed}
         pools = {name: pool for name, pool in self.pools().items() if name in open_now}
@@ -350,9 +355,13 @@ class PoolPanel(PoolsPanel):
     def pools(self) -> dict[str, Pool]:
         return {self.subject.name: self.subject}
 
-    @property
-    def done(self) -> bool:
-        return self.subject._snapshot.closed
+    @staticmethod
+    def is_over(subject: Pool) -> bool:
+        return subject.snapshot.closed
+
+    @staticmethod
+    def is_renewed(subject: Pool) -> bool:
+        return pool_state(subject.snapshot).startswith("starting")
 
 
 class LabPanel(PoolsPanel):
@@ -373,11 +382,9 @@ class LabPanel(PoolsPanel):
         self.act(lab.close, "close the lab")
 
     def pools(self) -> dict[str, Pool]:
-        lab: Lab = self.subject
-        return lab._pools
+        return self.subject.known_pools
 
     def take(self, status: Any, rows: list[ProcessRow]) -> None:
-        self.subject._update_pools(status)
         super().take(status, rows)
         gateway = rows[0]
         memory = f" · {human_bytes(gateway.memory)}" if gateway.memory else ""
@@ -404,6 +411,6 @@ class LabPanel(PoolsPanel):
         )
         self.close_button.why = what
 
-    @property
-    def done(self) -> bool:
-        return self.subject._closed
+    @staticmethod
+    def is_over(subject: Lab) -> bool:
+        return subject.closed

@@ -17,53 +17,18 @@ import os
 import threading
 import time
 import uuid
-import weakref
 from collections.abc import Callable
-from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, ClassVar
 
 from jvlab._progress import in_kernel, in_marimo
 from jvlab.views import _palette
 from jvlab.views._style import hollow_dots, notice_html
 
-# The widget of every panel: what its page needs to find its place in the notebook and to notice a dead kernel.
-
-
-@functools.cache
-def live_widget() -> type[Any]:
-    """The base class; created on first use, so that importing this module needs no widgets."""
-    import anywidget
-    import traitlets
-
-    class LiveWidget(anywidget.AnyWidget):
-        """`beat` changes every two seconds while the kernel lives, and holds the words for when it does not."""
-
-        panel_id = traitlets.Unicode("").tag(sync=True)
-        classes = traitlets.List().tag(sync=True)
-        beat = traitlets.Dict().tag(sync=True)
-        notice = traitlets.Unicode("").tag(sync=True)
-
-    return LiveWidget
-
-
-def parts_widget(esm: str, css: str, **traits: Any) -> type[Any]:
-    """A class for a panel made of parts (see `_parts.py`), with traits of its own."""
-    import traitlets
-
-    fields: dict[str, Any] = {
-        "_esm": esm,
-        "_css": css,
-        "parts": traitlets.Dict().tag(sync=True),
-        "arrangement": traitlets.Dict({"of": []}).tag(sync=True),
-    }
-    return type("PartsWidget", (live_widget(),), fields | traits)
-
-
 # The JavaScript and CSS files of panels: plain files in static/, concatenated where one uses another.
 
 
-@cache
+@functools.cache
 def asset(*names: str) -> str:
     """The concatenated text of files in static/: a widget's module cannot import others."""
     folder = files("jvlab.views.panels").joinpath("static")
@@ -97,13 +62,42 @@ SHARE = 0.01
 _log = logging.getLogger(__name__)
 
 
+@functools.cache
+def widget_class(panel: type[Panel]) -> type[Any]:
+    """The class of a panel's widget; made on first use, so that importing this module needs no widgets."""
+    import anywidget
+    import traitlets
+
+    kinds: dict[type, Any] = {
+        bool: traitlets.Bool,
+        bytes: traitlets.Bytes,
+        dict: traitlets.Dict,
+        float: traitlets.Float,
+        int: traitlets.Int,
+        list: traitlets.List,
+        str: traitlets.Unicode,
+    }
+    # `beat` changes every two seconds while the kernel lives, and holds the words for when it does not
+    shared = {"panel_id": "", "classes": [], "beat": {}, "notice": "", **panel.traits}
+    fields: dict[str, Any] = {
+        name: kinds[type(value)](value).tag(sync=True) for name, value in shared.items()
+    }
+    files = {"_esm": module(*panel.scripts), "_css": styles(*panel.css)}
+    return type(f"{panel.__name__}Widget", (anywidget.AnyWidget,), fields | files)
+
+
 class Panel:
     """A live widget that shows snapshots of one object.
 
-    A subclass builds its widget in `build()` and writes the newest snapshot into it in `refresh()`. Buttons only
-    call the object's public methods, through `self.act`. `refresh` runs in the publisher's thread.
+    A subclass names its files, and the traits that it shares with its page by their first values; it fills a widget
+    in `build()` and writes the newest snapshot into it in `refresh()`. Buttons only call the object's public methods,
+    through `self.act`. `refresh` runs in the publisher's thread.
     """
 
+    scripts: tuple[str, ...] = ("parts.js",)
+    css: tuple[str, ...] = ()
+    traits: ClassVar[dict[str, Any]] = {}
+    css_class = ""
     hz = 2.0  # calls of `refresh` per second
     moving = True  # whether the subject changes: its snapshot is then renewed
     remedy = "run the cell again"  # how to get the subject back in a new kernel
@@ -116,7 +110,7 @@ class Panel:
         self.hosted = hosted_by_environment()
         self.mounted = False  # whether it has done so
         self._lock = threading.Lock()
-        self._due = self._beat_due = 0.0
+        self._refresh_due = self._beat_due = 0.0
         # number of a sign of life -> when it was sent
         self._beats: dict[int, float] = {}
         self.cpu_seconds = 0.0  # of the publisher's thread, for this panel
@@ -124,11 +118,30 @@ class Panel:
         self.opened = time.monotonic()
         self._snapshot_due = time.monotonic() + SNAPSHOT_SECONDS
         self._when = time.strftime("%H:%M")
-        self._on_close: list[Callable[[], None]] = []
-        self._on_snapshot: list[Callable[[], None]] = []
+        self.on_close: list[Callable[[], None]] = []
+        self.on_snapshot: list[Callable[[], None]] = []
         self.widget: Any = self.build()
         self.widget.panel_id = self.panel_id
+        self.widget.classes = [self.css_class]
         self.widget.on_msg(self._heard)
+
+    @classmethod
+    def show(cls, subject: Any, *options: Any) -> Any:
+        """Display the subject with its panel, and return that; without widgets its static view."""
+        if hasattr(subject, "listeners") and not have_widgets():
+            return follow(subject, cls.is_renewed)
+        make = None if cls.is_over(subject) else lambda: cls(subject, *options)
+        return show(subject, make)
+
+    @staticmethod
+    def is_over(subject: Any) -> bool:
+        """Whether nothing will change any more: its static view says all."""
+        return False
+
+    @staticmethod
+    def is_renewed(subject: Any) -> bool:
+        """Whether a static view without a widget is worth renewing."""
+        return False
 
     @property
     def load(self) -> float:
@@ -150,7 +163,10 @@ class Panel:
 
     def build(self) -> Any:
         """Make the widget."""
-        raise NotImplementedError
+        return self.new_widget()
+
+    def new_widget(self, **values: Any) -> Any:
+        return widget_class(type(self))(**values)
 
     def refresh(self) -> None:
         """Write the newest snapshot into the widget."""
@@ -168,19 +184,20 @@ class Panel:
 
     def static_html(self) -> str:
         """The subject for a notebook without a kernel."""
-        return self.subject._repr_html_()
+        return static_html(self.subject)
 
     def snapshot_line(self) -> str:
         """What a reader is told who sees the last snapshot and nothing else."""
-        return f"{self._dated()}; kernel gone: `{self.remedy}`"
+        return f"{self.dated()}; kernel gone: `{self.remedy}`"
 
-    def _dated(self) -> str:
+    def dated(self) -> str:
+        """Of when the snapshot is."""
         where = f", {self.progress}" if self.progress else ""
         return f"snapshot of {self._when}{where}"
 
     def lose(self, what: str, remedy: str) -> None:
         """Say that what the panel shows is gone, though the kernel lives; the date stays that of the last snapshot."""
-        self.widget.notice = f"{self._dated()}; {what}: `{remedy}`"
+        self.widget.notice = f"{self.dated()}; {what}: `{remedy}`"
 
     def found(self) -> None:
         """The subject answered: what the panel shows is of this moment."""
@@ -225,7 +242,7 @@ class Panel:
         """Renew the snapshot that a saved notebook holds."""
         with self._lock:
             if not self.closed:
-                for renew in self._on_snapshot:
+                for renew in self.on_snapshot:
                     renew()
 
     def say(self, text: str, bad: bool = False) -> None:
@@ -276,9 +293,34 @@ class Panel:
                 return
             self.closed = True
         _publisher.drop(self)
-        for after in self._on_close:
+        for after in self.on_close:
             after()
         close_tree(self.widget)
+
+    @property
+    def due(self) -> float:
+        """When the publisher's next visit is due."""
+        return min(self._refresh_due, self._beat_due)
+
+    def visit(self) -> None:
+        """Do what is due."""
+        now = time.monotonic()
+        if self.abandoned:
+            self.close()
+            return
+        if self._beat_due <= now:
+            self._beat_due = now + BEAT_SECONDS
+            self.beat()
+        if self._refresh_due <= now:
+            self._refresh_due = now + self.spend(
+                "update", self.refresh_now, 1 / self.hz
+            )
+            if self.done:
+                self.close()
+        if self.moving and self._snapshot_due <= now:
+            self._snapshot_due = now + self.spend(
+                "snapshot", self.save_snapshot, SNAPSHOT_SECONDS
+            )
 
 
 def hosted_by_environment() -> bool:
@@ -333,39 +375,30 @@ class _Publisher:
                     return
             for panel in panels:
                 try:
-                    self._visit(panel)
+                    panel.visit()
                 except Exception:  # a broken panel must not stop the others
                     _log.exception(
                         "a panel of %s could not be refreshed",
                         type(panel.subject).__name__,
                     )
                     self.drop(panel)
-            due = min((min(p._due, p._beat_due) for p in panels), default=0.0)
+            due = min(panel.due for panel in panels)
             self._wake.wait(max(0.02, due - time.monotonic()))
             self._wake.clear()
 
-    @staticmethod
-    def _visit(panel: Panel) -> None:
-        """Do what is due for a panel."""
-        now = time.monotonic()
-        if panel.abandoned:
-            panel.close()
-            return
-        if panel._beat_due <= now:
-            panel._beat_due = now + BEAT_SECONDS
-            panel.beat()
-        if panel._due <= now:
-            panel._due = now + panel.spend("update", panel.refresh_now, 1 / panel.hz)
-            if panel.done:
-                panel.close()
-        if panel.moving and panel._snapshot_due <= now:
-            panel._snapshot_due = now + panel.spend(
-                "snapshot", panel.save_snapshot, SNAPSHOT_SECONDS
-            )
-
 
 _publisher = _Publisher()
-_shown: weakref.WeakKeyDictionary[Any, list[Panel]] = weakref.WeakKeyDictionary()
+_shown: list[Panel] = []
+
+
+def open_panels(subject: Any) -> list[Panel]:
+    """The panels of a subject that have not been closed."""
+    return [panel for panel in _shown if panel.subject is subject]
+
+
+def static_html(subject: Any) -> str:
+    """The HTML that a notebook shows of an object."""
+    return subject._repr_html_()
 
 
 def have_widgets() -> bool:
@@ -387,8 +420,8 @@ class _Output:
         self.panel = panel
         self._last = self._bundle(dated=False)
         self._handle: Any = display(self._last, raw=True, display_id=True)
-        panel._on_snapshot.append(self.renew)
-        panel._on_close.append(self.end)
+        panel.on_snapshot.append(self.renew)
+        panel.on_close.append(self.end)
 
     def _bundle(self, dated: bool = True) -> dict[str, Any]:
         panel = self.panel
@@ -405,7 +438,7 @@ class _Output:
                 WIDGET: view,
             }
         notice = panel.widget.notice or (
-            panel.snapshot_line() if panel.mounted else panel._dated()
+            panel.snapshot_line() if panel.mounted else panel.dated()
         )
         html = (notice_html(notice) if dated else "") + hollow_dots(panel.static_html())
         return {
@@ -431,63 +464,47 @@ class _Output:
         )
 
 
-def show(subject: Any, make: Callable[[], Panel] | None) -> Panel | None:
+def show(subject: Any, make: Callable[[], Panel] | None = None) -> Panel | None:
     """Display `subject` (its `repr` and `_repr_html_`), with a live panel if one can be made."""
-    if make is not None and in_marimo() and have_widgets():
-        return _opened(subject, make())
-    from IPython.display import display
+    if make is None or not have_widgets() or not (in_kernel() or in_marimo()):
+        from IPython.display import display
 
-    live = make is not None and in_kernel() and have_widgets()
-    if not live or make is None:
-        data = {"text/plain": repr(subject), "text/html": subject._repr_html_()}
-        if make is not None and in_kernel():
-            data["text/html"] += HINT
-        display(data, raw=True)
+        hint = HINT if make is not None and in_kernel() else ""
+        html = static_html(subject) + hint
+        display({"text/plain": repr(subject), "text/html": html}, raw=True)
         return None
     panel = make()
-    _Output(panel)
-    return _opened(subject, panel)
-
-
-def _opened(subject: Any, panel: Panel) -> Panel:
-    """Keep a panel alive, and refreshed, until it is closed."""
-    panel._on_close.append(lambda: _forget(panel))
-    _shown.setdefault(subject, []).append(panel)
+    if not in_marimo():
+        _Output(panel)
+    # kept alive, and refreshed, until it is closed
+    panel.on_close.append(lambda: _shown.remove(panel))
+    _shown.append(panel)
     _publisher.add(panel)
     return panel
 
 
-def follow(subject: Any, active: Callable[[], bool]) -> None:
+def follow(subject: Any, active: Callable[[Any], bool]) -> None:
     """Without widgets: show the static view, and update it at each change that `subject` reports to its listeners."""
     from IPython.display import display
 
     def bundle() -> dict[str, str]:
-        return {"text/plain": repr(subject), "text/html": subject._repr_html_() + HINT}
+        return {"text/plain": repr(subject), "text/html": static_html(subject) + HINT}
 
     handle = display(bundle(), raw=True, display_id=True)
-    if handle is None or not active():
+    if handle is None or not active(subject):
         return
 
     def changed(_: Any) -> None:
         handle.update(bundle(), raw=True)
-        if not active() and changed in subject._listeners:
-            subject._listeners.remove(changed)
+        if not active(subject) and changed in subject.listeners:
+            subject.listeners.remove(changed)
 
-    subject._listeners.append(changed)
-
-
-def _forget(panel: Panel) -> None:
-    """Remove a closed panel from `_shown`: it references its subject, so that both would stay alive."""
-    others = [p for p in _shown.get(panel.subject, []) if p is not panel]
-    if others:
-        _shown[panel.subject] = others
-    else:
-        _shown.pop(panel.subject, None)
+    subject.listeners.append(changed)
 
 
 def make_static(subject: Any) -> None:
     """Replace every panel of `subject` by its static view: it will not change again."""
-    for panel in _shown.pop(subject, []):
+    for panel in open_panels(subject):
         with contextlib.suppress(Exception):  # the notebook may already be closed
             panel.refresh_now()
             panel.close()
@@ -500,5 +517,5 @@ _ending = False  # the kernel ends
 def _make_all_static() -> None:
     global _ending
     _ending = True
-    for subject in list(_shown):
-        make_static(subject)
+    for panel in list(_shown):
+        make_static(panel.subject)

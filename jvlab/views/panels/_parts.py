@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
-from jvlab.views.panels._live import Panel, module, parts_widget, styles
+from jvlab.views.panels._live import Panel
 
 ARMED_SECONDS = 3.0  # within which a second click confirms
 
 
 def _field(name: str) -> Any:
-    def get(part: Part) -> Any:
+    def get(part: PanelPart) -> Any:
         return part.state[name]
 
-    def put(part: Part, value: Any) -> None:
+    def put(part: PanelPart, value: Any) -> None:
         part.change(**{name: value})
 
     return property(get, put)
 
 
-class Part:
+class PanelPart:
     """One button, field or piece of HTML. A change reaches the page at once, or at the end of `parts.together()`."""
 
     value = _field("value")
@@ -71,11 +70,11 @@ class Part:
             if new_value:
                 self._call(self._changed)
 
-    def on_press(self, act: Callable[[], object]) -> Part:
+    def on_press(self, act: Callable[[], object]) -> PanelPart:
         self._pressed.append(act)
         return self
 
-    def on_change(self, act: Callable[[], object]) -> Part:
+    def on_change(self, act: Callable[[], object]) -> PanelPart:
         self._changed.append(act)
         return self
 
@@ -99,21 +98,21 @@ class Parts:
 
     def __init__(self, send: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
         self._send = send
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, PanelPart] = {}
         self._lock = threading.RLock()
         self._depth = 0
         self._dirty = False
         self._numbers = 0
         self.tree: dict[str, Any] = {"of": []}
 
-    def add(self, kind: str, css_class: str, **state: Any) -> Part:
+    def add(self, kind: str, css_class: str, **state: Any) -> PanelPart:
         """Make a part. It is shown once a tree passed to `arrange` names it."""
         self._numbers += 1
-        part = Part(self, f"{css_class}-{self._numbers}", kind, css_class, **state)
+        part = PanelPart(self, f"{css_class}-{self._numbers}", kind, css_class, **state)
         self._parts[part.name] = part
         return part
 
-    def html(self, css_class: str, value: str = "") -> Part:
+    def html(self, css_class: str, value: str = "") -> PanelPart:
         return self.add("html", css_class, value=value)
 
     def button(
@@ -122,11 +121,11 @@ class Parts:
         tip: str,
         css_class: str,
         act: Callable[[], object] | None = None,
-    ) -> Part:
+    ) -> PanelPart:
         part = self.add("button", css_class, description=text, tooltip=tip, style="")
         return part.on_press(act) if act is not None else part
 
-    def remove(self, *parts: Part) -> None:
+    def remove(self, *parts: PanelPart) -> None:
         for part in parts:
             self._parts.pop(part.name, None)
         self.changed()
@@ -182,11 +181,11 @@ class Parts:
 
 
 def box(
-    *parts: Part | dict[str, Any], row: bool = False, css_class: str = ""
+    *parts: PanelPart | dict[str, Any], row: bool = False, css_class: str = ""
 ) -> dict[str, Any]:
     """A box of parts and boxes, for `Parts.arrange`."""
     return {
-        "of": [p.name if isinstance(p, Part) else p for p in parts],
+        "of": [p.name if isinstance(p, PanelPart) else p for p in parts],
         "row": row,
         "class": css_class,
     }
@@ -195,7 +194,7 @@ def box(
 class ConfirmButton:
     """A button that asks for confirmation: a second click within `ARMED_SECONDS` acts."""
 
-    def __init__(self, button: Part, act: Callable[[], object]) -> None:
+    def __init__(self, button: PanelPart, act: Callable[[], object]) -> None:
         self.button = button
         self._act = act
         self._text = button.description
@@ -225,13 +224,14 @@ STALE_CLICK_SECONDS = 4.0
 class PartsPanel(Panel):
     """A subclass makes its parts in `make_parts()`; changes made in `refresh()` reach the page with one message."""
 
+    scripts = ("controls.js", "parts.js")
+    traits: ClassVar[dict[str, Any]] = {"parts": {}, "arrangement": {"of": []}}
+
     def build(self) -> Any:
-        self.classes: list[str] = []
-        made = self.widget = self.widget_class()()
+        made = self.widget = self.new_widget()
         self.parts = Parts(self._send)
         with self.parts.together():
             self.make_parts()
-        made.classes = self.classes
         made.on_msg(lambda _, content, __: self._message(content))
         return made
 
@@ -249,10 +249,6 @@ class PartsPanel(Panel):
             return
         self.parts.received(content)
 
-    def widget_class(self) -> type[Any]:
-        """The class of the widget."""
-        return plain_parts()
-
     def make_parts(self) -> None:
         """Make the parts, and arrange them."""
         raise NotImplementedError
@@ -261,14 +257,3 @@ class PartsPanel(Panel):
         with self.widget.hold_sync():
             self.widget.parts = parts
             self.widget.arrangement = arrangement
-
-    @property
-    def widget_notice(self) -> str:
-        """What the panel says is lost; empty if nothing is."""
-        return self.widget.notice
-
-
-@functools.cache
-def plain_parts() -> type[Any]:
-    """The class of panels that have no traits of their own."""
-    return parts_widget(module("controls.js", "parts.js"), styles())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jvlab._errors import ConfigError
 from jvlab.views._plan_view import (
@@ -11,28 +10,14 @@ from jvlab.views._plan_view import (
     heat_svg,
     link_html,
     plan_headline,
-    plan_html,
     plan_title,
     times_html,
 )
-from jvlab.views.panels._live import Panel, live_widget, module, show, styles
+from jvlab.views.panels._live import Panel
 
 if TYPE_CHECKING:
     from jvlab.layout._plan import TransferPlan
     from jvlab.layout._plan_types import LinkPlan
-
-
-class PlanView:
-    """Wraps a plan for display: a display needs an object with identity, and a plan is a value."""
-
-    def __init__(self, plan: TransferPlan) -> None:
-        self.plan = plan
-
-    def __repr__(self) -> str:
-        return repr(self.plan)
-
-    def _repr_html_(self) -> str:
-        return plan_html(self.plan)
 
 
 class PlanPanel(Panel):
@@ -40,15 +25,29 @@ class PlanPanel(Panel):
 
     hz = 1.0  # a sync may have been measured
     moving = False
+    scripts = ("lanes.js", "plan.js")
+    css = ("lanes.css",)
+    css_class = "jv-plan-panel"
+    traits: ClassVar[dict[str, Any]] = {
+        "title": "",
+        "headline": "",
+        "heat": "",
+        "times": "",
+        "detail": "",
+        "note": "",
+        "picked": -1,
+        "gbps": 50.0,
+        "lanes": {},
+    }
 
-    def __init__(self, view: PlanView) -> None:
-        self.plan = view.plan
+    def __init__(self, plan: TransferPlan) -> None:
+        self.plan = plan
         self._last_version = -1
-        super().__init__(view)
+        super().__init__(plan)
 
     def build(self) -> Any:
         gbps = self.plan.link_gbps
-        widget = _widget_class()(
+        widget = self.new_widget(
             title=plan_title(self.plan),
             headline=plan_headline(self.plan),
             heat=heat_svg(self.plan),
@@ -56,7 +55,6 @@ class PlanPanel(Panel):
             gbps=gbps,
             lanes=bucket_lanes(self.plan).plain(),
         )
-        widget.classes = ["jv-plan-panel"]
         widget.observe(lambda change: self._picked(change["new"]), "picked")
         widget.on_msg(self._pressed)
         return widget
@@ -109,31 +107,3 @@ class PlanPanel(Panel):
 
     def __repr__(self) -> str:
         return f"PlanPanel({len(self.plan.all_links)} links)"
-
-
-def show_plan(plan: TransferPlan) -> PlanPanel | None:
-    """Display the plan with its panel; None without a notebook or ipywidgets."""
-    view = PlanView(plan)
-    return show(view, lambda: PlanPanel(view))  # type: ignore[return-value]
-
-
-@functools.cache
-def _widget_class() -> Any:
-    import traitlets
-
-    class PlanWidget(live_widget()):
-        """The traits that both sides share."""
-
-        _esm = module("lanes.js", "plan.js")
-        _css = styles("lanes.css")
-        title = traitlets.Unicode("").tag(sync=True)
-        headline = traitlets.Unicode("").tag(sync=True)
-        heat = traitlets.Unicode("").tag(sync=True)
-        times = traitlets.Unicode("").tag(sync=True)
-        detail = traitlets.Unicode("").tag(sync=True)
-        note = traitlets.Unicode("").tag(sync=True)
-        picked = traitlets.Int(-1).tag(sync=True)
-        gbps = traitlets.Float(50.0).tag(sync=True)
-        lanes = traitlets.Dict().tag(sync=True)
-
-    return PlanWidget

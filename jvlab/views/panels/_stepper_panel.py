@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jvlab._errors import GatewayUnreachable, JvlabError
-from jvlab.views._cards import describe
 from jvlab.views._style import BOX, FAINT, hollow_dots, message_html
 from jvlab.views._sync_view import diff_html, head_html, snapshot, tensor_name
-from jvlab.views.panels._live import module, parts_widget, styles
 from jvlab.views.panels._parts import ConfirmButton, PartsPanel, box
 
 if TYPE_CHECKING:
@@ -24,25 +21,6 @@ DESCRIBE_SECONDS = 2.0  # deadline for the engines' state
 OVER = ("committed", "aborted")
 
 
-@functools.cache
-def _widget_class() -> type[Any]:
-    """Created on first use, so that importing this module needs no widgets."""
-    import traitlets
-
-    return parts_widget(
-        module("controls.js", "stepper.js"),
-        styles(),
-        # names, units and sizes are sent once; after that only position, digest results and breakpoints
-        names=traitlets.List().tag(sync=True),
-        units=traitlets.List().tag(sync=True),
-        sizes=traitlets.List().tag(sync=True),
-        position=traitlets.Int(0).tag(sync=True),
-        ticks=traitlets.Unicode("").tag(sync=True),
-        breaks=traitlets.List().tag(sync=True),
-        over=traitlets.Bool(False).tag(sync=True),
-    )
-
-
 class StepperPanel(PartsPanel):
     """Step, run, run to a breakpoint, pause, abort, verify; shows progress and the engines' state."""
 
@@ -51,15 +29,29 @@ class StepperPanel(PartsPanel):
         "jv.Lab.attach(), then link.stepper(params): the gateway abandoned this one"
     )
 
-    def widget_class(self) -> type[Any]:
-        return _widget_class()
+    scripts = ("controls.js", "stepper.js")
+    css_class = "jv-stepper"
+    # names, units and sizes are sent once; after that only position, digest results and breakpoints
+    traits: ClassVar[dict[str, Any]] = {
+        **PartsPanel.traits,
+        "names": [],
+        "units": [],
+        "sizes": [],
+        "position": 0,
+        "ticks": "",
+        "breaks": [],
+        "over": False,
+    }
+
+    @staticmethod
+    def is_over(subject: Stepper) -> bool:
+        return subject.state in OVER
 
     @property
     def progress(self) -> str:
         return snapshot(self.subject).progress
 
     def make_parts(self) -> None:
-        self.classes = ["jv-stepper"]
         stepper: Stepper = self.subject
         s = snapshot(stepper)
         self.list = self.widget
@@ -215,13 +207,10 @@ class StepperPanel(PartsPanel):
         pool = self.subject.link.pool
         try:
             # polled, since the gateway does not push when only a heartbeat's numbers changed
-            status = describe(pool._client, DESCRIBE_SECONDS)
+            pool.look(DESCRIBE_SECONDS)
         except (JvlabError, CancelledError, TimeoutError) as error:
             self._lost(isinstance(error, GatewayUnreachable), error)
             return
-        found = next((p for p in status.pools if p.pool == pool.name), None)
-        if found is not None:
-            pool._take(found)
         self._write()
         self.found()
 
@@ -240,7 +229,7 @@ class StepperPanel(PartsPanel):
         s = snapshot(stepper)
         over = f"the sync is {s.state}" if s.state in OVER else ""
         with self.parts.together():
-            self.head.value = head_html(s, stepper.link.pool._snapshot)
+            self.head.value = head_html(s, stepper.link.pool.snapshot)
             for part in (self.step, self.run, self.run_to, self.verify):
                 part.why = over or ("a step is being sent" if s.busy else "")
             self.pause.why = "" if s.busy else "nothing runs"

@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jvlab._errors import ConfigError
-from jvlab._units import human_bytes, human_seconds
-from jvlab.record._events import (
-    Event,
-    FaultEvent,
-    PauseEvent,
-    RewardEvent,
-    RolloutEvent,
-    ScoreEvent,
-    StepEvent,
-    SyncEvent,
-)
-from jvlab.views._lanes_view import LaneBar, LaneData, folds_of, lanes_svg
-from jvlab.views._palette import NEWEST, OLDEST, PHASES, hex_colour, version_colour
+from jvlab.record._events import StepEvent
+from jvlab.views._lanes_view import LaneData, lanes_svg
 from jvlab.views._record_plots import run_name
 from jvlab.views._style import BOX, FAINT
-from jvlab.views._timeline import SHOWN, _bars, _lanes, _window, timeline_figure
-from jvlab.views.panels._live import Panel, live_widget, module, show, styles
+from jvlab.views._timeline import STEPS, lane_data, timeline_figure, window_of
+from jvlab.views.panels._live import Panel, static_html
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from jvlab.record._record import Record
-
-STEPS = 12  # shown at first
 
 
 class Timeline:
@@ -50,10 +35,6 @@ class Timeline:
         start: float | None = None,
         stop: float | None = None,
     ) -> None:
-        if steps is not None and steps < 1:
-            raise ConfigError(
-                f"steps={steps}", remedy="pass 1 or more, or None for the whole run"
-            )
         self.record = record
         self._options: dict[str, Any] = {"steps": steps, "start": start, "stop": stop}
         self.window  # noqa: B018  raises now if the window is invalid, not when it is displayed
@@ -61,14 +42,12 @@ class Timeline:
     @property
     def window(self) -> tuple[float, float]:
         """The time window that is shown at first, in seconds since the run began."""
-        return _window(self.record.events(), **self._options)
+        return window_of(self.record.events(), **self._options)
 
     def data(self, whole: bool = False) -> LaneData:
         """Lanes and bars of the window, or of the whole run."""
         events = self.record.events()
-        return lane_data(
-            events, _window(events, None, None, None) if whole else self.window
-        )
+        return lane_data(events, window_of(events) if whole else self.window)
 
     def figure(self) -> Figure:
         """The same as a matplotlib figure."""
@@ -80,7 +59,7 @@ class Timeline:
 
     def panel(self) -> TimelinePanel | None:
         """The interactive lanes: wheel, drag, hover. None without a notebook or ipywidgets."""
-        return show(self, lambda: TimelinePanel(self))  # type: ignore[return-value]
+        return TimelinePanel.show(self)
 
     def __repr__(self) -> str:
         events = self.record.events()
@@ -100,111 +79,14 @@ class Timeline:
         self.panel()
 
 
-class _Shades:
-    """Version → colour: the interface that `_bars` needs, without matplotlib."""
-
-    def __init__(self, low: int, high: int) -> None:
-        self.low = low
-        self.high = high
-
-    def to_rgba(self, version: int) -> tuple[float, ...]:
-        return version_colour(version, self.low, self.high)
-
-
-def lane_data(events: Sequence[Event], window: tuple[float, float]) -> LaneData:
-    """The bars of a time window."""
-    low, high = window
-    shown = [
-        e for e in events if isinstance(e, SHOWN) and e.stop > low and e.start < high
-    ]
-    lane, names = _lanes(shown)
-    versions = [v for e in shown if isinstance(e, RolloutEvent) for v in e.versions]
-    scale = _Shades(min(versions), max(versions)) if versions else None
-    replicas = {e.actor for e in shown if isinstance(e, RolloutEvent)}
-    rows = [(actor, at) for at, (actor, _) in enumerate(names) if actor in replicas]
-    bars = []
-    for event in shown:
-        text_of_event = event_text(event)
-        for b in _bars(event, lane.get(id(event), 0), scale, rows):
-            if b.start > high or b.start + b.seconds < low:
-                continue  # a piece of a visible rollout, outside the window
-            text = (
-                f"{text_of_event} ({b.labels[0]})"
-                if b.labels and isinstance(event, RolloutEvent)
-                else text_of_event
-            )
-            label = b.labels[0] if b.labels else ""
-            colour = b.colour if isinstance(b.colour, str) else hex_colour(b.colour)
-            ink = {"white": "#fff", "black": "#000"}[b.ink]
-            bars.append(
-                LaneBar(
-                    b.row,
-                    b.start,
-                    b.seconds,
-                    colour,
-                    text,
-                    label,
-                    ink,
-                    isinstance(event, PauseEvent),
-                )
-            )
-    marks = tuple(
-        (e.start, f"{e.fault} ({e.who})" if e.who else e.fault)
-        for e in events
-        if isinstance(e, FaultEvent) and low <= e.start <= high
-    )
-    kinds = (
-        (StepEvent, "train"),
-        (SyncEvent, "sync"),
-        (RewardEvent, "reward"),
-        (ScoreEvent, "score"),
-    )
-    keys = tuple(
-        (n, PHASES[n]) for kind, n in kinds if any(isinstance(e, kind) for e in shown)
-    )
-    if versions:
-        keys += (
-            (f"generated by v{min(versions)}", hex_colour(OLDEST)),
-            (f"by v{max(versions)}", hex_colour(NEWEST)),
-        )
-    lanes = tuple(actor if not sub else "" for actor, sub in names)
-    end = high if high > low else low + 1
-    title = f"{run_name(events)}: who was busy when"
-    return LaneData(
-        lanes, tuple(bars), (low, end), marks, title, keys, folds_of(shown, (low, end))
-    )
-
-
-def event_text(event: Event) -> str:
-    """An event in one line."""
-    took = f"{human_seconds(event.seconds)} from {event.start:.2f} s"
-    match event:
-        case RolloutEvent():
-            return f"{event.actor} generated {event.tokens:,} tokens in {event.samples} samples, {took}"
-        case ScoreEvent():
-            return (
-                f"{event.actor} scored {event.tokens:,} tokens ({event.what}), {took}"
-            )
-        case RewardEvent():
-            return f"rewards of {event.samples} samples, mean {event.mean:.3g}, {took}"
-        case StepEvent():
-            skipped = ", skipped" if event.skipped else ""
-            what = f"trained on {event.tokens:,} tokens, reward {event.reward_mean:.3g}{skipped}"
-            return f"step {event.step}: {what}, {took}"
-        case SyncEvent():
-            arrived = ", arrived" if event.verified else ""
-            how = f"{human_bytes(event.bytes)} over {event.transport}{arrived}"
-            return f"sync of version {event.version}: {how}, {took}"
-        case PauseEvent():
-            return f"paused ({event.why or event.mode}), {took}"
-        case _:
-            return f"{event.kind} by {event.actor}, {took}"
-
-
 class TimelinePanel(Panel):
     """The lanes in a notebook; `zoom`, `reset` and `last` do what its wheel and buttons do. Follows an active run."""
 
     hz = 1.0
+    scripts = ("lanes.js", "timeline.js")
+    css = ("lanes.css",)
+    css_class = "jv-timeline-panel"
+    traits: ClassVar[dict[str, Any]] = {"data": {}, "view": []}
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
@@ -214,16 +96,15 @@ class TimelinePanel(Panel):
         super().__init__(timeline)
 
     def build(self) -> Any:
-        widget = _widget_class()(
+        widget = self.new_widget(
             data=self.timeline.data(whole=True).plain(), view=list(self.timeline.window)
         )
-        widget.classes = ["jv-timeline-panel"]
         widget.on_msg(self._pressed)
         return widget
 
     def static_html(self) -> str:
         if self._drawn[0] != self._events:
-            self._drawn = (self._events, self.timeline._repr_html_())
+            self._drawn = (self._events, static_html(self.timeline))
         return self._drawn[1]
 
     @property
@@ -254,30 +135,11 @@ class TimelinePanel(Panel):
 
     def reset(self) -> None:
         """Show the whole run."""
-        self.widget.view = list(
-            _window(self.timeline.record.events(), None, None, None)
-        )
+        self.widget.view = list(window_of(self.timeline.record.events()))
 
     def last(self, steps: int = STEPS) -> None:
         """Show the newest steps."""
-        self.widget.view = list(
-            _window(self.timeline.record.events(), steps, None, None)
-        )
+        self.widget.view = list(window_of(self.timeline.record.events(), steps))
 
     def __repr__(self) -> str:
         return f"TimelinePanel({self.timeline!r})"
-
-
-@functools.cache
-def _widget_class() -> Any:
-    import traitlets
-
-    class TimelineWidget(live_widget()):
-        """The traits that both sides share."""
-
-        _esm = module("lanes.js", "timeline.js")
-        _css = styles("lanes.css")
-        data = traitlets.Dict().tag(sync=True)
-        view = traitlets.List().tag(sync=True)
-
-    return TimelineWidget

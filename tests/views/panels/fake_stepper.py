@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -154,9 +153,8 @@ class FakeLink:
         snapshot = pb.PoolStatus(pool="p", replicas=[replica], sync="idle")
         self.pool = SimpleNamespace(
             name="p",
-            _snapshot=snapshot,
-            _take=lambda s: None,
-            _client=FakeClient(),
+            snapshot=snapshot,
+            look=lambda seconds: pb.LabStatus(),
             status=lambda timeout: None,
         )
         self.checked: list[set[str]] = []
@@ -188,22 +186,6 @@ class FakeLink:
             (Outcome("p/0", "holds", 6, differing=bad),),
             {(n, r): 1 for n in names for r in (0, 1)},
         )
-
-
-class FakeClient:
-    """Answers every call at once: an empty lab."""
-
-    @property
-    def loop(self) -> FakeClient:
-        return self
-
-    def acall(self, method: str, request: Any, timeout: float) -> Future[Any]:
-        done: Future[Any] = Future()
-        done.set_result(pb.LabStatus())
-        return done
-
-    def submit(self, work: Future[Any]) -> Future[Any]:
-        return work
 
 
 def stepper(

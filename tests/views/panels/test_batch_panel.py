@@ -14,7 +14,7 @@ from jvlab._errors import ConfigError
 from jvlab.record._token_pieces import TokenSplitter, split_tokens, visible
 from jvlab.views import _batch_view
 from jvlab.views._batch_view import batch_data, batch_html
-from jvlab.views.panels._batch_panel import BatchPanel, BatchView
+from jvlab.views.panels._batch_panel import BatchPanel
 from jvlab.views.panels._live import close_tree
 from tests.views.batches import EVIL, compared, make_batch, make_sample
 
@@ -141,7 +141,7 @@ def test_cutting_is_quick(model: str):
 
 
 def test_twins_of_the_buttons(model: str):
-    panel = BatchPanel(BatchView(make_batch(model)))
+    panel = BatchPanel(make_batch(model))
     assert panel.colour == "logprob"
     assert panel.at == (0, 0)
     panel.select(2, 3)
@@ -158,7 +158,7 @@ def test_twins_of_the_buttons(model: str):
     assert "\n" not in repr(panel)
     panel.close()
     panel.close()
-    other = BatchPanel(BatchView(compared(make_batch(model))))
+    other = BatchPanel(compared(make_batch(model)))
     assert other.colour == "gap"
     close_tree(other.widget)
 
@@ -235,7 +235,7 @@ def test_a_reward_of_parts_is_their_sum_and_keeps_them(model: str, tmp_path):
 
 
 def test_twins_of_diff_and_search(model: str):
-    panel = BatchPanel(BatchView(make_batch(model)))
+    panel = BatchPanel(make_batch(model))
     panel.diff(2)
     assert panel.widget.reference == 2
     with pytest.raises(ConfigError, match="from 0 to 3"):

@@ -88,7 +88,7 @@ def test_static_faces(plan: WhatIf):
 
 def test_the_figure(plan: WhatIf):
     figure = plan.figure()
-    titles = [ax.get_title() for ax in figure.axes]
+    titles = [ax.get_title(loc="left") for ax in figure.axes]
     assert titles[:2] == ["Step time", "Throughput"]
     marks = [line for line in figure.axes[0].lines if line.get_label() == "measured"]
     assert np.asarray(marks[0].get_ydata())[0] == pytest.approx(plan.seen[0].step_s)

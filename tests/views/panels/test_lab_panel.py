@@ -82,10 +82,11 @@ def test_nothing_of_a_closed_pool_seems_to_live(pool: jv.Pool):
     snapshot = pb.PoolStatus()
     snapshot.CopyFrom(pool._snapshot)
     snapshot.replicas[0].stats.paused = True
-    assert "paused" in pool_html(snapshot)
+    shown: Any = SimpleNamespace(snapshot=snapshot)
+    assert "paused" in pool_html(shown)
     snapshot.closed = True
     for lost, word in ((False, "closed"), (True, "gone")):
-        html = pool_html(snapshot, lost)
+        html = pool_html(shown, lost)
         assert "paused" not in html
         assert word in html
 
@@ -338,7 +339,7 @@ def test_without_widgets_a_card_follows_and_hints(
     until(lambda: shown[-1]["text/plain"].endswith("ready)"))
     assert "pip install ipywidgets" in shown[-1]["text/html"]
     check(shown[-1]["text/html"])
-    until(lambda: not second._listeners)
+    until(lambda: not second.listeners)
 
 
 @pytest.mark.parametrize(

@@ -274,7 +274,16 @@ def test_a_long_run_costs_no_more_than_a_short_one():
 
 
 def test_the_static_face():
-    status = RunStatus("running", 3, 10, 4, 0.5, 2e-4, 1, error="<b>bad</b>")
+    status = RunStatus(
+        state="running",
+        step=3,
+        steps=10,
+        version=4,
+        reward=0.5,
+        logprob_gap=2e-4,
+        max_staleness=1,
+        error="<b>bad</b>",
+    )
     feed = RunFeed(Record.of(synthetic(300)))
     feed.read()
     html = run_html("run <x>", status, feed)
@@ -317,7 +326,7 @@ def test_fifty_panels_leave_no_thread_and_no_comm(started: Any):
     run.stop().wait(30)
 
     fifty_leave_nothing(lambda: RunPanel(run))
-    assert not run._listeners
+    assert not run.listeners
 
 
 def test_the_best_and_the_worst_sample_of_the_last_step_are_there_to_read(started: Any):
@@ -353,13 +362,13 @@ def test_text_from_a_model_is_text():
     )
     bad = dataclasses.replace(evil, reward=0.0, text="")
     html = extremes_html(
-        RunStatus("running", 5, 9, 1, 0.5, 0.0, 0, best=evil, worst=bad)
+        RunStatus(state="running", step=5, steps=9, version=1, best=evil, worst=bad)
     )
     check(html)
     assert "&lt;script&gt;1&lt;/script&gt;\\u202e" in html
     assert "(empty)" in html
     same = extremes_html(
-        RunStatus("running", 5, 9, 1, 0.5, 0.0, 0, best=evil, worst=evil)
+        RunStatus(state="running", step=5, steps=9, version=1, best=evil, worst=evil)
     )
     assert same.count('data-jv="sample"') == 1, "no best among equals"
 

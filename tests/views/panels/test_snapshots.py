@@ -36,11 +36,6 @@ class SubjectPanel(Panel):
     hz = 0.01  # tests renew it themselves
     remedy = "jv.Lab.attach()"
 
-    def build(self) -> Any:
-        from jvlab.views.panels._parts import plain_parts
-
-        return plain_parts()()
-
     def refresh(self) -> None:
         """Nothing."""
 
