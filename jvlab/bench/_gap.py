@@ -150,7 +150,7 @@ def _sample(
     for name in wanted:
         # no deadline: `Pool.wait` has a default
         pool = (pools.get(name) or launch(name)).wait()
-        vocabulary = pool._facts().vocab_size
+        vocabulary = pool.facts().vocab_size
         random = np.random.default_rng(0)
         prompts = [
             random.integers(5, vocabulary - 5, 20 + 13 * i).tolist()

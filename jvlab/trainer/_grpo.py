@@ -189,7 +189,7 @@ def grpo(
         )
         return Producer(flow, maker, loop.rejection_reason)
 
-    client = getattr(pool, "_client", None)
+    client = getattr(pool, "client", None)
     run = Run(
         loop, start, folder, folder.name, max_staleness, client, on_end=reporter.close
     )
@@ -350,7 +350,7 @@ class _StepReporter:
                     filter(None, (self._last, f"{flying} being generated or rewarded"))
                 )
             )
-        snapshot = getattr(self._pool, "_snapshot", None)  # fakes in tests have none
+        snapshot = getattr(self._pool, "snapshot", None)  # fakes in tests have none
         return (
             ""
             if snapshot is None or _held_by_the_run(snapshot)
@@ -477,7 +477,7 @@ def _cores() -> int:
 
 def _deterministic(pool: Any) -> bool:
     """Whether the pool is bitwise reproducible; then the trainer has to be too."""
-    return hasattr(pool, "_facts") and bool(pool._facts().batch_invariant)
+    return hasattr(pool, "facts") and bool(pool.facts().batch_invariant)
 
 
 def _offer_scoring(link: Any, policy: Any) -> None:

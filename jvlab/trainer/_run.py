@@ -135,7 +135,7 @@ class Run:
         self._final: dict[str, Any] = {}
         self._over = threading.Event()
         self._leaving = False  # the process ends
-        self._listeners: list[Callable[[Run], None]] = []
+        self.listeners: list[Callable[[Run], None]] = []
         self._thread = threading.Thread(
             target=self._run, name=f"jvlab-run-{name}", daemon=True
         )
@@ -186,7 +186,7 @@ class Run:
             self._error = self._error or error
 
     def _notify(self) -> None:
-        for listener in list(self._listeners):
+        for listener in list(self.listeners):
             with contextlib.suppress(Exception):  # a broken display must not end a run
                 listener(self)
 

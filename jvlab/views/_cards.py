@@ -426,11 +426,11 @@ def lab_state(snapshots: list[Any]) -> str:
 
 
 def lab_html(lab: Lab) -> str:
-    pools = list(lab._pools.values())
+    pools = list(lab.known_pools.values())
     cards = "".join(pool._repr_html_() for pool in pools)
     inside = (
         f'<div style="border-left:2px solid {LINE};padding-left:10px">{cards}</div>'
         if cards
         else ""
     )
-    return f'<div style="{BOX}"><b>{escape(repr(lab))}</b> {lab_state([p._snapshot for p in pools])}{inside}</div>'
+    return f'<div style="{BOX}"><b>{escape(repr(lab))}</b> {lab_state([p.snapshot for p in pools])}{inside}</div>'

@@ -294,7 +294,7 @@ def stepper_html(stepper: Stepper) -> str:
     more = f'<div style="color:{FAINT}">and {left} more</div>' if left > 0 else ""
     body = table(("tensor", "bytes", "", "", ""), rows, numbers=(1,))
     report = stepper.report._repr_html_() if stepper.report is not None else ""
-    return f'<div style="{BOX}">{head_html(s, stepper.link.pool._snapshot)}{body}{more}{report}</div>'
+    return f'<div style="{BOX}">{head_html(s, stepper.link.pool.snapshot)}{body}{more}{report}</div>'
 
 
 # ----------------------------------------------------------------------------------------------------

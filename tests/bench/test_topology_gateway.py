@@ -53,7 +53,7 @@ def test_many_changes_are_watched_as_few_pictures(
     monkeypatch.setattr(_servicers, "PAUSE_FACTOR", 1e9)
     monkeypatch.setattr(_servicers, "MAX_PAUSE", 0.2)
     seen: list[pb.PoolStatus] = []
-    pool._listeners.append(seen.append)
+    pool.listeners.append(seen.append)
 
     async def change() -> None:
         for number in range(200):
@@ -62,9 +62,7 @@ def test_many_changes_are_watched_as_few_pictures(
 
     fake_lab.do(change)
     arrived = threading.Event()
-    pool._listeners.append(
-        lambda s: arrived.set() if s.replicas[0].pid == 200 else None
-    )
+    pool.listeners.append(lambda s: arrived.set() if s.replicas[0].pid == 200 else None)
     fake_lab.do(lambda: fake_lab.gateway.announce("p"))
     assert arrived.wait(60)
     assert len(seen) < 50

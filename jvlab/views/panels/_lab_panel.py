@@ -107,7 +107,7 @@ class PoolSection:
         self.text = parts.html("jv-pool")
         self.log_text = parts.html("jv-log-text")
         self.log_text.hidden = True
-        names = [r.replica for r in pool._snapshot.replicas]
+        names = [r.replica for r in pool.snapshot.replicas]
         self.replica = parts.add(
             "select", "jv-replica", options=names, value=names[0] if names else ""
         )
@@ -272,7 +272,7 @@ class PoolsPanel(PartsPanel):
 
     def make_parts(self) -> None:
         self.classes = ["jv-lab-panel"]
-        self._rows = ProcessRows(self.subject._client)
+        self._rows = ProcessRows(self.subject.client)
         self._sections: dict[str, PoolSection] = {}
         self.message = self.parts.html("jv-message")
         self.top()
@@ -352,7 +352,7 @@ class PoolPanel(PoolsPanel):
 
     @property
     def done(self) -> bool:
-        return self.subject._snapshot.closed
+        return self.subject.snapshot.closed
 
 
 class LabPanel(PoolsPanel):
@@ -374,10 +374,10 @@ class LabPanel(PoolsPanel):
 
     def pools(self) -> dict[str, Pool]:
         lab: Lab = self.subject
-        return lab._pools
+        return lab.known_pools
 
     def take(self, status: Any, rows: list[ProcessRow]) -> None:
-        self.subject._update_pools(status)
+        self.subject.update_pools(status)
         super().take(status, rows)
         gateway = rows[0]
         memory = f" · {human_bytes(gateway.memory)}" if gateway.memory else ""

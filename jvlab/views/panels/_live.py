@@ -470,10 +470,10 @@ def follow(subject: Any, active: Callable[[], bool]) -> None:
 
     def changed(_: Any) -> None:
         handle.update(bundle(), raw=True)
-        if not active() and changed in subject._listeners:
-            subject._listeners.remove(changed)
+        if not active() and changed in subject.listeners:
+            subject.listeners.remove(changed)
 
-    subject._listeners.append(changed)
+    subject.listeners.append(changed)
 
 
 def _forget(panel: Panel) -> None:

@@ -215,13 +215,13 @@ class StepperPanel(PartsPanel):
         pool = self.subject.link.pool
         try:
             # polled, since the gateway does not push when only a heartbeat's numbers changed
-            status = describe(pool._client, DESCRIBE_SECONDS)
+            status = describe(pool.client, DESCRIBE_SECONDS)
         except (JvlabError, CancelledError, TimeoutError) as error:
             self._lost(isinstance(error, GatewayUnreachable), error)
             return
         found = next((p for p in status.pools if p.pool == pool.name), None)
         if found is not None:
-            pool._take(found)
+            pool.renew(found)
         self._write()
         self.found()
 
@@ -240,7 +240,7 @@ class StepperPanel(PartsPanel):
         s = snapshot(stepper)
         over = f"the sync is {s.state}" if s.state in OVER else ""
         with self.parts.together():
-            self.head.value = head_html(s, stepper.link.pool._snapshot)
+            self.head.value = head_html(s, stepper.link.pool.snapshot)
             for part in (self.step, self.run, self.run_to, self.verify):
                 part.why = over or ("a step is being sent" if s.busy else "")
             self.pause.why = "" if s.busy else "nothing runs"

@@ -154,9 +154,9 @@ class FakeLink:
         snapshot = pb.PoolStatus(pool="p", replicas=[replica], sync="idle")
         self.pool = SimpleNamespace(
             name="p",
-            _snapshot=snapshot,
-            _take=lambda s: None,
-            _client=FakeClient(),
+            snapshot=snapshot,
+            renew=lambda s: None,
+            client=FakeClient(),
             status=lambda timeout: None,
         )
         self.checked: list[set[str]] = []

@@ -80,7 +80,7 @@ def test_a_click_that_waited_for_a_cell_is_not_obeyed(panel: LabPanel):
 
 def test_nothing_of_a_closed_pool_seems_to_live(pool: jv.Pool):
     snapshot = pb.PoolStatus()
-    snapshot.CopyFrom(pool._snapshot)
+    snapshot.CopyFrom(pool.snapshot)
     snapshot.replicas[0].stats.paused = True
     assert "paused" in pool_html(snapshot)
     snapshot.closed = True
@@ -296,7 +296,7 @@ def test_headers_tell_the_worst_truth(
     ready: int,
 ):
     snapshot = pb.PoolStatus()
-    snapshot.CopyFrom(pool._snapshot)
+    snapshot.CopyFrom(pool.snapshot)
     for name, value in change.items():
         setattr(
             snapshot.replicas[1].stats if name == "paused" else snapshot.replicas[1],
@@ -305,7 +305,7 @@ def test_headers_tell_the_worst_truth(
         )
     title = pool_title(snapshot)
     assert f'style="color:{TONES[tone]}">●</span> {words}' in title
-    pool._snapshot = snapshot
+    pool.snapshot = snapshot
     assert words in repr(pool)
     number, _, below = re.findall(r">([^<>]+)</(?:span|div)>", pool_headline(snapshot))[
         -3:
@@ -338,7 +338,7 @@ def test_without_widgets_a_card_follows_and_hints(
     until(lambda: shown[-1]["text/plain"].endswith("ready)"))
     assert "pip install ipywidgets" in shown[-1]["text/html"]
     check(shown[-1]["text/html"])
-    until(lambda: not second._listeners)
+    until(lambda: not second.listeners)
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_static_faces(
     client: jv.Lab, pool: jv.Pool, change: dict[str, Any], words: str
 ):
     snapshot = pb.PoolStatus()
-    snapshot.CopyFrom(pool._snapshot)
+    snapshot.CopyFrom(pool.snapshot)
     replica = snapshot.replicas[0]
     replica.pid = 987654
     for name, value in change.items():
@@ -369,7 +369,7 @@ def test_static_faces(
             else replica
         )
         setattr(owner, name, value)
-    pool._snapshot = snapshot
+    pool.snapshot = snapshot
     for face in (pool._repr_html_(), client._repr_html_()):
         check(face)
         assert words in face

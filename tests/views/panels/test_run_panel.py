@@ -317,7 +317,7 @@ def test_fifty_panels_leave_no_thread_and_no_comm(started: Any):
     run.stop().wait(30)
 
     fifty_leave_nothing(lambda: RunPanel(run))
-    assert not run._listeners
+    assert not run.listeners
 
 
 def test_the_best_and_the_worst_sample_of_the_last_step_are_there_to_read(started: Any):
