@@ -76,28 +76,6 @@ def open_cluster(
     return RayCluster(address, gateway, name)
 
 
-def from_slurm(kind: type[Lab], trainers: int | None, patience: float) -> Lab:
-    """See `Lab.from_slurm`."""
-    import time
-
-    from jvlab._errors import GatewayUnreachable
-    from jvlab.gateway.cluster._slurm_lab import JobNodes
-
-    nodes = JobNodes.of_job(trainers=trainers)
-    deadline = Deadline(check_timeout(patience, "patience"))
-    token, certificate = nodes.token(deadline.left())
-    while True:
-        try:
-            lab = kind.attach(nodes.address, token, tls_ca=certificate)
-            break
-        except GatewayUnreachable:  # it writes its files before it listens
-            if deadline.over:
-                raise
-            time.sleep(0.5)
-    lab.slurm = nodes
-    return lab
-
-
 class PoolTable(dict[str, Pool]):
     """What `lab.pools` returns: an unknown name is an error that lists the known ones."""
 
@@ -237,7 +215,6 @@ class Lab:
     ) -> None:
         from jvlab._names import check_name
         from jvlab.gateway import _launcher
-        from jvlab.gateway._serve import GatewayOptions
         from jvlab.wire import _security
 
         if name is not None:
@@ -310,8 +287,21 @@ class Lab:
         `lab.slurm` says which nodes train and which roll out; `lab.launch(model, replicas=lab.slurm.replicas)` uses
         the rollout processes that wait there. `patience`: seconds to wait for a gateway that is still starting.
         """
+        from jvlab.gateway.cluster._slurm_lab import JobNodes
 
-        return from_slurm(cls, trainers, patience)
+        nodes = JobNodes.of_job(trainers=trainers)
+        deadline = Deadline(check_timeout(patience, "patience"))
+        token, certificate = nodes.token(deadline.left())
+        while True:
+            try:
+                lab = cls.attach(nodes.address, token, tls_ca=certificate)
+                break
+            except GatewayUnreachable:  # it writes its files before it listens
+                if deadline.over:
+                    raise
+                time.sleep(0.5)
+        lab.slurm = nodes
+        return lab
 
     def write_token(self, path: str) -> None:
         """Write the lab's token to a file that only you can read, for `jvlab rollout --gateway ... --token-file`."""

@@ -17,7 +17,7 @@ from jvlab.gateway._routing import POLICIES
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire.processes._pool_spec import MAX_REPLICAS, MAX_TENSOR_PARALLEL
 
-# HTTP, client side: the fields of `launch(http=...)`, and a pool's URL.
+# Options as fields of a request.
 
 
 def launch_fields(http: bool | int) -> dict[str, Any]:
@@ -30,16 +30,6 @@ def launch_fields(http: bool | int) -> dict[str, Any]:
             remedy="True takes a free port",
         )
     return {"http": True, "http_port": http}
-
-
-def http_url(snapshot: pb.PoolStatus) -> str:
-    """Where the pool's HTTP front listens."""
-    if not snapshot.http_url:
-        raise ConfigError(
-            f"pool {snapshot.pool!r} serves no HTTP: it was launched without it, or is closed",
-            remedy="pool = lab.launch(..., http=True)",
-        )
-    return snapshot.http_url
 
 
 def check_routing(routing: str | None) -> None:

@@ -23,7 +23,6 @@ from jvlab._errors import (
     ControlError,
     DeadlineExceeded,
     JvlabError,
-    LaunchError,
     ReplicaLost,
     SamplingError,
     SyncError,
@@ -49,7 +48,6 @@ from jvlab.wire._limits import Asked, Limits
 from jvlab.wire._local_calls import LocalClient
 from jvlab.wire._pool_summary import waiting_for
 from jvlab.wire._sync_words import CHOICES
-from jvlab.wire.processes._device_memory import is_full, who_holds
 from jvlab.wire.processes._pool_spec import MAX_REPLICAS
 
 if TYPE_CHECKING:
@@ -274,15 +272,12 @@ class Pool:
         for replica in snapshot.replicas:
             if replica.state == pb.FAILED:
                 what = "died" if replica.HasField("facts") else "did not come up"
-                remedy = _prompts.launch_remedy(replica.cause, snapshot.model)
-                held = ""
-                if is_full(replica.cause) and not replica.elsewhere:
-                    held, remedy = who_holds(remedy)
-                raise LaunchError(
-                    f"{replica.replica} {what}: {replica.cause}{held}\n--- last log lines ---\n{replica.log_tail}",
-                    remedy=remedy,
-                    cause=replica.cause,
-                    log=replica.log_tail,
+                raise _prompts.launch_error(
+                    f"{replica.replica} {what}",
+                    replica.cause,
+                    snapshot.model,
+                    replica.log_tail,
+                    here=not replica.elsewhere,
                 )
         return all(
             replica.state == pb.READY
@@ -330,19 +325,23 @@ class Pool:
         """
         self._refuse_own_stepper("generate")
         _launch_settings.check_routing(routing)
-        least = _check_version(min_version)
+        least = 0  # the pool's current version
+        if min_version is not None:
+            remedy = "versions start with the first sync; leave it out for the pool's current one"
+            least = _prompts.check_whole(
+                "min_version", min_version, ConfigError, remedy
+            )
         adapter, sampling = _adapters.split(sampling)
-        if not isinstance(n, (int, np.integer)) or n < 1:
-            raise SamplingError(f"n must be a whole number of at least 1, not {n!r}")
+        n = _prompts.check_whole("n", n)
         given = _prompts.as_list(prompts)
         facts = self.facts(deadline)
-        self._check_limits(len(given), int(n))
+        self._check_limits(len(given), n)
         listed = [_prompts.to_message(i, p) for i, p in enumerate(given)]
         text = _prompts.check_sampling(sampling, facts.sampling_names, _vllm.RESERVED)
         return pb.GenerateStart(
             pool=self.name,
             prompts=listed,
-            n=int(n),
+            n=n,
             sampling_json=text,
             window=window,
             routing=routing or "",
@@ -600,14 +599,7 @@ class Pool:
         listed = _prompts.as_list(sequences)
         self.facts(deadline)
         self._check_limits(len(listed), 1)
-        if (
-            isinstance(top, bool)
-            or not isinstance(top, (int, np.integer))
-            or not 0 <= top < 2**31
-        ):
-            raise SamplingError(
-                f"top must be a whole number of at least 0, not {top!r}"
-            )
+        top = _prompts.check_whole("top", top, least=0, below=2**31)
         messages = [
             _prompts.to_message(i, self._tokens_of(i, p)) for i, p in enumerate(listed)
         ]
@@ -765,11 +757,8 @@ class Pool:
                 if adapter.name == name
             ]
             version = 1 + max(loaded, default=0)
-        elif isinstance(version, bool) or not isinstance(version, int) or version < 1:
-            raise ConfigError(
-                f"version must be a whole number of at least 1, not {version!r}",
-                remedy="or leave it out",
-            )
+        else:
+            _prompts.check_whole("version", version, ConfigError, "or leave it out")
         folder, ours = _adapters.folder_of(source, config)
         try:
             _adapters.check_folder(folder, self.model)
@@ -1077,7 +1066,12 @@ class Pool:
     @property
     def http_url(self) -> str:
         """Base URL of the pool's OpenAI API: `openai.OpenAI(base_url=pool.http_url, ...)`."""
-        return _launch_settings.http_url(self.snapshot)
+        if not self.snapshot.http_url:
+            raise ConfigError(
+                f"pool {self.name!r} serves no HTTP: it was launched without it, or is closed",
+                remedy="pool = lab.launch(..., http=True)",
+            )
+        return self.snapshot.http_url
 
     @property
     def http_token(self) -> str:
@@ -1128,18 +1122,6 @@ def _not_ready(snapshot: pb.PoolStatus) -> str:
         for r in late
     ]
     return "; ".join(words) or f"a replica of {snapshot.pool}"
-
-
-def _check_version(version: Any) -> int:
-    """The version as a request field; 0 stands for the pool's current one."""
-    if version is None:
-        return 0
-    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
-        raise ConfigError(
-            f"min_version must be a whole number of at least 1, not {version!r}",
-            remedy="versions start with the first sync; leave it out for the pool's current one",
-        )
-    return version
 
 
 def _stage_number(replica: pb.ReplicaStatus) -> int:

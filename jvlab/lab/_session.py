@@ -522,11 +522,9 @@ def open_sessions(
     pool: Pool, prompts: Any, n: int, routing: str | None, sampling: Mapping[str, Any]
 ) -> Sessions:
     """`n` sessions for each prompt; like samples, session k of a prompt uses seed + k."""
-    if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1:
-        raise SamplingError(f"n must be a whole number of at least 1, not {n!r}")
     made = []
     for index, prompt in enumerate(_prompts.as_list(prompts)):
-        for k in range(n):
+        for k in range(_prompts.check_whole("n", n)):
             own = dict(sampling)
             if own.get("seed") is not None:
                 own["seed"] = own["seed"] + k
