@@ -15,13 +15,14 @@ import pytest
 
 import jvlab as jv
 from jvlab.analysis.diagnose._bisect import bisect
+from jvlab.lab._lab import PoolTable
 from jvlab.lab._launch_settings import LaunchOptions
-from jvlab.lab._pool_table import PoolTable, check_connect, check_pool, replica_name
+from jvlab.sync._connections import check_options, check_pool
 from tests.trainer.fake_pool import fresh_params, logprobs_fn, world
 
 MODULES = ("errors", "models", "tasks", "transport")
 FAKE = SimpleNamespace(
-    name="demo", _snapshot=SimpleNamespace(replicas=[SimpleNamespace(replica="demo/0")])
+    name="demo", snapshot=SimpleNamespace(replicas=[SimpleNamespace(replica="demo/0")])
 )
 LINK = SimpleNamespace(sync=jv.Link.sync)
 PAIR = (fresh_params, logprobs_fn)
@@ -165,16 +166,20 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[jv.JvlabError], str]] = {
         "digits",
     ),
     "connect(None, pool)": (
-        lambda: check_connect(None, {}),
+        lambda: check_options(None, {}),
         jv.errors.ConfigError,
         "pytree",
     ),
     "connect(hots=)": (
-        lambda: check_connect({}, {"hots": ""}),
+        lambda: check_options({}, {"hots": ""}),
         jv.errors.ConfigError,
         "host, directory",
     ),
-    "pool.logs(7)": (lambda: replica_name(FAKE, 7), jv.errors.UnknownName, "demo/0"),
+    "pool.logs(7)": (
+        lambda: jv.Pool._replica_name(FAKE, 7),
+        jv.errors.UnknownName,
+        "demo/0",
+    ),
     "batch['text']": (
         lambda: jv.RolloutBatch([])["text"],
         jv.errors.ConfigError,

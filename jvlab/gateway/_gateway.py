@@ -191,9 +191,6 @@ class Gateway:
         except OSError as error:  # a TimeoutError is one too
             failed(str(error))
             return
-        # Stages and causes are read from the log: that of an earlier process of this name is moved away.
-        with contextlib.suppress(FileNotFoundError):
-            process.log.replace(process.log.with_name(process.log.name + ".old"))
         self.processes[replica] = process
         try:
             await process.start(

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import tempfile
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jvlab._deadline import Deadline
-from jvlab._errors import ConfigError, Unsupported
+from jvlab._errors import ConfigError
 from jvlab._names import check_name
 from jvlab.layout._checkpoint import (
     _header,
     checkpoint_tensors,
     read_config_file,
 )
-from jvlab.wire import jvlab_pb2 as pb
 
 if TYPE_CHECKING:
-    from jvlab.lab._pool import Pool
     from jvlab.layout._types import CheckpointTensor
 
 PREFIX = "base_model.model."  # of every tensor in PEFT's files
@@ -39,74 +34,7 @@ def split(sampling: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return "" if name is None else check_name("adapter", name), rest
 
 
-def load(
-    pool: Pool,
-    name: str,
-    source: Any,
-    config: Mapping[str, Any] | None,
-    version: int | None,
-    deadline: Deadline,
-) -> int:
-    """Load it on every replica and return its version; a folder written for an older version is removed."""
-    check_name("adapter", name)
-    if not pool._facts(deadline).max_adapters:
-        raise Unsupported(
-            f"{pool.name} was launched without LoRA",
-            remedy="launch(..., engine={'enable_lora': True, 'max_loras': 4, 'max_lora_rank': 16})",
-        )
-    if version is None:
-        version = 1 + max(
-            (loaded for other, loaded in _loaded(pool, deadline) if other == name),
-            default=0,
-        )
-    elif isinstance(version, bool) or not isinstance(version, int) or version < 1:
-        raise ConfigError(
-            f"version must be a whole number of at least 1, not {version!r}",
-            remedy="or leave it out",
-        )
-    folder, ours = _folder(source, config)
-    try:
-        check_shapes(_header(folder / FILE), pool.model)
-        adapter = pb.Adapter(name=name, version=version, path=str(folder))
-        pool._client.call(
-            "SetAdapter", pb.AdapterCall(pool=pool.name, adapter=adapter), deadline
-        )
-    except BaseException:
-        if ours:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-    _remove_folder(pool, name)
-    if ours:  # kept for replicas that join later; removed with this pool object
-        pool._adapter_folders[name] = weakref.finalize(
-            pool, shutil.rmtree, folder, ignore_errors=True
-        )
-    return version
-
-
-def unload(pool: Pool, name: str, deadline: Deadline) -> None:
-    """Unload it on every replica."""
-    check_name("adapter", name)
-    call = pb.AdapterCall(pool=pool.name, adapter=pb.Adapter(name=name), unload=True)
-    pool._client.call("SetAdapter", call, deadline)
-    _remove_folder(pool, name)
-
-
-def _loaded(pool: Pool, deadline: Deadline) -> list[tuple[str, int]]:
-    """Adapters and versions that the replicas have now."""
-    snapshot = pool._client.call("Status", pb.PoolRequest(pool=pool.name), deadline)
-    return [
-        (a.name, a.version)
-        for replica in snapshot.replicas
-        for a in replica.stats.adapters
-    ]
-
-
-def _remove_folder(pool: Pool, name: str) -> None:
-    if (end := pool._adapter_folders.pop(name, None)) is not None:
-        end()
-
-
-def _folder(source: Any, config: Mapping[str, Any] | None) -> tuple[Path, bool]:
+def folder_of(source: Any, config: Mapping[str, Any] | None) -> tuple[Path, bool]:
     """(the folder to load, whether we made it)."""
     if isinstance(source, Mapping):
         return write(source, config), True
@@ -122,6 +50,11 @@ def _folder(source: Any, config: Mapping[str, Any] | None) -> tuple[Path, bool]:
                 remedy="pass a folder in PEFT's format with safetensors, or a dict of tensors",
             )
     return path, False
+
+
+def check_folder(folder: Path, model: str) -> None:
+    """See `check_shapes`, for the tensors of a folder."""
+    check_shapes(_header(folder / FILE), model)
 
 
 def check_shapes(tensors: Sequence[CheckpointTensor], model: str) -> None:

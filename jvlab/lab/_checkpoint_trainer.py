@@ -28,7 +28,6 @@ from jvlab.wire.processes._pipe import read_secret
 
 # the first match; else 500
 STATUS = ((ConfigError, 400), (LayoutError, 422), (NonFiniteError, 422))
-BUCKET_MIB = 16.0
 OPTIONS = (
     "version",
     "mode",
@@ -95,38 +94,27 @@ class Updater:
 
     def __init__(self, address: str, token: str, pool: str) -> None:
         from jvlab.lab._pool import Pool
+        from jvlab.sync._connections import Connections
         from jvlab.wire import jvlab_pb2 as pb
         from jvlab.wire._client import Client
 
         self._client = Client(address, token)
-        self._version: str = self._client.call("Describe", pb.DescribeRequest()).version
         self._pool = Pool(
             self._client, self._client.call("Status", pb.PoolRequest(pool=pool))
         )
-        self._agreements: dict[Any, Any] = {}
+        self._connections = Connections()
 
     def update(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Sync the checkpoint at `fields["path"]`."""
-        from jvlab.sync import _connect
-        from jvlab.sync._link import Link
-
         tensors = read_checkpoint(fields["path"])
         self._pool.status()  # replicas may have joined since
-        agreed = _connect.negotiate(
+        options = {name: fields[name] for name in OPTIONS if name in fields}
+        link = self._connections.connect(
             tensors,
             self._pool,
             "checkpoint",
             fields.get("transport", "auto"),
-            BUCKET_MIB,
-            {},
-            self._agreements,
-            self._version,
-            same_host=True,
-        )
-        _connect.check_meaning(agreed, tensors, self._pool, "auto", None, None)
-        options = {name: fields[name] for name in OPTIONS if name in fields}
-        link = Link(
-            self._pool, agreed, options.get("mode", "direct"), None, lambda _: None
+            options.get("mode", "direct"),
         )
         try:
             return _reply(link.sync(tensors, progress=False, **options))

@@ -155,7 +155,7 @@ def check(
             remedy="leave them out for the defaults",
         )
     deadline = Deadline.of(timeout)
-    facts = pool._facts(deadline)
+    facts = pool.facts(deadline)
     listed = (
         _prompts.as_list(prompts)
         if prompts is not None
@@ -168,7 +168,7 @@ def check(
         **sampling,
         "max_tokens": max_tokens,
     }
-    replicas = [r.replica for r in pool._snapshot.replicas if r.state == pb.READY]
+    replicas = [r.replica for r in pool.snapshot.replicas if r.state == pb.READY]
     alone = [[i] for i in range(len(listed))]
     run = lambda home, groups: _run(pool, home, listed, groups, chosen, deadline)
     reference = run(replicas[0], alone)
@@ -177,7 +177,7 @@ def check(
         cases.append(compare(name, reference, run(home, groups)))
     versions = {v for sample in reference for v in sample.versions.tolist()}
     scored = _scored(pool, reference, deadline) if comparable(chosen) else None
-    device = pool._snapshot.device
+    device = pool.snapshot.device
     why = causes(device, facts, cases, scored)
     return DeterminismReport(
         tuple(cases),
@@ -298,9 +298,9 @@ def _run(
     found: dict[int, Sample] = {}
     for group in groups:
         chosen = [prompts[i] for i in group]
-        start = pool._start(chosen, 1, 0, sampling, deadline=deadline)
-        start.home = home
-        batch = pool._client.loop.run(pool._collect(start, chosen, False, deadline))
+        batch = pool.generate(
+            chosen, replica=home, progress=False, timeout=deadline, **sampling
+        )
         found |= dict(zip(group, batch, strict=True))
     return [found[i] for i in range(len(prompts))]
 

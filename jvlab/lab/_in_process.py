@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from jvlab._errors import ConfigError, JvlabError, LaunchError, Unsupported
+from jvlab._errors import ConfigError, JvlabError, Unsupported
 from jvlab._names import check_name
 from jvlab._progress import Progress
 from jvlab.engine import _defaults, _vllm_versions
@@ -35,7 +35,6 @@ from jvlab.lab import _prompts
 from jvlab.lab._launch_settings import LaunchOptions
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._local_calls import LocalClient, LocalStub
-from jvlab.wire.processes._device_memory import is_full, who_holds
 
 if TYPE_CHECKING:
     from jvlab.engine._engine import Engine
@@ -283,18 +282,8 @@ def _start(
         if isinstance(error, JvlabError) or not isinstance(error, Exception):
             raise
         cause = f"{type(error).__name__}: {error}"
-        remedy = _prompts.launch_remedy(cause, host.spec.model)
-        if "pool.logs" in remedy:  # an in-process engine has no log
-            remedy = "env={'VLLM_LOGGING_LEVEL': 'INFO'} makes vLLM log more"
-        held = ""
-        if is_full(cause):
-            held, remedy = who_holds(remedy)
-        raise LaunchError(
-            f"the engine did not start in this process: {cause}{held}",
-            remedy=remedy,
-            cause=cause,
-            log="",
-        ) from error
+        what = "the engine did not start in this process"
+        raise _prompts.launch_error(what, cause, host.spec.model) from error
     for replica in snapshot.replicas:
         if replica.facts.vllm_warning:
             warnings.warn(replica.facts.vllm_warning, stacklevel=4)

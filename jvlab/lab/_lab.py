@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
-import os
 import time
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jvlab import _faces
@@ -17,25 +15,32 @@ from jvlab._errors import (
     DeadlineExceeded,
     GatewayUnreachable,
     LabNotFound,
+    UnknownName,
 )
 from jvlab._names import own_name
 from jvlab._tracebacks import brief
 from jvlab.gateway._serve import GatewayOptions
 from jvlab.lab import _script_end
+from jvlab.lab._launch_settings import LaunchArguments, LaunchOptions, shows_options
+from jvlab.lab._pool import Pool
 from jvlab.record._calls import calls_of
+from jvlab.sync._connections import Connections, ConnectOptions, check_pool
 from jvlab.trainer._run import _runs
+from jvlab.wire import jvlab_pb2 as pb
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
     from matplotlib.figure import Figure
 
     from jvlab.gateway.cluster._ray import RayCluster
-    from jvlab.lab._pool import Pool
     from jvlab.record._record import Record
     from jvlab.sync._link import Link
     from jvlab.views._cards import ProcessRow
     from jvlab.views.panels._live import Panel
     from jvlab.views.panels._timeline_panel import Timeline
     from jvlab.wire import jvlab_pb2 as pb
+    from jvlab.wire._client import Client
     from jvlab.wire.processes._labs import LabInfo
 
 
@@ -73,26 +78,16 @@ def open_cluster(
     return RayCluster(address, gateway, name)
 
 
-def from_slurm(kind: type[Lab], trainers: int | None, patience: float) -> Lab:
-    """See `Lab.from_slurm`."""
-    import time
+class PoolTable(dict[str, Pool]):
+    """What `lab.pools` returns: an unknown name is an error that lists the known ones."""
 
-    from jvlab._errors import GatewayUnreachable
-    from jvlab.gateway.cluster._slurm import JobNodes
-
-    nodes = JobNodes.of_job(trainers=trainers)
-    deadline = Deadline(check_timeout(patience, "patience"))
-    token, certificate = nodes.token(deadline.left())
-    while True:
-        try:
-            lab = kind.attach(nodes.address, token, tls_ca=certificate)
-            break
-        except GatewayUnreachable:  # it writes its files before it listens
-            if deadline.over:
-                raise
-            time.sleep(0.5)
-    lab.slurm = nodes
-    return lab
+    def __missing__(self, name: object) -> Pool:
+        raise UnknownName.of(
+            "open pool of this lab",
+            name,
+            self,
+            'lab.launch(model, name="...") starts one',
+        )
 
 
 # `lab.plot` and `lab.timeline()`: figures of the lab's last run, or of a given one.
@@ -105,8 +100,8 @@ class LabPlots:
     `timeline` without any run shows what was generated, scored and synced.
     """
 
-    def __init__(self, lab: Lab) -> None:
-        self._client = lab._client
+    def __init__(self, client: Client) -> None:
+        self._client = client
 
     def _record(self, run: Any) -> Record:
         from jvlab.record._record import Record
@@ -212,7 +207,6 @@ class Lab:
     ) -> None:
         from jvlab._names import check_name
         from jvlab.gateway import _launcher
-        from jvlab.gateway._serve import GatewayOptions
         from jvlab.wire import _security
 
         if name is not None:
@@ -285,8 +279,21 @@ class Lab:
         `lab.slurm` says which nodes train and which roll out; `lab.launch(model, replicas=lab.slurm.replicas)` uses
         the rollout processes that wait there. `patience`: seconds to wait for a gateway that is still starting.
         """
+        from jvlab.gateway.cluster._slurm import JobNodes
 
-        return from_slurm(cls, trainers, patience)
+        nodes = JobNodes.of_job(trainers=trainers)
+        deadline = Deadline(check_timeout(patience, "patience"))
+        token, certificate = nodes.token(deadline.left())
+        while True:
+            try:
+                lab = cls.attach(nodes.address, token, tls_ca=certificate)
+                break
+            except GatewayUnreachable:  # it writes its files before it listens
+                if deadline.over:
+                    raise
+                time.sleep(0.5)
+        lab.slurm = nodes
+        return lab
 
     def write_token(self, path: str) -> None:
         """Write the lab's token to a file that only you can read, for `jvlab rollout --gateway ... --token-file`."""
@@ -301,7 +308,6 @@ class Lab:
         tls_ca: str | None,
         deadline: Deadline | None = None,
     ) -> None:
-        from jvlab.wire import jvlab_pb2 as pb
         from jvlab.wire._channels import host_of
         from jvlab.wire._client import Client
         from jvlab.wire._security import is_loopback
@@ -311,12 +317,12 @@ class Lab:
         self._token = token
         self._holder = own_name()
         self._closed = self._detached = False
-        self._client = Client(address, token, tls_ca)
+        self.client = Client(address, token, tls_ca)
         deadline = deadline or Deadline(JOIN_SECONDS)
         try:
-            status = self._client.call("Describe", pb.DescribeRequest(), deadline)
+            status = self.client.call("Describe", pb.DescribeRequest(), deadline)
         except BaseException:
-            self._client.close()
+            self.client.close()
             raise
         self.name: str = status.lab
         # An address that is not on loopback is one for others too; that of a gateway on "0.0.0.0" would say less.
@@ -325,15 +331,15 @@ class Lab:
         self.metrics_url: str | None = status.metrics_url or None
         self._gateway = Identity(status.pid, status.host, status.started)
         self._is_local = self._gateway.process() is not None
-        self._client.gone = lambda: self._is_local and self._gateway.process() is None
-        self._pools: dict[str, Pool] = {}
-        self._links: list[Link] = []
-        self._agreements: dict[Any, Any] = {}  # cached plans of earlier connects
-        self._holding = self._client.loop.submit(self._hold())
+        self.client.gone = lambda: self._is_local and self._gateway.process() is None
+        # those that this process knows of, without asking the gateway
+        self.known_pools: dict[str, Pool] = {}
+        self._connections = Connections()
+        self._holding = self.client.loop.submit(self._hold())
         try:
-            self._client.loop.run(self._wait_held(deadline))
+            self.client.loop.run(self._wait_held(deadline))
         except BaseException:
-            self._client.close()
+            self.client.close()
             raise
         _script_end.open_labs.add(self)
 
@@ -350,17 +356,13 @@ class Lab:
             await asyncio.sleep(0.01)
 
     async def _hold(self) -> None:
-        from jvlab.wire import jvlab_pb2 as pb
-
         request = pb.HoldRequest(holder=self._holder)
-        metadata = self._client.metadata
+        metadata = self.client.metadata
         # without an end of its own: this process may be stopped, or short of the GIL, when it had to be renewed
-        open_stream = lambda: self._client.stub.Hold(
+        open_stream = lambda: self.client.stub.Hold(
             request, timeout=LONGEST, metadata=metadata
         )
-        await self._client.follow(
-            open_stream, lambda _: setattr(self, "_is_held", True)
-        )
+        await self.client.follow(open_stream, lambda _: setattr(self, "_is_held", True))
 
     @property
     def _starts_here(self) -> bool:
@@ -369,26 +371,9 @@ class Lab:
 
     # Pools --------------------------------------------------------------------------------------------------------
 
+    @shows_options(LaunchOptions)
     @brief
-    def launch(
-        self,
-        model: str,
-        *,
-        replicas: int = 1,
-        tensor_parallel: int = 1,
-        load: str = "auto",
-        device: str = "auto",
-        engine: dict[str, Any] | None = None,
-        env: dict[str, str] | None = None,
-        name: str | None = None,
-        colocate: bool = False,
-        routing: str = "least",
-        deterministic: bool = False,
-        speculative: dict[str, Any] | None = None,
-        http: bool | int = False,
-        place: str | dict[str, Any] | None = None,
-        limits: Mapping[str, int | None] | None = None,
-    ) -> Pool:
+    def launch(self, model: str, **options: Unpack[LaunchArguments]) -> Pool:
         """Start a pool of vLLM replicas and return at once; `pool.wait()` waits and shows progress.
 
         model            local path or hub id
@@ -417,40 +402,24 @@ class Lab:
                          `pool.score(batch).gap(batch)`: with vLLM 0.32.0 on a CPU, sampled log-probabilities differed
         """
         from jvlab.engine import _cpu
-        from jvlab.lab._launch_settings import LaunchOptions
-        from jvlab.lab._pool import Pool
 
-        options = LaunchOptions(
-            model=model,
-            replicas=replicas,
-            tensor_parallel=tensor_parallel,
-            load=load,
-            device=device,
-            engine=engine,
-            env=env,
-            name=name,
-            colocate=colocate,
-            routing=routing,
-            deterministic=deterministic,
-            speculative=speculative,
-            http=http,
-            place=place,
-            limits=limits,
-        )
-        options.check_counts()
-        order = options.request()
-        if order.device == "cpu" and place in (None, "local") and self._starts_here:
+        asked = LaunchOptions.of("lab.launch", model, options)
+        asked.check_counts()
+        order = asked.request()
+        here = asked.place in (None, "local") and self._starts_here
+        if order.device == "cpu" and here:
             # now, not when a process has started
-            _cpu.check_dtype(options.engine or {})
-        pool = Pool(self._client, self._client.call("Launch", order))
-        pool.colocated = colocate
+            _cpu.check_dtype(asked.engine or {})
+        pool = Pool(self.client, self.client.call("Launch", order))
+        pool.colocated = asked.colocate
         # closed, or the name would not have been free
-        if before := self._pools.get(pool.name):
-            before._forget("it was closed, and another pool has its name")
+        if before := self.known_pools.get(pool.name):
+            before.forget("it was closed, and another pool has its name")
         self._drop_closed()
-        self._pools[pool.name] = pool
+        self.known_pools[pool.name] = pool
         return pool
 
+    @shows_options(Connections.connect)
     @brief
     def connect(
         self,
@@ -459,14 +428,7 @@ class Lab:
         rules: Any = "auto",
         transport: str = "auto",
         mode: str = "direct",
-        *,
-        bucket_mib: float = 16.0,
-        faults: Callable[[Any], Any] | None = None,
-        nonfinite: str = "refuse",
-        checkpoint: str | os.PathLike[str] | None = None,
-        meaning: str = "auto",
-        timeout: float = 900.0,
-        **options: Any,
+        **options: Unpack[ConnectOptions],
     ) -> Link:
         """Connect a tree of parameters to a pool: `link.sync(params)` then writes them into the engines.
 
@@ -497,96 +459,56 @@ class Lab:
         A PyTorch trainer passes `model.state_dict()`, DTensors of FSDP2 included. If the arrays span several processes
         (`jax.distributed`, `torch.distributed`), each attaches to the lab and calls connect and sync.
         """
-        from jvlab.lab import _scaling
-        from jvlab.lab._pool_table import check_connect, check_owner, check_pool
-        from jvlab.layout._tree import flatten
-        from jvlab.sync import _connect
-        from jvlab.sync._link import Link
-        from jvlab.sync._meaning import unpack
-        from jvlab.sync._team import together
-        from jvlab.wire import jvlab_pb2 as pb
-
-        deadline = Deadline.of(timeout)
         check_pool(pool, "lab.connect(params, pool)")
-        check_owner(pool, self)
-        check_connect(params, options)
-        params, scorer = unpack(params)
-        gateway = self._client.call("Describe", pb.DescribeRequest(), deadline)
-        near = _scaling.on_this_host(pool, gateway.host)
-        options = options if near else _scaling.reachable(options, self.address)
-        with together(self._client, flatten(params).arrays, pool.name) as team:
-            agreed = _connect.negotiate(
-                params,
-                pool,
-                rules,
-                transport,
-                bucket_mib,
-                options,
-                self._agreements,
-                gateway.version,
-                same_host=near,
-                alone=team is None,
-                deadline=deadline,
+        self._check_owner(pool)
+        return self._connections.connect(
+            params, pool, rules, transport, mode, **options
+        )
+
+    def _check_owner(self, pool: Pool) -> None:
+        """Raise if the pool is not one of this lab's: its engines take orders from another gateway."""
+        if pool.one_process:
+            raise ConfigError(
+                f"pool {pool.name!r} is in this process, and in no lab",
+                remedy="link = pool.connect(params)",
             )
-            _connect.check_meaning(agreed, params, pool, meaning, checkpoint, scorer)
-            if team is not None:
-                team.agree(agreed)
-            for link in self._links:
-                if (
-                    faults is None
-                    and team is None
-                    and link.matches(pool, agreed, mode, nonfinite)
-                ):
-                    link.remembered.take(params)
-                    return link
-            for link in [link for link in self._links if link.pool is pool]:
-                link.close()  # replaced by the new one
-            link = Link(
-                pool,
-                agreed,
-                mode,
-                faults,
-                self._links.remove,
-                team,
-                nonfinite,
-                deadline,
-            )
-            link.remembered.take(params)
-        self._links.append(link)
-        return link
+        # perhaps of another Lab object: attach() makes one
+        if pool.client.address == self.client.address:
+            return
+        owner = next(
+            (lab.name for lab in _script_end.open_labs if lab.client is pool.client),
+            "one that was closed",
+        )
+        raise ConfigError(
+            f"pool {pool.name!r} is not of this lab, {self.name}, but of {owner}",
+            remedy="call connect of the lab that launched the pool, or launch a pool in this one",
+        )
 
     @property
     def pools(self) -> dict[str, Pool]:
         """The open pools of this lab by name, including those that earlier holders launched."""
-        from jvlab.lab._pool_table import PoolTable
-        from jvlab.wire import jvlab_pb2 as pb
+        self.update_pools(self.client.call("Describe", pb.DescribeRequest()))
+        return PoolTable(self.known_pools)
 
-        self._update_pools(self._client.call("Describe", pb.DescribeRequest()))
-        return PoolTable(self._pools)
-
-    def _update_pools(self, status: Any) -> None:
+    def update_pools(self, status: Any) -> None:
         """Add the gateway's pools that are new to this process, and remove closed ones."""
-        from jvlab.lab._pool import Pool
-
         self._drop_closed()  # another may have the name of one
         for snapshot in status.pools:
             if snapshot.closed:
-                self._pools.pop(snapshot.pool, None)
-            elif snapshot.pool not in self._pools:
-                self._pools[snapshot.pool] = Pool(self._client, snapshot)
+                self.known_pools.pop(snapshot.pool, None)
+            elif snapshot.pool not in self.known_pools:
+                self.known_pools[snapshot.pool] = Pool(self.client, snapshot)
 
     def _drop_closed(self) -> None:
-        for name, pool in list(self._pools.items()):
-            if pool._snapshot.closed:
-                self._pools.pop(name, None)
+        for name, pool in list(self.known_pools.items()):
+            if pool.snapshot.closed:
+                self.known_pools.pop(name, None)
 
     def status(self) -> dict[str, Any]:
         """One snapshot: holders, lease, pools and their replicas."""
         from google.protobuf.json_format import MessageToDict
 
-        from jvlab.wire import jvlab_pb2 as pb
-
-        reply = self._client.call("Describe", pb.DescribeRequest())
+        reply = self.client.call("Describe", pb.DescribeRequest())
         return MessageToDict(
             reply,
             preserving_proto_field_name=True,
@@ -601,14 +523,9 @@ class Lab:
 
     def look(self, seconds: float) -> pb.LabStatus:
         """What the gateway says now, within a time; for displays. New pools are known from then on."""
-        status = self._client.describe(seconds)
-        self._update_pools(status)
+        status = self.client.describe(seconds)
+        self.update_pools(status)
         return status
-
-    @property
-    def known_pools(self) -> dict[str, Pool]:
-        """The pools that this process knows of, without asking the gateway."""
-        return self._pools
 
     @property
     def closed(self) -> bool:
@@ -621,7 +538,7 @@ class Lab:
     def plot(self) -> LabPlots:
         """Figures of the last run in this lab: `lab.plot.staleness()`, `.throughput()`, `.run()`."""
 
-        return LabPlots(self)
+        return LabPlots(self.client)
 
     def timeline(self, run: Any = None, **options: Any) -> Any:
         """Which process was busy when, and which version each sample used, in the last run or the given one.
@@ -635,19 +552,16 @@ class Lab:
 
     def detach(self) -> None:
         """Leave the lab running without a lease; `jv.Lab.attach()` rejoins it, `close()` ends it."""
-        from jvlab.wire import jvlab_pb2 as pb
-
         if self._closed:
             return
         if self._cluster is not None:
             self._cluster.check_detach()
-        self._client.call("Detach", pb.DetachRequest())
+        self.client.call("Detach", pb.DetachRequest())
         self._detached = True
         self._leave()
 
     def close(self, timeout: float = 30.0) -> None:
         """End every pool and the gateway; what has not ended within the timeout is killed."""
-        from jvlab.wire import jvlab_pb2 as pb
         from jvlab.wire.processes._labs import kill_tree
 
         deadline = Deadline.of(timeout)
@@ -655,7 +569,7 @@ class Lab:
             return
         try:
             # half of the time: a gateway that does not reply must be killed, which takes time too
-            self._client.call(
+            self.client.call(
                 "Close",
                 pb.CloseRequest(reason="close() was called"),
                 min(deadline.seconds / 2, 5.0),
@@ -675,12 +589,11 @@ class Lab:
 
     def _leave(self) -> None:
         self._closed = True
-        for link in list(self._links):
-            link.close()
+        self._connections.close()
         # a panel's thread may add a pool in the meantime
-        for pool in list(self._pools.values()):
-            pool._forget("the lab was closed or left")
-        self._client.close()
+        for pool in list(self.known_pools.values()):
+            pool.forget("the lab was closed or left")
+        self.client.close()
         _script_end.open_labs.discard(self)
         _faces.draw(self, "end")
 
@@ -698,7 +611,7 @@ class Lab:
 
     def __repr__(self) -> str:
         state = "detached" if self._detached else "closed" if self._closed else "open"
-        return f"Lab({state}, {len(self._pools)} pool{'s' if len(self._pools) != 1 else ''})"
+        return f"Lab({state}, {len(self.known_pools)} pool{'s' if len(self.known_pools) != 1 else ''})"
 
     def _repr_html_(self) -> str:
         return _faces.draw(self, "html")

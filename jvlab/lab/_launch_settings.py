@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, TypeVar
 
-from jvlab._errors import ConfigError, Unsupported
+from jvlab._errors import ConfigError, UnknownName, Unsupported
 from jvlab._names import check_name
+from jvlab.gateway._routing import POLICIES
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire.processes._pool_spec import MAX_REPLICAS, MAX_TENSOR_PARALLEL
 
-# HTTP, client side: the fields of `launch(http=...)`, and a pool's URL.
+# Options as fields of a request.
 
 
 def launch_fields(http: bool | int) -> dict[str, Any]:
@@ -30,14 +32,30 @@ def launch_fields(http: bool | int) -> dict[str, Any]:
     return {"http": True, "http_port": http}
 
 
-def http_url(snapshot: pb.PoolStatus) -> str:
-    """Where the pool's HTTP front listens."""
-    if not snapshot.http_url:
+def check_routing(routing: str | None) -> None:
+    if routing is not None and routing not in POLICIES:
+        names = ", ".join(map(repr, POLICIES))
         raise ConfigError(
-            f"pool {snapshot.pool!r} serves no HTTP: it was launched without it, or is closed",
-            remedy="pool = lab.launch(..., http=True)",
+            f"routing={routing!r} is not known",
+            remedy=f"one of {names}",
+            routing=routing,
         )
-    return snapshot.http_url
+
+
+def place_fields(place: str | dict[str, Any] | None) -> dict[str, Any]:
+    """`launch(place=...)` as request fields."""
+    if place is None:
+        return {}
+    if isinstance(place, str):
+        if place not in ("local", "join"):
+            raise ConfigError(
+                f"place={place!r} is not known",
+                remedy='"local", "join", or on Ray {"cpus": 1, "gpus": 1, "nodes": [address, ...]}',
+            )
+        return {"place": place}
+    from jvlab.gateway.cluster._ray_replica import Resources
+
+    return {"place": "ray", "place_json": Resources.of(place).to_json()}
 
 
 # Trainer and engine on one GPU: how its memory is divided.
@@ -155,9 +173,49 @@ class EngineSettings:
     limits: dict[str, int]
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def shows_options(source: Callable[..., Any]) -> Callable[[F], F]:
+    """For `help` and completion: a signature with the options of `source` in place of **options."""
+
+    def decorate(function: F) -> F:
+        own = inspect.signature(function)
+        shown = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        named = [p.name for p in shown]
+        shown += [
+            p
+            for p in inspect.signature(source).parameters.values()
+            if p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) and p.name not in named
+        ]
+        function.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+class LaunchArguments(TypedDict, total=False):
+    """The options of `lab.launch` and `Pool.in_process`, for type checkers and editors: those of `LaunchOptions`."""
+
+    replicas: int
+    tensor_parallel: int
+    load: str
+    device: str
+    engine: dict[str, Any] | None
+    env: dict[str, str] | None
+    name: str | None
+    colocate: bool
+    routing: str
+    deterministic: bool
+    speculative: dict[str, Any] | None
+    http: bool | int
+    place: str | dict[str, Any] | None
+    limits: Mapping[str, int | None] | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """The arguments of `Lab.launch`, which documents them, and of `Pool.in_process`."""
+    """The arguments of `lab.launch`, which documents them, and of `Pool.in_process`."""
 
     model: str
     replicas: int = 1
@@ -174,6 +232,20 @@ class LaunchOptions:
     http: bool | int = False
     place: str | dict[str, Any] | None = None
     limits: Mapping[str, int | None] | None = None
+
+    @classmethod
+    def of(cls, call: str, model: str, options: Mapping[str, Any]) -> LaunchOptions:
+        """From the arguments of a call; one that does not exist is an error that names one that does."""
+        known = LaunchArguments.__annotations__
+        for name in options:
+            if name not in known:
+                raise UnknownName.of(
+                    f"option of {call}",
+                    name,
+                    known,
+                    "help(jv.Lab.launch) explains them",
+                )
+        return cls(model=model, **options)
 
     def check_counts(self) -> None:
         """Raise ConfigError for an invalid name or number of processes."""
@@ -203,13 +275,13 @@ class LaunchOptions:
 
     def settings(self) -> EngineSettings:
         """The settings; raises `ConfigError` if invalid. With `colocate`, also limits this process's GPU memory."""
-        from jvlab.lab import _determinism, _scaling
+        from jvlab.lab import _determinism
         from jvlab.trainer import models
         from jvlab.wire import _limits
 
         if self.load not in ("auto", "dummy"):
             raise ConfigError(f"load must be 'auto' or 'dummy', not {self.load!r}")
-        _scaling.check_routing(self.routing)
+        check_routing(self.routing)
         bounds = _limits.check_given(self.limits)
         path = models.resolve(self.model)
         device = resolve_device(self.device)
@@ -257,8 +329,6 @@ class LaunchOptions:
 
     def request(self) -> pb.LaunchRequest:
         """The request to the gateway; its pool name is empty if none was given."""
-        from jvlab.lab import _scaling
-
         chosen = self.settings()
         try:
             engine_json = json.dumps(chosen.engine)
@@ -278,7 +348,7 @@ class LaunchOptions:
             env_json=env_json,
             routing=self.routing,
             **launch_fields(self.http),
-            **_scaling.place_fields(self.place),
+            **place_fields(self.place),
             limits_json=json.dumps(chosen.limits),
         )
 

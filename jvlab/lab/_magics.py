@@ -117,7 +117,7 @@ class JvMagics(Magics):
             pools = [
                 pool
                 for lab in self._every("Lab").values()
-                for pool in lab._pools.values()
+                for pool in lab.known_pools.values()
             ]
             if len(pools) == 1:
                 return pools[0]
@@ -144,7 +144,7 @@ class JvMagics(Magics):
                 remedy="lab = jv.Lab()",
             )
         for pool in pools.values():
-            if not pool._snapshot.closed:
+            if not pool.snapshot.closed:
                 pool.status()  # refreshes the snapshot that is shown below
         found = {**labs, **pools, **links}
         text = "\n".join(f"{name}: {value!r}" for name, value in found.items())
@@ -222,7 +222,7 @@ class JvMagics(Magics):
         facts = [
             r.facts
             for pool in pools.values()
-            for r in pool._snapshot.replicas
+            for r in pool.snapshot.replicas
             if r.HasField("facts")
         ]
         known = sorted(

@@ -12,11 +12,18 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from jvlab._errors import MissingDependency, ModelError, SamplingError
+from jvlab._errors import (
+    JvlabError,
+    LaunchError,
+    MissingDependency,
+    ModelError,
+    SamplingError,
+)
 from jvlab.layout._checkpoint import read_config, unnamed_routers
 from jvlab.record._batch import Scores
 from jvlab.record._sample import Sample
 from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire.processes._device_memory import is_full, who_holds
 
 # Decodes replies into the objects that users get.
 
@@ -90,6 +97,41 @@ def to_scores(ordered: Sequence[pb.Scored], request: pb.ScoreCall) -> Scores:
     )
 
 
+SEE_LOG = "the log lines above say more; pool.logs() shows all of them"
+
+
+def check_whole(
+    what: str,
+    value: Any,
+    error: type[JvlabError] = SamplingError,
+    remedy: str = "",
+    least: int = 1,
+    below: float = float("inf"),
+) -> int:
+    """The value as an int; raises this error if it is no whole number from `least` up."""
+    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not whole or not least <= value < below:
+        text = f"{what} must be a whole number of at least {least}, not {value!r}"
+        raise error(text, remedy=remedy)
+    return int(value)
+
+
+def launch_error(
+    what: str, cause: str, model: str, log: str = "", here: bool = True
+) -> LaunchError:
+    """The error for an engine that did not start, or died. `here`: on this machine, whose GPU may be full."""
+    remedy = launch_remedy(cause, model)
+    if not log and remedy == SEE_LOG:  # an engine in this process has none
+        remedy = "env={'VLLM_LOGGING_LEVEL': 'INFO'} makes vLLM log more"
+    held = ""
+    if here and is_full(cause):
+        held, remedy = who_holds(remedy)
+    lines = f"\n--- last log lines ---\n{log}" if log else ""
+    return LaunchError(
+        f"{what}: {cause}{held}{lines}", remedy=remedy, cause=cause, log=log
+    )
+
+
 def launch_remedy(cause: str, model: str = "") -> str:
     """What to do about an engine that did not start; `model`: its folder, if it is one."""
     low = cause.lower()
@@ -119,7 +161,7 @@ def launch_remedy(cause: str, model: str = "") -> str:
         or "config" in low
     ):
         return "is it a model folder with config.json and an architecture that vLLM supports?"
-    return "the log lines above say more; pool.logs() shows all of them"
+    return SEE_LOG
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ def _held_by_others(lab: Lab) -> bool:
     from jvlab.wire import jvlab_pb2 as pb
 
     with contextlib.suppress(JvlabError):
-        holders = lab._client.call(
+        holders = lab.client.call(
             "Describe", pb.DescribeRequest(), DESCRIBE_SECONDS
         ).holders
         return any(holder != lab._holder for holder in holders)

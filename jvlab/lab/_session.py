@@ -215,7 +215,7 @@ class Session:
         """
         deadline = Deadline.of(timeout)
         request = self._request(max_tokens, sampling, deadline)
-        return self.pool._client.loop.run(_told_turns([self], [request], deadline))[0]
+        return self.pool.client.loop.run(_told_turns([self], [request], deadline))[0]
 
     async def agenerate(
         self, max_tokens: int | None = None, *, timeout: float = 3600.0, **sampling: Any
@@ -223,7 +223,7 @@ class Session:
         """`generate`, awaited."""
         deadline = Deadline.of(timeout)
         request = await asyncio.to_thread(self._request, max_tokens, sampling, deadline)
-        return await self.pool._client.loop.arun(self._run_turn(request, deadline))
+        return await self.pool.client.loop.arun(self._run_turn(request, deadline))
 
     def _request(
         self, max_tokens: int | None, sampling: Mapping[str, Any], deadline: Deadline
@@ -238,9 +238,13 @@ class Session:
         new = list(self._pending)
         prompt = _prompts.Joined((first, *new)) if new else first
         start = self.pool._start(
-            [prompt], 1, 0, chosen, self._routing, deadline=deadline
+            [prompt],
+            1,
+            chosen,
+            deadline=deadline,
+            routing=self._routing,
+            home=self.replica or "",
         )
-        start.home = self.replica or ""
         return start, len(new)
 
     async def _run_turn(
@@ -298,7 +302,7 @@ class Session:
     @property
     def logprobs_mode(self) -> Literal["processed_logprobs", "raw_logprobs"]:
         """How the pool's engines report log-probabilities."""
-        return _prompts.logprobs_mode(self.pool._snapshot)
+        return _prompts.logprobs_mode(self.pool.snapshot)
 
     @property
     def replica(self) -> str | None:
@@ -445,7 +449,7 @@ class Sessions(Sequence[Session]):
         requests = [s._request(max_tokens, sampling, deadline) for s in chosen]
         if not chosen:
             return []
-        return chosen[0].pool._client.loop.run(_told_turns(chosen, requests, deadline))
+        return chosen[0].pool.client.loop.run(_told_turns(chosen, requests, deadline))
 
     async def agenerate(
         self,
@@ -463,7 +467,7 @@ class Sessions(Sequence[Session]):
         )
         if not chosen:
             return []
-        return await chosen[0].pool._client.loop.arun(
+        return await chosen[0].pool.client.loop.arun(
             _all_turns(chosen, requests, deadline)
         )
 
@@ -515,11 +519,9 @@ def open_sessions(
     pool: Pool, prompts: Any, n: int, routing: str | None, sampling: Mapping[str, Any]
 ) -> Sessions:
     """`n` sessions for each prompt; like samples, session k of a prompt uses seed + k."""
-    if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1:
-        raise SamplingError(f"n must be a whole number of at least 1, not {n!r}")
     made = []
     for index, prompt in enumerate(_prompts.as_list(prompts)):
-        for k in range(n):
+        for k in range(_prompts.check_whole("n", n)):
             own = dict(sampling)
             if own.get("seed") is not None:
                 own["seed"] = own["seed"] + k

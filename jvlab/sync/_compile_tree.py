@@ -18,10 +18,10 @@ from jvlab._progress import importing
 from jvlab.layout._checkpoint import read_config
 
 if TYPE_CHECKING:
-    from jvlab.lab._pool import Pool
     from jvlab.layout._types import Binding, CheckpointTensor, RankLayout
     from jvlab.layout.rules._ruleset import Rules
     from jvlab.sync._mapping import Mapping
+    from jvlab.wire._pool_view import PoolView
 
 
 # Binds rules, declared or inferred, to a tree: what `rules=` accepts, and the leaf shapes that rules imply.
@@ -192,7 +192,7 @@ CPU_GBPS = 2.0
 def trace_and_compile(
     into: MakeMapping,
     params: Any,
-    model: str | os.PathLike[str] | Dict[str, Any] | Pool,
+    model: str | os.PathLike[str] | Dict[str, Any] | PoolView,
     tensor_parallel: int = 1,
     replicas: int = 1,
     mesh: object = None,
@@ -295,7 +295,7 @@ def _for_pool(
         mesh,
         rules,
         bucket_mib,
-        CPU_GBPS if link_gbps is None and pool._snapshot.device == "cpu" else link_gbps,
+        CPU_GBPS if link_gbps is None and pool.snapshot.device == "cpu" else link_gbps,
         model_words(pool.model),
         clock,
         checkpoint=CheckpointValues.of(pool.model),

@@ -13,21 +13,20 @@ from jvlab._names import model_words
 from jvlab._version import __version__
 from jvlab.layout._layout_codec import layout_to_plain, plain_to_bytes
 from jvlab.layout._tree import flatten
-from jvlab.sync._meaning import MeaningCheck, Scorer
+from jvlab.sync._meaning import MeaningCheck
 from jvlab.wire import jvlab_pb2 as pb
 
 if TYPE_CHECKING:
-    from jvlab.lab._pool import Pool
     from jvlab.layout._plan import TransferPlan
     from jvlab.layout._types import RankLayout
     from jvlab.sync._ipc_lanes import Port
     from jvlab.sync._mapping import Mapping
     from jvlab.sync._senders import SendingChannel
     from jvlab.transport._peer import Sender
+    from jvlab.wire._pool_view import PoolView
 
 # equal on all replicas
 SHARED_FACTS = ("vllm_version", "vllm_build", "dtype", "architecture", "vocab_size")
-CONNECT_SECONDS = 900.0  # includes waiting for a pool that is still starting
 # buckets in flight to a rank: one being filled, one in transit, one being read
 SLOTS = 3
 
@@ -52,7 +51,7 @@ class Agreement:
         self.meaning = MeaningCheck(self)
 
     def check_replica(
-        self, pool: Pool, name: str, epoch: int, deadline: Deadline
+        self, pool: PoolView, name: str, epoch: int, deadline: Deadline
     ) -> None:
         """Trace a replica that is new in this epoch; it must have the first replica's layout."""
         if self.checked.get(name) == epoch:
@@ -78,10 +77,10 @@ def layouts_bytes(layouts: list[RankLayout]) -> bytes:
     return b"".join(plain_to_bytes(layout_to_plain(layout)) for layout in layouts)
 
 
-def ready_replicas(pool: Pool, deadline: Deadline) -> dict[str, tuple[int, int]]:
+def ready_replicas(pool: PoolView, deadline: Deadline) -> dict[str, tuple[int, int]]:
     """Name -> (index in the pool, epoch) of every ready replica; waits for a pool that is still starting."""
-    pool._facts(deadline)
-    snapshot = pool._snapshot
+    pool.facts(deadline)
+    snapshot = pool.snapshot
     return {
         r.replica: (i, r.epoch)
         for i, r in enumerate(snapshot.replicas)
@@ -89,9 +88,9 @@ def ready_replicas(pool: Pool, deadline: Deadline) -> dict[str, tuple[int, int]]
     }
 
 
-def facts_of(pool: Pool, name: str) -> dict[str, str]:
+def facts_of(pool: PoolView, name: str) -> dict[str, str]:
     """The facts about a replica's engine that must be equal on all replicas."""
-    for replica in pool._snapshot.replicas:
+    for replica in pool.snapshot.replicas:
         if replica.replica == name:
             return {key: str(getattr(replica.facts, key)) for key in SHARED_FACTS}
     raise SyncError(f"no replica is called {name!r}", remedy="pool.status() lists them")
@@ -113,16 +112,17 @@ def compare(one: dict[str, str], other: dict[str, str], who: str) -> None:
 
 def negotiate(
     params: Any,
-    pool: Pool,
+    pool: PoolView,
     rules: Any,
     transport: str,
+    *,
     bucket_mib: float,
     options: dict[str, Any],
     cache: dict[Any, Agreement],
     gateway_version: str,
     same_host: bool,
-    alone: bool = True,
-    deadline: Deadline | None = None,
+    alone: bool,
+    deadline: Deadline,
 ) -> Agreement:
     """Settle everything that can be settled before any byte moves; one error lists what does not match."""
     from jvlab.layout._checkpoint import (
@@ -134,7 +134,6 @@ def negotiate(
     from jvlab.sync._compile_tree import CPU_GBPS, compile_tree
     from jvlab.sync._mapping import Mapping
 
-    deadline = deadline or Deadline(CONNECT_SECONDS)
     compare(
         {"jvlab": __version__},
         {"jvlab": gateway_version},
@@ -151,7 +150,9 @@ def negotiate(
     # of `policy.with_lora()`; trainer/decoder/_lora.py
     adapter = hasattr(params, "peft_tensors")
     tensors = (
-        _adapter_tensors(params, pool) if adapter else checkpoint_tensors(pool.model)
+        _adapter_tensors(params, pool, deadline)
+        if adapter
+        else checkpoint_tensors(pool.model)
     )
     layouts = pool.trace(tensors, replica=first, timeout=deadline)
     mapping = compile_tree(
@@ -164,7 +165,7 @@ def negotiate(
         None,
         Rules.parse(params.peft_rules()) if adapter and rules == "auto" else rules,
         bucket_mib,
-        link_gbps=CPU_GBPS if pool._snapshot.device == "cpu" else None,
+        link_gbps=CPU_GBPS if pool.snapshot.device == "cpu" else None,
         title=model_words(pool.model) + (" (LoRA)" if adapter else ""),
         checkpoint=None if adapter else CheckpointValues.of(pool.model),
     )
@@ -175,8 +176,8 @@ def negotiate(
         flat.arrays,
         plan,
         len(replicas),
-        pool._snapshot.device,
-        pool._one_process,
+        pool.snapshot.device,
+        pool.one_process,
         alone,
     )
     agreed = Agreement(
@@ -196,9 +197,9 @@ def negotiate(
     return agreed
 
 
-def _adapter_tensors(lora: Any, pool: Pool) -> list[Any]:
+def _adapter_tensors(lora: Any, pool: PoolView, deadline: Deadline) -> list[Any]:
     """The tensors of an adapter; raises if the engine can hold none."""
-    if not pool._snapshot.replicas or not pool._facts().max_adapters:
+    if not pool.facts(deadline).max_adapters:
         rank = lora.spec.rank
         raise Unsupported(
             f"{pool.name} was launched without LoRA",
@@ -208,25 +209,7 @@ def _adapter_tensors(lora: Any, pool: Pool) -> list[Any]:
     return lora.peft_tensors()
 
 
-def check_meaning(
-    agreed: Agreement,
-    params: Any,
-    pool: Pool,
-    way: str,
-    checkpoint: Any,
-    scorer: Scorer | None,
-) -> None:
-    """Compare the trainer's values with the checkpoint's before anything is written; see `_meaning.py`.
-
-    A verdict is about values: an agreement is found again by shapes and rules, its meaning is not.
-    """
-    check = MeaningCheck(agreed)
-    check.configure(way, checkpoint, scorer)
-    check.by_value(flatten(params).arrays, pool.model)
-    agreed.meaning = check  # not if that raised: an open link keeps its own
-
-
-def _key(arrays: Any, pool: Pool, replicas: Any, *rest: Any) -> Any:
+def _key(arrays: Any, pool: PoolView, replicas: Any, *rest: Any) -> Any:
     """The cache key of a plan; None if a part of it is not hashable."""
     leaves = tuple(
         (p, tuple(a.shape), str(a.dtype), getattr(a, "sharding", None))

@@ -31,10 +31,10 @@ from jvlab.wire._direct_client import DirectStream
 from jvlab.wire._sync_words import BEFORE_BYTES, Phase
 
 if TYPE_CHECKING:
-    from jvlab.lab._pool import Pool
     from jvlab.layout._plan import TransferPlan
     from jvlab.sync._stepper import Stepper
     from jvlab.transport._peer import Sender
+    from jvlab.wire._pool_view import PoolView
 
 
 # `Channels`: one link's connections to the replicas of its pool, and the orders sent over them.
@@ -54,7 +54,7 @@ class Channels:
 
     def __init__(
         self,
-        pool: Pool,
+        pool: PoolView,
         agreed: _connect.Agreement,
         wrap: Callable[[Sender], Sender] | None,
     ) -> None:
@@ -63,7 +63,7 @@ class Channels:
         self._wrap = wrap
         self.version = 0
         self.closed = False
-        self.stream = LinkStream(pool._client)
+        self.stream = LinkStream(pool.client)
         self.senders: Senders | None = None
         # the only replica's own socket, if it is reachable
         self.direct_orders: DirectStream | None = None
@@ -194,7 +194,7 @@ class Channels:
         # the pool's version counts too: restarted replicas hold none of its versions
         replica_versions = (int(o.version) for o in reply.outcomes)
         self.version = max(
-            [self.version, int(self.pool._snapshot.version), *replica_versions]
+            [self.version, int(self.pool.snapshot.version), *replica_versions]
         )
 
     def drop(self) -> None:
@@ -372,7 +372,7 @@ def _current(channels: Channels, deadline: Deadline) -> pb.PoolStatus:
     pool = channels.pool
     while True:
         pool.status(timeout=deadline)
-        snapshot = pool._snapshot
+        snapshot = pool.snapshot
         if snapshot.version >= channels.version:
             return snapshot
         if deadline.over:
@@ -506,7 +506,7 @@ class SyncCoordinator:
         except JvlabError:
             shorten(error, f"{said}; pool.status() says what its replicas hold")
             return
-        snapshot = pool._snapshot
+        snapshot = pool.snapshot
         if any(replica.dirty for replica in snapshot.replicas):
             said += f": {pool.name} is dirty, and generates again after the next link.sync(params)"
         elif snapshot.version >= version:

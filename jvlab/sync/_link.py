@@ -144,7 +144,7 @@ class Link:
         self._coordinator = SyncCoordinator(self._channels)
         # what it was connected with, for comparisons
         self.remembered = RememberedParams()
-        pool._linked.add(self)
+        pool.links.add(self)
         # its inspector reads values from this link's engines
         agreed.mapping._link = weakref.ref(self)
         self._channels.open_first(mode, deadline or Deadline(ORDER_SECONDS))
@@ -152,7 +152,7 @@ class Link:
     @property
     def version(self) -> int:
         """The newest version that the pool is known to hold."""
-        return max(self._channels.version, int(self.pool._snapshot.version))
+        return max(self._channels.version, int(self.pool.snapshot.version))
 
     @property
     def last(self) -> SyncReport | None:
@@ -271,7 +271,7 @@ class Link:
 
     def _noted(self, start: float, report: SyncReport) -> SyncReport:
         """The report, kept for `lab.timeline()` too."""
-        _calls.note(self.pool._client, _calls.sync_event(report, start, clock()))
+        _calls.note(self.pool.client, _calls.sync_event(report, start, clock()))
         return report
 
     def _options(

@@ -36,10 +36,10 @@ from jvlab.trainer._live_policies import live_policies
 if TYPE_CHECKING:
     import numpy as np
 
-    from jvlab.lab._pool import Pool
     from jvlab.sync._connect import Agreement
     from jvlab.sync._value_check import Verdict
     from jvlab.sync._value_samples import ScoreGap
+    from jvlab.wire._pool_view import PoolView
 
 
 # The parameters that a link was connected with, as long as somebody else keeps them: for comparisons of values.
@@ -429,7 +429,7 @@ class MeaningCheck:
 
     def after_sync(
         self,
-        pool: Pool,
+        pool: PoolView,
         version: int,
         params: Any,
         seconds: float,
@@ -475,7 +475,7 @@ class MeaningCheck:
 
     def again(
         self,
-        pool: Pool,
+        pool: PoolView,
         version: int,
         params: Any,
         seconds: float,

@@ -12,8 +12,8 @@ from jvlab.sync._compile_tree import LINK_GBPS
 from jvlab.sync._mapping import Mapping
 
 if TYPE_CHECKING:
-    from jvlab.lab._pool import Pool
     from jvlab.layout._plan import TransferPlan
+    from jvlab.wire._pool_view import PoolView
 
 MAX_LINKS = 1024  # rows of the link table in the command's JSON
 RULES_HELP = (
@@ -25,7 +25,7 @@ RULES_HELP = (
 @brief
 def plan(
     params: Any,
-    model: str | os.PathLike[str] | Dict[str, Any] | Pool,
+    model: str | os.PathLike[str] | Dict[str, Any] | PoolView,
     tensor_parallel: int = 1,
     replicas: int = 1,
     mesh: object = None,

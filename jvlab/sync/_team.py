@@ -44,10 +44,10 @@ from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._client import Message, TeamStream
 
 if TYPE_CHECKING:
-    from jvlab.lab._pool import Pool
     from jvlab.sync._connect import Agreement
     from jvlab.transport._peer import Sender
     from jvlab.wire._client import Client
+    from jvlab.wire._pool_view import PoolView
 
 
 JOIN_SECONDS = 120.0  # for the other processes to call connect
@@ -396,7 +396,7 @@ class TeamChannels(Channels):
 
     def __init__(
         self,
-        pool: Pool,
+        pool: PoolView,
         agreed: Agreement,
         wrap: Callable[[Sender], Sender] | None,
         team: Team,

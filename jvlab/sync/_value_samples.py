@@ -41,8 +41,8 @@ from jvlab.sync._value_check import (
 from jvlab.wire import jvlab_pb2 as pb
 
 if TYPE_CHECKING:
-    from jvlab.lab._pool import Pool
     from jvlab.sync._meaning import Scorer
+    from jvlab.wire._pool_view import PoolView
 
 
 # Checks a mapping by function: engine and trainer score the same few tokens after the first sync.
@@ -116,7 +116,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, Any]:
 
 
 def compare(
-    pool: Pool,
+    pool: PoolView,
     params: Any,
     scorer: Scorer,
     known: Mapping[str, tuple[tuple[str, str], ...]],
@@ -126,7 +126,7 @@ def compare(
     """Score the same tokens on both sides; if they differ, look for an alternative rule under which they agree."""
     until = time.monotonic() + max(0.1, min(seconds, SCORE_SECONDS))
     try:
-        facts = pool._facts(max(0.1, until - time.monotonic()))
+        facts = pool.facts(max(0.1, until - time.monotonic()))
     except JvlabError as error:
         return ScoreGap("unchecked", f"no replica could be asked: {error.message}")
     if _is_paused(pool, until):
@@ -162,12 +162,12 @@ def compare(
     )
 
 
-def _is_paused(pool: Pool, until: float) -> bool:
+def _is_paused(pool: PoolView, until: float) -> bool:
     """Is the pool paused or asleep, even after the next heartbeat? The last one may have come during the sync."""
     until = min(until, time.monotonic() + HEARTBEAT_SECONDS)
     while any(
         r.stats.paused or r.stats.sleeping
-        for r in pool._snapshot.replicas
+        for r in pool.snapshot.replicas
         if r.state == pb.READY
     ):
         if time.monotonic() > until:

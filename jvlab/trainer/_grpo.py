@@ -191,7 +191,7 @@ def grpo(
         maker = GroupMaker(pool, task, writer, config, sampling, version)
         return Producer(flow, maker, loop.rejection_reason)
 
-    run = Run(loop, start, folder, getattr(pool, "_client", None), reporter.close)
+    run = Run(loop, start, folder, getattr(pool, "client", None), reporter.close)
     in_background = in_kernel() if config.background is None else config.background
     # no deadline: as long as the run takes; Ctrl-C ends it
     return run if in_background else run.wait()
@@ -284,7 +284,7 @@ class _StepReporter:
             flying = how_many(producer.snapshot()["flying"], "group")
             said.append(f"{flying} being generated or rewarded")
         self._bar.remark(", ".join(filter(None, said)))
-        snapshot = getattr(self._pool, "_snapshot", None)  # fakes in tests have none
+        snapshot = getattr(self._pool, "snapshot", None)  # fakes in tests have none
         if snapshot is None or _held_by_the_run(snapshot):
             return ""
         return waiting_for(snapshot, own_name())
@@ -397,7 +397,7 @@ def _cores() -> int:
 
 def _deterministic(pool: Any) -> bool:
     """Whether the pool is bitwise reproducible; then the trainer has to be too."""
-    return hasattr(pool, "_facts") and bool(pool._facts().batch_invariant)
+    return hasattr(pool, "facts") and bool(pool.facts().batch_invariant)
 
 
 def _checked_reference(reference: Any, params: Any) -> Any:

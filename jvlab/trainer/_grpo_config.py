@@ -309,7 +309,7 @@ class GrpoConfig:
             raise ConfigError(
                 f"{asked} of a task with turns is not there", remedy='replay="none"'
             )
-        delivers = pool._facts().routed_experts if hasattr(pool, "_facts") else ""
+        delivers = pool.facts().routed_experts if hasattr(pool, "facts") else ""
         if not delivers:
             raise ConfigError(
                 f"{asked}, and the pool does not return the experts that it chose",
@@ -366,9 +366,9 @@ class GrpoConfig:
 
     def check_engine(self, pool: Any, sampling: Mapping[str, Any]) -> None:
         """Raise ConfigError for sampling parameters that this pool's engines cannot take."""
-        if not hasattr(pool, "_facts"):  # a fake
+        if not hasattr(pool, "facts"):  # a fake
             return
-        facts = pool._facts()
+        facts = pool.facts()
         longest = sampling["max_tokens"]
         if facts.max_model_len and longest >= facts.max_model_len:
             raise ConfigError(

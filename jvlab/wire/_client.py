@@ -296,14 +296,17 @@ class Client:
     async def follow(
         self, open_stream: Callable[[], Any], take: Callable[[Any], None]
     ) -> str:
-        """Read a long stream while the gateway lives, reopened when the connection breaks; returns why it ended."""
+        """Read a long stream while the gateway lives, reopened when the connection breaks.
+
+        Returns how the gateway was lost; "" if it ended the stream itself.
+        """
         failing_since = None
         while True:
             try:
                 async for message in open_stream():
                     failing_since = None
                     take(message)
-                return "it was ended"
+                return ""
             except grpc.aio.AioRpcError as error:
                 code = error.code()
                 now = time.monotonic()

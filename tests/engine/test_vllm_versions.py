@@ -11,7 +11,7 @@ import pytest
 from jvlab import errors
 from jvlab.engine import _vllm_versions as versions
 from jvlab.lab._launch_settings import resolve_device
-from jvlab.lab._pool_watch import WatchedPool
+from jvlab.lab._pool import Pool
 from jvlab.wire import jvlab_pb2 as pb
 
 
@@ -75,7 +75,7 @@ def test_a_version_that_was_seen_to_work_needs_no_warning(installed, version: st
     assert versions.warning(full=True) == versions.warning(full=False) == ""
 
 
-def pool_of(*said: str) -> WatchedPool:
+def pool_of(*said: str) -> Pool:
     """A pool whose replicas are ready, with engines that said this of their vLLM."""
     facts = [pb.EngineFacts(vllm_warning=text) for text in said]
     replicas = [
@@ -91,7 +91,7 @@ def pool_of(*said: str) -> WatchedPool:
     client: Any = SimpleNamespace(
         loop=SimpleNamespace(submit=lambda watching: watching.close(), run=run)
     )
-    return WatchedPool(client, status)
+    return Pool(client, status)
 
 
 def test_waiting_for_a_pool_warns_in_the_notebook_of_what_its_engine_lacks(installed):

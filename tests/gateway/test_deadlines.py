@@ -22,6 +22,7 @@ from jvlab import errors
 from jvlab._deadline import Deadline
 from jvlab.lab._pool import InProcessPool
 from jvlab.lab._session import Session, Sessions
+from jvlab.sync._connections import Connections
 from jvlab.sync._link import SyncHandle
 from jvlab.sync._stepper import Stepper
 from jvlab.wire import jvlab_pb2 as pb
@@ -44,8 +45,8 @@ def _stream(pool: jv.Pool, timeout: float) -> list[Any]:
 
 def _link(pool: jv.Pool, timeout: float, *phases: int) -> None:
     """A link's stream: opened, then one order; as `Link` does it."""
-    stream, deadline = LinkStream(pool._client), Deadline(timeout)
-    names = [r.replica for r in pool._snapshot.replicas]
+    stream, deadline = LinkStream(pool.client), Deadline(timeout)
+    names = [r.replica for r in pool.snapshot.replicas]
     ends = [
         pb.Endpoint(replica=n, index=i, ranks_json=[json.dumps([n])])
         for i, n in enumerate(names)
@@ -388,7 +389,10 @@ def test_deadline_must_be_a_positive_number(name: str, tmp_path: Path):
     ]
     file = tmp_path / "tasks.jsonl"
     file.write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
-    known = {"self": MagicMock(), "path": file, "reward": len, "replicas": 1}
+    me = MagicMock(_connections=Connections())
+    known = {"self": me, "path": file, "reward": len, "replicas": 1}
+    if name == "Lab.connect":
+        known["pool"] = MagicMock()
     values = {
         p.name: known.get(p.name, "x")
         for p in needed

@@ -214,7 +214,7 @@ def test_only_one_update_at_a_time_and_none_after_the_pool(
         assert "under way" in second.json()["error"]["message"]
         from jvlab.wire import jvlab_pb2 as pb
 
-        pool._client.call("ClosePool", pb.PoolRequest(pool="p"))
+        pool.client.call("ClosePool", pb.PoolRequest(pool="p"))
         with pytest.raises(httpx.HTTPError):
             first.result().raise_for_status()
     assert not psutil.pid_exists(helper[0]), "the helper ended with its pool"

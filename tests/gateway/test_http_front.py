@@ -311,7 +311,7 @@ def test_closing_leaves_no_port(client: jv.Lab, http_pool: jv.Pool, llama: str):
     with pytest.raises(errors.ControlError, match="cannot serve HTTP"):
         client.launch(llama, name="other", http=port)
     assert "other" not in client.pools
-    client._client.call("ClosePool", _pool_request("p"))
+    client.client.call("ClosePool", _pool_request("p"))
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5)
     again = client.launch(llama, name="again", http=port).wait(60)

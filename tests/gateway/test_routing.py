@@ -339,7 +339,7 @@ def test_a_call_waits_for_the_version_that_a_sync_is_bringing(
     try:
         trainer.open()
         assert trainer.do([pb.PREPARE], version=1).code == ""
-        early = pool._client.loop.submit(
+        early = pool.client.loop.submit(
             pool.agenerate([[1], [2]], min_version=1, timeout=60)
         )
         with pytest.raises(errors.EngineDirty, match="version 2 or a later one"):

@@ -393,9 +393,9 @@ def test_a_link_reaches_replicas_that_came_after_its_plan():
     ]
     replicas.insert(1, pb.ReplicaStatus(replica="p/9", state=pb.DRAINING, epoch=1))
     pool: Any = SimpleNamespace(
-        _facts=lambda deadline: None,
-        _snapshot=pb.PoolStatus(version=3, replicas=replicas),
-        _client=None,
+        facts=lambda deadline: None,
+        snapshot=pb.PoolStatus(version=3, replicas=replicas),
+        client=None,
         name="p",
     )
     agreed: Any = SimpleNamespace(
@@ -478,7 +478,7 @@ def test_the_work_of_a_draining_replica_that_dies_is_done_elsewhere(
 def test_steering_reaches_one_that_drains(pool: jv.Pool, fake_lab: FakeLab):
     leaving = fake_lab.fakes["p/1"]
     leaving.limit = 0
-    work = pool._client.loop.submit(pool.agenerate([[1], [2]]))
+    work = pool.client.loop.submit(pool.agenerate([[1], [2]]))
     until(lambda: leaving.running == 1)
     pool.scale(1, wait=False)
     pool.resume()
@@ -492,7 +492,7 @@ def test_a_drain_that_takes_too_long_says_who_is_waited_for(
     pool: jv.Pool, fake_lab: FakeLab
 ):
     fake_lab.fakes["p/1"].limit = 0
-    work = pool._client.loop.submit(pool.agenerate([[1], [2]]))
+    work = pool.client.loop.submit(pool.agenerate([[1], [2]]))
     until(lambda: fake_lab.fakes["p/1"].running == 1)
     with pytest.raises(
         errors.DeadlineExceeded, match="p/1 is draining with 1 in flight"

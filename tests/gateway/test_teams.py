@@ -146,7 +146,7 @@ def run(labs: list[jv.Lab], work: Callable[[Team], Any], size: int = 3) -> list[
 
     def one(member: int) -> Any:
         team = Team(
-            labs[member]._client, "p", list(range(10, 10 + size)), 10 + member, "job"
+            labs[member].client, "p", list(range(10, 10 + size)), 10 + member, "job"
         )
         try:
             team.assemble(LONG)
@@ -264,7 +264,7 @@ def test_different_things_at_once(labs: list[jv.Lab]):
 
 
 def test_one_that_does_not_come(labs: list[jv.Lab]):
-    team = Team(labs[0]._client, "p", [0, 1], 0, "job")
+    team = Team(labs[0].client, "p", [0, 1], 0, "job")
     with pytest.raises(
         errors.DeadlineExceeded, match="2 trainer processes; 1 did not connect"
     ):
@@ -289,9 +289,9 @@ class Array:
 
 
 def test_who_is_a_team_is_read_from_the_shardings(labs: list[jv.Lab]):
-    with together(labs[0]._client, {"w": Array([4], 4)}, "p") as team:
+    with together(labs[0].client, {"w": Array([4], 4)}, "p") as team:
         assert team is None
-    nowhere = together(labs[0]._client, {"w": Array([1, 2], 0)}, "p")
+    nowhere = together(labs[0].client, {"w": Array([1, 2], 0)}, "p")
     with (
         pytest.raises(errors.ConfigError, match=r"holds none.*processes \[1, 2\]"),
         nowhere,
@@ -301,7 +301,7 @@ def test_who_is_a_team_is_read_from_the_shardings(labs: list[jv.Lab]):
     def one(member: int) -> Any:
         try:
             with together(
-                labs[member]._client, {"w": Array([3, 5, 7], (3, 5, 7)[member])}, "p"
+                labs[member].client, {"w": Array([3, 5, 7], (3, 5, 7)[member])}, "p"
             ) as team:
                 assert team is not None
                 if member == 1:

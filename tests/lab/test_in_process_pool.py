@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,7 +118,7 @@ def test_a_tokenizer_that_is_not_here_is_an_error_of_its_own():
 
 
 def test_a_timeline_without_a_run_shows_the_calls(local: InProcessPool):
-    plots = LabPlots(SimpleNamespace(_client=local._client))  # type: ignore[arg-type]
+    plots = LabPlots(local.client)
     with pytest.raises(errors.ConfigError, match="nothing happened in this lab yet"):
         plots.lanes()
     local.generate(["a", "b"], n=2, max_tokens=2, progress=False)
@@ -162,7 +161,7 @@ def test_a_deadline_is_kept(local: InProcessPool, made: list[FakeEngine]):
 
 
 def orders(local: InProcessPool, holder: str = "me") -> LinkStream:
-    stream = LinkStream(local._client)
+    stream = LinkStream(local.client)
     endpoint = pb.Endpoint(
         replica="here/0", index=0, ranks_json=[json.dumps(["here/0"])]
     )
@@ -218,7 +217,7 @@ def test_a_trainer_that_leaves_mid_sync_leaves_a_dirty_engine(
 
 def test_an_engine_that_dies_is_told(local: InProcessPool, made: list[FakeEngine]):
     made[0].dead = True
-    until(lambda: local._snapshot.replicas[0].stage == "failed", "the death to be seen")
+    until(lambda: local.snapshot.replicas[0].stage == "failed", "the death to be seen")
     with pytest.raises(
         errors.LaunchError, match=r"here/0 died: the engine in this process died"
     ):
@@ -230,7 +229,7 @@ def test_closing_ends_everything_and_makes_room(made: list[FakeEngine], llama: s
         with pytest.raises(errors.ConfigError, match="has an engine already") as caught:
             jv.Pool.in_process(llama)
         assert caught.value.fields["pool"] is first
-        thread = first._client.loop._thread
+        thread = first.client.loop._thread
     first.close()
     assert made[0].closed == 1
     assert not thread.is_alive()

@@ -26,7 +26,7 @@ class FakePool(jv.Pool):
     def __init__(self, name: str = "p") -> None:
         replica = pb.ReplicaStatus(replica=f"{name}/0", stage="ready", state=pb.READY)
         replica.facts.sampling_names.extend(["temperature", "min_p"])
-        self._snapshot = pb.PoolStatus(
+        self.snapshot = pb.PoolStatus(
             pool=name,
             model="/m/tiny",
             device="cpu",

@@ -111,7 +111,7 @@ def test_a_run_that_cannot_work_is_refused_or_ends_at_once(
     lab: jv.Lab, engine: tuple[jv.Pool, str], tmp_path: Path
 ):
     """The tiny model's context is known to its pool alone; a reward is called with a real sample."""
-    longest = engine[0]._facts().max_model_len
+    longest = engine[0].facts().max_model_len
     with pytest.raises(
         jv.errors.ConfigError,
         match=f"max_tokens={longest}, and the engine's context holds {longest}",
@@ -158,7 +158,7 @@ def test_kill_9_and_resume_go_on_exactly(
     whole: Run, lab: jv.Lab, engine: tuple[jv.Pool, str], tmp_path: Path
 ):
     pool, model = engine
-    for link in list(lab._links):
+    for link in list(pool.links):
         link.close()  # the pool is the other process's for a while
     address = [lab.address, lab._token, pool.name, model, str(tmp_path / "run")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -222,7 +222,7 @@ def test_it_closes_and_another_can_be_made_and_can_die(
             (EngineCoreRequestType.EXECUTOR_FAILED, b"")
         )
         until(
-            lambda: second._snapshot.replicas[0].stage == "failed",
+            lambda: second.snapshot.replicas[0].stage == "failed",
             "the death to be told",
         )
         with pytest.raises(errors.JvlabError, match="died"):

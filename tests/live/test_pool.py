@@ -20,7 +20,7 @@ import pytest
 
 import jvlab as jv
 from jvlab import errors
-from jvlab.lab import _pool_calls
+from jvlab.lab import _pool
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire import jvlab_pb2_grpc as rpc
 from tests.conftest import process_tree
@@ -244,7 +244,7 @@ def test_calls_behind_a_pause_say_who_paused(
 ):
     """Each of them waits in a thread, as it would in another notebook; here in a script, whose log says why."""
     until_still(pool)
-    monkeypatch.setattr(_pool_calls, "own_name", lambda: "python 7 on elsewhere")
+    monkeypatch.setattr(_pool, "own_name", lambda: "python 7 on elsewhere")
     pool.pause()
     calls = {
         "generate, 0 of 1 sample": lambda: pool.generate(
@@ -420,7 +420,7 @@ def test_hostile_calls_are_refused_by_every_door(pool: jv.Pool, lab: jv.Lab):
     ) as caught:
         pool.generate("The cat", n=4_000_000)
     assert "limits={'n'" in caught.value.remedy
-    metadata = pool._client.metadata
+    metadata = pool.client.metadata
     start = pb.GenerateStart(
         pool=pool.name, prompts=[pb.Prompt(text="x")], n=4_000_000, sampling_json="{}"
     )
@@ -521,7 +521,7 @@ def test_hostile_caller_that_is_killed_leaves_the_engine(pool: jv.Pool, lab: jv.
 
 def test_pause_abort_ends_what_the_engine_has_not_seen_too(pool: jv.Pool):
     """More than the engine is given at once: the rest never begins, and the call ends."""
-    count = 40 * pool._facts().max_num_seqs
+    count = 40 * pool.facts().max_num_seqs
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(
             pool.generate, "The cat", count, max_tokens=64, ignore_eos=True

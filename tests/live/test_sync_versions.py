@@ -19,7 +19,7 @@ import pytest
 
 import jvlab as jv
 from jvlab import errors
-from jvlab.lab import _pool_watch
+from jvlab.lab import _pool
 from jvlab.record._calls import calls_of
 from jvlab.wire.processes._supervisor import shared_memory
 from tests.sync.own_models import Author, offered_by
@@ -66,7 +66,7 @@ def hits(pool: jv.Pool) -> int:
     last, deadline = -1, time.monotonic() + 60
     while time.monotonic() < deadline:
         pool.status()
-        if (now := pool._snapshot.replicas[0].stats.prefix_hits) == last:
+        if (now := pool.snapshot.replicas[0].stats.prefix_hits) == last:
             return now
         last = now
         time.sleep(0.4)
@@ -316,7 +316,7 @@ def test_waiting_for_a_stepper_says_so(
         with pytest.raises(errors.SyncError, match="the stream would wait for ever"):
             list(stream)
         # another kernel, that is
-        monkeypatch.setattr(_pool_watch, "own_name", lambda: "python 7 on elsewhere")
+        monkeypatch.setattr(_pool, "own_name", lambda: "python 7 on elsewhere")
         waiting = in_thread(
             lambda: pool.generate(
                 [PROMPT], max_tokens=4, temperature=0.0, ignore_eos=True
@@ -640,7 +640,7 @@ def test_a_foreign_model_is_connected_by_copying_and_computes_the_same(
     checked = lab.connect(author.params, pool, rules=("auto", *lines))
     assert "checked by value" in str(checked.sync(author.params).meaning)
     pool.generate([PROMPT], max_tokens=2)
-    kinds = [e.kind for e in calls_of(lab._client).events()]
+    kinds = [e.kind for e in calls_of(lab.client).events()]
     assert {"sync", "rollout", "score"} <= set(kinds), (
         "for lab.timeline(), where no run was started"
     )

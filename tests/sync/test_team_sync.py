@@ -107,7 +107,7 @@ class TrainerProcesses:
 
     def _connect(self, k: int, mode: str, wrap: Any) -> Link:
         arrays, world, pool = cut(self.old, k), self.world, self.pools[k]
-        with together(self.labs[k]._client, arrays, "p") as team:
+        with together(self.labs[k].client, arrays, "p") as team:
             assert team is not None
             self.teams[k] = team
             plan = compile_plan(
@@ -120,8 +120,8 @@ class TrainerProcesses:
             mapping: Any = SimpleNamespace(
                 bindings=world.bindings, _origin=None, stacked={}
             )
-            pool._facts()
-            epochs = {r.replica: r.epoch for r in pool._snapshot.replicas}
+            pool.facts()
+            epochs = {r.replica: r.epoch for r in pool.snapshot.replicas}
             agreed = Agreement(plan, mapping, "shm", "", b"", {}, {}, epochs)
             agreed.meaning.configure("off", None, None)  # this mapping is a stand-in
             team.agree(agreed)
@@ -338,11 +338,11 @@ def test_one_that_is_gone_ends_the_sync_and_the_next_connect_works(
     def vanish(_: object) -> None:
         """As a kill does: its streams and channels end without a word."""
         link, lab = trainer.links[who], trainer.labs[who]
-        lab._client.loop.loop.call_soon_threadsafe(
+        lab.client.loop.loop.call_soon_threadsafe(
             link._channels.team._stream._call.cancel
         )
         if link._channels.stream._call is not None:
-            lab._client.loop.loop.call_soon_threadsafe(
+            lab.client.loop.loop.call_soon_threadsafe(
                 link._channels.stream._call.cancel
             )
         link._channels.senders.close()

@@ -241,7 +241,7 @@ def test_a_completion_that_cannot_fit_the_engine_is_refused(tmp_path: Path):
         sampling_names=["top_p", "max_tokens", "temperature"],
         batch_invariant=0,
     )
-    pool._facts = lambda: facts  # type: ignore[attr-defined]
+    pool.facts = lambda: facts  # type: ignore[attr-defined]
     with pytest.raises(
         ConfigError, match=r"max_tokens=64, and the engine's context holds 64 tokens"
     ):

@@ -230,7 +230,7 @@ def test_what_a_run_refuses(tmp_path: Any) -> None:
     ) -> str:
         policy: Any = SimpleNamespace(config=SimpleNamespace(experts=experts))
         pool: Any = SimpleNamespace(
-            _facts=lambda: SimpleNamespace(routed_experts=delivers)
+            facts=lambda: SimpleNamespace(routed_experts=delivers)
         )
         chosen: Any = SimpleNamespace(**{"environment": None, **of_task})
         try:

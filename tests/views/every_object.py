@@ -47,7 +47,7 @@ def pool() -> Pool:
         ),
     ]
     made = Pool.__new__(Pool)
-    made._snapshot = pb.PoolStatus(
+    made.snapshot = pb.PoolStatus(
         pool=NAME,
         model=f"/home/x/{NAME}",
         device="cpu",
@@ -55,14 +55,14 @@ def pool() -> Pool:
         replicas=replicas,
     )
     made.name, made.model, made.listeners = NAME, f"/home/x/{NAME}", []
-    made._client = SimpleNamespace()  # type: ignore[assignment]  # nobody answers
+    made.client = SimpleNamespace()  # type: ignore[assignment]  # nobody answers
     return made
 
 
 def lab() -> Lab:
     made = Lab.__new__(Lab)
     made._closed = made._detached = False
-    made._pools, made._links = {NAME: pool()}, []
+    made.known_pools = {NAME: pool()}
     made.name, made.address = "lab", "127.0.0.1:1"
     return made
 

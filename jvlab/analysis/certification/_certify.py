@@ -108,7 +108,7 @@ def certify(
         Path(pool.model).name,
         _engine(subject),
         tuple(rows),
-        int(pool._snapshot.version),
+        int(pool.snapshot.version),
         time.perf_counter() - began,
         _notes(subject),
     )
@@ -144,8 +144,7 @@ def _row(
 
 def _engine(subject: Subject) -> dict[str, Any]:
     facts = subject.facts
-    snapshot = subject.pool._snapshot
-    link = subject._agreed
+    snapshot = subject.pool.snapshot
     return {
         "device": subject.device,
         "architecture": facts.architecture,
@@ -157,7 +156,7 @@ def _engine(subject: Subject) -> dict[str, Any]:
         if facts.graph_tokens
         else "none",
         "adapters": int(facts.max_adapters),
-        "transport": link.transport if link is not None else "none",
+        "transport": subject.transport,
         "vllm": facts.vllm_version,
         "jvlab": __version__,
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +13,9 @@ from numpy.lib.stride_tricks import as_strided
 
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, JvlabError, LayoutError, ModelError, Unsupported
-from jvlab._version import __version__
 from jvlab.layout._plan_types import FP8, FP8_MAX, numpy_dtype
 from jvlab.layout._types import RankLayout
-from jvlab.sync import _connect
+from jvlab.sync._connections import Connections
 from jvlab.sync._link import Link
 from jvlab.sync._value_samples import FULL, HALF
 from jvlab.transport._faults import Faults
@@ -273,11 +271,11 @@ class Subject:
         self.pool = pool
         self.deadline = deadline
         self.seed = seed
-        self.facts: Any = pool._facts(deadline)
-        self.device: str = pool._snapshot.device
+        self.facts: Any = pool.facts(deadline)
+        self.device: str = pool.snapshot.device
         ready = [
             (i, r.replica)
-            for i, r in enumerate(pool._snapshot.replicas)
+            for i, r in enumerate(pool.snapshot.replicas)
             if r.state == pb.READY
         ]
         self.replicas = [name for _, name in ready]
@@ -298,9 +296,13 @@ class Subject:
         self._sets: dict[str, Values] = {}
         # the set of values that the pool serves; None: unknown
         self.held: str | None = "original"
-        self._transport = transport
+        self.transport = "none"  # of the link for the checkpoint's tensors
+        self._wanted = transport
         self._link: Link | None = None
-        self._agreed: Any = None
+        # whether it is for the checkpoint's tensors, and not for a tree of a check's own
+        self._is_original = False
+        # of its own: links of others let go of the pool, and stay
+        self._connections = Connections()
 
     # The link -----------------------------------------------------------------------------------------------------
 
@@ -308,7 +310,7 @@ class Subject:
         """Read what the pool holds, and connect to it."""
         self.given = params
         self.began_with = self.version
-        for link in list(self.pool._linked):
+        for link in list(self.pool.links):
             if self.began_with and link.version == self.began_with:
                 self.verified = link.verify(timeout=self.deadline)
             link.let_go(self.deadline)
@@ -368,54 +370,32 @@ class Subject:
     def connect(self, faults: Faults | None = None, tree: Any = None) -> Link:
         """A link for these values, by default the checkpoint's tensors; it replaces the one before."""
         self.close()
-        wrap = None if faults is None else faults.wrap
-        if tree is not None or self._agreed is None:
-            agreed = self._negotiate(
-                self.on_device("original") if tree is None else tree
-            )
-            if tree is None:
-                self._agreed = agreed
-        else:
-            agreed = self._agreed
-        self._link = Link(
-            self.pool, agreed, "direct", wrap, lambda _: None, deadline=self.deadline
+        given = self.on_device("original") if tree is None else tree
+        size = sum(a.nbytes for a in given.values())
+        self._link = self._connections.connect(
+            given,
+            self.pool,
+            "checkpoint",
+            self._wanted,
+            bucket_mib=min(16.0, max(size / BUCKETS / MIB, 1 / 64)),
+            faults=None if faults is None else faults.wrap,
+            meaning="off",
+            timeout=self.deadline,
         )
+        self._is_original = tree is None
+        if tree is None:
+            self.transport = self._link.transport
         senders = self._link._channels.senders
         self.no_direct = senders.no_direct if senders is not None else ""
         return self._link
 
-    def _negotiate(self, tree: Any) -> Any:
-        from jvlab.lab import _scaling
-
-        pool = self.pool
-        version = __version__
-        near = True
-        options = {}
-        if not pool._one_process:
-            gateway = pool._client.call("Describe", pb.DescribeRequest(), self.deadline)
-            version = gateway.version
-            near = _scaling.on_this_host(pool, gateway.host or platform.node())
-            options = {} if near else _scaling.reachable({}, pool._client.address)
-        size = sum(a.nbytes for a in tree.values())
-        bucket_mib = min(16.0, max(size / BUCKETS / MIB, 1 / 64))
-        rest = self._transport, bucket_mib, options, {}, version
-        agreed = _connect.negotiate(
-            tree, pool, "checkpoint", *rest, same_host=near, deadline=self.deadline
-        )
-        _connect.check_meaning(agreed, tree, pool, "off", None, None)
-        return agreed
-
     @property
     def link(self) -> Link:
         """The open link; connected again if a check replaced it."""
-        if (
-            self._link is None
-            or self._link.closed
-            or self._link._agreed is not self._agreed
-        ):
-            self.connect()
-        assert self._link is not None
-        return self._link
+        link = self._link
+        if link is None or link.closed or not self._is_original:
+            return self.connect()
+        return link
 
     def close(self) -> None:
         """Release the pool."""
@@ -528,10 +508,12 @@ class Subject:
             "ignore_eos": True,
             "max_tokens": room,
         }
-        start = pool._start([list(prompt)], 1, 0, sampling, deadline=within)
-        start.home = replica
-        return pool._client.loop.run(
-            pool._collect(start, [list(prompt)], False, within)
+        return pool.generate(
+            [list(prompt)],
+            replica=replica or None,
+            progress=False,
+            timeout=within,
+            **sampling,
         )[0]
 
     def score(self, samples: Sequence[Sample]) -> list[np.ndarray]:

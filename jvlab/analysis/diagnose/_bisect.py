@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +62,8 @@ SEARCH_SHARE = 0.8
 # two programs round in different orders: up to this multiple of one's error is still rounding
 ROUNDING_FACTOR = 4.0
 NAMED = 5  # names listed in one line
+# the models diverge at the first layer with this multiple of any earlier layer's difference
+JUMP = 10.0
 
 
 def names(listed: Any) -> str:
@@ -526,7 +528,7 @@ class _Search:
         fresh = self._draw(skip_reading_prefix_cache=True)
         self.noise = self._own_gap(fresh)
         self._take(fresh if self.given is None else self.given)
-        if not self.pool._facts(self.timeout).prefix_caching:
+        if not self.pool.facts(self.timeout).prefix_caching:
             return Check("prefix cache", "ok", "this engine has no prefix cache")
         gap = self._own_gap(cached)
         numbers = f"{gap:.2g} nats with the cache, {self.noise:.2g} without"
@@ -543,7 +545,7 @@ class _Search:
 
     def sampler(self) -> Check:
         """Are the engine's log-probabilities those before temperature, filters and penalties?"""
-        mode = self.pool._facts(self.timeout).logprobs_mode
+        mode = self.pool.facts(self.timeout).logprobs_mode
         odd = {
             k: v
             for k, v in self.sampling.items()
@@ -765,8 +767,6 @@ class _Search:
 
     def _layers(self) -> tuple[str, dict[str, Any]]:
         """The first layer that differs, if hidden states are available."""
-        from jvlab.lab._hidden import compare_layers
-
         states = self._states()
         if states is None:
             return f"no layer is named: {self._no_states}", {}
@@ -806,3 +806,36 @@ def _rounded(policy: Any, params: Any, dtype: str) -> tuple[Any, Any]:
         policy._bindings,
     )
     return other, jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+
+@dataclass(frozen=True)
+class LayerGaps:
+    """The relative difference of two models' hidden states after each layer; `layer` is where they diverge."""
+
+    apart: tuple[float, ...]
+
+    @property
+    def layer(self) -> int:
+        """The first layer that differs much more than all before it; else the one that differs most."""
+        floor = 1e-4  # smaller differences are rounding
+        for index, value in enumerate(self.apart):
+            if value > max(floor, JUMP * max(self.apart[:index], default=0.0)):
+                return index
+        return int(np.argmax(self.apart))
+
+    def __str__(self) -> str:
+        before = (
+            f"after layer {self.layer - 1} they are {self.apart[self.layer - 1]:.2g} apart, "
+            if self.layer
+            else ""
+        )
+        return f"{before}after layer {self.layer} {self.apart[self.layer]:.2g}"
+
+
+def compare_layers(engine: np.ndarray, trainer: Any) -> LayerGaps:
+    """Per layer, the largest difference divided by the largest value."""
+    theirs = np.asarray(trainer, np.float32)
+    off = np.abs(engine - theirs).max(axis=(1, 2)) / np.maximum(
+        np.abs(theirs).max(axis=(1, 2)), 1e-12
+    )
+    return LayerGaps(tuple(float(v) for v in off))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
 import sys
@@ -80,15 +81,15 @@ class RolloutProcess:
         self._warm: WarmProcesses | None = None
         self.ended = asyncio.Event()
         self._scratch = ""
-        # where this process's part of the log begins: a restarted replica writes on
-        self._begins = 0
 
     async def start(
         self, on_pid: Callable[[int], None], on_exit: Callable[[str, str], None]
     ) -> None:
         """Start it; `on_exit(cause, log tail)` is called when it has exited."""
+        # Stages and causes are read from the log: that of an earlier process of this name is moved away.
+        with contextlib.suppress(FileNotFoundError):
+            self.log.replace(self.log.with_name(self.log.name + ".old"))
         self.log.touch(mode=0o600)
-        self._begins = self.log.stat().st_size
         _supervisor.sweep_scratch()
         reply = await self._fork() if self._warm is not None else ""
         if not reply and not self._cancelled:
@@ -149,30 +150,23 @@ class RolloutProcess:
         assert self._process is not None
         code = await self._process.wait()  # no deadline: a task that does nothing else
         self._clear()
-        text = self._own_tail(400)
+        text = self.tail(400)
         on_exit(exit_cause(code, text), "\n".join(text.splitlines()[-40:]))
         self.ended.set()
 
     def stage(self) -> str:
         """The stage of vLLM's start, from its log."""
-        return stage_of(self._own_tail(4000))
+        return stage_of(self.tail(4000))
 
     def death(self) -> str:
         """Which of its processes a signal ended, from its log; empty if none is known to have been."""
-        return death(self._own_tail(400))
+        return death(self.tail(400))
 
     def tail(self, lines: int) -> str:
         """The last lines of the log."""
-        return self._tail(lines, 0)
-
-    def _own_tail(self, lines: int) -> str:
-        """The last lines of the log, without those of an earlier process of this replica."""
-        return self._tail(lines, self._begins)
-
-    def _tail(self, lines: int, begins: int) -> str:
         try:
             with self.log.open("rb") as file:
-                file.seek(max(begins, self.log.stat().st_size - 400 * lines))
+                file.seek(max(0, self.log.stat().st_size - 400 * lines))
                 text = file.read().decode(errors="replace")
         except FileNotFoundError:
             return ""

@@ -11,9 +11,8 @@ import pytest
 
 import jvlab as jv
 from jvlab._errors import ConfigError, Unsupported
-from jvlab.analysis.diagnose._bisect import CAUSES, bisect
+from jvlab.analysis.diagnose._bisect import CAUSES, bisect, compare_layers
 from jvlab.analysis.diagnose._bisection import Check
-from jvlab.lab._hidden import compare_layers
 from jvlab.sync._sync_report import CheckReport, Outcome
 
 IDS = np.array([5, 6, 7, 8], np.int32)
@@ -43,7 +42,7 @@ class FakePool:
             ],
         }
 
-    def _facts(self, timeout: Any = None) -> Any:
+    def facts(self, timeout: Any = None) -> Any:
         return SimpleNamespace(prefix_caching=True, logprobs_mode=self.mode)
 
     def generate(

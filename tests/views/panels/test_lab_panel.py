@@ -80,7 +80,7 @@ def test_a_click_that_waited_for_a_cell_is_not_obeyed(panel: LabPanel):
 
 def test_nothing_of_a_closed_pool_seems_to_live(pool: jv.Pool):
     snapshot = pb.PoolStatus()
-    snapshot.CopyFrom(pool._snapshot)
+    snapshot.CopyFrom(pool.snapshot)
     snapshot.replicas[0].stats.paused = True
     shown: Any = SimpleNamespace(snapshot=snapshot)
     assert "paused" in pool_html(shown)
@@ -297,7 +297,7 @@ def test_headers_tell_the_worst_truth(
     ready: int,
 ):
     snapshot = pb.PoolStatus()
-    snapshot.CopyFrom(pool._snapshot)
+    snapshot.CopyFrom(pool.snapshot)
     for name, value in change.items():
         setattr(
             snapshot.replicas[1].stats if name == "paused" else snapshot.replicas[1],
@@ -306,7 +306,7 @@ def test_headers_tell_the_worst_truth(
         )
     title = pool_title(snapshot)
     assert f'style="color:{TONES[tone]}">●</span> {words}' in title
-    pool._snapshot = snapshot
+    pool.snapshot = snapshot
     assert words in repr(pool)
     number, _, below = re.findall(r">([^<>]+)</(?:span|div)>", pool_headline(snapshot))[
         -3:
@@ -358,7 +358,7 @@ def test_static_faces(
     client: jv.Lab, pool: jv.Pool, change: dict[str, Any], words: str
 ):
     snapshot = pb.PoolStatus()
-    snapshot.CopyFrom(pool._snapshot)
+    snapshot.CopyFrom(pool.snapshot)
     replica = snapshot.replicas[0]
     replica.pid = 987654
     for name, value in change.items():
@@ -370,7 +370,7 @@ def test_static_faces(
             else replica
         )
         setattr(owner, name, value)
-    pool._snapshot = snapshot
+    pool.snapshot = snapshot
     for face in (pool._repr_html_(), client._repr_html_()):
         check(face)
         assert words in face

@@ -14,7 +14,6 @@ import pytest
 
 import jvlab as jv
 from jvlab import errors
-from jvlab.lab._pool_watch import WatchedPool
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire.processes import _device_memory as memory
 from jvlab.wire.processes._labs import stop_lab
@@ -156,10 +155,10 @@ def test_a_launch_without_memory_names_the_lab_that_holds_it(
             replica="p/0", state=pb.FAILED, cause=FULL[4], log_tail="..."
         )
         pool: Any = SimpleNamespace(
-            _snapshot=pb.PoolStatus(pool="p", replicas=[replica]), name="p"
+            snapshot=pb.PoolStatus(pool="p", replicas=[replica]), name="p"
         )
         with pytest.raises(jv.errors.LaunchError) as caught:
-            WatchedPool._all_ready(pool)
+            jv.Pool._all_ready(pool)
         assert (
             f"The GPU's memory is held by lab left-over (pid {done.stdout.strip()}, 104.9 GB)"
             in str(caught.value)

@@ -1,0 +1,174 @@
+"""`Connections`: one holder's links. A lab, an in-process pool, a certificate and `notify_update` connect by it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from jvlab._deadline import Deadline
+from jvlab._errors import ConfigError
+from jvlab.layout._shards import device_processes
+from jvlab.layout._tree import flatten
+from jvlab.sync._connect import Agreement, negotiate
+from jvlab.sync._link import Link
+from jvlab.sync._meaning import MeaningCheck, unpack
+from jvlab.sync._team import together
+from jvlab.wire import _channels, _security
+from jvlab.wire import jvlab_pb2 as pb
+
+if TYPE_CHECKING:
+    from jvlab.lab._pool import Pool
+
+TRANSPORT_OPTIONS = ("host", "directory", "fsync")  # of `jv.transport.listen`
+
+
+class ConnectOptions(TypedDict, total=False):
+    """The options of `lab.connect`, which documents them, and of an in-process pool's `connect`."""
+
+    bucket_mib: float
+    faults: Callable[[Any], Any] | None
+    nonfinite: str
+    checkpoint: str | os.PathLike[str] | None
+    meaning: str
+    timeout: float | Deadline
+    host: str
+    directory: str
+    fsync: bool
+
+
+class Connections:
+    """One holder's links, and the agreements by which an earlier plan is found again.
+
+    Connecting a pool replaces the holder's earlier link to it, and no other's.
+    """
+
+    def __init__(self) -> None:
+        self._links: list[Link] = []
+        self._agreements: dict[Any, Agreement] = {}
+
+    def connect(
+        self,
+        params: Any,
+        pool: Pool,
+        rules: Any = "auto",
+        transport: str = "auto",
+        mode: str = "direct",
+        *,
+        bucket_mib: float = 16.0,
+        faults: Callable[[Any], Any] | None = None,
+        nonfinite: str = "refuse",
+        checkpoint: str | os.PathLike[str] | None = None,
+        meaning: str = "auto",
+        timeout: float | Deadline = 900.0,
+        **options: Any,
+    ) -> Link:
+        """See `Lab.connect`."""
+        deadline = Deadline.of(timeout)
+        check_options(params, options)
+        params, scorer = unpack(params)
+        arrays = flatten(params).arrays
+        gateway = pool.client.call("Describe", pb.DescribeRequest(), deadline)
+        near = pool.one_process or on_this_host(pool.snapshot, gateway.host)
+        if not near:
+            options = reachable(options, pool.client.address)
+        # with a pool in this process nobody else could meet; `negotiate` says so
+        meeting = (
+            contextlib.nullcontext()
+            if pool.one_process
+            else together(pool.client, arrays, pool.name)
+        )
+        with meeting as team:
+            agreed = negotiate(
+                params,
+                pool,
+                rules,
+                transport,
+                bucket_mib=bucket_mib,
+                options=options,
+                cache=self._agreements,
+                gateway_version=gateway.version,
+                same_host=near,
+                alone=len(set(device_processes(arrays).values())) < 2,
+                deadline=deadline,
+            )
+            # Values are compared before anything is written. A verdict is about values: an agreement is found again
+            # by shapes and rules, its meaning is not.
+            check = MeaningCheck(agreed)
+            check.configure(meaning, checkpoint, scorer)
+            check.by_value(arrays, pool.model)
+            agreed.meaning = check  # not if that raised: an open link keeps its own
+            if team is not None:
+                team.agree(agreed)
+            earlier = [link for link in self._links if link.pool is pool]
+            for link in earlier:
+                same = link.matches(pool, agreed, mode, nonfinite)
+                if same and faults is None and team is None:
+                    link.remembered.take(params)
+                    return link
+            for link in earlier:
+                link.close()  # replaced by the new one
+            link = Link(
+                pool,
+                agreed,
+                mode,
+                faults,
+                self._links.remove,
+                team,
+                nonfinite,
+                deadline,
+            )
+            link.remembered.take(params)
+        self._links.append(link)
+        return link
+
+    def close(self) -> None:
+        """Close all links."""
+        for link in list(self._links):
+            link.close()
+
+
+def check_options(params: Any, options: dict[str, Any]) -> None:
+    """Raise for arguments of `connect` that no transport and no trainer has."""
+    if params is None:
+        raise ConfigError(
+            "params is None",
+            remedy="lab.connect(policy, pool), or any pytree of arrays",
+        )
+    if unknown := sorted(set(options) - set(TRANSPORT_OPTIONS)):
+        raise ConfigError(
+            f"connect has no option {unknown[0]!r}",
+            remedy=f"options of transports: {', '.join(TRANSPORT_OPTIONS)}; help(jv.Lab.connect) lists the others",
+        )
+
+
+def check_pool(pool: Any, call: str) -> None:
+    """Raise if a call's argument is no pool, such as its name or the parameters."""
+    if hasattr(pool, "snapshot"):
+        return
+    remedy = (
+        f"lab.pools[{pool!r}] is the pool"
+        if isinstance(pool, str)
+        else f"{call}, in this order"
+    )
+    raise ConfigError(f"pool is {type(pool).__name__}, not a pool", remedy=remedy)
+
+
+def on_this_host(snapshot: pb.PoolStatus, gateway: str) -> bool:
+    """Whether every ready replica runs on this machine. `gateway`: its host."""
+    ready = [r for r in snapshot.replicas if r.state == pb.READY]
+    return (
+        all((r.facts.host or gateway) == platform.node() for r in ready)
+        if ready
+        else gateway == platform.node()
+    )
+
+
+def reachable(options: dict[str, Any], gateway: str) -> dict[str, Any]:
+    """Transport options for other hosts: by default, bind to our address on the route to the gateway."""
+    host = _channels.host_of(gateway)
+    if "host" in options or _security.is_loopback(host):
+        return options
+    return {**options, "host": _channels.address_towards(host)}
