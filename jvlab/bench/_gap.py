@@ -16,7 +16,7 @@ import numpy as np
 
 from jvlab._errors import ConfigError
 from jvlab.bench._side import model_of, timed
-from jvlab.layout.checkpoint._tensors import read_config
+from jvlab.layout._checkpoint import read_config
 
 PROMPTS = 8
 SAMPLES = 4

@@ -899,8 +899,8 @@ class Pool:
         tensors    names and shapes of the checkpoint; default: read from the pool's model folder
         replica    which replica to trace; default: the first that is ready
         """
-        from jvlab.layout._layout_codec import layout_from_bytes
         from jvlab.layout._checkpoint import checkpoint_tensors
+        from jvlab.layout._layout_codec import layout_from_bytes
 
         deadline = Deadline.of(timeout)
         listed = checkpoint_tensors(self.model) if tensors is None else tensors
