@@ -29,27 +29,24 @@ ROOT = Path(__file__).parents[3]
 def actors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module with the actor, over a stand-in for ray; replicas below it are simulated."""
     context = SimpleNamespace(gcs_address="127.0.0.1:1", get_node_id=lambda: "node")
-    groups = SimpleNamespace(placement_group=None, remove_placement_group=None)
-    strategies = SimpleNamespace(PlacementGroupSchedulingStrategy=None)
-    util = SimpleNamespace(get_node_ip_address=own_address)
     stand_in = SimpleNamespace(
-        get_runtime_context=lambda: context, util=util, exceptions=SimpleNamespace()
+        get_runtime_context=lambda: context,
+        util=SimpleNamespace(get_node_ip_address=own_address),
     )
     monkeypatch.setitem(sys.modules, "ray", stand_in)
-    monkeypatch.setitem(sys.modules, "ray.util", util)
-    monkeypatch.setitem(sys.modules, "ray.util.placement_group", groups)
-    monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", strategies)
-    monkeypatch.delitem(sys.modules, "jvlab.gateway.cluster._ray_actors", raising=False)
+    monkeypatch.delitem(
+        sys.modules, "jvlab.gateway.cluster._ray_rollout", raising=False
+    )
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
         f"import jvlab.wire.processes._supervisor as s\ns.__file__ = {fake_rollout.__file__!r}\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}{os.pathsep}{ROOT}")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    from jvlab.gateway.cluster import _ray_actors
+    from jvlab.gateway.cluster import _ray_rollout
 
-    yield _ray_actors
-    sys.modules.pop("jvlab.gateway.cluster._ray_actors", None)
+    yield _ray_rollout
+    sys.modules.pop("jvlab.gateway.cluster._ray_rollout", None)
 
 
 @pytest.mark.parametrize("tls", [False, True])
