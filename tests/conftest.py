@@ -121,7 +121,8 @@ def scratch_of(pids: set[int]) -> set[str]:
     return found
 
 
-MARKS = re.compile(r"^pytestmark = (\[.*?^\]|.*?$)", re.DOTALL | re.MULTILINE)
+# one line, or a list over several
+MARKS = re.compile(r"^pytestmark = (\[\n.*?^\]|[^\n]*)", re.DOTALL | re.MULTILINE)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

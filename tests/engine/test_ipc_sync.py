@@ -24,6 +24,7 @@ from jvlab.engine.worker import _ipc_core
 from jvlab.wire import _core_channel
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._direct_client import DirectStream
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.slow,
@@ -441,9 +442,8 @@ def test_a_trainer_that_dies_while_it_writes(replica: Replica):
         trainer.exchange(terms(1), 30.0, nothing, write, lambda: digests(1, 2, 3))
     trainer.close()
     assert wrote.is_set()
-    until = time.monotonic() + 60
-    while replica.sync.lock.locked() and time.monotonic() < until:
-        time.sleep(0.01)
+    until(lambda: replica.state.dirty, "the replica notices")
+    until(lambda: not replica.sync.lock.locked(), "its order ends")
     assert (replica.state.version, replica.state.dirty) == (0, True)
     assert "resume" not in replica.core.did
 
@@ -530,9 +530,7 @@ def test_who_knocks_first_is_heard_by_the_core_itself(
 
 def test_a_knock_without_an_order(replica: Replica, trainer: DirectStream):
     trainer.wake_up()
-    until = time.monotonic() + 60
-    while replica.core.begun_by.count("jv_woken") < 1 and time.monotonic() < until:
-        time.sleep(0.001)
+    until(lambda: replica.core.begun_by.count("jv_woken"), "the core is woken")
     time.sleep(2 * _ipc_core.WOKEN_SECONDS)
     trainer.exchange(terms(1), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
     trainer._read_pending_reply()
