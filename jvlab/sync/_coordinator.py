@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from jvlab.sync._transaction import (
 )
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._client import LinkStream
-from jvlab.wire._direct_client import DirectStream
+from jvlab.wire._core_channel import CoreOrders
 from jvlab.wire._sync_words import BEFORE_BYTES, Phase
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ Ready = dict[str, tuple[int, int]]  # replica -> its index in the plan, its epoc
 
 
 class Channels:
-    """One process's connections: the gateway's stream, senders, and the replica's own socket for orders.
+    """One process's connections: the gateway's stream, senders, and the channel of the engine core, if it has one.
 
     Opened on demand, and again whenever the set of ready replicas changes. `version` is the newest one known.
     """
@@ -65,8 +65,8 @@ class Channels:
         self.closed = False
         self.stream = LinkStream(pool._client)
         self.senders: Senders | None = None
-        # the only replica's own socket, if it is reachable
-        self.direct_orders: DirectStream | None = None
+        # to the core of the only replica, if it is reachable
+        self.core: CoreOrders | None = None
         self._epochs: dict[str, int] = {}  # of the replicas with open channels
 
     @property
@@ -190,12 +190,22 @@ class Channels:
         reply = senders.open(
             lambda: self.stream.open(request, deadline.left()), deadline
         )
-        self.direct_orders = senders.direct_orders(reply)
+        self.core = self._core_of(reply.outcomes)
         # the pool's version counts too: restarted replicas hold none of its versions
         replica_versions = (int(o.version) for o in reply.outcomes)
         self.version = max(
             [self.version, int(self.pool._snapshot.version), *replica_versions]
         )
+
+    def _core_of(self, outcomes: Sequence[pb.ReplicaOutcome]) -> CoreOrders | None:
+        if len(outcomes) != 1 or not outcomes[0].core_channel:
+            return None
+        try:
+            opened = outcomes[0]
+            return CoreOrders(self.stream, opened.replica, list(opened.core_channel))
+        except OSError:
+            # another mount namespace, where its path does not exist: the gateway will do
+            return None
 
     def drop(self) -> None:
         """Close every channel; the next call opens them again."""
@@ -203,9 +213,9 @@ class Channels:
             self.senders.close()
         self.senders = None
         self._epochs = {}
-        if self.direct_orders is not None:
-            self.direct_orders.close()
-            self.direct_orders = None
+        if self.core is not None:
+            self.core.close()
+            self.core = None
         self.stream.close()
 
     def close(self) -> None:
@@ -226,11 +236,11 @@ class Channels:
     def wake_up(self, options: SyncOptions) -> None:
         """Wake the engine core ahead of a sync, while this process checks the parameters."""
         if (
-            self.direct_orders is not None
+            self.core is not None
             and options.mode == "direct"
             and options.pause != "wait"
         ):
-            self.direct_orders.wake_up()
+            self.core.wake_up()
 
     def begin(
         self, params: Any, version: int | None, options: SyncOptions, deadline: Deadline
@@ -301,11 +311,7 @@ class Channels:
             raise
         except VerifyError as error:  # differences are the result here, not an error
             outcomes = error.fields["reply"].outcomes  # type: ignore[union-attr]
-        report = check_report(outcomes, self.version, time.perf_counter() - start)
-        # the gateway may not know of the last commit yet
-        if self.direct_orders is not None:
-            report = replace(report, version=max(report.version, self.version))
-        return report
+        return check_report(outcomes, self.version, time.perf_counter() - start)
 
     def mark_dirty(self, deadline: Deadline) -> None:
         """Stop all replicas from serving their weights, by beginning a sync and abandoning it."""
@@ -336,7 +342,8 @@ def catch_up(
     channels: Channels, params: Any, mode: str, deadline: Deadline
 ) -> SyncReport | None:
     """See `Link.catch_up`."""
-    snapshot = _current(channels, deadline)
+    channels.pool.status(timeout=deadline)
+    snapshot = channels.pool._snapshot
     late = behind(snapshot)
     version = int(snapshot.version)
     if not late:
@@ -365,22 +372,6 @@ def catch_up(
         raise
     finally:
         channels.drop()  # the next order opens channels to all replicas again
-
-
-def _current(channels: Channels, deadline: Deadline) -> pb.PoolStatus:
-    """The pool's status, no older than this link's last commit: with ipc the gateway learns of it a heartbeat later."""
-    pool = channels.pool
-    while True:
-        pool.status(timeout=deadline)
-        snapshot = pool._snapshot
-        if snapshot.version >= channels.version:
-            return snapshot
-        if deadline.over:
-            raise SyncDeadline(
-                f"the gateway has {pool.name} at version {snapshot.version}; this link committed {channels.version}",
-                remedy="pool.status() shows which replica is silent; link.sync(params) gives all of them a new version",
-            )
-        time.sleep(0.1)
 
 
 def _same_as_committed(
@@ -472,7 +463,7 @@ class SyncCoordinator:
             chosen = options()
             channels.wake_up(chosen)
             transaction = self.begin(params, version, chosen, deadline)
-            transaction.direct_orders = channels.direct_orders
+            transaction.core = channels.core
             total = transaction.senders.total_bytes
             title = f"sync {transaction.terms.version}"
             try:

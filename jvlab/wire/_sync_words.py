@@ -47,6 +47,8 @@ class Stage(Enum):
 
 
 Phases = tuple[Phase, ...]
+# seconds a reply may arrive after its order's deadline; above CLEANUP_GRACE of gateway/_link_service.py
+GRACE = 1.5
 
 _P = Phase
 ORDER: dict[str, Phases] = {

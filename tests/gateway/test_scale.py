@@ -402,7 +402,6 @@ def test_a_link_reaches_replicas_that_came_after_its_plan():
         return SimpleNamespace(
             replicas=dict.fromkeys(wanted, ()),
             open=lambda order, _: order(),
-            direct_orders=lambda reply: None,
         )
 
     channels: Any = Channels(pool, agreed, None)
