@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -23,6 +24,8 @@ from jvlab.layout._types import CheckpointTensor, Note
 # Everything after `flatten` (planner, pack, team) uses these attributes and handles both libraries alike.
 
 Box = tuple[tuple[int, int], ...]  # [start, stop) per dimension
+# objects whose `params` are a tree, so that its trainer can be found: every live `jv.Policy`
+owners: weakref.WeakSet[Any] = weakref.WeakSet()
 _UNSIGNED = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from jvlab._errors import ConfigError, JvlabError, MeaningError, ModelError
 from jvlab._units import how_many
 from jvlab.layout._slices import stacked_dims, without_slice
-from jvlab.layout._tree import flatten
+from jvlab.layout._tree import flatten, owners
 from jvlab.sync._value_check import (
     LeafEvidence,
     ambiguities_of,
@@ -598,13 +598,8 @@ def _dirty(mark_dirty: Callable[[], None]) -> str:
 
 def owner_of(params: Any) -> Any:
     """The live `jv.Policy` whose parameters are these same array objects, or None."""
-    import sys
-
-    module = sys.modules.get("jvlab.trainer._policy")
-    if module is None:
-        return None
     mine = flatten(params).arrays
-    for policy in list(module.alive):
+    for policy in list(owners):
         theirs = flatten(policy.params).arrays
         if theirs.keys() == mine.keys() and all(
             theirs[path] is array for path, array in mine.items()

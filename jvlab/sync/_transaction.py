@@ -28,11 +28,6 @@ if TYPE_CHECKING:
 DigestRow = tuple[str, int, int]  # parameter, rank, digest
 
 
-def terms_message(terms: Terms, replicas: Iterable[str]) -> pb.SyncTerms:
-    """The message for these terms and replicas."""
-    return pb.SyncTerms(**replace(terms, replicas=tuple(replicas)).fields())
-
-
 def replica_digests(replica: str, rows: list[DigestRow]) -> pb.ReplicaDigests:
     """The digests that a replica is expected to have."""
     return pb.ReplicaDigests(
@@ -145,6 +140,7 @@ class Transaction:
         senders: Senders,
         source: Any,
         terms: Terms,
+        *,
         transport: str,
         deadline: Deadline,
         began: float,
@@ -213,7 +209,7 @@ class Transaction:
 
     @property
     def _message(self) -> pb.SyncTerms:
-        return terms_message(self.terms, self.senders.replicas)
+        return replace(self.terms, replicas=tuple(self.senders.replicas)).message()
 
     def _gather(self) -> None:
         self.senders.gather(self.source, self.digesting)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,7 +19,7 @@ from jax.typing import ArrayLike
 
 from jvlab._errors import ConfigError, CoverageError, ModelError
 from jvlab._tracebacks import brief
-from jvlab.layout._tree import LeafShape, flatten
+from jvlab.layout._tree import LeafShape, flatten, owners
 from jvlab.layout._types import Binding, CheckpointTensor
 from jvlab.layout.checkpoint._tensors import read_config
 from jvlab.layout.rules._builtin import policy_rules
@@ -124,8 +123,6 @@ def write_adapter(
 # ----------------------------------------------------------------------------------------------------
 
 DTYPES = ("float32", "bfloat16", "float16")
-# so that `link.bisect(prompt)` can find its trainer
-alive: weakref.WeakSet[Policy] = weakref.WeakSet()
 _SHARD_BYTES = 5_000_000_000  # largest weights file, as in transformers
 
 
@@ -163,7 +160,7 @@ class Policy:
         self.hf_config = dict(hf_config)
         self._tensors = tensors
         self._bindings = bindings
-        alive.add(self)
+        owners.add(self)
         self._logits = jax.jit(partial(_model.logits, config=config, runtime=runtime))
         self._hidden = jax.jit(
             partial(_model.layer_states, config=config, runtime=runtime)

@@ -40,8 +40,8 @@ ROUNDS = 20
 def restrict(link: Any, way: str) -> None:
     """Take away what the other way does without. It holds until the link opens its channels again."""
     if way == "gateway":
-        link._channels.core.close()
-        link._channels.core = None
+        link._coordinator.core.close()
+        link._coordinator.core = None
 
 
 def test_what_each_way_costs(tmp_path: Path):
@@ -67,7 +67,7 @@ def test_what_each_way_costs(tmp_path: Path):
                         calls.append(time.perf_counter() - start)
                         pauses.append(report.seconds["pause"])
                         assert report.verified
-                    assert (link._channels.core is None) == (way == "gateway"), (
+                    assert (link._coordinator.core is None) == (way == "gateway"), (
                         "nothing was opened again"
                     )
                     found[f"{way} {mode}"] = {

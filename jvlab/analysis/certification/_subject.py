@@ -380,7 +380,7 @@ class Subject:
         self._link = Link(
             self.pool, agreed, "direct", wrap, lambda _: None, deadline=self.deadline
         )
-        senders = self._link._channels.senders
+        senders = self._link._coordinator.senders
         self.no_direct = senders.no_direct if senders is not None else ""
         return self._link
 

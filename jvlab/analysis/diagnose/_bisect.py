@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -653,11 +652,8 @@ def _check_arguments(prompt: Any, policy: Any, params: Any) -> None:
 
 def find_policy(link: Link) -> Any:
     """The only live `jv.Policy` whose parameters fit this link; None if there is none."""
-    module = sys.modules.get("jvlab.trainer._policy")
-    if module is None:
-        return None
     from jvlab.layout._plan_types import is_scales
-    from jvlab.layout._tree import flatten
+    from jvlab.layout._tree import flatten, owners
 
     wanted = {
         leaf.path: tuple(leaf.shape)
@@ -667,7 +663,7 @@ def find_policy(link: Link) -> Any:
     shapes = lambda policy: {
         path: tuple(a.shape) for path, a in flatten(policy.params).arrays.items()
     }
-    found = [policy for policy in list(module.alive) if shapes(policy) == wanted]
+    found = [policy for policy in list(owners) if shapes(policy) == wanted]
     if len(found) > 1:
         raise ConfigError(
             f"{len(found)} policies fit this link",
