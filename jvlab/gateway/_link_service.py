@@ -374,9 +374,11 @@ class PoolLinks:
             outcome.failed = result.failed
             outcome.error = result.error
             outcomes.append(outcome)
+        holder = self.machine.holder
         return pb.LinkReply(
             number=reply.number,
             code=reply.code,
+            holder=holder.name if holder is not None and reply.code == "busy" else "",
             error=reply.error,
             remedy=reply.remedy,
             state=reply.stage.value,

@@ -431,7 +431,7 @@ class LinkStream:
             reply = self._order(pb.LinkOrder(open=request), deadline.left())
             if (
                 reply.code == "busy"
-                and request.holder in reply.error
+                and reply.holder == request.holder
                 and time.monotonic() < until
             ):
                 self.close()

@@ -861,20 +861,22 @@ class ReplicaOutcome(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., state: _Optional[str] = ..., version: _Optional[int] = ..., seconds: _Optional[_Iterable[_Union[PhaseSeconds, _Mapping]]] = ..., failed: _Optional[str] = ..., error: _Optional[str] = ..., found: _Optional[_Union[ReplicaDigests, _Mapping]] = ..., differing: _Optional[_Iterable[str]] = ..., bytes: _Optional[int] = ..., kind: _Optional[str] = ..., exports_json: _Optional[_Iterable[str]] = ..., core_channel: _Optional[_Iterable[str]] = ..., evidence: _Optional[_Mapping[str, int]] = ..., reloaded: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class LinkReply(_message.Message):
-    __slots__ = ("number", "code", "error", "remedy", "state", "outcomes")
+    __slots__ = ("number", "code", "error", "remedy", "state", "outcomes", "holder")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     CODE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     REMEDY_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
     number: int
     code: str
     error: str
     remedy: str
     state: str
     outcomes: _containers.RepeatedCompositeFieldContainer[ReplicaOutcome]
-    def __init__(self, number: _Optional[int] = ..., code: _Optional[str] = ..., error: _Optional[str] = ..., remedy: _Optional[str] = ..., state: _Optional[str] = ..., outcomes: _Optional[_Iterable[_Union[ReplicaOutcome, _Mapping]]] = ...) -> None: ...
+    holder: str
+    def __init__(self, number: _Optional[int] = ..., code: _Optional[str] = ..., error: _Optional[str] = ..., remedy: _Optional[str] = ..., state: _Optional[str] = ..., outcomes: _Optional[_Iterable[_Union[ReplicaOutcome, _Mapping]]] = ..., holder: _Optional[str] = ...) -> None: ...
 
 class RolloutSyncRequest(_message.Message):
     __slots__ = ("epoch", "link", "phases", "terms", "digests", "open", "close", "seconds", "call", "nonfinite")
