@@ -147,15 +147,9 @@ def test_the_ratios_of_launches():
 def test_each_way_of_an_order_saves_what_the_architecture_says():
     text = (ROOT / "ARCHITECTURE.md").read_text()
     ms = {way: facts["call_ms"] for way, facts in H200["orders"]["result"].items()}
-    for mode in ("direct", "staged"):
-        assert (
-            ", ".join(
-                f"{ms[f'{way} {mode}']:.1f}" for way in ("gateway", "socket", "core")
-            )
-            in text
-        )
-    assert ms["core direct"] < ms["socket direct"] < ms["gateway direct"]
-    assert ms["socket staged"] < ms["gateway staged"]
+    assert f"{ms['gateway direct']:.1f} and {ms['core direct']:.1f} ms direct" in text
+    assert ms["core direct"] < ms["gateway direct"]
+    assert ms["core staged"] < ms["gateway staged"]
 
 
 def test_every_kind_of_parameter_of_experts_arrived():

@@ -698,11 +698,6 @@ class Engine:
 
     # Sync ---------------------------------------------------------------------------------------------------------
 
-    @property
-    def core_channel(self) -> list[str]:
-        """Path and key of the engine core's own channel, for the trainer of an open ipc link."""
-        return self._sync.core_channel
-
     async def sync(self, request: pb.RolloutSyncRequest) -> pb.RolloutSyncReply:
         """Phases of a sync, in order; the outcome says what this replica holds now."""
         return await self._sync.run(request)

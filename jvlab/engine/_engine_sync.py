@@ -8,7 +8,7 @@ import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -161,6 +161,17 @@ class SyncState:
         self.halted = self.halted and self.dirty
         return go_on
 
+    def swap_refused(self, before: SyncState) -> None:
+        """The core ended a swap before it halted anything: as `before`, and the sync is still open."""
+        self.dirty = before.dirty
+        self.halted = before.halted
+        self.done = before.done
+
+    def unheard(self) -> None:
+        """The core began a sync that we know nothing of: it may have halted, and written part of it."""
+        self.dirty = True
+        self.halted = True
+
     def discard(self) -> None:
         """The weights are gone (sleep level 2): what memory holds after a wake is not a version."""
         self.dirty = self.discarded = True
@@ -181,16 +192,12 @@ class SyncState:
             )
 
 
-# The front end's side of ipc syncs: the core runs a whole direct sync, or the end of a staged one (`_ipc_core`).
-# The front end keeps their state.
+# The front end's side of ipc syncs: the core carries out a whole direct sync, or the beginning and the end of a
+# staged one (`_ipc_core`). The front end keeps their state.
 
 SWAP = AFTER_VERIFY["staged"]
 SECONDS = 60.0
-
-
-def is_whole(request: pb.RolloutSyncRequest) -> bool:
-    """Whether the order has all phases of a direct sync."""
-    return tuple(request.phases) == ORDER["direct"] and request.terms.mode == "direct"
+Digests = dict[tuple[str, int], int]  # by parameter and rank
 
 
 def is_swap(sync: EngineSync, request: pb.RolloutSyncRequest) -> bool:
@@ -204,32 +211,121 @@ def is_swap(sync: EngineSync, request: pb.RolloutSyncRequest) -> bool:
     )
 
 
-async def swap(sync: EngineSync) -> None:
-    """Pause generation, swap the shadows in, resume. Raises on failure; `sync.at` names the phase."""
+async def core_order(sync: EngineSync, request: pb.RolloutSyncRequest) -> None:
+    """An order that the trainer gave the core too. Raises on failure; `sync.at` names the phase."""
+    match tuple(request.phases):
+        case phases if phases == ORDER["direct"]:
+            await direct_sync(sync, Terms.read(request.terms).check(), request)
+        case phases if phases == BEFORE_BYTES["staged"]:
+            await prepare_staged(sync, Terms.read(request.terms).check(), request)
+        case phases if phases == (Phase.VERIFY, *SWAP):
+            await verify_and_swap(sync, request)
+        case _:
+            raise SyncError("the core takes no such order", remedy="sync again")
+
+
+async def _ask_core(
+    sync: EngineSync,
+    kind: str,
+    terms: Terms,
+    request: pb.RolloutSyncRequest,
+    **more: Any,
+) -> dict[str, Any]:
+    order = _core_channel.order(
+        kind, terms, request.seconds or SECONDS, request.call, **more
+    )
+    order["resume"] = sync.core_may_resume
+    reply = await sync.llm.engine_core.call_utility_async("jv_core_order", order)
+    sync.note(reply["seconds"])
+    return reply
+
+
+async def prepare_staged(
+    sync: EngineSync, terms: Terms, request: pb.RolloutSyncRequest
+) -> None:
+    """PREPARE and MOVE of a staged sync."""
+    for phase in (phase.word for phase in BEFORE_BYTES["staged"]):
+        sync.at = phase
+        sync.state.check(phase, terms if phase == "prepare" else None)
+        await sync.enter(phase)
+        if phase == "prepare":
+            sync.begin(terms)
+        sync.state.did(phase, terms if phase == "prepare" else None)
+    reply = await _ask_core(sync, "prepare", terms, request)
+    sync.at = reply["stage"] or sync.at
+    checked(reply["answers"])
+    sync.exports = reply["handles"]
+
+
+async def verify_and_swap(sync: EngineSync, request: pb.RolloutSyncRequest) -> None:
+    """VERIFY of a staged sync, and the swap."""
+    before = replace(sync.state)
+    sync.at = "verify"
+    sync.state.check("verify")
+    await sync.enter("verify")
+    sync.state.did("verify")
+    claimed = in_order(_given(request.digests), sync.names)
+    await swap(sync, request, claimed, before)
+
+
+async def swap(
+    sync: EngineSync,
+    request: pb.RolloutSyncRequest,
+    claimed: bytes | None = None,
+    before: SyncState | None = None,
+) -> None:
+    """Pause generation, swap the shadows in, resume; with `claimed`, compare these digests of the shadows first.
+
+    `before`: the state before VERIFY, for when they differ.
+    """
     for phase in (phase.word for phase in SWAP[:2]):
         sync.at = phase
         sync.state.check(phase)
         await sync.enter(phase)
         if phase == "halt":
             sync.state.did(phase)
-    await sync.run_to_completion(_core_swap(sync))
+    await sync.run_to_completion(_core_swap(sync, request, claimed, before))
 
 
-async def _core_swap(sync: EngineSync) -> None:
+async def _core_swap(
+    sync: EngineSync,
+    request: pb.RolloutSyncRequest,
+    claimed: bytes | None,
+    before: SyncState | None,
+) -> None:
     terms = sync.state.terms
     assert terms is not None  # checked before
     resume = sync.core_may_resume
-    order = {
-        "pause": terms.pause,
-        "version": terms.version,
-        "recompute": terms.kv == "recompute",
-        "resume": resume,
-        "nonfinite": sync.nonfinite,
-    }
-    reply = await sync.llm.engine_core.call_utility_async("jv_swap", order)
-    sync.note(reply["seconds"])
-    checked(reply["answers"])
+    reply = await _ask_core(
+        sync,
+        "swap",
+        terms,
+        request,
+        claimed=None if claimed is None else claimed.hex(),
+        nonfinite=sync.nonfinite,
+    )
+    if before is not None:
+        if reply["stage"] == "verify":
+            sync.at = "verify"
+            sync.state.swap_refused(before)
+        _take_claimed(sync, terms, reply)
+    else:
+        checked(reply["answers"])
     await _go_on(sync, resume)
+
+
+def _take_claimed(sync: EngineSync, terms: Terms, reply: dict[str, Any]) -> None:
+    """Compare what the core found with what the trainer told it; raises if they differ."""
+    answers = checked(reply["answers"])
+    at = sync.at
+    sync.at = "verify"
+    claimed: bytes = reply["claimed"]
+    sync.take(
+        answers,
+        None if terms.verify == "off" else lambda: claims(claimed, sync.names),
+        claimed,
+    )
+    sync.at = at
 
 
 async def _go_on(sync: EngineSync, resumed: bool) -> None:
@@ -254,7 +350,7 @@ async def direct_sync(
         sync.state.check(phase, terms if phase == "prepare" else None)
         await sync.enter(phase)
         if phase == "prepare":
-            await sync.prepare(terms)
+            sync.begin(terms)
         sync.state.did(phase, terms if phase == "prepare" else None)
     await sync.run_to_completion(_core_sync(sync, terms, request))
 
@@ -263,21 +359,9 @@ async def _core_sync(
     sync: EngineSync, terms: Terms, request: pb.RolloutSyncRequest
 ) -> None:
     resume = sync.core_may_resume
-    order = {
-        **_core_channel.order(terms, request.seconds or SECONDS, request.call),
-        "resume": resume,
-    }
-    reply = await sync.llm.engine_core.call_utility_async("jv_direct_sync", order)
-    sync.note(reply["seconds"])
+    reply = await _ask_core(sync, "direct", terms, request)
     sync.at = "verify" if reply["stage"] == "verify" else "move"
-    answers = checked(reply["answers"])
-    sync.at = "verify"
-    claimed: bytes = reply["claimed"]
-    sync.take(
-        answers,
-        None if terms.verify == "off" else lambda: claims(claimed, sync.names),
-        claimed,
-    )
+    _take_claimed(sync, terms, reply)
     sync.state.did("verify")
     sync.at = "commit"
     await _go_on(sync, resume)
@@ -293,6 +377,12 @@ def claims(claimed: bytes, names: dict[int, list[str]]) -> dict[tuple[str, int],
             remedy="connect again",
         )
     return dict(zip(keys, values, strict=True))
+
+
+def in_order(digests: Digests, names: dict[int, list[str]]) -> bytes:
+    """Digests in the order of the ranks' names; those that are missing are left out."""
+    keys = [(name, rank) for rank in sorted(names) for name in names[rank]]
+    return np.array([digests[k] for k in keys if k in digests], np.uint64).tobytes()
 
 
 # The adapter that a link syncs into this engine: which requests use it, and which versions are its own.
@@ -354,7 +444,6 @@ OPEN_SECONDS = 20.0
 VERIFY_SECONDS = 60.0
 DYING_SECONDS = 2.0
 POLL_SECONDS = 0.02  # that a worker may wait inside one call: no generation meanwhile
-Digests = dict[tuple[str, int], int]
 
 
 class EngineSync:
@@ -387,7 +476,7 @@ class EngineSync:
         self.asleep: set[str] = set()  # "weights", "kv_cache": released memory
         self._ipc = False
         # what the ranks exported in this call, for the trainer to attach
-        self._exports: list[str] = []
+        self.exports: list[str] = []
         self.wanted: dict[str, Any] = {}
         self._admitted = 0.0
         # VERIFY has already applied the commit to the engine
@@ -408,7 +497,7 @@ class EngineSync:
             self._seconds = []
             self._found = {}
             self._differing = []
-            self._exports = []
+            self.exports = []
             self._evidence = Counter()
             self._reloaded = {}
             self._whole = {pb.VERIFY, pb.COMMIT} <= set(request.phases)
@@ -424,9 +513,9 @@ class EngineSync:
                 elif request.close:
                     self.at = "close"
                     await self._close(request.link)
-                if self._ipc and is_whole(request):
+                if self._ipc and request.call:
                     self.state.check_link(request.link)
-                    await direct_sync(self, Terms.read(request.terms).check(), request)
+                    await core_order(self, request)
                 else:
                     swaps = self._ipc and is_swap(self, request)
                     for number in (
@@ -436,7 +525,7 @@ class EngineSync:
                         await self._phase(self.at, request)
                     if swaps:
                         self.state.check_link(request.link)
-                        await swap(self)
+                        await swap(self, request)
             except JvlabError as error:
                 outcome.failed = self.at
                 outcome.error = str(error)
@@ -460,7 +549,9 @@ class EngineSync:
                 outcome.found.ranks.extend(rank for (_, rank), _ in rows)
                 outcome.found.values.extend(value for _, value in rows)
             outcome.found.replica = self._replica
-            outcome.exports_json.extend(self._exports)
+            outcome.exports_json.extend(self.exports)
+            if request.HasField("open"):
+                outcome.core_channel.extend(self.core_channel)
             outcome.differing.extend(self._differing)
             outcome.evidence.update(self._evidence)
             outcome.reloaded.update(self._reloaded)
@@ -520,7 +611,7 @@ class EngineSync:
             seconds,
         )
         answers = await self._timed("open", work)
-        self._exports = _handles(answers)
+        self.exports = _handles(answers)
         self.names = {a["rank"]: a["names"] for a in answers if "names" in a}
         if number := max(a.get("adapter", 0) for a in answers):
             self.linked.opened(number, self.state.version)
@@ -538,7 +629,9 @@ class EngineSync:
 
     async def _open_core_channel(self, wanted: bool) -> None:
         if wanted or self.core_channel:
-            self.core_channel = await _vllm.core_channel(self.llm, wanted)
+            self.core_channel, unheard = await _vllm.core_channel(self.llm, wanted)
+            if unheard:
+                self.state.unheard()
 
     # Phases -------------------------------------------------------------------------------------------------------
 
@@ -583,16 +676,20 @@ class EngineSync:
         if _fault_injection.VARIABLE in os.environ:
             await asyncio.to_thread(_fault_injection.inject_fault, "rollout", phase)
 
-    async def prepare(self, terms: Terms | None) -> None:
-        assert terms is not None  # checked before
+    def begin(self, terms: Terms) -> None:
+        """A new sync: raises if the weights have no memory."""
         self.need_weights()
         self._bytes = 0
         self._admitted = 0.0
         self._engine_labelled = False
         self.wanted = _core_channel.wanted(terms)
+
+    async def prepare(self, terms: Terms | None) -> None:
+        assert terms is not None  # checked before
+        self.begin(terms)
         # a direct ipc sync allocates nothing, and MOVE carries the terms
         if not self._ipc or terms.mode == "staged":
-            self._exports = _handles(await self.ask("jv_prepare", self.wanted))
+            self.exports = _handles(await self.ask("jv_prepare", self.wanted))
 
     async def _halt(self) -> None:
         assert self.state.terms is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import platform
@@ -201,7 +200,6 @@ async def _serve_engine(engine: Any, order: Order, token: str) -> None:
     address, pem = _listen(server, order)
     engine.facts.host = platform.node()
     await server.start()
-    await servicer.direct_orders.start()
     web = None
     if order.http:
         from jvlab.engine._http import serve_http
@@ -223,7 +221,6 @@ async def _serve_engine(engine: Any, order: Order, token: str) -> None:
         )
         for task in (beating, waiting):
             task.cancel()
-        servicer.direct_orders.close()
         if web is not None:
             await web.close()
         await server.stop(0.2)
@@ -321,6 +318,4 @@ async def _beat_forever(
                 raise RuntimeError(
                     f"no gateway at {order.gateway} for {NO_GATEWAY_SECONDS:g} s: {received(error).message}"
                 ) from error
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(servicer.beat_now.wait(), beat_seconds)
-        servicer.beat_now.clear()
+        await asyncio.sleep(beat_seconds)

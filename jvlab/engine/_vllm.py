@@ -193,20 +193,24 @@ async def poison(engine: Any) -> None:
     await engine.engine_core.call_utility_async("jv_poison")
 
 
-async def core_channel(engine: Any, wanted: bool) -> list[str]:
-    """Open or close the core channel for a trainer on this host: its path and key, or empty."""
+async def core_channel(engine: Any, wanted: bool) -> tuple[list[str], bool]:
+    """Open or close the core channel for a trainer on this host: its path and key, or empty.
+
+    And whether the core began a sync over the previous channel that no order of ours followed.
+    """
     # one core of several
     if (
         sys.platform != "linux"
         or engine.vllm_config.parallel_config.data_parallel_size > 1
     ):
-        return []
+        return [], False
     # its trainer is in this process
     if getattr(engine.engine_core, "in_process", False):
-        return []
-    return list(
-        await engine.engine_core.call_utility_async("jv_open_core_channel", wanted)
+        return [], False
+    invitation, unheard = await engine.engine_core.call_utility_async(
+        "jv_open_core_channel", wanted
     )
+    return list(invitation), unheard
 
 
 def is_multimodal(engine: Any) -> bool:

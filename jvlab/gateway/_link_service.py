@@ -230,6 +230,7 @@ class PoolLinks:
         self._terms = pb.SyncTerms()
         self._digests: dict[str, pb.ReplicaDigests] = {}
         self._nonfinite = False
+        self._call = ""
         self._details: dict[str, pb.ReplicaOutcome] = {}
         self._until = self._seconds = 0.0
         self._opening = pb.LinkOpen()
@@ -345,6 +346,8 @@ class PoolLinks:
                 ) and order.replica in self._digests:
                     request.digests.CopyFrom(self._digests[order.replica])
                 request.nonfinite = self._nonfinite
+                if not order.cleanup:
+                    request.call = self._call
         return request
 
     def _remember(self, replica: str, outcome: pb.ReplicaOutcome) -> None:
@@ -355,7 +358,7 @@ class PoolLinks:
         kept.bytes = max(kept.bytes, outcome.bytes)
         kept.differing.extend(outcome.differing)
         kept.exports_json.extend(outcome.exports_json)
-        kept.direct_orders_json = outcome.direct_orders_json or kept.direct_orders_json
+        kept.core_channel.extend(outcome.core_channel)
         if outcome.HasField("found"):
             kept.found.CopyFrom(outcome.found)
         if outcome.evidence:  # one call reports all of it
@@ -380,6 +383,7 @@ class PoolLinks:
         return pb.LinkReply(
             number=reply.number,
             code=reply.code,
+            holder=holder.name if holder is not None and reply.code == "busy" else "",
             error=reply.error,
             remedy=reply.remedy,
             state=reply.stage.value,
@@ -425,6 +429,7 @@ class PoolLinks:
                 self._details = {}
                 self._digests = {digests.replica: digests for digests in steps.digests}
                 self._nonfinite = steps.nonfinite
+                self._call = steps.call
                 if steps.HasField("terms"):
                     self._terms = steps.terms
             terms = Terms.read(steps.terms) if steps.HasField("terms") else None
@@ -519,7 +524,7 @@ class Links:
         )
 
     def reported(self, replica: reg.Replica, stats: pb.ReplicaStats) -> None:
-        """What a replica's beat reports that it holds: direct ipc syncs bypass the gateway."""
+        """What a replica's beat reports that it holds."""
         links = self.of(replica.pool)
         name = replica.name
         before = self._contradicting.pop(name, None)

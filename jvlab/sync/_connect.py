@@ -161,10 +161,11 @@ def negotiate(
         read_config(pool.model),
         tensors,
         layouts,
-        pool.replicas,
-        None,
-        Rules.parse(params.peft_rules()) if adapter and rules == "auto" else rules,
-        bucket_mib,
+        replicas=pool.replicas,
+        rules=Rules.parse(params.peft_rules())
+        if adapter and rules == "auto"
+        else rules,
+        bucket_mib=bucket_mib,
         link_gbps=CPU_GBPS if pool.snapshot.device == "cpu" else None,
         title=model_words(pool.model) + (" (LoRA)" if adapter else ""),
         checkpoint=None if adapter else CheckpointValues.of(pool.model),

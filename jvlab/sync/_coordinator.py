@@ -1,10 +1,10 @@
-"""`SyncCoordinator`: runs the syncs of one link, one at a time."""
+"""`Coordinator`: one link's connections to the replicas of its pool, and its syncs over them, one at a time."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,18 +17,17 @@ from jvlab._tracebacks import shorten
 from jvlab.layout._digest import compiled_scan
 from jvlab.sync import _connect
 from jvlab.sync._senders import BucketSenders, Senders, Sent
-from jvlab.sync._sync_report import CheckReport, SyncOptions, SyncReport
+from jvlab.sync._sync_report import CheckReport, SyncReport
 from jvlab.sync._transaction import (
     ORDER_SECONDS,
     Transaction,
     check_report,
     replica_digests,
-    terms_message,
 )
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._client import LinkStream
-from jvlab.wire._direct_client import DirectStream
-from jvlab.wire._sync_words import BEFORE_BYTES, Phase
+from jvlab.wire._core_channel import CoreOrders
+from jvlab.wire._sync_words import BEFORE_BYTES, Phase, Terms
 
 if TYPE_CHECKING:
     from jvlab.layout._plan import TransferPlan
@@ -37,17 +36,31 @@ if TYPE_CHECKING:
     from jvlab.wire._pool_view import PoolView
 
 
-# `Channels`: one link's connections to the replicas of its pool, and the orders sent over them.
-
 # the gateway abandons an open sync that gets no order for this long
 LEASE_SECONDS = 600.0
 Ready = dict[str, tuple[int, int]]  # replica -> its index in the plan, its epoch
 
 
-class Channels:
-    """One process's connections: the gateway's stream, senders, and the replica's own socket for orders.
+DIRTY_SECONDS = 1.0  # minimum time to mark a pool dirty
+STATE_SECONDS = 5.0  # to ask what an interrupted sync left behind
+Listener = Callable[[float], None]  # called with the bytes sent so far
 
-    Opened on demand, and again whenever the set of ready replicas changes. `version` is the newest one known.
+
+def behind(snapshot: pb.PoolStatus) -> frozenset[str]:
+    """Ready replicas that hold an older version than the pool."""
+    return frozenset(
+        r.replica
+        for r in snapshot.replicas
+        if r.state == pb.READY and r.version < snapshot.version
+    )
+
+
+class Coordinator:
+    """Runs the syncs, steppers and checks of a link, and keeps the report of the last sync.
+
+    It holds this process's connections: the gateway's stream, senders, and the channel of the engine core, if it has
+    one. They are opened on demand, and again whenever the set of ready replicas changes. `version` is the newest one
+    known.
     """
 
     processes = 1  # trainer processes that hold the parameters
@@ -65,9 +78,14 @@ class Channels:
         self.closed = False
         self.stream = LinkStream(pool.client)
         self.senders: Senders | None = None
-        # the only replica's own socket, if it is reachable
-        self.direct_orders: DirectStream | None = None
+        # to the core of the only replica, if it is reachable
+        self.core: CoreOrders | None = None
         self._epochs: dict[str, int] = {}  # of the replicas with open channels
+        # by the sync in progress: a connect meanwhile makes another
+        self._checking = agreed.meaning
+        self._lock = threading.RLock()
+        self.stepper: Stepper | None = None  # the open one, if any
+        self.last: SyncReport | None = None
 
     @property
     def plan(self) -> TransferPlan:
@@ -190,12 +208,22 @@ class Channels:
         reply = senders.open(
             lambda: self.stream.open(request, deadline.left()), deadline
         )
-        self.direct_orders = senders.direct_orders(reply)
+        self.core = self._core_of(reply.outcomes)
         # the pool's version counts too: restarted replicas hold none of its versions
         replica_versions = (int(o.version) for o in reply.outcomes)
         self.version = max(
             [self.version, int(self.pool.snapshot.version), *replica_versions]
         )
+
+    def _core_of(self, outcomes: Sequence[pb.ReplicaOutcome]) -> CoreOrders | None:
+        if len(outcomes) != 1 or not outcomes[0].core_channel:
+            return None
+        try:
+            opened = outcomes[0]
+            return CoreOrders(self.stream, opened.replica, list(opened.core_channel))
+        except OSError:
+            # another mount namespace, where its path does not exist: the gateway will do
+            return None
 
     def drop(self) -> None:
         """Close every channel; the next call opens them again."""
@@ -203,13 +231,15 @@ class Channels:
             self.senders.close()
         self.senders = None
         self._epochs = {}
-        if self.direct_orders is not None:
-            self.direct_orders.close()
-            self.direct_orders = None
+        if self.core is not None:
+            self.core.close()
+            self.core = None
         self.stream.close()
 
     def close(self) -> None:
-        """Close for good."""
+        """Abandon an open stepper, and close for good."""
+        if self.stepper is not None:
+            self.stepper.close()
         self.closed = True
         self.drop()
 
@@ -223,19 +253,18 @@ class Channels:
         """An error inside is raised in the trainer's other processes too."""
         return nullcontext()
 
-    def wake_up(self, options: SyncOptions) -> None:
+    def wake_up(self, options: Terms) -> None:
         """Wake the engine core ahead of a sync, while this process checks the parameters."""
         if (
-            self.direct_orders is not None
+            self.core is not None
             and options.mode == "direct"
             and options.pause != "wait"
         ):
-            self.direct_orders.wake_up()
+            self.core.wake_up()
 
-    def begin(
-        self, params: Any, version: int | None, options: SyncOptions, deadline: Deadline
+    def _open_transaction(
+        self, params: Any, version: int | None, options: Terms, deadline: Deadline
     ) -> Transaction:
-        """A transaction, ready for `prepare()`."""
         began = time.perf_counter()
         self.next_version(version)  # refuse a bad version before opening anything
         senders = self.ensure_open(deadline)
@@ -245,10 +274,22 @@ class Channels:
                 remedy='sync with mode="staged", which writes buffers that can be; or launch without sleep mode',
             )
         source = senders.source(params)
-        # opening may have revealed a newer version
-        terms = options.terms(self.next_version(version), deadline.seconds)
         return Transaction(
-            self.stream, senders, source, terms, self.transport, deadline, began
+            self.stream,
+            senders,
+            source,
+            self._terms(options, version, deadline),
+            transport=self.transport,
+            deadline=deadline,
+            began=began,
+        )
+
+    def _terms(self, options: Terms, version: int | None, deadline: Deadline) -> Terms:
+        """The options with their version: opening may have revealed a newer one."""
+        return replace(
+            options,
+            version=self.next_version(version),
+            bucket_seconds=deadline.seconds,
         )
 
     def next_version(self, version: int | None) -> int:
@@ -265,8 +306,7 @@ class Channels:
             )
         return wanted
 
-    def verify(self, params: Any, deadline: Deadline) -> CheckReport:
-        """Compare digests of live memory with the last commit, or with these parameters."""
+    def _verify(self, params: Any, deadline: Deadline) -> CheckReport:
         senders = self.ensure_open(deadline)
         digests = {} if params is None else senders.digests(senders.source(params))
         return self.check(self.expected(senders, digests), deadline)
@@ -301,131 +341,23 @@ class Channels:
             raise
         except VerifyError as error:  # differences are the result here, not an error
             outcomes = error.fields["reply"].outcomes  # type: ignore[union-attr]
-        report = check_report(outcomes, self.version, time.perf_counter() - start)
-        # the gateway may not know of the last commit yet
-        if self.direct_orders is not None:
-            report = replace(report, version=max(report.version, self.version))
-        return report
+        return check_report(outcomes, self.version, time.perf_counter() - start)
 
     def mark_dirty(self, deadline: Deadline) -> None:
         """Stop all replicas from serving their weights, by beginning a sync and abandoning it."""
         # Replicas that reply late count as dirty too: the gateway marks them when it sends the order.
         senders = self.ensure_open(deadline)
-        terms = terms_message(
-            SyncOptions(verify="off").terms(self.version + 1, ORDER_SECONDS),
-            senders.replicas,
-        )
+        terms = Terms(
+            self.version + 1,
+            verify="off",
+            bucket_seconds=ORDER_SECONDS,
+            replicas=tuple(senders.replicas),
+        ).message()
         self.stream.steps(BEFORE_BYTES["direct"], deadline.left(), terms=terms)
         self.stream.steps([Phase.ABANDON], deadline.left())
         self.drop()
 
-
-# Bring new and returning replicas to the version that the others hold, after comparing digests.
-
-
-def behind(snapshot: pb.PoolStatus) -> frozenset[str]:
-    """Ready replicas that hold an older version than the pool."""
-    return frozenset(
-        r.replica
-        for r in snapshot.replicas
-        if r.state == pb.READY and r.version < snapshot.version
-    )
-
-
-def catch_up(
-    channels: Channels, params: Any, mode: str, deadline: Deadline
-) -> SyncReport | None:
-    """See `Link.catch_up`."""
-    snapshot = _current(channels, deadline)
-    late = behind(snapshot)
-    version = int(snapshot.version)
-    if not late:
-        return None
-    began = time.perf_counter()
-    _same_as_committed(channels, params, late, version, deadline)
-    # non-finite values were allowed when this version was committed, and these are the same bits
-    terms = SyncOptions(mode, nonfinite="allow").terms(version, deadline.seconds)
-    senders = channels.ensure_open(deadline, late)
-    source = senders.source(params)
-    transaction = Transaction(
-        channels.stream, senders, source, terms, channels.transport, deadline, began
-    )
-    try:
-        with Progress(
-            senders.total_bytes,
-            f"catch up to {version}",
-            unit="B",
-            show=None,
-            after=1.0,
-        ) as bar:
-            return transaction.run(lambda sent: bar.to(sent.bytes))
-    # KeyboardInterrupt included: no engine may be left waiting
-    except BaseException as error:
-        transaction.abandon(error)
-        raise
-    finally:
-        channels.drop()  # the next order opens channels to all replicas again
-
-
-def _current(channels: Channels, deadline: Deadline) -> pb.PoolStatus:
-    """The pool's status, no older than this link's last commit: with ipc the gateway learns of it a heartbeat later."""
-    pool = channels.pool
-    while True:
-        pool.status(timeout=deadline)
-        snapshot = pool.snapshot
-        if snapshot.version >= channels.version:
-            return snapshot
-        if deadline.over:
-            raise SyncDeadline(
-                f"the gateway has {pool.name} at version {snapshot.version}; this link committed {channels.version}",
-                remedy="pool.status() shows which replica is silent; link.sync(params) gives all of them a new version",
-            )
-        time.sleep(0.1)
-
-
-def _same_as_committed(
-    channels: Channels,
-    params: Any,
-    late: frozenset[str],
-    version: int,
-    deadline: Deadline,
-) -> None:
-    """Check `params` against the digests of the replicas that hold `version`: one version, one set of weights."""
-    senders = channels.ensure_open(deadline)
-    digests = channels.expected(senders, senders.digests(senders.source(params)))
-    wanted = [of for of in digests if of.replica not in late]
-    if not wanted:
-        raise SyncError(
-            f"no replica of {channels.pool.name} holds version {version}: these parameters can't be checked against it",
-            remedy="link.sync(params) gives all of them a new version",
-        )
-    report = channels.check(wanted, deadline)
-    if not report.ok:
-        names = ", ".join(report.differing[:3])
-        raise VerifyError(
-            f"these parameters are not those of version {version}: {len(report.differing)} differ ({names}, ...)",
-            remedy="pass the parameters of the last sync, or link.sync(params) to make a new version",
-            differing=report.differing,
-        )
-
-
-# ----------------------------------------------------------------------------------------------------
-
-DIRTY_SECONDS = 1.0  # minimum time to mark a pool dirty
-STATE_SECONDS = 5.0  # to ask what an interrupted sync left behind
-Listener = Callable[[float], None]  # called with the bytes sent so far
-
-
-class SyncCoordinator:
-    """Serializes the syncs, steppers and checks over a link's channels, and keeps the report of the last sync."""
-
-    def __init__(self, channels: Channels) -> None:
-        self._channels = channels
-        # by the sync in progress: a connect meanwhile makes another
-        self._checking = channels.agreed.meaning
-        self._lock = threading.RLock()
-        self.stepper: Stepper | None = None  # the open one, if any
-        self.last: SyncReport | None = None
+    # Syncs, one at a time ---------------------------------------------------------------------------------------------
 
     @contextmanager
     def exclusive(self, deadline: Deadline) -> Iterator[None]:
@@ -441,14 +373,14 @@ class SyncCoordinator:
             self._lock.release()
 
     def begin(
-        self, params: Any, version: int | None, options: SyncOptions, deadline: Deadline
+        self, params: Any, version: int | None, options: Terms, deadline: Deadline
     ) -> Transaction:
         """A transaction, ready for `prepare()`; raises if a stepper is open."""
         self._refuse_stepper()
-        self._checking = self._channels.agreed.meaning
-        self._checking.before_sync(params, self._channels.pool.model)
-        transaction = self._channels.begin(params, version, options, deadline)
-        transaction.stacked = lambda: self._channels.agreed.mapping.stacked
+        self._checking = self.agreed.meaning
+        self._checking.before_sync(params, self.pool.model)
+        transaction = self._open_transaction(params, version, options, deadline)
+        transaction.stacked = lambda: self.agreed.mapping.stacked
         return transaction
 
     def _refuse_stepper(self) -> None:
@@ -461,24 +393,22 @@ class SyncCoordinator:
         self,
         params: Any,
         version: int | None,
-        options: Callable[[], SyncOptions],
+        options: Terms,
         deadline: Deadline,
         progress: bool | None,
         listener: Listener | None = None,
     ) -> SyncReport:
         """Run a whole sync. Invalid options raise in all trainer processes."""
-        channels = self._channels
-        with self.exclusive(deadline), channels.together("sync"):
-            chosen = options()
-            channels.wake_up(chosen)
-            transaction = self.begin(params, version, chosen, deadline)
-            transaction.direct_orders = channels.direct_orders
+        with self.exclusive(deadline), self.together("sync"):
+            self.wake_up(options.check())
+            transaction = self.begin(params, version, options, deadline)
+            transaction.core = self.core
             total = transaction.senders.total_bytes
             title = f"sync {transaction.terms.version}"
             try:
                 with (
                     Progress(total, title, unit="B", show=progress, after=1.0) as bar,
-                    channels.sharing(),
+                    self.sharing(),
                 ):
                     report = transaction.run(lambda sent: _show(bar, sent, listener))
             # KeyboardInterrupt included: no engine may be left waiting
@@ -495,11 +425,11 @@ class SyncCoordinator:
     ) -> None:
         """Abandon it because of `error`; the next sync opens all channels again."""
         transaction.abandon(error)
-        self._channels.drop()
+        self.drop()
 
     def explain(self, error: KeyboardInterrupt, what: str, version: int) -> None:
         """Let an interrupt of `what`, which would have committed `version`, say what the engines hold now."""
-        pool = self._channels.pool
+        pool = self.pool
         said = f"{what} was interrupted"
         try:
             pool.status(timeout=STATE_SECONDS)
@@ -523,35 +453,34 @@ class SyncCoordinator:
         deadline: Deadline,
     ) -> SyncReport:
         """After a commit: check the mapping's meaning if that is still open, and store the report."""
-        channels = self._channels
         check = self._checking
-        channels.version = report.version
+        self.version = report.version
         arrays = transaction.source.by_path
         check.committed(report.version, arrays)
 
         def mark_dirty() -> None:
-            channels.mark_dirty(
+            self.mark_dirty(
                 Deadline(max(DIRTY_SECONDS, deadline.within(ORDER_SECONDS)))
             )
 
         try:
-            if check.is_open and channels.processes > 1:
+            if check.is_open and self.processes > 1:
                 check.give_up(
                     "the trainer's log-probabilities are spread over several processes"
                 )
             elif check.is_open:
                 check.after_sync(
-                    channels.pool, report.version, params, deadline.left(), mark_dirty
+                    self.pool, report.version, params, deadline.left(), mark_dirty
                 )
-            elif channels.processes == 1:
+            elif self.processes == 1:
                 check.again(
-                    channels.pool, report.version, params, deadline.left(), mark_dirty
+                    self.pool, report.version, params, deadline.left(), mark_dirty
                 )
         finally:
             self.last = report = replace(
                 report, meaning=_meaning_of(check.text_of(report.version, arrays))
             )
-            channels.plan._reports.append(report)
+            self.plan._reports.append(report)
         return report
 
     def catch_up(self, params: Any, mode: str, deadline: Deadline) -> SyncReport | None:
@@ -559,16 +488,16 @@ class SyncCoordinator:
         with self.exclusive(deadline):
             self._refuse_stepper()
             try:
-                report = catch_up(self._channels, params, mode, deadline)
+                report = self._catch_up(params, mode, deadline)
             except KeyboardInterrupt as error:
-                self.explain(error, "the catching up", self._channels.version + 1)
+                self.explain(error, "the catching up", self.version + 1)
                 raise
             if report is None:
                 return None
             known = (
                 self.last.meaning
                 if self.last is not None
-                else self._channels.agreed.meaning.meaning.text
+                else self.agreed.meaning.meaning.text
             )
             # the bits of the last sync, compared by digest
             return replace(report, meaning=_meaning_of(known))
@@ -576,7 +505,7 @@ class SyncCoordinator:
     def verify(self, params: Any, deadline: Deadline) -> CheckReport:
         """See `Link.verify`."""
         with self.exclusive(deadline):
-            return self._channels.verify(params, deadline)
+            return self._verify(params, deadline)
 
     def check_sent(self, transaction: Transaction, names: set[str]) -> CheckReport:
         """A check during a sync, of the parameters that have fully arrived."""
@@ -588,25 +517,86 @@ class SyncCoordinator:
                 if row[0] in names
             ]
             wanted.append(replica_digests(d.replica, rows))
-        return self._channels.check(wanted, Deadline(transaction.terms.bucket_seconds))
+        return self.check(wanted, Deadline(transaction.terms.bucket_seconds))
 
     def release_shadows(self, deadline: Deadline) -> None:
         """Unmap the shadow buffers of staged syncs before the engines free them."""
         with self.exclusive(deadline):
-            if self._channels.senders is not None and self.stepper is None:
-                self._channels.senders.release_shadows()
+            if self.senders is not None and self.stepper is None:
+                self.senders.release_shadows()
 
     def let_go(self, deadline: Deadline) -> None:
         """Close the channels between syncs; the next call opens them again. Raises if a stepper is open."""
         with self.exclusive(deadline):
             self._refuse_stepper()
-            self._channels.drop()
+            self.drop()
 
-    def close(self) -> None:
-        """Abandon an open stepper, and close the channels."""
-        if self.stepper is not None:
-            self.stepper.close()
-        self._channels.close()
+    # Catching up ------------------------------------------------------------------------------------------------------
+
+    def _catch_up(
+        self, params: Any, mode: str, deadline: Deadline
+    ) -> SyncReport | None:
+        self.pool.status(timeout=deadline)
+        snapshot = self.pool.snapshot
+        late = behind(snapshot)
+        version = int(snapshot.version)
+        if not late:
+            return None
+        began = time.perf_counter()
+        self._same_as_committed(params, late, version, deadline)
+        # non-finite values were allowed when this version was committed, and these are the same bits
+        terms = Terms(version, mode, nonfinite="allow", bucket_seconds=deadline.seconds)
+        senders = self.ensure_open(deadline, late)
+        source = senders.source(params)
+        transaction = Transaction(
+            self.stream,
+            senders,
+            source,
+            terms,
+            transport=self.transport,
+            deadline=deadline,
+            began=began,
+        )
+        try:
+            with Progress(
+                senders.total_bytes,
+                f"catch up to {version}",
+                unit="B",
+                show=None,
+                after=1.0,
+            ) as bar:
+                return transaction.run(lambda sent: bar.to(sent.bytes))
+        # KeyboardInterrupt included: no engine may be left waiting
+        except BaseException as error:
+            transaction.abandon(error)
+            raise
+        finally:
+            self.drop()  # the next order opens channels to all replicas again
+
+    def _same_as_committed(
+        self,
+        params: Any,
+        late: frozenset[str],
+        version: int,
+        deadline: Deadline,
+    ) -> None:
+        """Check `params` against the digests of the replicas that hold `version`: one version, one set of weights."""
+        senders = self.ensure_open(deadline)
+        digests = self.expected(senders, senders.digests(senders.source(params)))
+        wanted = [of for of in digests if of.replica not in late]
+        if not wanted:
+            raise SyncError(
+                f"no replica of {self.pool.name} holds version {version}: these parameters can't be checked against it",
+                remedy="link.sync(params) gives all of them a new version",
+            )
+        report = self.check(wanted, deadline)
+        if not report.ok:
+            names = ", ".join(report.differing[:3])
+            raise VerifyError(
+                f"these parameters are not those of version {version}: {len(report.differing)} differ ({names}, ...)",
+                remedy="pass the parameters of the last sync, or link.sync(params) to make a new version",
+                differing=report.differing,
+            )
 
 
 def _meaning_of(text: str) -> str:

@@ -44,7 +44,6 @@ from jvlab.transport._ipc_kernels import cupy
 from jvlab.transport._ipc_memory import Mapped
 from jvlab.transport._ipc_tables import link_pieces, whole_links
 from jvlab.wire import jvlab_pb2 as pb
-from jvlab.wire._direct_client import DirectStream, try_direct
 
 # A sync's arrays, checked against the plan in microseconds by remembering trees that passed before.
 # `jvlab.sync._pack.Source` inspects every cell of every sharding each time, which takes longer than the whole copy.
@@ -274,9 +273,6 @@ class IpcSenders(Senders):
             self.attach(exports)
             self.ready(0.0)
         return reply
-
-    def direct_orders(self, reply: pb.LinkReply) -> DirectStream | None:
-        return try_direct(reply.outcomes)
 
     def attach(self, exports: Exports) -> None:
         """Map the memory that ranks exported, live or shadow; replaces earlier mappings."""

@@ -17,13 +17,14 @@ from jvlab._units import human_bytes
 from jvlab.layout._tree import flatten
 from jvlab.record import _calls
 from jvlab.record._events import clock
-from jvlab.sync._coordinator import Channels, SyncCoordinator
+from jvlab.sync._coordinator import Coordinator
 from jvlab.sync._meaning import RememberedParams
 from jvlab.sync._pack import Source
-from jvlab.sync._sync_report import CheckReport, SyncOptions, SyncReport
-from jvlab.sync._team import TeamChannels
+from jvlab.sync._sync_report import CheckReport, SyncReport
+from jvlab.sync._team import TeamCoordinator
 from jvlab.sync._transaction import ORDER_SECONDS
 from jvlab.sync._values import Values, values_of
+from jvlab.wire._sync_words import Terms
 
 if TYPE_CHECKING:
     from jvlab.analysis.diagnose._bisection import Bisection
@@ -130,29 +131,28 @@ class Link:
         nonfinite: str = "refuse",
         deadline: Deadline | None = None,
     ) -> None:
-        SyncOptions(mode, nonfinite=nonfinite)  # validates both
+        Terms(mode=mode, nonfinite=nonfinite).check()
         self.pool = pool
         self.mode = mode
         self.nonfinite = nonfinite
         self._on_close = on_close
         self._agreed = agreed
-        self._channels = (
-            Channels(pool, agreed, wrap)
+        self._coordinator = (
+            Coordinator(pool, agreed, wrap)
             if team is None
-            else TeamChannels(pool, agreed, wrap, team)
+            else TeamCoordinator(pool, agreed, wrap, team)
         )
-        self._coordinator = SyncCoordinator(self._channels)
         # what it was connected with, for comparisons
         self.remembered = RememberedParams()
         pool.links.add(self)
         # its inspector reads values from this link's engines
         agreed.mapping._link = weakref.ref(self)
-        self._channels.open_first(mode, deadline or Deadline(ORDER_SECONDS))
+        self._coordinator.open_first(mode, deadline or Deadline(ORDER_SECONDS))
 
     @property
     def version(self) -> int:
         """The newest version that the pool is known to hold."""
-        return max(self._channels.version, int(self.pool.snapshot.version))
+        return max(self._coordinator.version, int(self.pool.snapshot.version))
 
     @property
     def last(self) -> SyncReport | None:
@@ -167,7 +167,7 @@ class Link:
     @property
     def closed(self) -> bool:
         """Whether `close()` was called, or the pool is gone."""
-        return self._channels.closed
+        return self._coordinator.closed
 
     @property
     def mapping(self) -> Mapping:
@@ -252,38 +252,55 @@ class Link:
         After a failure each engine is on its old version, or dirty (refuses to generate) until a later sync commits.
         A multi-process trainer calls it in every process with the same arguments: all return, or all raise.
         """
-        options = {
-            "mode": mode,
-            "verify": verify,
-            "require": require,
-            "pause": pause,
-            "kv": kv,
-            "nonfinite": nonfinite,
-        }
-        deadline = Deadline.of(timeout)
-        start = clock()
-        return self._noted(
-            start,
-            self._coordinator.sync(
-                params, version, lambda: self._options(**options), deadline, progress
-            ),
+        options = self._options(
+            mode=mode,
+            verify=verify,
+            require=require,
+            pause=pause,
+            kv=kv,
+            nonfinite=nonfinite,
         )
+        return self._sync(params, version, options, Deadline.of(timeout), progress)
 
-    def _noted(self, start: float, report: SyncReport) -> SyncReport:
-        """The report, kept for `lab.timeline()` too."""
+    def _sync(
+        self,
+        params: Any,
+        version: int | None,
+        options: Terms,
+        deadline: Deadline,
+        progress: bool | None,
+        listener: Callable[[float], None] | None = None,
+    ) -> SyncReport:
+        """A sync, noted for `lab.timeline()` too."""
+        start = clock()
+        report = self._coordinator.sync(
+            params, version, options, deadline, progress, listener
+        )
         _calls.note(self.pool.client, _calls.sync_event(report, start, clock()))
         return report
 
     def _options(
-        self, mode: str | None = None, nonfinite: str | None = None, **given: Any
-    ) -> SyncOptions:
-        """The given options; mode and nonfinite default to those of connect."""
-        return SyncOptions(
-            mode or self.mode, nonfinite=nonfinite or self.nonfinite, **given
+        self,
+        *,
+        mode: str | None = None,
+        verify: str = "full",
+        require: str = "all",
+        pause: str = "keep",
+        kv: str = "keep",
+        nonfinite: str | None = None,
+    ) -> Terms:
+        """The given options; mode and nonfinite default to those of connect. Checked when the sync begins."""
+        return Terms(
+            mode=mode or self.mode,
+            verify=verify,
+            require=require,
+            pause=pause,
+            kv=kv,
+            nonfinite=nonfinite or self.nonfinite,
         )
 
     def _require_one_process(self, what: str, instead: str) -> None:
-        if (processes := self._channels.processes) > 1:
+        if (processes := self._coordinator.processes) > 1:
             raise Unsupported(
                 f"{what} needs all parameters in one process; these are spread over {processes}",
                 remedy=instead,
@@ -309,16 +326,10 @@ class Link:
     ) -> SyncHandle:
         """`sync` in the background: returns a handle with `.progress`, `.done()`, `.result()`."""
         deadline = Deadline.of(options.pop("timeout", SYNC_SECONDS))
+        chosen = self._options(**options)
 
         def sync(listener: Callable[[float], None]) -> SyncReport:
-            chosen = lambda: self._options(**options)
-            start = clock()
-            return self._noted(
-                start,
-                self._coordinator.sync(
-                    params, version, chosen, deadline, False, listener
-                ),
-            )
+            return self._sync(params, version, chosen, deadline, False, listener)
 
         return SyncHandle(sync, self.pool.name, self.plan.total_bytes)
 
@@ -352,7 +363,7 @@ class Link:
             self._coordinator,
             params,
             version,
-            chosen,
+            chosen.check(),
             unit=unit,
             breakpoints=breakpoints,
             timeout=timeout,

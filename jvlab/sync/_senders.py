@@ -21,7 +21,6 @@ from jvlab.layout._plan import TransferPlan
 from jvlab.sync._pack import LinkPack, Source
 from jvlab.transport._peer import Header, Sender
 from jvlab.wire import jvlab_pb2 as pb
-from jvlab.wire._direct_client import DirectStream
 
 # ruff: noqa: B027 (hooks that only ipc needs do nothing elsewhere)
 
@@ -113,10 +112,6 @@ class Senders(ABC):
     @abstractmethod
     def ready(self, seconds: float) -> None:
         """Wait until every rank has opened its end."""
-
-    def direct_orders(self, reply: pb.LinkReply) -> DirectStream | None:
-        """The replica's own socket for orders, if it has one and the transport is fast enough to need it."""
-        return None
 
     def settle(self, source: Any, staged: bool) -> None:
         """Wait for arrays that are still being computed, before the sync pauses the engines."""

@@ -19,11 +19,11 @@ from jvlab.sync._sync_report import CheckReport, SyncReport
 from jvlab.sync._transaction import ABANDON_SECONDS
 
 if TYPE_CHECKING:
-    from jvlab.sync._coordinator import SyncCoordinator
+    from jvlab.sync._coordinator import Coordinator
     from jvlab.sync._diff import TensorDiff
     from jvlab.sync._link import Link
-    from jvlab.sync._sync_report import SyncOptions
     from jvlab.views.panels._live import Panel
+    from jvlab.wire._sync_words import Terms
 
 UNITS = ("tensor", "bucket")
 STATUS_SECONDS = 5.0  # to refresh the pool's status when a stepper ends
@@ -73,10 +73,10 @@ class Stepper:
     def __init__(
         self,
         link: Link,
-        coordinator: SyncCoordinator,
+        coordinator: Coordinator,
         params: Any,
         version: int | None,
-        options: SyncOptions,
+        options: Terms,
         *,
         unit: str = "tensor",
         breakpoints: Iterable[str] = (),

@@ -35,13 +35,14 @@ from jvlab._errors import (
 from jvlab._names import own_name
 from jvlab.layout._digest import NonFinite, merged
 from jvlab.layout._shards import device_processes
-from jvlab.sync._coordinator import Channels
+from jvlab.sync._coordinator import Coordinator
 from jvlab.sync._pack import Source
 from jvlab.sync._senders import Senders, Sent
-from jvlab.sync._sync_report import CheckReport, Outcome, SyncOptions, SyncReport
+from jvlab.sync._sync_report import CheckReport, Outcome, SyncReport
 from jvlab.sync._transaction import ORDER_SECONDS, Transaction
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._client import Message, TeamStream
+from jvlab.wire._sync_words import CHOICES, Terms
 
 if TYPE_CHECKING:
     from jvlab.sync._connect import Agreement
@@ -391,8 +392,8 @@ def _job(arrays: Mapping[str, Any]) -> str:
 SLACK = 1.0
 
 
-class TeamChannels(Channels):
-    """This process's channels; all processes open, sync and check together."""
+class TeamCoordinator(Coordinator):
+    """This process's part; all processes open, sync and check together."""
 
     def __init__(
         self,
@@ -490,34 +491,32 @@ class TeamChannels(Channels):
 
     # One sync or check --------------------------------------------------------------------------------------------
 
-    def begin(
-        self, params: Any, version: int | None, options: SyncOptions, deadline: Deadline
+    def _open_transaction(
+        self, params: Any, version: int | None, options: Terms, deadline: Deadline
     ) -> Transaction:
-        """A transaction of all processes, ready for `prepare()`."""
+        """A transaction of all processes."""
         began = time.perf_counter()
         self.next_version(version)
         # None: the next version
-        wanted = {**asdict(options), "timeout": deadline.seconds, "version": version}
+        wanted: dict[str, Any] = {name: getattr(options, name) for name in CHOICES}
+        wanted |= {"timeout": deadline.seconds, "version": version}
         is_open = self._agree(wanted, deadline)
         # raises on a mismatch, before anything is opened
         source = Source.of(self.plan, params)
         senders = self._open_together(deadline, is_open)
-        # opening may have revealed a newer version
-        terms = options.terms(self.next_version(version), deadline.seconds)
         kind = Leading if self.team.leads else Following
         return kind(
             self.team,
             self.stream,
             senders,
             source,
-            terms,
-            self.transport,
-            deadline,
-            began,
+            self._terms(options, version, deadline),
+            transport=self.transport,
+            deadline=deadline,
+            began=began,
         )
 
-    def verify(self, params: Any, deadline: Deadline) -> CheckReport:
-        """Compare digests of live memory with the last commit, or with the parameters of all processes."""
+    def _verify(self, params: Any, deadline: Deadline) -> CheckReport:
         team = self.team
         with self.together("verify"):
             is_open = self._agree(
@@ -561,8 +560,8 @@ def _endpoints(senders: Senders) -> dict[str, list[dict[str, Any]]]:
 class Shared(Transaction):
     """One process's part of a transaction."""
 
-    def __init__(self, team: Team, *of_transaction: Any) -> None:
-        super().__init__(*of_transaction)
+    def __init__(self, team: Team, *of_transaction: Any, **timing: Any) -> None:
+        super().__init__(*of_transaction, **timing)
         self._team = team
 
     def send_all(self, progress: Callable[[Sent], None], collect: bool = True) -> None:

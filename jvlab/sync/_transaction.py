@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,17 +20,12 @@ from jvlab.wire._sync_words import AFTER_VERIFY, BEFORE_BYTES, ORDER, Phase, Ter
 
 if TYPE_CHECKING:
     from jvlab.wire._client import LinkStream
-    from jvlab.wire._direct_client import DirectStream
+    from jvlab.wire._core_channel import CoreOrders
 
 
 # Converts a sync's protobuf messages to and from plain values.
 
 DigestRow = tuple[str, int, int]  # parameter, rank, digest
-
-
-def terms_message(terms: Terms, replicas: Iterable[str]) -> pb.SyncTerms:
-    """The message for these terms and replicas."""
-    return pb.SyncTerms(**replace(terms, replicas=tuple(replicas)).fields())
 
 
 def replica_digests(replica: str, rows: list[DigestRow]) -> pb.ReplicaDigests:
@@ -144,6 +140,7 @@ class Transaction:
         senders: Senders,
         source: Any,
         terms: Terms,
+        *,
         transport: str,
         deadline: Deadline,
         began: float,
@@ -155,8 +152,8 @@ class Transaction:
         self.source = source
         self.terms = terms
         self._transport = transport
-        # if set, orders bypass the gateway
-        self.direct_orders: DirectStream | None = None
+        # if set, the engine core carries out orders at once
+        self.core: CoreOrders | None = None
         self.replies: list[pb.LinkReply] = []
         self.seconds: dict[str, float] = {}
         # start and stop of each part, since the sync began
@@ -177,15 +174,23 @@ class Transaction:
 
     def _steps(self, name: str, phases: Sequence[Phase], **more: Any) -> pb.LinkReply:
         start = time.perf_counter()
-        way = self.direct_orders or self.stream
-        try:
-            reply = way.steps(phases, self.deadline.left(), **more)
-        except JvlabError:
-            if not way.busy:  # the gateway replied, and has abandoned the sync
-                self.state = "over"
-            raise
+        with self._noticing_the_end():
+            reply = self.stream.steps(phases, self.deadline.left(), **more)
         self.seconds[name] = time.perf_counter() - start
         self._span(name, start)
+        return self._take(reply)
+
+    @contextmanager
+    def _noticing_the_end(self) -> Iterator[None]:
+        try:
+            yield
+        except JvlabError as error:
+            # the gateway replied, and has abandoned the sync
+            if not self.stream.busy and "reply" in error.fields:
+                self.state = "over"
+            raise
+
+    def _take(self, reply: pb.LinkReply) -> pb.LinkReply:
         self.replies.append(reply)
         self.state = reply.state
         return reply
@@ -204,7 +209,7 @@ class Transaction:
 
     @property
     def _message(self) -> pb.SyncTerms:
-        return terms_message(self.terms, self.senders.replicas)
+        return replace(self.terms, replicas=tuple(self.senders.replicas)).message()
 
     def _gather(self) -> None:
         self.senders.gather(self.source, self.digesting)
@@ -259,31 +264,28 @@ class Transaction:
         ]
 
     def run(self, progress: Callable[[Sent], None]) -> SyncReport:
-        """Run the whole sync, in a single order if possible."""
-        if self.direct_orders is not None and self._in_one_order(self.direct_orders):
-            return self._exchange(self.direct_orders, progress)
+        """Run the whole sync; the engine core carries out its orders, if it can."""
+        # Not with pause="wait": while requests finish the caller may still give up with nothing written. The core
+        # compares all digests or none.
+        core = self.core
+        if (
+            core is not None
+            and core.is_open
+            and self.terms.verify in ("full", "off")
+            and self.terms.pause != "wait"
+        ):
+            with self._noticing_the_end():
+                if self.terms.mode == "direct":
+                    self._write_live(core, progress)
+                else:
+                    self._write_shadows(core, progress)
+            return self.report()
         self.prepare()
         self.send_all(progress)
         return self.finish()
 
-    def _in_one_order(self, orders: DirectStream) -> bool:
-        """Can the engine core run the sync in one call? Only a direct ipc sync into one replica on this host.
-
-        Not with pause="wait": while requests finish the caller may still give up with nothing written.
-        """
-        known = self.terms.verify in ("full", "off") and self.terms.pause != "wait"
-        channel = orders.core_channel
-        return (
-            channel is not None
-            and channel.is_open
-            and known
-            and self.terms.mode == "direct"
-        )
-
-    def _exchange(
-        self, orders: DirectStream, progress: Callable[[Sent], None]
-    ) -> SyncReport:
-        """Run the sync in a single order, and make the report."""
+    def _write_live(self, core: CoreOrders, progress: Callable[[Sent], None]) -> None:
+        """A direct sync, in one order."""
         # wait for JAX before the engine pauses
         self.senders.settle(self.source, staged=False)
 
@@ -293,30 +295,45 @@ class Transaction:
             self._digests = dict(self._named())
             return self.senders.claims(self.sent)
 
-        write = lambda: self.send_all(progress, collect=not self.digesting)
-        seconds = self.deadline.left()
         start = time.perf_counter()
-        try:
-            claimed = claims if self.digesting else None
-            reply = orders.exchange(
-                self._message,
-                seconds,
-                self._gather,
-                write,
-                claimed,
-                lambda: bool(self.nonfinite),
-            )
-        except JvlabError:
-            if not orders.busy:
-                self.state = "over"
-            raise
+        reply = core.direct(
+            self._message,
+            self.deadline.left(),
+            self._gather,
+            lambda: self.send_all(progress, collect=not self.digesting),
+            claims if self.digesting else None,
+            lambda: bool(self.nonfinite),
+        )
         self._ended = time.perf_counter()
         self._span("exchange", start)
         reply.outcomes[0].bytes = self.sent.bytes
         self.seconds["exchange"] = self._ended - start - self.sent.seconds["move"]
-        self.replies.append(reply)
-        self.state = reply.state
-        return self.report()
+        self._take(reply)
+
+    def _write_shadows(
+        self, core: CoreOrders, progress: Callable[[Sent], None]
+    ) -> None:
+        """A staged sync, in two orders."""
+        self.senders.settle(self.source, staged=True)
+        start = time.perf_counter()
+        reply = core.prepare(self._message, self.deadline.left(), self._gather)
+        self.seconds["prepare"] = time.perf_counter() - start
+        self._span("prepare", start)
+        self.senders.attach(exports_of(self._take(reply)))
+        self.send_all(progress)
+        start = time.perf_counter()
+        reply = core.swap(
+            self._message,
+            self.deadline.left(),
+            self.expected() if self.digesting else [],
+            self.senders.claims(self.sent) if self.digesting else b"",
+            bool(self.nonfinite),
+        )
+        self._ended = time.perf_counter()
+        self.seconds["finish"] = self._ended - start
+        self._span("finish", start)
+        reply.outcomes[0].bytes = self.sent.bytes
+        self._take(reply)
 
     @property
     def _claimed(self) -> dict[str, Any]:
@@ -352,12 +369,8 @@ class Transaction:
         """
         states = dict.fromkeys(self.senders.replicas, "unknown")
         self.senders.close()
-        way = self.direct_orders or self.stream
         open_still = (
-            self.state != "over"
-            and self.stream.is_open
-            and way.is_open
-            and not way.busy
+            self.state != "over" and self.stream.is_open and not self.stream.busy
         )
         if open_still and self.deadline.left() > ENOUGH:
             self.deadline = Deadline(self.deadline.within(ABANDON_SECONDS))

@@ -72,8 +72,8 @@ class Faults:
         }
         self._at = {fault: bucket for fault, bucket in at.items() if bucket is not None}
         self._left = dict.fromkeys(self._at, times)
-        self._seconds = delay[1] if delay else 0.0
-        self._call = hook[1] if hook else None
+        self.delay_seconds = delay[1] if delay else 0.0
+        self.hook = hook[1] if hook else None
         self._lock = threading.Lock()
         self.fired: list[Fired] = []
 
@@ -81,7 +81,7 @@ class Faults:
         """The same channel, with these faults."""
         return FaultySender(sender, self)
 
-    def _due(self, fault: str, header: Header) -> bool:
+    def is_due(self, fault: str, header: Header) -> bool:
         """Whether the fault happens now; counted over all channels and threads."""
         with self._lock:
             if self._at.get(fault) != header.bucket or not self._left[fault]:
@@ -111,21 +111,21 @@ class FaultySender:
 
     def send(self, header: Header, fill: Fill, deadline: float) -> None:
         faults = self._faults
-        if faults._due("hook", header) and faults._call:
-            faults._call(header)
-        if faults._due("delay", header):
+        if faults.is_due("hook", header) and faults.hook:
+            faults.hook(header)
+        if faults.is_due("delay", header):
             # interrupted by close, like every wait of a channel
-            self._closed.wait(faults._seconds)
-        if faults._due("fail", header):
+            self._closed.wait(faults.delay_seconds)
+        if faults.is_due("fail", header):
             raise TransportError(
                 f"{self.name}: bucket {header.bucket} fails: injected fault",
                 reason="fault",
             )
-        if faults._due("drop", header):
+        if faults.is_due("drop", header):
             return
-        if header.nbytes and faults._due("flip", header):
+        if header.nbytes and faults.is_due("flip", header):
             fill = _flipped(fill)
-        if not faults._due("twice", header):
+        if not faults.is_due("twice", header):
             self._inner.send(header, fill, deadline)
             return
         copy = bytearray(header.nbytes)  # `fill` may be callable only once

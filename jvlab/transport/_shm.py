@@ -129,7 +129,7 @@ class ShmSender(SlotSender):
         return {"socket": self._listener_name}
 
     def _send_welcome(self, framed: FramedSocket, clock: Clock) -> None:
-        _check_owner(framed._sock)
+        _check_owner(framed.sock)
         framed.put(WELCOME, fds=(self._fd,))
         os.close(self._fd)  # the mappings keep the memory alive
         self._fd = -1
@@ -171,7 +171,7 @@ class ShmReceiver(SlotReceiver):
         super().__init__(endpoint, sock, clock, label)
 
     def _join(self, endpoint: dict[str, Any], clock: Clock) -> None:
-        _check_owner(self._framed._sock)
+        _check_owner(self._framed.sock)
         if len(self._framed.fds) != 1:
             raise TransportError(f"shm: {self._framed.peer} sent no memory")
         fd = self._framed.fds.pop()

@@ -60,7 +60,7 @@ class FramedSocket:
         self.transport = transport
         self.peer = peer
         self.fds: list[int] = []  # received, not yet used
-        self._sock, self._owner = sock, os.getpid()
+        self.sock, self._owner = sock, os.getpid()
         self._unix = sock.family == socket.AF_UNIX
         self._buffer = bytearray()
         self._ended = False
@@ -80,9 +80,9 @@ class FramedSocket:
                 raise closed_here(self.transport)
             try:
                 if fds:
-                    sent = socket.send_fds(self._sock, [data], list(fds))
+                    sent = socket.send_fds(self.sock, [data], list(fds))
                 else:
-                    sent = self._sock.send(data)
+                    sent = self.sock.send(data)
             except BlockingIOError:
                 sent = 0
             except OSError as e:
@@ -104,7 +104,7 @@ class FramedSocket:
                     return message
                 clock.check(self.transport, self.peer, what)
                 waiter = select.poll()
-                waiter.register(self._sock, select.POLLIN)
+                waiter.register(self.sock, select.POLLIN)
                 ready = waiter.poll(1000 * min(clock.left(), TICK))
             if not ready and isinstance(self.peer, Peer) and self.peer.dead():
                 self._dead = True  # messages sent just before its death are still read
@@ -121,7 +121,7 @@ class FramedSocket:
                 raise closed_here(self.transport)
             waiter = select.poll()
             # reported even with unread messages
-            waiter.register(self._sock, getattr(select, "POLLRDHUP", 0))
+            waiter.register(self.sock, getattr(select, "POLLRDHUP", 0))
             if not waiter.poll(0) and not (
                 isinstance(self.peer, Peer) and self.peer.dead()
             ):
@@ -179,9 +179,9 @@ class FramedSocket:
 
     def _read(self) -> bytes:
         if not self._unix:
-            return self._sock.recv(LONGEST)  # no deadline: the socket does not block
+            return self.sock.recv(LONGEST)  # no deadline: the socket does not block
         data, fds, _, _ = socket.recv_fds(
-            self._sock, LONGEST, 4, socket.MSG_CMSG_CLOEXEC
+            self.sock, LONGEST, 4, socket.MSG_CMSG_CLOEXEC
         )
         self.fds += fds
         return data
@@ -195,11 +195,11 @@ class FramedSocket:
             # a forked copy must not close its parent's connection
             if self._owner == os.getpid():
                 with contextlib.suppress(BlockingIOError):
-                    self._sock.send(frame(BYE, b""))
+                    self.sock.send(frame(BYE, b""))
                 # wakes the waiter, which then releases the lock
-                self._sock.shutdown(socket.SHUT_RDWR)
+                self.sock.shutdown(socket.SHUT_RDWR)
         with self._lock:
-            self._sock.close()
+            self.sock.close()
             for fd in self.fds:
                 os.close(fd)
             self.fds.clear()

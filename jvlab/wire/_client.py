@@ -38,7 +38,7 @@ from jvlab.wire import _security as security
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire import jvlab_pb2_grpc as rpc
 from jvlab.wire._rpc_errors import LOST_REMEDY, in_words, rebuild, received
-from jvlab.wire._sync_words import CODE_ERRORS
+from jvlab.wire._sync_words import CODE_ERRORS, GRACE
 
 T = TypeVar("T")
 GIVE_UP_SECONDS = 30.0  # without a connection for this long, a gateway counts as gone
@@ -227,6 +227,8 @@ class Client:
         # whether the gateway is known to have ended
         self.gone: Callable[[], bool] = lambda: False
         self.metadata = security.authorization(token)
+        # the gateway's replies to orders that engines have carried out already
+        self.owed: set[concurrent.futures.Future[Any]] = set()
         self._max_message, self._closing = max_message, threading.Lock()
         self._channel, self.stub = self.loop.run(self._open(tls_ca))
 
@@ -260,9 +262,19 @@ class Client:
     ) -> Any:
         """One unary call on the background loop."""
         deadline = Deadline.of(timeout)
+        if self.owed:
+            await self._catch_up(deadline)
         return await self.guard(
             self.begin(method, request, deadline=deadline), method, deadline.seconds
         )
+
+    async def _catch_up(self, deadline: Deadline) -> None:
+        """Let the gateway learn of this process's syncs first: what is asked next must not overtake them."""
+        replies = [asyncio.wrap_future(reply) for reply in tuple(self.owed)]
+        done, _ = await asyncio.wait(replies, timeout=deadline.left())
+        for reply in done:
+            if not reply.cancelled():
+                reply.exception()  # no deadline: it is done; the link raises it
 
     def call(
         self, method: str, request: Any, timeout: float | Deadline = QUICK_SECONDS
@@ -396,8 +408,6 @@ def translate(
 
 # The trainer's end of a link's control stream: one reply per order; failures are raised as our errors.
 
-# seconds a reply may arrive after its order's deadline; above CLEANUP_GRACE of gateway/_link_service.py
-GRACE = 1.5
 # to wait for the gateway to release a stream that this process just dropped
 OWN_STREAM_SECONDS = 20.0
 MIN_SECONDS = 0.05  # deadline of an order that is given late
@@ -411,6 +421,11 @@ class LinkStream:
         self._call: Any = None
         self._numbers = 0
         self.busy = False  # an order is in flight, its reply unread
+        # replies to posted orders, in order
+        self._owed: deque[concurrent.futures.Future[pb.LinkReply]] = deque()
+        # of the open call: replies are read in the order in which orders are written
+        self._writing = asyncio.Lock()
+        self._reading = asyncio.Lock()
 
     @property
     def is_open(self) -> bool:
@@ -445,9 +460,53 @@ class LinkStream:
 
         `meanwhile` is called while the order is carried out.
         """
-        numbers: Any = list(phases)
-        steps = pb.SyncSteps(phases=numbers, **more)
-        return check(self._order(pb.LinkOrder(steps=steps), seconds, meanwhile))
+        self.settle(seconds)
+        return check(self._order(_steps(phases, **more), seconds, meanwhile))
+
+    def post(
+        self, phases: Sequence[int], seconds: float, **more: Any
+    ) -> concurrent.futures.Future[pb.LinkReply]:
+        """Give an order and do not wait for its reply: `settle` does, at the latest at the next `steps`."""
+        order = self._numbered(_steps(phases, **more), seconds)
+        reply = self._client.loop.submit(self._exchange(order))
+        self._owed.append(reply)
+        return reply
+
+    def done_early(self, reply: concurrent.futures.Future[pb.LinkReply]) -> None:
+        """The order of this reply is known to be carried out."""
+        self._client.owed.add(reply)
+        reply.add_done_callback(self._client.owed.discard)
+
+    def settle(
+        self,
+        seconds: float,
+        until: concurrent.futures.Future[pb.LinkReply] | None = None,
+    ) -> pb.LinkReply:
+        """The last of the replies to posted orders, all or those before `until`; raises if one of them failed."""
+        if self._call is None:
+            raise closed_here()
+        reply = pb.LinkReply()
+        while self._owed and self._owed[0] is not until:
+            try:
+                reply = self._owed.popleft().result(seconds)
+            except errors.JvlabError:  # some are TimeoutErrors too
+                raise
+            except TimeoutError:
+                self.busy = True
+                raise errors.SyncDeadline(
+                    f"the gateway at {self._client.address} did not reply to an order within {seconds:.3g} s",
+                    remedy="is its process stopped, or its machine overloaded? sync again when it answers",
+                ) from None
+            except concurrent.futures.CancelledError:
+                raise closed_here() from None
+            check(reply)
+        return reply
+
+    def _numbered(self, order: pb.LinkOrder, seconds: float) -> pb.LinkOrder:
+        self._numbers += 1
+        order.number = self._numbers
+        order.seconds = max(seconds, MIN_SECONDS)
+        return order
 
     def _order(
         self,
@@ -455,25 +514,28 @@ class LinkStream:
         seconds: float,
         meanwhile: Callable[[], None] | None = None,
     ) -> pb.LinkReply:
-        self._numbers += 1
-        seconds = max(seconds, MIN_SECONDS)
-        order.number = self._numbers
-        order.seconds = seconds
         self.busy = True
-        reply = self._client.loop.run(self._exchange(order, seconds), meanwhile)
+        work = self._exchange(self._numbered(order, seconds))
+        reply = self._client.loop.run(work, meanwhile)
         self.busy = False
         return reply
 
-    async def _exchange(self, order: pb.LinkOrder, seconds: float) -> pb.LinkReply:
+    async def _exchange(self, order: pb.LinkOrder) -> pb.LinkReply:
+        seconds = order.seconds
         if self._call is None and not order.HasField("open"):
             raise closed_here()
         if self._call is None or self._call.done():
             self._call = self._client.stub.Link(metadata=self._client.metadata)
+            self._writing = asyncio.Lock()
+            self._reading = asyncio.Lock()
         call = self._call  # another thread may call close() at any time
+        reading = self._reading
         try:
             async with asyncio.timeout(seconds + GRACE):
-                await call.write(order)
-                reply = await call.read()
+                async with self._writing:
+                    await call.write(order)
+                async with reading:
+                    reply = await call.read()
                 if reply is grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]
                     code = await call.code()
                     details = await call.details()
@@ -506,8 +568,14 @@ class LinkStream:
         call = self._call
         self._call = None
         self.busy = False
+        self._owed.clear()
         if call is not None and not self._client.loop.loop.is_closed():
             self._client.loop.loop.call_soon_threadsafe(call.cancel)
+
+
+def _steps(phases: Sequence[int], **more: Any) -> pb.LinkOrder:
+    numbers: Any = list(phases)
+    return pb.LinkOrder(steps=pb.SyncSteps(phases=numbers, **more))
 
 
 def closed_here() -> errors.TransportError:

@@ -6,7 +6,9 @@ milliseconds, and waking a thread takes a good part of one.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
+import json
 import os
 import secrets
 import select
@@ -14,8 +16,24 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from jvlab._errors import SyncDeadline
+from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire._sync_words import (
+    AFTER_VERIFY,
+    BEFORE_BYTES,
+    GRACE,
+    Phase,
+    Phases,
+    Stage,
+)
+from jvlab.wire._sync_words import ORDER as PHASES
+
+if TYPE_CHECKING:
+    from jvlab.wire._client import LinkStream
 
 # Identifies the peer of a local socket. Abstract Unix sockets have no permissions: any local user may connect.
 
@@ -67,9 +85,12 @@ class CoreChannel:
         self._end.setblocking(False)
         self._buffer = bytearray()
 
+    def fileno(self) -> int:
+        return self._end.fileno()
+
     @property
     def is_open(self) -> bool:
-        return self._end.fileno() >= 0
+        return self.fileno() >= 0
 
     def send(
         self, kind: bytes, version: int, payload: bytes = b"", seconds: float = 5.0
@@ -239,7 +260,7 @@ class CoreChannelServer:
             for end in (
                 self._stopped,
                 self._listener,
-                *([orders._end] if orders is not None else []),
+                *([orders] if orders is not None else []),
             ):
                 watch.register(end, select.POLLIN)
             # received together with the previous one
@@ -340,13 +361,216 @@ def wanted(terms: Any) -> dict[str, Any]:
     }
 
 
-def order(terms: Any, seconds: float, call: str) -> dict[str, Any]:
-    """The order for a sync; both trainer and front end send it to the core, and `call` identifies it."""
+def order(
+    kind: str, terms: Any, seconds: float, call: str, **more: Any
+) -> dict[str, Any]:
+    """An order of this kind; both trainer and front end send it to the core, and `call` identifies it."""
     return {
+        "kind": kind,
         "pause": terms.pause,
         "wanted": wanted(terms),
         "verify": terms.verify,
         "recompute": terms.kv == "recompute",
         "seconds": seconds,
         "call": call,
+        **more,
     }
+
+
+# The trainer's end.
+
+WHOLE = PHASES["direct"]
+CONNECT_SECONDS = 2.0
+PROMPT_SECONDS = 10.0  # for a reply that should be here already
+
+
+class CoreOrders:
+    """Orders of a sync to the only replica's engine core, which carries them out at once.
+
+    Each goes through the gateway too, which guards the pool, and by which the replica's front end learns of it. The
+    core's own signal says when it is done; the gateway's reply follows a little later, and is read at a later order.
+    """
+
+    def __init__(self, stream: LinkStream, replica: str, invitation: list[str]) -> None:
+        self.replica = replica
+        self._stream = stream
+        self._reply: Future[pb.LinkReply] = Future()  # the gateway's, to this order
+        self._until = time.monotonic()
+        self._seconds = 0.0
+        # readable when a reply of the gateway's has come
+        self._rung, self._bell = socket.socketpair()
+        self._bell.setblocking(False)
+        self._ends: list[socket.socket | CoreChannel] = [self._rung, self._bell]
+        try:
+            self._signals = connect(invitation, SIGNALS, CONNECT_SECONDS)
+            self._ends.append(self._signals)
+            self._orders = connect(invitation, ORDERS, CONNECT_SECONDS)
+            self._ends.append(self._orders)
+        except OSError:
+            self.close()
+            raise
+
+    @property
+    def is_open(self) -> bool:
+        return self._signals.is_open
+
+    def wake_up(self) -> None:
+        """A direct sync is about to be ordered: the engine core then waits briefly for the order."""
+        with contextlib.suppress(OSError):  # it shows when the order is sent
+            self._orders.send(WAKE, 0)
+
+    def direct(
+        self,
+        terms: pb.SyncTerms,
+        seconds: float,
+        meanwhile: Callable[[], None],
+        write: Callable[[], None],
+        claims: Callable[[], bytes] | None,
+        nonfinite: Callable[[], bool] = bool,
+    ) -> pb.LinkReply:
+        """A whole direct sync; returns when the engine generates again.
+
+        `meanwhile` is called before the engine has halted, then `write`; `claims` returns the digests of what was
+        written while the engine computes its own; `nonfinite`, called after each, tells whether NaN or Inf was found
+        (and allowed).
+        """
+        with self._disconnecting_on_error():
+            # of the digests, only whose they are: the core is sent them
+            blank = [pb.ReplicaDigests(replica=self.replica)]
+            self._give("direct", terms, seconds, WHOLE, blank)
+            meanwhile()
+            said = self._await(GO, terms.version)
+            if isinstance(said, pb.LinkReply):
+                return said
+            write()
+            self._signal(WRITTEN, terms.version, mark(nonfinite()))
+            digests = b""
+            if claims is not None:
+                digests = claims()
+                self._signal(CLAIMED, terms.version, mark(nonfinite()) + digests)
+            return self._committed(terms.version, digests)
+
+    def prepare(
+        self, terms: pb.SyncTerms, seconds: float, meanwhile: Callable[[], None]
+    ) -> pb.LinkReply:
+        """Begin a staged sync; the outcome holds what the ranks exported."""
+        with self._disconnecting_on_error():
+            self._give("prepare", terms, seconds, BEFORE_BYTES["staged"])
+            meanwhile()
+            said = self._await(GO, terms.version)
+            if isinstance(said, pb.LinkReply):
+                return said
+            exported = json.loads(said)
+            outcome = pb.ReplicaOutcome(
+                replica=self.replica,
+                state="ready",
+                seconds=_seconds(exported["seconds"]),
+                exports_json=exported["handles"],
+            )
+            return pb.LinkReply(state=Stage.MOVING.value, outcomes=[outcome])
+
+    def swap(
+        self,
+        terms: pb.SyncTerms,
+        seconds: float,
+        digests: list[pb.ReplicaDigests],
+        claimed: bytes,
+        nonfinite: bool,
+    ) -> pb.LinkReply:
+        """End a staged sync; `claimed` are the digests in the order in which the ranks report theirs."""
+        with self._disconnecting_on_error():
+            swap = (Phase.VERIFY, *AFTER_VERIFY["staged"])
+            also = {"claimed": claimed.hex(), "nonfinite": nonfinite}
+            self._give("swap", terms, seconds, swap, digests, **also)
+            return self._committed(terms.version, claimed)
+
+    def _give(
+        self,
+        kind: str,
+        terms: pb.SyncTerms,
+        seconds: float,
+        phases: Phases,
+        digests: Sequence[pb.ReplicaDigests] = (),
+        **more: Any,
+    ) -> None:
+        """Give an order, to the core first."""
+        call = secrets.token_hex(8)
+        self._seconds = seconds
+        self._until = time.monotonic() + seconds + GRACE
+        message = json.dumps(order(kind, terms, seconds, call, **more)).encode()
+        with contextlib.suppress(OSError):  # the core hears of it from the front end
+            self._orders.send(ORDER, terms.version, message)
+        self._reply = self._stream.post(
+            phases,
+            seconds,
+            terms=terms if Phase.PREPARE in phases else None,
+            digests=digests,
+            nonfinite=more.get("nonfinite", False),
+            call=call,
+        )
+        self._reply.add_done_callback(self._ring)
+
+    def _ring(self, _: Future[pb.LinkReply]) -> None:
+        with contextlib.suppress(OSError):  # closed meanwhile, or rung already
+            self._bell.send(b".")
+
+    def _signal(self, kind: bytes, version: int, payload: bytes) -> None:
+        with contextlib.suppress(OSError):  # a broken channel shows when it is read
+            self._signals.send(kind, version, payload)
+
+    def _await(self, kind: bytes, version: int) -> bytes | pb.LinkReply:
+        """The payload of the core's signal; the gateway's reply, if that comes first or the channel breaks."""
+        while not self._reply.done():
+            try:
+                signal, about, payload = self._signals.receive(self._until, self._rung)
+            except OtherSocketReady:
+                self._rung.recv(64)  # no deadline: it is readable
+            except TimeoutError:
+                raise SyncDeadline(
+                    f"{self.replica} did not answer an order of the sync within {self._seconds:.3g} s",
+                    remedy="pass a larger timeout=, or look at pool.logs()",
+                ) from None
+            except OSError:
+                break
+            else:
+                # else it belongs to an abandoned sync
+                if (signal, about) == (kind, version):
+                    return payload
+        return self._stream.settle(max(0.1, self._until - time.monotonic()))
+
+    def _committed(self, version: int, digests: bytes) -> pb.LinkReply:
+        """The reply to an order that ends a sync, once it is done."""
+        said = self._await(DONE, version)
+        if isinstance(said, pb.LinkReply):
+            return said
+        self._stream.done_early(self._reply)
+        self._stream.settle(PROMPT_SECONDS, self._reply)
+        outcome = pb.ReplicaOutcome(
+            replica=self.replica,
+            state="committed",
+            version=version,
+            seconds=_seconds(json.loads(said)),
+        )
+        # with ipc every digest is of live memory, and a commit means that all of them matched
+        if digests:
+            outcome.evidence["live"] = len(digests) // 8
+        return pb.LinkReply(state=Stage.IDLE.value, outcomes=[outcome])
+
+    @contextlib.contextmanager
+    def _disconnecting_on_error(self) -> Iterator[None]:
+        """If the trainer's part fails, disconnect: that ends the core's call, and the gateway replies."""
+        try:
+            yield
+        except BaseException:
+            if not self._reply.done():
+                self._signals.close()
+            raise
+
+    def close(self) -> None:
+        """Can be called twice."""
+        for end in self._ends:
+            end.close()
+
+
+def _seconds(parts: dict[str, float]) -> list[pb.PhaseSeconds]:
+    return [pb.PhaseSeconds(name=name, seconds=value) for name, value in parts.items()]

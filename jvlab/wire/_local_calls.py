@@ -214,6 +214,7 @@ class LocalClient(Client):
         self.address, self.loop = "this process", BackgroundLoop()
         self.gone = lambda: False
         self.metadata = ()
+        self.owed = set()
         self._closing = threading.Lock()
         self.stub: Any = None
 

@@ -13,6 +13,7 @@ from enum import Enum, IntEnum
 from typing import Any
 
 from jvlab import _errors as errors
+from jvlab.wire import jvlab_pb2 as pb
 
 
 class Phase(IntEnum):
@@ -47,6 +48,8 @@ class Stage(Enum):
 
 
 Phases = tuple[Phase, ...]
+# seconds a reply may arrive after its order's deadline; above CLEANUP_GRACE of gateway/_link_service.py
+GRACE = 1.5
 
 _P = Phase
 ORDER: dict[str, Phases] = {
@@ -105,9 +108,9 @@ def failure_code(error_name: str, differing: bool) -> str:
 
 @dataclass(frozen=True)
 class Terms:
-    """The options of one sync. `read` and `fields` convert from and to the message SyncTerms."""
+    """The options of one sync; `Link.sync` documents them. `read` and `message` convert from and to SyncTerms."""
 
-    version: int
+    version: int = 0  # 0: not chosen yet
     mode: str = "direct"
     verify: str = "full"
     require: str = "all"
@@ -130,20 +133,17 @@ class Terms:
             stepped=message.stepped,
         )
 
-    def fields(self) -> dict[str, Any]:
-        """The fields of a SyncTerms."""
-        return {
-            name: value for name, value in self.__dict__.items() if name != "nonfinite"
-        }
+    def message(self) -> pb.SyncTerms:
+        return pb.SyncTerms(
+            **{name: value for name, value in vars(self).items() if name != "nonfinite"}
+        )
 
     def problem(self) -> tuple[str, str] | None:
         """(what is wrong, what to do) if an option is invalid."""
         for name, known in CHOICES.items():
-            if getattr(self, name) not in known:
-                return (
-                    f"{name}={getattr(self, name)!r} is not known",
-                    f"one of {', '.join(known)}",
-                )
+            if (value := getattr(self, name)) not in known:
+                words = ", ".join(map(repr, known))
+                return f"{name}={value!r} must be one of {words}", "pass one of them"
         if self.bucket_seconds <= 0:
             return f"bucket_seconds={self.bucket_seconds:g}", "a time above 0"
         return None

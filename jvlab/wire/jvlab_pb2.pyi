@@ -781,16 +781,18 @@ class SyncTerms(_message.Message):
     def __init__(self, version: _Optional[int] = ..., mode: _Optional[str] = ..., verify: _Optional[str] = ..., require: _Optional[str] = ..., pause: _Optional[str] = ..., kv: _Optional[str] = ..., bucket_seconds: _Optional[float] = ..., replicas: _Optional[_Iterable[str]] = ..., stepped: _Optional[bool] = ...) -> None: ...
 
 class SyncSteps(_message.Message):
-    __slots__ = ("phases", "terms", "digests", "nonfinite")
+    __slots__ = ("phases", "terms", "digests", "nonfinite", "call")
     PHASES_FIELD_NUMBER: _ClassVar[int]
     TERMS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     NONFINITE_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
     phases: _containers.RepeatedScalarFieldContainer[SyncPhase]
     terms: SyncTerms
     digests: _containers.RepeatedCompositeFieldContainer[ReplicaDigests]
     nonfinite: bool
-    def __init__(self, phases: _Optional[_Iterable[_Union[SyncPhase, str]]] = ..., terms: _Optional[_Union[SyncTerms, _Mapping]] = ..., digests: _Optional[_Iterable[_Union[ReplicaDigests, _Mapping]]] = ..., nonfinite: _Optional[bool] = ...) -> None: ...
+    call: str
+    def __init__(self, phases: _Optional[_Iterable[_Union[SyncPhase, str]]] = ..., terms: _Optional[_Union[SyncTerms, _Mapping]] = ..., digests: _Optional[_Iterable[_Union[ReplicaDigests, _Mapping]]] = ..., nonfinite: _Optional[bool] = ..., call: _Optional[str] = ...) -> None: ...
 
 class ReplicaDigests(_message.Message):
     __slots__ = ("replica", "parameters", "ranks", "values")
@@ -813,7 +815,7 @@ class PhaseSeconds(_message.Message):
     def __init__(self, name: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class ReplicaOutcome(_message.Message):
-    __slots__ = ("replica", "state", "version", "seconds", "failed", "error", "found", "differing", "bytes", "kind", "exports_json", "direct_orders_json", "evidence", "reloaded")
+    __slots__ = ("replica", "state", "version", "seconds", "failed", "error", "found", "differing", "bytes", "kind", "exports_json", "core_channel", "evidence", "reloaded")
     class EvidenceEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -839,7 +841,7 @@ class ReplicaOutcome(_message.Message):
     BYTES_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     EXPORTS_JSON_FIELD_NUMBER: _ClassVar[int]
-    DIRECT_ORDERS_JSON_FIELD_NUMBER: _ClassVar[int]
+    CORE_CHANNEL_FIELD_NUMBER: _ClassVar[int]
     EVIDENCE_FIELD_NUMBER: _ClassVar[int]
     RELOADED_FIELD_NUMBER: _ClassVar[int]
     replica: str
@@ -853,10 +855,10 @@ class ReplicaOutcome(_message.Message):
     bytes: int
     kind: str
     exports_json: _containers.RepeatedScalarFieldContainer[str]
-    direct_orders_json: str
+    core_channel: _containers.RepeatedScalarFieldContainer[str]
     evidence: _containers.ScalarMap[str, int]
     reloaded: _containers.ScalarMap[str, float]
-    def __init__(self, replica: _Optional[str] = ..., state: _Optional[str] = ..., version: _Optional[int] = ..., seconds: _Optional[_Iterable[_Union[PhaseSeconds, _Mapping]]] = ..., failed: _Optional[str] = ..., error: _Optional[str] = ..., found: _Optional[_Union[ReplicaDigests, _Mapping]] = ..., differing: _Optional[_Iterable[str]] = ..., bytes: _Optional[int] = ..., kind: _Optional[str] = ..., exports_json: _Optional[_Iterable[str]] = ..., direct_orders_json: _Optional[str] = ..., evidence: _Optional[_Mapping[str, int]] = ..., reloaded: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    def __init__(self, replica: _Optional[str] = ..., state: _Optional[str] = ..., version: _Optional[int] = ..., seconds: _Optional[_Iterable[_Union[PhaseSeconds, _Mapping]]] = ..., failed: _Optional[str] = ..., error: _Optional[str] = ..., found: _Optional[_Union[ReplicaDigests, _Mapping]] = ..., differing: _Optional[_Iterable[str]] = ..., bytes: _Optional[int] = ..., kind: _Optional[str] = ..., exports_json: _Optional[_Iterable[str]] = ..., core_channel: _Optional[_Iterable[str]] = ..., evidence: _Optional[_Mapping[str, int]] = ..., reloaded: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class LinkReply(_message.Message):
     __slots__ = ("number", "code", "error", "remedy", "state", "outcomes", "holder")

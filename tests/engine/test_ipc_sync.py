@@ -1,4 +1,4 @@
-"""A direct sync run by the engine core: door, front end and trainer's end; only vLLM and the card are stand-ins."""
+"""A sync run by the engine core: its channel, front end, trainer's end; vLLM, gateway and GPU are stand-ins."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ import pytest
 
 from jvlab import _errors as errors
 from jvlab.engine._engine_sync import EngineSync, SyncState
-from jvlab.engine._server import DirectOrders
 from jvlab.engine.worker import _ipc_core
 from jvlab.wire import _core_channel
 from jvlab.wire import jvlab_pb2 as pb
-from jvlab.wire._direct_client import DirectStream
+from jvlab.wire._core_channel import CoreOrders
+from tests.engine.one_replica import OneReplica
 from tests.waiting import until
 
 pytestmark = [
@@ -142,7 +142,7 @@ class Core:
 
 
 class Replica:
-    """The real front end (Express, EngineSync, state) on a loop of its own, over a core in threads."""
+    """The real front end (EngineSync, state) on a loop of its own, over a core in threads."""
 
     def __init__(self) -> None:
         self.core = Core()
@@ -166,8 +166,7 @@ class Replica:
         )
         self.sync = EngineSync(self.llm, self.state, "p/0", "cuda")
         self.sync._ipc, self.sync.names = True, {0: NAMES}
-        self.direct_orders = DirectOrders(self.sync.run)
-        self.call(self.direct_orders.start())
+        self.streams: list[OneReplica] = []
         self.call(self.sync._open_core_channel(True))
 
     async def utility(self, method: str, *args: Any) -> Any:
@@ -192,13 +191,12 @@ class Replica:
     def call(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
 
-    def trainer(self) -> DirectStream:
-        return DirectStream(
-            "p/0", self.direct_orders.invitation("link-1", 7, self.sync.core_channel)
-        )
+    def trainer(self) -> CoreOrders:
+        stream = OneReplica(self.sync.run, self.loop, "link-1")
+        self.streams.append(stream)
+        return CoreOrders(stream, "p/0", self.sync.core_channel)
 
     async def _end(self) -> None:
-        self.direct_orders.close()
         await self.sync._open_core_channel(False)
         others = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
         for task in others:
@@ -210,6 +208,8 @@ class Replica:
         self.core.calls.put(None)
 
     def close(self) -> None:
+        for stream in self.streams:
+            stream.end()
         self.call(self._end())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(60)
@@ -224,7 +224,7 @@ def replica() -> Iterator[Replica]:
 
 
 @pytest.fixture
-def trainer(replica: Replica) -> Iterator[DirectStream]:
+def trainer(replica: Replica) -> Iterator[CoreOrders]:
     made = replica.trainer()
     yield made
     made.close()
@@ -247,7 +247,7 @@ def unasked() -> None:
     pytest.fail("nobody said that we may write")
 
 
-def test_one_order_does_it_all(replica: Replica, trainer: DirectStream):
+def test_one_order_does_it_all(replica: Replica, trainer: CoreOrders):
     order: list[str] = []
 
     def write() -> None:
@@ -267,7 +267,7 @@ def test_one_order_does_it_all(replica: Replica, trainer: DirectStream):
         )
         return digests(1, 2, 3)
 
-    reply = trainer.exchange(
+    reply = trainer.direct(
         terms(4), 30.0, lambda: order.append("meanwhile"), write, claims
     )
     assert order == ["meanwhile", "write", "claims"]
@@ -290,48 +290,46 @@ def test_one_order_does_it_all(replica: Replica, trainer: DirectStream):
         ("version", "4"),
         "resume",
     ]
-    trainer._read_pending_reply()
+    trainer._stream.settle(60.0)
     assert (replica.state.version, replica.state.dirty, replica.state.stage) == (
         4,
         False,
         "idle",
     )
     assert replica.sync._committed() == {("a", 0): 1, ("b", 0): 2, ("c", 0): 3}
-    assert not trainer.busy
+    assert not trainer._stream.busy
 
 
 def test_again_and_again_and_between_other_orders(
-    replica: Replica, trainer: DirectStream
+    replica: Replica, trainer: CoreOrders
 ):
     for version in range(1, 6):
         replica.core.holds = [version, 0, version]
-        trainer.exchange(
+        trainer.direct(
             terms(version), 30.0, nothing, nothing, lambda v=version: digests(v, 0, v)
         )
         if version == 3:  # the reply that is owed is read first
-            assert trainer.steps([pb.ABANDON], 30.0).outcomes[0].version == 3
-    trainer._read_pending_reply()
+            assert trainer._stream.steps([pb.ABANDON], 30.0).outcomes[0].version == 3
+    trainer._stream.settle(60.0)
     assert replica.state.version == 5
 
 
-def test_without_digests(replica: Replica, trainer: DirectStream):
-    trainer.exchange(
-        terms(1, verify="off", kv="recompute"), 30.0, nothing, nothing, None
-    )
-    trainer._read_pending_reply()
+def test_without_digests(replica: Replica, trainer: CoreOrders):
+    trainer.direct(terms(1, verify="off", kv="recompute"), 30.0, nothing, nothing, None)
+    trainer._stream.settle(60.0)
     assert ("forget", True) in replica.core.did
     assert replica.state.version == 1
 
 
 @pytest.mark.parametrize("deaf", [False, True])
 def test_poison_that_is_allowed_is_told_to_the_core(
-    replica: Replica, trainer: DirectStream, deaf: bool
+    replica: Replica, trainer: CoreOrders, deaf: bool
 ):
     """With digests and without, by its door or by the front end; the next version knows nothing of it."""
     replica.core.deaf = deaf
     for version, verify in ((1, "full"), (2, "off")):
         claims = (lambda: digests(1, 2, 3)) if verify == "full" else None
-        trainer.exchange(
+        trainer.direct(
             terms(2 * version, verify=verify),
             30.0,
             nothing,
@@ -339,16 +337,16 @@ def test_poison_that_is_allowed_is_told_to_the_core(
             claims,
             lambda: True,
         )
-        trainer._read_pending_reply()
+        trainer._stream.settle(60.0)
         assert replica.core.did[-3:] == [
             ("version", str(2 * version)),
             "poisoned",
             "resume",
         ]
-        trainer.exchange(
+        trainer.direct(
             terms(2 * version + 1, verify=verify), 30.0, nothing, nothing, claims
         )
-        trainer._read_pending_reply()
+        trainer._stream.settle(60.0)
         assert replica.core.did[-2:] == [("version", str(2 * version + 1)), "resume"]
     assert replica.core.did.count("poisoned") == 2
     staged(trainer, 6, nonfinite=True)
@@ -359,7 +357,7 @@ def test_poison_that_is_allowed_is_told_to_the_core(
 
 @pytest.mark.parametrize("verify", ["full", "off"])
 def test_poison_that_is_refused_is_not_committed(
-    replica: Replica, trainer: DirectStream, verify: str
+    replica: Replica, trainer: CoreOrders, verify: str
 ):
     """Found with the digests, or where there are none before it is said that all is written."""
 
@@ -368,63 +366,67 @@ def test_poison_that_is_refused_is_not_committed(
 
     write, claims = (nothing, found) if verify == "full" else (found, None)
     with pytest.raises(errors.NonFiniteError):
-        trainer.exchange(terms(1, verify=verify), 30.0, nothing, write, claims)
+        trainer.direct(terms(1, verify=verify), 30.0, nothing, write, claims)
     time.sleep(0.5)  # for a commit that should not come
     assert not any(isinstance(d, tuple) and d[0] == "version" for d in replica.core.did)
     assert (replica.state.version, replica.state.dirty) == (0, True)
 
 
-def test_wrong_bits_do_not_commit(replica: Replica, trainer: DirectStream):
+def test_wrong_bits_do_not_commit(replica: Replica, trainer: CoreOrders):
     with pytest.raises(
         errors.VerifyError, match=r"does not hold the trainer's bits: b \(rank 0\)"
     ):
-        trainer.exchange(terms(1), 30.0, nothing, nothing, lambda: digests(1, 7, 3))
+        trainer.direct(terms(1), 30.0, nothing, nothing, lambda: digests(1, 7, 3))
     assert "resume" not in replica.core.did
     assert not any(isinstance(d, tuple) and d[0] == "version" for d in replica.core.did)
     assert replica.core.did[-1] == "jv_abandon", "no writer may write from now on"
     assert (replica.state.version, replica.state.dirty) == (0, True)
-    trainer.exchange(terms(2), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
-    trainer._read_pending_reply()
+    trainer.direct(terms(2), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
+    trainer._stream.settle(60.0)
     assert (replica.state.version, replica.state.dirty) == (2, False)
 
 
-def test_fewer_digests_than_parameters(replica: Replica, trainer: DirectStream):
+def test_fewer_digests_than_parameters(replica: Replica, trainer: CoreOrders):
     with pytest.raises(errors.JvlabError, match="sent 2 digests, this engine has 3"):
-        trainer.exchange(terms(1), 30.0, nothing, nothing, lambda: digests(1, 2))
+        trainer.direct(terms(1), 30.0, nothing, nothing, lambda: digests(1, 2))
     assert replica.state.dirty
 
 
-def test_a_rank_that_does_not_let_us_in(replica: Replica, trainer: DirectStream):
+def test_a_rank_that_does_not_let_us_in(replica: Replica, trainer: CoreOrders):
     replica.core.refuses = "jv_move"
     with pytest.raises(errors.TransportError, match="in move: no memory"):
-        trainer.exchange(terms(1), 30.0, nothing, unasked, None)
+        trainer.direct(terms(1), 30.0, nothing, unasked, None)
     replica.core.refuses = "jv_verify"
     with pytest.raises(errors.TransportError, match="in verify: no memory"):
-        trainer.exchange(terms(1), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
+        trainer.direct(terms(1), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
     assert replica.state.dirty
-    assert not trainer.busy
+    assert not trainer._stream.busy
 
 
 @pytest.mark.parametrize(
     "error", [RuntimeError("the card is gone"), KeyboardInterrupt()]
 )
 def test_a_writer_that_fails_hangs_up(
-    replica: Replica, trainer: DirectStream, error: BaseException
+    replica: Replica, trainer: CoreOrders, error: BaseException
 ):
     def write() -> None:
         raise error
 
     with pytest.raises(type(error)):
-        trainer.exchange(terms(1), 30.0, nothing, write, lambda: digests(1, 2, 3))
-    assert not trainer.busy, "the replica has answered: it can be told to give up"
-    assert trainer.core_channel is not None
-    assert not trainer.core_channel.is_open
-    assert trainer.steps([pb.ABANDON], 30.0).outcomes[0].state == "dirty"
+        trainer.direct(terms(1), 30.0, nothing, write, lambda: digests(1, 2, 3))
+    assert not trainer._stream.busy, (
+        "the replica has answered: it can be told to give up"
+    )
+    assert not trainer.is_open
+    with pytest.raises(errors.TransportError, match="closed its connection") as caught:
+        trainer._stream.steps([pb.ABANDON], 30.0)
+    assert caught.value.fields["outcomes"] == {"p/0": "dirty"}
+    assert trainer._stream.asked[-1] == [pb.ABANDON]
     assert "jv_verify" not in replica.core.did
     # what the next open of the link does
     replica.call(replica.sync._open_core_channel(True))
     again = replica.trainer()
-    again.exchange(terms(1), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
+    again.direct(terms(1), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
     again.close()
 
 
@@ -434,12 +436,10 @@ def test_a_trainer_that_dies_while_it_writes(replica: Replica):
 
     def write() -> None:
         wrote.set()
-        trainer._socket.shutdown(socket.SHUT_RDWR)
-        assert trainer.core_channel is not None
-        trainer.core_channel._end.shutdown(socket.SHUT_RDWR)
+        trainer._signals._end.shutdown(socket.SHUT_RDWR)
 
     with pytest.raises(errors.TransportError):
-        trainer.exchange(terms(1), 30.0, nothing, write, lambda: digests(1, 2, 3))
+        trainer.direct(terms(1), 30.0, nothing, write, lambda: digests(1, 2, 3))
     trainer.close()
     assert wrote.is_set()
     until(lambda: replica.state.dirty, "the replica notices")
@@ -449,7 +449,7 @@ def test_a_trainer_that_dies_while_it_writes(replica: Replica):
 
 
 def test_a_trainer_that_says_nothing(
-    replica: Replica, trainer: DirectStream, monkeypatch: pytest.MonkeyPatch
+    replica: Replica, trainer: CoreOrders, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(_ipc_core, "WRITE_SECONDS", 0.2)
     told = threading.Event()
@@ -461,11 +461,11 @@ def test_a_trainer_that_says_nothing(
             time.sleep(0.01)
 
     with pytest.raises(errors.SyncError, match="did not report in time"):
-        trainer.exchange(terms(1), 30.0, nothing, write, lambda: digests(1, 2, 3))
+        trainer.direct(terms(1), 30.0, nothing, write, lambda: digests(1, 2, 3))
     assert replica.state.dirty
 
 
-def test_a_pause_that_takes_its_time(replica: Replica, trainer: DirectStream):
+def test_a_pause_that_takes_its_time(replica: Replica, trainer: CoreOrders):
     replica.core.pending = Future()
     wrote: list[bool] = []
 
@@ -480,32 +480,30 @@ def test_a_pause_that_takes_its_time(replica: Replica, trainer: DirectStream):
         )
         threading.Timer(0.05, replica.core.pending.set_result, [None]).start()  # type: ignore[union-attr]
 
-    trainer.exchange(terms(1), 30.0, step_ends, write, lambda: digests(1, 2, 3))
+    trainer.direct(terms(1), 30.0, step_ends, write, lambda: digests(1, 2, 3))
     assert wrote == [True]
     assert replica.core.woken == 1, (
         "nothing else would tell the core's loop that there is work again"
     )
-    trainer._read_pending_reply()
+    trainer._stream.settle(60.0)
     assert replica.state.version == 1
 
 
-def test_who_paused_stays_paused(replica: Replica, trainer: DirectStream):
+def test_who_paused_stays_paused(replica: Replica, trainer: CoreOrders):
     replica.sync.user_paused = replica.core.paused = True
-    trainer.exchange(terms(1), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
-    trainer._read_pending_reply()
+    trainer.direct(terms(1), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
+    trainer._stream.settle(60.0)
     assert "resume" not in replica.core.did
     assert replica.state.version == 1
 
 
 @pytest.mark.parametrize("deaf", [False, True])
-def test_whose_order_comes_first(replica: Replica, trainer: DirectStream, deaf: bool):
+def test_whose_order_comes_first(replica: Replica, trainer: CoreOrders, deaf: bool):
     """The core is called at its door and by the front end; it does it once, whoever comes first."""
     replica.core.deaf = deaf
     for version in (1, 2, 3):
-        trainer.exchange(
-            terms(version), 30.0, nothing, nothing, lambda: digests(1, 2, 3)
-        )
-    trainer._read_pending_reply()
+        trainer.direct(terms(version), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
+    trainer._stream.settle(60.0)
     assert replica.core.did.count("jv_move") == 3
     assert replica.core.did.count("resume") == 3
     assert ("jv_called" in replica.core.begun_by) != deaf
@@ -514,103 +512,97 @@ def test_whose_order_comes_first(replica: Replica, trainer: DirectStream, deaf: 
 
 @pytest.mark.parametrize("deaf", [False, True])
 def test_who_knocks_first_is_heard_by_the_core_itself(
-    replica: Replica, trainer: DirectStream, deaf: bool
+    replica: Replica, trainer: CoreOrders, deaf: bool
 ):
     replica.core.deaf = deaf
     for version in (1, 2, 3):
         trainer.wake_up()
-        trainer.exchange(
-            terms(version), 30.0, nothing, nothing, lambda: digests(1, 2, 3)
-        )
-    trainer._read_pending_reply()
+        trainer.direct(terms(version), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
+    trainer._stream.settle(60.0)
     assert replica.core.did.count("jv_move") == replica.core.did.count("resume") == 3
     assert ("jv_woken" in replica.core.begun_by) != deaf
     assert (replica.state.version, replica.state.stage) == (3, "idle")
 
 
-def test_a_knock_without_an_order(replica: Replica, trainer: DirectStream):
+def test_a_knock_without_an_order(replica: Replica, trainer: CoreOrders):
     trainer.wake_up()
     until(lambda: replica.core.begun_by.count("jv_woken"), "the core is woken")
     time.sleep(2 * _ipc_core.WOKEN_SECONDS)
-    trainer.exchange(terms(1), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
-    trainer._read_pending_reply()
+    trainer.direct(terms(1), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
+    trainer._stream.settle(60.0)
     assert replica.core.did.count("jv_move") == 1
     assert replica.state.version == 1
 
 
 def test_the_next_sync_does_not_wait_for_the_front_end(
-    replica: Replica, trainer: DirectStream
+    replica: Replica, trainer: CoreOrders
 ):
     """Its reply to the sync before may come in the middle of this one."""
     committed = replica.sync.committed
     replica.sync.committed = lambda: (time.sleep(0.1), committed())[1]  # type: ignore[method-assign]
     owed: list[bool] = []
     for version in (1, 2, 3, 4):
-        write = lambda: owed.append(trainer._reply_pending)
-        trainer.exchange(terms(version), 30.0, nothing, write, lambda: digests(1, 2, 3))
+        write = lambda: owed.append(len(trainer._stream._owed) > 1)
+        trainer.direct(terms(version), 30.0, nothing, write, lambda: digests(1, 2, 3))
     assert any(owed), "the front end was behind, or nothing was shown"
-    trainer._read_pending_reply()
+    trainer._stream.settle(60.0)
     assert (replica.state.version, replica.core.did.count("jv_move")) == (4, 4)
 
 
-def test_a_front_end_that_failed_behind_our_back(
-    replica: Replica, trainer: DirectStream
-):
+def test_a_front_end_that_failed_behind_our_back(replica: Replica, trainer: CoreOrders):
     def fails() -> None:
         time.sleep(0.1)
         raise errors.SyncError("the front end is confused")
 
     committed, replica.sync.committed = replica.sync.committed, fails  # type: ignore[method-assign]
-    trainer.exchange(terms(1), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
+    trainer.direct(terms(1), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
     with pytest.raises(
         errors.SyncError,
-        match="could not finish the previous sync: the front end is confused",
+        match="the front end is confused",
     ):
-        trainer.exchange(
+        trainer.direct(
             terms(2), 30.0, nothing, lambda: time.sleep(0.2), lambda: digests(1, 2, 3)
         )
     replica.sync.committed = committed  # type: ignore[method-assign]
     trainer.close()
     replica.call(replica.sync._open_core_channel(True))
     again = replica.trainer()
-    again.steps([pb.ABANDON], 30.0)
-    again.exchange(terms(3), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
-    again._read_pending_reply()
+    again._stream.steps([pb.ABANDON], 30.0)
+    again.direct(terms(3), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
+    again._stream.settle(60.0)
     assert (replica.state.version, replica.state.dirty) == (3, False)
     again.close()
 
 
 def test_what_the_front_end_refuses_is_not_begun_at_the_door(
-    replica: Replica, trainer: DirectStream
+    replica: Replica, trainer: CoreOrders
 ):
     replica.state.version, replica.core.version = 5, "5"
     with pytest.raises(errors.SyncError, match="version 5 is not newer"):
-        trainer.exchange(terms(5), 30.0, nothing, unasked, None)
+        trainer.direct(terms(5), 30.0, nothing, unasked, None)
     replica.core.model_executor.is_sleeping, replica.sync.asleep = True, {"weights"}
     with pytest.raises(errors.SyncError, match="sleeps: its weights have no memory"):
-        trainer.exchange(terms(6), 30.0, nothing, unasked, None)
+        trainer.direct(terms(6), 30.0, nothing, unasked, None)
     assert "jv_move" not in replica.core.did
     assert not replica.state.dirty
 
 
 def staged(
-    trainer: DirectStream, version: int, nonfinite: bool = False, **more: Any
+    trainer: CoreOrders, version: int, nonfinite: bool = False, **more: Any
 ) -> pb.ReplicaOutcome:
-    trainer.steps(
+    trainer._stream.steps(
         [pb.PREPARE, pb.MOVE], 30.0, terms=terms(version, mode="staged", **more)
     )
     expected = pb.ReplicaDigests(
         replica="p/0", parameters=NAMES, ranks=[0, 0, 0], values=[1, 2, 3]
     )
     last = [pb.VERIFY, pb.HALT, pb.COMMIT, pb.GO_ON]
-    return trainer.steps(last, 30.0, digests=[expected], nonfinite=nonfinite).outcomes[
-        0
-    ]
+    return trainer._stream.steps(
+        last, 30.0, digests=[expected], nonfinite=nonfinite
+    ).outcomes[0]
 
 
-def test_a_staged_sync_stands_still_for_one_call(
-    replica: Replica, trainer: DirectStream
-):
+def test_a_staged_sync_stands_still_for_one_call(replica: Replica, trainer: CoreOrders):
     outcome = staged(trainer, 1)
     assert (outcome.state, outcome.version) == ("committed", 1)
     assert {"verify", "halt", "commit", "pause"} <= {s.name for s in outcome.seconds}
@@ -624,7 +616,7 @@ def test_a_staged_sync_stands_still_for_one_call(
         ("version", "1"),
         "resume",
     ]
-    assert "jv_swap" in replica.core.begun_by
+    assert "jv_core_order" in replica.core.begun_by
     assert (replica.state.version, replica.state.dirty, replica.state.stage) == (
         1,
         False,
@@ -637,7 +629,96 @@ def test_a_staged_sync_stands_still_for_one_call(
     assert ("forget", True) in replica.core.did
 
 
-def test_shadows_that_are_not_taken_over(replica: Replica, trainer: DirectStream):
+def by_the_core(
+    trainer: CoreOrders, version: int, *values: int, **more: Any
+) -> pb.ReplicaOutcome:
+    """A staged sync, ordered from the core."""
+    chosen = terms(version, mode="staged", **more)
+    trainer.prepare(chosen, 30.0, nothing)
+    expected = pb.ReplicaDigests(
+        replica="p/0", parameters=NAMES, ranks=[0, 0, 0], values=values
+    )
+    claimed = digests(*values)
+    return trainer.swap(chosen, 30.0, [expected], claimed, False).outcomes[0]
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_a_staged_sync_by_the_core(replica: Replica, trainer: CoreOrders, deaf: bool):
+    replica.core.deaf = deaf
+    for version in (1, 2, 3):
+        outcome = by_the_core(trainer, version, 1, 2, 3)
+        assert (outcome.state, outcome.version) == ("committed", version)
+        assert {"verify", "halt", "commit", "pause"} <= {
+            s.name for s in outcome.seconds
+        }
+    trainer._stream.settle(60.0)
+    assert len(replica.core.did) == 3 * 8, "each order was carried out once"
+    assert replica.core.did[:5] == [
+        "jv_prepare",
+        "jv_move",
+        "jv_verify",
+        ("pause", "keep"),
+        "jv_commit",
+    ]
+    assert ("jv_called" in replica.core.begun_by) != deaf
+    assert (replica.state.version, replica.state.dirty, replica.state.stage) == (
+        3,
+        False,
+        "idle",
+    )
+    assert replica.sync._committed() == {("a", 0): 1, ("b", 0): 2, ("c", 0): 3}
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_wrong_bits_in_the_shadows_change_nothing(
+    replica: Replica, trainer: CoreOrders, deaf: bool
+):
+    replica.core.deaf = deaf
+    with pytest.raises(
+        errors.VerifyError, match=r"does not hold the trainer's bits: b \(rank 0\)"
+    ) as caught:
+        by_the_core(trainer, 1, 1, 7, 3)
+    assert caught.value.fields["outcomes"] == {"p/0": "old"}
+    assert ("pause", "keep") not in replica.core.did
+    assert (replica.state.version, replica.state.dirty, replica.state.stage) == (
+        0,
+        False,
+        "idle",
+    )
+
+
+def test_shadows_are_not_swapped_in_before_they_were_prepared(
+    replica: Replica, trainer: CoreOrders
+):
+    with pytest.raises(errors.SyncError, match="verify without a prepare"):
+        trainer.swap(terms(1, mode="staged"), 30.0, [], digests(1, 2, 3), False)
+    assert replica.core.did == ["jv_abandon"]
+
+
+@pytest.mark.parametrize("wrote", [False, True])
+def test_an_order_that_only_the_core_heard(replica: Replica, wrote: bool):
+    """The trainer died before the gateway had its order: what the engine holds is not a version that anyone knows."""
+    trainer = replica.trainer()
+    order = _core_channel.order("direct", terms(1, verify="off"), 30.0, "call")
+    trainer._orders.send(_core_channel.ORDER, 1, json.dumps(order).encode())
+    trainer._signals.receive(time.monotonic() + 60)
+    if wrote:
+        trainer._signals.send(_core_channel.WRITTEN, 1, _core_channel.FINITE)
+        trainer._signals.receive(time.monotonic() + 60)
+    trainer.close()
+    assert not replica.state.dirty
+    replica.call(replica.sync._open_core_channel(False))  # as the gateway closes a link
+    assert replica.state.dirty
+    replica.call(replica.sync._open_core_channel(True))
+    again = replica.trainer()
+    again.direct(terms(2), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
+    again._stream.settle(60.0)
+    assert (replica.state.version, replica.state.dirty) == (2, False)
+    assert not replica.core.paused
+    again.close()
+
+
+def test_shadows_that_are_not_taken_over(replica: Replica, trainer: CoreOrders):
     replica.core.refuses = "jv_commit"
     with pytest.raises(errors.TransportError, match="in commit: no memory"):
         staged(trainer, 1)
@@ -651,10 +732,10 @@ def test_shadows_that_are_not_taken_over(replica: Replica, trainer: DirectStream
 
 
 def test_who_lets_requests_finish_first_may_give_up(
-    replica: Replica, trainer: DirectStream
+    replica: Replica, trainer: CoreOrders
 ):
     staged(trainer, 1, pause="wait")
-    assert "jv_swap" not in replica.core.begun_by
+    assert "jv_core_order" not in replica.core.begun_by
     assert replica.state.version == 1
 
 

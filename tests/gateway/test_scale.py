@@ -26,7 +26,7 @@ from jvlab.gateway import _gateway
 from jvlab.gateway import _registry as reg
 from jvlab.gateway._gateway import Gateway
 from jvlab.gateway._registry import ReplicaState
-from jvlab.sync._coordinator import Channels
+from jvlab.sync._coordinator import Coordinator
 from jvlab.wire import _security
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire import jvlab_pb2_grpc as rpc
@@ -401,6 +401,7 @@ def test_a_link_reaches_replicas_that_came_after_its_plan():
     agreed: Any = SimpleNamespace(
         plan=SimpleNamespace(replicas=2, to_bytes=lambda: b""),
         transport="shm",
+        meaning=None,
         check_replica=lambda *_: None,
     )
 
@@ -409,10 +410,9 @@ def test_a_link_reaches_replicas_that_came_after_its_plan():
         return SimpleNamespace(
             replicas=dict.fromkeys(wanted, ()),
             open=lambda order, _: order(),
-            direct_orders=lambda reply: None,
         )
 
-    channels: Any = Channels(pool, agreed, None)
+    channels: Any = Coordinator(pool, agreed, None)
     channels._make_senders = senders_to
     channels.stream = SimpleNamespace(
         close=lambda: None, open=lambda order, _: asked.append(order) or pb.LinkReply()

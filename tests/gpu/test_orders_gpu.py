@@ -1,4 +1,4 @@
-"""What each way for the orders of a sync costs on a card: the core's own channel, the replica's socket, the gateway.
+"""What each way for the orders of a sync costs on a GPU: the core's own channel, and the gateway alone.
 
 pytest tests/gpu/test_orders_gpu.py -s       prints the medians of one run, 4 GB by ipc
 """
@@ -38,13 +38,10 @@ ROUNDS = 20
 
 
 def restrict(link: Any, way: str) -> None:
-    """Take away what the later ways do without. It holds until the link opens its channels again."""
-    channels = link._channels
-    if way == "socket":
-        channels.direct_orders.core_channel.close()
-    elif way == "gateway":
-        channels.direct_orders.close()
-        channels.direct_orders = None
+    """Take away what the other way does without. It holds until the link opens its channels again."""
+    if way == "gateway":
+        link._coordinator.core.close()
+        link._coordinator.core = None
 
 
 def test_what_each_way_costs(tmp_path: Path):
@@ -55,7 +52,7 @@ def test_what_each_way_costs(tmp_path: Path):
         pool = lab.launch(
             str(tmp_path), load="dummy", engine=ENGINE, device="cuda"
         ).wait(300)
-        for way in ("core", "socket", "gateway"):
+        for way in ("core", "gateway"):
             for mode in ("direct", "staged"):
                 with lab.connect(
                     policy.params, pool, rules="policy", meaning="off"
@@ -70,9 +67,9 @@ def test_what_each_way_costs(tmp_path: Path):
                         calls.append(time.perf_counter() - start)
                         pauses.append(report.seconds["pause"])
                         assert report.verified
-                    assert (link._channels.direct_orders is None) == (
-                        way == "gateway"
-                    ), "nothing was opened again"
+                    assert (link._coordinator.core is None) == (way == "gateway"), (
+                        "nothing was opened again"
+                    )
                     found[f"{way} {mode}"] = {
                         "call_ms": round(1e3 * statistics.median(calls), 2),
                         "pause_ms": round(1e3 * statistics.median(pauses), 2),

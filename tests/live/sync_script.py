@@ -13,12 +13,12 @@ import numpy as np
 from jvlab._errors import EngineDirty, JvlabError, VerifyError
 from jvlab.engine import _defaults
 from jvlab.engine._engine import Engine
-from jvlab.engine._server import DirectOrders
 from jvlab.layout._checkpoint import checkpoint_tensors
 from jvlab.layout._layout_codec import layout_from_plain
 from jvlab.transport._choose import listen
 from jvlab.wire import jvlab_pb2 as pb
-from jvlab.wire._direct_client import DirectStream
+from jvlab.wire._core_channel import CoreOrders
+from tests.engine.one_replica import OneReplica
 from tests.engine.worker.fake_trainer import FakeTrainer, Values, checkpoint
 from tests.live import stand_in
 
@@ -298,7 +298,7 @@ async def failures(w: World, b: Values, c: Values, facts: dict[str, Any]) -> Non
     await asyncio.wait_for(task, 120)
 
 
-async def staged_swap(w: World, trainer: DirectStream, facts: dict[str, Any]) -> None:
+async def staged_swap(w: World, trainer: CoreOrders, facts: dict[str, Any]) -> None:
     """The end of a staged sync as the real core runs it, in one call, a request in flight."""
     expected = pb.ReplicaDigests(
         replica="r/0", parameters=stand_in.NAMES, ranks=[0, 0], values=stand_in.DIGESTS
@@ -313,10 +313,13 @@ async def staged_swap(w: World, trainer: DirectStream, facts: dict[str, Any]) ->
     )
     task = asyncio.create_task(w.tokens(PROMPT, 300))
     await w.generated(20)
-    await asyncio.to_thread(trainer.steps, [pb.PREPARE, pb.MOVE], 60.0, None, terms)
+    await asyncio.to_thread(trainer.prepare, terms, 60.0, lambda: None)
     await w.generated(20)  # it goes on meanwhile
-    last = [pb.VERIFY, pb.HALT, pb.COMMIT, pb.GO_ON]
-    reply = await asyncio.to_thread(trainer.steps, last, 60.0, None, None, [expected])
+    claimed = np.array(stand_in.DIGESTS, np.uint64).tobytes()
+    reply = await asyncio.to_thread(
+        trainer.swap, terms, 60.0, [expected], claimed, False
+    )
+    await asyncio.to_thread(trainer._stream.settle, 60.0)
     facts["swap"] = [
         reply.outcomes[0].state,
         sorted(s.name for s in reply.outcomes[0].seconds),
@@ -329,11 +332,8 @@ async def exchange(w: World, b: Values, c: Values, facts: dict[str, Any]) -> Non
     sync = w.engine._sync
     sync._ipc, sync.names = True, {0: stand_in.NAMES}
     await sync._open_core_channel(True)
-    direct_orders = DirectOrders(w.engine.sync)
-    await direct_orders.start()
-    trainer = await asyncio.to_thread(
-        DirectStream, "r/0", direct_orders.invitation(w.link, 0, w.engine.core_channel)
-    )
+    stream = OneReplica(w.engine.sync, asyncio.get_running_loop(), w.link)
+    trainer = await asyncio.to_thread(CoreOrders, stream, "r/0", sync.core_channel)
 
     async def run(version: int, *values: int) -> str:
         terms = pb.SyncTerms(
@@ -349,7 +349,7 @@ async def exchange(w: World, b: Values, c: Values, facts: dict[str, Any]) -> Non
             if version != 81:
                 await asyncio.to_thread(trainer.wake_up)
             reply = await asyncio.to_thread(
-                trainer.exchange, terms, 60.0, nothing, nothing, claims
+                trainer.direct, terms, 60.0, nothing, nothing, claims
             )
             return reply.outcomes[0].state
         except VerifyError as error:
@@ -362,7 +362,7 @@ async def exchange(w: World, b: Values, c: Values, facts: dict[str, Any]) -> Non
     wrong, dirty = await run(81, 7, 8), (await w.engine.stats()).dirty
     again = await run(82, *stand_in.DIGESTS)
     count = len((await asyncio.wait_for(w.tokens(PROMPT, 4), 120)).token_ids)
-    await asyncio.to_thread(trainer._read_pending_reply)
+    await asyncio.to_thread(stream.settle, 60.0)
     await staged_swap(w, trainer, facts)
     facts["exchange"] = [
         first,
@@ -373,7 +373,7 @@ async def exchange(w: World, b: Values, c: Values, facts: dict[str, Any]) -> Non
         (await w.engine.stats()).weight_version,
     ]
     trainer.close()
-    direct_orders.close()
+    await asyncio.to_thread(stream.end)
     await sync._open_core_channel(False)
     sync._ipc = False
 

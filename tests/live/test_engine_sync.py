@@ -151,7 +151,7 @@ def test_everything_on_one_engine(tmp_path: Path):
     state, parts = facts["swap"]
     assert (state, parts) == (
         "committed",
-        ["commit", "digest", "go_on", "halt", "pause", "verify"],
+        ["commit", "digest", "halt", "pause", "verify"],
     )
     (old, start, cut), (new, again, stop) = facts["swap crossing"]
     assert (old, new, start, stop) == (82, 83, 0, 300)

@@ -199,7 +199,8 @@ def test_each_process_sends_its_shards_and_all_agree(
         assert reports[0].bytes == trainer.links[0].plan.total_bytes
         assert trainer.live() == trainer.expected(values)
     sent = [
-        sum(c.sent for c in link._channels.senders.channels) for link in trainer.links
+        sum(c.sent for c in link._coordinator.senders.channels)
+        for link in trainer.links
     ]
     assert all(count > 3 for count in sent), "each has sent some of it"
 
@@ -293,7 +294,7 @@ def test_a_stream_closed_before_its_next_order_does_not_hide_the_cause(
     well(trainer.connect())
     well(trainer.sync(trainer.old))
     path = next(iter(trainer.new))
-    leader = trainer.links[0]._channels
+    leader = trainer.links[0]._coordinator
     settle, source_of, inside = leader.senders.settle, Source.of, threading.Event()
 
     def late_settle(*args: Any) -> None:
@@ -339,13 +340,13 @@ def test_one_that_is_gone_ends_the_sync_and_the_next_connect_works(
         """As a kill does: its streams and channels end without a word."""
         link, lab = trainer.links[who], trainer.labs[who]
         lab.client.loop.loop.call_soon_threadsafe(
-            link._channels.team._stream._call.cancel
+            link._coordinator.team._stream._call.cancel
         )
-        if link._channels.stream._call is not None:
+        if link._coordinator.stream._call is not None:
             lab.client.loop.loop.call_soon_threadsafe(
-                link._channels.stream._call.cancel
+                link._coordinator.stream._call.cancel
             )
-        link._channels.senders.close()
+        link._coordinator.senders.close()
         gone.set()
 
     well(trainer.connect(wraps={who: jv.transport.Faults(hook=(1, vanish)).wrap}))

@@ -19,7 +19,7 @@ from jvlab.lab._session import Session, Sessions, Turn
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._shards import MeshSpec
 from jvlab.record._record import Record
-from jvlab.sync._coordinator import Channels, SyncCoordinator
+from jvlab.sync._coordinator import Coordinator
 from jvlab.sync._diff import TensorDiff
 from jvlab.sync._link import Link
 from jvlab.sync._mapping import Mapping
@@ -113,10 +113,12 @@ def link(found: Mapping) -> Link:
     made._agreed = SimpleNamespace(
         plan=found.plan, mapping=found, transport="shm", reason=EVIL, meaning=check
     )  # type: ignore[assignment]
-    channels = Channels(pool(), made._agreed, None)
-    channels.version, channels.drop = 3, lambda: None  # type: ignore[method-assign]
-    made._channels, made._coordinator = channels, SyncCoordinator(channels)
-    made.pool, made.mode, made._coordinator.last = channels.pool, "direct", report()
+    made.pool = pool()
+    made.mode = "direct"
+    made._coordinator = Coordinator(made.pool, made._agreed, None)
+    made._coordinator.version = 3
+    made._coordinator.drop = lambda: None  # type: ignore[method-assign]
+    made._coordinator.last = report()
     made._on_close = lambda _: None
     return made
 

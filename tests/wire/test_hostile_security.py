@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import socket
@@ -17,10 +16,8 @@ import grpc
 import pytest
 
 import jvlab as jv
-from jvlab.engine import _server
 from jvlab.gateway import _serve
 from jvlab.wire import _channels, _core_channel, _security
-from jvlab.wire import jvlab_pb2 as pb
 from tests.gateway.fake_lab import FakeLab
 
 NOT_PROTO = b"\xff" * 64  # an unknown wire type: no message of ours parses it
@@ -157,98 +154,31 @@ def ends(path: str, said: bytes = b"", seconds: float = 30.0) -> float:
         return time.monotonic() - began
 
 
-async def _nothing(request: pb.RolloutSyncRequest) -> pb.RolloutSyncReply:
-    return pb.RolloutSyncReply()
-
-
-def express_hangs_up(said: bytes) -> float:
-    async def go() -> float:
-        direct_orders = _server.DirectOrders(_nothing)
-        await direct_orders.start()
-        try:
-            return await asyncio.to_thread(ends, direct_orders.path, said)
-        finally:
-            direct_orders.close()
-
-    return asyncio.run(go())
-
-
 @linux
-@pytest.mark.parametrize(
-    "said", [b"", b"\x20", b"\x20\0\0\0abc", (2**31).to_bytes(4, "little")]
-)
-def test_hostile_silence_at_the_replicas_socket_ends(
+@pytest.mark.parametrize("said", [b"", b"\x20", b"x" * 20])
+def test_hostile_silence_at_the_cores_socket_ends(
     monkeypatch: pytest.MonkeyPatch, said: bytes
 ):
-    monkeypatch.setattr(_server, "ADMIT_SECONDS", 0.2, raising=False)
-    assert express_hangs_up(said) < 10
+    monkeypatch.setattr(_core_channel, "ADMIT_SECONDS", 0.2)
+    server = _core_channel.CoreChannelServer(lambda _: None)
+    try:
+        assert ends(server.invitation()[0], said) < 10
+    finally:
+        server.close()
 
 
 @linux
-def test_hostile_half_an_order_at_the_replicas_socket_ends(
+def test_hostile_half_an_order_at_the_cores_socket_ends(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(_server, "FRAME_SECONDS", 0.2, raising=False)
-
-    async def go() -> float:
-        direct_orders = _server.DirectOrders(_nothing)
-        await direct_orders.start()
-        direct_orders.invitation("link", 1)
-        key = direct_orders._key.encode()
-        said = (
-            len(key).to_bytes(4, "little") + key + (100).to_bytes(4, "little") + b"half"
-        )
-        try:
-            return await asyncio.to_thread(ends, direct_orders.path, said)
-        finally:
-            direct_orders.close()
-
-    assert asyncio.run(go()) < 10
-
-
-@linux
-def test_hostile_user_at_the_replicas_socket(monkeypatch: pytest.MonkeyPatch):
-    """Abstract sockets have no permissions: another user who knows the key even is not heard."""
-    asked: list[Any] = []
-
-    async def run(request: pb.RolloutSyncRequest) -> pb.RolloutSyncReply:
-        asked.append(request)
-        return pb.RolloutSyncReply()
-
-    async def go(owner: int) -> None:
-        monkeypatch.setattr(_core_channel.os, "getuid", lambda: owner)
-        direct_orders = _server.DirectOrders(run)
-        await direct_orders.start()
-        direct_orders.invitation("link", 1)
-        key, order = (
-            direct_orders._key.encode(),
-            pb.RolloutSyncRequest(epoch=1).SerializeToString(),
-        )
-        frames = b"".join(
-            len(part).to_bytes(4, "little") + part for part in (key, order)
-        )
-
-        def talk() -> bytes:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
-                end.connect(direct_orders.path)
-                end.settimeout(30)
-                try:
-                    end.sendall(frames)
-                    return end.recv(4)
-                except ConnectionError:  # it hung up with our words unread
-                    return b""
-
-        try:
-            heard = await asyncio.to_thread(talk)
-        finally:
-            direct_orders.close()
-        assert bool(heard) == (owner == mine)
-
-    mine = os.getuid()
-    asyncio.run(go(mine + 1))
-    assert asked == []
-    asyncio.run(go(mine))
-    assert len(asked) == 1
+    monkeypatch.setattr(_core_channel, "ADMIT_SECONDS", 0.2)
+    server = _core_channel.CoreChannelServer(lambda _: None)
+    path, key = server.invitation()
+    half = _core_channel.HEADER.pack(_core_channel.ORDER, 1, 100) + b"half"
+    try:
+        assert ends(path, key.encode() + _core_channel.ORDERS + half) < 10
+    finally:
+        server.close()
 
 
 @linux

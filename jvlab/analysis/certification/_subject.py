@@ -385,7 +385,7 @@ class Subject:
         self._is_original = tree is None
         if tree is None:
             self.transport = self._link.transport
-        senders = self._link._channels.senders
+        senders = self._link._coordinator.senders
         self.no_direct = senders.no_direct if senders is not None else ""
         return self._link
 

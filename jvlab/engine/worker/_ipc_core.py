@@ -1,18 +1,20 @@
-"""An ipc sync as the engine core runs it, in one call: pause, let the trainer write, compare digests, resume.
+"""An ipc sync as the engine core runs it: pause, let the trainer write, compare digests, resume.
 
 `_patches` makes those in METHODS methods of vLLM's EngineCore, in the core's process. The way through
-the front end takes more than a millisecond of sockets, threads and wake-ups, so the core has a socket of its own
-(`CoreChannelServer`). The trainer sends a wake-up there, then the order for a sync, and the same order to the front end
-at the same time. From then on trainer and core exchange signals:
+gateway and front end takes some milliseconds of sockets, threads and wake-ups, so the core has a socket of its own
+(`CoreChannelServer`). The trainer sends an order there, and the same order to the gateway at the same time. A direct
+sync is one order, after a wake-up; a staged one is two, to prepare and to swap, and generation goes on in between.
+Trainer and core then exchange signals:
 
-    core → trainer   GO        generation has stopped, write now
-    trainer → core   WRITTEN   all bytes are in the engine's memory
-    trainer → core   CLAIMED   the digests of what was written
-    core → trainer   DONE      the digests agree, generation goes on
+    core → trainer   GO        write now; direct: generation has stopped; prepare: with the handles of new shadows
+    trainer → core   WRITTEN   direct: all bytes are in the engine's memory
+    trainer → core   CLAIMED   direct: the digests of what was written; those of a swap come with its order
+    core → trainer   DONE      direct, swap: the digests agree, generation goes on
 
-When the front end's order arrives, the sync has run or is running; the front end keeps the state, maybe a sync behind.
-A trainer that dies closes its socket, which ends the call, as does one that is silent for WRITE_SECONDS. The replica is
-dirty then, as after every direct sync that did not commit.
+When the front end's order arrives, the core has carried it out or is about to; the front end keeps the state, maybe an
+order behind. A trainer that dies closes its socket, which ends the call, as does one that is silent for WRITE_SECONDS.
+The replica is dirty then, as after every direct sync that did not commit. A trainer that dies before the gateway has
+its order leaves a result that no front end asks for: that is found when the channel is closed.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from jvlab.wire._core_channel import (
 # for a trainer to write, at most: the core does nothing else meanwhile
 WRITE_SECONDS = 20.0
 CONNECT_SECONDS = 5.0  # for the trainer to have connected
+SIGNAL_SECONDS = 0.1  # the same, while generation goes on
 NO_CALL = -1  # a call id that the front end never uses
 # syncs started by a trainer's own order; the front end may be some behind
 MAX_REMEMBERED = 8
@@ -44,22 +47,26 @@ METHODS = (
     "jv_open_core_channel",
     "jv_woken",
     "jv_called",
-    "jv_direct_sync",
+    "jv_core_order",
     "jv_finish",
-    "jv_swap",
 )
 WOKEN_SECONDS = 0.002  # that the core waits for the order after a wake-up
 
 
 def jv_open_core_channel(self: Any, wanted: Any) -> Any:
-    """Listen for the trainer of a new link, or stop listening for the previous one's; `self` is the EngineCore."""
+    """Listen for the trainer of a new link, or stop listening for the previous one's; `self` is the EngineCore.
+
+    Returns an invitation, and whether the previous trainer gave an order that the front end did not.
+    """
     old: CoreChannelServer | None = self.__dict__.pop("jv_core_channel", None)
     if old is not None:
         old.close()
+    unheard = bool(self.__dict__.get("jv_results"))
     self.jv_results = {}
     self.jv_started = deque(maxlen=MAX_REMEMBERED)
+    self.jv_prepared = 0
     if not wanted:
-        return []
+        return [], unheard
 
     # in the server's thread: the core's loop runs it like any other call
     def on_order(text: bytes) -> None:
@@ -71,7 +78,7 @@ def jv_open_core_channel(self: Any, wanted: Any) -> Any:
         self.input_queue.put_nowait((self.jv_utility, (0, NO_CALL, "jv_woken", ())))
 
     self.jv_core_channel = CoreChannelServer(on_order, on_wake)
-    return self.jv_core_channel.invitation()
+    return self.jv_core_channel.invitation(), unheard
 
 
 def jv_woken(self: Any) -> Any:
@@ -83,7 +90,7 @@ def jv_woken(self: Any) -> Any:
 
 
 def jv_called(self: Any, order: Any, since: float | None = None) -> Any:
-    """A sync that the trainer ordered directly. The front end orders the same a little later, and gets its result.
+    """An order straight from the trainer. The front end gives the same a little later, and gets its result.
 
     `since`: when the core began to wait for the order, doing nothing else.
     """
@@ -109,8 +116,11 @@ def _may_start(core: Any, order: dict[str, Any]) -> bool:
     """Orders that the front end would refuse are left to it, so that it can say why."""
     if order["call"] in core.jv_started:  # the front end's order came first
         return False
-    version = str(core.get_weight_version())
-    newer = not version.isdigit() or int(order["wanted"]["version"]) > int(version)
+    held = str(core.get_weight_version())
+    version = int(order["wanted"]["version"])
+    newer = not held.isdigit() or version > int(held)
+    if order["kind"] == "swap" and core.jv_prepared != version:
+        return False
     # the front end resets its encoder cache
     encoder = core.vllm_config.model_config.is_multimodal_model
     return (
@@ -129,11 +139,16 @@ def _copy_result(done: Future[Any], to: Future[Any]) -> None:
         to.set_result(done.result(0))
 
 
-def jv_direct_sync(self: Any, order: Any) -> Any:
-    """A whole direct sync. If it failed, the answer's "stage" says where: "move", "written" or "verify"."""
-    started: tuple[Future[Any], bool] | None = self.jv_results.pop(order["call"], None)
+def jv_core_order(self: Any, order: Any) -> Any:
+    """An order of the front end's; carried out unless the trainer gave the same (`call`): then this gets its result.
+
+    If it failed, the result's "stage" says where: "prepare", "move", "written", "verify" or "commit".
+    """
+    results = self.__dict__.get("jv_results", {})
+    started: tuple[Future[Any], bool] | None = results.pop(order["call"], None)
     if started is None:
-        self.jv_started.append(order["call"])
+        if order["call"]:
+            self.jv_started.append(order["call"])
         return _start(self, order)
     answer, resumed = started
 
@@ -161,15 +176,19 @@ def jv_finish(
     return answers
 
 
-def jv_swap(self: Any, order: Any) -> Any:
-    """The last steps of a staged sync: pause, swap the shadows in, resume. "stage" as above, or "commit"."""
-    return _when_idle(self, order["pause"], lambda began: swap(self, order, began))
-
-
 def _start(core: Any, order: dict[str, Any], since: float | None = None) -> Any:
-    return _when_idle(
-        core, order["pause"], lambda began: direct_sync(core, order, began, since)
-    )
+    match order["kind"]:
+        case "direct":
+            return _when_idle(
+                core,
+                order["pause"],
+                lambda began: direct_sync(core, order, began, since),
+            )
+        case "prepare":
+            return prepare(core, order)
+        case "swap":
+            return swap(core, order)
+    raise ValueError(f"no such order: {order['kind']}")
 
 
 def _when_idle(core: Any, pause: str, work: Callable[[float], Any]) -> Any:
@@ -192,21 +211,79 @@ def _when_idle(core: Any, pause: str, work: Callable[[float], Any]) -> Any:
     return out
 
 
-def swap(core: Any, order: dict[str, Any], began: float) -> dict[str, Any]:
-    """Swap the shadows into live memory while nothing runs."""
-    seconds = {"halt": time.perf_counter() - began}
-    start = time.perf_counter()
-    out: dict[str, Any] = {
-        "stage": "commit",
-        "seconds": seconds,
-        "answers": core.collective_rpc("jv_commit"),
-    }
-    if not any(a.get("error") for a in out["answers"]):
-        _commit(core, order, int(order["version"]), seconds, order["nonfinite"])
-        seconds["commit"] = time.perf_counter() - start
-        seconds["pause"] = time.perf_counter() - began
-        out["stage"] = ""
+def prepare(core: Any, order: dict[str, Any]) -> dict[str, Any]:
+    """The beginning of a staged sync: the ranks make and export their shadows, and let the trainer write them."""
+    wanted = order["wanted"]
+    seconds: dict[str, float] = {}
+    out: dict[str, Any] = {"stage": "prepare", "seconds": seconds, "handles": []}
+    for stage in ("prepare", "move"):
+        start = time.perf_counter()
+        out["stage"] = stage
+        out["answers"] = core.collective_rpc(f"jv_{stage}", args=(wanted,))
+        seconds[stage] = time.perf_counter() - start
+        if _has_error(out["answers"]):
+            return out
+        out["handles"] += [
+            text for a in _by_rank(out["answers"]) for text in a.get("handles", ())
+        ]
+    core.jv_prepared = int(wanted["version"])
+    out["stage"] = ""
+    exported = {"handles": out["handles"], "seconds": seconds}
+    _signal(core, GO, core.jv_prepared, json.dumps(exported).encode())
     return out
+
+
+def swap(core: Any, order: dict[str, Any]) -> Any:
+    """The end of a staged sync: compare digests of the shadows, pause, swap them in, resume.
+
+    `claimed`: the trainer's digests in hexadecimal; None if the front end has compared them.
+    """
+    seconds: dict[str, float] = {}
+    out: dict[str, Any] = {"stage": "verify", "seconds": seconds, "answers": []}
+    if order["claimed"] is not None:
+        core.jv_prepared = 0
+        start = time.perf_counter()
+        out["answers"] = core.collective_rpc("jv_verify", args=(0.0,))
+        out["claimed"] = bytes.fromhex(order["claimed"])
+        if _has_error(out["answers"]):
+            return out
+        seconds["verify"] = time.perf_counter() - start
+        seconds["digest"] = _digest_seconds(out["answers"])
+        if order["verify"] != "off" and _values(out["answers"]) != out["claimed"]:
+            return out
+    return _when_idle(
+        core, order["pause"], lambda began: _swap_in(core, order, out, began)
+    )
+
+
+def _swap_in(
+    core: Any, order: dict[str, Any], out: dict[str, Any], began: float
+) -> dict[str, Any]:
+    """Swap the shadows into live memory while nothing runs."""
+    seconds = out["seconds"]
+    seconds["halt"] = time.perf_counter() - began
+    start = time.perf_counter()
+    out["stage"] = "commit"
+    committed = core.collective_rpc("jv_commit")
+    if _has_error(committed):
+        return out | {"answers": committed}
+    version = int(order["wanted"]["version"])
+    _commit(core, order, version, seconds, order["nonfinite"])
+    seconds["commit"] = time.perf_counter() - start
+    seconds["pause"] = time.perf_counter() - began
+    out["stage"] = ""
+    if order["call"]:
+        _signal(core, DONE, version, json.dumps(seconds).encode())
+    return out
+
+
+def _signal(core: Any, kind: bytes, version: int, payload: bytes) -> None:
+    """To the trainer, if it is there: else the front end's reply tells it."""
+    server: CoreChannelServer = core.jv_core_channel
+    try:
+        server.channel(time.monotonic() + SIGNAL_SECONDS).send(kind, version, payload)
+    except OSError:
+        server.disconnect()
 
 
 def direct_sync(
@@ -221,7 +298,7 @@ def direct_sync(
         "claimed": b"",
     }
     out["answers"] = core.collective_rpc("jv_move", args=(order["wanted"],))
-    if any(a.get("error") for a in out["answers"]):
+    if _has_error(out["answers"]):
         return out
     seconds["admit"] = max(a["seconds"] for a in out["answers"])
     version = int(order["wanted"]["version"])
@@ -234,7 +311,7 @@ def direct_sync(
         message = _await_message(channel, WRITTEN, version, until)
         start = time.perf_counter()
         answers = core.collective_rpc("jv_verify", args=(0.0,))
-        if any(a.get("error") for a in answers):
+        if _has_error(answers):
             return out | {"stage": "verify", "answers": answers}
         if order["verify"] != "off":
             # sent while the digests were computed
@@ -254,12 +331,10 @@ def direct_sync(
     out["stage"] = "verify"
     out["answers"] = answers
     seconds["verify"] = time.perf_counter() - start
-    if order["verify"] != "off":
-        found = b"".join(a["values"] for a in sorted(answers, key=lambda a: a["rank"]))
-        if found != out["claimed"]:
-            return out
+    if order["verify"] != "off" and _values(answers) != out["claimed"]:
+        return out
     _commit(core, order, version, seconds, message[:1] == NON_FINITE)
-    seconds["digest"] = max(a["seconds"].get("digest", 0.0) for a in answers)
+    seconds["digest"] = _digest_seconds(answers)
     seconds["pause"] = time.perf_counter() - (began if since is None else since)
     try:
         channel.send(DONE, version, json.dumps(seconds).encode())
@@ -267,6 +342,23 @@ def direct_sync(
         core_channel.disconnect()  # the trainer is gone; its commit stands
     out["stage"] = ""
     return out
+
+
+def _has_error(answers: list[dict[str, Any]]) -> bool:
+    return any(a.get("error") for a in answers)
+
+
+def _by_rank(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(answers, key=lambda a: a["rank"])
+
+
+def _values(answers: list[dict[str, Any]]) -> bytes:
+    """The ranks' digests, in order of ranks."""
+    return b"".join(a.get("values", b"") for a in _by_rank(answers))
+
+
+def _digest_seconds(answers: list[dict[str, Any]]) -> float:
+    return max(a["seconds"].get("digest", 0.0) for a in answers)
 
 
 def _failed(error: str, kind: str) -> dict[str, Any]:

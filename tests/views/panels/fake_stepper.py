@@ -10,7 +10,7 @@ from typing import Any
 
 from jvlab._errors import SyncError, VerifyError
 from jvlab.sync._stepper import Stepper
-from jvlab.sync._sync_report import CheckReport, Outcome, SyncOptions, SyncReport
+from jvlab.sync._sync_report import CheckReport, Outcome, SyncReport
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._sync_words import Terms
 
@@ -192,4 +192,4 @@ def stepper(
     names: tuple[str, ...] = NAMES, breakpoints: tuple[str, ...] = (), **options: Any
 ) -> Stepper:
     link: Any = FakeLink(FakeTransaction(names, **options))
-    return Stepper(link, link, None, None, SyncOptions(), breakpoints=breakpoints)
+    return Stepper(link, link, None, None, Terms(), breakpoints=breakpoints)
