@@ -388,7 +388,6 @@ class PoolLinks:
             remedy=reply.remedy,
             state=reply.stage.value,
             outcomes=outcomes,
-            holder="" if holder is None else holder.name,
         )
 
     async def execute(self, link: str, order: pb.LinkOrder) -> pb.LinkReply:
