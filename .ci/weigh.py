@@ -169,24 +169,26 @@ def files_of_a_sync() -> set[str]:
     import jvlab as jv
 
     seen: set[str] = set()
+    syncing = threading.Event()
 
     def look(frame: FrameType, event: str, _: object) -> None:
-        if event == "call":
+        if event == "call" and syncing.is_set():
             seen.add(frame.f_code.co_filename)
 
+    # before any thread is started: those of gateway and engine are looked at too
+    threading.setprofile(look)
     path = jv.models.tiny("llama")
     with jv.Pool.in_process(path, load="dummy") as pool:
         policy = jv.Policy.from_pretrained(path)
         link = pool.connect(policy.params)
         link.sync(policy.params, progress=False)
-        threading.setprofile_all_threads(look) if sys.version_info >= (3, 12) else (
-            threading.setprofile(look)
-        )
+        syncing.set()
         sys.setprofile(look)
         report = link.sync(policy.params, progress=False)
         sys.setprofile(None)
-        threading.setprofile(None)
+        syncing.clear()
         assert report.verified
+    threading.setprofile(None)
     return {name for name in seen if name.startswith(str(PACKAGE))}
 
 
