@@ -1,0 +1,26 @@
+"""The trainers that people have, on pools of jvlab: `jv.integrations.tunix`. One public module each, loaded on first use.
+
+May import lab and below, and the trainer that the module is named after.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from jvlab._errors import module_names
+
+__all__ = ["tunix"]
+
+if TYPE_CHECKING:
+    from jvlab.integrations import tunix
+else:
+    __dir__, _missing = module_names(
+        __name__, __all__, "integration", "help(jv.integrations) lists them"
+    )
+
+
+def __getattr__(name: str) -> object:
+    if name in __all__:
+        return importlib.import_module(f"{__name__}.{name}")
+    return _missing(name)
