@@ -1,4 +1,4 @@
-"""The trainers that people have, on pools of jvlab: `jv.integrations.tunix`. One public module each, loaded on first use.
+"""Trainers that people have, on pools of jvlab: `jv.integrations.tunix`. A public module each, loaded on first use.
 
 May import lab and below, and the trainer that the module is named after.
 """

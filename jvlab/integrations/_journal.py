@@ -161,7 +161,10 @@ class Journal:
         return [waiting.sample for waiting in found]
 
     def synced(self, report: Any, start: float, trained: int | None) -> None:
-        """New weights arrived: those of a step that trained while the pool held version `trained`, or the first."""
+        """New weights arrived: those of a step that trained while the pool held version `trained`, or the first.
+
+        What trained on no sample is no step: some trainers sync once more before an evaluation.
+        """
         if trained is not None:
             self._step(trained, start)
         self._write([sync_event(report, start, clock())])
@@ -170,6 +173,8 @@ class Journal:
 
     def _step(self, version: int, stop: float) -> None:
         taken = self._take()
+        if not taken:
+            return
         own = [w.sample.versions[w.sample.own] for w in taken]
         versions, counts = np.unique(
             np.concatenate([np.empty(0, np.int64), *own]), return_counts=True

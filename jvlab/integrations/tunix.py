@@ -8,12 +8,14 @@ wants 0.8): it works with 0.8 all the same, and is installed without asking (`IN
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from jvlab._errors import (
     Unsupported,
 )
 from jvlab.integrations._journal import Journal
+from jvlab.layout._tree import flatten
 from jvlab.record._calls import RolloutTally
 from jvlab.record._events import clock
 from jvlab.record._record import Record
@@ -47,6 +50,9 @@ try:
     from flax import nnx
     from tunix.rl import common
     from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
+    from tunix.sft.utils import is_lora_enabled
+
+    from jvlab.integrations._tunix_lora import A, Adapters
 except ImportError as error:
     raise MissingDependency(
         f"Tunix is not installed, or not all that it imports: {error}", remedy=INSTALL
@@ -75,6 +81,7 @@ class Rollout(BaseRollout):
     samples_per_step  of a learner with off_policy_steps: prompts × generations of a step, so that the record tells how
                       stale they were. Default: a step trains on what was generated since the last
     overlap           True: Tunix trains while it generates, as it does where actor and rollout have different meshes
+    lora_alpha        of a LoRA actor; default: as its qwix provider has it
     timeout           seconds for one call of the pool
     maxtext_config    accepted for MaxText, which passes it, and not used
     """
@@ -92,6 +99,7 @@ class Rollout(BaseRollout):
         record: str | os.PathLike[str] | None = None,
         samples_per_step: int | None = None,
         overlap: bool = False,
+        lora_alpha: float | None = None,
         timeout: float = SECONDS,
         maxtext_config: Any = None,
     ) -> None:
@@ -102,7 +110,9 @@ class Rollout(BaseRollout):
         self._tokenizer = tokenizer
         self._temperature = rollout_config.temperature
         self._timeout = timeout
-        self._lock = threading.Lock()
+        self._syncing = threading.Lock()
+        self._seeding = threading.Lock()
+        self._adapters: Adapters | None = None
         self._seeded = 0  # samples generated with a seed so far
         _check_room(pool, rollout_config, Deadline(timeout))
         # Tunix takes a rollout's mesh for its own; where it is not the actor's, it trains while it generates
@@ -116,18 +126,27 @@ class Rollout(BaseRollout):
         self._connections = Connections()
         self._ending = weakref.finalize(self, _end, self._connections, self._journal)
         try:
-            self.link = self._connect(rollout_actor, rules, meaning)
-            # Tunix itself syncs after the first step only
-            self.update_params(nnx.state(rollout_actor, nnx.Param))
+            self._connect(rollout_actor, rules, meaning, lora_alpha)
         except BaseException:
             self.close("failed")
             raise
 
-    def _connect(self, actor: Any, rules: Any, meaning: str) -> Link:
-        params = nnx.state(actor, nnx.Param)
-        return self._link_of(
-            (params, functools.partial(_logprobs, *_split(actor))), rules, meaning
-        )
+    def _connect(
+        self, actor: Any, rules: Any, meaning: str, alpha: float | None
+    ) -> None:
+        """Connect and sync: Tunix itself syncs after the first step only."""
+        if not is_lora_enabled(actor):
+            self._begin(_full_actor(actor), rules, meaning)
+            return
+        _check_adapters(self.pool, actor, Deadline(self._timeout))
+        self._begin(_base_of(actor), rules, meaning)
+        self._adapters = Adapters(actor, self.link.mapping.bindings, alpha)
+        self._begin(_adapted(actor, self._adapters), "checkpoint", meaning)
+
+    def _begin(self, actor: Actor, rules: Any, meaning: str) -> None:
+        self._actor = actor  # a link keeps no trainer alive
+        self.link = self._link_of(actor, rules, meaning)
+        self._sync(actor.params, step=False)
 
     def _link_of(self, trainer: Any, rules: Any, meaning: str) -> Link:
         options: dict[str, Any] = {"meaning": meaning, "timeout": self._timeout}
@@ -140,7 +159,7 @@ class Rollout(BaseRollout):
     def generate(
         self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any
     ) -> RolloutOutput:
-        """A completion for each prompt, with the log-probabilities it was sampled with; the token that ended it is kept.
+        """A completion of each prompt, with the log-probabilities it was sampled with; the token that ends it is kept.
 
         Tunix repeats a prompt for each sample of its group, in a row: those become one prompt with `n` samples. Its
         agentic learner calls this from many threads, with a prompt each: the engine batches them.
@@ -200,19 +219,19 @@ class Rollout(BaseRollout):
         return jnp.asarray(out)
 
     def update_params(self, params: Any, filter_types: Any = None) -> None:
-        """A verified sync of the actor's parameters, as Tunix gives them: an `nnx.State`."""
-        first = not self.reports
+        """A verified sync of the actor's parameters, an `nnx.State`; of a LoRA actor, of its adapter."""
+        self._sync(
+            params if self._adapters is None else self._adapters.adapter(params),
+            step=True,
+        )
+
+    def _sync(self, params: Any, step: bool) -> None:
         before = self.link.version
         start = clock()
-        # on a CPU Tunix forbids copies between host and device around this
-        with self._lock, jax.transfer_guard("allow"):
-            report = self._sync(params)
-        self.reports.append(report)
-        self._journal.synced(report, start, None if first else before)
-
-    def _sync(self, params: Any) -> SyncReport:
         try:
-            return self.link.sync(params, timeout=self._timeout, progress=False)
+            # on a CPU Tunix forbids copies between host and device around this
+            with self._syncing, jax.transfer_guard("allow"):
+                report = self.link.sync(params, timeout=self._timeout, progress=False)
         except MeaningError as error:
             raise MeaningError(
                 error.message,
@@ -221,6 +240,8 @@ class Rollout(BaseRollout):
                 "of 1,000,000 whatever its config says)",
                 **error.fields,
             ) from error
+        self.reports.append(report)
+        self._journal.synced(report, start, before if step else None)
 
     def pad_id(self) -> int:
         return self._tokenizer.pad_id()
@@ -304,7 +325,7 @@ class Rollout(BaseRollout):
                 yield [row], n, self._next_seed(base, n)
 
     def _next_seed(self, base: int, count: int) -> int:
-        with self._lock:
+        with self._seeding:
             found = base + self._seeded
             self._seeded += count
         return found
@@ -382,6 +403,18 @@ def _check_room(pool: Any, config: RolloutConfig, deadline: Deadline) -> None:
         )
 
 
+def _check_adapters(pool: Any, actor: Any, deadline: Deadline) -> None:
+    if pool.facts(deadline).max_adapters:
+        return
+    lora = flatten(nnx.state(actor, nnx.LoRAParam)).arrays
+    rank = max(a.shape[-1] for path, a in lora.items() if path.endswith(A))
+    room = max(8, 1 << (rank - 1).bit_length())  # vLLM takes powers of two
+    raise Unsupported(
+        f"the actor has LoRA adapters, and {pool.name} was launched without LoRA",
+        remedy=f"lab.launch(..., engine={{'enable_lora': True, 'max_lora_rank': {room}}})",
+    )
+
+
 def _refuse_offloaded(actor: Any) -> None:
     """`offload_to_cpu` would move a rollout's model, and sync it before and after each generation."""
     usual = jax.devices()[0].default_memory().kind
@@ -405,22 +438,60 @@ def _mesh_of_its_own(mesh: Any) -> Any:
 # The actor's own log-probabilities ------------------------------------------------------------------------------------
 
 
-def _split(actor: Any) -> tuple[Any, Any]:
-    """The actor without its parameters."""
-    graph, _, rest = nnx.split(actor, nnx.Param, ...)
-    return graph, rest
+@dataclass(eq=False)
+class Actor:
+    """Tunix' actor as `lab.connect` takes a trainer: parameters, and a function of them.
+
+    whole    the actor's whole state, with these parameters in it
+    """
+
+    params: Any
+    graph: Any
+    whole: Callable[[Any], Any]
+    logprobs_fn: None = None  # by which a trainer is known; `logprobs` is called
+
+    def logprobs(self, params: Any, tokens: Any) -> Any:
+        """log P of tokens [B, T] as the actor's learners compute it, at temperature 1; 0 for the first."""
+        state = self.whole(params)
+        mesh = _mesh_of(state)
+        copies = 1 if mesh is None else mesh.size  # a mesh may share out the rows
+        rows = jnp.tile(jnp.asarray(tokens), (copies, 1))
+        with mesh or contextlib.nullcontext():
+            found = common.compute_per_token_logps(
+                self.graph,
+                state,
+                prompt_tokens=rows[:, :1],
+                completion_tokens=rows[:, 1:],
+                pad_id=-1,  # no token is padding
+                eos_id=-1,
+            )
+        return jnp.pad(found[: len(tokens)], ((0, 0), (1, 0)))
 
 
-def _logprobs(graph: Any, rest: Any, params: Any, tokens: Any, mask: Any) -> Any:
-    """log P of tokens [B, T] by the actor with these parameters, as its learners compute it; 0 for the first."""
-    found = common.compute_per_token_logps(
+def _full_actor(actor: Any) -> Actor:
+    """All parameters are trained."""
+    graph, params, rest = nnx.split(actor, nnx.Param, ...)
+    return Actor(params, graph, lambda given: nnx.merge_state(given, rest))
+
+
+def _base_of(actor: Any) -> Actor:
+    """What a LoRA actor is without its adapter."""
+    graph, lora, params, rest = nnx.split(actor, nnx.LoRAParam, nnx.Param, ...)
+    none = jax.tree.map(jnp.zeros_like, lora)
+    return Actor(params, graph, lambda given: nnx.merge_state(given, none, rest))
+
+
+def _adapted(actor: Any, adapters: Adapters) -> Actor:
+    """A LoRA actor, of which the adapter is trained."""
+    graph, lora, rest = nnx.split(actor, nnx.LoRAParam, ...)
+    return Actor(
+        adapters.adapter(lora),
         graph,
-        nnx.merge_state(params, rest),
-        prompt_tokens=tokens[:, :1],
-        completion_tokens=tokens[:, 1:],
-        pad_id=-1,  # no token is padding
-        eos_id=-1,
-        stop_gradient=True,
-        return_logits=False,
+        lambda given: nnx.merge_state(adapters.put(lora, given), rest),
     )
-    return jnp.pad(found, ((0, 0), (1, 0)))
+
+
+def _mesh_of(state: Any) -> Any:
+    """The mesh on which its arrays are; None if they are on none."""
+    found = (getattr(leaf.sharding, "mesh", None) for leaf in jax.tree.leaves(state))
+    return next((mesh for mesh in found if mesh is not None and not mesh.empty), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import re
@@ -96,17 +95,15 @@ def by_function_of(function: Callable[..., Any]) -> Scorer:
         {"temperature": 1.0} if "temperature" in _parameters(function) else {}
     )
 
-    @functools.cache  # compiled once: many trees of one structure are scored
-    def program() -> Any:
-        import jax
-
-        return jax.jit(lambda p, t, m: function(p, t, m, **options))
-
     def score(params: Any, tokens: np.ndarray) -> np.ndarray:
+        import jax
         import jax.numpy as jnp
 
-        found = program()(params, jnp.asarray(tokens), jnp.ones(tokens.shape, bool))
-        return np.asarray(found, np.float64)
+        program = jax.jit(lambda p, t, m: function(p, t, m, **options))
+        return np.asarray(
+            program(params, jnp.asarray(tokens), jnp.ones(tokens.shape, bool)),
+            np.float64,
+        )
 
     return score
 
