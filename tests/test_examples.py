@@ -47,7 +47,7 @@ PLAIN = (
     "Environment",
     "EnvironmentTurn",
 )
-MODULES = ("errors", "models", "tasks", "transport")
+MODULES = ("errors", "models", "tasks", "transport")  # integrations need what they integrate
 # Of the errors the module, the root and one class show how to use them; the others differ in what they are about.
 SHOWN = {name: tuple(getattr(jv, name).__all__) for name in MODULES} | {
     "errors": ("JvlabError", "UnknownName")

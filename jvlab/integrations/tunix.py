@@ -24,6 +24,8 @@ import numpy as np
 from jvlab._deadline import Deadline
 from jvlab._errors import (
     ConfigError,
+    LayoutError,
+    MatchError,
     MeaningError,
     MissingDependency,
     SamplingError,
@@ -148,23 +150,35 @@ class Rollout(BaseRollout):
         self.link = self._link_of(actor, rules, meaning)
         self._sync(actor.params, step=False)
 
-    def _link_of(self, trainer: Any, rules: Any, meaning: str) -> Link:
+    def _link_of(self, actor: Actor, rules: Any, meaning: str) -> Link:
         options: dict[str, Any] = {"meaning": meaning, "timeout": self._timeout}
-        if hasattr(self.pool, "connect"):  # of an engine in this process
-            return self.pool.connect(trainer, rules=rules, **options)
-        return self._connections.connect(trainer, self.pool, rules, **options)
+        # an engine in this process has links of its own
+        connect = getattr(self.pool, "connect", None) or functools.partial(
+            self._connections.connect, pool=self.pool
+        )
+        try:
+            return connect(actor, rules=rules, **options)
+        except MatchError as error:
+            if rules != "auto":
+                raise
+            # shapes may allow two readings; of a tree of Tunix' own models it is known which
+            with contextlib.suppress(LayoutError):
+                return connect(actor, rules="tunix", **options)
+            raise error from None
 
     # What Tunix asks ----------------------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any
+        self, prompts: list[str] | str, rollout_config: RolloutConfig, **kwargs: Any
     ) -> RolloutOutput:
         """A completion of each prompt, with the log-probabilities it was sampled with; the token that ends it is kept.
 
         Tunix repeats a prompt for each sample of its group, in a row: those become one prompt with `n` samples. Its
         agentic learner calls this from many threads, with a prompt each: the engine batches them.
         """
-        rows = [self._tokens(prompt) for prompt in prompts]
+        # of a learner with a chat parser, one bare text
+        listed = [prompts] if isinstance(prompts, str) else prompts
+        rows = [self._tokens(prompt) for prompt in listed]
         sampling = _sampling(rollout_config, self.eos_id()) | kwargs
         tally = RolloutTally()
         samples: list[Any] = []

@@ -199,6 +199,13 @@ def test_6_old_logprobs_are_scored_without_padding(make: Any):
         hot.get_per_token_logps(prompts, completions)
 
 
+def test_6_one_prompt_may_be_a_bare_text(make: Any):
+    """So Tunix' cluster hands on what a chat parser made."""
+    pool = FakePool()
+    out = generate(make(pool), "abc")
+    assert len(out.text) == len(pool.calls[0]["prompts"]) == 1
+
+
 def test_6_threads_generate_at_the_same_time(make: Any):
     """Each of the pool's calls waits until all are there: one after the other would wait for ever."""
     rollout = make(FakePool(together=8))
@@ -312,8 +319,8 @@ def test_a_prompt_longer_than_it_may_be_widens_the_padding(make: Any):
     """As in Tunix' own samplers: to a power of two, nothing is cut."""
     out = generate(make(FakePool()), ["one two three four five six seven", "a"])
     width = out.left_padded_prompt_tokens.shape[1]
-    assert width in (16, 32)
-    assert (out.left_padded_prompt_tokens[0] != 0).sum() > 8
+    assert width == 32
+    assert (out.left_padded_prompt_tokens[0] != 0).sum() > 16
 
 
 def test_settings_reach_the_pool(make: Any):
@@ -353,6 +360,22 @@ def test_a_failed_first_sync_leaves_no_open_record(make: Any, tmp_path: Path):
     record = jv.Record.open(tmp_path / "run")
     assert not record.running
     assert record.summary()["ended"] == "failed"
+
+
+def test_what_shapes_leave_open_is_read_as_tunix_writes_it(make: Any):
+    class TwoWays(FakePool):
+        def connect(self, trainer: Any, **options: Any) -> Any:
+            if options["rules"] == "auto":
+                raise errors.MatchError("2 ways fit")
+            if options["rules"] != "tunix":
+                raise errors.RuleError("no such rules")
+            return super().connect(trainer, **options)
+
+    pool = TwoWays()
+    assert make(pool).reports
+    assert pool.links[0].options["rules"] == "tunix"
+    with pytest.raises(errors.RuleError):
+        make(pool, rules="mine")
 
 
 def test_maxtext_may_pass_its_config(make: Any):

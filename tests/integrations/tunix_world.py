@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import functools
-import json
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import optax
-from flax import nnx
-from tunix.models.qwen3 import model as qwen3
 from tunix.rl import rl_cluster
 from tunix.rl.grpo import grpo_learner
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
+from jvlab.bench._tunix import TINY as SIZES
+from jvlab.bench._tunix import actor_of
+
+__all__ = ["SIZES"]
 Role = rl_cluster.Role
-SIZES = {
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "tie_word_embeddings": True,
-    # Tunix 0.1.7's Qwen3 rotates by this one, whatever its config says
-    "rope_theta": 1_000_000.0,
-}
 PROMPTS = ["Digits:", "Numbers:", "12", "Say:"]
 
 
@@ -39,22 +28,7 @@ def mesh(axes: tuple[str, ...] = ("fsdp", "tp")) -> jax.sharding.Mesh:
 
 def qwen3_actor(folder: str, seed: int = 0) -> Any:
     """Tunix' Qwen3 of the shapes of a model folder, with values of its own."""
-    config = json.loads(Path(folder, "config.json").read_text())
-    theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
-    shapes = qwen3.ModelConfig(
-        num_layers=config["num_hidden_layers"],
-        vocab_size=config["vocab_size"],
-        embed_dim=config["hidden_size"],
-        hidden_dim=config["intermediate_size"],
-        num_heads=config["num_attention_heads"],
-        head_dim=config["head_dim"],
-        num_kv_heads=config["num_key_value_heads"],
-        rope_theta=int(theta),
-        norm_eps=config["rms_norm_eps"],
-        use_tied_embedding=config["tie_word_embeddings"],
-    )
-    with mesh():
-        return qwen3.Qwen3(shapes, rngs=nnx.Rngs(seed))
+    return actor_of(folder, mesh(), seed=seed)
 
 
 def letters(prompts: Any, completions: list[str], **_: Any) -> list[float]:
@@ -72,10 +46,11 @@ def cluster_of(
     meshes = options.pop("meshes", {})
     training = options.pop("training", {})
     offload = options.pop("offload_to_cpu", False)
+    rate = options.pop("learning_rate", 3e-3)
     rollout = RolloutConfig(
         **{
             "max_tokens_to_generate": 16,
-            "max_prompt_length": 8,
+            "max_prompt_length": 16,
             "kv_cache_size": 64,
             "temperature": 1.0,
             "return_logprobs": True,
@@ -97,7 +72,7 @@ def cluster_of(
             training_config=rl_cluster.RLTrainingConfig(
                 eval_every_n_steps=1000,
                 max_steps=steps,
-                actor_optimizer=optax.adam(3e-3),
+                actor_optimizer=optax.adam(rate),
                 **training,
             ),
             rollout_config=rollout,
