@@ -14,10 +14,14 @@ __all__ = ["tunix"]
 
 if TYPE_CHECKING:
     from jvlab.integrations import tunix
-else:
-    __dir__, _missing = module_names(
-        __name__, __all__, "integration", "help(jv.integrations) lists them"
-    )
+
+_names, _missing = module_names(
+    __name__, __all__, "integration", "help(jv.integrations) lists them"
+)
+
+
+def __dir__() -> list[str]:
+    return _names()
 
 
 def __getattr__(name: str) -> object:

@@ -115,6 +115,8 @@ class Rollout(BaseRollout):
         self._syncing = threading.Lock()
         self._seeding = threading.Lock()
         self._adapters: Adapters | None = None
+        # (prompt, completion) -> its log-probabilities, if no score can tell them
+        self._sampled: dict[tuple[tuple[int, ...], tuple[int, ...]], Any] = {}
         self._seeded = 0  # samples generated with a seed so far
         _check_room(pool, rollout_config, Deadline(timeout))
         # Tunix takes a rollout's mesh for its own; where it is not the actor's, it trains while it generates
@@ -197,8 +199,13 @@ class Rollout(BaseRollout):
         ends = set(sampling["stop_token_ids"])
         tokens = [np.asarray(sample.token_ids, np.int32) for sample in samples]
         texts = [self._tokenizer.decode(_without(row, ends)) for row in tokens]
-        self._journal.generated(tally, samples, texts, sampling)
+        self._journal.generated(tally, samples, list(map(str, listed)), texts, sampling)
         logprobs = [np.asarray(sample.logprobs, np.float32) for sample in samples]
+        if self._temperature != 1.0:
+            pad = self.pad_id()
+            keys = (tuple(_without_right(row, pad)) for row in tokens)
+            pairs = zip(rows, keys, strict=True)
+            self._sampled |= dict(zip(pairs, logprobs, strict=True))
         return RolloutOutput(
             text=texts,
             logits=None,  # type: ignore[arg-type]  # Tunix' own vLLM sampler gives none either
@@ -210,27 +217,44 @@ class Rollout(BaseRollout):
         )
 
     def get_per_token_logps(self, prompt_tokens: Any, completion_tokens: Any) -> Any:
-        """log P of every token of padded completions after padded prompts, by the pool; 0 where there is padding."""
-        if self._temperature != 1.0:
-            raise Unsupported(
-                f"log-probabilities at temperature {self._temperature:g} are not what a pool scores",
-                remedy="RolloutConfig(temperature=1.0), or GRPOConfig(num_iterations=1), which needs none",
-            )
+        """log P of every token of padded completions after padded prompts; 0 where there is padding.
+
+        The pool scores them, at temperature 1. At another one they are those with which the same completions were
+        sampled since the last sync.
+        """
         start = clock()
         pad = self.pad_id()
         prompts = [_without_left(row, pad) for row in np.asarray(prompt_tokens)]
         padded = np.asarray(completion_tokens)
         rows = [_without_right(row, pad) for row in padded]
+        found = (
+            self._scored(prompts, rows)
+            if self._temperature == 1.0
+            else [self._sampled_as(*pair) for pair in zip(prompts, rows, strict=True)]
+        )
+        out = np.zeros(padded.shape, np.float32)
+        for values, row, logprobs in zip(out, rows, found, strict=True):
+            values[: len(row)] = logprobs[: len(row)]
+        count = sum(map(len, rows))
+        self._journal.scored(start, len(rows), count, self.link.version)
+        return jnp.asarray(out)
+
+    def _scored(self, prompts: list[list[int]], rows: list[list[int]]) -> list[Any]:
         scores = self.pool.score(
             [[*a, *b] for a, b in zip(prompts, rows, strict=True)],
             timeout=self._timeout,
         )
-        out = np.zeros(padded.shape, np.float32)
-        for k, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
-            out[k, : len(row)] = np.asarray(scores[k])[len(prompt) :]
-        count = sum(map(len, rows))
-        self._journal.scored(start, len(rows), count, self.link.version)
-        return jnp.asarray(out)
+        return [scores[k][len(prompt) :] for k, prompt in enumerate(prompts)]
+
+    def _sampled_as(self, prompt: list[int], row: list[int]) -> Any:
+        found = self._sampled.get((tuple(prompt), tuple(row)))
+        if found is None:
+            raise Unsupported(
+                "a completion was not sampled since the last sync, and a pool scores at temperature 1, "
+                f"not at {self._temperature:g}",
+                remedy="RolloutConfig(temperature=1.0), or GRPOConfig(num_iterations=1), which needs none",
+            )
+        return found
 
     def update_params(self, params: Any, filter_types: Any = None) -> None:
         """A verified sync of the actor's parameters, an `nnx.State`; of a LoRA actor, of its adapter."""
@@ -255,6 +279,7 @@ class Rollout(BaseRollout):
                 **error.fields,
             ) from error
         self.reports.append(report)
+        self._sampled = {}
         self._journal.synced(report, start, before if step else None)
 
     def pad_id(self) -> int:
@@ -283,7 +308,10 @@ class Rollout(BaseRollout):
     ) -> dict[str, Any]:
         """For `metric_fns=[cluster.rollout.metrics]` of a learner: rewards for the record, numbers for Tunix' logs."""
         samples = self._journal.rewarded(
-            list(completions), np.asarray(rewards), np.asarray(advantages)
+            list(map(str, prompts)),
+            list(completions),
+            np.asarray(rewards).tolist(),
+            np.asarray(advantages).tolist(),
         )
         versions = [s.versions[s.own] for s in samples if s.own.any()]
         if not versions:
@@ -391,6 +419,8 @@ def _sampling(config: RolloutConfig, eos: int) -> dict[str, Any]:
         "stop_token_ids": [int(i) for i in config.eos_tokens or [eos]],
         **config.rollout_vllm_sampling_kwargs,
     }
+    if found.get("ignore_eos"):
+        found["stop_token_ids"] = []
     optional = {"top_p": config.top_p, "top_k": config.top_k, "seed": config.seed}
     return {k: v for k, v in optional.items() if v is not None} | found
 

@@ -48,6 +48,7 @@ class FakePool:
         self.scored: list[list[list[int]]] = []
         self.links: list[FakeLink] = []
         self._room = max_model_len
+        self.on_call: Any = lambda number: None
         # calls that must be there at once before any of them is answered
         self._together = threading.Barrier(together, timeout=30)
 
@@ -64,6 +65,7 @@ class FakePool:
         self.calls.append(
             {"prompts": prompts, "n": n, "max_tokens": max_tokens, **options}
         )
+        self.on_call(len(self.calls))
         self._together.wait()
         made = []
         for index, prompt in enumerate(prompts):

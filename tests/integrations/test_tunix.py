@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import inspect
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -194,9 +196,25 @@ def test_6_old_logprobs_are_scored_without_padding(make: Any):
     expected = [[-0.11, -0.12, 0, 0], [-0.13, 0, -0.14, -0.15]]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert isinstance(found, jax.Array)
-    hot = make(FakePool(), {"temperature": 0.7})
-    with pytest.raises(errors.Unsupported, match=r"temperature 0.7"):
-        hot.get_per_token_logps(prompts, completions)
+
+
+def test_6_old_logprobs_at_another_temperature_are_those_of_the_samples(make: Any):
+    """A pool scores at temperature 1; Tunix' default is 0.9, and its loss computes with that."""
+    pool = FakePool()
+    rollout = make(pool, {"temperature": 0.7})
+    out = generate(rollout, ["abc"] * 3, temperature=0.7)
+    completions = np.zeros((3, 8), int)
+    for row, tokens in zip(completions, out.tokens, strict=True):
+        row[: len(tokens)] = tokens
+    rows = jax.numpy.asarray(out.left_padded_prompt_tokens), completions
+    found = np.asarray(rollout.get_per_token_logps(*rows))
+    for row, logprobs in zip(found, out.logprobs, strict=True):
+        np.testing.assert_array_equal(row[: len(logprobs)], logprobs)
+        assert not row[len(logprobs) :].any()
+    assert not pool.scored
+    rollout.update_params(pool.links[0].trainer.params)
+    with pytest.raises(errors.Unsupported, match=r"not at 0.7"):
+        rollout.get_per_token_logps(*rows)
 
 
 def test_6_one_prompt_may_be_a_bare_text(make: Any):
@@ -279,12 +297,12 @@ def test_9_only_what_the_next_tunix_has_too_is_used(
 
 
 def test_a_learner_trains_on_it(actor: Any, tokenizer: Any, tmp_path: Path):
-    """Two steps of GRPO with two micro-batches each; rewards and versions reach the record."""
+    """Two steps of GRPO, which trains on a half of its prompts while it samples the other; all reaches the record."""
     pool = FakePool()
     cluster = cluster_of(
         actor,
         tokenizer,
-        rollout_on(pool, record=tmp_path / "run"),
+        rollout_on(pool, record=tmp_path / "run", overlap=True),
         training={
             "mini_batch_size": 4,
             "train_micro_batch_size": 2,
@@ -294,7 +312,20 @@ def test_a_learner_trains_on_it(actor: Any, tokenizer: Any, tmp_path: Path):
     )
     rollout = cluster.rollout
     learner = learner_of(cluster, metric_fns=[rollout.metrics])
+    training = threading.Event()
+    update = cluster.update_actor
+
+    def updating(*args: Any, **options: Any) -> Any:
+        training.set()
+        return update(*args, **options)
+
+    cluster.update_actor = updating
+    waited: list[bool] = []
+    # one after the other, this would time out
+    pool.on_call = lambda number: waited.append(number != 2 or training.wait(60))
     learner.train(batches(2))
+    assert waited == [True] * 4
+    assert "staleness" in rollout.record._repr_html_()
     rollout.close()
     record = jv.Record.open(tmp_path / "run")
     summary = record.summary()
@@ -315,6 +346,32 @@ def test_a_learner_trains_on_it(actor: Any, tokenizer: Any, tmp_path: Path):
     np.testing.assert_array_equal(held, trained)
 
 
+def test_a_dead_engine_ends_the_training(actor: Any, tokenizer: Any, tmp_path: Path):
+    pool = FakePool()
+
+    def dies(number: int) -> None:
+        raise errors.ReplicaLost("fake/0 was lost")
+
+    pool.on_call = dies
+    folder = tmp_path / "run"
+    cluster = cluster_of(actor, tokenizer, rollout_on(pool, record=folder))
+    with pytest.raises(errors.ReplicaLost):
+        learner_of(cluster).train(batches(2))
+    assert jv.Record.open(folder).running, "until nobody holds it"
+    cluster.rollout.close("failed")
+    assert jv.Record.open(folder).summary()["ended"] == "failed"
+
+
+def test_a_rollout_that_nobody_holds_ends_its_record(make: Any, tmp_path: Path):
+    rollout = make(FakePool(), record=tmp_path / "run")
+    assert rollout.record.running
+    del rollout
+    gc.collect()
+    record = jv.Record.open(tmp_path / "run")
+    assert not record.running
+    assert record.summary()["ended"] == "interrupted"
+
+
 def test_a_prompt_longer_than_it_may_be_widens_the_padding(make: Any):
     """As in Tunix' own samplers: to a power of two, nothing is cut."""
     out = generate(make(FakePool()), ["one two three four five six seven", "a"])
@@ -330,6 +387,9 @@ def test_settings_reach_the_pool(make: Any):
     call = pool.calls[0]
     assert (call["top_k"], call["top_p"], call["min_p"]) == (5, 0.9, 0.1)
     assert (call["temperature"], call["stop_token_ids"]) == (0.5, [7, 8])
+    endless = {"rollout_vllm_sampling_kwargs": {"ignore_eos": True}}
+    generate(make(pool), ["a"], **endless)
+    assert pool.calls[1]["stop_token_ids"] == []
 
 
 def test_a_key_of_jax_is_a_seed(make: Any):

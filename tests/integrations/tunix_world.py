@@ -12,11 +12,10 @@ from tunix.rl import rl_cluster
 from tunix.rl.grpo import grpo_learner
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
-from jvlab.bench._tunix import TINY as SIZES
-from jvlab.bench._tunix import actor_of
+from jvlab.bench._tunix import TINY, actor_of
 
-__all__ = ["SIZES"]
 Role = rl_cluster.Role
+SIZES = {**TINY, "num_hidden_layers": 1}  # most of the time is spent on compiling
 PROMPTS = ["Digits:", "Numbers:", "12", "Say:"]
 
 

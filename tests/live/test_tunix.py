@@ -16,6 +16,7 @@ from jvlab import errors
 
 pytest.importorskip("tunix", reason="google-tunix is not installed")
 
+import jax
 import jax.numpy as jnp
 import qwix
 from flax import nnx
@@ -37,7 +38,7 @@ from tests.integrations.tunix_world import (
 )
 
 pytestmark = pytest.mark.engine
-STEPS = 8
+STEPS = 16
 GROUP = 8
 
 
@@ -69,6 +70,8 @@ def trained(cluster: Any) -> tuple[list[float], float]:
         found = letters(prompts, completions)
         means.append(float(np.mean(found)))
         times.append(time.perf_counter())
+        # else the vanilla sampler draws the same numbers in each step
+        cluster.cluster_config.rollout_config.seed = jax.random.PRNGKey(len(means))
         return found
 
     more = (
@@ -104,10 +107,10 @@ def test_the_reward_rises_as_with_the_vanilla_sampler(
             record_property("jvlab_tokens_per_s", summary["tokens_per_s_generating"])
             rollout.close()
     for curve in curves.values():
-        assert np.mean(curve[-2:]) > curve[0] + 0.3, curves
+        assert np.mean(curve[-4:]) > curve[0] + 0.3, curves
     # the first step samples the same distribution; later ones are two runs of one recipe
     assert abs(curves["jvlab"][0] - curves["vanilla"][0]) < 0.08, curves
-    last = {name: np.mean(curve[-2:]) for name, curve in curves.items()}
+    last = {name: np.mean(curve[-4:]) for name, curve in curves.items()}
     assert abs(last["jvlab"] - last["vanilla"]) < 0.2, curves
 
 
@@ -171,6 +174,8 @@ def test_agents_of_many_threads_are_one_batch(
         rollout_on(served, samples_per_step=per_step),
         3,
         max_prompt_length=64,
+        # Tunix drops an episode that fills its room: a fifth of the tokens end one
+        eos_tokens=list(range(230, 288)),
     )
     rollout = cluster.rollout
     config = AgenticGRPOConfig(
@@ -194,7 +199,7 @@ def test_agents_of_many_threads_are_one_batch(
     assert [step.samples for step in steps] == [per_step] * 3
     assert {len(step.groups) for step in steps} == {len(PROMPTS)}
     assert all(step.reward_mean == step.reward_mean for step in steps)
-    assert max(record.summary()["max_staleness"], 0) == 1
+    assert [set(step.staleness) for step in steps] == [{0}, {1}, {1}]
     # what vLLM's own scheduler says while eight threads generate
     long = RolloutConfig(max_tokens_to_generate=200, max_prompt_length=64)
     long.rollout_vllm_sampling_kwargs = {"ignore_eos": True}
