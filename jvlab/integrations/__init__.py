@@ -1,5 +1,8 @@
 """Trainers that people have, on pools of jvlab: `jv.integrations.tunix`. A public module each, loaded on first use.
 
+>>> dir(jv.integrations)
+['tunix']
+
 May import lab and below, and the trainer that the module is named after.
 """
 
