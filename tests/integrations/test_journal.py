@@ -89,6 +89,26 @@ def test_rewards_tell_the_order_and_what_was_cut_short_counts():
     assert steps(journal)[1].reward_mean == pytest.approx(0.625)
 
 
+@pytest.mark.parametrize("folder", [False, True])
+def test_its_panel_draws_it(tmp_path: Path, folder: bool):
+    """Nobody told losses, gaps and, in memory, samples."""
+    from jvlab.views.panels._dashboard import RecordPanel
+
+    journal = Journal("run", tmp_path / "run" if folder else None)
+    sync(journal, 1, first=True)
+    for version in (1, 2, 3):
+        generate(journal, version, "a", "b")
+        reward(journal, ["a", "b"], 0.5, 1.0)
+        sync(journal, version + 1)
+    panel = RecordPanel(journal.record)
+    panel.refresh_now()
+    assert panel.status().step == 3
+    assert panel.name == "run"
+    panel.close()
+    assert "mean 0, at most 0" in journal.record._repr_html_()
+    journal.close()
+
+
 def test_calls_of_their_own_become_a_group(tmp_path: Path):
     journal = Journal("run", tmp_path)
     sync(journal, 1, first=True)
