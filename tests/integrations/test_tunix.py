@@ -346,6 +346,25 @@ def test_a_learner_trains_on_it(actor: Any, tokenizer: Any, tmp_path: Path):
     np.testing.assert_array_equal(held, trained)
 
 
+def test_an_actor_on_several_devices_scores_too(folder: str, tokenizer: Any, make: Any):
+    """Its rows are shared out over the mesh: fewer than devices would not do."""
+    devices = np.array(jax.devices()[:4]).reshape(4, 1)
+    apart = jax.sharding.Mesh(devices, ("fsdp", "tp"))
+    scores = []
+    for axes in (mesh(), apart):
+        pool = FakePool()
+        meshes = dict.fromkeys(Role, axes)
+        engine = rollout_on(pool)
+        cluster_of(qwen3_actor(folder, seed=5), tokenizer, engine, meshes=meshes)
+        trainer = pool.links[0].trainer
+        tokens = np.arange(10, 24).reshape(2, 7)
+        scores.append(np.asarray(trainer.logprobs(trainer.params, tokens)))
+        kernel = trainer.params["layers"][0]["attn"]["q_proj"]["w"][...]
+        assert len(kernel.sharding.device_set) == axes.size
+    assert scores[0].shape == (2, 7)
+    np.testing.assert_allclose(scores[0], scores[1], atol=1e-4)
+
+
 def test_a_dead_engine_ends_the_training(actor: Any, tokenizer: Any, tmp_path: Path):
     pool = FakePool()
 
