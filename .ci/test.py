@@ -5,8 +5,8 @@
     python .ci/test.py soak             what `make test` leaves out: full products, long runs, Ray, real weights,
                                         the notebook that trains them
 
-Types are checked beside the tests without engines: one more process on a machine that waits anyway. `jvlab warm` is
-started first, for the stages with engines: vLLM is imported once, not by every lab.
+Types are checked beside the tests without engines, and so are the tests that import vLLM: in one process, which alone
+pays for it. `jvlab warm` is started first, for the stages with engines: vLLM is imported once, not by every lab.
 
 No stage hangs for ever: one that prints nothing for JVLAB_SILENT_SECONDS shows its processes and their Python stacks,
 is ended, and has failed.
@@ -50,14 +50,22 @@ ROOMS = [
 FILES = ["-n", "3", "--dist", "loadfile"]
 # importing nbval takes each process seconds
 TESTS = [*PYTEST, "-p", "no:nbval", *FILES]
-# All files that start an engine or a browser, so that the rest need not be imported; in this order, not by the number
-# of tests: a browser file has few and long ones, and would be left to one worker at the end.
-ENGINES = [
-    "--no-loadscope-reorder",
-    "tests/browser",
-    "tests/live",
-    "tests/test_examples.py",
-]
+ONE = [*PYTEST, "-p", "no:nbval", "-n", "1", "--dist", "loadfile"]
+NO_ENGINE = "not engine and not browser and not soak"
+# Files with engines, as measured; not by the number of tests: some have few and long ones, and would be left to one
+# worker at the end.
+LONGEST_LIVE = (
+    "sync",
+    "lora_sync",
+    "grpo",
+    "sync_faults",
+    "pages",
+    "experts",
+    "launch_errors",
+    "deadlines",
+    "in_process",
+    "certify",
+)
 # notebooks, as measured
 LONGEST_FIRST = (
     "07",
@@ -223,6 +231,17 @@ def _print(line: bytes) -> None:
     sys.stdout.buffer.flush()
 
 
+def engine_files() -> list[str]:
+    """All files that start an engine or a browser, so that the rest need not be imported; the longest come first."""
+    known = {f"test_{name}": at for at, name in enumerate(LONGEST_LIVE)}
+    live = sorted(
+        sorted((ROOT / "tests" / "live").glob("test_*.py")),
+        key=lambda path: known.get(path.stem, len(known)),
+    )
+    files = [str(path.relative_to(ROOT)) for path in live]
+    return ["tests/browser", *files, "tests/test_examples.py"]
+
+
 def notebooks(long: bool = False) -> list[str]:
     """Those of `make test`, or those too `long` for it. Of the first, the longest come first, and those whose length
     is not known: the workers then end at about the same time."""
@@ -258,12 +277,19 @@ def stages() -> list[Stage]:
             ],
         ),
         Stage("types", [["nice", "-n", "10", python, "-m", "pyright"]], beside=True),
-        Stage("units", [[*TESTS, "-m", "not engine and not browser and not soak"]]),
+        Stage("vllm", [[*ONE, "-m", f"vllm and {NO_ENGINE}"]], beside=True),
+        Stage("units", [[*TESTS, "-m", f"{NO_ENGINE} and not vllm"]]),
         Stage(
             "engines",
             [
                 [python, ".ci/browser.py"],
-                [*TESTS, "-m", "(engine or browser) and not soak", *ENGINES],
+                [
+                    *TESTS,
+                    "--no-loadscope-reorder",
+                    "-m",
+                    "(engine or browser) and not soak",
+                    *engine_files(),
+                ],
             ],
             warm=True,
         ),

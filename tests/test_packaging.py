@@ -117,6 +117,11 @@ def test_importing_jvlab_is_light_and_quick():
     )
 
 
+def test_a_lab_imports_no_jax():
+    code = "import sys, jvlab; jvlab.Lab; jvlab.Pool; print({'jax', 'flax', 'torch', 'vllm'} & set(sys.modules))"
+    assert python(code) == "set()", "two seconds of every lab's start"
+
+
 def test_a_gateway_without_http_imports_no_pydantic():
     code = "import sys, jvlab.gateway._serve; print('pydantic' in sys.modules)"
     assert python(code) == "False", "half a second of every lab's start"

@@ -23,9 +23,8 @@ from jvlab.gateway._serve import GatewayOptions
 from jvlab.lab import _script_end
 from jvlab.lab._launch_settings import LaunchArguments, LaunchOptions, shows_options
 from jvlab.lab._pool import Pool
-from jvlab.record._calls import calls_of
+from jvlab.record._calls import calls_of, runs
 from jvlab.sync._connections import Connections, ConnectOptions, check_pool
-from jvlab.trainer._run import _runs
 from jvlab.wire import jvlab_pb2 as pb
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ class LabPlots:
         from jvlab.record._record import Record
 
         if run is None:
-            found = _runs.get(self._client, [])
+            found = runs.get(self._client, [])
             if not found:
                 raise ConfigError(
                     "no run was started in this lab by this process",
@@ -120,7 +119,7 @@ class LabPlots:
 
     def _happened(self, run: Any) -> Record:
         """The record of a run; without any run, what this process asked of the lab's pools."""
-        if run is not None or _runs.get(self._client):
+        if run is not None or runs.get(self._client):
             return self._record(run)
         found = calls_of(self._client)
         if not found.events():

@@ -13,6 +13,8 @@ from jvlab.record._record import Record
 KEPT = 2000  # events of a lab; older ones are dropped
 # lab client -> its calls
 _asked: weakref.WeakKeyDictionary[Any, deque[Event]] = weakref.WeakKeyDictionary()
+# lab client -> folders of its runs, for `lab.timeline()`; here, where a lab finds them without importing JAX
+runs: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
 def note(client: Any, *events: Event) -> None:

@@ -18,6 +18,7 @@ from jvlab import _faces
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, DeadlineExceeded
 from jvlab._tracebacks import brief
+from jvlab.record._calls import runs
 from jvlab.record._record import Record
 from jvlab.record._run_status import RunStatus, measured
 from jvlab.trainer._batching import Buckets, train_batch
@@ -76,8 +77,6 @@ def replay(loop: Loop, checkpoints: Checkpoints, sample: SampleRecord) -> np.nda
 # ----------------------------------------------------------------------------------------------------
 
 _open: weakref.WeakSet[Run] = weakref.WeakSet()
-# lab client -> folders of its runs, for `lab.timeline()`
-_runs: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
 class Run:
@@ -122,7 +121,7 @@ class Run:
         loop.on_step.append(lambda event: self._notify())
         _open.add(self)
         if client is not None:
-            _runs.setdefault(client, []).append(folder)
+            runs.setdefault(client, []).append(folder)
         self._thread.start()
 
     def _run(self) -> None:

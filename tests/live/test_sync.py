@@ -533,6 +533,7 @@ def test_meaning_is_of_the_values_not_of_the_shapes(
 
 
 @one_engine
+@pytest.mark.soak
 def test_meaning_by_function_is_asked_for_again(
     engine: tuple[jv.Pool, str, str], lab: jv.Lab
 ):

@@ -24,6 +24,7 @@ from jvlab.layout.rules._rules import apply_binding, invert_binding
 from jvlab.layout.rules._ruleset import Rules
 from jvlab.sync._compile_tree import policy_shapes
 from jvlab.sync._rebind import changed_rules
+from tests.fuzzing import soak_but
 from tests.layout.rules.planted import COMMON, KV, MLP, NORMS, OUT, SIZES, Q, scanned
 
 pytestmark = pytest.mark.slow
@@ -110,7 +111,7 @@ SEVERAL = {
 }
 
 
-@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize("name", soak_but(["three kinds"], SEVERAL))
 def test_meaning_of_several_wrong_rules_by_function(world: World, name: str):
     """Different kinds at once need the engine's hidden states: its outputs alone do not lead from one to the next."""
     wrong = rules_with(world.right, *SEVERAL[name])

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.fuzzing import in_turn
+
 pytest.importorskip("vllm")
 
 import torch
@@ -67,6 +69,12 @@ def vllm_as_it_was() -> Any:
         yield
 
 
+PROCESSED = [
+    *("llama", "llama-tied", "gpt2", "mixtral"),
+    *("olmo2", "gemma3", "deepseek_v3", "phi"),
+]
+
+
 def python_state(model: torch.nn.Module) -> list[Any]:
     return [
         {k: repr(v) for k, v in o.__dict__.items()}
@@ -74,11 +82,7 @@ def python_state(model: torch.nn.Module) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["live", "packed"])
-@pytest.mark.parametrize(
-    "name",
-    ["llama", "llama-tied", "gpt2", "mixtral", "olmo2", "gemma3", "deepseek_v3", "phi"],
-)
+@pytest.mark.parametrize(("name", "packed"), in_turn(PROCESSED, [True, False]))
 def test_a_processed_model_traces_as_a_fresh_one(
     name: str, packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
