@@ -40,7 +40,7 @@ def every(
         if getattr(item, "module", None) is request.module
     ]
     asked = {
-        item.callspec.params["family"]
+        item.callspec.params["family"]  # type: ignore
         for item in items
         if hasattr(item, "callspec")  # type: ignore
     }

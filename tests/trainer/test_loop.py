@@ -84,8 +84,8 @@ def train(
     policy = given.pop("policy", (fresh_params(), logprobs_fn))
     return grpo(
         policy,
-        pool,
-        link or FakeLink(pool),
+        pool,  # type: ignore
+        link or FakeLink(pool),  # type: ignore
         what,
         steps=steps,
         folder=folder,
