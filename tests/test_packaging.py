@@ -520,7 +520,7 @@ def test_torch_is_looked_for_in_the_configured_indexes_then_pytorchs_then_as_pyp
             "pytorch"
             if "--index-url" in arguments
             else "configured"
-            if arguments[-1].endswith("+cpu")
+            if arguments[-1].endswith("+cpu")  # type: ignore
             else "pypi"
         )
         if place != served_by:

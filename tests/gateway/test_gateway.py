@@ -357,9 +357,9 @@ def test_leaving_a_stream_cancels_the_rest(pool: jv.Pool, fake_lab: FakeLab):
     for fake in fakes:
         fake.limit = 10
     with pool.stream([[i + 1] for i in range(200)], window=100) as stream:
-        for count, _ in enumerate(stream):
-            if count == 3:
-                break
+        samples = iter(stream)  # held: dropping it ends the stream, too
+        for _ in range(4):
+            next(samples)
         until(lambda: sum(fake.running for fake in fakes) > 50)
     until(lambda: all(fake.running == 0 for fake in fakes))
     assert sum(fake.cancelled for fake in fakes) > 50

@@ -93,7 +93,7 @@ def test_on_policy_every_sync_verified_and_the_gap_small(whole: Run, lab: jv.Lab
     assert all(e.extra["compiled"] == 0 for e in whole.record.events("step")[1:]), (
         "nothing compiles after warm-up"
     )
-    plots = LabPlots(lab)
+    plots = LabPlots(lab.client)
     for figure in (
         plots.staleness(),
         plots.throughput(),

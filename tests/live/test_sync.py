@@ -52,10 +52,10 @@ def coming(request: pytest.FixtureRequest) -> list[tuple[str, int, str]]:
         if getattr(item, "module", None) is request.module
     ]
     asked = [
-        item.callspec.params.get("engine")
+        item.callspec.params.get("engine")  # type: ignore
         for item in tests
         if hasattr(item, "callspec")
-    ]  # type: ignore
+    ]
     wanted = [engine for engine in ENGINES if engine in asked]
     at = wanted.index(request.param)
     return wanted[at : at + 2]

@@ -189,9 +189,9 @@ def test_values_and_differences_of_one_layer() -> None:
         False
     ) == 2, "of six"
     source = Source.of(mapping.plan, world.values)
-    assert {d.parameter for d in differences(link, "layers.2.o", source)} == {
+    assert {d.parameter for d in differences(link, "layers.2.o", source)} == {  # type: ignore
         "model.layers.2.o_proj.weight"
-    }  # type: ignore[arg-type]
+    }
     assert len(differences(link, "model.layers.2.qkv_proj.weight", source)) == 2  # type: ignore[arg-type]
 
 

@@ -59,13 +59,13 @@ def train(
     policy = given.pop("policy", (fresh_params(), logprobs_fn))
     return grpo(
         policy,
-        pool,
-        link or FakeLink(pool),
+        pool,  # type: ignore
+        link or FakeLink(pool),  # type: ignore
         task(),
         steps=steps,
         folder=folder,
         **given,
-    )  # type: ignore[arg-type]
+    )
 
 
 class TablePolicy:
@@ -312,12 +312,12 @@ def test_a_reward_that_cannot_run_in_processes_is_refused_before_the_run(
         with pytest.raises(ConfigError, match="process"):
             grpo(
                 (fresh_params(), logprobs_fn),
-                pool,
-                FakeLink(pool),
+                pool,  # type: ignore
+                FakeLink(pool),  # type: ignore
                 what,
                 folder=tmp_path / "run",
                 **SETTINGS,
-            )  # type: ignore[arg-type]
+            )
         assert not (tmp_path / "run").exists()
 
 

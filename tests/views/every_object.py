@@ -110,9 +110,9 @@ def meaning() -> Meaning:
 def link(found: Mapping) -> Link:
     made = Link.__new__(Link)
     check = SimpleNamespace(meaning=meaning())
-    made._agreed = SimpleNamespace(
+    made._agreed = SimpleNamespace(  # type: ignore
         plan=found.plan, mapping=found, transport="shm", reason=EVIL, meaning=check
-    )  # type: ignore[assignment]
+    )
     made.pool = pool()
     made.mode = "direct"
     made._coordinator = Coordinator(made.pool, made._agreed, None)

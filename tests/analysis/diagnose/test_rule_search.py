@@ -125,6 +125,14 @@ def test_meaning_of_several_wrong_rules_by_function(world: World, name: str):
     assert all(text in remedy for text in found.alternative.rules)
 
 
+class OutOfTimeAfter30(ByFunction):
+    """Its clock is the number of trials: how many a busy machine makes in some seconds is not known."""
+
+    @property
+    def out_of_time(self) -> bool:
+        return self.tried >= 30
+
+
 def test_meaning_right_or_out_of_time_names_nothing(world: World):
     """A model that computes differently with rightly read leaves: no rule is blamed. Nor is one without the time."""
     wrong = rules_with(world.right, f"{Q} : d n h -> d (n h)")
@@ -134,7 +142,9 @@ def test_meaning_right_or_out_of_time_names_nothing(world: World):
     )
     numbers = np.asarray(other.logprobs(other.params, TOKENS[None]))[0].copy()
     numbers[0] = np.nan
-    search = ByFunction(world.policy, world.policy.params, TOKENS, numbers, 1e-3, 6.0)
+    search = OutOfTimeAfter30(
+        world.policy, world.policy.params, TOKENS, numbers, 1e-3, 6.0
+    )
     assert (
         search.search(
             alternatives(world.right, world.shapes, world.tensors, world.config)

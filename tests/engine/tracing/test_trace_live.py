@@ -95,7 +95,7 @@ def test_a_processed_model_traces_as_a_fresh_one(
     assert model_digest(live.model) == before
     assert python_state(live.model) == state
     for f in fields(offline):
-        if f.name != "staged":
+        if f.name != "repacked":
             a, b = getattr(offline, f.name), getattr(layout, f.name)
             assert np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b, f.name
     staged = {n.name for n in layout.repacked}
