@@ -3,7 +3,7 @@
     python .ci/test.py                  all stages
     python .ci/test.py units engines    some
     python .ci/test.py soak             what `make test` leaves out: full products, long runs, Ray, real weights,
-                                        the notebook that trains them
+                                        two long notebooks
 
 Types are checked beside the tests without engines, and so are the tests that import vLLM: in one process, which alone
 pays for it. `jvlab warm` is started first, for the stages with engines: vLLM is imported once, not by every lab.
@@ -51,6 +51,9 @@ FILES = ["-n", "3", "--dist", "loadfile"]
 # importing nbval takes each process seconds
 TESTS = [*PYTEST, "-p", "no:nbval", *FILES]
 ONE = [*PYTEST, "-p", "no:nbval", "-n", "1", "--dist", "loadfile"]
+# A fourth worker for tests with engines, which wait more; each of them holds gigabytes.
+ROOMY = psutil.virtual_memory().total > 20 << 30
+ENGINES = ["-n", "4" if ROOMY else "3", "--dist", "loadfile"]
 NO_ENGINE = "not engine and not browser and not soak"
 # Files with engines, as measured; not by the number of tests: some have few and long ones, and would be left to one
 # worker at the end.
@@ -68,21 +71,10 @@ LONGEST_LIVE = (
 )
 # notebooks, as measured
 LONGEST_FIRST = (
-    "07",
-    "05",
-    "04",
-    "12",
-    "02",
-    "11",
-    "08",
-    "03",
-    "01",
-    "09",
-    "06",
-    "14",
-    "10",
+    *("12", "11", "07", "04", "09", "02"),
+    *("03", "08", "06", "01", "14", "10"),
 )
-LONG = ("13",)  # notebooks of several minutes: in the soak stage
+LONG = ("05", "13")  # notebooks of several minutes: in the soak stage
 LONG_CELL_S = 3600  # of such a notebook; pyproject.toml's timeout is for tests
 # Without a byte of output. More than pyproject.toml's timeout of a test, which ends a test that hangs, by name.
 SILENT_S = float(os.environ.get("JVLAB_SILENT_SECONDS", "900"))
@@ -284,7 +276,9 @@ def stages() -> list[Stage]:
             [
                 [python, ".ci/browser.py"],
                 [
-                    *TESTS,
+                    *PYTEST,
+                    *("-p", "no:nbval"),
+                    *ENGINES,
                     "--no-loadscope-reorder",
                     "-m",
                     "(engine or browser) and not soak",
@@ -295,7 +289,7 @@ def stages() -> list[Stage]:
         ),
         Stage(
             "notebooks",
-            [compared(*FILES, "--no-loadscope-reorder", *notebooks())],
+            [compared(*ENGINES, "--no-loadscope-reorder", *notebooks())],
             warm=True,
         ),
         Stage(

@@ -32,14 +32,6 @@ def in_turn(*axes: Sequence[Any]) -> list[Any]:
     ]
 
 
-def one_in(step: int, values: Iterable[Any]) -> list[Any]:
-    """Values for `parametrize`, of which the first and every `step`th after it run in `make test`."""
-    return [
-        value if k % step == 0 else pytest.param(value, marks=pytest.mark.soak)
-        for k, value in enumerate(values)
-    ]
-
-
 def soak_but(usual: Collection[Any], values: Iterable[Any]) -> list[Any]:
     """Values for `parametrize`, of which only `usual` run in `make test`."""
     return [
