@@ -244,8 +244,9 @@ def test_calls_behind_a_pause_say_who_paused(
 ):
     """Each of them waits in a thread, as it would in another notebook; here in a script, whose log says why."""
     until_still(pool)
-    monkeypatch.setattr(_pool, "own_name", lambda: "python 7 on elsewhere")
-    pool.pause()
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(_pool, "own_name", lambda: "python 7 on elsewhere")
+        pool.pause()
     calls = {
         "generate, 0 of 1 sample": lambda: pool.generate(
             "Once", max_tokens=3, ignore_eos=True
