@@ -82,8 +82,8 @@ def gpu_rows(results: dict[str, Any], parts: dict[str, Any]) -> Iterator[Row]:
     least, most = elsewhere["vllm_best_ms"]
     yield (
         "sync",
-        f"{r['bytes'] / 1e9:.2f} GB of bfloat16 from JAX (Flax layout, layers stacked) into vLLM by ipc, eager engines; "
-        "pause and resume not counted",
+        f"{r['bytes'] / 1e9:.2f} GB of bfloat16 from JAX (Flax layout, layers stacked) into vLLM by ipc, "
+        "eager engines; pause and resume not counted",
         f"{direct['sync_ms']:.1f} ms, {direct['vs_vllm_ratio']:.0f}× vLLM's own ipc engine in the same run "
         f"({r['vllm_best_ms']:.0f} ms); verified {verified['sync_ms']:.1f} ms "
         f"({verified['vs_vllm_ratio']:.0f}×); the move itself at "
@@ -95,7 +95,8 @@ def gpu_rows(results: dict[str, Any], parts: dict[str, Any]) -> Iterator[Row]:
         "sync",
         "the same, staged; staged and verified",
         "; ".join(
-            f"{way['sync_ms']:.1f} ms ({way['vs_vllm_ratio']:.0f}×), with a pause of {way['pause_ms']:.1f}"
+            f"{way['sync_ms']:.1f} ms ({way['vs_vllm_ratio']:.0f}×), with a pause of "
+            f"{way['pause_ms']:.1f}"
             for way in (r["ways"]["staged"], r["ways"]["staged_verified"])
         ),
     )
