@@ -155,9 +155,10 @@ def test_each_way_of_an_order_saves_what_the_architecture_says():
 
 def test_the_architecture_has_the_measured_sync():
     result = H200["sync"]["result"]
-    ours = f"{result['ways']['direct']['sync_ms']:.1f} ms"
+    ways = ("direct", "staged_verified")
+    ours = [f"{result['ways'][way]['sync_ms']:.1f} ms" for way in ways]
     theirs = f"{result['vllm_best_ms']:.0f} ms"
-    assert not unquoted("ARCHITECTURE.md", ours, theirs)
+    assert not unquoted("ARCHITECTURE.md", *ours, theirs)
 
 
 def test_every_kind_of_parameter_of_experts_arrived():

@@ -376,7 +376,7 @@ class Lab:
     def launch(self, model: str, **options: Unpack[LaunchArguments]) -> Pool:
         """Start a pool of vLLM replicas and return at once; `pool.wait()` waits and shows progress.
 
-        model            local path or hub id
+        model            local path, hub id, "tiny:llama" or "smollm2"
         load             "auto" reads the weights; "dummy" uses random values (a sync brings the real ones)
         device           "auto", "cpu" or "cuda"
         engine           any vLLM engine argument by its name, over jvlab's defaults; also head_dtype="float32", the
