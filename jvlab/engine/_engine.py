@@ -628,7 +628,7 @@ class Engine:
                 if self._sync.asleep:
                     raise SyncError(
                         f"{' and '.join(sorted(self._sync.asleep))} sleep",
-                        remedy="pool.wake() makes it go on",
+                        remedy="pool.wake() lets it continue",
                     )
                 await self.llm.resume_generation()
                 self.paused = self._sync.user_paused = False

@@ -693,9 +693,9 @@ def linear_kernel(module_name: str = "", **options: Any) -> Any:
 
 
 def card_kernels() -> AbstractContextManager[None]:
-    """Inside, fp8 models on meta are built and processed as on a card: vLLM's own classes, its kernels named.
+    """Inside, fp8 models on meta are built and processed as on a GPU: vLLM's own classes, its kernels named.
 
-    Without a card vLLM finds no kernel for fp8, and without values its step after loading cannot quantise. So kernels
+    Without a GPU vLLM finds no kernel for fp8, and without values its step after loading cannot quantise. So kernels
     are those that an H200 was seen to take (CUTLASS for linear maps, Triton for experts), and quantising gives shapes
     alone. Which arithmetic it is follows from the class; connecting to the engine proves it, on known values
     (`tracing/_trace.py`).
@@ -721,7 +721,7 @@ def card_kernels() -> AbstractContextManager[None]:
         )
     except (ImportError, AttributeError) as error:
         raise MissingDependency(
-            f"this vLLM quantises to fp8 in another way than jvlab can plan without an engine: {error}",
+            f"this vLLM quantises to fp8 differently from what jvlab can plan without an engine: {error}",
             remedy="install vLLM 0.32.0, or plan with a running pool: jv.plan(params, pool)",
         ) from error
 
@@ -956,7 +956,7 @@ PATCHES = (
         lasts=False,
     ),
     Patch(
-        "fp8 without a card",
+        "fp8 without a GPU",
         "jv.plan",
         (
             (f"{_FP8}.fp8", "init_fp8_linear_kernel"),

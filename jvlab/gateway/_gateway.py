@@ -331,7 +331,7 @@ class Gateway:
         machine = self.links.of(pool).machine
         if paused := self.steering.why(pool):
             text += f", but the pool is {paused}"
-            remedy = f"{'pool.resume()' if paused == PAUSED else 'pool.wake()'} lets it go on"
+            remedy = f"{'pool.resume()' if paused == PAUSED else 'pool.wake()'} lets it continue"
         elif machine.open and machine.holder is not None:
             text += f"; {machine.holder.name} syncs the pool meanwhile ({machine.stage.value})"
         return CallFailed(grpc.StatusCode.DEADLINE_EXCEEDED, text, remedy)

@@ -155,7 +155,7 @@ class LabServicer(rpc.LabServicer):
             raise CallFailed(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
                 f"waited for {late} to end",
-                "it goes on ending; pool.status() shows it",
+                "it is still ending; pool.status() shows it",
             ) from None
         return pb.Empty()
 

@@ -142,7 +142,7 @@ class Pool:
         return status
 
     def renew(self, snapshot: pb.PoolStatus) -> None:
-        """Store a newer snapshot, which somebody asked the gateway for, and tell all who wait and listen."""
+        """Store a newer snapshot that somebody asked the gateway for, and tell everyone who waits or listens."""
         with self._changed:
             # replies may overtake the watched stream
             if 0 < snapshot.revision < self.snapshot.revision:
@@ -171,8 +171,8 @@ class Pool:
     ) -> Self:
         """Wait until every replica is ready; a failed start raises with the last lines of the engine's log.
 
-        Warns, once for each pool, of a vLLM that jvlab was not seen to work with, and names what it lacks; and of a CPU
-        that cannot compute in the checkpoint's dtype.
+        Warns once per pool if jvlab was not tested with this vLLM, and names what it lacks; and if the CPU cannot
+        compute in the checkpoint's dtype.
         """
         self._wait_until(Deadline.of(timeout), progress, self._all_ready, confirm=True)
         said = (
@@ -381,7 +381,7 @@ class Pool:
     ) -> RolloutBatch:
         """`n` samples of each prompt, in order.
 
-        prompts     texts, chats (lists of {"role", "content"}) or lists of token ids, also mixed
+        prompts     texts, chats (lists of {"role", "content"}) or lists of token ids; they may be mixed
         sampling    vLLM's SamplingParams by name: max_tokens, temperature, seed, stop, ...; sample k uses seed + k
         progress    False: nothing is shown; else a bar in a terminal or a notebook, in a log a line if it takes long
         routing     which replica gets a prompt: "least" (in flight), or "prefix" (prompts with a common prefix go to

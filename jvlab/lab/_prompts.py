@@ -249,7 +249,7 @@ def _check_text(what: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise SamplingError(
-            f"{what} holds a lone surrogate, which is no character",
+            f"{what} holds a lone surrogate, which is not a character",
             remedy="it comes from bytes that were decoded wrongly; text.encode('utf-8', 'replace').decode() drops it",
         ) from None
 

@@ -249,7 +249,7 @@ def _choose(
     no_ipc = _no_ipc(plan) if engine == "cuda" or wanted == "ipc" else ""
     if engine == "cuda" and any(isinstance(a, TorchLeaf) for a in arrays.values()):
         raise Unsupported(
-            "torch tensors are sent through host memory, and this engine's weights are on a GPU",
+            "torch tensors are sent through host memory, but this engine's weights are on a GPU",
             remedy="pass them as JAX arrays: {name: jax.dlpack.from_dlpack(t) for name, t in state_dict.items()} "
             'copies nothing; or launch with device="cpu"',
         )

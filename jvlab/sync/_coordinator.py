@@ -175,7 +175,7 @@ class Coordinator:
             return BucketSenders(self.plan, replicas, self._listen, process=process)
         if self._wrap is not None:
             raise ConfigError(
-                "faults= wraps bucket channels, and ipc has none: it writes engine memory directly",
+                "faults= wraps bucket channels, but ipc has none: it writes engine memory directly",
                 remedy='test recovery with transport="shm" on a CPU engine',
             )
         from jvlab.sync._ipc_senders import IpcSenders
@@ -270,7 +270,7 @@ class Coordinator:
         senders = self.ensure_open(deadline)
         if options.mode == "direct" and senders.no_direct:
             raise ConfigError(
-                f"a direct sync writes live memory, and this engine's can't be mapped: {senders.no_direct}",
+                f"a direct sync writes live memory, but this engine's can't be mapped: {senders.no_direct}",
                 remedy='sync with mode="staged", which writes buffers that can be; or launch without sleep mode',
             )
         source = senders.source(params)

@@ -246,8 +246,8 @@ class Link:
 
         The first sync also settles what `link.meaning` left open, if it can: it raises a `MeaningError` and writes
         nothing if other values than those connected contradict the mapping; it raises one and leaves the pool dirty if
-        engine and trainer compute different log-probabilities. So does a later one, for leaves that could not be told
-        apart until then.
+        engine and trainer compute different log-probabilities. So does a later sync, for leaves that could not be told
+        apart before.
 
         After a failure each engine is on its old version, or dirty (refuses to generate) until a later sync commits.
         A multi-process trainer calls it in every process with the same arguments: all return, or all raise.

@@ -76,7 +76,7 @@ class Evaluation:
             )
         if task.environment is not None:
             raise ConfigError(
-                f"task {task.name!r} has several turns, and an evaluation answers once",
+                f"task {task.name!r} has several turns, but an evaluation answers once",
                 remedy="evaluate=jv.Task(prompts, reward) with a reward function",
             )
         self._pool = pool

@@ -11,7 +11,7 @@ b'abcd'
 >>> receiver.release(bucket)
 >>> sender.flush(deadline=5)
 
-May import layout, checkpoint and the root modules.
+May import wire and below.
 """
 
 from __future__ import annotations

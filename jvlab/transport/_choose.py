@@ -97,7 +97,7 @@ def _check_asked(wanted: str, same_host: bool, has_torch: bool) -> None:
         )
     if wanted == "loopback":
         raise ConfigError(
-            "loopback joins two ends in one process, and an engine is another process",
+            "loopback joins two ends in one process, but an engine is another process",
             remedy='use jvlab.transport.pair() in tests; for an engine "auto", "shm", "gloo" or "disk"',
         )
     if wanted not in ("shm", "gloo", "disk"):

@@ -169,7 +169,7 @@ def pool_health(snapshot: Any, lost: bool = False) -> tuple[str, State]:
 
 
 def waiting_for(snapshot: Any, me: str = "") -> str:
-    """What work that does not arrive waits for, and what lets it go on; empty: nothing, its replicas work.
+    """What work that does not arrive waits for, and what lets it continue; empty: nothing, its replicas work.
 
     `me`: this process, as the gateway knows it.
     """
@@ -177,9 +177,9 @@ def waiting_for(snapshot: Any, me: str = "") -> str:
         return ""
     who = lambda name: "this process" if name == me else name
     if snapshot.paused_by:
-        return f"{snapshot.pool} was paused by {who(snapshot.paused_by)}; pool.resume() lets it go on"
+        return f"{snapshot.pool} was paused by {who(snapshot.paused_by)}; pool.resume() lets it continue"
     if snapshot.asleep_by:
-        return f"{snapshot.pool} was put to sleep by {who(snapshot.asleep_by)}; pool.wake() lets it go on"
+        return f"{snapshot.pool} was put to sleep by {who(snapshot.asleep_by)}; pool.wake() lets it continue"
     staying = [r for r in snapshot.replicas if r.stage not in LEAVING]
     dirty = any(r.dirty for r in staying)
     # a staged one halts late

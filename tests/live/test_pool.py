@@ -275,7 +275,7 @@ def test_calls_behind_a_pause_say_who_paused(
     for thread, _ in waiting:
         thread.join(200)
     assert all(results for _, results in waiting), "they go on"
-    remedy = f"waits: {pool.name} was paused by python 7 on elsewhere; pool.resume() lets it go on"
+    remedy = f"waits: {pool.name} was paused by python 7 on elsewhere; pool.resume() lets it continue"
     assert said.count(remedy) >= len(calls)
     assert "\r" not in said
     assert not [

@@ -833,8 +833,8 @@ class Weights:
         if lost and self.verify != "off":
             shown = _live_memory.some(sorted(lost))
             raise VerifyError(
-                f"rank {self.rank}: {shown} arrived, but the model computes with other memory",
-                remedy="sync again; if it comes back, something else replaces the engine's weights: restart the pool",
+                f"rank {self.rank}: {shown} arrived, but the model computes with different memory",
+                remedy="sync again; if it happens again, something replaces the engine's weights: restart the pool",
                 parameters=sorted(lost),
             )
 

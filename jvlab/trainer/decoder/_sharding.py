@@ -81,7 +81,7 @@ def mesh(spec: str | Mapping[str, int] | None = None, /, **axes: int) -> Mesh:
             else "ask for a smaller mesh, or start on more devices"
         )
         raise ConfigError(
-            f"mesh({shape}) needs {wanted} devices, and jax has {len(devices)} ({where})",
+            f"mesh({shape}) needs {wanted} devices, but jax has {len(devices)} ({where})",
             remedy=remedy,
             wanted=wanted,
             devices=len(devices),

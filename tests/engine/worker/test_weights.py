@@ -659,7 +659,7 @@ def test_a_kernel_that_holds_other_weights_does_not_arrive_unseen(
         monkeypatch.setattr(_reload.PackedLayer, "place", lambda packed: None)
     weights, wanted = sync_layer(layer, {"weight": torch.randn(96, 64)}, mode)
     if fault == "never placed":
-        with pytest.raises(VerifyError, match="computes with other memory"):
+        with pytest.raises(VerifyError, match="computes with different memory"):
             weights.commit()
     else:
         assert weights.found != wanted
@@ -695,7 +695,9 @@ def test_memory_that_was_exchanged_does_not_arrive_unseen():
         owner._parameters[leaf] = torch.nn.Parameter(
             old.data.clone(), requires_grad=False
         )
-        with pytest.raises(VerifyError, match="computes with other memory") as caught:
+        with pytest.raises(
+            VerifyError, match="computes with different memory"
+        ) as caught:
             weights.commit()
         assert caught.value.fields["parameters"] == [name]
         owner._parameters[leaf] = old
