@@ -37,10 +37,8 @@ from jvlab.engine import _vllm
 from jvlab.lab import _adapters, _launch_settings, _prompts
 from jvlab.lab._in_process import INSTEAD, EngineHost, open_pool, release
 from jvlab.lab._launch_settings import LaunchArguments, LaunchOptions, shows_options
-from jvlab.record import _calls
 from jvlab.record._batch import RolloutBatch, Scores
-from jvlab.record._calls import RolloutTally
-from jvlab.record._events import ScoreEvent, clock
+from jvlab.record._events import RolloutTally, ScoreEvent, clock, note
 from jvlab.record._sample import Sample
 from jvlab.sync._connections import Connections, ConnectOptions
 from jvlab.wire import jvlab_pb2 as pb
@@ -529,7 +527,7 @@ class Pool:
             ) from None
         finally:
             call.cancel()
-            _calls.note(self.client, *tally.events())
+            note(self.client, *tally.events())
 
     async def _collect(
         self,
@@ -649,7 +647,7 @@ class Pool:
         done = ScoreEvent(
             start=start, stop=clock(), what="score", samples=len(scores), tokens=tokens
         )
-        _calls.note(self.client, done)
+        note(self.client, done)
         return scores
 
     # Waiting for work ---------------------------------------------------------------------------------------------
