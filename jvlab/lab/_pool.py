@@ -30,7 +30,7 @@ from jvlab._errors import (
     UnknownName,
     Unsupported,
 )
-from jvlab._names import check_name, own_name
+from jvlab._names import LostNote, check_name, own_name
 from jvlab._progress import Progress
 from jvlab._tracebacks import brief
 from jvlab.engine import _vllm
@@ -513,7 +513,8 @@ class Pool:
                 len(start.prompts) * start.n - start.window if start.window else 0
             )
             async for event in call:
-                notes.extend(event.notes)
+                lost = event.lost
+                notes.extend(LostNote(n, lost) if lost else n for n in event.notes)
                 for message in event.samples:
                     sample = _prompts.to_sample(message, prompts)
                     tally.add(sample)
