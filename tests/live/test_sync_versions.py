@@ -481,7 +481,7 @@ def test_poison_is_refused_and_named(telling: tuple[jv.Pool, Any], lab: jv.Lab):
     assert answers(pool) == wanted
     with pytest.raises(
         errors.ConfigError,
-        match="nonfinite must be one of 'refuse', 'allow', not 'alow'",
+        match="nonfinite='alow' must be one of 'refuse', 'allow'",
     ):
         link.sync(policy.params, nonfinite="alow")
     more = {**policy.params, "more": {"kernel": jnp.zeros((2, 2))}}
