@@ -33,6 +33,7 @@ from jvlab.wire._sync_words import (
     Phase,
     Stage,
     Terms,
+    for_workers,
 )
 
 # The sync state of one replica: which phase may come next, what it holds, whether it may generate. No I/O.
@@ -682,7 +683,7 @@ class EngineSync:
         self._bytes = 0
         self._admitted = 0.0
         self._engine_labelled = False
-        self.wanted = _core_channel.wanted(terms)
+        self.wanted = for_workers(terms)
 
     async def prepare(self, terms: Terms | None) -> None:
         assert terms is not None  # checked before

@@ -23,7 +23,7 @@ from jvlab.gateway._serve import GatewayOptions
 from jvlab.lab import _script_end
 from jvlab.lab._launch_settings import LaunchArguments, LaunchOptions, shows_options
 from jvlab.lab._pool import Pool
-from jvlab.record._calls import calls_of
+from jvlab.record._record import calls_of
 from jvlab.sync._connections import Connections, ConnectOptions, check_pool
 from jvlab.trainer._run import _runs
 from jvlab.wire import jvlab_pb2 as pb

@@ -30,17 +30,15 @@ from jvlab._errors import (
     UnknownName,
     Unsupported,
 )
-from jvlab._names import check_name, own_name
+from jvlab._names import LostNote, check_name, own_name
 from jvlab._progress import Progress
 from jvlab._tracebacks import brief
 from jvlab.engine import _vllm
 from jvlab.lab import _adapters, _launch_settings, _prompts
 from jvlab.lab._in_process import INSTEAD, EngineHost, open_pool, release
 from jvlab.lab._launch_settings import LaunchArguments, LaunchOptions, shows_options
-from jvlab.record import _calls
 from jvlab.record._batch import RolloutBatch, Scores
-from jvlab.record._calls import RolloutTally
-from jvlab.record._events import ScoreEvent, clock
+from jvlab.record._events import RolloutTally, ScoreEvent, clock, note
 from jvlab.record._sample import Sample
 from jvlab.sync._connections import Connections, ConnectOptions
 from jvlab.wire import jvlab_pb2 as pb
@@ -515,7 +513,8 @@ class Pool:
                 len(start.prompts) * start.n - start.window if start.window else 0
             )
             async for event in call:
-                notes.extend(event.notes)
+                lost = event.lost
+                notes.extend(LostNote(n, lost) if lost else n for n in event.notes)
                 for message in event.samples:
                     sample = _prompts.to_sample(message, prompts)
                     tally.add(sample)
@@ -529,7 +528,7 @@ class Pool:
             ) from None
         finally:
             call.cancel()
-            _calls.note(self.client, *tally.events())
+            note(self.client, *tally.events())
 
     async def _collect(
         self,
@@ -649,7 +648,7 @@ class Pool:
         done = ScoreEvent(
             start=start, stop=clock(), what="score", samples=len(scores), tokens=tokens
         )
-        _calls.note(self.client, done)
+        note(self.client, done)
         return scores
 
     # Waiting for work ---------------------------------------------------------------------------------------------

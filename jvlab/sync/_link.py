@@ -15,14 +15,12 @@ from jvlab._names import model_words
 from jvlab._tracebacks import brief
 from jvlab._units import human_bytes
 from jvlab.layout._tree import flatten
-from jvlab.record import _calls
-from jvlab.record._events import clock
+from jvlab.record._events import clock, note, sync_event
 from jvlab.sync._coordinator import Coordinator
 from jvlab.sync._meaning import RememberedParams
 from jvlab.sync._pack import Source
-from jvlab.sync._sync_report import CheckReport, SyncReport
 from jvlab.sync._team import TeamCoordinator
-from jvlab.sync._transaction import ORDER_SECONDS
+from jvlab.sync._transaction import ORDER_SECONDS, CheckReport, SyncReport
 from jvlab.sync._values import Values, values_of
 from jvlab.wire._sync_words import Terms
 
@@ -276,7 +274,7 @@ class Link:
         report = self._coordinator.sync(
             params, version, options, deadline, progress, listener
         )
-        _calls.note(self.pool.client, _calls.sync_event(report, start, clock()))
+        note(self.pool.client, sync_event(report, start, clock()))
         return report
 
     def _options(

@@ -15,8 +15,7 @@ from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, ControlError, SyncError, VerifyError
 from jvlab._tracebacks import brief
 from jvlab.sync._senders import by_parameter
-from jvlab.sync._sync_report import CheckReport, SyncReport
-from jvlab.sync._transaction import ABANDON_SECONDS
+from jvlab.sync._transaction import ABANDON_SECONDS, CheckReport, SyncReport
 
 if TYPE_CHECKING:
     from jvlab.sync._coordinator import Coordinator

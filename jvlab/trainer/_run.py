@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 # Scores a recorded sample again under the weights that generated it.
 
 
-def replay(loop: Loop, checkpoints: Checkpoints, sample: SampleRecord) -> np.ndarray:
+def score_again(
+    loop: Loop, checkpoints: Checkpoints, sample: SampleRecord
+) -> np.ndarray:
     """log P of each of the sample's tokens under its own version; raises if a version's checkpoint is missing."""
     own = np.asarray(sample.mask or [1] * len(sample.tokens), bool)
     versions = sample.token_versions
@@ -320,7 +322,7 @@ class Run:
         differ slightly: the engine continued from KV of the version before.
         """
 
-        return replay(self._loop, Checkpoints(self.folder, keep=None), sample)
+        return score_again(self._loop, Checkpoints(self.folder, keep=None), sample)
 
     # Display ------------------------------------------------------------------------------------------------------
 

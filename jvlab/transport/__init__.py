@@ -28,8 +28,7 @@ from jvlab.transport._choose import (
     open_receiver,
 )
 from jvlab.transport._faults import Faults, Fired
-from jvlab.transport._loopback import pair
-from jvlab.transport._peer import Bucket, Header, Receiver, Sender
+from jvlab.transport._peer import Bucket, Header, Receiver, Sender, pair
 
 __all__ = [
     "NAMES",

@@ -155,7 +155,7 @@ def pool_health(snapshot: Any, lost: bool = False) -> tuple[str, State]:
     staying = [r for r in snapshot.replicas if r.stage not in LEAVING]
     found = worst([replica_state(r, snapshot.sync).name for r in staying])
     text = pool_state(snapshot)
-    if found.name == "ready" or not text.startswith("ready"):
+    if found.name == "ready" or any(r.stage != "ready" for r in staying):
         return text, found
     count = sum(replica_state(r, snapshot.sync).name == found.name for r in staying)
     words = next(

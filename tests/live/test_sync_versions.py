@@ -20,7 +20,7 @@ import pytest
 import jvlab as jv
 from jvlab import errors
 from jvlab.lab import _pool
-from jvlab.record._calls import calls_of
+from jvlab.record._record import calls_of
 from jvlab.wire.processes._supervisor import shared_memory
 from tests.sync.own_models import Author, offered_by
 from tests.waiting import until

@@ -29,7 +29,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvlab._errors import ConfigError
-from jvlab.layout._shards import MESH_AXES, MeshSpec
+from jvlab.layout._tree import MESH_AXES, MeshSpec
 
 FSDP_CHOICES = "dfvnkh"  # in this order
 TP_AXES = "nkfv"
