@@ -20,7 +20,7 @@ from jvlab.layout._checkpoint import (
 )
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._plan_types import numpy_dtype
-from jvlab.layout._shards import MeshSpec
+from jvlab.layout._tree import MeshSpec
 from jvlab.layout.rules._builtin import policy_rules
 from jvlab.layout.rules._rules import invert_binding
 from jvlab.sync._compile_tree import policy_shapes, rules_of

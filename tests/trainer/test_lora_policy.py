@@ -237,7 +237,7 @@ def test_a_merged_policy_is_saved_as_a_model(policy: Policy, tmp_path: Path) -> 
 
 def test_what_cannot_be_adapted_is_refused(policy: Policy) -> None:
     with pytest.raises(
-        ConfigError, match=r"(?s)target 'c_attn' is no linear map.*targets: q_proj"
+        ConfigError, match=r"(?s)target 'c_attn' is not a linear map.*targets: q_proj"
     ):
         policy.with_lora(targets=["c_attn"])
     with pytest.raises(ConfigError, match="rank=0"):

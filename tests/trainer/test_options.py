@@ -243,7 +243,7 @@ def test_a_completion_that_cannot_fit_the_engine_is_refused(tmp_path: Path):
     )
     pool.facts = lambda: facts  # type: ignore[attr-defined]
     with pytest.raises(
-        ConfigError, match=r"max_tokens=64, and the engine's context holds 64 tokens"
+        ConfigError, match=r"max_tokens=64, but the engine's context holds 64 tokens"
     ):
         train(tmp_path / "run", 2, pool, max_tokens=64)
     with pytest.raises(ConfigError, match=r"did you mean 'top_p'"):

@@ -17,7 +17,7 @@ from jvlab.layout._compile import compile_plan
 from jvlab.layout._digest import MASK, box_digest, row_elements
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import ValueTransform, convert, numpy_dtype
-from jvlab.layout._shards import MeshSpec
+from jvlab.layout._tree import MeshSpec
 from jvlab.transport import _ipc_tables as ipc
 from tests.fuzzing import examples, soak_but
 from tests.layout.plan_interpreter import execute
