@@ -459,6 +459,7 @@ class Link:
         """Abandon an open sync and release the pool; the engines keep their weights. Can be called twice."""
         if not self.closed:
             self._coordinator.close()
+            self.pool.links.discard(self)
             self._on_close(self)
 
     def __enter__(self) -> Link:

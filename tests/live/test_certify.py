@@ -143,6 +143,9 @@ def test_a_value_that_changed_after_its_last_commit_is_found(local: InProcessPoo
             link.sync(policy.params, progress=False)
     assert row.state == "fail", row
     assert "model.norm.weight" in row.first_wrong
+    link.close()
+    assert link.closed, "held here, and not asked any more"
+    assert certified(local, "scored")["scored"].state == "pass"
 
 
 def test_without_a_link_what_was_loaded_is_compared_with_the_files(
