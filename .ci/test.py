@@ -3,10 +3,10 @@
     python .ci/test.py                  all stages
     python .ci/test.py units engines    some
     python .ci/test.py soak             what `make test` leaves out: full products, long runs, Ray, real weights,
-                                        the notebook that trains them
+                                        two long notebooks
 
-Types are checked beside the tests without engines: one more process on a machine that waits anyway. `jvlab warm` is
-started first, for the stages with engines: vLLM is imported once, not by every lab.
+Types are checked beside the tests without engines, and so are the tests that import vLLM: in one process, which alone
+pays for it. `jvlab warm` is started first, for the stages with engines: vLLM is imported once, not by every lab.
 
 No stage hangs for ever: one that prints nothing for JVLAB_SILENT_SECONDS shows its processes and their Python stacks,
 is ended, and has failed.
@@ -33,14 +33,11 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
-PYTEST = [
-    sys.executable,
-    "-m",
-    "pytest",
-    "-p",
-    "tests.workers",
-    *shlex.split(os.environ.get("PYTEST_ARGS", "")),
-]
+CHOICE = shlex.split(os.environ.get("PYTEST_ARGS", ""))
+NONE_CHOSEN = (
+    5  # pytest's exit status if no test was: of a choice, not every stage has one
+)
+PYTEST = [sys.executable, "-m", "pytest", "-p", "tests.workers", *CHOICE]
 RUFF = [sys.executable, "-m", "ruff"]
 ROOMS = [
     "-c",
@@ -50,31 +47,31 @@ ROOMS = [
 FILES = ["-n", "3", "--dist", "loadfile"]
 # importing nbval takes each process seconds
 TESTS = [*PYTEST, "-p", "no:nbval", *FILES]
-# All files that start an engine or a browser, so that the rest need not be imported; in this order, not by the number
-# of tests: a browser file has few and long ones, and would be left to one worker at the end.
-ENGINES = [
-    "--no-loadscope-reorder",
-    "tests/browser",
-    "tests/live",
-    "tests/test_examples.py",
-]
+ONE = [*PYTEST, "-p", "no:nbval", "-n", "1", "--dist", "loadfile"]
+# A fourth worker for tests with engines, which wait more; each of them holds gigabytes.
+ROOMY = psutil.virtual_memory().total > 20 << 30
+ENGINES = ["-n", "4" if ROOMY else "3", "--dist", "loadfile"]
+NO_ENGINE = "not engine and not browser and not soak"
+# Files with engines, as measured; not by the number of tests: some have few and long ones, and would be left to one
+# worker at the end.
+LONGEST_LIVE = (
+    "sync",
+    "lora_sync",
+    "grpo",
+    "sync_faults",
+    "pages",
+    "experts",
+    "launch_errors",
+    "deadlines",
+    "in_process",
+    "certify",
+)
 # notebooks, as measured
 LONGEST_FIRST = (
-    "07",
-    "05",
-    "04",
-    "12",
-    "02",
-    "11",
-    "08",
-    "03",
-    "01",
-    "09",
-    "06",
-    "14",
-    "10",
+    *("12", "11", "07", "04", "09", "02"),
+    *("03", "08", "06", "01", "14", "10"),
 )
-LONG = ("13",)  # notebooks of several minutes: in the soak stage
+LONG = ("05", "13")  # notebooks of several minutes: in the soak stage
 LONG_CELL_S = 3600  # of such a notebook; pyproject.toml's timeout is for tests
 # Without a byte of output. More than pyproject.toml's timeout of a test, which ends a test that hangs, by name.
 SILENT_S = float(os.environ.get("JVLAB_SILENT_SECONDS", "900"))
@@ -141,7 +138,7 @@ class Stage:
                         self.names.append(re.sub(r"@[\w/]+$", "", found[2]))
         code = process.wait()
         _print(b"".join(held))
-        if code:
+        if code and not (code == NONE_CHOSEN and CHOICE):
             self.failed = True
             if not self.names:
                 self.names.append(f"{shlex.join(command)}: exit {code}")
@@ -223,6 +220,17 @@ def _print(line: bytes) -> None:
     sys.stdout.buffer.flush()
 
 
+def engine_files() -> list[str]:
+    """All files that start an engine or a browser, so that the rest need not be imported; the longest come first."""
+    known = {f"test_{name}": at for at, name in enumerate(LONGEST_LIVE)}
+    live = sorted(
+        sorted((ROOT / "tests" / "live").glob("test_*.py")),
+        key=lambda path: known.get(path.stem, len(known)),
+    )
+    files = [str(path.relative_to(ROOT)) for path in live]
+    return ["tests/browser", *files, "tests/test_examples.py"]
+
+
 def notebooks(long: bool = False) -> list[str]:
     """Those of `make test`, or those too `long` for it. Of the first, the longest come first, and those whose length
     is not known: the workers then end at about the same time."""
@@ -258,18 +266,27 @@ def stages() -> list[Stage]:
             ],
         ),
         Stage("types", [["nice", "-n", "10", python, "-m", "pyright"]], beside=True),
-        Stage("units", [[*TESTS, "-m", "not engine and not browser and not soak"]]),
+        Stage("vllm", [[*ONE, "-m", f"vllm and {NO_ENGINE}"]], beside=True),
+        Stage("units", [[*TESTS, "-m", f"{NO_ENGINE} and not vllm"]]),
         Stage(
             "engines",
             [
                 [python, ".ci/browser.py"],
-                [*TESTS, "-m", "(engine or browser) and not soak", *ENGINES],
+                [
+                    *PYTEST,
+                    *("-p", "no:nbval"),
+                    *ENGINES,
+                    "--no-loadscope-reorder",
+                    "-m",
+                    "(engine or browser) and not soak",
+                    *engine_files(),
+                ],
             ],
             warm=True,
         ),
         Stage(
             "notebooks",
-            [compared(*FILES, "--no-loadscope-reorder", *notebooks())],
+            [compared(*ENGINES, "--no-loadscope-reorder", *notebooks())],
             warm=True,
         ),
         Stage(

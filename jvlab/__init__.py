@@ -22,7 +22,7 @@ _WHERE = {  # public name -> module that defines it
     "Algorithm": "jvlab.trainer._losses",
     "Bisection": "jvlab.analysis.diagnose._bisection",
     "Certificate": "jvlab.analysis.certification._certificate",
-    "CheckReport": "jvlab.sync._sync_report",
+    "CheckReport": "jvlab.sync._transaction",
     "DeterminismReport": "jvlab.lab._determinism",
     "Environment": "jvlab.trainer._environment",
     "EnvironmentTurn": "jvlab.trainer._environment",
@@ -42,7 +42,7 @@ _WHERE = {  # public name -> module that defines it
     "Session": "jvlab.lab._session",
     "Sessions": "jvlab.lab._session",
     "Stepper": "jvlab.sync._stepper",
-    "SyncReport": "jvlab.sync._sync_report",
+    "SyncReport": "jvlab.sync._transaction",
     "Task": "jvlab.trainer._tasks",
     "TransferPlan": "jvlab.layout._plan",
     "certify": "jvlab.analysis.certification._certify",
@@ -120,7 +120,7 @@ if TYPE_CHECKING:
     from jvlab.sync._meaning import Meaning
     from jvlab.sync._plan import plan
     from jvlab.sync._stepper import Stepper
-    from jvlab.sync._sync_report import CheckReport, SyncReport
+    from jvlab.sync._transaction import CheckReport, SyncReport
     from jvlab.trainer import _task_library as tasks
     from jvlab.trainer import models
     from jvlab.trainer._environment import Environment, EnvironmentTurn

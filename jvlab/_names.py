@@ -1,4 +1,4 @@
-"""Names: checks of those of pools, labs, adapters and runs, which become parts of paths; a model's, and our own."""
+"""Names of pools, labs, adapters and runs, which become parts of paths; of a model, this process, a lost replica."""
 
 from __future__ import annotations
 
@@ -56,3 +56,14 @@ def check_replica(name: object) -> str:
 def own_name() -> str:
     """This process, as others are told of it: "python 4711 on host"."""
     return f"python {os.getpid()} on {platform.node()}"
+
+
+class LostNote(str):
+    """A note that a replica was lost, and which."""
+
+    replica: str
+
+    def __new__(cls, text: str, replica: str = "") -> LostNote:
+        made = super().__new__(cls, text)
+        made.replica = replica
+        return made

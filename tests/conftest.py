@@ -126,14 +126,20 @@ MARKS = re.compile(r"^pytestmark = (\[\n.*?^\]|[^\n]*)", re.DOTALL | re.MULTILIN
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not import a file of which `-m "... not NAME ..."` leaves out every test: imports take longer than tests."""
-    unwanted = re.findall(r"\bnot (\w+)", str(config.option.markexpr))
+    """Do not import a file of which `-m "... not NAME ..."` leaves out every test, or `-m "NAME and ..."` wants none:
+    imports take longer than tests."""
+    expression = str(config.option.markexpr)
+    unwanted = re.findall(r"\bnot (\w+)", expression)
     if (
         unwanted
         and collection_path.suffix == ".py"
         and collection_path.name.startswith("test_")
     ):
-        marks = " ".join(MARKS.findall(collection_path.read_text(encoding="utf-8")))
+        text = collection_path.read_text(encoding="utf-8")
+        wanted = re.match(r"(?!not\b)(\w+) and\b", expression)
+        if wanted and f"pytest.mark.{wanted[1]}" not in text:
+            return True
+        marks = " ".join(MARKS.findall(text))
         if "browser" in unwanted and collection_path.parent.name == "browser":
             return True
         if any(re.search(rf"\bpytest\.mark\.{name}\b", marks) for name in unwanted):

@@ -39,7 +39,7 @@ def test_each_result_names_card_date_and_command():
         "arrives",
         "orders",
         "train",
-        "sync_stacked",
+        "sync_unstacked",
         "grpo_size",
         "grpo_staleness",
         "grpo_staleness_slow_host",
@@ -145,11 +145,20 @@ def test_the_ratios_of_launches():
 
 
 def test_each_way_of_an_order_saves_what_the_architecture_says():
-    text = (ROOT / "ARCHITECTURE.md").read_text()
     ms = {way: facts["call_ms"] for way, facts in H200["orders"]["result"].items()}
-    assert f"{ms['gateway direct']:.1f} and {ms['core direct']:.1f} ms direct" in text
+    direct = f"{ms['gateway direct']:.1f} and {ms['core direct']:.1f} ms"
+    assert not unquoted("ARCHITECTURE.md", direct)
     assert ms["core direct"] < ms["gateway direct"]
-    assert ms["core staged"] < ms["gateway staged"]
+    today = H200["sync"]["result"]["ways"]["staged_verified"]["call_ms"]
+    assert today < ms["gateway staged"], "staged orders go to the core too"
+
+
+def test_the_architecture_has_the_measured_sync():
+    result = H200["sync"]["result"]
+    ways = ("direct", "staged_verified")
+    ours = [f"{result['ways'][way]['sync_ms']:.1f} ms" for way in ways]
+    theirs = f"{result['vllm_best_ms']:.0f} ms"
+    assert not unquoted("ARCHITECTURE.md", *ours, theirs)
 
 
 def test_every_kind_of_parameter_of_experts_arrived():
@@ -260,8 +269,8 @@ def test_the_look_for_nan_costs_nothing():
 
 
 def test_stacked_leaves_are_synced_as_fast():
-    result, before = H200["sync_stacked"]["result"], H200["sync"]["result"]
-    assert H200["sync_stacked"]["command"] == H200["sync"]["command"]
+    result, before = H200["sync"]["result"], H200["sync_unstacked"]["result"]
+    assert H200["sync"]["command"] == H200["sync_unstacked"]["command"]
     assert result["bytes"] == before["bytes"]
     assert result["rounds"] == before["rounds"]
     assert result["transport"] == "ipc"

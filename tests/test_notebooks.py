@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -153,6 +152,8 @@ def test_outputs_name_no_machine_and_no_secret(path: Path):
 
 @each
 def test_it_is_valid_and_so_are_its_widgets(path: Path):
+    import nbformat  # takes seconds
+
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     state = notebook.metadata.get("widgets", {STATE: {"state": {}}})[STATE]["state"]

@@ -118,6 +118,11 @@ def test_importing_jvlab_is_light_and_quick():
     )
 
 
+def test_a_lab_imports_no_jax():
+    code = "import sys, jvlab; jvlab.Lab; jvlab.Pool; print({'jax', 'flax', 'torch', 'vllm'} & set(sys.modules))"
+    assert python(code) == "set()", "two seconds of every lab's start"
+
+
 def test_a_gateway_without_http_imports_no_pydantic():
     code = "import sys, jvlab.gateway._serve; print('pydantic' in sys.modules)"
     assert python(code) == "False", "half a second of every lab's start"
@@ -352,8 +357,32 @@ def test_the_engine_stage_collects_every_file_that_starts_one(runner: ModuleType
     assert not [
         path
         for path in found
-        if not any(path.is_relative_to(place) for place in runner.ENGINES)
+        if not any(path.is_relative_to(place) for place in runner.engine_files())
     ]
+
+
+def test_a_stage_without_a_test_has_failed_unless_some_were_chosen(
+    runner: ModuleType, monkeypatch: pytest.MonkeyPatch
+):
+    empty = [sys.executable, "-c", f"raise SystemExit({runner.NONE_CHOSEN})"]
+    for choice in ([], ["-k", "stepper"]):
+        monkeypatch.setattr(runner, "CHOICE", choice)
+        stage = runner.Stage("empty", [empty])
+        stage.run()
+        assert stage.failed == (not choice)
+
+
+def test_files_that_import_vllm_are_left_to_its_stage():
+    """As modules: each process of the units would import it to find its tests."""
+    imports = re.compile(
+        r"^(import vllm|from vllm|from jvlab\.engine\.(tracing(?!\._write_recorder)|_in_process))\b",
+        re.MULTILINE,
+    )
+    files = [p for p in (ROOT / "tests").rglob("test_*.py") if "gpu" not in p.parts]
+    found = [p for p in files if imports.search(p.read_text())]
+    assert found
+    marked = re.compile(r"^pytestmark = .*pytest\.mark\.(vllm|engine)\b", re.MULTILINE)
+    assert not [p for p in found if not marked.search(p.read_text())]
 
 
 def test_every_notebook_is_compared_by_one_stage(runner: ModuleType):
@@ -362,7 +391,7 @@ def test_every_notebook_is_compared_by_one_stage(runner: ModuleType):
         for stage in runner.stages()
     }
     long = runner.notebooks(long=True)
-    assert [Path(path).stem for path in long] == ["13_a_real_task"]
+    assert [Path(path).stem for path in long] == ["05_staleness", "13_a_real_task"]
     for path in (
         str(p.relative_to(ROOT)) for p in (ROOT / "notebooks").glob("*.ipynb")
     ):
@@ -395,6 +424,7 @@ def test_every_stage_runs_and_the_end_names_what_failed(
     assert [s.name for s in module.stages()] == [
         "lint",
         "types",
+        "vllm",
         "units",
         "engines",
         "notebooks",
@@ -516,7 +546,7 @@ def test_torch_is_looked_for_in_the_configured_indexes_then_pytorchs_then_as_pyp
             "pytorch"
             if "--index-url" in arguments
             else "configured"
-            if arguments[-1].endswith("+cpu")
+            if arguments[-1].endswith("+cpu")  # type: ignore
             else "pypi"
         )
         if place != served_by:

@@ -284,7 +284,7 @@ def test_a_log_says_why_long_work_waits_and_how_it_ended(
     log = screen(False)
     with Progress(2, "p: generate", unit="sample", show=True, after=1.0) as bar:
         clock.now += 2
-        bar.waits("p was paused by python 7 on host; pool.resume() lets it go on")
+        bar.waits("p was paused by python 7 on host; pool.resume() lets it continue")
         clock.now += 30
         bar.tick()
         bar.waits("")
@@ -295,7 +295,7 @@ def test_a_log_says_why_long_work_waits_and_how_it_ended(
         bar.advance(2, "10 tokens/s")
     assert "\r" not in log.getvalue()
     assert log.lines == [
-        "p: generate, 0 of 2 samples, 2.0 s, waits: p was paused by python 7 on host; pool.resume() lets it go on",
+        "p: generate, 0 of 2 samples, 2.0 s, waits: p was paused by python 7 on host; pool.resume() lets it continue",
         "p: generate, 0 of 2 samples, 32 s, waits: a sync that python 7 on host runs (moving)",
         "p: generate, 2 of 2 samples, 37 s, 10 tokens/s",
     ]

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.ci_scripts import ci_script
+
+weigh = ci_script("weigh")
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "jvlab"
 SHARED_MODULES = {
@@ -36,33 +39,10 @@ FOLDERS = sorted(
 def imports_of(source: str) -> dict[str, bool]:
     """Module of this package -> whether it is imported inside functions only. TYPE_CHECKING blocks are skipped."""
     found: dict[str, bool] = {}
-
-    def visit(node: ast.AST, inside: bool) -> None:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-                continue
-            names = []
-            if isinstance(child, ast.Import):
-                names = [alias.name for alias in child.names]
-            elif isinstance(child, ast.ImportFrom) and child.module:
-                names = [
-                    full
-                    if (full := f"{child.module}.{alias.name}") in MODULES
-                    else child.module
-                    for alias in child.names
-                ]
-            for name in names:
-                if name in MODULES:
-                    found[name] = found.get(name, True) and inside
-            visit(
-                child,
-                inside
-                or isinstance(
-                    child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-                ),
-            )
-
-    visit(ast.parse(source), False)
+    for name, inside in weigh.imported(ast.parse(source)):
+        module = name if name in MODULES else name.rpartition(".")[0]
+        if module in MODULES:
+            found[module] = found.get(module, True) and inside
     return found
 
 

@@ -41,25 +41,25 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[jv.JvlabError], str]] = {
     # what is typed: the call, the error, words of its remedy
     "jv.Polcy": (lambda: jv.Polcy, jv.errors.UnknownName, "did you mean 'Policy'"),
     "jv.tasks.gsm8k": (
-        lambda: jv.tasks.gsm8k,
+        lambda: jv.tasks.gsm8k,  # type: ignore
         jv.errors.UnknownName,
         "jv.Task(prompts, reward)",
-    ),  # type: ignore[attr-defined]
+    ),
     "jv.models.llama": (
-        lambda: jv.models.llama,
+        lambda: jv.models.llama,  # type: ignore
         jv.errors.UnknownName,
         "jv.models.tiny('llama')",
-    ),  # type: ignore[attr-defined]
+    ),
     "jv.transport.rdma": (
-        lambda: jv.transport.rdma,
+        lambda: jv.transport.rdma,  # type: ignore
         jv.errors.UnknownName,
         'transport="shm"',
-    ),  # type: ignore[attr-defined]
+    ),
     "jv.errors.EngineDirt": (
-        lambda: jv.errors.EngineDirt,
+        lambda: jv.errors.EngineDirt,  # type: ignore
         jv.errors.UnknownName,
         "'EngineDirty'",
-    ),  # type: ignore[attr-defined]
+    ),
     "jv.tasks.named('gsm8k')": (
         lambda: jv.tasks.named("gsm8k"),
         jv.errors.UnknownName,
@@ -82,25 +82,25 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[jv.JvlabError], str]] = {
         "whole number",
     ),
     "grpo(pool=None)": (
-        lambda: jv.grpo(PAIR, None, None, "digits"),
+        lambda: jv.grpo(PAIR, None, None, "digits"),  # type: ignore
         jv.errors.ConfigError,
         "lab.launch",
-    ),  # type: ignore[arg-type]
+    ),
     "grpo(link=pool)": (
-        lambda: jv.grpo(PAIR, world()[0], {}, "digits"),
+        lambda: jv.grpo(PAIR, world()[0], {}, "digits"),  # type: ignore
         jv.errors.ConfigError,
         "lab.connect",
-    ),  # type: ignore[arg-type]
+    ),
     "lab.pools['x']": (
-        lambda: PoolTable({"demo": None})["demos"],
+        lambda: PoolTable({"demo": None})["demos"],  # type: ignore
         jv.errors.UnknownName,
         "did you mean 'demo'",
-    ),  # type: ignore[dict-item]
+    ),
     "lab.pools[0]": (
-        lambda: PoolTable({})[0],
+        lambda: PoolTable({})[0],  # type: ignore
         jv.errors.UnknownName,
         "lab.launch(model",
-    ),  # type: ignore[index]
+    ),
     "connect(params, 'demo')": (
         lambda: check_pool("demo", ""),
         jv.errors.ConfigError,
@@ -127,15 +127,15 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[jv.JvlabError], str]] = {
         "a prompt",
     ),
     "Task(reward='equals')": (
-        lambda: jv.Task(["a"], "equals"),
+        lambda: jv.Task(["a"], "equals"),  # type: ignore
         jv.errors.ConfigError,
         "jv.tasks.jsonl",
-    ),  # type: ignore[arg-type]
+    ),
     "Rules.parse(lines)": (
-        lambda: jv.Rules.parse(["a -> b"]),
+        lambda: jv.Rules.parse(["a -> b"]),  # type: ignore
         jv.errors.ConfigError,
         "one rule per line",
-    ),  # type: ignore[arg-type]
+    ),
     "Rules(7)": (lambda: jv.Rules(7), jv.errors.ConfigError, "help(jv.Rules)"),  # type: ignore[arg-type]
     "Rules.named('polcy')": (
         lambda: jv.Rules.named("polcy"),
@@ -151,15 +151,15 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[jv.JvlabError], str]] = {
         "jv.mesh(fsdp=4, tp=2)",
     ),
     "Record('folder')": (
-        lambda: jv.Record("folder"),
+        lambda: jv.Record("folder"),  # type: ignore
         jv.errors.ConfigError,
         "jv.Record.open",
-    ),  # type: ignore[arg-type]
+    ),
     "grpo(sync=)": (
-        lambda: jv.grpo(PAIR, world()[0], LINK, "digits", sync={"modus": 1}),
+        lambda: jv.grpo(PAIR, world()[0], LINK, "digits", sync={"modus": 1}),  # type: ignore
         jv.errors.ConfigError,
         "kv",
-    ),  # type: ignore[arg-type]
+    ),
     "grpo(evaluate='gsm8k')": (
         lambda: train("digits", evaluate="gsm8k"),
         jv.errors.UnknownName,
@@ -176,15 +176,15 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[jv.JvlabError], str]] = {
         "host, directory",
     ),
     "pool.logs(7)": (
-        lambda: jv.Pool._replica_name(FAKE, 7),
+        lambda: jv.Pool._replica_name(FAKE, 7),  # type: ignore
         jv.errors.UnknownName,
         "demo/0",
     ),
     "batch['text']": (
-        lambda: jv.RolloutBatch([])["text"],
+        lambda: jv.RolloutBatch([])["text"],  # type: ignore
         jv.errors.ConfigError,
         "batch.arrays()",
-    ),  # type: ignore[call-overload]
+    ),
     "launch(engine='x')": (
         lambda: LaunchOptions(model="m", engine="x").check_counts(),  # type: ignore[arg-type]
         jv.errors.ConfigError,

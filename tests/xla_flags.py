@@ -13,7 +13,10 @@ HAVE_IT = "0.10."
 
 
 def plain_loops() -> list[str]:
-    """Turns the fusion emitters off, if this jaxlib has that flag: XLA ends a process that is given an unknown one."""
+    """Turns the fusion emitters off, and compiles a program as one part, if this jaxlib has these flags: XLA ends a
+    process that is given an unknown one."""
     import jaxlib
 
-    return [f"--{PLAIN_LOOPS}=false"] if jaxlib.__version__.startswith(HAVE_IT) else []
+    if not jaxlib.__version__.startswith(HAVE_IT):
+        return []
+    return [f"--{PLAIN_LOOPS}=false", "--xla_cpu_parallel_codegen_split_count=1"]

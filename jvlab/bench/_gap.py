@@ -79,7 +79,7 @@ def run_bench_gap(
     model: str | None = None, device: str = "auto", eager: bool = False
 ) -> dict[str, Any]:
     """Measure every pair; prints a table, returns the facts."""
-    # the engines share the card
+    # the engines share the GPU
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jvlab as jv
     from jvlab.lab._launch_settings import resolve_device

@@ -199,7 +199,7 @@ def _rates(events: Sequence[Any], steps: int) -> dict[str, Any]:
 TOKENS = (512, 3000)
 BOUNDS = (0, 1)
 STEPS = 4  # counted ones; even, see above
-# of a card's memory
+# of a GPU's memory
 ENGINE_SHARE = 0.35
 TRAINER_SHARE = 0.57
 TEARDOWN_S = 90.0  # an engine on a GPU may hang when it ends

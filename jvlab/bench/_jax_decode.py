@@ -19,7 +19,7 @@ from flax import nnx
 
 from jvlab.record._batch import RolloutBatch
 from jvlab.record._sample import Sample
-from jvlab.sync._sync_report import Outcome, SyncReport
+from jvlab.sync._transaction import Outcome, SyncReport
 from jvlab.trainer._policy import Policy
 from jvlab.trainer.decoder import _model, _rope
 

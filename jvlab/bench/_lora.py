@@ -37,7 +37,7 @@ def run_bench_lora(
             f"shape={shape!r}, model={model!r}, device={device!r}", remedy=remedy
         )
     if device == "cuda":
-        # the engine needs the rest of the card
+        # the engine needs the rest of the GPU
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 

@@ -175,7 +175,7 @@ def _cases(order: dict[str, Any]) -> dict[str, PlanCase]:
 def _plan(name: str, case: PlanCase, folder: Path) -> dict[str, Any]:
     from jvlab.layout._compile import compile_plan
     from jvlab.layout._proof import prove
-    from jvlab.layout._shards import leaves_of
+    from jvlab.layout._tree import leaves_of
     from jvlab.layout.rules._builtin import leaf_shapes_for
     from jvlab.layout.rules._ruleset import Rules
     from jvlab.sync._compile_tree import bind, policy_shapes

@@ -54,7 +54,7 @@ def run_bench_rollout(
     path = model_of(model)
     engine: dict[str, Any] = {"max_model_len": 512}
     if device == "cuda":
-        engine["gpu_memory_utilization"] = 0.4  # two engines share the card
+        engine["gpu_memory_utilization"] = 0.4  # two engines share the GPU
     if not (Path(path) / "tokenizer.json").is_file():
         engine["skip_tokenizer_init"] = True
     env = _defaults.environment(device, 1, 1, 0, _defaults.usable_cores(), path)

@@ -244,7 +244,7 @@ def _peer(checkpoint: Path, rounds: int, engine: dict[str, Any]) -> Side:
 
 def run_bench_sync_gpu(rounds: int = 20, size: str = "4") -> dict[str, Any]:
     """Measure every way at one size of `_shapes.py` against vLLM's own; prints as it goes, returns the facts."""
-    # the engine needs the rest of the card
+    # the engine needs the rest of the GPU
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 

@@ -144,7 +144,7 @@ def measure_ways(
     path = model_of(model)
     engine: dict[str, Any] = {"max_model_len": 512}
     if device == "cuda":
-        # two engines and a trainer share the card
+        # two engines and a trainer share the GPU
         engine["gpu_memory_utilization"] = 0.3
     print(f"bench topology on {device}: {path}, {rounds} rounds", flush=True)
     with ExitStack() as ends:

@@ -15,7 +15,7 @@ from jvlab.bench._side import Lines, Side, median_ms, seconds_of, timed
 
 TOKENS = {"cuda": 8192, "cpu": 1024}
 LENGTHS = {"cuda": (1024, 4096, 16384, 32768), "cpu": (256, 1024)}
-# bfloat16 without sparsity, by what the driver calls the card
+# bfloat16 without sparsity, by what the driver calls the GPU
 PEAKS = {
     "H200": 989e12,
     "H100": 989e12,

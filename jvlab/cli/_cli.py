@@ -105,9 +105,9 @@ BENCH = (
     (
         "--steps",
         int,
-        "grpo: steps of each run that count; default 15, of a given model 4; tunix: default 4",
+        "grpo: counted steps of each run; default 15, or 4 with a model; tunix: default 4",
     ),
-    ("--model", str, "another model; grpo: one of size, with these options"),
+    ("--model", str, "another model; grpo: a large one, with the options below"),
     (
         "--shape",
         str,
@@ -118,7 +118,7 @@ BENCH = (
     (
         "--staleness",
         _numbers,
-        "grpo: bounds of a model of size, e.g. 0,1,2; default 0,1",
+        "grpo with a model: bounds of staleness, e.g. 0,1,2; default 0,1",
     ),
     (
         "--peer",
@@ -278,12 +278,12 @@ def run_certify(arguments: argparse.Namespace) -> dict[str, Any]:
         engine = json.loads(arguments.engine)
     except ValueError as error:
         raise ConfigError(
-            f"--engine is no JSON: {error}",
+            f"--engine is not JSON: {error}",
             remedy="""--engine '{"enforce_eager": true}'""",
         ) from error
     if not isinstance(engine, dict):
         raise ConfigError(
-            "--engine is no JSON object",
+            "--engine is not a JSON object",
             remedy="""--engine '{"enforce_eager": true}'""",
         )
     with jv.Lab() as lab:
@@ -389,7 +389,7 @@ def _bench_grpo(arguments: argparse.Namespace) -> dict[str, Any]:
         )
     if arguments.tokens or arguments.peer or arguments.staleness:
         raise ConfigError(
-            "--tokens, --staleness and --peer are for a model of size",
+            "--tokens, --staleness and --peer need a model",
             remedy="--model DIR, or --shape qwen3-1.7b",
         )
     from jvlab.bench._grpo import run_bench_grpo
@@ -430,7 +430,7 @@ def _tutorials() -> Path:
     shipped = Path(sys.prefix) / SHIPPED
     if not shipped.is_dir():
         raise ConfigError(
-            f"this installation brought no tutorials: {shipped} is not there",
+            f"this installation has no tutorials: {shipped} does not exist",
             remedy="run `jvlab lab` from a checkout, or install the wheel again without --user or --target",
         )
     copy = Path.cwd() / "jvlab-tutorials"

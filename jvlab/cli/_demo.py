@@ -124,7 +124,7 @@ def _greedy_check(policy: jv.Policy, pool: jv.Pool) -> dict[str, Any]:
     if not np.array_equal(chosen, sample.token_ids):
         raise VerifyError(
             f"greedy tokens differ: vLLM {sample.token_ids.tolist()}, JAX {chosen.tolist()}",
-            remedy="the engine does not compute what the trainer does; link.verify(policy.params) says if it holds it",
+            remedy="the engine computes something else; link.verify(policy.params) says whether it holds the weights",
         )
     ours = np.asarray(policy.logprobs(policy.params, tokens))[0, 1:]
     theirs = pool.score([tokens[0].tolist()]).logprobs[0][1:]

@@ -112,7 +112,7 @@ def _gpus() -> Facts:
         why = (
             "a driver is loaded but nvidia-smi is missing"
             if loaded
-            else "no NVIDIA driver: nvidia-smi is not there"
+            else "no NVIDIA driver: nvidia-smi was not found"
         )
         return {"devices": [], "driver": None, "cuda": None, "why_none": why}
     fields = "name,memory.total,memory.free,compute_cap,driver_version"
@@ -376,7 +376,7 @@ def _transport(name: str, facts: Facts) -> Facts:
             raise ValueError(f"unknown transport {name!r}")
     good = {
         "loopback": "in this process; for tests and dry runs",
-        "shm": "POSIX shared memory between processes of this host",
+        "shm": "shared memory between processes of this host",
         "gloo": "torch.distributed over TCP, between processes or hosts",
         "ipc": "CUDA IPC: the trainer writes into the engine's memory",
         "nccl": _how_to_nccl(facts),

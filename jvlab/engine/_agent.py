@@ -323,7 +323,7 @@ def add_join_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gateway",
         metavar="HOST:PORT",
-        help="offer this host to a gateway that runs already",
+        help="offer this host to a running gateway",
     )
     parser.add_argument(
         "--token-file",
@@ -337,12 +337,12 @@ def add_join_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--name",
         default="",
-        help="the pool, or the replica POOL/N, to run; default: any that waits",
+        help="the pool, or the replica POOL/N, to run; default: any that is waiting",
     )
     parser.add_argument(
         "--bind",
         default="",
-        help="the address to listen on; default: the one towards the gateway",
+        help="the address to listen on; default: the one that reaches the gateway",
     )
     parser.add_argument("--tls-ca", help="the gateway's certificate, or its CA's, PEM")
     parser.add_argument("--tls-cert", help="this host's own certificate chain, PEM")

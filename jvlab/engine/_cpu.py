@@ -91,7 +91,7 @@ def check_dtype(given: Mapping[str, Any]) -> None:
     wanted = plain_dtype(given.get("dtype"))
     if wanted in KINDS and (why := lacks(wanted)):
         raise Unsupported(
-            f"dtype {wanted!r}, and this CPU has no {wanted} ({why})",
+            f"dtype {wanted!r}, but this CPU has no {wanted} ({why})",
             remedy="leave dtype out, or use engine={'dtype': 'float32'}; `jvlab doctor` shows what this CPU has",
             dtype=wanted,
         )

@@ -33,6 +33,7 @@ from jvlab.wire._sync_words import (
     Phase,
     Stage,
     Terms,
+    for_workers,
 )
 
 # The sync state of one replica: which phase may come next, what it holds, whether it may generate. No I/O.
@@ -187,7 +188,7 @@ class SyncState:
         if self.dirty:
             raise EngineDirty(
                 f"dirty: a sync after version {self.version} did not commit, so the weights are parts of two versions",
-                remedy="sync again; generation goes on when a sync commits",
+                remedy="sync again; generation resumes when a sync commits",
                 version=self.version,
             )
 
@@ -592,7 +593,7 @@ class EngineSync:
     async def _open(self, link: str, order: pb.RolloutOpen, seconds: float) -> None:
         if not _vllm.has_our_scheduler(self.llm):
             raise Unsupported(
-                "this engine has a scheduler of its own (scheduler_cls), which may serve KV of older weights",
+                "this engine has its own scheduler (scheduler_cls), which may serve KV of older weights",
                 remedy="launch without engine={'scheduler_cls': ...}",
             )
         if self.state.terms is not None:
@@ -663,7 +664,7 @@ class EngineSync:
         if run is None:
             raise SyncError(
                 f"no such phase: {phase}",
-                remedy="gateway and replica are of different versions",
+                remedy="install the same jvlab version for gateway and replica",
             )
         await self.enter(phase)
         await self._timed(phase, run())
@@ -682,7 +683,7 @@ class EngineSync:
         self._bytes = 0
         self._admitted = 0.0
         self._engine_labelled = False
-        self.wanted = _core_channel.wanted(terms)
+        self.wanted = for_workers(terms)
 
     async def prepare(self, terms: Terms | None) -> None:
         assert terms is not None  # checked before

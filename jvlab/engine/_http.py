@@ -259,12 +259,12 @@ class _Progress:
 
 def _until(dropped: asyncio.Event, body: bytes, receive: Any) -> Any:
     """`receive` for vLLM's app: the body that was read, then what follows, a disconnect once the request is dropped."""
-    replayed = False
+    given = False
 
     async def received() -> Any:
-        nonlocal replayed
-        if not replayed:
-            replayed = True
+        nonlocal given
+        if not given:
+            given = True
             return {"type": "http.request", "body": body, "more_body": False}
         incoming = asyncio.ensure_future(receive())
         gone = asyncio.ensure_future(dropped.wait())

@@ -249,6 +249,23 @@ def sending_held(method: Any) -> Any:
     return send_first
 
 
+def clearing_poison(method: Any) -> Any:
+    """The core's `reset_prefix_cache`; if KV is poisoned, requests in flight lose theirs and all of it is zeroed."""
+
+    def reset_prefix_cache(
+        self: Any, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        poisoned = getattr(self.scheduler, "jv_poisoned", False)
+        done = method(self, reset_running_requests or poisoned, reset_connector)
+        if poisoned and done:
+            from jvlab.engine.worker import _poison
+
+            _poison.clear_awake(self)
+        return done
+
+    return reset_prefix_cache
+
+
 def core_methods() -> None:
     """The calls that our front end makes (`jv_…`), held tokens, and the check for NaN (`worker/_poison.py`)."""
     from vllm.v1.engine import EngineCoreRequestType
@@ -259,7 +276,7 @@ def core_methods() -> None:
     def jv_wake(self: Any, tags: Any) -> None:
         """EngineCore.wake_up without resuming the scheduler."""
         self.model_executor.wake_up(list(tags))
-        _poison.after_wake(self)
+        _poison.clear_awake(self)
 
     def checking_nan(method: Any) -> Any:
         def post_step(self: Any, *args: Any, **options: Any) -> None:
@@ -267,16 +284,6 @@ def core_methods() -> None:
             _poison.after_step(self)
 
         return post_step
-
-    def clearing_poison(method: Any) -> Any:
-        def reset_prefix_cache(
-            self: Any,
-            reset_running_requests: bool = False,
-            reset_connector: bool = False,
-        ) -> bool:
-            return _poison.reset(self, reset_running_requests, reset_connector, method)
-
-        return reset_prefix_cache
 
     added: dict[str, Any] = {
         "jv_wake": jv_wake,
@@ -693,9 +700,9 @@ def linear_kernel(module_name: str = "", **options: Any) -> Any:
 
 
 def card_kernels() -> AbstractContextManager[None]:
-    """Inside, fp8 models on meta are built and processed as on a card: vLLM's own classes, its kernels named.
+    """Inside, fp8 models on meta are built and processed as on a GPU: vLLM's own classes, its kernels named.
 
-    Without a card vLLM finds no kernel for fp8, and without values its step after loading cannot quantise. So kernels
+    Without a GPU vLLM finds no kernel for fp8, and without values its step after loading cannot quantise. So kernels
     are those that an H200 was seen to take (CUTLASS for linear maps, Triton for experts), and quantising gives shapes
     alone. Which arithmetic it is follows from the class; connecting to the engine proves it, on known values
     (`tracing/_trace.py`).
@@ -721,7 +728,7 @@ def card_kernels() -> AbstractContextManager[None]:
         )
     except (ImportError, AttributeError) as error:
         raise MissingDependency(
-            f"this vLLM quantises to fp8 in another way than jvlab can plan without an engine: {error}",
+            f"this vLLM quantises to fp8 differently from what jvlab can plan without an engine: {error}",
             remedy="install vLLM 0.32.0, or plan with a running pool: jv.plan(params, pool)",
         ) from error
 
@@ -956,7 +963,7 @@ PATCHES = (
         lasts=False,
     ),
     Patch(
-        "fp8 without a card",
+        "fp8 without a GPU",
         "jv.plan",
         (
             (f"{_FP8}.fp8", "init_fp8_linear_kernel"),

@@ -187,7 +187,7 @@ def switch_compiler_off() -> None:
 async def _serve_engine(engine: Any, order: Order, token: str) -> None:
     import grpc.aio
 
-    from jvlab.engine._server import RolloutServicer
+    from jvlab.engine._engine import RolloutServicer
     from jvlab.wire import _security as security
     from jvlab.wire import jvlab_pb2_grpc as rpc
     from jvlab.wire._channels import Trust, open_channel

@@ -100,8 +100,8 @@ class PromptReader:
                     ]
                 case other:
                     raise SamplingError(
-                        f"prompt {index} goes on with {other}",
-                        remedy="go on with text or token ids",
+                        f"prompt {index} continues with {other}",
+                        remedy="continue with text or token ids",
                     )
         return ids
 

@@ -24,6 +24,7 @@ import grpc
 import grpc.aio
 
 from jvlab._errors import EngineDirty, JvlabError
+from jvlab._names import LostNote
 from jvlab.gateway._routing import Board, Policy, RouteRequest, least_in_flight
 from jvlab.wire._rpc_errors import CallFailed, received
 
@@ -365,9 +366,10 @@ class Dispatch:
         if not count:  # all results had arrived before it failed
             return
         what = "was lost" if lost_it else "failed"
-        self._out.put_nowait(
+        text = (
             f"replica {name} {what} ({reason}); {count} unfinished part(s) handed back"
         )
+        self._out.put_nowait(LostNote(text, name) if lost_it else text)
         for item in lost:
             self._out.put_nowait(
                 Lost(

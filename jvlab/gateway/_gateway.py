@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -50,6 +51,12 @@ PB_STATE = {
     reg.ReplicaState.CLOSED: pb.CLOSED,
     reg.ReplicaState.DRAINING: pb.DRAINING,
 }
+
+
+@functools.lru_cache(maxsize=64)
+def _limits(given_json: str, max_num_seqs: int, max_model_len: int) -> Limits:
+    """Every snapshot of a pool has them."""
+    return Limits.resolve(json.loads(given_json), max_num_seqs, max_model_len)
 
 
 class Gateway:
@@ -331,7 +338,7 @@ class Gateway:
         machine = self.links.of(pool).machine
         if paused := self.steering.why(pool):
             text += f", but the pool is {paused}"
-            remedy = f"{'pool.resume()' if paused == PAUSED else 'pool.wake()'} lets it go on"
+            remedy = f"{'pool.resume()' if paused == PAUSED else 'pool.wake()'} lets it continue"
         elif machine.open and machine.holder is not None:
             text += f"; {machine.holder.name} syncs the pool meanwhile ({machine.stage.value})"
         return CallFailed(grpc.StatusCode.DEADLINE_EXCEEDED, text, remedy)
@@ -350,16 +357,9 @@ class Gateway:
 
     def limits(self, pool: str) -> Limits:
         """What one call may ask of this pool. Raises Refused for an unknown pool."""
-        known = self._facts(pool)
-        given = json.loads(self.registry.pool(pool).spec.limits_json)
-        return Limits.resolve(
-            given,
-            *(
-                (known.max_num_seqs, known.max_model_len)
-                if known is not None
-                else (0, 0)
-            ),
-        )
+        known = self._facts(pool) or pb.EngineFacts()
+        given = self.registry.pool(pool).spec.limits_json
+        return _limits(given, known.max_num_seqs, known.max_model_len)
 
     def _facts(self, pool: str) -> pb.EngineFacts | None:
         """The facts of any engine of the pool; all were launched alike."""
@@ -438,8 +438,8 @@ class Gateway:
             closed=pool.closed,
             routing=spec.routing,
             revision=self._revision,
-            http_url=self.fronts.url(name),
-            limits=pb.CallLimits(**self.limits(name).as_dict())
+            http_url=self.fronts.urls.get(name, ""),
+            limits=pb.CallLimits(**vars(self.limits(name)))
             if self._facts(name) is not None
             else None,
             paused_by=held.get(PAUSED, ""),

@@ -476,6 +476,7 @@ class Fronts:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._open: dict[str, Front] = {}
+        self.urls: dict[str, str] = {}  # by pool; one without HTTP has none
         # of fronts of closed pools, until their port is free
         self._closing: dict[asyncio.Task[None], str] = {}
 
@@ -503,11 +504,7 @@ class Fronts:
             await front.close()
             raise
         self._open[spec.pool] = front
-
-    def url(self, pool: str) -> str:
-        """Empty for a pool without HTTP."""
-        front = self._open.get(pool)
-        return front.url if front is not None else ""
+        self.urls[spec.pool] = front.url
 
     def _closing_of(self, pool: str) -> list[asyncio.Task[None]]:
         return [task for task, name in self._closing.items() if name == pool]
@@ -515,6 +512,7 @@ class Fronts:
     def begin_close(self, pool: str) -> list[asyncio.Task[None]]:
         """Close a pool's front, if it has one; it closes even if nobody waits for these tasks."""
         if front := self._open.pop(pool, None):
+            del self.urls[pool]
             task = asyncio.create_task(front.close())
             self._closing[task] = pool
             task.add_done_callback(self._closing.pop)

@@ -56,15 +56,7 @@ def run_gateway(arguments: Any) -> dict[str, Any]:
         if not Path(arguments.token_file).exists():
             _channels.write_private(arguments.token_file, token + "\n")
         token = _channels.read_token(arguments.token_file)
-    try:
-        asyncio.run(serve(folder, lab, token, options))
-    except (RuntimeError, OSError) as error:
-        if "bind" not in str(error).lower():
-            raise
-        raise ConfigError(
-            f"cannot listen on {arguments.host}:{arguments.port}: {error}",
-            remedy="is the port taken? leave --port out to take a free one",
-        ) from error
+    asyncio.run(serve(folder, lab, token, options))
     return {"lab": lab}
 
 

@@ -115,11 +115,18 @@ async def serve(
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     shown_host = f"[{host}]" if ":" in host else host
     target = f"{shown_host}:{options.port}"
-    bound = (
-        server.add_secure_port(target, tls.credentials())
-        if tls
-        else server.add_insecure_port(target)
-    )
+    credentials = tls.credentials() if tls else None
+    try:
+        bound = (
+            server.add_secure_port(target, credentials)
+            if credentials
+            else server.add_insecure_port(target)
+        )
+    except RuntimeError as error:  # gRPC has no other class for a port that is taken
+        raise ConfigError(
+            f"cannot listen on {target}: {error}",
+            remedy="is the port taken? leave --port out to take a free one",
+        ) from error
     shown = f"{shown_host}:{bound}"
     # With TLS on the public port, processes of this machine use a loopback port of their own.
     gateway.address = (

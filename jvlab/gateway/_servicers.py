@@ -12,7 +12,7 @@ import grpc.aio
 
 from jvlab._deadline import ANSWER_SECONDS
 from jvlab._errors import ReplicaLost, SamplingError
-from jvlab._names import check_name
+from jvlab._names import LostNote, check_name
 from jvlab.gateway import _registry as reg
 from jvlab.gateway._dispatch import Dispatch, Done, Item, Lost
 from jvlab.gateway._gateway import Gateway
@@ -155,7 +155,7 @@ class LabServicer(rpc.LabServicer):
             raise CallFailed(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
                 f"waited for {late} to end",
-                "it goes on ending; pool.status() shows it",
+                "it is still ending; pool.status() shows it",
             ) from None
         return pb.Empty()
 
@@ -412,6 +412,8 @@ def _generate_event(event: Done | Lost | str) -> pb.GenerateEvent:
                 for part in parts
             ]
             return pb.GenerateEvent(samples=lost)
+        case LostNote():
+            return pb.GenerateEvent(notes=[event], lost=event.replica)
         case note:
             return pb.GenerateEvent(notes=[note])
 

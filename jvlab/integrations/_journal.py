@@ -15,8 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from jvlab.record._calls import RolloutTally, sync_event
-from jvlab.record._events import NAN, Event, RunStart, ScoreEvent, StepEvent, clock
+from jvlab.record._events import (
+    NAN,
+    Event,
+    RolloutTally,
+    RunStart,
+    ScoreEvent,
+    StepEvent,
+    clock,
+    sync_event,
+)
 from jvlab.record._record import Record
 from jvlab.record._samples import SampleRecord
 from jvlab.record._writer import RecordWriter

@@ -33,12 +33,11 @@ from jvlab._errors import (
 )
 from jvlab.integrations._journal import Journal
 from jvlab.layout._tree import flatten
-from jvlab.record._calls import RolloutTally
-from jvlab.record._events import clock
+from jvlab.record._events import RolloutTally, clock
 from jvlab.record._record import Record
 from jvlab.sync._connections import Connections, check_pool
 from jvlab.sync._link import Link
-from jvlab.sync._sync_report import SyncReport
+from jvlab.sync._transaction import SyncReport
 
 INSTALL = (
     'pip install "jvlab[tunix]"\n'

@@ -45,12 +45,12 @@ def read_checkpoint(path: str) -> dict[str, np.ndarray]:
     folder = Path(path)
     if not folder.is_absolute():
         raise ModelError(
-            f"path {path!r} is relative, and the gateway has another folder",
-            remedy="give the whole path",
+            f"path {path!r} is relative, but the gateway runs in a different folder",
+            remedy="give the absolute path",
         )
     if not folder.is_dir():
         raise ModelError(
-            f"{folder} is no folder here",
+            f"{folder} is not a folder here",
             remedy="write it where the gateway sees it",
             path=path,
         )
@@ -84,7 +84,7 @@ def _tensors(file: Path) -> list[tuple[str, np.ndarray]]:
     except (ValueError, TypeError) as error:  # ModelError is a ValueError
         text = getattr(error, "message", str(error))
         raise ModelError(
-            f"{file} is no whole safetensors file: {text}",
+            f"{file} is not a complete safetensors file: {text}",
             remedy="notify after the file is written and closed",
         ) from error
 

@@ -114,7 +114,7 @@ class EngineHost(Gateway):
         return self.engine
 
     def _serve(self, engine: Engine) -> Any:
-        from jvlab.engine._server import RolloutServicer
+        from jvlab.engine._engine import RolloutServicer
 
         return RolloutServicer(engine)
 

@@ -23,9 +23,9 @@ from jvlab.gateway._serve import GatewayOptions
 from jvlab.lab import _script_end
 from jvlab.lab._launch_settings import LaunchArguments, LaunchOptions, shows_options
 from jvlab.lab._pool import Pool
-from jvlab.record._calls import calls_of
+from jvlab.record._events import runs
+from jvlab.record._record import calls_of
 from jvlab.sync._connections import Connections, ConnectOptions, check_pool
-from jvlab.trainer._run import _runs
 from jvlab.wire import jvlab_pb2 as pb
 
 if TYPE_CHECKING:
@@ -107,10 +107,10 @@ class LabPlots:
         from jvlab.record._record import Record
 
         if run is None:
-            found = _runs.get(self._client, [])
+            found = runs.get(self._client, [])
             if not found:
                 raise ConfigError(
-                    "no run was started in this lab by this process",
+                    "this process has started no run in this lab",
                     remedy="jv.grpo(...) first, or name one: lab.plot.staleness('runs/<name>')",
                 )
             run = found[-1]
@@ -120,12 +120,12 @@ class LabPlots:
 
     def _happened(self, run: Any) -> Record:
         """The record of a run; without any run, what this process asked of the lab's pools."""
-        if run is not None or _runs.get(self._client):
+        if run is not None or runs.get(self._client):
             return self._record(run)
         found = calls_of(self._client)
         if not found.events():
             raise ConfigError(
-                "nothing happened in this lab yet: this process generated nothing, synced nothing and started no run",
+                "nothing has happened in this lab yet: this process has not generated, synced or started a run",
                 remedy="pool.generate(...), link.sync(...) or jv.grpo(...) first; or name a run: "
                 "lab.timeline('runs/<name>')",
             )
@@ -178,7 +178,7 @@ class Lab:
     A notebook's lab outlives its kernel: after a restart `jv.Lab.attach()` finds it again, or `jv.Lab.attach(name)` if
     you have several (`name=` sets its name). If no process holds it for ten minutes, it ends itself and all its
     processes. A script's lab ends with the script: at its exit and at SIGTERM, and seconds after SIGKILL. `lease=` sets
-    for how many seconds a lab stays after the last process that held it, in both; `lab.detach()` keeps it running until
+    how many seconds a lab stays after the last process that held it, in both; `lab.detach()` keeps it running until
     it is closed.
     `metrics_port=0` (any free one) serves Prometheus metrics at `lab.metrics_url`, on loopback, with the lab's token.
 
@@ -376,7 +376,7 @@ class Lab:
     def launch(self, model: str, **options: Unpack[LaunchArguments]) -> Pool:
         """Start a pool of vLLM replicas and return at once; `pool.wait()` waits and shows progress.
 
-        model            local path or hub id
+        model            local path, hub id, "tiny:llama" or "smollm2"
         load             "auto" reads the weights; "dummy" uses random values (a sync brings the real ones)
         device           "auto", "cpu" or "cuda"
         engine           any vLLM engine argument by its name, over jvlab's defaults; also head_dtype="float32", the
@@ -444,9 +444,9 @@ class Lab:
         nonfinite  what its syncs do with NaN and Inf: "refuse" (an error names the leaves) or "allow"
         checkpoint where the parameters were loaded from; default: the pool's model
         meaning    "auto" compares the trainer's values with the checkpoint's, and refuses rules that put them in the
-                   wrong place; if they are not the checkpoint's, the first sync scores tokens on both sides.
+                   wrong place; if they differ from the checkpoint's, the first sync scores tokens on both sides.
                    "function" does only the latter, "off" neither. `link.meaning` has the result. Each connect compares
-                   anew, and the first sync too if its values are others
+                   again, and so does the first sync if its values differ
         timeout    includes waiting for a pool that is starting, tracing its engines and opening channels
         options    of the transport: host="10.0.0.1" (bind address) for gloo and nccl, directory="..." for disk
 
@@ -469,7 +469,7 @@ class Lab:
         """Raise if the pool is not one of this lab's: its engines take orders from another gateway."""
         if pool.one_process:
             raise ConfigError(
-                f"pool {pool.name!r} is in this process, and in no lab",
+                f"pool {pool.name!r} is in this process, not in a lab",
                 remedy="link = pool.connect(params)",
             )
         # perhaps of another Lab object: attach() makes one

@@ -73,7 +73,7 @@ ELASTIC = "cuda_async"
 
 
 def engine_arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """The engine's arguments: its share of the card, and sleep mode, so that `pool.sleep` can free it."""
+    """The engine's arguments: its share of the GPU, and sleep mode, so that `pool.sleep` can free it."""
     return {"gpu_memory_utilization": ENGINE_SHARE, "enable_sleep_mode": True, **given}
 
 
@@ -82,7 +82,7 @@ def trainer_share(engine: float) -> float:
     share = 1.0 - SPARE - engine
     if not 0.0 < engine < 1.0 or share < 0.05:
         raise ConfigError(
-            f"gpu_memory_utilization={engine:g} leaves {max(0.0, share):.0%} of the card to the trainer",
+            f"gpu_memory_utilization={engine:g} leaves {max(0.0, share):.0%} of the GPU to the trainer",
             remedy=f"launch(..., colocate=True, engine={{'gpu_memory_utilization': {ENGINE_SHARE}}})",
         )
     return round(share, 2)
@@ -110,7 +110,7 @@ def share_card(engine: float) -> None:
     ):
         return  # an upper bound, not memory that JAX holds
     raise ConfigError(
-        f"JAX has taken {taken / total:.0%} of the card already, the engine is to have {engine:.0%}",
+        f"JAX has already taken {taken / total:.0%} of the GPU, but the engine is to have {engine:.0%}",
         remedy=f"launch(colocate=True) before the first array, or set {FRACTION}={share} and {ALLOCATOR}={ELASTIC} "
         "when the kernel starts",
         taken=taken,
@@ -294,7 +294,7 @@ class LaunchOptions:
             given = arguments.get("hf_overrides") or {}
             if not isinstance(given, dict):
                 raise ConfigError(
-                    "head_dtype can't be combined with hf_overrides that are no dict",
+                    "head_dtype can't be combined with hf_overrides that are not a dict",
                     remedy="set it in hf_overrides",
                 )
             arguments["hf_overrides"] = {
@@ -303,7 +303,7 @@ class LaunchOptions:
             }
         if device == "cpu" and arguments.get("enable_lora") and _has_experts(path):
             raise Unsupported(
-                "vLLM 0.32.0 adapts no model with experts on a CPU: it dies at the first token, for want of Triton",
+                "vLLM 0.32.0 cannot adapt a model with experts on a CPU: without Triton it dies at the first token",
                 remedy="launch without enable_lora and sync link.sync(policy.merge().params), or use a GPU",
                 model=path,
             )
@@ -313,14 +313,14 @@ class LaunchOptions:
             and not _has_experts(path)
         ):
             raise ConfigError(
-                "enable_return_routed_experts, and the model has no experts",
+                "enable_return_routed_experts, but the model has no experts",
                 remedy="leave it out",
                 model=path,
             )
         if self.colocate:
             if device != "cuda":
                 raise ConfigError(
-                    f"colocate=True shares a GPU, and the device is {device}",
+                    f"colocate=True shares a GPU, but the device is {device}",
                     remedy="leave it out",
                 )
             arguments = engine_arguments(arguments)

@@ -128,7 +128,8 @@ class JvMagics(Magics):
         if not isinstance(value, _kind(kind)):
             known = ", ".join(sorted(self._every(kind))) or "none"
             raise MagicError(
-                f"{name!r} is no {kind} of this notebook", remedy=f"there are: {known}"
+                f"{name!r} is not a {kind} of this notebook",
+                remedy=f"there are: {known}",
             )
         return value
 

@@ -30,17 +30,15 @@ from jvlab._errors import (
     UnknownName,
     Unsupported,
 )
-from jvlab._names import check_name, own_name
+from jvlab._names import LostNote, check_name, own_name
 from jvlab._progress import Progress
 from jvlab._tracebacks import brief
 from jvlab.engine import _vllm
 from jvlab.lab import _adapters, _launch_settings, _prompts
 from jvlab.lab._in_process import INSTEAD, EngineHost, open_pool, release
 from jvlab.lab._launch_settings import LaunchArguments, LaunchOptions, shows_options
-from jvlab.record import _calls
 from jvlab.record._batch import RolloutBatch, Scores
-from jvlab.record._calls import RolloutTally
-from jvlab.record._events import ScoreEvent, clock
+from jvlab.record._events import RolloutTally, ScoreEvent, clock, note
 from jvlab.record._sample import Sample
 from jvlab.sync._connections import Connections, ConnectOptions
 from jvlab.wire import jvlab_pb2 as pb
@@ -142,7 +140,7 @@ class Pool:
         return status
 
     def renew(self, snapshot: pb.PoolStatus) -> None:
-        """Store a newer snapshot, which somebody asked the gateway for, and tell all who wait and listen."""
+        """Store a newer snapshot that somebody asked the gateway for, and tell everyone who waits or listens."""
         with self._changed:
             # replies may overtake the watched stream
             if 0 < snapshot.revision < self.snapshot.revision:
@@ -171,8 +169,8 @@ class Pool:
     ) -> Self:
         """Wait until every replica is ready; a failed start raises with the last lines of the engine's log.
 
-        Warns, once for each pool, of a vLLM that jvlab was not seen to work with, and names what it lacks; and of a CPU
-        that cannot compute in the checkpoint's dtype.
+        Warns once per pool if jvlab was not tested with this vLLM, and names what it lacks; and if the CPU cannot
+        compute in the checkpoint's dtype.
         """
         self._wait_until(Deadline.of(timeout), progress, self._all_ready, confirm=True)
         said = (
@@ -381,7 +379,7 @@ class Pool:
     ) -> RolloutBatch:
         """`n` samples of each prompt, in order.
 
-        prompts     texts, chats (lists of {"role", "content"}) or lists of token ids, also mixed
+        prompts     texts, chats (lists of {"role", "content"}) or lists of token ids; they may be mixed
         sampling    vLLM's SamplingParams by name: max_tokens, temperature, seed, stop, ...; sample k uses seed + k
         progress    False: nothing is shown; else a bar in a terminal or a notebook, in a log a line if it takes long
         routing     which replica gets a prompt: "least" (in flight), or "prefix" (prompts with a common prefix go to
@@ -515,7 +513,8 @@ class Pool:
                 len(start.prompts) * start.n - start.window if start.window else 0
             )
             async for event in call:
-                notes.extend(event.notes)
+                lost = event.lost
+                notes.extend(LostNote(n, lost) if lost else n for n in event.notes)
                 for message in event.samples:
                     sample = _prompts.to_sample(message, prompts)
                     tally.add(sample)
@@ -529,7 +528,7 @@ class Pool:
             ) from None
         finally:
             call.cancel()
-            _calls.note(self.client, *tally.events())
+            note(self.client, *tally.events())
 
     async def _collect(
         self,
@@ -649,7 +648,7 @@ class Pool:
         done = ScoreEvent(
             start=start, stop=clock(), what="score", samples=len(scores), tokens=tokens
         )
-        _calls.note(self.client, done)
+        note(self.client, done)
         return scores
 
     # Waiting for work ---------------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ def launch_error(
 
 def launch_remedy(cause: str, model: str = "") -> str:
     """What to do about an engine that did not start; `model`: its folder, if it is one."""
-    low = cause.lower()
+    low = cause.lower()  # words of vLLM, torch or the kernel, which give no code
     if "illegal instruction" in low:
         return "`jvlab doctor` shows what this CPU can compute; engine={'dtype': 'float32'} works on every one"
     if (
@@ -249,7 +249,7 @@ def _check_text(what: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise SamplingError(
-            f"{what} holds a lone surrogate, which is no character",
+            f"{what} holds a lone surrogate, which is not a character",
             remedy="it comes from bytes that were decoded wrongly; text.encode('utf-8', 'replace').decode() drops it",
         ) from None
 

@@ -42,15 +42,6 @@ def merge_axes(axes: Iterable[StridedAxis]) -> list[StridedAxis]:
     return out
 
 
-def storage_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last of a strided box."""
-    return (
-        1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-        if all(shape)
-        else 0
-    )
-
-
 def unique_rows(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """First index of each distinct row, and each row's class. Rows are hashed to 64 bits, then compared: exact."""
     flat = [np.atleast_2d(c.T).T for c in columns]

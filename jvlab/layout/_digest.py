@@ -24,8 +24,8 @@ import numpy as np
 
 from jvlab._errors import LayoutError
 from jvlab.layout._plan_types import ValueTransform, numpy_dtype
-from jvlab.layout._shards import leaf_from_array
 from jvlab.layout._slices import slice_text
+from jvlab.layout._tree import leaf_from_array
 
 # The inner loop of the digest, compiled where numba is installed: one pass at memory speed.
 

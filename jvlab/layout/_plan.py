@@ -36,7 +36,7 @@ from jvlab.layout._plan_types import (
 )
 
 if TYPE_CHECKING:
-    from jvlab.sync._sync_report import SyncReport
+    from jvlab.sync._transaction import SyncReport
     from jvlab.views.panels._plan_panel import PlanPanel
 
 

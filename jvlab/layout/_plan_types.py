@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -66,6 +67,15 @@ def item_bytes(name: str) -> int:
         "float8_e5m2fnuz": 1,
     }
     return known[name] if name in known else numpy_dtype(name).itemsize
+
+
+def storage_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last of a strided box."""
+    return (
+        1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+        if all(shape)
+        else 0
+    )
 
 
 @dataclass(frozen=True, eq=False)

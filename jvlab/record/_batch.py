@@ -432,7 +432,7 @@ class RolloutBatch(Sequence[Sample]):
     def with_rewards(
         self, rewards: Sequence[float | Mapping[str, float] | None]
     ) -> RolloutBatch:
-        """The same batch, each sample with its reward, in the order of the samples; of parts with names: their sum."""
+        """The same batch with a reward for each sample, in order; of a mapping of named parts, their sum."""
         if len(rewards) != len(self):
             raise ConfigError(
                 f"{len(rewards)} rewards for {len(self)} samples",

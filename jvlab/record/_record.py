@@ -18,7 +18,15 @@ from jvlab._deadline import check_timeout
 from jvlab._errors import ConfigError
 from jvlab._units import how_many
 from jvlab.record import _export, _metrics
-from jvlab.record._events import KINDS, NAN, Event, RunStart, StepEvent, event_from_json
+from jvlab.record._events import (
+    KINDS,
+    NAN,
+    Event,
+    RunStart,
+    StepEvent,
+    event_from_json,
+    noted,
+)
 from jvlab.record._log import EVENTS, SAMPLES, LogReader, is_locked
 from jvlab.record._samples import SampleRecord, batch_of, current, sample_from_json
 
@@ -481,3 +489,19 @@ def _line(s: Mapping[str, Any]) -> str:
     if s["damaged"]:
         parts.append(f"{s['damaged']} damaged lines skipped")
     return f"Record({s['run']!r}: {', '.join([*parts, state])})"
+
+
+def calls_of(client: Any) -> Record:
+    """What this process asked of a lab, found by its client; times count from the first call."""
+    events = sorted(noted(client), key=lambda e: e.start)
+    if not events:
+        return Record.of(())
+    at = events[0].start
+    return Record.of(
+        [
+            RunStart(
+                run="this session", actor="trainer", start=at, stop=at, wall=time.time()
+            ),
+            *events,
+        ]
+    )

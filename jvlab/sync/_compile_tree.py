@@ -211,7 +211,7 @@ def trace_and_compile(
     """
     from jvlab.layout._checkpoint import CheckpointValues, checkpoint_tensors
     from jvlab.layout._formats import before_blocks, with_block_scales
-    from jvlab.layout._shards import MeshSpec
+    from jvlab.layout._tree import MeshSpec
 
     clock = _Clock(timing)
     # a running pool: trace its engine
@@ -362,8 +362,14 @@ def compile_tree(
         expand_blocks,
         expand_formats,
     )
-    from jvlab.layout._shards import device_processes, leaves_of, mesh_processes
-    from jvlab.layout._tree import FlatTree, checkpoint_names, flatten
+    from jvlab.layout._tree import (
+        FlatTree,
+        checkpoint_names,
+        device_processes,
+        flatten,
+        leaves_of,
+        mesh_processes,
+    )
     from jvlab.sync._rebind import Origin
 
     clock = clock or _Clock(None)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,22 +11,17 @@ from jvlab._names import model_words
 from jvlab._version import __version__
 from jvlab.layout._layout_codec import layout_to_plain, plain_to_bytes
 from jvlab.layout._tree import flatten
+from jvlab.sync._coordinator import SLOTS, ready_replicas
 from jvlab.sync._meaning import MeaningCheck
-from jvlab.wire import jvlab_pb2 as pb
 
 if TYPE_CHECKING:
     from jvlab.layout._plan import TransferPlan
     from jvlab.layout._types import RankLayout
-    from jvlab.sync._ipc_lanes import Port
     from jvlab.sync._mapping import Mapping
-    from jvlab.sync._senders import SendingChannel
-    from jvlab.transport._peer import Sender
     from jvlab.wire._pool_view import PoolView
 
 # equal on all replicas
 SHARED_FACTS = ("vllm_version", "vllm_build", "dtype", "architecture", "vocab_size")
-# buckets in flight to a rank: one being filled, one in transit, one being read
-SLOTS = 3
 
 
 @dataclass
@@ -75,17 +68,6 @@ class Agreement:
 def layouts_bytes(layouts: list[RankLayout]) -> bytes:
     """A serialization of layouts: equal bytes if and only if the layouts are equal."""
     return b"".join(plain_to_bytes(layout_to_plain(layout)) for layout in layouts)
-
-
-def ready_replicas(pool: PoolView, deadline: Deadline) -> dict[str, tuple[int, int]]:
-    """Name -> (index in the pool, epoch) of every ready replica; waits for a pool that is still starting."""
-    pool.facts(deadline)
-    snapshot = pool.snapshot
-    return {
-        r.replica: (i, r.epoch)
-        for i, r in enumerate(snapshot.replicas)
-        if r.state == pb.READY
-    }
 
 
 def facts_of(pool: PoolView, name: str) -> dict[str, str]:
@@ -249,7 +231,7 @@ def _choose(
     no_ipc = _no_ipc(plan) if engine == "cuda" or wanted == "ipc" else ""
     if engine == "cuda" and any(isinstance(a, TorchLeaf) for a in arrays.values()):
         raise Unsupported(
-            "torch tensors are sent through host memory, and this engine's weights are on a GPU",
+            "torch tensors are sent through host memory, but this engine's weights are on a GPU",
             remedy="pass them as JAX arrays: {name: jax.dlpack.from_dlpack(t) for name, t in state_dict.items()} "
             'copies nothing; or launch with device="cpu"',
         )
@@ -289,22 +271,3 @@ def _no_ipc(plan: TransferPlan) -> str:
     except Unsupported as error:
         return error.message
     return ""
-
-
-def listen(agreed: Agreement, slot_bytes: int, replica: str, rank: int) -> Sender:
-    """The sending end of one channel."""
-    from jvlab.transport._choose import listen
-
-    peer = f"rank {rank} of {replica}"
-    return listen(
-        agreed.transport,
-        slot_bytes=slot_bytes,
-        slots=SLOTS,
-        peer=peer,
-        **agreed.options,
-    )
-
-
-def ranks_json(channels: Sequence[SendingChannel | Port]) -> list[str]:
-    """Per rank, the JSON list of its endpoints: a single one, since one trainer process sends."""
-    return [json.dumps([channel.sender.endpoint()]) for channel in channels]

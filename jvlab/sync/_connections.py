@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError
-from jvlab.layout._shards import device_processes
-from jvlab.layout._tree import flatten
+from jvlab.layout._tree import device_processes, flatten
 from jvlab.sync._connect import Agreement, negotiate
 from jvlab.sync._link import Link
 from jvlab.sync._meaning import MeaningCheck, unpack

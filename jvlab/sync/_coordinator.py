@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +16,11 @@ from jvlab._names import own_name
 from jvlab._progress import Progress
 from jvlab._tracebacks import shorten
 from jvlab.layout._digest import compiled_scan
-from jvlab.sync import _connect
 from jvlab.sync._senders import BucketSenders, Senders, Sent
-from jvlab.sync._sync_report import CheckReport, SyncReport
 from jvlab.sync._transaction import (
     ORDER_SECONDS,
+    CheckReport,
+    SyncReport,
     Transaction,
     check_report,
     replica_digests,
@@ -31,6 +32,9 @@ from jvlab.wire._sync_words import BEFORE_BYTES, Phase, Terms
 
 if TYPE_CHECKING:
     from jvlab.layout._plan import TransferPlan
+    from jvlab.sync._connect import Agreement
+    from jvlab.sync._ipc_lanes import Port
+    from jvlab.sync._senders import SendingChannel
     from jvlab.sync._stepper import Stepper
     from jvlab.transport._peer import Sender
     from jvlab.wire._pool_view import PoolView
@@ -39,8 +43,8 @@ if TYPE_CHECKING:
 # the gateway abandons an open sync that gets no order for this long
 LEASE_SECONDS = 600.0
 Ready = dict[str, tuple[int, int]]  # replica -> its index in the plan, its epoch
-
-
+# buckets in flight to a rank: one being filled, one in transit, one being read
+SLOTS = 3
 DIRTY_SECONDS = 1.0  # minimum time to mark a pool dirty
 STATE_SECONDS = 5.0  # to ask what an interrupted sync left behind
 Listener = Callable[[float], None]  # called with the bytes sent so far
@@ -53,6 +57,22 @@ def behind(snapshot: pb.PoolStatus) -> frozenset[str]:
         for r in snapshot.replicas
         if r.state == pb.READY and r.version < snapshot.version
     )
+
+
+def ready_replicas(pool: PoolView, deadline: Deadline) -> Ready:
+    """Name -> (index in the pool, epoch) of every ready replica; waits for a pool that is still starting."""
+    pool.facts(deadline)
+    snapshot = pool.snapshot
+    return {
+        r.replica: (i, r.epoch)
+        for i, r in enumerate(snapshot.replicas)
+        if r.state == pb.READY
+    }
+
+
+def ranks_json(channels: Sequence[SendingChannel | Port]) -> list[str]:
+    """Per rank, the JSON list of its endpoints: a single one, since one trainer process sends."""
+    return [json.dumps([channel.sender.endpoint()]) for channel in channels]
 
 
 class Coordinator:
@@ -68,7 +88,7 @@ class Coordinator:
     def __init__(
         self,
         pool: PoolView,
-        agreed: _connect.Agreement,
+        agreed: Agreement,
         wrap: Callable[[Sender], Sender] | None,
     ) -> None:
         self.pool = pool
@@ -112,7 +132,7 @@ class Coordinator:
         self._check_replicas(ready, deadline)
         with self._opening(ready) as senders:
             ranks = {
-                name: _connect.ranks_json(channels)
+                name: ranks_json(channels)
                 for name, channels in senders.replicas.items()
             }
             self._take_pool(senders, ready, ranks, deadline)
@@ -127,7 +147,7 @@ class Coordinator:
         # replica that joined after planning reuses an earlier replica's index.
         ready = {
             n: r
-            for n, r in _connect.ready_replicas(self.pool, deadline).items()
+            for n, r in ready_replicas(self.pool, deadline).items()
             if only is None or n in only
         }
         return {
@@ -175,7 +195,7 @@ class Coordinator:
             return BucketSenders(self.plan, replicas, self._listen, process=process)
         if self._wrap is not None:
             raise ConfigError(
-                "faults= wraps bucket channels, and ipc has none: it writes engine memory directly",
+                "faults= wraps bucket channels, but ipc has none: it writes engine memory directly",
                 remedy='test recovery with transport="shm" on a CPU engine',
             )
         from jvlab.sync._ipc_senders import IpcSenders
@@ -183,7 +203,15 @@ class Coordinator:
         return IpcSenders(self.plan, replicas)
 
     def _listen(self, slot_bytes: int, replica: str, rank: int) -> Sender:
-        sender = _connect.listen(self.agreed, slot_bytes, replica, rank)
+        from jvlab.transport._choose import listen
+
+        sender = listen(
+            self.agreed.transport,
+            slot_bytes=slot_bytes,
+            slots=SLOTS,
+            peer=f"rank {rank} of {replica}",
+            **self.agreed.options,
+        )
         return self._wrap(sender) if self._wrap is not None else sender
 
     def _take_pool(
@@ -270,7 +298,7 @@ class Coordinator:
         senders = self.ensure_open(deadline)
         if options.mode == "direct" and senders.no_direct:
             raise ConfigError(
-                f"a direct sync writes live memory, and this engine's can't be mapped: {senders.no_direct}",
+                f"a direct sync writes live memory, but this engine's can't be mapped: {senders.no_direct}",
                 remedy='sync with mode="staged", which writes buffers that can be; or launch without sleep mode',
             )
         source = senders.source(params)

@@ -15,14 +15,12 @@ from jvlab._names import model_words
 from jvlab._tracebacks import brief
 from jvlab._units import human_bytes
 from jvlab.layout._tree import flatten
-from jvlab.record import _calls
-from jvlab.record._events import clock
+from jvlab.record._events import clock, note, sync_event
 from jvlab.sync._coordinator import Coordinator
 from jvlab.sync._meaning import RememberedParams
 from jvlab.sync._pack import Source
-from jvlab.sync._sync_report import CheckReport, SyncReport
 from jvlab.sync._team import TeamCoordinator
-from jvlab.sync._transaction import ORDER_SECONDS
+from jvlab.sync._transaction import ORDER_SECONDS, CheckReport, SyncReport
 from jvlab.sync._values import Values, values_of
 from jvlab.wire._sync_words import Terms
 
@@ -246,8 +244,8 @@ class Link:
 
         The first sync also settles what `link.meaning` left open, if it can: it raises a `MeaningError` and writes
         nothing if other values than those connected contradict the mapping; it raises one and leaves the pool dirty if
-        engine and trainer compute different log-probabilities. So does a later one, for leaves that could not be told
-        apart until then.
+        engine and trainer compute different log-probabilities. So does a later sync, for leaves that could not be told
+        apart before.
 
         After a failure each engine is on its old version, or dirty (refuses to generate) until a later sync commits.
         A multi-process trainer calls it in every process with the same arguments: all return, or all raise.
@@ -276,7 +274,7 @@ class Link:
         report = self._coordinator.sync(
             params, version, options, deadline, progress, listener
         )
-        _calls.note(self.pool.client, _calls.sync_event(report, start, clock()))
+        note(self.pool.client, sync_event(report, start, clock()))
         return report
 
     def _options(
@@ -461,6 +459,7 @@ class Link:
         """Abandon an open sync and release the pool; the engines keep their weights. Can be called twice."""
         if not self.closed:
             self._coordinator.close()
+            self.pool.links.discard(self)
             self._on_close(self)
 
     def __enter__(self) -> Link:

@@ -472,7 +472,7 @@ class Mapping:
         )
         for layout in self._layouts:
             opaque = {n.name for n in layout.opaque}
-            staged = {n.name for n in layout.repacked}
+            repacked = {n.name for n in layout.repacked}
             key = (
                 layout.tensor.astype(np.int64) * len(layout.parameters)
                 + layout.parameter
@@ -484,7 +484,7 @@ class Mapping:
                 t = layout.tensors[pair // len(layout.parameters)]
                 p = layout.parameters[pair % len(layout.parameters)]
                 if t.name not in opaque:
-                    kind = "staged" if p.name in staged else "direct"
+                    kind = "staged" if p.name in repacked else "direct"
                     out[t.name][p.name, p.dtype, kind].append((layout.rank, elements))
             for t in layout.tensors:
                 if t.name in opaque:

@@ -27,8 +27,7 @@ from jvlab.layout._digest import (
 from jvlab.layout._element_order import source_order
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import LinkPlan, ValueTransform, convert, numpy_dtype
-from jvlab.layout._shards import leaf_from_array
-from jvlab.layout._tree import as_sent, flatten
+from jvlab.layout._tree import as_sent, flatten, leaf_from_array
 from jvlab.sync._quantise import Naming, sent_arrays, unchanged
 
 # A box as static slices, reshapes and one transpose: what a compiled pack program is made of. numpy only.
@@ -154,6 +153,8 @@ class Source:
     @classmethod
     def of_arrays(cls, plan: TransferPlan, given: Mapping[str, Any]) -> Source:
         """From the trainer's arrays by path; those that feed a quantised engine are quantised here."""
+        if not plan.quantised:
+            return cls(plan, given)
         arrays, naming = sent_arrays(plan, given)
         source = cls(plan, arrays)
         source.by_path = given

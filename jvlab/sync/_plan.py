@@ -39,7 +39,8 @@ def plan(
 ) -> TransferPlan:
     """The plan from a tree of arrays or shapes to a vLLM engine that need not exist: every element is written once.
 
-    `model` is a model folder, a config, or a running pool (whose engine is traced, with its own options).
+    `model` is a model folder, "tiny:llama", "smollm2", a config, or a running pool (whose engine is traced, with its
+    own options).
     `params` is any pytree of arrays or ShapeDtypeStructs; with None the tree is the one that `rules` imply, for "auto"
     that of jvlab's own Policy. `mesh` (`"fsdp=4,tp=2"`, a dict, a jax Mesh) says how they would be sharded; without it
     their own shardings are used. `rules` is "auto", the name of a rule set, a file, rule text, a `jv.Rules`, a list of

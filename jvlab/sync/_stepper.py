@@ -15,8 +15,7 @@ from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, ControlError, SyncError, VerifyError
 from jvlab._tracebacks import brief
 from jvlab.sync._senders import by_parameter
-from jvlab.sync._sync_report import CheckReport, SyncReport
-from jvlab.sync._transaction import ABANDON_SECONDS
+from jvlab.sync._transaction import ABANDON_SECONDS, CheckReport, SyncReport
 
 if TYPE_CHECKING:
     from jvlab.sync._coordinator import Coordinator
@@ -114,7 +113,7 @@ class Stepper:
 
     @property
     def mode(self) -> str:
-        """Whether engines wait while it moves ("direct") or generate on ("staged")."""
+        """Whether engines wait while it moves ("direct") or keep generating ("staged")."""
         return self._transaction.terms.mode
 
     @property
@@ -140,9 +139,9 @@ class Stepper:
 
     @property
     def blocks_this_thread(self) -> bool:
-        """Whether the thread that asks opened it, and engines wait for it: no work of theirs ends before its next step.
+        """Whether the calling thread opened it and engines wait for it: none of their work ends before its next step.
 
-        Another thread may wait: its work goes on once this one has finished the sync.
+        Another thread may wait: its work continues once this one has finished the sync.
         """
         halted = (
             self.state in ("moving", "moved", "verified")

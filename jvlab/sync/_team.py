@@ -34,12 +34,17 @@ from jvlab._errors import (
 )
 from jvlab._names import own_name
 from jvlab.layout._digest import NonFinite, merged
-from jvlab.layout._shards import device_processes
+from jvlab.layout._tree import device_processes
 from jvlab.sync._coordinator import Coordinator
 from jvlab.sync._pack import Source
 from jvlab.sync._senders import Senders, Sent
-from jvlab.sync._sync_report import CheckReport, Outcome, SyncReport
-from jvlab.sync._transaction import ORDER_SECONDS, Transaction
+from jvlab.sync._transaction import (
+    ORDER_SECONDS,
+    CheckReport,
+    Outcome,
+    SyncReport,
+    Transaction,
+)
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._client import Message, TeamStream
 from jvlab.wire._sync_words import CHOICES, Terms

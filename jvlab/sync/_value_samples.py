@@ -17,8 +17,8 @@ from jvlab._errors import JvlabError, LayoutError
 from jvlab._units import how_many
 from jvlab.layout._checkpoint import CheckpointValues
 from jvlab.layout._plan_types import numpy_dtype
-from jvlab.layout._shards import leaf_from_array
 from jvlab.layout._slices import layer_number, slice_name, stacked_dims, without_slice
+from jvlab.layout._tree import leaf_from_array
 from jvlab.layout._types import Binding
 from jvlab.layout.rules._roles import classify, templates
 from jvlab.sync._value_check import (

@@ -82,7 +82,7 @@ class Buckets:
             if width >= tokens:
                 return width
         raise ConfigError(
-            f"a sample has {tokens} tokens, prompt included, and the longest bucket is {self.longest}",
+            f"a sample has {tokens} tokens, prompt included, but the longest bucket is {self.longest}",
             remedy=f"raise Buckets(longest=...) to {tokens} or more, or generate with fewer max_tokens",
             tokens=tokens,
             longest=self.longest,

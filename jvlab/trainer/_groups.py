@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ from jvlab._errors import (
     RewardError,
     SyncError,
 )
+from jvlab._names import LostNote
 from jvlab.record._events import (
     EvaluationEvent,
     FaultEvent,
@@ -76,7 +76,7 @@ class Evaluation:
             )
         if task.environment is not None:
             raise ConfigError(
-                f"task {task.name!r} has several turns, and an evaluation answers once",
+                f"task {task.name!r} has several turns, but an evaluation answers once",
                 remedy="evaluate=jv.Task(prompts, reward) with a reward function",
             )
         self._pool = pool
@@ -140,7 +140,6 @@ MAX_TRIES = 4  # of a group whose replicas fail
 FAILED_GROUPS = 16
 # seconds before the loss of the same replica is reported again: it affects many groups
 REPEAT_S = 60.0
-_LOST = re.compile(r"replica (\S+) was lost")
 
 
 @dataclass(frozen=True, eq=False)
@@ -456,12 +455,12 @@ class GroupMaker:
     def record_notes(self, notes: Sequence[str]) -> None:
         """Record a pool's notes; those about one replica at most once in `REPEAT_S`."""
         for note in notes:
-            found = _LOST.search(note)
-            who = found[1] if found else "pool"
+            lost = isinstance(note, LostNote)
+            who = note.replica if lost else "pool"
             now = time.monotonic()
             if now - self._reported.get(who, -REPEAT_S) >= REPEAT_S:
                 self._reported[who] = now
-                self._fault("replica lost" if found else "note", who, note)
+                self._fault("replica lost" if lost else "note", who, note)
 
     def _reward_fault(self, ticket: Ticket, failure: RewardFailure) -> None:
         who = f"group {ticket.index}, sample {failure.index}"

@@ -73,13 +73,13 @@ def grpo(
                       optax `optimizer` has its own. Gradients are clipped to `max_grad_norm`, unless it is None
     reference         for a KL term: a pool or a tree of parameters; None: the policy as it is now
     on_stale          "drop" or "regenerate" groups that are too stale
-    replay            of a policy with experts, whose router may choose others than the engine's did, by rounding:
+    replay            for a policy with experts, whose router may choose differently from the engine's by rounding:
                       "ids" trains with the experts that the engine chose for each token, weighed by the policy's own
                       router; "full" with the engine's weights too, as constants: the router then gets no gradient.
                       Needs lab.launch(..., engine={"enable_return_routed_experts": True}); "full" a pool on a CPU.
                       Where a pool's prefix cache knew a prompt the policy's router chooses; a reference always does
     token_budget      tokens in one forward and backward pass: samples are packed into rows, one shape for the whole
-                      run. Default, of a `jv.Policy`: what the memory at hand allows. A step has as many passes as its
+                      run. Default for a `jv.Policy`: what the available memory allows. A step has as many passes as its
                       samples need; their gradients are accumulated into one update
     micro_batch       samples in one pass instead, each padded to the longest's bucket; 16 by default where log-
                       probabilities come from a function that takes no `segments`
@@ -413,7 +413,7 @@ def _checked_reference(reference: Any, params: Any) -> Any:
     )
     if shapes(reference) != shapes(params):
         raise ConfigError(
-            f"reference is {type(reference).__name__}, and no tree of the policy's shapes",
+            f"reference is {type(reference).__name__}, not a tree with the policy's shapes",
             remedy="a pool, parameters such as policy.params, or None: the policy as it is now",
             option="reference",
         )

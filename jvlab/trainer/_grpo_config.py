@@ -297,27 +297,28 @@ class GrpoConfig:
         asked = f"replay={self.replay!r}"
         if getattr(getattr(policy, "config", None), "experts", None) == 0:
             raise ConfigError(
-                f"{asked}, and the policy has no experts: {policy}",
+                f"{asked}, but the policy has no experts: {policy}",
                 remedy='replay="none"',
             )
         if "routes" not in inspect.signature(logprobs_fn).parameters:
             raise ConfigError(
-                f"{asked}, and logprobs_fn takes no routes",
+                f"{asked}, but logprobs_fn takes no routes",
                 remedy='a jv.Policy, or replay="none"',
             )
         if task.environment is not None:
             raise ConfigError(
-                f"{asked} of a task with turns is not there", remedy='replay="none"'
+                f"{asked} is not available for a task with turns",
+                remedy='replay="none"',
             )
         delivers = pool.facts().routed_experts if hasattr(pool, "facts") else ""
         if not delivers:
             raise ConfigError(
-                f"{asked}, and the pool does not return the experts that it chose",
+                f"{asked}, but the pool does not return the experts that it chose",
                 remedy='lab.launch(..., engine={"enable_return_routed_experts": True})',
             )
         if delivers == "ids" and self.replay == "full":
             raise ConfigError(
-                f"{asked}, and vLLM returns no weights of experts on a GPU",
+                f"{asked}, but vLLM returns no weights of experts on a GPU",
                 remedy='replay="ids", or a pool on a CPU',
             )
         if delivers == "ids" and self.max_staleness:
@@ -372,7 +373,7 @@ class GrpoConfig:
         longest = sampling["max_tokens"]
         if facts.max_model_len and longest >= facts.max_model_len:
             raise ConfigError(
-                f"max_tokens={longest}, and the engine's context holds {facts.max_model_len} tokens, prompt included",
+                f"max_tokens={longest}, but the engine's context holds {facts.max_model_len} tokens, prompt included",
                 remedy="fewer tokens, or lab.launch(..., engine={'max_model_len': ...})",
                 option="max_tokens",
             )

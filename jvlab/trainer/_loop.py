@@ -33,7 +33,6 @@ from jvlab._errors import (
     ReplicaLost,
     SyncError,
 )
-from jvlab.record._calls import sync_event
 from jvlab.record._events import (
     Event,
     FaultEvent,
@@ -41,6 +40,7 @@ from jvlab.record._events import (
     ScoreEvent,
     StepEvent,
     clock,
+    sync_event,
 )
 from jvlab.record._run_status import extremes
 from jvlab.record._samples import SampleRecord

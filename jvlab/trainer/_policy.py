@@ -198,7 +198,7 @@ class Policy:
         computed again. By default it is chosen for each shape from the device's memory; `policy.memory` says which.
         `head_dtype` is that of the output head: "float32" uses its weights unrounded; a 16-bit one rounds the logits
         too, as an engine does; None multiplies in `compute_dtype` and keeps float32 logits. See
-        README, "When engine and trainer disagree".
+        notebooks/GUIDE.md, "When engine and trainer disagree".
         """
         use_compile_cache()
         compute_dtype = compute_dtype or dtype
@@ -253,9 +253,9 @@ class Policy:
     ) -> str:
         """Writes config.json, safetensors and the tokenizer as transformers and vLLM load them; returns the path.
 
-        Of a policy with adapters, adapter_config.json and safetensors: a PEFT adapter. The folder must not exist yet
-        (or be empty); it appears complete, by one rename. `dtype` defaults to that of the parameters, which is
-        lossless.
+        A policy with adapters is written as a PEFT adapter: adapter_config.json and safetensors. The folder must not
+        exist yet (or be empty); it appears complete, by one rename. `dtype` defaults to that of the parameters, which
+        is lossless.
         """
         saved: Any = self.params if params is None else params
         if self._frozen is not None:
@@ -481,7 +481,7 @@ class Policy:
         ]
 
     def memory(self, batch: int, length: int, samples: int = 1) -> _memory.Memory:
-        """What a training step over `batch` rows of `length` tokens at once will take of the fullest device.
+        """The memory that a training step over `batch` rows of `length` tokens at once will take on the fullest device.
 
         `samples` is how many a packed row may hold: a fused kernel takes memory for each of them.
 
@@ -497,7 +497,7 @@ class Policy:
         )
 
     def token_budget(self) -> int:
-        """The tokens of a micro-batch that the memory at hand allows."""
+        """The tokens of a micro-batch that the available memory allows."""
         most = MOST if self.fused_attention else 1
         return _memory.choose_budget(
             self.config, self.runtime, self.params, most, self.frozen
@@ -513,7 +513,7 @@ class Policy:
         """How a training step would lay samples into rows: `.padding`, `.shapes`, `.plot()`. Nothing is computed.
 
         samples       a RolloutBatch, or the tokens of each sample, prompt included
-        token_budget  of one pass, as for `jv.grpo`; default: what the memory at hand allows
+        token_budget  of one pass, as for `jv.grpo`; default: what the available memory allows
         micro_batch   samples of one pass instead, each padded to the longest's bucket
 
         >>> policy.packing([30, 100, 60, 64], token_budget=256)

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from jvlab._errors import ConfigError, JvlabError
+from jvlab._names import LostNote
 from jvlab.record._events import FaultEvent, PauseEvent, clock
 from jvlab.record._writer import RecordWriter
 from jvlab.trainer._groups import GroupMaker, SampleGroup
@@ -112,7 +113,8 @@ class Producer:
 
     def note_lost_replica(self, replica: str, why: str) -> None:
         """Record that a replica is lost, in case no group reported it."""
-        self._maker.record_notes([f"replica {replica} was lost ({why})"])
+        text = f"replica {replica} was lost ({why})"
+        self._maker.record_notes([LostNote(text, replica)])
 
     def wake(self) -> None:
         """Make waiters check their conditions again."""

@@ -18,6 +18,7 @@ from jvlab import _faces
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, DeadlineExceeded
 from jvlab._tracebacks import brief
+from jvlab.record._events import runs
 from jvlab.record._record import Record
 from jvlab.record._run_status import RunStatus, measured
 from jvlab.trainer._batching import Buckets, train_batch
@@ -37,7 +38,9 @@ if TYPE_CHECKING:
 # Scores a recorded sample again under the weights that generated it.
 
 
-def replay(loop: Loop, checkpoints: Checkpoints, sample: SampleRecord) -> np.ndarray:
+def score_again(
+    loop: Loop, checkpoints: Checkpoints, sample: SampleRecord
+) -> np.ndarray:
     """log P of each of the sample's tokens under its own version; raises if a version's checkpoint is missing."""
     own = np.asarray(sample.mask or [1] * len(sample.tokens), bool)
     versions = sample.token_versions
@@ -76,8 +79,6 @@ def replay(loop: Loop, checkpoints: Checkpoints, sample: SampleRecord) -> np.nda
 # ----------------------------------------------------------------------------------------------------
 
 _open: weakref.WeakSet[Run] = weakref.WeakSet()
-# lab client -> folders of its runs, for `lab.timeline()`
-_runs: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
 class Run:
@@ -122,7 +123,7 @@ class Run:
         loop.on_step.append(lambda event: self._notify())
         _open.add(self)
         if client is not None:
-            _runs.setdefault(client, []).append(folder)
+            runs.setdefault(client, []).append(folder)
         self._thread.start()
 
     def _run(self) -> None:
@@ -320,7 +321,7 @@ class Run:
         differ slightly: the engine continued from KV of the version before.
         """
 
-        return replay(self._loop, Checkpoints(self.folder, keep=None), sample)
+        return score_again(self._loop, Checkpoints(self.folder, keep=None), sample)
 
     # Display ------------------------------------------------------------------------------------------------------
 

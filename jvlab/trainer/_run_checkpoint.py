@@ -80,7 +80,7 @@ class Checkpoints:
             free = shutil.disk_usage(self.folder).free
         if free < needed:
             raise StorageError(
-                f"one checkpoint takes {human_bytes(needed)}, and {self.folder} has room for {human_bytes(free)}",
+                f"one checkpoint takes {human_bytes(needed)}, but {self.folder} has room for {human_bytes(free)}",
                 remedy="make room, choose a folder on another disk, or checkpoint_every=0",
                 path=str(self.folder),
                 number=errno.ENOSPC,
@@ -139,7 +139,7 @@ class Checkpoints:
             )
             if fields.pop("format") != FORMAT:
                 raise ConfigError(
-                    f"{path} has another format",
+                    f"{path} has a different format",
                     remedy="resume with the jvlab version that wrote it",
                 )
             kinds = {field.name: int for field in dataclasses.fields(Position)}

@@ -203,7 +203,7 @@ class TrainStep:
         self._frozen_of = _owner(logprobs_fn) if "frozen" in takes else None
         if token_budget is not None and "segments" not in takes:
             raise ConfigError(
-                "token_budget packs samples into rows, and this logprobs_fn takes no segments",
+                "token_budget packs samples into rows, but this logprobs_fn takes no segments",
                 remedy="let it take segments=[B, T], or give micro_batch, the samples of a micro-batch, instead",
             )
         if token_budget is not None and token_budget < 1:
@@ -360,7 +360,7 @@ class TrainStep:
             )
         if batch.replayed and not self._takes_routes:
             raise ConfigError(
-                "the batch holds an engine's experts, and this logprobs_fn takes no routes",
+                "the batch holds an engine's experts, but this logprobs_fn takes no routes",
                 remedy='let it take routes=(ids, weights), or make the batch with replay="none"',
             )
         if self.algorithm.needs_reference and batch.reference_logprobs is None:

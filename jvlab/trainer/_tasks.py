@@ -154,7 +154,7 @@ class Task:
     def first(self, count: int) -> list[Example]:
         """At most `count` examples from the first on, each once; the position does not move.
 
-        A list is not begun again, and of a function those are left out that it has given before.
+        A list is not started again; examples that a function has given before are left out.
         """
         if self._function is None:
             return [self.example(index) for index in range(count) if self._holds(index)]

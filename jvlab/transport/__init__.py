@@ -11,7 +11,7 @@ b'abcd'
 >>> receiver.release(bucket)
 >>> sender.flush(deadline=5)
 
-May import layout, checkpoint and the root modules.
+May import wire and below.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from jvlab.transport._choose import (
     open_receiver,
 )
 from jvlab.transport._faults import Faults, Fired
-from jvlab.transport._loopback import pair
-from jvlab.transport._peer import Bucket, Header, Receiver, Sender
+from jvlab.transport._peer import Bucket, Header, Receiver, Sender, pair
 
 __all__ = [
     "NAMES",

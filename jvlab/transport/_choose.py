@@ -97,7 +97,7 @@ def _check_asked(wanted: str, same_host: bool, has_torch: bool) -> None:
         )
     if wanted == "loopback":
         raise ConfigError(
-            "loopback joins two ends in one process, and an engine is another process",
+            "loopback joins two ends in one process, but an engine is another process",
             remedy='use jvlab.transport.pair() in tests; for an engine "auto", "shm", "gloo" or "disk"',
         )
     if wanted not in ("shm", "gloo", "disk"):
@@ -206,7 +206,7 @@ def listen(
 
         return DiskSender(slot_bytes, slots, peer, label, directory, fsync=fsync)
     if name == "loopback":
-        from jvlab.transport._loopback import LoopbackSender
+        from jvlab.transport._peer import LoopbackSender
 
         return LoopbackSender(slot_bytes, slots, peer, label)
     raise ConfigError(
@@ -244,7 +244,7 @@ def open_receiver(
 
         return DiskReceiver(endpoint, label)
     if name == "loopback":
-        from jvlab.transport._loopback import open_loopback
+        from jvlab.transport._peer import open_loopback
 
         return open_loopback(endpoint)
     raise ConfigError(

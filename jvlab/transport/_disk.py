@@ -271,7 +271,7 @@ class DiskReceiver:
             found = os.lstat(self._folder)
         except FileNotFoundError as e:
             raise TransportError(
-                f"disk: {self._folder} is not there: {self._sender} closed it, or this host does not see it",
+                f"disk: {self._folder} does not exist: {self._sender} closed it, or this host does not see it",
                 remedy="give a `directory` on a file system that both sides mount",
                 reason="lost",
             ) from e

@@ -22,10 +22,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jvlab._errors import LayoutError, Unsupported
-from jvlab.layout._boxes import storage_elements
 from jvlab.layout._digest import row_elements
 from jvlab.layout._plan import TransferPlan
-from jvlab.layout._plan_types import LIVE, LinkPlan, ValueTransform, item_bytes
+from jvlab.layout._plan_types import (
+    LIVE,
+    LinkPlan,
+    ValueTransform,
+    item_bytes,
+    storage_elements,
+)
 
 THREADS = 256
 # side of a tile; tiles along A that a block of "tiles" handles in sequence

@@ -205,7 +205,7 @@ class ShmReceiver(SlotReceiver):
 
 def _no_room(size: int, free: int) -> TransportError:
     return TransportError(
-        f"shm: the ring needs {size / 2**20:.1f} MiB of memory and {free / 2**20:.1f} MiB are free",
+        f"shm: the ring needs {size / 2**20:.1f} MiB of memory, but {free / 2**20:.1f} MiB are free",
         remedy="use fewer or smaller slots",
         transport="shm",
         need_bytes=size,

@@ -98,13 +98,17 @@ def table_html(rows: Any) -> str:
     return f'<div style="{BOX};overflow-x:auto">{title}{body}</div>'
 
 
-def _phases_svg(row: Any) -> str:
-    """The phases of a step as bars; they may overlap, so that each has a line of its own."""
-    reach = max(row.step_s, *row.seconds.values(), 1e-9)
+def _bars(row: Any) -> list[tuple[str, float, str]]:
+    """The phases of a step, which may overlap, and what is idle: name, seconds, colour."""
     shown = [(name, row.seconds.get(name, 0.0), PHASE_COLOURS[name]) for name in PHASES]
-    shown.append(("idle", row.idle_s, IDLE))
+    return [*shown, ("idle", row.idle_s, IDLE)]
+
+
+def _phases_svg(row: Any) -> str:
+    """The bars of a step, a line each."""
+    reach = max(row.step_s, *row.seconds.values(), 1e-9)
     lines = []
-    for at, (name, seconds, colour) in enumerate(shown):
+    for at, (name, seconds, colour) in enumerate(_bars(row)):
         y = 18 * at
         width = 260 * seconds / reach
         lines.append(
@@ -235,14 +239,15 @@ def _by_batch(plan: Any) -> Plot:
 
 def _parts(ax: Axes, rows: Sequence[Any]) -> None:
     dress(ax, Plot("A step's phases (line: its time)", "seconds", "", ()))
+    named: set[str] = set()
     for at, row in enumerate(rows):
-        names = [n for n in PHASES if row.seconds.get(n, 0.0) > 0]
-        height = 0.8 / max(len(names), 1)
-        for line, name in enumerate(names):
-            label = name if at == 0 else None
+        shown = [bar for bar in _bars(row) if bar[1] > 0]
+        height = 0.8 / max(len(shown), 1)
+        for line, (name, seconds, colour) in enumerate(shown):
+            label = None if name in named else name
+            named.add(name)
             y = at - 0.4 + height * line
-            look = {"color": PHASE_COLOURS[name], "label": label, "align": "edge"}
-            ax.barh(y, row.seconds[name], height, **look)
+            ax.barh(y, seconds, height, color=colour, label=label, align="edge")
         ax.plot([row.step_s] * 2, [at - 0.45, at + 0.45], color=NEUTRAL, linewidth=1.5)
     ax.set_yticks(
         range(len(rows)), [f"K = {row.setting.max_staleness}" for row in rows]

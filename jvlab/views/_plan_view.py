@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,18 @@ MAX_LANES = 24
 TOP_LEAVES = 8
 
 
-def heat_svg(plan: TransferPlan) -> str:
-    """Bytes per link: trainer devices as rows, the ranks of each replica as columns; darker is more."""
+@dataclass(frozen=True)
+class Heat:
+    """Bytes per link: trainer devices as rows; the ranks of each replica as columns, replica by replica."""
+
+    grid: np.ndarray  # bytes of each cell, which is `down` devices × `across` ranks
+    down: int
+    across: int
+    links: dict[tuple[int, int], int]  # cell -> its link, where each is one link
+
+
+def link_heat(plan: TransferPlan) -> Heat:
+    """The heat map of a plan, which `heat_svg` and `plan_figure` draw."""
     links = plan.all_links
     columns = plan.replicas * plan.ranks
     row = np.searchsorted(plan.devices, links.device)
@@ -40,6 +51,16 @@ def heat_svg(plan: TransferPlan) -> str:
         if down * across == 1
         else {}
     )
+    return Heat(grid, down, across, which)
+
+
+def heat_svg(plan: TransferPlan) -> str:
+    """The heat map as SVG; darker is more."""
+    heat = link_heat(plan)
+    grid = heat.grid
+    down = heat.down
+    across = heat.across
+    which = heat.links
     top = max(int(grid.max(initial=0)), 1)
     rows = grid.shape[0]
     width = grid.shape[1]
@@ -369,19 +390,18 @@ def _link_table(plan: TransferPlan) -> str:
 
 
 def plan_figure(plan: TransferPlan) -> object:
-    """Bytes per link: trainer devices as rows; the ranks of each replica as columns, replica by replica."""
-    table = plan.all_links
+    """The heat map as a matplotlib figure, its axes numbered by device and rank."""
+    heat = link_heat(plan)
     columns = plan.replicas * plan.ranks
-    grid = np.zeros((len(plan.devices), columns))
-    grid[
-        np.searchsorted(plan.devices, table.device),
-        table.replica * plan.ranks + table.rank,
-    ] = table.nbytes / 1e6
     figure = new_figure(
         1.8 + 0.35 * min(columns, 24), 1.6 + 0.22 * min(len(plan.devices), 32)
     )
     axes = figure.subplots()
-    image = axes.imshow(grid, aspect="auto", interpolation="nearest")
+    edges = np.array(heat.grid.shape) * (heat.down, heat.across) - 0.5
+    extent = (-0.5, edges[1], edges[0], -0.5)
+    image = axes.imshow(
+        heat.grid / 1e6, aspect="auto", interpolation="nearest", extent=extent
+    )
     several = (
         f", {plan.replicas} replicas of {plan.ranks} side by side"
         if plan.replicas > 1
@@ -398,5 +418,6 @@ def plan_figure(plan: TransferPlan) -> object:
             : 4 * MAX_TICKS
         ]
         axes.set_xticks(ticks, [str(c % plan.ranks) for c in ticks], fontsize=7)
-    figure.colorbar(image, ax=axes)
+    block = f"a cell: {heat.down} devices × {heat.across} ranks"
+    figure.colorbar(image, ax=axes, label=block if not heat.links else "")
     return figure

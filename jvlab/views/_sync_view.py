@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from jvlab.sync._link import Link
     from jvlab.sync._meaning import Meaning
     from jvlab.sync._stepper import Stepper
-    from jvlab.sync._sync_report import CheckReport, Outcome, SyncReport
+    from jvlab.sync._transaction import CheckReport, Outcome, SyncReport
 
 
 # A snapshot of a `Stepper`, and that snapshot as a table.

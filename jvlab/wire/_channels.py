@@ -91,7 +91,7 @@ def read_token(path: str) -> str:
         )
     if mode & 0o077:
         raise ConfigError(
-            f"{path} can be read by others (mode {mode & 0o777:o}), and whoever has the token has the lab",
+            f"{path} can be read by others (mode {mode & 0o777:o}), but whoever has the token has the lab",
             remedy=f"chmod 600 {path}",
         )
     return text

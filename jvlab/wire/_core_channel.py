@@ -29,6 +29,8 @@ from jvlab.wire._sync_words import (
     Phase,
     Phases,
     Stage,
+    Terms,
+    for_workers,
 )
 from jvlab.wire._sync_words import ORDER as PHASES
 
@@ -351,24 +353,14 @@ def mark(nonfinite: bool) -> bytes:
     return NON_FINITE if nonfinite else FINITE
 
 
-def wanted(terms: Any) -> dict[str, Any]:
-    """The terms of a sync that workers need."""
-    return {
-        "version": terms.version,
-        "mode": terms.mode,
-        "verify": terms.verify,
-        "bucket_seconds": terms.bucket_seconds,
-    }
-
-
 def order(
-    kind: str, terms: Any, seconds: float, call: str, **more: Any
+    kind: str, terms: Terms | pb.SyncTerms, seconds: float, call: str, **more: Any
 ) -> dict[str, Any]:
     """An order of this kind; both trainer and front end send it to the core, and `call` identifies it."""
     return {
         "kind": kind,
         "pause": terms.pause,
-        "wanted": wanted(terms),
+        "wanted": for_workers(terms),
         "verify": terms.verify,
         "recompute": terms.kv == "recompute",
         "seconds": seconds,

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from jvlab._errors import ConfigError, LimitExceeded
@@ -139,9 +139,6 @@ class Limits:
                     asked=wanted,
                     name=field.name,
                 )
-
-    def as_dict(self) -> dict[str, int]:
-        return asdict(self)
 
 
 _LABELS = {

@@ -155,7 +155,7 @@ def pool_health(snapshot: Any, lost: bool = False) -> tuple[str, State]:
     staying = [r for r in snapshot.replicas if r.stage not in LEAVING]
     found = worst([replica_state(r, snapshot.sync).name for r in staying])
     text = pool_state(snapshot)
-    if found.name == "ready" or not text.startswith("ready"):
+    if found.name == "ready" or any(r.stage != "ready" for r in staying):
         return text, found
     count = sum(replica_state(r, snapshot.sync).name == found.name for r in staying)
     words = next(
@@ -169,7 +169,7 @@ def pool_health(snapshot: Any, lost: bool = False) -> tuple[str, State]:
 
 
 def waiting_for(snapshot: Any, me: str = "") -> str:
-    """What work that does not arrive waits for, and what lets it go on; empty: nothing, its replicas work.
+    """What work that does not arrive waits for, and what lets it continue; empty: nothing, its replicas work.
 
     `me`: this process, as the gateway knows it.
     """
@@ -177,9 +177,9 @@ def waiting_for(snapshot: Any, me: str = "") -> str:
         return ""
     who = lambda name: "this process" if name == me else name
     if snapshot.paused_by:
-        return f"{snapshot.pool} was paused by {who(snapshot.paused_by)}; pool.resume() lets it go on"
+        return f"{snapshot.pool} was paused by {who(snapshot.paused_by)}; pool.resume() lets it continue"
     if snapshot.asleep_by:
-        return f"{snapshot.pool} was put to sleep by {who(snapshot.asleep_by)}; pool.wake() lets it go on"
+        return f"{snapshot.pool} was put to sleep by {who(snapshot.asleep_by)}; pool.wake() lets it continue"
     staying = [r for r in snapshot.replicas if r.stage not in LEAVING]
     dirty = any(r.dirty for r in staying)
     # a staged one halts late

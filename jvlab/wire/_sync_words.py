@@ -153,3 +153,13 @@ class Terms:
         if found := self.problem():
             raise errors.ConfigError(found[0], remedy=found[1])
         return self
+
+
+def for_workers(terms: Terms | pb.SyncTerms) -> dict[str, Any]:
+    """The terms that workers need, as plain values."""
+    return {
+        "version": terms.version,
+        "mode": terms.mode,
+        "verify": terms.verify,
+        "bucket_seconds": terms.bucket_seconds,
+    }

@@ -381,12 +381,14 @@ class GenerateStart(_message.Message):
     def __init__(self, pool: _Optional[str] = ..., prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ..., n: _Optional[int] = ..., sampling_json: _Optional[str] = ..., window: _Optional[int] = ..., routing: _Optional[str] = ..., min_version: _Optional[int] = ..., home: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class GenerateEvent(_message.Message):
-    __slots__ = ("samples", "notes")
+    __slots__ = ("samples", "notes", "lost")
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     NOTES_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
     samples: _containers.RepeatedCompositeFieldContainer[Sample]
     notes: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., notes: _Optional[_Iterable[str]] = ...) -> None: ...
+    lost: str
+    def __init__(self, samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., notes: _Optional[_Iterable[str]] = ..., lost: _Optional[str] = ...) -> None: ...
 
 class VersionSpan(_message.Message):
     __slots__ = ("version", "start", "stop")

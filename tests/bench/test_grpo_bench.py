@@ -28,6 +28,7 @@ def peer(model: str, together: int) -> tuple[jv.Policy, JaxPool]:
     return policy, JaxPool(policy, together, encode, text, stop=2, width=8)
 
 
+@pytest.mark.soak
 def test_its_log_probabilities_are_the_policys():
     policy, pool = peer(jv.models.tiny("llama"), len(PROMPTS))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import nbformat
-
 from tests.browser.lab_page import LabPage
 
 CELL = """
@@ -55,6 +53,8 @@ def test_text_and_axes_follow_the_theme(page: LabPage) -> None:
         "the PNG is for pages that take SVG out"
     )
     page.save()
+    import nbformat  # takes seconds
+
     book = nbformat.read(page.server.notebooks / f"{page.name}.ipynb", as_version=4)
     page.close_notebook()
     page.open(kernel=False)

@@ -57,7 +57,7 @@ def test_saved_and_opened_again(page: LabPage, ending: str) -> None:
     assert "model not found" not in area
     page.wait(".jp-OutputArea-output table", text="model.layers.1.q_proj.weight")
     page.wait(".jp-OutputArea-output svg[aria-label='bytes per link']")
-    page.wait(".jp-OutputArea-output svg[aria-label$='who was busy when']")
+    page.wait(".jp-OutputArea-output svg[aria-label*='who was busy when']")
 
 
 def test_a_panel_that_is_still_open_comes_back_to_life(page: LabPage) -> None:

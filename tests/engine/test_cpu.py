@@ -58,7 +58,7 @@ def misuse() -> None:
 
 def trials_in_forks() -> str:
     """In a process of its own: one with JAX's threads, as this may be, must not be forked."""
-    forked = (_cpu._in_a_fork(trial) for trial in (die, int, misuse))
+    forked = (_cpu._in_a_fork(trial) for trial in (die, int, misuse))  # type: ignore
     return json.dumps([(found.works, found.why) for found in forked])
 
 

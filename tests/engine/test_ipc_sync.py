@@ -421,7 +421,7 @@ def test_a_writer_that_fails_hangs_up(
     with pytest.raises(errors.TransportError, match="closed its connection") as caught:
         trainer._stream.steps([pb.ABANDON], 30.0)
     assert caught.value.fields["outcomes"] == {"p/0": "dirty"}
-    assert trainer._stream.asked[-1] == [pb.ABANDON]
+    assert trainer._stream.asked[-1] == [pb.ABANDON]  # type: ignore
     assert "jv_verify" not in replica.core.did
     # what the next open of the link does
     replica.call(replica.sync._open_core_channel(True))

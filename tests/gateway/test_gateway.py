@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import jvlab as jv
 from jvlab import errors
+from jvlab._names import LostNote
 from jvlab.gateway import _registry as reg
 from jvlab.wire import _security
 from jvlab.wire import jvlab_pb2 as pb
@@ -283,6 +284,8 @@ def test_a_dead_replicas_work_is_retried_once_and_told(
     assert {s.retried for s in batch} == {0, 1}
     assert all(s.replica == "p/1" for s in batch if s.retried)
     assert any("p/0 was lost (killed by the test)" in note for note in batch.notes)
+    lost = [note.replica for note in batch.notes if isinstance(note, LostNote)]
+    assert set(lost) == {"p/0"}
     assert [s for s in batch if s.replica == "p/0"], (
         "samples finished before the death are kept"
     )
@@ -357,9 +360,9 @@ def test_leaving_a_stream_cancels_the_rest(pool: jv.Pool, fake_lab: FakeLab):
     for fake in fakes:
         fake.limit = 10
     with pool.stream([[i + 1] for i in range(200)], window=100) as stream:
-        for count, _ in enumerate(stream):
-            if count == 3:
-                break
+        samples = iter(stream)  # held: dropping it ends the stream, too
+        for _ in range(4):
+            next(samples)
         until(lambda: sum(fake.running for fake in fakes) > 50)
     until(lambda: all(fake.running == 0 for fake in fakes))
     assert sum(fake.cancelled for fake in fakes) > 50

@@ -253,7 +253,7 @@ def test_a_checkpoint_is_read_as_it_is(tmp_path: Path):
 def test_a_checkpoint_that_is_none(tmp_path: Path):
     with pytest.raises(errors.ModelError, match="relative"):
         read_checkpoint("here")
-    with pytest.raises(errors.ModelError, match="no folder"):
+    with pytest.raises(errors.ModelError, match="not a folder"):
         read_checkpoint(str(tmp_path / "nowhere"))
     with pytest.raises(errors.ModelError, match="no safetensors"):
         read_checkpoint(str(tmp_path))
@@ -268,5 +268,5 @@ def test_a_checkpoint_that_is_none(tmp_path: Path):
         b"\xff" * 100,
     ):
         (tmp_path / "b.safetensors").write_bytes(content)
-        with pytest.raises(errors.ModelError, match="no whole safetensors file"):
+        with pytest.raises(errors.ModelError, match="not a complete safetensors file"):
             read_checkpoint(str(tmp_path))

@@ -23,7 +23,7 @@ sys.path.append(str(Path(__file__).parents[1] / "layout"))
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import numpy_dtype
-from jvlab.layout._shards import MeshSpec, leaf_from_spec
+from jvlab.layout._tree import MeshSpec, leaf_from_spec
 from tests.layout.plan_world import Size, World, transformer
 
 ONE_GPU = {

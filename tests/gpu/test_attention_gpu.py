@@ -26,7 +26,7 @@ def test_packed_attention_is_the_plain_one(rows: tuple[int, list[list[int]]]):
     import numpy as np
 
     from jvlab.trainer.decoder import _attention
-    from jvlab.trainer.decoder._attention import Scores
+    from jvlab.trainer.decoder._attention import ScoreForm
 
     length, samples = rows
     segments = np.zeros((len(samples), length), np.int32)
@@ -46,7 +46,7 @@ def test_packed_attention_is_the_plain_one(rows: tuple[int, list[list[int]]]):
             q: jax.Array, k: jax.Array, v: jax.Array
         ) -> tuple[jax.Array, jax.Array]:
             out = _attention.attend(
-                form, q, k, v, jnp.asarray(segments), positions, Scores(128**-0.5), 4
+                form, q, k, v, jnp.asarray(segments), positions, ScoreForm(128**-0.5), 4
             )
             real = jnp.where(
                 jnp.asarray(segments)[..., None, None] > 0, out.astype(jnp.float32), 0

@@ -21,7 +21,7 @@ from jvlab._errors import DeadlineExceeded, SyncError, TransportError, Unsupport
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import numpy_dtype
-from jvlab.layout._shards import MeshSpec
+from jvlab.layout._tree import MeshSpec
 from tests.layout.plan_interpreter import execute
 
 pytestmark = [

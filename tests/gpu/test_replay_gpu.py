@@ -118,7 +118,7 @@ def test_ids_close_the_gap_and_other_ids_open_it(
             "digits",
             folder=tmp_path / "late",
             replay="ids",
-            **{**options, "max_staleness": 1},
+            **{**options, "max_staleness": 1},  # type: ignore
         )
     run = jv.grpo(
         policy,

@@ -11,7 +11,7 @@ import numpy as np
 from jvlab.layout._tree import flatten
 from jvlab.record._batch import RolloutBatch, Scores
 from jvlab.record._sample import Sample
-from jvlab.sync._sync_report import Outcome, SyncReport
+from jvlab.sync._transaction import Outcome, SyncReport
 
 EOS = 2
 

@@ -10,9 +10,8 @@ import pytest
 
 import jvlab as jv
 from jvlab.integrations._journal import Journal
-from jvlab.record._calls import RolloutTally
-from jvlab.record._events import clock
-from jvlab.sync._sync_report import Outcome, SyncReport
+from jvlab.record._events import RolloutTally, clock
+from jvlab.sync._transaction import Outcome, SyncReport
 
 
 def generate(journal: Journal, version: int, *texts: str, prompt: str = "p") -> None:

@@ -119,7 +119,9 @@ def test_a_tokenizer_that_is_not_here_is_an_error_of_its_own():
 
 def test_a_timeline_without_a_run_shows_the_calls(local: InProcessPool):
     plots = LabPlots(local.client)
-    with pytest.raises(errors.ConfigError, match="nothing happened in this lab yet"):
+    with pytest.raises(
+        errors.ConfigError, match="nothing has happened in this lab yet"
+    ):
         plots.lanes()
     local.generate(["a", "b"], n=2, max_tokens=2, progress=False)
     local.score([[1, 2]])
@@ -132,7 +134,7 @@ def test_a_timeline_without_a_run_shows_the_calls(local: InProcessPool):
     assert all(0 <= e.start <= e.stop for e in events)
     assert "here/0" in str(shown.data())
     assert plots.timeline().axes
-    with pytest.raises(errors.ConfigError, match="no run was started"):
+    with pytest.raises(errors.ConfigError, match="has started no run"):
         plots.staleness()  # of steps, which only a run has
 
 

@@ -123,7 +123,7 @@ def test_rollout_says_what_is_missing(shell: Any):
     with pytest.raises(MagicError, match="a, b"):
         shell.run_cell_magic("rollout", "n=2", "hello")
     assert len(shell.run_cell_magic("rollout", "b n=2", "hello")) == 2
-    with pytest.raises(MagicError, match="no Pool of this notebook"):
+    with pytest.raises(MagicError, match="not a Pool of this notebook"):
         shell.run_cell_magic("rollout", "c", "hello")
     with pytest.raises(MagicError, match="no prompts"):
         shell.run_cell_magic("rollout", "b", " \n ")
@@ -134,7 +134,7 @@ def test_rollout_says_what_is_missing(shell: Any):
     with capture_output() as shown:
         shell.run_cell("%%rollout zzz\nhello")
     assert "Traceback" not in shown.stdout + shown.stderr
-    assert "is no Pool of this notebook" in shown.stdout + shown.stderr
+    assert "is not a Pool of this notebook" in shown.stdout + shown.stderr
 
 
 def test_status_sync_bisect_help(shell: Any):

@@ -71,7 +71,10 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
     def run(code: str, *words: str) -> tuple[subprocess.Popen[str], int]:
         command = [sys.executable, *words, "-c", code, f"lab-{len(started)}"]
-        script = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        # a line of input that no test writes does not come: /dev/null would end at once
+        script = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         started.append(script)
         assert script.stdout is not None
         return script, int(script.stdout.readline())
@@ -80,6 +83,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     for script in started:
         script.kill()
         script.wait(ENDS)
+        script.stdin.close()
         script.stdout.close()
     for info in _labs.list_labs(query=False):
         _labs.stop_lab(info.name)
@@ -162,8 +166,8 @@ def test_detached_and_held_labs_outlive_their_script(start: Start):
         script, held = start(BARE + SLEEP)
         other = jv.Lab.attach("lab-2")
         assert ended_by(signal.SIGTERM, script) == 143
-        assert other.status()["holders"] == [other._holder]
-        assert lab.status()["holders"] == [lab._holder]
+        until(lambda: other.status()["holders"] == [other._holder])
+        until(lambda: lab.status()["holders"] == [lab._holder])
         other.close()
     assert not wait_for_exit({held}, ENDS)
     assert psutil.pid_exists(detached)
@@ -198,6 +202,9 @@ def test_a_script_that_stands_still_keeps_its_lab(start: Start, how: str):
         script.send_signal(signal.SIGSTOP)
         time.sleep(4)
         script.send_signal(signal.SIGCONT)
+        assert script.stdin is not None
+        script.stdin.write("\n")
+        script.stdin.flush()
     assert script.stdout is not None
     assert (
         script.stdout.readline()

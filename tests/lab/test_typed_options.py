@@ -114,6 +114,7 @@ def test_what_other_rooms_know_of_a_pool_is_locked():
         *("wait", "ready", "generate", "agenerate", "stream", "score", "ascore"),
         *("session", "sessions", "check_determinism", "load_adapter"),
         *("unload_adapter", "pause", "resume", "sleep", "wake", "tokenizer"),
-        *("status", "logs", "trace", "peek", "hidden", "restart", "scale", "close"),
+        *("status", "logs", "trace", "peek", "look", "hidden", "restart", "scale"),
+        "close",
         *("limits", "http_url", "http_token", "replicas", "panel"),
     }

@@ -8,7 +8,7 @@ import numpy as np
 
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import numpy_dtype
-from jvlab.layout._shards import MeshSpec, Spec, leaf_from_spec
+from jvlab.layout._tree import MeshSpec, Spec, leaf_from_spec
 from jvlab.layout._types import (
     Axis,
     Binding,

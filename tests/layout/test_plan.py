@@ -15,7 +15,7 @@ from jvlab.layout._compile import compile_plan
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import OPAQUE
 from jvlab.layout._proof import prove
-from jvlab.layout._shards import MeshSpec
+from jvlab.layout._tree import MeshSpec
 from jvlab.layout._types import Note
 from tests.fuzzing import examples
 from tests.layout.plan_interpreter import execute

@@ -14,7 +14,7 @@ from jvlab._errors import LayoutError
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._plan_types import LinkPlan
 from jvlab.layout._proof import prove
-from jvlab.layout._shards import MeshSpec
+from jvlab.layout._tree import MeshSpec
 from jvlab.layout._types import Axis, Binding, Leaf, Note
 from jvlab.sync._pack import box_recipe
 from tests.fuzzing import examples

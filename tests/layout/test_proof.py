@@ -16,7 +16,7 @@ from jvlab.layout._boxes import Strided, partition_defects
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._proof import prove
-from jvlab.layout._shards import MeshSpec, leaf_from_spec
+from jvlab.layout._tree import MeshSpec, leaf_from_spec
 from jvlab.layout._types import Axis, Binding, Leaf, Note
 from tests.fuzzing import examples
 from tests.layout.plan_world import Size, World, square, transformer

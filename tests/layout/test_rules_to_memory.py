@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._proof import prove
-from jvlab.layout._shards import leaves_of
-from jvlab.layout._tree import LeafShape
+from jvlab.layout._tree import LeafShape, leaves_of
 from jvlab.layout._types import CheckpointTensor, Leaf
 from jvlab.layout.rules._ruleset import Rules
 from tests.fuzzing import examples

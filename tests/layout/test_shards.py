@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jvlab._errors import ConfigError, LayoutError
-from jvlab.layout._shards import (
+from jvlab.layout._tree import (
     MeshSpec,
     default_spec,
     leaf_from_array,
@@ -26,7 +26,7 @@ SIX_DEVICES = """
 import json
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from jvlab.layout._shards import device_processes, leaf_from_array, leaf_from_spec, MeshSpec
+from jvlab.layout._tree import device_processes, leaf_from_array, leaf_from_spec, MeshSpec
 
 mesh = Mesh(np.array(jax.devices()).reshape(3, 2), ("fsdp", "tp"))
 described = MeshSpec.of(mesh)
@@ -58,7 +58,7 @@ from jvlab.layout._compile import compile_plan
 from jvlab.layout._plan_types import convert
 from tests.layout.plan_interpreter import scatter_bucket, transform_of
 from jvlab.sync._pack import box_recipe
-from jvlab.layout._shards import default_spec, device_processes, leaves_of
+from jvlab.layout._tree import default_spec, device_processes, leaves_of
 
 mesh = Mesh(np.array(jax.devices()).reshape(3, 2), ("fsdp", "tp"))
 world = transformer(World(MeshSpec.of(mesh), 2), Size(layers=1), layout="einsum", rotary=True)
@@ -96,7 +96,7 @@ import json
 import jax, numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 from jvlab._errors import LayoutError
-from jvlab.layout._shards import MeshSpec, leaf_from_array, leaf_from_spec, leaves_of, mesh_processes
+from jvlab.layout._tree import MeshSpec, leaf_from_array, leaf_from_spec, leaves_of, mesh_processes
 
 mesh = Mesh(np.array(jax.devices())[[5, 2, 0, 4]].reshape(2, 2), ("fsdp", "tp"))
 spec = P("fsdp", "tp")

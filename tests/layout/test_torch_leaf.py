@@ -11,14 +11,17 @@ import pytest
 from jvlab._errors import LayoutError
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._plan_types import numpy_dtype
-from jvlab.layout._shards import MeshSpec, device_processes, leaf_from_array, leaves_of
 from jvlab.layout._tree import (
     Boxes,
+    MeshSpec,
     TorchDevice,
     TorchLeaf,
     TorchShard,
     checkpoint_names,
+    device_processes,
     flatten,
+    leaf_from_array,
+    leaves_of,
     mesh_boxes,
 )
 from jvlab.layout._types import CheckpointTensor

@@ -175,23 +175,23 @@ def drop_parameter(
 ) -> dict[str, Any]:
     """Packing drops a parameter on purpose: the error of that sync, and whether the next one recovers."""
     from jvlab import errors
-    from jvlab.engine.worker import _reload
+    from jvlab.engine.worker import _weights
 
-    original = _reload.pack
+    original = _weights.pack
 
     def dropping(*args: Any) -> Any:
         packed = original(*args)
         packed.tensors.pop(dropped, None)
         return packed
 
-    _reload.pack = dropping
+    _weights.pack = dropping
     try:
         link.sync(new, mode=mode, progress=False)
         message = ""
     except errors.VerifyError as error:
         message = str(error)
     finally:
-        _reload.pack = original
+        _weights.pack = original
     found = {
         "dropped": dropped,
         "mode": mode,

@@ -19,24 +19,24 @@ class Extension(WorkerExtension):
         fake = terms["bucket_seconds"] == SECONDS
         self.__dict__["_jv_fake"] = fake
         return (
-            {"rank": 0, "need": 0, "handles": []} if fake else super().jv_prepare(terms)
+            {"rank": 0, "need": 0, "handles": []} if fake else super().jv_prepare(terms)  # type: ignore
         )
 
     def jv_commit(self) -> dict[str, Any]:
         return (
             {"rank": 0, "bytes": 8}
             if self.__dict__.get("_jv_fake")
-            else super().jv_commit()
+            else super().jv_commit()  # type: ignore
         )
 
     def jv_move(self, terms: dict[str, Any] | None = None) -> dict[str, Any]:
         fake = terms is not None and terms["bucket_seconds"] == SECONDS
         self.__dict__["_jv_fake"] = fake
-        return {"rank": 0, "seconds": 1e-6} if fake else super().jv_move(terms)
+        return {"rank": 0, "seconds": 1e-6} if fake else super().jv_move(terms)  # type: ignore
 
     def jv_verify(self, wait: float) -> dict[str, Any]:
         if not self.__dict__.get("_jv_fake"):
-            return super().jv_verify(wait)
+            return super().jv_verify(wait)  # type: ignore
         values = np.array(DIGESTS, np.uint64).tobytes()
         return {
             "rank": 0,

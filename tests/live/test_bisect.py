@@ -166,14 +166,14 @@ def test_two_models_that_compute_differently(synced: Planted):
         4 if layer == 2 else window for layer, window in enumerate(right.config.windows)
     )
     wrong = jv.Policy(
-        dataclasses.replace(right.config, windows=windows),
         right.params,
-        right.mesh,
         right.runtime,
-        right.source,
-        right.hf_config,
-        right._tensors,
-        right._bindings,
+        config=dataclasses.replace(right.config, windows=windows),
+        mesh=right.mesh,
+        source=right.source,
+        hf_config=right.hf_config,
+        tensors=right._tensors,
+        bindings=right._bindings,
     )
     found = synced.link.bisect(PROMPT, wrong, max_tokens=8)
     assert found.cause == "model", found

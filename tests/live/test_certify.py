@@ -143,6 +143,9 @@ def test_a_value_that_changed_after_its_last_commit_is_found(local: InProcessPoo
             link.sync(policy.params, progress=False)
     assert row.state == "fail", row
     assert "model.norm.weight" in row.first_wrong
+    link.close()
+    assert link.closed, "held here, and not asked any more"
+    assert certified(local, "scored")["scored"].state == "pass"
 
 
 def test_without_a_link_what_was_loaded_is_compared_with_the_files(
@@ -189,10 +192,14 @@ def test_a_bit_that_changes_after_the_digest_is_found(
     def flipping(self: Any) -> Any:
         answer = commit(self)
         name = next(
-            (n for n, t in self._model.named_parameters() if n.startswith("adapter.")),
+            (
+                n
+                for n, t in self.weights.model.named_parameters()
+                if n.startswith("adapter.")
+            ),
             "model.norm.weight",
         )
-        live = dict(self._model.named_parameters())[name].data
+        live = dict(self.weights.model.named_parameters())[name].data
         live.view(-1)[3:4].view(dtype=torch.int32)[0] ^= 1
         return answer
 
@@ -256,7 +263,7 @@ def test_a_failed_sync_that_leaves_traces_is_found(
     abandon = _rank_sync.BucketRank.abandon
 
     def writing(self: Any) -> Any:
-        dict(self._model.named_parameters())["model.norm.weight"].data[5] = 0.0
+        dict(self.weights.model.named_parameters())["model.norm.weight"].data[5] = 0.0
         return abandon(self)
 
     row = failed_by(

@@ -40,8 +40,10 @@ def every(
         if getattr(item, "module", None) is request.module
     ]
     asked = {
-        item.callspec.params["family"] for item in items if hasattr(item, "callspec")
-    }  # type: ignore
+        item.callspec.params["family"]  # type: ignore
+        for item in items
+        if hasattr(item, "callspec")  # type: ignore
+    }
     names = [f for f in FAMILIES if f in asked | {"gpt_oss"}]
     out = tmp_path_factory.mktemp("arrivals") / "found.json"
     command = [sys.executable, "-m", "tests.live.arrivals", *names, "--out", str(out)]

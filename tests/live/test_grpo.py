@@ -93,7 +93,7 @@ def test_on_policy_every_sync_verified_and_the_gap_small(whole: Run, lab: jv.Lab
     assert all(e.extra["compiled"] == 0 for e in whole.record.events("step")[1:]), (
         "nothing compiles after warm-up"
     )
-    plots = LabPlots(lab)
+    plots = LabPlots(lab.client)
     for figure in (
         plots.staleness(),
         plots.throughput(),
@@ -114,7 +114,7 @@ def test_a_run_that_cannot_work_is_refused_or_ends_at_once(
     longest = engine[0].facts().max_model_len
     with pytest.raises(
         jv.errors.ConfigError,
-        match=f"max_tokens={longest}, and the engine's context holds {longest}",
+        match=f"max_tokens={longest}, but the engine's context holds {longest}",
     ):
         train(lab, *engine, tmp_path / "long", max_tokens=longest)
     with pytest.raises(jv.errors.ConfigError, match="did you mean 'top_p'"):

@@ -348,7 +348,7 @@ def test_bridge_takes_checkpoints(
     assert raw.headers["x-jvlab-version"] == "1"
     assert raw.parse().choices[0].text == greedy(web)
     for path, status, word in (
-        (str(tmp_path / "nowhere"), 400, "is no folder"),
+        (str(tmp_path / "nowhere"), 400, "is not a folder"),
         (str(tmp_path), 400, "no safetensors"),
         (jv.models.tiny("qwen3"), 422, "→"),
         (

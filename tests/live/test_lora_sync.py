@@ -14,6 +14,7 @@ import pytest
 
 import jvlab as jv
 from jvlab import errors
+from tests.fuzzing import soak_but
 
 pytestmark = pytest.mark.engine
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 16}
@@ -120,7 +121,7 @@ def test_what_arrived_is_what_the_engine_holds(
     np.testing.assert_array_equal(held.reshape(-1, 16)[:, :8], out)
 
 
-@pytest.mark.parametrize("mode", ["direct", "staged"])
+@pytest.mark.parametrize("mode", soak_but(["direct"], ["direct", "staged"]))
 def test_nothing_is_left_of_a_wider_adapter(
     lab: jv.Lab, adapting: jv.Pool, base: jv.Policy, mode: str
 ) -> None:

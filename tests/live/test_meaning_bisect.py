@@ -74,13 +74,13 @@ def engines() -> Iterator[Engines]:
 
 
 def cases() -> list[Any]:
-    """Family by family, the right rules last. Every kind in every family and every name somewhere; the rest soaks."""
+    """Family by family, the right rules last. Every kind somewhere, every family; the rest soaks."""
     seen: set[object] = set()
     out = []
     for family in SIZES:
         own = [c for c in planted() if c.family == family]
-        for case in sorted(own, key=lambda c: c.name in seen):
-            facts = {case.name, (family, case.kind)}
+        for case in sorted(own, key=lambda c: c.kind in seen):
+            facts = {family, case.kind}
             marks = [pytest.mark.soak] if facts <= seen else []
             seen |= facts
             out.append(

@@ -244,8 +244,9 @@ def test_calls_behind_a_pause_say_who_paused(
 ):
     """Each of them waits in a thread, as it would in another notebook; here in a script, whose log says why."""
     until_still(pool)
-    monkeypatch.setattr(_pool, "own_name", lambda: "python 7 on elsewhere")
-    pool.pause()
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(_pool, "own_name", lambda: "python 7 on elsewhere")
+        pool.pause()
     calls = {
         "generate, 0 of 1 sample": lambda: pool.generate(
             "Once", max_tokens=3, ignore_eos=True
@@ -274,7 +275,7 @@ def test_calls_behind_a_pause_say_who_paused(
     for thread, _ in waiting:
         thread.join(200)
     assert all(results for _, results in waiting), "they go on"
-    remedy = f"waits: {pool.name} was paused by python 7 on elsewhere; pool.resume() lets it go on"
+    remedy = f"waits: {pool.name} was paused by python 7 on elsewhere; pool.resume() lets it continue"
     assert said.count(remedy) >= len(calls)
     assert "\r" not in said
     assert not [

@@ -20,7 +20,7 @@ import pytest
 import jvlab as jv
 from jvlab import errors
 from jvlab.lab import _pool
-from jvlab.record._calls import calls_of
+from jvlab.record._record import calls_of
 from jvlab.wire.processes._supervisor import shared_memory
 from tests.sync.own_models import Author, offered_by
 from tests.waiting import until
@@ -481,7 +481,7 @@ def test_poison_is_refused_and_named(telling: tuple[jv.Pool, Any], lab: jv.Lab):
     assert answers(pool) == wanted
     with pytest.raises(
         errors.ConfigError,
-        match="nonfinite must be one of 'refuse', 'allow', not 'alow'",
+        match="nonfinite='alow' must be one of 'refuse', 'allow'",
     ):
         link.sync(policy.params, nonfinite="alow")
     more = {**policy.params, "more": {"kernel": jnp.zeros((2, 2))}}

@@ -305,9 +305,9 @@ def test_a_forked_child_neither_writes_nor_holds_the_lock_after_its_parent(
             assert not is_locked(tmp_path)
         finally:
             os.kill(child, signal.SIGKILL)
-    assert [e.fault for e in Record.open(tmp_path).events("fault")] == [
+    assert [e.fault for e in Record.open(tmp_path).events("fault")] == [  # type: ignore
         "from the parent"
-    ]  # type: ignore[attr-defined]
+    ]
 
 
 def test_writing_after_the_end_is_an_error_and_closing_twice_is_not(

@@ -13,6 +13,7 @@ from jvlab.record._events import Event, RolloutEvent, StepEvent, SyncEvent
 from jvlab.record._record import Record
 from jvlab.views._record_plots import run_figure, staleness_figure, throughput_figure
 from jvlab.views._timeline import timeline_figure
+from tests.fuzzing import in_turn
 from tests.record.synthetic import made_up, start
 
 pytest.importorskip("matplotlib")
@@ -39,8 +40,7 @@ ODD: dict[str, list[Event]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", FIGURES)
-@pytest.mark.parametrize("case", ODD)
+@pytest.mark.parametrize(("case", "make"), in_turn(list(ODD), FIGURES))
 def test_no_record_is_too_odd_to_draw(make, case: str) -> None:
     assert render(make(Record.of(ODD[case]))).startswith(b"\x89PNG")
 

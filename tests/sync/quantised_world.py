@@ -13,7 +13,7 @@ from jvlab.layout._compile import compile_plan
 from jvlab.layout._formats import expand_formats
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import numpy_dtype
-from jvlab.layout._shards import MeshSpec, leaf_from_spec
+from jvlab.layout._tree import MeshSpec, leaf_from_spec
 from jvlab.layout._types import (
     Axis,
     Binding,

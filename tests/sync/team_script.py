@@ -46,7 +46,7 @@ def jax_tree(model: str) -> dict[str, Any]:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
     from safetensors.numpy import load_file
 
-    from jvlab.layout._shards import MeshSpec, default_spec
+    from jvlab.layout._tree import MeshSpec, default_spec
 
     mesh = Mesh(np.array(jax.devices()), ("fsdp",))
     tree = {}

@@ -16,7 +16,7 @@ from jvlab._errors import TransportError
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._digest import MASK, examine
 from jvlab.layout._plan import TransferPlan
-from jvlab.layout._shards import MeshSpec
+from jvlab.layout._tree import MeshSpec
 from jvlab.sync import _ipc_lanes, _ipc_senders
 from jvlab.sync._ipc_lanes import Destination, Lane, Port
 from jvlab.sync._ipc_senders import Shards

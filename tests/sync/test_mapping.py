@@ -10,7 +10,7 @@ import pytest
 
 from jvlab._errors import ConfigError
 from jvlab.layout._compile import compile_plan
-from jvlab.layout._shards import MeshSpec
+from jvlab.layout._tree import MeshSpec
 from jvlab.layout._types import Note
 from jvlab.sync._mapping import Mapping
 from jvlab.sync._mapping_row import rank_runs

@@ -15,11 +15,12 @@ from jvlab.layout._compile import compile_plan
 from jvlab.layout._digest import examine, flat_digest, row_elements
 from jvlab.layout._element_order import source_order
 from jvlab.layout._plan import TransferPlan
-from jvlab.layout._shards import MeshSpec, default_spec
+from jvlab.layout._tree import MeshSpec, default_spec
 from jvlab.sync._pack import LinkPack, Source, plain
 from jvlab.sync._senders import BucketSenders, Sent
 from jvlab.transport._choose import listen, open_receiver
 from jvlab.transport._faults import Faults
+from tests.fuzzing import in_turn
 from tests.layout.plan_interpreter import execute, scatter_bucket
 from tests.layout.plan_world import Size, World, transformer
 from tests.waiting import until
@@ -351,8 +352,9 @@ def planted(arrays: dict[str, Any], path: str, value: float) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("digest", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "digest"), in_turn(["float32", "bfloat16", "float16"], [True, False])
+)
 def test_poison_in_any_leaf_is_found_and_counted(dtype: str, digest: bool):
     """With digests and without; NaN, Inf, and what overflows in the cast to the engine's dtype. Float32 in."""
     world, plan = make("fsdp=2", 2, dtype=dtype)

@@ -25,7 +25,7 @@ from jvlab.engine.tracing._offline import trace_offline
 from jvlab.layout._checkpoint import checkpoint_tensors
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._proof import prove
-from jvlab.layout._shards import leaves_of
+from jvlab.layout._tree import leaves_of
 from jvlab.layout.rules._builtin import leaf_shapes_for
 from jvlab.layout.rules._rules import invert_binding
 from jvlab.layout.rules._ruleset import Rules

@@ -48,7 +48,7 @@ def jax_of(
     import jax.numpy as jnp
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from jvlab.layout._shards import MeshSpec, default_spec
+    from jvlab.layout._tree import MeshSpec, default_spec
 
     spec = MeshSpec.parse(mesh)
     devices = Mesh(

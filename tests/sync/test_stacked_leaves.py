@@ -20,7 +20,7 @@ from jvlab.layout._checkpoint import (
 )
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._plan_types import numpy_dtype
-from jvlab.layout._shards import MeshSpec
+from jvlab.layout._tree import MeshSpec
 from jvlab.layout.rules._builtin import policy_rules
 from jvlab.layout.rules._rules import invert_binding
 from jvlab.sync._compile_tree import policy_shapes, rules_of
@@ -189,9 +189,9 @@ def test_values_and_differences_of_one_layer() -> None:
         False
     ) == 2, "of six"
     source = Source.of(mapping.plan, world.values)
-    assert {d.parameter for d in differences(link, "layers.2.o", source)} == {
+    assert {d.parameter for d in differences(link, "layers.2.o", source)} == {  # type: ignore
         "model.layers.2.o_proj.weight"
-    }  # type: ignore[arg-type]
+    }
     assert len(differences(link, "model.layers.2.qkv_proj.weight", source)) == 2  # type: ignore[arg-type]
 
 

@@ -16,8 +16,14 @@ import pytest
 import jvlab as jv
 from jvlab import errors
 from jvlab.layout._compile import compile_plan
-from jvlab.layout._shards import MeshSpec, device_processes, leaves_of
-from jvlab.layout._tree import Boxes, TorchDevice, mesh_boxes
+from jvlab.layout._tree import (
+    Boxes,
+    MeshSpec,
+    TorchDevice,
+    device_processes,
+    leaves_of,
+    mesh_boxes,
+)
 from jvlab.sync._connect import Agreement
 from jvlab.sync._link import Link
 from jvlab.sync._pack import Source

@@ -10,8 +10,7 @@ import pytest
 from jvlab._errors import ConfigError, LayoutError, Unsupported
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._plan import TransferPlan
-from jvlab.layout._shards import leaves_of
-from jvlab.layout._tree import checkpoint_names, flatten
+from jvlab.layout._tree import checkpoint_names, flatten, leaves_of
 from jvlab.layout._types import CheckpointTensor, Parameter, RankLayout
 from jvlab.sync._compile_tree import bind_rules
 from jvlab.sync._connect import _choose

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jvlab._errors import ReplicaLost, SyncError
+from jvlab._names import LostNote
 from jvlab.record._batch import RolloutBatch, Scores
 from jvlab.record._sample import Sample
-from jvlab.sync._sync_report import Outcome, SyncReport
+from jvlab.sync._transaction import Outcome, SyncReport
 from jvlab.trainer._tasks import Example, Task
 
 VOCAB, END = 12, 0
@@ -125,9 +126,8 @@ class FakePool:
                 if self.alive[replica]:
                     on_sample(made[-1])
             if not self.alive[replica]:
-                notes.append(
-                    f"replica {replica} was lost (killed); {n} unfinished part(s) handed back"
-                )
+                text = f"replica {replica} was lost (killed); {n} unfinished part(s) handed back"
+                notes.append(LostNote(text, replica))
                 replica = self._pick()
                 made = [
                     await self._sample(prompts[0], k, seed + k, max_tokens, replica)

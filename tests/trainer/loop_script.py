@@ -24,13 +24,13 @@ def go(folder: str, steps: int, **options: object) -> Run:
     given = {**settings, **options}
     return grpo(
         (fresh_params(), logprobs_fn),
-        pool,
-        link,
+        pool,  # type: ignore
+        link,  # type: ignore
         task(),
         steps=steps,
         folder=folder,
         **given,
-    )  # type: ignore[arg-type]
+    )
 
 
 def main() -> None:

@@ -83,8 +83,14 @@ def train(
     what = given.pop("task")
     policy = given.pop("policy", (fresh_params(), logprobs_fn))
     return grpo(
-        policy, pool, link or FakeLink(pool), what, steps=steps, folder=folder, **given
-    )  # type: ignore[arg-type]
+        policy,
+        pool,  # type: ignore
+        link or FakeLink(pool),  # type: ignore
+        what,
+        steps=steps,
+        folder=folder,
+        **given,  # type: ignore
+    )
 
 
 def same(a: Record, b: Record, rows: slice = slice(None)) -> None:
@@ -229,9 +235,9 @@ def test_a_resumed_run_equals_one_that_was_never_killed(tmp_path: Path):
     assert "interrupted after 5 steps" in repr(record)
     assert record.steps()["step"].tolist() == [0, 1, 2, 3, 4]
     resumed = go(str(tmp_path / "killed"), 9, resume=True)
-    assert resumed.record.events("run_start")[1].resumed == 4, (
+    assert resumed.record.events("run_start")[1].resumed == 4, (  # type: ignore
         "the last checkpoint, of every second step"
-    )  # type: ignore[attr-defined]
+    )
     same(resumed.record, whole.record)
     assert sorted(samples(resumed.record)) == sorted(samples(whole.record))
     np.testing.assert_array_equal(resumed.params["table"], whole.params["table"])
@@ -649,9 +655,9 @@ def test_an_environment_keeps_its_observations_out_of_the_loss(tmp_path: Path):
         assert (sample.token_versions[~mask] == -1).all()
         assert (sample.token_versions[mask] >= 1).all()
     by_step = {
-        e.step: sum(sum(s.mask) for s in record.samples(step=e.step))
+        e.step: sum(sum(s.mask) for s in record.samples(step=e.step))  # type: ignore
         for e in record.events("step")
-    }  # type: ignore[attr-defined]
+    }
     assert record.steps()["tokens"].tolist() == list(by_step.values())
     assert record.summary()["logprob_gap"] < 1e-5
 

@@ -59,13 +59,13 @@ def train(
     policy = given.pop("policy", (fresh_params(), logprobs_fn))
     return grpo(
         policy,
-        pool,
-        link or FakeLink(pool),
+        pool,  # type: ignore
+        link or FakeLink(pool),  # type: ignore
         task(),
         steps=steps,
         folder=folder,
         **given,
-    )  # type: ignore[arg-type]
+    )
 
 
 class TablePolicy:
@@ -243,7 +243,7 @@ def test_a_completion_that_cannot_fit_the_engine_is_refused(tmp_path: Path):
     )
     pool.facts = lambda: facts  # type: ignore[attr-defined]
     with pytest.raises(
-        ConfigError, match=r"max_tokens=64, and the engine's context holds 64 tokens"
+        ConfigError, match=r"max_tokens=64, but the engine's context holds 64 tokens"
     ):
         train(tmp_path / "run", 2, pool, max_tokens=64)
     with pytest.raises(ConfigError, match=r"did you mean 'top_p'"):
@@ -312,12 +312,12 @@ def test_a_reward_that_cannot_run_in_processes_is_refused_before_the_run(
         with pytest.raises(ConfigError, match="process"):
             grpo(
                 (fresh_params(), logprobs_fn),
-                pool,
-                FakeLink(pool),
+                pool,  # type: ignore
+                FakeLink(pool),  # type: ignore
                 what,
                 folder=tmp_path / "run",
                 **SETTINGS,
-            )  # type: ignore[arg-type]
+            )
         assert not (tmp_path / "run").exists()
 
 

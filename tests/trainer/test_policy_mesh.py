@@ -154,7 +154,7 @@ def test_a_mesh_of_other_axes_is_used_and_said(path: str) -> None:
 def test_wrong_meshes() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"mesh\(fsdp=40, tp=2\) needs 80 devices, and jax has \d+ \(cpu\)",
+        match=r"mesh\(fsdp=40, tp=2\) needs 80 devices, but jax has \d+ \(cpu\)",
     ) as caught:
         mesh(fsdp=40, tp=2)
     assert "XLA_FLAGS=--xla_force_host_platform_device_count=80" in caught.value.remedy

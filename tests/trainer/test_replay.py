@@ -152,11 +152,13 @@ def test_padded_rows_carry_them() -> None:
     found = PaddedPart(rows, width, 4).token_arrays(batch, batch.replayed)
     for at, row in enumerate(rows):
         np.testing.assert_array_equal(
-            found["expert_ids"][at], batch.expert_ids[row, :width]
-        )  # type: ignore[index]
+            found["expert_ids"][at],
+            batch.expert_ids[row, :width],  # type: ignore
+        )
         np.testing.assert_array_equal(
-            found["expert_weights"][at], batch.expert_weights[row, :width]
-        )  # type: ignore[index]
+            found["expert_weights"][at],
+            batch.expert_weights[row, :width],  # type: ignore
+        )
 
 
 @pytest.mark.slow
@@ -202,21 +204,21 @@ def test_what_a_run_refuses(tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match="one of none, ids, full"):
         grpo(
             (fresh_params(), logprobs_fn),
-            pool,
-            FakeLink(pool),
+            pool,  # type: ignore
+            FakeLink(pool),  # type: ignore
             task(),
             folder=tmp_path,
             replay="weights",
-        )  # type: ignore[arg-type]
+        )
     with pytest.raises(ConfigError, match="logprobs_fn takes no routes"):
         grpo(
             (fresh_params(), logprobs_fn),
-            pool,
-            FakeLink(pool),
+            pool,  # type: ignore
+            FakeLink(pool),  # type: ignore
             task(),
             folder=tmp_path,
             replay="ids",
-        )  # type: ignore[arg-type]
+        )
     with_routes = lambda params, tokens, mask, routes=None: logprobs_fn(
         params, tokens, mask
     )

@@ -43,13 +43,13 @@ def train(folder: Path, steps: int = 3, policy: Any = None, **options: Any) -> R
     }
     return grpo(
         policy or (fresh_params(), logprobs_fn),
-        pool,
-        link,
+        pool,  # type: ignore
+        link,  # type: ignore
         task(),
         steps=steps,
         folder=folder,
         **given,
-    )  # type: ignore[arg-type]
+    )
 
 
 def failed(run: Run) -> StorageError:

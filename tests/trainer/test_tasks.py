@@ -431,6 +431,6 @@ def test_a_sync_environment_that_raises_or_hangs():
 
     assert play(Sync(), Player("x"), Example("?", 1)).failure.kind == "raised"  # type: ignore[union-attr]
     assert (
-        play(Sync(), Player("hang"), Example("?", 1), timeout=0.3).failure.kind
+        play(Sync(), Player("hang"), Example("?", 1), timeout=0.3).failure.kind  # type: ignore
         == "timeout"
-    )  # type: ignore[union-attr]
+    )

@@ -13,7 +13,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1] / "layout"))
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._plan import TransferPlan
-from jvlab.layout._shards import MeshSpec
+from jvlab.layout._tree import MeshSpec
 from jvlab.transport import Header, listen, open_receiver
 from tests.layout.plan_interpreter import pack_bucket, scatter_bucket
 from tests.layout.plan_world import Size, World, transformer

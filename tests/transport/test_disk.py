@@ -64,7 +64,7 @@ def test_the_folder_is_private(clean: None, folder: Path) -> None:
     with pytest.raises(TransportError, match="private"):
         open_receiver(sender.endpoint(), 1)
     sender.close()
-    with pytest.raises(TransportError, match="is not there"):
+    with pytest.raises(TransportError, match="does not exist"):
         open_receiver(sender.endpoint(), 1)
     with pytest.raises(ConfigError, match="not a folder"):
         listen("disk", directory=str(folder / "missing"))

@@ -99,7 +99,7 @@ def test_too_little_memory_names_both_sizes(
 ) -> None:
     monkeypatch.setattr(shm, "available_bytes", lambda: 10 << 20)
     with pytest.raises(
-        TransportError, match=r"needs 24\.0 MiB of memory and 10\.0 MiB are free"
+        TransportError, match=r"needs 24\.0 MiB of memory, but 10\.0 MiB are free"
     ) as caught:
         listen("shm", slot_bytes=8 << 20, slots=3)
     assert caught.value.fields["need_bytes"] == 24 << 20

@@ -17,14 +17,14 @@ from jvlab.lab._lab import Lab
 from jvlab.lab._pool import Pool
 from jvlab.lab._session import Session, Sessions, Turn
 from jvlab.layout._compile import compile_plan
-from jvlab.layout._shards import MeshSpec
+from jvlab.layout._tree import MeshSpec
 from jvlab.record._record import Record
 from jvlab.sync._coordinator import Coordinator
 from jvlab.sync._diff import TensorDiff
 from jvlab.sync._link import Link
 from jvlab.sync._mapping import Mapping
 from jvlab.sync._meaning import Meaning
-from jvlab.sync._sync_report import CheckReport, Outcome, SyncReport
+from jvlab.sync._transaction import CheckReport, Outcome, SyncReport
 from jvlab.sync._value_check import LeafEvidence
 from jvlab.trainer._run import Run
 from jvlab.wire import jvlab_pb2 as pb
@@ -110,9 +110,9 @@ def meaning() -> Meaning:
 def link(found: Mapping) -> Link:
     made = Link.__new__(Link)
     check = SimpleNamespace(meaning=meaning())
-    made._agreed = SimpleNamespace(
+    made._agreed = SimpleNamespace(  # type: ignore
         plan=found.plan, mapping=found, transport="shm", reason=EVIL, meaning=check
-    )  # type: ignore[assignment]
+    )
     made.pool = pool()
     made.mode = "direct"
     made._coordinator = Coordinator(made.pool, made._agreed, None)

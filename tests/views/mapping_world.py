@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jvlab.layout._plan_types import numpy_dtype
-from jvlab.layout._shards import MeshSpec
+from jvlab.layout._tree import MeshSpec
 from jvlab.sync._compile_tree import compile_tree
 from jvlab.sync._connect import Agreement
 from jvlab.sync._link import Link

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jvlab.sync._sync_report import Outcome, SyncReport
+from jvlab.sync._transaction import Outcome, SyncReport
 
 
 def report(version: int = 1, move: float = 0.01, nbytes: int = 14_200) -> SyncReport:

@@ -39,11 +39,11 @@ CASES: list[tuple[Exception, type[errors.JvlabError], str, str]] = [
         CallFailed(
             grpc.StatusCode.DEADLINE_EXCEEDED,
             "waited for p/0",
-            "pool.resume() lets it go on",
+            "pool.resume() lets it continue",
         ),
         errors.DeadlineExceeded,
         "peek was not done within 7 s: waited for p/0",
-        "pool.resume() lets it go on",
+        "pool.resume() lets it continue",
     ),
     (
         errors.ConfigError("long", remedy="r" * 9000),

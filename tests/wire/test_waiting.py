@@ -42,15 +42,15 @@ STATES = {
     "nothing": (pool(), ""),
     "a pause of our own": (
         pool(paused_by=ME),
-        "p was paused by this process; pool.resume() lets it go on",
+        "p was paused by this process; pool.resume() lets it continue",
     ),
     "another's pause": (
         pool(paused_by=OTHER),
-        f"p was paused by {OTHER}; pool.resume() lets it go on",
+        f"p was paused by {OTHER}; pool.resume() lets it continue",
     ),
     "sleep": (
         pool(asleep_by=OTHER),
-        f"p was put to sleep by {OTHER}; pool.wake() lets it go on",
+        f"p was put to sleep by {OTHER}; pool.wake() lets it continue",
     ),
     "a sync": (
         pool(DIRTY, sync="moving", trainer=OTHER),

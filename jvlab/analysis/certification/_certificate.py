@@ -143,7 +143,7 @@ class CertificateRow:
 
 @dataclass(frozen=True, repr=False)
 class Certificate:
-    """What `jv.certify(pool)` saw; true if none failed, none ran out of time, and one passed at least.
+    """What `jv.certify(pool)` saw; true if none failed, none ran out of time, and at least one passed.
 
     >>> certificate = jv.certify(pool, checks=["arrives direct", "scored"])
     >>> certificate
@@ -162,7 +162,7 @@ class Certificate:
 
     @property
     def ok(self) -> bool:
-        """Did no check fail or run out of time, and one pass at least?"""
+        """Did no check fail or run out of time, and at least one pass?"""
         counts = self.counts
         return not counts[FAIL] and not counts.get(NOT_RUN) and bool(counts[PASS])
 

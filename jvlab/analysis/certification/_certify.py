@@ -59,7 +59,7 @@ def certify(
 ) -> Certificate:
     """Can this engine configuration be trusted? Checks on the running pool, each with pass, fail or not applicable.
 
-    checks     names of those to run; default: all. Whatever is run, the weights of the beginning are put back at the
+    checks     names of those to run; default: all. Whatever is run, the initial weights are put back at the
                end ("restored")
     params     what the pool serves, by checkpoint name; only needed for tensors that can't be read from its engines
     transport  of the syncs, as for `lab.connect`
@@ -67,11 +67,12 @@ def certify(
     timeout    of everything; a fifth of it is left to put the weights back
 
     Known values are synced and read back from live memory, where vLLM's own loader would have put them: no digest is
-    involved. Syncs are made to fail half-way, the engine is put to sleep, an adapter is synced, if it can. Meanwhile no
-    other request should run: the pool serves other weights. Links of this process let go of the pool and open again
-    with their next call; versions go on counting. An adapter that a link has synced is cleared: sync it again.
+    involved. Syncs are made to fail half-way; if the engine can, it is put to sleep, and an adapter is synced. No other
+    request should run meanwhile, since the pool serves other weights. Links of this process let go of the pool and open
+    again with their next call; version numbers keep counting. An adapter that a link has synced is cleared: sync it
+    again.
 
-    On a GPU the values are JAX arrays on its first GPU, so that a second copy of the weights must fit there.
+    On a GPU the values are JAX arrays on the first GPU, so a second copy of the weights must fit there.
 
     >>> certificate = jv.certify(pool, ["arrives staged", "sleep 1"])     # by default all checks
     >>> certificate.ok, certificate["sleep 1"].state     # on a CPU

@@ -330,9 +330,8 @@ class Subject:
             for layout in self.layouts
             for t in layout.tensor
         }
-        self.through_loader = {
-            n: why for n, why in left.items() if n in used or "memory" not in why
-        }
+        used |= {note.name for layout in self.layouts for note in layout.opaque}
+        self.through_loader = {n: why for n, why in left.items() if n in used}
         if not left:
             return values
         given = params if params is not None else self.checkpoint()

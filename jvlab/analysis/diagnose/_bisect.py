@@ -796,14 +796,14 @@ def _rounded(policy: Any, params: Any, dtype: str) -> tuple[Any, Any]:
 
     runtime = dataclasses.replace(policy.runtime, dtype=dtype)
     other = type(policy)(
-        policy.config,
         params,
-        policy.mesh,
         runtime,
-        policy.source,
-        policy.hf_config,
-        policy._tensors,
-        policy._bindings,
+        config=policy.config,
+        mesh=policy.mesh,
+        source=policy.source,
+        hf_config=policy.hf_config,
+        tensors=policy._tensors,
+        bindings=policy._bindings,
     )
     return other, jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 

@@ -237,7 +237,7 @@ class Observation:
             raise
         except ABSURD as error:
             raise ConfigError(
-                f"{record!r} holds a value of another kind: {error!r}", remedy=ANOTHER
+                f"{record!r} holds a value of the wrong kind: {error!r}", remedy=ANOTHER
             ) from error
 
     def to_json(self) -> dict[str, Any]:

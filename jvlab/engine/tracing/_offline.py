@@ -41,7 +41,7 @@ def trace_offline(
     `model` is a directory (config.json is enough) or a config as a dict. With `expand`, two layers of each kind are
     traced on the first rank of a pipeline stage, one on its other ranks, and the others follow that pattern; where the
     pattern does not hold, every layer is traced. `quantization="fp8"`, and a checkpoint's fp8 in blocks, are as an
-    engine on a card holds them (`_patches.card_kernels`).
+    engine on a GPU holds them (`_patches.card_kernels`).
     """
     if quantization not in (None, *_meta_model.ONLINE):
         raise ConfigError(

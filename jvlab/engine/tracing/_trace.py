@@ -375,7 +375,7 @@ def trace_model(
             tensors=twice,
         )
     formats = find_formats(model)
-    staged = _staged(model, formats)
+    repacked = _repacked(model, formats)
     opaque: dict[str, str] = {}
     with _vllm_model.loader_format(model, formats.strides):
         targets = _targets(model)
@@ -392,14 +392,14 @@ def trace_model(
                     if n not in opaque
                 }
     return _with_formats(
-        _layout(recorder, tensors, rank, coords, opaque, staged), formats
+        _layout(recorder, tensors, rank, coords, opaque, repacked), formats
     )
 
 
-def _staged(model: torch.nn.Module, formats: Formats) -> dict[str, tuple[str, str]]:
+def _repacked(model: torch.nn.Module, formats: Formats) -> dict[str, tuple[str, str]]:
     """Parameters whose memory the engine does not compute with: full name -> why, kind. Empty for a model on meta."""
     found: dict[str, tuple[str, str]] = {}
-    for item in _vllm_model.staged_layers(model):
+    for item in _vllm_model.repacked_layers(model):
         if (
             item.parameter not in formats.kernel
             and item.parameter not in formats.others
@@ -580,7 +580,7 @@ def _layout(
     rank: int,
     coords: Coords,
     opaque: dict[str, str],
-    staged: dict[str, tuple[str, str]],
+    repacked: dict[str, tuple[str, str]],
 ) -> RankLayout:
     opaque = {**opaque, **recorder.opaque}
     rows = _last_writes(recorder, opaque)
@@ -629,9 +629,9 @@ def _layout(
             if t.name in opaque
         ),
         repacked=tuple(
-            Note(t.name, staged[t.name][0], t.elements, staged[t.name][1])
+            Note(t.name, repacked[t.name][0], t.elements, repacked[t.name][1])
             for t in kept
-            if t.name in staged
+            if t.name in repacked
         ),
         unused=tuple(
             t.name for t in tensors if t.name not in used and t.name not in opaque

@@ -264,7 +264,7 @@ def loader_state(model: torch.nn.Module) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Staged:
+class Repacked:
     """A parameter whose memory the engine does not compute with, and the layer that must process it again."""
 
     parameter: str  # the reported name: the first of a shared parameter
@@ -277,12 +277,12 @@ class Staged:
     # computed from it by an attention
 
 
-def staged_layers(model: torch.nn.Module) -> list[Staged]:
-    """Every staged parameter with the layer to process again; none for a model on meta."""
+def repacked_layers(model: torch.nn.Module) -> list[Repacked]:
+    """Every parameter that is packed after loading, with the layer to process again; none for a model on meta."""
     # the first name of a shared parameter
     reported = {id(p): n for n, p in model.named_parameters()}
     own_head = any(isinstance(m, ParallelLMHead) for m in model.modules())
-    found: list[Staged] = []
+    found: list[Repacked] = []
     for prefix, layer in model.named_modules():
         reasons = {**_held_elsewhere(layer, own_head), **_repacked(layer)}
         kind = "packed"
@@ -295,7 +295,7 @@ def staged_layers(model: torch.nn.Module) -> list[Staged]:
         for name, why in reasons.items():
             full = f"{prefix}.{name}" if prefix else name
             found.append(
-                Staged(
+                Repacked(
                     reported.get(id(own_parameters(layer).get(name)), full),
                     layer,
                     name,
@@ -311,7 +311,7 @@ def staged_layers(model: torch.nn.Module) -> list[Staged]:
                 full = f"{prefix}.kv_b_proj.{name}"
                 why = f"{prefix} keeps matrices computed from it after loading"
                 found.append(
-                    Staged(reported.get(id(p), full), layer, name, why, "derived")
+                    Repacked(reported.get(id(p), full), layer, name, why, "derived")
                 )
         if isinstance(layer, Attention):
             above = model.get_submodule(prefix.rpartition(".")[0])
@@ -320,7 +320,7 @@ def staged_layers(model: torch.nn.Module) -> list[Staged]:
                 _SINKS[layer] = sinks
                 why = f"{prefix} computes with a copy of other precision, made once"
                 found.append(
-                    Staged(reported[id(sinks)], layer, "sinks", why, "derived")
+                    Repacked(reported[id(sinks)], layer, "sinks", why, "derived")
                 )
     return found
 
@@ -420,7 +420,7 @@ def loaded_names(layer: torch.nn.Module) -> list[str]:
     )
 
 
-def not_repackable(item: Staged) -> str:
+def not_repackable(item: Repacked) -> str:
     """Why this layer can't be processed again after a sync; empty if it can, by jvlab or by vLLM's reload."""
     if item.kind != "derived":
         return ""

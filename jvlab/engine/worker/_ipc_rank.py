@@ -387,7 +387,7 @@ class IpcRank:
         """Raise unless the exported memory is still the model's: a reload or a wake-up may have replaced it."""
         if moved := self._addresses.moved():
             raise VerifyError(
-                f"rank {self.rank}: {some(moved)} arrived, but the model computes with other memory",
+                f"rank {self.rank}: {some(moved)} arrived, but the model computes with different memory",
                 remedy="connect again: the engine has replaced its weights' memory since the link was opened",
                 parameters=moved,
             )

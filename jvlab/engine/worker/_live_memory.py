@@ -23,7 +23,7 @@ from jvlab.engine._modules import (
     users_of,
 )
 from jvlab.engine.worker._receivers import ReceivedBox
-from jvlab.layout._boxes import storage_elements
+from jvlab.layout._plan_types import storage_elements
 from jvlab.transport._device_bytes import DeviceBytes
 
 # Copies a box of a bucket into strided memory at one core's full speed: plain runs as memcpy, transposes in blocks.

@@ -73,16 +73,6 @@ def after_step(core: Any) -> None:
             poison(core)
 
 
-def reset(core: Any, recompute: bool, connector: bool, reset_prefix_cache: Any) -> bool:
-    """vLLM's `reset_prefix_cache`; if KV is poisoned, requests in flight lose theirs and all of it is zeroed."""
-    scheduler = core.scheduler
-    poisoned = getattr(scheduler, "jv_poisoned", False)
-    done = reset_prefix_cache(core, recompute or poisoned, connector)
-    if poisoned and done and "kv_cache" not in core.model_executor.sleeping_tags:
-        clear_poison(core)
-    return done
-
-
 def clear_poison(core: Any) -> None:
     """Zero all KV memory; no request may hold a block."""
     answers = core.collective_rpc("jv_clear_kv")
@@ -98,8 +88,8 @@ def clear_poison(core: Any) -> None:
         scheduler.jv_clears = False
 
 
-def after_wake(core: Any) -> None:
-    """KV memory was allocated again, and may hold old values."""
+def clear_awake(core: Any) -> None:
+    """After a reset, and when KV memory was allocated again (it may hold old values): zero it, if it is poisoned."""
     if (
         getattr(core.scheduler, "jv_poisoned", False)
         and "kv_cache" not in core.model_executor.sleeping_tags

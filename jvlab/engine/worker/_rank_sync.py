@@ -20,8 +20,7 @@ from jvlab._errors import JvlabError, SyncError, TransportError, Unsupported
 from jvlab.engine.tracing import _lora_slots, _vllm_model
 from jvlab.engine.tracing._lora_slots import AdapterSlot
 from jvlab.engine.tracing._vllm_model import bare_model
-from jvlab.engine.worker import _poison
-from jvlab.engine.worker._fault_injection import inject_fault
+from jvlab.engine.worker import _fault_injection, _poison
 from jvlab.engine.worker._live_memory import peek
 from jvlab.engine.worker._receivers import (
     Ledger,
@@ -483,14 +482,14 @@ class WorkerSync:
     @returns_errors
     def prepare(self, terms: dict[str, Any]) -> dict[str, Any]:
         """Allocate what a sync needs."""
-        inject_fault("worker", "prepare", self.rank)
+        self._fault("prepare")
         self._mode = terms["mode"]
         return self._open_link().prepare(terms)
 
     @returns_errors
     def move(self, terms: dict[str, Any] | None = None) -> dict[str, Any]:
         """Accept weights from now on; returns at once. With `terms`: prepare first."""
-        inject_fault("worker", "move", self.rank)
+        self._fault("move")
         link = self._open_link()
         if terms is not None:
             self._mode = terms["mode"]
@@ -502,21 +501,25 @@ class WorkerSync:
     @returns_errors
     def verify(self, wait: float) -> dict[str, Any]:
         """Digests of what arrived, by parameter. Waits at most `wait` seconds; "done" says if all had arrived."""
-        inject_fault("worker", "verify", self.rank)
+        self._fault("verify")
         self._check_slot()
         return self._open_link().verify(wait)
 
     @returns_errors
     def commit(self) -> dict[str, Any]:
         """The model computes with the new weights from now on."""
-        inject_fault("worker", "commit", self.rank)
+        self._fault("commit")
         link = self._open_link()
         if self._mode == "staged":
             self._clear_slot()
         answer = link.commit()
         self._check_slot()
-        inject_fault("worker", "committed", self.rank, self.model)
+        self._fault("committed", self.model)
         return answer
+
+    def _fault(self, phase: str, model: Any = None) -> None:
+        if _fault_injection.VARIABLE in os.environ:
+            _fault_injection.inject_fault("worker", phase, self.rank, model)
 
     def _check_slot(self) -> None:
         """Raise if the open link is an adapter's, and its slot was given away."""
@@ -563,7 +566,7 @@ class WorkerSync:
 
         `midway` in a sync: of the parameters that have arrived so far.
         """
-        inject_fault("worker", "check", self.rank, self.model)
+        self._fault("check", self.model)
         self._check_slot()
         return (self.link or self._last or self._open_link()).check(midway)
 

@@ -12,9 +12,8 @@ then computes with freed memory): there they are kept until the layer's next rel
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 
 from jvlab._errors import Unsupported, VerifyError
-from jvlab.engine import _modules, _vllm_versions
+from jvlab.engine import _vllm_versions
 from jvlab.engine._modules import (
     as_integers,
     format_of,
@@ -32,98 +31,6 @@ from jvlab.engine._modules import (
 )
 from jvlab.engine.tracing import _vllm_model
 from jvlab.engine.worker._live_memory import flat
-
-# Repacks a layer's weights with vLLM's own function: built beside the live layer first, then put in place.
-
-
-@dataclass
-class PackedLayer:
-    """The result of processing a layer's raw weights; `place` puts it into the live layer, without copying."""
-
-    layer: torch.nn.Module
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    attributes: dict[str, Any] = field(default_factory=dict)
-
-    def place(self) -> None:
-        """From now on the layer computes with the new weights. Parameters remain the same objects."""
-        for name, tensor in self.tensors.items():
-            live = own_parameters(self.layer).get(name)
-            if live is None:
-                self.layer.register_parameter(
-                    name, torch.nn.Parameter(tensor, requires_grad=False)
-                )
-            else:
-                live.data = tensor
-        self.layer.__dict__.update(self.attributes)
-
-    def holds(self, name: str) -> torch.Tensor | None:
-        """The memory that the layer computes with once this is in place: the new one, or what it has already."""
-        return self.tensors.get(name, own_parameters(self.layer).get(name))
-
-    def lost(self) -> list[str]:
-        """What was placed and has since been replaced by other memory or another kernel."""
-        live = own_parameters(self.layer)
-        out = [
-            n
-            for n, t in self.tensors.items()
-            if (p := live.get(n)) is None or p.data_ptr() != t.data_ptr()
-        ]
-        kernels = [
-            k for k, v in self.attributes.items() if self.layer.__dict__.get(k) is not v
-        ]
-        return out or (["weight"] if kernels else [])
-
-
-def pack(
-    layer: torch.nn.Module,
-    raw: Mapping[str, torch.Tensor],
-    own: Collection[str] | None = None,
-) -> PackedLayer:
-    """Run the layer's processing after loading on a stand-in that holds `raw`; the layer itself is not changed.
-
-    Those in `own` (by default all) are copies that only `place` puts into the layer, whether or not processing changed
-    them; the others are in live memory, or will be.
-
-    The stand-in shares everything with the layer except its tables of parameters, buffers and modules and, for experts,
-    the method, whose kernel must be absent or vLLM would skip the processing.
-    """
-    beside = _modules.stand_in(layer)
-    given: dict[str, int] = {}
-    for name, live in own_parameters(layer).items():
-        tensor = raw.get(name, None if live is None else live.data)
-        if tensor is None:
-            continue
-        # a new object: processing may set its data
-        fresh: Any = torch.nn.Parameter(tensor, requires_grad=False)
-        if live is not None:
-            fresh.__dict__.update(live.__dict__)
-        own_parameters(beside)[name] = fresh
-        given[name] = tensor.data_ptr()
-    experts = _vllm_model.moe_method(layer)
-    method: Any = layer.quant_method
-    if experts:
-        method = copy.copy(method)
-        method.moe_kernel = None
-        _modules.put(beside, "quant_method", method)
-    with torch.no_grad():
-        method.process_weights_after_loading(beside)
-    done = PackedLayer(layer)
-    for name, new in own_parameters(beside).items():
-        live = own_parameters(layer).get(name)
-        if new is None or (new.numel() == 0 and live is not None and live.numel() == 0):
-            continue  # vLLM empties a parameter of which its kernel holds a packed copy
-        if name in (raw if own is None else own) or new.data_ptr() != given.get(name):
-            done.tensors[name] = new.data
-    if not experts:  # the experts' kernel gets its weights at each call, so it stays
-        done.attributes = {
-            k: v
-            for k, v in _modules.attributes(beside).items()
-            if layer.__dict__.get(k) is not v
-        }
-    return done
-
-
-# ----------------------------------------------------------------------------------------------------
 
 _DONE = "_already_called_process_weights_after_loading"
 CHUNK = 1 << 22  # elements widened at once

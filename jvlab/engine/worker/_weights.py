@@ -10,19 +10,21 @@ Digests are of what the engine computes with, and a commit checks that this memo
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from jvlab._errors import LayoutError, SyncError, Unsupported, VerifyError
+from jvlab.engine import _modules
 from jvlab.engine._modules import (
     Format,
     as_integers,
@@ -34,7 +36,6 @@ from jvlab.engine.tracing import _vllm_model
 from jvlab.engine.worker import _live_memory, _reload
 from jvlab.engine.worker._live_memory import LIVE_REMEDY, bits, flat, scatter
 from jvlab.engine.worker._receivers import Ledger, PhaseClock, ReceivedBox
-from jvlab.layout._boxes import storage_elements
 from jvlab.layout._digest import (
     MASK,
     box_digest,
@@ -44,12 +45,14 @@ from jvlab.layout._digest import (
     row_elements,
 )
 from jvlab.layout._plan import TransferPlan
-from jvlab.layout._plan_types import OPAQUE, REPACKED, TargetInfo, item_bytes
+from jvlab.layout._plan_types import (
+    OPAQUE,
+    REPACKED,
+    TargetInfo,
+    item_bytes,
+    storage_elements,
+)
 from jvlab.transport._device_bytes import DeviceBytes
-
-if TYPE_CHECKING:
-    from jvlab.engine.worker._reload import PackedLayer
-
 
 # Raw copies in transposed storage: packing reads any strides, so a weight that is packed need not be transposed.
 
@@ -92,16 +95,107 @@ def _moved(box: ReceivedBox, lines: int, row: int) -> ReceivedBox | None:
     return replace(box, offset=column * lines + line, strides=tuple(strides))
 
 
+# Repacks a layer's weights with vLLM's own function: built beside the live layer first, then put in place.
+
+
+@dataclass
+class PackedLayer:
+    """The result of processing a layer's raw weights; `place` puts it into the live layer, without copying."""
+
+    layer: torch.nn.Module
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+    def place(self) -> None:
+        """From now on the layer computes with the new weights. Parameters remain the same objects."""
+        for name, tensor in self.tensors.items():
+            live = own_parameters(self.layer).get(name)
+            if live is None:
+                self.layer.register_parameter(
+                    name, torch.nn.Parameter(tensor, requires_grad=False)
+                )
+            else:
+                live.data = tensor
+        self.layer.__dict__.update(self.attributes)
+
+    def holds(self, name: str) -> torch.Tensor | None:
+        """The memory that the layer computes with once this is in place: the new one, or what it has already."""
+        return self.tensors.get(name, own_parameters(self.layer).get(name))
+
+    def lost(self) -> list[str]:
+        """What was placed and has since been replaced by other memory or another kernel."""
+        live = own_parameters(self.layer)
+        out = [
+            n
+            for n, t in self.tensors.items()
+            if (p := live.get(n)) is None or p.data_ptr() != t.data_ptr()
+        ]
+        kernels = [
+            k for k, v in self.attributes.items() if self.layer.__dict__.get(k) is not v
+        ]
+        return out or (["weight"] if kernels else [])
+
+
+def pack(
+    layer: torch.nn.Module,
+    raw: Mapping[str, torch.Tensor],
+    own: Collection[str] | None = None,
+    experts: bool = False,
+) -> PackedLayer:
+    """Run the layer's processing after loading on a stand-in that holds `raw`; the layer itself is not changed.
+
+    Those in `own` (by default all) are copies that only `place` puts into the layer, whether or not processing changed
+    them; the others are in live memory, or will be.
+
+    The stand-in shares everything with the layer except its tables of parameters, buffers and modules and, for experts,
+    the method, whose kernel must be absent or vLLM would skip the processing.
+    """
+    beside = _modules.stand_in(layer)
+    given: dict[str, int] = {}
+    for name, live in own_parameters(layer).items():
+        tensor = raw.get(name, None if live is None else live.data)
+        if tensor is None:
+            continue
+        # a new object: processing may set its data
+        fresh: Any = torch.nn.Parameter(tensor, requires_grad=False)
+        if live is not None:
+            fresh.__dict__.update(live.__dict__)
+        own_parameters(beside)[name] = fresh
+        given[name] = tensor.data_ptr()
+    method: Any = layer.quant_method
+    if experts:
+        method = copy.copy(method)
+        method.moe_kernel = None
+        _modules.put(beside, "quant_method", method)
+    with torch.no_grad():
+        method.process_weights_after_loading(beside)
+    done = PackedLayer(layer)
+    for name, new in own_parameters(beside).items():
+        live = own_parameters(layer).get(name)
+        if new is None or (new.numel() == 0 and live is not None and live.numel() == 0):
+            continue  # vLLM empties a parameter of which its kernel holds a packed copy
+        if name in (raw if own is None else own) or new.data_ptr() != given.get(name):
+            done.tensors[name] = new.data
+    if not experts:  # the experts' kernel gets its weights at each call, so it stays
+        done.attributes = {
+            k: v
+            for k, v in _modules.attributes(beside).items()
+            if layer.__dict__.get(k) is not v
+        }
+    return done
+
+
 # One target of a plan on a rank, and the layer that must be processed again once its targets have arrived.
 
 
 @dataclass(eq=False)
 class PackGroup:
-    """A layer to reprocess once all of its staged parameters have arrived."""
+    """A layer to reprocess once all of its parameters have arrived."""
 
     layer: torch.nn.Module
     derived: bool
     reloaded: bool = False  # by vLLM's own reload
+    experts: bool = False
     # name within the layer -> target
     names: dict[str, int] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
@@ -442,7 +536,7 @@ class Weights:
         self.pointers: dict[int, int] = {}  # of the memory that was digested
         self.committed: dict[int, int] = {}
         self.evidence = Evidence()
-        self._packed: list[_reload.PackedLayer] = []  # in direct mode already in place
+        self._packed: list[PackedLayer] = []  # in direct mode already in place
         self.clock = PhaseClock()
         self.slots = self._slots(ledger)
         self.reloads = _reload.Reloads(
@@ -485,7 +579,7 @@ class Weights:
     def _group(self) -> None:
         by_name = {s.info.name: s for s in self.slots.values() if s.kind == REPACKED}
         groups: dict[int, PackGroup] = {}
-        for item in _vllm_model.staged_layers(self.model):
+        for item in _vllm_model.repacked_layers(self.model):
             slot = by_name.get(item.parameter)
             if slot is None:
                 continue
@@ -498,10 +592,11 @@ class Weights:
                     parameter=item.parameter,
                 )
             again = item.kind == "reloaded"
-            group = groups.setdefault(
-                id(item.layer), PackGroup(item.layer, item.kind == "derived", again)
-            )
             experts = _vllm_model.moe_method(item.layer)
+            group = groups.setdefault(
+                id(item.layer),
+                PackGroup(item.layer, item.kind == "derived", again, experts),
+            )
             group.names[item.name] = slot.number
             slot.groups.append(group)
             if (
@@ -701,7 +796,7 @@ class Weights:
             name: self._destination(self.slots[n]) for name, n in group.names.items()
         }
         own = {name for name, n in group.names.items() if self.slots[n].live is None}
-        packed = _reload.pack(group.layer, raw, own)
+        packed = pack(group.layer, raw, own, group.experts)
         self._packed.append(packed)
         if self.mode == "direct":
             packed.place()
@@ -833,8 +928,8 @@ class Weights:
         if lost and self.verify != "off":
             shown = _live_memory.some(sorted(lost))
             raise VerifyError(
-                f"rank {self.rank}: {shown} arrived, but the model computes with other memory",
-                remedy="sync again; if it comes back, something else replaces the engine's weights: restart the pool",
+                f"rank {self.rank}: {shown} arrived, but the model computes with different memory",
+                remedy="sync again; if it happens again, something replaces the engine's weights: restart the pool",
                 parameters=sorted(lost),
             )
 
@@ -898,7 +993,7 @@ def _required(tensor: torch.Tensor | None) -> torch.Tensor:
 
 
 def _lost(
-    packed: _reload.PackedLayer, groups: list[PackGroup], slots: dict[int, WeightSlot]
+    packed: PackedLayer, groups: list[PackGroup], slots: dict[int, WeightSlot]
 ) -> list[str]:
     """Full names of what was replaced in a packed layer since it was placed."""
     group = next(g for g in groups if g.layer is packed.layer)

@@ -2,8 +2,8 @@
 
     form      memory     used
     plain     length²    where all scores at once fit into PLAIN_BYTES
-    chunked   length     beyond that; windows, soft caps and everything a fused kernel refuses on a card
-    cudnn     length     on an NVIDIA card, in 16 bits
+    chunked   length     beyond that; windows, soft caps and everything a fused kernel refuses on a GPU
+    cudnn     length     on an NVIDIA GPU, in 16 bits
 
 A row holds samples one after the other, at most `most` of them. `segments` [B, T] numbers them from 1, and is 0 on
 padding; no token sees another sample, a later token, or padding. In the cudnn form rows of one sample begin with it.
@@ -64,9 +64,9 @@ def choose(
     if platform in ("gpu", "cuda"):
         refused = _refused_by_cudnn(dtype, scores, head_dim, devices)
         if not refused:
-            return Choice("cudnn", "the fused kernel of an NVIDIA card")
+            return Choice("cudnn", "the fused kernel of an NVIDIA GPU")
     else:
-        refused = f"cuDNN's kernel needs an NVIDIA card, this is {platform}"
+        refused = f"cuDNN's kernel needs an NVIDIA GPU, this is {platform}"
     if 4 * heads * tokens * tokens <= PLAIN_BYTES:
         return Choice(
             "plain", f"the scores of {tokens:,} tokens are small; {refused}", refused
@@ -241,7 +241,7 @@ def stretches_of(segments: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
 
 @contextmanager
 def loading_libraries(needed: bool) -> Iterator[None]:
-    """The card's libraries for products and attention are loaded meanwhile: seconds that the first program else waits.
+    """Load the GPU's libraries for products and attention meanwhile: seconds that the first program would wait for.
 
     From a disk that was not read yet, three to four on an H200's host.
     """

@@ -262,7 +262,7 @@ class _Slices:
         start = binding.leaf_start
         if not array.is_fully_addressable:
             raise Unsupported(
-                f"{binding.leaf} spans processes, and this one holds only a part of it",
+                f"{binding.leaf} spans processes, but this one holds only a part of it",
                 remedy="gather the parameters first: jax.experimental.multihost_utils.process_allgather",
                 leaf=binding.leaf,
             )

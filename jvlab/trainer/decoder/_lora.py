@@ -230,7 +230,7 @@ def lora_spec(
                 else ""
             )
             raise ConfigError(
-                f"target {name!r} is no linear map of this model{experts}",
+                f"target {name!r} is not a linear map of this model{experts}",
                 remedy=f"targets: {', '.join(has)}",
                 target=name,
             )

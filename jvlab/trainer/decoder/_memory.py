@@ -151,7 +151,9 @@ def at_hand(array: Any, held: int) -> int:
 
         return int(psutil.virtual_memory().available * CPU_SHARE) + held
     free = int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
-    with contextlib.suppress(ImportError):  # an engine may hold a part of the card
+    with contextlib.suppress(
+        ImportError
+    ):  # an engine may hold a part of the GPU's memory
         import cupy
 
         with cupy.cuda.Device(device.local_hardware_id):

@@ -100,7 +100,7 @@ class Runtime:
         """One of REMAT, for so many rows of so many tokens."""
         if self.remat != "auto":
             return self.remat
-        # Keeping everything is slower than "dots" on a card: it takes longer to write and read than to compute again.
+        # Keeping everything is slower than "dots" on a GPU: it takes longer to write and read than to compute again.
         kinds = REMAT if self.platform == "cpu" else REMAT[1:]
         fits = (
             r for r in kinds if self.kept_bytes(config, rows, tokens, r) <= self.room

@@ -29,7 +29,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvlab._errors import ConfigError
-from jvlab.layout._shards import MESH_AXES, MeshSpec
+from jvlab.layout._tree import MESH_AXES, MeshSpec
 
 FSDP_CHOICES = "dfvnkh"  # in this order
 TP_AXES = "nkfv"
@@ -81,7 +81,7 @@ def mesh(spec: str | Mapping[str, int] | None = None, /, **axes: int) -> Mesh:
             else "ask for a smaller mesh, or start on more devices"
         )
         raise ConfigError(
-            f"mesh({shape}) needs {wanted} devices, and jax has {len(devices)} ({where})",
+            f"mesh({shape}) needs {wanted} devices, but jax has {len(devices)} ({where})",
             remedy=remedy,
             wanted=wanted,
             devices=len(devices),

@@ -82,7 +82,7 @@ def tiny(
             _write(folder, config, family, seed)
     elif path is not None and _stamp(target) != _stamp_of(config, seed):
         raise ModelError(
-            f"{target} already holds another model",
+            f"{target} already holds a different model",
             remedy="choose another path, or delete that directory first",
             path=str(target),
         )

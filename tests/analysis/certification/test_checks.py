@@ -126,7 +126,7 @@ def test_out_of_time_is_not_run_and_no_failure():
         raise errors.ConfigError("timeout must be positive, not 0.0")
 
     subject = FakeSubject()
-    row = _certify._row("scored", broken, subject)
+    row = _certify._row("scored", broken, subject)  # type: ignore
     assert row.state == "not run"
     assert "timeout must be positive" in row.detail
     late = _certify._row("graphs", GRAPHS, subject)

@@ -305,7 +305,7 @@ def test_leaves_without_whole_blocks_are_named(
 ) -> None:
     """A leaf that is cast in two ways, or whose parts begin inside of a block."""
     from jvlab.layout._formats import block_scales, expand_blocks
-    from jvlab.layout._shards import MeshSpec, leaf_from_spec
+    from jvlab.layout._tree import MeshSpec, leaf_from_spec
     from jvlab.layout._types import Axis, Binding
 
     tensors = [

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.fuzzing import in_turn
+
 pytest.importorskip("vllm")
 
 import torch
@@ -67,6 +69,12 @@ def vllm_as_it_was() -> Any:
         yield
 
 
+PROCESSED = [
+    *("llama", "llama-tied", "gpt2", "mixtral"),
+    *("olmo2", "gemma3", "deepseek_v3", "phi"),
+]
+
+
 def python_state(model: torch.nn.Module) -> list[Any]:
     return [
         {k: repr(v) for k, v in o.__dict__.items()}
@@ -74,11 +82,7 @@ def python_state(model: torch.nn.Module) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["live", "packed"])
-@pytest.mark.parametrize(
-    "name",
-    ["llama", "llama-tied", "gpt2", "mixtral", "olmo2", "gemma3", "deepseek_v3", "phi"],
-)
+@pytest.mark.parametrize(("name", "packed"), in_turn(PROCESSED, [True, False]))
 def test_a_processed_model_traces_as_a_fresh_one(
     name: str, packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,17 +95,17 @@ def test_a_processed_model_traces_as_a_fresh_one(
     assert model_digest(live.model) == before
     assert python_state(live.model) == state
     for f in fields(offline):
-        if f.name != "staged":
+        if f.name != "repacked":
             a, b = getattr(offline, f.name), getattr(layout, f.name)
             assert np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b, f.name
-    staged = {n.name for n in layout.repacked}
+    repacked = {n.name for n in layout.repacked}
     experts = {
         p.name for p in layout.parameters if ".w13_" in p.name or ".w2_" in p.name
     }
     latent = {p.name for p in layout.parameters if "kv_b_proj" in p.name}
     if not packed:
         # vLLM's CPU kernels re-arrange experts in any case
-        assert staged == experts | latent
+        assert repacked == experts | latent
     else:
         matrices = {
             p.name
@@ -112,7 +116,7 @@ def test_a_processed_model_traces_as_a_fresh_one(
         table = {"gpt2": "transformer.wte.weight"}.get(
             name, "model.embed_tokens.weight"
         )
-        assert staged == (matrices - {table}) | experts | (
+        assert repacked == (matrices - {table}) | experts | (
             {table} if head_is_embedding else set()
         )
     assert all(
@@ -123,12 +127,12 @@ def test_a_processed_model_traces_as_a_fresh_one(
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["live", "packed"])
-def test_staged_means_that_a_write_does_not_reach_the_output(
+def test_repacked_means_that_a_write_does_not_reach_the_output(
     packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live = Live(folder_of("llama", tmp_path), packed, monkeypatch)
     with _meta_model.config_in_force(live.config):
-        staged = {n.name for n in trace_model(live.model, live.tensors, 1).repacked}
+        repacked = {n.name for n in trace_model(live.model, live.tensors, 1).repacked}
         head, table = live.model.lm_head, live.model.model.embed_tokens
         x = torch.randn(3, head.weight.shape[1])
         reach = {}
@@ -143,7 +147,7 @@ def test_staged_means_that_a_write_does_not_reach_the_output(
         reach["model.embed_tokens.weight"] = not torch.equal(
             before, table.quant_method.embedding(table, ids)
         )
-    assert reach == {name: name not in staged for name in reach}
+    assert reach == {name: name not in repacked for name in reach}
     assert reach["lm_head.weight"] is not packed
 
 

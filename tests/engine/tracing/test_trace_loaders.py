@@ -18,7 +18,7 @@ from jvlab.layout._compile import compile_plan
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import LIVE, OPAQUE
 from jvlab.layout._proof import prove
-from jvlab.layout._shards import MeshSpec, leaf_from_spec
+from jvlab.layout._tree import MeshSpec, leaf_from_spec
 from jvlab.layout._types import Axis, Binding, CheckpointTensor, RankLayout
 from tests.engine.tracing import trace_oracle as oracle
 

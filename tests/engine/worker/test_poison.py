@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jvlab.engine._patches import clearing_poison
 from jvlab.engine.worker import _poison
 
 
@@ -38,9 +39,8 @@ class Core:
 
     def forget(self, recompute: bool = False) -> bool:
         """A commit's reset of the prefix cache."""
-        return _poison.reset(
-            self, recompute, False, lambda _, running, connector: self._forgot(running)
-        )
+        reset = clearing_poison(lambda core, running, _: core._forgot(running))
+        return reset(self, recompute)
 
     def _forgot(self, running: bool) -> bool:
         self.asked.append("recompute" if running else "keep")
@@ -126,10 +126,10 @@ def test_poison_while_kv_memory_is_given_back(core: Core) -> None:
     _poison.poison(core)
     core.model_executor.sleeping_tags = {"kv_cache"}
     assert core.forget()
-    _poison.after_wake(core)
+    _poison.clear_awake(core)
     assert "jv_clear_kv" not in core.asked, "there is nothing to clear"
     core.model_executor.sleeping_tags = set()
-    _poison.after_wake(core)
+    _poison.clear_awake(core)
     assert core.asked[-1] == "jv_clear_kv"
     assert not core.scheduler.jv_poisoned
 

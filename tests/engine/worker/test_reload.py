@@ -352,8 +352,7 @@ def test_a_registered_quantisation_is_vllms_own_path(tmp_path: Path) -> None:
 
 def test_the_report_names_layers_and_what_they_cost() -> None:
     """From a replica's message to the report, its line and its HTML; of two replicas the slower one."""
-    from jvlab.sync._sync_report import SyncReport
-    from jvlab.sync._transaction import outcome_of
+    from jvlab.sync._transaction import SyncReport, outcome_of
     from jvlab.wire import jvlab_pb2 as pb
 
     said = [{"model.layers.0.<b>": 0.25, "lm": 0.5}, {"model.layers.0.<b>": 0.75}]

@@ -9,6 +9,7 @@ from numpy.lib.stride_tricks import as_strided
 from jvlab.engine.worker._receivers import ReceivedBox
 from jvlab.engine.worker._weights import transposed_boxes
 
+pytestmark = pytest.mark.vllm  # the module under test imports it
 LINES, ROW = 12, 10
 
 

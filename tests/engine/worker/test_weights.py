@@ -16,7 +16,7 @@ from jvlab.engine.worker._weights import Weights
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._element_order import source_order
 from jvlab.layout._plan import TransferPlan
-from jvlab.layout._shards import MeshSpec
+from jvlab.layout._tree import MeshSpec
 from tests.layout.plan_interpreter import pack_bucket
 from tests.layout.plan_world import Size, World, transformer
 
@@ -350,12 +350,12 @@ def linear(weight: torch.Tensor, bias: bool = False) -> Any:
 @pytest.mark.parametrize("bias", [False, True])
 def test_packing_again_equals_vllms_own_load(one_rank, bias: bool):
     from jvlab.engine.tracing import _vllm_model
-    from jvlab.engine.worker import _reload
+    from jvlab.engine.worker import _weights
 
     torch.manual_seed(0)
     old, new, x = torch.randn(96, 64), torch.randn(96, 64), torch.randn(5, 64)
     layer, fresh = linear(old, bias), linear(new, bias)
-    (item,) = _vllm_model.staged_layers(layer)
+    (item,) = _vllm_model.repacked_layers(layer)
     assert (item.parameter, item.kind, _vllm_model.not_repackable(item)) == (
         "weight",
         "packed",
@@ -363,7 +363,7 @@ def test_packing_again_equals_vllms_own_load(one_rank, bias: bool):
     )
     was, target = layer(x)[0], fresh(x)[0]
     assert not torch.equal(was, target)
-    packed = _reload.pack(layer, {"weight": new.clone()})
+    packed = _weights.pack(layer, {"weight": new.clone()})
     assert torch.equal(layer(x)[0], was), (
         "the live layer was touched before it was placed"
     )
@@ -372,10 +372,10 @@ def test_packing_again_equals_vllms_own_load(one_rank, bias: bool):
     assert torch.equal(layer(x)[0], target)
     assert layer.weight is parameter
     assert layer.quant_method is method
-    again = _reload.pack(layer, {"weight": old.clone()})
+    again = _weights.pack(layer, {"weight": old.clone()})
     again.place()
     assert torch.equal(layer(x)[0], was)
-    assert [i.parameter for i in _vllm_model.staged_layers(layer)] == ["weight"], (
+    assert [i.parameter for i in _vllm_model.repacked_layers(layer)] == ["weight"], (
         "it is packed as before"
     )
 
@@ -607,20 +607,20 @@ def test_experts_that_processing_drops_do_not_arrive_unseen(
         record_metadata_for_reloading,
     )
 
-    from jvlab.engine.worker import _reload
+    from jvlab.engine.worker import _weights
 
     layer: Any = Experts(32, torch.float32)
     record_metadata_for_reloading(layer)
     shapes = {n: tuple(p.shape) for n, p in layer.named_parameters()}
     layer.quant_method.process_weights_after_loading(layer)
-    original = _reload.pack
+    original = _weights.pack
 
     def forgetful(*args: Any) -> Any:
         packed = original(*args)
         del packed.tensors[dropped]
         return packed
 
-    monkeypatch.setattr(_reload, "pack", forgetful)
+    monkeypatch.setattr(_weights, "pack", forgetful)
     weights, wanted = sync_layer(
         layer, {n: torch.randn(s) for n, s in shapes.items()}, mode
     )
@@ -639,27 +639,27 @@ def test_a_kernel_that_holds_other_weights_does_not_arrive_unseen(
     one_rank, monkeypatch, fault: str, mode: str
 ):
     from jvlab._errors import VerifyError
-    from jvlab.engine.worker import _reload
+    from jvlab.engine.worker import _weights
 
     torch.manual_seed(3)
     layer = linear(torch.randn(96, 64))
-    original = _reload.pack
+    original = _weights.pack
 
-    def forgetful(live: Any, raw: Any, own: Any) -> Any:
+    def forgetful(live: Any, raw: Any, own: Any, experts: bool) -> Any:
         if fault == "one row":
             raw = {n: t.clone() for n, t in raw.items()}
             raw["weight"][7] *= 1.5
-        packed = original(live, raw, own)
+        packed = original(live, raw, own, experts)
         if fault == "stale kernel":
             packed.attributes["cpu_linear"] = live.__dict__["cpu_linear"]
         return packed
 
-    monkeypatch.setattr(_reload, "pack", forgetful)
+    monkeypatch.setattr(_weights, "pack", forgetful)
     if fault == "never placed":
-        monkeypatch.setattr(_reload.PackedLayer, "place", lambda packed: None)
+        monkeypatch.setattr(_weights.PackedLayer, "place", lambda packed: None)
     weights, wanted = sync_layer(layer, {"weight": torch.randn(96, 64)}, mode)
     if fault == "never placed":
-        with pytest.raises(VerifyError, match="computes with other memory"):
+        with pytest.raises(VerifyError, match="computes with different memory"):
             weights.commit()
     else:
         assert weights.found != wanted
@@ -695,7 +695,9 @@ def test_memory_that_was_exchanged_does_not_arrive_unseen():
         owner._parameters[leaf] = torch.nn.Parameter(
             old.data.clone(), requires_grad=False
         )
-        with pytest.raises(VerifyError, match="computes with other memory") as caught:
+        with pytest.raises(
+            VerifyError, match="computes with different memory"
+        ) as caught:
             weights.commit()
         assert caught.value.fields["parameters"] == [name]
         owner._parameters[leaf] = old

@@ -16,6 +16,7 @@ import pytest
 import jvlab as jv
 from jvlab.wire import _channels
 from tests.conftest import wait_for_exit
+from tests.fuzzing import soak_but
 from tests.gateway.cluster import fake_rollout
 from tests.gateway.cluster.test_join import PROMPTS, own_address, rows, until
 
@@ -44,7 +45,7 @@ def actors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return _ray_replica
 
 
-@pytest.mark.parametrize("tls", [False, True])
+@pytest.mark.parametrize("tls", soak_but([True], [False, True]))
 def test_actor_and_process_end_together(
     actors: Any, tls: bool, tmp_path: Path, llama: str, monkeypatch: pytest.MonkeyPatch
 ):

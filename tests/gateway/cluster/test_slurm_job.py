@@ -18,6 +18,7 @@ from jvlab import errors
 from jvlab.cli._cli import main, parser
 from jvlab.gateway.cluster._slurm import FIRST_PORT, PORTS, script
 from tests.conftest import wait_for_exit
+from tests.fuzzing import soak_but
 from tests.gateway.cluster import fake_rollout
 from tests.gateway.cluster.test_join import own_address
 
@@ -124,7 +125,7 @@ def free_job() -> int:
     raise AssertionError("every port is taken")
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", soak_but([2], [1, 2]))
 def test_a_whole_job(tmp_path: Path, llama: str, nodes: int):
     """One node and loopback; or two, whose names here are both this machine's address, and TLS."""
     names = ["node-7"] if nodes == 1 else [own_address()] * 2

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
+
 from jvlab.layout.rules._ruleset import Rules, stacked
 from jvlab.layout.rules._syntax import rule_text
 from jvlab.sync._rebind import changed_rules
@@ -190,3 +192,20 @@ def planted() -> list[Planted]:
     ]
     # one engine after the other
     return sorted(out, key=lambda case: list(SIZES).index(case.family))
+
+
+def each_in_turn(cases: list[Planted]) -> list[Any]:
+    """For `parametrize`: each wrong rule in one family, the families in turn; the rest soaks."""
+    names = list(dict.fromkeys(case.name for case in cases))
+    usual = set()
+    for k, name in enumerate(names):
+        families = [case.family for case in cases if case.name == name]
+        usual.add((name, families[k % len(families)]))
+    return [
+        pytest.param(
+            case,
+            id=f"{case.family}: {case.name}",
+            marks=() if (case.name, case.family) in usual else pytest.mark.soak,
+        )
+        for case in cases
+    ]

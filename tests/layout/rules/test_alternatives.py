@@ -26,7 +26,7 @@ from jvlab.layout.rules._builtin import policy_rules
 from jvlab.layout.rules._rules import apply_binding
 from jvlab.layout.rules._ruleset import Rules, stacked
 from jvlab.sync._compile_tree import policy_shapes
-from tests.layout.rules.planted import COMMON, SIZES, Planted, planted
+from tests.layout.rules.planted import COMMON, SIZES, Planted, each_in_turn, planted
 
 pytestmark = pytest.mark.slow
 
@@ -85,7 +85,7 @@ def best(found: list[Alternative], world: World) -> list[Alternative]:
     ]
 
 
-@pytest.mark.parametrize("case", planted(), ids=lambda c: f"{c.family}: {c.name}")
+@pytest.mark.parametrize("case", each_in_turn(planted()))
 def test_meaning_of_a_wrong_rule_is_found_by_value(
     worlds: dict[str, World], case: Planted
 ):

@@ -11,14 +11,17 @@ from jvlab.layout.rules._alternatives import alternatives, match
 from jvlab.layout.rules._builtin import policy_rules
 from jvlab.layout.rules._rules import apply_binding
 from jvlab.sync._compile_tree import policy_shapes
-from tests.layout.rules.planted import COMMON, SIZES, planted_in_stacks
+from tests.layout.rules.planted import (
+    COMMON,
+    SIZES,
+    each_in_turn,
+    planted_in_stacks,
+)
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    "case", planted_in_stacks(), ids=lambda case: f"{case.family}: {case.name}"
-)
+@pytest.mark.parametrize("case", each_in_turn(planted_in_stacks()))
 def test_every_planted_rule_of_a_stacked_tree_is_named_by_value(case) -> None:
     model = jv.models.tiny(case.family, **{**COMMON, **SIZES[case.family]})
     config, tensors = read_config(model), checkpoint_tensors(model)

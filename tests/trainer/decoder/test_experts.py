@@ -157,7 +157,7 @@ def test_gradients_are_finite_and_reach_every_leaf(alone: Any, batch: Any) -> No
     [
         pytest.param({"ep": 3}, marks=pytest.mark.soak),
         {"fsdp": 2, "ep": 2},
-        {"ep": 2, "tp": 2},
+        pytest.param({"ep": 2, "tp": 2}, marks=pytest.mark.soak),
     ],
     ids=str,
 )

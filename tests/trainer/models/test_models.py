@@ -315,7 +315,7 @@ def test_a_path_in_use_is_not_overwritten(tmp_path):
         models.tiny("llama", tmp_path / "notes")
     models.tiny("llama", tmp_path / "m")
     assert models.tiny("llama", tmp_path / "m") == str(tmp_path / "m")
-    with pytest.raises(ModelError, match="already holds another model"):
+    with pytest.raises(ModelError, match="already holds a different model"):
         models.tiny("llama", tmp_path / "m", seed=5)
 
 

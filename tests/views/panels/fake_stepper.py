@@ -10,7 +10,7 @@ from typing import Any
 
 from jvlab._errors import SyncError, VerifyError
 from jvlab.sync._stepper import Stepper
-from jvlab.sync._sync_report import CheckReport, Outcome, SyncReport
+from jvlab.sync._transaction import CheckReport, Outcome, SyncReport
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._sync_words import Terms
 

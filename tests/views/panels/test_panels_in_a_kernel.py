@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
+
+if TYPE_CHECKING:
+    from nbclient import NotebookClient
 
 pytestmark = pytest.mark.slow
 
@@ -52,6 +53,9 @@ time.sleep(0.5)  # and says so from its own thread
 
 
 def client_of(cells: list[str]) -> NotebookClient:
+    import nbformat  # takes seconds
+    from nbclient import NotebookClient
+
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
     return NotebookClient(
         book,

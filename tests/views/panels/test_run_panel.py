@@ -70,9 +70,9 @@ def started(tmp_path: Path) -> Iterator[Callable[..., tuple[Run, RunPanel, FakeP
         )
         panel = RunPanel(run)
         panel.sent = []  # type: ignore[attr-defined]
-        panel.curves.send = lambda content, buffers: panel.sent.append(
+        panel.curves.send = lambda content, buffers: panel.sent.append(  # type: ignore
             (content, buffers)
-        )  # type: ignore[attr-defined]
+        )
         made.append((run, panel))
         return run, panel, pool
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jvlab.engine import _server
+from jvlab.engine import _engine
 from jvlab.wire._rpc_errors import CallFailed
 
 
@@ -21,7 +21,7 @@ def check(servicer: Any, epoch: int, becomes: int) -> None:
 
 def replica(epoch: int) -> Any:
     async def make() -> Any:
-        servicer = _server.RolloutServicer(None)  # type: ignore[arg-type]
+        servicer = _engine.RolloutServicer(None)  # type: ignore[arg-type]
         servicer.epoch = epoch
         return servicer
 
@@ -45,6 +45,6 @@ def test_an_order_of_another_epoch_is_refused_at_once():
 
 
 def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_server, "REGISTER_SECONDS", 0.05)
+    monkeypatch.setattr(_engine, "REGISTER_SECONDS", 0.05)
     with pytest.raises(CallFailed, match="at epoch 0"):
         check(replica(0), epoch=1, becomes=0)
