@@ -229,7 +229,7 @@ def _line(m: dict[str, float]) -> str:
 
 
 def _peer(checkpoint: Path, rounds: int, engine: dict[str, Any]) -> Side:
-    """vLLM's side: starts while ours does, and measures when it is told to."""
+    """vLLM's side: says when it is up, and measures when it is told to."""
     from jvlab.engine import _defaults
 
     order = {
@@ -258,10 +258,13 @@ def run_bench_sync_gpu(rounds: int = 20, size: str = "4") -> dict[str, Any]:
         peer = stack.enter_context(
             _peer(written, max(3, rounds // 2), _engine(weights, True, experts))
         )
+        ready = (
+            peer.receive()
+        )  # one that still starts would slow what is measured first
         # eager like the peer, for equal rounding; a float32 copy of a large model would not fit beside it
         ours = measure(policy, rounds, WAYS, eager=True, masters=weights < 8e9)
         try:
-            theirs = peer.receive() | peer.ask("go")
+            theirs = ready | peer.ask("go")
         except LaunchError:
             # what was measured before the peer failed
             print(json.dumps(ours), flush=True)

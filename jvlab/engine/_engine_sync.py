@@ -241,17 +241,23 @@ async def _ask_core(
     return reply
 
 
+async def _before_bytes(sync: EngineSync, mode: str, terms: Terms) -> None:
+    """Enter and note the phases of a mode until the first byte is written."""
+    for phase in (phase.word for phase in BEFORE_BYTES[mode]):
+        given = terms if phase == "prepare" else None
+        sync.at = phase
+        sync.state.check(phase, given)
+        await sync.enter(phase)
+        if given is not None:
+            sync.begin(given)
+        sync.state.did(phase, given)
+
+
 async def prepare_staged(
     sync: EngineSync, terms: Terms, request: pb.RolloutSyncRequest
 ) -> None:
     """PREPARE and MOVE of a staged sync."""
-    for phase in (phase.word for phase in BEFORE_BYTES["staged"]):
-        sync.at = phase
-        sync.state.check(phase, terms if phase == "prepare" else None)
-        await sync.enter(phase)
-        if phase == "prepare":
-            sync.begin(terms)
-        sync.state.did(phase, terms if phase == "prepare" else None)
+    await _before_bytes(sync, "staged", terms)
     reply = await _ask_core(sync, "prepare", terms, request)
     sync.at = reply["stage"] or sync.at
     checked(reply["answers"])
@@ -346,13 +352,7 @@ async def direct_sync(
     sync: EngineSync, terms: Terms, request: pb.RolloutSyncRequest
 ) -> None:
     """Run every phase. Raises on failure; `sync.at` names the phase."""
-    for phase in (phase.word for phase in BEFORE_BYTES["direct"]):
-        sync.at = phase
-        sync.state.check(phase, terms if phase == "prepare" else None)
-        await sync.enter(phase)
-        if phase == "prepare":
-            sync.begin(terms)
-        sync.state.did(phase, terms if phase == "prepare" else None)
+    await _before_bytes(sync, "direct", terms)
     await sync.run_to_completion(_core_sync(sync, terms, request))
 
 

@@ -324,6 +324,7 @@ class Policy:
     def _like(
         self, params: Any, runtime: Runtime, frozen: Params | None = None
     ) -> Policy:
+        """The same model with other parameters, computed in another way."""
         return Policy(
             params,
             runtime,

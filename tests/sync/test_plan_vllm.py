@@ -39,23 +39,11 @@ from jvlab.sync._mapping import Mapping
 from jvlab.sync._plan import add_plan_arguments, plan, run_plan
 from jvlab.trainer.models import tiny
 from tests.engine.tracing import trace_oracle as oracle
-from tests.engine.tracing.trace_oracle_configs import OWN
+from tests.engine.tracing.trace_oracle_configs import OWN, TINY
 from tests.layout.plan_interpreter import execute
 
 pytestmark = pytest.mark.vllm
 
-TINY = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "gemma2",
-    "gemma3",
-    "mistral",
-    "phi3",
-    "mixtral",
-    "olmo2",
-    "gpt2",
-)
 CASES = [
     *((name, tp, mesh) for name in TINY for tp, mesh in ((2, "fsdp=3,tp=2"),)),
     ("llama", 1, "fsdp=8"),

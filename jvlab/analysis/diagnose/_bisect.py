@@ -794,17 +794,7 @@ def _rounded(policy: Any, params: Any, dtype: str) -> tuple[Any, Any]:
 
     import jax
 
-    runtime = dataclasses.replace(policy.runtime, dtype=dtype)
-    other = type(policy)(
-        params,
-        runtime,
-        config=policy.config,
-        mesh=policy.mesh,
-        source=policy.source,
-        hf_config=policy.hf_config,
-        tensors=policy._tensors,
-        bindings=policy._bindings,
-    )
+    other = policy._like(params, dataclasses.replace(policy.runtime, dtype=dtype))
     return other, jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 

@@ -21,23 +21,11 @@ from jvlab.sync._compile_tree import compile_tree
 from jvlab.sync._mapping import Mapping
 from jvlab.trainer.models import tiny
 from tests.engine.tracing import trace_oracle as oracle
-from tests.engine.tracing.trace_oracle_configs import OWN
+from tests.engine.tracing.trace_oracle_configs import OWN, TINY
 from tests.fuzzing import in_turn
 
 pytestmark = pytest.mark.vllm
 
-TINY = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "gemma2",
-    "gemma3",
-    "mistral",
-    "phi3",
-    "mixtral",
-    "olmo2",
-    "gpt2",
-)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "qwen2-untied": ("qwen2", {"tie_word_embeddings": False}),

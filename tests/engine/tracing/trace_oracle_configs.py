@@ -4,6 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+# families that it writes
+TINY = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "mistral",
+    "phi3",
+    "mixtral",
+    "olmo2",
+    "gpt2",
+)
+
 _COMMON: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
