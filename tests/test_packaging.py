@@ -68,6 +68,7 @@ PUBLIC = {
     "certify",
     "errors",
     "grpo",
+    "integrations",
     "mesh",
     "models",
     "plan",

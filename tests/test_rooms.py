@@ -89,8 +89,8 @@ def test_the_package_itself_holds_public_names_and_shared_modules_only():
     assert loose == SHARED_MODULES
 
 
-def test_there_are_twelve_rooms_and_bench():
-    assert len(ROOMS) == 13
+def test_there_are_thirteen_rooms_and_bench():
+    assert len(ROOMS) == 14
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ BENCHES = [
     "gateway",
     "gap",
     "whatif",
+    "tunix",
 ]
 
 
@@ -104,16 +105,16 @@ BENCH = (
     (
         "--steps",
         int,
-        "grpo: counted steps of each run; default 15, or 4 with a model",
+        "grpo: counted steps of each run; default 15, or 4 with a model; tunix: default 4",
     ),
     ("--model", str, "another model; grpo: a large one, with the options below"),
     (
         "--shape",
         str,
-        "grpo, and on a GPU sync and lora: instead of --model, random weights of a known shape: qwen3-1.7b; "
+        "grpo, tunix, and on a GPU sync and lora: instead of --model, random weights of a known shape: qwen3-1.7b; "
         "sync: or qwen3-moe",
     ),
-    ("--tokens", _numbers, "grpo: tokens of every completion, e.g. 512,3000"),
+    ("--tokens", _numbers, "grpo, tunix: tokens of every completion, e.g. 512,3000"),
     (
         "--staleness",
         _numbers,
@@ -127,7 +128,11 @@ BENCH = (
     ("--lengths", _numbers, "train: tokens of a row, e.g. 1024,4096"),
     ("--load", ("auto", "dummy"), "rollout: how its weights are loaded"),
     ("--device", DEVICES, "where engines run"),
-    ("--eager", False, "launch, grpo, gap: no CUDA graphs; engines start sooner"),
+    (
+        "--eager",
+        False,
+        "launch, grpo, gap, tunix: no CUDA graphs; engines start sooner",
+    ),
 )
 STOP = (("--timeout", 30.0, "seconds in all; what has not ended by then is killed"),)
 
@@ -319,6 +324,17 @@ def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
             12 if arguments.steps is None else arguments.steps,
             arguments.model,
             arguments.device,
+        )
+    if arguments.what == "tunix":
+        from jvlab.bench._tunix import STEPS, run_bench_tunix
+
+        return run_bench_tunix(
+            arguments.model,
+            arguments.shape,
+            arguments.tokens,
+            STEPS if arguments.steps is None else arguments.steps,
+            arguments.device,
+            arguments.eager,
         )
     if arguments.what == "train":
         from jvlab.bench._train import run_bench_train

@@ -1,0 +1,247 @@
+"""`Journal`: the record of a training that another trainer runs: its rollouts, scores, syncs and steps.
+
+Such a trainer does not say what a step trained on. Samples are taken in the order in which they were generated, or, if
+it tells their rewards, in that order: `per_step` of them for each step, or all that there are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jvlab.record._events import (
+    NAN,
+    Event,
+    RolloutTally,
+    RunStart,
+    ScoreEvent,
+    StepEvent,
+    clock,
+    sync_event,
+)
+from jvlab.record._record import Record
+from jvlab.record._samples import SampleRecord
+from jvlab.record._writer import RecordWriter
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A sample that waits for its step; or what the trainer rewarded and never was one, as an episode cut short."""
+
+    number: int = -1
+    sample: Any = None
+    prompt: str = ""  # what the trainer sees of it
+    text: str = ""
+    group: int = -1
+    index: int = 0  # within its group
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    came: float = NAN  # when, by the record's clock
+    reward: float = NAN
+    advantage: float = NAN
+
+
+@dataclass(eq=False)
+class Journal:
+    """Events of one training, in a folder or in memory. May be used from many threads.
+
+    folder      where to write them, and the samples; None: in memory, without samples
+    per_step    samples of a step; None: all that came since the step before
+    """
+
+    name: str
+    folder: Path | None = None
+    per_step: int | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._events: list[Event] = []
+        self._waiting: dict[int, Waiting] = {}
+        self._rewarded: deque[Waiting] = deque()
+        self._tells_rewards = False
+        self._samples = 0
+        self._groups = 0
+        self._steps = 0
+        self._writer: RecordWriter | None = None
+        if self.folder is not None:
+            self._writer = RecordWriter(
+                self.folder, run=self.name, config=dict(self.config)
+            )
+        else:
+            self._events.append(RunStart.now(self.name, config=self.config))
+
+    @property
+    def record(self) -> Record:
+        """What was written so far; one in a folder goes on with the training."""
+        if self.folder is not None:
+            return Record.open(self.folder)
+        with self._lock:
+            return Record.of(list(self._events))
+
+    def close(self, reason: str = "finished") -> None:
+        """End the record; once."""
+        if self._writer is not None:
+            self._writer.close(reason)
+
+    def _write(self, events: Iterable[Event]) -> None:
+        if self._writer is None:
+            with self._lock:
+                self._events.extend(events)
+            return
+        for event in events:
+            self._writer.write(event)
+
+    # What happens -------------------------------------------------------------------------------------------------
+
+    def generated(
+        self,
+        tally: RolloutTally,
+        samples: Sequence[Any],
+        prompts: Sequence[str],
+        texts: Sequence[str],
+        sampling: Mapping[str, Any],
+    ) -> None:
+        """The samples of one call; `prompts` and `texts` are what the trainer sees of them."""
+        self._write(tally.events())
+        now = clock()
+        with self._lock:
+            first = self._groups
+            self._groups += 1 + max((s.prompt_index for s in samples), default=-1)
+            for sample, prompt, text in zip(samples, prompts, texts, strict=True):
+                self._waiting[self._samples] = Waiting(
+                    self._samples,
+                    sample,
+                    prompt,
+                    text,
+                    first + sample.prompt_index,
+                    sample.sample_index,
+                    sampling,
+                    now,
+                )
+                self._samples += 1
+
+    def scored(self, start: float, samples: int, tokens: int, version: int) -> None:
+        """The pool computed log-probabilities of these."""
+        event = ScoreEvent(
+            start=start,
+            stop=clock(),
+            what="old",
+            samples=samples,
+            tokens=tokens,
+            version=version,
+        )
+        self._write([event])
+
+    def rewarded(
+        self,
+        prompts: Sequence[str],
+        texts: Sequence[str],
+        rewards: Sequence[float],
+        advantages: Sequence[float],
+    ) -> list[Any]:
+        """What the trainer gave to samples, found by text and by a prompt with this one in it; returns the samples.
+
+        Samples of one prompt that were generated by calls of their own become one group.
+        """
+        found: list[Waiting] = []
+        groups: dict[str, int] = {}
+        sizes: Counter[int] = Counter()
+        with self._lock:
+            self._tells_rewards = True
+            by_text: defaultdict[str, list[Waiting]] = defaultdict(list)
+            for waiting in self._waiting.values():
+                by_text[waiting.text].append(waiting)
+            told = zip(prompts, texts, rewards, advantages, strict=True)
+            for prompt, text, reward, advantage in told:
+                fits = (w for w in by_text[text] if prompt in w.prompt)
+                waiting = next(fits, None) or Waiting()
+                waiting.reward = float(reward)
+                waiting.advantage = float(advantage)
+                self._rewarded.append(waiting)
+                if waiting.sample is None:
+                    continue
+                by_text[text].remove(waiting)
+                waiting.group = groups.setdefault(waiting.prompt, waiting.group)
+                waiting.index = sizes[waiting.group]
+                sizes[waiting.group] += 1
+                del self._waiting[waiting.number]
+                found.append(waiting)
+        return [waiting.sample for waiting in found]
+
+    def synced(self, report: Any, start: float, trained: int | None) -> None:
+        """New weights arrived: those of a step that trained while the pool held version `trained`, or the first.
+
+        What trained on no sample is no step: some trainers sync once more before an evaluation.
+        """
+        if trained is not None:
+            self._step(trained, start)
+        self._write([sync_event(report, start, clock())])
+
+    # A step -------------------------------------------------------------------------------------------------------
+
+    def _step(self, version: int, stop: float) -> None:
+        everything = self._take()
+        if not everything:
+            return
+        taken = [w for w in everything if w.sample is not None]
+        own = [w.sample.versions[w.sample.own] for w in taken]
+        versions, counts = np.unique(
+            np.concatenate([np.empty(0, np.int64), *own]), return_counts=True
+        )
+        rewards = np.array([w.reward for w in everything if w.reward == w.reward])
+        number = self._steps
+        self._steps += 1
+        event = StepEvent(
+            # a step that trains while samples of it still come began earlier
+            start=min(stop, max((w.came for w in taken), default=stop)),
+            stop=stop,
+            step=number,
+            version=version,
+            reward_mean=float(rewards.mean()) if len(rewards) else NAN,
+            reward_std=float(rewards.std()) if len(rewards) else NAN,
+            samples=len(everything),
+            tokens=int(counts.sum()),
+            versions=dict(zip(versions.tolist(), counts.tolist(), strict=True)),
+            groups=tuple(dict.fromkeys(w.group for w in taken)),
+        )
+        self._write([event])
+        if self._writer is not None:
+            self._writer.write_samples([_recorded(w, number) for w in taken])
+
+    def _take(self) -> list[Waiting]:
+        """The samples of the step that just ended. Those that it passed over are forgotten: an evaluation's, say."""
+        with self._lock:
+            queue = (
+                list(self._rewarded)
+                if self._tells_rewards
+                else list(self._waiting.values())
+            )
+            taken = queue[: self.per_step]
+            self._rewarded = deque(queue[len(taken) :] if self._tells_rewards else ())
+            past = (
+                self._samples
+                if self.per_step is None
+                else min((w.number for w in taken if w.sample is not None), default=0)
+            )
+            for waiting in taken:
+                self._waiting.pop(waiting.number, None)
+            self._waiting = {n: w for n, w in self._waiting.items() if n >= past}
+            return taken
+
+
+def _recorded(waiting: Waiting, step: int) -> SampleRecord:
+    return SampleRecord.of(
+        waiting.sample,
+        reward=waiting.reward,
+        advantage=waiting.advantage,
+        step=step,
+        group=waiting.group,
+        index=waiting.index,
+        sampling=dict(waiting.sampling),
+    )
