@@ -18,6 +18,7 @@ import functools
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -65,8 +66,9 @@ def run_bench_tunix(
     steps: int = STEPS,
     device: str = "auto",
     eager: bool = False,
+    train: bool = True,
 ) -> dict[str, Any]:
-    """Measure both sides; prints a line for each, returns the facts."""
+    """Measure both sides; prints a line for each, returns the facts. Without `train` they only generate."""
     if find_spec("tunix") is None:
         raise MissingDependency(
             "bench tunix needs Tunix",
@@ -74,7 +76,7 @@ def run_bench_tunix(
         )
     device = resolve(device)
     length = (tokens or (TOKENS[device],))[0]
-    if steps < 1 or length < 2 or len(tokens or "1") > 1:
+    if steps < 2 or length < 2 or len(tokens or "1") > 1:
         raise ConfigError(
             f"tokens {tokens}, {steps} steps", remedy="e.g. --tokens 512 --steps 4"
         )
@@ -85,6 +87,7 @@ def run_bench_tunix(
             "steps": steps,
             "device": device,
             "eager": eager,
+            "train": train,
         }
         what = shape or Path(order["model"]).name
         print(
@@ -94,7 +97,7 @@ def run_bench_tunix(
         ours, theirs = (_row(who, order) for who in ("jvlab", "vanilla"))
     return {
         "vs_vanilla_tokens_ratio": ours["tokens_per_s"] / theirs["tokens_per_s"],
-        "vs_vanilla_step_ratio": theirs["step_s"] / ours["step_s"],
+        "vs_vanilla_step_ratio": theirs["step_s"] / ours["step_s"] if train else None,
         "model": what,
         "device": device,
         "eager": eager,
@@ -131,12 +134,13 @@ def _row(who: str, order: dict[str, Any]) -> dict[str, Any]:
         "jvlab.bench._tunix:tunix_side", {**order, "who": who}, environment, grace
     ) as process:
         row = process.receive()
-    sync = f", a sync {row['sync_s']:.3f} s" if row["sync_s"] is not None else ""
-    print(
-        f"{who}: {row['tokens_per_s']:,.0f} tokens/s while generating, {row['step_s']:.2f} s a step{sync}; the first "
-        f"{row['first_step_s']:.1f} s; reward {row['rewards'][0]:.3f} → {row['rewards'][-1]:.3f}",
-        flush=True,
-    )
+    said = f"{who}: {row['tokens_per_s']:,.0f} tokens/s while generating"
+    if order["train"]:
+        said += f", {row['step_s']:.2f} s a step, the first {row['first_step_s']:.1f} s"
+        said += f"; reward {row['rewards'][0]:.3f} → {row['rewards'][-1]:.3f}"
+    if row["sync_s"] is not None:
+        said += f"; a sync {row['sync_s']:.3f} s"
+    print(said, flush=True)
     return row
 
 
@@ -147,7 +151,7 @@ def tunix_side(order: dict[str, Any], lines: Lines) -> None:
     import jax
 
     if order["who"] == "vanilla":
-        lines.send(train(order, "vanilla"))
+        lines.send(measure(order, "vanilla"))
         return
     import jvlab as jv
 
@@ -164,11 +168,11 @@ def tunix_side(order: dict[str, Any], lines: Lines) -> None:
             order["model"], load="dummy", device=order["device"], engine=engine
         ).wait(progress=False)
         rollout = functools.partial(jv.integrations.tunix.Rollout, pool=pool)
-        lines.send(train(order, rollout))
+        lines.send(measure(order, rollout))
 
 
-def train(order: dict[str, Any], engine: Any) -> dict[str, Any]:
-    """Steps of Tunix' GRPO with this rollout engine, timed."""
+def measure(order: dict[str, Any], engine: Any) -> dict[str, Any]:
+    """Steps of Tunix' GRPO with this rollout engine, or its generations alone, timed."""
     import optax
     from transformers import AutoTokenizer
     from tunix.rl import rl_cluster
@@ -222,10 +226,14 @@ def train(order: dict[str, Any], engine: Any) -> dict[str, Any]:
     generated: list[tuple[float, int]] = []
     generate = cluster.rollout.generate
 
+    who = "vanilla" if engine == "vanilla" else "jvlab"
+
     def timed_generate(*args: Any, **options: Any) -> Any:
         start = time.perf_counter()
         out = generate(*args, **options)
         generated.append((time.perf_counter() - start, sum(map(len, out.tokens))))
+        seconds, count = generated[-1]
+        print(f"  {who}: {count:,} tokens in {seconds:.1f} s", file=sys.stderr)
         return out
 
     def reward(prompts: Any, completions: Sequence[str], **_: Any) -> list[float]:
@@ -235,6 +243,13 @@ def train(order: dict[str, Any], engine: Any) -> dict[str, Any]:
         return found
 
     cluster.rollout.generate = timed_generate
+    prompts = np.array(PROMPTS[:GROUPS])
+    if not order["train"]:
+        repeated = np.repeat(prompts, SAMPLES).tolist()
+        with mesh:
+            for _ in range(steps):
+                timed_generate(repeated, cluster.cluster_config.rollout_config)
+        return {"who": who, **_sampling_row(generated, cluster.rollout)}
     learner = grpo_learner.GRPOLearner(
         rl_cluster=cluster,
         algo_config=grpo_learner.GRPOConfig(
@@ -243,27 +258,31 @@ def train(order: dict[str, Any], engine: Any) -> dict[str, Any]:
         reward_fns=reward,
     )
     start = time.perf_counter()
-    prompts = np.array(PROMPTS[:GROUPS])
     learner.train([{"prompts": prompts} for _ in range(steps)])
-    stop = time.perf_counter()
-    # a step is from the end of one generation to the end of the next
-    whole = np.diff([*times, stop]).tolist()
-    counted = generated[1:]
-    reports = getattr(cluster.rollout, "reports", None)
+    # a step is from the end of one generation to the end of the next; the last has no next one
+    whole = np.diff(times).tolist()
     return {
-        "who": "vanilla" if engine == "vanilla" else "jvlab",
-        "step_s": statistics.median(whole[:-1][1:] or whole[1:]),
+        "who": who,
+        "step_s": statistics.median(whole[1:]),
         "first_step_s": times[0] - start + whole[0],
         "steps_s": whole,
+        "rewards": rewards,
+        **_sampling_row(generated, cluster.rollout),
+    }
+
+
+def _sampling_row(generated: list[tuple[float, int]], rollout: Any) -> dict[str, Any]:
+    """What both kinds of measurement say; the first generation compiles."""
+    counted = generated[1:]
+    reports = getattr(rollout, "reports", None)
+    synced = [] if reports is None else [r.seconds["total"] for r in reports[1:]]
+    return {
         "generate_s": statistics.median(seconds for seconds, _ in counted),
         "tokens_per_s": statistics.median(n / seconds for seconds, n in counted),
         "tokens_per_step": counted[-1][1],
-        "rewards": rewards,
-        "sync_s": None
-        if reports is None
-        else statistics.median(r.seconds["total"] for r in reports[1:]),
+        "sync_s": statistics.median(synced) if synced else None,
         "syncs_verified": None if reports is None else sum(r.verified for r in reports),
-        "meaning": None if reports is None else cluster.rollout.link.meaning.text,
+        "meaning": None if reports is None else rollout.link.meaning.text,
         "cores": os.cpu_count(),
     }
 

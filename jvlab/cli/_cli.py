@@ -133,6 +133,7 @@ BENCH = (
         False,
         "launch, grpo, gap, tunix: no CUDA graphs; engines start sooner",
     ),
+    ("--rollouts-only", False, "tunix: generate without training"),
 )
 STOP = (("--timeout", 30.0, "seconds in all; what has not ended by then is killed"),)
 
@@ -335,6 +336,7 @@ def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
             STEPS if arguments.steps is None else arguments.steps,
             arguments.device,
             arguments.eager,
+            not arguments.rollouts_only,
         )
     if arguments.what == "train":
         from jvlab.bench._train import run_bench_train

@@ -37,13 +37,26 @@ def test_ratios_are_against_the_vanilla_sampler(
     assert facts["vs_vanilla_step_ratio"] == 2.5
     assert [order["who"] for order in sides] == ["jvlab", "vanilla"]
     assert {order["tokens"] for order in sides} == {48}
+    assert {order["train"] for order in sides} == {True}
     config = json.loads(Path(sides[0]["model"], "config.json").read_text())
     assert config["rope_theta"] == _tunix.THETA, "by which Tunix' Qwen3 rotates"
 
 
+def test_rollouts_alone_have_no_seconds_of_a_step(
+    sides: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+):
+    command = ["bench", "tunix", "--device", "cpu", "--rollouts-only", "--json"]
+    assert main(command) == 0
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert facts["vs_vanilla_tokens_ratio"] == 9.0
+    assert facts["vs_vanilla_step_ratio"] is None
+    assert {order["train"] for order in sides} == {False}
+
+
 def test_what_is_refused(sides: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ConfigError, match="0 steps"):
-        _tunix.run_bench_tunix(steps=0, device="cpu")
+    with pytest.raises(ConfigError, match="1 steps"):
+        # a step ends with the generation of the next
+        _tunix.run_bench_tunix(steps=1, device="cpu")
     with pytest.raises(ConfigError, match="tokens"):
         _tunix.run_bench_tunix(tokens=(16, 32), device="cpu")
     with pytest.raises(ConfigError, match="gpt-5"):
