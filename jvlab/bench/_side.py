@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any, Self
 
 from jvlab._deadline import Deadline
@@ -58,6 +58,7 @@ class Side:
     side         "MODULE:FUNCTION"; the function takes the order and `Lines`
     environment  added to this process's
     grace        seconds to end by itself before it is killed: a lab closes its engines; plain vLLM may hang
+    prefix       a command that starts it somewhere else
 
     vLLM leaves its sockets where it made them: here in a folder that is removed.
     """
@@ -68,13 +69,14 @@ class Side:
         order: Any,
         environment: Mapping[str, str] = {},
         grace: float = 0.0,
+        prefix: Sequence[str] = (),
     ) -> None:
         self.name = side.rpartition(":")[2].removesuffix("_side")
         self._grace = grace
         self._scratch, self._lock = make_scratch()
         own = {"TMPDIR": self._scratch, "VLLM_RPC_BASE_PATH": self._scratch}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "jvlab.bench._side", side],
+            [*prefix, sys.executable, "-m", "jvlab.bench._side", side],
             env={**os.environ, **environment, **own},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -43,6 +43,7 @@ BENCHES = [
     "gap",
     "whatif",
     "tunix",
+    "link",
 ]
 
 
@@ -134,6 +135,13 @@ BENCH = (
         "launch, grpo, gap, tunix: no CUDA graphs; engines start sooner",
     ),
     ("--rollouts-only", False, "tunix: generate without training"),
+    ("--mib", 1024, "link: how much is sent"),
+    ("--host", "127.0.0.1", "link: this process's address for the other one"),
+    (
+        "--at",
+        "",
+        'link: a command that starts the other process elsewhere, e.g. "ip netns exec far"',
+    ),
 )
 STOP = (("--timeout", 30.0, "seconds in all; what has not ended by then is killed"),)
 
@@ -338,6 +346,10 @@ def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
             arguments.eager,
             not arguments.rollouts_only,
         )
+    if arguments.what == "link":
+        from jvlab.bench._link import run_bench_link
+
+        return run_bench_link(arguments.mib, arguments.host, arguments.at)
     if arguments.what == "train":
         from jvlab.bench._train import run_bench_train
 

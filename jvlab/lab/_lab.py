@@ -437,7 +437,7 @@ class Lab:
                    `policy.lora` goes into an adapter slot of a pool launched with engine={"enable_lora": True}, whose
                    requests then use it unless they name another adapter; a sync of base weights makes it zero
         rules      how leaves correspond to checkpoint tensors: "auto" infers it; see `jv.plan`
-        transport  "auto" chooses (`link.reason` says why); "ipc" (one host's GPUs), "nccl", "shm", "gloo", "disk"
+        transport  "auto" chooses (`link.reason` says why); "ipc" (one host's GPUs), "nccl", "shm", "tcp", "disk"
         mode       "direct" (fastest) or "staged" (generation continues while bytes move; twice the weight memory)
         bucket_mib bucket size; a few buckets bound the extra memory on both sides
         faults     wraps each channel, to test your own recovery: `jv.transport.Faults(...)`
@@ -448,7 +448,7 @@ class Lab:
                    "function" does only the latter, "off" neither. `link.meaning` has the result. Each connect compares
                    again, and so does the first sync if its values differ
         timeout    includes waiting for a pool that is starting, tracing its engines and opening channels
-        options    of the transport: host="10.0.0.1" (bind address) for gloo and nccl, directory="..." for disk
+        options    of the transport: host="10.0.0.1" (bind address) for tcp and nccl, directory="..." for disk
 
         A second connect with the same shapes returns the same link. All mismatches are reported now, in one error.
 

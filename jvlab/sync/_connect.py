@@ -217,8 +217,6 @@ def _choose(
     alone: bool = True,
 ) -> tuple[str, str]:
     """The transport's name and the reason; raises if the wanted one can't work here."""
-    from importlib.util import find_spec
-
     from jvlab.layout._tree import TorchLeaf
     from jvlab.transport._choose import choose, in_one_process
     from jvlab.transport._shm import available_bytes
@@ -248,7 +246,6 @@ def _choose(
         wanted,
         same_host,
         device,
-        find_spec("torch") is not None,
         available_bytes(),
         need,
         engine,

@@ -15,7 +15,7 @@ from jvlab import errors
 pytestmark = pytest.mark.engine
 
 MESHES = [{"fsdp": 1}, {"fsdp": 2}, {"fsdp": 3}, {"fsdp": 2, "tp": 2}, {"fsdp": 6}]
-TRANSPORTS = ["shm", "gloo", "disk"]
+TRANSPORTS = ["shm", "tcp", "disk"]
 PROMPT = [5, 6, 7, 8, 9]
 # family, tensor parallel, dtype; live weights, so that every parameter can be read back and compared
 ENGINES = [

@@ -60,7 +60,7 @@ def arrays() -> Any:
 
 def test_the_host_carries_torch(arrays: Any):
     assert _choose("auto", True, arrays, plan_of(arrays), 1, "cpu", False)[0] == "shm"
-    assert _choose("auto", False, arrays, plan_of(arrays), 1, "cpu", False)[0] == "gloo"
+    assert _choose("auto", False, arrays, plan_of(arrays), 1, "cpu", False)[0] == "tcp"
 
 
 def test_a_gpu_engine_and_torch_is_refused_with_a_way_out(arrays: Any):
