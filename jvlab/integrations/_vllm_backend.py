@@ -54,9 +54,14 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """How long the trainer's orders may take."""
+    """Whose orders, and how long they may take."""
 
+    session: str
     seconds: float
+
+
+class Stranger(SyncError):
+    """A call of a trainer that is not, or no longer, the one that this rank serves."""
 
 
 class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -104,8 +109,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        self._seconds = update_info.seconds
-        if not self._guarded(lambda: self._converse(UPDATE, update_info.seconds)):
+        if not self._guarded(lambda: self._update(update_info)):
             self._started = self._rank != self._ranks - 1  # vLLM ends it by the error
 
     def finish_weight_update(self) -> None:
@@ -130,7 +134,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             work()
             return True
         except Exception as error:
-            failed = self._abandoned(error)
+            failed = error if isinstance(error, Stranger) else self._abandoned(error)
             if self._rank == self._ranks - 1:
                 raise failed from error
             logger.warning("rank %d: %s", self._rank, failed)
@@ -171,11 +175,20 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     remedy="install the same version for both",
                 )
             self._meet(info)
-        elif info.session != self._session:
-            raise SyncError(
-                "another trainer has connected since", remedy="connect again"
-            )
+        self._check_session(info.session)
         self._converse(INSPECT, info.seconds)
+
+    def _update(self, info: UpdateInfo) -> None:
+        self._check_session(info.session)
+        self._seconds = info.seconds
+        self._converse(UPDATE, info.seconds)
+
+    def _check_session(self, session: str) -> None:
+        if session != self._session:
+            raise Stranger(
+                "another trainer has connected to this server since",
+                remedy="sync again, if that one is done: the last to connect writes",
+            )
 
     def _meet(self, info: InitInfo) -> None:
         # only now: a worker that starts must not have numba loaded
@@ -200,6 +213,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         end.settimeout(5.0)
         try:
+            # no deadline: the socket has one
             end.connect(f"\0{info.path}")
         except OSError as error:
             end.close()
@@ -394,7 +408,7 @@ class TrainerEngine(TrainerWeightTransferEngine[JvlabTrainerInitInfo]):
                 remedy="trainer_init(init_info, client=client, source=ModuleSource(model))",
             )
         engine = cls(init_info, client=client, source=source)
-        engine._connect(dict(engine._tensors()))
+        engine.connect()
         return engine
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -402,9 +416,11 @@ class TrainerEngine(TrainerWeightTransferEngine[JvlabTrainerInitInfo]):
         whole = getattr(source, "iter_full", None)  # 0.33
         return iter(source) if whole is None else whole()
 
-    def _connect(self, tensors: dict[str, torch.Tensor]) -> None:
+    def connect(self) -> None:
+        """Make the plan; every rank gathers the tensors, and rank 0 connects."""
         from jvlab.integrations.vllm import connect
 
+        tensors = dict(self._tensors())
         info = self._info
         if self.is_sender:
             self._link = connect(

@@ -139,7 +139,7 @@ class HttpCalls:
             prefix = self._parts.path.rstrip("/")
             connection.request(method, prefix + path, data, self._headers)
             reply = connection.getresponse()
-            text = reply.read().decode(errors="replace")  # no deadline: of the socket
+            text = reply.read().decode(errors="replace")
         except TimeoutError:
             raise SyncDeadline(
                 f"{self.url}{path} did not answer within {seconds:.3g} s",
@@ -281,7 +281,7 @@ class Server:
                     remedy="the server's ranks must run on this host: their sockets do not leave it",
                 )
             try:
-                end, _ = self._listener.accept()
+                end, _ = self._listener.accept()  # no deadline: the socket has one
             except TimeoutError:
                 self._check_call()
                 continue
@@ -306,6 +306,11 @@ class Server:
         work = getattr(self.calls, name)
         self._call = Call(name, lambda: work(*args))
         return self._call
+
+    def begin_update(self, deadline: Deadline) -> None:
+        """Begin `update_weights`, in which ranks carry out a sync's orders."""
+        info = {"session": self._session, "seconds": deadline.left()}
+        self.call("update_weights", deadline, info)
 
     def _check_call(self) -> None:
         """Raise if the call has ended: its conversation has not."""
@@ -336,8 +341,8 @@ class Server:
         from jvlab.engine._engine_sync import checked
 
         message = encode({"do": do, "args": args})
-        for channel in self._ranks.values():
-            channel.send(ORDER, 0, message)
+        for rank in sorted(self._ranks):
+            self._send(rank, ORDER, message)
         return checked([self._answer(rank, deadline) for rank in sorted(self._ranks)])
 
     def _answer(self, rank: int, deadline: Deadline) -> dict[str, Any]:
@@ -355,17 +360,32 @@ class Server:
                 remedy="see the server's log",
             ) from None
         except OSError as error:
-            with contextlib.suppress(SyncDeadline):
-                call.result(1.0)
-            raise TransportError(
-                f"rank {rank} of {self.name} is gone: {error}",
-                remedy="see the server's log; is the server still running?",
-            ) from None
+            raise self._gone(rank, error) from None
+
+    def _send(self, rank: int, kind: bytes, payload: bytes = b"") -> None:
+        try:
+            self._ranks[rank].send(kind, 0, payload)
+        except OSError as error:
+            raise self._gone(rank, error) from None
+
+    def _gone(self, rank: int, error: OSError) -> JvlabError:
+        """Why a rank hung up: what its call says, if it ends."""
+        try:
+            assert self._call is not None
+            self._call.result(GRACE)
+        except SyncDeadline:
+            pass
+        except JvlabError as said:
+            return said
+        return TransportError(
+            f"rank {rank} of {self.name} hung up: {error}",
+            remedy="sync again; is the server still running?",
+        )
 
     def end(self, deadline: Deadline) -> None:
         """The call's conversation ends well; waits until the call returns."""
         for rank in sorted(self._ranks):  # the last one last: see this module
-            self._ranks[rank].send(END, 0)
+            self._send(rank, END)
         call = self._call
         assert call is not None
         call.result(deadline.left() + GRACE)
@@ -453,7 +473,7 @@ class ServerStream:
                     case Phase.MOVE:
                         done = self._move(deadline)
                     case Phase.VERIFY:
-                        done = self._verify(digests, deadline)
+                        done = self._verify(digests, nonfinite, deadline)
                     case Phase.COMMIT:
                         done = self._commit(deadline)
                     case Phase.GO_ON:
@@ -497,7 +517,7 @@ class ServerStream:
         return self._reply("prepared", "ready", exports_json=handles_of(answers))
 
     def _begin_update(self, deadline: Deadline) -> None:
-        self._server.call("update_weights", deadline, {"seconds": deadline.left()})
+        self._server.begin_update(deadline)
 
     def _halt(self, mode: str, deadline: Deadline) -> pb.LinkReply:
         """Pause generation, if this mode does so here: a core in a call cannot be, so direct syncs do it first."""
@@ -519,10 +539,15 @@ class ServerStream:
         return self._reply("moving", "ready")
 
     def _verify(
-        self, digests: Sequence[pb.ReplicaDigests], deadline: Deadline
+        self, digests: Sequence[pb.ReplicaDigests], nonfinite: bool, deadline: Deadline
     ) -> pb.LinkReply:
         from jvlab.engine._engine_sync import claimed_digests, digests_of
 
+        if nonfinite:
+            raise Unsupported(
+                "these parameters are not finite, and a server of plain vLLM can't keep NaN out of other requests' KV",
+                remedy='sync finite ones, or launch the engine in a lab: nonfinite="allow" works there',
+            )
         terms = self._terms
         assert terms is not None  # prepared
         if terms.mode == "staged":

@@ -139,7 +139,8 @@ class Tensors:
         import torch
 
         for device in {t.device for t in self._tensors.values()}:
-            torch.cuda.synchronize(device)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
 
 
 class KnownTensors:
