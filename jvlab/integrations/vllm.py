@@ -38,11 +38,13 @@ __all__ = ["Engine", "TrainerEngine", "TrainerInitInfo", "connect", "register"]
 
 def register() -> None:
     """Add the backend to vLLM's two factories. Can be called twice; vLLM calls it in each of its processes."""
-    from vllm.distributed.weight_transfer.factory import (
-        WeightTransferEngineFactory,
-        WeightTransferTrainerFactory,
-    )
-
+    try:
+        from vllm.distributed.weight_transfer.factory import (
+            WeightTransferEngineFactory,
+            WeightTransferTrainerFactory,
+        )
+    except ImportError:  # a vLLM before 0.32; its engines must start all the same
+        return
     with contextlib.suppress(ValueError):  # registered already
         WeightTransferEngineFactory.register_engine("jvlab", __name__, "Engine")
     with contextlib.suppress(ValueError):
