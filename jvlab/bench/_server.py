@@ -158,7 +158,11 @@ def run_bench_server(
                 "device": device,
                 "rounds": rounds,
             }
-            environment = {"NCCL_HOSTID": "trainer", **ONE_CARD}
+            environment = {
+                "NCCL_HOSTID": "trainer",
+                "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # the server needs the GPU
+                **ONE_CARD,
+            }
             try:
                 with Side("jvlab.bench._server:trainer_side", order, environment) as it:
                     found = it.receive(PART_SECONDS)

@@ -408,18 +408,19 @@ class TrainerEngine(TrainerWeightTransferEngine[JvlabTrainerInitInfo]):
 
     def connect(self) -> None:
         """Make the plan; every rank gathers the tensors, and rank 0 connects."""
-        from jvlab.integrations.vllm import connect
+        from jvlab._deadline import Deadline
+        from jvlab.integrations._vllm_server import open_link
 
         tensors = dict(self._tensors())
         info = self._info
         if self.is_sender:
-            self._link = connect(
+            self._link = open_link(
                 self.client,
                 tensors,
                 rules=info.rules,
                 transport=info.transport,
                 mode=info.mode,
-                timeout=info.timeout,
+                deadline=Deadline.of(info.timeout),
             )
 
     def send_weights(self, weight_version: int | None = None) -> None:

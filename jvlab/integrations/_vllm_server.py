@@ -45,6 +45,7 @@ from jvlab.wire._core_channel import CoreChannel, OtherSocketReady
 if TYPE_CHECKING:
     from jvlab.layout._types import CheckpointTensor, RankLayout
     from jvlab.record._batch import Scores
+    from jvlab.sync._link import Link
     from jvlab.wire import jvlab_pb2 as pb
     from jvlab.wire._sync_words import Terms
 
@@ -852,3 +853,59 @@ class ServerPool:
 
     def __repr__(self) -> str:
         return f"ServerPool({self.name})"
+
+
+def open_link(
+    calls: FourCalls,
+    params: Any,
+    *,
+    rules: Any = "auto",
+    transport: str = "auto",
+    mode: str = "direct",
+    bucket_mib: float = 16.0,
+    nonfinite: str = "refuse",
+    checkpoint: Any = None,
+    meaning: str = "auto",
+    deadline: Deadline,
+) -> Link:
+    """See `jv.integrations.vllm.connect`."""
+    from jvlab.layout._tree import device_processes, flatten
+    from jvlab.sync._connect import negotiate
+    from jvlab.sync._link import Link
+    from jvlab.sync._meaning import MeaningCheck, unpack
+
+    params, scorer = unpack(params)
+    arrays = flatten(params).arrays
+    if len(set(device_processes(arrays).values())) > 1:
+        raise Unsupported(
+            "these parameters are spread over several trainer processes; a server is written from one",
+            remedy="launch the engines in a lab: lab.launch(model), or gather the parameters in one process",
+        )
+    name = calls.url if isinstance(calls, HttpCalls) else "vLLM's server"
+    server = Server(calls, name)
+    try:
+        pool: Any = ServerPool(server, deadline)
+        agreed = negotiate(
+            params,
+            pool,
+            rules,
+            transport,
+            bucket_mib=bucket_mib,
+            options={},
+            cache={},
+            gateway_version=pool.jvlab,
+            same_host=True,
+            alone=True,
+            deadline=deadline,
+        )
+        check = MeaningCheck(agreed)
+        check.configure(meaning, checkpoint, scorer)
+        check.by_value(arrays, pool.model)
+        agreed.meaning = check
+        forget = lambda link: None
+        link = Link(pool, agreed, mode, None, forget, None, nonfinite, deadline)
+    except BaseException as error:
+        server.hang_up(str(error))
+        raise
+    link.remembered.take(params)
+    return link

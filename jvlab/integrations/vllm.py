@@ -88,46 +88,17 @@ def connect(
     does not move, and calls of another trainer's are answered with an error that says so, until a sync commits.
     """
     from jvlab._deadline import Deadline
-    from jvlab._errors import Unsupported
-    from jvlab.integrations._vllm_server import HttpCalls, Server, ServerPool
-    from jvlab.layout._tree import device_processes, flatten
-    from jvlab.sync._connect import negotiate
-    from jvlab.sync._link import Link
-    from jvlab.sync._meaning import MeaningCheck, unpack
+    from jvlab.integrations._vllm_server import HttpCalls, open_link
 
-    deadline = Deadline.of(timeout)
-    params, scorer = unpack(params)
-    arrays = flatten(params).arrays
-    if len(set(device_processes(arrays).values())) > 1:
-        raise Unsupported(
-            "these parameters are spread over several trainer processes; a server is written from one",
-            remedy="launch the engines in a lab: lab.launch(model), or gather the parameters in one process",
-        )
-    calls = HttpCalls(server, api_key) if isinstance(server, str) else server
-    name = calls.url if isinstance(calls, HttpCalls) else "vLLM's server"
-    connection = Server(calls, name)
-    try:
-        pool: Any = ServerPool(connection, deadline)
-        agreed = negotiate(
-            params,
-            pool,
-            rules,
-            transport,
-            bucket_mib=bucket_mib,
-            options={},
-            cache={},
-            gateway_version=pool.jvlab,
-            same_host=True,
-            alone=True,
-            deadline=deadline,
-        )
-        check = MeaningCheck(agreed)
-        check.configure(meaning, checkpoint, scorer)
-        check.by_value(arrays, pool.model)
-        agreed.meaning = check
-        link = Link(pool, agreed, mode, None, lambda _: None, None, nonfinite, deadline)
-    except BaseException as error:
-        connection.hang_up(str(error))
-        raise
-    link.remembered.take(params)
-    return link
+    return open_link(
+        HttpCalls(server, api_key) if isinstance(server, str) else server,
+        params,
+        rules=rules,
+        transport=transport,
+        mode=mode,
+        bucket_mib=bucket_mib,
+        nonfinite=nonfinite,
+        checkpoint=checkpoint,
+        meaning=meaning,
+        deadline=Deadline.of(timeout),
+    )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter, itemgetter, methodcaller
@@ -114,18 +114,29 @@ class TreeSignature:
         return all(len(sharding.device_set) == 1 for sharding in self.shardings)
 
 
+class TensorLeaves(Mapping[str, Any]):
+    """Torch's tensors as the leaves of a tree, each made when it is asked for."""
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, path: str) -> Any:
+        return flatten({path: self._tensors[path]}).arrays[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
 class Tensors:
     """One version of torch's tensors, all whole or each this process's shard, with the interface of `Shards`."""
 
-    def __init__(self, given: Any, tensors: Mapping[str, Any]) -> None:
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
         self.naming: Naming = unchanged
-        self._given = given
         self._tensors = tensors
-
-    @cached_property
-    def by_path(self) -> Mapping[str, Any]:
-        """The leaves; looked at only where something is wrong with one."""
-        return flatten(self._given).arrays
+        self.by_path = TensorLeaves(tensors)
 
     def shards(self, paths: Sequence[str], device: int) -> list[Any]:
         """These leaves' own memory; of one that is not contiguous, a copy on its GPU."""
@@ -170,7 +181,7 @@ class KnownTensors:
                 path: tensor.to_local() if is_distributed(tensor) else tensor
                 for path, tensor in zip(paths, ours, strict=True)
             }
-        return Tensors(given, {path: t.detach() for path, t in found.items()})
+        return Tensors({path: t.detach() for path, t in found.items()})
 
 
 def _signature(tensor: Any) -> tuple[Any, ...]:
