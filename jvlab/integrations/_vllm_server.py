@@ -55,6 +55,7 @@ ORDER = b"O"
 ANSWER = b"A"
 END = b"E"
 FAIL = b"F"
+CALL_SECONDS = 60.0  # for a call that nothing else limits
 GRACE = 5.0  # for vLLM to answer a call whose conversation is over
 PIECE = 8 << 20  # bytes of a parameter in one answer
 
@@ -105,7 +106,7 @@ class HttpCalls:
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self.deadline = Deadline(60.0)  # of the call that is made next
+        self.deadline: Deadline | None = None  # of the calls that are made next
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.ask("POST", "/init_weight_transfer_engine", {"init_info": init_info})
@@ -132,8 +133,8 @@ class HttpCalls:
     def ask(self, method: str, path: str, body: Any = None) -> Any:
         """The reply's JSON; raises ControlError for another status than 200."""
         kind = HTTPSConnection if self._parts.scheme == "https" else HTTPConnection
-        seconds = self.deadline.left() + GRACE
-        # `netloc` without a user's name
+        left = CALL_SECONDS if self.deadline is None else self.deadline.left()
+        seconds = left + GRACE
         connection = kind(self._parts.hostname or "", self._parts.port, timeout=seconds)
         try:
             data = b"" if body is None else json.dumps(body).encode()
@@ -180,7 +181,7 @@ class Call:
 
     def __init__(self, name: str, work: Callable[[], None]) -> None:
         self.name = name
-        self.over, self._end = socket.socketpair()  # `over` is readable once it ended
+        self.over, self._end = socket.socketpair()
         self._future: Future[None] = Future()
         threading.Thread(
             target=self._run, args=(work,), name=f"jvlab-{name}", daemon=True
@@ -192,8 +193,7 @@ class Call:
             self._future.set_result(None)
         except BaseException as error:
             self._future.set_exception(error)
-        with contextlib.suppress(OSError):  # nobody waits for it any more
-            self._end.send(b"x")
+        self._end.close()  # `over` is readable then
 
     def result(self, seconds: float) -> None:
         """Wait for its end; raises its error."""
@@ -212,8 +212,8 @@ class Call:
             ) from error
 
     def close(self) -> None:
+        """Nobody asks for its result any more; its thread closes the other end."""
         self.over.close()
-        # the thread writes to the other end: it closes with this object
 
 
 # Ranks ---------------------------------------------------------------------------------------------------------------
