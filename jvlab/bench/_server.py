@@ -237,8 +237,9 @@ def trainer_side(order: dict[str, Any], lines: Lines) -> None:
     weights = sum(f.stat().st_size for f in Path(order["model"]).glob("*.safetensors"))
     share = min(0.6, weights / 141e9 + 0.12)
     card = ["--dtype", "bfloat16", "--gpu-memory-utilization", str(share)]
-    card += ["--kv-cache-memory-bytes", str(4 << 30), "--skip-tokenizer-init"]
-    options = ["--max-model-len", "512", *(["--dtype", "float32"] if cpu else card)]
+    card += ["--kv-cache-memory-bytes", str(4 << 30)]
+    options = ["--max-model-len", "512", "--skip-tokenizer-init"]
+    options += ["--dtype", "float32"] if cpu else card
     env = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # vLLM's own ipc pickles handles
     if cpu:
         env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_TARGET_DEVICE": "cpu"}

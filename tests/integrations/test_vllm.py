@@ -123,11 +123,16 @@ def test_no_server():
 
 
 def test_a_server_that_never_answers_has_a_deadline():
+    over = threading.Event()
+
     class Silent:
         def init_weight_transfer_engine(self, init_info: dict[str, object]) -> None:
             json.dumps(init_info)  # what HTTP would carry
-            threading.Event().wait(30)
+            over.wait(30)
 
     server = words.Server(Silent(), "silent")  # type: ignore[arg-type]
-    with pytest.raises(errors.SyncDeadline, match="0 ranks of silent connected"):
-        server.invite(Deadline(0.5))
+    try:
+        with pytest.raises(errors.SyncDeadline, match="0 ranks of silent connected"):
+            server.invite(Deadline(0.5))
+    finally:
+        over.set()
