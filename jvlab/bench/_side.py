@@ -98,9 +98,9 @@ class Side:
         with contextlib.suppress(BrokenPipeError):
             self._writes.write(json.dumps(value).encode() + b"\n")
 
-    def receive(self) -> Any:
-        """What it sends next."""
-        line = self._reads.readline() if self._readable() else b""
+    def receive(self, seconds: float = ANSWER_SECONDS) -> Any:
+        """What it sends next, within these seconds."""
+        line = self._reads.readline() if self._readable(seconds) else b""
         if line:
             return json.loads(line)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -110,15 +110,15 @@ class Side:
             remedy="its own lines above say why",
         )
 
-    def _readable(self) -> bool:
+    def _readable(self, seconds: float) -> bool:
         """Waits for a line, or its end; false if it has ended, and children of it hold the pipe open."""
-        deadline = Deadline(ANSWER_SECONDS)
+        deadline = Deadline(seconds)
         while not select.select([self._reads], [], [], 1.0)[0]:
             if self._process.poll() is not None:
                 return False
             if deadline.over:
                 raise DeadlineExceeded(
-                    f"the {self.name} side sent nothing for {ANSWER_SECONDS:g} s",
+                    f"the {self.name} side sent nothing for {seconds:g} s",
                     remedy="its own lines above may say why",
                 )
         return True

@@ -44,6 +44,7 @@ BENCHES = [
     "whatif",
     "tunix",
     "link",
+    "server",
 ]
 
 
@@ -112,8 +113,8 @@ BENCH = (
     (
         "--shape",
         str,
-        "grpo, tunix, and on a GPU sync and lora: instead of --model, random weights of a known shape: qwen3-1.7b; "
-        "sync: or qwen3-moe",
+        "grpo, tunix, and on a GPU sync, server, lora: instead of --model, random weights of a known shape: "
+        "qwen3-1.7b; sync: or qwen3-moe",
     ),
     ("--tokens", _numbers, "grpo, tunix: tokens of every completion, e.g. 512,3000"),
     (
@@ -350,6 +351,12 @@ def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
         from jvlab.bench._link import run_bench_link
 
         return run_bench_link(arguments.mib, arguments.host, arguments.at)
+    if arguments.what == "server":
+        from jvlab.bench._server import run_bench_server
+
+        return run_bench_server(
+            arguments.rounds, arguments.model, arguments.shape, arguments.device
+        )
     if arguments.what == "train":
         from jvlab.bench._train import run_bench_train
 

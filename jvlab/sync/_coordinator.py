@@ -26,7 +26,6 @@ from jvlab.sync._transaction import (
     replica_digests,
 )
 from jvlab.wire import jvlab_pb2 as pb
-from jvlab.wire._client import LinkStream
 from jvlab.wire._core_channel import CoreOrders
 from jvlab.wire._sync_words import BEFORE_BYTES, Phase, Terms
 
@@ -96,7 +95,7 @@ class Coordinator:
         self._wrap = wrap
         self.version = 0
         self.closed = False
-        self.stream = LinkStream(pool.client)
+        self.stream = pool.client.link()
         self.senders: Senders | None = None
         # to the core of the only replica, if it is reachable
         self.core: CoreOrders | None = None
@@ -189,7 +188,11 @@ class Coordinator:
         if self.transport == "nccl":
             from jvlab.sync._device_pack import DevicePack
 
-            return BucketSenders(self.plan, replicas, self._listen, DevicePack, process)
+            def pack(plan: TransferPlan, device: int, rank: int, index: int) -> Any:
+                ordinal = self.agreed.ordinals.get(device)  # JAX's knows its own
+                return DevicePack(plan, device, rank, index, ordinal)
+
+            return BucketSenders(self.plan, replicas, self._listen, pack, process)
         if self.transport != "ipc":
             compiled_scan()  # compile the host digest now, not during the first sync
             return BucketSenders(self.plan, replicas, self._listen, process=process)
@@ -200,6 +203,11 @@ class Coordinator:
             )
         from jvlab.sync._ipc_senders import IpcSenders
 
+        ordinals = self.agreed.ordinals
+        if ordinals:  # torch's tensors
+            return IpcSenders(
+                self.plan, replicas, ordinal=ordinals.__getitem__, torch=True
+            )
         return IpcSenders(self.plan, replicas)
 
     def _listen(self, slot_bytes: int, replica: str, rank: int) -> Sender:

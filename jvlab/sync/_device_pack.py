@@ -78,11 +78,10 @@ class DevicePack(LinkPack):
 
     def values(self, bucket: int, source: Source) -> Any:
         """The shards that a bucket reads, computed; packing reads them in place."""
-        import jax
-
         paths = self._paths(bucket)
         shards = [source.shard(path, self.device) for path in paths]
-        jax.block_until_ready(shards)
+        for shard in shards:  # of JAX, or of torch
+            shard.block_until_ready()
         check_layouts([(paths, shards)])
         return DeviceShards(paths, shards)
 
