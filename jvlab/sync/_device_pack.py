@@ -125,8 +125,8 @@ class DevicePack(LinkPack):
                     )
                     for box, _, item in boxes
                 ]
-                # no deadline: a copy from the GPU
                 ends = cp.concatenate([until[-1:] for _, until in found])
+                # no deadline: a copy from the GPU
                 counts = ends.get(stream=stream).tolist()
                 changed = sum(counts)
                 sections, nbytes = self.sections(bucket, counts)
@@ -180,6 +180,7 @@ class DevicePack(LinkPack):
         """Launch the copy into a slot, on the slot's stream; does not wait."""
         data = encoded.payload
         if not isinstance(out, DeviceBytes):
+            # no deadline: a copy from the GPU
             np.frombuffer(out, np.uint8)[:] = data.get()
             return
         with cupy().cuda.Device(self.ordinal):

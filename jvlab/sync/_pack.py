@@ -408,7 +408,7 @@ class LinkPack:
                     _sparse.pack_box(*part, out)
                 return Encoded(out, True, changed, total)
         out = np.zeros(size, np.uint8)
-        self.write(bucket, values, memoryview(out))
+        self.write(bucket, values, out.data)
         return Encoded(out, False, changed, total)
 
     def advance(self, bucket: int, held: Any, encoded: Encoded) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ import jvlab as jv
 from jvlab import errors
 from jvlab._deadline import Deadline
 from jvlab.layout import _sparse
+from jvlab.sync._connections import Connections
 from jvlab.sync._pack import LinkPack
 from jvlab.wire._client import LinkStream
 from jvlab.wire._sync_words import Phase
@@ -25,9 +28,15 @@ BUCKET = 0.25  # MiB: several buckets
 
 
 @pytest.fixture(scope="module")
-def packed(lab: jv.Lab, llama: str) -> Iterator[jv.Pool]:
+def fault_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("delta") / "fault.json"
+
+
+@pytest.fixture(scope="module")
+def packed(lab: jv.Lab, llama: str, fault_file: Path) -> Iterator[jv.Pool]:
     """Two replicas of vLLM's default on a CPU, which packs linear weights."""
-    pool = lab.launch(llama, name="packed", replicas=2)
+    env = {"JVLAB_FAULT": str(fault_file)}
+    pool = lab.launch(llama, name="packed", replicas=2, env=env)
     yield pool
     pool.close()
 
@@ -131,6 +140,7 @@ def test_modes_and_lengths_of_changes_mix(
             report = link.sync(params, mode=mode, delta="always")
             assert report.verified
             assert report.delta == (share < 1), report.why_full
+            assert report.changed is not None
             assert abs(report.changed - share) < 0.05
             assert held_exactly(link, params)
         assert "smaller" in report.why_full
@@ -177,7 +187,7 @@ def test_a_commit_that_failed_or_was_not_heard_of(
                 # only a staged sync that never committed left the base as it was
                 assert report.delta == (mode == "staged" and before), report.why_full
                 if not report.delta:
-                    assert "live-0 did not hold the base" in report.why_full
+                    assert "live/0 did not hold the base" in report.why_full
                 assert report.verified
                 assert held_exactly(link, params)
 
@@ -192,9 +202,11 @@ def test_a_base_that_is_not_what_the_engine_holds(
             link.sync(params, mode=mode, delta="auto")
             new = trained(params, 5)
             held = link._coordinator._held
-            pack = link._coordinator.senders.channels[0].jobs[0].pack
+            senders = link._coordinator.senders
+            assert senders is not None
+            pack = senders.channels[0].jobs[0].pack
             box = pack.buckets[0][0][1]
-            source = link._coordinator.senders.source(new)
+            source = senders.source(new)
             values = np.ascontiguousarray(pack.values(0, source)[0]).reshape(-1)
             part = held.buckets[pack.fingerprint, 0][box.at : box.at + box.nbytes]
             where = _sparse.changed(values, part)[0]
@@ -260,25 +272,46 @@ def test_a_wrong_element_is_found(
 def test_changes_are_not_added_twice(lab: jv.Lab, packed: jv.Pool, policy: Any) -> None:
     params = policy.params
     faults = jv.transport.Faults(twice=1)
-    with connect(lab, packed, params) as link:
-        link.sync(params, delta="auto")
+    faults._left["twice"] = 0
     with connect(lab, packed, params, faults=faults.wrap) as link:
+        link.sync(params, delta="auto")
+        params = trained(params, 8)
+        faults._left["twice"] = 1
         with pytest.raises(errors.TransportError, match="arrived twice"):
             link.sync(params, delta="auto")
-        link.sync(params, delta="auto")
-        # the bytes of a sparse bucket change on their way
-        params = trained(params, 8)
+        assert [fired.fault for fired in faults.fired] == ["twice"]
+        assert faults.fired[0].header.nbytes < 2**18 / 2, "a sparse one"
+        report = link.sync(params, delta="auto")
+        assert not report.delta, "they are dirty"
+        assert held_exactly(link, params)
+        params = trained(params, 24)
         check(link, params, link.sync(params, delta="auto"))
 
 
-def test_a_newcomer_and_a_replica_left_behind(
-    lab: jv.Lab, packed: jv.Pool, policy: Any
+def test_memory_that_changed_under_the_base(
+    lab: jv.Lab, packed: jv.Pool, policy: Any, fault_file: Path
 ) -> None:
+    """A bit of an engine flips after the commit, in a parameter that the next sync does not touch."""
+    params = policy.params
+    with connect(lab, packed, params) as link:
+        flip = {"who": "worker", "phase": "committed", "do": "flip"}
+        fault_file.write_text(json.dumps({**flip, "parameter": "model.norm.weight"}))
+        link.sync(params, delta="auto")
+        assert not fault_file.exists()
+        assert not link.verify(params)
+        report = link.sync(params, delta="auto")
+        assert report.bytes == report.full_bytes
+        assert "a sparse sync was not proven" in report.why_full
+        assert "model.norm.weight" in report.why_full
+        assert held_exactly(link, params)
+
+
+def test_a_newcomer(lab: jv.Lab, packed: jv.Pool, policy: Any) -> None:
     params = policy.params
     with connect(lab, packed, params) as link:
         link.sync(params, delta="auto")
-        packed.restart(1)
-        packed.wait()
+        packed.scale(1)
+        packed.scale(2)
         params = trained(params, 9)
         report = link.sync(params, mode="staged", delta="auto")
         assert "did not hold the base" in report.why_full
@@ -289,18 +322,48 @@ def test_a_newcomer_and_a_replica_left_behind(
         check(link, params, report)
 
 
-def test_another_link_in_between(lab: jv.Lab, live: jv.Pool, policy: Any) -> None:
+def test_a_replica_left_behind(lab: jv.Lab, packed: jv.Pool, policy: Any) -> None:
+    """One replica gets a flipped bit, and stays on its version; the other's next sync is sparse, its own whole."""
+    params = policy.params
+    faults = jv.transport.Faults(flip=1)
+    faults._left["flip"] = 0
+    with connect(lab, packed, params, faults=faults.wrap, mode="staged") as link:
+        link.sync(params, delta="auto")
+        params = trained(params, 21)
+        faults._left["flip"] = 1
+        report = link.sync(params, delta="auto", require="any")
+        assert sorted(o.state for o in report.outcomes) == ["committed", "old"]
+        late = next(o.replica for o in report.outcomes if o.state == "old")
+        params = trained(params, 22)
+        report = link.sync(params, delta="auto")
+        assert report.delta
+        assert report.why_full.startswith(f"{late} did not hold the base")
+        assert report.full_bytes / 2 < report.bytes < report.full_bytes
+        assert held_exactly(link, params)
+        params = trained(params, 23)
+        check(link, params, link.sync(params, delta="auto"))
+
+
+@pytest.mark.parametrize("bucket", [BUCKET, 1.0])
+def test_another_link_in_between(
+    lab: jv.Lab, live: jv.Pool, policy: Any, bucket: float
+) -> None:
+    """By an equal plan, and by another."""
     params = policy.params
     other = trained(params, 11)
     with connect(lab, live, params) as one:
         one.sync(params, delta="auto")
-        with lab.connect(other, live, rules="policy", bucket_mib=1) as two:
-            two.sync(other, delta="auto")
-            params = trained(params, 12)
-            report = one.sync(params, delta="auto")
-            assert not report.delta
-            assert "did not hold the base" in report.why_full
-            assert held_exactly(one, params)
+        one.let_go(Deadline(30))
+        two = Connections().connect(other, live, "policy", bucket_mib=bucket)
+        two.sync(other, delta="auto")
+        two.close()
+        params = trained(params, 12)
+        report = one.sync(params, delta="auto")
+        assert not report.delta
+        assert "did not hold the base" in report.why_full
+        assert held_exactly(one, params)
+        # closed and opened again, with nothing in between: the base is still known
+        one.let_go(Deadline(30))
         params = trained(params, 13)
         check(one, params, one.sync(params, delta="auto"))
 

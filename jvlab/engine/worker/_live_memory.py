@@ -85,7 +85,7 @@ def patch(
         _patch_on_device(box, part, data, target)
     else:
         # writable, as the scatter is compiled for
-        memory = np.frombuffer(_writable(data), np.uint8)
+        memory = np.frombuffer(memoryview(_writable(data)), np.uint8)
         _sparse.put(
             bits(target).view(f"u{part.item}"),
             _sparse.positions_of(part, memory),
