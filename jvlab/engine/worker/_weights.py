@@ -723,6 +723,8 @@ class Weights:
         self.pointers = {}
         self._mark = mark
         self.sparse = bool(base) and base == self.base
+        if any(slot.kept is None for slot in self._packed_slots()):
+            self.sparse = False
         self._renewed = set()
         self.evidence.begin()
         for group in self.groups:
