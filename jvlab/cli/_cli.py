@@ -127,6 +127,7 @@ BENCH = (
         (None, "trl"),
         "grpo: the same work by another trainer, if it is installed",
     ),
+    ("--delta", False, "sync: what changed beside everything, at 0.1 to 50 % changed"),
     ("--lengths", _numbers, "train: tokens of a row, e.g. 1024,4096"),
     ("--load", ("auto", "dummy"), "rollout: how its weights are loaded"),
     ("--device", DEVICES, "where engines run"),
@@ -317,6 +318,14 @@ def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
 
         return run_bench_plan()
     if arguments.what == "sync":
+        if arguments.delta:
+            from jvlab.bench._delta import run_bench_delta
+            from jvlab.bench._shapes import size_of
+            from jvlab.lab._launch_settings import resolve_device
+
+            device = resolve_device(arguments.device)
+            size = size_of(arguments.shape)
+            return run_bench_delta(arguments.rounds, arguments.model, device, size)
         if arguments.device == "cuda":
             from jvlab.bench._shapes import size_of
             from jvlab.bench._sync_gpu import run_bench_sync_gpu

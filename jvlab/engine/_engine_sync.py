@@ -684,6 +684,8 @@ class EngineSync:
         self._admitted = 0.0
         self._engine_labelled = False
         self.wanted = for_workers(terms)
+        if self.state.dirty:  # it holds no base that changes could be added to
+            self.wanted["base"] = ""
 
     async def prepare(self, terms: Terms | None) -> None:
         assert terms is not None  # checked before

@@ -268,6 +268,8 @@ class Gathered:
 class IpcSenders(Senders):
     """The ranks that one trainer process writes to. `ordinal` maps a device of the plan to its CUDA ordinal."""
 
+    no_delta = "ipc writes the engine's memory in one pass, without buckets"
+
     def __init__(
         self,
         plan: TransferPlan,

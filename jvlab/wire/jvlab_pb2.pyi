@@ -761,7 +761,7 @@ class Endpoint(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., index: _Optional[int] = ..., ranks_json: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SyncTerms(_message.Message):
-    __slots__ = ("version", "mode", "verify", "require", "pause", "kv", "bucket_seconds", "replicas", "stepped")
+    __slots__ = ("version", "mode", "verify", "require", "pause", "kv", "bucket_seconds", "replicas", "stepped", "base", "mark")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     VERIFY_FIELD_NUMBER: _ClassVar[int]
@@ -771,6 +771,8 @@ class SyncTerms(_message.Message):
     BUCKET_SECONDS_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     STEPPED_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    MARK_FIELD_NUMBER: _ClassVar[int]
     version: int
     mode: str
     verify: str
@@ -780,7 +782,9 @@ class SyncTerms(_message.Message):
     bucket_seconds: float
     replicas: _containers.RepeatedScalarFieldContainer[str]
     stepped: bool
-    def __init__(self, version: _Optional[int] = ..., mode: _Optional[str] = ..., verify: _Optional[str] = ..., require: _Optional[str] = ..., pause: _Optional[str] = ..., kv: _Optional[str] = ..., bucket_seconds: _Optional[float] = ..., replicas: _Optional[_Iterable[str]] = ..., stepped: _Optional[bool] = ...) -> None: ...
+    base: str
+    mark: str
+    def __init__(self, version: _Optional[int] = ..., mode: _Optional[str] = ..., verify: _Optional[str] = ..., require: _Optional[str] = ..., pause: _Optional[str] = ..., kv: _Optional[str] = ..., bucket_seconds: _Optional[float] = ..., replicas: _Optional[_Iterable[str]] = ..., stepped: _Optional[bool] = ..., base: _Optional[str] = ..., mark: _Optional[str] = ...) -> None: ...
 
 class SyncSteps(_message.Message):
     __slots__ = ("phases", "terms", "digests", "nonfinite", "call")
