@@ -16,8 +16,8 @@ import numpy as np
 from jvlab._errors import ConfigError
 from jvlab._tracebacks import own_lines
 from jvlab.trainer._batching import FAILED
+from jvlab.trainer._datasets import Example
 from jvlab.trainer._rewards import CallClock, InThread, RewardFailure, UserCallFailed
-from jvlab.trainer._tasks import Example
 
 
 @dataclass(frozen=True)

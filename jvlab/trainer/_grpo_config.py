@@ -15,9 +15,14 @@ from jvlab._errors import ConfigError
 from jvlab.record._events import StepEvent
 from jvlab.record._sample import check_replay
 from jvlab.trainer._batching import Buckets
+from jvlab.trainer._checks import (
+    check_choice,
+    check_number,
+    check_sampling,
+    check_whole,
+)
 from jvlab.trainer._losses import Algorithm
 from jvlab.trainer._schedule import Schedule
-from jvlab.trainer._tasks import check_choice, check_number, check_sampling, check_whole
 
 if TYPE_CHECKING:
     from jvlab.trainer._tasks import Task
