@@ -163,7 +163,13 @@ async def run_episode(
             if sample.finish_reason in FAILED:
                 finish = sample.finish_reason
                 break
-            turn = await call(environment.step, sample.text)
+            # one that reads tokens, not the text
+            by_tokens = getattr(environment, "step_sample", None)
+            turn = await (
+                call(by_tokens, sample)
+                if by_tokens is not None
+                else call(environment.step, sample.text)
+            )
             total += _reward(turn)
             if turn.done:
                 finish = "stop"
@@ -177,6 +183,9 @@ async def run_episode(
             transcript.add(
                 observed, [0.0] * len(observed), [-1] * len(observed), False, text
             )
+        if finish == "length" and hasattr(environment, "last_reward"):
+            last = EnvironmentTurn(reward=await call(environment.last_reward, None))
+            total += _reward(last)
     except UserCallFailed as error:
         why = (error.kind, error.message, error.trace)
         total = math.nan

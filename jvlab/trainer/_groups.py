@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import math
 import time
@@ -267,6 +268,11 @@ class GroupMaker:
         if self._rewarder is None:
             # (text, special) -> token ids
             self._encode = tokenizer_of(pool.model)
+        # an episode ends before it fills the engine's context; a fake has no bound
+        facts = pool.facts() if hasattr(pool, "facts") else None
+        self._longest = (
+            facts.max_model_len - 1 if facts and facts.max_model_len else None
+        )
 
     def close(self) -> None:
         """Stop the reward function's threads and processes."""
@@ -372,24 +378,36 @@ class GroupMaker:
 
         async def play(sample: int) -> Any:
             turn = 0
+            session: Any = None
 
             async def generate(tokens: list[int]) -> Any:
-                nonlocal turn
-                options = {
-                    **self.sampling,
-                    "seed": group_seed(self.config.seed, ticket, 1 + turn) + sample,
-                }
+                nonlocal turn, session
+                seed = group_seed(self.config.seed, ticket, 1 + turn) + sample
                 turn += 1
-                batch = await self.pool.agenerate([tokens], n=1, **options)
-                self.record_notes(batch.notes)
-                return batch[0]
+                # a session's turns go to the replica that holds its KV; fakes have none
+                if not hasattr(self.pool, "session"):
+                    options = {**self.sampling, "seed": seed}
+                    batch = await self.pool.agenerate([tokens], n=1, **options)
+                    self.record_notes(batch.notes)
+                    return batch[0]
+                if session is None:
+                    session = self.pool.session(tokens, **self.sampling)
+                else:
+                    session.append(tokens[len(session.token_ids) :])
+                made = await session.agenerate(seed=seed)
+                self.record_notes(made.notes)
+                return made
 
+            environment: Any = make()
+            if hasattr(environment, "bind"):
+                environment.bind(model_tokenizer(self.pool.model))
             episode = await run_episode(
-                make(),
+                environment,
                 example,
                 generate,
                 lambda text: self._encode(text, False),
                 max_turns=self.config.max_turns,
+                max_length=self._longest,
                 timeout=self.task.timeout,
                 sample_index=sample,
                 clock=self._clock,
@@ -524,15 +542,21 @@ def count_versions(versions: Sequence[np.ndarray]) -> dict[int, int]:
     return dict(zip(found.tolist(), counts.tolist(), strict=True))
 
 
-def tokenizer_of(model: str) -> Callable[..., Sequence[int]]:
-    """`encode(text, special)` of a model's own tokenizer."""
+@functools.lru_cache(4)
+def model_tokenizer(model: str) -> Any:
+    """A model's own tokenizer."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ConfigError(
             "an environment's text needs a tokenizer", remedy="pip install transformers"
         ) from error
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    return AutoTokenizer.from_pretrained(model)
+
+
+def tokenizer_of(model: str) -> Callable[..., Sequence[int]]:
+    """`encode(text, special)` of a model's own tokenizer."""
+    tokenizer = model_tokenizer(model)
     return lambda text, special=False: tokenizer.encode(
         text, add_special_tokens=special
     )

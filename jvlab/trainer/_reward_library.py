@@ -162,7 +162,7 @@ class _Trl:
             and p.kind is not p.VAR_POSITIONAL
         ]
         if missing:
-            raise KeyError(
+            raise LookupError(
                 f"{self.__name__} wants {missing[0]!r}; the rows have {', '.join(_columns(examples)) or 'no column'}"
             )
         return {name: given[name] for name in wanted if name in given}
@@ -570,7 +570,7 @@ class _Math:
         with self._lock:
             self._users += 1
             if self._users == 1:
-                self._callers = [InProcess(_verify) for _ in range(self._processes)]
+                self._callers = [InProcess(_Verifier()) for _ in range(self._processes)]
                 self._free = queue.SimpleQueue()
                 for caller in self._callers:
                     self._free.put(caller)
@@ -598,6 +598,7 @@ class _Math:
                 self._free.put(caller)
 
     def many(self, samples: Sequence[Any], examples: Sequence[Any]) -> list[Any]:
+        # no deadline: each call has one
         with self.opened(), ThreadPoolExecutor(self._processes) as threads:
             return list(threads.map(self, samples, examples))
 
@@ -605,14 +606,25 @@ class _Math:
         return "jv.rewards.math"
 
 
-def _verify(text: str, gold: str) -> float | None:
-    """Runs in a process of its own."""
-    from math_verify import parse, verify
+class _Verifier:
+    """Runs in a process of its own; what is slow at first happens before its first call, whose time is limited."""
 
-    wanted = parse(gold) or parse(f"${gold}$")
-    if not wanted:
-        return None
-    return float(verify(wanted, parse(text)))
+    def __reduce__(self) -> tuple[Callable[[], _Verifier], tuple[()]]:
+        return _warm_verifier, ()
+
+    def __call__(self, text: str, gold: str) -> float | None:
+        from math_verify import parse, verify
+
+        wanted = parse(gold) or parse(f"${gold}$")
+        if not wanted:
+            return None
+        return float(verify(wanted, parse(text)))
+
+
+def _warm_verifier() -> _Verifier:
+    made = _Verifier()
+    made(r"$\frac{1}{2}$", "0.5")
+    return made
 
 
 # Code -----------------------------------------------------------------------------------------------------------------
@@ -734,6 +746,7 @@ class _Code:
         return (int(right[1]) if right else 0), output
 
     def many(self, samples: Sequence[Any], examples: Sequence[Any]) -> list[Any]:
+        # no deadline: each call has one
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
             return list(threads.map(self, samples, examples))
 

@@ -324,8 +324,8 @@ class Rewarder:
         try:
             reward = PartedReward(value) if is_parted(value) else value
             finite = isinstance(reward, NUMBERS) and math.isfinite(reward)
-        except OverflowError:  # a whole number beyond any float
-            return failed("not a number", told)
+        except OverflowError as error:  # a whole number beyond any float
+            return failed("raised", f"OverflowError: {error}")
         if not isinstance(reward, NUMBERS):
             return failed("not a number", told)
         if not finite:

@@ -16,6 +16,7 @@ from jvlab._units import how_many
 from jvlab.trainer._checks import check_choice, check_sampling, check_whole
 from jvlab.trainer._datasets import Column, Example, examples
 from jvlab.trainer._reward_library import as_reward
+from jvlab.trainer._tool_environments import adopted as adopted_environment
 
 if TYPE_CHECKING:
     from jvlab.trainer._environment import Environment
@@ -33,7 +34,8 @@ class Task:
     names to numbers: their sum is the reward, and the viewer shows the parts. It has `timeout` seconds (30 unless
     given), and runs in `processes` child processes if that is given. If it raises or times out, that sample is reported
     and excluded from training; if it does so for the whole first group, the run ends. For multi-turn tasks give
-    `environment` instead, a function that makes an `Environment`.
+    `environment` instead, a function that makes an `Environment`, or a class in TRL's style: `reset(**row)` begins, its
+    other public methods are tools that the model calls by its own chat template, `get_reward()` ends.
 
     A function in TRL's signature (`prompts, completions, completion_ids, **columns`) works as it is, and so does a list
     of rewards, with `weights`: see `jv.rewards`. `Task.from_dataset` reads datasets of many kinds.
@@ -52,7 +54,7 @@ class Task:
         *,
         weights: Sequence[float] | None = None,
         name: str = "task",
-        environment: Callable[[], Environment] | None = None,
+        environment: Callable[[], Environment] | type | None = None,
         timeout: float = 30.0,
         processes: int = 0,
         workers: int | None = None,
@@ -96,7 +98,7 @@ class Task:
             )
         self.name = name
         self.reward = adopted
-        self.environment = environment
+        self.environment = adopted_environment(environment)
         self.processes = processes
         self.workers = workers
         self.seed = seed
