@@ -85,7 +85,7 @@ class Reading:
         return [int(token) for token in ids]
 
 
-def _rendered(template: str, chat: Sequence[Mapping[str, Any]]) -> str:
+def _rendered(template: str, chat: Any) -> str:
     """By transformers' own renderer. `bos_token` is empty in it: an engine adds the token to a text itself."""
     try:
         from transformers.utils.chat_template_utils import render_jinja_template

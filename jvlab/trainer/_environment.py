@@ -183,9 +183,9 @@ async def run_episode(
             transcript.add(
                 observed, [0.0] * len(observed), [-1] * len(observed), False, text
             )
-        if finish == "length" and hasattr(environment, "last_reward"):
-            last = EnvironmentTurn(reward=await call(environment.last_reward, None))
-            total += _reward(last)
+        asked = getattr(environment, "last_reward", None)
+        if finish == "length" and asked is not None:
+            total += _reward(EnvironmentTurn(reward=await call(asked, None)))
     except UserCallFailed as error:
         why = (error.kind, error.message, error.trace)
         total = math.nan

@@ -302,7 +302,8 @@ def total(**parts: Any) -> Reward:
         raise ConfigError("a sum of nothing", remedy="total(name=reward, ...)")
     made: dict[str, tuple[Any, float]] = {}
     for name, given in parts.items():
-        reward, weight = given if isinstance(given, tuple) else (given, 1.0)
+        pair: tuple[Any, Any] = given if isinstance(given, tuple) else (given, 1.0)
+        reward, weight = pair
         if isinstance(weight, bool) or not isinstance(weight, NUMBERS):
             raise ConfigError(
                 f"the weight of {name!r} is {weight!r}", remedy="a number"

@@ -19,7 +19,6 @@ from jvlab.trainer._reward_library import as_reward
 from jvlab.trainer._tool_environments import adopted as adopted_environment
 
 if TYPE_CHECKING:
-    from jvlab.trainer._environment import Environment
     from jvlab.trainer._rewards import Rewarder
 
 
@@ -54,7 +53,7 @@ class Task:
         *,
         weights: Sequence[float] | None = None,
         name: str = "task",
-        environment: Callable[[], Environment] | type | None = None,
+        environment: Callable[[], Any] | None = None,
         timeout: float = 30.0,
         processes: int = 0,
         workers: int | None = None,

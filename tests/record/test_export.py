@@ -327,25 +327,27 @@ def reported(folder: Path, to: Any, **options: Any) -> Any:
         return [c.split().count("7") / 6 for c in completions]
 
     pool, link = world()
-    return grpo(
+    given: dict[str, Any] = {
+        "steps": 2,
+        "group_size": 4,
+        "prompts_per_step": 2,
+        "folder": folder,
+        "checkpoint_every": 1,
+        "progress": False,
+        "background": True,
+        "evaluate": task(),
+        "evaluate_prompts": 2,
+        **options,
+    }
+    run = grpo(
         (fresh_params(), logprobs_fn),
         pool,  # type: ignore[arg-type]
         link,  # type: ignore[arg-type]
         task([sevens, share], weights=[0.5, 1.0]),
         report_to=to,
-        **{
-            "steps": 2,
-            "group_size": 4,
-            "prompts_per_step": 2,
-            "folder": folder,
-            "checkpoint_every": 1,
-            "progress": False,
-            "background": True,
-            "evaluate": task(),
-            "evaluate_prompts": 2,
-            **options,
-        },
-    ).wait(120)
+        **given,
+    )
+    return run.wait(120)
 
 
 NAMES = [
@@ -473,15 +475,16 @@ def test_places_offline_and_resumed(
 
 def tensorboard_steps(folder: Path) -> set[int]:
     """Steps with train/reward, of all event files: records are a length, a check, the message and another check."""
-    from tensorboardX.proto.event_pb2 import Event as Message
+    import importlib
 
+    message_type = importlib.import_module("tensorboardX.proto.event_pb2").Event
     found: set[int] = set()
     for file in folder.glob("*tfevents*"):
         data = file.read_bytes()
         at = 0
         while at < len(data):
             size = int.from_bytes(data[at : at + 8], "little")
-            message = Message.FromString(data[at + 12 : at + 12 + size])
+            message = message_type.FromString(data[at + 12 : at + 12 + size])
             at += size + 16
             if any(v.tag == "train/reward" for v in message.summary.value):
                 found.add(message.step)

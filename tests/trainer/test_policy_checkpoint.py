@@ -220,7 +220,9 @@ def test_a_flax_model_that_is_already_built(tmp_path: Path) -> None:
 
     folder = jv.models.tiny("qwen3", num_hidden_layers=2)
     policy = Policy.from_pretrained(folder)
-    other = jax.tree.map(lambda leaf: leaf * 1.5 + 0.01, policy.params)
+    draw = np.random.default_rng(0)
+    trained = lambda leaf: leaf + 0.01 * draw.normal(size=leaf.shape).astype("float32")
+    other = jax.tree.map(trained, policy.params)
 
     class Held(nnx.Module):
         def __init__(self) -> None:

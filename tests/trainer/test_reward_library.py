@@ -207,21 +207,22 @@ def logs(prompts: Any, completions: Any, log_metric: Any, log_extra: Any, **colu
 def run_of(reward: Any, folder: Path, **options: Any) -> Any:
     pool, link = world()
     weights = options.pop("weights", None)
+    given: dict[str, Any] = {
+        "steps": 2,
+        "group_size": 4,
+        "prompts_per_step": 2,
+        "folder": folder,
+        "checkpoint_every": 0,
+        "progress": False,
+        "background": True,
+        **options,
+    }
     return grpo(
         (fresh_params(), logprobs_fn),
         pool,  # type: ignore[arg-type]
         link,  # type: ignore[arg-type]
         task(reward, weights=weights),
-        **{
-            "steps": 2,
-            "group_size": 4,
-            "prompts_per_step": 2,
-            "folder": folder,
-            "checkpoint_every": 0,
-            "progress": False,
-            "background": True,
-            **options,
-        },
+        **given,
     )
 
 
@@ -266,9 +267,10 @@ def test_regex_and_length() -> None:
     of = lambda n, **options: jv.rewards.length(**options)(said("x" * n)[0], None)
     assert [of(n, most=8, soft=4) for n in (0, 4, 6, 8, 99)] == [0, 0, -0.5, -1, -1]
     assert [of(n, least=2) for n in (1, 2, 9)] == [-1, 0, 0]
-    for wrong in ({}, {"most": -1}, {"most": 2.5}):
+    wrong: list[dict[str, Any]] = [{}, {"most": -1}, {"most": 2.5}]
+    for options in wrong:
         with pytest.raises(ConfigError):
-            jv.rewards.length(**wrong)
+            jv.rewards.length(**options)
     with pytest.raises(ConfigError, match="invalid regular"):
         jv.rewards.regex("(")
 
