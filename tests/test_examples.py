@@ -47,7 +47,7 @@ PLAIN = (
     "Environment",
     "EnvironmentTurn",
 )
-MODULES = ("errors", "integrations", "models", "tasks", "transport")
+MODULES = ("errors", "integrations", "models", "rewards", "tasks", "transport")
 # Of the errors the module, the root and one class show how to use them; the others differ in what they are about.
 # Integrations import the trainers that they are for, which may be absent.
 SHOWN = {name: tuple(getattr(jv, name).__all__) for name in MODULES} | {
