@@ -98,7 +98,8 @@ class Rollouts:
     def __init__(self, transfer: Transfer, timeout: float) -> None:
         self.transfer = transfer
         self._timeout = timeout
-        self._step: int | None = None  # whose weights the pool holds
+        # (trainer, step) whose weights the pool holds
+        self._held: tuple[int, int] | None = None
 
     @property
     def link(self) -> Link | None:
@@ -120,9 +121,10 @@ class Rollouts:
                 "use_vllm=True starts a vLLM of TRL's own",
                 remedy="GRPOConfig(use_vllm=False): the pool generates",
             )
-        if self._step != trainer.state.global_step:
+        held = (id(trainer), trainer.state.global_step)
+        if self._held != held:
             _send(self.transfer, trainer)
-            self._step = trainer.state.global_step
+            self._held = held
         samples: list[Any] = []
         for folded, n in _folded(_tokens(prompts, trainer)):
             samples += self.transfer.pool.generate(

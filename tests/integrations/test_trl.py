@@ -163,8 +163,10 @@ def test_an_adapter_is_merged_for_the_sync():
     q = adapted.base_model.model.model.layers[0].self_attn.q_proj
     with torch.no_grad():
         q.lora_B["default"].weight.fill_(0.5)
-    trl.rollout_func(pool)(["a"], trainer_of(adapted))
-    held = pool.links[-1].held
+    held: dict[str, Any] = {}
+    link = pool.connect(None)
+    link.on_sync = lambda params: held.update({k: v.clone() for k, v in params.items()})
+    trl.rollout_func(pool, link)(["a"], trainer_of(adapted))
     assert held.keys() == names
     change = (q.lora_B["default"].weight @ q.lora_A["default"].weight) * q.scaling[
         "default"
