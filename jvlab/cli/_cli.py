@@ -42,6 +42,7 @@ BENCHES = [
     "gateway",
     "gap",
     "whatif",
+    "trl",
     "tunix",
     "link",
     "server",
@@ -107,16 +108,20 @@ BENCH = (
     (
         "--steps",
         int,
-        "grpo: counted steps of each run; default 15, or 4 with a model; tunix: default 4",
+        "grpo: counted steps of each run; default 15, or 4 with a model; trl, tunix: default 4",
     ),
     ("--model", str, "another model; grpo: a large one, with the options below"),
     (
         "--shape",
         str,
-        "grpo, tunix, and on a GPU sync, server, lora: instead of --model, random weights of a known shape: "
+        "grpo, trl, tunix, and on a GPU sync, server, lora: instead of --model, random weights of a known shape: "
         "qwen3-1.7b; sync: or qwen3-moe",
     ),
-    ("--tokens", _numbers, "grpo, tunix: tokens of every completion, e.g. 512,3000"),
+    (
+        "--tokens",
+        _numbers,
+        "grpo, trl, tunix: tokens of every completion, e.g. 512,3000",
+    ),
     (
         "--staleness",
         _numbers,
@@ -134,7 +139,7 @@ BENCH = (
     (
         "--eager",
         False,
-        "launch, grpo, gap, tunix: no CUDA graphs; engines start sooner",
+        "launch, grpo, gap, trl, tunix: no CUDA graphs; engines start sooner",
     ),
     ("--rollouts-only", False, "tunix: generate without training"),
     ("--mib", 1024, "link: how much is sent"),
@@ -344,10 +349,15 @@ def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
             arguments.model,
             arguments.device,
         )
-    if arguments.what == "tunix":
-        from jvlab.bench._tunix import STEPS, run_bench_tunix
+    if arguments.what in ("trl", "tunix"):
+        if arguments.what == "trl":
+            from jvlab.bench._grpo import STEPS
+            from jvlab.bench._grpo import run_bench_trl as run_with
+        else:
+            from jvlab.bench._tunix import STEPS
+            from jvlab.bench._tunix import run_bench_tunix as run_with
 
-        return run_bench_tunix(
+        return run_with(
             arguments.model,
             arguments.shape,
             arguments.tokens,

@@ -393,6 +393,7 @@ class Lab:
         limits           maxima for one call: {"n": samples per prompt, "prompts": ..., "samples": prompts × n,
                          "tokens": ...}, None for no limit; `pool.limits` shows them, the defaults follow engine size
         http             True, or a port: also serve vLLM's OpenAI API at `pool.http_url` (`api_key=pool.http_token`)
+        http_key         True: `pool.http_key_url` generates too, for clients that can send no token; see there
         deterministic    a fixed engine seed, and on CUDA batch-invariant kernels with Triton attention; on a CPU one
                          request at a time without prefix cache, which is slow. To repeat, sampling also needs seed=...
                          in each call. `pool.check_determinism()` measures the effect

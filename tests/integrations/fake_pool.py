@@ -52,6 +52,9 @@ class FakePool:
         # calls that must be there at once before any of them is answered
         self._together = threading.Barrier(together, timeout=30)
 
+    def wait(self, timeout: Any = None, progress: Any = None) -> FakePool:
+        return self
+
     def facts(self, timeout: Any = None) -> Any:
         return SimpleNamespace(max_model_len=self._room, max_adapters=0)
 
