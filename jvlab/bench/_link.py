@@ -25,6 +25,7 @@ from jvlab.transport import Header, listen, open_receiver
 BUCKET = 16 << 20
 WARM = 4  # buckets that are not counted
 SECONDS = 600.0  # deadline of every wait
+LIMIT = timedelta(seconds=SECONDS)
 ROUNDS = 2
 
 
@@ -65,16 +66,16 @@ def _by_socket(far: Side, order: dict[str, Any]) -> float:
     with socket.create_server((order["host"], 0)) as listener:
         far.send({**order, "port": listener.getsockname()[1]})
         listener.settimeout(SECONDS)
-        with listener.accept()[0] as sock:
+        with listener.accept()[0] as sock:  # no deadline: it has a timeout
             sock.settimeout(SECONDS)
             data = memoryview(bytes(BUCKET))
             start = time.perf_counter()
             for k in range(order["count"]):
                 if k == WARM:
-                    sock.recv(1)  # the first ones have arrived
+                    sock.recv(1)  # no deadline: it has a timeout
                     start = time.perf_counter()
                 sock.sendall(data)
-            sock.recv(1)
+            sock.recv(1)  # no deadline: it has a timeout
             seconds = time.perf_counter() - start
     far.receive()
     return seconds
@@ -92,10 +93,10 @@ def _by_gloo(far: Side, order: dict[str, Any]) -> float:
     start = time.perf_counter()
     for k in range(order["count"]):
         if k == WARM:
-            group.recv([answer], 1, 0).wait()
+            group.recv([answer], 1, 0).wait(LIMIT)
             start = time.perf_counter()
-        group.send([data], 1, 0).wait()
-    group.recv([answer], 1, 0).wait()
+        group.send([data], 1, 0).wait(LIMIT)
+    group.recv([answer], 1, 0).wait(LIMIT)
     seconds = time.perf_counter() - start
     far.receive()
     return seconds
@@ -128,11 +129,10 @@ _SENDERS = {"socket": _by_socket, "gloo": _by_gloo, "tcp": _by_ours}
 def _gloo(rank: int, host: str, port: int, own: str) -> Any:
     import torch.distributed
 
-    limit = timedelta(seconds=SECONDS)
-    store = torch.distributed.TCPStore(host, port, 2, rank == 0, limit)
+    store = torch.distributed.TCPStore(host, port, 2, rank == 0, LIMIT)
     gloo: Any = torch.distributed.ProcessGroupGloo
     options = gloo._Options()
-    options._timeout = limit
+    options._timeout = LIMIT
     options._devices = [gloo.create_device(hostname=own)]
     return gloo(store, rank, 2, options)
 
@@ -165,7 +165,11 @@ def _take_by_socket(order: dict[str, Any]) -> None:
                 sock.sendall(b"1")
             have = 0
             while have < BUCKET:
-                have += sock.recv_into(memory[have:])
+                # no deadline: it has a timeout
+                got = sock.recv_into(memory[have:])
+                if not got:
+                    raise ConnectionError("the sender ended")
+                have += got
         sock.sendall(b"1")
 
 
@@ -175,20 +179,21 @@ def _take_by_gloo(order: dict[str, Any]) -> None:
     address = (order["host"], order["port"])
     # our address as the sender sees it
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
+        probe.connect(address)  # no deadline: UDP: nothing is sent
         own = probe.getsockname()[0]
     group = _gloo(1, *address, own)
     data = torch.zeros(BUCKET, dtype=torch.uint8)
     answer = torch.zeros(1, dtype=torch.uint8)
     for k in range(order["count"]):
         if k == WARM:
-            group.send([answer], 0, 0).wait()
-        group.recv([data], 0, 0).wait()
-    group.send([answer], 0, 0).wait()
+            group.send([answer], 0, 0).wait(LIMIT)
+        group.recv([data], 0, 0).wait(LIMIT)
+    group.send([answer], 0, 0).wait(LIMIT)
 
 
 def _take_by_ours(order: dict[str, Any]) -> None:
     receiver = open_receiver(order["endpoint"], SECONDS)
     for _ in range(order["count"]):
-        receiver.release(receiver.recv(SECONDS))
+        bucket = receiver.recv(SECONDS)  # no deadline: this is one
+        receiver.release(bucket)
     receiver.close()
