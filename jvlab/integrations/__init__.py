@@ -1,4 +1,4 @@
-"""Trainers and servers that people have: `jv.integrations.trl`, `.tunix`, `.vllm`. A public module each, loaded on first use.
+"""Trainers and servers that people have: `jv.integrations.trl`, `.tunix`, `.vllm`; each is loaded on first use.
 
 >>> dir(jv.integrations)
 ['trl', 'tunix', 'vllm']
