@@ -41,7 +41,7 @@ BEFORE = {
 }
 LIMITS = {
     "rooms": 14,
-    "files": 305,
+    "files": 300,
     "tokens": 620_000,
     "tokens a code line": 8.0,
     "pairs": 120,
