@@ -456,6 +456,7 @@ def row_of(
 
 def trl_side(order: dict[str, Any], lines: Lines) -> None:
     """TRL with vLLM in its own process, told to do the same work."""
+    (tokens,) = order["tokens"]
     alone = {
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -469,7 +470,6 @@ def trl_side(order: dict[str, Any], lines: Lines) -> None:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    (tokens,) = order["tokens"]
     times: list[float] = []
 
     class StepClock(TrainerCallback):
