@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.fuzzing import soak_but
 from tests.layout.plan_interpreter import execute
 from tests.transport.other_end import Remote
 from tests.transport.plan_ends import DEVICES, RANKS, digest, make
@@ -13,7 +14,9 @@ from tests.transport.plan_ends import DEVICES, RANKS, digest, make
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("transport", ["gloo", "shm", "disk"])
+@pytest.mark.parametrize(
+    "transport", soak_but(["shm", "disk"], ["gloo", "shm", "disk"])
+)
 def test_three_to_two(
     transport: str, clean: None, remote: Callable[[], Remote]
 ) -> None:
