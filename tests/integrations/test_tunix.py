@@ -74,7 +74,7 @@ def make(actor: Any, tokenizer: Any) -> Any:
     return make
 
 
-def generate(rollout: Any, prompts: list[str], **config: Any) -> RolloutOutput:
+def generate(rollout: Any, prompts: Any, **config: Any) -> Any:
     given = {**CONFIG, "return_logprobs": True, **config}
     return rollout.generate(prompts, RolloutConfig(**given))
 

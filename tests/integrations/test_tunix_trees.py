@@ -86,7 +86,7 @@ def bound(params: Any, folder: str) -> list[Binding]:
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> tuple[str, str, Any]:
     name, _, heads = request.param.partition("-")
-    more = {"num_key_value_heads": int(heads)} if heads else {}
+    more: dict[str, Any] = {"num_key_value_heads": int(heads)} if heads else {}
     folder = jv.models.tiny(name, num_hidden_layers=2, **more)
     return name, folder, loaded(name, folder)
 
