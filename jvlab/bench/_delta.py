@@ -3,7 +3,7 @@
 Two sets of parameters that differ in a share of their values are synced in turn, whole and then as changes, each way
 verified. Changed values are drawn at random. Times are from the call until the engine generates again; the pause is
 how long it did not. The headline is 1 % changed, staged, over a transport between
-hosts: gloo on a CPU, nccl on a GPU (on one GPU its bytes go over the loopback interface).
+hosts: tcp on a CPU, nccl on a GPU (on one GPU its bytes go over the loopback interface).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jvlab.bench._sync import SIZES, folder_for
 SHARES = (0.001, 0.01, 0.1, 0.5)
 HEADLINE = 0.01
 MODES = ("direct", "staged")
-TRANSPORTS = {"cpu": ("gloo", "shm"), "cuda": ("nccl",)}
+TRANSPORTS = {"cpu": ("tcp", "shm"), "cuda": ("nccl",)}
 # two processes on one GPU form a communicator only as if on two hosts
 LOOPBACK = {
     "NCCL_SOCKET_IFNAME": "lo",

@@ -517,6 +517,7 @@ def run_bench_trl(
 
 def trl_side(order: dict[str, Any], lines: Lines) -> None:
     """TRL's GRPOTrainer, told to do the same work: with vLLM in its own process, or on a pool."""
+    (_,) = order["tokens"]  # a wrong order ends it before seconds of imports
     alone = {
         "RANK": "0",
         "LOCAL_RANK": "0",

@@ -103,7 +103,7 @@ def check(link: jv.Link, params: Any, report: Any, low: float = 0.005) -> None:
 
 
 @pytest.mark.parametrize("mode", ["direct", "staged"])
-@pytest.mark.parametrize("transport", ["shm", "gloo", "disk"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "disk"])
 def test_changes_leave_what_a_whole_sync_leaves(
     lab: jv.Lab, packed: jv.Pool, live: jv.Pool, policy: Any, transport: str, mode: str
 ) -> None:
