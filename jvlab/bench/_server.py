@@ -36,7 +36,7 @@ from jvlab.integrations._vllm_server import HttpCalls
 from jvlab.wire.processes._supervisor import descendants, shared_memory, unlink_segments
 
 BACKENDS = {"cpu": ("jvlab",), "cuda": ("jvlab", "ipc", "nccl")}
-PART_SECONDS = 420.0
+PART_SECONDS = {"cpu": 420.0, "cuda": 150.0}
 START_SECONDS = 300.0
 TOKENS = 16
 # NCCL refuses two ranks on one GPU of one host
@@ -165,7 +165,7 @@ def run_bench_server(
             }
             try:
                 with Side("jvlab.bench._server:trainer_side", order, environment) as it:
-                    found = it.receive(PART_SECONDS)
+                    found = it.receive(PART_SECONDS[device])
             except JvlabError as error:
                 found = {"error": error.message}
             if "error" in found:
@@ -188,7 +188,7 @@ def _checkpoint(shape: str | None, device: str, stack: ExitStack) -> str:
     folder, _ = folder_for(int(float(size.removeprefix("moe-")) * 1.2e9), stack)
     order = {"config": config_of(size), "folder": str(folder / "written")}
     with Side("jvlab.bench._server:checkpoint_side", order) as side:
-        return side.receive(PART_SECONDS)
+        return side.receive(PART_SECONDS[device])
 
 
 def _line(seen: dict[str, Any]) -> str:

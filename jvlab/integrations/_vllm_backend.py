@@ -6,6 +6,7 @@ Checked against vLLM 0.32.0; 0.33.0 has the same seam, with another `WeightSourc
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
 import time
@@ -380,7 +381,16 @@ class TrainerEngine(TrainerWeightTransferEngine[JvlabTrainerInitInfo]):
         client: VLLMWeightSyncClient,
         source: WeightSource,
     ) -> None:
-        super().__init__(client=client, source=source, is_sender=init_info.is_sender)
+        rank = init_info.rank
+        given = {
+            "client": client,
+            "source": source,
+            "is_sender": rank == 0,
+            "rank": rank,
+        }
+        # 0.33 takes a rank
+        known = inspect.signature(TrainerWeightTransferEngine.__init__).parameters
+        super().__init__(**{name: given[name] for name in given if name in known})
         self._info = init_info
         self._link: Link | None = None
 
@@ -413,7 +423,7 @@ class TrainerEngine(TrainerWeightTransferEngine[JvlabTrainerInitInfo]):
 
         tensors = dict(self._tensors())
         info = self._info
-        if self.is_sender:
+        if info.rank == 0:
             self._link = open_link(
                 self.client,
                 tensors,

@@ -226,7 +226,9 @@ def test_the_last_trainer_to_connect_writes(server: Served, models: list[str]):
         assert first.sync(state_dict(models[0])).version == version + 1
 
 
-@pytest.mark.parametrize("mode", ["staged", "direct"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("staged", marks=pytest.mark.soak), "direct"]
+)
 def test_a_trainer_that_dies_in_the_middle(
     server: Served, models: list[str], mode: str
 ):
@@ -248,6 +250,7 @@ def test_a_trainer_that_dies_in_the_middle(
     assert server.greedy() == before
 
 
+@pytest.mark.soak
 def test_a_trainer_that_stops_does_not_hold_the_server(
     server: Served, models: list[str]
 ):
