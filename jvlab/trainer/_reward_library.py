@@ -131,7 +131,7 @@ def trl(function: Reward) -> Reward:
 class _Trl:
     """A function in TRL's signature, as a part of a sum."""
 
-    def __init__(self, function: Reward) -> None:
+    def __init__(self, function: Any) -> None:
         self.function = function
         self.__name__ = _name(function)
 

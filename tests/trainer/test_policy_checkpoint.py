@@ -245,6 +245,20 @@ def test_a_flax_model_that_is_already_built(tmp_path: Path) -> None:
         Policy.from_pretrained(other, like=jv.models.tiny("gpt2"))
 
 
+def test_a_model_of_tunix_computes_the_same_as_a_policy() -> None:
+    pytest.importorskip("tunix", reason="google-tunix is not installed")
+    from tests.integrations.tunix_world import SIZES, qwen3_actor
+
+    folder = jv.models.tiny("qwen3", **SIZES)
+    actor = qwen3_actor(folder, seed=5)
+    policy = Policy.from_pretrained(actor, like=folder)
+    ids = np.arange(5, 11)[None]
+    causal = np.tril(np.ones((1, 6, 6), bool))
+    wanted, _ = actor(jax.numpy.asarray(ids), np.arange(6)[None], None, causal)
+    found = policy.logits(policy.params, ids)
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
 def test_checkpoints_that_do_not_fit(tmp_path: Path) -> None:
     llama = jv.models.tiny("llama")
     with pytest.raises(ModelError, match="no decoder for model_type 'gpt2'"):
