@@ -55,6 +55,7 @@ class Transfer:
         timeout: float = SECONDS,
     ) -> None:
         self.link: Link | None = target if hasattr(target, "sync") else None
+        self._owns = self.link is None
         self.pool = target if self.link is None else self.link.pool
         if self.link is None:
             check_pool(target, "jv.integrations.trl.Transfer(pool), or of a link")
@@ -83,12 +84,12 @@ class Transfer:
         """A verified sync of these tensors, by their names in the checkpoint."""
         deadline = Deadline(self._timeout)
         params = dict(iterator)
-        if self.link is None:
+        if self.link is None or (self._owns and self.link.closed):
             self.link = self._connect(params, timeout=deadline)
         self.reports.append(self.link.sync(params, timeout=deadline, progress=False))
 
     def destroy(self) -> None:
-        """Close the link, if it was made here; the pool stays."""
+        """Close the link, if it was made here; the pool stays, and training again connects again."""
         self._connections.close()
 
 

@@ -220,7 +220,7 @@ def test_a_key_in_the_url_generates_and_does_nothing_else(
         reply = httpx.post(
             f"{base}/v1/completions",
             json=body,
-            headers={"Authorization": given.encode("latin-1")},
+            headers=[(b"Authorization", given.encode("latin-1"))],
         )
         assert reply.status_code == 401, given
     assert len(fakes(fake_lab)[0].asked) == 3, "nothing of that reached a replica"

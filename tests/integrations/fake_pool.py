@@ -19,6 +19,8 @@ EOS = 2
 class FakeLink:
     """Takes parameters for arrived; `on_sync` is called with them."""
 
+    closed = False
+
     def __init__(self, pool: FakePool, trainer: Any, options: dict[str, Any]) -> None:
         self.pool = pool
         self.trainer = trainer

@@ -25,11 +25,11 @@ import numpy as np
 FACTS = Path(__file__).with_suffix(".json")
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 128,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-    "head_dim": 16,
+    "head_dim": 32,  # vLLM on a CPU has none smaller
     "vocab_size": 288,
     "tie_word_embeddings": False,
     "rope_theta": 1_000_000.0,

@@ -168,7 +168,8 @@ def test_asynchronous_grpo(
     assert all(report.verified for report in transfer.reports)
     assert "checked by value" in transfer.reports[0].meaning
     assert served.status()["version"] == versions[-1]
-    assert served.status()["trainer"] is None, "destroy() closed the link"
+    assert transfer.link is not None
+    assert transfer.link.closed, "by destroy()"
     # Every token's log-probability is that of the version it is tagged with, or of the next, if a sync came between.
     samples = [s for s in taken if hasattr(s, "model_version")]
     assert len(samples) >= STEPS * len(WORDS) * GROUP
@@ -196,7 +197,14 @@ def test_a_failed_sync_ends_the_run(
     assert trainer.state.global_step == 0
     assert not transfer.reports
     assert served.status()["version"] == version
-    assert served.generate(["x"], max_tokens=2), "the old weights serve on"
+    with pytest.raises(errors.EngineDirty, match="sync again"):
+        served.generate(["x"], max_tokens=2)
+    # what a run of the same trainer would send next
+    with torch.no_grad():
+        trainer.model.lm_head.weight[3, 5] = 0.0
+    transfer.send_weights(trainer.model.named_parameters())
+    assert served.generate(["x"], max_tokens=2)
+    transfer.destroy()
 
 
 # In step --------------------------------------------------------------------------------------------------------------
