@@ -322,18 +322,41 @@ def test_a_newcomer(lab: jv.Lab, packed: jv.Pool, policy: Any) -> None:
         check(link, params, report)
 
 
+class Flips:
+    """Once armed, the next sparse bucket has a bit flipped in its last value that is not zero."""
+
+    def __init__(self) -> None:
+        self.armed = False
+
+    def wrap(self, sender: Any) -> Any:
+        send = sender.send
+
+        def flipping(header: Any, fill: Any, deadline: float) -> None:
+            flips = self.armed
+            self.armed = False
+
+            def wrong(view: memoryview) -> None:
+                fill(view)
+                last = int(np.flatnonzero(np.frombuffer(view, np.uint8))[-1])
+                view[last] ^= 1
+
+            send(header, wrong if flips else fill, deadline)
+
+        sender.send = flipping
+        return sender
+
+
 def test_a_replica_left_behind(lab: jv.Lab, packed: jv.Pool, policy: Any) -> None:
     """One replica gets a flipped bit, and stays on its version; the other's next sync is sparse, its own whole."""
     params = policy.params
-    faults = jv.transport.Faults(flip=1)
-    faults._left["flip"] = 0
+    faults = Flips()
     with connect(lab, packed, params, faults=faults.wrap, mode="staged") as link:
         link.sync(params, delta="auto")
         params = trained(params, 21)
-        faults._left["flip"] = 1
+        faults.armed = True
         report = link.sync(params, delta="auto", require="any")
-        assert sorted(o.state for o in report.outcomes) == ["committed", "old"]
-        late = next(o.replica for o in report.outcomes if o.state == "old")
+        assert sorted(o.state for o in report.outcomes) == ["committed", "stale"]
+        late = next(o.replica for o in report.outcomes if o.state == "stale")
         params = trained(params, 22)
         report = link.sync(params, delta="auto")
         assert report.delta

@@ -50,7 +50,12 @@ def altered(values: np.ndarray, share: float, seed: int) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("share", [0.0, 0.004, 0.3, 1.0])
-def test_a_box_of_changes_is_found_packed_and_written(dtype: str, share: float) -> None:
+@pytest.mark.parametrize("numba", [True, False])
+def test_a_box_of_changes_is_found_packed_and_written(
+    dtype: str, share: float, numba: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not numba:
+        monkeypatch.setattr(_sparse, "_loops", lambda: None)
     # 13 elements at the end are less than a 64-bit word; the box is a strided view, and transposed in the engine
     whole = some_bits(dtype, (37, 61), 1)
     old = whole[:, 3:50]
