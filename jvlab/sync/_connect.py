@@ -195,10 +195,15 @@ def _adapter_tensors(lora: Any, pool: PoolView, deadline: Deadline) -> list[Any]
     return lora.peft_tensors()
 
 
+def _kinds(array: Any) -> tuple[str, ...]:
+    """The kinds of device that hold an array: torch's tensors, without a sharding, may move to a GPU and back."""
+    return tuple(sorted({d.platform for d in getattr(array, "devices", set)()}))
+
+
 def _key(arrays: Any, pool: PoolView, replicas: Any, *rest: Any) -> Any:
     """The cache key of a plan; None if a part of it is not hashable."""
     leaves = tuple(
-        (p, tuple(a.shape), str(a.dtype), getattr(a, "sharding", None))
+        (p, tuple(a.shape), str(a.dtype), getattr(a, "sharding", None), _kinds(a))
         for p, a in arrays.items()
     )
     key = (pool.name, tuple(replicas.items()), leaves, *(repr(part) for part in rest))
@@ -224,9 +229,7 @@ def _choose(
     from jvlab.transport._choose import choose, in_one_process
     from jvlab.transport._shm import available_bytes
 
-    platforms = {
-        d.platform for a in arrays.values() for d in getattr(a, "devices", set)()
-    }
+    platforms = {kind for a in arrays.values() for kind in _kinds(a)}
     device = next(iter(platforms - {"cpu"}), "cpu")
     need = plan.bucket_bytes * SLOTS * plan.ranks * replicas
     no_ipc = _no_ipc(plan) if engine == "cuda" or wanted == "ipc" else ""

@@ -14,6 +14,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jvlab as jv
 from jvlab import errors
+from tests.conftest import plain_vllm
 from tests.gpu.card import PROMPTS, ending_lab, greedy, tiny
 
 pytestmark = [
@@ -86,7 +87,8 @@ def test_what_is_still_computed_is_waited_for(lab: jv.Lab, pool: jv.Pool):
     name = next(n for n in tree if n.endswith("o_proj.weight"))
     tree[name] = tree[name].T.contiguous().T
     assert not tree[name].is_contiguous()
-    link = lab.connect(tree, pool)
+    # values are changed on purpose
+    link = lab.connect(tree, pool, meaning="off")
     side = torch.cuda.Stream()
     busy = torch.randn(8192, 8192, device="cuda")
     for _ in range(3):
@@ -140,7 +142,7 @@ def test_tensors_on_the_host_are_refused(lab: jv.Lab, pool: jv.Pool):
     assert 'model.to("cuda")' in caught.value.remedy
 
 
-def test_plain_vllm_serve(tmp_path: Path):
+def test_plain_vllm_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Its own client and factory, by ipc; the server's tokens are those of the weights it loaded."""
     from vllm.distributed.weight_transfer import (
         HTTPVLLMWeightSyncClient,
@@ -151,6 +153,8 @@ def test_plain_vllm_serve(tmp_path: Path):
     from jvlab.bench._server import PlainServer
     from jvlab.integrations.vllm import TrainerInitInfo
 
+    for key, value in plain_vllm().items():
+        monkeypatch.setenv(key, value)
     options = ["--dtype", "bfloat16", "--gpu-memory-utilization", "0.12"]
     options += ["--kv-cache-memory-bytes", str(2 << 30), "--max-model-len", "512"]
     with PlainServer(tmp_path, tiny(0), "jvlab", *options) as server:

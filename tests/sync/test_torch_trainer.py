@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from jvlab.layout._plan import TransferPlan
 from jvlab.layout._tree import checkpoint_names, cuda_ordinals, flatten, leaves_of
 from jvlab.layout._types import CheckpointTensor, Parameter, RankLayout
 from jvlab.sync._compile_tree import bind_rules
-from jvlab.sync._connect import _choose
+from jvlab.sync._connect import _choose, _key
 from jvlab.sync._ipc_senders import KnownTensors
 from jvlab.sync._pack import Source
 
@@ -154,3 +155,15 @@ def test_what_changed_since_connect_is_one_error(arrays: Any):
 
     # whose they are does not matter
     Source(plan, {"a.weight": jnp.zeros((4, 6)), "b.weight": np.zeros(6, np.float32)})
+
+
+def test_a_tensor_that_moved_to_another_device_is_planned_anew():
+    """Torch's whole tensors have no sharding; what differs is where they are."""
+
+    def key(platform: str) -> Any:
+        place = SimpleNamespace(platform=platform)
+        leaf = SimpleNamespace(shape=(2,), dtype="float32", devices=lambda: [place])
+        return _key({"w": leaf}, cast(Any, SimpleNamespace(name="pool")), {})
+
+    assert key("cuda") == key("cuda")
+    assert key("cuda") != key("cpu")
