@@ -163,6 +163,7 @@ def run_bench_server(
                 "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # the server needs the GPU
                 **ONE_CARD,
             }
+            found: dict[str, Any]
             try:
                 with Side("jvlab.bench._server:trainer_side", order, environment) as it:
                     found = it.receive(PART_SECONDS[device])

@@ -131,7 +131,7 @@ def test_the_flow_of_vllms_example(server: Served, models: list[str]):
 
     before = server.greedy()
     model = AutoModelForCausalLM.from_pretrained(models[1], dtype=torch.float32)
-    engine = WeightTransferTrainerFactory.trainer_init(
+    engine: Any = WeightTransferTrainerFactory.trainer_init(
         TrainerInitInfo(rank=0),
         client=HTTPVLLMWeightSyncClient(server.url),
         source=ModuleSource(model),
