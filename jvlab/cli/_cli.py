@@ -350,22 +350,20 @@ def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
             arguments.device,
         )
     if arguments.what in ("trl", "tunix"):
-        if arguments.what == "trl":
-            from jvlab.bench._grpo import STEPS
-            from jvlab.bench._grpo import run_bench_trl as run_with
-        else:
-            from jvlab.bench._tunix import STEPS
-            from jvlab.bench._tunix import run_bench_tunix as run_with
+        from jvlab.bench import _grpo, _tunix
 
-        return run_with(
+        steps = _grpo.STEPS if arguments.what == "trl" else _tunix.STEPS
+        given = (
             arguments.model,
             arguments.shape,
             arguments.tokens,
-            STEPS if arguments.steps is None else arguments.steps,
+            steps if arguments.steps is None else arguments.steps,
             arguments.device,
             arguments.eager,
-            not arguments.rollouts_only,
         )
+        if arguments.what == "trl":
+            return _grpo.run_bench_trl(*given)
+        return _tunix.run_bench_tunix(*given, train=not arguments.rollouts_only)
     if arguments.what == "link":
         from jvlab.bench._link import run_bench_link
 
