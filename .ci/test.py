@@ -226,7 +226,7 @@ def engine_files() -> list[str]:
         key=lambda path: known.get(path.stem, len(known)),
     )
     files = [str(path.relative_to(ROOT)) for path in live]
-    return ["tests/browser", *files, "tests/test_examples.py"]
+    return ["tests/browser", *files, "tests/hosts", "tests/test_examples.py"]
 
 
 def notebooks(long: bool = False) -> list[str]:

@@ -102,8 +102,17 @@ def check(link: jv.Link, params: Any, report: Any, low: float = 0.005) -> None:
     assert held_exactly(link, params)
 
 
-@pytest.mark.parametrize("mode", ["direct", "staged"])
-@pytest.mark.parametrize("transport", ["shm", "tcp", "disk"])
+@pytest.mark.parametrize(
+    ("transport", "mode"),
+    [
+        ("shm", "direct"),
+        ("shm", "staged"),
+        ("tcp", "staged"),
+        pytest.param("tcp", "direct", marks=pytest.mark.soak),
+        pytest.param("disk", "direct", marks=pytest.mark.soak),
+        pytest.param("disk", "staged", marks=pytest.mark.soak),
+    ],
+)
 def test_changes_leave_what_a_whole_sync_leaves(
     lab: jv.Lab, packed: jv.Pool, live: jv.Pool, policy: Any, transport: str, mode: str
 ) -> None:
@@ -220,7 +229,15 @@ def test_a_base_that_is_not_what_the_engine_holds(
             check(link, params, link.sync(params, mode=mode, delta="auto"))
 
 
-@pytest.mark.parametrize("fault", ["missed", "doubled", "moved", "elsewhere"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "missed",
+        "elsewhere",
+        pytest.param("doubled", marks=pytest.mark.soak),
+        pytest.param("moved", marks=pytest.mark.soak),
+    ],
+)
 def test_a_wrong_element_is_found(
     lab: jv.Lab,
     packed: jv.Pool,
