@@ -5,8 +5,8 @@
     python .ci/test.py soak             what `make test` leaves out: full products, long runs, Ray, real weights,
                                         two long notebooks
 
-Types are checked beside the tests without engines, and so are the tests that import vLLM: in one process, which alone
-pays for it. `jvlab warm` is started first, for the stages with engines: vLLM is imported once, not by every lab.
+Lint, types and the tests that import vLLM (in one process, which alone pays for it) run beside the tests without
+engines. `jvlab warm` is started first, for the stages with engines: vLLM is imported once, not by every lab.
 
 No stage hangs for ever: one that prints nothing for JVLAB_SILENT_SECONDS shows its processes and their Python stacks,
 is ended, and has failed.
@@ -33,6 +33,10 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.xla_flags import UNOPTIMISED, plain_loops  # noqa: E402
+
 CHOICE = shlex.split(os.environ.get("PYTEST_ARGS", ""))
 NONE_CHOSEN = (
     5  # pytest's exit status if no test was: of a choice, not every stage has one
@@ -55,16 +59,10 @@ NO_ENGINE = "not engine and not browser and not soak"
 # Files with engines, as measured; not by the number of tests: some have few and long ones, and would be left to one
 # worker at the end.
 LONGEST_LIVE = (
-    "sync",
-    "lora_sync",
-    "grpo",
-    "sync_faults",
-    "pages",
-    "experts",
-    "launch_errors",
-    "deadlines",
-    "in_process",
-    "certify",
+    *("sync", "grpo", "lora_sync", "sync_faults", "tunix"),
+    *("many_trainers", "every_parameter_arrives", "certify", "launch_errors"),
+    *("pool", "in_process", "deadlines", "http", "bisect", "meaning_bisect"),
+    *("endings", "experts", "scale", "pages"),
 )
 # notebooks, as measured
 LONGEST_FIRST = (
@@ -228,7 +226,7 @@ def engine_files() -> list[str]:
         key=lambda path: known.get(path.stem, len(known)),
     )
     files = [str(path.relative_to(ROOT)) for path in live]
-    return ["tests/browser", *files, "tests/test_examples.py"]
+    return ["tests/browser", *files, "tests/hosts", "tests/test_examples.py"]
 
 
 def notebooks(long: bool = False) -> list[str]:
@@ -246,10 +244,16 @@ def notebooks(long: bool = False) -> list[str]:
     ]
 
 
-def compared(*options: str) -> list[str]:
-    """The command that runs notebooks and compares what they put out."""
+def compared(*options: str, optimised: bool = False) -> list[str]:
+    """The command that runs notebooks and compares what they put out.
+
+    Compiling programs that are not `optimised` saves more than the few runs of each lose.
+    """
+    flags = [] if optimised else [*UNOPTIMISED, *plain_loops()]
+    flags = [*os.environ.get("XLA_FLAGS", "").split(), *flags]
+    environment = ["JVLAB_IMPORTS=quiet", f"XLA_FLAGS={' '.join(flags)}"]
     nbval = ["--nbval", "--nbval-current-env", "-p", "no:cacheprovider", "-W", "ignore"]
-    return ["env", "JVLAB_IMPORTS=quiet", *PYTEST, *nbval, *options]
+    return ["env", *environment, *PYTEST, *nbval, *options]
 
 
 def stages() -> list[Stage]:
@@ -264,6 +268,7 @@ def stages() -> list[Stage]:
                 [python, ".ci/checks.py"],
                 [python, ".ci/weigh.py"],
             ],
+            beside=True,
         ),
         Stage("types", [["nice", "-n", "10", python, "-m", "pyright"]], beside=True),
         Stage("vllm", [[*ONE, "-m", f"vllm and {NO_ENGINE}"]], beside=True),
@@ -295,7 +300,11 @@ def stages() -> list[Stage]:
                 [python, "-m", "pyright", "tests"],
                 [*TESTS, "-m", "soak"],
                 [*EXPLORE, *TESTS, "-m", "hypothesis"],
-                compared("--timeout", str(LONG_CELL_S), *notebooks(long=True)),
+                compared(
+                    *("--timeout", str(LONG_CELL_S)),
+                    *notebooks(long=True),
+                    optimised=True,
+                ),
             ],
             usual=False,
             warm=True,

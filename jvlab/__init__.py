@@ -55,6 +55,7 @@ _MODULES = {  # public name -> module itself
     "errors": "jvlab._errors",
     "integrations": "jvlab.integrations",
     "models": "jvlab.trainer.models",
+    "rewards": "jvlab.trainer._reward_library",
     "tasks": "jvlab.trainer._task_library",
     "transport": "jvlab.transport",
 }
@@ -93,6 +94,7 @@ __all__ = [
     "mesh",
     "models",
     "plan",
+    "rewards",
     "tasks",
     "transport",
     "whatif",
@@ -121,6 +123,7 @@ if TYPE_CHECKING:
     from jvlab.sync._plan import plan
     from jvlab.sync._stepper import Stepper
     from jvlab.sync._transaction import CheckReport, SyncReport
+    from jvlab.trainer import _reward_library as rewards
     from jvlab.trainer import _task_library as tasks
     from jvlab.trainer import models
     from jvlab.trainer._environment import Environment, EnvironmentTurn

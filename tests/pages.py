@@ -1,4 +1,4 @@
-"""Figures that the pages quote: a test asks for the figure with its unit, and never for the words around it."""
+"""Code and figures of the pages: a test asks for the figure with its unit, and never for the words around it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """Its blocks of code in a language."""
+    fenced = rf"^```{language}\n(.*?)^```"
+    return re.findall(fenced, (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
 def unquoted(page: str, *figures: str) -> list[str]:

@@ -47,7 +47,7 @@ PLAIN = (
     "Environment",
     "EnvironmentTurn",
 )
-MODULES = ("errors", "integrations", "models", "tasks", "transport")
+MODULES = ("errors", "integrations", "models", "rewards", "tasks", "transport")
 # Of the errors the module, the root and one class show how to use them; the others differ in what they are about.
 # Integrations import the trainers that they are for, which may be absent.
 SHOWN = {name: tuple(getattr(jv, name).__all__) for name in MODULES} | {
@@ -195,7 +195,7 @@ def test_the_examples_of_the_package_itself():
 
 
 def test_a_name_without_an_example_is_found(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(jv.Task, "__doc__", "What to learn.")
-    assert not examples("Task")
+    monkeypatch.setattr(jv.EnvironmentTurn, "__doc__", "What a step returns.")
+    assert not examples("EnvironmentTurn")
     with pytest.raises(AssertionError, match="no example"):
-        run("Task", {"jv": jv})
+        run("EnvironmentTurn", {"jv": jv})

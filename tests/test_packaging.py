@@ -72,6 +72,7 @@ PUBLIC = {
     "mesh",
     "models",
     "plan",
+    "rewards",
     "tasks",
     "transport",
     "whatif",

@@ -112,7 +112,7 @@ def test_every_room_is_in_the_contract():
 
 
 def test_tests_mirror_the_rooms():
-    besides = {"baselines", "browser", "gpu", "live"}
+    besides = {"baselines", "browser", "gpu", "hosts", "live"}
     folders = {
         path.relative_to(ROOT / "tests").parts[0]
         for path in (ROOT / "tests").glob("*/**/*.py")

@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from jvlab._errors import ConfigError
+from jvlab._errors import ConfigError, MissingDependency
 from jvlab.bench._side import Lines, Side, model_of
 
 # per step
@@ -336,9 +336,11 @@ def _rows(side: str, order: dict[str, Any]) -> Iterator[dict[str, Any]]:
     given = {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}
     if ours and not given & set(os.environ):
         environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(TRAINER_SHARE)
+    elif not ours:  # torch trains, and JAX takes what it needs
+        environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     # TRL measures one length, on-policy; an engine in its process hangs when it ends
     count = len(order["tokens"]) * len(order["bounds"]) if ours else 1
-    grace = TEARDOWN_S if ours else 0.0
+    grace = TEARDOWN_S if ours or order.get("way") == "jvlab" else 0.0
     with Side(f"jvlab.bench._grpo:{side}_side", order, environment, grace) as process:
         for _ in range(count):
             row = process.receive()
@@ -351,6 +353,8 @@ def _text(row: dict[str, Any]) -> str:
     if who == "jvlab":
         who = f"jvlab, staleness ≤ {row['max_staleness']}"
     parts = _parts(row.get("seconds", {}))
+    if "sync_s" in row:
+        parts = f"a sync {row['sync_s']:.3f}"
     more = f" ({parts})" if parts else ""
     return f"{who}, {row['tokens']} tokens: {row['step_s']:.2f} s a step{more}; the first {row['first_step_s']:.1f} s"
 
@@ -454,8 +458,66 @@ def row_of(
     }
 
 
+# TRL ------------------------------------------------------------------------------------------------------------------
+
+WAYS = ("colocate", "jvlab")
+
+
+def run_bench_trl(
+    model: str | None = None,
+    shape: str | None = None,
+    tokens: Sequence[int] | None = None,
+    steps: int = STEPS,
+    device: str = "auto",
+    eager: bool = False,
+) -> dict[str, Any]:
+    """`jvlab bench trl`: TRL's GRPOTrainer on a pool beside TRL with vLLM in its process; prints, returns the facts.
+
+    The work of a step is that above. Both train by the same code of TRL's, from one torch model: only who generates,
+    and how the weights get there, differs. On a CPU TRL has no way of its own, and there is no ratio.
+    """
+    device = resolve(device)
+    length = (tokens or (TOKENS[0] if device == "cuda" else 32,))[0]
+    if steps < 1 or length < 2 or len(tokens or "1") > 1:
+        raise ConfigError(
+            f"tokens {tokens}, {steps} steps", remedy="e.g. --tokens 512 --steps 4"
+        )
+    if find_spec("trl") is None:
+        raise MissingDependency("bench trl needs TRL", remedy="pip install trl==1.16.0")
+    with tempfile.TemporaryDirectory(prefix="jvbench-") as scratch:
+        path = (
+            shaped_model(shape, f"{scratch}/model")
+            if shape
+            else model_of(model, vocab_size=288)
+        )
+        order = {"model": path, "tokens": [length], "bounds": (0,), "steps": steps}
+        order |= {"device": device, "eager": eager, "scratch": scratch}
+        what = shape or Path(path).name
+        print(
+            f"bench trl on {device}: {what}, {GROUPS} × {SAMPLES} samples a step",
+            flush=True,
+        )
+        ways = WAYS if device == "cuda" else WAYS[1:]
+        rows = {way: row for way in ways for row in _rows("trl", {**order, "way": way})}
+    ratios = {
+        f"vs_colocate_{part}_ratio": rows["colocate"][key] / rows["jvlab"][key]
+        for part, key in (("step", "step_s"), ("sync", "sync_s"))
+        if "colocate" in rows
+    }
+    return ratios | {
+        "model": what,
+        "device": device,
+        "eager": eager,
+        "steps": steps,
+        "tokens": length,
+        "samples_per_step": GROUPS * SAMPLES,
+        "runs": list(rows.values()),
+    }
+
+
 def trl_side(order: dict[str, Any], lines: Lines) -> None:
-    """TRL with vLLM in its own process, told to do the same work."""
+    """TRL's GRPOTrainer, told to do the same work: with vLLM in its own process, or on a pool."""
+    (_,) = order["tokens"]  # a wrong order ends it before seconds of imports
     alone = {
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -464,19 +526,61 @@ def trl_side(order: dict[str, Any], lines: Lines) -> None:
         "MASTER_PORT": "29511",
     }
     os.environ.update(alone | {"WANDB_DISABLED": "true"})
+    if order.get("way", "colocate") == "colocate":
+        lines.send(trl_row(order))
+        return
+    import jvlab as jv
+
+    card = order["device"] == "cuda"
+    engine: dict[str, Any] = {"max_model_len": max(order["tokens"]) + PROMPT_ROOM}
+    if card:
+        engine |= {
+            "gpu_memory_utilization": ENGINE_SHARE,
+            "enforce_eager": order["eager"],
+        }
+    with jv.Lab() as lab:
+        pool = lab.launch(
+            order["model"], load="dummy", device=order["device"], engine=engine
+        ).wait(progress=False)
+        lines.send(trl_row(order, jv.integrations.trl.rollout_func(pool)))
+
+
+def trl_row(order: dict[str, Any], rollouts: Any = None) -> dict[str, Any]:
+    """Steps of TRL's trainer, timed; `rollouts` generates for it."""
     import datasets
     import torch
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     (tokens,) = order["tokens"]
+    card = order["device"] == "cuda"
     times: list[float] = []
+    syncs: list[float] = []
+
+    def now() -> float:
+        if card:
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
     class StepClock(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            torch.cuda.synchronize()
-            times.append(time.perf_counter())
+            times.append(now())
 
+    def timed(send: Any) -> Any:
+        def sent(*args: Any) -> None:
+            began = now()
+            send(*args)
+            syncs.append(now() - began)
+
+        return sent
+
+    own: dict[str, Any] = {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": ENGINE_SHARE,
+        "vllm_max_model_length": tokens + PROMPT_ROOM,
+        "vllm_importance_sampling_correction": False,
+    }
     config = GRPOConfig(
         output_dir=f"{order['scratch']}/trl",
         per_device_train_batch_size=SAMPLES,
@@ -487,13 +591,10 @@ def trl_side(order: dict[str, Any], lines: Lines) -> None:
         learning_rate=1e-6,
         beta=0.0,
         temperature=1.0,
-        bf16=True,
+        bf16=card,
+        use_cpu=not card,
         gradient_checkpointing=True,
-        use_vllm=True,
-        vllm_mode="colocate",
-        vllm_gpu_memory_utilization=ENGINE_SHARE,
-        vllm_max_model_length=tokens + PROMPT_ROOM,
-        vllm_importance_sampling_correction=False,
+        **(own if rollouts is None else {}),
         generation_kwargs={"ignore_eos": True},
         model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa"},
         report_to=[],
@@ -505,18 +606,35 @@ def trl_side(order: dict[str, Any], lines: Lines) -> None:
         args=config,
         train_dataset=datasets.Dataset.from_dict({"prompt": PROMPTS}),
         callbacks=[StepClock()],
+        rollout_func=rollouts,
     )
+    if rollouts is None:
+        engine: Any = trainer.vllm_generation
+        engine.sync_weights = timed(engine.sync_weights)
+    else:
+        rollouts.transfer.send_weights = timed(rollouts.transfer.send_weights)
     start = time.perf_counter()
     trainer.train()
     seconds = np.diff([start, *times]).tolist()
     step_s = statistics.median(seconds[1:])
-    row = {
-        "who": "TRL",
+    return {
+        "who": "TRL" if rollouts is None else "TRL on a pool",
         "tokens": tokens,
         "max_staleness": 0,
         "step_s": step_s,
         "first_step_s": seconds[0],
         "steps_s": seconds[1:],
         "tokens_per_s": GROUPS * SAMPLES * tokens / step_s,
+        # not the first, which connects
+        "sync_s": statistics.median(syncs[1:] or syncs),
+        "syncs_s": syncs,
+        **({} if rollouts is None else _proof(rollouts)),
     }
-    lines.send(row)
+
+
+def _proof(rollouts: Any) -> dict[str, Any]:
+    return {
+        "syncs_verified": sum(report.verified for report in rollouts.reports),
+        "transport": rollouts.link.transport,
+        "meaning": rollouts.link.meaning.text,
+    }

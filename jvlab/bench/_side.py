@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any, Self
 
 from jvlab._deadline import Deadline
@@ -58,6 +58,7 @@ class Side:
     side         "MODULE:FUNCTION"; the function takes the order and `Lines`
     environment  added to this process's
     grace        seconds to end by itself before it is killed: a lab closes its engines; plain vLLM may hang
+    prefix       a command that starts it somewhere else
 
     vLLM leaves its sockets where it made them: here in a folder that is removed.
     """
@@ -68,13 +69,14 @@ class Side:
         order: Any,
         environment: Mapping[str, str] = {},
         grace: float = 0.0,
+        prefix: Sequence[str] = (),
     ) -> None:
         self.name = side.rpartition(":")[2].removesuffix("_side")
         self._grace = grace
         self._scratch, self._lock = make_scratch()
         own = {"TMPDIR": self._scratch, "VLLM_RPC_BASE_PATH": self._scratch}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "jvlab.bench._side", side],
+            [*prefix, sys.executable, "-m", "jvlab.bench._side", side],
             env={**os.environ, **environment, **own},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -96,9 +98,9 @@ class Side:
         with contextlib.suppress(BrokenPipeError):
             self._writes.write(json.dumps(value).encode() + b"\n")
 
-    def receive(self) -> Any:
-        """What it sends next."""
-        line = self._reads.readline() if self._readable() else b""
+    def receive(self, seconds: float = ANSWER_SECONDS) -> Any:
+        """What it sends next, within these seconds."""
+        line = self._reads.readline() if self._readable(seconds) else b""
         if line:
             return json.loads(line)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -108,15 +110,15 @@ class Side:
             remedy="its own lines above say why",
         )
 
-    def _readable(self) -> bool:
+    def _readable(self, seconds: float) -> bool:
         """Waits for a line, or its end; false if it has ended, and children of it hold the pipe open."""
-        deadline = Deadline(ANSWER_SECONDS)
+        deadline = Deadline(seconds)
         while not select.select([self._reads], [], [], 1.0)[0]:
             if self._process.poll() is not None:
                 return False
             if deadline.over:
                 raise DeadlineExceeded(
-                    f"the {self.name} side sent nothing for {ANSWER_SECONDS:g} s",
+                    f"the {self.name} side sent nothing for {seconds:g} s",
                     remedy="its own lines above may say why",
                 )
         return True

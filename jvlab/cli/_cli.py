@@ -42,7 +42,10 @@ BENCHES = [
     "gateway",
     "gap",
     "whatif",
+    "trl",
     "tunix",
+    "link",
+    "server",
 ]
 
 
@@ -105,16 +108,20 @@ BENCH = (
     (
         "--steps",
         int,
-        "grpo: counted steps of each run; default 15, or 4 with a model; tunix: default 4",
+        "grpo: counted steps of each run; default 15, or 4 with a model; trl, tunix: default 4",
     ),
     ("--model", str, "another model; grpo: a large one, with the options below"),
     (
         "--shape",
         str,
-        "grpo, tunix, and on a GPU sync and lora: instead of --model, random weights of a known shape: qwen3-1.7b; "
-        "sync: or qwen3-moe",
+        "grpo, trl, tunix, and on a GPU sync, server, lora: instead of --model, random weights of a known shape: "
+        "qwen3-1.7b; sync: or qwen3-moe",
     ),
-    ("--tokens", _numbers, "grpo, tunix: tokens of every completion, e.g. 512,3000"),
+    (
+        "--tokens",
+        _numbers,
+        "grpo, trl, tunix: tokens of every completion, e.g. 512,3000",
+    ),
     (
         "--staleness",
         _numbers,
@@ -125,15 +132,23 @@ BENCH = (
         (None, "trl"),
         "grpo: the same work by another trainer, if it is installed",
     ),
+    ("--delta", False, "sync: what changed beside everything, at 0.1 to 50 % changed"),
     ("--lengths", _numbers, "train: tokens of a row, e.g. 1024,4096"),
     ("--load", ("auto", "dummy"), "rollout: how its weights are loaded"),
     ("--device", DEVICES, "where engines run"),
     (
         "--eager",
         False,
-        "launch, grpo, gap, tunix: no CUDA graphs; engines start sooner",
+        "launch, grpo, gap, trl, tunix: no CUDA graphs; engines start sooner",
     ),
     ("--rollouts-only", False, "tunix: generate without training"),
+    ("--mib", 1024, "link: how much is sent"),
+    ("--host", "127.0.0.1", "link: this process's address for the other one"),
+    (
+        "--at",
+        "",
+        'link: a command that starts the other process elsewhere, e.g. "ip netns exec far"',
+    ),
 )
 STOP = (("--timeout", 30.0, "seconds in all; what has not ended by then is killed"),)
 
@@ -308,6 +323,14 @@ def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
 
         return run_bench_plan()
     if arguments.what == "sync":
+        if arguments.delta:
+            from jvlab.bench._delta import run_bench_delta
+            from jvlab.bench._shapes import size_of
+            from jvlab.lab._launch_settings import resolve_device
+
+            device = resolve_device(arguments.device)
+            size = size_of(arguments.shape)
+            return run_bench_delta(arguments.rounds, arguments.model, device, size)
         if arguments.device == "cuda":
             from jvlab.bench._shapes import size_of
             from jvlab.bench._sync_gpu import run_bench_sync_gpu
@@ -326,17 +349,30 @@ def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
             arguments.model,
             arguments.device,
         )
-    if arguments.what == "tunix":
-        from jvlab.bench._tunix import STEPS, run_bench_tunix
+    if arguments.what in ("trl", "tunix"):
+        from jvlab.bench import _grpo, _tunix
 
-        return run_bench_tunix(
+        steps = _grpo.STEPS if arguments.what == "trl" else _tunix.STEPS
+        given = (
             arguments.model,
             arguments.shape,
             arguments.tokens,
-            STEPS if arguments.steps is None else arguments.steps,
+            steps if arguments.steps is None else arguments.steps,
             arguments.device,
             arguments.eager,
-            not arguments.rollouts_only,
+        )
+        if arguments.what == "trl":
+            return _grpo.run_bench_trl(*given)
+        return _tunix.run_bench_tunix(*given, train=not arguments.rollouts_only)
+    if arguments.what == "link":
+        from jvlab.bench._link import run_bench_link
+
+        return run_bench_link(arguments.mib, arguments.host, arguments.at)
+    if arguments.what == "server":
+        from jvlab.bench._server import run_bench_server
+
+        return run_bench_server(
+            arguments.rounds, arguments.model, arguments.shape, arguments.device
         )
     if arguments.what == "train":
         from jvlab.bench._train import run_bench_train

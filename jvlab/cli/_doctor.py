@@ -24,7 +24,7 @@ from jvlab.engine._cpu import cpu_support
 from jvlab.engine._vllm_versions import SEEN as SEEN_VLLM
 from jvlab.engine._vllm_versions import was_seen
 
-TRANSPORTS = ("loopback", "shm", "gloo", "ipc", "nccl", "disk")
+TRANSPORTS = ("loopback", "shm", "tcp", "ipc", "nccl", "disk")
 _GIB = 2**30
 _SHM_WANTED = 1.0  # GiB; containers start with 64 MiB, less than any model
 # a gateway uses a few descriptors per client, replica and shared segment
@@ -356,16 +356,10 @@ def _major(version: str | None) -> str | None:
 def _transport(name: str, facts: Facts) -> Facts:
     """Whether a transport can work here; if not, why, and what to install."""
     match name:
-        case "loopback":
+        case "loopback" | "tcp":
             problems = []
         case "shm":
             problems = _shm_problems(facts)
-        case "gloo":
-            problems = (
-                []
-                if facts["torch"]
-                else [("torch is not installed", 'pip install "jvlab[cpu]"')]
-            )
         case "ipc":
             problems = _gpu_problems(facts)
         case "nccl":
@@ -377,7 +371,7 @@ def _transport(name: str, facts: Facts) -> Facts:
     good = {
         "loopback": "in this process; for tests and dry runs",
         "shm": "shared memory between processes of this host",
-        "gloo": "torch.distributed over TCP, between processes or hosts",
+        "tcp": "between processes or hosts; beyond loopback with TLS",
         "ipc": "CUDA IPC: the trainer writes into the engine's memory",
         "nccl": _how_to_nccl(facts),
         "disk": "safetensors files; the slowest",
@@ -420,7 +414,7 @@ def _gpu_problems(facts: Facts) -> list[tuple[str, str]]:
         return [
             (
                 f"no GPU ({why})",
-                "needs an NVIDIA GPU and its driver; on CPU use shm or gloo",
+                "needs an NVIDIA GPU and its driver; on CPU use shm or tcp",
             )
         ]
     major = _major(gpus["cuda"]) or "13"

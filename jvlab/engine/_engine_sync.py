@@ -271,7 +271,7 @@ async def verify_and_swap(sync: EngineSync, request: pb.RolloutSyncRequest) -> N
     sync.state.check("verify")
     await sync.enter("verify")
     sync.state.did("verify")
-    claimed = in_order(_given(request.digests), sync.names)
+    claimed = in_order(claimed_digests(request.digests), sync.names)
     await swap(sync, request, claimed, before)
 
 
@@ -612,7 +612,7 @@ class EngineSync:
             seconds,
         )
         answers = await self._timed("open", work)
-        self.exports = _handles(answers)
+        self.exports = handles_of(answers)
         self.names = {a["rank"]: a["names"] for a in answers if "names" in a}
         if number := max(a.get("adapter", 0) for a in answers):
             self.linked.opened(number, self.state.version)
@@ -684,13 +684,15 @@ class EngineSync:
         self._admitted = 0.0
         self._engine_labelled = False
         self.wanted = for_workers(terms)
+        if self.state.dirty:  # it holds no base that changes could be added to
+            self.wanted["base"] = ""
 
     async def prepare(self, terms: Terms | None) -> None:
         assert terms is not None  # checked before
         self.begin(terms)
         # a direct ipc sync allocates nothing, and MOVE carries the terms
         if not self._ipc or terms.mode == "staged":
-            self.exports = _handles(await self.ask("jv_prepare", self.wanted))
+            self.exports = handles_of(await self.ask("jv_prepare", self.wanted))
 
     async def _halt(self) -> None:
         assert self.state.terms is not None
@@ -732,7 +734,9 @@ class EngineSync:
         one_rank = len(answers) == 1 and list(expected.parameters) == self.names.get(0)
         values = np.array(expected.values, np.uint64).tobytes() if one_rank else b""
         self.take(
-            answers, None if terms.verify == "off" else lambda: _given(expected), values
+            answers,
+            None if terms.verify == "off" else lambda: claimed_digests(expected),
+            values,
         )
         self._engine_labelled = early
 
@@ -761,9 +765,9 @@ class EngineSync:
         self._bytes = sum(a["bytes"] for a in answers)
         self._note_evidence(answers)
         if expected is not None and not (values and values == _values(answers)):
-            self._found = _columns(answers, self.names)
+            self._found = digests_of(answers, self.names)
             self._compare(expected(), whole=True)
-        self._moved = lambda: _columns(answers, self.names)
+        self._moved = lambda: digests_of(answers, self.names)
 
     def _note_evidence(self, answers: list[dict[str, Any]]) -> None:
         for answer in answers:
@@ -855,12 +859,12 @@ class EngineSync:
         In the middle of a sync: of what has arrived so far, in live memory or the shadow.
         """
         self.need_weights()
-        given = _given(expected)
+        given = claimed_digests(expected)
         end = time.monotonic() + VERIFY_SECONDS
         midway = self.state.terms is not None
         while True:
             answers = await self.ask("jv_check", midway)
-            self._found = _columns(answers, self.names)
+            self._found = digests_of(answers, self.names)
             if (
                 not midway
                 or given.keys() <= self._found.keys()
@@ -897,7 +901,7 @@ def checked(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return answers
 
 
-def _handles(answers: list[dict[str, Any]]) -> list[str]:
+def handles_of(answers: list[dict[str, Any]]) -> list[str]:
     """The ranks' exports, in order of ranks."""
     return [
         text
@@ -913,7 +917,7 @@ def _values(answers: list[dict[str, Any]]) -> bytes:
     )
 
 
-def _columns(answers: list[dict[str, Any]], names: dict[int, list[str]]) -> Digests:
+def digests_of(answers: list[dict[str, Any]], names: dict[int, list[str]]) -> Digests:
     out: Digests = {}
     for a in answers:
         rank = a["rank"]
@@ -927,6 +931,6 @@ def _columns(answers: list[dict[str, Any]], names: dict[int, list[str]]) -> Dige
     return out
 
 
-def _given(message: pb.ReplicaDigests) -> Digests:
+def claimed_digests(message: pb.ReplicaDigests) -> Digests:
     columns = zip(message.parameters, message.ranks, message.values, strict=True)
     return {(name, rank): value for name, rank, value in columns}

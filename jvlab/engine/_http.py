@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import json
 import os
+import re
 import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ HOST = "127.0.0.1"
 END_SECONDS = 1  # for open requests when the process ends
 DROP_SECONDS = 2.0  # for vLLM to abort a dropped request
 OPEN_PATHS = ("/health", "/ping")  # without the token
+TOKENS = "/inference/v1/generate"
+_TOKEN_ID = re.compile(rb'\{"token_id":(\d+),')
 # Response headers for clients:
 VERSION = "x-jvlab-version"
 VERSIONS = "x-jvlab-versions"
@@ -145,7 +148,11 @@ class ReplicaGate:
             self._app(
                 scope,
                 _until(dropped, body, receive),
-                self._labelling(send, seen, progress),
+                self._labelling(
+                    naming_tokens(send) if scope["path"] == TOKENS else send,
+                    seen,
+                    progress,
+                ),
             )
         )
         dropping = asyncio.create_task(dropped.wait())
@@ -179,12 +186,13 @@ class ReplicaGate:
         if isinstance(content, dict):
             facts = self._engine.facts
             self._engine.limits.check(of_http(content, facts.max_model_len))
-            bad = unknown_token(content.get("prompt"), facts.vocab_size)
-            if bad is not None:
-                raise ConfigError(
-                    f"token id {bad}; the vocabulary has {facts.vocab_size}",
-                    remedy="ids count from 0",
-                )
+            for name in ("prompt", "token_ids"):
+                bad = unknown_token(content.get(name), facts.vocab_size)
+                if bad is not None:
+                    raise ConfigError(
+                        f"token id {bad}; the vocabulary has {facts.vocab_size}",
+                        remedy="ids count from 0",
+                    )
 
     async def _problem(self, epoch: str | None) -> tuple[str, str, str] | None:
         """(kind, text, remedy) if this replica must not answer now."""
@@ -278,6 +286,28 @@ def _until(dropped: asyncio.Event, body: bytes, receive: Any) -> Any:
             incoming.cancel()
 
     return received
+
+
+def naming_tokens(send: Any) -> Any:
+    """`send` for an answer of `/inference/v1/generate`: each log-probability has its token as older clients read it.
+
+    vLLM 0.32 sends {"token_id": 5, ...}; verifiers 0.4 and prime-rl (renderers 0.1.12) want {"token": "token_id:5"}.
+    Within a JSON string a quote is escaped, so the bytes looked for are an object's.
+    """
+
+    async def named(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            headers = message["headers"]
+            kept = [(k, v) for k, v in headers if k.lower() != b"content-length"]
+            message = {**message, "headers": kept}
+        elif message.get("body"):
+            body = _TOKEN_ID.sub(
+                rb'{"token":"token_id:\1","token_id":\1,', message["body"]
+            )
+            message = {**message, "body": body}
+        await send(message)
+
+    return named
 
 
 def unknown_token(prompt: Any, vocabulary: int) -> int | None:
@@ -440,4 +470,5 @@ def _arguments(engine: Engine, token: str) -> Any:
         dict.fromkeys([names] if isinstance(names, str) else names)
     )
     parsed.chat_template = None
+    parsed.enable_scale_out = True  # /inference/v1/generate: tokens in, tokens out
     return parsed

@@ -439,6 +439,7 @@ class Gateway:
             routing=spec.routing,
             revision=self._revision,
             http_url=self.fronts.urls.get(name, ""),
+            http_key=name in self.fronts.keyed,
             limits=pb.CallLimits(**vars(self.limits(name)))
             if self._facts(name) is not None
             else None,

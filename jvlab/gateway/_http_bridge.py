@@ -89,7 +89,7 @@ Update = create_model(
     nonfinite=_choice("nonfinite", "what to do about NaN and Inf in the tensors"),
     transport=(
         str,
-        Field(default="auto", description="auto, shm, gloo or disk"),
+        Field(default="auto", description="auto, shm, tcp or disk"),
     ),
     timeout=(
         float,

@@ -47,7 +47,7 @@ MAX_SECONDS = 86_400.0
 CLOSE_SECONDS = 10.0
 TRIES = 2
 # these count as samples in flight
-SAMPLING = ("/v1/completions", "/v1/chat/completions")
+SAMPLING = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 ROUTED = (
     *(("POST", path) for path in SAMPLING),
     ("GET", "/v1/models"),
@@ -113,7 +113,7 @@ class Front:
         assert self._listener is not None
         return f"{self._listener.url}/v1"
 
-    async def open(self, port: int, bridge: Bridge) -> None:
+    async def open(self, port: int, bridge: Bridge, keyed: bool) -> None:
         gateway = self._gateway
         pool = self._pool
         routes: list[tuple[str, str, Handler]] = [
@@ -125,7 +125,13 @@ class Front:
             *bridge.routes(),
         ]
         self._listener = await listen(
-            routes, gateway.token, port, ("/health",), (bridge.close, self._end)
+            routes,
+            gateway.token,
+            port,
+            ("/health",),
+            (bridge.close, self._end),
+            # not the bridge: such a URL may end up in a trainer's logs
+            [path for _, path in ROUTED] if keyed else (),
         )
         import aiohttp
 
@@ -435,7 +441,7 @@ def _first(content: dict[str, Any]) -> str | list[int]:
     """The first prompt; a malformed one is left for the replica to refuse."""
     if "messages" in content:
         return json.dumps(content["messages"])
-    prompt = content.get("prompt")
+    prompt = content.get("prompt", content.get("token_ids"))
     if (
         isinstance(prompt, list)
         and prompt
@@ -477,11 +483,16 @@ class Fronts:
         self._gateway = gateway
         self._open: dict[str, Front] = {}
         self.urls: dict[str, str] = {}  # by pool; one without HTTP has none
+        self.keyed: set[str] = set()  # pools that take a key in the URL
         # of fronts of closed pools, until their port is free
         self._closing: dict[asyncio.Task[None], str] = {}
 
     async def launch(
-        self, spec: reg.PoolSpec, port: int, start: Callable[[], None]
+        self,
+        spec: reg.PoolSpec,
+        port: int,
+        start: Callable[[], None],
+        keyed: bool = False,
     ) -> None:
         """Listen for a pool, then start it; whichever fails leaves nothing behind."""
         from jvlab.gateway._http_bridge import Bridge
@@ -495,7 +506,7 @@ class Fronts:
             await asyncio.wait(closing, timeout=CLOSE_SECONDS)
         front = Front(self._gateway, spec.pool)
         try:
-            await front.open(port, Bridge(self._gateway, spec.pool))
+            await front.open(port, Bridge(self._gateway, spec.pool), keyed)
         except JvlabError as error:
             raise refused(error.message, error.remedy) from error
         try:
@@ -505,6 +516,8 @@ class Fronts:
             raise
         self._open[spec.pool] = front
         self.urls[spec.pool] = front.url
+        if keyed:
+            self.keyed.add(spec.pool)
 
     def _closing_of(self, pool: str) -> list[asyncio.Task[None]]:
         return [task for task, name in self._closing.items() if name == pool]
@@ -513,6 +526,7 @@ class Fronts:
         """Close a pool's front, if it has one; it closes even if nobody waits for these tasks."""
         if front := self._open.pop(pool, None):
             del self.urls[pool]
+            self.keyed.discard(pool)
             task = asyncio.create_task(front.close())
             self._closing[task] = pool
             task.add_done_callback(self._closing.pop)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from jvlab.gateway import _registry as reg
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._pool_summary import pool_summary
 from jvlab.wire._rpc_errors import CallFailed, status_of
-from jvlab.wire._security import MAX_MESSAGE, is_bearer
+from jvlab.wire._security import MAX_MESSAGE, is_bearer, pool_key
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -136,6 +137,7 @@ def prometheus_text(pools: Iterable[Mapping[str, Any]]) -> bytes:
 # ----------------------------------------------------------------------------------------------------
 
 HOST = "127.0.0.1"
+KEY_USER = "jvlab"  # the user in a URL with a key
 END_SECONDS = 1.0  # for open requests when the server ends
 BODY_SECONDS = 60.0  # for a request's body, which comes from this machine
 FROM_GRPC = {
@@ -212,21 +214,47 @@ def refusal_of(error: Exception) -> Refusal:
             raise error
 
 
-def _guard(token: str, unguarded: frozenset[str]) -> Any:
+def basic(url: str, token: str) -> str:
+    """What a client sends for a URL with the pool's key in it: `http://jvlab:KEY@127.0.0.1:...`."""
+    return base64.b64encode(f"{KEY_USER}:{pool_key(token, url)}".encode()).decode()
+
+
+class Doors:
+    """Who may ask for what: the lab's token opens every path, a pool's key those that are `keyed`."""
+
+    def __init__(
+        self, token: str, unguarded: Iterable[str], keyed: Iterable[str]
+    ) -> None:
+        self._token = token
+        self._unguarded = frozenset(unguarded)
+        self._keyed = frozenset(keyed)
+        self._basic = b""  # empty: no key fits
+
+    def listen_at(self, url: str) -> None:
+        """The address is known: a key is for one."""
+        if self._keyed:
+            self._basic = basic(url, self._token).encode()
+
+    def open(self, path: str, authorization: str) -> bool:
+        scheme, _, sent = authorization.partition(" ")
+        match scheme.lower():
+            case _ if path in self._unguarded:
+                return True
+            case "bearer":
+                return is_bearer(sent.strip(), self._token.encode())
+            case "basic" if self._basic and path in self._keyed:
+                return is_bearer(sent.strip(), self._basic)
+            case _:
+                return False
+
+
+def _guard(doors: Doors) -> Any:
     """Middleware: the token, and errors as JSON."""
     from aiohttp import web
 
-    expected = token.encode()
-
-    def fits(given: str) -> bool:
-        scheme, _, sent = given.partition(" ")
-        return scheme.lower() == "bearer" and is_bearer(sent.strip(), expected)
-
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path not in unguarded and not fits(
-            request.headers.get("Authorization", "")
-        ):
+        if not doors.open(request.path, request.headers.get("Authorization", "")):
             body = error_body(
                 401,
                 "the lab's token is missing or wrong",
@@ -309,6 +337,7 @@ async def listen(
     port: int,
     unguarded: Iterable[str] = (),
     endings: tuple[Callable[[], Awaitable[None]], ...] = (),
+    keyed: Iterable[str] = (),
 ) -> Listener:
     """Serve (method, path, handler) on a loopback port, 0 for a free one. `endings` run after the last request."""
     try:
@@ -318,9 +347,8 @@ async def listen(
             f"HTTP needs aiohttp, which is not installed: {error}",
             remedy="pip install aiohttp",
         ) from error
-    app = web.Application(
-        middlewares=[_guard(token, frozenset(unguarded))], client_max_size=MAX_MESSAGE
-    )
+    doors = Doors(token, unguarded, keyed)
+    app = web.Application(middlewares=[_guard(doors)], client_max_size=MAX_MESSAGE)
     for method, path, handler in routes:
         app.router.add_route(method, path, handler)
     # A client that leaves cancels its request, and with it the request in the engine.
@@ -336,7 +364,9 @@ async def listen(
             f"cannot serve HTTP on {HOST}:{port}: {error}",
             remedy="is the port taken? http=True takes a free one",
         ) from error
-    return Listener(runner, runner.addresses[0][1], endings)
+    listener = Listener(runner, runner.addresses[0][1], endings)
+    doors.listen_at(listener.url)
+    return listener
 
 
 # `/metrics` of a gateway for Prometheus: one read-only page over HTTP on loopback, with the lab's token.

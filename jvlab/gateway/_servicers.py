@@ -96,7 +96,9 @@ class LabServicer(rpc.LabServicer):
         _check_spec(spec)
         start = lambda: self.gateway.handle(reg.LaunchRequested(spec, time.monotonic()))
         if spec.http:
-            await self.gateway.fronts.launch(spec, request.http_port, start)
+            await self.gateway.fronts.launch(
+                spec, request.http_port, start, request.http_key
+            )
         else:
             start()
         return self.gateway.pool_status(spec.pool)

@@ -1,7 +1,7 @@
-"""Trainers that people have, on pools of jvlab: `jv.integrations.tunix`. A public module each, loaded on first use.
+"""Trainers and servers that people have: `jv.integrations.trl`, `.tunix`, `.vllm`; each is loaded on first use.
 
 >>> dir(jv.integrations)
-['tunix']
+['trl', 'tunix', 'vllm']
 
 May import lab and below, and the trainer that the module is named after.
 """
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from jvlab._errors import module_names
 
-__all__ = ["tunix"]
+__all__ = ["trl", "tunix", "vllm"]
 
 if TYPE_CHECKING:
-    from jvlab.integrations import tunix
+    from jvlab.integrations import trl, tunix, vllm
 
 _names, _missing = module_names(
     __name__, __all__, "integration", "help(jv.integrations) lists them"

@@ -176,7 +176,8 @@ def open_pool(
     """See `Pool.in_process`. `make` builds the pool once the engine is up."""
     if options.name is not None:
         check_name("pool", options.name)
-    _refuse(options.replicas, options.tensor_parallel, options.http, options.place)
+    http = options.http or options.http_key
+    _refuse(options.replicas, options.tensor_parallel, http, options.place)
     chosen = options.settings()
     spec = reg.PoolSpec(
         options.name or "in-process",

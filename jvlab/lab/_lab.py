@@ -393,6 +393,7 @@ class Lab:
         limits           maxima for one call: {"n": samples per prompt, "prompts": ..., "samples": prompts × n,
                          "tokens": ...}, None for no limit; `pool.limits` shows them, the defaults follow engine size
         http             True, or a port: also serve vLLM's OpenAI API at `pool.http_url` (`api_key=pool.http_token`)
+        http_key         True: `pool.http_key_url` generates too, for clients that can send no token; see there
         deterministic    a fixed engine seed, and on CUDA batch-invariant kernels with Triton attention; on a CPU one
                          request at a time without prefix cache, which is slow. To repeat, sampling also needs seed=...
                          in each call. `pool.check_determinism()` measures the effect
@@ -437,7 +438,7 @@ class Lab:
                    `policy.lora` goes into an adapter slot of a pool launched with engine={"enable_lora": True}, whose
                    requests then use it unless they name another adapter; a sync of base weights makes it zero
         rules      how leaves correspond to checkpoint tensors: "auto" infers it; see `jv.plan`
-        transport  "auto" chooses (`link.reason` says why); "ipc" (one host's GPUs), "nccl", "shm", "gloo", "disk"
+        transport  "auto" chooses (`link.reason` says why); "ipc" (one host's GPUs), "nccl", "shm", "tcp", "disk"
         mode       "direct" (fastest) or "staged" (generation continues while bytes move; twice the weight memory)
         bucket_mib bucket size; a few buckets bound the extra memory on both sides
         faults     wraps each channel, to test your own recovery: `jv.transport.Faults(...)`
@@ -448,7 +449,7 @@ class Lab:
                    "function" does only the latter, "off" neither. `link.meaning` has the result. Each connect compares
                    again, and so does the first sync if its values differ
         timeout    includes waiting for a pool that is starting, tracing its engines and opening channels
-        options    of the transport: host="10.0.0.1" (bind address) for gloo and nccl, directory="..." for disk
+        options    of the transport: host="10.0.0.1" (bind address) for tcp and nccl, directory="..." for disk
 
         A second connect with the same shapes returns the same link. All mismatches are reported now, in one error.
 

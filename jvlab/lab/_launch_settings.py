@@ -20,16 +20,16 @@ from jvlab.wire.processes._pool_spec import MAX_REPLICAS, MAX_TENSOR_PARALLEL
 # Options as fields of a request.
 
 
-def launch_fields(http: bool | int) -> dict[str, Any]:
+def launch_fields(http: bool | int, key: bool = False) -> dict[str, Any]:
     """`launch(http=...)` as request fields: True takes a free port, a number that port."""
     if isinstance(http, bool):
-        return {"http": http}
+        return {"http": http, "http_key": key}
     if not isinstance(http, int) or not 0 < http < 2**16:
         raise ConfigError(
             f"http must be True, False or a port, not {http!r}",
             remedy="True takes a free port",
         )
-    return {"http": True, "http_port": http}
+    return {"http": True, "http_port": http, "http_key": key}
 
 
 def check_routing(routing: str | None) -> None:
@@ -209,6 +209,7 @@ class LaunchArguments(TypedDict, total=False):
     deterministic: bool
     speculative: dict[str, Any] | None
     http: bool | int
+    http_key: bool
     place: str | dict[str, Any] | None
     limits: Mapping[str, int | None] | None
 
@@ -230,6 +231,7 @@ class LaunchOptions:
     deterministic: bool = False
     speculative: dict[str, Any] | None = None
     http: bool | int = False
+    http_key: bool = False
     place: str | dict[str, Any] | None = None
     limits: Mapping[str, int | None] | None = None
 
@@ -251,6 +253,11 @@ class LaunchOptions:
         """Raise ConfigError for an invalid name or number of processes."""
         if self.name is not None:
             check_name("pool", self.name)
+        if self.http_key and self.http is False:
+            raise ConfigError(
+                "http_key=True, and no HTTP is served",
+                remedy="lab.launch(..., http=True, http_key=True)",
+            )
         for what in ("engine", "env", "speculative"):
             given = getattr(self, what)
             if not (given is None or isinstance(given, Mapping)):
@@ -347,7 +354,7 @@ class LaunchOptions:
             engine_json=engine_json,
             env_json=env_json,
             routing=self.routing,
-            **launch_fields(self.http),
+            **launch_fields(self.http, self.http_key),
             **place_fields(self.place),
             limits_json=json.dumps(chosen.limits),
         )

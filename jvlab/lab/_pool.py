@@ -41,6 +41,7 @@ from jvlab.record._batch import RolloutBatch, Scores
 from jvlab.record._events import RolloutTally, ScoreEvent, clock, note
 from jvlab.record._sample import Sample
 from jvlab.sync._connections import Connections, ConnectOptions
+from jvlab.wire import _security
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._client import Client, Stream
 from jvlab.wire._limits import Asked, Limits
@@ -1080,6 +1081,23 @@ class Pool:
                 remedy="pool = lab.launch(..., http=True)",
             )
         return self.snapshot.http_url
+
+    @property
+    def http_key_url(self) -> str:
+        """Address with a key in it, `http://jvlab:KEY@127.0.0.1:PORT`, for clients that send no token, as TRL's.
+
+        They add `/v1/...` themselves, and send the key as HTTP's basic authentication. Treat it as a secret that leaks:
+        trainers write their arguments to logs, checkpoints and trackers. So the key can generate and tokenize on
+        this machine until the pool is closed; weights, status and metrics need the lab's token.
+        """
+        if not self.snapshot.http_key:
+            raise ConfigError(
+                f"pool {self.name!r} takes no key: it was launched without http_key, or is closed",
+                remedy="pool = lab.launch(..., http=True, http_key=True)",
+            )
+        base = self.http_url.removesuffix("/v1")
+        key = _security.pool_key(self.http_token, base)
+        return base.replace("://", f"://jvlab:{key}@")
 
     @property
     def http_token(self) -> str:

@@ -97,6 +97,21 @@ class TorchShard:
         self.shape = tuple(int(n) for n in tensor.shape)
         self.dtype = dtype_of(tensor)
 
+    def unsafe_buffer_pointer(self) -> int:
+        """Where its elements are on a GPU, in C order; called as JAX's is. All that computes them has ended."""
+        if not self._tensor.is_contiguous():
+            self._tensor = self._tensor.contiguous()  # kept as long as this shard
+        self.block_until_ready()
+        return self._tensor.data_ptr()
+
+    def block_until_ready(self) -> TorchShard:
+        """Wait for all streams of its GPU: which of them computes it, nobody knows."""
+        import torch
+
+        if self._tensor.device.type == "cuda":
+            torch.cuda.synchronize(self._tensor.device)
+        return self
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         import torch
 
@@ -207,6 +222,23 @@ class TorchLeaf:
 
     def __repr__(self) -> str:
         return f"TorchLeaf({self.path!r}, {self.dtype.name}{list(self.shape)})"
+
+
+def cuda_ordinals(arrays: Mapping[str, Any]) -> dict[int, int]:
+    """Device of a plan -> CUDA ordinal in this process, of torch's tensors; empty for other libraries'."""
+    found: dict[int, int] = {}
+    for path, leaf in arrays.items():
+        if not isinstance(leaf, TorchLeaf) or leaf.local.device.type != "cuda":
+            continue
+        for shard in leaf.addressable_shards:
+            ordinal = int(leaf.local.device.index or 0)
+            if found.setdefault(shard.device.id, ordinal) != ordinal:
+                raise LayoutError(
+                    f"leaf {path!r} is on cuda:{ordinal}, others are on cuda:{found[shard.device.id]}",
+                    remedy="one process holds its tensors on one GPU, or they are DTensors of a mesh",
+                    leaf=path,
+                )
+    return found
 
 
 def dtype_of(tensor: Any) -> np.dtype:

@@ -1,22 +1,28 @@
-"""Tables of a record as pandas, Parquet and CSV."""
+"""A record as tables, as a trace, and as numbers for dashboards while a run runs."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
 import importlib
 import json
 import os
+import queue
+import secrets
+import sys
+import threading
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jvlab._errors import MissingDependency
+from jvlab._errors import ConfigError, MissingDependency
 from jvlab.record._events import (
     NAN,
+    EvaluationEvent,
     Event,
     FaultEvent,
     RolloutEvent,
@@ -24,6 +30,7 @@ from jvlab.record._events import (
     RunStop,
     StepEvent,
     SyncEvent,
+    clock,
     plain,
 )
 from jvlab.record._metrics import lanes
@@ -247,6 +254,286 @@ class WandbSink:
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
+
+
+# Reports: where `jv.grpo(report_to=...)` sends a run while it runs, by the names that users of TRL know.
+
+IDS = "reports.json"  # in a run's folder: what a report needs to go on after a resume
+QUEUED = 10_000  # numbers of steps that may wait for a report
+END_S = 60.0  # for a report to finish
+
+
+def trl_metrics(event: Event) -> dict[str, float]:
+    """What TRL's GRPOTrainer logs, of a step or an evaluation; {} for other events."""
+    if isinstance(event, EvaluationEvent):
+        found = {"eval_reward": event.reward_mean, "eval_reward_std": event.reward_std}
+        return _finite(found)
+    if not isinstance(event, StepEvent):
+        return {}
+    more = event.extra
+    found = {
+        "loss": event.loss,
+        "grad_norm": event.grad_norm,
+        "learning_rate": event.learning_rate,
+        "reward": event.reward_mean,
+        "reward_std": event.reward_std,
+        "frac_reward_zero_std": more.get("zero_std", NAN),
+        "kl": event.kl,
+        "entropy": event.entropy,
+        "clip_ratio/region_mean": event.clip_fraction,
+        "sampling/sampling_logp_difference/mean": event.logprob_gap_mean,
+        "sampling/sampling_logp_difference/max": event.logprob_gap,
+    }
+    for name, (mean, std) in more.get("rewards", {}).items():
+        found[f"rewards/{name}/mean"] = mean
+        found[f"rewards/{name}/std"] = std
+    for group, key in (("completions", "completions"), ("clip_ratio", "clipped")):
+        found |= {f"{group}/{name}": v for name, v in more.get(key, {}).items()}
+    for name in ("min", "mean", "max"):
+        ratio = event.ratios.get(name, NAN)
+        found[f"sampling/importance_sampling_ratio/{name}"] = ratio
+    if event.versions:
+        found["staleness/max"] = max(event.staleness)
+    return _finite({**found, **more.get("logged", {})})
+
+
+def _finite(found: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in found.items() if value == value}
+
+
+class Report:
+    """A sink that hands each step's numbers to `open_log()`'s function, in a thread of its own.
+
+    What goes wrong there is raised at the next event, so that the record says it and the run goes on.
+    """
+
+    def __init__(
+        self, name: str, open_log: Callable[[], tuple[Log, Callable[[], None]]]
+    ) -> None:
+        self.__name__ = name
+        self.seen = 0  # tokens of all steps so far
+        self._open = open_log
+        self._began = clock()
+        self._queue: queue.Queue[tuple[dict[str, float], int] | None] = queue.Queue(
+            QUEUED
+        )
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(
+            target=self._work, name=f"jvlab-report-{name}", daemon=True
+        )
+
+    def __call__(self, event: Event) -> None:
+        # not before the record is open: a run that is refused opens nothing elsewhere
+        if self._thread.ident is None:
+            self._thread.start()
+        self._check()
+        if isinstance(event, RunStop):
+            self._end()
+        numbers = trl_metrics(event)
+        if isinstance(event, StepEvent):
+            self.seen += event.extra.get("sequence_tokens", event.tokens)
+            numbers["num_tokens"] = float(self.seen)
+            numbers["step_time"] = event.stop - self._began
+            self._began = event.stop
+        if numbers:
+            done = event.step + isinstance(event, StepEvent)  # type: ignore[attr-defined]
+            try:
+                self._queue.put_nowait((numbers, done))
+            except queue.Full:
+                self._error = TimeoutError(f"{QUEUED} steps wait for it")
+                self._check()
+
+    def _check(self) -> None:
+        if self._error is None:
+            return
+        why = f"{type(self._error).__name__}: {self._error}"
+        told = (
+            f"report_to: {self.__name__} failed and is left out; the run goes on. {why}"
+        )
+        print(told, file=sys.stderr, flush=True)
+        raise self._error
+
+    def _end(self) -> None:
+        """Wait until everything is sent."""
+        self.close()
+        self._thread.join(END_S)
+        if self._thread.is_alive():
+            self._error = TimeoutError(f"not finished after {END_S:g} s")
+        self._check()
+
+    def _work(self) -> None:
+        try:
+            log, finish = self._open()
+            try:
+                while (given := self._queue.get()) is not None:  # no deadline: `close`
+                    log(*given)
+            finally:
+                finish()
+        except BaseException as error:
+            self._error = error
+
+    def close(self) -> None:
+        """Let its thread end."""
+        try:
+            self._queue.put_nowait(None)
+        except queue.Full:
+            self._error = self._error or TimeoutError(f"{QUEUED} steps wait for it")
+
+
+Log = Callable[[dict[str, float], int], Any]
+
+
+def reports(
+    to: Sequence[Any],
+    folder: Path,
+    config: Mapping[str, Any],
+    resumed: int,
+    seen: int = 0,
+) -> list[Report]:
+    """A sink for each place; `resumed` is the step that the run goes on with, -1 for a new one."""
+    made = []
+    for where in to:
+        if callable(where):
+            name = getattr(where, "__name__", type(where).__name__)
+            opened: Any = lambda log=where: (log, lambda: None)
+        else:
+            name = str(where)
+            library = _library(name)
+            opened = functools.partial(
+                PLACES[name], library, folder, plain(dict(config)), resumed
+            )
+        report = Report(name, opened)
+        report.seen = seen
+        made.append(report)
+    return made
+
+
+def check_reports(to: Any) -> tuple[Any, ...]:
+    """`report_to` as a tuple; raises for a place that is not known, or whose library is missing."""
+    if to is None or to == "none":
+        return ()
+    given = tuple(to) if isinstance(to, (list, tuple)) else (to,)
+    for where in given:
+        if callable(where):
+            continue
+        if where not in PLACES:
+            raise ConfigError(
+                f"report_to={where!r}",
+                remedy=f"one of {', '.join(PLACES)}, a function(metrics, step), or a list of them",
+                option="report_to",
+            )
+        _library(where)
+    return given
+
+
+def _library(name: str) -> Any:
+    if name == "tensorboard":
+        return _summary_writer()
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise MissingDependency(
+            f"report_to={name!r} needs {name}", remedy=f"pip install {name}"
+        ) from error
+
+
+def _prefixed(numbers: Mapping[str, float]) -> dict[str, float]:
+    """As the callbacks of transformers name them: train/reward, eval/reward."""
+    return {
+        f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}": value
+        for name, value in numbers.items()
+    }
+
+
+def _kept_id(folder: Path, name: str, make: Callable[[], str], resumed: int) -> str:
+    """The id of a run at this place: the one that it had before it was resumed, or a new one."""
+    file = folder / IDS
+    known = json.loads(file.read_text()) if file.exists() else {}
+    if resumed < 0 or name not in known:
+        known[name] = make()
+        file.write_text(json.dumps(known) + "\n")
+    return known[name]
+
+
+def _to_wandb(
+    wandb: Any, folder: Path, config: Mapping[str, Any], resumed: int
+) -> tuple[Log, Callable[[], None]]:
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "jvlab"),
+        name=folder.name,
+        id=_kept_id(folder, "wandb", lambda: secrets.token_hex(4), resumed),
+        resume="allow",
+        dir=str(folder),
+        config=dict(config),
+    )
+    run.define_metric("train/global_step")
+    run.define_metric("*", step_metric="train/global_step", step_sync=True)
+    log = lambda numbers, step: run.log(
+        {**_prefixed(numbers), "train/global_step": step}
+    )
+    return log, run.finish
+
+
+def _to_tensorboard(
+    writer: Any, folder: Path, config: Mapping[str, Any], resumed: int
+) -> tuple[Log, Callable[[], None]]:
+    # what an earlier session wrote after its last checkpoint is not shown
+    again = {"purge_step": resumed + 1} if resumed >= 0 else {}
+    suffix = f".{max(resumed, 0)}"  # the file's name has whole seconds only
+    made = writer(str(folder / "tensorboard"), filename_suffix=suffix, **again)
+    if resumed < 0:
+        made.add_text("config", f"```\n{json.dumps(config, indent=2)}\n```")
+
+    def log(numbers: dict[str, float], step: int) -> None:
+        for name, value in _prefixed(numbers).items():
+            made.add_scalar(name, value, step)
+        made.flush()
+
+    return log, made.close
+
+
+def _to_mlflow(
+    mlflow: Any, folder: Path, config: Mapping[str, Any], resumed: int
+) -> tuple[Log, Callable[[], None]]:
+    client = mlflow.MlflowClient()
+    wanted = os.environ.get("MLFLOW_EXPERIMENT_NAME", "jvlab")
+    found = client.get_experiment_by_name(wanted)
+    where = client.create_experiment(wanted) if found is None else found.experiment_id
+    new = lambda: client.create_run(where, run_name=folder.name).info.run_id
+    run = _kept_id(folder, "mlflow", new, resumed)
+    if resumed < 0:
+        for name, value in config.items():
+            client.log_param(run, name, str(value)[:500])
+    else:
+        client.update_run(run, status="RUNNING")
+
+    def log(numbers: dict[str, float], step: int) -> None:
+        now = int(clock() * 1000)
+        made = [mlflow.entities.Metric(n, v, now, step) for n, v in numbers.items()]
+        client.log_batch(run, metrics=made)
+
+    return log, lambda: client.set_terminated(run)
+
+
+def _to_trackio(
+    trackio: Any, folder: Path, config: Mapping[str, Any], resumed: int
+) -> tuple[Log, Callable[[], None]]:
+    run = trackio.init(
+        project=os.environ.get("TRACKIO_PROJECT", "jvlab"),
+        name=_kept_id(folder, "trackio", lambda: folder.name, resumed),
+        resume="allow" if resumed >= 0 else "never",
+        config=dict(config),
+        embed=False,
+    )
+    return lambda numbers, step: run.log(_prefixed(numbers), step=step), run.finish
+
+
+PLACES = {
+    "wandb": _to_wandb,
+    "tensorboard": _to_tensorboard,
+    "mlflow": _to_mlflow,
+    "trackio": _to_trackio,
+}
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from jvlab._errors import ConfigError, LayoutError, SyncError, Unsupported
 from jvlab._names import model_words
 from jvlab._version import __version__
 from jvlab.layout._layout_codec import layout_to_plain, plain_to_bytes
-from jvlab.layout._tree import flatten
+from jvlab.layout._tree import cuda_ordinals, flatten
 from jvlab.sync._coordinator import SLOTS, ready_replicas
 from jvlab.sync._meaning import MeaningCheck
 
@@ -37,6 +37,8 @@ class Agreement:
     options: dict[str, Any] = field(default_factory=dict)
     # replica -> epoch at which it was found to match
     checked: dict[str, int] = field(default_factory=dict)
+    # of torch's tensors on a GPU: device of the plan -> its CUDA ordinal here
+    ordinals: dict[int, int] = field(default_factory=dict)
     # of the tree that was connected last
     meaning: MeaningCheck = field(init=False, repr=False)
 
@@ -172,6 +174,7 @@ def negotiate(
         facts_of(pool, first),
         options,
         {first: replicas[first][1]},
+        cuda_ordinals(flat.arrays),
     )
     for other, (_, epoch) in replicas.items():
         agreed.check_replica(pool, other, epoch, deadline)
@@ -192,10 +195,15 @@ def _adapter_tensors(lora: Any, pool: PoolView, deadline: Deadline) -> list[Any]
     return lora.peft_tensors()
 
 
+def _kinds(array: Any) -> tuple[str, ...]:
+    """The kinds of device that hold an array: torch's tensors, without a sharding, may move to a GPU and back."""
+    return tuple(sorted({d.platform for d in getattr(array, "devices", set)()}))
+
+
 def _key(arrays: Any, pool: PoolView, replicas: Any, *rest: Any) -> Any:
     """The cache key of a plan; None if a part of it is not hashable."""
     leaves = tuple(
-        (p, tuple(a.shape), str(a.dtype), getattr(a, "sharding", None))
+        (p, tuple(a.shape), str(a.dtype), getattr(a, "sharding", None), _kinds(a))
         for p, a in arrays.items()
     )
     key = (pool.name, tuple(replicas.items()), leaves, *(repr(part) for part in rest))
@@ -217,24 +225,27 @@ def _choose(
     alone: bool = True,
 ) -> tuple[str, str]:
     """The transport's name and the reason; raises if the wanted one can't work here."""
-    from importlib.util import find_spec
-
     from jvlab.layout._tree import TorchLeaf
     from jvlab.transport._choose import choose, in_one_process
     from jvlab.transport._shm import available_bytes
 
-    platforms = {
-        d.platform for a in arrays.values() for d in getattr(a, "devices", set)()
-    }
+    platforms = {kind for a in arrays.values() for kind in _kinds(a)}
     device = next(iter(platforms - {"cpu"}), "cpu")
     need = plan.bucket_bytes * SLOTS * plan.ranks * replicas
     no_ipc = _no_ipc(plan) if engine == "cuda" or wanted == "ipc" else ""
-    if engine == "cuda" and any(isinstance(a, TorchLeaf) for a in arrays.values()):
-        raise Unsupported(
-            "torch tensors are sent through host memory, but this engine's weights are on a GPU",
-            remedy="pass them as JAX arrays: {name: jax.dlpack.from_dlpack(t) for name, t in state_dict.items()} "
-            'copies nothing; or launch with device="cpu"',
-        )
+    tensors = [a for a in arrays.values() if isinstance(a, TorchLeaf)]
+    if engine == "cuda" and tensors:
+        if device not in ("cuda", "gpu") or "cpu" in platforms:
+            raise Unsupported(
+                "torch tensors in host memory can't be sent to an engine on a GPU",
+                remedy='move all of them there first: model.to("cuda"); or launch with device="cpu"',
+            )
+        if plan.quantised:
+            raise Unsupported(
+                "this engine holds quantised weights, and jvlab quantises JAX arrays only",
+                remedy="pass them as JAX arrays: {name: jax.dlpack.from_dlpack(t) for name, t in state_dict.items()} "
+                "copies nothing",
+            )
     if not alone:
         no_ipc = "the parameters are spread over several trainer processes, and ipc writes from one"
         if one_process:
@@ -248,7 +259,6 @@ def _choose(
         wanted,
         same_host,
         device,
-        find_spec("torch") is not None,
         available_bytes(),
         need,
         engine,

@@ -21,7 +21,13 @@ from jvlab.wire import jvlab_pb2 as pb
 if TYPE_CHECKING:
     from jvlab.lab._pool import Pool
 
-TRANSPORT_OPTIONS = ("host", "directory", "fsync")  # of `jv.transport.listen`
+TRANSPORT_OPTIONS = (
+    "host",
+    "directory",
+    "fsync",
+    "streams",
+    "tls",
+)  # of `jv.transport.listen`
 
 
 class ConnectOptions(TypedDict, total=False):
@@ -36,6 +42,8 @@ class ConnectOptions(TypedDict, total=False):
     host: str
     directory: str
     fsync: bool
+    streams: int
+    tls: bool
 
 
 class Connections:

@@ -16,6 +16,7 @@ from jvlab._names import own_name
 from jvlab._progress import Progress
 from jvlab._tracebacks import shorten
 from jvlab.layout._digest import compiled_scan
+from jvlab.sync._delta import Changes, Held, no_room
 from jvlab.sync._senders import BucketSenders, Senders, Sent
 from jvlab.sync._transaction import (
     ORDER_SECONDS,
@@ -26,7 +27,6 @@ from jvlab.sync._transaction import (
     replica_digests,
 )
 from jvlab.wire import jvlab_pb2 as pb
-from jvlab.wire._client import LinkStream
 from jvlab.wire._core_channel import CoreOrders
 from jvlab.wire._sync_words import BEFORE_BYTES, Phase, Terms
 
@@ -96,7 +96,7 @@ class Coordinator:
         self._wrap = wrap
         self.version = 0
         self.closed = False
-        self.stream = LinkStream(pool.client)
+        self.stream = pool.client.link()
         self.senders: Senders | None = None
         # to the core of the only replica, if it is reachable
         self.core: CoreOrders | None = None
@@ -106,6 +106,8 @@ class Coordinator:
         self._lock = threading.RLock()
         self.stepper: Stepper | None = None  # the open one, if any
         self.last: SyncReport | None = None
+        # what the engines hold, if syncs send what changed
+        self._held = Held()
 
     @property
     def plan(self) -> TransferPlan:
@@ -189,7 +191,11 @@ class Coordinator:
         if self.transport == "nccl":
             from jvlab.sync._device_pack import DevicePack
 
-            return BucketSenders(self.plan, replicas, self._listen, DevicePack, process)
+            def pack(plan: TransferPlan, device: int, rank: int, index: int) -> Any:
+                ordinal = self.agreed.ordinals.get(device)  # JAX's knows its own
+                return DevicePack(plan, device, rank, index, ordinal)
+
+            return BucketSenders(self.plan, replicas, self._listen, pack, process)
         if self.transport != "ipc":
             compiled_scan()  # compile the host digest now, not during the first sync
             return BucketSenders(self.plan, replicas, self._listen, process=process)
@@ -200,6 +206,11 @@ class Coordinator:
             )
         from jvlab.sync._ipc_senders import IpcSenders
 
+        ordinals = self.agreed.ordinals
+        if ordinals:  # torch's tensors
+            return IpcSenders(
+                self.plan, replicas, ordinal=ordinals.__getitem__, torch=True
+            )
         return IpcSenders(self.plan, replicas)
 
     def _listen(self, slot_bytes: int, replica: str, rank: int) -> Sender:
@@ -431,6 +442,7 @@ class Coordinator:
             self.wake_up(options.check())
             transaction = self.begin(params, version, options, deadline)
             transaction.core = self.core
+            self._seek_changes(transaction, options, deadline)
             total = transaction.senders.total_bytes
             title = f"sync {transaction.terms.version}"
             try:
@@ -441,12 +453,71 @@ class Coordinator:
                     report = transaction.run(lambda sent: _show(bar, sent, listener))
             # KeyboardInterrupt included: no engine may be left waiting
             except BaseException as error:
+                sparse = transaction.sent.sparse > 0
                 self.give_up(transaction, error)
+                if isinstance(error, VerifyError) and sparse:
+                    return self._sync_whole(
+                        params, version, options, deadline, progress, listener, error
+                    )
                 if isinstance(error, KeyboardInterrupt):
                     version = transaction.terms.version
                     self.explain(error, f"the sync of version {version}", version)
                 raise
+            if (changes := transaction.senders.changes) is not None:
+                changes.committed()
+                transaction.senders.changes = None
             return self.committed(report, transaction, params, deadline)
+
+    def _seek_changes(
+        self, transaction: Transaction, options: Terms, deadline: Deadline
+    ) -> None:
+        """Let the transaction send what changed, or say why not."""
+        senders = transaction.senders
+        senders.changes = None
+        why = self._no_delta(senders, options)
+        if options.delta == "always" and why:
+            raise ConfigError(
+                f'delta="always" is impossible here: {why}',
+                remedy='delta="auto" then sends everything, and says so',
+            )
+        if options.delta == "never" or why:
+            self._held.clear()
+            transaction.why_full = why
+            return
+        senders.changes = Changes(self._held, transaction.terms.version, deadline)
+
+    def _no_delta(self, senders: Senders, options: Terms) -> str:
+        """Why everything must be sent; empty if changes may be."""
+        if options.delta == "never":
+            return 'delta="never"'
+        if senders.no_delta:
+            return senders.no_delta
+        if self.processes > 1:
+            return "several trainer processes send"
+        if options.verify != "full":
+            # a whole sync heals what an unproven one left, changes to it would not
+            return f'verify="{options.verify}" does not prove what changes are added to'
+        if options.delta == "auto":
+            nbytes = senders.total_bytes // max(1, len(senders.replicas))
+            return no_room(self._held, nbytes, self.transport == "nccl")
+        return ""
+
+    def _sync_whole(
+        self,
+        params: Any,
+        version: int | None,
+        options: Terms,
+        deadline: Deadline,
+        progress: bool | None,
+        listener: Listener | None,
+        error: VerifyError,
+    ) -> SyncReport:
+        """After changes that led to other values than the trainer's: everything, to every replica."""
+        self._held.clear()
+        report = self.sync(params, version, options, deadline, progress, listener)
+        why = f"a sparse sync was not proven, so everything was sent: {error.message}"
+        self.last = report = replace(report, why_full=why, notes=(*report.notes, why))
+        return report
 
     def give_up(
         self, transaction: Transaction, error: BaseException | None = None
@@ -574,6 +645,8 @@ class Coordinator:
         self._same_as_committed(params, late, version, deadline)
         # non-finite values were allowed when this version was committed, and these are the same bits
         terms = Terms(version, mode, nonfinite="allow", bucket_seconds=deadline.seconds)
+        if self._held.of_version(version):  # the same bits: later changes fit them too
+            terms = replace(terms, mark=self._held.mark)
         senders = self.ensure_open(deadline, late)
         source = senders.source(params)
         transaction = Transaction(

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from jvlab._errors import Unsupported
+from jvlab.layout import _sparse
 from jvlab.layout._digest import MASK, Flawed
 from jvlab.layout._plan import TransferPlan
 from jvlab.sync._ipc_lanes import check_layouts, cuda_ordinal
-from jvlab.sync._pack import Box, LinkPack, Source
+from jvlab.sync._pack import Box, Encoded, LinkPack, Source
+from jvlab.transport import _sparse_kernels
 from jvlab.transport._device_bytes import DeviceBytes
 from jvlab.transport._ipc_kernels import Launcher, cupy
 from jvlab.transport._ipc_tables import IpcBox, program_of, tables
@@ -78,11 +80,10 @@ class DevicePack(LinkPack):
 
     def values(self, bucket: int, source: Source) -> Any:
         """The shards that a bucket reads, computed; packing reads them in place."""
-        import jax
-
         paths = self._paths(bucket)
         shards = [source.shard(path, self.device) for path in paths]
-        jax.block_until_ready(shards)
+        for shard in shards:  # of JAX, or of torch
+            shard.block_until_ready()
         check_layouts([(paths, shards)])
         return DeviceShards(paths, shards)
 
@@ -101,6 +102,95 @@ class DevicePack(LinkPack):
             used = self._write_peer(bucket, values, out)
         if check_finite:
             self._checked[bucket] = used
+
+    def encode(self, bucket: int, values: Any, held: Any) -> Encoded:
+        """As on a CPU; `held` and the result stay on the GPU."""
+        cp = cupy()
+        boxes = self.shapes(bucket)
+        size = self.sizes[bucket]
+        total_elements = sum(elements for _, elements, _ in boxes)
+        with self._lock:
+            stream = self._own_stream()
+            with cp.cuda.Device(self.ordinal), stream:
+                dense = cp.zeros(max(size, 1), np.uint8)[:size]
+                self._launch_pack(bucket, values, dense.data.ptr, stream)
+                if held is None:
+                    stream.synchronize()
+                    return Encoded(dense, False, total_elements, total_elements)
+                part = lambda data, box: data[box.at : box.at + box.nbytes]
+                found = [
+                    _sparse_kernels.differing(
+                        part(dense, box), part(held, box), item, self.ordinal
+                    )
+                    for box, _, item in boxes
+                ]
+                ends = cp.concatenate([until[-1:] for _, until in found])
+                # no deadline: a copy from the GPU
+                counts = ends.get(stream=stream).tolist()
+                changed = sum(counts)
+                sections, nbytes = self.sections(bucket, counts)
+                if nbytes >= size:
+                    return Encoded(dense, False, changed, total_elements)
+                out = cp.zeros(nbytes, np.uint8)
+                table = np.array([s.count for s in sections], _sparse.COUNT)
+                out[: table.nbytes].set(table.view(np.uint8), stream=stream)
+                for (box, _, _), section, (mask, until) in zip(
+                    boxes, sections, found, strict=True
+                ):
+                    _sparse_kernels.fill(
+                        section, part(dense, box), mask, until, out, self.ordinal
+                    )
+                stream.synchronize()
+        return Encoded(out, True, changed, total_elements)
+
+    def advance(self, bucket: int, held: Any, encoded: Encoded) -> Any:
+        if not encoded.sparse:
+            return encoded.payload
+        cp = cupy()
+        data = encoded.payload
+        with self._lock:
+            stream = self._own_stream()
+            with cp.cuda.Device(self.ordinal), stream:
+                size = len(self.buckets[bucket]) * _sparse.COUNT.itemsize
+                # no deadline: a copy from the GPU
+                table = data[:size].get(stream=stream)
+                counts = table.view(_sparse.COUNT).tolist()
+                sections, _ = self.sections(bucket, counts)
+                for (box, elements, _), section in zip(
+                    self.shapes(bucket), sections, strict=True
+                ):
+                    to = held[box.at : box.at + box.nbytes]
+                    if section.whole:
+                        to[:] = data[section.values_at : section.values_at + to.nbytes]
+                    elif section.count:
+                        _sparse_kernels.put(
+                            section,
+                            data.data.ptr,
+                            self.ordinal,
+                            to.data.ptr,
+                            0,
+                            (elements,),
+                            (1,),
+                        )
+                stream.synchronize()
+        return held
+
+    def copy_out(self, encoded: Encoded, out: Any) -> None:
+        """Launch the copy into a slot, on the slot's stream; does not wait."""
+        data = encoded.payload
+        if not isinstance(out, DeviceBytes):
+            # no deadline: a copy from the GPU
+            np.frombuffer(out, np.uint8)[:] = data.get()
+            return
+        with cupy().cuda.Device(self.ordinal):
+            cupy().cuda.runtime.memcpyPeerAsync(
+                out.pointer,
+                out.device,
+                data.data.ptr,
+                self.ordinal,
+                data.nbytes,
+                out.stream.ptr,
+            )
 
     def pop_flawed(self, bucket: int) -> Flawed:
         """The leaves of a bucket if its last checked write found a non-finite value, else none."""

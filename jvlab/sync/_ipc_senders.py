@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter, itemgetter, methodcaller
@@ -24,7 +24,7 @@ from jvlab._deadline import Deadline
 from jvlab._errors import DeadlineExceeded, LayoutError, SyncError, TransportError
 from jvlab.layout._digest import MASK
 from jvlab.layout._plan import TransferPlan
-from jvlab.layout._tree import Flattener, as_sent
+from jvlab.layout._tree import Flattener, as_sent, flatten, is_distributed
 from jvlab.sync._ipc_lanes import (
     Destination,
     Held,
@@ -114,6 +114,81 @@ class TreeSignature:
         return all(len(sharding.device_set) == 1 for sharding in self.shardings)
 
 
+class TensorLeaves(Mapping[str, Any]):
+    """Torch's tensors as the leaves of a tree, each made when it is asked for."""
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, path: str) -> Any:
+        return flatten({path: self._tensors[path]}).arrays[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+class Tensors:
+    """One version of torch's tensors, all whole or each this process's shard, with the interface of `Shards`."""
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        self.naming: Naming = unchanged
+        self._tensors = tensors
+        self.by_path = TensorLeaves(tensors)
+
+    def shards(self, paths: Sequence[str], device: int) -> list[Any]:
+        """These leaves' own memory; of one that is not contiguous, a copy on its GPU."""
+        return [self._tensors[path].contiguous() for path in paths]
+
+    def memory(self, path: str, device: int) -> None:
+        """None: these tensors are on a GPU."""
+
+    def settle(self) -> None:
+        """Wait for all streams of their GPUs: which of them computes a tensor, nobody knows."""
+        import torch
+
+        for device in {t.device for t in self._tensors.values()}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+
+class KnownTensors:
+    """Remembers the shapes of a tree of torch's tensors that matches the plan."""
+
+    def __init__(self, plan: TransferPlan) -> None:
+        self._plan = plan
+        self._known: list[tuple[Any, ...]] = []
+
+    def source(self, given: Any) -> Tensors:
+        """The tensors that the plan reads; raises unless paths, shapes, dtypes and shardings match it."""
+        named = given.state_dict() if hasattr(given, "state_dict") else given
+        paths = [info.path for info in self._plan.leaves]
+        try:
+            ours = _several(named, paths)
+            signature = tuple(map(_signature, ours))
+        except (LookupError, AttributeError, TypeError):  # nested, or one is missing
+            signature = None
+        if signature is None or signature not in self._known:
+            leaves = flatten(given).arrays
+            check_like_connected(self._plan, leaves)
+            found = {path: leaves[path].local for path in paths}
+            if signature is not None:
+                self._known = [signature, *self._known[: KEPT - 1]]
+        else:
+            found = {
+                path: tensor.to_local() if is_distributed(tensor) else tensor
+                for path, tensor in zip(paths, ours, strict=True)
+            }
+        return Tensors({path: t.detach() for path, t in found.items()})
+
+
+def _signature(tensor: Any) -> tuple[Any, ...]:
+    spread = getattr(tensor, "placements", None)
+    return tensor.shape, tensor.dtype, tensor.device, type(tensor), spread
+
+
 class KnownArrays:
     """Remembers the signatures of trees that match the plan.
 
@@ -193,6 +268,8 @@ class Gathered:
 class IpcSenders(Senders):
     """The ranks that one trainer process writes to. `ordinal` maps a device of the plan to its CUDA ordinal."""
 
+    no_delta = "ipc writes the engine's memory in one pass, without buckets"
+
     def __init__(
         self,
         plan: TransferPlan,
@@ -200,9 +277,11 @@ class IpcSenders(Senders):
         *,
         process: int | None = None,
         ordinal: Callable[[int], int] | None = None,
+        torch: bool = False,
     ) -> None:
         super().__init__(plan, replicas)
         self._ordinal = ordinal or cuda_ordinal
+        self._tensors = KnownTensors(plan) if torch else None
         self._arrays, self._flattener = KnownArrays(plan), Flattener()
         # whether the next send_all writes shadow buffers or live memory
         self.staged = False
@@ -249,8 +328,10 @@ class IpcSenders(Senders):
     def total_bytes(self) -> int:
         return sum(port.nbytes for port in self.channels)
 
-    def source(self, params: Any) -> Shards:
+    def source(self, params: Any) -> Shards | Tensors:
         """Like `Source.of(plan, params)`, but much faster."""
+        if self._tensors is not None:
+            return self._tensors.source(as_sent(params))
         return self._arrays.source(self._flattener.arrays(as_sent(params)))
 
     # Opening ------------------------------------------------------------------------------------------------------
@@ -365,7 +446,7 @@ class IpcSenders(Senders):
         self,
         job: IpcJob,
         channel: Port,
-        source: Source | Shards,
+        source: Source | Shards | Tensors,
         version: int,
         seconds: float,
         sent: Sent,
@@ -395,7 +476,7 @@ class IpcSenders(Senders):
 
     def send_all(
         self,
-        source: Source | Shards,
+        source: Source | Shards | Tensors,
         version: int,
         seconds: float,
         digest: bool = True,
@@ -475,12 +556,14 @@ class IpcSenders(Senders):
     ) -> None:
         """Nothing to do: `send` has waited and collected already."""
 
-    def settle(self, source: Source | Shards, staged: bool) -> None:
+    def settle(self, source: Source | Shards | Tensors, staged: bool) -> None:
         """Wait until the arrays seem to be computed; `gather` waits for the rest."""
-        import jax
-
         self.staged = staged
-        if isinstance(source, Shards) and not source.seem_ready():
+        if isinstance(source, Tensors):
+            source.settle()
+        elif isinstance(source, Shards) and not source.seem_ready():
+            import jax
+
             jax.block_until_ready(source.arrays)
 
     @property
@@ -499,7 +582,7 @@ class IpcSenders(Senders):
             for p in lane.parts[number : number + 1]
         ]
 
-    def gather(self, source: Source | Shards, digest: bool) -> None:
+    def gather(self, source: Source | Shards | Tensors, digest: bool) -> None:
         """Prepare the first launches of `send_all` while the engine is waited for."""
         gathered = self._pointers(source, self._parts(0))
         if all(
@@ -514,21 +597,20 @@ class IpcSenders(Senders):
                 launch.launcher.clear(self._streams[launch.lane.ordinal])
         self._early = gathered
 
-    def _pointers(self, source: Source | Shards, parts: Iterable[LanePart]) -> Gathered:
+    def _pointers(
+        self, source: Source | Shards | Tensors, parts: Iterable[LanePart]
+    ) -> Gathered:
         """Wait for these parts' arrays, keep them alive, and look up their pointers."""
-        import jax
-
         start = time.perf_counter()
         held: Held = []
         pointers: dict[LanePart, np.ndarray] = {}
         for part in parts:
-            if isinstance(source, Shards):
-                arrays = source.shards(part.leaves, part.lane.device)
-            else:
+            if isinstance(source, Source):
                 arrays = [source.shard(path, part.lane.device) for path in part.leaves]
-            jax.block_until_ready(arrays)
+            else:
+                arrays = source.shards(part.leaves, part.lane.device)
             held.append((part.leaves, arrays))
-            pointers[part] = part.table(list(map(POINTER, arrays)))
+            pointers[part] = part.table(_located(source, arrays))
         return Gathered(source, held, pointers, time.perf_counter() - start)
 
     def _launches(
@@ -604,7 +686,7 @@ class IpcSenders(Senders):
                 if now - begun > SPIN_SECONDS:
                     time.sleep(0.0005)
 
-    def digests(self, source: Source | Shards) -> dict[int, int]:
+    def digests(self, source: Source | Shards | Tensors) -> dict[int, int]:
         """By target, the digests the replica would hold if these parameters were sent; writes nothing."""
         lanes = [
             lane
@@ -644,6 +726,17 @@ class IpcSenders(Senders):
         for port in self.channels:
             while port.into:
                 port.into.popitem()[1].mapped.close()
+
+
+def _located(source: Source | Shards | Tensors, arrays: Sequence[Any]) -> list[int]:
+    """Pointers to arrays that are computed by now."""
+    if isinstance(source, Tensors):
+        source.settle()
+        return [tensor.data_ptr() for tensor in arrays]
+    import jax
+
+    jax.block_until_ready(arrays)
+    return list(map(POINTER, arrays))
 
 
 def _deadline_passed(port: Port) -> DeadlineExceeded:

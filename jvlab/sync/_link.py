@@ -226,6 +226,7 @@ class Link:
         pause: str = "keep",
         kv: str = "keep",
         nonfinite: str | None = None,
+        delta: str = "never",
         timeout: float | Deadline = SYNC_SECONDS,
         progress: bool | None = None,
     ) -> SyncReport:
@@ -241,6 +242,10 @@ class Link:
         nonfinite "refuse": NaN or Inf in the parameters, or after the cast to the engine's dtype, raises an error with
                   the leaves; "allow": they are sent, and the next sync clears the KV they produced. Default:
                   as connected
+        delta     "auto": send only the values that changed since the last sync, to replicas that hold it, where that is
+                  smaller; the digests are still of whole parameters, and if they differ everything is sent.
+                  The trainer keeps a copy in the engine's dtypes, and so does an engine of what it holds packed.
+                  "always" raises where that is impossible. `report.delta`, `.changed` and `.why_full` say what happened
 
         The first sync also settles what `link.meaning` left open, if it can: it raises a `MeaningError` and writes
         nothing if other values than those connected contradict the mapping; it raises one and leaves the pool dirty if
@@ -257,6 +262,7 @@ class Link:
             pause=pause,
             kv=kv,
             nonfinite=nonfinite,
+            delta=delta,
         )
         return self._sync(params, version, options, Deadline.of(timeout), progress)
 
@@ -286,6 +292,7 @@ class Link:
         pause: str = "keep",
         kv: str = "keep",
         nonfinite: str | None = None,
+        delta: str = "never",
     ) -> Terms:
         """The given options; mode and nonfinite default to those of connect. Checked when the sync begins."""
         return Terms(
@@ -295,6 +302,7 @@ class Link:
             pause=pause,
             kv=kv,
             nonfinite=nonfinite or self.nonfinite,
+            delta=delta,
         )
 
     def _require_one_process(self, what: str, instead: str) -> None:

@@ -6,16 +6,18 @@ a small compiled program on the shard's device, box by box, so extra memory is b
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from jvlab._errors import LayoutError
+from jvlab.layout import _sparse
 from jvlab.layout._digest import (
     CHECKED_BYTES,
     MASK,
@@ -26,7 +28,13 @@ from jvlab.layout._digest import (
 )
 from jvlab.layout._element_order import source_order
 from jvlab.layout._plan import TransferPlan
-from jvlab.layout._plan_types import LinkPlan, ValueTransform, convert, numpy_dtype
+from jvlab.layout._plan_types import (
+    OPAQUE,
+    LinkPlan,
+    ValueTransform,
+    convert,
+    numpy_dtype,
+)
 from jvlab.layout._tree import as_sent, flatten, leaf_from_array
 from jvlab.sync._quantise import Naming, sent_arrays, unchanged
 
@@ -251,6 +259,16 @@ class Box:
     row: int  # elements per row of the target, for its digest
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """A bucket to send: its bytes whole, or only what changed since those that the engines hold."""
+
+    payload: Any  # uint8, where the pack has its memory
+    sparse: bool
+    changed: int  # elements; all if nothing was held
+    elements: int
+
+
 class LinkPack:
     """One device → rank link: its buckets as lists of boxes."""
 
@@ -289,6 +307,15 @@ class LinkPack:
             int(link.nbytes[i]),
             rows[target],
         )
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """Equal for links of one device that read and pack the same: those to replicas often are."""
+        digest = hashlib.blake2b(repr((self.device, self.rank)).encode())
+        for name, table in sorted(vars(self.link).items()):
+            if isinstance(table, np.ndarray):
+                digest.update(name.encode() + np.ascontiguousarray(table).tobytes())
+        return digest.digest()
 
     def targets(self, bucket: int) -> set[int]:
         """The plan's targets that a bucket contains parts of."""
@@ -338,6 +365,67 @@ class LinkPack:
             elif copy_and_check(part, numbers, box.transform.wire):
                 found.add((box.leaf, box.transform))
         self._flawed[bucket] = found
+
+    def shapes(self, bucket: int) -> list[tuple[Box, int, int]]:
+        """Each box of a bucket, its elements, and the bytes of one."""
+        out = []
+        for _, box in self.buckets[bucket]:
+            elements = int(np.prod(box.shape, dtype=np.int64))
+            out.append((box, elements, box.nbytes // elements))
+        return out
+
+    def sections(
+        self, bucket: int, counts: list[int]
+    ) -> tuple[list[_sparse.Section], int]:
+        """Where the changes of each box go in a sparse bucket, and its bytes.
+
+        Tensors for the engine's own loader are passed to it whole.
+        """
+        shapes = self.shapes(bucket)
+        counts = [
+            elements if self.plan.target_kind[box.target] == OPAQUE else count
+            for count, (box, elements, _) in zip(counts, shapes, strict=True)
+        ]
+        return _sparse.sections(counts, [s[1] for s in shapes], [s[2] for s in shapes])
+
+    def encode(self, bucket: int, values: Any, held: Any) -> Encoded:
+        """A bucket as what changed since `held`, its bytes when it was last sent; whole if that is not smaller."""
+        shapes = self.shapes(bucket)
+        size = self.sizes[bucket]
+        changed = total = sum(elements for _, elements, _ in shapes)
+        if held is not None:
+            found = [
+                _sparse.changed(box_values, held[box.at : box.at + box.nbytes])
+                for (box, _, _), box_values in zip(shapes, values, strict=True)
+            ]
+            changed = sum(map(len, found))
+            sections, nbytes = self.sections(bucket, [len(where) for where in found])
+            if nbytes < size:
+                out = np.zeros(nbytes, np.uint8)
+                table = np.array([s.count for s in sections], _sparse.COUNT)
+                out[: table.nbytes] = table.view(np.uint8)
+                for part in zip(sections, values, found, strict=True):
+                    _sparse.pack_box(*part, out)
+                return Encoded(out, True, changed, total)
+        out = np.zeros(size, np.uint8)
+        self.write(bucket, values, out.data)
+        return Encoded(out, False, changed, total)
+
+    def advance(self, bucket: int, held: Any, encoded: Encoded) -> Any:
+        """The bytes held once this bucket is: `held` with its changes, in place, or its own."""
+        data = encoded.payload
+        if not encoded.sparse:
+            return data
+        table = data[: len(self.buckets[bucket]) * _sparse.COUNT.itemsize]
+        sections, _ = self.sections(bucket, table.view(_sparse.COUNT).tolist())
+        for (box, _, _), part in zip(self.shapes(bucket), sections, strict=True):
+            words = held[box.at : box.at + box.nbytes].view(f"u{part.item}")
+            words[_sparse.positions_of(part, data)] = _sparse.values_of(part, data)
+        return held
+
+    def copy_out(self, encoded: Encoded, out: Any) -> None:
+        """Copy an encoded bucket into a transport's slot."""
+        np.frombuffer(out, np.uint8)[:] = encoded.payload
 
     def pop_flawed(self, bucket: int) -> Flawed:
         """The leaves with non-finite values found by the last checked write of this bucket; call once it is sent."""

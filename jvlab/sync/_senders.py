@@ -18,6 +18,7 @@ from jvlab._deadline import Deadline
 from jvlab._errors import DeadlineExceeded
 from jvlab.layout._digest import MASK, Flawed
 from jvlab.layout._plan import TransferPlan
+from jvlab.sync._delta import Changes, Found
 from jvlab.sync._pack import LinkPack, Source
 from jvlab.transport._peer import Header, Sender
 from jvlab.wire import jvlab_pb2 as pb
@@ -33,7 +34,9 @@ class Sent:
     """What was sent and how long it took. Digests are by target of the plan and equal for every replica."""
 
     bytes: int = 0
+    full_bytes: int = 0  # if all buckets were whole
     buckets: int = 0
+    sparse: int = 0  # buckets that held only what changed
     seconds: dict[str, float] = field(
         default_factory=lambda: {"pack": 0.0, "copy": 0.0, "digest": 0.0, "move": 0.0}
     )
@@ -75,6 +78,8 @@ class Senders(ABC):
     # digests are taken of what goes to this replica: the others get the same
     digest_replica: str
     no_direct = ""  # why live memory can't be written from here; empty if it can
+    no_delta = ""  # why everything is sent each time; empty if changes can be
+    changes: Changes | None = None  # of the sync in progress, if changes are sent
 
     def __init__(self, plan: TransferPlan, replicas: Mapping[str, int]) -> None:
         self.plan, self.digest_replica = plan, next(iter(replicas), "")
@@ -278,6 +283,21 @@ class BucketSenders(Senders):
     def source(self, params: Any) -> Source:
         return Source.of(self.plan, params)
 
+    def settle(self, source: Source, staged: bool) -> None:
+        if self.changes is not None:
+            self.changes.find(
+                (
+                    (job.pack, job.bucket, channel.replica == self.digest_replica)
+                    for channel in self.channels
+                    for job in channel.jobs
+                ),
+                source,
+            )
+
+    def attach(self, exports: Exports) -> None:
+        if self.changes is not None:
+            self.changes.agree(exports)
+
     def open(
         self, order: Callable[[], pb.LinkReply], deadline: Deadline
     ) -> pb.LinkReply:
@@ -311,20 +331,28 @@ class BucketSenders(Senders):
         pack = job.pack
         bucket = job.bucket
         digested = channel.replica == self.digest_replica
+        if self.changes is not None:
+            found = self.changes.found(pack, bucket)
+            if digested:
+                sent.add_digests(found.digests)
+                sent.add_flawed(found.flawed)
+                digest = False  # it is taken already
+            sparse = self.changes.sparse_for(found, channel.replica, channel.rank)
+            if sparse or not found.encoded.sparse:
+                self._send_found(found, job, channel, version, seconds, sent)
+                return None
         with sent.timed("pack"):
             values = pack.values(bucket, source)
 
         def fill(slot: memoryview) -> None:
             with sent.timed("copy"):
-                pack.write(bucket, values, slot, check_finite=digested and not digest)
+                check = digested and not digest and self.changes is None
+                pack.write(bucket, values, slot, check_finite=check)
 
         channel.sender.send(
             Header(version, pack.device, bucket, job.nbytes), fill, seconds
         )
-        channel.sent += 1
-        with sent.lock:
-            sent.bytes += job.nbytes
-            sent.buckets += 1
+        _count(sent, channel, job.nbytes, job.nbytes)
         if not digest or not digested:
             return None
 
@@ -335,6 +363,27 @@ class BucketSenders(Senders):
             sent.add_flawed(flawed)
 
         return compute_digests
+
+    def _send_found(
+        self,
+        found: Found,
+        job: Job,
+        channel: SendingChannel,
+        version: int,
+        seconds: float,
+        sent: Sent,
+    ) -> None:
+        """Send a bucket that is encoded already."""
+        encoded = found.encoded
+        nbytes = int(encoded.payload.nbytes)
+
+        def fill(slot: memoryview) -> None:
+            with sent.timed("copy"):
+                job.pack.copy_out(encoded, slot)
+
+        header = Header(version, job.pack.device, job.bucket, nbytes)
+        channel.sender.send(header, fill, seconds)
+        _count(sent, channel, nbytes, job.nbytes, encoded.sparse)
 
     def settle_jobs(
         self, jobs: Iterable[Job], channel: SendingChannel, sent: Sent, seconds: float
@@ -421,6 +470,17 @@ class BucketSenders(Senders):
     def close(self) -> None:
         for channel in self.channels:
             channel.sender.close()
+
+
+def _count(
+    sent: Sent, channel: SendingChannel, nbytes: int, whole: int, sparse: bool = False
+) -> None:
+    channel.sent += 1
+    with sent.lock:
+        sent.bytes += nbytes
+        sent.full_bytes += whole
+        sent.buckets += 1
+        sent.sparse += sparse
 
 
 def _left(until: float, channel: SendingChannel) -> float:

@@ -317,7 +317,7 @@ class Team:
                     )
             names = {other["transport"] for other in others} | {agreed.transport}
             if len(names) > 1:  # only some processes share the engine's host
-                agreed.transport = "gloo"
+                agreed.transport = "tcp"
                 agreed.reason = "the trainer's processes are on different hosts"
             self.send("agreed", transport=agreed.transport, reason=agreed.reason)
         else:

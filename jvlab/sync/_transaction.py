@@ -71,6 +71,11 @@ class SyncReport:
     notes: tuple[str, ...] = ()
     # leaves with NaN or Inf, sent because of nonfinite="allow"
     nonfinite: tuple[str, ...] = ()
+    # whether only what changed was sent, at least to some replica or in some buckets; see `why_full`
+    delta: bool = False
+    changed: float | None = None  # share of the values that changed; None: not compared
+    full_bytes: int = 0  # what sending everything would have taken
+    why_full: str = ""  # why all of it, or some, was sent whole
     # part -> start, stop in seconds
     spans: Mapping[str, tuple[float, float]] = field(repr=False, default_factory=dict)
     # or "checked by value", "checked by function", "unchecked: <why>"; see `link.meaning`. With "at version 1": these
@@ -335,6 +340,7 @@ class Transaction:
         # for the report, if computed already
         self._digests: dict[tuple[str, int], int] | None = None
         self.nonfinite: list[NonFinite] = []  # found and allowed
+        self.why_full = ""  # why changes were not sought
         # leaf → the dimension of its layers, to name a layer
         self.stacked: Callable[[], Mapping[str, int]] = dict
 
@@ -371,7 +377,10 @@ class Transaction:
     def prepare(self) -> None:
         """Prepare the engines to receive bytes; in direct mode they are paused from now on."""
         mode = self.terms.mode
+        start = time.perf_counter()
         self.senders.settle(self.source, mode == "staged")
+        if self.senders.changes is not None:
+            self._span("find", start)
         reply = self._steps(
             "prepare", BEFORE_BYTES[mode], terms=self._message, meanwhile=self._gather
         )
@@ -379,7 +388,10 @@ class Transaction:
 
     @property
     def _message(self) -> pb.SyncTerms:
-        return replace(self.terms, replicas=tuple(self.senders.replicas)).message()
+        terms = replace(self.terms, replicas=tuple(self.senders.replicas))
+        if (changes := self.senders.changes) is not None:
+            terms = replace(terms, base=changes.base, mark=changes.mark)
+        return terms.message()
 
     def _gather(self) -> None:
         self.senders.gather(self.source, self.digesting)
@@ -573,6 +585,9 @@ class Transaction:
                     o, seconds={**before.seconds, **o.seconds}, **kept
                 )
         seconds = {name: self.sent.seconds[name] for name in ("pack", "move")}
+        if "find" in self.spans:
+            start, stop = self.spans["find"]
+            seconds["find"] = stop - start
         for part in WORKER_PARTS:
             slowest = max(
                 (o.seconds.get(part, 0.0) for o in merged.values()), default=0.0
@@ -595,6 +610,10 @@ class Transaction:
             for o in merged.values()
             if o.state != "committed"
         ]
+        changes = self.senders.changes
+        why_full = self.why_full
+        if changes is not None:
+            why_full = changes.why_full(self.sent.sparse, self.sent.buckets)
         flawed = tuple(map(str, self.nonfinite))
         notes += [f"not finite, and allowed: {line}" for line in flawed]
         return SyncReport(
@@ -610,4 +629,8 @@ class Transaction:
             buckets=self.sent.buckets,
             notes=tuple(notes),
             nonfinite=flawed,
+            delta=self.sent.sparse > 0,
+            changed=None if changes is None else changes.share,
+            full_bytes=self.sent.full_bytes or self.sent.bytes,
+            why_full=why_full,
         )

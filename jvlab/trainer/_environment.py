@@ -16,8 +16,8 @@ import numpy as np
 from jvlab._errors import ConfigError
 from jvlab._tracebacks import own_lines
 from jvlab.trainer._batching import FAILED
+from jvlab.trainer._datasets import Example
 from jvlab.trainer._rewards import CallClock, InThread, RewardFailure, UserCallFailed
-from jvlab.trainer._tasks import Example
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,13 @@ async def run_episode(
             if sample.finish_reason in FAILED:
                 finish = sample.finish_reason
                 break
-            turn = await call(environment.step, sample.text)
+            # one that reads tokens, not the text
+            by_tokens = getattr(environment, "step_sample", None)
+            turn = await (
+                call(by_tokens, sample)
+                if by_tokens is not None
+                else call(environment.step, sample.text)
+            )
             total += _reward(turn)
             if turn.done:
                 finish = "stop"
@@ -177,6 +183,9 @@ async def run_episode(
             transcript.add(
                 observed, [0.0] * len(observed), [-1] * len(observed), False, text
             )
+        asked = getattr(environment, "last_reward", None)
+        if finish == "length" and asked is not None:
+            total += _reward(EnvironmentTurn(reward=await call(asked, None)))
     except UserCallFailed as error:
         why = (error.kind, error.message, error.trace)
         total = math.nan

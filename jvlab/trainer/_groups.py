@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ from jvlab.trainer._environment import run_episode
 from jvlab.trainer._grpo_config import GrpoConfig
 from jvlab.trainer._rewards import (
     CallClock,
+    GroupScores,
     Rewarder,
     RewardFailure,
     RewardResult,
@@ -116,6 +118,12 @@ class Evaluation:
 
     def _rewards(self, samples: Sequence[Any]) -> RewardResult:
         pairs = zip(samples, self._examples, strict=True)
+        if self._rewarder.whole_groups:
+            # no deadline: the call has the task's timeout
+            found, _ = self._rewarder.start_group(samples, self._examples).result()
+            for one in found:
+                self._watch.add(one)
+            return reward_result(found)
         calls = [
             self._rewarder.start(i, sample, example)
             for i, (sample, example) in enumerate(pairs)
@@ -155,6 +163,8 @@ class SampleGroup:
     start: float = math.nan
     stop: float = math.nan
     parts: Sequence[Mapping[str, float]] = ()  # of the rewards; empty if none has any
+    # what the reward function logged besides
+    logged: GroupScores = field(default_factory=lambda: GroupScores(()))
 
     @property
     def usable(self) -> np.ndarray:
@@ -190,14 +200,17 @@ class SampleGroup:
                 mask=_mask(sample),
                 finish_reason=sample.finish_reason,
                 reward_parts=dict(parts),
+                extra=self.logged.of_sample(i),
                 **shared,
             )
-            for sample, reward, parts, advantage in zip(
-                self.samples,
-                self.rewards,
-                self.parts or [{}] * len(self.samples),
-                advantages,
-                strict=True,
+            for i, (sample, reward, parts, advantage) in enumerate(
+                zip(
+                    self.samples,
+                    self.rewards,
+                    self.parts or [{}] * len(self.samples),
+                    advantages,
+                    strict=True,
+                )
             )
         ]
 
@@ -255,6 +268,11 @@ class GroupMaker:
         if self._rewarder is None:
             # (text, special) -> token ids
             self._encode = tokenizer_of(pool.model)
+        # an episode ends before it fills the engine's context; a fake has no bound
+        facts = pool.facts() if hasattr(pool, "facts") else None
+        self._longest = (
+            facts.max_model_len - 1 if facts and facts.max_model_len else None
+        )
 
     def close(self) -> None:
         """Stop the reward function's threads and processes."""
@@ -312,11 +330,21 @@ class GroupMaker:
             )
 
         options = {**self.sampling, "seed": group_seed(self.config.seed, ticket)}
+        if not rewarder.whole_groups:
+            options["on_sample"] = begin
         batch = await self.pool.agenerate(
-            [example.prompt], n=self.config.group_size, on_sample=begin, **options
+            [example.prompt], n=self.config.group_size, **options
         )
         self._record_rollouts(ticket, batch.samples, start, batch.notes)
         began = clock()
+        if rewarder.whole_groups:
+            call = rewarder.start_group(batch.samples, [example] * len(batch.samples))
+            found, logged = await asyncio.wrap_future(call)
+            for one in found:
+                self._check_reward(ticket, one)
+            return self._group(
+                ticket, example, batch.samples, found, start, began, logged
+            )
         for sample in batch.samples:
             # a pool that hands over all its samples at once
             if sample.sample_index not in calls:
@@ -350,24 +378,36 @@ class GroupMaker:
 
         async def play(sample: int) -> Any:
             turn = 0
+            session: Any = None
 
             async def generate(tokens: list[int]) -> Any:
-                nonlocal turn
-                options = {
-                    **self.sampling,
-                    "seed": group_seed(self.config.seed, ticket, 1 + turn) + sample,
-                }
+                nonlocal turn, session
+                seed = group_seed(self.config.seed, ticket, 1 + turn) + sample
                 turn += 1
-                batch = await self.pool.agenerate([tokens], n=1, **options)
-                self.record_notes(batch.notes)
-                return batch[0]
+                # a session's turns go to the replica that holds its KV; fakes have none
+                if not hasattr(self.pool, "session"):
+                    options = {**self.sampling, "seed": seed}
+                    batch = await self.pool.agenerate([tokens], n=1, **options)
+                    self.record_notes(batch.notes)
+                    return batch[0]
+                if session is None:
+                    session = self.pool.session(tokens, **self.sampling)
+                else:
+                    session.append(tokens[len(session.token_ids) :])
+                made = await session.agenerate(seed=seed)
+                self.record_notes(made.notes)
+                return made
 
+            environment: Any = make()
+            if hasattr(environment, "bind"):
+                environment.bind(model_tokenizer(self.pool.model))
             episode = await run_episode(
-                make(),
+                environment,
                 example,
                 generate,
                 lambda text: self._encode(text, False),
                 max_turns=self.config.max_turns,
+                max_length=self._longest,
                 timeout=self.task.timeout,
                 sample_index=sample,
                 clock=self._clock,
@@ -390,24 +430,27 @@ class GroupMaker:
         found: Sequence[float | RewardFailure],
         start: float,
         began: float,
+        logged: GroupScores | None = None,
     ) -> SampleGroup:
         """Record the rewards, which were computed since `began`."""
         result = reward_result(found)
         good = result.rewards[np.isfinite(result.rewards)]
         timeouts = result.counts.get("timeout", 0)
+        skipped = result.counts.get("skipped", 0)
         statistics = ("mean", "std", "min", "max") if len(good) else ()
         self.writer.write(
             RewardEvent(
                 start=began,
                 stop=clock(),
                 samples=len(samples),
-                failures=len(result.failures) - timeouts,
+                failures=len(result.faults) - timeouts,
                 timeouts=timeouts,
                 groups=(ticket.index,),
+                extra={"skipped": skipped} if skipped else {},
                 **{name: getattr(good, name)() for name in statistics},
             )
         )
-        for failure in result.failures:
+        for failure in result.faults:
             self._reward_fault(ticket, failure)
         versions = [own_versions(s) for s in samples]
         oldest = min(
@@ -423,6 +466,7 @@ class GroupMaker:
             start=start,
             stop=clock(),
             parts=result.parts if any(result.parts) else (),
+            logged=logged or GroupScores(()),
         )
 
     def _record_rollouts(
@@ -498,15 +542,21 @@ def count_versions(versions: Sequence[np.ndarray]) -> dict[int, int]:
     return dict(zip(found.tolist(), counts.tolist(), strict=True))
 
 
-def tokenizer_of(model: str) -> Callable[..., Sequence[int]]:
-    """`encode(text, special)` of a model's own tokenizer."""
+@functools.lru_cache(4)
+def model_tokenizer(model: str) -> Any:
+    """A model's own tokenizer."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ConfigError(
             "an environment's text needs a tokenizer", remedy="pip install transformers"
         ) from error
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    return AutoTokenizer.from_pretrained(model)
+
+
+def tokenizer_of(model: str) -> Callable[..., Sequence[int]]:
+    """`encode(text, special)` of a model's own tokenizer."""
+    tokenizer = model_tokenizer(model)
     return lambda text, special=False: tokenizer.encode(
         text, add_special_tokens=special
     )

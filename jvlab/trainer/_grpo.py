@@ -23,6 +23,7 @@ from jvlab._tracebacks import brief
 from jvlab._units import how_many
 from jvlab.engine._defaults import usable_cores
 from jvlab.record._events import EvaluationEvent, StepEvent
+from jvlab.record._export import Report, check_reports, reports
 from jvlab.record._log import EVENTS
 from jvlab.record._record import Record
 from jvlab.record._writer import RecordWriter
@@ -87,6 +88,8 @@ def grpo(
                       it from its last checkpoint, or from its start; `resume="auto"` does so if the folder holds a run.
                       The record keeps the content of every `keep_samples`-th sample; 0: of none
     sinks             functions that are called with each event of the record
+    report_to         "wandb", "tensorboard", "mlflow", "trackio", a function(metrics, step), or a list of them: each
+                      step's numbers by TRL's names. A resumed run goes on in the same place; one that fails is left out
     checkpoint_every  number of steps; 0: none. The newest `keep_checkpoints` are kept, None: all
     evaluate          a task whose first `evaluate_prompts` prompts, fewer if it has fewer, are answered greedily, once
                       each, before the first step, then `every` so many steps, and at the end; recorded and plotted. A
@@ -156,7 +159,7 @@ def grpo(
             config=about,
             gap_alarm=gap_alarm,
             keep_samples=config.keep_samples,
-            sinks=config.sinks,
+            sinks=[*config.sinks, *_reports(config, folder, about, at, resume)],
             resumed=at.step if resume else -1,
         )
     except BaseException:
@@ -353,6 +356,24 @@ def _evaluation(
         else config.evaluate
     )
     return Evaluation(held_out, pool, config.evaluate_prompts, sampling, best)
+
+
+def _reports(
+    config: GrpoConfig,
+    folder: Path,
+    about: Mapping[str, Any],
+    at: Position,
+    resume: bool,
+) -> list[Report]:
+    to = check_reports(config.report_to)
+    if not to:
+        return []
+    earlier = Record.open(folder).events("step") if resume else []
+    done = (e for e in earlier if isinstance(e, StepEvent) and e.step < at.step)
+    seen = sum(e.extra.get("sequence_tokens", 0) for e in done)
+    with writing(folder, "the run's reports"):
+        folder.mkdir(parents=True, exist_ok=True)
+    return reports(to, folder, about, at.step if resume else -1, seen)
 
 
 def _exporter(policy: Any, folder: Path) -> Callable[[str], None] | None:

@@ -13,11 +13,17 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from jvlab._errors import ConfigError
 from jvlab.record._events import StepEvent
+from jvlab.record._export import check_reports
 from jvlab.record._sample import check_replay
 from jvlab.trainer._batching import Buckets
+from jvlab.trainer._checks import (
+    check_choice,
+    check_number,
+    check_sampling,
+    check_whole,
+)
 from jvlab.trainer._losses import Algorithm
 from jvlab.trainer._schedule import Schedule
-from jvlab.trainer._tasks import check_choice, check_number, check_sampling, check_whole
 
 if TYPE_CHECKING:
     from jvlab.trainer._tasks import Task
@@ -99,6 +105,7 @@ class GrpoOptions(TypedDict, total=False):
     gap_alarm: float | None
     keep_samples: int
     sinks: Sequence[Callable[[Any], None]]
+    report_to: Any
     sync: Mapping[str, Any] | None
     sleep: bool | None
     background: bool | None
@@ -139,6 +146,7 @@ class GrpoConfig:
     gap_alarm: float | None = None
     keep_samples: int = 1
     sinks: Sequence[Callable[[Any], None]] = ()
+    report_to: Any = None
     sync: Mapping[str, Any] | None = None
     sleep: bool | None = None
     background: bool | None = None
@@ -166,6 +174,7 @@ class GrpoConfig:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for options of another kind than they are."""
+        check_reports(self.report_to)
         check_sampling(self.sampling)
         if self.sync is not None and not isinstance(self.sync, Mapping):
             raise ConfigError(

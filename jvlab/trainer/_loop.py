@@ -50,6 +50,7 @@ from jvlab.trainer._groups import (
     Evaluation,
     SampleGroup,
     count_versions,
+    own_versions,
     why_all_are_dead,
 )
 from jvlab.trainer._grpo_config import GrpoConfig
@@ -371,8 +372,41 @@ class Loop:
                 "padding": report.padding,
                 **report.rows,
                 **batch.replay_share,
+                **self._about_samples(groups, batch),
+                "clipped": {
+                    "low_mean": m["clip_low_fraction"],
+                    "high_mean": m["clip_high_fraction"],
+                },
             },
         )
+
+    def _about_samples(
+        self, groups: Sequence[SampleGroup], batch: TrainBatch
+    ) -> dict[str, Any]:
+        """Lengths, parts of the rewards before their weights, and what reward functions logged, for reports."""
+        weights = getattr(self.task.reward, "weights", {})
+        parts: dict[str, list[float]] = {}
+        for group in groups:
+            for of_sample in group.parts:
+                for name, value in of_sample.items():
+                    weight = weights.get(name, 1.0)
+                    parts.setdefault(name, []).append(value / weight if weight else 0.0)
+        logged: dict[str, list[float]] = {}
+        for group in groups:
+            for name, value in group.logged.metrics.items():
+                logged.setdefault(name, []).append(value)
+        even = [float(np.ptp(g.rewards[g.usable]) == 0) for g in groups]
+        about: dict[str, Any] = {
+            "completions": _lengths(groups),
+            "zero_std": float(np.mean(even)),
+            "sequence_tokens": int(batch.lengths.sum()),
+        }
+        if parts:
+            statistics = lambda v: (float(np.mean(v)), float(np.std(v)))
+            about["rewards"] = {name: statistics(v) for name, v in parts.items()}
+        if logged:
+            about["logged"] = {name: float(np.mean(v)) for name, v in logged.items()}
+        return about
 
     def _gap(self, trained: _Trained, report: StepReport) -> tuple[float, float]:
         """Largest and mean |trainer − engine| log-probability at the version before the step, on both sides.
@@ -556,6 +590,25 @@ def _fresh(batch: TrainBatch, version: int) -> np.ndarray:
     version before: its later tokens differ for that reason, not because the sync was wrong.
     """
     return ((batch.versions == version) | ~batch.loss_mask).all(axis=1)
+
+
+def _lengths(groups: Sequence[SampleGroup]) -> dict[str, float]:
+    """Of the tokens that the policy generated; those that were not cut off are the terminated ones."""
+    samples = [s for g in groups for s in g.samples]
+    length = np.array([len(own_versions(s)) for s in samples], float)
+    cut = np.array([s.finish_reason == "length" for s in samples], bool)
+    found = {
+        "mean_length": float(length.mean()),
+        "min_length": float(length.min()),
+        "max_length": float(length.max()),
+        "clipped_ratio": float(cut.mean()),
+    }
+    ended = length[~cut]
+    if len(ended):
+        found["mean_terminated_length"] = float(ended.mean())
+        found["min_terminated_length"] = float(ended.min())
+        found["max_terminated_length"] = float(ended.max())
+    return found
 
 
 def _advantages(groups: Sequence[SampleGroup], batch: TrainBatch) -> np.ndarray:

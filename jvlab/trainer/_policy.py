@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +23,7 @@ from jvlab._tracebacks import brief
 from jvlab.layout._checkpoint import read_config
 from jvlab.layout._tree import LeafShape, flatten
 from jvlab.layout._types import Binding, CheckpointTensor
+from jvlab.layout.rules._auto import infer
 from jvlab.layout.rules._builtin import policy_rules
 from jvlab.layout.rules._ruleset import Rules
 from jvlab.trainer._batching import Buckets
@@ -94,6 +97,37 @@ def local(model: str) -> Path:
             remedy="check the name and the network, or pass a model directory",
             model=model,
         ) from error
+
+
+@contextlib.contextmanager
+def rewritten(model: Any, like: Any, dtype: str) -> Iterator[tuple[str, Path]]:
+    """The parameters of a Flax model as a checkpoint in a folder, for as long as it is entered, and `like`'s folder."""
+    from flax import nnx
+
+    if like is None:
+        raise ConfigError(
+            f"a model of type {type(model).__name__} does not say what its config is",
+            remedy="jv.Policy.from_pretrained(model, like=the checkpoint that has its shape); or train it as it is: "
+            "jv.grpo takes (params, logprobs_fn)",
+        )
+    source = local(resolve(like))
+    hf_config = read_config(source)
+    DecoderConfig.from_hf(hf_config)  # raises for a family that is not known
+    tree = nnx.state(model, nnx.Param) if isinstance(model, nnx.Module) else model
+    flat = flatten(tree)
+    files = _checkpoint.TensorFiles(source)
+    tensors = tuple(files.tensors())
+    _, bindings = infer(flat.shapes, tensors, hf_config, flat.arrays, files)
+    with tempfile.TemporaryDirectory(prefix="jvlab-flax-") as folder:
+        _checkpoint.copy_auxiliary_files(source, Path(folder))
+        leaf = flat.arrays.__getitem__
+        _checkpoint.write_weights(
+            Path(folder), tensors, bindings, leaf, dtype, _SHARD_BYTES
+        )
+        Path(folder, "config.json").write_text(
+            _checkpoint.config_text(hf_config, dtype), encoding="utf-8"
+        )
+        yield folder, source
 
 
 # Writes adapters as PEFT does: adapter_config.json and adapter_model.safetensors.
@@ -183,14 +217,20 @@ class Policy:
     @brief
     def from_pretrained(
         cls,
-        path_or_id: str | os.PathLike[str],
+        path_or_id: str | os.PathLike[str] | Any,
         mesh: Mesh | str | Mapping[str, int] | None = None,
         dtype: str = "float32",
         compute_dtype: str | None = None,
         remat: str | bool | None = None,
         head_dtype: str | None = None,
+        *,
+        like: str | os.PathLike[str] | None = None,
     ) -> Policy:
         """Loads a checkpoint into arrays sharded over `mesh` (default: one device; "fsdp=4" is jv.mesh(fsdp=4)).
+
+        `path_or_id` is a folder, a name on the hub, or a Flax model that is already built: an nnx.Module, its state, or
+        a tree of parameters. `like` is then the checkpoint that has its shape, whose config and tokenizer it gets; the
+        values are the model's, matched by name and shape as `lab.connect(rules="auto")` does.
 
         `dtype` is that of the parameters (float32 master weights), `compute_dtype` that of the activations (default:
         the same; "bfloat16" for mixed precision). `remat` says what is kept of each layer for the gradient: everything
@@ -208,6 +248,18 @@ class Policy:
             mesh = sharding.mesh(fsdp=1)
         elif not isinstance(mesh, Mesh):
             mesh = sharding.mesh(mesh)
+        if not isinstance(path_or_id, (str, os.PathLike)):
+            with rewritten(path_or_id, like, dtype) as (folder, source):
+                made = cls.from_pretrained(
+                    folder, mesh, dtype, compute_dtype, remat, head_dtype
+                )
+            made.source = source
+            return made
+        if like is not None:
+            raise ConfigError(
+                f"like={os.fspath(like)!r} beside the checkpoint {os.fspath(path_or_id)!r}",
+                remedy="like= is for a Flax model that is already built",
+            )
         source = local(resolve(path_or_id))
         hf_config = read_config(source)
         config = DecoderConfig.from_hf(hf_config)

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,12 +26,14 @@ from jvlab._tracebacks import own_lines, own_place
 from jvlab.record._batch import NUMBERS, PartedReward, is_parted, parts_of
 
 START_S = 60.0  # time for a worker process to import the reward function's module
-KINDS = ("raised", "timeout", "died", "not a number")  # why there is no reward
+# why there is no reward; "skipped": the function itself said so, which is no fault
+KINDS = ("raised", "timeout", "died", "not a number", "skipped")
 REMEDIES = {
     "raised": "return a number for such samples too, for instance 0.0",
     "timeout": "jv.Task(..., timeout=...) gives it longer; processes=4 runs it where it can be ended",
     "died": "run it on one sample by hand: its process ended, by exit() or for lack of memory",
     "not a number": "return a finite number, or a mapping of names to finite numbers; float(...) makes one of an array",
+    "skipped": "return a number for some samples; None leaves one out of training",
 }
 CLOSED = "the Rewarder was closed"
 SAID_AFTER_S = 2.0  # a call that takes longer is mentioned beside the progress
@@ -61,6 +63,11 @@ class RewardResult:
     seconds: float = 0.0
     # of each reward; {} where the function returned one number
     parts: tuple[Mapping[str, float], ...] = ()
+
+    @property
+    def faults(self) -> tuple[RewardFailure, ...]:
+        """The failures that are not the function's own decision to skip a sample."""
+        return tuple(f for f in self.failures if f.kind != "skipped")
 
     @property
     def counts(self) -> dict[str, int]:
@@ -111,7 +118,8 @@ class RewardWatch:
                 return
             self._row += 1
             failed = self._row
-            if failed < (self._later if self._any_good else self._first):
+            patient = self._any_good or found.kind == "skipped"
+            if failed < (self._later if patient else self._first):
                 return
             which = (
                 f"{failed} samples in a row"
@@ -126,6 +134,21 @@ class RewardWatch:
             failed=failed,
             traceback=found.traceback,
         )
+
+
+@dataclass(frozen=True)
+class GroupScores:
+    """What a reward function that takes several samples at once returned: a number, a mapping or None for each."""
+
+    values: Sequence[Any]
+    # what it logged besides: numbers by name, and a value for each sample by name
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    def of_sample(self, index: int) -> dict[str, Any]:
+        """What was logged about one sample, for its record."""
+        found = {name: values[index] for name, values in self.columns.items()}
+        return {"logged": found} if found else {}
 
 
 class CallClock:
@@ -156,6 +179,8 @@ class Rewarder:
     """Calls `reward(sample, example) -> number` for many samples concurrently, each within `timeout` seconds.
 
     A function may return a mapping of names to numbers instead: their sum is the reward, and its parts are kept.
+    One with `whole_groups` is called with lists of samples and examples and returns `GroupScores`; one with `may_skip`
+    may return None for a sample that is to be left out.
 
     An async function runs on an event loop of its own, a plain one in threads, or in `processes` child processes. A
     thread that exceeds the timeout cannot be stopped, only abandoned: for code that may hang use processes, which are
@@ -183,18 +208,28 @@ class Rewarder:
         is_async = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(
             type(reward).__call__
         )
+        if processes and getattr(reward, "own_processes", False):
+            raise ConfigError(
+                f"processes={processes}, but {reward!r} runs in processes of its own",
+                remedy="processes=0; the reward has an option for their number",
+            )
         if is_async and processes:
             raise ConfigError(
                 "an async reward cannot run in processes",
                 remedy="make it a plain function, or processes=0",
             )
         self.timeout = timeout
+        self.whole_groups = bool(getattr(reward, "whole_groups", False))
+        self._may_skip = bool(getattr(reward, "may_skip", False))
+        self._opened = contextlib.ExitStack()  # processes of the reward's own
+        if hasattr(reward, "opened"):
+            self._opened.enter_context(reward.opened())
         self._closed = False
         count = processes or workers or (32 if is_async else 4)
         if is_async:
-            self._callers: list[_Caller] = [_OnLoop(reward)]
+            self._callers: list[_Caller] = [OnLoop(reward)]
         else:
-            make = _InProcess if processes else InThread
+            make = InProcess if processes else InThread
             self._callers = [make(reward) for _ in range(count)]
         # a caller for each thread
         self._free: queue.SimpleQueue[_Caller] = queue.SimpleQueue()
@@ -215,11 +250,15 @@ class Rewarder:
                 remedy="pass one example per sample",
             )
         began = time.perf_counter()
-        calls = [
-            self.start(i, sample, example)
-            for i, (sample, example) in enumerate(zip(samples, given, strict=True))
-        ]
-        found = [call.result() for call in calls]  # no deadline: each call has one
+        if self.whole_groups:
+            # no deadline: the call has one
+            found, _ = self.start_group(samples, given).result()
+        else:
+            calls = [
+                self.start(i, sample, example)
+                for i, (sample, example) in enumerate(zip(samples, given, strict=True))
+            ]
+            found = [call.result() for call in calls]  # no deadline: each call has one
         return replace(reward_result(found), seconds=time.perf_counter() - began)
 
     def start(
@@ -228,17 +267,42 @@ class Rewarder:
         """Begin with the reward of one sample; `index` is what a failure will name."""
         return self._threads.submit(self._one, index, sample, example)
 
+    def start_group(
+        self, samples: Sequence[Any], examples: Sequence[Any]
+    ) -> Future[tuple[list[float | RewardFailure], GroupScores]]:
+        """Begin with the rewards of several samples at once, for a function with `whole_groups`."""
+        return self._threads.submit(self._group, list(samples), list(examples))
+
+    def _group(
+        self, samples: list[Any], examples: list[Any]
+    ) -> tuple[list[float | RewardFailure], GroupScores]:
+        given = self._called(samples, examples)
+        if isinstance(given, RewardFailure):
+            scores = GroupScores([None] * len(samples))
+            failed = [replace(given, index=i, sample=s) for i, s in enumerate(samples)]
+            return list(failed), scores
+        found = [
+            self._judged(i, s, v)
+            for i, (s, v) in enumerate(zip(samples, given.values, strict=True))
+        ]
+        return found, given
+
     def _one(self, index: int, sample: Any, example: Any) -> float | RewardFailure:
+        given = self._called(sample, example)
+        if isinstance(given, RewardFailure):
+            return replace(given, index=index, sample=sample)
+        return self._judged(index, sample, given)
+
+    def _called(self, sample: Any, example: Any) -> Any:
+        """What the function returned, or a failure of no sample yet."""
         caller = self._free.get()  # no deadline: there is one for each thread
         began = time.perf_counter()
         failed = lambda kind, message, trace="": RewardFailure(
-            index, sample, kind, message, trace, time.perf_counter() - began
+            -1, None, kind, message, trace, time.perf_counter() - began
         )
         try:
             with self.clock.running():
-                value = caller.call(sample, example, self.timeout)
-            reward = PartedReward(value) if is_parted(value) else value
-            finite = isinstance(reward, NUMBERS) and math.isfinite(reward)
+                return caller.call(sample, example, self.timeout)
         except UserCallFailed as error:
             late = f"no reward after {self.timeout:g} s"
             return failed(error.kind, error.message or late, error.trace)
@@ -248,11 +312,22 @@ class Rewarder:
             )
         finally:
             self._free.put(caller)
+
+    def _judged(self, index: int, sample: Any, value: Any) -> float | RewardFailure:
+        """The reward that the function returned, or why it is none."""
+        failed = lambda kind, message: RewardFailure(index, sample, kind, message)
+        if value is None and self._may_skip:
+            return failed("skipped", "the reward function returned None")
+        told = (
+            f"the reward function returned {type(value).__name__} {str(value)[:60]!r}"
+        )
+        try:
+            reward = PartedReward(value) if is_parted(value) else value
+            finite = isinstance(reward, NUMBERS) and math.isfinite(reward)
+        except OverflowError as error:  # a whole number beyond any float
+            return failed("raised", f"OverflowError: {error}")
         if not isinstance(reward, NUMBERS):
-            return failed(
-                "not a number",
-                f"the reward function returned {type(value).__name__} {str(value)[:60]!r}",
-            )
+            return failed("not a number", told)
         if not finite:
             return failed(
                 "not a number",
@@ -271,6 +346,7 @@ class Rewarder:
             caller.close()
         # no deadline: each call has one
         self._threads.shutdown(wait=True, cancel_futures=True)
+        self._opened.close()
 
     def __enter__(self) -> Rewarder:
         return self
@@ -333,7 +409,7 @@ class InThread:
         self._results.put((False, UserCallFailed("died", CLOSED)))
 
 
-class _OnLoop:
+class OnLoop:
     """An async reward function on an event loop of its own, cancelled after its timeout. Takes calls at once."""
 
     def __init__(self, reward: Callable[..., Any]) -> None:
@@ -374,7 +450,7 @@ class _OnLoop:
             self._loop.close()
 
 
-class _InProcess:
+class InProcess:
     """A child process, started at the first call; killed and replaced after a timeout.
 
     Spawned, not forked: forking a process with JAX's threads can deadlock.

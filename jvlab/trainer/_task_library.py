@@ -24,11 +24,13 @@ import numpy as np
 from jvlab._errors import ConfigError, UnknownName, module_names
 from jvlab.trainer._environment import GuessNumber
 from jvlab.trainer._tasks import Example, Task
+from jvlab.trainer._tool_environments import GymEnvironment, gym_maker
 
 __all__ = [
     "add",
     "digits",
     "guess_number",
+    "gymnasium",
     "jsonl",
     "named",
     "names",
@@ -182,6 +184,48 @@ def _guess_prompt(low: int, high: int, seed: int, index: int) -> Example:
         f"Guess a number from {low} to {high}: ",
         int(_rng(seed, index).integers(low, high + 1)),
     )
+
+
+def gymnasium(
+    environment: str | Callable[..., Any],
+    prompt: str = "",
+    *,
+    show: Callable[[Any], str] = str,
+    act: Callable[[str], Any] | None = None,
+    invalid: float = 0.0,
+    seed: int = 0,
+    max_tokens: int = 16,
+    **options: Any,
+) -> Task:
+    """Episodes of a Gymnasium environment, by its id or a function that makes it; `options` go to either.
+
+    `show` makes a text of an observation, which follows the prompt or the model's last turn; `act` makes an action of a
+    completion, by default its first whole number. One that is no action ends the episode with the reward `invalid`. The
+    rewards of an episode are added; all samples of a prompt begin with the same seed. `jv.grpo(max_turns=...)` bounds
+    an episode.
+
+    >>> task = jv.tasks.gymnasium("FrozenLake-v1", "0 left, 1 down, 2 right, 3 up. ", show="You are at {}: ".format)
+    >>> task.example(0).info
+    {'seed': 0}
+    """
+    make = gym_maker(environment, options)
+    name = environment if isinstance(environment, str) else "gymnasium"
+    return Task(
+        partial(_gym_prompt, prompt, seed),
+        environment=partial(GymEnvironment, make, show, act or _number, invalid),
+        name=name,
+        seed=seed,
+        sampling={"max_tokens": max_tokens},
+    )
+
+
+def _gym_prompt(prompt: str, seed: int, index: int) -> Example:
+    return Example(prompt, info={"seed": seed + index})
+
+
+def _number(completion: str) -> int | None:
+    found = re.search(r"-?\d{1,9}", completion)
+    return int(found[0]) if found else None
 
 
 def jsonl(

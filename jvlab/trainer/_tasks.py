@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import math
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,20 +13,13 @@ import numpy as np
 from jvlab._deadline import check_timeout
 from jvlab._errors import ConfigError
 from jvlab._units import how_many
+from jvlab.trainer._checks import check_choice, check_sampling, check_whole
+from jvlab.trainer._datasets import Column, Example, examples
+from jvlab.trainer._reward_library import as_reward
+from jvlab.trainer._tool_environments import adopted as adopted_environment
 
 if TYPE_CHECKING:
-    from jvlab.trainer._environment import Environment
     from jvlab.trainer._rewards import Rewarder
-
-
-@dataclass(frozen=True)
-class Example:
-    """One prompt of a task, with data for its reward function: an answer, or anything in `info`."""
-
-    prompt: Any  # a text, token ids, or a chat: what `pool.generate` takes
-    answer: Any = None
-    info: Mapping[str, Any] = field(default_factory=dict)
-    index: int = -1  # its number in the task, set by `Task.example`
 
 
 class Task:
@@ -41,7 +33,11 @@ class Task:
     names to numbers: their sum is the reward, and the viewer shows the parts. It has `timeout` seconds (30 unless
     given), and runs in `processes` child processes if that is given. If it raises or times out, that sample is reported
     and excluded from training; if it does so for the whole first group, the run ends. For multi-turn tasks give
-    `environment` instead, a function that makes an `Environment`.
+    `environment` instead, a function that makes an `Environment`, or a class in TRL's style: `reset(**row)` begins, its
+    other public methods are tools that the model calls by its own chat template, `get_reward()` ends.
+
+    A function in TRL's signature (`prompts, completions, completion_ids, **columns`) works as it is, and so does a list
+    of rewards, with `weights`: see `jv.rewards`. `Task.from_dataset` reads datasets of many kinds.
 
     `sampling` holds the task's sampling parameters, e.g. max_tokens; a caller's take precedence.
 
@@ -53,10 +49,11 @@ class Task:
     def __init__(
         self,
         prompts: Iterable[Any] | Callable[[int], Any],
-        reward: Callable[..., Any] | None = None,
+        reward: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
         *,
+        weights: Sequence[float] | None = None,
         name: str = "task",
-        environment: Callable[[], Environment] | None = None,
+        environment: Callable[[], Any] | None = None,
         timeout: float = 30.0,
         processes: int = 0,
         workers: int | None = None,
@@ -74,7 +71,8 @@ class Task:
                 else f"task {name!r} has both a reward function and an environment",
                 remedy="pass reward=function(sample, example) or environment=function that makes an Environment",
             )
-        for what, given in {"reward": reward, "environment": environment}.items():
+        adopted = None if reward is None else as_reward(reward, weights)
+        for what, given in {"reward": adopted, "environment": environment}.items():
             if given is not None and not callable(given):
                 raise ConfigError(
                     f"the {what} of task {name!r} is {type(given).__name__}, not a function",
@@ -82,7 +80,7 @@ class Task:
                     if what == "reward"
                     else "a function, or a class, that makes an Environment",
                 )
-        _check_call(name, "reward", reward, ("sample", "example"))
+        _check_call(name, "reward", adopted, ("sample", "example"))
         _check_call(name, "environment", environment, ())
         check_whole("processes", processes, least=0)
         if workers is not None:
@@ -98,8 +96,8 @@ class Task:
                 remedy="pass a list of prompts, or a function of an index",
             )
         self.name = name
-        self.reward = reward
-        self.environment = environment
+        self.reward = adopted
+        self.environment = adopted_environment(environment)
         self.processes = processes
         self.workers = workers
         self.seed = seed
@@ -122,6 +120,60 @@ class Task:
             )
         # the round that was drawn last
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
+
+    @classmethod
+    def from_dataset(
+        cls,
+        source: Any,
+        prompt: Column | None = None,
+        answer: Column | None = None,
+        reward: Any = None,
+        chat_template: Any = None,
+        *,
+        split: str = "train",
+        config: str | None = None,
+        streaming: bool = False,
+        unique: bool = False,
+        **options: Any,
+    ) -> Task:
+        """A task from a dataset: a name on the hub, a JSON Lines or Parquet file, a folder, rows, a DataFrame, ...
+
+        source         also an object of the datasets library, streaming ones too: they are read as far as is needed.
+                       `split`, `config` (a hub dataset's part, "main" of GSM8K) and `streaming` are for names and files
+        prompt         its column, or a function of the row; by default `prompt`, `question` or `problem`: a text, a
+                       chat, which goes through the model's chat template, or token ids
+        answer         its column, or a function of the row; by default verl's reward_model.ground_truth, or `answer`,
+                       `label`, `solution`, `ground_truth` or `target`; of GSM8K's "#### 42" the 42. All columns
+                       but the prompt are in `example.info`, as they are, and reach functions in TRL's signature
+        reward         as of `jv.Task`: for instance jv.rewards.math(), or a list of TRL's functions with `weights`
+        chat_template  True: texts become a user's message, and so go through the model's template; a Jinja text, or a
+                       tokenizer, that renders them here
+        unique         leave out rows whose prompt and answer an earlier one has; by default they stay, as weights
+
+        `options` are those of `jv.Task`. Prompts are checked now, those of a stream as they come. A row without an
+        answer stays: rewards of `jv.rewards` skip it.
+
+        >>> rows = [{"question": "6 * 7?", "answer": "6 * 7 = 42\\n#### 42", "level": 1}]
+        >>> task = jv.Task.from_dataset(rows, reward=jv.rewards.regex("[0-9]+", answer=True))
+        >>> task.example(0).answer, task.example(0).info["level"]
+        ('42', 1)
+        """
+        name, found = examples(
+            source,
+            prompt=prompt,
+            answer=answer,
+            chat_template=chat_template,
+            split=split,
+            config=config,
+            streaming=streaming,
+            unique=unique,
+        )
+        if reward is None and options.get("environment") is None:
+            raise ConfigError(
+                f"{name} says what is asked, but not how good an answer is",
+                remedy="reward=jv.rewards.math(), or your function(sample, example), or TRL's",
+            )
+        return cls(found, reward, **{"name": name, **options})
 
     def example(self, index: int) -> Example:
         """The example at a position: the same for the same index, in every session."""
@@ -234,65 +286,7 @@ class Task:
             )
 
 
-# Checks of arguments --------------------------------------------------------------------------------------------------
-
-
-def check_whole(name: str, given: Any, least: int = 1) -> None:
-    """Raise ConfigError unless it is a whole number of at least `least`."""
-    if isinstance(given, (bool, np.bool_)) or not isinstance(given, (int, np.integer)):
-        raise ConfigError(
-            f"{name}={given!r}",
-            remedy=f"{name} is a whole number of at least {least}",
-            option=name,
-        )
-    if given < least:
-        raise ConfigError(
-            f"{name}={given}", remedy=f"{name} is at least {least}", option=name
-        )
-
-
-def check_number(
-    name: str, given: Any, above: float | None = None, least: float | None = None
-) -> None:
-    """Raise ConfigError unless it is a finite number, above or at least a bound."""
-    is_number = isinstance(
-        given, (int, float, np.integer, np.floating)
-    ) and not isinstance(given, bool)
-    good = is_number and math.isfinite(given)
-    good = (
-        good and (above is None or given > above) and (least is None or given >= least)
-    )
-    if not good:
-        bound = (
-            f" above {above:g}"
-            if above is not None
-            else f" of at least {least:g}"
-            if least is not None
-            else ""
-        )
-        raise ConfigError(
-            f"{name}={given!r}", remedy=f"{name} is a finite number{bound}", option=name
-        )
-
-
-def check_choice(name: str, given: Any, choices: Sequence[Any]) -> None:
-    """Raise ConfigError unless it is one of these; 1 is not True."""
-    if not any(type(given) is type(choice) and given == choice for choice in choices):
-        remedy = f"{name} is one of {', '.join(map(repr, choices))}"
-        raise ConfigError(f"{name}={given!r}", remedy=remedy, option=name)
-
-
-def check_sampling(given: Any) -> None:
-    """Raise ConfigError unless these are sampling parameters by name, with a good max_tokens if there is one."""
-    if given is not None and not (
-        isinstance(given, Mapping) and all(isinstance(name, str) for name in given)
-    ):
-        raise ConfigError(
-            f"sampling is {given!r}",
-            remedy='sampling={"top_p": 0.9}, by the names of vLLM',
-        )
-    if given and given.get("max_tokens") is not None:
-        check_whole("max_tokens", given["max_tokens"])
+# Checks and conversions ---------------------------------------------------------------------------------------------
 
 
 def _check_call(

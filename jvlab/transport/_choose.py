@@ -7,17 +7,17 @@ from typing import Any
 from jvlab._errors import ConfigError
 from jvlab.transport._peer import Clock, Receiver, Sender
 
-NAMES = ("loopback", "shm", "gloo", "disk", "ipc", "nccl")
+NAMES = ("loopback", "shm", "tcp", "disk", "ipc", "nccl")
 # shm: 1 MiB slots halve the rate, 64 MiB slots add a fifth for 4 times the memory
 SLOT_BYTES = 16 << 20
 SLOTS = 3
+STREAMS = 4  # of tcp: one connection rarely fills a fast link; each costs a thread at both ends
 
 
 def choose(
     wanted: str,
     same_host: bool,
     device: str,
-    has_torch: bool,
     shm_free_bytes: int,
     need_bytes: int,
     engine: str = "cpu",
@@ -28,7 +28,7 @@ def choose(
     `need_bytes` is the size of all rings on this host, `shm_free_bytes` the memory available for them. `engine` is the
     device that the engines run on, `no_ipc` why the trainer can't write their memory, if it is known that it can't.
 
-    >>> jv.transport.choose("auto", True, "cpu", has_torch=True, shm_free_bytes=1 << 30, need_bytes=1 << 20)
+    >>> jv.transport.choose("auto", True, "cpu", shm_free_bytes=1 << 30, need_bytes=1 << 20)
     ('shm', 'both sides are on one host, which has 1,024 MiB free')
     """
     if engine == "cuda" or wanted == "ipc":
@@ -61,20 +61,15 @@ def choose(
                 f"both sides are on one host, which has {_mib(shm_free_bytes)} free{through}",
             )
         why = sizes if same_host else "the sides are on different hosts"
-        if has_torch:
-            return "gloo", f"{why}; torch is installed on both{through}"
-        return (
-            "disk",
-            f"{why}, and torch is missing on one side: files, through a folder that both see{through}",
-        )
+        return "tcp", f"{why}{through}"
     if wanted == "shm" and same_host and not fits:
         raise ConfigError(
             f"shm: {sizes}",
-            remedy='use fewer or smaller slots, or transport="gloo" or "disk"',
+            remedy='use fewer or smaller slots, or transport="tcp" or "disk"',
             need_bytes=need_bytes,
             free_bytes=shm_free_bytes,
         )
-    _check_asked(wanted, same_host, has_torch)
+    _check_asked(wanted, same_host)
     seen = (
         "; the folder must be one that both hosts see"
         if wanted == "disk" and not same_host
@@ -83,24 +78,19 @@ def choose(
     return wanted, f"asked for{seen}{through}"
 
 
-def _check_asked(wanted: str, same_host: bool, has_torch: bool) -> None:
+def _check_asked(wanted: str, same_host: bool) -> None:
     """Raise if an explicitly requested transport can't work here."""
     if wanted == "shm" and not same_host:
         raise ConfigError(
             "shm: the sides are on different hosts",
-            remedy='use transport="gloo", or "auto"',
-        )
-    if wanted == "gloo" and not has_torch:
-        raise ConfigError(
-            "gloo: torch is missing on one side",
-            remedy='pip install torch, or transport="shm"',
+            remedy='use transport="tcp", or "auto"',
         )
     if wanted == "loopback":
         raise ConfigError(
             "loopback joins two ends in one process, but an engine is another process",
-            remedy='use jvlab.transport.pair() in tests; for an engine "auto", "shm", "gloo" or "disk"',
+            remedy='use jvlab.transport.pair() in tests; for an engine "auto", "shm", "tcp" or "disk"',
         )
-    if wanted not in ("shm", "gloo", "disk"):
+    if wanted not in ("shm", "tcp", "disk"):
         raise ConfigError(
             f"unknown transport {wanted!r}",
             remedy=f'use "auto" or one of {", ".join(NAMES)}',
@@ -178,11 +168,14 @@ def listen(
     host: str = "127.0.0.1",
     directory: str | None = None,
     fsync: bool = False,
+    streams: int = STREAMS,
+    tls: bool | None = None,
 ) -> Sender:
     """Open the trainer's end of one channel.
 
     `slot_bytes` is the largest bucket, `slots` how many may be in flight. `peer` names the receiver in our errors and
-    `label` names us in its. `host` is the address that gloo and nccl bind to; `directory` and `fsync` apply to disk.
+    `label` names us in its. `host` is the address that tcp and nccl bind to; `directory` and `fsync` apply to disk,
+    `streams` (connections for bytes) and `tls` (if left out: unless `host` is loopback) to tcp.
 
     >>> sender = jv.transport.listen("loopback")
     >>> receiver = jv.transport.open_receiver(sender.endpoint(), deadline=5)
@@ -193,10 +186,10 @@ def listen(
         from jvlab.transport._shm import ShmSender
 
         return ShmSender(slot_bytes, slots, peer, label)
-    if name == "gloo":
-        from jvlab.transport._gloo import GlooSender
+    if name == "tcp":
+        from jvlab.transport._tcp import TcpSender
 
-        return GlooSender(slot_bytes, slots, peer, label, host)
+        return TcpSender(slot_bytes, slots, peer, label, host, streams, tls)
     if name == "nccl":
         from jvlab.transport._nccl import NcclSender
 
@@ -231,10 +224,10 @@ def open_receiver(
         from jvlab.transport._shm import ShmReceiver
 
         return ShmReceiver(endpoint, clock, label)
-    if name == "gloo":
-        from jvlab.transport._gloo import GlooReceiver
+    if name == "tcp":
+        from jvlab.transport._tcp import TcpReceiver
 
-        return GlooReceiver(endpoint, clock, label)
+        return TcpReceiver(endpoint, clock, label)
     if name == "nccl":
         from jvlab.transport._nccl import NcclReceiver
 

@@ -108,7 +108,7 @@ class Mapped:
         if plain["host"] != host_name():
             raise Unsupported(
                 f"{peer} is on another host: CUDA IPC reaches no further than this one",
-                remedy='connect with transport="nccl" or "gloo"',
+                remedy='connect with transport="nccl" or "tcp"',
             )
         self._check_reach(plain["bus"], peer)
         cp = cupy()

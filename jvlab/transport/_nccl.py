@@ -654,7 +654,7 @@ def check_versions(theirs: Any, ours: int, sender: Peer) -> None:
         raise TransportError(
             f"nccl: {sender} has NCCL {other}, this process {version_text(ours)}",
             remedy="install the same nvidia-nccl wheel on both sides (jvlab doctor shows them), or connect with "
-            'transport="gloo"',
+            'transport="tcp"',
             transport="nccl",
             reason="version",
             theirs=theirs,

@@ -449,7 +449,7 @@ def open_loopback(endpoint: dict[str, Any]) -> LoopbackReceiver:
     if sender is None:
         raise TransportError(
             "loopback: no sender of this process waits at that endpoint",
-            remedy="loopback joins two ends in one process; between processes use shm, gloo or disk",
+            remedy="loopback joins two ends in one process; between processes use shm, tcp or disk",
             reason="lost",
         )
     return LoopbackReceiver(sender)

@@ -92,7 +92,7 @@ class ShmSender(SlotSender):
     def __init__(self, slot_bytes: int, slots: int, peer: str, label: str) -> None:
         if not hasattr(os, "memfd_create"):
             raise Unsupported(
-                "shm needs Linux (memfd_create)", remedy='use transport="gloo"'
+                "shm needs Linux (memfd_create)", remedy='use transport="tcp"'
             )
         check_ring(self.name, slot_bytes, slots)
         self._stride = _stride(slot_bytes)
@@ -161,7 +161,7 @@ class ShmReceiver(SlotReceiver):
         if not sender.here:
             raise TransportError(
                 f"shm: {sender} runs on another host or in another container",
-                remedy='use transport="gloo"',
+                remedy='use transport="tcp"',
                 transport="shm",
                 reason="elsewhere",
             )

@@ -1,4 +1,4 @@
-"""Base of `shm`, `gloo` and `nccl`: slots that the sender fills and announces on a socket, and the receiver releases.
+"""Base of `shm`, `tcp` and `nccl`: slots that the sender fills and announces on a socket, and the receiver releases.
 
 sender: free slot → fill → BUCKET(slot, header)          receiver: BUCKET → recv → scatter → RELEASE(slot)
 """
@@ -15,6 +15,7 @@ import socket
 import struct
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from jvlab._errors import ConfigError, TransportError
@@ -32,7 +33,7 @@ from jvlab.transport._peer import (
     lost,
 )
 
-# The control socket of `shm`, `gloo` and `nccl`: small framed messages, and bounded waits.
+# The control socket of `shm`, `tcp` and `nccl`: small framed messages, and bounded waits.
 # A socket, not flags in shared memory, because the kernel then does what is hard in Python: the peer's death is seen at
 # once (its kernel closes the socket), a waiting thread sleeps without polling, and a message is a memory
 # barrier: a send puts the message into a queue under the socket's lock, a receive takes it out under the same
@@ -206,10 +207,15 @@ class FramedSocket:
 
 
 def _tune_tcp(sock: socket.socket) -> None:
-    """No delay for small messages; keepalive detects a vanished host in about 10 s."""
+    """No delay for small messages; a vanished host is noticed in about 10 s, whether or not something is on its way."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
+    for name, value in (
+        ("TCP_KEEPIDLE", 4),
+        ("TCP_KEEPINTVL", 2),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", 10_000),
+    ):
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
@@ -218,7 +224,7 @@ def _tune_tcp(sock: socket.socket) -> None:
 
 _BUCKET = struct.Struct("<IqqqQ")
 _SLOT = struct.Struct("<I")
-_HELLO_SECONDS = 2.0  # how long a silent connection may block the right one
+HELLO_SECONDS = 2.0  # how long a silent connection may block the right one
 
 
 class SlotSender:
@@ -267,7 +273,7 @@ class SlotSender:
         """Wait until the receiver has opened its end. A second call returns at once."""
         clock = Clock(deadline)
         while self._framed is None:
-            framed = self._accept(clock)
+            framed = FramedSocket(self._accept(clock), self.name, self._expected)
             try:
                 self._welcome(framed, clock)
             except BaseException:
@@ -356,6 +362,10 @@ class SlotSender:
         """A slot's memory, writable."""
         raise NotImplementedError
 
+    def _secured(self, sock: socket.socket) -> socket.socket:
+        """A new connection, encrypted if the transport does; an OSError refuses it."""
+        return sock
+
     def _send_welcome(self, framed: FramedSocket, clock: Clock) -> None:
         """Answer a hello with WELCOME and whatever the receiver needs."""
         framed.put(WELCOME)
@@ -374,8 +384,12 @@ class SlotSender:
 
     # ---- internal -------------------------------------------------------------------------------------------
 
-    def _accept(self, clock: Clock) -> FramedSocket:
-        """The next connection to our socket."""
+    def _accept(
+        self,
+        clock: Clock,
+        gone: Callable[[], TransportError | None] = lambda: None,
+    ) -> socket.socket:
+        """The next connection to our socket; `gone` says why nobody will come any more."""
         while True:
             with self._listener_lock:
                 if self._closed or self._listener is None:
@@ -383,15 +397,21 @@ class SlotSender:
                 clock.check(self.name, self._expected, "open its end")
                 waiter = select.poll()
                 waiter.register(self._listener, select.POLLIN)
-                if waiter.poll(1000 * min(clock.left(), TICK)):
-                    sock, _ = self._listener.accept()  # no deadline: there is one
-                    return FramedSocket(sock, self.name, self._expected)
+                if not waiter.poll(1000 * min(clock.left(), TICK)):
+                    if (error := gone()) is not None:
+                        raise error
+                    continue
+                sock, _ = self._listener.accept()  # no deadline: there is one
+            try:
+                return self._secured(sock)
+            except OSError:  # not one of us
+                sock.close()
 
     def _welcome(self, framed: FramedSocket, clock: Clock) -> None:
         """Handshake; a connection without the token is refused, and the wait continues."""
         try:
             kind, body = framed.get(
-                Clock(min(_HELLO_SECONDS, max(clock.left(), 1e-3))), "say hello"
+                Clock(min(HELLO_SECONDS, max(clock.left(), 1e-3))), "say hello"
             )
             hello = json.loads(body)
             known = kind == HELLO and hmac.compare_digest(

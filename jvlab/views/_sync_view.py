@@ -318,6 +318,15 @@ def known(report: SyncReport) -> str:
     return f"{words[report.verify]}{nonfinite}; meaning {report.meaning}"
 
 
+def sent_words(report: SyncReport) -> str:
+    """Bytes sent; of a sync of changes also of how many, and what share of the values changed."""
+    size = human_bytes(report.bytes)
+    if report.changed is None:
+        return size
+    whole = f" of {human_bytes(report.full_bytes)}" if report.delta else ""
+    return f"{size}{whole}, {report.changed:.2%} changed,"
+
+
 def sync_line(report: SyncReport) -> str:
     """The report's repr, without times."""
     count = len(report.outcomes)
@@ -326,7 +335,7 @@ def sync_line(report: SyncReport) -> str:
     again = (
         f", {counted_layers(report)} through vLLM's reload" if report.reloaded else ""
     )
-    size = human_bytes(report.bytes)
+    size = sent_words(report)
     return f"SyncReport(version {report.version}, {size} {ways} to {replicas}{again}, {known(report)})"
 
 
@@ -350,10 +359,13 @@ def reload_line(report: SyncReport) -> str:
 
 def sync_html(report: SyncReport) -> str:
     title = (
-        f"<b>version {report.version}</b> · {human_bytes(report.bytes)} · {report.gbps:.2f} GB/s · "
+        f"<b>version {report.version}</b> · {sent_words(report)} · {report.gbps:.2f} GB/s · "
         f"{escape(report.mode)} over {escape(report.transport)} · {escape(known(report))}"
     )
-    notes = "".join(f"<div>{escape(note)}</div>" for note in report.notes)
+    lines = list(report.notes)
+    if report.changed is not None and report.why_full not in ("", *lines):
+        lines.append(f"sent whole, at least in part: {report.why_full}")
+    notes = "".join(f"<div>{escape(line)}</div>" for line in lines)
     inside = f"{waterfall(report)}{_outcomes(report.outcomes)}{reload_line(report)}"
     return f'<div style="{BOX}">{title}{inside}{notes}</div>'
 

@@ -250,6 +250,10 @@ class Client:
             )
         return channel, rpc.LabStub(channel)
 
+    def link(self) -> LinkStream:
+        """The stream on which a link's orders go; not open yet."""
+        return LinkStream(self)
+
     def begin(self, method: str, *request: Any, deadline: Deadline) -> Any:
         """Start a call that times out shortly after the deadline: the gateway first reports what it waited for."""
         seconds = deadline.left() + ANSWER_SECONDS

@@ -255,11 +255,8 @@ def of_http(content: Mapping[str, Any], max_model_len: int) -> Asked:
         else DEFAULT_MAX_TOKENS
     )
     each = max(new_tokens(source, max_model_len, default) for source in sources)
-    given = (
-        sum(map(_tokens, content["prompt"]))
-        if isinstance(content.get("prompt"), list)
-        else 0
-    )
+    listed = [content.get(name) for name in ("prompt", "token_ids")]
+    given = sum(sum(map(_tokens, p)) for p in listed if isinstance(p, list))
     return Asked(n, prompts, n * prompts, n * (given + prompts * each))
 
 

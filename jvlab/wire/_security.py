@@ -25,6 +25,12 @@ def new_token() -> str:
     return secrets.token_urlsafe(32)
 
 
+def pool_key(token: str, http_url: str) -> str:
+    """A pool's key: generates at this address, and does nothing else. Whoever has the lab's token can compute it."""
+    made = hmac.digest(token.encode(), f"http key of {http_url}".encode(), "sha256")
+    return made.hex()
+
+
 def child_environment(**more: str) -> dict[str, str]:
     """Our environment for a child process, without the token: a child that needs it reads it from a pipe.
 

@@ -86,7 +86,9 @@ CHOICES = {
     "pause": ("keep", "wait", "abort"),
     "kv": ("keep", "recompute"),
     "nonfinite": ("refuse", "allow"),
+    "delta": ("auto", "always", "never"),
 }
+OURS = ("nonfinite", "delta")  # options that only the trainer uses
 # Reply codes with an error class of their own; "refused", "lost" and "failed" are plain SyncErrors.
 CODE_ERRORS: dict[str, type[errors.SyncError]] = {
     "busy": errors.LinkBusy,
@@ -120,11 +122,16 @@ class Terms:
     nonfinite: str = "refuse"  # NaN and Inf; only the trainer uses it
     replicas: tuple[str, ...] = ()  # the participants; empty: all
     stepped: bool = False  # in steps of a user's
+    delta: str = "never"  # whether only what changed is sent; only the trainer uses it
+    # what sparse buckets are changes to, and the name of what this sync leaves
+    base: str = ""
+    mark: str = ""
 
     @classmethod
     def read(cls, message: Any) -> Terms:
         """From a SyncTerms; an omitted option has its default."""
         names = ("mode", "verify", "require", "pause", "kv", "bucket_seconds")
+        names += ("base", "mark")
         given = {name: value for name in names if (value := getattr(message, name))}
         return cls(
             message.version,
@@ -135,7 +142,7 @@ class Terms:
 
     def message(self) -> pb.SyncTerms:
         return pb.SyncTerms(
-            **{name: value for name, value in vars(self).items() if name != "nonfinite"}
+            **{name: value for name, value in vars(self).items() if name not in OURS}
         )
 
     def problem(self) -> tuple[str, str] | None:
@@ -162,4 +169,6 @@ def for_workers(terms: Terms | pb.SyncTerms) -> dict[str, Any]:
         "mode": terms.mode,
         "verify": terms.verify,
         "bucket_seconds": terms.bucket_seconds,
+        "base": terms.base,
+        "mark": terms.mark,
     }

@@ -95,7 +95,7 @@ class PoolRequest(_message.Message):
     def __init__(self, pool: _Optional[str] = ...) -> None: ...
 
 class LaunchRequest(_message.Message):
-    __slots__ = ("pool", "model", "replicas", "tensor_parallel", "load", "device", "engine_json", "env_json", "routing", "http", "http_port", "place", "place_json", "limits_json")
+    __slots__ = ("pool", "model", "replicas", "tensor_parallel", "load", "device", "engine_json", "env_json", "routing", "http", "http_port", "place", "place_json", "limits_json", "http_key")
     POOL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +110,7 @@ class LaunchRequest(_message.Message):
     PLACE_FIELD_NUMBER: _ClassVar[int]
     PLACE_JSON_FIELD_NUMBER: _ClassVar[int]
     LIMITS_JSON_FIELD_NUMBER: _ClassVar[int]
+    HTTP_KEY_FIELD_NUMBER: _ClassVar[int]
     pool: str
     model: str
     replicas: int
@@ -124,7 +125,8 @@ class LaunchRequest(_message.Message):
     place: str
     place_json: str
     limits_json: str
-    def __init__(self, pool: _Optional[str] = ..., model: _Optional[str] = ..., replicas: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., load: _Optional[str] = ..., device: _Optional[str] = ..., engine_json: _Optional[str] = ..., env_json: _Optional[str] = ..., routing: _Optional[str] = ..., http: _Optional[bool] = ..., http_port: _Optional[int] = ..., place: _Optional[str] = ..., place_json: _Optional[str] = ..., limits_json: _Optional[str] = ...) -> None: ...
+    http_key: bool
+    def __init__(self, pool: _Optional[str] = ..., model: _Optional[str] = ..., replicas: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., load: _Optional[str] = ..., device: _Optional[str] = ..., engine_json: _Optional[str] = ..., env_json: _Optional[str] = ..., routing: _Optional[str] = ..., http: _Optional[bool] = ..., http_port: _Optional[int] = ..., place: _Optional[str] = ..., place_json: _Optional[str] = ..., limits_json: _Optional[str] = ..., http_key: _Optional[bool] = ...) -> None: ...
 
 class LabStatus(_message.Message):
     __slots__ = ("lab", "pid", "host", "started", "lease_seconds", "holders", "detached", "pools", "version", "public_address", "metrics_url")
@@ -153,7 +155,7 @@ class LabStatus(_message.Message):
     def __init__(self, lab: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., started: _Optional[float] = ..., lease_seconds: _Optional[float] = ..., holders: _Optional[_Iterable[str]] = ..., detached: _Optional[bool] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., version: _Optional[str] = ..., public_address: _Optional[str] = ..., metrics_url: _Optional[str] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
-    __slots__ = ("pool", "model", "tensor_parallel", "load", "device", "replicas", "closed", "version", "trainer", "sync", "routing", "revision", "http_url", "limits", "paused_by", "asleep_by", "stepping")
+    __slots__ = ("pool", "model", "tensor_parallel", "load", "device", "replicas", "closed", "version", "trainer", "sync", "routing", "revision", "http_url", "limits", "paused_by", "asleep_by", "stepping", "http_key")
     POOL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
@@ -171,6 +173,7 @@ class PoolStatus(_message.Message):
     PAUSED_BY_FIELD_NUMBER: _ClassVar[int]
     ASLEEP_BY_FIELD_NUMBER: _ClassVar[int]
     STEPPING_FIELD_NUMBER: _ClassVar[int]
+    HTTP_KEY_FIELD_NUMBER: _ClassVar[int]
     pool: str
     model: str
     tensor_parallel: int
@@ -188,7 +191,8 @@ class PoolStatus(_message.Message):
     paused_by: str
     asleep_by: str
     stepping: bool
-    def __init__(self, pool: _Optional[str] = ..., model: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., load: _Optional[str] = ..., device: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., closed: _Optional[bool] = ..., version: _Optional[int] = ..., trainer: _Optional[str] = ..., sync: _Optional[str] = ..., routing: _Optional[str] = ..., revision: _Optional[int] = ..., http_url: _Optional[str] = ..., limits: _Optional[_Union[CallLimits, _Mapping]] = ..., paused_by: _Optional[str] = ..., asleep_by: _Optional[str] = ..., stepping: _Optional[bool] = ...) -> None: ...
+    http_key: bool
+    def __init__(self, pool: _Optional[str] = ..., model: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., load: _Optional[str] = ..., device: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., closed: _Optional[bool] = ..., version: _Optional[int] = ..., trainer: _Optional[str] = ..., sync: _Optional[str] = ..., routing: _Optional[str] = ..., revision: _Optional[int] = ..., http_url: _Optional[str] = ..., limits: _Optional[_Union[CallLimits, _Mapping]] = ..., paused_by: _Optional[str] = ..., asleep_by: _Optional[str] = ..., stepping: _Optional[bool] = ..., http_key: _Optional[bool] = ...) -> None: ...
 
 class CallLimits(_message.Message):
     __slots__ = ("n", "prompts", "samples", "tokens")
@@ -761,7 +765,7 @@ class Endpoint(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., index: _Optional[int] = ..., ranks_json: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SyncTerms(_message.Message):
-    __slots__ = ("version", "mode", "verify", "require", "pause", "kv", "bucket_seconds", "replicas", "stepped")
+    __slots__ = ("version", "mode", "verify", "require", "pause", "kv", "bucket_seconds", "replicas", "stepped", "base", "mark")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     VERIFY_FIELD_NUMBER: _ClassVar[int]
@@ -771,6 +775,8 @@ class SyncTerms(_message.Message):
     BUCKET_SECONDS_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     STEPPED_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    MARK_FIELD_NUMBER: _ClassVar[int]
     version: int
     mode: str
     verify: str
@@ -780,7 +786,9 @@ class SyncTerms(_message.Message):
     bucket_seconds: float
     replicas: _containers.RepeatedScalarFieldContainer[str]
     stepped: bool
-    def __init__(self, version: _Optional[int] = ..., mode: _Optional[str] = ..., verify: _Optional[str] = ..., require: _Optional[str] = ..., pause: _Optional[str] = ..., kv: _Optional[str] = ..., bucket_seconds: _Optional[float] = ..., replicas: _Optional[_Iterable[str]] = ..., stepped: _Optional[bool] = ...) -> None: ...
+    base: str
+    mark: str
+    def __init__(self, version: _Optional[int] = ..., mode: _Optional[str] = ..., verify: _Optional[str] = ..., require: _Optional[str] = ..., pause: _Optional[str] = ..., kv: _Optional[str] = ..., bucket_seconds: _Optional[float] = ..., replicas: _Optional[_Iterable[str]] = ..., stepped: _Optional[bool] = ..., base: _Optional[str] = ..., mark: _Optional[str] = ...) -> None: ...
 
 class SyncSteps(_message.Message):
     __slots__ = ("phases", "terms", "digests", "nonfinite", "call")

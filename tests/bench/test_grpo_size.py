@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jvlab._errors import ConfigError
+from jvlab._errors import ConfigError, MissingDependency
 from jvlab.bench import _grpo
 from jvlab.bench._grpo import facts_of, jvlab_rows, reward_of, run_bench_grpo_size
 from jvlab.cli._cli import main
@@ -146,3 +146,31 @@ def test_without_a_model_the_small_bench_runs(monkeypatch: pytest.MonkeyPatch):
     assert asked == [((15, "cpu"), {"eager": False})]
     with pytest.raises(ConfigError, match="peer"):
         _grpo._peer_rows("nobody", {})
+
+
+def test_trl_with_and_without_a_pool(monkeypatch: pytest.MonkeyPatch):
+    """`bench trl`: both ways on a GPU, the pool alone on a CPU, where TRL has no engine of its own."""
+    asked: list[str] = []
+
+    def rows(side: str, order: dict[str, Any]) -> Any:
+        assert side == "trl"
+        asked.append(order["way"])
+        slow = order["way"] == "colocate"
+        yield {"step_s": 6.0 if slow else 3.0, "sync_s": 1.0 if slow else 0.1}
+
+    monkeypatch.setattr(_grpo, "_rows", rows)
+    monkeypatch.setattr(_grpo, "find_spec", lambda name: name)
+    monkeypatch.setattr(_grpo, "resolve", lambda device: device)
+    found = _grpo.run_bench_trl(tokens=[64], steps=2, device="cuda")
+    assert asked == ["colocate", "jvlab"]
+    assert found["vs_colocate_step_ratio"] == pytest.approx(2.0)
+    assert found["vs_colocate_sync_ratio"] == pytest.approx(10.0)
+    found = _grpo.run_bench_trl(device="cpu")
+    assert asked[2:] == ["jvlab"]
+    assert found["tokens"] == 32
+    assert "vs_colocate_step_ratio" not in found
+    with pytest.raises(ConfigError, match="0 steps"):
+        _grpo.run_bench_trl(steps=0, device="cpu")
+    monkeypatch.setattr(_grpo, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependency, match="needs TRL"):
+        _grpo.run_bench_trl(device="cpu")

@@ -298,7 +298,7 @@ class LabPage:
             f"!!window.jupyterapp?.shell?.currentWidget?.context?.path?.endsWith({json.dumps(path)})",
             180,
         )
-        self.raw.evaluate(f"() => {CONTEXT}.ready")
+        self._await(f"{CONTEXT}.ready")
         if kernel:
             self.wait_kernel()
         return self
@@ -307,10 +307,13 @@ class LabPage:
         """In the page that is open, with the kernel of an earlier test if there is one."""
         kernel, self._kernel = self._kernel, None
         options = {"path": path} | ({"kernel": {"id": kernel}} if kernel else {})
-        self.raw.evaluate(
-            "options => window.jupyterapp.commands.execute('docmanager:open', options)",
-            options,
+        self._await(
+            f"window.jupyterapp.commands.execute('docmanager:open', {json.dumps(options)})"
         )
+
+    def _await(self, promise: str) -> None:
+        """Not what it gives: all of JupyterLab hangs on a widget, and takes seconds to be sent here."""
+        self.raw.evaluate(f"async () => {{ await {promise}; }}")
 
     def close_notebook(self) -> None:
         """Close it in this page, in which the next `open` then is: quicker than in a new page, as otherwise."""
@@ -323,7 +326,7 @@ class LabPage:
         """Until a kernel exists, answered, is idle and connected (the label "Idle" is shown before there is one)."""
         self.until(f"!!{CONTEXT}.sessionContext.session?.kernel", seconds)
         kernel = f"{CONTEXT}.sessionContext.session.kernel"
-        self.raw.evaluate(f"() => {kernel}.info.then(() => true)")
+        self._await(f"{kernel}.info")
         self.until(
             f"{kernel}.status === 'idle' && {kernel}.connectionStatus === 'connected'",
             seconds,
@@ -390,11 +393,11 @@ class LabPage:
         return plain("".join(text)).strip()
 
     def save(self) -> None:
-        self.raw.evaluate(f"() => {CONTEXT}.save()")
+        self._await(f"{CONTEXT}.save()")
 
     def shut_kernel(self) -> None:
         """Shut the notebook's kernel down, as a person does from the menu."""
-        self.raw.evaluate(f"() => {CONTEXT}.sessionContext.shutdown()")
+        self._await(f"{CONTEXT}.sessionContext.shutdown()")
 
     # Looking and clicking -----------------------------------------------------------------------------------------
 
@@ -453,9 +456,8 @@ class LabPage:
     def theme(self, name: str) -> None:
         """ "light" or "dark"."""
         full = {"light": "JupyterLab Light", "dark": "JupyterLab Dark"}[name]
-        self.raw.evaluate(
-            "theme => window.jupyterapp.commands.execute('apputils:change-theme', {theme})",
-            full,
+        self._await(
+            f"window.jupyterapp.commands.execute('apputils:change-theme', {{theme: {json.dumps(full)}}})"
         )
         self.until(f"document.body.dataset.jpThemeName === {json.dumps(full)}")
 

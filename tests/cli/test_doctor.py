@@ -153,7 +153,7 @@ def test_looking_imports_none_of_the_heavy_packages():
 def test_without_a_gpu(machine):
     facts = machine()
     works = {name for name, state in facts["transports"].items() if state["works"]}
-    assert works == {"loopback", "shm", "gloo", "disk"}
+    assert works == {"loopback", "shm", "tcp", "disk"}
     assert "no GPU (no NVIDIA driver)" in facts["transports"]["ipc"]["why"]
     assert facts["transports"]["nccl"]["install"]
     assert facts["warnings"] == []
@@ -192,7 +192,6 @@ def test_with_a_gpu_and_everything_installed(machine):
             {"nccl"},
             "are not compatible",
         ),
-        ({"torch": None}, {"gloo"}, "torch is not installed"),
         ({"shared_memory": OSError("no /dev/shm")}, {"shm"}, "no /dev/shm"),
         ({"disk": OSError("read-only")}, {"disk"}, "not writable"),
         ({"packages": {"safetensors": None}}, {"disk"}, "safetensors is not installed"),

@@ -29,6 +29,7 @@ class HttpFakeReplica(FakeReplica):
     async def start(self) -> None:
         app = web.Application()
         app.router.add_post("/v1/completions", self.complete)
+        app.router.add_post("/inference/v1/generate", self.complete)
         app.router.add_get("/v1/models", self.models)
         self.web = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1

@@ -11,13 +11,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import aiohttp
 import httpx
 import openai
 import pytest
+import requests
 
 import jvlab as jv
 from jvlab import errors
 from jvlab.gateway import _http_front
+from jvlab.wire import _security
 from tests.gateway.fake_http import HttpFakeReplica
 from tests.gateway.fake_lab import FakeLab
 from tests.waiting import until
@@ -72,12 +75,15 @@ def test_requests_spread_and_are_counted(fake_lab: FakeLab, ask: openai.OpenAI):
         ({"prompt": [1, 2, 3]}, 1),
         ({"prompt": [[1, 2], [3]]}, 2),
         ({"messages": [{"role": "user", "content": "x"}], "n": 2}, 2),
+        ({"token_ids": [1, 2, 3], "sampling_params": {"n": 3}}, 3),
     ],
 )
 def test_samples_of_a_request(
     fake_lab: FakeLab, raw: httpx.Client, body: dict[str, Any], parts: int
 ):
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    if "token_ids" in body:
+        path = "/inference/v1/generate"
     # the fake has no chat: what it does not know comes back as it is
     if "messages" in body:
         assert raw.post(path, json=body).status_code == 404
@@ -149,6 +155,91 @@ def test_token_and_routes(http_pool: jv.Pool, raw: httpx.Client):
     assert 'jvlab_pool_healthy_replicas{pool="p"} 2' in raw.get("/metrics").text
     assert raw.post("/v1/completions", content=b"{").status_code == 400
     assert raw.post("/v1/completions", content=b"[]").status_code == 400
+
+
+@pytest.fixture
+def keyed(
+    fake_lab: FakeLab, client: jv.Lab, llama: str, monkeypatch: pytest.MonkeyPatch
+) -> jv.Pool:
+    monkeypatch.setattr("tests.gateway.fake_lab.FakeReplica", HttpFakeReplica)
+    return client.launch(llama, name="k", http=True, http_key=True).wait(60)
+
+
+def key_of(pool: jv.Pool) -> str:
+    """What the key would be, whether or not the pool takes one."""
+    return _security.pool_key(pool.http_token, pool.http_url.removesuffix("/v1"))
+
+
+def test_a_key_in_the_url_is_off_unless_asked_for(
+    http_pool: jv.Pool, client: jv.Lab, llama: str
+):
+    with pytest.raises(errors.ConfigError, match="takes no key") as caught:
+        _ = http_pool.http_key_url
+    assert "http_key=True" in caught.value.remedy
+    with pytest.raises(errors.ConfigError, match="no HTTP is served"):
+        client.launch(llama, http_key=True)
+    base = http_pool.http_url.removesuffix("/v1")
+    for key in (key_of(http_pool), http_pool.http_token, ""):
+        reply = httpx.get(f"{base}/v1/models", auth=("jvlab", key))
+        assert reply.status_code == 401
+
+
+def test_a_key_in_the_url_generates_and_does_nothing_else(
+    fake_lab: FakeLab, keyed: jv.Pool
+):
+    url = keyed.http_key_url
+    base = keyed.http_url.removesuffix("/v1")
+    body = {"model": "fake", "prompt": "x"}
+    tokens = {"token_ids": [1], "sampling_params": {}}
+    # clients as trainers use them: a base URL, and no header of ours
+    assert requests.get(f"{url}/health", timeout=60).status_code == 200
+    assert requests.get(f"{url}/v1/models", timeout=60).json()["data"]
+    assert httpx.post(f"{url}/v1/completions", json=body).json()["choices"]
+    assert httpx.post(f"{url}/inference/v1/generate", json=tokens).json()["choices"]
+
+    async def post() -> Any:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{url}/v1/completions", json=body) as reply,
+        ):
+            return await reply.json()
+
+    assert asyncio.run(post())["choices"][0]["text"] == "k/0"
+    assert len(fakes(fake_lab)[0].asked) == 3
+    key = key_of(keyed)
+    assert httpx.URL(url).password == key
+    for path in ("/bridge/status", "/bridge/openapi.json", "/metrics", "/nowhere"):
+        assert httpx.get(f"{url}{path}").status_code == 401, path
+    assert httpx.post(f"{url}/bridge/pause", json={}).status_code == 401
+    wrong: list[Any] = [None, ("jvlab", ""), ("jvlab", key[:-1]), ("root", key)]
+    wrong += [("jvlab", keyed.http_token), ("jvlab", key.upper())]
+    for auth in wrong:
+        reply = httpx.post(f"{base}/v1/completions", json=body, auth=auth)
+        assert reply.status_code == 401, auth
+    for given in (f"Bearer {key}", f"Basic {key}", key, "Basic", "Basic \xff"):
+        reply = httpx.post(
+            f"{base}/v1/completions",
+            json=body,
+            headers=[(b"Authorization", given.encode("latin-1"))],
+        )
+        assert reply.status_code == 401, given
+    assert len(fakes(fake_lab)[0].asked) == 3, "nothing of that reached a replica"
+
+
+def test_a_key_is_seen_by_those_who_ask_for_it_only(
+    keyed: jv.Pool, client: jv.Lab, capfd: pytest.CaptureFixture[str]
+):
+    key = key_of(keyed)
+    httpx.get(f"{keyed.http_key_url}/v1/models")
+    shown = [repr(keyed), keyed._repr_html_(), json.dumps(keyed.status()), str(client)]
+    shown += [json.dumps(client.status()), *capfd.readouterr()]
+    assert not [text for text in shown if key in text]
+    # another client of the lab can ask too; another pool has another key
+    other = client.launch(keyed.model, name="l", http=True, http_key=True).wait(60)
+    assert key not in other.http_key_url
+    other.close()
+    with pytest.raises(errors.ConfigError, match="takes no key"):
+        _ = other.http_key_url
 
 
 def test_a_stream_arrives_event_by_event(fake_lab: FakeLab, ask: openai.OpenAI):

@@ -19,6 +19,8 @@ EOS = 2
 class FakeLink:
     """Takes parameters for arrived; `on_sync` is called with them."""
 
+    closed = False
+
     def __init__(self, pool: FakePool, trainer: Any, options: dict[str, Any]) -> None:
         self.pool = pool
         self.trainer = trainer
@@ -51,6 +53,9 @@ class FakePool:
         self.on_call: Any = lambda number: None
         # calls that must be there at once before any of them is answered
         self._together = threading.Barrier(together, timeout=30)
+
+    def wait(self, timeout: Any = None, progress: Any = None) -> FakePool:
+        return self
 
     def facts(self, timeout: Any = None) -> Any:
         return SimpleNamespace(max_model_len=self._room, max_adapters=0)

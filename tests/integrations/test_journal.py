@@ -18,7 +18,14 @@ def generate(journal: Journal, version: int, *texts: str, prompt: str = "p") -> 
     """One call: a sample of each text, three tokens of this version."""
     tally = RolloutTally()
     samples = [
-        jv.Sample(0, k, [1, 2], [3, 4, 5], versions=((version, 0, 3),), text=text)
+        jv.Sample(
+            prompt_index=0,
+            sample_index=k,
+            prompt_token_ids=np.array([1, 2]),
+            token_ids=np.array([3, 4, 5]),
+            versions=((version, 0, 3),),
+            text=text,
+        )
         for k, text in enumerate(texts)
     ]
     for sample in samples:

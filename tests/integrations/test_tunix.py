@@ -40,7 +40,7 @@ from tests.integrations.tunix_world import (
     rollout_on,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 CONFIG = {"max_tokens_to_generate": 6, "max_prompt_length": 8, "temperature": 1.0}
 
 
@@ -74,7 +74,7 @@ def make(actor: Any, tokenizer: Any) -> Any:
     return make
 
 
-def generate(rollout: Any, prompts: list[str], **config: Any) -> RolloutOutput:
+def generate(rollout: Any, prompts: Any, **config: Any) -> Any:
     given = {**CONFIG, "return_logprobs": True, **config}
     return rollout.generate(prompts, RolloutConfig(**given))
 

@@ -31,9 +31,10 @@ from tunix.models.qwen3 import model as qwen3
 from tunix.models.qwen3 import params as qwen3_params
 
 from jvlab.integrations._tunix_lora import PREFIX, Adapters
+from tests.fuzzing import soak_but
 from tests.integrations.tunix_world import mesh
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 # of Gemma with as many key heads as two, shapes do not tell heads from key and value
 FAMILIES = ("qwen3", "llama", "gemma3", "gemma3-1")
 LAYERS = ".*(q_proj|kv_einsum|q_einsum|k_proj|v_proj|o_proj|attn_vec_einsum|gate_proj|up_proj|down_proj)"
@@ -85,7 +86,7 @@ def bound(params: Any, folder: str) -> list[Binding]:
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> tuple[str, str, Any]:
     name, _, heads = request.param.partition("-")
-    more = {"num_key_value_heads": int(heads)} if heads else {}
+    more: dict[str, Any] = {"num_key_value_heads": int(heads)} if heads else {}
     folder = jv.models.tiny(name, num_hidden_layers=2, **more)
     return name, folder, loaded(name, folder)
 
@@ -106,6 +107,9 @@ def test_every_value_goes_where_the_checkpoint_has_it(family: tuple[str, str, An
     assert left <= {"lm_head.weight"}
 
 
+@pytest.mark.parametrize(
+    "family", soak_but(["llama", "gemma3-1"], FAMILIES), indirect=True
+)
 def test_lora_becomes_pefts_tensors_and_back(family: tuple[str, str, Any]):
     name, folder, model = family
     provider = qwix.LoraProvider(module_path=LAYERS, rank=4, alpha=6.0)

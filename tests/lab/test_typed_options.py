@@ -116,5 +116,5 @@ def test_what_other_rooms_know_of_a_pool_is_locked():
         *("unload_adapter", "pause", "resume", "sleep", "wake", "tokenizer"),
         *("status", "logs", "trace", "peek", "look", "hidden", "restart", "scale"),
         "close",
-        *("limits", "http_url", "http_token", "replicas", "panel"),
+        *("limits", "http_url", "http_key_url", "http_token", "replicas", "panel"),
     }

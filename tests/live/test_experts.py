@@ -286,6 +286,7 @@ def test_replay_in_16_bits(lab: jv.Lab) -> None:
     assert gaps(with_other_experts(batch, 16), policy, "full").mean() > 10 * full.mean()
 
 
+@pytest.mark.soak  # without an engine: tests/sync/test_plan_vllm.py
 def test_ranks_hold_their_parts_of_every_expert(lab: jv.Lab, tmp_path: Path) -> None:
     policy, changed, folder = saved("mixtral", tmp_path, fsdp=2, ep=2)
     with lab.launch(folder, tensor_parallel=2, engine=ROUTED).wait() as pool:

@@ -209,6 +209,113 @@ def test_a_game_of_several_turns(
         assert (sample.token_versions[mask] >= 0).all()
 
 
+class Count:
+    """An environment in TRL's style: a tool that adds, and a reward for what was added."""
+
+    def reset(self, start: int = 0, **row: Any) -> str:
+        self.total = start
+        return f" Start at {start}."
+
+    def add(self, number: int) -> str:
+        """
+        Adds a number.
+
+        Args:
+            number: What to add.
+        """
+        self.total += number
+        return f"{self.total} now"
+
+    def get_reward(self) -> float:
+        return self.total / 10
+
+
+def test_an_environment_with_tools(
+    lab: jv.Lab,
+    engine: tuple[jv.Pool, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Random weights call no tool: here each turn with an even number of tokens counts as a call."""
+    from jvlab.trainer import _groups
+    from tests.trainer.test_tool_environments import TEMPLATE
+
+    pool, model = engine
+    tokenizer = _groups.model_tokenizer(model)
+    called = {"function": {"name": "add", "arguments": {"number": 1}}}
+    parse = lambda ids: {"tool_calls": [called] if len(ids) % 2 == 0 else []}
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    monkeypatch.setattr(tokenizer, "response_template", "", raising=False)
+    monkeypatch.setattr(tokenizer, "parse_response", parse, raising=False)
+    rows = [{"prompt": "Count.", "start": n} for n in (1, 2)]
+    task = jv.Task.from_dataset(
+        rows,
+        environment=Count,
+        sampling={"max_tokens": 4, "stop_token_ids": [*range(5, 200)]},
+    )
+    run = train(lab, pool, model, tmp_path / "run", task=task, steps=2, max_turns=3)
+    record = run.record
+    assert record.summary()["logprob_gap"] < 1e-3, "turns line up with what was sampled"
+    assert record.summary()["faults"] == {}
+    several = [s for s in record.samples() if 0 in s.mask]
+    assert several, "some episode called a tool"
+    for sample in several:
+        mask = np.array(sample.mask, bool)
+        shown = tokenizer.decode(np.array(sample.tokens)[~mask])
+        assert "<|im_start|>tool\n" in shown
+        assert " now<|im_end|>" in shown
+        assert (sample.token_versions[~mask] == -1).all()
+        assert (np.array(sample.logprobs)[~mask] == 0).all()
+        assert sample.reward > 0.1
+
+
+def digits_share(completions: list[Any], **columns: Any) -> list[float]:
+    texts = [c[0]["content"] for c in completions]
+    return [sum(c.isdigit() for c in t) / max(1, len(t)) for t in texts]
+
+
+async def brief_enough(completion_ids: list[Any], completions: Any, most: Any) -> Any:
+    return [
+        None if m is None else float(len(c) <= m)
+        for c, m in zip(completion_ids, most, strict=True)
+    ]
+
+
+def test_what_people_bring(lab: jv.Lab, engine: tuple[jv.Pool, str], tmp_path: Path):
+    """Rows of a dataset with chats, rewards in TRL's signature, and a report, on a real engine."""
+    chat = [{"role": "user", "content": "Digits, please."}]
+    rows = [{"prompt": chat, "most": 8}, {"prompt": chat, "most": None}]
+    calls: list[tuple[dict[str, float], int]] = []
+    run = train(
+        lab,
+        *engine,
+        tmp_path / "run",
+        task=jv.Task.from_dataset(
+            rows,
+            reward=[digits_share, brief_enough],
+            weights=[1.0, 0.1],
+            sampling={"max_tokens": 12},
+        ),
+        steps=2,
+        report_to=lambda metrics, step: calls.append((metrics, step)),
+    )
+    assert run.record.summary()["faults"] == {}
+    assert [step for _, step in calls] == [1, 2]
+    assert "rewards/digits_share/mean" in calls[0][0]
+    asked = [s.reward_parts for s in run.record.samples() if s.group % 2 == 0]
+    assert all(set(p) == {"digits_share", "brief_enough"} for p in asked)
+    other = [s.reward_parts for s in run.record.samples() if s.group % 2]
+    assert all(set(p) == {"digits_share"} for p in other)
+    first = run.record.samples()[0]
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(engine[1])
+    wanted = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_dict=False
+    )
+    assert list(first.prompt_tokens) == list(wanted), "the model's own template"
+
+
 def test_a_replica_killed_mid_run_costs_a_note_not_the_run(lab: jv.Lab, tmp_path: Path):
     """kill -9 of one of two replicas while both generate: the run ends, on what the other one makes."""
     model = jv.models.tiny("llama", vocab_size=288)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -193,6 +196,98 @@ def test_streams_of_the_gateway_are_whole(web: jv.Pool, gateway: openai.OpenAI):
         wrong.models.list()
 
 
+def test_tokens_in_tokens_out(web: jv.Pool, bridge: httpx.Client):
+    """vLLM's own route, as verifiers and prime-rl speak it."""
+    path = "/inference/v1/generate"
+    prompt = [5, 6, 7, 8]
+    sampling = {"max_tokens": 6, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+    sampling |= {"logprobs": 1, "n": 2}
+    body = {"model": web.model, "token_ids": prompt, "sampling_params": sampling}
+    reply = bridge.post(path, json={**body, "return_token_ids": True})
+    assert reply.status_code == 200, reply.text
+    version = web.status()["version"]
+    assert reply.headers["x-jvlab-version"] == str(version)
+    answer = reply.json()
+    assert answer["prompt_token_ids"] == prompt
+    for choice in answer["choices"]:
+        tokens = choice["token_ids"]
+        content = choice["logprobs"]["content"]
+        assert len(tokens) == 6
+        assert [entry["token_id"] for entry in content] == tokens
+        assert [entry["token"] for entry in content] == [
+            f"token_id:{token}" for token in tokens
+        ]
+        spans = choice["weight_versions"]
+        assert [(s["version"], s["start"], s["end"]) for s in spans] == [
+            (str(version), 0, 6)
+        ]
+        scored = web.score([prompt + tokens])[0][len(prompt) :]
+        sampled = [entry["logprob"] for entry in content]
+        np.testing.assert_allclose(scored, sampled, atol=1e-4)
+    # the same, event by event
+    one = {**body, "sampling_params": {**sampling, "n": 1}, "stream": True}
+    with bridge.stream("POST", path, json=one) as stream:
+        lines = [line for line in stream.iter_lines() if line.startswith("data: {")]
+    events = [json.loads(line.removeprefix("data: "))["choices"] for line in lines]
+    parts = [choice for choices in events for choice in choices]
+    assert len([part for part in parts if part["token_ids"]]) > 1
+    joined = [token for part in parts for token in part["token_ids"] or ()]
+    entries = [e for p in parts if p["logprobs"] for e in p["logprobs"]["content"]]
+    assert [entry["token"] for entry in entries] == [f"token_id:{t}" for t in joined]
+    base = web.http_url.removesuffix("/v1")
+    assert httpx.post(f"{base}{path}", json=body).status_code == 401
+    for wrong, word in (
+        ({**body, "token_ids": [10**7]}, "the vocabulary has"),
+        ({**body, "token_ids": [1] * 10**6}, ""),
+        ({**body, "sampling_params": {"n": 10**7}}, "samples of one prompt"),
+    ):
+        refused = bridge.post(path, json=wrong)
+        assert refused.status_code == 400, refused.text
+        assert word in refused.json()["error"]["message"]
+
+
+VERIFIERS = """
+import asyncio, json, os, sys
+from verifiers.v1.clients.train import TrainClient
+from verifiers.v1.configs.client import TrainClientConfig
+from verifiers.v1.dialects import ChatDialect
+from verifiers.v1.types import SamplingConfig
+
+model, url = sys.argv[1:]
+
+async def main():
+    client = TrainClient(TrainClientConfig(base_url=url, api_key_var="LAB_TOKEN", renderer_model_name=model))
+    body = {"model": model, "messages": [{"role": "user", "content": "Tell me a story"}]}
+    sampling = SamplingConfig(max_tokens=8, temperature=1.0)
+    found = await client.get_response(ChatDialect(), body, sampling)
+    tokens = found.tokens
+    print(json.dumps([tokens.prompt_ids, tokens.completion_ids, tokens.completion_logprobs, found.finish_reason]))
+
+asyncio.run(main())
+"""
+
+
+def test_a_client_of_verifiers(web: jv.Pool):
+    """verifiers 0.4 moves openai and mcp: it is installed elsewhere, `pip install --target DIR verifiers==0.4.0`."""
+    folder = os.environ.get("JVLAB_VERIFIERS")
+    if not folder:
+        pytest.skip("JVLAB_VERIFIERS names no folder with verifiers in it")
+    done = subprocess.run(
+        [sys.executable, "-c", VERIFIERS, web.model, web.http_url],
+        env={**os.environ, "PYTHONPATH": folder, "LAB_TOKEN": web.http_token},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    prompt, tokens, logprobs, finish = json.loads(done.stdout.splitlines()[-1])
+    assert finish in ("length", "stop")
+    assert len(logprobs) == len(tokens) > 0
+    scored = web.score([prompt + tokens])[0][len(prompt) :]
+    np.testing.assert_allclose(scored, logprobs, atol=1e-4)
+
+
 def test_a_client_that_leaves_ends_its_request_in_the_engine(
     web: jv.Pool, gateway: openai.OpenAI
 ):
@@ -244,6 +339,32 @@ HOSTILE = [
 ]
 
 
+HOSTILE_TOKENS = [
+    b"{}",
+    b"[]",
+    b'{"token_ids": [1]}',
+    b'{"token_ids": [], "sampling_params": {}}',
+    b'{"token_ids": [-5], "sampling_params": {}}',
+    b'{"token_ids": [99999999], "sampling_params": {}}',
+    b'{"prompt": "x", "token_ids": [99999999], "sampling_params": {}}',
+    b'{"token_ids": [[1]], "sampling_params": {}}',
+    b'{"token_ids": "x", "sampling_params": {}}',
+    b'{"token_ids": [1], "sampling_params": []}',
+    b'{"token_ids": [1], "sampling_params": {"n": 200000}}',
+    b'{"token_ids": [1], "sampling_params": {"n": 0}}',
+    b'{"token_ids": [1], "sampling_params": {"temperature": NaN}}',
+    b'{"token_ids": [1], "sampling_params": {"temperature": -1}}',
+    b'{"token_ids": [1], "sampling_params": {"max_tokens": -1}}',
+    b'{"token_ids": [1], "sampling_params": {"logprobs": 100000}}',
+    b'{"token_ids": [1], "sampling_params": {"logit_bias": {"99999999": 1}}}',
+    b'{"token_ids": [1], "sampling_params": {"allowed_token_ids": [99999999]}}',
+    b'{"token_ids": [1], "sampling_params": {"stop_token_ids": ["a"]}}',
+    b'{"token_ids": [1], "sampling_params": {"no_such_field": 1}}',
+    b'{"token_ids": [1], "sampling_params": {}, "model": "no"}',
+    b'{"token_ids": [1], "sampling_params": {}, "priority": 1%s}' % (b"0" * 40),
+]
+
+
 def test_hostile_requests_are_refused_and_harmless(web: jv.Pool):
     """By the gateway and by a replica itself: never a 500, and the engine lives on."""
     headers = {
@@ -264,6 +385,11 @@ def test_hostile_requests_are_refused_and_harmless(web: jv.Pool):
                             reply.text[:200],
                         )
                     )
+            for body in HOSTILE_TOKENS:
+                path = f"{url.removesuffix('/v1')}/inference/v1/generate"
+                reply = client.post(path, content=body)
+                if reply.status_code >= 500:
+                    wrong.append((path, body[:60], reply.status_code, reply.text[:200]))
             assert (
                 client.post(
                     f"{url}/chat/completions", content=b'{"messages":' + b"[" * 100_000

@@ -157,7 +157,7 @@ def test_requests_in_flight_go_on_with_spans(
     ended = link.sync(policy.lora).version
     thread.join()
     assert {v for s in out for v in s.versions.tolist()} == {began, ended}
-    whole = adapting.generate(PROMPTS, **many)
+    whole = adapting.generate(PROMPTS, **GREEDY)
     assert {v for s in whole for v in s.versions.tolist()} == {ended}, (
         "and no block of older KV is read"
     )

@@ -195,7 +195,7 @@ def test_three_processes_one_killed_in_the_middle(world: World):
     # and whoever comes next is served, with the version counted on
     other = world.parties["jax 2"].ready()
     assert (
-        all_equal(other.ask("connect", model=world.one, transport="gloo"))["version"]
+        all_equal(other.ask("connect", model=world.one, transport="tcp"))["version"]
         == version
     )
     there = all_equal(other.ask("sync", model=world.two))

@@ -1,4 +1,4 @@
-"""What the pages for users show is what happens: their Python runs, and a command prints what they say it prints."""
+"""What the pages for users show is what happens: their Python runs."""
 
 from __future__ import annotations
 
@@ -11,19 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.fuzzing import soak_but
+from tests.pages import blocks
 
 pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "notebooks/GUIDE.md")
 ENDS_IN_S = 500
-
-
-def blocks(page: str, language: str) -> list[str]:
-    return re.findall(
-        rf"^```{language}\n(.*?)^```",
-        (ROOT / page).read_text(),
-        re.MULTILINE | re.DOTALL,
-    )
 
 
 @pytest.mark.parametrize("page", soak_but(PAGES[:1], PAGES))
@@ -50,26 +43,3 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(page: str, tmp_path: Path)
         shown[1],
         report,
     )
-
-
-def test_the_plan_of_the_guide_is_what_the_command_prints():
-    """In a process of its own: it imports vLLM, which keeps the streams that it finds."""
-    block = next(
-        text
-        for text in blocks("notebooks/GUIDE.md", "console")
-        if text.startswith("$ jvlab plan")
-    )
-    command, shown = block.split("\n", 1)
-    done = subprocess.run(
-        [sys.executable, "-m", "jvlab", *command.split()[2:]],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=ENDS_IN_S,
-    )
-    pattern = (
-        re.escape(shown.strip())
-        .replace(re.escape("…"), "(?s:.*)")
-        .replace("…", "(?s:.*)")
-    )
-    assert re.fullmatch(pattern, done.stdout.strip()), done.stdout + done.stderr

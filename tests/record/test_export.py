@@ -8,17 +8,21 @@ import json
 import math
 import re
 import sys
+import threading
 import types
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from jvlab._errors import MissingDependency
+from jvlab._errors import ConfigError, MissingDependency
 from jvlab.gateway._http_server import prometheus_text
 from jvlab.record import _export
 from jvlab.record._events import Event, FaultEvent, RolloutEvent, StepEvent, SyncEvent
+from jvlab.record._export import check_reports
 from jvlab.record._record import Record
 from tests.record.synthetic import made_up
 
@@ -308,3 +312,193 @@ def test_wandb_gets_one_log_per_event_with_numbers(
     assert len(logged) == sum(isinstance(e, kinds) for e in record.events())
     assert [x["step"] for x in logged if "reward/mean" in x] == list(range(25))
     assert finished == [True]
+
+
+# ---------------------------------------------------------------------------------------------------- reports
+
+
+def reported(folder: Path, to: Any, **options: Any) -> Any:
+    """A small run of a fake pool that reports somewhere."""
+    from jvlab.trainer._grpo import grpo
+    from tests.trainer.fake_pool import fresh_params, logprobs_fn, share, task, world
+
+    def sevens(completions: Any, log_metric: Any, **columns: Any) -> list[float]:
+        log_metric("mine", 3.0)
+        return [c.split().count("7") / 6 for c in completions]
+
+    pool, link = world()
+    given: dict[str, Any] = {
+        "steps": 2,
+        "group_size": 4,
+        "prompts_per_step": 2,
+        "folder": folder,
+        "checkpoint_every": 1,
+        "progress": False,
+        "background": True,
+        "evaluate": task(),
+        "evaluate_prompts": 2,
+        **options,
+    }
+    run = grpo(
+        (fresh_params(), logprobs_fn),
+        pool,  # type: ignore[arg-type]
+        link,  # type: ignore[arg-type]
+        task([sevens, share], weights=[0.5, 1.0]),
+        report_to=to,
+        **given,
+    )
+    return run.wait(120)
+
+
+NAMES = [
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "num_tokens",
+    "step_time",
+    "reward",
+    "reward_std",
+    "frac_reward_zero_std",
+    "entropy",
+    "completions/mean_length",
+    "completions/min_length",
+    "completions/max_length",
+    "completions/clipped_ratio",
+    "clip_ratio/low_mean",
+    "clip_ratio/high_mean",
+    "clip_ratio/region_mean",
+    "rewards/sevens/mean",
+    "rewards/sevens/std",
+    "rewards/share/mean",
+    "sampling/sampling_logp_difference/mean",
+    "sampling/sampling_logp_difference/max",
+    "sampling/importance_sampling_ratio/mean",
+    "mine",
+]
+
+
+@pytest.mark.slow
+def test_numbers_have_the_names_of_trl(tmp_path: Path) -> None:
+    calls: list[tuple[dict[str, float], int]] = []
+    run = reported(
+        tmp_path / "run", [lambda metrics, step: calls.append((metrics, step))]
+    )
+    steps = [(numbers, step) for numbers, step in calls if "loss" in numbers]
+    assert [step for _, step in steps] == [1, 2], "as TRL counts"
+    for name in NAMES:
+        assert name in steps[0][0], name
+    assert [step for numbers, step in calls if "eval_reward" in numbers] == [0, 2]
+    first = steps[0][0]
+    kept = [s for s in run.record.samples() if s.step == 0]
+    mean = lambda values: pytest.approx(float(np.mean(list(values))))
+    assert first["reward"] == mean(s.reward for s in kept)
+    parts = [s.reward_parts["sevens"] / 0.5 for s in kept]
+    assert first["rewards/sevens/mean"] == mean(parts), "before its weight"
+    assert first["completions/mean_length"] == mean(len(s.tokens) for s in kept)
+    assert first["num_tokens"] == sum(
+        len(s.tokens) + len(s.prompt_tokens) for s in kept
+    )
+    assert steps[1][0]["num_tokens"] > first["num_tokens"]
+    assert all(np.isfinite(v) for numbers, _ in calls for v in numbers.values())
+
+
+@pytest.mark.slow
+def test_a_report_that_fails_is_said_and_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good: list[int] = []
+
+    def broken(metrics: dict[str, float], step: int) -> None:
+        raise ConnectionError("the server is gone")
+
+    run = reported(tmp_path / "run", [broken, lambda metrics, step: good.append(step)])
+    assert run.status.state == "finished"
+    (fault,) = run.record.events("fault")
+    assert (fault.fault, fault.who) == ("sink failed", "broken")
+    assert "the server is gone" in fault.text
+    assert "broken failed and is left out; the run goes on" in capsys.readouterr().err
+    assert good == [0, 1, 2, 2]
+
+
+@pytest.mark.slow
+def test_a_report_that_hangs_does_not_hold_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+    monkeypatch.setattr("jvlab.record._export.END_S", 0.5)
+    try:
+        run = reported(tmp_path / "run", lambda metrics, step: release.wait(60))
+    finally:
+        release.set()
+    assert run.status.state == "finished"
+    (fault,) = run.record.events("fault")
+    assert "not finished after 0.5 s" in fault.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["wandb", "tensorboard", "mlflow", "trackio"])
+def test_places_offline_and_resumed(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if place == "tensorboard":
+        pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
+    else:
+        pytest.importorskip(place, reason=f"{place} is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    folder = tmp_path / "run"
+    first = reported(folder, place)
+    assert not first.record.events("fault")
+    ids = (folder / "reports.json").read_text() if place != "tensorboard" else ""
+    again = reported(folder, place, steps=3, resume=True)
+    assert not again.record.events("fault")
+    assert again.status.step == 3
+    if place != "tensorboard":
+        assert (folder / "reports.json").read_text() == ids, "the same run"
+    match place:
+        case "wandb":
+            found = sorted(folder.glob("wandb/offline-run-*"))
+            assert len(found) == 2
+            ends = {path.name.rpartition("-")[2] for path in found}
+            assert ends == {json.loads(ids)["wandb"]}
+        case "tensorboard":
+            assert tensorboard_steps(folder / "tensorboard") == {1, 2, 3}
+        case "mlflow":
+            import mlflow
+
+            run_id = json.loads(ids)["mlflow"]
+            history = mlflow.MlflowClient().get_metric_history(run_id, "reward")
+            assert [m.step for m in history] == [1, 2, 3]
+
+
+def tensorboard_steps(folder: Path) -> set[int]:
+    """Steps with train/reward, of all event files: records are a length, a check, the message and another check."""
+    import importlib
+
+    message_type = importlib.import_module("tensorboardX.proto.event_pb2").Event
+    found: set[int] = set()
+    for file in folder.glob("*tfevents*"):
+        data = file.read_bytes()
+        at = 0
+        while at < len(data):
+            size = int.from_bytes(data[at : at + 8], "little")
+            message = message_type.FromString(data[at + 12 : at + 12 + size])
+            at += size + 16
+            if any(v.tag == "train/reward" for v in message.summary.value):
+                found.add(message.step)
+    return found
+
+
+@pytest.mark.parametrize("given", ["tensorbord", 3, ["wandb", "no"]])
+def test_a_place_that_is_not_known(given: Any) -> None:
+    with pytest.raises(ConfigError, match="report_to"):
+        check_reports(given)
+    assert check_reports(None) == check_reports("none") == ()
+
+
+def test_a_place_whose_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(MissingDependency, match="pip install wandb"):
+        check_reports("wandb")

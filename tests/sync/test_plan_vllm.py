@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from numpy.lib.stride_tricks import as_strided
 from jvlab._errors import ConfigError, CoverageError, ModelError
 from jvlab.bench import _plan as bench
 from jvlab.bench._plan import DEEPSEEK_RULES, load_layouts, save_layouts
+from jvlab.cli._cli import main
 from jvlab.engine.tracing import _meta_model
 from jvlab.engine.tracing._offline import trace_offline
 from jvlab.layout._checkpoint import checkpoint_tensors
@@ -41,6 +43,7 @@ from jvlab.trainer.models import tiny
 from tests.engine.tracing import trace_oracle as oracle
 from tests.engine.tracing.trace_oracle_configs import OWN, TINY
 from tests.layout.plan_interpreter import execute
+from tests.pages import blocks
 
 pytestmark = pytest.mark.vllm
 
@@ -259,6 +262,17 @@ def test_command_plans_any_tree(
     out = run_plan(parser.parse_args(words))
     assert out["mapping"]["tensors"] == len(checkpoint_tensors(model_dir(name)))
     assert "2 devices → 1 × 2 ranks" in capsys.readouterr().out
+
+
+def test_the_guide_shows_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    consoles = blocks("notebooks/GUIDE.md", "console")
+    shown = next(text for text in consoles if text.startswith("$ jvlab plan"))
+    command, lines = shown.split("\n", 1)
+    assert main(command.split()[2:]) == 0
+    pattern = re.escape(lines.strip()).replace("…", "(?s:.*)")
+    assert re.fullmatch(pattern, capsys.readouterr().out.strip())
 
 
 def test_a_dry_run_leaves_the_environment_alone(

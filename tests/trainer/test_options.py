@@ -180,6 +180,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "gap_alarm": (0.0, -1.0, NAN, "1"),
     "keep_samples": (-1, 1.5, "all"),
     "sinks": (print, [1], "print"),
+    "report_to": ("tensorbord", 3, ["wandb", "no"]),
     "sync": ("staged", 5, {"modus": 1}),
     "sleep": ("yes", 1),
     "background": ("yes", 0),

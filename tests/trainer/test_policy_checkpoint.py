@@ -214,6 +214,51 @@ def test_saving_is_all_or_nothing(
         policy.save_pretrained(saved)
 
 
+def test_a_flax_model_that_is_already_built(tmp_path: Path) -> None:
+    """Its values, under another author's names and layouts, in a policy of the shape of a checkpoint."""
+    from flax import nnx
+
+    folder = jv.models.tiny("qwen3", num_hidden_layers=2)
+    policy = Policy.from_pretrained(folder)
+    draw = np.random.default_rng(0)
+    trained = lambda leaf: leaf + 0.01 * draw.normal(size=leaf.shape).astype("float32")
+    other = jax.tree.map(trained, policy.params)
+
+    class Held(nnx.Module):
+        def __init__(self) -> None:
+            for name, value in other.items():
+                made = jax.tree.map(nnx.Param, value)
+                setattr(self, name, nnx.data(made) if isinstance(made, dict) else made)
+
+    for model in (other, Held()):
+        made = Policy.from_pretrained(model, like=folder)
+        jax.tree.map(np.testing.assert_array_equal, made.params, other)
+        assert made.source == Path(folder)
+    saved = made.save_pretrained(tmp_path / "saved")
+    again = Policy.from_pretrained(saved)
+    jax.tree.map(np.testing.assert_array_equal, again.params, other)
+    with pytest.raises(ConfigError, match=r"(?s)like=.*logprobs_fn"):
+        Policy.from_pretrained(other)
+    with pytest.raises(ConfigError, match="already built"):
+        Policy.from_pretrained(folder, like=folder)
+    with pytest.raises(ModelError, match=r"(?s)'gpt2'.*logprobs_fn"):
+        Policy.from_pretrained(other, like=jv.models.tiny("gpt2"))
+
+
+def test_a_model_of_tunix_computes_the_same_as_a_policy() -> None:
+    pytest.importorskip("tunix", reason="google-tunix is not installed")
+    from tests.integrations.tunix_world import SIZES, qwen3_actor
+
+    folder = jv.models.tiny("qwen3", **SIZES)
+    actor = qwen3_actor(folder, seed=5)
+    policy = Policy.from_pretrained(actor, like=folder)
+    ids = np.arange(5, 11)[None]
+    causal = np.tril(np.ones((1, 6, 6), bool))
+    wanted, _ = actor(jax.numpy.asarray(ids), np.arange(6)[None], None, causal)
+    found = policy.logits(policy.params, ids)
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
 def test_checkpoints_that_do_not_fit(tmp_path: Path) -> None:
     llama = jv.models.tiny("llama")
     with pytest.raises(ModelError, match="no decoder for model_type 'gpt2'"):

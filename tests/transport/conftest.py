@@ -45,20 +45,9 @@ def _more(after: dict[str, Any], before: dict[str, Any]) -> bool:
     )
 
 
-@pytest.fixture(scope="session")
-def warm() -> Iterator[None]:
-    """The first gloo group of a process starts threads of torch that stay; they are not a channel's."""
-    import torch.distributed  # noqa: F401
-
-    # large enough for torch's pool of threads
-    other, sender = Remote(), listen("gloo", slot_bytes=1 << 20, slots=1)
-    # before a deadline runs: on a busy machine it takes minutes
-    other.call("import_torch").ok()
-    opening = other.start("open", endpoint=sender.endpoint(), deadline=300)
-    sender.ready(300)
-    opening.result(300).ok()
-    sender.close()
-    other.stop()
+@pytest.fixture(scope="session", autouse=True)
+def others() -> Iterator[None]:
+    """Ends the processes that were kept."""
     yield
     while _idle:
         _idle.pop().stop()
@@ -73,12 +62,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def clean(warm: None, folder: Path) -> Iterator[None]:
+def clean(folder: Path) -> Iterator[None]:
     before = _standing()
     yield
     end = time.monotonic() + 30
     while _more(after := _standing(), before) and time.monotonic() < end:
-        # threads of gloo and zombies take a moment, on a busy machine seconds
+        # threads and zombies take a moment, on a busy machine seconds
         time.sleep(0.02)
     assert not _more(after, before), f"{after}, before it {before}"
     assert list(folder.iterdir()) == []

@@ -17,50 +17,44 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize(
-    ("wanted", "same_host", "torch", "free", "name", "reason"),
+    ("wanted", "same_host", "free", "name", "reason"),
     [
-        ("auto", True, True, 100, "shm", "one host, which has 100 MiB free"),
-        ("auto", True, False, 100, "shm", "one host"),
-        ("auto", True, True, 10, "gloo", "need 48 MiB of memory and 10 MiB are free"),
-        ("auto", True, False, 10, "disk", "torch is missing"),
-        ("auto", False, True, 100, "gloo", "different hosts"),
-        ("auto", False, False, 100, "disk", "different hosts, and torch is missing"),
-        ("shm", True, False, 48, "shm", "asked for"),
-        ("gloo", True, True, 0, "gloo", "asked for"),
-        ("disk", False, False, 0, "disk", "both hosts see"),
+        ("auto", True, 100, "shm", "one host, which has 100 MiB free"),
+        ("auto", True, 10, "tcp", "need 48 MiB of memory and 10 MiB are free"),
+        ("auto", False, 100, "tcp", "different hosts"),
+        ("shm", True, 48, "shm", "asked for"),
+        ("tcp", True, 0, "tcp", "asked for"),
+        ("disk", False, 0, "disk", "both hosts see"),
     ],
 )
 def test_choice(
-    wanted: str, same_host: bool, torch: bool, free: int, name: str, reason: str
+    wanted: str, same_host: bool, free: int, name: str, reason: str
 ) -> None:
-    got, why = choose(wanted, same_host, "cpu", torch, free * MIB, 48 * MIB)
+    got, why = choose(wanted, same_host, "cpu", free * MIB, 48 * MIB)
     assert got == name
     assert reason in why
 
 
 @pytest.mark.parametrize(
-    ("wanted", "same_host", "torch", "free", "problem", "remedy"),
+    ("wanted", "same_host", "free", "problem", "remedy"),
     [
-        ("shm", False, True, 100, "different hosts", "gloo"),
-        ("shm", True, True, 10, "need 48 MiB of memory and 10 MiB", "smaller slots"),
-        ("gloo", True, False, 100, "torch is missing", "pip install torch"),
-        ("loopback", True, True, 100, "one process", "pair()"),
-        ("pigeon", True, True, 100, "'pigeon'", "shm"),
+        ("shm", False, 100, "different hosts", "tcp"),
+        ("shm", True, 10, "need 48 MiB of memory and 10 MiB", "smaller slots"),
+        ("loopback", True, 100, "one process", "pair()"),
+        ("pigeon", True, 100, "'pigeon'", "shm"),
+        ("gloo", True, 100, "'gloo'", "tcp"),
     ],
 )
 def test_impossible_choice(
-    wanted: str, same_host: bool, torch: bool, free: int, problem: str, remedy: str
+    wanted: str, same_host: bool, free: int, problem: str, remedy: str
 ) -> None:
     with pytest.raises(ConfigError, match=problem.replace("(", r"\(")) as caught:
-        choose(wanted, same_host, "cpu", torch, free * MIB, 48 * MIB)
+        choose(wanted, same_host, "cpu", free * MIB, 48 * MIB)
     assert remedy in caught.value.remedy
 
 
 def test_bytes_of_a_gpu_cross_host_memory() -> None:
-    assert (
-        "cuda cross host memory"
-        in choose("auto", True, "cuda", True, 100 * MIB, MIB)[1]
-    )
+    assert "cuda cross host memory" in choose("auto", True, "cuda", 100 * MIB, MIB)[1]
 
 
 def test_unknown_names() -> None:

@@ -13,7 +13,7 @@ MIB = 1 << 20
 def chosen(
     wanted: str, same_host: bool, device: str, engine: str, no_ipc: str = ""
 ) -> tuple[str, str]:
-    return choose(wanted, same_host, device, True, 100 * MIB, MIB, engine, no_ipc)
+    return choose(wanted, same_host, device, 100 * MIB, MIB, engine, no_ipc)
 
 
 @pytest.mark.parametrize("wanted", ["auto", "ipc"])

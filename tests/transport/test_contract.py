@@ -1,4 +1,4 @@
-"""What every transport promises, tried on each: real processes for shm, gloo and disk."""
+"""What every transport promises, tried on each: real processes for shm, tcp and disk."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import pytest
 
 from jvlab._errors import ConfigError, TransportError
 from jvlab.transport import Header, Sender, listen, open_receiver
-from tests.fuzzing import in_turn, soak_but
+from tests.fuzzing import in_turn
 from tests.transport.conftest import MAKE, Channel
 from tests.transport.other_end import LABEL, Remote, pattern
 
 pytestmark = pytest.mark.slow
 
-BETWEEN = ["shm", "gloo", "disk"]  # processes
+BETWEEN = ["shm", "tcp", "disk"]  # processes
 SLOT = MAKE["slot_bytes"]
 
 
@@ -33,10 +33,6 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 between = pytest.mark.parametrize("transport", BETWEEN, indirect=False)
-# gloo's processes import torch; these are seen with it in `make soak` only
-mostly = pytest.mark.parametrize(
-    "transport", soak_but(["shm", "disk"], BETWEEN), indirect=False
-)
 
 
 # seconds that a machine with other work may take more; deadlines that must not be waited for are longer
@@ -312,7 +308,7 @@ def test_a_killed_receiver_ends_a_wait_for_room(channel: Channel) -> None:
         send(sender, 2, deadline=20)
 
 
-@mostly
+@between
 def test_a_killed_receiver_whose_forked_child_lives(channel: Channel) -> None:
     sender, other = channel()
     child = other.call("fork").ok()
@@ -344,7 +340,7 @@ def test_a_killed_sender_ends_recv(
         receiver.close()
 
 
-@pytest.mark.parametrize("transport", ["shm", "disk"])  # gloo: the next test
+@pytest.mark.parametrize("transport", ["shm", "disk"])  # tcp: the next test
 def test_what_was_sent_before_the_kill_is_whole(
     transport: str, folder: Path, clean: None, remote: Callable[[], Remote]
 ) -> None:
@@ -366,12 +362,12 @@ def test_what_was_sent_before_the_kill_is_whole(
         receiver.close()
 
 
-def test_gloo_bytes_announced_and_never_sent(
+def test_tcp_bytes_announced_and_never_sent(
     folder: Path, clean: None, remote: Callable[[], Remote]
 ) -> None:
     other = remote()
     endpoint = other.call(
-        "listen", transport="gloo", **{**MAKE, "slot_bytes": 64 << 20}
+        "listen", transport="tcp", **{**MAKE, "slot_bytes": 64 << 20}
     ).ok()
     ready = other.start("ready", deadline=300)
     receiver = open_receiver(endpoint, 300)
@@ -386,7 +382,7 @@ def test_gloo_bytes_announced_and_never_sent(
         receiver.close()
 
 
-@mostly
+@between
 def test_a_sender_that_died_before_it_was_reached(
     transport: str, folder: Path, clean: None, remote: Callable[[], Remote]
 ) -> None:
@@ -403,7 +399,7 @@ def test_a_sender_that_died_before_it_was_reached(
         receiver.recv(20)
 
 
-@mostly
+@between
 def test_both_killed_leaves_nothing(
     transport: str, folder: Path, clean: None, remote: Callable[[], Remote]
 ) -> None:
@@ -423,7 +419,7 @@ def test_both_killed_leaves_nothing(
         listen("disk", directory=str(folder)).close()
 
 
-@mostly
+@between
 def test_a_sweep_spares_the_living(
     transport: str, channel: Channel, folder: Path
 ) -> None:
@@ -475,7 +471,7 @@ def test_an_interrupt_while_sending(
     assert answer["seconds"] < 2 + BUSY
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_visitor_without_the_token_is_turned_away(
     transport: str, folder: Path, senders: list[Sender], remote: Callable[[], Remote]
 ) -> None:
@@ -493,11 +489,11 @@ def test_a_visitor_without_the_token_is_turned_away(
     assert rank.call("take", count=1, deadline=30).ok()[0]["right"]
 
 
-def test_gloo_listens_on_loopback_only(
+def test_tcp_listens_on_loopback_only(
     clean: None, remote: Callable[[], Remote]
 ) -> None:
     other = remote()
-    endpoint = other.call("listen", transport="gloo", **MAKE).ok()
+    endpoint = other.call("listen", transport="tcp", **MAKE).ok()
     ready = other.start("ready", deadline=300)
     seen = set()
     receiver = open_receiver(endpoint, 300)

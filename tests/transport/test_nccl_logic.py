@@ -142,14 +142,14 @@ def test_an_endpoint_that_makes_no_sense(
     ],
 )
 def test_auto(same_host: bool, device: str, engine: str, name: str, words: str) -> None:
-    found, why = choose("auto", same_host, device, True, 1 << 40, 1, engine)
+    found, why = choose("auto", same_host, device, 1 << 40, 1, engine)
     assert found == name
     assert words in why
 
 
 def test_asked_for() -> None:
     assert "nccl" in NAMES
-    name, why = choose("nccl", True, "gpu", True, 0, 1, "cuda")
+    name, why = choose("nccl", True, "gpu", 0, 1, "cuda")
     assert name == "nccl"
     assert "NCCL_HOSTID" in why
     for device, engine, words in (
@@ -157,7 +157,7 @@ def test_asked_for() -> None:
         ("gpu", "cpu", "engines run on cpu"),
     ):
         with pytest.raises(ConfigError, match=words):
-            choose("nccl", True, device, True, 1 << 40, 1, engine)
+            choose("nccl", True, device, 1 << 40, 1, engine)
 
 
 def test_version_text() -> None:

@@ -72,7 +72,7 @@ def test_tokens_count_prompts_and_what_may_become_of_them():
         ({"messages": [], "max_completion_tokens": 7}, Asked(1, 1, 1, 7)),
         (
             {"token_ids": [1], "sampling_params": {"n": 9, "max_tokens": 2}},
-            Asked(9, 1, 9, 900),
+            Asked(9, 1, 9, 909),
         ),
         ({"prompt": "x", "n": None, "max_tokens": "9" * 5000}, Asked(1, 1, 1, 100)),
     ],

@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,10 @@ from jvlab.engine._modules import (
     users_of,
 )
 from jvlab.engine.worker._receivers import ReceivedBox
+from jvlab.layout import _sparse
 from jvlab.layout._plan_types import storage_elements
+from jvlab.layout._sparse import Section
+from jvlab.transport import _ipc_kernels, _sparse_kernels
 from jvlab.transport._device_bytes import DeviceBytes
 
 # Copies a box of a bucket into strided memory at one core's full speed: plain runs as memcpy, transposes in blocks.
@@ -67,6 +70,32 @@ def scatter(
     )
 
 
+def patch(
+    box: ReceivedBox,
+    part: Section,
+    data: memoryview | DeviceBytes,
+    target: torch.Tensor,
+) -> None:
+    """Write what changed in a box, as a sparse bucket holds it, into the flat target of the same dtype."""
+    if part.whole:
+        scatter(replace(box, at=part.values_at), data, target)
+    elif not part.count:
+        return
+    elif isinstance(data, DeviceBytes):
+        _patch_on_device(box, part, data, target)
+    else:
+        # writable, as the scatter is compiled for
+        memory = np.frombuffer(memoryview(_writable(data)), np.uint8)
+        _sparse.put(
+            bits(target).view(f"u{part.item}"),
+            _sparse.positions_of(part, memory),
+            _sparse.values_of(part, memory),
+            box.offset,
+            box.shape,
+            box.strides,
+        )
+
+
 def _writable(data: memoryview) -> ctypes.Array[Any]:
     """The same memory, for reading; the caller keeps `data` alive meanwhile."""
     start = np.frombuffer(data, np.uint8).ctypes.data
@@ -85,6 +114,22 @@ def _scatter_on_device(
             box.shape, box.strides, target.storage_offset() + box.offset
         )
         at.copy_(source, non_blocking=True)
+
+
+def _patch_on_device(
+    box: ReceivedBox, part: Section, data: DeviceBytes, target: torch.Tensor
+) -> None:
+    """On the bucket's own stream; releasing the bucket waits for it."""
+    with _ipc_kernels.cupy().cuda.Device(data.device), data.stream:
+        _sparse_kernels.put(
+            part,
+            data.pointer,
+            data.device,
+            target.data_ptr(),
+            box.offset,
+            box.shape,
+            box.strides,
+        )
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

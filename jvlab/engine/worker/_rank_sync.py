@@ -99,7 +99,7 @@ def decoder_layers(model: Any) -> list[Any]:
 
 STOP_SECONDS = 10.0
 # transports whose buckets are scattered in host memory
-HOST_ONLY = ("loopback", "shm", "gloo", "disk")
+HOST_ONLY = ("loopback", "shm", "tcp", "disk")
 
 
 class BucketRank:
@@ -150,6 +150,7 @@ class BucketRank:
             self.weights.finish,
             self.weights.end,
             self._unbind,
+            self.weights.patch,
         )
         self._version = 0
         self._bucket_seconds = 30.0
@@ -178,10 +179,18 @@ class BucketRank:
             free = torch.cuda.mem_get_info(self.weights.device)[0]
         else:  # ranks on a CPU share one memory
             free = available_bytes() // max(1, self.plan.ranks)
+        need = self.weights.prepare(
+            self._version,
+            terms["mode"],
+            terms["verify"],
+            free,
+            terms.get("base", ""),
+            terms.get("mark", ""),
+        )
+        holds = {"rank": self.rank, "holds_base": self.weights.sparse}
         return {
-            "need": self.weights.prepare(
-                self._version, terms["mode"], terms["verify"], free
-            )
+            "need": need,
+            "handles": [json.dumps(holds)] if terms.get("mark") else [],
         }
 
     def move(self) -> dict[str, Any]:
@@ -189,7 +198,8 @@ class BucketRank:
         if self.weights.device.type == "cuda" and self.weights.mode == "direct":
             # the last step may still be reading
             torch.cuda.synchronize(self.weights.device)
-        self._receivers.start(self._version, self._bucket_seconds)
+        self.weights.move()
+        self._receivers.start(self._version, self._bucket_seconds, self.weights.sparse)
         return {}
 
     def verify(self, wait: float) -> dict[str, Any]:
@@ -250,6 +260,7 @@ class BucketRank:
         """Close the channels and free the shadows; `check` still works."""
         self._receivers.close()
         self._stop()
+        self.weights.free_kept()
 
     def _stop(self) -> None:
         if not self._receivers.stop(STOP_SECONDS):
@@ -419,6 +430,8 @@ class WorkerSync:
             from jvlab.engine.worker._ipc_rank import IpcRank
 
             self.link = IpcRank(model, plan, self.rank, index)
+            if self._last is not None:
+                self._last.weights.forget_base()
         else:
             link = BucketRank(
                 self._worker,
@@ -434,6 +447,8 @@ class WorkerSync:
             if self._last is not None and self._last.plan == plan:
                 link.weights.committed = self._last.weights.committed
                 link.weights.reloads = self._last.weights.reloads
+                if self._adapter is None:  # an adapter's slot is cleared at first
+                    link.weights.base = self._last.weights.base
             self.link = self._last = link
         return {
             **self.link.open(),

@@ -18,6 +18,7 @@ from typing import Any
 from jvlab._errors import DeadlineExceeded, SyncError, TransportError
 from jvlab.layout._boxes import merge_axes
 from jvlab.layout._plan_types import LinkPlan
+from jvlab.layout._sparse import Section, read_sections
 from jvlab.transport._peer import Header, Receiver
 
 QUEUE_SIZE = 2  # complete parameters that may wait for the finishing thread
@@ -45,6 +46,12 @@ class ExpectedBucket:
 
     nbytes: int
     boxes: tuple[ReceivedBox, ...]
+
+    def sections(self, data: Any, nbytes: int) -> list[Section]:
+        """Where each box's changes are in a sparse bucket of so many bytes."""
+        elements = [box.elements for box in self.boxes]
+        items = [box.nbytes // box.elements for box in self.boxes]
+        return read_sections(data, nbytes, elements, items)
 
 
 class Ledger:
@@ -79,9 +86,10 @@ class Ledger:
         self._lock = threading.Lock()
         self.begin(0)
 
-    def begin(self, version: int) -> None:
-        """Expect everything again, of this version."""
+    def begin(self, version: int, sparse: bool = False) -> None:
+        """Expect everything again, of this version; `sparse`: a smaller bucket holds what changed."""
         self.version = version
+        self.sparse = sparse
         self._seen: set[tuple[int, int]] = set()
         self._left = {target: len(boxes) for target, boxes in self.boxes.items()}
         self.bytes = 0
@@ -97,7 +105,9 @@ class Ledger:
                 f"bucket {header.bucket} of device {header.device} is not in the plan",
                 remedy="trainer and replica hold different plans: connect again",
             )
-        if header.nbytes != found.nbytes:
+        if header.nbytes != found.nbytes and not (
+            self.sparse and header.nbytes < found.nbytes
+        ):
             raise TransportError(
                 f"bucket {header.bucket} of device {header.device} has {header.nbytes} bytes; in the plan it has "
                 f"{found.nbytes}",
@@ -112,11 +122,11 @@ class Ledger:
             self._seen.add(key)
         return found
 
-    def landed(self, bucket: ExpectedBucket) -> list[int]:
-        """The bucket's boxes are written; returns the targets that this completes."""
+    def landed(self, bucket: ExpectedBucket, nbytes: int) -> list[int]:
+        """The bucket's boxes are written, from so many bytes; returns the targets that this completes."""
         complete = []
         with self._lock:
-            self.bytes += bucket.nbytes
+            self.bytes += nbytes
             for box in bucket.boxes:
                 self._left[box.target] -= 1
                 if not self._left[box.target]:
@@ -170,7 +180,10 @@ class PhaseClock:
 
 
 class Receivers:
-    """The threads of one link on one rank. `scatter` writes a box, `finish` completes a target, `end` comes last."""
+    """The threads of one link on one rank. `scatter` writes a box, `finish` completes a target, `end` comes last.
+
+    `patch` writes what changed in a box.
+    """
 
     def __init__(
         self,
@@ -180,10 +193,12 @@ class Receivers:
         finish: Callable[[int], None],
         end: Callable[[], None],
         ready: Callable[[], None] = lambda: None,
+        patch: Callable[[ReceivedBox, Section, Any], None] | None = None,
     ) -> None:
         self.channels = list(channels)
         self.ledger = ledger
         self._scatter = scatter
+        self._patch = patch
         self._finish = finish
         self._end = end
         self._ready = ready
@@ -219,10 +234,10 @@ class Receivers:
                 "an earlier move is still running", remedy="abandon it first"
             )
 
-    def start(self, version: int, bucket_seconds: float) -> None:
-        """Receive buckets of this version from now on; returns at once."""
+    def start(self, version: int, bucket_seconds: float, sparse: bool = False) -> None:
+        """Receive buckets of this version from now on, also sparse ones if so; returns at once."""
         self.check()
-        self.ledger.begin(version)
+        self.ledger.begin(version, sparse and self._patch is not None)
         self.error = None
         self.dropped = 0
         self.clock = PhaseClock()
@@ -309,14 +324,20 @@ class Receivers:
             self.dropped += 1
             channel.receiver.release(received)
             return 0
-        if len(received.data) < bucket.nbytes:
+        nbytes = received.header.nbytes
+        if len(received.data) < nbytes:
             raise TransportError(
-                f"bucket {received.header.bucket}: {len(received.data)} bytes of {bucket.nbytes} arrived"
+                f"bucket {received.header.bucket}: {len(received.data)} bytes of {nbytes} arrived"
             )
         with self.clock.timed("scatter"):
-            for box in bucket.boxes:
-                self._scatter(box, received.data)
-        complete = self.ledger.landed(bucket)
+            if nbytes == bucket.nbytes or self._patch is None:
+                for box in bucket.boxes:
+                    self._scatter(box, received.data)
+            else:
+                parts = bucket.sections(received.data, nbytes)
+                for box, part in zip(bucket.boxes, parts, strict=True):
+                    self._patch(box, part, received.data)
+        complete = self.ledger.landed(bucket, nbytes)
         channel.receiver.release(received)
         for target in complete:
             self._queue_finish(target)

@@ -34,7 +34,7 @@ from jvlab.engine._modules import (
 )
 from jvlab.engine.tracing import _vllm_model
 from jvlab.engine.worker import _live_memory, _reload
-from jvlab.engine.worker._live_memory import LIVE_REMEDY, bits, flat, scatter
+from jvlab.engine.worker._live_memory import LIVE_REMEDY, bits, flat, patch, scatter
 from jvlab.engine.worker._receivers import Ledger, PhaseClock, ReceivedBox
 from jvlab.layout._digest import (
     MASK,
@@ -52,6 +52,8 @@ from jvlab.layout._plan_types import (
     item_bytes,
     storage_elements,
 )
+from jvlab.layout._sparse import Section, warm_put
+from jvlab.transport import _sparse_kernels
 from jvlab.transport._device_bytes import DeviceBytes
 
 # Raw copies in transposed storage: packing reads any strides, so a weight that is packed need not be transposed.
@@ -214,6 +216,8 @@ class WeightSlot:
     groups: list[PackGroup] = field(default_factory=list)
     shadow: torch.Tensor | None = None
     raw: torch.Tensor | None = None
+    # the last raw copy, kept if later syncs may send changes to it
+    kept: torch.Tensor | None = None
     device: torch.device | str = "cpu"
     # all tensors that share live memory; None: unknown
     holders: list[torch.Tensor] | None = None
@@ -536,6 +540,11 @@ class Weights:
         self.pointers: dict[int, int] = {}  # of the memory that was digested
         self.committed: dict[int, int] = {}
         self.evidence = Evidence()
+        # the mark of the sync that left what is here now; empty: unknown, or written to since
+        self.base = ""
+        self._mark = ""  # of this sync
+        self.sparse = False  # changes to `base` may arrive in this sync
+        self._renewed: set[int] = set()  # shadows that hold what is live
         self._packed: list[PackedLayer] = []  # in direct mode already in place
         self.clock = PhaseClock()
         self.slots = self._slots(ledger)
@@ -544,6 +553,11 @@ class Weights:
         )
         self._group()
         self._check_boxes()
+        items = {item_bytes(slot.info.dtype) for slot in self.slots.values()}
+        if self.device.type == "cpu":
+            warm_put(items)
+        elif digest is not None:
+            _sparse_kernels.warm(sorted(items), torch.cuda.current_device())
 
     # Opening ------------------------------------------------------------------------------------------------------
 
@@ -645,8 +659,8 @@ class Weights:
 
     # One sync -----------------------------------------------------------------------------------------------------
 
-    def need(self, mode: str) -> int:
-        """Bytes that a sync in this mode allocates in addition."""
+    def need(self, mode: str, keep: bool = False) -> int:
+        """Bytes that a sync in this mode allocates in addition; `keep`: raw copies are kept."""
         layers = [
             sum(self.slots[n].nbytes for n in set(g.names.values()))
             for g in self.groups
@@ -658,6 +672,8 @@ class Weights:
         )
         # one layer arriving, one waiting, one being packed
         raw = 3 * max(layers, default=0) + whole
+        if keep:
+            raw += sum(s.nbytes for s in self._packed_slots() if s.kept is None)
         if mode == "direct":
             return raw
         shadows = sum(
@@ -667,9 +683,26 @@ class Weights:
         )
         return raw + shadows + sum(layers)
 
-    def prepare(self, version: int, mode: str, verify: str, available: int) -> int:
-        """Allocate what the sync needs; returns its bytes. Raises if they are not available."""
-        need = self.need(mode)
+    def _packed_slots(self) -> list[WeightSlot]:
+        """What this engine holds in another format than the plan's only."""
+        slots = self.slots.values()
+        return [s for s in slots if s.live is None and s.kind != OPAQUE]
+
+    def prepare(
+        self,
+        version: int,
+        mode: str,
+        verify: str,
+        available: int,
+        base: str = "",
+        mark: str = "",
+    ) -> int:
+        """Allocate what the sync needs; returns its bytes. Raises if they are not available.
+
+        `base`: the sync that sparse buckets are changes to; `sparse` then says whether this rank holds it.
+        `mark`: the name of what this sync leaves.
+        """
+        need = self.need(mode, bool(mark))
         if need > available:
             raise Unsupported(
                 f"rank {self.rank}: a {mode} sync needs {need} bytes ({need / 2**30:.2f} GiB) of memory, "
@@ -688,6 +721,11 @@ class Weights:
         self.clock = PhaseClock()
         self.reloads.seconds = {}
         self.pointers = {}
+        self._mark = mark
+        self.sparse = bool(base) and base == self.base
+        if any(slot.kept is None for slot in self._packed_slots()):
+            self.sparse = False
+        self._renewed = set()
         self.evidence.begin()
         for group in self.groups:
             group.left = set(group.names.values())
@@ -710,21 +748,64 @@ class Weights:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
+    def forget_base(self) -> None:
+        """What is here is no longer what a sync left: the next one must send everything."""
+        self.base = ""
+        self.sparse = False
+        for slot in self.slots.values():
+            slot.kept = None
+
+    def free_kept(self) -> None:
+        """Free the kept raw copies; without them nothing here is a base any more."""
+        if any(slot.kept is not None for slot in self.slots.values()):
+            self.forget_base()
+
+    def move(self) -> None:
+        """Memory is written from now on."""
+        # a staged sync writes what is kept of packed layers, and no live memory
+        if self.mode == "direct" or any(
+            s.kept is not None for s in self._packed_slots()
+        ):
+            self.base = ""
+
     def _destination(self, slot: WeightSlot) -> torch.Tensor:
-        """The memory that this sync writes for a target."""
+        """The memory that this sync writes for a target; if changes may arrive, it holds what they are changes to."""
         if slot.live is not None:
-            return slot.live if self.mode == "direct" else _required(slot.shadow)
+            if self.mode == "direct":
+                return slot.live
+            shadow = _required(slot.shadow)
+            with self._lock:
+                if self.sparse and slot.number not in self._renewed:
+                    flat(shadow).copy_(flat(slot.live))
+                    self._synchronize()
+                    self._renewed.add(slot.number)
+            return shadow
         with self._lock:
             if slot.raw is None:
-                slot.raw = slot.allocate()
+                slot.raw = self._raw(slot)
                 self._synchronize()
             return slot.raw
+
+    def _raw(self, slot: WeightSlot) -> torch.Tensor:
+        kept = slot.kept
+        slot.kept = None
+        if not self.sparse or kept is None:
+            return slot.allocate()
+        # the live layer may compute with it
+        return kept if self.mode == "direct" else kept.clone()
 
     def scatter(self, box: ReceivedBox, data: memoryview | DeviceBytes) -> None:
         """Write one box."""
         slot = self.slots[box.target]
         with torch.no_grad():
             scatter(slot.transposed.get(box, box), data, flat(self._destination(slot)))
+
+    def patch(self, box: ReceivedBox, part: Section, data: Any) -> None:
+        """Write what changed in one box."""
+        slot = self.slots[box.target]
+        memory = flat(self._destination(slot))
+        with torch.no_grad():
+            patch(slot.transposed.get(box, box), part, data, memory)
 
     def finish(self, number: int) -> None:
         """All boxes of a target are written: digest it, or pack its layer if this completes it."""
@@ -807,6 +888,7 @@ class Weights:
         for number in group.names.values():
             slot = self.slots[number]
             if not any(g.left for g in slot.groups):
+                slot.kept = slot.raw if self._mark and slot.live is None else None
                 slot.raw = None
 
     def _at_once(self, mode: str) -> bool:
@@ -819,6 +901,8 @@ class Weights:
     def _reload(self, group: PackGroup) -> None:
         raw = {name: _required(self.slots[n].raw) for name, n in group.names.items()}
         self._synchronize()
+        for name, number in group.names.items() if self._mark else ():
+            self.slots[number].kept = raw[name].clone()
         self.reloads.run(group.layer, raw, self._config)
         for number in group.names.values():
             self.slots[number].raw = None
@@ -878,6 +962,7 @@ class Weights:
                 f"rank {self.rank}: commit before verify was done",
                 remedy="verify comes first",
             )
+        self.base = ""
         if self.mode == "staged":
             for packed in self._packed:
                 packed.place()
@@ -892,6 +977,7 @@ class Weights:
         self._synchronize()
         self._check_live_memory()
         self.committed = dict(self.found)
+        self.base = self._mark
         self.evidence.commit()
         self._packed = []
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-import transformers
+
+if TYPE_CHECKING:
+    import torch
 
 FAMILIES = (
     "llama",
@@ -34,16 +35,16 @@ SMALL = {
     "eos_token_id": 2,
 }
 CONFIGS = {
-    "llama": transformers.LlamaConfig,
-    "mistral": transformers.MistralConfig,
-    "qwen2": transformers.Qwen2Config,
-    "qwen3": transformers.Qwen3Config,
-    "gemma2": transformers.Gemma2Config,
-    "gemma3": transformers.Gemma3TextConfig,
-    "phi3": transformers.Phi3Config,
-    "olmo2": transformers.Olmo2Config,
-    "mixtral": transformers.MixtralConfig,
-    "qwen3_moe": transformers.Qwen3MoeConfig,
+    "llama": "LlamaConfig",
+    "mistral": "MistralConfig",
+    "qwen2": "Qwen2Config",
+    "qwen3": "Qwen3Config",
+    "gemma2": "Gemma2Config",
+    "gemma3": "Gemma3TextConfig",
+    "phi3": "Phi3Config",
+    "olmo2": "Olmo2Config",
+    "mixtral": "MixtralConfig",
+    "qwen3_moe": "Qwen3MoeConfig",
 }
 
 
@@ -53,9 +54,19 @@ def tokens(vocab: int, batch: int = 2, length: int = 40, seed: int = 0) -> np.nd
     )
 
 
+def config_of(family: str, **fields: Any) -> Any:
+    """transformers' own config."""
+    import transformers
+
+    return getattr(transformers, CONFIGS[family])(**fields)
+
+
 def written(folder: Path, family: str, **fields: Any) -> str:
     """A random model that transformers makes and saves: weights and norms far from their first values."""
-    config = CONFIGS[family](**{**SMALL, **fields})
+    import torch
+    import transformers
+
+    config = config_of(family, **{**SMALL, **fields})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -66,16 +77,21 @@ def written(folder: Path, family: str, **fields: Any) -> str:
     return str(folder)
 
 
-def reference(path: str, dtype: torch.dtype = torch.float32) -> Any:
+def reference(path: str, dtype: torch.dtype | None = None) -> Any:
     """transformers' model. Eager attention: the only one there that applies gemma2's soft-cap."""
+    import torch
+    import transformers
+
     return transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation="eager"
+        path, dtype=dtype or torch.float32, attn_implementation="eager"
     ).eval()
 
 
 def reference_logits(
     model: Any, ids: np.ndarray, mask: np.ndarray | None = None
 ) -> np.ndarray:
+    import torch
+
     options = (
         {} if mask is None else {"attention_mask": torch.tensor(mask.astype(np.int64))}
     )

@@ -8,16 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("torch")
-
-import torch
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
 from jvlab._errors import ModelError
 from jvlab.trainer.decoder._config import DEFAULTS, DecoderConfig
 from jvlab.trainer.decoder._rope import Rope, tables
-from tests.trainer.decoder.policy_reference import CONFIGS, SMALL
+from tests.trainer.decoder.policy_reference import SMALL, config_of
 
 SIZES = {
     k: SMALL[k]
@@ -27,7 +21,7 @@ SIZES = {
 
 @pytest.mark.parametrize("family", DEFAULTS)
 def test_fields_left_out_are_those_of_transformers(family: str) -> None:
-    made = CONFIGS[family.removesuffix("_text")]()
+    made = config_of(family.removesuffix("_text"))
     for name, value in DEFAULTS[family].items():
         if name in ("rope_theta", "rope_local_base_freq"):
             kind = "sliding_attention" if "local" in name else "full_attention"
@@ -53,7 +47,7 @@ def test_a_config_of_sizes_alone(family: str) -> None:
     ours = DecoderConfig.from_hf(
         {"model_type": family, **SIZES, "num_key_value_heads": 2}
     )
-    theirs = CONFIGS[family.removesuffix("_text")](**SIZES, num_key_value_heads=2)
+    theirs = config_of(family.removesuffix("_text"), **SIZES, num_key_value_heads=2)
     kinds = getattr(theirs, "layer_types", None)
     window = getattr(theirs, "sliding_window", None)
     sliding = (
@@ -106,8 +100,14 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_rotary_frequencies_are_those_of_transformers(kind: str, length: int) -> None:
     """At a length the model was trained on, and far beyond it."""
     given = {"rope_type": kind, "rope_theta": 500000.0, **KINDS[kind]}
-    config = CONFIGS["llama"](
-        hidden_size=256, num_attention_heads=4, rope_parameters=dict(given)
+    import torch
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = config_of(
+        "llama",
+        hidden_size=256,
+        num_attention_heads=4,
+        rope_parameters=dict(given),
     )
     theirs, factor = ROPE_INIT_FUNCTIONS[kind](
         config, torch.device("cpu"), seq_len=length

@@ -18,7 +18,7 @@ from tests.views.mapping_world import small_mapping
 
 pytestmark = pytest.mark.slow
 
-WARM = 10
+WARM = 3
 # bytes that may stay: a panel weighs 100,000 and more, and Python keeps some names in caches
 KEPT = 250_000
 
@@ -111,7 +111,7 @@ def threads(before: set[threading.Thread]) -> list[str]:
     return left
 
 
-@pytest.mark.parametrize("times", soak_but([10], [10, 50]))
+@pytest.mark.parametrize("times", soak_but([5], [5, 50]))
 @pytest.mark.parametrize("make", PANELS, ids=lambda make: make.__name__)
 def test_many_panels_leave_nothing(
     make: Callable[[], Callable[[], Any]], times: int, output: Output

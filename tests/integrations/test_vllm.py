@@ -1,0 +1,138 @@
+"""The backend `jvlab` without a server: registration, its weight, messages, and what calls say when they fail."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+import jvlab as jv
+from jvlab import errors
+from jvlab._deadline import Deadline
+from jvlab.integrations import _vllm_server as words
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_entry_point_is_light():
+    """Every process of every vLLM on a machine with jvlab loads it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    name = project["entry-points"]["vllm.general_plugins"]["jvlab"]
+    module, _, function = name.partition(":")
+    code = (
+        f"import sys, {module}; print(callable({module}.{function}), "
+        "[m for m in ('jax', 'torch', 'numba', 'grpc', 'vllm', 'numpy') if m in sys.modules])"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+    )
+    assert said.stdout == "True []\n", said.stderr
+
+
+@pytest.mark.vllm
+def test_registered_twice():
+    from vllm.distributed.weight_transfer import (
+        WeightTransferTrainerFactory as Trainers,
+    )
+
+    from jvlab.integrations.vllm import TrainerInitInfo, register
+
+    register()
+    register()
+    with pytest.raises(ValueError, match="already registered"):
+        Trainers.register_engine("jvlab", "jvlab.integrations.vllm", "TrainerEngine")
+    with pytest.raises(errors.ConfigError, match="WeightSource"):
+        Trainers.trainer_init(TrainerInitInfo(rank=0), client=None)  # type: ignore[arg-type]
+
+
+def test_messages_hold_bytes():
+    message = {"rank": 1, "data": b"\0\xff", "names": ["a"], "nested": [{"x": b""}]}
+    assert words.decode(words.encode(message)) == message
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Answers each path with a status and a text."""
+
+    replies: ClassVar = {
+        "/start_weight_update": (404, "{}"),
+        "/resume": (401, '{"error": {"message": "Unauthorized"}}'),
+        "/update_weights": (500, '{"error": {"message": "Worker failed: dirty"}}'),
+        # as a server whose backend is another one
+        "/init_weight_transfer_engine": (200, '{"message": "initialized"}'),
+    }
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        status, text = self.replies[self.path]
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), Answers)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join(10)
+    server.server_close()
+
+
+def test_what_calls_say(url: str):
+    calls = words.HttpCalls(url)
+    with pytest.raises(errors.ControlError, match="answered 500: Worker failed: dirty"):
+        calls.update_weights({})
+    with pytest.raises(errors.ControlError, match="VLLM_SERVER_DEV_MODE=1"):
+        calls.start_weight_update()
+    with pytest.raises(errors.ControlError, match="api_key"):
+        calls.ask("POST", "/resume")
+
+
+def test_another_backend_is_named(url: str):
+    params = {"w": np.zeros(2, np.float32)}
+    with pytest.raises(errors.SyncError, match="returned before") as caught:
+        jv.integrations.vllm.connect(url, params, timeout=20)
+    assert '"backend": "jvlab"' in caught.value.remedy
+
+
+def test_no_server():
+    params = {"w": np.zeros(2, np.float32)}
+    with pytest.raises(errors.ControlError, match="is `vllm serve` running"):
+        jv.integrations.vllm.connect("http://127.0.0.1:9", params, timeout=20)
+    with pytest.raises(errors.ConfigError, match="no address"):
+        jv.integrations.vllm.connect("localhost:8000", params)
+
+
+def test_a_server_that_never_answers_has_a_deadline():
+    over = threading.Event()
+
+    class Silent:
+        def init_weight_transfer_engine(self, init_info: dict[str, object]) -> None:
+            json.dumps(init_info)  # what HTTP would carry
+            over.wait(30)
+
+    server = words.Server(Silent(), "silent")  # type: ignore[arg-type]
+    try:
+        with pytest.raises(errors.SyncDeadline, match="0 ranks of silent connected"):
+            server.invite(Deadline(0.5))
+    finally:
+        over.set()
