@@ -36,6 +36,7 @@ PICTURES = {  # notebook: an image, or words of the cell whose output is its pic
     "12_experts_and_eight_bits": "share of a batch's choices",
     "13_a_real_task": "learns word problems",
     "14_what_if": "plan.figure()",
+    "15_your_own_trainer": "Tunix trains, vLLM generates",
 }
 WIDTH, HEIGHT, COLOURS = 600, 350, 64
 LETTERS = 88  # of a line of text

@@ -31,6 +31,7 @@ def page() -> str:
     """The whole page."""
     h200 = _read("h200.json")
     cpu = _read("cpu.json")
+    hosts = _read("hosts.json")
     gpu = f"One {h200['card']}; vLLM {h200['vllm']}, JAX {h200['jax']}, torch {h200['torch']}, driver {h200['driver']}"
     results = {name: part["result"] for name, part in h200.items() if "result" in part}
     parts = [
@@ -39,6 +40,7 @@ def page() -> str:
         _section(
             f"{cpu['machine']}; vLLM {cpu['vllm']}", "cpu.json", cpu, cpu_rows(cpu)
         ),
+        _section(hosts["machine"], "hosts.json", hosts, host_rows(hosts)),
     ]
     return "\n".join(parts)
 
@@ -252,6 +254,32 @@ def gpu_rows(results: dict[str, Any], parts: dict[str, Any]) -> Iterator[Row]:
         "over the same loop decoding in JAX",
         f"{r['k1_vs_k0_ratio']:.2f}, {r['k2_vs_k0_ratio']:.2f}; {r['vs_jax_decode_ratio']:.2f}",
     )
+    r = results["server"]
+    ways = r["ways"]
+    yield (
+        "server",
+        f"{r['bytes'] / 1e9:.2f} GB from torch into plain `vllm serve` by its own four calls: backend `jvlab`, "
+        "verified; staged; vLLM's `ipc`; `nccl`",
+        f"{ways['jvlab_direct']['send_ms']:.1f} ms ({r['vs_vllm_ipc_ratio']:.1f}×; "
+        f"{ways['jvlab_direct']['parts_ms']['control']:.0f} of them vLLM's calls); "
+        f"{ways['jvlab_staged']['send_ms']:.1f}; "
+        f"{min(ways['ipc']['send_ms'], ways['ipc_packed']['send_ms']):.0f}; {ways['nccl']['send_ms']:.0f}",
+    )
+    r = results["tunix"]
+    ours, theirs = r["runs"]
+    yield (
+        "tunix",
+        f"Tunix' GRPO, {r['samples_per_step']} completions of {r['tokens']} tokens, Qwen3-1.7B's shape: tokens/s of a "
+        "pool over its own sampler's",
+        f"{r['vs_vanilla_tokens_ratio']:.1f}× ({ours['tokens_per_s']:,.0f} and {theirs['tokens_per_s']:,.0f})",
+    )
+    direct, staged = results["delta"]["rows"]
+    yield (
+        "delta",
+        "4.1 GB with 0.1 % of the values changed, over nccl through the loopback interface, verified: direct; staged",
+        f"{direct['ms']} ms (all of it {direct['full_ms']}); {staged['ms']} ms ({staged['full_ms']}); "
+        f"{direct['bytes'] / 1e6:.0f} MB sent",
+    )
 
 
 def _grpo_size(r: dict[str, Any]) -> Row:
@@ -274,6 +302,22 @@ def _grpo_size(r: dict[str, Any]) -> Row:
         f"{share('sync')}, idle "
         f"{share('idle')}",
     )
+
+
+def host_rows(parts: dict[str, Any]) -> Iterator[Row]:
+    for name, what in (
+        ("loopback", "bytes by `tcp` between two processes"),
+        ("unshaped", "the same between two namespaces"),
+        ("gigabit", "the same over a link of 1 Gbit/s (0.125 GB/s)"),
+    ):
+        r = parts[name]["result"]
+        rates = r["gb_per_s"]
+        yield (
+            name,
+            f"{what}; with TLS; against a bare socket, and against gloo",
+            f"{rates['tcp']:.3g} GB/s; {rates['tcp with TLS']:.2g}; {r['vs_socket_ratio']:.2f}×, "
+            f"{r['vs_gloo_ratio']:.2f}×",
+        )
 
 
 def cpu_rows(parts: dict[str, Any]) -> Iterator[Row]:

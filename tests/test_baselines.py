@@ -51,6 +51,9 @@ def test_each_result_names_card_date_and_command():
         "reload",
         "replay",
         "certify",
+        "server",
+        "tunix",
+        "delta",
     )
     for part in (*(H200[name] for name in parts), H200["tensor_parallel"]["sync"]):
         assert part["command"]
@@ -423,6 +426,34 @@ def test_the_certificates_of_a_card():
         assert (
             facts["states"]["arrives staged"] == facts["states"]["restored"] == "pass"
         )
+
+
+def test_plain_servers_and_tunix():
+    """As measured; asked were 20 × vLLM's ipc and 5 × Tunix' sampler."""
+    server = H200["server"]["result"]
+    ways = server["ways"]
+    best = min(ways["ipc"]["send_ms"], ways["ipc_packed"]["send_ms"])
+    direct = ways["jvlab_direct"]
+    assert direct["verified"]
+    assert direct["tokens_equal"]
+    assert server["vs_vllm_ipc_ratio"] == pytest.approx(best / direct["send_ms"], 1e-3)
+    assert not server["errors"]
+    tunix = H200["tunix"]["result"]
+    ours, theirs = (run["tokens_per_s"] for run in tunix["runs"])
+    assert tunix["vs_vanilla_tokens_ratio"] == pytest.approx(ours / theirs, 1e-3)
+
+
+def test_links_between_hosts():
+    hosts = json.loads((ROOT / "tests" / "baselines" / "hosts.json").read_text())
+    rates = {n: hosts[n]["result"]["gb_per_s"] for n in ("loopback", "unshaped")}
+    for rate in rates.values():
+        assert rate["tcp"] >= rate["gloo"]
+    gigabit = hosts["gigabit"]["result"]["gb_per_s"]
+    assert 0.9 * 0.125 <= gigabit["tcp with TLS"] <= 0.125
+    for name in ("loopback", "unshaped", "gigabit"):
+        result = hosts[name]["result"]
+        found = result["gb_per_s"]["tcp"] / result["gb_per_s"]["gloo"]
+        assert result["vs_gloo_ratio"] == pytest.approx(found, 1e-3)
 
 
 def test_the_page_is_what_its_script_writes_from_the_results():

@@ -34,6 +34,7 @@ FLOORS = {
     "12_experts_and_eight_bits": 16,
     "13_a_real_task": 7,
     "14_what_if": 6,
+    "15_your_own_trainer": 3,
 }
 STATE = "application/vnd.jupyter.widget-state+json"
 VIEW = "application/vnd.jupyter.widget-view+json"
