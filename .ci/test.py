@@ -73,7 +73,8 @@ LONG = ("05", "13")  # notebooks of several minutes: in the soak stage
 LONG_CELL_S = 3600  # of such a notebook; pyproject.toml's timeout is for tests
 # Without a byte of output. More than pyproject.toml's timeout of a test, which ends a test that hangs, by name.
 SILENT_S = float(os.environ.get("JVLAB_SILENT_SECONDS", "900"))
-STACKS_S = 5.0  # in which processes write their stacks
+STACKS_S = 5.0  # in which a process writes its stacks
+STACK_PAUSE_S = 0.5  # without a byte: it has written them
 EXPLORE = ["env", "JVLAB_FUZZ=1"]  # all examples of a property test, and new ones
 # no engine on a CPU is compiled; vLLM in a test's own process would start it
 EAGER = {"TORCH_COMPILE_DISABLE": "1"}
@@ -160,12 +161,15 @@ class Stage:
             for p in tree
             if (running := RUNNING.search(command_of(p)))
         ]
-        ask_for_stacks(tree)
-        until = time.monotonic() + (STACKS_S if tree else 0.0)
-        while select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
-            if not (part := os.read(pipe, 1 << 16)):
-                break
-            yield part
+        # one after the other: stacks that are written at the same moment are mixed letter by letter
+        for below in tree:
+            if not ask_for_stacks(below):
+                continue
+            until = time.monotonic() + STACKS_S
+            while select.select([pipe], [], [], min(STACK_PAUSE_S, _left(until)))[0]:
+                if not (part := os.read(pipe, 1 << 16)):
+                    break
+                yield part
         for below in tree:
             with contextlib.suppress(psutil.Error):
                 below.kill()
@@ -188,17 +192,19 @@ def command_of(process: psutil.Process) -> str:
         return "(ended)"
 
 
-def ask_for_stacks(processes: list[psutil.Process]) -> None:
-    """Send the signal of tests/workers.py to the processes that wait for it: others would die of it."""
-    for process in processes:
-        with contextlib.suppress(OSError, psutil.Error, StopIteration):
-            lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-            caught = int(
-                next(line for line in lines if line.startswith("SigCgt:")).split()[1],
-                16,
-            )
-            if caught >> (signal.SIGUSR1 - 1) & 1:
-                process.send_signal(signal.SIGUSR1)
+def ask_for_stacks(process: psutil.Process) -> bool:
+    """Send it the signal of tests/workers.py, if it waits for that: others would die of it. False: not sent."""
+    with contextlib.suppress(OSError, psutil.Error, StopIteration):
+        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        caught = next(line for line in lines if line.startswith("SigCgt:")).split()[1]
+        if int(caught, 16) >> (signal.SIGUSR1 - 1) & 1:
+            process.send_signal(signal.SIGUSR1)
+            return True
+    return False
+
+
+def _left(until: float) -> float:
+    return max(0.0, until - time.monotonic())
 
 
 def processor_time() -> tuple[int, int]:
