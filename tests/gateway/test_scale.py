@@ -395,7 +395,7 @@ def test_a_link_reaches_replicas_that_came_after_its_plan():
     pool: Any = SimpleNamespace(
         facts=lambda deadline: None,
         snapshot=pb.PoolStatus(version=3, replicas=replicas),
-        client=None,
+        client=SimpleNamespace(link=lambda: None),
         name="p",
     )
     agreed: Any = SimpleNamespace(

@@ -39,11 +39,15 @@ class Host:
         self._switch = switch
         self._processes: list[subprocess.Popen[str]] = []
         _ip("netns", "add", name)
-        _ip("link", "add", "eth0", "netns", name, "type", "veth", *self._peer())
-        self._in("addr", "add", f"{self.address}/24", "dev", "eth0")
-        for device in ("lo", "eth0"):
-            self._in("link", "set", device, "up")
-        _ip("-n", switch, "link", "set", self._port, "master", "bridge0", "up")
+        try:
+            _ip("link", "add", "eth0", "netns", name, "type", "veth", *self._peer())
+            self._in("addr", "add", f"{self.address}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                self._in("link", "set", device, "up")
+            _ip("-n", switch, "link", "set", self._port, "master", "bridge0", "up")
+        except OSError:
+            _ip("netns", "del", name)
+            raise
 
     def _peer(self) -> tuple[str, ...]:
         return ("peer", "name", self._port, "netns", self._switch)
@@ -140,7 +144,8 @@ def namespaces() -> None:
             done = host.python("-c", "print(1)", stdout=subprocess.DEVNULL).wait(60)
             if done:
                 pytest.skip("no network namespaces: a process can't enter one")
-    except OSError as error:
+            host.shape("1gbit")
+    except (OSError, subprocess.SubprocessError) as error:
         pytest.skip(f"no network namespaces: {error}")
 
 

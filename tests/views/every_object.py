@@ -55,7 +55,7 @@ def pool() -> Pool:
         replicas=replicas,
     )
     made.name, made.model, made.listeners = NAME, f"/home/x/{NAME}", []
-    made.client = SimpleNamespace()  # type: ignore[assignment]  # nobody answers
+    made.client = SimpleNamespace(link=lambda: None)  # type: ignore[assignment]  # nobody answers
     return made
 
 
