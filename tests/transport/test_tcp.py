@@ -145,8 +145,8 @@ def test_beyond_loopback_it_is_tls_unless_one_says_otherwise(
     monkeypatch: pytest.MonkeyPatch, senders: list[Sender]
 ) -> None:
     monkeypatch.setattr("jvlab.transport._tcp.is_loopback", lambda host: False)
-    for options, secured in (({}, True), ({"tls": False}, False)):
-        sender = listen("tcp", **MAKE, **options)
+    for tls, secured in ((None, True), (False, False)):
+        sender = listen("tcp", **MAKE, tls=tls)
         senders.append(sender)
         assert bool(sender.endpoint()["certificate"]) is secured
 
