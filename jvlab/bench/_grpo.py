@@ -265,8 +265,20 @@ def run_bench_grpo_size(
     }
 
 
-def shaped_model(shape: str, path: str) -> str:
-    """A model of a known shape with random weights."""
+def one_length(
+    tokens: Sequence[int] | None, usual: int, steps: int, least_steps: int = 1
+) -> int:
+    """The tokens of every completion, of benches that measure one length; raises on what they can't measure."""
+    length, *others = tokens or (usual,)
+    if steps < least_steps or length < 2 or others:
+        raise ConfigError(
+            f"tokens {tokens}, {steps} steps", remedy="e.g. --tokens 512 --steps 4"
+        )
+    return length
+
+
+def shaped_model(shape: str, path: str, **other: Any) -> str:
+    """A model of a known shape with random weights; `other` goes into its config."""
     import jvlab as jv
     from jvlab.bench._train import QWEN3_1_7B
 
@@ -274,7 +286,7 @@ def shaped_model(shape: str, path: str) -> str:
         raise ConfigError(
             f"shape={shape!r}", remedy=f"one of {', '.join(SHAPES)}, or --model DIR"
         )
-    return jv.models.tiny("qwen3", path, **QWEN3_1_7B)
+    return jv.models.tiny("qwen3", path, **{**QWEN3_1_7B, **other})
 
 
 def _peer_rows(
@@ -477,11 +489,7 @@ def run_bench_trl(
     and how the weights get there, differs. On a CPU TRL has no way of its own, and there is no ratio.
     """
     device = resolve(device)
-    length = (tokens or (TOKENS[0] if device == "cuda" else 32,))[0]
-    if steps < 1 or length < 2 or len(tokens or "1") > 1:
-        raise ConfigError(
-            f"tokens {tokens}, {steps} steps", remedy="e.g. --tokens 512 --steps 4"
-        )
+    length = one_length(tokens, TOKENS[0] if device == "cuda" else 32, steps)
     if find_spec("trl") is None:
         raise MissingDependency("bench trl needs TRL", remedy="pip install trl==1.16.0")
     with tempfile.TemporaryDirectory(prefix="jvbench-") as scratch:

@@ -21,6 +21,7 @@ from typing import Any
 from jvlab._errors import ConfigError
 from jvlab.bench._side import Lines, Side
 from jvlab.transport import Header, listen, open_receiver
+from jvlab.wire._channels import address_towards
 
 BUCKET = 16 << 20
 WARM = 4  # buckets that are not counted
@@ -176,12 +177,8 @@ def _take_by_socket(order: dict[str, Any]) -> None:
 def _take_by_gloo(order: dict[str, Any]) -> None:
     import torch
 
-    address = (order["host"], order["port"])
-    # our address as the sender sees it
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # no deadline: UDP: nothing is sent
-        own = probe.getsockname()[0]
-    group = _gloo(1, *address, own)
+    host = order["host"]
+    group = _gloo(1, host, order["port"], address_towards(host))
     data = torch.zeros(BUCKET, dtype=torch.uint8)
     answer = torch.zeros(1, dtype=torch.uint8)
     for k in range(order["count"]):

@@ -28,17 +28,18 @@ from typing import Any
 
 import numpy as np
 
-from jvlab._errors import ConfigError, MissingDependency
+from jvlab._errors import MissingDependency
 from jvlab.bench._grpo import (
     ENGINE_SHARE,
     GROUPS,
     PROMPTS,
     SAMPLES,
-    SHAPES,
     TEARDOWN_S,
     TRAINER_SHARE,
+    one_length,
     resolve,
     reward_of,
+    shaped_model,
 )
 from jvlab.bench._side import Lines, Side
 
@@ -75,11 +76,8 @@ def run_bench_tunix(
             remedy='pip install "jvlab[tunix]", then pip install --no-deps google-tunix==0.1.7',
         )
     device = resolve(device)
-    length = (tokens or (TOKENS[device],))[0]
-    if steps < 2 or length < 2 or len(tokens or "1") > 1:
-        raise ConfigError(
-            f"tokens {tokens}, {steps} steps", remedy="e.g. --tokens 512 --steps 4"
-        )
+    # a step ends with the generation of the next
+    length = one_length(tokens, TOKENS[device], steps, least_steps=2)
     with tempfile.TemporaryDirectory(prefix="jvbench-") as scratch:
         order = {
             "model": _folder(model, shape, scratch),
@@ -111,16 +109,12 @@ def run_bench_tunix(
 def _folder(model: str | None, shape: str | None, scratch: str) -> str:
     """A model for both sides: one given, one of a known shape, or a tiny one."""
     import jvlab as jv
-    from jvlab.bench._train import QWEN3_1_7B
 
     if model is not None:
         return jv.models.resolve(model)
     if shape is None:
         return jv.models.tiny("qwen3", **TINY)
-    if shape not in SHAPES:
-        raise ConfigError(f"shape={shape!r}", remedy=f"one of {', '.join(SHAPES)}")
-    sizes = {**QWEN3_1_7B, "rope_theta": THETA}
-    return jv.models.tiny("qwen3", f"{scratch}/model", **sizes)
+    return shaped_model(shape, f"{scratch}/model", rope_theta=THETA)
 
 
 def _row(who: str, order: dict[str, Any]) -> dict[str, Any]:
