@@ -65,6 +65,34 @@ def test_search_filter_sort_and_select(page: LabPage) -> None:
     )
 
 
+def test_what_is_done_before_all_rows_came_stays(page: LabPage) -> None:
+    """A busy machine paints the first rows, and all of them seconds later: typing and pressing between is not lost."""
+    page.open([SETUP, "mapping = small_mapping(2); panel = mapping.panel()"])
+    page.script(
+        "() => { const soon = window.requestAnimationFrame.bind(window);"
+        "        window.jvHeld = [];"
+        "        window.requestAnimationFrame = (f) => window.jvHeld ? (window.jvHeld.push(f), 0) : soon(f); }"
+    )
+    release = (
+        "() => { const held = window.jvHeld; window.jvHeld = null;"
+        "        for (const f of held) f(performance.now()); }"
+    )
+    page.run_all()
+    page.script(
+        "() => { const held = window.jvHeld.splice(0); for (const f of held) f(performance.now()); }"
+    )
+    page.fill(f"{BOX} .jv-search", "layers.1 q_proj")
+    row = page.wait(f"{BOX} .jv-row")
+    row.hover()
+    page.raw.mouse.down()
+    page.script(release)
+    page.until(f"document.querySelector('{BOX}').dataset.readyCount === '1'")
+    page.raw.mouse.up()
+    assert page.wait(f"{BOX} .jv-search").input_value() == "layers.1 q_proj"
+    assert shown(page) == 1
+    page.wait(f"{BOX} .jv-detail", text="model.layers.1.q_proj.weight")
+
+
 def test_a_rule_is_edited_saved_and_undone(page: LabPage) -> None:
     page.open([SETUP, "mapping = small_mapping(2); panel = mapping.panel()"]).run_all()
     page.run("way = mapping.select('layers.1.q')")

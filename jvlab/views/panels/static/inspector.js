@@ -120,13 +120,13 @@ function render({ model, el }) {
     const of = table.total.toLocaleString("en");
     fields.count.textContent = table.count < table.total ? `${of} rows` : `${table.rows.length.toLocaleString("en")} of ${of} rows`;
     if (!notify) return;
+    // the model holds it at once: rows that arrive now are shown by it
+    const named = (key) => (fields.selects[key].value === "" ? "" : table.byKey[key].names[fields.selects[key].value]);
+    model.off("change:query", fromQuery);
+    model.set("query", { text: fields.search.value, status: named("status"), rule: named("rule"), rank: rank.value });
+    model.on("change:query", fromQuery);
     clearTimeout(later); // the kernel is notified when typing pauses; it is not needed for the rows
-    later = setTimeout(() => {
-      const named = (key) => (fields.selects[key].value === "" ? "" : table.byKey[key].names[fields.selects[key].value]);
-      const query = { text: fields.search.value, status: named("status"), rule: named("rule"), rank: rank.value };
-      model.set("query", query);
-      model.save_changes();
-    }, 200);
+    later = setTimeout(() => model.save_changes(), 200);
   };
   const load = (part) => {
     const data = unpack(model.get(part));

@@ -147,8 +147,14 @@ class VirtualTable {
       cell.addEventListener("click", () => this.sort(column.key));
       this.head.append(cell);
     }
-    this.pool.forEach((row) => row.remove());
-    this.pool = [];
+    // Rows of the same columns stay: a click that began on one would be lost with it.
+    const keys = this.shownColumns.map((c) => c.key).join();
+    if (keys !== this.keys) {
+      this.pool.forEach((row) => row.remove());
+      this.pool = [];
+      this.keys = keys;
+    }
+    for (const row of this.pool) for (const cell of row.children) cell.title = "";
     this.markSort();
     this.apply();
   }
