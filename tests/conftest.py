@@ -148,6 +148,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Of the workers without vLLM none imports it by mistake: it takes each of them half a minute."""
+    if "not vllm" in str(session.config.option.markexpr) and "vllm" in sys.modules:
+        raise pytest.UsageError(
+            "a test file imports vLLM: mark it with pytest.mark.vllm, or import it in the test"
+        )
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     """`--dist loadfile`, but all files of tests/browser go to one worker: one server, page, kernel and engine serve

@@ -17,8 +17,8 @@ from typing import Any
 from jvlab._errors import LaunchError
 from jvlab._units import human_bytes
 from jvlab.bench._shapes import shaped
-from jvlab.bench._side import median_ms, model_of, vllm_build
-from jvlab.bench._sync import SIZES, folder_for
+from jvlab.bench._side import folder_for, median_ms, model_of, vllm_build
+from jvlab.bench._sync import SIZES
 
 SHARES = (0.001, 0.01, 0.1, 0.5)
 HEADLINE = 0.01

@@ -30,8 +30,14 @@ from typing import Any, Self
 
 from jvlab._errors import ControlError, JvlabError, LaunchError
 from jvlab.bench._shapes import config_of, size_of
-from jvlab.bench._side import Lines, Side, median_ms, prompts_of, vllm_build
-from jvlab.bench._sync import folder_for
+from jvlab.bench._side import (
+    Lines,
+    Side,
+    folder_for,
+    median_ms,
+    prompts_of,
+    vllm_build,
+)
 from jvlab.integrations._vllm_server import HttpCalls
 from jvlab.wire.processes._supervisor import descendants, shared_memory, unlink_segments
 

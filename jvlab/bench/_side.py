@@ -16,8 +16,11 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import IO, Any, Self
 
 from jvlab._deadline import Deadline
@@ -199,3 +202,12 @@ def main(side: str) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1])
+
+
+def folder_for(size: float, stack: ExitStack) -> tuple[Path, bool]:
+    """A temporary folder for a checkpoint: in memory, and true, if so many bytes are free there."""
+    in_memory = shutil.disk_usage("/dev/shm").free > size
+    made = tempfile.TemporaryDirectory(
+        prefix="jvlab-bench-", dir="/dev/shm" if in_memory else None
+    )
+    return Path(stack.enter_context(made)), in_memory

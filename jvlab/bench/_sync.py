@@ -12,7 +12,6 @@ packing overlap it and are reported apart; `whole_move_vs_ceiling_ratio` counts 
 from __future__ import annotations
 
 import shutil
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from jvlab._errors import LaunchError
 from jvlab.bench._side import (
     Lines,
     Side,
+    folder_for,
     median_ms,
     model_of,
     seconds_of,
@@ -124,15 +124,6 @@ def run_bench_sync(rounds: int = 5, model: str | None = None) -> dict[str, Any]:
             print(_table(kind, facts), flush=True)
             result["bytes"] = ours["bytes"]
     return result | _claims(result["engines"])
-
-
-def folder_for(size: float, stack: ExitStack) -> tuple[Path, bool]:
-    """A temporary folder for a checkpoint: in memory, and true, if so many bytes are free there."""
-    in_memory = shutil.disk_usage("/dev/shm").free > size
-    made = tempfile.TemporaryDirectory(
-        prefix="jvlab-bench-", dir="/dev/shm" if in_memory else None
-    )
-    return Path(stack.enter_context(made)), in_memory
 
 
 def _jvlab_times(

@@ -28,13 +28,14 @@ from jvlab.bench._shapes import shaped
 from jvlab.bench._side import (
     Lines,
     Side,
+    folder_for,
     median_ms,
     prompts_of,
     seconds_of,
     timed,
     vllm_build,
 )
-from jvlab.bench._sync import WAYS, folder_for
+from jvlab.bench._sync import WAYS
 
 TOKENS = 32
 

@@ -870,10 +870,11 @@ def open_link(
 ) -> Link:
     """See `jv.integrations.vllm.connect`."""
     from jvlab.layout._tree import device_processes, flatten
-    from jvlab.sync._connect import negotiate
+    from jvlab.sync._connections import agree, check_options
     from jvlab.sync._link import Link
-    from jvlab.sync._meaning import MeaningCheck, unpack
+    from jvlab.sync._meaning import unpack
 
+    check_options(params, {})
     params, scorer = unpack(params)
     arrays = flatten(params).arrays
     if len(set(device_processes(arrays).values())) > 1:
@@ -885,11 +886,14 @@ def open_link(
     server = Server(calls, name)
     try:
         pool: Any = ServerPool(server, deadline)
-        agreed = negotiate(
+        agreed = agree(
             params,
+            scorer,
             pool,
             rules,
             transport,
+            meaning=meaning,
+            checkpoint=checkpoint,
             bucket_mib=bucket_mib,
             options={},
             cache={},
@@ -898,10 +902,6 @@ def open_link(
             alone=True,
             deadline=deadline,
         )
-        check = MeaningCheck(agreed)
-        check.configure(meaning, checkpoint, scorer)
-        check.by_value(arrays, pool.model)
-        agreed.meaning = check
         forget = lambda link: None
         link = Link(pool, agreed, mode, None, forget, None, nonfinite, deadline)
     except BaseException as error:

@@ -88,11 +88,14 @@ class Connections:
             else together(pool.client, arrays, pool.name)
         )
         with meeting as team:
-            agreed = negotiate(
+            agreed = agree(
                 params,
+                scorer,
                 pool,
                 rules,
                 transport,
+                meaning=meaning,
+                checkpoint=checkpoint,
                 bucket_mib=bucket_mib,
                 options=options,
                 cache=self._agreements,
@@ -101,12 +104,6 @@ class Connections:
                 alone=len(set(device_processes(arrays).values())) < 2,
                 deadline=deadline,
             )
-            # Values are compared before anything is written. A verdict is about values: an agreement is found again
-            # by shapes and rules, its meaning is not.
-            check = MeaningCheck(agreed)
-            check.configure(meaning, checkpoint, scorer)
-            check.by_value(arrays, pool.model)
-            agreed.meaning = check  # not if that raised: an open link keeps its own
             if team is not None:
                 team.agree(agreed)
             earlier = [link for link in self._links if link.pool is pool]
@@ -135,6 +132,29 @@ class Connections:
         """Close all links."""
         for link in list(self._links):
             link.close()
+
+
+def agree(
+    params: Any,
+    scorer: Any,
+    pool: Any,
+    rules: Any,
+    transport: str,
+    *,
+    meaning: str,
+    checkpoint: str | os.PathLike[str] | None,
+    **how: Any,
+) -> Agreement:
+    """`negotiate`, and compare values before anything is written.
+
+    A verdict is about values: an agreement is found again by shapes and rules, its meaning is not.
+    """
+    agreed = negotiate(params, pool, rules, transport, **how)
+    check = MeaningCheck(agreed)
+    check.configure(meaning, checkpoint, scorer)
+    check.by_value(flatten(params).arrays, pool.model)
+    agreed.meaning = check  # not if that raised: an open link keeps its own
+    return agreed
 
 
 def check_options(params: Any, options: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +13,12 @@ import jvlab as jv
 from jvlab import errors
 from tests.integrations.fake_pool import FakePool
 
-pytest.importorskip("trl", reason="TRL is not installed: pip install trl==1.16.0")
+if find_spec("trl") is None:
+    pytest.skip(
+        "TRL is not installed: pip install trl==1.16.0", allow_module_level=True
+    )
 
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -159,6 +162,8 @@ def test_an_adapter_is_merged_for_the_sync():
     base = tiny()
     before = base.model.layers[0].self_attn.q_proj.weight.detach().clone()
     names = dict(base.named_parameters()).keys()
+    from peft import LoraConfig, get_peft_model
+
     adapted: Any = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"]))
     q = adapted.base_model.model.model.layers[0].self_attn.q_proj
     with torch.no_grad():

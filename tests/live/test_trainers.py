@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,7 +15,10 @@ import pytest
 import jvlab as jv
 from jvlab import errors
 
-pytest.importorskip("trl", reason="TRL is not installed: pip install trl==1.16.0")
+if find_spec("trl") is None:
+    pytest.skip(
+        "TRL is not installed: pip install trl==1.16.0", allow_module_level=True
+    )
 
 import torch
 from datasets import Dataset
