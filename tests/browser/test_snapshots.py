@@ -89,9 +89,8 @@ def test_a_killed_kernel_is_noticed_and_what_is_saved_is_the_last_snapshot(
     os.kill(pid, signal.SIGKILL)
     page.wait(".jv-live.jv-gone .jv-notice", 15, text="kernel gone")
     page.until("document.querySelectorAll('.jv-live.jv-gone').length === 2", 15)
-    assert (
-        steps_said(page.text(".jv-live.jv-gone:has(.jv-run-panel) .jv-notice")) >= first
-    )
+    # the notice's step came with the last beat, the saved one with the last snapshot: each every few seconds
+    assert steps_said(page.text(".jv-live.jv-gone:has(.jv-run-panel) .jv-notice")) >= 3
     assert green_dots(page) == 0, "nothing claims to be alive"
     assert page.script(
         "[...document.querySelectorAll('.jv-live button')].every(b => b.disabled)"

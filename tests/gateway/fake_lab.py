@@ -76,16 +76,18 @@ class FakeReplica(rpc.RolloutServicer):
         self.unable = 0  # an order that it refuses
         # if set, the engine dies at the next request, with this message
         self.engine_death = ""
+        self.starting = asyncio.Lock()  # a stop meanwhile waits for it
 
     async def start(self) -> None:
-        self.server = grpc.aio.server(
-            interceptors=[_security.TokenInterceptor(self.token)]
-        )
-        rpc.add_RolloutServicer_to_server(self, self.server)
-        self.port = self.server.add_insecure_port("127.0.0.1:0")
-        await self.server.start()
-        self.channel = grpc.aio.insecure_channel(self.gateway)
-        self.beating = asyncio.create_task(self.beat())
+        async with self.starting:
+            self.server = grpc.aio.server(
+                interceptors=[_security.TokenInterceptor(self.token)]
+            )
+            rpc.add_RolloutServicer_to_server(self, self.server)
+            self.port = self.server.add_insecure_port("127.0.0.1:0")
+            await self.server.start()
+            self.channel = grpc.aio.insecure_channel(self.gateway)
+            self.beating = asyncio.create_task(self.beat())
 
     async def register(self) -> None:
         stub = rpc.RegistryStub(self.channel)
@@ -133,10 +135,11 @@ class FakeReplica(rpc.RolloutServicer):
         )
 
     async def stop(self) -> None:
-        self.beating.cancel()
-        await asyncio.gather(self.beating, return_exceptions=True)
-        await self.server.stop(0)
-        await self.channel.close()
+        async with self.starting:
+            self.beating.cancel()
+            await asyncio.gather(self.beating, return_exceptions=True)
+            await self.server.stop(0)
+            await self.channel.close()
 
     async def Generate(
         self, request: pb.RolloutRequest, context: Any
@@ -353,7 +356,7 @@ class FakeGateway(_gateway.Gateway):
         self.handle(reg.ProcessExited(replica, "ended", "", fake.run))
 
     async def shut_down(self) -> None:
-        for fake in self.fakes.values():
+        for fake in list(self.fakes.values()):
             await fake.stop()
         await super().shut_down()
 
