@@ -6,7 +6,7 @@
                                         two long notebooks
 
 Lint, types and the tests that import vLLM (in one process, which alone pays for it) run beside the tests without
-engines. `jvlab warm` is started first, for the stages with engines: vLLM is imported once, not by every lab.
+engines, notebooks beside those with engines. `jvlab warm` is started first: vLLM is imported once, not by every lab.
 
 No stage hangs for ever: one that prints nothing for JVLAB_SILENT_SECONDS shows its processes and their Python stacks,
 is ended, and has failed.
@@ -55,6 +55,7 @@ ONE = [*PYTEST, "-p", "no:nbval", "-n", "1", "--dist", "loadfile"]
 # A fourth worker for tests with engines, which wait more; each of them holds gigabytes.
 ROOMY = psutil.virtual_memory().total > 20 << 30
 ENGINES = ["-n", "4" if ROOMY else "3", "--dist", "loadfile"]
+NOTEBOOKS = ["-n", "2" if ROOMY else "3", "--dist", "loadfile"]
 NO_ENGINE = "not engine and not browser and not soak"
 # Files with engines, as measured; not by the number of tests: some have few and long ones, and would be left to one
 # worker at the end.
@@ -279,6 +280,13 @@ def stages() -> list[Stage]:
         Stage("types", [["nice", "-n", "10", python, "-m", "pyright"]], beside=True),
         Stage("vllm", [[*ONE, "-m", f"vllm and {NO_ENGINE}"]], beside=True),
         Stage("units", [[*TESTS, "-m", f"{NO_ENGINE} and not vllm"]]),
+        # Tests with engines leave a third of the processors idle: notebooks run meanwhile, where memory allows.
+        Stage(
+            "notebooks",
+            [compared(*NOTEBOOKS, "--no-loadscope-reorder", *notebooks())],
+            warm=True,
+            beside=ROOMY,
+        ),
         Stage(
             "engines",
             [
@@ -293,11 +301,6 @@ def stages() -> list[Stage]:
                     *engine_files(),
                 ],
             ],
-            warm=True,
-        ),
-        Stage(
-            "notebooks",
-            [compared(*ENGINES, "--no-loadscope-reorder", *notebooks())],
             warm=True,
         ),
         Stage(
@@ -379,8 +382,8 @@ def main(wanted: list[str]) -> int:
                 aside.append(thread)
             else:
                 stage.run()
-    for thread in aside:
-        thread.join()
+        for thread in aside:
+            thread.join()
     print("\n=== in short")
     for stage in chosen:
         print(

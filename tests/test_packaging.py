@@ -427,8 +427,8 @@ def test_every_stage_runs_and_the_end_names_what_failed(
         "types",
         "vllm",
         "units",
-        "engines",
         "notebooks",
+        "engines",
         "soak",
     ]
     python = lambda code: [sys.executable, "-c", code]
