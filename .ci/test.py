@@ -194,8 +194,11 @@ def command_of(process: psutil.Process) -> str:
 
 
 def ask_for_stacks(process: psutil.Process) -> bool:
-    """Send it the signal of tests/workers.py, if it waits for that: others would die of it. False: not sent."""
+    """Send it the signal of tests/workers.py, if it waits for that: others would die of it, and node would open its
+    debugger. False: not sent."""
     with contextlib.suppress(OSError, psutil.Error, StopIteration):
+        if "python" not in process.name() and "pytest" not in command_of(process):
+            return False
         lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
         caught = next(line for line in lines if line.startswith("SigCgt:")).split()[1]
         if int(caught, 16) >> (signal.SIGUSR1 - 1) & 1:
@@ -277,7 +280,8 @@ def stages() -> list[Stage]:
             ],
             beside=True,
         ),
-        Stage("types", [["nice", "-n", "10", python, "-m", "pyright"]], beside=True),
+        # pyright prints nothing before its end, which comes late on a machine that is busy with the tests beside it
+        Stage("types", [[python, "-m", "pyright"]], beside=True, silent=3 * SILENT_S),
         Stage("vllm", [[*ONE, "-m", f"vllm and {NO_ENGINE}"]], beside=True),
         Stage("units", [[*TESTS, "-m", f"{NO_ENGINE} and not vllm"]]),
         # Tests with engines leave a third of the processors idle: notebooks run meanwhile, where memory allows.

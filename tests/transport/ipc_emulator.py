@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from jvlab.layout._digest import MASK
-from jvlab.transport._ipc_kernels import STRIPES, defines, shared
-from jvlab.transport._ipc_source import SOURCE
+from jvlab.transport._ipc_kernels import SOURCE, STRIPES, defines, shared
 from jvlab.transport._ipc_tables import Program, Table
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
