@@ -145,6 +145,10 @@ def negotiate(
         else checkpoint_tensors(folder)
     )
     layouts = trace_part(pool, part, tensors, first, deadline)
+    if part == DRAFT and pool.facts(deadline).speculative != "draft_model":
+        # heads on top of the model: their checkpoint is the model's own, or repeats what they share with it
+        tensors = taken(tensors, layouts)
+        layouts = trace_part(pool, part, tensors, first, deadline)
     kind = " (LoRA)" if adapter else " (drafts)" if part == DRAFT else ""
     mapping = compile_tree(
         Mapping,
@@ -199,6 +203,12 @@ def trace_part(
     if part == DRAFT:
         tensors = [replace(t, name=DRAFT_PREFIX + t.name) for t in tensors]
     return pool.trace(tensors, replica=replica, timeout=deadline)
+
+
+def taken(tensors: list[Any], layouts: list[RankLayout]) -> list[Any]:
+    """The tensors of which some rank takes anything."""
+    left = set.intersection(*(set(layout.unused) for layout in layouts))
+    return [t for t in tensors if t.name not in left]
 
 
 def _folder_of(part: str, adapter: bool, pool: PoolView, deadline: Deadline) -> str:
