@@ -175,7 +175,7 @@ def labelling_stats(client: Any) -> None:
     receive = client.get_output_async
 
     async def get_output_async() -> Any:
-        message = await receive()
+        message = await receive()  # no deadline: vLLM's own loop waits here
         if message.scheduler_stats is not None:
             version = message.weight_version
             setattr(message.scheduler_stats, STATS_VERSION, version)
