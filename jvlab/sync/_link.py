@@ -454,6 +454,11 @@ class Link:
         """
         from jvlab.analysis.diagnose._bisect import bisect
 
+        if self.part != "model":
+            raise Unsupported(
+                "bisect compares log-probabilities, and an engine returns none of its draft model",
+                remedy="link.verify(params) and link.diff(name, params) compare its weights",
+            )
         self._require_one_process(
             "bisect", "connect from one process that holds all parameters"
         )
