@@ -696,10 +696,15 @@ class Engine:
             draft_tokens=m.drafted,
             accepted_tokens=m.accepted,
             adapters=self.adapters.listed(),
+            draft_version=self._sync.draft_version,
+            drafts=[
+                pb.DraftCount(version=version, drafted=drafted, accepted=accepted)
+                for version, (drafted, accepted) in sorted(m.drafts.items())
+            ],
         )
 
     async def trace(self, tensors: list[list[Any]]) -> list[dict[str, Any]]:
-        """Each rank's layout, as plain values: of the model's tensors, or of an adapter's."""
+        """Each rank's layout, as plain values: of the model's tensors, an adapter's or the draft model's."""
         return checked(await self.llm.collective_rpc("jv_trace", args=(tensors,)))
 
     # Sync ---------------------------------------------------------------------------------------------------------

@@ -403,7 +403,8 @@ class LinkedAdapter:
 
     def __init__(self) -> None:
         self.request: Any = None  # vLLM's LoRARequest
-        self.open = False  # whether the open link is an adapter's
+        # whether the open link leaves the base as it is: an adapter's, or the draft model's
+        self.open = False
         # versions of the base; those in between are the adapter's
         self._base_versions = [0]
 
@@ -459,7 +460,10 @@ class EngineSync:
         # path and key of the engine core's channel, while an ipc link is open
         self.core_channel: list[str] = []
         self.lock = asyncio.Lock()
-        self._committed: Callable[[], Digests] = dict
+        # what the last commit left, by whether it is the draft model's
+        self._committed: dict[bool, Callable[[], Digests]] = {}
+        self.drafts = False  # whether the open link is the draft model's
+        self.draft_version = 0  # whose sync wrote the draft model last
         # this sync's weights are not all finite, and the trainer allows it
         self.nonfinite = False
         self._found: Digests = {}
@@ -616,6 +620,8 @@ class EngineSync:
         self.names = {a["rank"]: a["names"] for a in answers if "names" in a}
         if number := max(a.get("adapter", 0) for a in answers):
             self.linked.opened(number, self.state.version)
+        self.drafts = any(a.get("drafts", False) for a in answers)
+        self.linked.open = self.linked.open or self.drafts
         self._ipc = order.transport == "ipc"
         await self._open_core_channel(self._ipc)
         self.state.opened(link)
@@ -803,7 +809,9 @@ class EngineSync:
 
     def committed(self) -> None:
         """The verified digests are now those that this replica holds."""
-        self._committed = self._moved
+        self._committed[self.drafts] = self._moved
+        if self.drafts:
+            self.draft_version = self.state.version
         self.linked.committed(self.state.version)
 
     @property
@@ -873,7 +881,8 @@ class EngineSync:
                 break  # else the last digest is still being computed
             await asyncio.sleep(0.01)
         self._note_evidence(answers)
-        self._compare(given or ({} if midway else self._committed()), whole=False)
+        committed = self._committed.get(self.drafts, dict)
+        self._compare(given or ({} if midway else committed()), whole=False)
 
 
 def _is_adapters(plan: bytes) -> bool:

@@ -195,6 +195,26 @@ def cpu_seeds() -> None:
     patch_runner(CPUModelRunner)
 
 
+def expanded(
+    values: Any, ends: Any, count: int, replace_from: int = 0, replace_to: int = 0
+) -> Any:
+    """A value of each request for each of its `count` drafted tokens in all; `ends`: the running sum of their numbers.
+
+    vLLM's function of these arguments, in the values' own dtype.
+    """
+    import torch
+
+    found = torch.where(values == replace_from, replace_to, values).to(values.dtype)
+    numbers = torch.diff(ends, prepend=ends.new_zeros(1)).to(torch.int64)
+    return found.repeat_interleave(numbers, output_size=count)
+
+
+def cpu_drafts() -> None:
+    from vllm.v1.sample import rejection_sampler
+
+    rejection_sampler.expand_batch_to_tokens = expanded
+
+
 def live_weights() -> None:
     """CPU linear layers compute from `layer.weight` itself, if JVLAB_LIVE_WEIGHTS=1 asks for that."""
     if os.environ.get("JVLAB_LIVE_WEIGHTS") == "1":
@@ -783,6 +803,16 @@ PATCHES = (
         cpu_seeds,
     ),
     Patch(
+        "sampling with drafts on a CPU",
+        "CPU worker",
+        (("vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens"),),
+        "the kernel that gives each drafted token its request's temperature, top-k and top-p writes a copy in int64, "
+        "which is then dropped: drafted tokens are accepted, replaced and given log-probabilities by uninitialised "
+        "memory. It may hold the right numbers, left there by an earlier tensor of that size",
+        "_expand_kernel_impl of cpu_triton_utils copies its result back, in the dtype of the values",
+        cpu_drafts,
+    ),
+    Patch(
         "live weights",
         "CPU worker",
         (
@@ -866,6 +896,15 @@ PATCHES = (
         (("vllm.v1.metrics.loggers", "PrometheusStatLogger"),),
         "of one engine, in _vllm.start_engine: vLLM's Prometheus exporter costs more per sample than all else there",
         "AsyncLLM can be made without it",
+        None,
+    ),
+    Patch(
+        "versions of stats",
+        "front end",
+        (("vllm.v1.engine.core_client", "AsyncMPClient.get_output_async"),),
+        "of one engine's client, in _vllm.start_engine: a step's stats reach the loggers without the message that they "
+        "came in, and only the message says which weights the step was made with",
+        "loggers get the weight version",
         None,
     ),
     Patch(

@@ -17,7 +17,11 @@ from typing import Any
 from jvlab._errors import ConfigError, SyncError
 from jvlab.engine import _patches, _vllm_versions
 
+STATS_VERSION = "jv_version"  # attribute of a step's stats: the version that made them
 EXPORTERS = "jv_exporters"  # attribute of an engine: loggers that were removed from it
+# methods whose drafts come from the text alone; all others have weights of their own
+DRAFTS_FROM_TEXT = ("ngram", "suffix")
+VERSIONS_KEPT = 32  # whose drafts are counted
 RESERVED = {  # sampling parameters that jvlab sets itself, and why
     "n": "use the argument n",
     "logprobs": "the sampled token's log-probability is always returned",
@@ -50,6 +54,8 @@ class Meter:
             self.hits
         ) = 0
         self.drafted = self.accepted = 0
+        # version -> tokens drafted, accepted; of the newest versions
+        self.drafts: dict[int, tuple[int, int]] = {}
         self.kv_use = 0.0
         self._recent: deque[tuple[float, int]] = deque()
 
@@ -61,12 +67,23 @@ class Meter:
             self.queries += scheduler.prefix_cache_stats.queries
             self.hits += scheduler.prefix_cache_stats.hits
             if scheduler.spec_decoding_stats is not None:
-                self.drafted += scheduler.spec_decoding_stats.num_draft_tokens
-                self.accepted += scheduler.spec_decoding_stats.num_accepted_tokens
+                self._count_drafts(scheduler)
         if iteration is not None:
             self.generated += iteration.num_generation_tokens
             self.prompt += iteration.num_prompt_tokens
             self._recent.append((time.monotonic(), iteration.num_generation_tokens))
+
+    def _count_drafts(self, scheduler: Any) -> None:
+        """Of one step, for the version that checked them: the message says which (`labelling_stats`)."""
+        drafted = scheduler.spec_decoding_stats.num_draft_tokens
+        accepted = scheduler.spec_decoding_stats.num_accepted_tokens
+        self.drafted += drafted
+        self.accepted += accepted
+        version = int(getattr(scheduler, STATS_VERSION, None) or 0)
+        before = self.drafts.pop(version, (0, 0))
+        self.drafts[version] = (before[0] + drafted, before[1] + accepted)
+        if len(self.drafts) > VERSIONS_KEPT:
+            del self.drafts[min(self.drafts)]
 
     def tokens_per_s(self) -> float:
         now = time.monotonic()
@@ -146,7 +163,25 @@ def start_engine(arguments: dict[str, Any], meter: Meter) -> Any:
         logger for logger in manager.stat_loggers if logger not in exporters
     ]
     setattr(engine, EXPORTERS, exporters)
+    labelling_stats(engine.engine_core)
     return engine
+
+
+def labelling_stats(client: Any) -> None:
+    """From now on the stats that this client of a core receives say which version their step was made with.
+
+    Loggers get them without the message that they came in, which does.
+    """
+    receive = client.get_output_async
+
+    async def get_output_async() -> Any:
+        message = await receive()  # no deadline: vLLM's own loop waits here
+        if message.scheduler_stats is not None:
+            version = message.weight_version
+            setattr(message.scheduler_stats, STATS_VERSION, version)
+        return message
+
+    client.get_output_async = get_output_async
 
 
 def export_metrics(engine: Any) -> None:
@@ -363,9 +398,9 @@ def facts(engine: Any) -> dict[str, Any]:
         "has_tokenizer": not config.model_config.skip_tokenizer_init,
         "architecture": config.model_config.architecture,
         "speculative": str(drafting.method) if drafting else "",
-        # n-gram and suffix drafts come from the text alone; all others have weights of their own
         "draft_weights": bool(drafting)
-        and not str(drafting.method).startswith(("ngram", "suffix")),
+        and not str(drafting.method).startswith(DRAFTS_FROM_TEXT),
+        "draft_model": _draft_folder(drafting),
         "max_adapters": (lora.max_cpu_loras or lora.max_loras) if lora else 0,
         "block_size": config.cache_config.block_size,
         "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1",
@@ -377,6 +412,13 @@ def facts(engine: Any) -> dict[str, Any]:
         if getattr(getattr(config, "aux_output_config", None), "enabled", False)
         else "",
     }
+
+
+def _draft_folder(drafting: Any) -> str:
+    """Where the draft model's weights were read from; empty if it has none."""
+    model = getattr(drafting, "draft_model_config", None)
+    text = drafting and str(drafting.method).startswith(DRAFTS_FROM_TEXT)
+    return str(model.model) if model is not None and not text else ""
 
 
 def _graph_tokens(config: Any) -> int:

@@ -398,9 +398,9 @@ class Lab:
                          request at a time without prefix cache, which is slow. To repeat, sampling also needs seed=...
                          in each call. `pool.check_determinism()` measures the effect
         speculative      vLLM's speculative_config, such as {"method": "ngram", "num_speculative_tokens": 3,
-                         "prompt_lookup_max": 3}; the acceptance rate is in `pool.status()`. A sync does not update a
-                         draft model's weights. Before training on such samples, check
-                         `pool.score(batch).gap(batch)`: with vLLM 0.32.0 on a CPU, sampled log-probabilities differed
+                         "prompt_lookup_max": 3}, or {"method": "draft_model", "model": folder,
+                         "num_speculative_tokens": 3}; the acceptance rate, also by version, is in `pool.status()`.
+                         A sync of the model leaves a draft model as it is: `connect(..., part="draft")` syncs that
         """
         from jvlab.engine import _cpu
 
@@ -448,6 +448,11 @@ class Lab:
                    wrong place; if they differ from the checkpoint's, the first sync scores tokens on both sides.
                    "function" does only the latter, "off" neither. `link.meaning` has the result. Each connect compares
                    again, and so does the first sync if its values differ
+        part       "model", or "draft": the tree is that of the model that drafts tokens (`speculative=`), and of
+                   EAGLE and MTP heads what they do not share with the model; values are compared with its own
+                   checkpoint. Its link takes turns with the model's: neither closes the other. Each sync makes a
+                   version. One of drafts changes how many are accepted, and no token's distribution; KV that older
+                   draft weights left does no more
         timeout    includes waiting for a pool that is starting, tracing its engines and opening channels
         options    of the transport: host="10.0.0.1" (bind address) for tcp and nccl, directory="..." for disk
 

@@ -296,6 +296,17 @@ class SyncEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DraftEvent(Event):
+    """Tokens that a replica (`actor`) drafted since the last such event, and checked with the weights of `version`."""
+
+    tag = "drafts"
+    actor: str = "pool"
+    version: int
+    drafted: int = 0
+    accepted: int = 0  # of the drafted tokens
+
+
+@dataclass(frozen=True, kw_only=True)
 class PauseEvent(Event):
     """Generation was paused; no replicas named: all of them."""
 
@@ -346,6 +357,7 @@ KINDS: dict[str, type[Event]] = {
         EvaluationEvent,
         StepEvent,
         SyncEvent,
+        DraftEvent,
         PauseEvent,
         FaultEvent,
     )
@@ -547,6 +559,33 @@ class RolloutTally:
             )
             for actor, stop in self._last.items()
         ]
+
+
+class DraftTally:
+    """Turns the counts that replicas report, which only grow, into events of what was new."""
+
+    def __init__(self) -> None:
+        # (replica, its epoch, version) -> tokens drafted, accepted
+        self._seen: dict[tuple[str, int, int], tuple[int, int]] = {}
+
+    def events(self, snapshot: Any) -> list[DraftEvent]:
+        """What was drafted between the last snapshot and this one."""
+        found = []
+        for replica in snapshot.replicas:
+            for count in replica.stats.drafts:
+                key = replica.replica, replica.epoch, count.version
+                drafted, accepted = self._seen.get(key, (0, 0))
+                self._seen[key] = count.drafted, count.accepted
+                if count.drafted > drafted:
+                    found.append(
+                        DraftEvent(
+                            actor=replica.replica,
+                            version=count.version,
+                            drafted=count.drafted - drafted,
+                            accepted=count.accepted - accepted,
+                        )
+                    )
+        return found
 
 
 def sync_event(report: Any, start: float, stop: float) -> SyncEvent:

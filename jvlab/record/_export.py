@@ -22,6 +22,7 @@ import numpy as np
 from jvlab._errors import ConfigError, MissingDependency
 from jvlab.record._events import (
     NAN,
+    DraftEvent,
     EvaluationEvent,
     Event,
     FaultEvent,
@@ -198,6 +199,8 @@ class Scalars:
                 }
             case RolloutEvent() if event.seconds > 0:
                 found = {"rollout/tokens_per_s": event.tokens / event.seconds}
+            case DraftEvent() if event.drafted:
+                found = {"rollout/acceptance": event.accepted / event.drafted}
             case _:
                 found = {}
         return {name: float(value) for name, value in found.items() if value == value}

@@ -11,6 +11,7 @@ import numpy as np
 
 from jvlab.record._events import (
     NAN,
+    DraftEvent,
     Event,
     FaultEvent,
     PauseEvent,
@@ -506,6 +507,17 @@ def ratios_by_staleness(events: Sequence[Event]) -> dict[int, dict[str, float]]:
     }
 
 
+def acceptance(events: Iterable[Event]) -> dict[int, float]:
+    """Version → share of the tokens drafted for it that it accepted; empty without speculative decoding."""
+    drafted: Counter[int] = Counter()
+    accepted: Counter[int] = Counter()
+    for event in events:
+        if isinstance(event, DraftEvent):
+            drafted[event.version] += event.drafted
+            accepted[event.version] += event.accepted
+    return {v: accepted[v] / n for v, n in sorted(drafted.items()) if n}
+
+
 def summary(events: Sequence[Event]) -> dict[str, Any]:
     """The run's summary statistics."""
     steps = trained(events)
@@ -541,6 +553,7 @@ def summary(events: Sequence[Event]) -> dict[str, Any]:
         "syncs_verified": sum(e.verified is True for e in syncs),
         "sync_bytes": sum(e.bytes for e in syncs),
         "sync_pause_mean_s": float(np.mean(pauses)) if pauses else NAN,
+        "acceptance": acceptance(events),
         "max_staleness": int(stale.levels.max(initial=0)),
         "mean_staleness": _mean(stale.histogram),
         "dropped": sum(e.dropped for e in steps),

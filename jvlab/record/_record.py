@@ -339,6 +339,10 @@ class Record:
         """How stale the tokens of each training step were."""
         return _metrics.staleness(self._read())
 
+    def acceptance(self) -> dict[int, float]:
+        """Of speculative decoding: version → share of the drafted tokens that it accepted."""
+        return _metrics.acceptance(self._read())
+
     def alarms(self, threshold: float | None = None) -> list[StepEvent]:
         """Steps on which trainer and engine disagreed by more than the run's, or this, threshold."""
         return _metrics.alarms(self._read(), threshold)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from jvlab._deadline import Deadline
@@ -11,7 +11,7 @@ from jvlab._names import model_words
 from jvlab._version import __version__
 from jvlab.layout._layout_codec import layout_to_plain, plain_to_bytes
 from jvlab.layout._tree import cuda_ordinals, flatten
-from jvlab.sync._coordinator import SLOTS, ready_replicas
+from jvlab.sync._coordinator import DRAFT, MODEL, PARTS, SLOTS, ready_replicas
 from jvlab.sync._meaning import MeaningCheck
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from jvlab.sync._mapping import Mapping
     from jvlab.wire._pool_view import PoolView
 
+# of tensors in an order to trace the draft model; as in engine/tracing/_vllm_model.py, which imports torch
+DRAFT_PREFIX = "draft."
 # equal on all replicas
 SHARED_FACTS = ("vllm_version", "vllm_build", "dtype", "architecture", "vocab_size")
 
@@ -39,6 +41,8 @@ class Agreement:
     checked: dict[str, int] = field(default_factory=dict)
     # of torch's tensors on a GPU: device of the plan -> its CUDA ordinal here
     ordinals: dict[int, int] = field(default_factory=dict)
+    part: str = MODEL
+    folder: str = ""  # of that part's checkpoint
     # of the tree that was connected last
     meaning: MeaningCheck = field(init=False, repr=False)
 
@@ -53,7 +57,7 @@ class Agreement:
             return
         theirs = facts_of(pool, name)
         compare(self.facts, theirs, f"the pool's first replica and {name}")
-        layouts = pool.trace(self.mapping_tensors, replica=name, timeout=deadline)
+        layouts = trace_part(pool, self.part, self.mapping_tensors, name, deadline)
         if layouts_bytes(layouts) != self.layouts:
             raise LayoutError(
                 f"{name} has a different parameter layout than the replica this link was planned for",
@@ -107,6 +111,7 @@ def negotiate(
     same_host: bool,
     alone: bool,
     deadline: Deadline,
+    part: str = MODEL,
 ) -> Agreement:
     """Settle everything that can be settled before any byte moves; one error lists what does not match."""
     from jvlab.layout._checkpoint import (
@@ -127,22 +132,28 @@ def negotiate(
     replicas = ready_replicas(pool, deadline)
     first = next(iter(replicas))
     key = _key(
-        flat.arrays, pool, replicas, rules, transport, bucket_mib, options, alone
+        flat.arrays, pool, replicas, rules, transport, bucket_mib, options, alone, part
     )
     if key is not None and key in cache:
         return cache[key]
     # of `policy.with_lora()`; trainer/decoder/_lora.py
     adapter = hasattr(params, "peft_tensors")
+    folder = _folder_of(part, adapter, pool, deadline)
     tensors = (
         _adapter_tensors(params, pool, deadline)
         if adapter
-        else checkpoint_tensors(pool.model)
+        else checkpoint_tensors(folder)
     )
-    layouts = pool.trace(tensors, replica=first, timeout=deadline)
+    layouts = trace_part(pool, part, tensors, first, deadline)
+    if part == DRAFT and pool.facts(deadline).speculative != "draft_model":
+        # heads on top of the model: their checkpoint is the model's own, or repeats what they share with it
+        tensors = taken(tensors, layouts)
+        layouts = trace_part(pool, part, tensors, first, deadline)
+    kind = " (LoRA)" if adapter else " (drafts)" if part == DRAFT else ""
     mapping = compile_tree(
         Mapping,
         params,
-        read_config(pool.model),
+        read_config(folder),
         tensors,
         layouts,
         replicas=pool.replicas,
@@ -151,8 +162,8 @@ def negotiate(
         else rules,
         bucket_mib=bucket_mib,
         link_gbps=CPU_GBPS if pool.snapshot.device == "cpu" else None,
-        title=model_words(pool.model) + (" (LoRA)" if adapter else ""),
-        checkpoint=None if adapter else CheckpointValues.of(pool.model),
+        title=model_words(folder) + kind,
+        checkpoint=None if adapter else CheckpointValues.of(folder),
     )
     plan = mapping.plan
     name, reason = _choose(
@@ -175,12 +186,57 @@ def negotiate(
         options,
         {first: replicas[first][1]},
         cuda_ordinals(flat.arrays),
+        part,
+        folder,
     )
     for other, (_, epoch) in replicas.items():
         agreed.check_replica(pool, other, epoch, deadline)
     if key is not None:
         cache[key] = agreed
     return agreed
+
+
+def trace_part(
+    pool: PoolView, part: str, tensors: list[Any], replica: str, deadline: Deadline
+) -> list[RankLayout]:
+    """Where a replica's ranks hold these tensors of a part."""
+    if part == DRAFT:
+        tensors = [replace(t, name=DRAFT_PREFIX + t.name) for t in tensors]
+    return pool.trace(tensors, replica=replica, timeout=deadline)
+
+
+def taken(tensors: list[Any], layouts: list[RankLayout]) -> list[Any]:
+    """The tensors of which some rank takes anything."""
+    left = set.intersection(*(set(layout.unused) for layout in layouts))
+    return [t for t in tensors if t.name not in left]
+
+
+def _folder_of(part: str, adapter: bool, pool: PoolView, deadline: Deadline) -> str:
+    """The checkpoint folder of a part; raises if the engine has no such part."""
+    if part == MODEL:
+        return pool.model
+    if part != DRAFT:
+        raise ConfigError(
+            f"part must be one of {', '.join(map(repr, PARTS))}, not {part!r}",
+            remedy='part="draft" is the model that drafts tokens',
+        )
+    facts = pool.facts(deadline)
+    if not facts.draft_model:
+        how = (
+            f"drafts by {facts.speculative}, which needs no weights"
+            if facts.speculative
+            else "does not draft tokens"
+        )
+        raise Unsupported(
+            f"{pool.name} {how}",
+            remedy='launch(..., speculative={"method": "draft_model", "model": FOLDER, "num_speculative_tokens": 3})',
+        )
+    if adapter:
+        raise Unsupported(
+            "an adapter goes into a slot of the model, and a draft model has none",
+            remedy='lab.connect(policy.merge(), pool, part="draft")',
+        )
+    return facts.draft_model
 
 
 def _adapter_tensors(lora: Any, pool: PoolView, deadline: Deadline) -> list[Any]:

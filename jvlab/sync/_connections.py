@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from jvlab._deadline import Deadline
-from jvlab._errors import ConfigError
+from jvlab._errors import ConfigError, Unsupported
 from jvlab.layout._tree import device_processes, flatten
 from jvlab.sync._connect import Agreement, negotiate
+from jvlab.sync._coordinator import DRAFT, MODEL
 from jvlab.sync._link import Link
 from jvlab.sync._meaning import MeaningCheck, unpack
 from jvlab.sync._team import together
@@ -38,6 +39,7 @@ class ConnectOptions(TypedDict, total=False):
     nonfinite: str
     checkpoint: str | os.PathLike[str] | None
     meaning: str
+    part: str
     timeout: float | Deadline
     host: str
     directory: str
@@ -49,7 +51,8 @@ class ConnectOptions(TypedDict, total=False):
 class Connections:
     """One holder's links, and the agreements by which an earlier plan is found again.
 
-    Connecting a pool replaces the holder's earlier link to it, and no other's.
+    Connecting a pool replaces the holder's earlier link to the same part of it, and no other's. Two links to one pool,
+    to its model and to its draft model, take turns: each opens its channels when it is used, and closes the other's.
     """
 
     def __init__(self) -> None:
@@ -69,6 +72,7 @@ class Connections:
         nonfinite: str = "refuse",
         checkpoint: str | os.PathLike[str] | None = None,
         meaning: str = "auto",
+        part: str = MODEL,
         timeout: float | Deadline = 900.0,
         **options: Any,
     ) -> Link:
@@ -103,10 +107,18 @@ class Connections:
                 same_host=near,
                 alone=len(set(device_processes(arrays).values())) < 2,
                 deadline=deadline,
+                part=part,
             )
             if team is not None:
+                if part == DRAFT:
+                    raise Unsupported(
+                        "a draft model's parameters can't be spread over several trainer processes yet",
+                        remedy="gather them in one process, and connect there",
+                    )
                 team.agree(agreed)
-            earlier = [link for link in self._links if link.pool is pool]
+            links = [link for link in self._links if link.pool is pool]
+            earlier = [link for link in links if link.part == part]
+            beside = [link for link in links if link.part != part]
             for link in earlier:
                 same = link.matches(pool, agreed, mode, nonfinite)
                 if same and faults is None and team is None:
@@ -123,6 +135,7 @@ class Connections:
                 team,
                 nonfinite,
                 deadline,
+                beside,
             )
             link.remembered.take(params)
         self._links.append(link)
@@ -152,7 +165,7 @@ def agree(
     agreed = negotiate(params, pool, rules, transport, **how)
     check = MeaningCheck(agreed)
     check.configure(meaning, checkpoint, scorer)
-    check.by_value(flatten(params).arrays, pool.model)
+    check.by_value(flatten(params).arrays, agreed.folder)
     agreed.meaning = check  # not if that raised: an open link keeps its own
     return agreed
 

@@ -11,7 +11,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jvlab._deadline import Deadline
-from jvlab._errors import ConfigError, JvlabError, SyncDeadline, SyncError, VerifyError
+from jvlab._errors import (
+    ConfigError,
+    JvlabError,
+    SyncDeadline,
+    SyncError,
+    Unsupported,
+    VerifyError,
+)
 from jvlab._names import own_name
 from jvlab._progress import Progress
 from jvlab._tracebacks import shorten
@@ -40,6 +47,9 @@ if TYPE_CHECKING:
     from jvlab.wire._pool_view import PoolView
 
 
+MODEL = "model"
+DRAFT = "draft"
+PARTS = (MODEL, DRAFT)  # of an engine, that a tree can be connected to
 # the gateway abandons an open sync that gets no order for this long
 LEASE_SECONDS = 600.0
 Ready = dict[str, tuple[int, int]]  # replica -> its index in the plan, its epoch
@@ -108,6 +118,8 @@ class Coordinator:
         self.last: SyncReport | None = None
         # what the engines hold, if syncs send what changed
         self._held = Held()
+        # of links to other parts of the pool: an engine has one link open at a time
+        self._others: list[Coordinator] = []
 
     @property
     def plan(self) -> TransferPlan:
@@ -123,6 +135,12 @@ class Coordinator:
         """Open right after connect."""
         self.ensure_open(deadline)
 
+    def take_turns(self, other: Coordinator) -> None:
+        """From now on either closes the other's channels before it opens its own; one at a time, under one lock."""
+        self._lock = other._lock
+        self._others.append(other)
+        other._others.append(self)
+
     def ensure_open(
         self, deadline: Deadline, only: frozenset[str] | None = None
     ) -> Senders:
@@ -131,6 +149,9 @@ class Coordinator:
         ready = self._ready_now(only, deadline)
         if self.senders is not None and self._is_open_to(ready):
             return self.senders
+        for other in self._others:
+            if not other.closed:
+                other.let_go(deadline)
         self._check_replicas(ready, deadline)
         with self._opening(ready) as senders:
             ranks = {
@@ -417,10 +438,26 @@ class Coordinator:
         """A transaction, ready for `prepare()`; raises if a stepper is open."""
         self._refuse_stepper()
         self._checking = self.agreed.meaning
-        self._checking.before_sync(params, self.pool.model)
+        self._checking.before_sync(params, self.agreed.folder or self.pool.model)
+        if self.agreed.part == DRAFT:
+            self._refuse_old_model(deadline)
         transaction = self._open_transaction(params, version, options, deadline)
         transaction.stacked = lambda: self.agreed.mapping.stacked
         return transaction
+
+    def _refuse_old_model(self, deadline: Deadline) -> None:
+        """A commit lets a replica serve: a sync of drafts alone must not do that for weights of an older version."""
+        self.ensure_open(deadline)
+        self.pool.status(timeout=deadline)
+        snapshot = self.pool.snapshot
+        dirty = {r.replica for r in snapshot.replicas if r.dirty}
+        late = sorted(dirty | behind(snapshot))
+        if late:
+            raise SyncError(
+                f"{', '.join(late)} does not hold the model's weights of version {snapshot.version}, and a sync of the "
+                "draft model does not bring them",
+                remedy="sync the model first: lab.connect(params, pool).sync(params)",
+            )
 
     def _refuse_stepper(self) -> None:
         if self.stepper is not None:
@@ -584,6 +621,11 @@ class Coordinator:
 
     def catch_up(self, params: Any, mode: str, deadline: Deadline) -> SyncReport | None:
         """See `Link.catch_up`."""
+        if self.agreed.part == DRAFT:
+            raise Unsupported(
+                "a replica that is behind needs the model's weights, and this link writes the draft model",
+                remedy="catch_up of the model's link, then sync the draft model again",
+            )
         with self.exclusive(deadline):
             self._refuse_stepper()
             try:

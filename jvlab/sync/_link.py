@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -128,6 +128,7 @@ class Link:
         team: Team | None = None,
         nonfinite: str = "refuse",
         deadline: Deadline | None = None,
+        beside: Sequence[Link] = (),
     ) -> None:
         Terms(mode=mode, nonfinite=nonfinite).check()
         self.pool = pool
@@ -140,6 +141,8 @@ class Link:
             if team is None
             else TeamCoordinator(pool, agreed, wrap, team)
         )
+        for other in beside:
+            self._coordinator.take_turns(other._coordinator)
         # what it was connected with, for comparisons
         self.remembered = RememberedParams()
         pool.links.add(self)
@@ -181,6 +184,11 @@ class Link:
     def meaning(self) -> Meaning:
         """Whether the values mean the same on both sides, how that is known, and what is ambiguous."""
         return self._agreed.meaning.meaning
+
+    @property
+    def part(self) -> str:
+        """What it writes: "model", an adapter's slot included, or "draft", the model that drafts tokens."""
+        return self._agreed.part
 
     @property
     def transport(self) -> str:
@@ -446,6 +454,11 @@ class Link:
         """
         from jvlab.analysis.diagnose._bisect import bisect
 
+        if self.part != "model":
+            raise Unsupported(
+                "bisect compares log-probabilities, and an engine returns none of its draft model",
+                remedy="link.verify(params) and link.diff(name, params) compare its weights",
+            )
         self._require_one_process(
             "bisect", "connect from one process that holds all parameters"
         )
@@ -479,7 +492,10 @@ class Link:
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"version {self.version}"
         size = human_bytes(self.plan.total_bytes)
-        return f"Link({model_words(self.pool.model)!r}, {size}, {self.mode} over {self.transport}, {state})"
+        what = repr(model_words(self._agreed.folder or self.pool.model))
+        if self.part != "model":
+            what = f"{what}, {self.part}"
+        return f"Link({what}, {size}, {self.mode} over {self.transport}, {state})"
 
     def _repr_html_(self) -> str:
         return _faces.draw(self, "html")

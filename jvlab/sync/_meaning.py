@@ -222,6 +222,11 @@ class MeaningCheck:
             raise ConfigError(
                 f"meaning must be one of {', '.join(map(repr, WAYS))}, not {way!r}"
             )
+        if way == "function" and self._agreed.part == "draft":
+            raise ConfigError(
+                'meaning="function" compares log-probabilities, and an engine returns none of its draft model',
+                remedy='meaning="auto" compares values with the draft model\'s checkpoint; "off" does not',
+            )
         self.way = way
         self._checkpoint = checkpoint
         self.scorer = scorer
@@ -442,6 +447,9 @@ class MeaningCheck:
                 "the adapter is still zero: no log-probability depends on where it is",
             )
             return
+        if self._agreed.part == "draft":
+            self.give_up("an engine returns no log-probabilities of its draft model")
+            return
         scorer = self._take_scorer(params)
         if scorer is None:
             self.give_up(
@@ -488,6 +496,8 @@ class MeaningCheck:
         open_ = self.meaning.ambiguous
         tried = self._syncs <= EAGER or self._syncs & (self._syncs - 1) == 0
         if self.meaning.state != "checked" or not open_ or not tried:
+            return
+        if self._agreed.part == "draft":
             return
         scorer = self._take_scorer(params) or self._last_scorer
         if scorer is None:

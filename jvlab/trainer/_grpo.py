@@ -232,6 +232,11 @@ def _check_parts(pool: Any, link: Any, config: GrpoConfig) -> None:
             f"link is {type(link).__name__}",
             remedy="link = lab.connect(policy, pool); jv.grpo(policy, pool, link, task)",
         )
+    if getattr(link, "part", "model") != "model":  # fakes in tests have none
+        raise ConfigError(
+            f"this link writes the {link.part} model, and the policy is not that",
+            remedy="link = lab.connect(policy, pool); jv.grpo(policy, pool, link, task)",
+        )
     known = inspect.signature(link.sync).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         return

@@ -17,6 +17,7 @@ counts as generation. Evaluations and checkpoints come after `finish`: generatio
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -29,11 +30,13 @@ import numpy as np
 from jvlab._errors import (
     ConfigError,
     ControlError,
+    JvlabError,
     NonFiniteError,
     ReplicaLost,
     SyncError,
 )
 from jvlab.record._events import (
+    DraftTally,
     Event,
     FaultEvent,
     PauseEvent,
@@ -131,6 +134,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         self._replicas: set[str] = set()  # those that the last sync reached
+        self._drafts = DraftTally()
         self._probe_thread = ThreadPoolExecutor(1, thread_name_prefix="jvlab-probe")
         self._sample_thread = ThreadPoolExecutor(1, thread_name_prefix="jvlab-samples")
         self._writing: Future[None] | None = None  # of the last step's samples
@@ -175,6 +179,7 @@ class Loop:
             finally:  # a step is recorded even if its parameters cannot be sent
                 event = self._finish(trained)
             self._write(synced)
+            self._record_drafts()
             ended = self.step == steps
             if ended or self.step % self.config.every == 0:
                 self._evaluate()
@@ -184,6 +189,7 @@ class Loop:
             for told in self.on_step:
                 told(event)
         self._wait_for_samples()
+        self._record_drafts(last=True)
         if self.evaluation is not None and self.export is not None:
             self.export("last")
         return "finished" if self.step >= steps else "stopped"
@@ -298,6 +304,17 @@ class Loop:
     def _write(self, events: Sequence[Event]) -> None:
         for event in events:
             self.writer.write(event)
+
+    def _record_drafts(self, last: bool = False) -> None:
+        """What the engines drafted, as far as their heartbeats have told; asked for after the `last` step."""
+        pool = self.link.pool
+        snapshot = getattr(pool, "snapshot", None)  # fakes in tests have none
+        if snapshot is None or not any(r.facts.speculative for r in snapshot.replicas):
+            return
+        if last:
+            with contextlib.suppress(JvlabError):  # the run has ended all the same
+                pool.status()
+        self._write(self._drafts.events(pool.snapshot))
 
     def _with_reference(self, batch: TrainBatch) -> TrainBatch:
         if not self.algorithm.needs_reference or not len(batch):

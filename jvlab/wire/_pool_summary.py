@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from jvlab._names import model_words
@@ -104,13 +105,28 @@ def _speculative(snapshot: Any, facts: Any) -> dict[str, Any] | None:
     """How tokens are drafted, how often they are accepted, and whether the draft model is older than the weights."""
     if facts is None or not facts.speculative:
         return None
-    synced = any(r.stats.weight_version > 0 for r in snapshot.replicas)
+    stats = [r.stats for r in snapshot.replicas]
+    drafted: Counter[int] = Counter()
+    accepted: Counter[int] = Counter()
+    for count in (c for s in stats for c in s.drafts):
+        drafted[count.version] += count.drafted
+        accepted[count.version] += count.accepted
     return {
         "method": facts.speculative,
         "acceptance_rate": _accepted(snapshot.replicas),
-        "draft_tokens": sum(r.stats.draft_tokens for r in snapshot.replicas),
-        # a sync updates the model's weights, not the draft model's
-        "draft_stale": facts.draft_weights and synced,
+        "draft_tokens": sum(s.draft_tokens for s in stats),
+        # of the newest versions
+        "acceptance_by_version": {
+            version: accepted[version] / count
+            for version, count in sorted(drafted.items())
+            if count
+        },
+        # a sync of the model does not write the draft model, which has a link of its own
+        "draft_version": min((s.draft_version for s in stats), default=0)
+        if facts.draft_weights
+        else None,
+        "draft_stale": facts.draft_weights
+        and any(s.weight_version > s.draft_version for s in stats),
     }
 
 

@@ -245,7 +245,7 @@ class ReplicaStatus(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., stage: _Optional[str] = ..., seconds: _Optional[float] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., cause: _Optional[str] = ..., log_tail: _Optional[str] = ..., facts: _Optional[_Union[EngineFacts, _Mapping]] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ..., routed: _Optional[int] = ..., beat_age: _Optional[float] = ..., stale: _Optional[bool] = ..., dirty: _Optional[bool] = ..., version: _Optional[int] = ..., served: _Optional[int] = ..., elsewhere: _Optional[bool] = ...) -> None: ...
 
 class EngineFacts(_message.Message):
-    __slots__ = ("vllm_version", "vllm_build", "dtype", "max_model_len", "max_num_seqs", "logprobs_mode", "sampling_names", "vocab_size", "prefix_caching", "has_tokenizer", "pid", "architecture", "speculative", "draft_weights", "max_adapters", "block_size", "http_url", "host", "batch_invariant", "attention_backend", "graph_tokens", "quantization", "routed_experts", "vllm_warning")
+    __slots__ = ("vllm_version", "vllm_build", "dtype", "max_model_len", "max_num_seqs", "logprobs_mode", "sampling_names", "vocab_size", "prefix_caching", "has_tokenizer", "pid", "architecture", "speculative", "draft_weights", "max_adapters", "block_size", "http_url", "host", "batch_invariant", "attention_backend", "graph_tokens", "quantization", "routed_experts", "vllm_warning", "draft_model")
     VLLM_VERSION_FIELD_NUMBER: _ClassVar[int]
     VLLM_BUILD_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -270,6 +270,7 @@ class EngineFacts(_message.Message):
     QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     VLLM_WARNING_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_MODEL_FIELD_NUMBER: _ClassVar[int]
     vllm_version: str
     vllm_build: str
     dtype: str
@@ -294,10 +295,21 @@ class EngineFacts(_message.Message):
     quantization: str
     routed_experts: str
     vllm_warning: str
-    def __init__(self, vllm_version: _Optional[str] = ..., vllm_build: _Optional[str] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., logprobs_mode: _Optional[str] = ..., sampling_names: _Optional[_Iterable[str]] = ..., vocab_size: _Optional[int] = ..., prefix_caching: _Optional[bool] = ..., has_tokenizer: _Optional[bool] = ..., pid: _Optional[int] = ..., architecture: _Optional[str] = ..., speculative: _Optional[str] = ..., draft_weights: _Optional[bool] = ..., max_adapters: _Optional[int] = ..., block_size: _Optional[int] = ..., http_url: _Optional[str] = ..., host: _Optional[str] = ..., batch_invariant: _Optional[bool] = ..., attention_backend: _Optional[str] = ..., graph_tokens: _Optional[int] = ..., quantization: _Optional[str] = ..., routed_experts: _Optional[str] = ..., vllm_warning: _Optional[str] = ...) -> None: ...
+    draft_model: str
+    def __init__(self, vllm_version: _Optional[str] = ..., vllm_build: _Optional[str] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., logprobs_mode: _Optional[str] = ..., sampling_names: _Optional[_Iterable[str]] = ..., vocab_size: _Optional[int] = ..., prefix_caching: _Optional[bool] = ..., has_tokenizer: _Optional[bool] = ..., pid: _Optional[int] = ..., architecture: _Optional[str] = ..., speculative: _Optional[str] = ..., draft_weights: _Optional[bool] = ..., max_adapters: _Optional[int] = ..., block_size: _Optional[int] = ..., http_url: _Optional[str] = ..., host: _Optional[str] = ..., batch_invariant: _Optional[bool] = ..., attention_backend: _Optional[str] = ..., graph_tokens: _Optional[int] = ..., quantization: _Optional[str] = ..., routed_experts: _Optional[str] = ..., vllm_warning: _Optional[str] = ..., draft_model: _Optional[str] = ...) -> None: ...
+
+class DraftCount(_message.Message):
+    __slots__ = ("version", "drafted", "accepted")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    drafted: int
+    accepted: int
+    def __init__(self, version: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ...) -> None: ...
 
 class ReplicaStats(_message.Message):
-    __slots__ = ("running", "waiting", "kv_use", "prefix_queries", "prefix_hits", "generated_tokens", "prompt_tokens", "tokens_per_s", "weight_version", "paused", "sleeping", "dirty", "draft_tokens", "accepted_tokens", "adapters")
+    __slots__ = ("running", "waiting", "kv_use", "prefix_queries", "prefix_hits", "generated_tokens", "prompt_tokens", "tokens_per_s", "weight_version", "paused", "sleeping", "dirty", "draft_tokens", "accepted_tokens", "adapters", "draft_version", "drafts")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_USE_FIELD_NUMBER: _ClassVar[int]
@@ -313,6 +325,8 @@ class ReplicaStats(_message.Message):
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     kv_use: float
@@ -328,7 +342,9 @@ class ReplicaStats(_message.Message):
     draft_tokens: int
     accepted_tokens: int
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_use: _Optional[float] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., weight_version: _Optional[int] = ..., paused: _Optional[bool] = ..., sleeping: _Optional[bool] = ..., dirty: _Optional[bool] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+    draft_version: int
+    drafts: _containers.RepeatedCompositeFieldContainer[DraftCount]
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_use: _Optional[float] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., weight_version: _Optional[int] = ..., paused: _Optional[bool] = ..., sleeping: _Optional[bool] = ..., dirty: _Optional[bool] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., draft_version: _Optional[int] = ..., drafts: _Optional[_Iterable[_Union[DraftCount, _Mapping]]] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)

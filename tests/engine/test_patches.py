@@ -200,6 +200,102 @@ def test_a_token_that_does_not_count_leaves_no_trace():
     )
 
 
+# vLLM's kernel that gives each drafted token its request's temperature, on a CPU; and what is sampled with it.
+
+
+@pytest.fixture
+def rejection(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's rejection sampler with the kernels that it has on a CPU, for this test."""
+    from vllm.platforms import current_platform
+    from vllm.utils import cpu_triton_utils as cpu
+    from vllm.v1.sample import rejection_sampler as sampler
+
+    current_platform.import_kernels()
+    monkeypatch.setattr(sampler, "_expand", cpu._expand_kernel_impl)
+    monkeypatch.setattr(
+        sampler,
+        "_rejection_random_sample",
+        lambda *args: cpu._rejection_random_sample_kernel_impl(
+            *args[:10], vocab_size=WORDS, NO_DRAFT_PROBS=args[3] is None
+        ),
+    )
+    monkeypatch.setattr(
+        sampler,
+        "_sample_recovered_tokens",
+        lambda *args, max_spec_len: cpu._sample_recovered_tokens_kernel_impl(
+            *args, vocab_size=WORDS, NO_DRAFT_PROBS=args[3] is None
+        ),
+    )
+    return sampler
+
+
+WORDS = 6
+REQUESTS = 20_000
+TEMPERATURE = 0.7
+
+
+def first_tokens(sampler: Any, by_chance: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The share of each word among first tokens with two drafted ones for each request, and what it should be."""
+    torch.manual_seed(0)
+    logits = torch.tensor([1.0, 0.0, 2.0, -1.0, 0.5, 0.2])
+    wanted = torch.softmax(logits / TEMPERATURE, 0)
+    drafts = torch.full((2 * REQUESTS,), 5, dtype=torch.int32)
+    chances = None
+    if by_chance:
+        chances = torch.tensor([0.1, 0.2, 0.1, 0.3, 0.1, 0.2]).repeat(2 * REQUESTS, 1)
+        drafts = torch.multinomial(chances, 1)[:, 0].int()
+    asked = SimpleNamespace(
+        all_greedy=False,
+        all_random=True,
+        temperature=torch.full((REQUESTS,), TEMPERATURE),
+        generators={},
+        top_k=None,
+        top_p=None,
+    )
+    ends = torch.arange(1, REQUESTS + 1, dtype=torch.int32) * 2
+    processed = sampler.apply_sampling_constraints(
+        logits.repeat(2 * REQUESTS, 1), ends, asked
+    )
+    bonus = torch.multinomial(wanted.repeat(REQUESTS, 1), 1).int()
+    numbers = [2] * REQUESTS
+    found = sampler.rejection_sample(
+        drafts, numbers, 2, ends, chances, processed, bonus, asked
+    )
+    share = torch.bincount(found[:, 0].long(), minlength=WORDS) / REQUESTS
+    return share.numpy(), wanted.numpy()
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("by_chance", [False, True], ids=["greedy", "probabilistic"])
+def test_drafts_do_not_change_what_is_sampled(
+    rejection: Any, monkeypatch: pytest.MonkeyPatch, by_chance: bool
+):
+    monkeypatch.setattr(rejection, "expand_batch_to_tokens", _patches.expanded)
+    share, wanted = first_tokens(rejection, by_chance)
+    # four standard deviations of the most uncertain share
+    assert np.abs(share - wanted).max() < 4 * np.sqrt(0.25 / REQUESTS)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
+def test_each_drafted_token_has_its_requests_own_numbers(
+    rejection: Any, dtype: torch.dtype
+):
+    ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+    values = torch.tensor([3, 9, 0], dtype=dtype)
+    ours = _patches.expanded(values, ends, 5, replace_from=0, replace_to=1)
+    assert ours.dtype == dtype
+    assert ours.tolist() == [3, 3, 1, 1, 1]
+    half = _patches.expanded(torch.tensor([0.5, 0.9, 0.0]), ends, 5)
+    assert half.tolist() == [0.5, 0.5, 0.0, 0.0, 0.0], "fractions are kept"
+    theirs = torch.full((5,), 77, dtype=dtype)
+    rejection._expand(theirs, values, ends, 0, 1)
+    if dtype is not torch.int64:
+        assert theirs.tolist() == [77] * 5, (
+            "the bug that this works around is still there: nothing was written"
+        )
+
+
 # vLLM's output head with LoRA: rows of prompts, which its kernels can't adapt, are computed without adapters.
 
 

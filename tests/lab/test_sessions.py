@@ -588,7 +588,12 @@ def test_the_switches_of_a_launch():
 def test_status_says_how_tokens_are_drafted():
     from jvlab.wire._pool_summary import pool_summary
 
-    stats = pb.ReplicaStats(draft_tokens=40, accepted_tokens=10, weight_version=0)
+    stats = pb.ReplicaStats(
+        draft_tokens=40,
+        accepted_tokens=10,
+        weight_version=0,
+        drafts=[pb.DraftCount(version=0, drafted=40, accepted=10)],
+    )
     replica = pb.ReplicaStatus(
         replica="p/0",
         stage="ready",
@@ -600,11 +605,26 @@ def test_status_says_how_tokens_are_drafted():
         "method": "draft_model",
         "acceptance_rate": 0.25,
         "draft_tokens": 40,
+        "acceptance_by_version": {0: 0.25},
+        "draft_version": 0,
         "draft_stale": False,
     }
     assert pool_summary(snapshot)["speculative"] == wanted
     snapshot.replicas[0].stats.weight_version = 3
     assert pool_summary(snapshot)["speculative"]["draft_stale"]
+    snapshot.replicas[0].stats.draft_version = 3
+    snapshot.replicas.add().CopyFrom(snapshot.replicas[0])
+    second = snapshot.replicas[1].stats
+    second.drafts.add(version=3, drafted=10, accepted=9)
+    found = pool_summary(snapshot)["speculative"]
+    assert not found["draft_stale"]
+    assert found["draft_version"] == 3
+    assert found["acceptance_by_version"] == {0: 0.25, 3: 0.9}
+    second.draft_version = 0  # it was restarted, and has the folder's
+    assert pool_summary(snapshot)["speculative"]["draft_version"] == 0
+    assert pool_summary(snapshot)["speculative"]["draft_stale"]
+    del snapshot.replicas[1]
+    snapshot.replicas[0].stats.draft_version = 0
     snapshot.replicas[0].facts.draft_weights = False
     assert not pool_summary(snapshot)["speculative"]["draft_stale"], (
         "n-grams come from the text"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from jvlab.record import _metrics as m
 from jvlab.record._events import (
+    DraftTally,
     Event,
     PauseEvent,
     RewardEvent,
@@ -279,3 +282,46 @@ def test_ratios_by_staleness() -> None:
         0: {"p50": 1.5, "max": 5.0},
         1: {"p50": 0.5},
     }
+
+
+def counts(*rows: tuple[str, int, int, int, int]) -> Any:
+    """A snapshot whose replicas (name, epoch) report (version, drafted, accepted)."""
+    replicas: dict[tuple[str, int], Any] = {}
+    for name, epoch, *count in rows:
+        drafts = replicas.setdefault((name, epoch), [])
+        of = dict(zip(("version", "drafted", "accepted"), count, strict=True))
+        drafts.append(SimpleNamespace(**of))
+    return SimpleNamespace(
+        replicas=[
+            SimpleNamespace(
+                replica=name, epoch=epoch, stats=SimpleNamespace(drafts=drafts)
+            )
+            for (name, epoch), drafts in replicas.items()
+        ]
+    )
+
+
+def test_acceptance_by_version_is_of_what_was_drafted_then() -> None:
+    tally = DraftTally()
+    events: list[Event] = []
+    for snapshot in (
+        counts(("p/0", 1, 0, 10, 5)),
+        # two replicas; the first goes on with another version
+        counts(("p/0", 1, 0, 12, 5), ("p/0", 1, 1, 4, 4), ("p/1", 1, 1, 6, 1)),
+        counts(("p/0", 1, 0, 12, 5), ("p/0", 1, 1, 4, 4), ("p/1", 1, 1, 6, 1)),
+        # restarted: it counts from 0 again
+        counts(("p/0", 2, 1, 2, 0), ("p/1", 1, 1, 6, 1)),
+    ):
+        events += tally.events(snapshot)
+    assert [(e.actor, e.version, e.drafted) for e in events] == [
+        ("p/0", 0, 10),
+        ("p/0", 0, 2),
+        ("p/0", 1, 4),
+        ("p/1", 1, 6),
+        ("p/0", 1, 2),
+    ], "nothing is counted twice"
+    found = m.acceptance(events)
+    assert found == {0: 5 / 12, 1: 5 / 12}
+    assert Record.of(events).acceptance() == found
+    assert m.summary(events)["acceptance"] == found
+    assert Record.of([]).acceptance() == {}

@@ -31,6 +31,7 @@ from jvlab.trainer._grpo import _folder, grpo
 from jvlab.trainer._grpo_config import GrpoConfig
 from jvlab.trainer._losses import Algorithm
 from jvlab.trainer._tasks import Task
+from jvlab.wire import jvlab_pb2 as pb
 from tests.trainer.fake_pool import (
     WANTED,
     FakeLink,
@@ -818,6 +819,40 @@ def test_a_sample_is_scored_again_under_its_own_weights(tmp_path: Path):
         ConfigError, match=r"no checkpoint holds version 1; there are \[4, 5\]"
     ):
         run.replay(run.record.samples(step=0)[0])
+
+
+class DraftingPool(FakePool):
+    """For each version that it held, 10 tokens were drafted, and 10 more for each version before it."""
+
+    @property
+    def snapshot(self) -> pb.PoolStatus:
+        stats = pb.ReplicaStats(
+            drafts=[
+                pb.DraftCount(version=v, drafted=10 * (v + 1), accepted=v)
+                for v in range(self.version + 1)
+            ]
+        )
+        facts = pb.EngineFacts(speculative="ngram")
+        replica = pb.ReplicaStatus(replica="fake/0", facts=facts, stats=stats)
+        return pb.PoolStatus(pool="fake", replicas=[replica])
+
+
+def test_the_record_says_which_version_accepted_how_many_drafts(tmp_path: Path):
+    run = train(tmp_path / "run", 3, DraftingPool())
+    found = run.record.acceptance()
+    last = max(found)
+    assert last >= 3, "the version of the last step too"
+    assert found == {v: v / (10 * (v + 1)) for v in range(last + 1)}
+    assert run.record.summary()["acceptance"] == found
+    assert train(tmp_path / "plain", 1).record.acceptance() == {}
+
+
+def test_a_link_to_the_draft_model_is_not_trained_over(tmp_path: Path):
+    pool = FakePool()
+    link: Any = FakeLink(pool)
+    link.part = "draft"
+    with pytest.raises(ConfigError, match="writes the draft model"):
+        train(tmp_path / "run", 1, pool, link)
 
 
 def test_figures(tmp_path: Path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -454,6 +454,61 @@ def trace_worker(worker: Any, tensors: Sequence[Sequence[Any]]) -> dict[str, Any
         plain = layout_to_plain(trace_model(model, wanted, rank, coords))
     plain["aliases"] = [list(pair) for pair in parameter_aliases(model)]
     return plain
+
+
+def trace_worker_draft(worker: Any, tensors: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """The same for the worker's draft model: tensors have its own names, parameters the prefix `draft.`.
+
+    What it shares with the model, as heads on top of one do, is the model's: no sync of drafts writes it.
+    """
+    prefix = _vllm_model.DRAFT
+    wanted = [replace(t, name=t.name.removeprefix(prefix)) for t in tensors_of(tensors)]
+    drafter = _vllm_model.draft_model(worker)
+    theirs = {memory_of(p) for p in _vllm_model.worker_model(worker).parameters()}
+    shared = {
+        n for n, p in drafter.named_parameters() if p.numel() and memory_of(p) in theirs
+    }
+    with _vllm_model.current_config(worker):
+        rank, coords = _vllm_model.coordinates()
+        layout = trace_model(drafter, wanted, rank, coords)
+    plain = layout_to_plain(own_part(layout, prefix, shared))
+    plain["aliases"] = [
+        [prefix + name for name in pair]
+        for pair in parameter_aliases(drafter)
+        if pair[1] not in shared
+    ]
+    return plain
+
+
+def own_part(layout: RankLayout, prefix: str, without: Container[str]) -> RankLayout:
+    """The layout without some parameters, the names of the others prefixed."""
+    keeps = [p.name not in without for p in layout.parameters]
+    # old number of a parameter -> its new one
+    place = np.cumsum(keeps, dtype=np.int32) - 1
+    rows = np.array(keeps, bool)[layout.parameter]
+    columns = ("tensor", "shape", "src_offset", "src_strides", "dst_offset")
+    used = {layout.tensors[int(t)].name for t in layout.tensor[rows]}
+    used |= {note.name for note in layout.opaque}
+    named = lambda notes: tuple(
+        replace(note, name=prefix + note.name)
+        for note in notes
+        if note.name not in without
+    )
+    return replace(
+        layout,
+        parameters=named(layout.parameters),
+        parameter=place[layout.parameter[rows]],
+        dst_strides=layout.dst_strides[rows],
+        **{name: getattr(layout, name)[rows] for name in columns},
+        padding=named(layout.padding),
+        repacked=named(layout.repacked),
+        unused=tuple(t.name for t in layout.tensors if t.name not in used),
+        formats=tuple(
+            replace(f, parameter=prefix + f.parameter, scale=prefix + f.scale)
+            for f in layout.formats
+            if f.parameter not in without
+        ),
+    )
 
 
 def parameter_aliases(model: torch.nn.Module) -> list[tuple[str, str]]:

@@ -34,6 +34,7 @@ from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
+from jvlab._errors import Unsupported
 from jvlab.engine._modules import (
     format_of,
     held_parameters,
@@ -99,6 +100,35 @@ def worker_model(worker: Any) -> torch.nn.Module:
     get = getattr(worker, "get_model", None)  # unwraps CUDA graph wrappers
     # no deadline: vLLM's getter of a model
     return get() if get is not None else worker.model_runner.model
+
+
+# of a drafter's tensors in an order to trace, and of its parameters in a plan; vLLM's own prefix for them
+DRAFT = "draft."
+
+
+def draft_model(worker: Any) -> torch.nn.Module:
+    """The model that drafts tokens for the worker's; raises if none does."""
+    found = worker.model_runner.get_draft_model()
+    if not isinstance(found, torch.nn.Module):
+        raise Unsupported(
+            "this rank has no draft model",
+            remedy='launch(..., speculative={"method": "draft_model", "model": FOLDER, "num_speculative_tokens": 3}); '
+            "with pipeline_parallel the last stage alone has one, which jvlab does not sync",
+        )
+    return bare_model(found)
+
+
+class DraftWeights(torch.nn.Module):
+    """A draft model, with its parameters under the names that a plan has for them."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.draft = model
+
+    def load_weights(self, weights: Any) -> Any:
+        """vLLM's own loader of the draft model, which knows its tensors by their own names."""
+        loader: Any = self.draft.load_weights
+        return loader(weights)
 
 
 @contextmanager

@@ -26,15 +26,21 @@ class WorkerExtension:
         def __getattr__(self, name: str) -> Any: ...
 
     def jv_trace(self, tensors: list[list[Any]]) -> dict[str, Any]:
-        """Where this rank's loader puts every checkpoint element; moves nothing. Of an adapter: errors as below."""
+        """Where this rank's loader puts every checkpoint element; moves nothing.
+
+        The names say whether they are the model's tensors, an adapter's or the draft model's; errors of the last two
+        are returned, as below.
+        """
         from jvlab.engine.tracing._lora_slots import is_adapter
         from jvlab.engine.tracing._trace import trace_worker
+        from jvlab.engine.tracing._vllm_model import DRAFT
 
-        return (
-            self._jv().trace_adapter(tensors)
-            if is_adapter([t[0] for t in tensors])
-            else trace_worker(self, tensors)
-        )
+        names = [t[0] for t in tensors]
+        if is_adapter(names):
+            return self._jv().trace_adapter(tensors)
+        if names and all(name.startswith(DRAFT) for name in names):
+            return self._jv().trace_draft(tensors)
+        return trace_worker(self, tensors)
 
     def jv_digest(self) -> str:
         """A digest over every parameter and buffer of the live model."""

@@ -19,7 +19,8 @@ import torch
 from jvlab._errors import JvlabError, SyncError, TransportError, Unsupported
 from jvlab.engine.tracing import _lora_slots, _vllm_model
 from jvlab.engine.tracing._lora_slots import AdapterSlot
-from jvlab.engine.tracing._vllm_model import bare_model
+from jvlab.engine.tracing._trace import trace_worker_draft
+from jvlab.engine.tracing._vllm_model import DRAFT, DraftWeights, bare_model
 from jvlab.engine.worker import _fault_injection, _poison
 from jvlab.engine.worker._live_memory import peek
 from jvlab.engine.worker._receivers import (
@@ -399,11 +400,13 @@ class WorkerSync:
         self.model = bare_model(self._whole)
         self.slot: AdapterSlot | None = None  # once a link has synced an adapter
         self._adapter: Any = None  # its memory, while the open link is an adapter's
+        self._drafter: DraftWeights | None = None  # once a link has asked for it
+        self._drafts = False  # whether the open link is the draft model's
         self._stale = True  # the slot may hold what an earlier link left there
         self._mode = "direct"
         self.link: BucketRank | IpcRank | None = None
-        # kept after its link is closed: it knows what arrived
-        self._last: BucketRank | None = None
+        # kept after its link is closed: it knows what arrived. By whether it is the draft model's
+        self._lasts: dict[bool, BucketRank] = {}
         self._hidden_states: HiddenStates | None = None  # while they are recorded
 
     # A link -------------------------------------------------------------------------------------------------------
@@ -426,12 +429,13 @@ class WorkerSync:
                 f"this is rank {self.rank}; the plan has {plan.ranks} ranks, {len(ranks_json)} have endpoints",
                 remedy="the plan was made for another engine: connect again",
             )
+        last = self._last
         if transport == "ipc":
             from jvlab.engine.worker._ipc_rank import IpcRank
 
             self.link = IpcRank(model, plan, self.rank, index)
-            if self._last is not None:
-                self._last.weights.forget_base()
+            if last is not None:
+                last.weights.forget_base()
         else:
             link = BucketRank(
                 self._worker,
@@ -444,22 +448,32 @@ class WorkerSync:
                 seconds=seconds,
                 zero_padding=self._adapter is not None,
             )
-            if self._last is not None and self._last.plan == plan:
-                link.weights.committed = self._last.weights.committed
-                link.weights.reloads = self._last.weights.reloads
+            if last is not None and last.plan == plan:
+                link.weights.committed = last.weights.committed
+                link.weights.reloads = last.weights.reloads
                 if self._adapter is None:  # an adapter's slot is cleared at first
-                    link.weights.base = self._last.weights.base
-            self.link = self._last = link
+                    link.weights.base = last.weights.base
+            self.link = self._lasts[self._drafts] = link
         return {
             **self.link.open(),
             "adapter": _lora_slots.NUMBER if self._adapter is not None else 0,
+            "drafts": self._drafts,
         }
 
+    @property
+    def _last(self) -> BucketRank | None:
+        """The last link of the same kind as the open one, or as the one that was open last."""
+        return self._lasts.get(self._drafts)
+
     def _model_of(self, plan: TransferPlan) -> Any:
-        """The memory that a plan writes: the model's, or that of an adapter's slot."""
+        """The memory that a plan writes: the model's, the draft model's, or that of an adapter's slot."""
         names = [p.name for p in plan.parameters]
         self._adapter = None
-        self._stale = True
+        self._drafts = any(name.startswith(DRAFT) for name in names)
+        # drafts leave the model as it is, and its adapter too
+        self._stale = not self._drafts
+        if self._drafts:
+            return self._draft_weights()
         if not names or not names[0].startswith(_lora_slots.PREFIX):
             return self.model
         self.slot = self.slot or AdapterSlot(self._worker)
@@ -467,6 +481,16 @@ class WorkerSync:
         mine = {plan.parameters[int(p)].name for p, r in pairs if r == self.rank}
         self._adapter = self.slot.memory(sorted(mine))
         return self._adapter
+
+    def _draft_weights(self) -> DraftWeights:
+        if self._drafter is None:
+            self._drafter = DraftWeights(_vllm_model.draft_model(self._worker))
+        return self._drafter
+
+    @returns_errors
+    def trace_draft(self, tensors: list[list[Any]]) -> dict[str, Any]:
+        """Where the draft model's tensors go on this rank."""
+        return trace_worker_draft(self._worker, tensors)
 
     @returns_errors
     def trace_adapter(self, tensors: list[list[Any]]) -> dict[str, Any]:
@@ -529,8 +553,13 @@ class WorkerSync:
             self._clear_slot()
         answer = link.commit()
         self._check_slot()
-        self._fault("committed", self.model)
+        self._fault("committed", self._written)
         return answer
+
+    @property
+    def _written(self) -> Any:
+        """The weights that the open link writes, or that the last one wrote; an adapter's count as the model's."""
+        return self._draft_weights() if self._drafts else self.model
 
     def _fault(self, phase: str, model: Any = None) -> None:
         if _fault_injection.VARIABLE in os.environ:
@@ -581,7 +610,7 @@ class WorkerSync:
 
         `midway` in a sync: of the parameters that have arrived so far.
         """
-        self._fault("check", self.model)
+        self._fault("check", self._written)
         self._check_slot()
         return (self.link or self._last or self._open_link()).check(midway)
 
@@ -591,6 +620,8 @@ class WorkerSync:
         if rank != self.rank:
             return {"data": b"", "total": 0}
         ours = self._adapter if parameter.startswith(_lora_slots.PREFIX) else None
+        if parameter.startswith(DRAFT):
+            ours = self._draft_weights()
         data, total = peek(
             self.model if ours is None else ours, parameter, start, count
         )
