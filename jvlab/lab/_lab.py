@@ -392,6 +392,11 @@ class Lab:
                          --gateway`), or on Ray what each needs: {"cpus": 1, "gpus": 1, "resources": {}, "nodes": []}
         limits           maxima for one call: {"n": samples per prompt, "prompts": ..., "samples": prompts × n,
                          "tokens": ...}, None for no limit; `pool.limits` shows them, the defaults follow engine size
+        restarts         how often a replica that dies is started again by itself, after 1, 2, 4, … seconds; with 0 it
+                         stays failed. Ten minutes of service give it all its tries back; `pool.status()` shows how
+                         many are left, and why it died. If the pool was ever synced, it gets requests again after the
+                         next sync, as in a run of `jv.grpo`. A launch that fails is not repeated. With place="join"
+                         the next host that joins takes its place; on Ray it is the number of Ray's own restarts
         http             True, or a port: also serve vLLM's OpenAI API at `pool.http_url` (`api_key=pool.http_token`)
         http_key         True: `pool.http_key_url` generates too, for clients that can send no token; see there
         deterministic    a fixed engine seed, and on CUDA batch-invariant kernels with Triton attention; on a CPU one
