@@ -306,9 +306,8 @@ class LabServicer(rpc.LabServicer):
             if known is not None
             else self.gateway.processes.get(request.replica)
         )
-        if process is None and known is not None:
-            return pb.LogsReply()  # it is not started yet
-        if process is None:
+        # one that is not started yet has none
+        if process is None and known is None:
             raise CallFailed(
                 grpc.StatusCode.NOT_FOUND, f"no replica is called {request.replica!r}"
             )
@@ -360,12 +359,14 @@ class LabServicer(rpc.LabServicer):
         return pb.Empty()
 
 
-def _log_text(deaths: Sequence[reg.Death], process: ReplicaProcess, lines: int) -> str:
+def _log_text(
+    deaths: Sequence[reg.Death], process: ReplicaProcess | None, lines: int
+) -> str:
     """The last lines of a replica's log, and of the processes before it, below why those died."""
-    said = process.tail(lines).splitlines()
+    said = [] if process is None else process.tail(lines).splitlines()
     # until it is started again, the process is the one that died last
-    earlier = deaths[:-1] if process.ended.is_set() else deaths
-    for death in reversed(earlier):
+    ended = process is not None and process.ended.is_set()
+    for death in reversed(deaths[:-1] if ended else deaths):
         said = [*death.log_tail.splitlines(), f"— {death.cause} —", *said]
     count = len(deaths)
     ends = [f"death {k} of {count}: {d.cause}" for k, d in enumerate(deaths, 1)]

@@ -319,7 +319,7 @@ def test_what_people_bring(lab: jv.Lab, engine: tuple[jv.Pool, str], tmp_path: P
 def test_a_replica_killed_mid_run_costs_a_note_not_the_run(lab: jv.Lab, tmp_path: Path):
     """kill -9 of one of two replicas while both generate: the run ends, on what the other one makes."""
     model = jv.models.tiny("llama", vocab_size=288)
-    pool = lab.launch(model, load="dummy", replicas=2).wait()
+    pool = lab.launch(model, load="dummy", replicas=2, restarts=0).wait()
     try:
         run = train(
             lab,
