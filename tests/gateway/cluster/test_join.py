@@ -107,7 +107,11 @@ def offer(
 def pool(lab: jv.Lab, llama: str) -> Iterator[jv.Pool]:
     """Two replicas that nobody runs yet."""
     pool = lab.launch(
-        llama, replicas=2, name=f"join-{time.monotonic_ns()}", place="join"
+        llama,
+        replicas=2,
+        name=f"join-{time.monotonic_ns()}",
+        place="join",
+        restarts=0,
     )
     yield pool
     pool.close()
@@ -174,6 +178,62 @@ def test_a_replica_that_dies_fails_and_its_name_can_come_back(
     assert after["epoch"] > before["epoch"]
     assert after["pid"] != before["pid"]
     assert other.code is None
+
+
+def test_a_place_is_open_again_for_the_next_host(
+    lab: jv.Lab, llama: str, offer: Callable[..., Running]
+):
+    """The agent ends with its replica; whichever host comes next runs it, and the pool gets no larger."""
+    pool = lab.launch(llama, name="reopened", place="join", restarts=1)
+    first = offer("reopened")
+    pool.wait(60)
+    before = rows(pool)["0"]
+    os.kill(before["pid"], signal.SIGKILL)
+    assert first.end() == 1
+    until(lambda: rows(pool)["0"]["state"] == _replica_processes.WAITING)
+    waiting = rows(pool)["0"]
+    assert (waiting["restarts"], len(waiting["deaths"])) == (1, 1)
+    # two come: one for the place, one beyond it, as ever
+    second = offer("reopened")
+    pool.wait(60)
+    assert pool.replicas == 1
+    assert rows(pool)["0"]["epoch"] > before["epoch"]
+    assert len(pool.generate(PROMPTS)) == 12
+    # another comes while the place is about to be opened: it gets it
+    second.stop()
+    assert second.end() == 1
+    until(lambda: rows(pool)["0"]["state"] == "failed")
+    assert (
+        "went away" in rows(pool)["0"]["cause"] or "ended" in rows(pool)["0"]["cause"]
+    )
+    third = offer("reopened/0")
+    until(lambda: rows(pool)["0"]["state"] == "ready")
+    assert rows(pool)["0"]["restarts_left"] == 1, "somebody started it by hand"
+    pool.close()
+    assert third.end() == 0
+
+
+def test_a_host_that_comes_in_the_back_off_gets_the_place(tmp_path: Path):
+    """It was taken for one too many, and the pool grew."""
+    registry = launched()
+    pool = registry.pools["p"]
+    pool.spec = replace(pool.spec, place="join", restarts=1)
+    asked: list[reg.Event] = []
+    restarted: list[str] = []
+    process = _replica_processes.JoinedProcess("p/0", pool.spec, 0, tmp_path)
+    process.ended.set()
+    registry.handle(reg.ProcessExited("p/0", "boom", ""))
+    agents = _replica_processes.Agents(
+        registry,
+        {"p/0": process},
+        asked.append,
+        lambda pool, replica: restarted.append(replica),
+    )
+    for name in ("p", "p/0"):
+        agents._admit(_replica_processes.JoinedHost(pb.JoinOffer(name=name)))
+    assert (asked, restarted) == ([], [])
+    agents._admit(_replica_processes.JoinedHost(pb.JoinOffer(name="p")))
+    assert [type(event) for event in asked] == [reg.Offered]
 
 
 def test_a_host_that_is_told_to_end_says_so(
