@@ -79,6 +79,7 @@ class Gateway:
         self.address = ""  # for replicas; known once the server listens
         # for others; the latter is empty without metrics
         self.public_address = self.metrics_url = ""
+        self.fingerprint = ""  # of the certificate there
         # the last one started under each name, ended or not
         self.processes: dict[str, ReplicaProcess] = {}
         self.warm = WarmProcesses(folder)
@@ -499,4 +500,5 @@ class Gateway:
             version=__version__,
             public_address=self.public_address,
             metrics_url=self.metrics_url,
+            fingerprint=self.fingerprint,
         )

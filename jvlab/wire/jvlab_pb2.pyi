@@ -133,7 +133,7 @@ class LaunchRequest(_message.Message):
     def __init__(self, pool: _Optional[str] = ..., model: _Optional[str] = ..., replicas: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., load: _Optional[str] = ..., device: _Optional[str] = ..., engine_json: _Optional[str] = ..., env_json: _Optional[str] = ..., routing: _Optional[str] = ..., http: _Optional[bool] = ..., http_port: _Optional[int] = ..., place: _Optional[str] = ..., place_json: _Optional[str] = ..., limits_json: _Optional[str] = ..., http_key: _Optional[bool] = ..., restarts: _Optional[int] = ...) -> None: ...
 
 class LabStatus(_message.Message):
-    __slots__ = ("lab", "pid", "host", "started", "lease_seconds", "holders", "detached", "pools", "version", "public_address", "metrics_url")
+    __slots__ = ("lab", "pid", "host", "started", "lease_seconds", "holders", "detached", "pools", "version", "public_address", "metrics_url", "fingerprint")
     LAB_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +145,7 @@ class LabStatus(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     METRICS_URL_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     lab: str
     pid: int
     host: str
@@ -156,7 +157,8 @@ class LabStatus(_message.Message):
     version: str
     public_address: str
     metrics_url: str
-    def __init__(self, lab: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., started: _Optional[float] = ..., lease_seconds: _Optional[float] = ..., holders: _Optional[_Iterable[str]] = ..., detached: _Optional[bool] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., version: _Optional[str] = ..., public_address: _Optional[str] = ..., metrics_url: _Optional[str] = ...) -> None: ...
+    fingerprint: str
+    def __init__(self, lab: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., started: _Optional[float] = ..., lease_seconds: _Optional[float] = ..., holders: _Optional[_Iterable[str]] = ..., detached: _Optional[bool] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., version: _Optional[str] = ..., public_address: _Optional[str] = ..., metrics_url: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
     __slots__ = ("pool", "model", "tensor_parallel", "load", "device", "replicas", "closed", "version", "trainer", "sync", "routing", "revision", "http_url", "limits", "paused_by", "asleep_by", "stepping", "http_key")

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ import pytest
 import jvlab as jv
 from jvlab import errors
 from jvlab.cli._cli import main
+from jvlab.engine import _agent
 from jvlab.engine._agent import Agent, Host, host_from, run_agent
 from jvlab.gateway import _registry as reg
 from jvlab.gateway import _replica_processes
@@ -356,8 +358,9 @@ def test_tls_from_end_to_end(simulated: None, tmp_path: Path, llama: str):
             patience=20.0,
             folder=None,
             share_host=False,
+            fingerprint="",
         )
-        host = host_from(arguments)
+        host = host_from(arguments, tmp_path)
         running = Running(host, tmp_path / "host")
         with lab.launch(llama, name="far", place="join").wait(60) as pool:
             assert len(pool.generate(PROMPTS)) == 12
@@ -367,6 +370,65 @@ def test_tls_from_end_to_end(simulated: None, tmp_path: Path, llama: str):
             assert list(outside.pools) == ["far"]
             outside._leave()
         assert running.end() == 0
+
+
+def test_one_pasted_line_joins(
+    simulated: None, tmp_path: Path, llama: str, capfd: pytest.CaptureFixture[str]
+):
+    """No file is copied: the line, and the token from the environment."""
+    code = (
+        "import sys; import jvlab.wire.processes._supervisor as s; "
+        f"s.__file__ = {fake_rollout.__file__!r}; from jvlab.cli._cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    with jv.Lab(host=own_address(), lease=60) as lab:
+        words = shlex.split(lab.join_line)
+        pool = lab.launch(llama, name="pasted", place="join")
+        environment = {**os.environ, "TMPDIR": str(tmp_path)}
+        environment["JVLAB_TOKEN"] = lab._token
+        command = [sys.executable, "-c", code, *words[1:]]
+        with subprocess.Popen(command, env=environment) as agent:
+            pool.wait(60)
+            assert len(pool.generate(PROMPTS)) == 12
+            below = set(process_tree(agent.pid)) - {agent.pid}
+            for pid in below if sys.platform == "linux" else ():
+                environ = Path(f"/proc/{pid}/environ").read_bytes()
+                assert lab._token.encode() not in environ
+            pool.close()
+            assert agent.wait(60) == 0
+        other = _channels.fingerprint(_channels.make_certificate(["x"])[0])
+        wrong = [*command[:-1], other]
+        done = subprocess.run(wrong, env=environment, timeout=120)
+        assert done.returncode == 1
+        assert "another certificate" in capfd.readouterr().err
+    assert list(tmp_path.glob("jv*")) == []
+
+
+def test_a_token_is_asked_for_where_there_is_a_keyboard(
+    monkeypatch: pytest.MonkeyPatch, lab: jv.Lab
+):
+    arguments = argparse.Namespace(
+        gateway=lab.address, token_file=None, patience=1.0, fingerprint=""
+    )
+    asked: list[str] = []
+
+    def typed(prompt: str) -> str:
+        asked.append(prompt)
+        return f" {lab._token}\n"
+
+    monkeypatch.delenv("JVLAB_TOKEN", raising=False)
+    monkeypatch.setattr(_agent.getpass, "getpass", typed)
+    with pytest.raises(errors.ConfigError, match="JVLAB_TOKEN or a terminal"):
+        _agent._token(arguments)
+    monkeypatch.setattr(_agent.sys.stdin, "isatty", lambda: True, raising=False)
+    assert _agent._token(arguments) == lab._token
+    assert asked == [f"token of the lab at {lab.address}: "]
+    monkeypatch.setenv("JVLAB_TOKEN", "from the outside")
+    with pytest.raises(errors.ConfigError):
+        _agent._token(arguments)
+    monkeypatch.setenv("JVLAB_TOKEN", "from-the-outside")
+    assert _agent._token(arguments) == "from-the-outside"
+    assert "JVLAB_TOKEN" not in os.environ, "no child inherits it"
+    assert len(asked) == 1
 
 
 # Agents, without I/O ------------------------------------------------------------------------------------------------
