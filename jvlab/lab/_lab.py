@@ -187,6 +187,8 @@ class Lab:
     processes. A script's lab ends with the script: at its exit and at SIGTERM, and seconds after SIGKILL. `lease=` sets
     how many seconds a lab stays after the last process that held it, in both; `lab.detach()` keeps it running until
     it is closed.
+    `host="10.0.0.1"`, an address of this machine, lets other hosts in, over TLS: with `tls=(certificate, key)`, or with
+    a certificate that the gateway makes; `lab.join_line` is what to paste on a host that is to run replicas.
     `metrics_port=0` (any free one) serves Prometheus metrics at `lab.metrics_url`, on loopback, with the lab's token.
 
     `jv.Lab(cluster="ray")` runs gateway and replicas as Ray actors: on a new local cluster, or, with `address="auto"`

@@ -319,7 +319,7 @@ class GroupMaker:
             if self._return is None or self._return.done():
                 returned = self._until_it_serves(error)
                 self._return = asyncio.get_running_loop().create_task(returned)
-            await asyncio.shield(self._return)  # no deadline: it has one
+            await asyncio.shield(self._return)
 
     async def _until_it_serves(self, error: JvlabError) -> None:
         """Wait until a replica may generate; raises if none will. The loop sends weights to those that need them."""
