@@ -22,6 +22,7 @@ TABLE = (
     State("dirty", "dirty: sync again", "bad"),
     State("aborted", "aborted", "bad"),
     State("interrupted", "interrupted", "wait"),
+    State("restarting", "restarting", "wait"),
     State("stale", "stale: waits for a sync", "wait"),
     State("old", "old version", "wait"),
     State("process", "starting: process", "wait"),

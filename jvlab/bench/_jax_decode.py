@@ -139,7 +139,7 @@ class JaxPool:
 
     def status(self) -> dict[str, Any]:
         """One replica, which cannot die."""
-        replica = {"replica": "jax/0", "state": "ready", "cause": None}
+        replica = {"replica": "jax/0", "state": "ready", "ready": True, "cause": None}
         return {"healthy": 1, "replicas": [replica], "dtype": "float32"}
 
     async def agenerate(

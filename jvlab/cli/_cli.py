@@ -69,7 +69,11 @@ DEMO = (
     ("--max-staleness", 0, "0: on-policy; above: rollouts and training overlap"),
 )
 GATEWAY = (
-    ("--host", "127.0.0.1", "anything but loopback needs --tls-cert and --tls-key"),
+    (
+        "--host",
+        "127.0.0.1",
+        "beyond loopback it makes a certificate and prints how to join",
+    ),
     ("--port", 0, "0 takes a free one"),
     ("--lease", 600.0, "seconds to keep running when no process holds the lab"),
     ("--beat", 1.0, "seconds between a replica's heartbeats"),

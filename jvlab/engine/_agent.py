@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import getpass
 import json
 import os
 import shutil
@@ -20,11 +21,12 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jvlab._deadline import Deadline
 from jvlab._errors import AuthError, ConfigError, GatewayUnreachable
 from jvlab._names import check_name, check_replica, own_name
 from jvlab.wire.processes._pipe import read_secret
@@ -64,7 +66,8 @@ class Host:
         if far and self.tls_ca is None:
             raise ConfigError(
                 f"{self.gateway} is not on this machine: the token would cross the network in clear text",
-                remedy="give the gateway's certificate: --tls-ca FILE, or --tls-dir FOLDER",
+                remedy="give the fingerprint that the gateway printed, --fingerprint sha256:…, or its certificate, "
+                "--tls-ca FILE or --tls-dir FOLDER",
             )
         bind = self.bind or (
             _channels.address_towards(_channels.host_of(self.gateway))
@@ -326,8 +329,13 @@ def add_join_arguments(parser: argparse.ArgumentParser) -> None:
         help="offer this host to a running gateway",
     )
     parser.add_argument(
+        "--fingerprint",
+        default="",
+        help="of the gateway's certificate, as the gateway printed it: instead of the files",
+    )
+    parser.add_argument(
         "--token-file",
-        help="with --gateway: the lab's token (lab.write_token(FILE) writes it)",
+        help="with --gateway: the lab's token (lab.write_token(FILE) writes it); default: JVLAB_TOKEN, or asked for",
     )
     parser.add_argument(
         "--invited",
@@ -367,16 +375,13 @@ def add_join_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def host_from(arguments: argparse.Namespace) -> Host:
-    """The command's arguments, checked."""
+def host_from(arguments: argparse.Namespace, folder: Path) -> Host:
+    """The command's arguments, checked. Certificates of this process go into the folder."""
     from jvlab.wire import _channels
 
-    if not arguments.token_file:
-        raise ConfigError(
-            "--gateway needs --token-file: every lab has a token",
-            remedy="lab.write_token(FILE) writes it",
-        )
     _channels.host_of(arguments.gateway)
+    if arguments.fingerprint:
+        _channels.digest_of(arguments.fingerprint)
     if arguments.name:
         (check_replica if "/" in arguments.name else partial(check_name, "pool"))(
             arguments.name
@@ -389,10 +394,9 @@ def host_from(arguments: argparse.Namespace) -> Host:
         authority = certificate = str(folder / "cert.pem")
         key = str(folder / "key.pem")
         wait_for([certificate, key], arguments.patience)
-    wait_for([arguments.token_file], arguments.patience)
-    return Host(
+    host = Host(
         arguments.gateway,
-        _channels.read_token(arguments.token_file),
+        _token(arguments),
         arguments.name,
         arguments.bind,
         tls_ca=authority,
@@ -402,6 +406,58 @@ def host_from(arguments: argparse.Namespace) -> Host:
         patience=arguments.patience,
         alone=not arguments.share_host,
     )
+    if not arguments.fingerprint:
+        return host
+    if authority:
+        raise ConfigError(
+            "--fingerprint, and a certificate to trust", remedy="pass one of them"
+        )
+    return _pinned(host, arguments.fingerprint, folder)
+
+
+def _token(arguments: argparse.Namespace) -> str:
+    """The lab's token: from a file, the environment or the keyboard, but not from the command line."""
+    from jvlab.wire import _channels, _security
+
+    if arguments.token_file:
+        wait_for([arguments.token_file], arguments.patience)
+        return _channels.read_token(arguments.token_file)
+    # children don't inherit it
+    given = os.environ.pop(_security.TOKEN_VARIABLE, "")
+    if not given and sys.stdin is not None and sys.stdin.isatty():
+        given = getpass.getpass(f"token of the lab at {arguments.gateway}: ")
+    token = given.strip()
+    if not token or any(c.isspace() for c in token):
+        raise ConfigError(
+            "--gateway needs --token-file, JVLAB_TOKEN or a terminal to ask for it: every lab has a token",
+            remedy="lab.write_token(FILE) writes it",
+        )
+    return token
+
+
+def _pinned(host: Host, fingerprint: str, folder: Path) -> Host:
+    """Trusting the certificate with this fingerprint, with one of this host's own, both as files in the folder."""
+    from jvlab.wire import _channels, _security
+
+    deadline = Deadline(host.patience)
+    while True:
+        try:
+            trust = _channels.fetch_pinned(host.gateway, fingerprint, deadline)
+            break
+        except GatewayUnreachable:
+            if deadline.over:
+                raise
+            time.sleep(deadline.within(RETRY_SECONDS))
+    authority = str(_channels.write_private(folder / "gateway.pem", trust.pem))
+    pinned = replace(host, tls_ca=authority, tls_name=trust.name)
+    at = _channels.host_of(host.gateway)
+    bind = host.bind or (
+        "" if _security.is_loopback(at) else _channels.address_towards(at)
+    )
+    if not bind or host.tls_cert or host.tls_key:
+        return pinned
+    own = _channels.tls_folder(folder / "tls", bind)
+    return replace(pinned, tls_cert=own.certificate, tls_key=own.key)
 
 
 def wait_for(files: list[str], patience: float) -> None:
@@ -452,7 +508,8 @@ def run_join(arguments: argparse.Namespace) -> dict[str, Any]:
         if invitation is not None:
             _store_invitation(json.loads(invitation), Path(made), arguments)
         folder = Path(arguments.folder or made)
-        code = run_agent(host_from(arguments), folder, supervised=arguments.supervised)
+        host = host_from(arguments, Path(made))
+        code = run_agent(host, folder, supervised=arguments.supervised)
     if code:  # SLURM and Ray check the exit status
         if arguments.json:
             print(json.dumps({"exit": code}), flush=True)

@@ -1,7 +1,8 @@
 """Spreads one call over replicas: a window of work in flight, and one retry elsewhere of what a lost replica left.
 
 Work is a list of items, each with parts (a prompt and its samples; a sequence and its one score). An item stays whole
-on one replica. The unfinished parts of a lost replica are retried once on another, then count as lost.
+on one replica. The unfinished parts of a lost replica are retried once on another, then count as lost. While no replica
+may take them and one that died is being started again, they wait for it.
 
 Weight syncs. A replica that a sync has halted is given work as usual; it waits in the engine. A dirty or stale replica
 is given none: while an open sync may make it serve, the work waits here, else the call fails with EngineDirty
@@ -36,7 +37,8 @@ class Item:
     index: int
     parts: set[int]
     retried: int = 0
-    avoid: set[str] = field(default_factory=set)
+    # replicas that it was lost on, with their `run`: one that was started again is another
+    avoid: set[tuple[str, int]] = field(default_factory=set)
     dirty_retries: int = 0
     key: int = 0  # hash of the prompt's prefix
 
@@ -65,7 +67,7 @@ class Replicas(Protocol):
         ...
 
     def wait_for(self, avoid: frozenset[str]) -> asyncio.Event | None:
-        """Set when a sync in progress may have made another replica serve; None if there is nothing to wait for."""
+        """Set when a sync in progress, or a restart, may have made another replica serve; None: nothing to wait for."""
         ...
 
     def barred(self) -> EngineDirty | None:
@@ -90,6 +92,10 @@ class Replicas(Protocol):
 
     def epoch(self, replica: str) -> int:
         """The epoch of orders to it now."""
+        ...
+
+    def run(self, replica: str) -> int:
+        """Tells its process from those that had its name before."""
         ...
 
     def deadline_error(self, replicas: Sequence[str]) -> CallFailed:
@@ -220,22 +226,16 @@ class Dispatch:
         waiting: list[Item] = []
         board = self._replicas.board()
         for item in ready:
-            name = self._policy(
-                board, RouteRequest(len(item.parts), item.key, frozenset(item.avoid))
-            )
-            if name is None and self._must_wait(item, board):
-                self._outstanding -= len(item.parts)
-                waiting.append(item)
-                continue
+            avoid = self._avoided(item)
+            name = self._policy(board, RouteRequest(len(item.parts), item.key, avoid))
             if name is None:
-                reason = (
-                    "no other replica is ready"
-                    if item.retried
-                    else "no replica is ready"
-                )
-                self._out.put_nowait(
-                    Lost(item.index, tuple(sorted(item.parts)), reason)
-                )
+                reason = self._hopeless(item, board, avoid)
+                if reason:
+                    parts = tuple(sorted(item.parts))
+                    self._out.put_nowait(Lost(item.index, parts, reason))
+                else:
+                    self._outstanding -= len(item.parts)
+                    waiting.append(item)
                 continue
             self._replicas.count(name, len(item.parts))
             batches.setdefault(name, []).append(item)
@@ -259,20 +259,29 @@ class Dispatch:
             del self._requests[name]
         self._replicas.count(name, -sum(len(item.parts) for item in items))
 
-    def _must_wait(self, item: Item, board: Board) -> bool:
-        """No replica may take this item now. True: it waits for a sync, or the whole call fails anyway."""
+    def _avoided(self, item: Item) -> frozenset[str]:
+        """Replicas that this item was lost on, and that were not started again since."""
+        run = self._replicas.run
+        return frozenset(name for name, lost in item.avoid if run(name) == lost)
+
+    def _hopeless(self, item: Item, board: Board, avoid: frozenset[str]) -> str:
+        """No replica may take this item now: why it is lost. Empty: it waits, or the whole call fails."""
         # no deadline: it returns an event and does not wait
-        change = self._replicas.wait_for(frozenset(item.avoid))
-        why = None if len(board) or change is not None else self._replicas.barred()
-        if why is not None:
-            self._out.put_nowait(why)
-            return True
-        if change is None:
-            return False
-        if not self._waiting:
-            self._waiting = True
-            self._start_after(change.wait)
-        return True
+        change = self._replicas.wait_for(avoid)
+        if change is not None:
+            if not self._waiting:
+                self._waiting = True
+                self._start_after(change.wait)
+            return ""
+        why = None if len(board) else self._replicas.barred()
+        if why is None:
+            return (
+                "no other replica is ready" if item.retried else "no replica is ready"
+            )
+        if item.retried:  # its call may have finished others: their caller gets those
+            return why.message
+        self._out.put_nowait(why)
+        return ""
 
     def _start_after(self, wait: Callable[[], Awaitable[Any]]) -> None:
         async def start_again() -> None:
@@ -307,10 +316,12 @@ class Dispatch:
         open_items = {item.index: item for item in items}
         call = None
         epoch = self._replicas.epoch(name)
+        run = self._replicas.run(name)
+        requeue = partial(self._requeue, name, run, items)
         try:
             call = self._open(name, items)
             if call is None:
-                self._requeue(name, items, self._replicas.loss(name))
+                requeue(self._replicas.loss(name))
                 return
             self._replicas.track(name, call)
             async for message in call:
@@ -323,17 +334,17 @@ class Dispatch:
                 self._replicas.served(name, len(results))
                 self._out.put_nowait(Done(results))
             if any(item.parts for item in items):
-                self._requeue(name, items, "it ended its answer early", False)
+                requeue("it ended its answer early", False)
         except asyncio.CancelledError:
             if call is None or not call.cancelled() or being_cancelled():
                 raise  # our own caller left
-            self._requeue(name, items, self._replicas.loss(name))
+            requeue(self._replicas.loss(name))
         except grpc.aio.AioRpcError as error:
             if received(error).kind is EngineDirty and self._retry_after_dirty(items):
                 pass
             elif error.code() in RETRYABLE:
                 lost = self._replicas.failed(name, epoch, error)
-                self._requeue(name, items, lost or received(error).message, bool(lost))
+                requeue(lost or received(error).message, bool(lost))
             elif error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 self._expire()
             else:
@@ -344,7 +355,12 @@ class Dispatch:
                 call.cancel()
 
     def _requeue(
-        self, name: str, items: list[Item], reason: str, lost_it: bool = True
+        self,
+        name: str,
+        run: int,
+        items: list[Item],
+        reason: str,
+        lost_it: bool = True,
     ) -> None:
         """Retry the unfinished parts elsewhere; those that were retried before are lost."""
         again = []
@@ -359,7 +375,7 @@ class Dispatch:
                 item,
                 parts=set(item.parts),
                 retried=item.retried + 1,
-                avoid=item.avoid | {name},
+                avoid=item.avoid | {(name, run)},
                 dirty_retries=0,
             )
             (lost if fresh.retried > 1 else again).append(fresh)

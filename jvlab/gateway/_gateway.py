@@ -50,6 +50,7 @@ PB_STATE = {
     reg.ReplicaState.FAILED: pb.FAILED,
     reg.ReplicaState.CLOSED: pb.CLOSED,
     reg.ReplicaState.DRAINING: pb.DRAINING,
+    reg.ReplicaState.RESTARTING: pb.RESTARTING,
 }
 
 
@@ -78,6 +79,7 @@ class Gateway:
         self.address = ""  # for replicas; known once the server listens
         # for others; the latter is empty without metrics
         self.public_address = self.metrics_url = ""
+        self.fingerprint = ""  # of the certificate there
         # the last one started under each name, ended or not
         self.processes: dict[str, ReplicaProcess] = {}
         self.warm = WarmProcesses(folder)
@@ -115,6 +117,7 @@ class Gateway:
         for instruction in self.registry.handle(event):
             match instruction:
                 case reg.StartProcess(replica, spec):
+                    self._forget_process(replica)
                     self.in_background(self._start_process(replica, spec))
                 case reg.EndProcess(replica):
                     self._end_process(replica)
@@ -141,6 +144,12 @@ class Gateway:
     def _end_process(self, replica: str) -> None:
         if replica in self.processes:
             self.in_background(self.processes[replica].end(GRACE_SECONDS + 5))
+
+    def _forget_process(self, replica: str) -> None:
+        """A new process takes the place of the one that had this name: what that one reported is void."""
+        for known in (self.facts, self.stats):
+            known.pop(replica, None)
+        self.calls.distrust(replica)
 
     def _forget(self, replica: str) -> None:
         """Drop everything known of a replica except its log."""
@@ -252,9 +261,6 @@ class Gateway:
     def restart(self, pool: str, replica: str) -> None:
         """Start a replica that failed once more. Raises Refused."""
         self.handle(reg.RestartRequested(pool, replica, time.monotonic()))
-        for known in (self.facts, self.stats):
-            known.pop(replica, None)
-        self.calls.distrust(replica)
 
     def register(self, request: pb.RegisterRequest) -> reg.Replica:
         """A replica registers, or registers again; updates every part of the gateway. Raises Refused."""
@@ -341,6 +347,9 @@ class Gateway:
             remedy = f"{'pool.resume()' if paused == PAUSED else 'pool.wake()'} lets it continue"
         elif machine.open and machine.holder is not None:
             text += f"; {machine.holder.name} syncs the pool meanwhile ({machine.stage.value})"
+        elif back := self.registry.returning(pool):
+            each = (f"{r.name} ({r.stage}) after: {r.cause}" for r in back)
+            text += f", but it is still starting {', '.join(each)} again"
         return CallFailed(grpc.StatusCode.DEADLINE_EXCEEDED, text, remedy)
 
     async def steer(self, order: pb.SteerCall, timeout: float) -> pb.SteerReply:
@@ -401,6 +410,9 @@ class Gateway:
             beat_age=-1.0 if replica.last_beat is None else now - replica.last_beat,
             served=self._served.get(replica.name, 0),
             elsewhere=isinstance(self.process_of(replica), JoinedProcess),
+            deaths=[death.cause for death in replica.deaths],
+            restarts_left=self.registry.restarts_left(replica),
+            restarts=replica.restarts,
         )
         machine = self.links.of(replica.pool).machine
         member = machine.members.get(replica.name)
@@ -488,4 +500,5 @@ class Gateway:
             version=__version__,
             public_address=self.public_address,
             metrics_url=self.metrics_url,
+            fingerprint=self.fingerprint,
         )

@@ -169,12 +169,13 @@ class Front:
             self._gateway.model_len(self._pool),
         )
         replicas = PoolReplicas(self._gateway, self._pool, work.version)
-        avoid: set[str] = set()
+        avoid: set[tuple[str, int]] = set()  # where it was lost: replica and run
         reason = ""
         dirty_retries = 0
         until = time.monotonic() + HOLD_SECONDS
         while True:
-            name = await self._choose(work, replicas, frozenset(avoid), until, reason)
+            name = await self._choose(work, replicas, avoid, until, reason)
+            run = replicas.run(name)
             assert self._session is not None
             attempt = _Attempt(self._gateway, self._session, request, work, name)
             try:
@@ -193,7 +194,7 @@ class Front:
                 reason = f"replica {name} was lost: {error}"
                 if attempt.answer is not None:
                     return await attempt.end_with_error(reason)
-                avoid.add(name)
+                avoid.add((name, run))
                 if len(avoid) >= TRIES:
                     raise Refusal(
                         502,
@@ -205,12 +206,12 @@ class Front:
     async def _choose(
         self,
         work: HttpWork,
-        replicas: Any,
-        avoid: frozenset[str],
+        replicas: PoolReplicas,
+        lost: set[tuple[str, int]],
         until: float,
         reason: str,
     ) -> str:
-        """The replica for it; waits while the pool is paused or an open sync may make a replica serve."""
+        """The replica for it; waits while the pool is paused, or a sync or a restart may make a replica serve."""
         gateway = self._gateway
         pool = self._pool
         while True:
@@ -224,13 +225,19 @@ class Front:
             if not waiting:
                 policy = POLICIES[state.spec.routing]
                 board = replicas.board()
+                avoid = frozenset(n for n, run in lost if replicas.run(n) == run)
                 name = policy(board, RouteRequest(max(1, work.parts), work.key, avoid))
                 if name is not None:
                     return name
                 # no deadline: it returns an event and does not wait
                 if replicas.wait_for(avoid) is None:
                     raise self._no_replica(replicas, len(board), reason)
-                waiting = "waiting for a sync to commit"
+                back = gateway.registry.returning(pool)
+                waiting = "waiting for " + (
+                    f"{back[0].name} to be started again"
+                    if back
+                    else "a sync to commit"
+                )
             left = until - time.monotonic()
             if left <= 0:
                 raise Refusal(

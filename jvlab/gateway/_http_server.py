@@ -77,6 +77,11 @@ REPLICA = {  # field of a replica in the summary: (name, type, help)
         "gauge",
         "Version of the weights the engine holds.",
     ),
+    "restarts": (
+        "jvlab_replica_restarts_total",
+        "counter",
+        "How often the replica was started again since its pool was launched.",
+    ),
     "paused": ("jvlab_replica_paused", "gauge", "1 while generation is paused."),
     "sleeping": ("jvlab_replica_sleeping", "gauge", "1 while the engine sleeps."),
     "beat_age": (

@@ -186,8 +186,10 @@ class PoolReplicas:
         return [replica.name for replica in links.serving(self._pool)]
 
     def wait_for(self, avoid: frozenset[str]) -> asyncio.Event | None:
-        waits = self._gateway.links.syncing(self._pool, avoid, self._version)
-        return self._gateway.change(self._pool) if waits else None
+        gateway = self._gateway
+        waits = gateway.links.syncing(self._pool, avoid, self._version)
+        waits = waits or gateway.registry.returning(self._pool)
+        return gateway.change(self._pool) if waits else None
 
     def barred(self) -> EngineDirty | None:
         return self._gateway.links.barred(self._pool, self._version)
@@ -195,6 +197,10 @@ class PoolReplicas:
     def epoch(self, replica: str) -> int:
         known = self._gateway.registry.find(replica)
         return -1 if known is None else known.epoch
+
+    def run(self, replica: str) -> int:
+        known = self._gateway.registry.find(replica)
+        return -1 if known is None else known.run
 
     def loss(self, replica: str) -> str:
         return self._gateway.registry.cause(replica)

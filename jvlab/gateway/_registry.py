@@ -5,9 +5,17 @@ One replica:
     LaunchRequested ─▶ STARTING ──Registered──▶ READY ──missed beats──▶ LOST ──Registered──▶ READY (epoch + 1)
                           │                       │ ───Unreachable────▶   │
                           │                       │                       │
-                          └────ProcessExited──────┴───────────────────────┴──▶ FAILED
-    FAILED ──RestartRequested──▶ STARTING (a new process; the epoch goes on)
+                          └────ProcessExited──────┴───────────────────────┴──▶ FAILED, or RESTARTING
+    RESTARTING ──Tick, once its back-off is over──▶ STARTING (a new process; the epoch goes on)
+    FAILED, RESTARTING ──RestartRequested──▶ STARTING (the same at once, with all its tries again)
     any state ──PoolCloseRequested, LabCloseRequested, lease over──▶ CLOSED
+
+A replica that was ready once is started again when its process exits, `spec.restarts` times, after 1, 2, 4, … seconds.
+One that never came up is not: its launch failed, and whoever launched it is told at once. A try that does not come up
+counts as one. After WELL_SECONDS of service the tries are whole again. A replica that waits for its back-off has no
+process, counts as one of those wanted, and is forgotten or closed like one that failed.
+Where something else starts processes again (SELF_RESTARTING), the registry does not: there would be two of them.
+A place that waits for hosts ("join") is open again after the back-off: the next host that offers itself gets it.
 
 A name can be launched again as soon as its pool is closed, while the processes of that one still end. What those say
 is told by their `run` and ignored, or refused. Of the closed pools the last KEPT_CLOSED are listed.
@@ -31,12 +39,13 @@ The lab ends on LabCloseRequested, or `lease` seconds after its last holder left
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from jvlab._errors import JvlabError
-from jvlab.wire.processes._pool_spec import MAX_REPLICAS, PoolSpec
+from jvlab.wire.processes._pool_spec import MAX_REPLICAS, MAX_RESTARTS, PoolSpec
 
 # The registry's types: replicas and pools, events and instructions.
 
@@ -50,11 +59,20 @@ class ReplicaState(Enum):
     FAILED = "failed"
     CLOSED = "closed"
     DRAINING = "draining"  # finishes its requests, gets no new ones
+    RESTARTING = "restarting"  # it died, and is started again after its back-off
 
 
 def pool_of(replica: str) -> str:
     """The pool's name, from a replica's, which is "pool/number"."""
     return replica.rpartition("/")[0]
+
+
+@dataclass(frozen=True)
+class Death:
+    """Why a process of a replica ended, and its last words."""
+
+    cause: str
+    log_tail: str = ""
 
 
 @dataclass
@@ -77,10 +95,18 @@ class Replica:
     place: str = ""  # who starts it, if not as the rest of the pool
     # tells its process from every other that had its name: the epoch at which it was started
     run: int = 0
+    # of its processes, since it was launched, restarted by hand, or served for WELL_SECONDS
+    deaths: tuple[Death, ...] = ()
+    restarts: int = 0  # how often it was started again, by hand too
+    ready_since: float = 0.0  # when it registered last
+    restart_at: float = 0.0  # while it is restarting
+    # its engine or process is gone, as a call found out: until then its exit is expected; 0: it is not
+    exit_by: float = 0.0
 
     @property
     def ended(self) -> bool:
-        return self.state in (ReplicaState.FAILED, ReplicaState.CLOSED)
+        """Whether its process has ended, or is to end."""
+        return self.state in (*RESTARTABLE, ReplicaState.CLOSED)
 
 
 @dataclass
@@ -300,6 +326,7 @@ __all__ = [
     "BEATING",
     "Announce",
     "BeatReceived",
+    "Death",
     "Detached",
     "Drained",
     "DropWork",
@@ -333,6 +360,12 @@ __all__ = [
     "pool_of",
 ]  # used as reg.X
 BEATING = (ReplicaState.READY, ReplicaState.DRAINING)
+RESTARTABLE = (ReplicaState.FAILED, ReplicaState.RESTARTING)  # without a process
+SELF_RESTARTING = ("ray",)  # places that start a dead process again by themselves
+# seconds until a replica is started again; the last for all further deaths
+BACK_OFF = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+WELL_SECONDS = 600.0  # of service, after which a replica has all its tries again
+EXIT_SECONDS = 10.0  # that a process without its engine may take to exit
 KEPT_CLOSED = 8  # closed pools that are still listed, with why their replicas failed
 MAX_TICK_SECONDS = 1.0  # between two ticks of a gateway that is busy, but not stopped
 
@@ -355,6 +388,7 @@ class Registry:
         self.ending = False
         self.unheld_since: float | None = now  # a lab that was never held ends too
         self._ticked: float | None = None  # time of the last tick
+        self._now = now  # of the last event that says
 
     def replicas(self) -> Iterator[Replica]:
         """Every replica of every pool, in order of launch."""
@@ -395,6 +429,26 @@ class Registry:
         """The ready and the draining ones: pause and resume go to both."""
         return [r for r in self.pool(pool).replicas.values() if r.state in BEATING]
 
+    def restarts(self, replica: Replica) -> int:
+        """How often this replica may be started again here."""
+        spec = self.pool(replica.pool).spec
+        place = replica.place or spec.place
+        return 0 if place in SELF_RESTARTING else spec.restarts
+
+    def restarts_left(self, replica: Replica) -> int:
+        """How often it may still be, after the restart that it waits for."""
+        return max(0, self.restarts(replica) - len(replica.deaths))
+
+    def returning(self, pool: str) -> list[Replica]:
+        """Its replicas that died, or are dying, and are started again."""
+        starting = (ReplicaState.STARTING, ReplicaState.RESTARTING)
+        return [
+            r
+            for r in self.pool(pool).replicas.values()
+            if (r.state in starting and r.deaths)
+            or (r.state is ReplicaState.LOST and r.exit_by and self.restarts_left(r))
+        ]
+
     def free_name(self) -> str:
         """A name for a pool that was launched without one: no pool has it, and none was given it before."""
         while True:
@@ -410,6 +464,7 @@ class Registry:
 
     def handle(self, event: Event) -> list[Instruction]:
         """Handle one event; returns what the gateway must do."""
+        self._now = getattr(event, "now", self._now)
         match event:
             case LaunchRequested(spec, now):
                 return self._launch(spec, now)
@@ -452,6 +507,7 @@ class Registry:
                     or replica.epoch != epoch
                 ):
                     return []  # already known, or of an earlier epoch
+                replica.exit_by = self._now + EXIT_SECONDS
                 return self._lost(replica, reason)
             case HoldOpened(holder):
                 self.holders.append(holder)
@@ -497,6 +553,11 @@ class Registry:
                 f"{spec.replicas} replicas are more than one pool takes",
                 remedy=f"at most {MAX_REPLICAS}",
             )
+        if not 0 <= spec.restarts <= MAX_RESTARTS:
+            raise Refused(
+                f"{spec.restarts} restarts of a replica",
+                remedy=f"0 to {MAX_RESTARTS}",
+            )
         out = self._forget_pool(spec.pool) if spec.pool in self.pools else []
         pool = self.pools[spec.pool] = PoolState(spec)
         return [*out, *(self._add(pool, index, now) for index in range(spec.replicas))]
@@ -517,11 +578,16 @@ class Registry:
             self._spent, pool.retired[name].epoch if name in pool.retired else 0
         )
         fresh = Replica(name, spec.pool, index, started=now, epoch=epoch, run=epoch)
-        pool.replicas[name] = fresh
+        return self._start(pool, fresh)
+
+    def _start(self, pool: PoolState, fresh: Replica) -> StartProcess:
+        """A process for this replica, which is new or takes the place of the one that died."""
+        pool.replicas[fresh.name] = fresh
         # Cores and GPUs are divided by replica number, so the count must exceed a process's own number.
-        return StartProcess(
-            name, replace(spec, replicas=max(spec.replicas, index + 1), run=epoch)
-        )
+        count = max(pool.spec.replicas, fresh.index + 1)
+        place = fresh.place or pool.spec.place
+        spec = replace(pool.spec, replicas=count, place=place, run=fresh.run)
+        return StartProcess(fresh.name, spec)
 
     def _offered(self, pool: PoolState, now: float) -> list[Instruction]:
         if pool.closed or self.ending:
@@ -566,9 +632,10 @@ class Registry:
         if len(staying) > wanted:
             ranks = {
                 ReplicaState.FAILED: 0,
-                ReplicaState.LOST: 1,
-                ReplicaState.STARTING: 2,
-                ReplicaState.READY: 3,
+                ReplicaState.RESTARTING: 1,
+                ReplicaState.LOST: 2,
+                ReplicaState.STARTING: 3,
+                ReplicaState.READY: 4,
             }
             staying.sort(key=lambda r: (ranks[r.state], r.name in serving, -r.index))
             for replica in staying[: len(staying) - wanted]:
@@ -595,7 +662,7 @@ class Registry:
 
     def _remove(self, pool: PoolState, replica: Replica) -> list[Instruction]:
         """Remove it at once, or drain it if it is ready."""
-        if replica.state is ReplicaState.FAILED:
+        if replica.state in RESTARTABLE:
             return self._forget(pool, replica)
         if replica.state is ReplicaState.READY:
             replica.state = ReplicaState.DRAINING
@@ -633,11 +700,24 @@ class Registry:
             replica.cause = cause
             return [DropWork(replica.name, cause), *self._forget(pool, replica)]
         replica.state = ReplicaState.FAILED
-        replica.stage = "failed"
         replica.cause = cause
         replica.log_tail = log_tail
         replica.epoch += 1
+        if replica.ready_after is not None or replica.deaths:
+            self._died(replica, Death(cause, log_tail))
+        replica.stage = replica.state.value
         return [DropWork(replica.name, cause), Announce(replica.pool)]
+
+    def _died(self, replica: Replica, death: Death) -> None:
+        """It was ready once: it is started again, unless that was done often enough."""
+        replica.deaths = (*replica.deaths, death)
+        allowed = self.restarts(replica)
+        if len(replica.deaths) > allowed:
+            replica.cause = all_causes(replica.deaths)
+            return
+        replica.state = ReplicaState.RESTARTING
+        wait = BACK_OFF[min(len(replica.deaths), len(BACK_OFF)) - 1]
+        replica.restart_at = self._now + wait
 
     def _registered(
         self, replica: Replica, address: str, now: float
@@ -656,6 +736,8 @@ class Registry:
         replica.cause = ""
         replica.address = address
         replica.last_beat = now
+        replica.ready_since = now
+        replica.exit_by = 0.0
         replica.epoch += 1
         if replica.ready_after is None:
             replica.ready_after = now - replica.started
@@ -669,28 +751,33 @@ class Registry:
             )
         if pool.closed or self.ending:
             raise Refused(f"pool {pool.spec.pool!r} is closed")
-        if replica.state is not ReplicaState.FAILED:
+        if replica.state not in RESTARTABLE:
             raise Refused(
                 f"{name} is {replica.state.value}: only a replica that failed can be restarted"
             )
-        place = replica.place
-        run = replica.epoch
+        return self._start_again(pool, replica, now)
+
+    def _start_again(
+        self,
+        pool: PoolState,
+        replica: Replica,
+        now: float,
+        deaths: tuple[Death, ...] = (),
+    ) -> list[Instruction]:
+        """A new process in place of one that died. `deaths`: those that still count."""
         fresh = Replica(
-            name,
+            replica.name,
             replica.pool,
             replica.index,
             started=now,
-            epoch=run,
-            place=place,
-            run=run,
+            epoch=replica.epoch,
+            cause=deaths[-1].cause if deaths else "",
+            place=replica.place,
+            run=replica.epoch,
+            deaths=deaths,
+            restarts=replica.restarts + 1,
         )
-        pool.replicas[name] = fresh
-        return [
-            StartProcess(
-                name, replace(pool.spec, place=place or pool.spec.place, run=run)
-            ),
-            Announce(replica.pool),
-        ]
+        return [self._start(pool, fresh), Announce(replica.pool)]
 
     def _close(self, pool: PoolState) -> list[Instruction]:
         if pool.closed:
@@ -770,4 +857,40 @@ class Registry:
             and now - self.unheld_since >= self.lease
         ):
             out += self._end(f"nobody held the lab for {self.lease:g} s")
+        return [*out, *self._keep_size(now)]
+
+    def _keep_size(self, now: float) -> list[Instruction]:
+        """Start replicas again whose back-off is over; give those that served well their tries back."""
+        out: list[Instruction] = []
+        for replica in list(self.replicas()):
+            if replica.state is ReplicaState.RESTARTING and now >= replica.restart_at:
+                pool = self.pool(replica.pool)
+                out += self._start_again(pool, replica, now, replica.deaths)
+            if replica.exit_by and now >= replica.exit_by:
+                replica.exit_by = 0.0
+                out.append(Announce(replica.pool))
+            served = replica.state is ReplicaState.READY and replica.deaths
+            if served and now - replica.ready_since >= WELL_SECONDS:
+                replica.deaths = ()
+                out.append(Announce(replica.pool))
         return out
+
+
+def all_causes(deaths: tuple[Death, ...]) -> str:
+    """Why a replica is not started again: the last reason, and those before it.
+
+    >>> all_causes((Death("out of memory"),))
+    'out of memory'
+    >>> all_causes((Death("SIGKILL"), Death("SIGKILL"), Death("out of memory")))
+    'out of memory (it was restarted 2 times before, after: SIGKILL, 2 times)'
+    """
+    *earlier, last = deaths
+    if not earlier:
+        return last.cause
+    counts = Counter(death.cause for death in earlier)
+    each = [
+        cause if count == 1 else f"{cause}, {count} times"
+        for cause, count in counts.items()
+    ]
+    times = "once" if len(earlier) == 1 else f"{len(earlier)} times"
+    return f"{last.cause} (it was restarted {times} before, after: {'; '.join(each)})"

@@ -5,6 +5,10 @@
     ray     RayProcess (gateway/cluster/_ray_actors.py)              a JoinedProcess whose agent is a Ray actor
 
 An agent whose stream breaks has RECONNECT_SECONDS to reconnect with its replica still running; then it counts as dead.
+
+A pool keeps its size (`restarts`, gateway/_registry.py): a local process is started again. An agent ends with its
+replica, so for "join" the place is open again and the next agent takes it, whoever starts that. Ray starts its actor
+again, `restarts` times, and the actor's agent joins under the old name; the registry starts none there.
 """
 
 from __future__ import annotations
@@ -240,6 +244,7 @@ class Agents:
                 and process.agent is None
             ):
                 process.exited("its host's process was restarted")
+            # one that is restarting takes this agent as soon as its back-off is over
             if known.state is reg.ReplicaState.FAILED:
                 self._restart(reg.pool_of(name), name)
         self.match()
@@ -261,12 +266,13 @@ class Agents:
     def _coming(self, pool: reg.PoolState) -> int:
         """How many replicas of a pool will wait for an agent as soon as the gateway has made their processes."""
         made = {(process.replica, process.run) for process in self._joined()}
-        starting = [
+        coming = [
             r
             for r in pool.replicas.values()
-            if r.state is reg.ReplicaState.STARTING and (r.name, r.run) not in made
+            if r.state is reg.ReplicaState.RESTARTING
+            or (r.state is reg.ReplicaState.STARTING and (r.name, r.run) not in made)
         ]
-        return sum((r.place or pool.spec.place) == "join" for r in starting)
+        return sum((r.place or pool.spec.place) == "join" for r in coming)
 
     def end_idle(self) -> None:
         """The lab ends: end the agents that were never assigned."""

@@ -21,7 +21,12 @@ from jvlab.gateway._http_server import serve_metrics
 from jvlab.gateway._servicers import LabServicer, RegistryServicer
 from jvlab.wire import _security as security
 from jvlab.wire import jvlab_pb2_grpc as rpc
-from jvlab.wire._channels import write_private
+from jvlab.wire._channels import (
+    fingerprint,
+    join_line,
+    tls_folder,
+    write_private,
+)
 from jvlab.wire.processes._identity import Identity
 
 # Options of a gateway.
@@ -45,7 +50,6 @@ class GatewayOptions:
 
     def check(self) -> GatewayOptions:
         """Itself; raises ConfigError if an option is invalid."""
-        security.check_bind(self.host, self.tls)
         for name in ("lease", "beat", "missed_beats"):
             given = getattr(self, name)
             if isinstance(given, bool) or not isinstance(given, (int, float)):
@@ -94,10 +98,14 @@ async def serve(
     signals: bool = True,
     make: Callable[..., Gateway] = Gateway,
 ) -> None:
-    """Run one gateway until it is closed, its lease is over, or a signal ends it."""
-    security.check_bind(options.host, options.tls)
+    """Run one gateway until it is closed, its lease is over, or a signal ends it.
+
+    Beyond loopback it speaks TLS: with the given certificate, or with one that it makes for itself at its first start.
+    """
     host = options.host
     tls = options.tls
+    if tls is None and not security.is_loopback(host):
+        tls = tls_folder(folder, host)
     gateway = make(
         lab, folder, token, options.lease, options.beat, options.missed_beats
     )
@@ -133,6 +141,8 @@ async def serve(
         f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}" if tls else shown
     )
     gateway.public_address = shown
+    if tls is not None:
+        gateway.fingerprint = fingerprint(Path(tls.certificate).read_text())
     await server.start()
     await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
     loop = asyncio.get_running_loop()
@@ -156,6 +166,9 @@ async def serve(
         gateway.metrics_url = facts["metrics_url"] = f"{metrics.url}/metrics"
     write_lab_file(folder, facts | asdict(Identity.own()))
     print(f"gateway: {lab} listens on {shown}", flush=True)
+    if gateway.fingerprint:
+        line = join_line(shown, gateway.fingerprint)
+        print(f"gateway: another host joins with\n{line}", flush=True)
     ticking = asyncio.create_task(gateway.tick_forever())
     ending = asyncio.create_task(gateway.ended.wait())
     try:

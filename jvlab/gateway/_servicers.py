@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -17,7 +17,7 @@ from jvlab.gateway import _registry as reg
 from jvlab.gateway._dispatch import Dispatch, Done, Item, Lost
 from jvlab.gateway._gateway import Gateway
 from jvlab.gateway._pool_commands import PoolReplicas
-from jvlab.gateway._replica_processes import check_reachable
+from jvlab.gateway._replica_processes import ReplicaProcess, check_reachable
 from jvlab.gateway._routing import POLICIES, keep_home, prefix_key, unknown_policy
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire import jvlab_pb2_grpc as rpc
@@ -90,6 +90,7 @@ class LabServicer(rpc.LabServicer):
             place_json=request.place_json or "{}",
             http=request.http,
             limits_json=request.limits_json or "{}",
+            restarts=request.restarts,
         )
         if spec.routing not in POLICIES:
             raise unknown_policy(spec.routing)
@@ -305,13 +306,13 @@ class LabServicer(rpc.LabServicer):
             if known is not None
             else self.gateway.processes.get(request.replica)
         )
-        if process is None and known is not None:
-            return pb.LogsReply()  # it is not started yet
-        if process is None:
+        # one that is not started yet has none
+        if process is None and known is None:
             raise CallFailed(
                 grpc.StatusCode.NOT_FOUND, f"no replica is called {request.replica!r}"
             )
-        return pb.LogsReply(text=process.tail(request.lines))
+        deaths = () if known is None else known.deaths
+        return pb.LogsReply(text=_log_text(deaths, process, request.lines))
 
     async def Link(self, request_iterator: Any, context: Context) -> None:
         await self.gateway.links.link(context)
@@ -356,6 +357,20 @@ class LabServicer(rpc.LabServicer):
     async def SetAdapter(self, request: pb.AdapterCall, context: Context) -> pb.Empty:
         await self.gateway.adapters.set(request, _remaining(context))
         return pb.Empty()
+
+
+def _log_text(
+    deaths: Sequence[reg.Death], process: ReplicaProcess | None, lines: int
+) -> str:
+    """The last lines of a replica's log, and of the processes before it, below why those died."""
+    said = [] if process is None else process.tail(lines).splitlines()
+    # until it is started again, the process is the one that died last
+    ended = process is not None and process.ended.is_set()
+    for death in reversed(deaths[:-1] if ended else deaths):
+        said = [*death.log_tail.splitlines(), f"— {death.cause} —", *said]
+    count = len(deaths)
+    ends = [f"death {k} of {count}: {d.cause}" for k, d in enumerate(deaths, 1)]
+    return "\n".join([*ends, *said[-lines:]])
 
 
 def _check_spec(spec: reg.PoolSpec) -> None:

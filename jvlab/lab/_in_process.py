@@ -205,6 +205,15 @@ def open_pool(
     return _start(host, make)
 
 
+def refuse_restarts(restarts: int) -> None:
+    """Raise if an engine of this process is to be restarted; 0 is what it has."""
+    if restarts:
+        raise Unsupported(
+            f"restarts={restarts}: an engine in this process ends with it, and nobody is left to start it again",
+            remedy=f"leave it out; {INSTEAD}, and starts those that die again",
+        )
+
+
 def _refuse(replicas: int, tensor_parallel: int, http: bool | int, place: Any) -> None:
     if replicas != 1:
         raise Unsupported(

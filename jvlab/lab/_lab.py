@@ -27,6 +27,13 @@ from jvlab.record._events import runs
 from jvlab.record._record import calls_of
 from jvlab.sync._connections import Connections, ConnectOptions, check_pool
 from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire._channels import (
+    Trust,
+    fetch_pinned,
+    host_of,
+    join_line,
+    write_private,
+)
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -180,6 +187,8 @@ class Lab:
     processes. A script's lab ends with the script: at its exit and at SIGTERM, and seconds after SIGKILL. `lease=` sets
     how many seconds a lab stays after the last process that held it, in both; `lab.detach()` keeps it running until
     it is closed.
+    `host="10.0.0.1"`, an address of this machine, lets other hosts in, over TLS: with `tls=(certificate, key)`, or with
+    a certificate that the gateway makes; `lab.join_line` is what to paste on a host that is to run replicas.
     `metrics_port=0` (any free one) serves Prometheus metrics at `lab.metrics_url`, on loopback, with the lab's token.
 
     `jv.Lab(cluster="ray")` runs gateway and replicas as Ray actors: on a new local cluster, or, with `address="auto"`
@@ -222,11 +231,14 @@ class Lab:
         self._cluster = open_cluster(cluster, address, gateway, name)
         if self._cluster is None:
             content, _ = _launcher.start_gateway(gateway, name)
-            self._join(content["address"], content["token"], None)
+            self._join(content["address"], content["token"], Trust())
         else:
             content = self._cluster.content
             self._cluster.guard(
-                self._join, content["address"], content["token"], content["tls_ca"]
+                self._join,
+                content["address"],
+                content["token"],
+                Trust.of_file(content["tls_ca"]),
             )
 
     @classmethod
@@ -236,10 +248,14 @@ class Lab:
         token: str | None = None,
         *,
         tls_ca: str | None = None,
+        fingerprint: str | None = None,
         timeout: float = 30.0,
     ) -> Lab:
         """Rejoin a running lab: `attach()` for your only one, `attach(name)` for one of several (`jv.Lab.list()` shows
         the names), `attach(address, token)` for any lab.
+
+        To one on another host belongs the certificate that it shows: `fingerprint="sha256:…"`, which it printed and
+        `lab.join_line` has, or `tls_ca`, the file of the certificate or its CA. If another is shown, no token is sent.
         """
         from jvlab.wire.processes._labs import find_lab
 
@@ -261,8 +277,16 @@ class Lab:
                 ) from None
             address = found.address
             token = found.token
+        if fingerprint is None:
+            trust = Trust.of_file(tls_ca)
+        elif tls_ca is None:
+            trust = fetch_pinned(str(address), fingerprint, deadline)
+        else:
+            raise ConfigError(
+                "a certificate and the fingerprint of one", remedy="pass one of them"
+            )
         lab = cls.__new__(cls)
-        lab._join(str(address), token, tls_ca, deadline)
+        lab._join(str(address), token, trust, deadline)
         return lab
 
     @classmethod
@@ -295,20 +319,30 @@ class Lab:
         lab.slurm = nodes
         return lab
 
+    @property
+    def join_line(self) -> str:
+        """What to paste on another host, which then offers itself to this lab; it asks for the lab's token.
+
+        It holds no secret: the fingerprint of the gateway's certificate, so that the token goes to this gateway alone.
+        """
+        if not self._fingerprint:
+            raise ConfigError(
+                f"lab {self.name!r} listens on this machine alone",
+                remedy='jv.Lab(host="an address of this machine") lets others join',
+            )
+        return join_line(self.public_address, self._fingerprint)
+
     def write_token(self, path: str) -> None:
         """Write the lab's token to a file that only you can read, for `jvlab rollout --gateway ... --token-file`."""
-        from jvlab.wire._channels import write_private
-
         write_private(path, self._token + "\n")
 
     def _join(
         self,
         address: str,
         token: str,
-        tls_ca: str | None,
+        trust: Trust,
         deadline: Deadline | None = None,
     ) -> None:
-        from jvlab.wire._channels import host_of
         from jvlab.wire._client import Client
         from jvlab.wire._security import is_loopback
         from jvlab.wire.processes._identity import Identity
@@ -317,7 +351,7 @@ class Lab:
         self._token = token
         self._holder = own_name()
         self._closed = self._detached = False
-        self.client = Client(address, token, tls_ca)
+        self.client = Client(address, token, trust)
         deadline = deadline or Deadline(JOIN_SECONDS)
         try:
             status = self.client.call("Describe", pb.DescribeRequest(), deadline)
@@ -329,6 +363,7 @@ class Lab:
         near = is_loopback(host_of(address))
         self.public_address: str = (status.public_address if near else "") or address
         self.metrics_url: str | None = status.metrics_url or None
+        self._fingerprint: str = status.fingerprint
         self._gateway = Identity(status.pid, status.host, status.started)
         self._is_local = self._gateway.process() is not None
         self.client.gone = lambda: self._is_local and self._gateway.process() is None
@@ -392,6 +427,11 @@ class Lab:
                          --gateway`), or on Ray what each needs: {"cpus": 1, "gpus": 1, "resources": {}, "nodes": []}
         limits           maxima for one call: {"n": samples per prompt, "prompts": ..., "samples": prompts × n,
                          "tokens": ...}, None for no limit; `pool.limits` shows them, the defaults follow engine size
+        restarts         how often a replica that dies is started again by itself, after 1, 2, 4, … seconds; with 0 it
+                         stays failed. Ten minutes of service give it all its tries back; `pool.status()` shows how
+                         many are left, and why it died. If the pool was ever synced, it gets requests again after the
+                         next sync, as in a run of `jv.grpo`. A launch that fails is not repeated. With place="join"
+                         the next host that joins takes its place; on Ray it is the number of Ray's own restarts
         http             True, or a port: also serve vLLM's OpenAI API at `pool.http_url` (`api_key=pool.http_token`)
         http_key         True: `pool.http_key_url` generates too, for clients that can send no token; see there
         deterministic    a fixed engine seed, and on CUDA batch-invariant kernels with Triton attention; on a CPU one

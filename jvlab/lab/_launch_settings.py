@@ -15,7 +15,12 @@ from jvlab._errors import ConfigError, UnknownName, Unsupported
 from jvlab._names import check_name
 from jvlab.gateway._routing import POLICIES
 from jvlab.wire import jvlab_pb2 as pb
-from jvlab.wire.processes._pool_spec import MAX_REPLICAS, MAX_TENSOR_PARALLEL
+from jvlab.wire.processes._pool_spec import (
+    MAX_REPLICAS,
+    MAX_RESTARTS,
+    MAX_TENSOR_PARALLEL,
+    RESTARTS,
+)
 
 # Options as fields of a request.
 
@@ -212,6 +217,7 @@ class LaunchArguments(TypedDict, total=False):
     http_key: bool
     place: str | dict[str, Any] | None
     limits: Mapping[str, int | None] | None
+    restarts: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +240,7 @@ class LaunchOptions:
     http_key: bool = False
     place: str | dict[str, Any] | None = None
     limits: Mapping[str, int | None] | None = None
+    restarts: int = RESTARTS
 
     @classmethod
     def of(cls, call: str, model: str, options: Mapping[str, Any]) -> LaunchOptions:
@@ -279,6 +286,7 @@ class LaunchOptions:
                     f"{what}={count} is more than one pool takes",
                     remedy=f"at most {most}",
                 )
+        check_restarts(self.restarts)
 
     def settings(self) -> EngineSettings:
         """The settings; raises `ConfigError` if invalid. With `colocate`, also limits this process's GPU memory."""
@@ -357,6 +365,17 @@ class LaunchOptions:
             **launch_fields(self.http, self.http_key),
             **place_fields(self.place),
             limits_json=json.dumps(chosen.limits),
+            restarts=self.restarts,
+        )
+
+
+def check_restarts(restarts: Any) -> None:
+    """Raise ConfigError for a number of restarts that no pool can have."""
+    whole = isinstance(restarts, int) and not isinstance(restarts, bool)
+    if not whole or not 0 <= restarts <= MAX_RESTARTS:
+        raise ConfigError(
+            f"restarts must be a whole number from 0 to {MAX_RESTARTS}, not {restarts!r}",
+            remedy="0: a replica that dies stays failed until pool.restart(replica)",
         )
 
 

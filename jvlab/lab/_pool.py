@@ -35,7 +35,13 @@ from jvlab._progress import Progress
 from jvlab._tracebacks import brief
 from jvlab.engine import _vllm
 from jvlab.lab import _adapters, _launch_settings, _prompts
-from jvlab.lab._in_process import INSTEAD, EngineHost, open_pool, release
+from jvlab.lab._in_process import (
+    INSTEAD,
+    EngineHost,
+    open_pool,
+    refuse_restarts,
+    release,
+)
 from jvlab.lab._launch_settings import LaunchArguments, LaunchOptions, shows_options
 from jvlab.record._batch import RolloutBatch, Scores
 from jvlab.record._events import RolloutTally, ScoreEvent, clock, note
@@ -46,7 +52,7 @@ from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._client import Client, Stream
 from jvlab.wire._limits import Asked, Limits
 from jvlab.wire._local_calls import LocalClient
-from jvlab.wire._pool_summary import waiting_for
+from jvlab.wire._pool_summary import absent, waiting_for
 from jvlab.wire._sync_words import CHOICES
 from jvlab.wire.processes._pool_spec import MAX_REPLICAS
 
@@ -101,6 +107,7 @@ class Pool:
         Trainer and engine share the interpreter: while one runs Python code the other waits.
         """
         asked = LaunchOptions.of("Pool.in_process", model, options)
+        refuse_restarts(options.get("restarts", 0))
         pool = open_pool(InProcessPool, asked)
         pool.colocated = asked.colocate
         return pool
@@ -208,8 +215,7 @@ class Pool:
                 if not done():
                     said = self._last_log_line() if bar.shown else ""
                     bar.remark(said or ("it imports vLLM" if bar.done == 0 else ""))
-                lost = [r for r in _staying(self.snapshot) if r.stage == "lost"]
-                bar.waits(", ".join(f"{r.replica} is lost ({r.cause})" for r in lost))
+                bar.waits(absent(self.snapshot))
                 if deadline.over:
                     # raises if it is the gateway that is late
                     self._ask_gateway(deadline, 0.0)
@@ -279,7 +285,8 @@ class Pool:
             )
         for replica in snapshot.replicas:
             if replica.state == pb.FAILED:
-                what = "died" if replica.HasField("facts") else "did not come up"
+                died = replica.HasField("facts") or len(replica.deaths) > 0
+                what = "died" if died else "did not come up"
                 raise _prompts.launch_error(
                     f"{replica.replica} {what}",
                     replica.cause,
@@ -986,7 +993,10 @@ class Pool:
     # Restart and scale --------------------------------------------------------------------------------------------
 
     def restart(self, replica: int = 0, *, timeout: float | Deadline = 30.0) -> Self:
-        """Restart a failed replica; if the pool was ever synced, it gets requests again after the next sync."""
+        """Restart a failed replica; if the pool was ever synced, it gets requests again after the next sync.
+
+        One that is to be restarted by itself is started at once. It may be restarted as often again as after `launch`.
+        """
         deadline = Deadline.of(timeout)
         order = pb.RestartRequest(pool=self.name, replica=self._replica_name(replica))
         self.client.call("Restart", order, deadline)

@@ -727,19 +727,37 @@ class Coordinator:
         senders = self.ensure_open(deadline)
         digests = self.expected(senders, senders.digests(senders.source(params)))
         wanted = [of for of in digests if of.replica not in late]
-        if not wanted:
+        if wanted:
+            report = self.check(wanted, deadline)
+            well = report.ok
+            differing = report.differing
+        else:  # all were started again: this link may know what they held
+            differing = self._other_than_last(digests[0], version)
+            well = not differing
+        if not well:
+            names = ", ".join(differing[:3])
+            raise VerifyError(
+                f"these parameters are not those of version {version}: {len(differing)} differ ({names}, ...)",
+                remedy="pass the parameters of the last sync, or link.sync(params) to make a new version",
+                differing=differing,
+            )
+
+    def _other_than_last(
+        self, digests: pb.ReplicaDigests, version: int
+    ) -> tuple[str, ...]:
+        """The parameters whose digests are not those that this link's last sync left, if that made `version`."""
+        last = self.last
+        if last is None or last.version != version or not last.verified:
             raise SyncError(
-                f"no replica of {self.pool.name} holds version {version}: these parameters can't be checked against it",
+                f"no replica of {self.pool.name} holds version {version}, and this link did not send it with "
+                'verify="full": these parameters can\'t be checked against it',
                 remedy="link.sync(params) gives all of them a new version",
             )
-        report = self.check(wanted, deadline)
-        if not report.ok:
-            names = ", ".join(report.differing[:3])
-            raise VerifyError(
-                f"these parameters are not those of version {version}: {len(report.differing)} differ ({names}, ...)",
-                remedy="pass the parameters of the last sync, or link.sync(params) to make a new version",
-                differing=report.differing,
-            )
+        pairs = zip(digests.parameters, digests.ranks, strict=True)
+        given = dict(zip(pairs, digests.values, strict=True))
+        keys = given.keys() | last.digests.keys()
+        other = [key for key in keys if given.get(key) != last.digests.get(key)]
+        return tuple(f"{name} (rank {rank})" for name, rank in sorted(other))
 
 
 def _meaning_of(text: str) -> str:

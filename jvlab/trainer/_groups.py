@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from jvlab._deadline import Deadline
 from jvlab._errors import (
     ConfigError,
     ControlError,
@@ -144,6 +145,9 @@ class Evaluation:
 # ----------------------------------------------------------------------------------------------------
 
 MAX_TRIES = 4  # of a group whose replicas fail
+# for a replica that died to be started again, and to get the weights
+RETURN_SECONDS = 900.0
+LOOK_SECONDS = 0.5  # between two looks at a pool whose replicas do not serve
 # whose rewards all fail, in a row, after others did not: then the run ends
 FAILED_GROUPS = 16
 # seconds before the loss of the same replica is reported again: it affects many groups
@@ -263,6 +267,10 @@ class GroupMaker:
         size = config.group_size
         self._watch = RewardWatch(task.name, size, FAILED_GROUPS * size)
         self._reported: dict[str, float] = {}
+        # replicas are up, but none may generate before the trainer has sent them the weights
+        self.needs_weights = False
+        self._return: asyncio.Task[None] | None = None  # all groups wait for one
+        self._absent = ""  # whom they wait for
         self._clock = CallClock()  # of the environment's calls
         self._rewarder = task.rewarder() if task.environment is None else None
         if self._rewarder is None:
@@ -280,7 +288,9 @@ class GroupMaker:
             self._rewarder.close()
 
     def waiting(self) -> str:
-        """Says how long a reward or an environment has been waited for; "" if that is not worth mentioning."""
+        """Says for whom or how long groups have been waiting; "" if that is not worth mentioning."""
+        if self._absent:
+            return f"generation waits: {self._absent}"
         if self._rewarder is not None:
             return self._rewarder.waiting()
         return self._clock.waiting("the environment", self.task.timeout)
@@ -301,22 +311,30 @@ class GroupMaker:
         raise AssertionError("_check_retry raises after the last attempt")
 
     async def _check_retry(self, error: JvlabError, last: bool) -> None:
-        """Raise unless a retry is left and the pool has a replica that is up."""
-        try:
-            status = await asyncio.to_thread(self.pool.status)
-        except ControlError as gone:
-            raise ReplicaLost(
-                f"the pool cannot be reached: {gone.message}",
-                remedy="jv.Lab.attach() if the lab is still running; then resume=True",
-            ) from gone
-        # a dirty one waits for the next sync
-        if causes := why_all_are_dead(status):
-            raise ReplicaLost(
-                f"every replica of the pool is dead ({causes})",
-                remedy="pool.restart(i) or lab.launch(...), then jv.grpo(..., folder=the same, resume=True)",
-            ) from error
+        """Raise unless a retry is left and the pool serves; waits for one whose replica is started again."""
+        status = await asyncio.to_thread(look, self.pool, error)
         if last:
             raise error
+        if not serves(status):
+            if self._return is None or self._return.done():
+                returned = self._until_it_serves(error)
+                self._return = asyncio.get_running_loop().create_task(returned)
+            await asyncio.shield(self._return)
+
+    async def _until_it_serves(self, error: JvlabError) -> None:
+        """Wait until a replica may generate; raises if none will. The loop sends weights to those that need them."""
+        deadline = Deadline(RETURN_SECONDS)
+        self._fault("pool does not serve", "pool", error.message)
+        try:
+            while not serves(status := await asyncio.to_thread(look, self.pool, error)):
+                self._absent = absentees(status)
+                if deadline.over:
+                    raise too_late(status) from error
+                self.needs_weights = is_up(status)
+                await asyncio.sleep(LOOK_SECONDS)
+        finally:
+            self._absent = ""
+            self.needs_weights = False
 
     async def _single(
         self, ticket: Ticket, example: Example, start: float, rewarder: Rewarder
@@ -518,10 +536,64 @@ class GroupMaker:
         )
 
 
+# What a pool's status says of a run that generates there. A replica that is up may be dirty or stale: it waits for a
+# sync. One that is lost or died may be started again by the pool.
+
+
+def look(pool: Any, error: JvlabError) -> Mapping[str, Any]:
+    """The pool's status, after this error; raises ReplicaLost if no replica is up or will be."""
+    try:
+        status = pool.status()
+    except ControlError as gone:
+        raise ReplicaLost(
+            f"the pool cannot be reached: {gone.message}",
+            remedy="jv.Lab.attach() if the lab is still running; then resume=True",
+        ) from gone
+    if causes := why_all_are_dead(status):
+        raise ReplicaLost(
+            f"every replica of the pool is dead ({causes})",
+            remedy="pool.restart(i) or lab.launch(...), then jv.grpo(..., folder=the same, resume=True)",
+        ) from error
+    return status
+
+
+def serves(status: Mapping[str, Any]) -> bool:
+    """Whether a replica may be given work."""
+    return any(r["ready"] for r in status["replicas"])
+
+
+def is_up(status: Mapping[str, Any]) -> bool:
+    """Whether a replica is up, with whatever weights."""
+    return any(r["state"] == "ready" for r in status["replicas"])
+
+
+def absentees(status: Mapping[str, Any]) -> str:
+    """The replicas that may not be given work, and what they are at."""
+    away = [r for r in status["replicas"] if not r["ready"]]
+    return ", ".join(f"{r['replica']} is {r['health']}" for r in away)
+
+
+def too_late(status: Mapping[str, Any]) -> ReplicaLost:
+    """The error for a pool that did not serve again in time."""
+    return ReplicaLost(
+        f"no replica served again within {RETURN_SECONDS:g} s ({absentees(status)})",
+        remedy="pool.status() and pool.logs() say why; then jv.grpo(..., folder=the same, resume=True)",
+    )
+
+
+def _comes_back(replica: Mapping[str, Any]) -> bool:
+    """Whether the pool starts it again: it is at that, or will be once its process has exited."""
+    if replica["state"] == "lost":
+        return replica["restarts_left"] > 0
+    return replica["state"] not in ("failed", "draining", "closed") and bool(
+        replica["deaths"]
+    )
+
+
 def why_all_are_dead(status: Mapping[str, Any]) -> str:
-    """Why each replica of a pool is not up, from its status; "" if one is."""
+    """Why each replica of a pool is not up, from its status; "" if one is, or is started again."""
     replicas = status["replicas"]
-    if any(r["state"] == "ready" for r in replicas):
+    if is_up(status) or any(map(_comes_back, replicas)):
         return ""
     causes = (f"{r['replica']}: {r['cause'] or r['state']}" for r in replicas)
     return "; ".join(causes) or "it has none"

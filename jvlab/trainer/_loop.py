@@ -8,6 +8,9 @@ One step, in the order of time; what a line says at its right end goes on beside
     sync      the engines get them                                                   generation of the next groups
     finish    metrics are fetched, the step's event is written                       samples are written by a thread
 
+A replica that dies is started again by its pool, and is part of the next sync. If it was the only one, groups wait
+for it, and the loop sends it the weights that the others would have had: the version is the same, nothing gets staler.
+
 So an on-policy step is generate + train + sync and little else. What a record still shows as `idle_s` is: from the last
 reward to the first micro-batch (the loop's thread wakes up, samples become arrays), from the end of training to the
 sync (a probe by the engines that takes longer than training; an engine that wakes up), and from the sync to the first
@@ -20,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -27,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from jvlab._deadline import Deadline
 from jvlab._errors import (
     ConfigError,
     ControlError,
@@ -34,6 +39,7 @@ from jvlab._errors import (
     NonFiniteError,
     ReplicaLost,
     SyncError,
+    Unsupported,
 )
 from jvlab.record._events import (
     DraftTally,
@@ -50,10 +56,16 @@ from jvlab.record._samples import SampleRecord
 from jvlab.record._writer import RecordWriter
 from jvlab.trainer._batching import PROBE_SAMPLES, TrainBatch, train_batch
 from jvlab.trainer._groups import (
+    LOOK_SECONDS,
+    RETURN_SECONDS,
     Evaluation,
     SampleGroup,
     count_versions,
+    is_up,
+    look,
     own_versions,
+    serves,
+    too_late,
     why_all_are_dead,
 )
 from jvlab.trainer._grpo_config import GrpoConfig
@@ -170,8 +182,10 @@ class Loop:
                 self._wait_while_paused()
                 continue
             producer.set_remaining((steps - self.step) * self.config.prompts_per_step)
-            taken = producer.take(lambda: self.control.pausing or self.control.stopping)
+            taken = producer.take(self._has_other_work)
             if taken is None:
+                if producer.needs_weights:
+                    self._catch_up()
                 continue
             trained = self._train(*taken)
             try:
@@ -198,7 +212,12 @@ class Loop:
         """Answer the held-out prompts with the weights just synced; the best so far are exported."""
         if self.evaluation is None:
             return
-        event = self.evaluation.run(self.step, self.version)
+        try:
+            event = self.evaluation.run(self.step, self.version)
+        except (ControlError, ReplicaLost, SyncError) as error:
+            self._fault("evaluation failed", "pool", error.message)
+            self._wait_until_served(error)
+            event = self.evaluation.run(self.step, self.version)
         self.writer.write(event)
         if event.best and self.export is not None:
             self.export("best")
@@ -542,6 +561,38 @@ class Loop:
             out += records
         return out
 
+    # A pool that died ---------------------------------------------------------------------------------------------
+
+    def _has_other_work(self) -> bool:
+        """Whether to wait no longer for groups."""
+        waits = self.producer is not None and self.producer.needs_weights
+        return self.control.pausing or self.control.stopping or waits
+
+    def _catch_up(self) -> None:
+        """Send the version that the groups are made with to replicas that were started again: no other holds it."""
+        assert self.producer is not None
+        start = clock()
+        try:
+            report = self.link.catch_up(self.state.params)
+            if report is not None:
+                self.writer.write(sync_event(report, start, clock()))
+        # it can't be shown that the parameters are those of this version, or the replica was lost again
+        except (ControlError, SyncError, Unsupported) as error:
+            self._fault("catching up failed", "pool", error.message)
+            self._write(self._sync())
+        self.producer.weights_sent()
+
+    def _wait_until_served(self, error: JvlabError) -> None:
+        """After an error of an evaluation: until a replica may generate. Raises if none will."""
+        pool = self.link.pool
+        deadline = Deadline(RETURN_SECONDS)
+        while not serves(status := look(pool, error)):
+            if deadline.over:
+                raise too_late(status) from error
+            if is_up(status):
+                self._catch_up()
+            time.sleep(deadline.within(LOOK_SECONDS))
+
     # One sync -----------------------------------------------------------------------------------------------------
 
     def _sync(self) -> tuple[Event, ...]:
@@ -569,7 +620,7 @@ class Loop:
                 # the same parameters would be rejected again
                 if isinstance(error, NonFiniteError):
                     raise
-                # Dirty ones count as up: a sync is what they need.
+                # Dirty ones count as up: a sync is what they need. For one that is started again it waits.
                 if causes := why_all_are_dead(self.link.pool.status()):
                     raise ReplicaLost(
                         f"every replica of the pool is dead, the last one during a weight sync ({causes})",

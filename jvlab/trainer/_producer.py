@@ -78,8 +78,17 @@ class Producer:
                 self._changed.wait(1.0)
 
     def waiting(self) -> str:
-        """Says how long a reward has been waited for; "" if that is not worth mentioning."""
+        """Says for whom or how long groups have been waiting; "" if that is not worth mentioning."""
         return self._maker.waiting()
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether groups wait for replicas that were started again, and hold no version of the trainer's."""
+        return self._maker.needs_weights
+
+    def weights_sent(self) -> None:
+        """They were sent; if the replicas still do not serve, `needs_weights` is set again."""
+        self._maker.needs_weights = False
 
     def synced(self, version: int) -> None:
         """The engines hold `version` now."""

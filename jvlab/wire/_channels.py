@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import ipaddress
 import os
+import platform
 import secrets
 import socket
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,13 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from jvlab._errors import ConfigError, MissingDependency
+from jvlab._deadline import Deadline
+from jvlab._errors import (
+    AuthError,
+    ConfigError,
+    GatewayUnreachable,
+    MissingDependency,
+)
 from jvlab.wire import _security as security
 
 OWN_NAME = "jvlab"  # in every certificate that a lab makes for itself
@@ -55,9 +65,11 @@ def joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def open_channel(address: str, trust: Trust) -> grpc.aio.Channel:
+def open_channel(
+    address: str, trust: Trust, max_message: int = security.MAX_MESSAGE
+) -> grpc.aio.Channel:
     """A channel on which the token may travel: plain text on this machine only."""
-    options = security.options()
+    options = security.options(max_message)
     if trust.pem:
         if trust.name:
             options.append(("grpc.ssl_target_name_override", trust.name))
@@ -71,6 +83,96 @@ def open_channel(address: str, trust: Trust) -> grpc.aio.Channel:
             address=address,
         )
     return grpc.aio.insecure_channel(address, options=options)
+
+
+# A pinned certificate: instead of its file, its SHA-256 digest, which fits into a line to paste. It is no secret.
+
+FINGERPRINT = "sha256:"
+FETCH_SECONDS = 10.0
+
+
+def fingerprint(pem: str) -> str:
+    """The digest of a certificate, the first of a chain: "sha256:" and 64 hex digits."""
+    end = "-----END CERTIFICATE-----"
+    first = pem[: pem.index(end) + len(end)]
+    return FINGERPRINT + hashlib.sha256(ssl.PEM_cert_to_DER_cert(first)).hexdigest()
+
+
+def digest_of(given: str) -> bytes:
+    """The digest that a fingerprint names; colons between its digits, as openssl writes them, do no harm.
+
+    >>> digest_of("SHA256:" + "AB:" * 31 + "ab").hex() == "ab" * 32
+    True
+    """
+    text = given.strip().lower()
+    digits = text.removeprefix(FINGERPRINT).replace(":", "")
+    if len(digits) != 64 or not set(digits) <= set("0123456789abcdef"):
+        raise ConfigError(
+            f"{given!r} is not a certificate's fingerprint",
+            remedy=f'"{FINGERPRINT}" and 64 hex digits, as the gateway printed it and `lab.join_line` has it',
+        )
+    return bytes.fromhex(digits)
+
+
+def fetch_pinned(address: str, pin: str, deadline: Deadline) -> Trust:
+    """The certificate that this address shows, if it is the one of the fingerprint.
+
+    Nothing but a TLS handshake takes place: whoever has another certificate learns no token. Channels then trust this
+    certificate alone, so that only who has its key can answer.
+    """
+    wanted = digest_of(pin)
+    host = host_of(address)
+    port = int(address.rpartition(":")[2])
+    # nothing is believed of what it shows except its digest
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    seconds = max(deadline.within(FETCH_SECONDS), 0.001)
+    try:
+        with (
+            socket.create_connection((host, port), timeout=seconds) as plain,
+            context.wrap_socket(plain) as secure,
+        ):
+            shown = secure.getpeercert(binary_form=True) or b""
+    except ssl.SSLError as error:
+        raise GatewayUnreachable(
+            f"{address} does not speak TLS: {error}",
+            remedy="is this the port of a gateway that listens beyond loopback?",
+        ) from error
+    except OSError as error:
+        raise GatewayUnreachable(
+            f"no gateway at {address}: {error}",
+            remedy="does it run, and is the address right?",
+        ) from error
+    if not hmac.compare_digest(hashlib.sha256(shown).digest(), wanted):
+        raise AuthError(
+            f"{address} shows another certificate than that of {pin}: no token was sent",
+            remedy="paste the line that this gateway printed; if that is what you did, somebody else answers there",
+            address=address,
+        )
+    pem = ssl.DER_cert_to_PEM_cert(shown)
+    return Trust(pem, OWN_NAME if _is_own(pem) else "")
+
+
+def _is_own(pem: str) -> bool:
+    """Whether a lab made this certificate for itself: then it has a name that does not depend on the address."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(cadata=pem)
+    names = [
+        name
+        for certificate in context.get_ca_certs()
+        for name in certificate.get("subjectAltName", ())
+    ]
+    return ("DNS", OWN_NAME) in names
+
+
+def join_line(address: str, pin: str) -> str:
+    """The command by which another host joins. The token is not in it: it would stay in that shell's history."""
+    host, _, port = address.rpartition(":")
+    if host.strip("[]") in ("0.0.0.0", "::"):  # every address of this machine
+        address = f"{platform.node()}:{port}"
+    return f"jvlab rollout --gateway {address} --fingerprint {pin}"
 
 
 def read_token(path: str) -> str:

@@ -24,7 +24,6 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -37,6 +36,7 @@ from jvlab._errors import DeadlineExceeded
 from jvlab.wire import _security as security
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire import jvlab_pb2_grpc as rpc
+from jvlab.wire._channels import Trust, open_channel
 from jvlab.wire._rpc_errors import LOST_REMEDY, in_words, rebuild, received
 from jvlab.wire._sync_words import CODE_ERRORS, GRACE
 
@@ -220,7 +220,7 @@ class Client:
         self,
         address: str,
         token: str,
-        tls_ca: str | None = None,
+        trust: Trust | None = None,
         max_message: int = security.MAX_MESSAGE,
     ) -> None:
         self.address, self.loop = address, BackgroundLoop()
@@ -230,24 +230,16 @@ class Client:
         # the gateway's replies to orders that engines have carried out already
         self.owed: set[concurrent.futures.Future[Any]] = set()
         self._max_message, self._closing = max_message, threading.Lock()
-        self._channel, self.stub = self.loop.run(self._open(tls_ca))
+        self._channel, self.stub = self.loop.run(self._open(trust or Trust()))
 
-    async def _open(self, tls_ca: str | None) -> tuple[grpc.aio.Channel, rpc.LabStub]:
-        options = security.options(self._max_message)
+    async def _open(self, trust: Trust) -> tuple[grpc.aio.Channel, rpc.LabStub]:
         host = self.address.rpartition(":")[0]
-        if tls_ca is not None:
-            channel = grpc.aio.secure_channel(
-                self.address,
-                grpc.ssl_channel_credentials(Path(tls_ca).read_bytes()),
-                options=options,
-            )
-        elif security.is_loopback(host):
-            channel = grpc.aio.insecure_channel(self.address, options=options)
-        else:
+        if not trust.pem and not security.is_loopback(host):
             raise errors.ConfigError(
                 f"{self.address} is not on this machine: the token would cross the network in clear text",
-                remedy="pass tls_ca='path to the gateway's CA certificate'",
+                remedy="pass fingerprint='sha256:…', which the gateway printed, or tls_ca='path to its CA certificate'",
             )
+        channel = open_channel(self.address, trust, self._max_message)
         return channel, rpc.LabStub(channel)
 
     def link(self) -> LinkStream:

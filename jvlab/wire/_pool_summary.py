@@ -22,12 +22,17 @@ def pool_state(snapshot: Any) -> str:
     leaves = f", {leaving} draining" if leaving else ""
     if all(stage == "ready" for stage in stages):
         return f"ready{leaves}"
-    for stage in ("failed", "lost"):
-        if stage in stages:
+    counts = {
+        "failed": stages.count("failed"),
+        "lost": stages.count("lost"),
+        "restarting": sum(map(is_returning, snapshot.replicas)),
+    }
+    for stage, count in counts.items():
+        if count:
             ready = sum(
                 is_well(replica, snapshot.sync) for replica in snapshot.replicas
             )
-            return f"{ready}/{len(stages)} ready, {stages.count(stage)} {stage}{leaves}"
+            return f"{ready}/{len(stages)} ready, {count} {stage}{leaves}"
     return (f"starting: {stages[0]}" if len(set(stages)) == 1 else "starting") + leaves
 
 
@@ -65,6 +70,9 @@ def pool_summary(snapshot: Any) -> dict[str, Any]:
                 "stale": r.stale,
                 "beat_age": r.beat_age,
                 "cause": r.cause or None,
+                "restarts": r.restarts,
+                "restarts_left": r.restarts_left,
+                "deaths": list(r.deaths),
                 "acceptance_rate": _accepted([r]),
                 "http_url": r.facts.http_url or None,
                 "adapters": {a.name: a.version for a in s.adapters},
@@ -147,6 +155,33 @@ def replica_state(replica: Any, sync: str = "") -> State:
     return state("paused") if replica.stats.paused else state("ready")
 
 
+def is_returning(replica: Any) -> bool:
+    """Whether it died and is being started again."""
+    starting = replica.stage not in ("ready", "lost", "failed", *LEAVING)
+    return replica.stage == "restarting" or (starting and len(replica.deaths) > 0)
+
+
+def absent(snapshot: Any) -> str:
+    """Who is lost or being started again, and why; empty if nobody is."""
+    words = [
+        f"{r.replica} is {_words(r, r.stage)} ({r.cause})"
+        for r in snapshot.replicas
+        if r.stage == "lost" or is_returning(r)
+    ]
+    return ", ".join(words)
+
+
+def _words(replica: Any, words: str) -> str:
+    """A replica's state, with the number of its restart while it is being started again."""
+    if not is_returning(replica):
+        return words
+    number = len(replica.deaths)
+    restart = f"{number} of {number + replica.restarts_left}"
+    if replica.stage == "restarting":
+        return f"restarting ({restart})"
+    return f"{words} (restart {restart})"
+
+
 def is_well(replica: Any, sync: str = "") -> bool:
     """Whether it is up and holds weights that it may serve: "ready", for headlines that count."""
     return replica.stage == "ready" and replica_state(replica, sync).name not in (
@@ -160,7 +195,8 @@ def replica_health(replica: Any, sync: str = "") -> tuple[str, str]:
     found = replica_state(replica, sync)
     if found.name == "paused for a sync":
         return f"{found.words}: {stage_word(sync)}", found.tone
-    return (replica.stage if replica.stage != "ready" else found.words), found.tone
+    words = replica.stage if replica.stage != "ready" else found.words
+    return _words(replica, words), found.tone
 
 
 def pool_health(snapshot: Any, lost: bool = False) -> tuple[str, State]:
@@ -210,7 +246,10 @@ def waiting_for(snapshot: Any, me: str = "") -> str:
     late = [
         r for r in staying if found[r.replica].name != "ready" and (idle or r.routed)
     ]
-    return ", ".join(f"{r.replica} is {found[r.replica].words}" for r in late)
+    back = lambda r: f", after: {r.cause}" if is_returning(r) and r.cause else ""
+    return ", ".join(
+        f"{r.replica} is {_words(r, found[r.replica].words)}{back(r)}" for r in late
+    )
 
 
 def stage_word(sync: str) -> str:

@@ -68,16 +68,6 @@ class Tls:
         return grpc.ssl_server_credentials([pair])
 
 
-def check_bind(host: str, tls: Tls | None) -> None:
-    """Refuse to listen where the token would cross a network in clear text."""
-    if not is_loopback(host) and tls is None:
-        raise ConfigError(
-            f"refusing to listen on {host} without TLS: the token would cross the network in clear text",
-            remedy="pass --tls-cert and --tls-key, or listen on 127.0.0.1",
-            host=host,
-        )
-
-
 def options(
     max_message: int = MAX_MESSAGE, *, keepalive: bool = True
 ) -> list[tuple[str, Any]]:

@@ -16,6 +16,7 @@ class ReplicaState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FAILED: _ClassVar[ReplicaState]
     CLOSED: _ClassVar[ReplicaState]
     DRAINING: _ClassVar[ReplicaState]
+    RESTARTING: _ClassVar[ReplicaState]
 
 class Steering(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -43,6 +44,7 @@ LOST: ReplicaState
 FAILED: ReplicaState
 CLOSED: ReplicaState
 DRAINING: ReplicaState
+RESTARTING: ReplicaState
 STEERING_UNSPECIFIED: Steering
 PAUSE: Steering
 RESUME: Steering
@@ -95,7 +97,7 @@ class PoolRequest(_message.Message):
     def __init__(self, pool: _Optional[str] = ...) -> None: ...
 
 class LaunchRequest(_message.Message):
-    __slots__ = ("pool", "model", "replicas", "tensor_parallel", "load", "device", "engine_json", "env_json", "routing", "http", "http_port", "place", "place_json", "limits_json", "http_key")
+    __slots__ = ("pool", "model", "replicas", "tensor_parallel", "load", "device", "engine_json", "env_json", "routing", "http", "http_port", "place", "place_json", "limits_json", "http_key", "restarts")
     POOL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
@@ -111,6 +113,7 @@ class LaunchRequest(_message.Message):
     PLACE_JSON_FIELD_NUMBER: _ClassVar[int]
     LIMITS_JSON_FIELD_NUMBER: _ClassVar[int]
     HTTP_KEY_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
     pool: str
     model: str
     replicas: int
@@ -126,10 +129,11 @@ class LaunchRequest(_message.Message):
     place_json: str
     limits_json: str
     http_key: bool
-    def __init__(self, pool: _Optional[str] = ..., model: _Optional[str] = ..., replicas: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., load: _Optional[str] = ..., device: _Optional[str] = ..., engine_json: _Optional[str] = ..., env_json: _Optional[str] = ..., routing: _Optional[str] = ..., http: _Optional[bool] = ..., http_port: _Optional[int] = ..., place: _Optional[str] = ..., place_json: _Optional[str] = ..., limits_json: _Optional[str] = ..., http_key: _Optional[bool] = ...) -> None: ...
+    restarts: int
+    def __init__(self, pool: _Optional[str] = ..., model: _Optional[str] = ..., replicas: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., load: _Optional[str] = ..., device: _Optional[str] = ..., engine_json: _Optional[str] = ..., env_json: _Optional[str] = ..., routing: _Optional[str] = ..., http: _Optional[bool] = ..., http_port: _Optional[int] = ..., place: _Optional[str] = ..., place_json: _Optional[str] = ..., limits_json: _Optional[str] = ..., http_key: _Optional[bool] = ..., restarts: _Optional[int] = ...) -> None: ...
 
 class LabStatus(_message.Message):
-    __slots__ = ("lab", "pid", "host", "started", "lease_seconds", "holders", "detached", "pools", "version", "public_address", "metrics_url")
+    __slots__ = ("lab", "pid", "host", "started", "lease_seconds", "holders", "detached", "pools", "version", "public_address", "metrics_url", "fingerprint")
     LAB_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -141,6 +145,7 @@ class LabStatus(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     METRICS_URL_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     lab: str
     pid: int
     host: str
@@ -152,7 +157,8 @@ class LabStatus(_message.Message):
     version: str
     public_address: str
     metrics_url: str
-    def __init__(self, lab: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., started: _Optional[float] = ..., lease_seconds: _Optional[float] = ..., holders: _Optional[_Iterable[str]] = ..., detached: _Optional[bool] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., version: _Optional[str] = ..., public_address: _Optional[str] = ..., metrics_url: _Optional[str] = ...) -> None: ...
+    fingerprint: str
+    def __init__(self, lab: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., started: _Optional[float] = ..., lease_seconds: _Optional[float] = ..., holders: _Optional[_Iterable[str]] = ..., detached: _Optional[bool] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., version: _Optional[str] = ..., public_address: _Optional[str] = ..., metrics_url: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
     __slots__ = ("pool", "model", "tensor_parallel", "load", "device", "replicas", "closed", "version", "trainer", "sync", "routing", "revision", "http_url", "limits", "paused_by", "asleep_by", "stepping", "http_key")
@@ -207,7 +213,7 @@ class CallLimits(_message.Message):
     def __init__(self, n: _Optional[int] = ..., prompts: _Optional[int] = ..., samples: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class ReplicaStatus(_message.Message):
-    __slots__ = ("replica", "state", "stage", "seconds", "pid", "epoch", "cause", "log_tail", "facts", "stats", "routed", "beat_age", "stale", "dirty", "version", "served", "elsewhere")
+    __slots__ = ("replica", "state", "stage", "seconds", "pid", "epoch", "cause", "log_tail", "facts", "stats", "routed", "beat_age", "stale", "dirty", "version", "served", "elsewhere", "deaths", "restarts_left", "restarts")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
@@ -225,6 +231,9 @@ class ReplicaStatus(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVED_FIELD_NUMBER: _ClassVar[int]
     ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
+    DEATHS_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
     replica: str
     state: ReplicaState
     stage: str
@@ -242,7 +251,10 @@ class ReplicaStatus(_message.Message):
     version: int
     served: int
     elsewhere: bool
-    def __init__(self, replica: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., stage: _Optional[str] = ..., seconds: _Optional[float] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., cause: _Optional[str] = ..., log_tail: _Optional[str] = ..., facts: _Optional[_Union[EngineFacts, _Mapping]] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ..., routed: _Optional[int] = ..., beat_age: _Optional[float] = ..., stale: _Optional[bool] = ..., dirty: _Optional[bool] = ..., version: _Optional[int] = ..., served: _Optional[int] = ..., elsewhere: _Optional[bool] = ...) -> None: ...
+    deaths: _containers.RepeatedScalarFieldContainer[str]
+    restarts_left: int
+    restarts: int
+    def __init__(self, replica: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., stage: _Optional[str] = ..., seconds: _Optional[float] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., cause: _Optional[str] = ..., log_tail: _Optional[str] = ..., facts: _Optional[_Union[EngineFacts, _Mapping]] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ..., routed: _Optional[int] = ..., beat_age: _Optional[float] = ..., stale: _Optional[bool] = ..., dirty: _Optional[bool] = ..., version: _Optional[int] = ..., served: _Optional[int] = ..., elsewhere: _Optional[bool] = ..., deaths: _Optional[_Iterable[str]] = ..., restarts_left: _Optional[int] = ..., restarts: _Optional[int] = ...) -> None: ...
 
 class EngineFacts(_message.Message):
     __slots__ = ("vllm_version", "vllm_build", "dtype", "max_model_len", "max_num_seqs", "logprobs_mode", "sampling_names", "vocab_size", "prefix_caching", "has_tokenizer", "pid", "architecture", "speculative", "draft_weights", "max_adapters", "block_size", "http_url", "host", "batch_invariant", "attention_backend", "graph_tokens", "quantization", "routed_experts", "vllm_warning", "draft_model")

@@ -88,6 +88,9 @@ def test_results_that_wait_go_into_one_message_and_notes_keep_their_place():
         def epoch(self, replica: str) -> int:
             return 1
 
+        def run(self, replica: str) -> int:
+            return 0
+
         def failed(self, replica: str, epoch: int, error: Any) -> str:
             return "gone"
 

@@ -34,7 +34,8 @@ def client(fake_lab: FakeLab, monkeypatch: pytest.MonkeyPatch) -> Iterator[jv.La
 
 @pytest.fixture
 def pool(client: jv.Lab, llama: str) -> jv.Pool:
-    return client.launch(llama, replicas=2, name="p").wait(60)
+    """Its replicas stay dead, as most tests of a death want it; test_scale.py has those that come back."""
+    return client.launch(llama, replicas=2, name="p", restarts=0).wait(60)
 
 
 @pytest.fixture
@@ -45,7 +46,8 @@ def http_pool(
     from tests.gateway.fake_http import HttpFakeReplica
 
     monkeypatch.setattr("tests.gateway.fake_lab.FakeReplica", HttpFakeReplica)
-    return client.launch(llama, replicas=2, name="p", http=True).wait(60)
+    made = client.launch(llama, replicas=2, name="p", http=True, restarts=0)
+    return made.wait(60)
 
 
 @pytest.fixture

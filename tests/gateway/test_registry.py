@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -171,7 +172,8 @@ class RegistryMachine(RuleBasedStateMachine):
     """Random events in any order, by few pools' names, so that many have a predecessor whose processes still end.
 
     Epochs of a name only grow, ended replicas stay ended, every process started is ended once, and what a process says
-    changes no replica but its own.
+    changes no replica but its own. A pool never has more processes than replicas, and no more than `restarts` of one
+    are started by themselves between two that somebody asked for, or between two long services.
     """
 
     def __init__(self) -> None:
@@ -185,27 +187,55 @@ class RegistryMachine(RuleBasedStateMachine):
         self.exited: set[Process] = set()
         self.beats: dict[Process, int] = {}  # the epoch that each process was given
         self.told_to_end: list[Process] = []
+        self.restarts: dict[str, int] = {}  # by pool, as launched last
+        self.by_themselves: dict[str, int] = {}  # by replica, since it was whole
+        self.ready_at: dict[str, float] = {}
 
     def send(self, event: reg.Event) -> bool:
+        was = {r.name: (r.state, r.restart_at) for r in self.registry.replicas()}
         try:
             out = self.registry.handle(event)
         except reg.Refused:
             return False
-        self.started += [
+        fresh = [
             (i.replica, i.spec.run) for i in out if isinstance(i, reg.StartProcess)
         ]
+        self.started += fresh
+        for name, _ in fresh:
+            if isinstance(event, reg.Tick):
+                self.by_themselves[name] = self.by_themselves.get(name, 0) + 1
+                state, due = was[name]
+                assert state is ReplicaState.RESTARTING
+                assert self.now >= due, "before its back-off was over"
+            else:
+                self.by_themselves[name] = 0
+        if isinstance(event, reg.Tick):
+            for replica in self.registry.replicas():
+                served = self.now - self.ready_at.get(replica.name, self.now)
+                ready = replica.state is ReplicaState.READY
+                if ready and served >= reg.WELL_SECONDS:
+                    self.by_themselves[replica.name] = 0
         ending = [i.replica for i in out if isinstance(i, reg.EndProcess)]
         self.told_to_end += [(name, self.registry.replica(name).run) for name in ending]
         return True
 
-    @rule(replicas=st.integers(1, 3), number=st.integers(1, 3))
-    def launch(self, replicas: int, number: int) -> None:
-        self.launched.append(f"p{number}")
-        self.send(
-            reg.LaunchRequested(
-                replace(SPEC, pool=f"p{number}", replicas=replicas), self.now
-            )
-        )
+    @rule(
+        replicas=st.integers(1, 3),
+        number=st.integers(1, 3),
+        restarts=st.integers(0, 3),
+    )
+    def launch(self, replicas: int, number: int, restarts: int) -> None:
+        pool = f"p{number}"
+        self.launched.append(pool)
+        spec = replace(SPEC, pool=pool, replicas=replicas, restarts=restarts)
+        if self.send(reg.LaunchRequested(spec, self.now)):
+            self.restarts[pool] = restarts
+
+    @precondition(lambda self: self.launched)
+    @rule(data=st.data(), wanted=st.integers(1, 3))
+    def scale(self, data: st.DataObject, wanted: int) -> None:
+        pool = data.draw(st.sampled_from(self.launched))
+        self.send(reg.ScaleRequested(pool, wanted, frozenset(), self.now))
 
     @precondition(lambda self: self.launched)
     @rule(data=st.data())
@@ -246,10 +276,43 @@ class RegistryMachine(RuleBasedStateMachine):
             )
         elif what == "register" and accepted:
             self.beats[process] = self.registry.replica(name).epoch
+            self.ready_at[name] = self.now
+
+    @precondition(lambda self: set(self.started) - self.exited)
+    @rule(
+        data=st.data(),
+        times=st.integers(1, 5),
+        wait=st.sampled_from([0.2, 1.0, 5.0]),
+    )
+    def crash_loop(self, data: st.DataObject, times: int, wait: float) -> None:
+        """Comes up and dies, so often in a row that a limit is reached."""
+        living = sorted(set(self.started) - self.exited)
+        name = data.draw(st.sampled_from(living))[0]
+        for _ in range(times):
+            known = self.registry.find(name)
+            process = (name, -1 if known is None else known.run)
+            if process not in set(self.started) - self.exited:
+                return
+            address = f"{name} {process[1]}"
+            if self.send(reg.Registered(name, address, self.now, process[1])):
+                self.ready_at[name] = self.now
+            self.exited.add(process)
+            self.send(reg.ProcessExited(name, "boom", "", process[1]))
+            self.tick(wait)
 
     @rule(seconds=st.floats(0, 5))
     def tick(self, seconds: float) -> None:
         self.now += seconds
+        self.send(reg.Tick(self.now))
+
+    @rule()
+    def serve_well(self) -> None:
+        """Everybody who is ready stays so for long; held, or the lab would end."""
+        self.hold()
+        self.now += reg.WELL_SECONDS
+        for replica in list(self.registry.replicas()):
+            if replica.state in reg.BEATING:
+                self.send(reg.BeatReceived(replica.name, replica.epoch, self.now))
         self.send(reg.Tick(self.now))
 
     @precondition(lambda self: self.launched)
@@ -263,7 +326,9 @@ class RegistryMachine(RuleBasedStateMachine):
         """Closed, and launched again at once: none of its processes has ended."""
         pool = data.draw(st.sampled_from(self.launched))
         self.send(reg.PoolCloseRequested(pool))
-        self.send(reg.LaunchRequested(replace(SPEC, pool=pool, replicas=1), self.now))
+        spec = replace(SPEC, pool=pool, replicas=1, restarts=1)
+        if self.send(reg.LaunchRequested(spec, self.now)):
+            self.restarts[pool] = 1
 
     @rule()
     def hold(self) -> None:
@@ -288,8 +353,25 @@ class RegistryMachine(RuleBasedStateMachine):
                 self.ended.add(process)
             if replica.state is ReplicaState.READY:
                 assert replica.address == f"{replica.name} {replica.run}"
-            if replica.state is ReplicaState.FAILED:
+            if replica.state in reg.RESTARTABLE:
                 assert process in self.exited
+            pool = self.registry.pools[replica.pool]
+            if pool.closed:
+                assert replica.state is not ReplicaState.RESTARTING
+            allowed = self.restarts[replica.pool]
+            assert self.by_themselves[replica.name] <= allowed, "restarted too often"
+            if replica.state is ReplicaState.RESTARTING:
+                assert self.by_themselves[replica.name] < allowed
+                assert replica.deaths, "it never came up"
+        for name, pool in self.registry.pools.items():
+            of = [r for r in pool.replicas.values() if not r.ended]
+            living = {r.run for r in of}
+            ours = set(self.started) - self.exited
+            running = {p for p in ours if reg.pool_of(p[0]) == name}
+            wanted = [r for r in of if r.state is not ReplicaState.DRAINING]
+            assert len(wanted) <= pool.spec.replicas, "more than wanted"
+            for process in running - set(self.told_to_end):
+                assert process[1] in living, "a process that nobody knows"
         assert len(self.started) == len(set(self.started)), (
             "two processes that nothing tells apart"
         )
@@ -458,3 +540,198 @@ def test_deadline_or_death_an_unreachable_replica_is_lost_at_once():
         "of what it was before"
     )
     assert lost.state is ReplicaState.READY
+
+
+# Restarts -----------------------------------------------------------------------------------------------------------
+
+
+def restarting(restarts: int = 2, **spec: Any) -> reg.Registry:
+    """A pool of one replica that is ready."""
+    registry = fresh()
+    more = {"replicas": 1, "restarts": restarts, **spec}
+    registry.handle(reg.LaunchRequested(replace(SPEC, **more), 0.0))
+    registry.handle(reg.Registered("p/0", "a:1", 1.0))
+    return registry
+
+
+def dies(registry: reg.Registry, now: float, cause: str = "boom") -> list[str]:
+    """The replica's process exits at this time."""
+    registry.handle(reg.Tick(now))
+    run = registry.replica("p/0").run
+    return kinds(registry.handle(reg.ProcessExited("p/0", cause, f"log {cause}", run)))
+
+
+def comes_up(registry: reg.Registry, now: float) -> None:
+    """What its new process says."""
+    run = registry.replica("p/0").run
+    registry.handle(reg.Registered("p/0", f"a:{run}", now, run))
+
+
+def test_a_replica_that_dies_is_started_again_after_its_back_off():
+    registry = restarting()
+    assert dies(registry, 2.0) == ["DropWork", "Announce"]
+    replica = registry.replica("p/0")
+    assert (replica.state, replica.stage) == (ReplicaState.RESTARTING, "restarting")
+    assert (replica.cause, registry.restarts_left(replica)) == ("boom", 1)
+    assert registry.handle(reg.Tick(2.9)) == []
+    (start, told) = registry.handle(reg.Tick(3.0))
+    assert isinstance(start, reg.StartProcess)
+    assert told == reg.Announce("p")
+    fresh = registry.replica("p/0")
+    assert (fresh.state, fresh.cause) == (ReplicaState.STARTING, "boom")
+    assert start.spec.run == fresh.run == replica.epoch
+    assert fresh.deaths == (reg.Death("boom", "log boom"),)
+    with pytest.raises(reg.Refused, match="another process is p/0 now"):
+        registry.handle(reg.Registered("p/0", "old:1", 3.1, 0))
+    comes_up(registry, 9.0)
+    assert (fresh.state, fresh.cause) == (ReplicaState.READY, "")
+
+
+def test_each_death_waits_longer_and_the_last_leaves_every_reason():
+    registry = restarting(restarts=2)
+    dies(registry, 2.0, "the first")
+    registry.handle(reg.Tick(3.0))
+    comes_up(registry, 4.0)
+    dies(registry, 5.0, "the second")
+    assert registry.handle(reg.Tick(6.9)) == []
+    assert kinds(registry.handle(reg.Tick(7.0))) == ["StartProcess", "Announce"]
+    # a try that does not come up counts too
+    dies(registry, 8.0, "the third")
+    replica = registry.replica("p/0")
+    assert replica.state is ReplicaState.FAILED
+    text = "the third (it was restarted 2 times before, after: the first; the second)"
+    assert replica.cause == text
+    assert replica.log_tail == "log the third"
+    assert tick_until(registry, 8.0, 100.0) == [], "and that was it"
+
+
+def test_back_off_is_bounded_and_no_restart_is_lost_to_a_large_number():
+    registry = restarting(restarts=reg.MAX_RESTARTS)
+    now = 2.0
+    waits = []
+    for _ in range(reg.MAX_RESTARTS):
+        dies(registry, now)
+        waits.append(registry.replica("p/0").restart_at - now)
+        now += waits[-1]
+        assert "StartProcess" in kinds(registry.handle(reg.Tick(now)))
+    assert tuple(waits[: len(reg.BACK_OFF)]) == reg.BACK_OFF
+    assert set(waits[len(reg.BACK_OFF) :]) == {reg.BACK_OFF[-1]}
+    dies(registry, now)
+    assert registry.replica("p/0").state is ReplicaState.FAILED
+    for wrong in (-1, reg.MAX_RESTARTS + 1):
+        spec = replace(SPEC, pool="q", restarts=wrong)
+        with pytest.raises(reg.Refused, match=f"{wrong} restarts"):
+            registry.handle(reg.LaunchRequested(spec, now))
+
+
+def test_a_long_service_gives_all_tries_back():
+    registry = restarting(restarts=1)
+    dies(registry, 2.0)
+    registry.handle(reg.Tick(3.0))
+    comes_up(registry, 4.0)
+    replica = registry.replica("p/0")
+
+    def beats(start: float, stop: float) -> None:
+        for second in range(int(start), int(stop)):
+            registry.handle(reg.BeatReceived("p/0", replica.epoch, float(second)))
+            registry.handle(reg.Tick(float(second)))
+
+    beats(4.0, 4.0 + reg.WELL_SECONDS)
+    assert registry.restarts_left(replica) == 0, "not a second before"
+    registry.handle(reg.BeatReceived("p/0", replica.epoch, 4.0 + reg.WELL_SECONDS))
+    out = registry.handle(reg.Tick(4.0 + reg.WELL_SECONDS))
+    assert out == [reg.Announce("p")]
+    assert (registry.restarts_left(replica), replica.deaths) == (1, ())
+    assert replica.restarts == 1, "of all its life"
+    dies(registry, 605.0)
+    assert registry.replica("p/0").state is ReplicaState.RESTARTING
+
+
+def test_a_launch_that_fails_is_not_repeated():
+    registry = fresh()
+    registry.handle(reg.LaunchRequested(replace(SPEC, replicas=1, restarts=3), 0.0))
+    dies(registry, 1.0, "no such model")
+    replica = registry.replica("p/0")
+    assert (replica.state, replica.cause) == (ReplicaState.FAILED, "no such model")
+    assert tick_until(registry, 1.0, 60.0) == []
+    # somebody who starts it by hand has all tries, once it has come up
+    registry.handle(reg.RestartRequested("p", "p/0", 61.0))
+    dies(registry, 62.0, "again")
+    assert registry.replica("p/0").state is ReplicaState.FAILED
+
+
+def test_a_restart_by_hand_does_not_wait_and_resets_the_count():
+    registry = restarting(restarts=1)
+    dies(registry, 2.0)
+    assert kinds(registry.handle(reg.RestartRequested("p", "p/0", 2.1))) == [
+        "StartProcess",
+        "Announce",
+    ]
+    assert "StartProcess" not in tick_until(registry, 2.1, 10.0), "one, not two"
+    comes_up(registry, 10.0)
+    replica = registry.replica("p/0")
+    assert (registry.restarts_left(replica), replica.restarts) == (1, 1)
+    with pytest.raises(reg.Refused, match="only a replica that failed"):
+        registry.handle(reg.RestartRequested("p", "p/0", 11.0))
+
+
+@pytest.mark.parametrize("how", ["close", "end", "scale", "lease", "drain"])
+def test_who_is_not_wanted_any_more_is_not_started_again(how: str):
+    registry = restarting(restarts=3, replicas=2)
+    registry.handle(reg.Registered("p/1", "b:1", 1.0))
+    if how == "drain":
+        registry.handle(reg.ScaleRequested("p", 1, frozenset({"p/0", "p/1"}), 2.0))
+        draining = registry.replica("p/1")
+        assert draining.state is ReplicaState.DRAINING
+        registry.handle(reg.ProcessExited("p/1", "boom", "", draining.run))
+        assert registry.find("p/1") is None
+    else:
+        dies(registry, 2.0)
+        events: dict[str, reg.Event] = {
+            "close": reg.PoolCloseRequested("p"),
+            "end": reg.LabCloseRequested("over"),
+            "scale": reg.ScaleRequested("p", 1, frozenset({"p/1"}), 2.5),
+            "lease": reg.HoldClosed("h", 2.0),
+        }
+        registry.handle(events[how])
+        if how == "scale":
+            assert list(registry.pool("p").replicas) == ["p/1"]
+    # with "lease" the restart falls due before the lab ends, and is ended with it
+    started = tick_until(registry, 2.5, 30.0).count("StartProcess")
+    assert started == (1 if how == "lease" else 0)
+    assert registry.ending == (how in ("end", "lease"))
+
+
+def test_scaled_up_counts_one_that_waits_for_its_back_off():
+    registry = restarting(restarts=3)
+    dies(registry, 2.0)
+    out = registry.handle(reg.ScaleRequested("p", 2, frozenset(), 2.1))
+    assert [i.replica for i in out if isinstance(i, reg.StartProcess)] == ["p/1"]
+    out = registry.handle(reg.Tick(3.0))
+    assert [i.replica for i in out if isinstance(i, reg.StartProcess)] == ["p/0"]
+
+
+def test_ray_starts_its_own_again():
+    registry = restarting(restarts=3, place="ray")
+    dies(registry, 2.0)
+    replica = registry.replica("p/0")
+    assert (replica.state, registry.restarts_left(replica)) == (ReplicaState.FAILED, 0)
+    assert tick_until(registry, 2.0, 60.0) == []
+
+
+def test_one_that_is_dying_is_waited_for_but_not_for_ever():
+    registry = restarting(restarts=1)
+    registry.handle(reg.Tick(2.0))
+    assert registry.returning("p") == []
+    registry.handle(reg.Unreachable("p/0", 1, "its core died"))
+    assert [r.name for r in registry.returning("p")] == ["p/0"]
+    told = [reg.Tick(2.0 + reg.EXIT_SECONDS - 0.1), reg.Tick(2.0 + reg.EXIT_SECONDS)]
+    assert [registry.handle(tick) for tick in told] == [[], [reg.Announce("p")]]
+    assert registry.returning("p") == [], "its process lives on, out of reach"
+    dies(registry, 20.0)
+    assert [r.name for r in registry.returning("p")] == ["p/0"]
+    registry.handle(reg.Tick(21.0))
+    assert [r.name for r in registry.returning("p")] == ["p/0"]
+    comes_up(registry, 22.0)
+    registry.handle(reg.Unreachable("p/0", registry.replica("p/0").epoch, "again"))
+    assert registry.returning("p") == [], "no try is left"

@@ -25,14 +25,16 @@ from jvlab._deadline import Deadline
 from jvlab.gateway import _gateway
 from jvlab.gateway import _registry as reg
 from jvlab.gateway._gateway import Gateway
+from jvlab.gateway._http_server import prometheus_text
 from jvlab.gateway._registry import ReplicaState
 from jvlab.sync._coordinator import Coordinator
 from jvlab.wire import _security
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire import jvlab_pb2_grpc as rpc
+from jvlab.wire._pool_summary import waiting_for
 from jvlab.wire.processes import _rollout_process
 from tests.fuzzing import examples
-from tests.gateway.fake_lab import FakeLab
+from tests.gateway.fake_lab import FakeLab, FakeReplica
 from tests.gateway.test_link_service import Trainer, machine, until
 from tests.gateway.test_registry import SPEC, kinds, launched
 
@@ -668,3 +670,229 @@ def test_real_processes_end_when_they_are_let_go(
         assert not psutil.pid_exists(registry.replica("p/0").pid)
 
     asyncio.run(run())
+
+
+# A pool keeps its size: replicas that die are started again ----------------------------------------------------------
+
+
+def kill(lab: FakeLab, name: str, cause: str = "killed by the test") -> None:
+    """Its process exits."""
+    run = lab.registry.replica(name).run
+    last = f"last words before: {cause}"
+    lab.do(lambda: lab.gateway.handle(reg.ProcessExited(name, cause, last, run)))
+
+
+def row(pool: jv.Pool, number: int = 0) -> dict[str, Any]:
+    return pool.status()["replicas"][number]
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No back-off."""
+    monkeypatch.setattr(reg, "BACK_OFF", (0.0,))
+
+
+def test_a_replica_that_dies_comes_back_and_serves(
+    soon: None, client: jv.Lab, fake_lab: FakeLab, llama: str
+):
+    pool = client.launch(llama, replicas=2, name="p").wait(60)
+    before = row(pool)
+    assert (before["restarts"], before["restarts_left"], before["deaths"]) == (0, 3, [])
+    fake_lab.fakes["p/0"].limit = 2
+    batches: list[jv.RolloutBatch] = []
+    prompts = [[i + 1] for i in range(12)]
+    work = threading.Thread(target=lambda: batches.append(pool.generate(prompts)))
+    work.start()
+    until(lambda: fake_lab.served("p/0") == 2)
+    kill(fake_lab, "p/0")
+    work.join()
+    assert [s.text for s in batches[0]] == [f"{i}.0" for i in range(12)]
+    until(lambda: row(pool)["state"] == "ready")
+    after = row(pool)
+    assert (after["restarts"], after["restarts_left"]) == (1, 2)
+    assert after["deaths"] == ["killed by the test"]
+    assert after["epoch"] > before["epoch"]
+    assert {s.replica for s in pool.generate(prompts)} == {"p/0", "p/1"}
+    assert "death 1 of 1: killed by the test" in pool.logs(0)
+    assert pool.logs(0).endswith(
+        "last words before: killed by the test\n— killed by the test —"
+    )
+    assert pool.logs(1) == ""
+
+
+def test_work_waits_for_the_only_replica(
+    soon: None, client: jv.Lab, fake_lab: FakeLab, llama: str
+):
+    """Nothing is lost and nothing is made twice; what is waited for is said meanwhile."""
+    pool = client.launch(llama, name="p").wait(60)
+    allowed = threading.Event()
+    start = fake_lab.gateway._start_process
+
+    async def later(replica: str, spec: reg.PoolSpec) -> None:
+        while not allowed.is_set():
+            await asyncio.sleep(0.01)
+        await start(replica, spec)
+
+    fake_lab.gateway._start_process = later  # type: ignore[method-assign]
+    fake_lab.fakes["p/0"].limit = 3
+    seen: list[jv.Sample] = []
+    prompts = [[i + 1] for i in range(8)]
+    work = threading.Thread(target=lambda: seen.extend(pool.stream(prompts, window=4)))
+    work.start()
+    until(lambda: fake_lab.served("p/0") == 3)
+    kill(fake_lab, "p/0", "out of memory")
+    until(lambda: row(pool)["state"] == "process")
+    said = waiting_for(pool.snapshot)
+    assert said == "p/0 is starting: process (restart 1 of 3), after: out of memory"
+    assert "0/1 ready, 1 restarting" in repr(pool)
+    assert work.is_alive()
+    with pytest.raises(errors.DeadlineExceeded) as caught:
+        pool.score([[1, 2]], timeout=1.5)
+    assert "p/0, which is at process (out of memory)" in caught.value.message
+    allowed.set()
+    work.join(60)
+    assert sorted(s.text for s in seen) == [f"{i}.0" for i in range(8)]
+    assert {s.retried for s in seen} == {0, 1}
+    assert {s.replica for s in seen} == {"p/0"}, "it is another one of that name"
+    assert pool.status()["in_flight"] == 0
+
+
+class StuckReplica(FakeReplica):
+    """Finishes nothing."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.limit = 0
+
+
+def test_a_request_that_kills_every_replica_is_not_repeated_for_ever(
+    soon: None,
+    client: jv.Lab,
+    fake_lab: FakeLab,
+    llama: str,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("tests.gateway.fake_lab.FakeReplica", StuckReplica)
+    pool = client.launch(llama, name="p").wait(60)
+    failures: list[errors.ReplicaLost] = []
+
+    def work() -> None:
+        try:
+            pool.generate([[1], [2]])
+        except errors.ReplicaLost as error:
+            failures.append(error)
+
+    working = threading.Thread(target=work)
+    working.start()
+    for death in range(2):
+        until(lambda: row(pool)["running"] == 2)
+        kill(fake_lab, "p/0", f"death {death}")
+    working.join(60)
+    assert "lost twice; last on p/0: death 1" in failures[0].message
+    until(lambda: row(pool)["state"] == "ready")
+    assert row(pool)["restarts_left"] == 1, "and the pool goes on"
+
+
+def test_after_a_sync_one_that_was_started_again_waits_for_the_next(
+    soon: None, client: jv.Lab, fake_lab: FakeLab, llama: str
+):
+    pool = client.launch(llama, name="p").wait(60)
+    trainer = Trainer(fake_lab.address)
+    try:
+        trainer.open("p/0")
+        assert trainer.sync(1).code == ""
+        fake_lab.fakes["p/0"].limit = 1
+        failures: list[errors.ReplicaLost] = []
+
+        def work() -> None:
+            try:
+                pool.generate([[1], [2], [3]])
+            except errors.ReplicaLost as error:
+                failures.append(error)
+
+        working = threading.Thread(target=work)
+        working.start()
+        until(lambda: fake_lab.served("p/0") == 1)
+        kill(fake_lab, "p/0")
+        working.join(60)
+        # nobody knows whether a sync comes: the caller gets what was made, and the reason
+        kept = failures[0].fields["batch"]
+        assert isinstance(kept, jv.RolloutBatch)
+        assert len(kept) == 1
+        assert "2 of 3 samples were lost" in failures[0].message
+        assert "stale: no replica of pool 'p' holds the committed version 1" in (
+            failures[0].message
+        )
+        assert (row(pool)["state"], row(pool)["stale"]) == ("ready", True)
+        with pytest.raises(errors.EngineDirty, match="stale"):
+            pool.generate([[1]])
+        trainer.open("p/0")
+        assert trainer.sync(2).code == ""
+        (sample,) = pool.generate([[1]])
+        assert sample.version_spans == ((2, 0, 2),)
+    finally:
+        trainer.close()
+
+
+def test_who_dies_too_often_stays_failed_with_every_reason(
+    soon: None, client: jv.Lab, fake_lab: FakeLab, llama: str
+):
+    pool = client.launch(llama, name="p", restarts=2).wait(60)
+    for number, cause in enumerate(("first", "second", "third")):
+        until(lambda: row(pool)["state"] == "ready")
+        assert row(pool)["restarts_left"] == 2 - number
+        kill(fake_lab, "p/0", cause)
+    text = "third (it was restarted 2 times before, after: first; second)"
+    assert (row(pool)["state"], row(pool)["cause"]) == ("failed", text)
+    assert row(pool)["deaths"] == ["first", "second", "third"]
+    with pytest.raises(errors.LaunchError) as caught:
+        pool.generate([[1]])
+    assert f"p/0 died: {text}" in caught.value.message
+    said = pool.logs(0)
+    assert all(f"of 3: {cause}" in said for cause in ("first", "second", "third"))
+    assert "0/1 ready, 1 failed" in repr(pool)
+    pool.restart(0)
+    pool.wait(60)
+    after = row(pool)
+    assert (after["restarts"], after["restarts_left"], after["deaths"]) == (3, 2, [])
+    assert len(pool.generate([[1]])) == 1
+
+
+def test_nothing_is_started_for_a_pool_that_was_closed_in_the_back_off(
+    client: jv.Lab, fake_lab: FakeLab, llama: str, monkeypatch: pytest.MonkeyPatch
+):
+    started: list[str] = []
+    start = fake_lab.gateway._start_process
+
+    async def told(replica: str, spec: reg.PoolSpec) -> None:
+        started.append(replica)
+        await start(replica, spec)
+
+    fake_lab.gateway._start_process = told  # type: ignore[method-assign]
+    monkeypatch.setattr(reg, "BACK_OFF", (1.0,))
+    pools = [client.launch(llama, name=name).wait(60) for name in ("p", "q")]
+    kill(fake_lab, "p/0")
+    kill(fake_lab, "q/0")
+    assert row(pools[0])["state"] == "restarting"
+    assert row(pools[0])["health"] == "restarting (1 of 3)"
+    pools[0].close()
+    until(lambda: row(pools[1])["restarts"] == 1)
+    assert started == ["p/0", "q/0", "q/0"]
+
+
+def test_restarts_that_no_pool_can_have(client: jv.Lab, llama: str):
+    for wrong in (-1, 101, True, 1.5, "3", None):
+        with pytest.raises(errors.ConfigError, match="restarts must be a whole number"):
+            client.launch(llama, restarts=wrong)  # type: ignore[arg-type]
+    with pytest.raises(errors.Unsupported, match="restarts=2: an engine in this proc"):
+        jv.Pool.in_process(llama, restarts=2)
+
+
+def test_restarts_are_counted_for_prometheus(
+    soon: None, client: jv.Lab, fake_lab: FakeLab, llama: str
+):
+    pool = client.launch(llama, name="p").wait(60)
+    kill(fake_lab, "p/0")
+    until(lambda: row(pool)["restarts"] == 1)
+    text = prometheus_text([pool.status()]).decode()
+    assert 'jvlab_replica_restarts_total{pool="p",replica="p/0"} 1.0' in text

@@ -34,7 +34,7 @@ class World:
     def __init__(self) -> None:
         self.models = [jv.models.tiny("llama", seed=seed) for seed in (0, 1)]
         self.lab = jv.Lab(lease=120, beat=BEAT, missed_beats=MISSED)
-        self.pool = self.lab.launch(self.models[0], name="late")
+        self.pool = self.lab.launch(self.models[0], name="late", restarts=0)
         self.policies = [jv.Policy.from_pretrained(model) for model in self.models]
 
     def arrive(self) -> None:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.engine
 KERNEL = """
 import sys, time, jvlab as jv
 lab = jv.Lab(lease=90, name="deaths")
-pool = lab.launch(sys.argv[1], replicas=2, name="p").wait()
+pool = lab.launch(sys.argv[1], replicas=2, name="p", restarts=0).wait()
 batch = pool.generate("Once upon", max_tokens=40, temperature=0.0, ignore_eos=True)
 print("READY", *batch[0].token_ids, flush=True)
 pool.generate("Once upon", n=8, max_tokens=2000, ignore_eos=True)   # killed in the middle of this

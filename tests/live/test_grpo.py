@@ -316,10 +316,43 @@ def test_what_people_bring(lab: jv.Lab, engine: tuple[jv.Pool, str], tmp_path: P
     assert list(first.prompt_tokens) == list(wanted), "the model's own template"
 
 
+def test_the_only_replica_killed_mid_run_is_waited_for(lab: jv.Lab, tmp_path: Path):
+    """kill -9 while it generates: its pool starts it again, the run sends it the weights, and goes on by itself."""
+    model = jv.models.tiny("llama", vocab_size=288)
+    pool = lab.launch(model, load="dummy", restarts=1).wait()
+    try:
+        run = train(
+            lab,
+            pool,
+            model,
+            tmp_path / "run",
+            steps=6,
+            max_staleness=0,
+            background=True,
+        )
+        deadline = time.monotonic() + 300
+        while run.status.step < 2 and not run.done:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        victim = pool.status()["replicas"][0]
+        os.kill(victim["pid"], signal.SIGKILL)
+        run.wait(300)
+        summary = run.record.summary()
+        assert (summary["steps"], summary["ended"]) == (6, "finished")
+        assert summary["logprob_gap"] < 1e-3, (
+            "what was trained on is what the engine made, with the weights it had got again"
+        )
+        assert summary["max_staleness"] == 0
+        (row,) = pool.status()["replicas"]
+        assert (row["restarts"], row["version"]) == (1, run.status.version)
+    finally:
+        pool.close()
+
+
 def test_a_replica_killed_mid_run_costs_a_note_not_the_run(lab: jv.Lab, tmp_path: Path):
     """kill -9 of one of two replicas while both generate: the run ends, on what the other one makes."""
     model = jv.models.tiny("llama", vocab_size=288)
-    pool = lab.launch(model, load="dummy", replicas=2).wait()
+    pool = lab.launch(model, load="dummy", replicas=2, restarts=0).wait()
     try:
         run = train(
             lab,

@@ -45,7 +45,12 @@ def connect(url: str, pool: jv.Pool) -> openai.OpenAI:
 def web(lab: jv.Lab, llama: str) -> Iterator[jv.Pool]:
     """Two replicas with HTTP; when it is closed no port and no process is left."""
     pool = lab.launch(
-        llama, replicas=2, name="web", http=True, env={"JVLAB_LIVE_WEIGHTS": "1"}
+        llama,
+        replicas=2,
+        name="web",
+        http=True,
+        env={"JVLAB_LIVE_WEIGHTS": "1"},
+        restarts=0,
     ).wait()
     yield pool
     ports = [port_of(url) for url in (pool.http_url, *replica_urls(pool))]

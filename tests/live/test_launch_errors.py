@@ -79,7 +79,7 @@ def test_a_cpu_without_bfloat16_and_a_worker_that_dies(
         lab.launch(model, engine={"dtype": "bfloat16"}, name="refused")
     assert "float32" in refused.value.remedy
     assert "refused" not in lab.pools
-    pool = lab.launch(model, env=without, name="widened")
+    pool = lab.launch(model, env=without, name="widened", restarts=0)
     with pytest.warns(
         UserWarning, match="computes in float32: this CPU has no bfloat16"
     ):

@@ -48,7 +48,10 @@ class World:
         """Begin; `arrive` waits for the engine."""
         self.lab = jv.Lab(lease=120, missed_beats=60)
         self.pool = self.lab.launch(
-            self.one, env={"JVLAB_FAULT": str(self.fault_file)}, name="faulty"
+            self.one,
+            env={"JVLAB_FAULT": str(self.fault_file)},
+            name="faulty",
+            restarts=0,
         )
 
     def arrive(self) -> None:

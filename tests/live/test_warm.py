@@ -62,7 +62,8 @@ def test_launches_fork_the_warm_process_and_survive_it(
     monkeypatch.setenv("JVLAB_WARM", "lab")
     lab = jv.Lab(lease=120)
     try:
-        first = lab.launch(llama, name="first", env={"JVLAB_LIVE_WEIGHTS": "1"}).wait()
+        env = {"JVLAB_LIVE_WEIGHTS": "1"}
+        first = lab.launch(llama, name="first", env=env, restarts=0).wait()
         warm = warm_of(lab)
         assert warm is not None
         assert warm.num_threads() == 1, "what runs in threads is lost in a fork"

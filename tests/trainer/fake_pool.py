@@ -71,6 +71,8 @@ class FakePool:
         # added to every log-probability: an engine that computes something else
         self.offset = 0.0
         self.on_call: Any = lambda call: None
+        self.gone = "failed"  # the state of those that are not alive
+        self.stale: set[str] = set()  # alive again, without the weights
         self.steered: list[Any] = []  # sleeps and wakes, and the syncs between them
         self.asleep: set[str] = set()
 
@@ -84,8 +86,12 @@ class FakePool:
         replicas = [
             {
                 "replica": r,
-                "state": "ready" if up else "failed",
+                "state": "ready" if up else self.gone,
+                "ready": up and r not in self.stale,
+                "health": "stale" if r in self.stale else "ready" if up else self.gone,
                 "cause": None if up else "killed",
+                "deaths": [] if up else ["killed"],
+                "restarts_left": 0,
             }
             for r, up in self.alive.items()
         ]
@@ -96,7 +102,7 @@ class FakePool:
         }
 
     def _pick(self) -> str:
-        up = [r for r, alive in self.alive.items() if alive]
+        up = [r for r, alive in self.alive.items() if alive and r not in self.stale]
         if not up:
             raise ReplicaLost("no replica is ready")
         return up[self.calls % len(up)]
@@ -243,6 +249,7 @@ class FakeLink:
     def __init__(self, pool: FakePool, fail: int = 0) -> None:
         self.pool, self.version, self.fail = pool, 0, fail
         self.on_sync: Any = lambda version: None
+        self.unknown = False  # whether catching up is impossible
 
     def lend_scores(self, policy: Any) -> None: ...
 
@@ -256,6 +263,7 @@ class FakeLink:
             self.fail -= 1
             raise SyncError("a replica died in the middle")
         assert version > self.version
+        self.pool.stale.clear()
         self.pool.hold(params, version)
         self.version = version
         outcomes = tuple(
@@ -264,6 +272,19 @@ class FakeLink:
         return SyncReport(
             version, 576, {"total": 0.001, "pause": 0.0005, "move": 0.0005}, outcomes
         )
+
+    def catch_up(self, params: Any) -> SyncReport | None:
+        """Only for replicas that returned; the version stays."""
+        if not self.pool.stale:
+            return None
+        self.pool.steered.append(f"catch up {self.version}")
+        if self.unknown:
+            raise SyncError("not those of the last sync")
+        late = sorted(self.pool.stale)
+        self.pool.hold(params, self.version)
+        self.pool.stale.clear()
+        outcomes = tuple(Outcome(r, "committed", self.version) for r in late)
+        return SyncReport(self.version, 576, {"total": 0.001}, outcomes)
 
 
 def world(**options: Any) -> tuple[FakePool, FakeLink]:

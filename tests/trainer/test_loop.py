@@ -25,7 +25,7 @@ import pytest
 from jvlab import _progress
 from jvlab._errors import ConfigError, NonFiniteError, ReplicaLost, RewardError
 from jvlab.record._record import Record
-from jvlab.trainer import _grpo
+from jvlab.trainer import _groups, _grpo
 from jvlab.trainer._environment import EnvironmentTurn
 from jvlab.trainer._grpo import _folder, grpo
 from jvlab.trainer._grpo_config import GrpoConfig
@@ -352,6 +352,136 @@ def test_no_replica_left_is_a_clear_error_and_the_record_is_closed(tmp_path: Pat
     s = Record.open(tmp_path / "run").summary()
     assert (s["ended"], s["running"]) == ("failed", False)
     assert s["faults"]["rollout failed"] >= 1
+
+
+def returning(pool: FakePool, looks: int) -> list[str]:
+    """The pool starts its only replica again: seen so often as restarting, then it is up without weights."""
+    inner = pool.status
+    seen: list[str] = []
+
+    def status() -> dict[str, Any]:
+        found = inner()
+        seen.append(found["replicas"][0]["health"])
+        if seen[-1] == "restarting" and seen.count("restarting") == looks:
+            pool.stale.add("fake/0")
+            pool.alive["fake/0"] = True
+        return found
+
+    pool.gone = "restarting"
+    pool.status = status  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["caught up", "synced"])
+@pytest.mark.parametrize("bound", [0, 1])
+def test_the_only_replica_is_started_again_and_gets_the_weights(
+    tmp_path: Path, known: bool, bound: int
+):
+    pool, link = world()
+    link.unknown = not known
+    seen = returning(pool, 2)
+
+    def die(call: int) -> None:
+        if call == 8:
+            pool.alive["fake/0"] = False
+
+    pool.on_call = die
+    run = train(tmp_path / "run", 4, pool, link, max_staleness=bound)
+    summary = run.record.summary()
+    assert (summary["ended"], summary["steps"]) == ("finished", 4)
+    assert seen.count("restarting") >= 2
+    assert summary["faults"]["pool does not serve"] == 1
+    # every group of every step was made, and none with other weights than the record says
+    samples = [s for s in run.record.samples() if s.step >= 0]
+    assert len(samples) == 4 * 3 * 4
+    events = run.record.events("step")
+    assert max(e.logprob_gap for e in events) < 1e-4  # type: ignore[attr-defined]
+    caught = [word for word in pool.steered if word.startswith("catch up")]
+    if (
+        bound == 0
+    ):  # nothing else would sync: it waits for groups, so it is the loop that brings the weights
+        assert "stale" in seen
+        assert len(caught) == 1
+        assert summary["faults"].get("catching up failed", 0) == (0 if known else 1)
+        assert summary["syncs"] == 6
+        assert summary["dropped"] == 0 if known else True
+
+
+def test_a_run_says_whom_it_waits_for(tmp_path: Path):
+    pool, link = world()
+    returning(pool, 6)  # each of three groups looks once by itself
+    said: list[str] = []
+    inner = pool.status
+
+    def status() -> dict[str, Any]:
+        said.append(made[0].waiting() if made else "")
+        return inner()
+
+    made: list[Any] = []
+    real = _grpo.GroupMaker
+
+    def make(*arguments: Any) -> Any:
+        made.append(real(*arguments))
+        return made[0]
+
+    pool.status = status  # type: ignore[method-assign]
+    pool.on_call = lambda call: pool.alive.update(
+        {"fake/0": False} if call == 4 else {}
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_grpo, "GroupMaker", make)
+        train(tmp_path / "run", 2, pool, link)
+    assert "generation waits: fake/0 is restarting" in said
+    assert "generation waits: fake/0 is stale" in said
+    assert made[0].waiting() == ""
+
+
+def test_a_replica_that_does_not_come_back_in_time_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(_groups, "RETURN_SECONDS", 0.6)
+    pool, link = world()
+    pool.gone = "restarting"
+    pool.on_call = lambda call: pool.alive.update({"fake/0": call < 5})
+    with pytest.raises(ReplicaLost, match="no replica served again") as it:
+        train(tmp_path / "run", 4, pool, link)
+    assert "fake/0 is restarting" in it.value.message
+    # and one whose tries are used up while it is waited for ends it at once
+    monkeypatch.setattr(_groups, "RETURN_SECONDS", 600.0)
+    pool, link = world()
+    pool.gone = "restarting"
+    inner = pool.status
+
+    def status() -> dict[str, Any]:
+        found = inner()
+        pool.gone = "failed"
+        return found
+
+    pool.status = status  # type: ignore[method-assign]
+    pool.on_call = lambda call: pool.alive.update({"fake/0": call < 5})
+    with pytest.raises(ReplicaLost, match="every replica of the pool is dead"):
+        train(tmp_path / "again", 4, pool, link)
+
+
+def test_an_evaluation_waits_for_the_only_replica(tmp_path: Path):
+    pool, link = world()
+    seen = returning(pool, 2)
+    inner = pool.generate
+    calls: list[int] = []
+
+    def generate(*arguments: Any, **options: Any) -> Any:
+        calls.append(len(calls))
+        if len(calls) == 2:
+            pool.alive["fake/0"] = False
+            raise ReplicaLost("lost in the middle")
+        assert not pool.stale, "asked before it had the weights"
+        return inner(*arguments, **options)
+
+    pool.generate = generate  # type: ignore[method-assign]
+    run = train(tmp_path / "run", 2, pool, link, evaluate=task(), every=1)
+    assert len(run.record.events("evaluation")) == 3
+    assert seen.count("restarting") == 2
+    assert run.record.summary()["faults"]["evaluation failed"] == 1
 
 
 def test_a_sync_that_fails_is_tried_again(tmp_path: Path):

@@ -227,7 +227,9 @@ class RayProcess(JoinedProcess):
             )
         with self._held.lock:
             if not self._held.closed:
-                self._held.actor = self._actor(bundle, resources.restarts, group)
+                given = resources.restarts
+                restarts = spec.restarts if given is None else given
+                self._held.actor = self._actor(bundle, restarts, group)
 
     def _actor(self, bundle: dict[str, float], restarts: int, group: Any) -> Any:
         """Create the actor in its placement group; Ray starts it asynchronously."""

@@ -33,8 +33,6 @@ def import_ray() -> Any:
 # With distributed_executor_backend="ray" vLLM itself requests its GPUs, on as many nodes as needed; our actor then only
 # runs the engine's front end and requests none.
 
-RESTARTS = 3  # of one replica by Ray, before it stays failed
-
 
 @dataclass(frozen=True)
 class Resources:
@@ -45,7 +43,8 @@ class Resources:
     resources: dict[str, float] = field(default_factory=dict)
     # addresses or node ids; replica k goes to nodes[k % len]
     nodes: tuple[str, ...] = ()
-    restarts: int = RESTARTS
+    # of one replica by Ray, in all its life, before it stays failed; None: `launch(restarts=...)`
+    restarts: int | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Resources:
@@ -67,7 +66,7 @@ class Resources:
                 raise ConfigError(
                     f"place: {name} must be a number of at least 0, not {value!r}"
                 )
-        if (
+        if chosen.restarts is not None and (
             isinstance(chosen.restarts, bool)
             or not isinstance(chosen.restarts, int)
             or chosen.restarts < 0

@@ -242,8 +242,8 @@ class PoolSection:
         )
         self.wake.why = "" if asleep else "nothing is asleep"
         chosen = replicas.get(self.replica.value)
-        failed = chosen is not None and chosen.stage == "failed"
-        self.restart.why = "" if failed else f"{self.replica.value} has not failed"
+        gone = chosen is not None and chosen.stage in ("failed", "restarting")
+        self.restart.why = "" if gone else f"{self.replica.value} has not failed"
         self.log.why = self.close.why = self.replica.why = ""
 
     def lose(self, why: str) -> None:

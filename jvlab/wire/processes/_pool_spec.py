@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 MAX_REPLICAS = 4096  # of one pool: each is a process, or several
 MAX_TENSOR_PARALLEL = 1024
+RESTARTS = 3  # of a replica that dies, unless a launch says otherwise
+MAX_RESTARTS = 100
 
 
 @dataclass(frozen=True)
@@ -25,5 +27,6 @@ class PoolSpec:
     place_json: str = "{}"
     http: bool = False  # serve HTTP beside gRPC
     limits_json: str = "{}"  # of one call, over the defaults
+    restarts: int = 0  # how often a replica that dies is started again
     # of the one process that this spec starts; see Replica.run in gateway/_registry.py
     run: int = 0

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ import pytest
 import jvlab as jv
 from jvlab import errors
 from jvlab.cli._cli import main
+from jvlab.engine import _agent
 from jvlab.engine._agent import Agent, Host, host_from, run_agent
 from jvlab.gateway import _registry as reg
 from jvlab.gateway import _replica_processes
@@ -107,7 +109,11 @@ def offer(
 def pool(lab: jv.Lab, llama: str) -> Iterator[jv.Pool]:
     """Two replicas that nobody runs yet."""
     pool = lab.launch(
-        llama, replicas=2, name=f"join-{time.monotonic_ns()}", place="join"
+        llama,
+        replicas=2,
+        name=f"join-{time.monotonic_ns()}",
+        place="join",
+        restarts=0,
     )
     yield pool
     pool.close()
@@ -174,6 +180,58 @@ def test_a_replica_that_dies_fails_and_its_name_can_come_back(
     assert after["epoch"] > before["epoch"]
     assert after["pid"] != before["pid"]
     assert other.code is None
+
+
+def test_a_place_is_open_again_for_the_next_host(
+    lab: jv.Lab, llama: str, offer: Callable[..., Running]
+):
+    """The agent ends with its replica; whichever host comes next runs it, and the pool gets no larger."""
+    pool = lab.launch(llama, name="reopened", place="join", restarts=1)
+    first = offer("reopened")
+    pool.wait(60)
+    before = rows(pool)["0"]
+    os.kill(before["pid"], signal.SIGKILL)
+    assert first.end() == 1
+    until(lambda: rows(pool)["0"]["state"] == _replica_processes.WAITING)
+    waiting = rows(pool)["0"]
+    assert (waiting["restarts"], len(waiting["deaths"])) == (1, 1)
+    second = offer("reopened")
+    pool.wait(60)
+    assert pool.replicas == 1
+    assert rows(pool)["0"]["epoch"] > before["epoch"]
+    assert len(pool.generate(PROMPTS)) == 12
+    second.stop()
+    assert second.end() == 1
+    until(lambda: rows(pool)["0"]["state"] == "failed")
+    assert "it was restarted once before" in rows(pool)["0"]["cause"]
+    third = offer("reopened/0")
+    until(lambda: rows(pool)["0"]["state"] == "ready")
+    assert rows(pool)["0"]["restarts_left"] == 1, "somebody started it by hand"
+    pool.close()
+    assert third.end() == 0
+
+
+def test_a_host_that_comes_in_the_back_off_gets_the_place(tmp_path: Path):
+    """It was taken for one too many, and the pool grew."""
+    registry = launched()
+    pool = registry.pools["p"]
+    pool.spec = replace(pool.spec, place="join", restarts=1)
+    asked: list[reg.Event] = []
+    restarted: list[str] = []
+    process = _replica_processes.JoinedProcess("p/0", pool.spec, 0, tmp_path)
+    process.ended.set()
+    registry.handle(reg.ProcessExited("p/0", "boom", ""))
+    agents = _replica_processes.Agents(
+        registry,
+        {"p/0": process},
+        asked.append,
+        lambda pool, replica: restarted.append(replica),
+    )
+    for name in ("p", "p/0"):
+        agents._admit(_replica_processes.JoinedHost(pb.JoinOffer(name=name)))
+    assert (asked, restarted) == ([], [])
+    agents._admit(_replica_processes.JoinedHost(pb.JoinOffer(name="p")))
+    assert [type(event) for event in asked] == [reg.Offered]
 
 
 def test_a_host_that_is_told_to_end_says_so(
@@ -300,8 +358,9 @@ def test_tls_from_end_to_end(simulated: None, tmp_path: Path, llama: str):
             patience=20.0,
             folder=None,
             share_host=False,
+            fingerprint="",
         )
-        host = host_from(arguments)
+        host = host_from(arguments, tmp_path)
         running = Running(host, tmp_path / "host")
         with lab.launch(llama, name="far", place="join").wait(60) as pool:
             assert len(pool.generate(PROMPTS)) == 12
@@ -311,6 +370,65 @@ def test_tls_from_end_to_end(simulated: None, tmp_path: Path, llama: str):
             assert list(outside.pools) == ["far"]
             outside._leave()
         assert running.end() == 0
+
+
+def test_one_pasted_line_joins(
+    simulated: None, tmp_path: Path, llama: str, capfd: pytest.CaptureFixture[str]
+):
+    """No file is copied: the line, and the token from the environment."""
+    code = (
+        "import sys; import jvlab.wire.processes._supervisor as s; "
+        f"s.__file__ = {fake_rollout.__file__!r}; from jvlab.cli._cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    with jv.Lab(host=own_address(), lease=60) as lab:
+        words = shlex.split(lab.join_line)
+        pool = lab.launch(llama, name="pasted", place="join")
+        environment = {**os.environ, "TMPDIR": str(tmp_path)}
+        environment["JVLAB_TOKEN"] = lab._token
+        command = [sys.executable, "-c", code, *words[1:]]
+        with subprocess.Popen(command, env=environment) as agent:
+            pool.wait(60)
+            assert len(pool.generate(PROMPTS)) == 12
+            below = set(process_tree(agent.pid)) - {agent.pid}
+            for pid in below if sys.platform == "linux" else ():
+                environ = Path(f"/proc/{pid}/environ").read_bytes()
+                assert lab._token.encode() not in environ
+            pool.close()
+            assert agent.wait(60) == 0
+        other = _channels.fingerprint(_channels.make_certificate(["x"])[0])
+        wrong = [*command[:-1], other]
+        done = subprocess.run(wrong, env=environment, timeout=120)
+        assert done.returncode == 1
+        assert "another certificate" in capfd.readouterr().err
+    assert list(tmp_path.glob("jv*")) == []
+
+
+def test_a_token_is_asked_for_where_there_is_a_keyboard(
+    monkeypatch: pytest.MonkeyPatch, lab: jv.Lab
+):
+    arguments = argparse.Namespace(
+        gateway=lab.address, token_file=None, patience=1.0, fingerprint=""
+    )
+    asked: list[str] = []
+
+    def typed(prompt: str) -> str:
+        asked.append(prompt)
+        return f" {lab._token}\n"
+
+    monkeypatch.delenv("JVLAB_TOKEN", raising=False)
+    monkeypatch.setattr(_agent.getpass, "getpass", typed)
+    with pytest.raises(errors.ConfigError, match="JVLAB_TOKEN or a terminal"):
+        _agent._token(arguments)
+    monkeypatch.setattr(_agent.sys.stdin, "isatty", lambda: True, raising=False)
+    assert _agent._token(arguments) == lab._token
+    assert asked == [f"token of the lab at {lab.address}: "]
+    monkeypatch.setenv("JVLAB_TOKEN", "from the outside")
+    with pytest.raises(errors.ConfigError):
+        _agent._token(arguments)
+    monkeypatch.setenv("JVLAB_TOKEN", "from-the-outside")
+    assert _agent._token(arguments) == "from-the-outside"
+    assert "JVLAB_TOKEN" not in os.environ, "no child inherits it"
+    assert len(asked) == 1
 
 
 # Agents, without I/O ------------------------------------------------------------------------------------------------
