@@ -454,6 +454,7 @@ class Link:
         """
         from jvlab.analysis.diagnose._bisect import bisect
 
+        check_timeout(timeout)
         if self.part != "model":
             raise Unsupported(
                 "bisect compares log-probabilities, and an engine returns none of its draft model",
