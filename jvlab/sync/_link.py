@@ -23,6 +23,7 @@ from jvlab.sync._pack import Source
 from jvlab.sync._team import TeamCoordinator
 from jvlab.sync._transaction import ORDER_SECONDS, CheckReport, SyncReport
 from jvlab.sync._values import Values, values_of
+from jvlab.transport._storage import FULL_EVERY, KEEP
 from jvlab.wire._sync_words import Terms
 
 if TYPE_CHECKING:
@@ -102,9 +103,6 @@ class SyncHandle:
 # ----------------------------------------------------------------------------------------------------
 
 SYNC_SECONDS = 600.0
-# of a published folder
-FULL_EVERY = 16
-KEEP = 2
 STEP_SECONDS = 3600.0
 
 

@@ -51,10 +51,11 @@ from jvlab.layout._tree import FlatTree, as_sent, checkpoint_names, flatten
 from jvlab.layout.rules._rules import apply_binding
 from jvlab.sync._compile_tree import bind_rules
 from jvlab.sync._coordinator import behind
-from jvlab.sync._link import FULL_EVERY, KEEP
 from jvlab.sync._meaning import owner_of, unpack
 from jvlab.trainer.models import resolve
 from jvlab.transport._storage import (
+    FULL_EVERY,
+    KEEP,
     LATEST,
     LEASE_SECONDS,
     LONGEST_TENSOR,
@@ -252,6 +253,13 @@ class PublishReport:
     """One version as it was published: what was written, and why it is full if it is.
 
     `changed` is the share of bytes that differ from the version before, None if nothing was compared.
+
+    >>> import tempfile
+    >>> policy = jv.Policy.from_pretrained(model)
+    >>> with jv.Publisher(tempfile.mkdtemp(), policy) as publisher:
+    ...     report = publisher.publish(policy.params)
+    >>> report.kind, report.base, report.why_full
+    ('full', None, 'it is the first')
     """
 
     version: int
@@ -434,6 +442,7 @@ class Publisher:
 
     @property
     def closed(self) -> bool:
+        """Whether it was closed, or another publisher has taken its place."""
         return self._closed or self._lease.lost
 
     @brief
@@ -876,6 +885,7 @@ class Follower:
 
     @property
     def closed(self) -> bool:
+        """Whether it was closed, or its pool is gone."""
         return self._closing.is_set()
 
     @property

@@ -77,6 +77,9 @@ CHUNK = 1 << 26  # bytes read at once: between two of them a caller may give up
 # of a tensor: positions of its bytes have 32 bits
 LONGEST_TENSOR = 1 << 32
 FENCES = 64  # earlier writers that a lock remembers
+# unless a publisher is told otherwise: deltas between full versions, and full versions that are kept
+FULL_EVERY = 16
+KEEP = 2
 
 
 class Why(StrEnum):
