@@ -26,6 +26,7 @@ _WHERE = {  # public name -> module that defines it
     "DeterminismReport": "jvlab.lab._determinism",
     "Environment": "jvlab.trainer._environment",
     "EnvironmentTurn": "jvlab.trainer._environment",
+    "Follower": "jvlab.sync._publish",
     "JvlabError": "jvlab._errors",
     "Lab": "jvlab.lab._lab",
     "Link": "jvlab.sync._link",
@@ -33,6 +34,8 @@ _WHERE = {  # public name -> module that defines it
     "Meaning": "jvlab.sync._meaning",
     "Policy": "jvlab.trainer._policy",
     "Pool": "jvlab.lab._pool",
+    "PublishReport": "jvlab.sync._publish",
+    "Publisher": "jvlab.sync._publish",
     "Record": "jvlab.record._record",
     "RolloutBatch": "jvlab.record._batch",
     "Rules": "jvlab.layout.rules._ruleset",
@@ -68,6 +71,7 @@ __all__ = [
     "DeterminismReport",
     "Environment",
     "EnvironmentTurn",
+    "Follower",
     "JvlabError",
     "Lab",
     "Link",
@@ -75,6 +79,8 @@ __all__ = [
     "Meaning",
     "Policy",
     "Pool",
+    "PublishReport",
+    "Publisher",
     "Record",
     "RolloutBatch",
     "Rules",
@@ -121,6 +127,7 @@ if TYPE_CHECKING:
     from jvlab.sync._mapping import Mapping
     from jvlab.sync._meaning import Meaning
     from jvlab.sync._plan import plan
+    from jvlab.sync._publish import Follower, Publisher, PublishReport
     from jvlab.sync._stepper import Stepper
     from jvlab.sync._transaction import CheckReport, SyncReport
     from jvlab.trainer import _reward_library as rewards

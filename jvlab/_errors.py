@@ -24,12 +24,12 @@ JvlabError
 ├── SyncError              a weight sync did not commit; says which state each engine is in
 │   ├── VerifyError        digests differ: the engine does not hold the trainer's bits; names the tensors
 │   ├── NonFiniteError     NaN or Inf among the parameters, or made by the cast to the engine's dtype; names the leaves
-│   ├── LinkBusy           another trainer holds the pool; names it
+│   ├── LinkBusy           another trainer holds the pool, or publishes into the folder; names it
 │   ├── SyncDeadline       a sync or a check ran past its deadline (also a DeadlineExceeded); names who was waited for
 │   ├── TransportError     weights did not reach the engine: a dead peer, a deadline, a full disk
 │   └── EngineDirty        an engine refuses to generate until a sync commits
 ├── DeviceMemoryError      the trainer's device has no memory left; names who holds it
-├── StorageError           a run's folder cannot be written: a full disk, a read-only folder
+├── StorageError           a folder or bucket cannot be written, or read: a full disk, a damaged version
 ├── LaunchError            a rollout process did not start; carries the engine's last log lines
 └── ReplicaLost            a replica died and its work could not be finished elsewhere
 
@@ -275,7 +275,7 @@ class NonFiniteError(SyncError):
 
 
 class LinkBusy(SyncError):
-    """Another trainer holds the pool."""
+    """Another trainer holds the pool, or publishes into the folder."""
 
 
 class SyncDeadline(SyncError, DeadlineExceeded):
@@ -295,7 +295,9 @@ class DeviceMemoryError(JvlabError, MemoryError):
 
 
 class StorageError(JvlabError, OSError):
-    """A record or a checkpoint cannot be written. `fields` hold the `path`; what was written before is kept."""
+    """A record, a checkpoint or a version of weights cannot be written or read. `fields` hold the `path`, or the
+    `version` and `why`; what was written before is kept.
+    """
 
 
 class LaunchError(JvlabError):

@@ -34,6 +34,8 @@ NEEDS_ENGINE = (
     "Run",
     "whatif",
 )
+# They end the notebook's link, so they come last.
+ENDS_THE_LINK = ("Follower",)
 NEEDS_VLLM = ("Mapping", "TransferPlan", "plan")
 PLAIN = (
     "Sample",
@@ -47,6 +49,8 @@ PLAIN = (
     "JvlabError",
     "Environment",
     "EnvironmentTurn",
+    "Publisher",
+    "PublishReport",
 )
 MODULES = ("errors", "integrations", "models", "rewards", "tasks", "transport")
 # Of the errors the module, the root and one class show how to use them; the others differ in what they are about.
@@ -171,6 +175,12 @@ def test_magics_on_a_real_pool(
     InteractiveShell.clear_instance()
 
 
+@pytest.mark.engine
+@pytest.mark.parametrize("name", ENDS_THE_LINK)
+def test_examples_after_which_the_link_is_closed(name: str, notebook: dict[str, Any]):
+    assert run(name, notebook) > 0
+
+
 def test_every_public_name_says_what_it_is():
     for name in jv.__all__:
         thing = getattr(jv, name)
@@ -185,7 +195,8 @@ def test_every_public_name_says_what_it_is():
 
 
 def test_every_public_name_has_an_example_that_is_run():
-    assert {*PLAIN, *MODULES, *NEEDS_VLLM, *NEEDS_ENGINE, "Lab"} == set(jv.__all__)
+    engine = {*NEEDS_ENGINE, *ENDS_THE_LINK, "Lab"}
+    assert {*PLAIN, *MODULES, *NEEDS_VLLM, *engine} == set(jv.__all__)
     for name in jv.__all__:
         own = name if inspect.ismodule(getattr(jv, name)) else ""
         assert any(test.name == own or not own for test in examples(name)), name

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -104,6 +106,15 @@ ROLLOUT = (
     ("--supervised", False, "end when standard input closes"),
     ("--warm", False, "import vLLM, then fork rollout processes on request"),
     ("--http", False, "serve vLLM's OpenAI-compatible app too, on loopback"),
+    (
+        "--follow",
+        str,
+        "instead: a lab of its own, whose engines serve the newest version that a trainer publishes in this folder or "
+        "bucket (jv.Publisher); needs --model",
+    ),
+    ("--model", str, "with --follow: the model folder, or tiny:FAMILY"),
+    ("--replicas", 1, "with --follow: engines"),
+    ("--device", DEVICES, "with --follow: where engines run"),
 )
 BENCH = (
     ("--rounds", 5, "rollout, launch, sync, lora, topology: number of rounds"),
@@ -249,6 +260,8 @@ def _gateway(arguments: argparse.Namespace) -> dict[str, Any]:
 def _rollout(arguments: argparse.Namespace) -> dict[str, Any]:
     from jvlab.engine import _agent, _process
 
+    if arguments.follow:
+        return run_follow(arguments)
     if arguments.gateway:
         return _agent.run_join(arguments)
     if arguments.warm:
@@ -258,6 +271,62 @@ def _rollout(arguments: argparse.Namespace) -> dict[str, Any]:
     order, token = _process.order_and_token()
     order = replace(order, http=order.http or arguments.http)
     return {"exit": _process.run(order, token, arguments.supervised)}
+
+
+LOOK_SECONDS = 0.2  # between two looks at what a follower did
+
+
+def run_follow(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The body of `jvlab rollout --follow`: until Ctrl-C or SIGTERM, or until the pool is closed."""
+    import jvlab as jv
+
+    if arguments.gateway:
+        raise ConfigError(
+            "--follow starts a lab of its own, and --gateway joins one",
+            remedy="in the process that holds that lab: lab.follow(pool, path)",
+        )
+    if not arguments.model:
+        raise ConfigError(
+            "--follow needs a model: config and tokenizer of what is published",
+            remedy="--model DIR; a full version is such a folder too",
+        )
+    with jv.Lab() as lab:
+        pool = lab.launch(
+            arguments.model,
+            name=arguments.name or "follow",
+            replicas=arguments.replicas,
+            device=arguments.device,
+            http=arguments.http,
+        ).wait()
+        follower = lab.follow(pool, arguments.follow)
+        print(
+            f"jvlab: pool {pool.name} follows {arguments.follow}; "
+            f"jv.Lab.attach({lab.name!r}).pools[{pool.name!r}] is it",
+            flush=True,
+        )
+        if arguments.http:
+            print(f"jvlab: OpenAI's API at {pool.http_url}", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            report_follower(follower)
+        return {"version": follower.version}
+
+
+def report_follower(follower: Any) -> None:
+    """Print a line for each version that is served, and for each new problem, until it is closed."""
+    served = None
+    problem = ""
+    while not follower.closed:
+        last = follower.last
+        if last is not None and last is not served:
+            served = last
+            seconds = last.seconds["total"]
+            print(f"jvlab: version {last.version} served, {seconds:.1f} s", flush=True)
+        error = follower.error
+        text = error.message if error is not None else ""
+        if text and text != problem:
+            print(f"jvlab: {error}", file=sys.stderr, flush=True)
+        problem = text
+        time.sleep(LOOK_SECONDS)
 
 
 def _warm(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -500,7 +569,7 @@ COMMANDS: dict[str, tuple[str, Run, Options]] = {
         GATEWAY,
     ),
     "rollout": (
-        "run one rollout process; with --gateway: offer it to a running gateway",
+        "run one rollout process; --gateway: offer it to a running gateway; --follow: serve what a trainer publishes",
         _rollout,
         ROLLOUT,
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from jvlab.gateway.cluster._ray import RayCluster
     from jvlab.record._record import Record
     from jvlab.sync._link import Link
+    from jvlab.sync._publish import Follower
     from jvlab.views._cards import ProcessRow
     from jvlab.views.panels._live import Panel
     from jvlab.views.panels._timeline_panel import Timeline
@@ -165,6 +167,7 @@ class LabPlots:
 # ----------------------------------------------------------------------------------------------------
 
 JOIN_SECONDS = 30.0
+FOLLOWER_SECONDS = 2.0  # for a follower to leave a sync or a store that hangs
 
 
 class Lab:
@@ -370,6 +373,7 @@ class Lab:
         # those that this process knows of, without asking the gateway
         self.known_pools: dict[str, Pool] = {}
         self._connections = Connections()
+        self._followers: set[Follower] = set()
         self._holding = self.client.loop.submit(self._hold())
         try:
             self.client.loop.run(self._wait_held(deadline))
@@ -511,6 +515,59 @@ class Lab:
             params, pool, rules, transport, mode, **options
         )
 
+    def follow(
+        self,
+        pool: Pool,
+        path: str | os.PathLike[str],
+        *,
+        poll: float = 1.0,
+        transport: str = "auto",
+        mode: str = "direct",
+        delta: str = "never",
+        nonfinite: str = "refuse",
+        storage_options: dict[str, Any] | None = None,
+        timeout: float = 600.0,
+    ) -> Follower:
+        """Keep a pool at the newest version that a trainer publishes; returns at once, and follows in the background.
+
+        path       where `jv.Publisher(path, ...)` or `link.publish(path, params)` writes: a folder, or "s3://bucket/run"
+        poll       seconds between two looks
+        transport, mode, delta, nonfinite   of the syncs, as for `connect` and `link.sync`
+        storage_options   of fsspec: credentials, an endpoint
+        timeout    seconds for reading one version, and for one sync
+
+        `follower.wait(version)` waits for one, `follower.version` is the one that is served, `follower.error` says what
+        is wrong with a newer one, `follower.close()` ends it. It takes one version's memory in this process.
+        """
+        from jvlab.sync._publish import Follower
+
+        check_pool(pool, "lab.follow(pool, path)")
+        self._check_owner(pool)
+
+        def connect(tensors: Any) -> Link:
+            return self._connections.connect(
+                tensors,
+                pool,
+                "checkpoint",
+                transport,
+                mode,
+                nonfinite=nonfinite,
+                timeout=timeout,
+            )
+
+        follower = Follower(
+            path,
+            connect,
+            pool,
+            poll=poll,
+            delta=delta,
+            storage_options=storage_options,
+            timeout=timeout,
+            on_close=self._followers.discard,
+        )
+        self._followers.add(follower)
+        return follower
+
     def _check_owner(self, pool: Pool) -> None:
         """Raise if the pool is not one of this lab's: its engines take orders from another gateway."""
         if pool.one_process:
@@ -635,6 +692,8 @@ class Lab:
 
     def _leave(self) -> None:
         self._closed = True
+        for follower in list(self._followers):
+            follower.close(FOLLOWER_SECONDS)
         self._connections.close()
         # a panel's thread may add a pool in the meantime
         for pool in list(self.known_pools.values()):

@@ -111,14 +111,25 @@ def encode_header(
     align: int = 8,
 ) -> bytes:
     """The header of a file of these tensors (name, shape), all of one dtype; their bytes follow in this order."""
-    code = next(code for code, name in DTYPES.items() if name == dtype)
+    return encode_entries(
+        ((name, dtype, shape) for name, shape in tensors), metadata, align
+    )
+
+
+def encode_entries(
+    tensors: Iterable[tuple[str, str, Sequence[int]]],
+    metadata: dict[str, str],
+    align: int = 8,
+) -> bytes:
+    """The same for tensors of several dtypes (name, dtype, shape)."""
+    codes = {name: code for code, name in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
-    for name, shape in tensors:
+    for name, dtype, shape in tensors:
         start = end
         end = end + math.prod(shape) * item_bytes(dtype)
         header[name] = {
-            "dtype": code,
+            "dtype": codes[dtype],
             "shape": tuple(shape),
             "data_offsets": (start, end),
         }

@@ -68,7 +68,7 @@ class Agreement:
 
     @property
     def mapping_tensors(self) -> list[Any]:
-        return list(self.mapping._layouts[0].tensors)
+        return list(self.mapping.tensors)
 
 
 def layouts_bytes(layouts: list[RankLayout]) -> bytes:

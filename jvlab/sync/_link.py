@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +23,7 @@ from jvlab.sync._pack import Source
 from jvlab.sync._team import TeamCoordinator
 from jvlab.sync._transaction import ORDER_SECONDS, CheckReport, SyncReport
 from jvlab.sync._values import Values, values_of
+from jvlab.transport._storage import FULL_EVERY, KEEP
 from jvlab.wire._sync_words import Terms
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from jvlab.sync._connect import Agreement
     from jvlab.sync._mapping import Mapping
     from jvlab.sync._meaning import Meaning
+    from jvlab.sync._publish import Publisher, PublishReport
     from jvlab.sync._stepper import Stepper
     from jvlab.sync._team import Team
     from jvlab.transport._peer import Sender
@@ -136,6 +139,7 @@ class Link:
         self.nonfinite = nonfinite
         self._on_close = on_close
         self._agreed = agreed
+        self._publishers: dict[str, Publisher] = {}  # by path
         self._coordinator = (
             Coordinator(pool, agreed, wrap)
             if team is None
@@ -347,6 +351,51 @@ class Link:
 
         return SyncHandle(sync, self.pool.name, self.plan.total_bytes)
 
+    @brief
+    def publish(
+        self,
+        path: str | os.PathLike[str],
+        params: Any,
+        version: int | None = None,
+        *,
+        full: bool = False,
+        full_every: int = FULL_EVERY,
+        keep: int = KEEP,
+        storage_options: dict[str, Any] | None = None,
+        timeout: float | Deadline = SYNC_SECONDS,
+    ) -> PublishReport:
+        """Write `params` as the next version of a folder or bucket, for pools elsewhere that follow it.
+
+        version   default: this link's version, if it is larger than all that are there, else the next one
+        others    as for `jv.Publisher`, which needs no pool
+
+        By this link's rules, in its engine's dtypes: a pool that follows gets what `link.sync(params)` would send it.
+        The link keeps the folder open for itself until it is closed.
+        """
+        from jvlab.sync._publish import Publisher, PublishOptions
+
+        self._require_one_process("publish", "gather the parameters into one")
+        deadline = Deadline.of(timeout)
+        options = PublishOptions(
+            full_every=full_every,
+            keep=keep,
+            nonfinite=self.nonfinite,
+            storage_options=storage_options,
+        )
+        name = os.fspath(path)
+        publisher = self._publishers.get(name)
+        if publisher is None or publisher.closed:
+            publisher = Publisher.of_link(path, self, options, deadline)
+            self._publishers[name] = publisher
+        if publisher.options != options:
+            raise ConfigError(
+                f"this link publishes into {name} with other options",
+                remedy="give the same ones in each call; a new link takes new ones",
+            )
+        if version is None and self.version > publisher.version:
+            version = self.version
+        return publisher.publish(params, version, full=full, timeout=deadline)
+
     # Inspecting ---------------------------------------------------------------------------------------------------
 
     @brief
@@ -481,6 +530,8 @@ class Link:
         """Abandon an open sync and release the pool; the engines keep their weights. Can be called twice."""
         if not self.closed:
             self._coordinator.close()
+            for publisher in self._publishers.values():
+                publisher.close()
             self.pool.links.discard(self)
             self._on_close(self)
 

@@ -26,7 +26,7 @@ from jvlab.layout._slices import (
     stacked_dims,
     without_number,
 )
-from jvlab.layout._types import Binding, Note, RankLayout
+from jvlab.layout._types import Binding, CheckpointTensor, Note, RankLayout
 from jvlab.sync._compile_tree import trace_and_compile
 from jvlab.sync._mapping_row import MappingRow
 from jvlab.trainer.models import resolve
@@ -665,6 +665,11 @@ class Mapping:
                 remedy="make it with jv.Mapping.of(params, model, rules=…), or use link.mapping",
             )
         return self._origin
+
+    @property
+    def tensors(self) -> tuple[CheckpointTensor, ...]:
+        """The checkpoint's tensors that were traced."""
+        return self._layouts[0].tensors
 
     @property
     def editable(self) -> bool:
