@@ -85,7 +85,7 @@ def acceptance(pool: jv.Pool, version: int) -> float:
 def processed(policy: jv.Policy, sample: Any, how: dict[str, Any]) -> np.ndarray:
     """Log-probabilities of a sample's tokens after temperature and top-k, by the trainer's own forward pass."""
     row = [*sample.prompt_token_ids.tolist(), *sample.token_ids.tolist()]
-    logits = np.asarray(policy.logits([row]))[0] / how["temperature"]
+    logits = np.asarray(policy.logits(policy.params, [row]))[0] / how["temperature"]
     logits = logits[len(sample.prompt_token_ids) - 1 : -1]
     if "top_k" in how:
         least = np.sort(logits, axis=-1)[:, -how["top_k"], None]

@@ -52,6 +52,7 @@ def test_a_slot_is_cleared_once(adapter: bool, mode: str):
         True,
     )
     rank.model = None
+    rank._drafts = False
     for number in range(2):
         seen.events.clear()
         for answer in (rank.move({"mode": mode}), rank.commit()):
