@@ -34,7 +34,7 @@ def test_wrong_arguments_start_nothing():
         jv.Pool.in_process("./no-such-model")
     with pytest.raises(errors.ConfigError, match="colour") as caught:
         jv.Pool.in_process("tiny:llama", colour="red")  # type: ignore[call-arg]
-    assert "replicas, routing" in caught.value.remedy
+    assert "replicas, restarts, routing" in caught.value.remedy
     assert not _in_process._open
 
 
