@@ -541,6 +541,7 @@ class Lab:
         """
         from jvlab.sync._publish import Follower
 
+        seconds = check_timeout(timeout)
         check_pool(pool, "lab.follow(pool, path)")
         self._check_owner(pool)
 
@@ -552,7 +553,7 @@ class Lab:
                 transport,
                 mode,
                 nonfinite=nonfinite,
-                timeout=timeout,
+                timeout=seconds,
             )
 
         follower = Follower(
@@ -562,7 +563,7 @@ class Lab:
             poll=poll,
             delta=delta,
             storage_options=storage_options,
-            timeout=timeout,
+            timeout=seconds,
             on_close=self._followers.discard,
         )
         self._followers.add(follower)

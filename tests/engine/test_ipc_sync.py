@@ -296,7 +296,7 @@ def test_one_order_does_it_all(replica: Replica, trainer: CoreOrders):
         False,
         "idle",
     )
-    assert replica.sync._committed() == {("a", 0): 1, ("b", 0): 2, ("c", 0): 3}
+    assert replica.sync._committed[False]() == {("a", 0): 1, ("b", 0): 2, ("c", 0): 3}
     assert not trainer._stream.busy
 
 
@@ -622,7 +622,7 @@ def test_a_staged_sync_stands_still_for_one_call(replica: Replica, trainer: Core
         False,
         "idle",
     )
-    assert replica.sync._committed() == {("a", 0): 1, ("b", 0): 2, ("c", 0): 3}
+    assert replica.sync._committed[False]() == {("a", 0): 1, ("b", 0): 2, ("c", 0): 3}
     replica.sync.user_paused = True
     staged(trainer, 2, kv="recompute")
     assert replica.core.did[-1] == ("version", "2"), "who paused stays paused"
@@ -666,7 +666,7 @@ def test_a_staged_sync_by_the_core(replica: Replica, trainer: CoreOrders, deaf: 
         False,
         "idle",
     )
-    assert replica.sync._committed() == {("a", 0): 1, ("b", 0): 2, ("c", 0): 3}
+    assert replica.sync._committed[False]() == {("a", 0): 1, ("b", 0): 2, ("c", 0): 3}
 
 
 @pytest.mark.parametrize("deaf", [False, True])

@@ -125,6 +125,14 @@ class FakeReplica(rpc.RolloutServicer):
                     await self.register()
             self.in_beat = False
 
+    async def check(self, epoch: int, context: Any) -> None:
+        """As a real one does: an order may overtake the reply to its registration."""
+        while self.epoch == 0:
+            await asyncio.sleep(0.005)
+        if epoch != self.epoch:
+            text = f"epoch {epoch} is not {self.epoch}"
+            await context.abort(grpc.StatusCode.ABORTED, text)
+
     def stats(self) -> pb.ReplicaStats:
         return pb.ReplicaStats(
             running=self.running,
@@ -144,10 +152,7 @@ class FakeReplica(rpc.RolloutServicer):
     async def Generate(
         self, request: pb.RolloutRequest, context: Any
     ) -> AsyncIterator[pb.SampleBatch]:
-        if request.epoch != self.epoch:
-            await context.abort(
-                grpc.StatusCode.ABORTED, f"epoch {request.epoch} is not {self.epoch}"
-            )
+        await self.check(request.epoch, context)
         if self.refusal:
             await abort(context, self.refusal)
         refused, self.dirty_refusals = (
@@ -224,10 +229,7 @@ class FakeReplica(rpc.RolloutServicer):
     async def Steer(
         self, request: pb.RolloutSteerRequest, context: Any
     ) -> pb.SteerReply:
-        if request.epoch != self.epoch:
-            await context.abort(
-                grpc.StatusCode.ABORTED, f"epoch {request.epoch} is not {self.epoch}"
-            )
+        await self.check(request.epoch, context)
         await asyncio.sleep(self.steer_delay)
         await self.thawed.wait()
         if request.order.what == self.unable:
@@ -245,10 +247,7 @@ class FakeReplica(rpc.RolloutServicer):
     async def Sync(
         self, request: pb.RolloutSyncRequest, context: Any
     ) -> pb.RolloutSyncReply:
-        if request.epoch != self.epoch:
-            await context.abort(
-                grpc.StatusCode.ABORTED, f"epoch {request.epoch} is not {self.epoch}"
-            )
+        await self.check(request.epoch, context)
         async with self.sync_lock:
             await self.thawed.wait()
             outcome = await self.sync(request)

@@ -112,7 +112,7 @@ def test_hostile_names_of_a_host_that_offers_itself(tmp_path: Path, name: str):
         ["--gateway", "127.0.0.1:1", "--token-file", str(token), "--name", name]
     )
     with pytest.raises(errors.ConfigError, match="name"):
-        host_from(arguments)
+        host_from(arguments, tmp_path)
 
 
 @pytest.mark.parametrize("replica", ["../../x/0", "a\0b/0", "p/../../0"])

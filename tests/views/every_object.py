@@ -111,7 +111,13 @@ def link(found: Mapping) -> Link:
     made = Link.__new__(Link)
     check = SimpleNamespace(meaning=meaning())
     made._agreed = SimpleNamespace(  # type: ignore
-        plan=found.plan, mapping=found, transport="shm", reason=EVIL, meaning=check
+        plan=found.plan,
+        mapping=found,
+        transport="shm",
+        reason=EVIL,
+        meaning=check,
+        part="model",
+        folder="",
     )
     made.pool = pool()
     made.mode = "direct"
