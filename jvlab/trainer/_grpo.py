@@ -181,7 +181,8 @@ def _follow(crew: Crew, state: TrainState, parts: dict[str, Any]) -> Run:
         latest = checkpoints.folder / begin["checkpoint"]
         state = crew.together(lambda: checkpoints.load(latest, state))
     parts["keep"](state.params)
-    follower = Follower(
+    # it has what `Run` reads of a loop
+    follower: Any = Follower(
         crew=crew,
         checkpoints=checkpoints,
         state=state,
@@ -189,7 +190,8 @@ def _follow(crew: Crew, state: TrainState, parts: dict[str, Any]) -> Run:
         version=int(begin["version"]),
         **parts,
     )
-    run = Run(follower, NoProducer, folder, None, lambda: None)
+    start: Any = NoProducer
+    run = Run(follower, start, folder, None, lambda: None)
     in_background = in_kernel() if config.background is None else config.background
     # no deadline: as long as the run takes
     return run if in_background else run.wait()

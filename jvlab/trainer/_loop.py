@@ -341,7 +341,7 @@ class Loop:
         pending = self._together(launch)
         self.state = pending.state
         self.keep(self.state.params)
-        # no deadline: the trainer's own computation
+        # as long as the computation takes
         self._together(pending.wait)
         stop = clock()
         if probe is not None:  # it scores with the version that a sync would replace

@@ -24,7 +24,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -289,16 +289,15 @@ class Crew:
         threading.Thread(target=run, name="jvlab-collective", daemon=True).start()
         grace: Deadline | None = None
         # no deadline while all processes are there: a step takes as long as it takes
-        while True:
-            try:
-                return done.result(1.0)
-            except BaseException as error:
-                if done.done():
-                    self._explain(error)
+        while not wait([done], 1.0).done:
             if grace is None and self.lost() is not None:
                 grace = Deadline(GRACE_SECONDS)
             if grace is not None and grace.over:
                 self.check()
+        try:
+            return done.result(0)
+        except BaseException as error:
+            self._explain(error)
 
     def _explain(self, error: BaseException) -> NoReturn:
         """Raise why a process could not do its part, which is often that another one has gone."""
@@ -365,7 +364,8 @@ def batch_bytes(batch: TrainBatch) -> bytes:
     }
     text = np.frombuffer(json.dumps(plain).encode(), np.uint8)
     file = io.BytesIO()
-    np.savez(file, plain=text, **arrays)
+    content: dict[str, Any] = {"plain": text, **arrays}
+    np.savez(file, **content)
     return zlib.compress(file.getvalue(), 1)
 
 
@@ -517,7 +517,7 @@ class Follower:
         self.state = pending.state
         self.keep(self.state.params)
         self._pending = pending
-        # no deadline: the trainer's own computation
+        # as long as the computation takes
         self.crew.together(pending.wait)
 
     def _settle(self) -> None:

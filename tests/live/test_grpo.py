@@ -421,6 +421,7 @@ def test_two_trainer_processes(
         finally:
             for process in team:
                 process.kill()
+                process.communicate()
         records.append(Record.open(folder))
     one, two = records
     assert two.config["processes"] == 2

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jvlab as jv
 from jvlab._errors import SyncError
 from jvlab._names import own_name
+from jvlab.trainer import _processes
 from jvlab.trainer._grpo import grpo
 from jvlab.trainer._processes import whole
 from jvlab.wire import jvlab_pb2 as pb
@@ -27,6 +28,8 @@ from jvlab.wire._client import TeamStream
 from tests.trainer.fake_pool import FakeLink, FakePool, logprobs_fn, task
 from tests.waiting import until
 
+# batches of these runs are handed out in several parts
+_processes.PART = 700
 PROCESS, PROCESSES, PORT = map(int, sys.argv[1:4])
 
 
@@ -43,7 +46,8 @@ class TeamLink(FakeLink):
     """Called in every process, as the real one; the pool of process 0 is the one that generates."""
 
     def __init__(self, client: Any, plan: dict[str, Any]) -> None:
-        super().__init__(CountingPool(), fail=plan.get("fail", 0))
+        self.counting = CountingPool()
+        super().__init__(self.counting, fail=plan.get("fail", 0))
         self._client = client
         self._plan = plan
 
@@ -73,7 +77,7 @@ class TeamLink(FakeLink):
     def _calm(self, version: int) -> None:
         """Wait for the groups that may start before this version: so which weights make which group is settled."""
         expected = self._plan["calls"][version - 1]
-        until(lambda: self.pool.generated >= expected, "the groups before a sync")
+        until(lambda: self.counting.generated >= expected, "the groups before a sync")
 
 
 def sharded(seed: int) -> dict[str, Any]:
@@ -123,7 +127,8 @@ def go(lab: jv.Lab, folder: str, plan: dict[str, Any]) -> dict[str, Any]:
     found["table"] = np.asarray(whole(run.params)["table"], np.float64).tolist()
     if PROCESS == 0:
         found["losses"] = run.record.steps()["loss"].tolist()
-        found["versions"] = [e.version for e in run.record.events("sync")]
+        syncs: Any = run.record.events("sync")
+        found["versions"] = [event.version for event in syncs]
     return found
 
 

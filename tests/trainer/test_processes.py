@@ -16,6 +16,7 @@ import pytest
 
 from tests.gateway.fake_lab import FakeLab
 from tests.sync.team_processes import free_port
+from tests.xla_flags import UNOPTIMISED, plain_loops
 
 pytestmark = pytest.mark.slow
 
@@ -33,10 +34,11 @@ class Crews:
 
     def start(self, processes: int, *plans: dict[str, Any], devices: int = 1) -> None:
         """Each process makes these runs, one after the other."""
-        flags = f"--xla_force_host_platform_device_count={devices}"
+        flags = [f"--xla_force_host_platform_device_count={devices}"]
+        flags += [*UNOPTIMISED, *plain_loops()]
         env = {
             **os.environ,
-            "XLA_FLAGS": flags,
+            "XLA_FLAGS": " ".join(flags),
             "JAX_PLATFORMS": "cpu",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(sys.path),
