@@ -424,7 +424,8 @@ def test_two_trainer_processes(
                 process.communicate()
         records.append(Record.open(folder))
     one, two = records
-    assert two.config["processes"] == 2
+    [start] = two.events("run_start")
+    assert start.config["processes"] == 2  # type: ignore[attr-defined]
     for name in ("loss", "grad_norm", "reward_mean", "entropy"):
         there = one.steps()[name]
         np.testing.assert_allclose(two.steps()[name], there, atol=1e-5, err_msg=name)
