@@ -467,13 +467,14 @@ def _exporter(
         target, fresh, old = (
             folder / part for part in (name, f"{name}.new", f"{name}.old")
         )
-        params = None
+        # a user's own policy may take the folder alone
+        gathered = []
         if crew is not None:
-            params = crew.together(lambda: whole(policy.params))
+            gathered.append(crew.together(lambda: whole(policy.params)))
         shutil.rmtree(fresh, ignore_errors=True)
         try:
             with writing(target, "the policy"):
-                policy.save_pretrained(fresh, params)
+                policy.save_pretrained(fresh, *gathered)
                 if target.exists():
                     target.rename(old)
                 fresh.rename(target)
