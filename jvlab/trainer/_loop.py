@@ -644,17 +644,14 @@ class Loop:
         """
         if self._sleep is not None:
             self._sleep.wake("weights")
+        options = {**self.config.sync_options, "progress": False}
+        send = lambda: self.link.sync(self.state.params, self.version, **options)
         for attempt in range(SYNC_TRIES):
             self.version = max(self.version, self.link.version + 1)
             start = clock()
             self._order("sync", version=self.version)
             try:
-                report = self.link.sync(
-                    self.state.params,
-                    self.version,
-                    progress=False,
-                    **self.config.sync_options,
-                )
+                report = self._together(send)
                 break
             except SyncError as error:
                 self._fault(

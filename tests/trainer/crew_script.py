@@ -23,6 +23,7 @@ from jvlab._names import own_name
 from jvlab.trainer import _processes
 from jvlab.trainer._grpo import grpo
 from jvlab.trainer._processes import whole
+from jvlab.trainer._schedule import Flow
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._client import TeamStream
 from tests.trainer.fake_pool import FakeLink, FakePool, logprobs_fn, task
@@ -31,6 +32,15 @@ from tests.waiting import until
 # batches of these runs are handed out in several parts
 _processes.PART = 700
 PROCESS, PROCESSES, PORT = map(int, sys.argv[1:4])
+
+
+def in_order(flow: Flow[Any], take: Any = Flow.take) -> Any:
+    """Groups are trained on in the order of their numbers, not as they end: so two runs ahead can be compared."""
+    lowest = sorted([*flow.flying, *flow.ready])[: flow.schedule.groups_per_step]
+    return take(flow) if all(index in flow.ready for index in lowest) else None
+
+
+Flow.take = in_order  # type: ignore[method-assign]
 
 
 class CountingPool(FakePool):
