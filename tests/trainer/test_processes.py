@@ -164,15 +164,3 @@ def test_what_the_others_hear(crews: Crews):
     for found in runs[1]:
         assert "learning_rate is 0.2 and 0.1" in found["message"]
     assert [found["error"] for found in runs[1]] == ["ConfigError", "TrainerLost"]
-
-
-@pytest.mark.soak
-def test_a_stopped_process_is_noticed(crews: Crews):
-    """SIGSTOP: its connections stay, but it says no more that it is there."""
-    crews.start(2, plan("p", dies=1, dies_at=3, signal=signal.SIGSTOP))
-    out, _ = crews.processes[0].communicate(timeout=PATIENCE)
-    crews.processes[1].kill()
-    found = json.loads(out.splitlines()[-1])
-    assert found["error"] == "TrainerLost"
-    assert "process 1" in found["message"]
-    assert "no sign of life" in found["message"]
