@@ -306,3 +306,7 @@ class LaunchError(JvlabError):
 
 class ReplicaLost(JvlabError):
     """A replica died and its work could not be finished elsewhere."""
+
+
+class TrainerLost(JvlabError):
+    """A process of a trainer of several died, fell silent or gave up; the message names it."""

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from jvlab.sync._senders import SendingChannel
     from jvlab.sync._stepper import Stepper
     from jvlab.transport._peer import Sender
+    from jvlab.wire._client import TeamStream
     from jvlab.wire._pool_view import PoolView
 
 
@@ -304,6 +305,10 @@ class Coordinator:
         self.drop()
 
     # One sync or check --------------------------------------------------------------------------------------------
+
+    def stream_beside(self, purpose: str) -> TeamStream | None:
+        """See `Link.stream_beside`; this is the only process."""
+        return None
 
     def together(self, kind: str) -> AbstractContextManager[None]:
         """A sync or check in which all trainer processes take part."""

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from jvlab.sync._stepper import Stepper
     from jvlab.sync._team import Team
     from jvlab.transport._peer import Sender
+    from jvlab.wire._client import TeamStream
 
 
 # `SyncHandle`: a sync running in the background.
@@ -211,6 +212,13 @@ class Link:
             and self._agreed is agreed
             and (self.mode, self.nonfinite) == (mode, nonfinite)
         )
+
+    def stream_beside(self, purpose: str) -> TeamStream | None:
+        """A stream between the processes of this trainer, for something else than syncs; None if it is one process.
+
+        Each of them opens it. `stream.names` has one entry for each process, the leader's first.
+        """
+        return self._coordinator.stream_beside(purpose)
 
     def lend_scores(self, policy: Any) -> None:
         """While the mapping's meaning is unsettled, let the next sync score tokens with this policy."""

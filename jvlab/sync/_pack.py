@@ -26,7 +26,6 @@ from jvlab.layout._digest import (
     flawed,
     row_elements,
 )
-from jvlab.layout._element_order import source_order
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import (
     OPAQUE,
@@ -34,6 +33,7 @@ from jvlab.layout._plan_types import (
     ValueTransform,
     convert,
     numpy_dtype,
+    source_order,
 )
 from jvlab.layout._tree import as_sent, flatten, leaf_from_array
 from jvlab.sync._quantise import Naming, sent_arrays, unchanged

@@ -81,12 +81,19 @@ class Team:
         # cancels the work in progress here
         self._close: Callable[[], object] | None = None
         self._failed: set[int] = set()  # rounds whose failure this process has reported
-        name = own_name()
-        join = pb.TeamJoin(
-            pool=pool, team=job, member=self.member, size=self.size, name=name
+        self._client = client
+        self._join = pb.TeamJoin(
+            pool=pool, team=job, member=self.member, size=self.size, name=own_name()
         )
-        self._stream = TeamStream(client, join)
+        self._stream = TeamStream(client, self._join)
         self._stream.on_news = self._on_message
+
+    def another_stream(self, purpose: str) -> TeamStream:
+        """A stream of the same processes beside that of the syncs; each of them opens it."""
+        join = pb.TeamJoin()
+        join.CopyFrom(self._join)
+        join.team = f"{join.team}/{purpose}"
+        return TeamStream(self._client, join)
 
     @property
     def leads(self) -> bool:
@@ -410,6 +417,9 @@ class TeamCoordinator(Coordinator):
         super().__init__(pool, agreed, wrap)
         self.team = team
         self.processes = team.size
+
+    def stream_beside(self, purpose: str) -> TeamStream | None:
+        return self.team.another_stream(purpose)
 
     def together(self, kind: str) -> AbstractContextManager[None]:
         return self.team.round(kind)

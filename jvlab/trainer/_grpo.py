@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import inspect
@@ -31,6 +32,8 @@ from jvlab.trainer._compile_cache import use_compile_cache
 from jvlab.trainer._groups import Evaluation, GroupMaker, SampleGroup
 from jvlab.trainer._grpo_config import GrpoConfig, GrpoOptions, signature_with_options
 from jvlab.trainer._loop import Loop
+from jvlab.trainer._losses import Algorithm
+from jvlab.trainer._processes import Crew, Follower, NoProducer, facts_of, whole
 from jvlab.trainer._producer import Producer
 from jvlab.trainer._run import Run
 from jvlab.trainer._run_checkpoint import Checkpoints, Position
@@ -121,38 +124,116 @@ def grpo(
     params, logprobs_fn, keep_params = _model_and_logprobs(policy, config.temperature)
     config.check_replay_of(policy, logprobs_fn, pool, task)
     config.check_engine(pool, sampling)
-    folder, resume = _folder(config.folder, task.name, config.resume)
     link.lend_scores(policy)  # to check what tensors mean, if the next sync needs it
-    train = TrainStep(
-        logprobs_fn,
-        algorithm,
-        learning_rate=config.rate,
-        optimizer=config.optimizer,
-        max_grad_norm=config.max_grad_norm,
-        deterministic=_deterministic(pool),
-        token_budget=_token_budget(config, policy),
-        short_rows=not getattr(policy, "fused_attention", False),
+    crew = Crew.of(link, params)
+    with contextlib.nullcontext() if crew is None else crew.sharing():
+        together = _at_once if crew is None else crew.together
+        budget = together(lambda: _token_budget(config, policy))
+        if crew is not None:
+            crew.hello(facts_of(config, algorithm, task.name, params, budget))
+        train = TrainStep(
+            logprobs_fn,
+            algorithm,
+            learning_rate=config.rate,
+            optimizer=config.optimizer,
+            max_grad_norm=config.max_grad_norm,
+            deterministic=_deterministic(pool),
+            token_budget=budget,
+            short_rows=not getattr(policy, "fused_attention", False),
+        )
+        own_reference = algorithm.needs_reference and config.reference is None
+        reference = (
+            together(lambda: _copied(params))
+            if own_reference
+            else _checked_reference(config.reference, params)
+        )
+        state = together(lambda: train.init(params))
+        parts = {
+            "config": config,
+            "algorithm": algorithm,
+            "reference": reference,
+            "train": train,
+            "link": link,
+            "keep": keep_params,
+        }
+        if crew is not None and not crew.leads:
+            return _follow(crew, state, parts)
+        return _lead(crew, policy, pool, task, sampling, state, parts)
+
+
+def _at_once(work: Callable[[], Any]) -> Any:
+    return work()
+
+
+def _follow(crew: Crew, state: TrainState, parts: dict[str, Any]) -> Run:
+    """The run in every process but the first."""
+    config: GrpoConfig = parts["config"]
+    begin = crew.next()
+    folder = Path(begin["folder"])
+    checkpoints = Checkpoints(folder, config.keep_checkpoints)
+    if config.checkpoint_every and not checkpoints.folder.is_dir():
+        raise ConfigError(
+            f"{checkpoints.folder}, where process 0 writes checkpoints, is not there for this process",
+            remedy="a folder that all processes see, or checkpoint_every=0",
+            folder=str(folder),
+        )
+    if begin["checkpoint"]:
+        latest = checkpoints.folder / begin["checkpoint"]
+        state = crew.together(lambda: checkpoints.load(latest, state))
+    parts["keep"](state.params)
+    # it has what `Run` reads of a loop
+    follower: Any = Follower(
+        crew=crew,
+        checkpoints=checkpoints,
+        state=state,
+        step=int(begin["step"]),
+        version=int(begin["version"]),
+        **parts,
     )
-    own_reference = algorithm.needs_reference and config.reference is None
-    reference = (
-        _copied(params)
-        if own_reference
-        else _checked_reference(config.reference, params)
-    )
+    start: Any = NoProducer
+    run = Run(follower, start, folder, None, lambda: None)
+    in_background = in_kernel() if config.background is None else config.background
+    # no deadline: as long as the run takes
+    return run if in_background else run.wait()
+
+
+def _lead(
+    crew: Crew | None,
+    policy: Any,
+    pool: Pool,
+    task: Task,
+    sampling: dict[str, Any],
+    state: TrainState,
+    parts: dict[str, Any],
+) -> Run:
+    """The run in the process that decides, records and evaluates."""
+    config: GrpoConfig = parts["config"]
+    algorithm: Algorithm = parts["algorithm"]
+    link: Link = parts["link"]
+    folder, resume = _folder(config.folder, task.name, config.resume)
     gap_alarm = config.alarm_for(pool)
     checkpoints = Checkpoints(folder, config.keep_checkpoints)
-    state = train.init(params)
     position = None
-    if resume:
-        position, state = _resumed(checkpoints, state, task, config.seed)
-    keep_params(state.params)
+    latest = checkpoints.latest() if resume else None
+    if latest is not None:
+        position = _resumed(checkpoints, latest, task, config.seed)
     # where a run begins, or goes on
     at = position or Position(step=0, version=0, seed=config.seed, groups=task.position)
+    version = max(at.version, link.version + 1)
+    if config.checkpoint_every:
+        checkpoints.prepare(state)
+    if crew is not None:
+        begin = {"folder": str(folder), "step": at.step, "version": version}
+        crew.order("begin", checkpoint=latest.name if latest else "", **begin)
+    if latest is not None:
+        load = lambda: checkpoints.load(latest, state)
+        state = load() if crew is None else crew.together(load)
+    parts["keep"](state.params)
     about = {**config.to_record(task, pool, algorithm, sampling), "cores": _cores()}
+    if crew is not None:
+        about["processes"] = len(crew.processes)
     evaluation = _evaluation(config, pool, sampling, folder, resume)
     try:
-        if config.checkpoint_every:
-            checkpoints.prepare(state)
         writer = RecordWriter(
             folder,
             run=folder.name,
@@ -167,22 +248,18 @@ def grpo(
             evaluation.close()
         raise
     loop = Loop(
-        config=config,
-        algorithm=algorithm,
+        crew=crew,
         sampling=sampling,
-        reference=reference,
         gap_alarm=gap_alarm,
-        train=train,
         state=state,
-        link=link,
         task=task,
         writer=writer,
         checkpoints=checkpoints,
         evaluation=evaluation,
-        keep=keep_params,
-        export=_exporter(policy, folder),
+        export=_exporter(policy, folder, crew),
         step=at.step,
-        version=max(at.version, link.version + 1),
+        version=version,
+        **parts,
     )
     reporter = _StepReporter(loop, pool, folder.name)
     loop.on_step.append(reporter.step)
@@ -381,8 +458,13 @@ def _reports(
     return reports(to, folder, about, at.step if resume else -1, seen)
 
 
-def _exporter(policy: Any, folder: Path) -> Callable[[str], None] | None:
-    """Saves the policy under a name in the run's folder, in place of an earlier one of that name."""
+def _exporter(
+    policy: Any, folder: Path, crew: Crew | None
+) -> Callable[[str], None] | None:
+    """Saves the policy under a name in the run's folder, in place of an earlier one of that name.
+
+    Where several processes hold it, each of them hands over its shards at the same time.
+    """
     if not hasattr(policy, "save_pretrained"):
         return None
 
@@ -390,10 +472,14 @@ def _exporter(policy: Any, folder: Path) -> Callable[[str], None] | None:
         target, fresh, old = (
             folder / part for part in (name, f"{name}.new", f"{name}.old")
         )
+        # a user's own policy may take the folder alone
+        gathered = []
+        if crew is not None:
+            gathered.append(crew.together(lambda: whole(policy.params)))
         shutil.rmtree(fresh, ignore_errors=True)
         try:
             with writing(target, "the policy"):
-                policy.save_pretrained(fresh)
+                policy.save_pretrained(fresh, *gathered)
                 if target.exists():
                     target.rename(old)
                 fresh.rename(target)
@@ -509,13 +595,8 @@ def _other_runs(folder: Path) -> str:
     return f'{hint}resume="auto" starts a run if there is none'
 
 
-def _resumed(
-    checkpoints: Checkpoints, state: TrainState, task: Task, seed: int
-) -> tuple[Position | None, TrainState]:
-    """Position and state of the last checkpoint; (None, `state`) if there is none."""
-    latest = checkpoints.latest()
-    if latest is None:
-        return None, state
+def _resumed(checkpoints: Checkpoints, latest: Path, task: Task, seed: int) -> Position:
+    """Position of the last checkpoint, which the task takes too."""
     position = checkpoints.position(latest)
     if position.seed != seed:
         raise ConfigError(
@@ -523,4 +604,4 @@ def _resumed(
             remedy=f"resume with seed={position.seed}",
         )
     task.load_state(position.task)
-    return position, checkpoints.load(latest, state)
+    return position

@@ -27,7 +27,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -75,6 +76,9 @@ from jvlab.trainer._run_checkpoint import Checkpoints, Position
 from jvlab.trainer._step import Pending, StepReport, TrainState, TrainStep
 from jvlab.trainer._tasks import Task
 
+if TYPE_CHECKING:
+    from jvlab.trainer._processes import Crew
+
 SYNC_TRIES = 4  # of a sync during which replicas fail
 RATIO_STATISTICS = ("mean", "p01", "p50", "p99", "min", "max")
 
@@ -94,9 +98,9 @@ class Control:
             self._changed.notify_all()
         self.listener()
 
-    def wait_while_pausing(self) -> None:
+    def wait_while_pausing(self, leave: Callable[[], bool]) -> None:
         with self._changed:
-            while self.pausing and not self.stopping:
+            while self.pausing and not self.stopping and not leave():
                 self._changed.wait(1.0)
 
 
@@ -135,6 +139,7 @@ class Loop:
     export: Callable[[str], None] | None  # saves the policy under a name
     step: int
     version: int
+    crew: Crew | None = None  # the trainer's processes, if there are several
     control: Control = field(default_factory=Control)
     # told of each step, in this order
     on_step: list[Callable[[StepEvent], None]] = field(default_factory=list)
@@ -172,12 +177,16 @@ class Loop:
         """Run to the last step, or until the owner stops it; returns "finished" or "stopped"."""
         self.producer = producer
         self.control.listener = producer.wake
+        if self.crew is not None:
+            self.crew.on_news = self._news
         steps = self.config.steps
         if self.config.sleeps(self.link.pool):
             self._sleep = PoolSleep(self.link.pool, producer, self.writer)
         self._write(self._sync())
         self._evaluate()
         while self.step < steps and not self.control.stopping:
+            if self.crew is not None:
+                self.crew.check()
             if self.control.pausing:
                 self._wait_while_paused()
                 continue
@@ -204,8 +213,8 @@ class Loop:
                 told(event)
         self._wait_for_samples()
         self._record_drafts(last=True)
-        if self.evaluation is not None and self.export is not None:
-            self.export("last")
+        if self.evaluation is not None:
+            self._export("last")
         return "finished" if self.step >= steps else "stopped"
 
     def _evaluate(self) -> None:
@@ -219,13 +228,18 @@ class Loop:
             self._wait_until_served(error)
             event = self.evaluation.run(self.step, self.version)
         self.writer.write(event)
-        if event.best and self.export is not None:
-            self.export("best")
+        if event.best:
+            self._export("best")
 
     def waiting(self) -> str:
         """Which function of the user's has been waited for, and how long; "" if that is not worth mentioning."""
         found = self.evaluation.waiting() if self.evaluation is not None else ""
         return found or (self.producer.waiting() if self.producer is not None else "")
+
+    def ended(self, reason: str, error: BaseException | None) -> None:
+        """How the run ended, for the trainer's other processes."""
+        if self.crew is not None:
+            self.crew.end(reason, error)
 
     def close(self) -> None:
         """Release threads and files; the owner closes the record."""
@@ -236,6 +250,8 @@ class Loop:
         self._probe_thread.shutdown(wait=True)  # no deadline: `Pool.score` has one
         self._sample_thread.shutdown(wait=True)  # no deadline: it writes a file
         self.checkpoints.close()
+        if self.crew is not None:
+            self.crew.close()
 
     def save(self) -> None:
         """Write a checkpoint of the current position."""
@@ -255,17 +271,49 @@ class Loop:
                 updates=self.state.updates,
                 skipped=self.state.skipped,
             ),
+            self._write_arrays,
         )
+
+    def _write_arrays(self, state: TrainState, path: Path) -> None:
+        self._order("save", path=str(path))
+        self._together(lambda: self.checkpoints.write_arrays(state, path))
 
     def _wait_while_paused(self) -> None:
         assert self.producer is not None
         start = clock()
         self.producer.pause(True)
-        self.control.wait_while_pausing()
+        self.control.wait_while_pausing(self._lost_a_process)
         self.producer.pause(False)
         self.writer.write(
             PauseEvent(actor="trainer", start=start, stop=clock(), why="run.pause()")
         )
+
+    # Several processes --------------------------------------------------------------------------------------------
+
+    def _order(self, do: str, **body: Any) -> None:
+        """What the trainer's other processes do next, if there are any."""
+        if self.crew is not None:
+            self.crew.order(do, **body)
+
+    def _together(self, work: Callable[[], Any]) -> Any:
+        """Work that all of the trainer's processes do."""
+        return work() if self.crew is None else self.crew.together(work)
+
+    def _lost_a_process(self) -> bool:
+        return self.crew is not None and self.crew.lost() is not None
+
+    def _news(self) -> None:
+        """Called by the crew's thread: another process has gone, or its owner asks for something."""
+        assert self.crew is not None
+        assert self.producer is not None
+        for asked in self.crew.asked():
+            self.control.set(pausing=asked["pausing"], stopping=asked["stopping"])
+        self.producer.wake()
+
+    def _export(self, name: str) -> None:
+        if self.export is not None:
+            self._order("gather")
+            self.export(name)
 
     # One step -----------------------------------------------------------------------------------------------------
 
@@ -283,14 +331,23 @@ class Loop:
             np.concatenate([np.full(len(g.samples), g.index) for g in groups]),
             replay=self.config.replay,
         )
-        batch = self._with_reference(batch)
+        by_a_pool = hasattr(self.reference, "score")
+        if by_a_pool:
+            batch = self._with_reference(batch)
+        if self.crew is not None:
+            self.crew.order_batch(batch, version)
+        if not by_a_pool:
+            batch = self._with_reference(batch)
         probe = self._probe(batch)
         if self._sleep is not None:
             self._sleep.begin(() if probe is None else (probe,))
-        pending = self.train.launch(self.state, batch, version)
+        self._order("train")
+        launch = lambda: self.train.launch(self.state, batch, version)
+        pending = self._together(launch)
         self.state = pending.state
         self.keep(self.state.params)
-        pending.wait()  # no deadline: the trainer's own computation
+        # as long as the computation takes
+        self._together(pending.wait)
         stop = clock()
         if probe is not None:  # it scores with the version that a sync would replace
             wait([probe])  # no deadline: `Pool.score` has one
@@ -309,7 +366,7 @@ class Loop:
 
     def _finish(self, trained: _Trained) -> StepEvent:
         """Fetch what a step computed and record it."""
-        self.state, report = trained.pending.finish()
+        self.state, report = self._together(trained.pending.finish)
         gap = self._gap(trained, report)
         event = self._event(trained, report, gap)
         self.writer.write(event)
@@ -352,7 +409,7 @@ class Loop:
                 row[: len(logprobs)] = np.nan_to_num(logprobs)  # a first token has none
             actor = getattr(reference, "name", "reference")
         else:
-            found = self.train.score(reference, batch)
+            found = self._together(lambda: self.train.score(reference, batch))
             actor = "trainer"
         self.writer.write(
             ScoreEvent(
@@ -566,7 +623,8 @@ class Loop:
     def _has_other_work(self) -> bool:
         """Whether to wait no longer for groups."""
         waits = self.producer is not None and self.producer.needs_weights
-        return self.control.pausing or self.control.stopping or waits
+        steered = self.control.pausing or self.control.stopping
+        return steered or waits or self._lost_a_process()
 
     def _catch_up(self) -> None:
         """Send the version that the groups are made with to replicas that were started again: no other holds it."""
@@ -602,16 +660,14 @@ class Loop:
         """
         if self._sleep is not None:
             self._sleep.wake("weights")
+        options = {**self.config.sync_options, "progress": False}
+        send = lambda: self.link.sync(self.state.params, self.version, **options)
         for attempt in range(SYNC_TRIES):
             self.version = max(self.version, self.link.version + 1)
             start = clock()
+            self._order("sync", version=self.version)
             try:
-                report = self.link.sync(
-                    self.state.params,
-                    self.version,
-                    progress=False,
-                    **self.config.sync_options,
-                )
+                report = self._together(send)
                 break
             except SyncError as error:
                 self._fault(

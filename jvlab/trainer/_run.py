@@ -16,7 +16,7 @@ import numpy as np
 
 from jvlab import _faces
 from jvlab._deadline import Deadline
-from jvlab._errors import ConfigError, DeadlineExceeded
+from jvlab._errors import ConfigError, DeadlineExceeded, Unsupported
 from jvlab._tracebacks import brief
 from jvlab.record._events import runs
 from jvlab.record._record import Record
@@ -143,6 +143,7 @@ class Run:
         if producer is not None:
             self._final = producer.snapshot()
             self._release(producer.close)
+        self._release(lambda: self._loop.ended(reason, self._error))
         self._release(self._loop.close)
         if self._leaving and reason != "finished":
             reason = "interrupted"
@@ -321,6 +322,11 @@ class Run:
         differ slightly: the engine continued from KV of the version before.
         """
 
+        if self._loop.crew is not None:
+            raise Unsupported(
+                "replay needs all parameters in one process; those of this run are spread over several",
+                remedy="resume the run in one process, with steps at its last, and replay there",
+            )
         return score_again(self._loop, Checkpoints(self.folder, keep=None), sample)
 
     # Display ------------------------------------------------------------------------------------------------------

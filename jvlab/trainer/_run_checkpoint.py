@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,13 +86,27 @@ class Checkpoints:
                 number=errno.ENOSPC,
             )
 
-    def save(self, state: TrainState, position: Position) -> Path:
-        """Write a checkpoint; it is complete on disk when this returns. If it fails, earlier ones are as before."""
+    def save(
+        self,
+        state: TrainState,
+        position: Position,
+        write_arrays: Callable[[TrainState, Path], None] | None = None,
+    ) -> Path:
+        """Write a checkpoint; it is complete on disk when this returns. If it fails, earlier ones are as before.
+
+        `write_arrays` writes the arrays instead of `self.write_arrays`, which every process that holds some must call.
+        """
         target = self.folder / f"step-{position.step:06d}"
         fresh = self.folder / f"{target.name}.part"
         try:
             with writing(target, WHAT):
-                self._write(state, position, fresh, target)
+                shutil.rmtree(fresh, ignore_errors=True)
+                fresh.mkdir(parents=True)
+                (write_arrays or self.write_arrays)(state, fresh / "state")
+                _write_position(position, fresh)
+                # exists if the run was resumed from an earlier step
+                shutil.rmtree(target, ignore_errors=True)
+                os.rename(fresh, target)
         except BaseException:
             shutil.rmtree(fresh, ignore_errors=True)
             raise
@@ -100,24 +114,11 @@ class Checkpoints:
             shutil.rmtree(old, ignore_errors=True)
         return target
 
-    def _write(
-        self, state: TrainState, position: Position, fresh: Path, target: Path
-    ) -> None:
-        shutil.rmtree(fresh, ignore_errors=True)
-        fresh.mkdir(parents=True)
+    def write_arrays(self, state: TrainState, path: Path) -> None:
+        """Write the shards that this process holds; Orbax waits for those of the others."""
         orbax = self._checkpointer()
-        orbax.save(
-            fresh / "state", {"params": state.params, "optimizer": state.opt_state}
-        )
+        orbax.save(path, {"params": state.params, "optimizer": state.opt_state})
         orbax.wait_until_finished()
-        text = json.dumps({"format": FORMAT, **vars(position)}, indent=1)
-        with open(fresh / "position.json", "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        # exists if the run was resumed from an earlier step
-        shutil.rmtree(target, ignore_errors=True)
-        os.rename(fresh, target)
 
     def paths(self) -> list[Path]:
         """The complete checkpoints, oldest first."""
@@ -204,6 +205,14 @@ class Checkpoints:
         if self._orbax is not None:
             self._orbax.close()
             self._orbax = None
+
+
+def _write_position(position: Position, folder: Path) -> None:
+    text = json.dumps({"format": FORMAT, **vars(position)}, indent=1)
+    with open(folder / "position.json", "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _check_shapes(kept: Any, wanted: Any) -> None:

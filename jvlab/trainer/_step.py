@@ -382,17 +382,20 @@ class TrainStep:
         shardings_of = lambda tree: jax.tree.map(lambda leaf: leaf.sharding, tree)
         shardings = shardings_of(params)
         replicated = _replicated(params)
+        # of what is fetched: where other processes hold shards of it, each needs all of it
+        fetched = None if replicated.is_fully_addressable else replicated
         if not self._programs or shardings != self._shardings:
             self._shardings = shardings
             self._programs = {}
             donated = (1, 2) if self._donate else ()
             self._programs["score"] = self._jit(
-                lambda params, x, frozen: self._logprobs(params, x, frozen)[0]
+                lambda params, x, frozen: self._logprobs(params, x, frozen)[0],
+                out_shardings=fetched,
             )
             self._programs["zeros"] = self._jit(
                 _zeros, out_shardings=(shardings, replicated)
             )
-            outs = (shardings, replicated, None)
+            outs = (shardings, replicated, fetched)
             self._programs["accumulate"] = self._jit(
                 self._accumulate, donate_argnums=donated, out_shardings=outs
             )

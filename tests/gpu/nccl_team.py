@@ -250,7 +250,7 @@ class Rank:
 
         from jvlab.engine.worker._rank_sync import DeviceDigest
         from jvlab.engine.worker._receivers import Ledger, Receivers, ReceivingChannel
-        from jvlab.layout._element_order import source_order
+        from jvlab.layout._plan_types import source_order
         from jvlab.transport import open_receiver
 
         _, plan = {"small": small, "large": large, "many": many}[which](devices, ranks)

@@ -1,4 +1,7 @@
-"""A run on another process's pool that kills itself after step 2: ADDRESS TOKEN POOL MODEL FOLDER."""
+"""A run on another process's pool: ADDRESS TOKEN POOL MODEL FOLDER kills itself after step 2.
+
+With PROCESSES PROCESS PORT it is one process of a trainer of several, which shard the policy over all their devices.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,40 @@ import jvlab as jv
 from tests.live.test_grpo import train
 
 
+def several(lab: jv.Lab, name: str, model: str, folder: str, *team: str) -> None:
+    """Print how it ended here."""
+    import jax
+
+    processes, process, port = map(int, team)
+    if processes > 1:
+        jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
+    policy = jv.Policy.from_pretrained(model, mesh=jv.mesh())
+    pool = lab.pools[name]
+    run = jv.grpo(
+        policy,
+        pool,
+        lab.connect(policy, pool),
+        "digits",
+        steps=3,
+        group_size=4,
+        prompts_per_step=4,
+        learning_rate=1e-3,
+        seed=3,
+        checkpoint_every=3,
+        evaluate="digits",
+        evaluate_prompts=4,
+        folder=folder,
+        background=False,
+    )
+    print(f"{run.status.state} after {run.status.step}", flush=True)
+
+
 def main() -> None:
-    address, token, name, model, folder = sys.argv[1:]
+    address, token, name, model, folder, *team = sys.argv[1:]
     lab = jv.Lab.attach(address, token)
+    if team:
+        several(lab, name, model, folder, *team)
+        return
 
     def each(event: object) -> None:
         if event.step == 2:  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ from jvlab.record._record import Record
 from jvlab.trainer import _task_library as tasks
 from jvlab.trainer._grpo import grpo
 from jvlab.trainer._run import Run
+from tests.sync.team_processes import free_port
 
 pytestmark = pytest.mark.engine
 
@@ -384,3 +385,53 @@ def test_a_replica_killed_mid_run_costs_a_note_not_the_run(lab: jv.Lab, tmp_path
         ]
     finally:
         pool.close()
+
+
+@pytest.mark.soak
+def test_two_trainer_processes(
+    lab: jv.Lab, engine: tuple[jv.Pool, str], tmp_path: Path
+):
+    """Each sends the shards it holds; losses as in one process on the same mesh; a policy that transformers loads."""
+    pool, model = engine
+    records = []
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        env = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={2 // processes}",
+        }
+        port = str(free_port())
+        run = [sys.executable, "-m", "tests.live.grpo_script", lab.address, lab._token]
+        run += [pool.name, model, str(folder), str(processes)]
+        team = [
+            subprocess.Popen(
+                [*run, str(k), port],
+                env=env,
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for k in range(processes)
+        ]
+        try:
+            for process in team:
+                said, _ = process.communicate(timeout=400)
+                assert said.splitlines()[-1] == "finished after 3", said
+        finally:
+            for process in team:
+                process.kill()
+                process.communicate()
+        records.append(Record.open(folder))
+    one, two = records
+    [start] = two.events("run_start")
+    assert start.config["processes"] == 2  # type: ignore[attr-defined]
+    for name in ("loss", "grad_norm", "reward_mean", "entropy"):
+        there = one.steps()[name]
+        np.testing.assert_allclose(two.steps()[name], there, atol=1e-5, err_msg=name)
+    assert two.summary()["syncs_verified"] == 4
+    assert np.nanmax(two.steps()["logprob_gap"]) < 1e-3
+    saved = jv.Policy.from_pretrained(str(tmp_path / "2" / "last"))
+    alone = jv.Policy.from_pretrained(str(tmp_path / "1" / "last"))
+    kernel = lambda policy: np.asarray(policy.params["lm_head"]["kernel"])
+    np.testing.assert_allclose(kernel(saved), kernel(alone), atol=1e-5)

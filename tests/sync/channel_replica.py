@@ -17,10 +17,9 @@ from jvlab.engine.worker._receivers import (
     ReceivingChannel,
 )
 from jvlab.layout._digest import flat_digest, row_elements
-from jvlab.layout._element_order import source_order
 from jvlab.layout._layout_codec import layout_to_plain, plain_to_bytes
 from jvlab.layout._plan import TransferPlan
-from jvlab.layout._plan_types import numpy_dtype
+from jvlab.layout._plan_types import numpy_dtype, source_order
 from jvlab.layout._types import CheckpointTensor, Parameter, RankLayout
 from jvlab.transport import open_receiver
 from jvlab.wire import jvlab_pb2 as pb

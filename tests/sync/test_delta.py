@@ -12,8 +12,8 @@ import pytest
 from jvlab._deadline import Deadline
 from jvlab._errors import SyncDeadline, TransportError
 from jvlab.layout import _sparse
-from jvlab.layout._element_order import source_order
 from jvlab.layout._plan import TransferPlan
+from jvlab.layout._plan_types import source_order
 from jvlab.sync._delta import Changes, Held
 from jvlab.sync._pack import Source
 from jvlab.sync._senders import BucketSenders, Sent

@@ -13,8 +13,8 @@ import pytest
 from jvlab._errors import DeadlineExceeded, LayoutError, TransportError
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._digest import examine, flat_digest, row_elements
-from jvlab.layout._element_order import source_order
 from jvlab.layout._plan import TransferPlan
+from jvlab.layout._plan_types import source_order
 from jvlab.layout._tree import MeshSpec, default_spec
 from jvlab.sync._pack import LinkPack, Source, plain
 from jvlab.sync._senders import BucketSenders, Sent

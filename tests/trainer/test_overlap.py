@@ -186,9 +186,9 @@ def test_a_checkpoint_is_later_than_its_samples(
         time.sleep(0.02)
         return write(self, samples)
 
-    def counted(self: Checkpoints, state: Any, position: Any) -> Any:
+    def counted(self: Checkpoints, state: Any, position: Any, write: Any) -> Any:
         seen.append((position.step, len(Record.open(tmp_path / "run").samples())))
-        return save(self, state, position)
+        return save(self, state, position, write)
 
     monkeypatch.setattr(RecordWriter, "write_samples", slow)
     monkeypatch.setattr(Checkpoints, "save", counted)

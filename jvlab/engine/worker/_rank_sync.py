@@ -30,9 +30,8 @@ from jvlab.engine.worker._receivers import (
     describe_missing,
 )
 from jvlab.engine.worker._weights import Weights
-from jvlab.layout._element_order import source_order
 from jvlab.layout._plan import TransferPlan
-from jvlab.layout._plan_types import LinkPlan
+from jvlab.layout._plan_types import LinkPlan, source_order
 from jvlab.transport._choose import open_receiver
 from jvlab.transport._ipc_kernels import Launcher, cupy
 from jvlab.transport._ipc_tables import Table, digest_pieces, tables

@@ -260,7 +260,8 @@ class _Slices:
         array = self.leaf(binding.leaf)
         lead = leading_dims(binding)
         start = binding.leaf_start
-        if not array.is_fully_addressable:
+        # arrays of numpy are what a gather over processes gives
+        if not getattr(array, "is_fully_addressable", True):
             raise Unsupported(
                 f"{binding.leaf} spans processes, but this one holds only a part of it",
                 remedy="gather the parameters first: jax.experimental.multihost_utils.process_allgather",

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvlab._units import human_bytes
 from jvlab.trainer.decoder import _model
@@ -20,6 +22,7 @@ SHARE = 0.8
 # of a host's free memory: an engine, a kernel and a browser run beside the trainer
 CPU_SHARE = 0.25
 BUDGETS = (16384, 8192, 4096, 2048, 1024, 512)  # tokens of a micro-batch to choose from
+MIB = 1 << 20
 CPU_BUDGET = 2048  # more tokens at once are no faster there
 
 
@@ -119,7 +122,8 @@ def room(params: Any, frozen: Any = ()) -> int:
     fixed = jax.tree.leaves(frozen)
     count = bytes_per_device([_Like(leaf, 1) for leaf in leaves])
     held = 2 * bytes_per_device(leaves) + bytes_per_device(fixed)
-    return max(0, int(SHARE * capacity(leaves[0])) - held - 12 * count) // 2
+    free = least(capacity(leaves[0]), leaves[0], MIB)
+    return max(0, int(SHARE * free) - held - 12 * count) // 2
 
 
 class _Like:
@@ -131,9 +135,27 @@ class _Like:
         self.dtype = np.dtype(f"u{itemsize}")
 
 
+def least(number: int, array: Any, unit: int = 1) -> int:
+    """The least of what the processes say that hold this array, in whole units if there are several.
+
+    Their programs must be the same, and depend on it.
+    """
+    if array.sharding.is_fully_addressable:
+        return number
+    devices = sorted(array.sharding.device_set, key=lambda device: device.id)
+    mesh = Mesh(np.array(devices), ("all",))
+    each = jax.make_array_from_callback(
+        (len(devices),),
+        NamedSharding(mesh, PartitionSpec("all")),
+        lambda index: np.array([number // unit], np.int32),
+    )
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return int(jax.jit(jnp.min, out_shardings=everywhere)(each)) * unit
+
+
 def capacity(array: Any) -> int:
     """Bytes of this array's device that a trainer may use if it is alone there."""
-    device = next(iter(array.sharding.device_set))
+    device = next(iter(array.sharding.addressable_devices))
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
         return int(stats["bytes_limit"])
@@ -144,7 +166,7 @@ def capacity(array: Any) -> int:
 
 def at_hand(array: Any, held: int) -> int:
     """Bytes that a step may use on this array's device now, including those its parameters hold already."""
-    device = next(iter(array.sharding.device_set))
+    device = next(iter(array.sharding.addressable_devices))
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         import psutil
@@ -174,7 +196,7 @@ def choose_budget(
     budgets = (
         BUDGETS if platform != "cpu" else tuple(b for b in BUDGETS if b <= CPU_BUDGET)
     )
-    return next(
+    at_once = next(
         (
             b
             for b in budgets
@@ -182,3 +204,4 @@ def choose_budget(
         ),
         budgets[-1],
     )
+    return least(at_once, jax.tree.leaves(params)[0])

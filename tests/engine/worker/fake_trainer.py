@@ -10,9 +10,8 @@ import numpy as np
 
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._digest import MASK, box_digest, row_elements
-from jvlab.layout._element_order import source_order
 from jvlab.layout._plan import TransferPlan
-from jvlab.layout._plan_types import numpy_dtype
+from jvlab.layout._plan_types import numpy_dtype, source_order
 from jvlab.layout._tree import MeshSpec, leaf_from_spec
 from jvlab.layout._types import Axis, Binding, RankLayout
 from jvlab.transport._peer import Header, Sender

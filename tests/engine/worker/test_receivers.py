@@ -18,9 +18,8 @@ from jvlab.engine.worker._receivers import (
     ReceivingChannel,
 )
 from jvlab.layout._compile import compile_plan
-from jvlab.layout._element_order import source_order
 from jvlab.layout._plan import TransferPlan
-from jvlab.layout._plan_types import numpy_dtype
+from jvlab.layout._plan_types import numpy_dtype, source_order
 from jvlab.layout._tree import MeshSpec
 from jvlab.transport._choose import listen, open_receiver
 from jvlab.transport._peer import Header

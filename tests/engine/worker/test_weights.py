@@ -14,8 +14,8 @@ from jvlab.engine.worker._live_memory import bits, flat, peek, scatter
 from jvlab.engine.worker._receivers import Ledger, ReceivedBox
 from jvlab.engine.worker._weights import Weights
 from jvlab.layout._compile import compile_plan
-from jvlab.layout._element_order import source_order
 from jvlab.layout._plan import TransferPlan
+from jvlab.layout._plan_types import source_order
 from jvlab.layout._tree import MeshSpec
 from tests.layout.plan_interpreter import pack_bucket
 from tests.layout.plan_world import Size, World, transformer
