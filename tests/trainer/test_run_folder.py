@@ -186,17 +186,16 @@ def test_a_small_disk_fills_up(tmp_path: Path):
 def test_a_checkpoint_that_does_not_fit_ends_the_run_and_leaves_the_ones_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    write = Checkpoints._write
+    write = Checkpoints.write_arrays
 
-    def full(self: Any, state: Any, position: Any, fresh: Path, target: Path) -> None:
-        if position.step < 3:
-            return write(self, state, position, fresh, target)
-        fresh.mkdir(parents=True)
-        (fresh / "state").write_text("half")
+    def full(self: Any, state: Any, path: Path) -> None:
+        if state.updates + state.skipped < 3:
+            return write(self, state, path)
+        path.write_text("half")
         # as Orbax puts it
         raise ValueError(f"INTERNAL: error writing chunk: {os.strerror(errno.ENOSPC)}")
 
-    monkeypatch.setattr(Checkpoints, "_write", full)
+    monkeypatch.setattr(Checkpoints, "write_arrays", full)
     error = failed(train(tmp_path / "run", 5, checkpoint_every=1))
     assert "a checkpoint of the run cannot be written" in error.message
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == [
