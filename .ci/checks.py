@@ -134,15 +134,19 @@ def blocks(call: ast.AST, awaited: bool) -> bool:
 
 def waiting_calls(tree: ast.AST) -> Iterator[ast.expr]:
     """The calls that can wait without a deadline."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    parents: dict[ast.AST, ast.AST] = {}
+    nodes = [tree]
+    for node in nodes:  # it grows meanwhile
+        for child in ast.iter_child_nodes(node):
+            parents[child] = node
+            nodes.append(child)
     # else no put waits
     bounded = any(
-        call.args or call.keywords for call in calls if name_of(call).endswith("Queue")
+        node.args or node.keywords
+        for node in nodes
+        if isinstance(node, ast.Call) and name_of(node).endswith("Queue")
     )
-    parents = {
-        child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)
-    }
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, (ast.With, ast.AsyncWith)):
             yield from (
                 item.context_expr

@@ -148,6 +148,8 @@ def is_reach_in(node: ast.AST) -> bool:
 def imported(tree: ast.AST, inside: bool = False) -> Iterator[tuple[str, bool]]:
     """What is imported, and whether inside a function; what is only for a type checker is left out."""
     for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.expr):
+            continue  # no statement is inside
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue
         if isinstance(child, ast.Import):
