@@ -417,7 +417,7 @@ def test_meaning_by_function_where_values_settle_nothing(
     assert not link.meaning.ambiguous, link.meaning
     assert len(greedy(pool)) == 24
     seconds = min(link.sync(other.params).seconds["total"] for _ in range(3))
-    assert seconds < 5
+    assert seconds < 60
     link.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import subprocess
@@ -371,12 +372,14 @@ def test_it_is_ended_and_leaves_nothing(
     attack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    before = len(os.listdir("/proc/self/fd"))
+    # of an earlier test something may be closed meanwhile
+    gc.collect()
+    before = set(os.listdir("/proc/self/fd"))
     began = time.monotonic()
     assert graded(ENDED[attack], "pass", timeout=4.0) == 0.0
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     assert list(tmp_path.iterdir()) == []
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before
     assert not [
         p
         for p in psutil.Process().children()

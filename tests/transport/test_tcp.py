@@ -218,7 +218,7 @@ def test_a_connection_that_breaks_ends_both_waits_at_once(
     sender.close()
     answer = taking.result(60)
     assert answer["reason"] in ("lost", "closed")
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 50
 
 
 @pytest.mark.parametrize("streams", [0, 65])

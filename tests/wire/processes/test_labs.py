@@ -166,7 +166,7 @@ def test_stop_ends_a_frozen_gateway(home: Path):
     assert seen.state == "silent"
     began = time.monotonic()
     done = _labs.stop_lab("frozen", timeout=6.0)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     assert done["killed"] == [lab._gateway.pid]
     assert not wait_for_exit(pids, 0)
     lab.close()
