@@ -57,6 +57,13 @@ settings.register_profile("steady", derandomize=True, **QUIET)
 settings.register_profile("explore", **QUIET)
 settings.load_profile("explore" if NEW_EXAMPLES else "steady")
 
+# the beginnings of their ids
+SOAKED = tuple(
+    line
+    for line in (Path(__file__).parent / "soaked.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+)
+
 LEFT_BY_ENGINES = re.compile(
     r"jvengine-|jvnew-|jvlab-|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"
 )
@@ -146,6 +153,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         if any(re.search(rf"\bpytest\.mark\.{name}\b", marks) for name in unwanted):
             return True
     return None
+
+
+@pytest.hookimpl(tryfirst=True)  # `-m` selects in another one
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(SOAKED):
+            item.add_marker(pytest.mark.soak)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.ci_scripts import ci_script
-from tests.conftest import wait_for_exit
+from tests.conftest import SOAKED, wait_for_exit
 from tests.fuzzing import soak_but
 
 pytestmark = pytest.mark.slow
@@ -128,3 +128,11 @@ def test_a_pipe_that_another_process_holds_is_no_reason_to_wait(stages: Any) -> 
     stage.run()
     assert stage.names == ["left: ended, no output for 10 s"]
     assert stage.failed
+
+
+def test_what_soaks_exists():
+    assert SOAKED
+    for line in SOAKED:
+        path, name = re.split(r"::|\[", line)[:2]
+        source = (ROOT / path).read_text()
+        assert re.search(rf"^(async )?def {name}\(", source, re.MULTILINE), line
