@@ -290,10 +290,15 @@ class LabPage:
             # the same test again: as a person who opens the page anew
             self._loaded = False
         else:
+            heard = len(self.errors)
             self.raw.goto(
                 f"{self.server.url}/{app}/{path}?reset&token={self.server.token}",
                 timeout=180_000,
+                wait_until="commit",
             )
+            # of the page that was left: requests and sockets that leaving it cut
+            del self.errors[heard:]
+            self.raw.wait_for_load_state(timeout=180_000)
         self.until(
             f"!!window.jupyterapp?.shell?.currentWidget?.context?.path?.endsWith({json.dumps(path)})",
             180,
