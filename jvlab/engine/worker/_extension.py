@@ -5,6 +5,7 @@ vLLM imports this module in each worker before it builds the model, so patches t
 
 from __future__ import annotations
 
+import faulthandler
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 _patches.install("worker")
 if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
     _patches.install("CPU worker")
+# a worker that dies of a signal writes which: vLLM may ask for its exit code before there is one
+if not faulthandler.is_enabled():
+    faulthandler.enable(2, all_threads=False)
 
 
 class WorkerExtension:

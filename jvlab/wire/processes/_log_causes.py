@@ -39,7 +39,7 @@ _WRAPPERS = (
     "EngineDeadError",
     "check the stack trace above for the root cause",
 )
-# A process of the engine that a signal ended: as vLLM logs it, and Python (PYTHONFAULTHANDLER=1).
+# A process of the engine that a signal ended: as vLLM logs it, and Python, which a worker asks for it.
 _DIED = re.compile(
     r"Worker proc (\S+) died unexpectedly(?: \(exit code: (-?\d+|None)\))?"
 )
