@@ -38,7 +38,7 @@ def packed(lab: jv.Lab, llama: str, fault_file: Path) -> Iterator[jv.Pool]:
     env = {"JVLAB_FAULT": str(fault_file)}
     pool = lab.launch(llama, name="packed", replicas=2, env=env)
     yield pool
-    pool.close()
+    pool.close(300)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def live(lab: jv.Lab, llama: str, packed: jv.Pool) -> Iterator[jv.Pool]:
     packed.wait()
     pool.wait()
     yield pool
-    pool.close()
+    pool.close(300)
 
 
 @pytest.fixture(scope="module")

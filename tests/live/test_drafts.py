@@ -51,7 +51,7 @@ def drafting(
         env={"JVLAB_FAULT": str(fault_file)},
     ).wait()
     yield pool
-    pool.close()
+    pool.close(300)
 
 
 @pytest.fixture(scope="module")

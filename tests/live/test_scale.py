@@ -36,7 +36,7 @@ def scaled(lab: jv.Lab) -> Iterator[tuple[jv.Pool, Any]]:
         restarts=1,
     ).wait()
     yield pool, jv.Policy.from_pretrained(model)
-    pool.close()
+    pool.close(300)
 
 
 class Reader:

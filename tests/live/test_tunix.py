@@ -58,7 +58,7 @@ def served(lab: jv.Lab, folder: str) -> Iterator[jv.Pool]:
     engine = {"enable_lora": True, "max_lora_rank": 8}
     pool = lab.launch(folder, name="tunix", engine=engine).wait()
     yield pool
-    pool.close()
+    pool.close(300)
 
 
 def trained(cluster: Any) -> tuple[list[float], float, float]:
