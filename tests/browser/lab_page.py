@@ -159,7 +159,7 @@ class LabServer:
             "PYTHONPATH": path,
         }
 
-    def wait(self, seconds: float = 180.0) -> LabServer:
+    def wait(self, seconds: float = 400.0) -> LabServer:
         """Until it answers."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self.process.poll() is None:
