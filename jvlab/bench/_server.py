@@ -76,9 +76,11 @@ class PlainServer:
         *arguments: str,
         env: dict[str, str] | None = None,
     ) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        # held, without listening, to the end: vLLM binds it a minute later, and nobody else is given it meanwhile
+        self._held = socket.socket()
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._held.bind(("127.0.0.1", 0))
+        port = self._held.getsockname()[1]
         self.calls = HttpCalls(f"http://127.0.0.1:{port}")
         self.url = self.calls.url
         path = [*plugin_path(folder), *filter(None, sys.path)]
@@ -138,6 +140,7 @@ class PlainServer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # vLLM's own teardown can hang
         self._process.wait(60)
+        self._held.close()
         unlink_segments(held)
 
 

@@ -57,6 +57,7 @@ END = b"E"
 FAIL = b"F"
 CALL_SECONDS = 60.0  # for a call that nothing else limits
 GRACE = 5.0  # for vLLM to answer a call whose conversation is over
+WHY_SECONDS = 60.0  # for a busy server to say why a rank hung up
 PIECE = 8 << 20  # bytes of a parameter in one answer
 
 
@@ -343,7 +344,7 @@ class Server:
 
         message = encode({"do": do, "args": args})
         for rank in sorted(self._ranks):
-            self._send(rank, ORDER, message)
+            self._send(rank, ORDER, deadline, message)
         return checked([self._answer(rank, deadline) for rank in sorted(self._ranks)])
 
     def _answer(self, rank: int, deadline: Deadline) -> dict[str, Any]:
@@ -361,19 +362,21 @@ class Server:
                 remedy="see the server's log",
             ) from None
         except OSError as error:
-            raise self._gone(rank, error) from None
+            raise self._gone(rank, error, deadline) from None
 
-    def _send(self, rank: int, kind: bytes, payload: bytes = b"") -> None:
+    def _send(
+        self, rank: int, kind: bytes, deadline: Deadline, payload: bytes = b""
+    ) -> None:
         try:
             self._ranks[rank].send(kind, 0, payload)
         except OSError as error:
-            raise self._gone(rank, error) from None
+            raise self._gone(rank, error, deadline) from None
 
-    def _gone(self, rank: int, error: OSError) -> JvlabError:
+    def _gone(self, rank: int, error: OSError, deadline: Deadline) -> JvlabError:
         """Why a rank hung up: what its call says, if it ends."""
         try:
             assert self._call is not None
-            self._call.result(GRACE)
+            self._call.result(min(WHY_SECONDS, deadline.left() + GRACE))
         except SyncDeadline:
             pass
         except JvlabError as said:
@@ -386,7 +389,7 @@ class Server:
     def end(self, deadline: Deadline) -> None:
         """The call's conversation ends well; waits until the call returns."""
         for rank in sorted(self._ranks):  # the last one last: see this module
-            self._send(rank, END)
+            self._send(rank, END, deadline)
         call = self._call
         assert call is not None
         call.result(deadline.left() + GRACE)

@@ -86,9 +86,11 @@ class LabServer:
         self.folder, self.notebooks = folder, folder / "notebooks"
         self.notebooks.mkdir(parents=True)
         self.token = secrets.token_hex(16)
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            self.port = s.getsockname()[1]
+        # held, without listening, to the end: JupyterLab binds it seconds later, and nobody else is given it meanwhile
+        self._held = socket.socket()
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._held.bind(("127.0.0.1", 0))
+        self.port = self._held.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}{BASE}"
         # As behind a JupyterHub: whatever is not below this prefix of this port cannot be reached from the page.
         self.elsewhere = re.compile(
@@ -157,7 +159,7 @@ class LabServer:
             "PYTHONPATH": path,
         }
 
-    def wait(self, seconds: float = 180.0) -> LabServer:
+    def wait(self, seconds: float = 400.0) -> LabServer:
         """Until it answers."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self.process.poll() is None:
@@ -187,6 +189,7 @@ class LabServer:
 
     def close(self) -> None:
         """End the server and its kernels: the group of processes that it leads."""
+        self._held.close()
         # it may be gone or stuck already; the signals below are for that
         with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
             self.end_kernels()

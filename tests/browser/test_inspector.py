@@ -71,17 +71,17 @@ def test_what_is_done_before_all_rows_came_stays(page: LabPage) -> None:
     page.script(
         "() => { const soon = window.requestAnimationFrame.bind(window);"
         "        window.jvHeld = [];"
-        "        window.requestAnimationFrame = (f) => window.jvHeld ? (window.jvHeld.push(f), 0) : soon(f); }"
+        "        const all = (f) => window.jvHeld && String(f).includes('setTimeout(callback');"
+        "        window.requestAnimationFrame = (f) => all(f) ? (window.jvHeld.push(f), 0) : soon(f); }"
     )
     release = (
         "() => { const held = window.jvHeld; window.jvHeld = null;"
         "        for (const f of held) f(performance.now()); }"
     )
     page.run_all()
-    page.script(
-        "() => { const held = window.jvHeld.splice(0); for (const f of held) f(performance.now()); }"
-    )
     page.fill(f"{BOX} .jv-search", "layers.1 q_proj")
+    assert page.script("window.jvHeld.length > 0"), "of table.js: afterPaint()"
+    assert "readyCount" not in page.data(BOX)
     row = page.wait(f"{BOX} .jv-row")
     row.hover()
     page.raw.mouse.down()

@@ -7,8 +7,8 @@ other clocks, real network cards or RDMA.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -20,11 +20,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NET = "10.213.7"  # no route leads there: the bridge is in a namespace, too
-_numbers = itertools.count()
+SECONDS = 60  # for one command, which takes milliseconds
 
 
 def _ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=30)
+    command = ["ip", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     if done.returncode:
         raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
 
@@ -45,7 +46,7 @@ class Host:
             for device in ("lo", "eth0"):
                 self._in("link", "set", device, "up")
             _ip("-n", switch, "link", "set", self._port, "master", "bridge0", "up")
-        except OSError:
+        except BaseException:
             _ip("netns", "del", name)
             raise
 
@@ -79,7 +80,8 @@ class Host:
         for namespace, device in ((self.name, "eth0"), (self._switch, self._port)):
             words = ["qdisc", "replace", "dev", device, "root", "tbf", "rate", rate]
             words += ["burst", "256kb", "latency", "50ms"]
-            subprocess.run(["tc", "-n", namespace, *words], check=True, timeout=30)
+            command = ["tc", "-n", namespace, *words]
+            subprocess.run(command, check=True, timeout=SECONDS)
 
     def cut(self) -> None:
         """Its cable is pulled; sockets are not told."""
@@ -99,15 +101,14 @@ class Host:
         for process in reversed(self._processes):
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(30)
-        found = subprocess.run(
-            ["ip", "netns", "pids", self.name], capture_output=True, text=True
-        )
+                process.wait(SECONDS)
+        command = ["ip", "netns", "pids", self.name]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
         for pid in map(int, found.stdout.split()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 9)
         for process in self._processes:
-            process.wait(30)
+            process.wait(SECONDS)
             for pipe in (process.stdin, process.stdout, process.stderr):
                 if pipe:
                     pipe.close()
@@ -117,20 +118,20 @@ class Host:
 @contextlib.contextmanager
 def cluster(count: int) -> Iterator[list[Host]]:
     """`count` hosts that see each other."""
-    unique = f"jv{os.getpid()}-{next(_numbers)}"
+    # not of the process's number: a killed run leaves its names, and numbers come again
+    unique = f"jv{secrets.token_hex(4)}"
     switch = f"{unique}-switch"
     hosts: list[Host] = []
-    _ip("netns", "add", switch)
-    try:
+    # whatever fails to end, the others are ended
+    with contextlib.ExitStack() as ends:
+        _ip("netns", "add", switch)
+        ends.callback(_ip, "netns", "del", switch)
         _ip("-n", switch, "link", "add", "bridge0", "type", "bridge")
         _ip("-n", switch, "link", "set", "bridge0", "up")
         for number in range(1, count + 1):
             hosts.append(Host(f"{unique}-h{number}", number, switch))
+            ends.callback(hosts[-1].close)
         yield hosts
-    finally:
-        for host in hosts:
-            host.close()
-        _ip("netns", "del", switch)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ def say(**values: Any) -> None:
 def send(host: str, count: int, nbytes: int, deadline: float, **options: Any) -> None:
     sender = listen("tcp", slot_bytes=nbytes, slots=3, host=host, **options)
     say(endpoint=sender.endpoint())
-    sender.ready(60)
+    sender.ready(deadline)
     data = bytes(range(256)) * (nbytes // 256)
     start = time.monotonic()
     for k in range(count):
@@ -34,7 +34,7 @@ def fill(view: memoryview, data: bytes) -> None:
 
 
 def take(endpoint: dict[str, Any], count: int, deadline: float) -> None:
-    receiver = open_receiver(endpoint, 60)
+    receiver = open_receiver(endpoint, deadline)
     say(open=True)
     for k in range(count):
         bucket = receiver.recv(deadline)

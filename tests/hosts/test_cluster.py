@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 import jvlab as jv
 from tests.hosts.conftest import Host
+from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.soak]
 PORT = 7711
@@ -34,10 +34,8 @@ def test_three_hosts(hosts: Callable[[int], list[Host]], tmp_path: Path):
         "join",
     ]
     gateway.python(*serving, "--folder", str(tmp_path / "gateway"))
-    until = time.monotonic() + 60
-    while not (token.exists() and (secrets / "cert.pem").exists()):
-        assert time.monotonic() < until, "the gateway did not start"
-        time.sleep(0.1)
+    started = lambda: token.exists() and (secrets / "cert.pem").exists()
+    until(started, "the gateway's start", 300, 0.1)
     joining = [*common, "rollout", "--gateway", address, "--token-file", str(token)]
     joining += ["--tls-dir", str(secrets), "--folder", str(tmp_path / "replica")]
     replica = engine.python(*joining)
@@ -59,8 +57,8 @@ def test_three_hosts(hosts: Callable[[int], list[Host]], tmp_path: Path):
     assert facts["still"]
     assert facts["replicas"] == [engine.name]
     replica.terminate()
-    replica.wait(60)
+    replica.wait(120)
     script.stdin.write("\n")
     script.stdin.flush()
     assert json.loads(script.stdout.readline()) != "ready"
-    assert script.wait(60) == 0
+    assert script.wait(120) == 0

@@ -52,7 +52,8 @@ class FakePool:
         self._room = max_model_len
         self.on_call: Any = lambda number: None
         # calls that must be there at once before any of them is answered
-        self._together = threading.Barrier(together, timeout=30)
+        self._together = threading.Barrier(together, timeout=300)
+        self._numbering = threading.Lock()
 
     def wait(self, timeout: Any = None, progress: Any = None) -> FakePool:
         return self
@@ -67,10 +68,11 @@ class FakePool:
     def generate(
         self, prompts: Any, n: int = 1, *, max_tokens: int, **options: Any
     ) -> RolloutBatch:
-        self.calls.append(
-            {"prompts": prompts, "n": n, "max_tokens": max_tokens, **options}
-        )
-        self.on_call(len(self.calls))
+        call = {"prompts": prompts, "n": n, "max_tokens": max_tokens, **options}
+        with self._numbering:
+            self.calls.append(call)
+            number = len(self.calls)
+        self.on_call(number)
         self._together.wait()
         made = []
         for index, prompt in enumerate(prompts):

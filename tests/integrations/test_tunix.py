@@ -322,7 +322,7 @@ def test_a_learner_trains_on_it(actor: Any, tokenizer: Any, tmp_path: Path):
     cluster.update_actor = updating
     waited: list[bool] = []
     # one after the other, this would time out
-    pool.on_call = lambda number: waited.append(number != 2 or training.wait(60))
+    pool.on_call = lambda number: waited.append(number != 2 or training.wait(300))
     learner.train(batches(2))
     assert waited == [True] * 4
     assert "staleness" in rollout.record._repr_html_()
@@ -469,7 +469,7 @@ def test_without_tunix_the_error_says_what_to_install():
         "except jv.errors.MissingDependency as error: print(error.remedy)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
     )
     assert "pip install --no-deps google-tunix==0.1.7" in done.stdout, done.stderr
     assert "safetensors" in done.stdout

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import threading
+import time
 import tomllib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ import jvlab as jv
 from jvlab import errors
 from jvlab._deadline import Deadline
 from jvlab.integrations import _vllm_server as words
+from jvlab.wire._core_channel import CoreChannel
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,7 +40,7 @@ def test_the_entry_point_is_light():
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=60,
+        timeout=300,
     )
     assert said.stdout == "True []\n", said.stderr
 
@@ -110,16 +113,37 @@ def test_what_calls_say(url: str):
 def test_another_backend_is_named(url: str):
     params = {"w": np.zeros(2, np.float32)}
     with pytest.raises(errors.SyncError, match="returned before") as caught:
-        jv.integrations.vllm.connect(url, params, timeout=20)
+        jv.integrations.vllm.connect(url, params, timeout=120)
     assert '"backend": "jvlab"' in caught.value.remedy
 
 
 def test_no_server():
     params = {"w": np.zeros(2, np.float32)}
     with pytest.raises(errors.ControlError, match="is `vllm serve` running"):
-        jv.integrations.vllm.connect("http://127.0.0.1:9", params, timeout=20)
+        jv.integrations.vllm.connect("http://127.0.0.1:9", params, timeout=120)
     with pytest.raises(errors.ConfigError, match="no address"):
         jv.integrations.vllm.connect("localhost:8000", params)
+
+
+def test_a_busy_server_is_heard_out(monkeypatch: pytest.MonkeyPatch):
+    """A rank hung up, and vLLM takes its time to answer why."""
+    monkeypatch.setattr(words, "GRACE", 0.01)
+
+    class Busy:
+        def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+            end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            end.connect(f"\0{init_info['path']}")
+            rank = CoreChannel(end)
+            about = {"rank": 0, "world": 1, "version": 0, "dirty": False}
+            hello = {"key": init_info["key"], "started": True, **about}
+            rank.send(words.HELLO, 0, words.encode(hello))
+            rank.close()
+            time.sleep(0.5)
+            raise errors.SyncError("another trainer has connected")
+
+    server = words.Server(Busy(), "busy")  # type: ignore[arg-type]
+    with pytest.raises(errors.SyncError, match="another trainer has connected"):
+        server.invite(Deadline(60))
 
 
 def test_a_server_that_never_answers_has_a_deadline():

@@ -38,7 +38,7 @@ def packed(lab: jv.Lab, llama: str, fault_file: Path) -> Iterator[jv.Pool]:
     env = {"JVLAB_FAULT": str(fault_file)}
     pool = lab.launch(llama, name="packed", replicas=2, env=env)
     yield pool
-    pool.close()
+    pool.close(300)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def live(lab: jv.Lab, llama: str, packed: jv.Pool) -> Iterator[jv.Pool]:
     packed.wait()
     pool.wait()
     yield pool
-    pool.close()
+    pool.close(300)
 
 
 @pytest.fixture(scope="module")
@@ -393,7 +393,7 @@ def test_another_link_in_between(
     other = trained(params, 11)
     with connect(lab, live, params) as one:
         one.sync(params, delta="auto")
-        one.let_go(Deadline(30))
+        one.let_go(Deadline(120))
         two = Connections().connect(other, live, "policy", bucket_mib=bucket)
         two.sync(other, delta="auto")
         two.close()
@@ -403,7 +403,7 @@ def test_another_link_in_between(
         assert "did not hold the base" in report.why_full
         assert held_exactly(one, params)
         # closed and opened again, with nothing in between: the base is still known
-        one.let_go(Deadline(30))
+        one.let_go(Deadline(120))
         params = trained(params, 13)
         check(one, params, one.sync(params, delta="auto"))
 
@@ -421,7 +421,7 @@ def test_adapters(lab: jv.Lab, live: jv.Pool, policy: Any) -> None:
             assert report.bytes < report.full_bytes
             assert link.verify(params).ok
         # the slot is cleared when it opens again
-        link.let_go(Deadline(30))
+        link.let_go(Deadline(120))
         params = trained(params, 20)
         report = link.sync(params, delta="auto")
         assert not report.delta

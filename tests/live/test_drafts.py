@@ -51,7 +51,7 @@ def drafting(
         env={"JVLAB_FAULT": str(fault_file)},
     ).wait()
     yield pool
-    pool.close()
+    pool.close(300)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def acceptance(pool: jv.Pool, version: int) -> float:
         found.update(pool.status()["speculative"]["acceptance_by_version"])
         return version in found
 
-    until(told, f"a count of version {version}", 30)
+    until(told, f"a count of version {version}")
     return found[version]
 
 

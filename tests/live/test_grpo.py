@@ -337,7 +337,7 @@ def test_the_only_replica_killed_mid_run_is_waited_for(lab: jv.Lab, tmp_path: Pa
             time.sleep(0.02)
         victim = pool.status()["replicas"][0]
         os.kill(victim["pid"], signal.SIGKILL)
-        run.wait(300)
+        run.wait(480)
         summary = run.record.summary()
         assert (summary["steps"], summary["ended"]) == (6, "finished")
         assert summary["logprob_gap"] < 1e-3, (

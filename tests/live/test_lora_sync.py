@@ -15,6 +15,7 @@ import pytest
 import jvlab as jv
 from jvlab import errors
 from tests.fuzzing import soak_but
+from tests.live.test_sync_versions import until_generating
 
 pytestmark = pytest.mark.engine
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 16}
@@ -146,14 +147,14 @@ def test_requests_in_flight_go_on_with_spans(
     policy.lora = trained(policy, 4)
     began = link.sync(policy.lora).version
     out: list[Any] = []
-    many = {**GREEDY, "max_tokens": 200}
+    many = {**GREEDY, "max_tokens": 600}
     policy.lora = jax.block_until_ready(trained(policy, 5))
     thread = threading.Thread(
         target=lambda: out.extend(adapting.generate(PROMPTS, **many))
     )
     thread.start()
-    while thread.is_alive() and not adapting.status()["replicas"][0]["running"]:
-        time.sleep(0.02)
+    # each has tokens of the version before, and most of them are still to come
+    until_generating(adapting, 30, len(PROMPTS))
     ended = link.sync(policy.lora).version
     thread.join()
     assert {v for s in out for v in s.versions.tolist()} == {began, ended}

@@ -36,7 +36,7 @@ def scaled(lab: jv.Lab) -> Iterator[tuple[jv.Pool, Any]]:
         restarts=1,
     ).wait()
     yield pool, jv.Policy.from_pretrained(model)
-    pool.close()
+    pool.close(300)
 
 
 class Reader:
@@ -62,7 +62,7 @@ class Reader:
             self._failures.append(error)
 
     def until(self, condition: Any) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while not condition():
             assert not self._failures, self._failures
             assert time.monotonic() < deadline, Counter(s.replica for s in self.seen)
@@ -70,7 +70,7 @@ class Reader:
 
     def end(self) -> list[jv.Sample]:
         self.free.set()
-        self._thread.join(120)
+        self._thread.join(240)
         assert not self._thread.is_alive()
         assert not self._failures
         return self.seen

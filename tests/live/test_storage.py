@@ -35,7 +35,7 @@ def pool(lab: jv.Lab, model: str) -> Iterator[jv.Pool]:
     env = {"JVLAB_LIVE_WEIGHTS": "1"}
     pool = lab.launch(model, name="follows", env=env).wait()
     yield pool
-    pool.close()
+    pool.close(300)
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ def reference(folder: str) -> Any:
 def served(lab: jv.Lab, folder: str) -> Iterator[jv.Pool]:
     pool = lab.launch(folder, name="theirs", http=True, http_key=True).wait()
     yield pool
-    pool.close()
+    pool.close(300)
 
 
 # Asynchronous ---------------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def served(lab: jv.Lab, folder: str) -> Iterator[jv.Pool]:
     engine = {"enable_lora": True, "max_lora_rank": 8}
     pool = lab.launch(folder, name="tunix", engine=engine).wait()
     yield pool
-    pool.close()
+    pool.close(300)
 
 
 def trained(cluster: Any) -> tuple[list[float], float, float]:
@@ -119,8 +119,9 @@ def test_the_reward_rises_as_with_the_vanilla_sampler(
             rollout.close()
     for curve in curves.values():
         assert np.mean(curve[-4:]) > curve[0] + 0.3, curves
-    # the first step samples the same distribution; later ones are two runs of one recipe
-    assert abs(curves["jvlab"][0] - curves["vanilla"][0]) < 0.08, curves
+    # the first step samples the same distribution, and each mean of 32 samples is off by about 0.02; later ones are
+    # two runs of one recipe
+    assert abs(curves["jvlab"][0] - curves["vanilla"][0]) < 0.12, curves
     last = {name: np.mean(curve[-4:]) for name, curve in curves.items()}
     assert abs(last["jvlab"] - last["vanilla"]) < 0.2, curves
 
