@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * PATIENCE)]
 
 SCRIPT = str(Path(__file__).with_name("crew_script.py"))
 
+
 class Crews:
     """Starts trainers, and ends their processes."""
 
