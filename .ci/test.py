@@ -167,10 +167,12 @@ class Stage:
             if not ask_for_stacks(below):
                 continue
             until = time.monotonic() + STACKS_S
-            while select.select([pipe], [], [], min(STACK_PAUSE_S, _left(until)))[0]:
+            pause = STACKS_S  # until it begins: on a busy machine not at once
+            while select.select([pipe], [], [], min(pause, _left(until)))[0]:
                 if not (part := os.read(pipe, 1 << 16)):
                     break
                 yield part
+                pause = STACK_PAUSE_S
         for below in tree:
             with contextlib.suppress(psutil.Error):
                 below.kill()

@@ -85,10 +85,9 @@ def _by_socket(far: Side, order: dict[str, Any]) -> float:
 def _by_gloo(far: Side, order: dict[str, Any]) -> float:
     import torch
 
-    with socket.create_server((order["host"], 0)) as probe:
-        port = probe.getsockname()[1]
-    far.send({**order, "port": port})
-    group = _gloo(0, order["host"], port, order["host"])
+    store = _store(order["host"], 0)
+    far.send({**order, "port": store.port})
+    group = _gloo(0, store, order["host"])
     data = torch.zeros(BUCKET, dtype=torch.uint8)
     answer = torch.zeros(1, dtype=torch.uint8)
     start = time.perf_counter()
@@ -127,10 +126,17 @@ def _by_ours(far: Side, order: dict[str, Any]) -> float:
 _SENDERS = {"socket": _by_socket, "gloo": _by_gloo, "tcp": _by_ours}
 
 
-def _gloo(rank: int, host: str, port: int, own: str) -> Any:
+def _store(host: str, port: int) -> Any:
+    """Where two processes of gloo find each other; port 0 makes it, on a port that nobody else can take."""
     import torch.distributed
 
-    store = torch.distributed.TCPStore(host, port, 2, rank == 0, LIMIT)
+    # without waiting for the other, who is told the port afterwards
+    return torch.distributed.TCPStore(host, port, 2, not port, LIMIT, False)
+
+
+def _gloo(rank: int, store: Any, own: str) -> Any:
+    import torch.distributed
+
     gloo: Any = torch.distributed.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = LIMIT
@@ -178,7 +184,7 @@ def _take_by_gloo(order: dict[str, Any]) -> None:
     import torch
 
     host = order["host"]
-    group = _gloo(1, host, order["port"], address_towards(host))
+    group = _gloo(1, _store(host, order["port"]), address_towards(host))
     data = torch.zeros(BUCKET, dtype=torch.uint8)
     answer = torch.zeros(1, dtype=torch.uint8)
     for k in range(order["count"]):

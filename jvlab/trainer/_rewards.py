@@ -358,11 +358,14 @@ class Rewarder:
 class UserCallFailed(Exception):
     """A call of the user's function gave nothing. `kind` is one of KINDS; a timeout's message is its caller's."""
 
-    def __init__(self, kind: str, message: str, trace: str = "") -> None:
+    def __init__(
+        self, kind: str, message: str, trace: str = "", *, began: bool = True
+    ) -> None:
         super().__init__(message)
         self.kind = kind
         self.message = message
         self.trace = trace
+        self.began = began  # False: there was no process to call it in
 
 
 class _Caller(Protocol):
@@ -490,7 +493,7 @@ class InProcess:
         spawn = multiprocessing.get_context("spawn")
         with self._lock:
             if self._closed:
-                raise UserCallFailed("died", CLOSED)
+                raise UserCallFailed("died", CLOSED, began=False)
             self._pipe, child_end = spawn.Pipe()
             self._child = spawn.Process(
                 target=_serve, args=(child_end, self._reward), daemon=True
@@ -508,7 +511,8 @@ class InProcess:
                 ready
                 or f"no answer within {START_S:g} s, or it ended with exit code {self._exit}"
             )
-            raise UserCallFailed("died", f"the reward process did not start: {why}")
+            text = f"the reward process did not start: {why}"
+            raise UserCallFailed("died", text, began=False)
 
     def _kill(self) -> None:
         with self._lock:

@@ -167,6 +167,7 @@ class Replica:
         self.sync = EngineSync(self.llm, self.state, "p/0", "cuda")
         self.sync._ipc, self.sync.names = True, {0: NAMES}
         self.streams: list[OneReplica] = []
+        self.trainers: list[CoreOrders] = []
         self.call(self.sync._open_core_channel(True))
 
     async def utility(self, method: str, *args: Any) -> Any:
@@ -194,7 +195,8 @@ class Replica:
     def trainer(self) -> CoreOrders:
         stream = OneReplica(self.sync.run, self.loop, "link-1")
         self.streams.append(stream)
-        return CoreOrders(stream, "p/0", self.sync.core_channel)
+        self.trainers.append(CoreOrders(stream, "p/0", self.sync.core_channel))
+        return self.trainers[-1]
 
     async def _end(self) -> None:
         await self.sync._open_core_channel(False)
@@ -208,6 +210,9 @@ class Replica:
         self.core.calls.put(None)
 
     def close(self) -> None:
+        # also those of a test that failed: their sockets would fail another one
+        for trainer in self.trainers:
+            trainer.close()
         for stream in self.streams:
             stream.end()
         self.call(self._end())
@@ -224,10 +229,8 @@ def replica() -> Iterator[Replica]:
 
 
 @pytest.fixture
-def trainer(replica: Replica) -> Iterator[CoreOrders]:
-    made = replica.trainer()
-    yield made
-    made.close()
+def trainer(replica: Replica) -> CoreOrders:
+    return replica.trainer()
 
 
 def terms(version: int, **more: Any) -> pb.SyncTerms:
@@ -427,7 +430,6 @@ def test_a_writer_that_fails_hangs_up(
     replica.call(replica.sync._open_core_channel(True))
     again = replica.trainer()
     again.direct(terms(1), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
-    again.close()
 
 
 def test_a_trainer_that_dies_while_it_writes(replica: Replica):
@@ -440,7 +442,6 @@ def test_a_trainer_that_dies_while_it_writes(replica: Replica):
 
     with pytest.raises(errors.TransportError):
         trainer.direct(terms(1), 30.0, nothing, write, lambda: digests(1, 2, 3))
-    trainer.close()
     assert wrote.is_set()
     until(lambda: replica.state.dirty, "the replica notices")
     until(lambda: not replica.sync.lock.locked(), "its order ends")
@@ -452,13 +453,9 @@ def test_a_trainer_that_says_nothing(
     replica: Replica, trainer: CoreOrders, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(_ipc_core, "WRITE_SECONDS", 0.2)
-    told = threading.Event()
 
     def write() -> None:
-        told.wait(0.2)
-        # the core has lost its patience, and the replica has answered
-        while replica.sync.lock.locked():
-            time.sleep(0.01)
+        until(trainer._reply.done, "the core loses its patience, the replica answers")
 
     with pytest.raises(errors.SyncError, match="did not report in time"):
         trainer.direct(terms(1), 30.0, nothing, write, lambda: digests(1, 2, 3))
@@ -550,9 +547,17 @@ def test_the_next_sync_does_not_wait_for_the_front_end(
 
 
 def test_a_front_end_that_failed_behind_our_back(replica: Replica, trainer: CoreOrders):
+    ordered = threading.Event()
+
     def fails() -> None:
-        time.sleep(0.1)
+        # not while the first sync may still be told of it
+        ordered.wait(30)
         raise errors.SyncError("the front end is confused")
+
+    def write() -> None:
+        ordered.set()
+        first = trainer._stream._owed[0]
+        until(first.done, "the front end fails in the middle of the second sync")
 
     committed, replica.sync.committed = replica.sync.committed, fails  # type: ignore[method-assign]
     trainer.direct(terms(1), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
@@ -560,9 +565,7 @@ def test_a_front_end_that_failed_behind_our_back(replica: Replica, trainer: Core
         errors.SyncError,
         match="the front end is confused",
     ):
-        trainer.direct(
-            terms(2), 30.0, nothing, lambda: time.sleep(0.2), lambda: digests(1, 2, 3)
-        )
+        trainer.direct(terms(2), 30.0, nothing, write, lambda: digests(1, 2, 3))
     # its second order may still be on its way to the front end: under this link's name it would be run again
     with pytest.raises(errors.SyncError, match="the front end is confused"):
         trainer._stream.settle(60.0)
@@ -574,7 +577,6 @@ def test_a_front_end_that_failed_behind_our_back(replica: Replica, trainer: Core
     again.direct(terms(3), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
     again._stream.settle(60.0)
     assert (replica.state.version, replica.state.dirty) == (3, False)
-    again.close()
 
 
 def test_what_the_front_end_refuses_is_not_begun_at_the_door(

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -35,6 +36,11 @@ def ask(http_pool: jv.Pool) -> Iterator[openai.OpenAI]:
         timeout=60,
     ) as made:
         yield made
+
+
+# httpx gives up after 5 seconds
+patient_get = partial(httpx.get, timeout=60)
+patient_post = partial(httpx.post, timeout=60)
 
 
 def fakes(lab: FakeLab) -> list[HttpFakeReplica]:
@@ -142,12 +148,12 @@ def test_token_and_routes(http_pool: jv.Pool, raw: httpx.Client):
     base = http_pool.http_url.removesuffix("/v1")
     for token in ("", "Bearer wrong", f"Basic {http_pool.http_token}"):
         for path in ("/v1/models", "/bridge/status", "/metrics", "/nowhere"):
-            reply = httpx.get(
+            reply = patient_get(
                 f"{base}{path}", headers={"Authorization": token} if token else {}
             )
             assert reply.status_code == 401
             assert "Authorization: Bearer" in reply.json()["error"]["remedy"]
-    assert httpx.get(f"{base}/health").status_code == 200, (
+    assert patient_get(f"{base}/health").status_code == 200, (
         "whether somebody is there is no secret"
     )
     assert raw.get("/nowhere").status_code == 404
@@ -180,7 +186,7 @@ def test_a_key_in_the_url_is_off_unless_asked_for(
         client.launch(llama, http_key=True)
     base = http_pool.http_url.removesuffix("/v1")
     for key in (key_of(http_pool), http_pool.http_token, ""):
-        reply = httpx.get(f"{base}/v1/models", auth=("jvlab", key))
+        reply = patient_get(f"{base}/v1/models", auth=("jvlab", key))
         assert reply.status_code == 401
 
 
@@ -194,8 +200,8 @@ def test_a_key_in_the_url_generates_and_does_nothing_else(
     # clients as trainers use them: a base URL, and no header of ours
     assert requests.get(f"{url}/health", timeout=60).status_code == 200
     assert requests.get(f"{url}/v1/models", timeout=60).json()["data"]
-    assert httpx.post(f"{url}/v1/completions", json=body).json()["choices"]
-    assert httpx.post(f"{url}/inference/v1/generate", json=tokens).json()["choices"]
+    assert patient_post(f"{url}/v1/completions", json=body).json()["choices"]
+    assert patient_post(f"{url}/inference/v1/generate", json=tokens).json()["choices"]
 
     async def post() -> Any:
         async with (
@@ -209,15 +215,15 @@ def test_a_key_in_the_url_generates_and_does_nothing_else(
     key = key_of(keyed)
     assert httpx.URL(url).password == key
     for path in ("/bridge/status", "/bridge/openapi.json", "/metrics", "/nowhere"):
-        assert httpx.get(f"{url}{path}").status_code == 401, path
-    assert httpx.post(f"{url}/bridge/pause", json={}).status_code == 401
+        assert patient_get(f"{url}{path}").status_code == 401, path
+    assert patient_post(f"{url}/bridge/pause", json={}).status_code == 401
     wrong: list[Any] = [None, ("jvlab", ""), ("jvlab", key[:-1]), ("root", key)]
     wrong += [("jvlab", keyed.http_token), ("jvlab", key.upper())]
     for auth in wrong:
-        reply = httpx.post(f"{base}/v1/completions", json=body, auth=auth)
+        reply = patient_post(f"{base}/v1/completions", json=body, auth=auth)
         assert reply.status_code == 401, auth
     for given in (f"Bearer {key}", f"Basic {key}", key, "Basic", "Basic \xff"):
-        reply = httpx.post(
+        reply = patient_post(
             f"{base}/v1/completions",
             json=body,
             headers=[(b"Authorization", given.encode("latin-1"))],
@@ -230,7 +236,7 @@ def test_a_key_is_seen_by_those_who_ask_for_it_only(
     keyed: jv.Pool, client: jv.Lab, capfd: pytest.CaptureFixture[str]
 ):
     key = key_of(keyed)
-    httpx.get(f"{keyed.http_key_url}/v1/models")
+    patient_get(f"{keyed.http_key_url}/v1/models")
     shown = [repr(keyed), keyed._repr_html_(), json.dumps(keyed.status()), str(client)]
     shown += [json.dumps(client.status()), *capfd.readouterr()]
     assert not [text for text in shown if key in text]

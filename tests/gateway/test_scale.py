@@ -747,7 +747,7 @@ def test_work_waits_for_the_only_replica(
     assert "0/1 ready, 1 restarting" in repr(pool)
     assert work.is_alive()
     with pytest.raises(errors.DeadlineExceeded) as caught:
-        pool.score([[1, 2]], timeout=1.5)
+        pool.score([[1, 2]], timeout=3.0)
     assert "p/0, which is at process (out of memory)" in caught.value.message
     allowed.set()
     work.join(60)
@@ -870,13 +870,20 @@ def test_nothing_is_started_for_a_pool_that_was_closed_in_the_back_off(
         await start(replica, spec)
 
     fake_lab.gateway._start_process = told  # type: ignore[method-assign]
-    monkeypatch.setattr(reg, "BACK_OFF", (1.0,))
+    monkeypatch.setattr(reg, "BACK_OFF", (3600.0,))
     pools = [client.launch(llama, name=name).wait(60) for name in ("p", "q")]
     kill(fake_lab, "p/0")
     kill(fake_lab, "q/0")
     assert row(pools[0])["state"] == "restarting"
     assert row(pools[0])["health"] == "restarting (1 of 3)"
     pools[0].close()
+
+    def over() -> None:
+        """The back-off of both."""
+        for replica in fake_lab.registry.replicas():
+            replica.restart_at = 0.0
+
+    fake_lab.do(over)
     until(lambda: row(pools[1])["restarts"] == 1)
     assert started == ["p/0", "q/0", "q/0"]
 

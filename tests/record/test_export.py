@@ -347,7 +347,7 @@ def reported(folder: Path, to: Any, **options: Any) -> Any:
         report_to=to,
         **given,
     )
-    return run.wait(120)
+    return run.wait(300)
 
 
 NAMES = [

@@ -129,7 +129,7 @@ def go(lab: jv.Lab, folder: str, plan: dict[str, Any]) -> dict[str, Any]:
         )
         for call in plan.get("then", {}).get(str(PROCESS), ()):
             getattr(run, call)()
-        run.wait(240)
+        run.wait(360)
     except jv.JvlabError as error:
         kind = type(error).__name__
         return {"error": kind, "message": error.message, "remedy": error.remedy}

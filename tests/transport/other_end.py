@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from jvlab._errors import TransportError
 from jvlab.transport import Header, listen, open_receiver
 
 LABEL = "rank 1 of replica-0"
@@ -87,6 +88,14 @@ class End:
             out.append(self.do_recv(deadline))
             self.do_release()
         return out
+
+    def do_take_as_a_rank(self, count: int, deadline: float) -> Any:
+        """The same; a failure is told to the sender, as engine/worker/_receivers.py does."""
+        try:
+            return self.do_take(count, deadline)
+        except TransportError as error:
+            self.receiver.fail(str(error))
+            raise
 
     def do_fail(self, message: str) -> None:
         self.receiver.fail(message)
