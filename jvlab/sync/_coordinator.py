@@ -506,8 +506,9 @@ class Coordinator:
                     self.explain(error, f"the sync of version {version}", version)
                 raise
             if (changes := transaction.senders.changes) is not None:
-                changes.committed()
+                # first: if this is interrupted, no other order may take them for its own
                 transaction.senders.changes = None
+                changes.committed()
             return self.committed(report, transaction, params, deadline)
 
     def _seek_changes(

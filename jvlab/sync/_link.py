@@ -393,7 +393,8 @@ class Link:
         name = os.fspath(path)
         publisher = self._publishers.get(name)
         if publisher is None or publisher.closed:
-            publisher = Publisher.of_link(path, self, options, deadline)
+            folder = self._agreed.folder or self.pool.model
+            publisher = Publisher.of_link(path, self, folder, options, deadline)
             self._publishers[name] = publisher
         if publisher.options != options:
             raise ConfigError(

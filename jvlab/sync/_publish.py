@@ -47,7 +47,7 @@ from jvlab.layout._checkpoint import (
 from jvlab.layout._digest import flawed
 from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._sparse import changed
-from jvlab.layout._tree import FlatTree, as_sent, checkpoint_names, flatten
+from jvlab.layout._tree import FlatTree, checkpoint_names, flatten
 from jvlab.layout.rules._rules import apply_binding
 from jvlab.sync._compile_tree import bind_rules
 from jvlab.sync._coordinator import behind
@@ -140,16 +140,9 @@ class Export:
             from jvlab.trainer._policy import local
 
             folder = local(str(folder))
-        params = unpack(params)[0]
-        if hasattr(params, "peft_tensors"):
-            raise Unsupported(
-                "an adapter is not published",
-                remedy="publish a merged policy: jv.Publisher(path, policy.merge())",
-            )
-        flat = flatten(params)
-        _check_here(flat.arrays)
+        arrays = _arrays(params)
         tensors = checkpoint_tensors(folder)
-        kept, _, rules = checkpoint_names(flat.arrays, rules, tensors)
+        kept, _, rules = checkpoint_names(arrays, rules, tensors)
         config = read_config(folder)
         _, bindings = bind_rules(
             rules,
@@ -166,7 +159,7 @@ class Export:
         return cls(bindings, tensors, dtypes, folder)
 
     @classmethod
-    def of_link(cls, link: Link) -> Export:
+    def of_link(cls, link: Link, folder: str) -> Export:
         """As a link's mapping has it, in the dtypes in which its engine holds what is not quantised."""
         mapping = link.mapping
         dtypes: dict[str, set[str]] = defaultdict(set)
@@ -174,14 +167,11 @@ class Export:
             if row.status in ("direct", "cast", "staged"):
                 dtypes[row.tensor].add(row.dtype)
         chosen = {n: found.pop() for n, found in dtypes.items() if len(found) == 1}
-        return cls(
-            mapping.bindings, mapping.tensors, chosen, Path(resolve(link.pool.model))
-        )
+        return cls(mapping.bindings, mapping.tensors, chosen, Path(resolve(folder)))
 
     def tensors(self, params: Any) -> Iterator[tuple[str, np.ndarray]]:
         """Name and values of each tensor, in memory of its own; raises if the tree is not as it was bound."""
-        arrays = flatten(as_sent(unpack(params)[0])).arrays
-        _check_here(arrays)
+        arrays = _arrays(params)
         wanted = {b.leaf: b for found in self._bindings.values() for b in found}
         wrong = [
             leaf
@@ -234,8 +224,15 @@ def _is_plain(dtype: str) -> bool:
     return dtype in ("float64", "float32", "float16", "bfloat16")
 
 
-def _check_here(arrays: Mapping[str, Any]) -> None:
-    """Raise if this process does not have all of the tree."""
+def _arrays(params: Any) -> Mapping[str, Any]:
+    """A tree's arrays by path; raises if it is an adapter, or not all of it is in this process."""
+    params = unpack(params)[0]
+    if hasattr(params, "peft_tensors"):
+        raise Unsupported(
+            "an adapter is not published",
+            remedy="publish a merged policy: jv.Publisher(path, policy.merge())",
+        )
+    arrays = flatten(params).arrays
     far = [p for p, a in arrays.items() if not getattr(a, "is_fully_addressable", True)]
     if far:
         raise Unsupported(
@@ -243,6 +240,7 @@ def _check_here(arrays: Mapping[str, Any]) -> None:
             remedy="gather it first: jax.experimental.multihost_utils.process_allgather",
             leaves=far,
         )
+    return arrays
 
 
 # Publishing -----------------------------------------------------------------------------------------------------------
@@ -378,12 +376,14 @@ class Publisher:
         cls,
         path: str | os.PathLike[str],
         link: Link,
+        folder: str,
         options: PublishOptions,
         deadline: Deadline,
     ) -> Publisher:
-        """The publisher of `link.publish`: by the link's mapping, in its engine's dtypes."""
+        """The publisher of `link.publish`: by its mapping, in its engine's dtypes; `folder` has its checkpoint."""
         made = cls.__new__(cls)
-        made._open(path, Export.of_link(link), options.check(), deadline)
+        export = Export.of_link(link, folder)
+        made._open(path, export, options.check(), deadline)
         return made
 
     def _open(
@@ -619,12 +619,12 @@ class Publisher:
     ) -> tuple[Index, list[str]]:
         """Write files and index, and make them visible."""
         name = version_name(number)
-        epoch = f"e{self._lease.epoch:04d}"
         store = self._store
-        token = f"{epoch}-{secrets.token_hex(4)}"
+        # in the names of files too: a bucket may write what was given up only after the next try
+        token = f"e{self._lease.epoch:04d}-{secrets.token_hex(4)}"
         staged = self._calls.call(f"begin {name}", deadline, store.begin, name, token)
         try:
-            files, weight_map = self._write_files(staged, stored, epoch, base, deadline)
+            files, weight_map = self._write_files(staged, stored, token, base, deadline)
             # the last moment at which another writer is noticed before anything is visible
             self._lease.check(deadline)
         except BaseException:
@@ -669,7 +669,7 @@ class Publisher:
         self,
         staged: str,
         stored: Sequence[Stored],
-        epoch: str,
+        token: str,
         base: Index | None,
         deadline: Deadline,
     ) -> tuple[dict[str, tuple[int, str]], dict[str, str]]:
@@ -684,7 +684,7 @@ class Publisher:
 
         groups = list(shards(stored, int(self.options.shard_mib * 2**20)))
         for i, group in enumerate(groups):
-            file = f"model-{i + 1:05d}-of-{len(groups):05d}-{epoch}.safetensors"
+            file = f"model-{i + 1:05d}-of-{len(groups):05d}-{token}.safetensors"
             put(file, shard_parts(group))
             weight_map |= {tensor.name: file for tensor in group}
         if base is None:
@@ -863,8 +863,6 @@ class Follower:
         self._shelf = Shelf(self._calls.store, self._calls)
         self._copy: Copy | None = None
         self._link: Any = None
-        # the state that the pool was last synced to
-        self._served = ""
         # version -> how often it failed, and when it is tried again
         self._failed: dict[int, tuple[int, float]] = {}
         # what was read since the last sync
@@ -971,7 +969,7 @@ class Follower:
             problem = self._read_newest(names)
         read_at = time.perf_counter()
         copy = self._copy
-        if copy is not None and copy.state != self._served:
+        if copy is not None and copy.version != self.version:
             self._sync(copy, began, read_at)
         elif copy is not None:
             self._bring_newcomers(copy)
@@ -1059,14 +1057,17 @@ class Follower:
     def _sync(self, copy: Copy, began: float, read_at: float) -> None:
         link = self._open_link(copy)
         wanted = copy.version if copy.version > link.version else None
-        report = link.sync(
-            copy.tensors,
-            wanted,
-            delta=self._delta,
-            timeout=self._seconds,
-            progress=False,
-        )
-        self._served = copy.state
+        try:
+            report = link.sync(
+                copy.tensors,
+                wanted,
+                delta=self._delta,
+                timeout=self._seconds,
+                progress=False,
+            )
+        except LayoutError:
+            link.close()  # another dtype is published now: the next try connects it
+            raise
         now = time.perf_counter()
         applied = Applied(
             version=copy.version,

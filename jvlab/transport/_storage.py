@@ -1,11 +1,11 @@
 """Versions of weights in a folder or a bucket: their format, one writer at a time, readers that trust nothing.
 
 weight_v000001/                        a full version: a checkpoint that transformers and vLLM load
-  model-00001-of-00002-e0001.safetensors
+  model-00001-of-00002-e0001-1f3a….safetensors
   config.json, tokenizer.json, …       of the model that it was bound to
   model.safetensors.index.json         written last; what has none is no version
 weight_v000002/                        a delta: what changed since the version that its index names
-  model-00001-of-00001-e0001.safetensors
+  model-00001-of-00001-e0001-07bc….safetensors
   model.safetensors.index.json
 writer-000001.json                     the writer of epoch 1, with its heartbeat; the highest epoch may write
 latest                                 the newest version's name: a hint for people and other readers
@@ -67,7 +67,7 @@ ENCODING = "overwrite"
 COMPRESSION = "zstd"
 LATEST = "latest"
 WEIGHTS = ".safetensors"
-_VERSION = re.compile(r"weight_v(\d{6,12})")
+_VERSION = re.compile(r"weight_v(\d{6,19})")
 _WRITER = re.compile(r"writer-(\d{6,12})\.json")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
 _PART = ".part"
@@ -258,8 +258,10 @@ class Index:
                 weight_map={str(n): str(f) for n, f in content["weight_map"].items()},
                 by=str(own["by"]),
             )
-            wrong = found.version != version or any(
-                _FILE.fullmatch(n) is None for n in found.files
+            wrong = (
+                found.version != version
+                or (found.base is not None and found.base >= version)
+                or any(_FILE.fullmatch(n) is None for n in found.files)
             )
         except (KeyError, TypeError, ValueError, AttributeError):
             wrong = True
@@ -303,7 +305,9 @@ def unframed(frame: np.ndarray) -> np.ndarray:
     head = frame[:14].tobytes()
     if head[:6] != _MAGIC or len(head) < 14:
         raise ValueError("it is not a zstd frame of stored blocks")
-    content = np.empty(int.from_bytes(head[6:], "little"), np.uint8)
+    # a frame that claims more is refused below, without its memory
+    size = min(int.from_bytes(head[6:], "little"), len(frame))
+    content = np.empty(size, np.uint8)
     at = 14
     filled = 0
     is_last = False
@@ -904,7 +908,8 @@ class Lease:
         if self._closed.is_set():
             return
         self._closed.set()
-        with contextlib.suppress(StorageError, DeadlineExceeded, OSError):
+        # RuntimeError: no thread starts while the interpreter ends; our process is then known to be dead
+        with contextlib.suppress(StorageError, DeadlineExceeded, OSError, RuntimeError):
             self._write(Deadline(seconds), released=True)
 
 
@@ -1098,7 +1103,7 @@ class Shelf:
             text = self.calls.call(
                 f"read {path}", deadline, self.store.read, path, LONGEST_INDEX
             )
-        except (FileNotFoundError, NotADirectoryError) as error:
+        except FileNotFoundError as error:
             raise failure(
                 Why.MISSING,
                 f"{version_name(version)} is not there, or not complete",
@@ -1120,8 +1125,9 @@ class Shelf:
                     lock_name(epoch),
                     LONGEST_LOCK,
                 )
-                lock = Lock.parse(text)
-                return lock.fences if lock is not None else ()
+                # one that is half written has added no fence yet
+                if (lock := Lock.parse(text)) is not None:
+                    return lock.fences
         return ()
 
     def complete(self, version: int, names: Iterable[str], deadline: Deadline) -> Index:
@@ -1174,6 +1180,7 @@ def small_files(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.iterdir())
         if path.is_file()
         and path.suffix in kept
+        and _FILE.fullmatch(path.name)
         and not path.name.endswith(".index.json")
         and path.stat().st_size <= most
     }

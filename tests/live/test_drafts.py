@@ -188,13 +188,17 @@ def test_drafts_follow_the_trainer_and_nothing_else_changes(
 
 
 def test_the_draft_models_checkpoint_is_what_values_are_compared_with(
-    lab: jv.Lab, drafting: jv.Pool, other: str
+    lab: jv.Lab, drafting: jv.Pool, other: str, tmp_path: Path
 ) -> None:
     params = jv.Policy.from_pretrained(other).params
     link = lab.connect(params, drafting, part="draft")
     assert (link.meaning.state, link.meaning.how) == ("checked", "value")
     again = lab.connect(params, drafting, part="draft")
     assert again is link
+    # and what is published is that model
+    assert link.publish(tmp_path, params).kind == "full"
+    (publisher,) = link._publishers.values()
+    assert publisher._export.folder == Path(other)
 
 
 def test_trees_and_pools_that_do_not_fit(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -14,10 +15,12 @@ from jvlab._errors import SyncDeadline, TransportError
 from jvlab.layout import _sparse
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import source_order
+from jvlab.sync._coordinator import Coordinator
 from jvlab.sync._delta import Changes, Held
 from jvlab.sync._pack import Source
 from jvlab.sync._senders import BucketSenders, Sent
 from jvlab.transport._choose import listen, open_receiver
+from jvlab.wire._sync_words import Terms
 from tests.layout.plan_interpreter import execute, scatter_bucket, target_view
 from tests.layout.plan_world import World
 from tests.sync.test_pack import arrays_of, make
@@ -317,3 +320,25 @@ def test_seeking_changes_ends_at_the_deadline() -> None:
     with pytest.raises(SyncDeadline, match="changes were sought"):
         senders.settle(Source(plan, arrays_of(world)), staged=False)
     senders.close()
+
+
+def test_an_interrupt_at_the_commit_leaves_nothing_to_another_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stepper would send by changes that were found for another sync."""
+    pool: Any = SimpleNamespace(client=SimpleNamespace(link=lambda: None))
+    agreed: Any = SimpleNamespace(transport="shm", meaning=None)
+    coordinator = Coordinator(pool, agreed, None)
+    senders = SimpleNamespace(no_delta="", total_bytes=0, replicas={}, changes=None)
+    transaction: Any = SimpleNamespace(
+        senders=senders, terms=Terms(version=1), run=lambda listener: None
+    )
+    monkeypatch.setattr(coordinator, "begin", lambda *_: transaction)
+
+    def interrupt(changes: Changes) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Changes, "committed", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        coordinator.sync({}, None, Terms(1, delta="always"), Deadline(60), False)
+    assert senders.changes is None

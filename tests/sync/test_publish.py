@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -238,6 +239,9 @@ def test_frames_are_zstd(size: int):
     theirs = pyarrow.decompress(frame, size, codec="zstd").to_pybytes() if size else b""
     assert theirs == content.tobytes()
     assert np.array_equal(_storage.unframed(np.frombuffer(frame, np.uint8)), content)
+    huge = frame[:6] + b"\xff" * 5 + bytes(3) + frame[14:]
+    with pytest.raises(ValueError, match="zstd"):
+        _storage.unframed(np.frombuffer(huge, np.uint8))
     for cut in (0, 5, 13, len(frame) - 1):
         with pytest.raises(ValueError, match="zstd"):
             _storage.unframed(np.frombuffer(frame[:cut], np.uint8))
@@ -367,7 +371,7 @@ def test_a_pruned_base_leads_to_a_full_version(where: str, model: Path):
 def change(where: str, path: str, edit: Callable[[bytes], bytes | None]) -> None:
     """Edit one file of a folder or bucket; None removes it."""
     fs, root = fsspec.core.url_to_fs(where)
-    name = f"{root}/{path}"
+    (name,) = fs.glob(f"{root}/{path}")
     new = edit(fs.cat_file(name))
     fs.rm_file(name)
     if new is not None:
@@ -380,7 +384,7 @@ def flip(data: bytes, at: int) -> bytes:
     return bytes(changed)
 
 
-WEIGHTS = "model-00001-of-00001-e0001.safetensors"
+WEIGHTS = "model-00001-of-00001-e0001-*.safetensors"
 DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes | None], Why]] = {
     "a flipped bit": (WEIGHTS, lambda d: flip(d, len(d) - 9), Why.DAMAGED),
     "a flipped bit in its header": (WEIGHTS, lambda d: flip(d, 40), Why.DAMAGED),
@@ -520,6 +524,40 @@ def test_an_index_cannot_name_files_elsewhere(where: str, model: Path):
     wrong = Index(**{**vars(found), "files": {"../../etc": (1, "")}, "weight_map": {}})
     with pytest.raises(errors.StorageError, match="does not describe it"):
         Index.parse(wrong.to_bytes(), 1)
+
+
+def test_an_index_cannot_lead_in_circles(where: str, model: Path):
+    with publisher(where, model) as out:
+        out.publish(tree(0))
+    found = shelf(where).index(1, Deadline(20))
+    for base in (1, 2):
+        wrong = Index(**{**vars(found), "base": base, "base_state": found.state})
+        with pytest.raises(errors.StorageError, match="does not describe it"):
+            Index.parse(wrong.to_bytes(), 1)
+
+
+def test_any_folder_of_a_model_can_be_published(tmp_path: Path, model: Path):
+    """Readers take plain names only."""
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    for name in ("._config.json", "notes (2).txt", "README.txt"):
+        (folder / name).write_text("{}")
+    where = str(tmp_path / "out")
+    with publisher(where, folder) as out:
+        out.publish(tree(0))
+        assert plain(read(where).tensors) == plain(tree(0))
+        assert out.publish(tree(0)).kind == "delta"
+    names = {name.rpartition("/")[2] for name in files_of(where)}
+    assert {"README.txt", "config.json"} < names
+    assert not {"._config.json", "notes (2).txt"} & names
+
+
+def test_versions_may_be_times(where: str, model: Path):
+    version = 1_763_000_000_000_000_000
+    with publisher(where, model) as out:
+        out.publish(tree(0), version)
+        assert out.publish(tree(0)).base == version
+    assert read(where).version == version + 1
 
 
 def test_readers_beside_a_writer_see_only_whole_versions(tmp_path: Path, model: Path):
@@ -662,6 +700,31 @@ def test_a_writer_that_comes_back_is_refused(
     old.close()
 
 
+def test_a_lock_half_written_opens_no_fence(where: str, model: Path):
+    with publisher(where, model) as out:
+        out.publish(tree(0))
+    lock_of_another(where, epoch=2, fences=((2, 0),))
+    lock_of_another(where, epoch=3)
+    change(where, "writer-000003.json", lambda data: data[:20])
+    with pytest.raises(errors.StorageError) as refused:
+        read(where)
+    assert refused.value.fields["why"] is Why.FENCED
+
+
+def test_a_process_may_end_without_closing(
+    where: str, model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """From Python 3.12 on, no thread can be started while the interpreter ends."""
+    out = publisher(where, model)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        out._release()
+
+
 def test_of_several_that_begin_at_once_one_writes(tmp_path: Path, model: Path):
     for attempt in range(8):
         won, refused = begin_at_once(str(tmp_path / str(attempt)), model)
@@ -792,6 +855,49 @@ def test_what_leads_to_a_damaged_version_is_served(where: str, model: Path):
     assert plain(link.synced[-1][1]) == plain(values[2])
 
 
+def test_a_version_in_which_nothing_changed_is_served_too(where: str, model: Path):
+    link = FakeLink()
+    with publisher(where, model) as out, follow(where, link) as follower:
+        out.publish(tree(0))
+        follower.wait(1, 20)
+        out.publish(tree(0))
+        assert follower.wait(2, 20).last.bytes == 0
+        # back to what was served, after a sync that may have left half of another
+        link.fails = [errors.SyncError("dirty")] * 3
+        out.publish(tree(1))
+        until(lambda: len(link.fails) < 3, "a sync that fails", 20)
+        out.publish(tree(0))
+        follower.wait(4, 20)
+    assert [version for version, _ in link.synced] == [1, 2, 4]
+
+
+def test_versions_in_another_dtype_are_served(where: str, model: Path):
+    """A new trainer of the same model may publish in another dtype: the link is made for the old one."""
+    links: list[FakeLink] = []
+
+    class Typed(FakeLink):
+        def __init__(self, tensors: Tree) -> None:
+            super().__init__(len(links))
+            self.types = {name: array.dtype for name, array in tensors.items()}
+
+        def sync(self, tensors: Tree, version: int | None, **options: Any) -> Any:
+            if self.types != {name: array.dtype for name, array in tensors.items()}:
+                raise errors.LayoutError("leaves differ from what was connected")
+            return super().sync(tensors, version, **options)
+
+    def connect(tensors: Any) -> FakeLink:
+        links.append(Typed(tensors))
+        return links[-1]
+
+    with Follower(where, connect, poll=0.02) as follower:
+        for number, dtype in enumerate(["float32", "bfloat16"], 1):
+            with publisher(where, model, dtype=dtype) as out:
+                out.publish(tree(0))
+            follower.wait(number, 20)
+        until(lambda: follower.error is None, "the error's end", 20)
+    assert [len(link.synced) for link in links] == [1, 1]
+
+
 def test_a_folder_that_was_emptied_is_reported(where: str, model: Path):
     link = FakeLink()
     with publisher(where, model) as out:
@@ -913,6 +1019,29 @@ def test_a_store_that_hangs_ends_nobody(
     until(lambda: not _named("jvlab-follow"), "the follower's end", 60)
 
 
+def test_what_is_written_too_late_harms_no_other_version(
+    where: str, model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A slow upload that ends after its publisher gave up, and wrote the next one with that number."""
+    go_on = threading.Event()
+    with publisher(where, model) as out:
+        out.publish(tree(0))
+        put = out._store.put
+
+        def late(*given: Any) -> None:
+            assert go_on.wait(60)
+            put(*given)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(out._store, "put", late)
+            with pytest.raises(errors.DeadlineExceeded):
+                out.publish(tree(1), timeout=0.3)
+        assert out.publish(tree(2)).version == 2
+        go_on.set()
+        until(lambda: not _named("jvlab-storage"), "the end of calls", 20)
+        assert plain(read(where).tensors) == plain(tree(2))
+
+
 def _named(name: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == name]
 
@@ -989,6 +1118,9 @@ def test_wrong_calls(where: str, model: Path):
         with pytest.raises(errors.LayoutError, match="gate"):
             out.publish(short)
         assert out.publish(trained(tree(0), 3)).base == 7
+        adapter = type("Adapter", (dict,), {"peft_tensors": None})(tree(0))
+        with pytest.raises(errors.Unsupported, match="adapter"):
+            out.publish(adapter)
     with pytest.raises(errors.StorageError, match="closed"):
         out.publish(tree(0))
     with pytest.raises(errors.ConfigError, match="nowhere"):
