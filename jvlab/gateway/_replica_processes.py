@@ -223,14 +223,18 @@ class Agents:
         running = agent.offer.running
         if running:
             process = self._processes.get(running)
+            # a place that is open again is for a new process, not for the one it lost
             if (
                 not isinstance(process, JoinedProcess)
-                or process.agent is not None
                 or process.ended.is_set()
+                or not process.started
             ):
-                raise reg.Refused(
-                    f"{running} counts as exited, or another agent runs it"
-                )
+                raise reg.Refused(f"{running} counts as exited")
+            if (before := process.agent) is not None:
+                if before.offer.agent != agent.offer.agent:
+                    raise reg.Refused(f"another agent runs {running}")
+                # the same one: its connection broke unnoticed here
+                before.orders.put_nowait(None)
             process.assign(agent)
             return
         self._idle.append(agent)
@@ -257,11 +261,7 @@ class Agents:
                 registry.pools[name]
             ):
                 return  # `match` is called again for each of those
-            try:
-                self._handle(reg.Offered(name, time.monotonic()))
-            except reg.Refused:
-                self._idle.remove(agent)
-                raise
+            self._handle(reg.Offered(name, time.monotonic()))
 
     def _coming(self, pool: reg.PoolState) -> int:
         """How many replicas of a pool will wait for an agent as soon as the gateway has made their processes."""
@@ -287,7 +287,11 @@ class Agents:
         if first is None or first.WhichOneof("kind") != "offer":
             raise reg.Refused("the first report must be an offer")
         agent = JoinedHost(first.offer)
-        self._admit(agent)
+        try:
+            self._admit(agent)
+        except reg.Refused:
+            self._leave(agent)
+            raise
         reading = asyncio.create_task(self._read(agent, reports))
         try:
             while True:

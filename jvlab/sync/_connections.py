@@ -84,7 +84,7 @@ class Connections:
         gateway = pool.client.call("Describe", pb.DescribeRequest(), deadline)
         near = pool.one_process or on_this_host(pool.snapshot, gateway.host)
         if not near:
-            options = reachable(options, pool.client.address)
+            options = reachable(options, pool.client.address, gateway.public_address)
         # with a pool in this process nobody else could meet; `negotiate` says so
         meeting = (
             contextlib.nullcontext()
@@ -206,9 +206,13 @@ def on_this_host(snapshot: pb.PoolStatus, gateway: str) -> bool:
     )
 
 
-def reachable(options: dict[str, Any], gateway: str) -> dict[str, Any]:
-    """Transport options for other hosts: by default, bind to our address on the route to the gateway."""
-    host = _channels.host_of(gateway)
-    if "host" in options or _security.is_loopback(host):
+def reachable(options: dict[str, Any], *gateway: str) -> dict[str, Any]:
+    """Transport options for other hosts: by default, bind to our address on the route to the gateway.
+
+    `gateway`: its address as we know it, which on its own host is loopback, then as other hosts do.
+    """
+    hosts = map(_channels.host_of, gateway)
+    far = [host for host in hosts if not _security.is_loopback(host)]
+    if "host" in options or not far:
         return options
-    return {**options, "host": _channels.address_towards(host)}
+    return {**options, "host": _channels.address_towards(far[0])}

@@ -71,7 +71,7 @@ class FramedSocket:
         self._lock = threading.RLock()
         sock.setblocking(False)
         if not self._unix:
-            _tune_tcp(sock)
+            tune_tcp(sock)
 
     def put(self, kind: int, body: bytes = b"", fds: tuple[int, ...] = ()) -> None:
         """Send one message. A socket's queue holds hundreds and a channel has a few in flight, so this never waits."""
@@ -206,7 +206,7 @@ class FramedSocket:
             self.fds.clear()
 
 
-def _tune_tcp(sock: socket.socket) -> None:
+def tune_tcp(sock: socket.socket) -> None:
     """No delay for small messages; a vanished host is noticed in about 10 s, whether or not something is on its way."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -417,7 +417,7 @@ class SlotSender:
             known = kind == HELLO and hmac.compare_digest(
                 str(hello["token"]).encode(), self._token.encode()
             )
-        except (TransportError, ValueError, KeyError, TypeError):
+        except (TransportError, ValueError, KeyError, TypeError, RecursionError):
             known = False
             hello = {}
         if not known:

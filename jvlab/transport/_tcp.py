@@ -35,6 +35,7 @@ from jvlab.transport._slots import (
     SlotSender,
     bind,
     connect,
+    tune_tcp,
 )
 from jvlab.wire._channels import make_certificate
 from jvlab.wire._security import is_loopback
@@ -118,8 +119,10 @@ class _Stream:
         self._owner = os.getpid()
         self._queue: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
         sock.settimeout(None)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        # so that no firewall forgets it between two syncs
+        tune_tcp(sock)
+        # a busy rank may leave a window closed for long
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
         self._thread = threading.Thread(target=self._run, name="jvlab-tcp", daemon=True)
         self._thread.start()
 
@@ -152,9 +155,13 @@ def _send_all(sock: socket.socket, memory: memoryview) -> None:
     sock.sendall(memory)
 
 
-def _receive_all(sock: socket.socket, memory: memoryview) -> None:
+def _receive_all(
+    sock: socket.socket, memory: memoryview, clock: Clock | None = None
+) -> None:
     have = 0
     while have < len(memory):
+        if clock is not None:
+            sock.settimeout(max(clock.left(), 1e-3))
         # no deadline: whoever waits for this thread has one, and close() wakes it
         got = sock.recv_into(memory[have:])
         if not got:
@@ -230,8 +237,7 @@ class TcpSender(SlotSender):
         """Which stream a new connection is; None without our token."""
         hello = bytearray(_TOKEN_BYTES + 1)
         try:
-            sock.settimeout(HELLO_SECONDS)
-            _receive_all(sock, memoryview(hello))
+            _receive_all(sock, memoryview(hello), Clock(HELLO_SECONDS))
         except OSError:
             return None
         known = hmac.compare_digest(bytes(hello[:-1]), self._token.encode())

@@ -626,6 +626,8 @@ class TeamStream:
         self.changed = threading.Condition()  # guards the fields above; reentrant
         # called on the client's loop at a message, and at the end
         self.on_news: Callable[[], None] = lambda: None
+        # gRPC breaks off a call that is given a message while it takes another
+        self._writing = asyncio.Lock()
         self._call: Any = client.loop.run(self._open())
         self._reading = client.loop.submit(self._read(join))
 
@@ -694,7 +696,7 @@ class TeamStream:
         # If the stream has ended, the reader sets `over` to the reason.
         try:
             with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                async with asyncio.timeout(WRITE_SECONDS):
+                async with asyncio.timeout(WRITE_SECONDS), self._writing:
                     await self._call.write(message)
         except TimeoutError:
             raise DeadlineExceeded(

@@ -17,6 +17,7 @@ from jvlab import errors
 from jvlab.gateway._link_service import Delivery, TeamMember, TeamTable
 from jvlab.sync._team import Team, together
 from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire._client import TeamStream
 from jvlab.wire._rpc_errors import CallFailed
 from tests.gateway.fake_lab import FakeLab
 
@@ -318,6 +319,33 @@ def test_who_is_a_team_is_read_from_the_shardings(labs: list[jv.Lab]):
     assert all(
         text.startswith("trainer process 5 (python") for text in (found[0], found[2])
     )
+
+
+def test_signs_of_life_beside_a_long_message_lose_none(labs: list[jv.Lab]):
+    """Threads share a stream: a batch of a run takes a while, and beats do not wait for it."""
+    streams = [
+        TeamStream(labs[k].client, pb.TeamJoin(pool="p", team="t", member=k, size=2))
+        for k in range(2)
+    ]
+    for stream in streams:
+        assert stream.wait(lambda of=stream: of.complete, LONG)
+
+    def send_long() -> None:
+        for _ in range(8):
+            streams[0].send({"kind": "order", "data": "x" * (8 << 20)})
+
+    count = 8
+    with ThreadPoolExecutor(1) as threads:
+        long = threads.submit(send_long)
+        while not long.done():
+            streams[0].send({"kind": "alive"})
+            count += 1
+            time.sleep(0.005)
+        long.result(0)
+    arrived = lambda: len(streams[1].messages(0)) == count
+    assert streams[1].wait(arrived, LONG)
+    for stream in streams:
+        stream.close()
 
 
 def test_nothing_stays_when_teams_are_over(labs: list[jv.Lab], fake_lab: FakeLab):

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 from jvlab._errors import ConfigError, TransportError
 from jvlab.transport import Header, Sender, listen, open_receiver
+from jvlab.transport._slots import HELLO, LONGEST, frame
 from jvlab.transport._tcp import SMALL, _server_context, stripes
 from jvlab.wire._channels import make_certificate
 from tests.transport.conftest import MAKE
@@ -183,9 +185,10 @@ def test_visitors_do_not_keep_the_right_one_out(
     sender = listen("tcp", **MAKE, tls=tls)
     senders.append(sender)
     address = ("127.0.0.1", sender.endpoint()["port"])
-    visitors = [socket.create_connection(address, 10) for _ in range(2)]
+    visitors = [socket.create_connection(address, 10) for _ in range(3)]
     try:
         visitors[1].sendall(b"GET / HTTP/1.1\r\n\r\n" + b"0" * 64)
+        visitors[2].sendall(frame(HELLO, b"[" * LONGEST))  # too deep for JSON
         rank = remote()
         opening = rank.start("open", endpoint=sender.endpoint(), deadline=120)
         sender.ready(120)
@@ -195,6 +198,47 @@ def test_visitors_do_not_keep_the_right_one_out(
     finally:
         for visitor in visitors:
             visitor.close()
+
+
+def test_a_visitor_that_is_slow_has_the_time_of_one_greeting(
+    senders: list[Sender], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jvlab.transport._tcp.HELLO_SECONDS", 0.5)
+    sender = listen("tcp", **MAKE)
+    senders.append(sender)
+    ours, theirs = socket.socketpair()
+    over = threading.Event()
+
+    def drip() -> None:
+        with contextlib.suppress(OSError):
+            while not over.wait(0.3):
+                theirs.sendall(b"0")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    start = time.monotonic()
+    with ours, theirs:
+        assert sender._greeted(ours) is None  # type: ignore[attr-defined]
+        took = time.monotonic() - start
+        over.set()
+        thread.join(30)
+    assert took < 5, "33 bytes at that rate take 10 s"
+
+
+def test_streams_stay_known_between_two_syncs(
+    senders: list[Sender], remote: Callable[[], Remote]
+) -> None:
+    """Firewalls forget a connection that is silent for minutes. A window may stay closed for as long as it takes."""
+    sender: Any = listen("tcp", **MAKE)
+    senders.append(sender)
+    rank = remote()
+    opening = rank.start("open", endpoint=sender.endpoint(), deadline=60)
+    sender.ready(60)
+    opening.result(60).ok()
+    for stream in sender._streams:
+        option = partial(stream._sock.getsockopt, socket.IPPROTO_TCP)
+        assert option(socket.TCP_KEEPIDLE) < 60
+        assert option(socket.TCP_USER_TIMEOUT) == 0
 
 
 @pytest.mark.parametrize("cut", [0, 2])

@@ -14,11 +14,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -339,7 +340,9 @@ def own_address() -> str:
     return found[0]
 
 
-def test_tls_from_end_to_end(simulated: None, tmp_path: Path, llama: str):
+def test_tls_from_end_to_end(
+    simulated: None, tmp_path: Path, llama: str, monkeypatch: pytest.MonkeyPatch
+):
     """Gateway and replica on an address that others can reach, with the certificate that the lab made for itself."""
     address, folder = own_address(), tmp_path / "tls"
     tls = _channels.tls_folder(folder, address)
@@ -370,6 +373,20 @@ def test_tls_from_end_to_end(simulated: None, tmp_path: Path, llama: str):
             )
             assert list(outside.pools) == ["far"]
             outside._leave()
+            # as if the replica's host were another: a trainer here is not bound to loopback, as its own channel is
+            bound: list[str] = []
+
+            def agree(*_: Any, options: dict[str, Any], **__: Any) -> None:
+                bound.append(options["host"])
+                raise errors.Unsupported("enough")
+
+            monkeypatch.setattr("jvlab.sync._connections.agree", agree)
+            monkeypatch.setattr(
+                "jvlab.sync._connections.on_this_host", lambda *_: False
+            )
+            with pytest.raises(errors.Unsupported, match="enough"):
+                lab.connect({"w": np.zeros(2)}, pool)
+            assert bound == [address]
         assert running.end() == 0
 
 
@@ -557,3 +574,49 @@ def test_a_host_that_comes_while_a_pool_is_launched_adds_no_replica(tmp_path: Pa
         assert [p.agent for p in processes.values()] == hosts[:2]
 
     asyncio.run(run())
+
+
+def test_a_host_that_is_refused_is_given_nothing_later():
+    """It asks for a replica of a pool that is closed: whatever is launched under that name must not wait for it."""
+    registry = launched()
+    registry.handle(reg.ProcessExited("p/0", "boom", ""))
+    registry.handle(reg.PoolCloseRequested("p"))
+    restart = lambda pool, name: registry.handle(reg.RestartRequested(pool, name, 3.0))
+    agents = _replica_processes.Agents(registry, {}, registry.handle, restart)
+
+    async def reports() -> AsyncIterator[pb.JoinReport]:
+        yield pb.JoinReport(offer=pb.JoinOffer(name="p/0"))
+
+    async def run() -> None:
+        with pytest.raises(reg.Refused, match="closed"):
+            await anext(agents.join(reports()))
+
+    asyncio.run(run())
+    assert agents._idle == []
+
+
+def test_whose_place_a_host_may_return_to(tmp_path: Path):
+    spec = reg.PoolSpec("p", "m", 1, 1, "auto", "cpu", "{}", "{}", place="join")
+    process = _replica_processes.JoinedProcess("p/0", spec, 0, tmp_path)
+    agents = _replica_processes.Agents(
+        launched(), {"p/0": process}, lambda event: None, lambda pool, replica: None
+    )
+
+    def returns(name: str) -> _replica_processes.JoinedHost:
+        offer = pb.JoinOffer(agent=name, running="p/0")
+        agent = _replica_processes.JoinedHost(offer)
+        agents._admit(agent)
+        return agent
+
+    with pytest.raises(reg.Refused, match="counts as exited"):
+        returns("python 1 on a")  # the place is open again: it was given up
+    first = _replica_processes.JoinedHost(pb.JoinOffer(agent="python 1 on a"))
+    process.assign(first)
+    with pytest.raises(reg.Refused, match="another agent runs p/0"):
+        returns("python 1 on b")
+    back = returns("python 1 on a")  # the gateway has not seen its stream break
+    assert process.agent is back
+    first.orders.get_nowait()  # its start
+    assert first.orders.get_nowait() is None, "the old stream ends"
+    agents._leave(first)
+    assert process.agent is back
