@@ -19,6 +19,7 @@ import queue
 import re
 import secrets
 import selectors
+import signal
 import subprocess
 import sys
 import tempfile
@@ -646,7 +647,7 @@ def code(
 
     `tests` names the column with them: Python text, run after the program in its namespace, which passes if it raises
     nothing; a list of such texts (MBPP's `test_list`); or `{"inputs": [...], "outputs": [...]}`, for each of which the
-    program runs with that input and must print that output. Rows without tests are skipped.
+    program runs with that input and must print that output; either may be JSON. Rows without tests are skipped.
 
     Each program runs in an interpreter of its own, with the standard library alone, in an empty folder that is deleted,
     for at most `timeout` seconds, and is killed if it prints more than 64 KiB. The kernel refuses it other processes,
@@ -693,6 +694,10 @@ class _Code:
     def __call__(self, sample: Any, example: Any) -> float | None:
         named = example.info.get(self._tests)
         tests = example.answer if self._tests == "answer" and named is None else named
+        if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
+            # many datasets keep them so; as Python this would pass
+            with contextlib.suppress(ValueError):
+                tests = json.loads(tests)
         if tests is None or len(tests) == 0:
             return None
         blocks = BLOCK.findall(sample.text)
@@ -719,10 +724,7 @@ class _Code:
         word = secrets.token_hex(16)
         order = {"program": program, "tests": list(tests), "stdin": given}
         told = json.dumps({**order, "word": word, **self._limits}).encode()
-        with (
-            tempfile.TemporaryDirectory(prefix="jvlab-code-") as folder,
-            tempfile.TemporaryFile() as orders,
-        ):
+        with _folder() as folder, tempfile.TemporaryFile() as orders:
             orders.write(told)
             orders.seek(0)
             verdict, write = os.pipe()
@@ -743,8 +745,9 @@ class _Code:
                 said, output = _watched(child, verdict, deadline)
             finally:
                 os.close(verdict)
-        right = re.fullmatch(f"{word} ([0-9]+)", said)
-        return (int(right[1]) if right else 0), output
+        right = re.fullmatch(f"{word} ([0-9]{{1,9}})", said)
+        # a program that finds the word can pass, and no more
+        return (min(int(right[1]), len(tests)) if right else 0), output
 
     def many(self, samples: Sequence[Any], examples: Sequence[Any]) -> list[Any]:
         # no deadline: each call has one
@@ -753,6 +756,24 @@ class _Code:
 
     def __repr__(self) -> str:
         return "jv.rewards.code"
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[str]:
+    """An empty folder, deleted with all that a program left in it."""
+    with tempfile.TemporaryDirectory(prefix="jvlab-code-") as folder:
+        try:
+            yield folder
+        finally:
+            # folders in folders may be deeper than shutil.rmtree can recurse
+            left = [folder]
+            while left:
+                for entry in list(os.scandir(left.pop())):
+                    if entry.is_dir(follow_symlinks=False):
+                        os.chmod(entry.path, 0o700)
+                        moved = os.path.join(folder, secrets.token_hex())
+                        os.rename(entry.path, moved)
+                        left.append(moved)
 
 
 def _watched(
@@ -775,7 +796,8 @@ def _watched(
                     if not part:
                         ready.unregister(key.fd)
     finally:
-        child.kill()
+        # with isolation="limits" it may have children
+        os.killpg(child.pid, signal.SIGKILL)
         child.wait(10)
         output = said[child.stdout.fileno()]
         child.stdout.close()
