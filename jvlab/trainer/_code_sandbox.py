@@ -20,8 +20,8 @@ import sys
 
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # as the filter knows them
 # Refused calls of the kernel, with their numbers on x86_64 and aarch64: processes, programs, signals to others,
-# sockets, memory that outlives a process, ways around the filter, and what Landlock leaves alone: owners, modes and times
-# of files, priorities and keys.
+# sockets, memory that outlives a process, ways around the filter, and what Landlock leaves alone: owners, modes and
+# times of files, priorities, keys.
 REFUSED = {
     "fork": (57, -1),
     "vfork": (58, -1),

@@ -38,7 +38,12 @@ from jvlab._errors import (
 from jvlab.record._batch import NUMBERS, is_parted
 from jvlab.trainer import _code_sandbox
 from jvlab.trainer._checks import check_choice, check_number, check_whole
-from jvlab.trainer._rewards import GroupScores, InProcess, UserCallFailed
+from jvlab.trainer._rewards import (
+    GroupScores,
+    InProcess,
+    NotStarted,
+    UserCallFailed,
+)
 
 __all__ = ["code", "length", "math", "regex", "total", "trl", "verl"]
 
@@ -152,6 +157,9 @@ class _Trl:
             "log_extra": log.extra,
             "log_metric": log.metric,
         }
+        # of the rows, not of a column: GSM8K's "answer" has the reasoning too
+        if getattr(self.function, "wants_answers", False):
+            given["answers"] = [e.answer for e in examples]
         wanted = inspect.signature(self.function).parameters
         if any(p.kind is p.VAR_KEYWORD for p in wanted.values()):
             return given
@@ -258,13 +266,15 @@ def verl(compute_score: Reward, **options: Any) -> Reward:
             values.append(one)
         return values
 
-    def arguments(completions: Sequence[Any], columns: Mapping[str, Any]) -> list[Any]:
+    def arguments(
+        completions: Sequence[Any], answers: Sequence[Any], columns: Mapping[str, Any]
+    ) -> list[Any]:
         none = [None] * len(completions)
-        truths = columns.get("ground_truth") or columns.get("answer") or none
+        truths = columns.get("ground_truth") or none
         models = columns.get("reward_model") or none
         truths = [
-            m["ground_truth"] if isinstance(m, Mapping) else t
-            for m, t in zip(models, truths, strict=True)
+            a if a is not None else m["ground_truth"] if isinstance(m, Mapping) else t
+            for a, m, t in zip(answers, models, truths, strict=True)
         ]
         texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
         sources = columns.get("data_source") or none
@@ -273,19 +283,25 @@ def verl(compute_score: Reward, **options: Any) -> Reward:
 
     if wants_async:
 
-        async def awaited(completions: Any, log_metric: Any, **columns: Any) -> Any:
-            calls = (call(*given) for given in arguments(completions, columns))
+        async def awaited(
+            completions: Any, log_metric: Any, answers: Any, **columns: Any
+        ) -> Any:
+            calls = (call(*given) for given in arguments(completions, answers, columns))
             return scores(await asyncio.gather(*calls), log_metric)
 
-        awaited.__name__ = _name(compute_score)
-        return trl(awaited)
+        made: Any = awaited
+    else:
 
-    def called(completions: Any, log_metric: Any, **columns: Any) -> Any:
-        found = [call(*given) for given in arguments(completions, columns)]
-        return scores(found, log_metric)
+        def called(
+            completions: Any, log_metric: Any, answers: Any, **columns: Any
+        ) -> Any:
+            found = [call(*given) for given in arguments(completions, answers, columns)]
+            return scores(found, log_metric)
 
-    called.__name__ = _name(compute_score)
-    return trl(called)
+        made = called
+    made.__name__ = _name(compute_score)
+    made.wants_answers = True
+    return trl(made)
 
 
 # Sums -----------------------------------------------------------------------------------------------------------------
@@ -593,9 +609,9 @@ class _Math:
             try:
                 return caller.call(sample.text, str(example.answer), self._timeout)
             except UserCallFailed as error:
-                if error.kind == "timeout" or "exit code" in error.message:
-                    return 0.0  # no one can check it
-                raise
+                if error.kind == "raised" or isinstance(error, NotStarted):
+                    raise
+                return 0.0  # no one can check it
             finally:
                 self._free.put(caller)
 
@@ -657,7 +673,8 @@ def code(
 
     What it does not stop: a program that sees through the tests. They run in its own interpreter, so one that is out to
     cheat can change what `assert` compares with, or read the tests from memory. Nor does it stop a bug in the kernel,
-    or timing of shared caches. For code by strangers use a virtual machine.
+    timing of shared caches, or many files from filling the disk until its time is over. For code by strangers use a
+    virtual machine.
 
     >>> from types import SimpleNamespace as Some
     >>> reward = jv.rewards.code(timeout=20)

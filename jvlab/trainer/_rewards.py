@@ -365,6 +365,10 @@ class UserCallFailed(Exception):
         self.trace = trace
 
 
+class NotStarted(UserCallFailed):
+    """Its process did not even begin with the call."""
+
+
 class _Caller(Protocol):
     """Calls the reward function, for one thread at a time unless it says otherwise."""
 
@@ -490,12 +494,13 @@ class InProcess:
         spawn = multiprocessing.get_context("spawn")
         with self._lock:
             if self._closed:
-                raise UserCallFailed("died", CLOSED)
+                raise NotStarted("died", CLOSED)
             self._pipe, child_end = spawn.Pipe()
-            self._child = spawn.Process(
+            child = spawn.Process(
                 target=_serve, args=(child_end, self._reward), daemon=True
             )
-            self._child.start()
+            child.start()
+            self._child = child
             child_end.close()
         try:
             # no deadline: there is something
@@ -508,7 +513,7 @@ class InProcess:
                 ready
                 or f"no answer within {START_S:g} s, or it ended with exit code {self._exit}"
             )
-            raise UserCallFailed("died", f"the reward process did not start: {why}")
+            raise NotStarted("died", f"the reward process did not start: {why}")
 
     def _kill(self) -> None:
         with self._lock:

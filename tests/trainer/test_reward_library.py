@@ -193,6 +193,17 @@ def test_a_score_of_verl() -> None:
         found, logged = call.result(60)
     assert found == [1.0, 0.0]
     assert logged.metrics == {"acc": 1.0, "n": 5.0}
+    rows = [
+        {
+            "question": "p",
+            "answer": "So it is a, then b.\n#### ab",
+            "extra_info": {"n": 1},
+        }
+    ]
+    made = Task.from_dataset(rows, reward=jv.rewards.verl(compute_score))
+    with made.rewarder() as rewarder:
+        again = rewarder.score(said("ab"), [made.example(0)])
+    assert again.rewards.tolist() == [1.0], "the answer, not its reasoning"
     example = Example("p", "ab", {"data_source": "dapo"})
     waited = scored(jv.rewards.verl(compute_async), said("ab", "c"), [example] * 2)
     assert waited.rewards.tolist() == [1.0, 0.0]
@@ -299,6 +310,18 @@ def test_mathematics_in_processes_with_a_deadline() -> None:
     assert not [p for p in left if "resource_tracker" not in " ".join(p.cmdline())]
 
 
+def test_mathematics_whose_process_does_not_start_is_not_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a script that starts processes outside of `if __name__ == "__main__"`."""
+    pytest.importorskip("math_verify", reason="math-verify is missing")
+    monkeypatch.setattr("jvlab.trainer._rewards.START_S", 0.0)
+    reward = jv.rewards.math(processes=1)
+    found = scored(reward, said("0.75"), [Example("p", "3/4")], timeout=60.0)
+    assert found.counts == {"died": 1}
+    assert "did not start" in found.failures[0].message
+
+
 # ------------------------------------------------------------------------------------------------------ programs
 
 full = pytest.mark.skipif(
@@ -325,7 +348,7 @@ REFUSED = {  # each must raise PermissionError
     "owners of files": "import os; os.chown({secret!r}, os.getuid(), os.getgid())",
     "attributes of files": "import os; os.setxattr({secret!r}, 'user.a', b'a')",
     "limits of its parent": "import os, resource; resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (99999, 99999))",
-    "priority of its parent": "import os; os.setpriority(os.PRIO_PROCESS, os.getppid(), os.getpriority(0, os.getppid()))",
+    "priority of its parent": "import os; os.setpriority(0, os.getppid(), os.getpriority(0, os.getppid()))",
     "signal its parent by a file": "import fcntl, os; fcntl.fcntl(1, fcntl.F_SETOWN, os.getppid())",
 }
 ENDED = {  # each gives nothing, within the deadline
