@@ -211,6 +211,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._hang_up()
         self._sync.abandon()
         self._state.abandoned()
+        hello = info.key.encode() + encode(self._facts())
         end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         end.settimeout(5.0)
         try:
@@ -224,7 +225,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             ) from None
         self._channel = CoreChannel(end)
         self._session = info.session
-        self._channel.send(HELLO, 0, encode({"key": info.key, **self._facts()}))
+        self._channel.send(HELLO, 0, hello)
 
     def _facts(self) -> dict[str, Any]:
         from jvlab.engine._vllm_versions import build

@@ -20,7 +20,8 @@ import sys
 
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # as the filter knows them
 # Refused calls of the kernel, with their numbers on x86_64 and aarch64: processes, programs, signals to others,
-# sockets, memory that outlives a process, and ways around the filter.
+# sockets, memory that outlives a process, ways around the filter, and what Landlock leaves alone: owners, modes and
+# times of files, priorities, keys.
 REFUSED = {
     "fork": (57, -1),
     "vfork": (58, -1),
@@ -52,11 +53,42 @@ REFUSED = {
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
     "keyctl": (250, 219),
+    "chmod": (90, -1),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, -1),
+    "fchown": (93, 55),
+    "lchown": (94, -1),
+    "fchownat": (260, 54),
+    "utime": (132, -1),
+    "utimes": (235, -1),
+    "futimesat": (261, -1),
+    "utimensat": (280, 88),
+    "truncate": (76, 45),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "removexattrat": (466, 466),
+    "setpriority": (141, 140),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+    "ioprio_set": (251, 30),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
 }
 CLONE = (56, 220)
 CLONE3 = (435, 435)
 TGKILL = (234, 131)
 CAPSET = (126, 91)
+PRLIMIT64 = (302, 261)
+FCNTL = (72, 25)
 CLONE_THREAD = 0x10000
 LANDLOCK = (444, 445, 446)  # create_ruleset, add_rule, restrict_self; on both
 READ = 0b1101  # execute, read a file, read a folder
@@ -154,6 +186,12 @@ def _program(column: int) -> bytes:
     out += [equal(CLONE3[column], 0, 1), refuse(errno.ENOSYS)]
     out += [equal(CLONE[column], 0, 4), load(16)]
     out += [step(0x45, 0, 1, CLONE_THREAD), allow, refuse(errno.EPERM)]
+    # its own limits: a limit of 0 s on the CPU ends another process
+    out += [equal(PRLIMIT64[column], 0, 4), load(16)]
+    out += [equal(0, 0, 1), allow, refuse(errno.EPERM)]
+    # not to whom a file sends signals: F_SETOWN, F_SETOWN_EX
+    out += [equal(FCNTL[column], 0, 5), load(24)]
+    out += [equal(8, 1, 0), equal(15, 0, 1), refuse(errno.EPERM), allow]
     # to its own threads, as abort() does
     out += [equal(TGKILL[column], 0, 4), load(16)]
     out += [equal(os.getpid(), 0, 1), allow, refuse(errno.EPERM), allow]

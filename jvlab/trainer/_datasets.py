@@ -18,8 +18,8 @@ from jvlab._errors import ConfigError, MissingDependency
 
 PROMPTS = ("prompt", "question", "problem")  # columns that are taken for the prompt
 ANSWERS = ("answer", "label", "solution", "ground_truth", "target")
-# GSM8K's answers end in a line "#### 42", after the reasoning
-GSM8K = re.compile(r"^#### *(.+?)\s*$", re.MULTILINE)
+# GSM8K's answers end in a line "#### 42", after the reasoning; before others it is a heading of Markdown
+GSM8K = re.compile(r"^#### *(.+?)\s*\Z", re.MULTILINE)
 FILES = (".jsonl", ".ndjson", ".json", ".parquet")
 BATCH = 1000  # rows that are checked at once
 
@@ -67,7 +67,8 @@ class Reading:
         if isinstance(found, float) and found != found:  # how pandas writes: none
             return None
         final = GSM8K.search(found) if self.gsm8k and isinstance(found, str) else None
-        return final[1].replace(",", "") if final else found
+        # of thousands, not of a pair
+        return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", final[1]) if final else found
 
     def _templated(self, prompt: Any) -> Any:
         template = self.chat_template

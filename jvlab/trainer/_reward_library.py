@@ -19,6 +19,7 @@ import queue
 import re
 import secrets
 import selectors
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,7 +38,12 @@ from jvlab._errors import (
 from jvlab.record._batch import NUMBERS, is_parted
 from jvlab.trainer import _code_sandbox
 from jvlab.trainer._checks import check_choice, check_number, check_whole
-from jvlab.trainer._rewards import GroupScores, InProcess, UserCallFailed
+from jvlab.trainer._rewards import (
+    GroupScores,
+    InProcess,
+    NotStarted,
+    UserCallFailed,
+)
 
 __all__ = ["code", "length", "math", "regex", "total", "trl", "verl"]
 
@@ -151,6 +157,9 @@ class _Trl:
             "log_extra": log.extra,
             "log_metric": log.metric,
         }
+        # of the rows, not of a column: GSM8K's "answer" has the reasoning too
+        if getattr(self.function, "wants_answers", False):
+            given["answers"] = [e.answer for e in examples]
         wanted = inspect.signature(self.function).parameters
         if any(p.kind is p.VAR_KEYWORD for p in wanted.values()):
             return given
@@ -257,13 +266,15 @@ def verl(compute_score: Reward, **options: Any) -> Reward:
             values.append(one)
         return values
 
-    def arguments(completions: Sequence[Any], columns: Mapping[str, Any]) -> list[Any]:
+    def arguments(
+        completions: Sequence[Any], answers: Sequence[Any], columns: Mapping[str, Any]
+    ) -> list[Any]:
         none = [None] * len(completions)
-        truths = columns.get("ground_truth") or columns.get("answer") or none
+        truths = columns.get("ground_truth") or none
         models = columns.get("reward_model") or none
         truths = [
-            m["ground_truth"] if isinstance(m, Mapping) else t
-            for m, t in zip(models, truths, strict=True)
+            a if a is not None else m["ground_truth"] if isinstance(m, Mapping) else t
+            for a, m, t in zip(answers, models, truths, strict=True)
         ]
         texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
         sources = columns.get("data_source") or none
@@ -272,19 +283,25 @@ def verl(compute_score: Reward, **options: Any) -> Reward:
 
     if wants_async:
 
-        async def awaited(completions: Any, log_metric: Any, **columns: Any) -> Any:
-            calls = (call(*given) for given in arguments(completions, columns))
+        async def awaited(
+            completions: Any, log_metric: Any, answers: Any, **columns: Any
+        ) -> Any:
+            calls = (call(*given) for given in arguments(completions, answers, columns))
             return scores(await asyncio.gather(*calls), log_metric)
 
-        awaited.__name__ = _name(compute_score)
-        return trl(awaited)
+        made: Any = awaited
+    else:
 
-    def called(completions: Any, log_metric: Any, **columns: Any) -> Any:
-        found = [call(*given) for given in arguments(completions, columns)]
-        return scores(found, log_metric)
+        def called(
+            completions: Any, log_metric: Any, answers: Any, **columns: Any
+        ) -> Any:
+            found = [call(*given) for given in arguments(completions, answers, columns)]
+            return scores(found, log_metric)
 
-    called.__name__ = _name(compute_score)
-    return trl(called)
+        made = called
+    made.__name__ = _name(compute_score)
+    made.wants_answers = True
+    return trl(made)
 
 
 # Sums -----------------------------------------------------------------------------------------------------------------
@@ -592,9 +609,9 @@ class _Math:
             try:
                 return caller.call(sample.text, str(example.answer), self._timeout)
             except UserCallFailed as error:
-                if error.began and error.kind in ("timeout", "died"):
-                    return 0.0  # no one can check it
-                raise
+                if error.kind == "raised" or isinstance(error, NotStarted):
+                    raise
+                return 0.0  # no one can check it
             finally:
                 self._free.put(caller)
 
@@ -646,7 +663,7 @@ def code(
 
     `tests` names the column with them: Python text, run after the program in its namespace, which passes if it raises
     nothing; a list of such texts (MBPP's `test_list`); or `{"inputs": [...], "outputs": [...]}`, for each of which the
-    program runs with that input and must print that output. Rows without tests are skipped.
+    program runs with that input and must print that output; either may be JSON. Rows without tests are skipped.
 
     Each program runs in an interpreter of its own, with the standard library alone, in an empty folder that is deleted,
     for at most `timeout` seconds, and is killed if it prints more than 64 KiB. The kernel refuses it other processes,
@@ -656,7 +673,8 @@ def code(
 
     What it does not stop: a program that sees through the tests. They run in its own interpreter, so one that is out to
     cheat can change what `assert` compares with, or read the tests from memory. Nor does it stop a bug in the kernel,
-    or timing of shared caches. For code by strangers use a virtual machine.
+    timing of shared caches, or many files from filling the disk until its time is over. For code by strangers use a
+    virtual machine.
 
     >>> from types import SimpleNamespace as Some
     >>> reward = jv.rewards.code(timeout=20)
@@ -693,6 +711,10 @@ class _Code:
     def __call__(self, sample: Any, example: Any) -> float | None:
         named = example.info.get(self._tests)
         tests = example.answer if self._tests == "answer" and named is None else named
+        if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
+            # many datasets keep them so; as Python this would pass
+            with contextlib.suppress(ValueError):
+                tests = json.loads(tests)
         if tests is None or len(tests) == 0:
             return None
         blocks = BLOCK.findall(sample.text)
@@ -720,10 +742,7 @@ class _Code:
         order = {"program": program, "tests": list(tests), "stdin": given}
         order["parent"] = os.getpid()
         told = json.dumps({**order, "word": word, **self._limits}).encode()
-        with (
-            tempfile.TemporaryDirectory(prefix="jvlab-code-") as folder,
-            tempfile.TemporaryFile() as orders,
-        ):
+        with _folder() as folder, tempfile.TemporaryFile() as orders:
             orders.write(told)
             orders.seek(0)
             verdict, write = os.pipe()
@@ -744,8 +763,9 @@ class _Code:
                 said, output = _watched(child, verdict, deadline)
             finally:
                 os.close(verdict)
-        right = re.fullmatch(f"{word} ([0-9]+)", said)
-        return (int(right[1]) if right else 0), output
+        right = re.fullmatch(f"{word} ([0-9]{{1,9}})", said)
+        # a program that finds the word can pass, and no more
+        return (min(int(right[1]), len(tests)) if right else 0), output
 
     def many(self, samples: Sequence[Any], examples: Sequence[Any]) -> list[Any]:
         # no deadline: each call has one
@@ -754,6 +774,24 @@ class _Code:
 
     def __repr__(self) -> str:
         return "jv.rewards.code"
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[str]:
+    """An empty folder, deleted with all that a program left in it."""
+    with tempfile.TemporaryDirectory(prefix="jvlab-code-") as folder:
+        try:
+            yield folder
+        finally:
+            # folders in folders may be deeper than shutil.rmtree can recurse
+            left = [folder]
+            while left:
+                for entry in list(os.scandir(left.pop())):
+                    if entry.is_dir(follow_symlinks=False):
+                        os.chmod(entry.path, 0o700)
+                        moved = os.path.join(folder, secrets.token_hex())
+                        os.rename(entry.path, moved)
+                        left.append(moved)
 
 
 def _watched(
@@ -776,7 +814,8 @@ def _watched(
                     if not part:
                         ready.unregister(key.fd)
     finally:
-        child.kill()
+        # with isolation="limits" it may have children
+        os.killpg(child.pid, signal.SIGKILL)
         child.wait(10)
         output = said[child.stdout.fileno()]
         child.stdout.close()

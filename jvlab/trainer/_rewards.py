@@ -358,14 +358,15 @@ class Rewarder:
 class UserCallFailed(Exception):
     """A call of the user's function gave nothing. `kind` is one of KINDS; a timeout's message is its caller's."""
 
-    def __init__(
-        self, kind: str, message: str, trace: str = "", *, began: bool = True
-    ) -> None:
+    def __init__(self, kind: str, message: str, trace: str = "") -> None:
         super().__init__(message)
         self.kind = kind
         self.message = message
         self.trace = trace
-        self.began = began  # False: there was no process to call it in
+
+
+class NotStarted(UserCallFailed):
+    """Its process did not even begin with the call."""
 
 
 class _Caller(Protocol):
@@ -493,12 +494,13 @@ class InProcess:
         spawn = multiprocessing.get_context("spawn")
         with self._lock:
             if self._closed:
-                raise UserCallFailed("died", CLOSED, began=False)
+                raise NotStarted("died", CLOSED)
             self._pipe, child_end = spawn.Pipe()
-            self._child = spawn.Process(
+            child = spawn.Process(
                 target=_serve, args=(child_end, self._reward), daemon=True
             )
-            self._child.start()
+            child.start()
+            self._child = child
             child_end.close()
         try:
             # no deadline: there is something
@@ -511,8 +513,7 @@ class InProcess:
                 ready
                 or f"no answer within {START_S:g} s, or it ended with exit code {self._exit}"
             )
-            text = f"the reward process did not start: {why}"
-            raise UserCallFailed("died", text, began=False)
+            raise NotStarted("died", f"the reward process did not start: {why}")
 
     def _kill(self) -> None:
         with self._lock:

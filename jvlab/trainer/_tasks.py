@@ -106,6 +106,7 @@ class Task:
         self._function = prompts if callable(prompts) else None
         self._items: Sequence[Any] = []
         self._rest: Iterator[Any] | None = None
+        self._broken: Exception | None = None  # what it raised last
         if self._function is None:
             if isinstance(prompts, Sequence):
                 self._items = prompts
@@ -183,8 +184,16 @@ class Task:
             try:
                 self._items.append(next(self._rest))  # type: ignore[attr-defined]  # a list of our own
             except StopIteration:
+                # a generator that raised is over, which is not its end
+                if self._broken is not None:
+                    raise self._broken from None
                 self._rest = None
                 self._check_some()
+            except Exception as error:
+                self._broken = error
+                raise
+            else:
+                self._broken = None
         turn, at = divmod(index, len(self._items))
         if self.shuffle:
             if self._order[0] != turn:

@@ -21,7 +21,7 @@ import jvlab as jv
 from jvlab import errors
 from jvlab._deadline import Deadline
 from jvlab.integrations import _vllm_server as words
-from jvlab.wire._core_channel import CoreChannel
+from jvlab.wire._core_channel import HEADER, CoreChannel
 
 ROOT = Path(__file__).parents[2]
 
@@ -160,3 +160,28 @@ def test_a_server_that_never_answers_has_a_deadline():
             server.invite(Deadline(0.5))
     finally:
         over.set()
+
+
+def test_strangers_at_the_trainers_socket_do_not_end_a_connect():
+    """Its name is shown to every user of the host."""
+
+    class Crowd:
+        def init_weight_transfer_engine(self, info: dict[str, str]) -> None:
+            def met() -> socket.socket:
+                end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                end.connect(f"\0{info['path']}")
+                return end
+
+            for said in (b"", b"GET / HTTP/1.1\r\n\r\n", HEADER.pack(words.HELLO, 0, 2) + b"[]"):  # fmt: skip
+                with met() as end:
+                    end.sendall(said)
+            rank = CoreChannel(met())
+            facts = {"rank": 0, "world": 1, "version": 3, "dirty": True, "started": False}  # fmt: skip
+            rank.send(words.HELLO, 0, info["key"].encode() + words.encode(facts))
+            assert rank.receive(time.monotonic() + 60)[0] == words.END
+            rank.close()
+
+    server = words.Server(Crowd(), "crowd")  # type: ignore[arg-type]
+    server.invite(Deadline(120))
+    assert (server.version, server.dirty) == (3, True)
+    server.hang_up("done")

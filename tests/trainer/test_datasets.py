@@ -27,6 +27,13 @@ SHAPES: dict[str, tuple[dict[str, Any], Any, Any]] = {
         "How many?",
         "1234",
     ),
+    "millions": ({"question": "?", "answer": "#### 1,234,567"}, "?", "1234567"),
+    "a pair": ({"question": "?", "answer": "x\n#### (1,2)\n"}, "?", "(1,2)"),
+    "headings": (
+        {"problem": "?", "solution": "#### Step 1\nWe add.\n#### Step 2\n$42$"},
+        "?",
+        "#### Step 1\nWe add.\n#### Step 2\n$42$",
+    ),
     "dapo": ({"prompt": CHAT, "label": "42"}, CHAT, "42"),
     "verl": (
         {
@@ -147,6 +154,17 @@ def test_a_stream_is_not_read_to_its_end(kind: str, tmp_path: Path) -> None:
     assert "iterator" in repr(task)
     assert [e.index for e in task.next(3)] == [0, 1, 2]
     assert len(read) < 100
+
+
+def test_a_stream_that_breaks_off_does_not_begin_again(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, ROWS)) + "\nno JSON\n")
+    task = load(file, streaming=True)
+    task.next(2)
+    for _ in range(2):  # a run that is resumed asks again
+        with pytest.raises(ConfigError, match="line 3 is not JSON"):
+            task.next(1)
+    assert task.example(1).answer == "6"
 
 
 def test_an_answer_that_is_missing_stays_missing() -> None:

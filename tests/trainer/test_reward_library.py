@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
@@ -201,6 +202,17 @@ def test_a_score_of_verl() -> None:
         found, logged = call.result(60)
     assert found == [1.0, 0.0]
     assert logged.metrics == {"acc": 1.0, "n": 5.0}
+    rows = [
+        {
+            "question": "p",
+            "answer": "So it is a, then b.\n#### ab",
+            "extra_info": {"n": 1},
+        }
+    ]
+    made = Task.from_dataset(rows, reward=jv.rewards.verl(compute_score))
+    with made.rewarder() as rewarder:
+        again = rewarder.score(said("ab"), [made.example(0)])
+    assert again.rewards.tolist() == [1.0], "the answer, not its reasoning"
     example = Example("p", "ab", {"data_source": "dapo"})
     waited = scored(jv.rewards.verl(compute_async), said("ab", "c"), [example] * 2)
     assert waited.rewards.tolist() == [1.0, 0.0]
@@ -309,13 +321,14 @@ def test_mathematics_in_processes_with_a_deadline() -> None:
     assert not [line for line in lines if "resource_tracker" not in line]
 
 
-def test_a_verifier_that_does_not_start_is_no_wrong_answer(
+def test_mathematics_whose_process_does_not_start_is_not_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """As in a script that starts processes outside of `if __name__ == "__main__"`."""
     pytest.importorskip("math_verify", reason="math-verify is missing")
-    monkeypatch.setattr(_rewards, "START_S", 0.0)
-    with Rewarder(jv.rewards.math(processes=1), timeout=120) as rewarder:
-        found = rewarder.score(said("0.75"), [Example("p", "3/4")])
+    monkeypatch.setattr("jvlab.trainer._rewards.START_S", 0.0)
+    reward = jv.rewards.math(processes=1)
+    found = scored(reward, said("0.75"), [Example("p", "3/4")], timeout=60.0)
     assert found.counts == {"died": 1}
     assert "did not start" in found.failures[0].message
 
@@ -341,6 +354,13 @@ REFUSED = {  # each must raise PermissionError
     "write outside": "open({outside!r}, 'w')",
     "delete outside": "import os; os.remove({secret!r})",
     "mount": "import os; os.chroot('.')",
+    "modes of files": "import os; os.chmod({secret!r}, 0)",
+    "times of files": "import os; os.utime({secret!r}, (0, 0))",
+    "owners of files": "import os; os.chown({secret!r}, os.getuid(), os.getgid())",
+    "attributes of files": "import os; os.setxattr({secret!r}, 'user.a', b'a')",
+    "limits of its parent": "import os, resource; resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (99999, 99999))",
+    "priority of its parent": "import os; os.setpriority(0, os.getppid(), os.getpriority(0, os.getppid()))",
+    "signal its parent by a file": "import fcntl, os; fcntl.fcntl(1, fcntl.F_SETOWN, os.getppid())",
 }
 ENDED = {  # each gives nothing, within the deadline
     "output for ever": "while True: print('x' * 1000)",
@@ -354,6 +374,7 @@ ENDED = {  # each gives nothing, within the deadline
     "a false verdict": "import os\nfor fd in range(9):\n try: os.write(fd, b'1')\n except OSError: pass\nos._exit(0)",
     "abort": "import os; os.abort()",
     "no program": "this is no Python",
+    "deep folders": "import os\nfor _ in range(3000): os.mkdir('a', 0o300); os.chdir('a')\nx",
 }  # fmt: skip
 
 
@@ -386,6 +407,7 @@ def test_the_kernel_refuses(attack: str, tmp_path: Path) -> None:
         )
         assert graded(program, "assert refused") == 1.0
     assert secret.read_text() == "mine"
+    assert secret.stat().st_mtime > 0
     assert not (tmp_path / "new").exists()
 
 
@@ -414,6 +436,8 @@ def test_programs_that_mean_well() -> None:
     cases = {"inputs": ["2 3\n", "4 5\n"], "outputs": ["5", "8\n"]}
     adds = "import sys\na, b = map(int, sys.stdin.buffer.read().split())\nprint(a + b)"
     assert graded(adds, cases) == 0.5
+    assert graded(adds, json.dumps(cases)) == 0.5, "as verl's datasets have them"
+    assert graded("x = 1", '["assert x == 1", "assert x == 2"]') == 0.5
     own = "import threading\nopen('note', 'w').write('a')\nt = threading.Thread(target=print)\nt.start(); t.join()"
     assert graded(own, "assert open('note').read() == 'a'") == 1.0
     assert graded("import sys\nf = 3\nsys.exit(0)", "assert f == 3") == 1.0
@@ -426,13 +450,32 @@ def test_programs_that_mean_well() -> None:
 
 
 def test_without_isolation_it_is_refused_unless_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(_code_sandbox, "missing", lambda: "an old kernel")
     with pytest.raises(Unsupported, match=r"(?s)an old kernel.*isolation=.limits"):
         jv.rewards.code()
     assert graded("x = 1", "assert x == 1", isolation="limits") == 1.0
     assert graded("while True: pass", "pass", isolation="limits", timeout=2.0) == 0.0
+    file = tmp_path / "pid"
+    leaves = (
+        f"import os, time\npid = os.fork()\nif pid: open({str(file)!r}, 'w').write(str(pid))\n"
+        "else: os.closerange(0, 64); time.sleep(600)"
+    )
+    graded(leaves, "pass", isolation="limits")
+    # no process may be started where the user has many
+    if file.exists():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(int(file.read_text())).wait(60)
+
+
+@full
+def test_a_program_that_finds_the_word_passes_its_tests_and_no_more() -> None:
+    cheat = (
+        "import os, sys\nhere = sys._getframe(1).f_locals\n"
+        "os.write(here['verdict'], f\"{here['order']['word']} 99\".encode())\nos._exit(0)"
+    )
+    assert graded(cheat, "assert False") == 1.0
 
 
 @full
