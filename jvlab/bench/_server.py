@@ -28,7 +28,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Self
 
-from jvlab._errors import ControlError, JvlabError, LaunchError
+from jvlab._errors import ControlError, JvlabError, LaunchError, SyncDeadline
 from jvlab.bench._shapes import config_of, size_of
 from jvlab.bench._side import (
     Lines,
@@ -108,7 +108,7 @@ class PlainServer:
         """Until it serves; raises with its last lines."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and self._process.poll() is None:
-            with contextlib.suppress(ControlError):
+            with contextlib.suppress(ControlError, SyncDeadline):
                 self.calls.ask("GET", "/health")
                 return self
             time.sleep(0.2)

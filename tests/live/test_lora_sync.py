@@ -147,7 +147,7 @@ def test_requests_in_flight_go_on_with_spans(
     policy.lora = trained(policy, 4)
     began = link.sync(policy.lora).version
     out: list[Any] = []
-    many = {**GREEDY, "max_tokens": 600}
+    many = {**GREEDY, "max_tokens": 200}
     policy.lora = jax.block_until_ready(trained(policy, 5))
     thread = threading.Thread(
         target=lambda: out.extend(adapting.generate(PROMPTS, **many))

@@ -19,7 +19,9 @@ from jvlab import errors
 from jvlab.bench._server import PlainServer
 from tests.conftest import plain_vllm
 
-pytestmark = pytest.mark.engine
+# a server that imports vLLM by itself takes minutes on a busy machine, before its first test
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
+START_SECONDS = 900.0
 SECONDS = 300.0
 SCRIPT = """
 import os, signal, sys
@@ -84,7 +86,7 @@ def server(
     models: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     with Served(tmp_path_factory.mktemp("server"), models[0]) as made:
-        yield made.wait(SECONDS)
+        yield made.wait(START_SECONDS)
 
 
 def state_dict(model: str) -> dict[str, Any]:
@@ -291,7 +293,7 @@ def test_requests_in_flight_go_on(server: Served, models: list[str]):
 @pytest.mark.soak
 def test_two_ranks(models: list[str], tmp_path: Path):
     with Served(tmp_path, models[0], 2) as server:
-        server.wait(SECONDS)
+        server.wait(START_SECONDS)
         before = server.greedy()
         with connected(server, models[1]) as link:
             assert link.plan.ranks == 2
