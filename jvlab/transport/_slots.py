@@ -224,7 +224,7 @@ def tune_tcp(sock: socket.socket) -> None:
 
 _BUCKET = struct.Struct("<IqqqQ")
 _SLOT = struct.Struct("<I")
-HELLO_SECONDS = 2.0  # how long a silent connection may block the right one
+HELLO_SECONDS = 5.0  # how long a silent connection may block the right one
 
 
 class SlotSender:
