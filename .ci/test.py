@@ -83,6 +83,8 @@ PR_SET_PDEATHSIG = 1
 # the title that a worker gives itself
 RUNNING = re.compile(r"\[pytest-xdist running\] (\S.*)")
 FAILED = re.compile(r"^(FAILED|ERROR) (\S.*?)(?: - .*)?$")
+# of tests/conftest.py: a test that failed, and passed when it was run once more
+AGAIN = re.compile(r"^AGAIN (\S.*)$")
 
 
 @dataclass
@@ -99,6 +101,7 @@ class Stage:
     taken: float = 0.0
     failed: bool = False
     names: list[str] = field(default_factory=list)
+    again: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     silent: float = SILENT_S  # seconds without output after which it is ended
 
@@ -133,9 +136,12 @@ class Stage:
                     _print(part)
                 *whole, line = (line + part).split(b"\n")
                 for text in whole:
-                    if found := FAILED.match(text.decode(errors="replace").rstrip()):
+                    said = text.decode(errors="replace").rstrip()
+                    if found := FAILED.match(said):
                         # without its group
                         self.names.append(re.sub(r"@[\w/]+$", "", found[2]))
+                    elif found := AGAIN.match(said):
+                        self.again.append(re.sub(r"@[\w/]+$", "", found[1]))
         code = process.wait()
         _print(b"".join(held))
         if code and not (code == NONE_CHOSEN and CHOICE):
@@ -397,6 +403,8 @@ def main(wanted: list[str]) -> int:
         )
         for name in stage.names:
             print(f"    {name}")
+        for name in stage.again:
+            print(f"    failed, then passed: {name}")
     print(f"{'together':18} {time.monotonic() - began:7.0f} s")
     return int(any(s.failed for s in chosen))
 
