@@ -5,8 +5,9 @@
     python .ci/test.py soak             what `make test` leaves out: full products, long runs, Ray, real weights,
                                         two long notebooks
 
-Lint, types and the tests that import vLLM (in one process, which alone pays for it) run beside the tests without
-engines, notebooks beside those with engines. `jvlab warm` is started first: vLLM is imported once, not by every lab.
+Lint and types run beside the tests that import vLLM (in one process, which alone pays for it). Nothing else is side by
+side: on two cores, notebooks beside tests with engines took a third more processor time than one after the other.
+`jvlab warm` is started first: vLLM is imported once, not by every lab.
 
 No stage hangs for ever: one that prints nothing for JVLAB_SILENT_SECONDS shows its processes and their Python stacks,
 is ended, and has failed.
@@ -52,10 +53,7 @@ FILES = ["-n", "3", "--dist", "loadfile"]
 # importing nbval takes each process seconds
 TESTS = [*PYTEST, "-p", "no:nbval", *FILES]
 ONE = [*PYTEST, "-p", "no:nbval", "-n", "1", "--dist", "loadfile"]
-# A fourth worker for tests with engines, which wait more; each of them holds gigabytes.
-ROOMY = psutil.virtual_memory().total > 20 << 30
-ENGINES = ["-n", "4" if ROOMY else "3", "--dist", "loadfile"]
-NOTEBOOKS = ["-n", "2" if ROOMY else "3", "--dist", "loadfile"]
+NOTEBOOKS = ["-n", "2", "--dist", "loadfile"]
 NO_ENGINE = "not engine and not browser and not soak"
 # Files with engines, as measured; not by the number of tests: some have few and long ones, and would be left to one
 # worker at the end.
@@ -290,14 +288,12 @@ def stages() -> list[Stage]:
         ),
         # pyright prints nothing before its end, which comes late on a machine that is busy with the tests beside it
         Stage("types", [[python, "-m", "pyright"]], beside=True, silent=3 * SILENT_S),
-        Stage("vllm", [[*ONE, "-m", f"vllm and {NO_ENGINE}"]], beside=True),
+        Stage("vllm", [[*ONE, "-m", f"vllm and {NO_ENGINE}"]]),
         Stage("units", [[*TESTS, "-m", f"{NO_ENGINE} and not vllm"]]),
-        # Tests with engines leave a third of the processors idle: notebooks run meanwhile, where memory allows.
         Stage(
             "notebooks",
             [compared(*NOTEBOOKS, "--no-loadscope-reorder", *notebooks())],
             warm=True,
-            beside=ROOMY,
         ),
         Stage(
             "engines",
@@ -306,7 +302,7 @@ def stages() -> list[Stage]:
                 [
                     *PYTEST,
                     *("-p", "no:nbval"),
-                    *ENGINES,
+                    *FILES,
                     "--no-loadscope-reorder",
                     "-m",
                     "(engine or browser) and not soak",

@@ -217,15 +217,38 @@ def pytest_runtest_protocol(
         if failed and allowed and not any("Timeout (>" in text for text in failed):
             if not before:
                 before = f"the host took {share:.0%} of the processors\n{failed[0]}"
+            _close_new_pools(item)
             _forget_failed_fixtures(item)
             continue
         for report in reports:
             if before and not failed and report.when == "call":
                 report.user_properties.append((AGAIN, before))
+            elif before and report.failed:
+                report.sections.append(("the first time", before))
             item.ihook.pytest_runtest_logreport(report=report)
         break
     item.ihook.pytest_runtest_logfinish(**where)
     return True
+
+
+POOLS: pytest.StashKey[list[tuple[Any, set[str]]]] = pytest.StashKey()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Note which pools its labs have, before it makes some."""
+    fixtures = getattr(item, "funcargs", {}).values()
+    labs = [fixture for fixture in fixtures if hasattr(fixture, "known_pools")]
+    item.stash[POOLS] = [(lab, set(lab.known_pools)) for lab in labs]
+    return (yield)
+
+
+def _close_new_pools(item: pytest.Item) -> None:
+    """What a test that failed has launched would be in its way the next time."""
+    for lab, before in item.stash.get(POOLS, []):
+        with contextlib.suppress(Exception):  # the lab may be what failed
+            for name in set(lab.known_pools) - before:
+                lab.known_pools[name].close()
 
 
 def passed_again(config: pytest.Config) -> dict[str, str]:

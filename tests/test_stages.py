@@ -121,6 +121,17 @@ def test_a_stage_that_says_something_now_and_then_goes_on(stages: Any) -> None:
     assert not stage.failed
 
 
+def test_a_test_that_passed_the_second_time_is_named_and_does_not_fail(
+    stages: Any,
+) -> None:
+    said = "AGAIN tests/test_a.py::test_b[1]@tests/browser\nFAILED tests/test_a.py::test_c - no"
+    stage = stages.Stage("again", [[sys.executable, "-c", f"print({said!r})"]])
+    stage.run()
+    assert stage.again == ["tests/test_a.py::test_b[1]"]
+    assert stage.names == ["tests/test_a.py::test_c"]
+    assert not stage.failed, "the command's exit status says whether it did"
+
+
 def test_a_pipe_that_another_process_holds_is_no_reason_to_wait(stages: Any) -> None:
     """The command has ended; a process that it left keeps its output open."""
     code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"

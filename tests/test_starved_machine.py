@@ -90,15 +90,25 @@ def test_a_third_time_only_on_a_starved_machine(
     assert "test_that_hangs" not in again, "it has no timer the second time"
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+@pytest.mark.parametrize(
+    ("count", "status", "workers"), [(3, 0, ("-n", "2")), (4, 1, ())]
+)
 def test_races_are_named_and_many_of_them_fail(
-    tmp_path: Path, workers: tuple[str, ...]
+    tmp_path: Path, count: int, status: int, workers: tuple[str, ...]
 ):
-    test = tmp_path / "test_races.py"
-    for count, status in ((3, 0), (4, 1)):
-        test.write_text(RACES.format(count=count))
-        done = run(0.0, tmp_path, *workers)
-        assert f"{count} passed" in done.stdout, done.stdout + done.stderr
-        assert done.returncode == status
-        assert done.stdout.count("\nAGAIN ") == count
-        assert "lost a race" in done.stdout
+    (tmp_path / "test_races.py").write_text(RACES.format(count=count))
+    done = run(0.0, tmp_path, *workers)
+    assert f"{count} passed" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == status
+    assert done.stdout.count("\nAGAIN ") == count
+    assert "lost a race" in done.stdout
+
+
+def test_both_failures_are_shown(tmp_path: Path):
+    (tmp_path / "test_two.py").write_text(
+        "runs = []\n\ndef test_it():\n    runs.append(1)\n    assert False, f'run {len(runs)}'\n"
+    )
+    done = run(0.0, tmp_path)
+    assert "1 failed" in done.stdout
+    assert "AssertionError: run 1" in done.stdout
+    assert "AssertionError: run 2" in done.stdout

@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import os
+import shutil
 import signal
+import tempfile
+import uuid
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,6 +25,23 @@ def pytest_configure(config: pytest.Config) -> None:
     """At SIGUSR1, which `.ci/test.py` sends to a stage that is silent for too long, write the stacks of all threads."""
     # output is not captured yet
     faulthandler.register(signal.SIGUSR1, file=os.dup(2), all_threads=True)
+    if config.pluginmanager.has_plugin("nbval"):
+        _kernels_without_ports()
+
+
+def _kernels_without_ports() -> None:
+    """Kernels of notebooks listen at files: a port that nbval chooses may be another process's before the kernel binds
+    it, and the kernel "died before replying"."""
+    from nbval import kernel
+
+    theirs = kernel.KernelManager
+    folder = tempfile.mkdtemp(prefix="jvkernels-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+
+    def manager(**options: Any) -> Any:
+        return theirs(transport="ipc", ip=f"{folder}/{uuid.uuid4()}", **options)
+
+    kernel.KernelManager = manager
 
 
 class CrashesFailOnce(LoadFileScheduling):

@@ -277,7 +277,8 @@ def test_one_order_does_it_all(replica: Replica, trainer: CoreOrders):
     assert reply.state == "idle"
     (outcome,) = reply.outcomes
     assert (outcome.replica, outcome.state, outcome.version) == ("p/0", "committed", 4)
-    assert {s.name for s in outcome.seconds} == {
+    # the front end adds how long it took to go on, if its reply came before the core's signal
+    assert {s.name for s in outcome.seconds} - {"go_on"} == {
         "halt",
         "admit",
         "verify",
@@ -566,8 +567,8 @@ def test_a_front_end_that_failed_behind_our_back(replica: Replica, trainer: Core
         match="the front end is confused",
     ):
         trainer.direct(terms(2), 30.0, nothing, write, lambda: digests(1, 2, 3))
-    # its second order may still be on its way to the front end: under this link's name it would be run again
-    with pytest.raises(errors.SyncError, match="the front end is confused"):
+    # its second order may still be on its way to the front end: it is refused as the first, or finds its trainer gone
+    with pytest.raises(errors.SyncError):
         trainer._stream.settle(60.0)
     replica.sync.committed = committed  # type: ignore[method-assign]
     trainer.close()

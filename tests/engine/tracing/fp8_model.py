@@ -77,11 +77,19 @@ def fp8_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Reduction:
     )
     monkeypatch.setattr(moe, "make_fp8_moe_kernel", lambda **_: SimpleNamespace())
     monkeypatch.setattr(ops, "scaled_fp8_quant", quantised)
-    # the head is not packed, as on a card
-    monkeypatch.setattr(ops, "_supports_onednn", False)
+    as_on_a_card(monkeypatch)
     monkeypatch.setattr(fp8, "amax_for_tp_weight_quant", reduction)
     monkeypatch.setattr(fp8, "amax_for_moe_weight_quant", reduction)
     return reduction
+
+
+def as_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No layer is packed: neither the head for oneDNN, nor a small one for AMX."""
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers import utils as layers
+
+    monkeypatch.setattr(ops, "_supports_onednn", False)
+    monkeypatch.setattr(layers, "check_cpu_sgl_kernel", lambda n, k, dtype: False)
 
 
 def blocks_on_cpu(monkeypatch: pytest.MonkeyPatch, e8m0: bool = False) -> None:
@@ -89,7 +97,6 @@ def blocks_on_cpu(monkeypatch: pytest.MonkeyPatch, e8m0: bool = False) -> None:
 
     With `e8m0` the kernel does what that of DeepGEMM does by default: scales become powers of two, in place.
     """
-    from vllm import _custom_ops as ops
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
         FP8ScaledMMLinearLayerConfig,
     )
@@ -122,8 +129,7 @@ def blocks_on_cpu(monkeypatch: pytest.MonkeyPatch, e8m0: bool = False) -> None:
         lambda **_: (moe.Fp8MoeBackend.TRITON, SimpleNamespace),
     )
     monkeypatch.setattr(fp8, "make_fp8_moe_kernel", lambda **_: SimpleNamespace())
-    # the head is not packed, as on a card
-    monkeypatch.setattr(ops, "_supports_onednn", False)
+    as_on_a_card(monkeypatch)
 
 
 def block_config(folder: Path, block: int, tp: int = 1, ep: bool = False) -> Any:

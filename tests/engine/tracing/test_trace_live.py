@@ -64,9 +64,15 @@ def folder_of(name: str, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def vllm_as_it_was() -> Any:
+def vllm_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Any:
+    from vllm.v1.attention import selector
+
+    # vLLM's kernels of MLA for AMX refuse float32 and such small heads; it remembers its choice of kernels
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    selector._cached_get_attn_backend.cache_clear()
     with _meta_model.vllm_globals():
         yield
+    selector._cached_get_attn_backend.cache_clear()
 
 
 PROCESSED = [
