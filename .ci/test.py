@@ -5,9 +5,9 @@
     python .ci/test.py soak             what `make test` leaves out: full products, long runs, Ray, real weights,
                                         two long notebooks
 
-Lint and types run beside the tests that import vLLM (in one process, which alone pays for it). Nothing else is side by
-side: on two cores, notebooks beside tests with engines took a third more processor time than one after the other.
-`jvlab warm` is started first: vLLM is imported once, not by every lab.
+Lint, types and the tests that import vLLM (in one process, which alone pays for it) run beside the tests without
+engines. Notebooks do not run beside those with engines: on two cores that took a quarter more time than one after the
+other. `jvlab warm` is started first: vLLM is imported once, not by every lab.
 
 No stage hangs for ever: one that prints nothing for JVLAB_SILENT_SECONDS shows its processes and their Python stacks,
 is ended, and has failed.
@@ -288,7 +288,7 @@ def stages() -> list[Stage]:
         ),
         # pyright prints nothing before its end, which comes late on a machine that is busy with the tests beside it
         Stage("types", [[python, "-m", "pyright"]], beside=True, silent=3 * SILENT_S),
-        Stage("vllm", [[*ONE, "-m", f"vllm and {NO_ENGINE}"]]),
+        Stage("vllm", [[*ONE, "-m", f"vllm and {NO_ENGINE}"]], beside=True),
         Stage("units", [[*TESTS, "-m", f"{NO_ENGINE} and not vllm"]]),
         Stage(
             "notebooks",
