@@ -80,9 +80,8 @@ EAGER = {"TORCH_COMPILE_DISABLE": "1"}
 PR_SET_PDEATHSIG = 1
 # the title that a worker gives itself
 RUNNING = re.compile(r"\[pytest-xdist running\] (\S.*)")
-FAILED = re.compile(r"^(FAILED|ERROR) (\S.*?)(?: - .*)?$")
-# of tests/conftest.py: a test that failed, and passed when it was run once more
-AGAIN = re.compile(r"^AGAIN (\S.*)$")
+# A test's name without its group. AGAIN, of tests/conftest.py: it failed, and passed when it was run once more.
+NAMED = re.compile(r"^(FAILED|ERROR|AGAIN) (\S.*?)(?:@[\w/]+)?(?: - .*)?$")
 
 
 @dataclass
@@ -134,12 +133,9 @@ class Stage:
                     _print(part)
                 *whole, line = (line + part).split(b"\n")
                 for text in whole:
-                    said = text.decode(errors="replace").rstrip()
-                    if found := FAILED.match(said):
-                        # without its group
-                        self.names.append(re.sub(r"@[\w/]+$", "", found[2]))
-                    elif found := AGAIN.match(said):
-                        self.again.append(re.sub(r"@[\w/]+$", "", found[1]))
+                    if found := NAMED.match(text.decode(errors="replace").rstrip()):
+                        names = self.again if found[1] == "AGAIN" else self.names
+                        names.append(found[2])
         code = process.wait()
         _print(b"".join(held))
         if code and not (code == NONE_CHOSEN and CHOICE):

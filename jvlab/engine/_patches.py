@@ -215,14 +215,22 @@ def cpu_drafts() -> None:
     rejection_sampler.expand_batch_to_tokens = expanded
 
 
+def without_packing() -> Values:
+    """Replaced so that CPU linear layers compute from `layer.weight` itself: oneDNN packs it, AMX a small one."""
+    import vllm._custom_ops as ops
+    import vllm.model_executor.layers.utils as layers
+
+    return [
+        (ops, "_supports_onednn", False),
+        (layers, "check_cpu_sgl_kernel", lambda n, k, dtype: False),
+    ]
+
+
 def live_weights() -> None:
     """CPU linear layers compute from `layer.weight` itself, if JVLAB_LIVE_WEIGHTS=1 asks for that."""
     if os.environ.get("JVLAB_LIVE_WEIGHTS") == "1":
-        import vllm._custom_ops as ops
-        import vllm.model_executor.layers.utils as layers
-
-        setattr(ops, "_supports_onednn", False)  # noqa: B010
-        layers.check_cpu_sgl_kernel = lambda n, k, dtype: False
+        for owner, name, value in without_packing():
+            setattr(owner, name, value)
 
 
 # Every worker ---------------------------------------------------------------------------------------------------------

@@ -740,8 +740,8 @@ class _Code:
         """How many tests passed, and what the program printed."""
         word = secrets.token_hex(16)
         order = {"program": program, "tests": list(tests), "stdin": given}
-        order["parent"] = os.getpid()
-        told = json.dumps({**order, "word": word, **self._limits}).encode()
+        own = {"word": word, "parent": os.getpid(), **self._limits}
+        told = json.dumps(order | own).encode()
         with _folder() as folder, tempfile.TemporaryFile() as orders:
             orders.write(told)
             orders.seek(0)

@@ -125,19 +125,28 @@ def test_no_server():
         jv.integrations.vllm.connect("localhost:8000", params)
 
 
+def met(info: dict[str, str]) -> socket.socket:
+    """At the trainer's socket."""
+    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    end.connect(f"\0{info['path']}")
+    return end
+
+
+def greeted(info: dict[str, str], **facts: Any) -> CoreChannel:
+    """As a rank: the trainer takes it for one."""
+    rank = CoreChannel(met(info))
+    rank.send(words.HELLO, 0, info["key"].encode() + words.encode(facts))
+    return rank
+
+
 def test_a_busy_server_is_heard_out(monkeypatch: pytest.MonkeyPatch):
     """A rank hung up, and vLLM takes its time to answer why."""
     monkeypatch.setattr(words, "GRACE", 0.01)
 
     class Busy:
         def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-            end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            end.connect(f"\0{init_info['path']}")
-            rank = CoreChannel(end)
             about = {"rank": 0, "world": 1, "version": 0, "dirty": False}
-            hello = {"key": init_info["key"], "started": True, **about}
-            rank.send(words.HELLO, 0, words.encode(hello))
-            rank.close()
+            greeted(init_info, started=True, **about).close()
             time.sleep(0.5)
             raise errors.SyncError("another trainer has connected")
 
@@ -167,17 +176,11 @@ def test_strangers_at_the_trainers_socket_do_not_end_a_connect():
 
     class Crowd:
         def init_weight_transfer_engine(self, info: dict[str, str]) -> None:
-            def met() -> socket.socket:
-                end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                end.connect(f"\0{info['path']}")
-                return end
-
             for said in (b"", b"GET / HTTP/1.1\r\n\r\n", HEADER.pack(words.HELLO, 0, 2) + b"[]"):  # fmt: skip
-                with met() as end:
+                with met(info) as end:
                     end.sendall(said)
-            rank = CoreChannel(met())
-            facts = {"rank": 0, "world": 1, "version": 3, "dirty": True, "started": False}  # fmt: skip
-            rank.send(words.HELLO, 0, info["key"].encode() + words.encode(facts))
+            about = {"rank": 0, "world": 1, "version": 3, "dirty": True}
+            rank = greeted(info, started=False, **about)
             assert rank.receive(time.monotonic() + 60)[0] == words.END
             rank.close()
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from jvlab.engine import _patches
 from jvlab.engine._patches import linear_kernel
 from jvlab.engine.tracing import _meta_model
 from jvlab.engine.tracing._offline import build_rank
@@ -77,19 +78,12 @@ def fp8_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Reduction:
     )
     monkeypatch.setattr(moe, "make_fp8_moe_kernel", lambda **_: SimpleNamespace())
     monkeypatch.setattr(ops, "scaled_fp8_quant", quantised)
-    as_on_a_card(monkeypatch)
+    # the head is not packed, as on a card
+    for replaced in _patches.without_packing():
+        monkeypatch.setattr(*replaced)
     monkeypatch.setattr(fp8, "amax_for_tp_weight_quant", reduction)
     monkeypatch.setattr(fp8, "amax_for_moe_weight_quant", reduction)
     return reduction
-
-
-def as_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No layer is packed: neither the head for oneDNN, nor a small one for AMX."""
-    from vllm import _custom_ops as ops
-    from vllm.model_executor.layers import utils as layers
-
-    monkeypatch.setattr(ops, "_supports_onednn", False)
-    monkeypatch.setattr(layers, "check_cpu_sgl_kernel", lambda n, k, dtype: False)
 
 
 def blocks_on_cpu(monkeypatch: pytest.MonkeyPatch, e8m0: bool = False) -> None:
@@ -129,7 +123,9 @@ def blocks_on_cpu(monkeypatch: pytest.MonkeyPatch, e8m0: bool = False) -> None:
         lambda **_: (moe.Fp8MoeBackend.TRITON, SimpleNamespace),
     )
     monkeypatch.setattr(fp8, "make_fp8_moe_kernel", lambda **_: SimpleNamespace())
-    as_on_a_card(monkeypatch)
+    # the head is not packed, as on a card
+    for replaced in _patches.without_packing():
+        monkeypatch.setattr(*replaced)
 
 
 def block_config(folder: Path, block: int, tp: int = 1, ep: bool = False) -> Any:
