@@ -211,7 +211,7 @@ class DiskSender:
         peer = self._open()
         what = f"release {self._count()} of {self._sent} buckets"
         _Wait(Clock(deadline), peer, what).until(
-            lambda: self._count() == 0, self._ended
+            lambda: self._count() == 0, self._ended_unreleased
         )
         self._ended(closing=False)
 
@@ -252,6 +252,13 @@ class DiskSender:
             message = (self._folder / "failed.txt").read_text()
             raise gave_up(self.name, self._peer or self._expected, message)
         if closing and (self._folder / "receiver-closed").exists():
+            raise closed(self.name, self._peer or self._expected)
+
+    def _ended_unreleased(self) -> None:
+        """Raise if either side has ended; a receiver that released everything may close."""
+        self._ended(closing=False)
+        # it releases, then closes: counted after its end was seen, or its last release could fall between the two
+        if (self._folder / "receiver-closed").exists() and self._count():
             raise closed(self.name, self._peer or self._expected)
 
 

@@ -35,6 +35,33 @@ def test_files_are_safetensors(clean: None, folder: Path) -> None:
     sender.close()
 
 
+def test_a_receiver_that_closes_after_its_last_release(
+    clean: None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last release and the end both fall between two looks of the sender: all the same it was received."""
+    sender = listen("disk", directory=str(folder), slot_bytes=100, slots=2)
+    receiver = open_receiver(sender.endpoint(), 5)
+    sender.ready(5)
+    sender.send(Header(1, 0, 0, 8), lambda view: None, 5)
+    bucket = receiver.recv(5)
+    count = sender._count
+    looks = []
+
+    def released_after_the_look() -> int:
+        looks.append(count())
+        if len(looks) == 2:  # the first is for the message
+            receiver.release(bucket)
+            receiver.close()
+        return looks[-1]
+
+    monkeypatch.setattr(sender, "_count", released_after_the_look)
+    sender.flush(5)
+    assert looks[:2] == [1, 1]
+    with pytest.raises(TransportError, match="closed"):
+        sender.send(Header(1, 0, 1, 8), lambda view: None, 5)
+    sender.close()
+
+
 def test_a_full_disk(clean: None, folder: Path, remote: Callable[[], Remote]) -> None:
     """The system's own refusal of a file over a limit, which is what a quota or a full disk gives."""
     trainer, rank = remote(), remote()
