@@ -246,6 +246,21 @@ def gpu_rows(results: dict[str, Any], parts: dict[str, Any]) -> Iterator[Row]:
         ),
     )
     yield _grpo_size(results["grpo_size"])
+    r = results["grpo_drawn"]
+    yield (
+        "grpo_drawn",
+        "the same with completions of drawn lengths, log-normal up to 3,000 tokens, the same ones on both sides",
+        f"on-policy {r['step_s_3000']:.1f} s ({r['vs_trl_ratio_3000']:.2f}×); staleness 1: "
+        f"{r['step_s_3000_k1']:.1f} s ({r['vs_trl_ratio_3000_k1']:.2f}×); TRL {r['trl_step_s_3000']:.1f} s",
+    )
+    rows = results["grpo_floors"]["rows"]
+    seconds = lambda key: ", ".join(f"{row[key]:.2f}" for row in rows)
+    yield (
+        "grpo_floors",
+        "generating the completions of that step, 512 and 3,000 tokens in 16 bits, then in eight (weights and KV): what "
+        "reading weights and KV takes at the card's copy rate; plain vLLM; a pool",
+        f"{seconds('floor_s')} s; {seconds('plain_s')}; {seconds('pool_s')}",
+    )
     r = results["grpo"]
     yield (
         "grpo",

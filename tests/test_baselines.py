@@ -54,6 +54,8 @@ def test_each_result_names_card_date_and_command():
         "server",
         "tunix",
         "delta",
+        "grpo_drawn",
+        "grpo_floors",
     )
     for part in (*(H200[name] for name in parts), H200["tensor_parallel"]["sync"]):
         assert part["command"]
@@ -319,6 +321,38 @@ def test_a_grpo_step_of_size_against_trl():
     assert result["vs_trl_ratio_3000"] >= 1.4
     for tokens in (512, 3000):
         assert result[f"vs_trl_ratio_{tokens}_k1"] > result[f"vs_trl_ratio_{tokens}"]
+
+
+def test_a_grpo_step_of_drawn_lengths_against_trl():
+    from jvlab.bench._grpo import facts_of
+
+    result = H200["grpo_drawn"]["result"]
+    ours = [row for row in result["runs"] if row["who"] == "jvlab"]
+    theirs = [row for row in result["runs"] if row["who"] == "TRL"]
+    assert result["drawn"]
+    facts = facts_of(ours, theirs)
+    assert {key: result[key] for key in facts} == facts
+    for row in (*ours, *theirs):
+        assert len(row["steps_s"]) == result["steps"]
+    for row in ours:
+        assert 8 * result["samples_per_step"] < row["tokens_trained"]
+        assert row["tokens_trained"] < result["samples_per_step"] * row["tokens"] / 2
+        assert row["shares"]["idle"] < 0.01
+    assert result["vs_trl_ratio_3000"] > 2.4
+    assert result["vs_trl_ratio_3000_k1"] > 2.5
+
+
+def test_generation_is_above_its_floor():
+    rows = H200["grpo_floors"]["result"]["rows"]
+    assert [(row["format"], row["tokens"]) for row in rows] == [
+        ("16 bits", 512),
+        ("16 bits", 3000),
+        ("fp8", 512),
+        ("fp8", 3000),
+    ]
+    for row in rows:
+        assert row["floor_s"] < row["plain_without_logprobs_s"] < row["plain_s"]
+        assert row["pool_s"] < row["plain_s"]
 
 
 def test_long_rows_train_beside_an_engine():

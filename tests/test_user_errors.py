@@ -15,6 +15,7 @@ import pytest
 
 import jvlab as jv
 from jvlab.analysis.diagnose._bisect import bisect
+from jvlab.cli._cli import COMMANDS, main
 from jvlab.lab._lab import PoolTable
 from jvlab.lab._launch_settings import LaunchOptions
 from jvlab.sync._connections import check_options, check_pool
@@ -261,6 +262,16 @@ def test_the_version_on_the_command_line():
         command, capture_output=True, text=True, check=True, timeout=120
     )
     assert done.stdout == f"jvlab {jv.__version__}\n"
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_command_says_what_it_takes(
+    name: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: jvlab {name}" in capsys.readouterr().out
 
 
 @pytest.fixture

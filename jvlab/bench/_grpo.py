@@ -21,10 +21,16 @@ their mean, since their lengths alternate there. (Once a step is synced, the gro
 those of the next: two batches end at about the same time, and the second is trained on at once.) With `--peer trl` TRL
 does the same work with vLLM in its own process ("colocate"), its steps counted by their median. Each side is a process
 of its own, one after the other: no memory is shared with a peer that has not ended.
+
+`--drawn`: completions end after drawn numbers of tokens instead, `DrawnLengths`, the same ones on both sides; those of
+`--tokens` are the most. `--fp8`: our rollouts in eight bits, weights, keys and values; training corrects for it by its
+importance weights, whose effective sample size is in the row.
 """
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import os
 import statistics
 import tempfile
@@ -202,6 +208,7 @@ STEPS = 4  # counted ones; even, see above
 # of a GPU's memory
 ENGINE_SHARE = 0.35
 TRAINER_SHARE = 0.57
+EIGHT_BITS = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
 TEARDOWN_S = 90.0  # an engine on a GPU may hang when it ends
 PROMPT_ROOM = 96  # tokens
 PROMPTS = [
@@ -221,11 +228,18 @@ def run_bench_grpo_size(
     peer: str | None = None,
     eager: bool = False,
     bounds: Sequence[int] = BOUNDS,
+    drawn: bool = False,
+    fp8: bool = False,
 ) -> dict[str, Any]:
     """Measure; prints a line for each run, returns the facts."""
     import jvlab as jv
 
     device = resolve(device)
+    if fp8 and device != "cuda":
+        raise ConfigError(
+            "vLLM has no kernels for eight bits on a CPU",
+            remedy="leave --fp8 out, or --device cuda",
+        )
     tokens = tuple(tokens or TOKENS)
     if any(n < 2 for n in tokens) or steps < 1:
         raise ConfigError(
@@ -249,6 +263,7 @@ def run_bench_grpo_size(
             "steps": steps,
         }
         order |= {"device": device, "eager": eager, "scratch": scratch}
+        order |= {"drawn": drawn, "fp8": fp8}
         print(
             f"bench grpo on {device}: {shape or Path(path).name}, {GROUPS} × {SAMPLES} samples a step",
             flush=True,
@@ -259,6 +274,8 @@ def run_bench_grpo_size(
         "model": shape or Path(path).name,
         "device": device,
         "eager": eager,
+        "drawn": drawn,
+        "fp8": fp8,
         "steps": steps,
         "samples_per_step": GROUPS * SAMPLES,
         **({"peer": missing or peer} if peer else {}),
@@ -400,6 +417,8 @@ def jvlab_side(order: dict[str, Any], lines: Lines) -> None:
             "gpu_memory_utilization": ENGINE_SHARE,
             "enforce_eager": order["eager"],
         }
+        if order["fp8"]:
+            engine |= EIGHT_BITS
         # JAX takes its share before the engine measures what is free
         jax.block_until_ready(jax.numpy.zeros(1))
     with jv.Lab() as lab:
@@ -423,7 +442,7 @@ def jvlab_rows(
         for bound in order["bounds"]:
             record = record_of(
                 policy,
-                pool,
+                DrawnPool(pool, tokens) if order.get("drawn") else pool,
                 link,
                 task,
                 Path(order["scratch"]) / f"run-{tokens}-{bound}",
@@ -467,7 +486,57 @@ def row_of(
         "compiled": sum(e.extra.get("compiled", 0) for e in trained),
         "logprob_gap": float(np.nanmax(table["logprob_gap"])),
         "staleness_max": int(np.nanmax(table["staleness_max"])),
+        "effective_samples": float(np.nanmin(table["effective_samples"])),
     }
+
+
+# Lengths as in life ---------------------------------------------------------------------------------------------------
+
+
+class DrawnLengths:
+    """Numbers of tokens after which samples end, as many at a time as are asked for: log-normal, half of them below a
+    fifth of the most, about one in fifty at the most. Two with the same `most` give the same ones.
+    """
+
+    SPREAD = 0.8
+    LEAST = 8
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._random = np.random.default_rng(0)
+
+    def next(self, count: int) -> list[int]:
+        drawn = self.most / 5 * self._random.lognormal(0.0, self.SPREAD, count)
+        return (
+            np.clip(drawn, min(self.LEAST, self.most), self.most).astype(int).tolist()
+        )
+
+
+class DrawnPool:
+    """A pool whose samples end after drawn numbers of tokens: each is a request of its own."""
+
+    def __init__(self, pool: Any, most: int) -> None:
+        self._pool = pool
+        self._lengths = DrawnLengths(most)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+    async def agenerate(
+        self, prompts: Any, n: int, *, seed: int, on_sample: Any = None, **options: Any
+    ) -> Any:
+        from jvlab.record._batch import RolloutBatch
+
+        async def one(sample: int, tokens: int) -> Any:
+            given = {**options, "seed": seed + sample, "max_tokens": tokens}
+            (made,) = await self._pool.agenerate(prompts, n=1, **given)
+            made = dataclasses.replace(made, sample_index=sample)
+            if on_sample is not None:
+                on_sample(made)
+            return made
+
+        lengths = self._lengths.next(n)
+        return RolloutBatch(await asyncio.gather(*map(one, range(n), lengths)))
 
 
 # TRL ------------------------------------------------------------------------------------------------------------------
@@ -553,6 +622,20 @@ def trl_side(order: dict[str, Any], lines: Lines) -> None:
         lines.send(trl_row(order, jv.integrations.trl.rollout_func(pool)))
 
 
+def drawn_lengths(generate: Any, most: int) -> Any:
+    """vLLM's `generate` for a peer that asks for one sample of each prompt: they end after drawn numbers of tokens."""
+    lengths = DrawnLengths(most)
+
+    def drawn(prompts: Any, sampling_params: Any, **options: Any) -> Any:
+        assert sampling_params.n == 1
+        params = [sampling_params.clone() for _ in prompts]
+        for own, tokens in zip(params, lengths.next(len(prompts)), strict=True):
+            own.max_tokens = tokens
+        return generate(prompts, sampling_params=params, **options)
+
+    return drawn
+
+
 def trl_row(order: dict[str, Any], rollouts: Any = None) -> dict[str, Any]:
     """Steps of TRL's trainer, timed; `rollouts` generates for it."""
     import datasets
@@ -619,6 +702,8 @@ def trl_row(order: dict[str, Any], rollouts: Any = None) -> dict[str, Any]:
     if rollouts is None:
         engine: Any = trainer.vllm_generation
         engine.sync_weights = timed(engine.sync_weights)
+        if order.get("drawn"):
+            engine.llm.generate = drawn_lengths(engine.llm.generate, tokens)
     else:
         rollouts.transfer.send_weights = timed(rollouts.transfer.send_weights)
     start = time.perf_counter()
@@ -632,7 +717,9 @@ def trl_row(order: dict[str, Any], rollouts: Any = None) -> dict[str, Any]:
         "step_s": step_s,
         "first_step_s": seconds[0],
         "steps_s": seconds[1:],
-        "tokens_per_s": GROUPS * SAMPLES * tokens / step_s,
+        "tokens_per_s": None
+        if order.get("drawn")
+        else GROUPS * SAMPLES * tokens / step_s,
         # not the first, which connects
         "sync_s": statistics.median(syncs[1:] or syncs),
         "syncs_s": syncs,

@@ -147,7 +147,14 @@ BENCH = (
         (None, "trl"),
         "grpo: the same work by another trainer, if it is installed",
     ),
-    ("--delta", False, "sync: what changed beside everything, at 0.1 to 50 % changed"),
+    (
+        "--floors",
+        False,
+        "grpo: only generation: what it must cost, and what plain vLLM and a pool take",
+    ),
+    ("--drawn", False, "grpo with a model: completions of drawn lengths"),
+    ("--fp8", False, "grpo with a model, on a GPU: rollouts in eight bits"),
+    ("--delta", False, "sync: what changed beside everything, at 0.1 to 50 %% changed"),
     ("--lengths", _numbers, "train: tokens of a row, e.g. 1024,4096"),
     ("--load", ("auto", "dummy"), "rollout: how its weights are loaded"),
     ("--device", DEVICES, "where engines run"),
@@ -462,7 +469,7 @@ def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
 
         return run_bench_gap(arguments.model, arguments.device, arguments.eager)
     if arguments.what == "launch":
-        from jvlab.bench._launch import run_bench_launch
+        from jvlab.bench._beside_vllm import run_bench_launch
 
         return run_bench_launch(
             arguments.rounds, arguments.model, arguments.device, arguments.eager
@@ -477,7 +484,7 @@ def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
         return run_bench_topology(
             arguments.rounds, arguments.model, arguments.device, arguments.requests
         )
-    from jvlab.bench._rollout import run_bench_rollout
+    from jvlab.bench._beside_vllm import run_bench_rollout
 
     return run_bench_rollout(
         arguments.rounds, arguments.model, arguments.load, arguments.device
@@ -485,6 +492,16 @@ def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _bench_grpo(arguments: argparse.Namespace) -> dict[str, Any]:
+    if arguments.floors:
+        from jvlab.bench._floors import run_bench_floors
+
+        return run_bench_floors(
+            arguments.model,
+            arguments.shape,
+            arguments.tokens,
+            arguments.device,
+            arguments.eager,
+        )
     if arguments.model or arguments.shape:
         from jvlab.bench._grpo import BOUNDS, STEPS, run_bench_grpo_size
 
@@ -497,10 +514,13 @@ def _bench_grpo(arguments: argparse.Namespace) -> dict[str, Any]:
             arguments.peer,
             arguments.eager,
             arguments.staleness or BOUNDS,
+            arguments.drawn,
+            arguments.fp8,
         )
-    if arguments.tokens or arguments.peer or arguments.staleness:
+    needs = ("tokens", "peer", "staleness", "drawn", "fp8")
+    if any(getattr(arguments, name) for name in needs):
         raise ConfigError(
-            "--tokens, --staleness and --peer need a model",
+            "--tokens, --staleness, --peer, --drawn and --fp8 need a model",
             remedy="--model DIR, or --shape qwen3-1.7b",
         )
     from jvlab.bench._grpo import run_bench_grpo

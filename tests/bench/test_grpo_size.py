@@ -10,7 +10,16 @@ import pytest
 
 from jvlab._errors import ConfigError, MissingDependency
 from jvlab.bench import _grpo
-from jvlab.bench._grpo import facts_of, jvlab_rows, reward_of, run_bench_grpo_size
+from jvlab.bench._floors import floor_bytes, kernel_ms, sizes_of
+from jvlab.bench._grpo import (
+    DrawnLengths,
+    drawn_lengths,
+    facts_of,
+    jvlab_rows,
+    reward_of,
+    run_bench_grpo_size,
+)
+from jvlab.bench._train import QWEN3_1_7B
 from jvlab.cli._cli import main
 from jvlab.trainer._tasks import Task
 from tests.trainer.fake_pool import VOCAB, FakeLink, FakePool, fresh_params, logprobs_fn
@@ -76,6 +85,61 @@ def test_rows_of_each_length_and_bound(tmp_path: Path):
     assert len(facts["runs"]) == 5
 
 
+def test_rows_of_drawn_lengths(tmp_path: Path):
+    order = {"tokens": [40], "bounds": [0], "steps": 2, "scratch": str(tmp_path)}
+    pool = LongWinded()
+    task = Task(lambda i: [1 + i], lambda s, e: reward_of(s.text), name="size")
+    policy = (fresh_params(), logprobs_fn)
+    link = FakeLink(pool)
+    (row,) = jvlab_rows(order | {"drawn": True}, policy, pool, link, task)
+    lengths = DrawnLengths(40)
+    steps = [sum(lengths.next(64)) for _ in range(3)]
+    assert row["tokens_trained"] == pytest.approx(sum(steps[1:]) / 2, abs=1)
+
+
+def test_a_peer_gets_the_same_lengths():
+    """One sample of each prompt, parameters of its own for each, and the caller's are left as they were."""
+    from vllm import SamplingParams
+
+    asked: list[Any] = []
+    generate = drawn_lengths(
+        lambda prompts, sampling_params, use_tqdm: asked.extend(sampling_params), 3000
+    )
+    params = SamplingParams(n=1, max_tokens=3000, ignore_eos=True)
+    for _ in range(2):
+        generate(["a"] * 64, sampling_params=params, use_tqdm=False)
+    lengths = DrawnLengths(3000)
+    assert [p.max_tokens for p in asked] == lengths.next(64) + lengths.next(64)
+    assert all(p.ignore_eos for p in asked)
+    assert params.max_tokens == 3000
+    assert len({p.max_tokens for p in asked}) > 64, "no two steps alike"
+    assert min(p.max_tokens for p in asked) >= 8
+
+
+def test_what_decoding_must_read():
+    """Counted from a model's own tensors: all but the embedding and the norms are multiplied with."""
+    sizes = sizes_of(QWEN3_1_7B)
+    assert sizes["layers"] + sizes["head"] == 1_476_395_008
+    assert sizes["kv"] == 28 * 2 * 8 * 128
+    few = floor_bytes(sizes, 1, eight=False)
+    assert few == 2 * 1_476_395_008 + 64 * 0.5 * sizes["kv"] * 2
+    eight = floor_bytes(sizes, 1, eight=True)
+    assert eight == pytest.approx(few / 2 + sizes["head"])
+
+
+def test_kernels_by_what_they_do():
+    events = [
+        {"cat": "kernel", "name": "flash::FlashAttnFwd", "dur": 30.0},
+        {"cat": "kernel", "name": "nvjet_sm90_tst", "dur": 20.0},
+        {"cat": "kernel", "name": "_gumbel_sample_kernel", "dur": 8.0},
+        {"cat": "kernel", "name": "triton_poi_fused_4", "dur": 2.0},
+        {"cat": "cpu_op", "name": "aten::mm", "dur": 500.0},
+    ]
+    assert kernel_ms(events, tokens=10) == pytest.approx(
+        {"attention": 0.003, "matmul": 0.002, "sampling": 0.0008, "other": 0.0002}
+    )
+
+
 def test_a_peer_that_is_missing_is_said_in_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -126,6 +190,9 @@ def test_a_side_that_dies_is_an_error(
         ["--model", "a", "--shape", "qwen3-1.7b"],
         ["--shape", "square"],
         ["--model", "a", "--tokens", "1"],
+        ["--drawn"],
+        ["--floors", "--tokens", "1"],
+        ["--model", "a", "--fp8"],
     ],
 )
 def test_wrong_arguments(wrong: list[str], capsys: pytest.CaptureFixture[str]):

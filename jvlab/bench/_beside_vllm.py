@@ -1,13 +1,24 @@
-"""`jvlab bench rollout`: the same prompts through plain vllm.LLM and through a jvlab pool, alternating, in one run.
+"""`jvlab bench launch` and `jvlab bench rollout`: pools beside plain vLLM with the same arguments and environment.
 
-Both engines run for the whole benchmark with equal arguments and environment; only one is busy at a time. Each round
+Launch: from `lab.launch` to a pool that is ready, against `vllm.LLM(...)`, one after another.
+
+    cold_s    the first launch of a lab: vLLM is imported (also if `jvlab warm` runs)
+    warm_s    the median of later ones in the same lab: the warm process forks (JVLAB_WARM=0: same as cold)
+    vllm_s    `vllm.LLM(...)` in a Python that has imported vLLM; the import is `vllm_import_s`
+
+Ratios are vLLM's seconds over ours: above 1 ours is faster.
+
+Rollout: the same prompts through both. Both engines run for the whole benchmark; only one is busy at a time. Each round
 measures one side, then the other, in alternating order. The ratio is of the medians.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +29,70 @@ REPEAT = {"batch": 1, "single": 5}  # runs per round; a short case needs more
 
 
 def plain_side(order: dict[str, Any], lines: Lines) -> None:
-    """Plain vLLM, which measures what it is asked, until it is killed."""
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(**order)
-    lines.send("ready")
-    while True:
-        prompts, n, tokens = lines.receive()
-        params = SamplingParams(
-            n=n, max_tokens=tokens, temperature=1.0, seed=0, ignore_eos=True, logprobs=0
-        )
-        asked: Any = [{"prompt_token_ids": ids} for ids in prompts]
-        seconds, outputs = timed(llm.generate, asked, params, use_tqdm=False)
+    """Import vLLM and start one engine; report how long each took, then the seconds and tokens of each generation."""
+    imported, vllm = timed(lambda: importlib.import_module("vllm"))
+    started, llm = timed(vllm.LLM, **order)
+    lines.send((imported, started))
+    while True:  # until it is killed
+        asked = lines.receive()
+        prompts = [{"prompt_token_ids": ids} for ids in asked.pop("prompts")]
+        profile = asked.pop("profile", False)
+        params = vllm.SamplingParams(temperature=1.0, ignore_eos=True, **asked)
+        if profile:
+            llm.start_profile()
+        seconds, outputs = timed(llm.generate, prompts, params, use_tqdm=False)
+        if profile:
+            llm.stop_profile()
         made = sum(len(o.token_ids) for out in outputs for o in out.outputs)
         lines.send((seconds, made))
+
+
+def run_bench_launch(
+    rounds: int = 5, model: str | None = None, device: str = "auto", eager: bool = False
+) -> dict[str, Any]:
+    """Measure; prints a line for each launch, returns the facts."""
+    import jvlab as jv
+    from jvlab.engine import _defaults
+    from jvlab.lab._launch_settings import resolve_device
+
+    device = resolve_device(device)
+    path = model_of(model)
+    engine: dict[str, Any] = {"max_model_len": 512} | (
+        {"enforce_eager": True} if eager else {}
+    )
+    print(f"bench launch on {device}: {path}", flush=True)
+    seconds = []
+    if os.environ.get("JVLAB_WARM") != "0":
+        os.environ["JVLAB_WARM"] = "lab"
+    with jv.Lab() as lab:
+        for number in range(rounds + 1):
+            start = time.perf_counter()
+            with lab.launch(
+                path, name=f"launch{number}", engine=engine, device=device
+            ).wait(progress=False):
+                seconds.append(time.perf_counter() - start)
+            print(f"{'warm' if number else 'cold'}: {seconds[-1]:.2f} s", flush=True)
+    env = _defaults.environment(device, 1, 1, 0, _defaults.usable_cores(), path)
+    arguments = _defaults.engine_arguments(path, device, 1, "auto", engine)
+    with Side("jvlab.bench._beside_vllm:plain_side", arguments, env) as plain:
+        imported, started = plain.receive()
+    warm = statistics.median(seconds[1:])
+    print(
+        f"vllm.LLM: {started:.2f} s, after {imported:.2f} s of imports; {started / warm:.2f} × a warm launch"
+    )
+    return {
+        "device": device,
+        "eager": eager or device == "cpu",
+        "model": path,
+        "vllm": vllm_build(),
+        "cold_s": seconds[0],
+        "warm_s": warm,
+        "warm_samples": seconds[1:],
+        "vllm_s": started,
+        "vllm_import_s": imported,
+        "vs_vllm_ratio": started / warm,
+        "cold_vs_vllm_ratio": (imported + started) / seconds[0],
+    }
 
 
 def _jvlab_side(
@@ -64,7 +125,7 @@ def run_bench_rollout(
         flush=True,
     )
     with (
-        Side("jvlab.bench._rollout:plain_side", arguments, env) as plain,
+        Side("jvlab.bench._beside_vllm:plain_side", arguments, env) as plain,
         jv.Lab() as lab,
     ):
         pool = lab.launch(path, load=load, engine=engine, env=env, device=device).wait()
@@ -105,7 +166,10 @@ def _measure(pool: Any, plain: Side, rounds: int) -> dict[str, dict[str, list[fl
             for side in ("plain", "jvlab") if turn % 2 else ("jvlab", "plain"):
                 for _ in range(REPEAT[case]):
                     if side == "plain":
-                        seconds, made = plain.ask((prompts, n, tokens))
+                        seconds, made = plain.ask(
+                            {"prompts": prompts, "n": n, "max_tokens": tokens}
+                            | {"seed": 0, "logprobs": 0}
+                        )
                     else:
                         seconds, made = _jvlab_side(pool, prompts, n, tokens)
                     if made != count * n * tokens:
