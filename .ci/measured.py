@@ -257,8 +257,8 @@ def gpu_rows(results: dict[str, Any], parts: dict[str, Any]) -> Iterator[Row]:
     seconds = lambda key: ", ".join(f"{row[key]:.2f}" for row in rows)
     yield (
         "grpo_floors",
-        "generating the completions of that step, 512 and 3,000 tokens in 16 bits, then in eight (weights and KV): what "
-        "reading weights and KV takes at the card's copy rate; plain vLLM; a pool",
+        "generating the completions of that step, 512 and 3,000 tokens in 16 bits, then in eight (weights and KV): "
+        "what reading weights and KV takes at the card's copy rate; plain vLLM; a pool",
         f"{seconds('floor_s')} s; {seconds('plain_s')}; {seconds('pool_s')}",
     )
     r = results["grpo"]

@@ -20,7 +20,7 @@ from jvlab._version import __version__ as __version__
 
 _WHERE = {  # public name -> module that defines it
     "Algorithm": "jvlab.trainer._losses",
-    "Bisection": "jvlab.analysis.diagnose._bisection",
+    "Bisection": "jvlab.sync.diagnose._bisection",
     "Certificate": "jvlab.analysis.certification._certificate",
     "CheckReport": "jvlab.sync._transaction",
     "DeterminismReport": "jvlab.lab._determinism",
@@ -112,7 +112,6 @@ if TYPE_CHECKING:
     from jvlab._errors import JvlabError
     from jvlab.analysis.certification._certificate import Certificate
     from jvlab.analysis.certification._certify import certify
-    from jvlab.analysis.diagnose._bisection import Bisection
     from jvlab.analysis.forecast._whatif import whatif
     from jvlab.lab._determinism import DeterminismReport
     from jvlab.lab._lab import Lab
@@ -130,6 +129,7 @@ if TYPE_CHECKING:
     from jvlab.sync._publish import Follower, Publisher, PublishReport
     from jvlab.sync._stepper import Stepper
     from jvlab.sync._transaction import CheckReport, SyncReport
+    from jvlab.sync.diagnose._bisection import Bisection
     from jvlab.trainer import _reward_library as rewards
     from jvlab.trainer import _task_library as tasks
     from jvlab.trainer import models

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 import jvlab as jv
-from jvlab.analysis.diagnose._bisect import bisect
 from jvlab.cli._cli import COMMANDS, main
 from jvlab.lab._lab import PoolTable
 from jvlab.lab._launch_settings import LaunchOptions
 from jvlab.sync._connections import check_options, check_pool
+from jvlab.sync.diagnose._bisect import bisect
 from tests.trainer.fake_pool import fresh_params, logprobs_fn, world
 
 MODULES = ("errors", "models", "tasks", "transport")

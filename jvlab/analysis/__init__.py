@@ -1,4 +1,4 @@
-"""Is it right, why not, what if: certificates, the bisector, forecasts.
+"""Is it right, what if: certificates, forecasts.
 
 May import lab and below.
 """

@@ -82,9 +82,7 @@ def run_bench_floors(
             for name, more in formats.items()
         }
         plain = {
-            name: stack.enter_context(
-                _plain(path, device, engine, f"{scratch}/{name}")
-            )
+            name: stack.enter_context(_plain(path, device, engine, f"{scratch}/{name}"))
             for name, engine in engines.items()
         }
         pools = {

@@ -27,7 +27,6 @@ from jvlab.transport._storage import FULL_EVERY, KEEP
 from jvlab.wire._sync_words import Terms
 
 if TYPE_CHECKING:
-    from jvlab.analysis.diagnose._bisection import Bisection
     from jvlab.lab._pool import Pool
     from jvlab.layout._plan import TransferPlan
     from jvlab.sync._connect import Agreement
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from jvlab.sync._publish import Publisher, PublishReport
     from jvlab.sync._stepper import Stepper
     from jvlab.sync._team import Team
+    from jvlab.sync.diagnose._bisection import Bisection
     from jvlab.transport._peer import Sender
     from jvlab.wire._client import TeamStream
 
@@ -510,7 +510,7 @@ class Link:
         >>> found.remedy
         'policy.logprobs(params, tokens, lengths, temperature=0.5) computes the same'
         """
-        from jvlab.analysis.diagnose._bisect import bisect
+        from jvlab.sync.diagnose._bisect import bisect
 
         check_timeout(timeout)
         if self.part != "model":

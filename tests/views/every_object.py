@@ -11,7 +11,6 @@ import numpy as np
 
 import jvlab as jv
 from jvlab.analysis.certification._certificate import Certificate, CertificateRow
-from jvlab.analysis.diagnose._bisection import Bisection, Check
 from jvlab.lab._determinism import Case, DeterminismReport
 from jvlab.lab._lab import Lab
 from jvlab.lab._pool import Pool
@@ -26,6 +25,7 @@ from jvlab.sync._mapping import Mapping
 from jvlab.sync._meaning import Meaning
 from jvlab.sync._transaction import CheckReport, Outcome, SyncReport
 from jvlab.sync._value_check import LeafEvidence
+from jvlab.sync.diagnose._bisection import Bisection, Check
 from jvlab.trainer._run import Run
 from jvlab.wire import jvlab_pb2 as pb
 from tests.layout.plan_world import Size, World, transformer

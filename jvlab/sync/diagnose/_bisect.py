@@ -11,19 +11,19 @@ import numpy as np
 
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, JvlabError
-from jvlab.analysis.diagnose._bisection import Bisection, Check, largest
-from jvlab.analysis.diagnose._rule_search import (
+from jvlab.layout._plan_types import is_scales
+from jvlab.layout._tree import flatten
+from jvlab.layout.rules._alternatives import Alternative, alternatives_of
+from jvlab.record._batch import RolloutBatch
+from jvlab.record._sample import Sample
+from jvlab.sync.diagnose._bisection import Bisection, Check, largest
+from jvlab.sync.diagnose._rule_search import (
     ByFunction,
     WrongRule,
     by_value,
     checkpoint_of,
     verdict_of,
 )
-from jvlab.layout._plan_types import is_scales
-from jvlab.layout._tree import flatten
-from jvlab.layout.rules._alternatives import Alternative, alternatives_of
-from jvlab.record._batch import RolloutBatch
-from jvlab.record._sample import Sample
 from jvlab.trainer._live_policies import live_policies
 
 if TYPE_CHECKING:

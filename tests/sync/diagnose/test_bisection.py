@@ -11,9 +11,9 @@ import pytest
 
 import jvlab as jv
 from jvlab._errors import ConfigError, Unsupported
-from jvlab.analysis.diagnose._bisect import CAUSES, bisect, compare_layers
-from jvlab.analysis.diagnose._bisection import Check
 from jvlab.sync._transaction import CheckReport, Outcome
+from jvlab.sync.diagnose._bisect import CAUSES, bisect, compare_layers
+from jvlab.sync.diagnose._bisection import Check
 
 IDS = np.array([5, 6, 7, 8], np.int32)
 

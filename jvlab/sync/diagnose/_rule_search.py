@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from jvlab.analysis.diagnose._bisection import largest
 from jvlab.layout.rules._alternatives import (
     Alternative,
     Match,
@@ -25,6 +24,7 @@ from jvlab.layout.rules._alternatives import (
     together,
 )
 from jvlab.layout.rules._roles import templates
+from jvlab.sync.diagnose._bisection import largest
 
 ROUNDS = 4  # greedy search: wrong rules of different kinds, found one after the other
 BETTER = 0.98  # each step must reduce the remaining distance at least by this factor

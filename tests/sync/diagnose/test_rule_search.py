@@ -9,13 +9,6 @@ import numpy as np
 import pytest
 
 import jvlab as jv
-from jvlab.analysis.diagnose._bisection import largest
-from jvlab.analysis.diagnose._rule_search import (
-    ByFunction,
-    SomeTensors,
-    by_value,
-    verdict_of,
-)
 from jvlab.layout._checkpoint import checkpoint_tensors, read_config
 from jvlab.layout._tree import flatten
 from jvlab.layout.rules._alternatives import alternatives
@@ -24,6 +17,13 @@ from jvlab.layout.rules._rules import apply_binding, invert_binding
 from jvlab.layout.rules._ruleset import Rules
 from jvlab.sync._compile_tree import policy_shapes
 from jvlab.sync._rebind import changed_rules
+from jvlab.sync.diagnose._bisection import largest
+from jvlab.sync.diagnose._rule_search import (
+    ByFunction,
+    SomeTensors,
+    by_value,
+    verdict_of,
+)
 from tests.fuzzing import soak_but
 from tests.layout.rules.planted import COMMON, KV, MLP, NORMS, OUT, SIZES, Q, scanned
 

@@ -1,1 +1,0 @@
-"""Why engine and trainer disagree: the checks of `link.bisect`. May import lab and below."""
