@@ -92,7 +92,7 @@ def run_bench_floors(
         rows = []
         for name in formats:
             plain[name].receive()
-            pools[name].wait()
+            pools[name].wait(timeout=1800.0)
         for name in formats:
             for length in lengths:
                 row = _row(plain[name], pools[name], length)

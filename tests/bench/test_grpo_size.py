@@ -88,7 +88,9 @@ def test_rows_of_each_length_and_bound(tmp_path: Path):
 def test_rows_of_drawn_lengths(tmp_path: Path):
     order = {"tokens": [40], "bounds": [0], "steps": 2, "scratch": str(tmp_path)}
     pool = LongWinded()
-    task = Task(lambda i: [1 + i], lambda s, e: reward_of(s.text), name="size")
+    task = Task(
+        lambda i: [1 + i % (VOCAB - 1)], lambda s, e: reward_of(s.text), name="size"
+    )
     policy = (fresh_params(), logprobs_fn)
     link = FakeLink(pool)
     (row,) = jvlab_rows(order | {"drawn": True}, policy, pool, link, task)
