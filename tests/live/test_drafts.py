@@ -110,10 +110,13 @@ def test_sampled_logprobs_are_those_of_the_model(
 
     for how, batch in zip(SAMPLED, asyncio.run(side_by_side()), strict=True):
         assert len({tuple(t) for t in tokens_of(batch)}) > len(PROMPTS)
-        gaps = [np.abs(processed(policy, s, how) - s.logprobs).max() for s in batch]
-        assert max(gaps) < 1e-3, how
-        if how["temperature"] == 1.0:
-            assert drafting.score(batch).gap(batch) < 1e-3
+        gaps = [np.abs(processed(policy, s, how) - s.logprobs) for s in batch]
+        worst = max(gaps, key=np.max)
+        own = how["temperature"] == 1.0  # the only one at which the engine scores
+        scored = drafting.score(batch).gap(batch) if own else 0.0
+        # by token, and whether the engine agrees with itself: it says on which side the fault is
+        assert worst.max() < 1e-3, (how, worst.tolist(), scored)
+        assert scored < 1e-3
     assert drafting.status()["speculative"]["draft_tokens"] > 0
 
 
