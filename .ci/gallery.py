@@ -37,6 +37,7 @@ PICTURES = {  # notebook: an image, or words of the cell whose output is its pic
     "13_a_real_task": "learns word problems",
     "14_what_if": "plan.figure()",
     "15_your_own_trainer": "Tunix trains, vLLM generates",
+    "16_across_hosts": "how long until every replica",
 }
 WIDTH, HEIGHT, COLOURS = 600, 350, 64
 LETTERS = 88  # of a line of text

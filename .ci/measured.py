@@ -280,20 +280,58 @@ def gpu_rows(results: dict[str, Any], parts: dict[str, Any]) -> Iterator[Row]:
         f"{ways['jvlab_staged']['send_ms']:.1f}; "
         f"{min(ways['ipc']['send_ms'], ways['ipc_packed']['send_ms']):.0f}; {ways['nccl']['send_ms']:.0f}",
     )
-    r = results["tunix"]
-    ours, theirs = r["runs"]
+    for key in ("tunix", "tunix_1024"):
+        r = results[key]
+        ours, theirs = r["runs"]
+        yield (
+            key,
+            f"Tunix' GRPO, {r['samples_per_step']} completions of {r['tokens']} tokens, Qwen3-1.7B's shape: tokens/s "
+            "of a pool over its own sampler's",
+            f"{r['vs_vanilla_tokens_ratio']:.1f}× ({ours['tokens_per_s']:,.0f} and {theirs['tokens_per_s']:,.0f})",
+        )
+    r = results["trl"]
+    theirs, ours = r["runs"]
     yield (
-        "tunix",
-        f"Tunix' GRPO, {r['samples_per_step']} completions of {r['tokens']} tokens, Qwen3-1.7B's shape: tokens/s of a "
-        "pool over its own sampler's",
-        f"{r['vs_vanilla_tokens_ratio']:.1f}× ({ours['tokens_per_s']:,.0f} and {theirs['tokens_per_s']:,.0f})",
+        "trl",
+        f"TRL 1.16's GRPOTrainer, the same shape, {r['samples_per_step']} completions of {r['tokens']} tokens: a step "
+        "and a sync with vLLM in its process; on a pool",
+        f"{theirs['step_s']:.2f} s and {1e3 * theirs['sync_s']:.0f} ms; {ours['step_s']:.2f} s "
+        f"({r['vs_colocate_step_ratio']:.2f}×) and {1e3 * ours['sync_s']:.0f} ms, verified",
     )
-    direct, staged = results["delta"]["rows"]
+    yield _delta(results["delta"])
+    r = results["delta_adam"]
+    steps = {
+        rate: [row for row in r["rows"] if row["rate"] == rate] for rate in (1e-6, 3e-6)
+    }
     yield (
+        "delta_adam",
+        "the same after each of 5 real steps of Adam at 1e-6; at 3e-6: share of the values that changed, first and "
+        "last; everything staged over what changed, medians",
+        "; ".join(
+            f"{100 * rows[0]['changed']:.1f} to {100 * rows[-1]['changed']:.1f} %, "
+            f"{statistics.median(row['full_ms'] / row['delta_ms'] for row in rows):.1f}×"
+            for rows in steps.values()
+        ),
+    )
+
+
+def _delta(r: dict[str, Any]) -> Row:
+    modes = {
+        mode: [row for row in r["rows"] if row["mode"] == mode]
+        for mode in ("direct", "staged")
+    }
+    ratios = "; ".join(
+        ", ".join(f"{row['full_total_ms'] / row['delta_total_ms']:.1f}" for row in rows)
+        for rows in modes.values()
+    )
+    one = modes["staged"][1]
+    return (
         "delta",
-        "4.1 GB with 0.1 % of the values changed, over nccl through the loopback interface, verified: direct; staged",
-        f"{direct['ms']} ms (all of it {direct['full_ms']}); {staged['ms']} ms ({staged['full_ms']}); "
-        f"{direct['bytes'] / 1e6:.0f} MB sent",
+        "4.1 GB of which 0.1, 1, 10 and 50 % of the values changed, over nccl through the loopback interface, "
+        "verified: everything over what changed, direct; staged",
+        f"{ratios}×. 1 %, staged: {one['delta_total_ms']:.0f} of {one['full_total_ms']:.0f} ms, "
+        f"{one['delta_bytes'] / 1e6:.0f} MB, a pause of {one['delta_pause_ms']:.0f} ms "
+        f"({one['full_pause_ms']:.0f} for everything)",
     )
 
 
@@ -332,6 +370,28 @@ def host_rows(parts: dict[str, Any]) -> Iterator[Row]:
             f"{what}; with TLS; against a bare socket, and against gloo",
             f"{rates['tcp']:.3g} GB/s; {rates['tcp with TLS']:.2g}; {r['vs_socket_ratio']:.2f}×, "
             f"{r['vs_gloo_ratio']:.2f}×",
+        )
+    for name, what in (
+        ("changes", "two Xeon cores"),
+        (
+            "changes_live",
+            "the same machine, the engine's weights not packed, as on a GPU",
+        ),
+    ):
+        r = parts[name]["result"]
+        packing = r["delta_repack_ms"] / 1e3
+        yield (
+            name,
+            f"{100 * r['changed']:.0f} % of {r['full_bytes'] / 1e9:.1f} GB changed, over such a link, staged, "
+            f"verified, on {what}; all of it",
+            f"{r['delta_total_ms'] / 1e3:.1f} s"
+            + (
+                f", {packing:.1f} of them vLLM's packing of CPU weights"
+                if packing
+                else ""
+            )
+            + f", a pause of {r['delta_pause_ms']:.0f} ms; {r['full_total_ms'] / 1e3:.1f} s, "
+            f"{r['full_pause_ms']:.0f} ms",
         )
 
 

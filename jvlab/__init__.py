@@ -22,6 +22,7 @@ _WHERE = {  # public name -> module that defines it
     "Algorithm": "jvlab.trainer._losses",
     "Bisection": "jvlab.sync.diagnose._bisection",
     "Certificate": "jvlab.analysis.certification._certificate",
+    "ChaosReport": "jvlab.analysis._chaos",
     "CheckReport": "jvlab.sync._transaction",
     "DeterminismReport": "jvlab.lab._determinism",
     "Environment": "jvlab.trainer._environment",
@@ -49,6 +50,7 @@ _WHERE = {  # public name -> module that defines it
     "Task": "jvlab.trainer._tasks",
     "TransferPlan": "jvlab.layout._plan",
     "certify": "jvlab.analysis.certification._certify",
+    "chaos": "jvlab.analysis._chaos",
     "grpo": "jvlab.trainer._grpo",
     "mesh": "jvlab.trainer.decoder._sharding",
     "plan": "jvlab.sync._plan",
@@ -67,6 +69,7 @@ __all__ = [
     "Algorithm",
     "Bisection",
     "Certificate",
+    "ChaosReport",
     "CheckReport",
     "DeterminismReport",
     "Environment",
@@ -94,6 +97,7 @@ __all__ = [
     "Task",
     "TransferPlan",
     "certify",
+    "chaos",
     "errors",
     "grpo",
     "integrations",
@@ -110,6 +114,7 @@ if TYPE_CHECKING:
     from jvlab import _errors as errors
     from jvlab import integrations, transport
     from jvlab._errors import JvlabError
+    from jvlab.analysis._chaos import ChaosReport, chaos
     from jvlab.analysis.certification._certificate import Certificate
     from jvlab.analysis.certification._certify import certify
     from jvlab.analysis.forecast._whatif import whatif

@@ -12,6 +12,7 @@ from typing import Any
 
 from jvlab._errors import ConfigError, JvlabError, StorageError
 
+Plain = dict[str, Any]  # plain values, as they go between processes
 DEEPEST = 100  # nesting of lists and objects
 PARTS = 8_000_000  # values in total: about half a gigabyte at worst
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 from _pytest.runner import runtestprotocol
+from absl.logging import PythonHandler
 from hypothesis import HealthCheck, settings
 
 from jvlab.engine._cpu import lacks
@@ -41,6 +43,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 # Each test compiles what it runs; tests/trainer/test_compile_cache.py asks for the cache. One that all tests share
 # gains nothing: they compile different programs (tests/trainer/decoder: 54 CPU seconds without it, 61 with it).
 os.environ.setdefault("JVLAB_COMPILE_CACHE", "0")
+
+# At its end absl's handler closes the stderr that it found, unless that is stderr still: while a test has capsys it is
+# not. A library that configures logging then (nixl) would close what pytest captures into, for all later tests.
+PythonHandler.close = logging.StreamHandler.close
 
 # A shell's background job ignores SIGINT, and so would the processes that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -53,7 +53,10 @@ def test_each_result_names_card_date_and_command():
         "certify",
         "server",
         "tunix",
+        "tunix_1024",
         "delta",
+        "delta_adam",
+        "trl",
         "grpo_drawn",
         "grpo_floors",
     )
@@ -472,9 +475,40 @@ def test_plain_servers_and_tunix():
     assert direct["tokens_equal"]
     assert server["vs_vllm_ipc_ratio"] == pytest.approx(best / direct["send_ms"], 1e-3)
     assert not server["errors"]
-    tunix = H200["tunix"]["result"]
-    ours, theirs = (run["tokens_per_s"] for run in tunix["runs"])
-    assert tunix["vs_vanilla_tokens_ratio"] == pytest.approx(ours / theirs, 1e-3)
+    for tunix in (H200["tunix"]["result"], H200["tunix_1024"]["result"]):
+        ours, theirs = (run["tokens_per_s"] for run in tunix["runs"])
+        assert tunix["vs_vanilla_tokens_ratio"] == pytest.approx(ours / theirs, 1e-3)
+
+
+def test_trl_on_a_pool():
+    trl = H200["trl"]["result"]
+    theirs, ours = trl["runs"]
+    assert ours["syncs_verified"] == len(ours["syncs_s"]) == 1 + trl["steps"]
+    for part in ("step", "sync"):
+        found = theirs[f"{part}_s"] / ours[f"{part}_s"]
+        assert trl[f"vs_colocate_{part}_ratio"] == pytest.approx(found, 1e-3)
+    assert trl["vs_colocate_step_ratio"] > 1.2
+    assert trl["vs_colocate_sync_ratio"] > 20
+
+
+def test_changes_on_a_card():
+    """Asked were 5 × over nccl with 1 % changed: direct has them, staged just not; half of the values do not pay."""
+    delta = H200["delta"]["result"]
+    rows = {(row["mode"], row["share"]): row for row in delta["rows"]}
+    ratio = {k: row["full_total_ms"] / row["delta_total_ms"] for k, row in rows.items()}
+    assert ratio["direct", 0.01] > 6 > ratio["staged", 0.01] > 4.9
+    assert delta["delta_vs_full_ratio"] == pytest.approx(ratio["staged", 0.01], 1e-3)
+    assert ratio["staged", 0.5] < 1
+    assert {row["why_full"] for row in rows.values()} == {""}
+    for (_, share), row in rows.items():
+        assert row["changed"] == pytest.approx(share, 0.01)
+    adam = H200["delta_adam"]["result"]
+    for rate in (1e-6, 3e-6):
+        steps = [row for row in adam["rows"] if row["rate"] == rate]
+        shares = [row["changed"] for row in steps]
+        assert shares == sorted(shares, reverse=True)
+        ratios = [row["full_ms"] / row["delta_ms"] for row in steps]
+        assert statistics.median(ratios) >= 4
 
 
 def test_links_between_hosts():
@@ -488,6 +522,13 @@ def test_links_between_hosts():
         result = hosts[name]["result"]
         found = result["gb_per_s"]["tcp"] / result["gb_per_s"]["gloo"]
         assert result["vs_gloo_ratio"] == pytest.approx(found, 1e-3)
+    for name, gain in (("changes", 2.5), ("changes_live", 8.0)):
+        changes = hosts[name]["result"]
+        assert not changes["why_full"]
+        assert changes["delta_bytes"] < 0.03 * changes["full_bytes"]
+        assert changes["full_total_ms"] / changes["delta_total_ms"] > gain
+    assert changes["delta_total_ms"] <= 2000
+    assert changes["delta_pause_ms"] < 50
 
 
 def test_the_page_is_what_its_script_writes_from_the_results():

@@ -28,6 +28,8 @@ NEEDS_ENGINE = (
     "DeterminismReport",
     "certify",
     "Certificate",
+    "chaos",
+    "ChaosReport",
     "grpo",
     "Meaning",
     "Bisection",

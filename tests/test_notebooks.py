@@ -35,6 +35,7 @@ FLOORS = {
     "13_a_real_task": 7,
     "14_what_if": 6,
     "15_your_own_trainer": 3,
+    "16_across_hosts": 6,
 }
 STATE = "application/vnd.jupyter.widget-state+json"
 VIEW = "application/vnd.jupyter.widget-view+json"

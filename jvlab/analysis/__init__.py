@@ -1,4 +1,4 @@
-"""Is it right, what if: certificates, forecasts.
+"""Is it right, what if, what if it breaks: certificates, forecasts, chaos.
 
 May import lab and below.
 """

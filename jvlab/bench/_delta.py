@@ -1,18 +1,21 @@
-"""`jvlab bench sync --delta`: syncs of what changed beside whole ones, in one run, over shares of changed values.
+"""`jvlab bench sync --delta`: syncs of what changed beside whole ones, in one run, each verified.
 
-Two sets of parameters that differ in a share of their values are synced in turn, whole and then as changes, each way
-verified. Changed values are drawn at random. Times are from the call until the engine generates again; the pause is
-how long it did not. The headline is 1 % changed, staged, over a transport between
-hosts: tcp on a CPU, nccl on a GPU (on one GPU its bytes go over the loopback interface).
+Two sets of parameters that differ in a drawn share of their values are synced in turn, whole and then as changes. With
+`--adam` parameters are what real steps of Adam made of them. Times are from the call until the engine generates again;
+the pause is how long it did not. The headline is 1 % changed, staged, over a transport between hosts: tcp on a CPU,
+nccl on a GPU (on one GPU its bytes go over the loopback interface).
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from jvlab._errors import LaunchError
 from jvlab._units import human_bytes
@@ -24,6 +27,8 @@ SHARES = (0.001, 0.01, 0.1, 0.5)
 HEADLINE = 0.01
 MODES = ("direct", "staged")
 TRANSPORTS = {"cpu": ("tcp", "shm"), "cuda": ("nccl",)}
+# a bucket costs about a millisecond of Python at each end, whatever is in it
+BUCKET_MIB = {"cpu": 16, "cuda": 128}
 # two processes on one GPU form a communicator only as if on two hosts
 LOOPBACK = {
     "NCCL_SOCKET_IFNAME": "lo",
@@ -31,19 +36,27 @@ LOOPBACK = {
     "NCCL_NSOCKS_PERTHREAD": "4",
 }
 PARTS = ("total", "pause", "find", "move", "digest", "repack")
+RATES = (1e-6, 3e-6)  # of Adam
+PROMPTS = 8
+LENGTH = 64  # tokens of a prompt, and of its completion
 
 
-def run_bench_delta(
-    rounds: int, model: str | None, device: str, size: str = "4"
-) -> dict[str, Any]:
-    """Measure every transport, mode and share; prints a line for each, returns the facts."""
+@contextmanager
+def _linked(
+    model: str | None, device: str, size: str, adam: bool
+) -> Iterator[tuple[Any, Any, Any]]:
+    """A policy, with float32 parameters for Adam, a pool of one engine, and how to connect them."""
+    import jvlab as jv
+
+    dtype = "float32" if adam else "bfloat16"
     with ExitStack() as stack:
+        env = {}
         if device == "cuda":
             # read by this process's first NCCL call, and by JAX's first allocation
             os.environ.update({**LOOPBACK, "NCCL_HOSTID": "trainer"})
             os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            policy = shaped(folder, size)
+            policy = shaped(folder, size, dtype)
             env = {**LOOPBACK, "NCCL_HOSTID": "engine"}
             engine: dict[str, Any] = {
                 "max_model_len": 512,
@@ -54,14 +67,42 @@ def run_bench_delta(
                 "enforce_eager": True,
             }
         else:
-            from jvlab.trainer._policy import Policy
+            if adam:
+                path = jv.models.resolve(model) if model else jv.models.smollm2()
+            else:
+                folder, _ = folder_for(3e9, stack)
+                path = model_of(model, path=folder / "model", **SIZES)
+            policy = jv.Policy.from_pretrained(path)
+            engine = {"max_model_len": 256} | ({"dtype": "bfloat16"} if adam else {})
+        lab = stack.enter_context(jv.Lab())
+        pool = lab.launch(
+            str(policy.source), load="dummy", engine=engine, env=env, device=device
+        ).wait(500)
+        linked = lambda transport: lab.connect(
+            policy.params,
+            pool,
+            rules="policy",
+            transport=transport,
+            bucket_mib=BUCKET_MIB[device],
+        )
+        yield policy, pool, linked
 
-            folder, _ = folder_for(3e9, stack)
-            path = model_of(model, path=folder / "model", **SIZES)
-            policy = Policy.from_pretrained(path)
-            env = {}
-            engine = {"max_model_len": 256}
-        rows = _measure(policy, rounds, device, engine, env)
+
+def run_bench_delta(
+    rounds: int, model: str | None, device: str, size: str = "4"
+) -> dict[str, Any]:
+    """Measure every transport, mode and share; prints a line for each, returns the facts."""
+    rows = []
+    with _linked(model, device, size, adam=False) as (policy, _, linked):
+        for transport in TRANSPORTS[device]:
+            with linked(transport) as link:
+                print(f"{link!r}", flush=True)
+                for share in SHARES:
+                    other = changed(policy.params, share)
+                    for mode in MODES:
+                        row = _row(link, policy.params, other, mode, rounds)
+                        rows.append({"transport": transport, "share": share, **row})
+                        print(_line(rows[-1]), flush=True)
     head = next(
         row
         for row in rows
@@ -72,6 +113,7 @@ def run_bench_delta(
         "device": device,
         "vllm": vllm_build(),
         "rounds": rounds,
+        "bucket_mib": BUCKET_MIB[device],
         "rows": rows,
         "delta_vs_full_ratio": head["full_total_ms"] / head["delta_total_ms"],
         "changed_share": head["changed"],
@@ -82,28 +124,98 @@ def run_bench_delta(
     }
 
 
-def _measure(
-    policy: Any, rounds: int, device: str, engine: dict[str, Any], env: dict[str, str]
-) -> list[dict[str, Any]]:
-    import jvlab as jv
+def run_bench_adam(
+    steps: int, model: str | None, device: str, size: str = "4"
+) -> dict[str, Any]:
+    """Syncs after each of so many steps of Adam, from the same parameters at each rate; prints a line for each step.
 
-    rows = []
-    with jv.Lab() as lab:
-        pool = lab.launch(
-            str(policy.source), load="dummy", engine=engine, env=env, device=device
-        ).wait(500)
-        for transport in TRANSPORTS[device]:
-            with lab.connect(
-                policy.params, pool, rules="policy", transport=transport
-            ) as link:
-                print(f"{link!r}", flush=True)
-                for share in SHARES:
-                    other = changed(policy.params, share)
-                    for mode in MODES:
-                        row = _row(link, policy.params, other, mode, rounds)
-                        rows.append({"transport": transport, "share": share, **row})
-                        print(_line(rows[-1]), flush=True)
-    return rows
+    A step is one of policy gradients: the engine's own samples, with drawn advantages.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    rows: list[dict[str, Any]] = []
+    with (
+        _linked(model, device, size, adam=True) as (policy, pool, linked),
+        linked(TRANSPORTS[device][0]) as link,
+    ):
+        print(f"{link!r}", flush=True)
+        for rate in RATES:
+            update, state = _adam(policy, rate)
+            params = jax.tree.map(jnp.copy, policy.params)
+            link.sync(params, delta="auto", mode="staged", progress=False)
+            for step in range(1, steps + 1):
+                samples = _samples(pool, step, policy.config.vocab)
+                params, state = update(params, state, *samples)
+                jax.block_until_ready(params)
+                row = _stepped(link, params)
+                rows.append({"rate": rate, "step": step, **row})
+                print(_adam_line(rows[-1]), flush=True)
+            del params, state
+    return {
+        "device": device,
+        "vllm": vllm_build(),
+        "model": str(policy.source),
+        "transport": TRANSPORTS[device][0],
+        "bucket_mib": BUCKET_MIB[device],
+        "steps": steps,
+        "rows": rows,
+    }
+
+
+def _adam(policy: Any, rate: float) -> tuple[Any, Any]:
+    """A compiled step, and its first state."""
+    import jax
+    import optax
+
+    optimiser = optax.adam(rate)
+
+    def loss(params: Any, tokens: Any, advantages: Any) -> Any:
+        chosen = policy.logprobs_fn(params, tokens)[:, LENGTH:]
+        return -(advantages[:, None] * chosen).mean()
+
+    def update(params: Any, state: Any, tokens: Any, advantages: Any) -> Any:
+        gradients = jax.grad(loss)(params, tokens, advantages)
+        updates, state = optimiser.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return jax.jit(update, donate_argnums=(0, 1)), jax.jit(optimiser.init)(
+        policy.params
+    )
+
+
+def _samples(pool: Any, step: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of tokens that the engine completed, and an advantage for each."""
+    drawn = np.random.default_rng(step)
+    prompts = drawn.integers(100, vocabulary, (PROMPTS, LENGTH)).tolist()
+    batch = pool.generate(
+        prompts, seed=step, max_tokens=LENGTH, ignore_eos=True, progress=False
+    )
+    rows = [[*sample.prompt_token_ids, *sample.token_ids] for sample in batch]
+    return np.array(rows, np.int32), drawn.normal(size=PROMPTS).astype(np.float32)
+
+
+def _stepped(link: Any, params: Any) -> dict[str, Any]:
+    """What changed, then everything, of one step."""
+    changes = link.sync(params, delta="auto", mode="staged", progress=False)
+    whole = link.sync(params, delta="never", mode="staged", progress=False)
+    # the next step's changes are to be those of one step
+    link.sync(params, delta="auto", mode="staged", progress=False)
+    row = {"changed": changes.changed, "why_full": changes.why_full}
+    row["find_ms"] = 1e3 * changes.seconds["find"]
+    for way, report in (("delta", changes), ("full", whole)):
+        row[f"{way}_bytes"] = report.bytes
+        row[f"{way}_ms"] = 1e3 * report.seconds["total"]
+        row[f"{way}_pause_ms"] = 1e3 * report.seconds["pause"]
+    return row
+
+
+def _adam_line(row: dict[str, Any]) -> str:
+    return (
+        f"  rate {row['rate']:g}, step {row['step']}: {row['changed']:.2%} changed, "
+        f"{human_bytes(row['delta_bytes'])}, {row['delta_ms']:.0f} ms against {row['full_ms']:.0f}, "
+        f"pause {row['delta_pause_ms']:.1f} against {row['full_pause_ms']:.1f}"
+    )
 
 
 def changed(params: Any, share: float) -> Any:

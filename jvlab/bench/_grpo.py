@@ -35,7 +35,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,8 @@ from typing import Any
 import numpy as np
 
 from jvlab._errors import ConfigError, MissingDependency
-from jvlab.bench._side import Lines, Side, model_of
+from jvlab._files import Plain
+from jvlab.bench._side import Lines, Side, model_of, since_start
 
 # per step
 GROUPS = 8
@@ -87,9 +89,7 @@ def _parts(seconds: dict[str, float]) -> str:
 WARM = 3  # steps that are not counted
 
 
-def run_bench_grpo(
-    steps: int = 15, device: str = "auto", eager: bool = False
-) -> dict[str, Any]:
+def run_bench_grpo(steps: int = 15, device: str = "auto", eager: bool = False) -> Plain:
     """Measure all four runs; prints a table as it goes, returns the facts."""
     import jvlab as jv
     from jvlab.bench._jax_decode import JaxLink
@@ -104,7 +104,7 @@ def run_bench_grpo(
         f"bench grpo: {Path(path).name}, {GROUPS} × {SAMPLES} samples a step, {steps} steps counted",
         flush=True,
     )
-    runs: dict[str, dict[str, Any]] = {}
+    runs: dict[str, Plain] = {}
     with tempfile.TemporaryDirectory(prefix="jvlab-bench-") as folder, jv.Lab() as lab:
         engine = (
             {}
@@ -149,7 +149,7 @@ def _jax_pool(policy: Any) -> Any:
 
 def _loop(
     name: str, policy: Any, pool: Any, link: Any, steps: int, bound: int, folder: Path
-) -> dict[str, Any]:
+) -> Plain:
     import jvlab as jv
 
     record = record_of(
@@ -177,7 +177,7 @@ def _loop(
     return facts
 
 
-def _rates(events: Sequence[Any], steps: int) -> dict[str, Any]:
+def _rates(events: Sequence[Any], steps: int) -> Plain:
     """Rates over the counted steps, from the record."""
     from jvlab.record import _metrics
     from jvlab.record._events import RolloutEvent, StepEvent
@@ -209,6 +209,8 @@ STEPS = 4  # counted ones; even, see above
 ENGINE_SHARE = 0.35
 TRAINER_SHARE = 0.57
 EIGHT_BITS = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
+# of compiled programs: JAX's, and what vLLM and torch keep
+CACHES = ("JVLAB_COMPILE_CACHE", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR")
 TEARDOWN_S = 90.0  # an engine on a GPU may hang when it ends
 PROMPT_ROOM = 96  # tokens
 PROMPTS = [
@@ -230,7 +232,7 @@ def run_bench_grpo_size(
     bounds: Sequence[int] = BOUNDS,
     drawn: bool = False,
     fp8: bool = False,
-) -> dict[str, Any]:
+) -> Plain:
     """Measure; prints a line for each run, returns the facts."""
     import jvlab as jv
 
@@ -256,7 +258,7 @@ def run_bench_grpo_size(
             if model
             else shaped_model(str(shape), f"{scratch}/model")
         )
-        order: dict[str, Any] = {
+        order: Plain = {
             "model": path,
             "tokens": tokens,
             "bounds": tuple(bounds),
@@ -306,33 +308,32 @@ def shaped_model(shape: str, path: str, **other: Any) -> str:
     return jv.models.tiny("qwen3", path, **{**QWEN3_1_7B, **other})
 
 
-def _peer_rows(
-    peer: str | None, order: dict[str, Any]
-) -> tuple[list[dict[str, Any]], str]:
+def _peer_rows(peer: str | None, order: Plain) -> tuple[list[Plain], str]:
     """What the peer measured, a process for each length; or why there is nothing."""
     if peer is None:
         return [], ""
-    if peer not in PEERS:
-        raise ConfigError(f"peer={peer!r}", remedy=f"one of {', '.join(PEERS)}")
-    why = "" if find_spec(peer) else f"{peer} is not installed: pip install {peer}"
-    why = why or (
-        ""
-        if order["device"] == "cuda"
-        else f"{peer} with vLLM in its process needs a GPU"
-    )
-    if why:
-        print(why, flush=True)
+    if why := missing_peer(peer, order["device"]):
         return [], why
     return [
         row for n in order["tokens"] for row in _rows(peer, {**order, "tokens": [n]})
     ], ""
 
 
-def facts_of(
-    ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
+def missing_peer(peer: str, device: str) -> str:
+    """Why it cannot be measured here, which is printed; empty if it can."""
+    if peer not in PEERS:
+        raise ConfigError(f"peer={peer!r}", remedy=f"one of {', '.join(PEERS)}")
+    why = "" if find_spec(peer) else f"{peer} is not installed: pip install {peer}"
+    if device != "cuda":
+        why = why or f"{peer} with vLLM in its process needs a GPU"
+    if why:
+        print(why, flush=True)
+    return why
+
+
+def facts_of(ours: Sequence[Plain], theirs: Sequence[Plain]) -> Plain:
     """Flat keys beside the runs themselves: step_s_512 (on-policy), step_s_512_k1, vs_trl_ratio_512, ..."""
-    out: dict[str, Any] = {}
+    out: Plain = {}
     name = lambda key, row: (
         f"{key}_{row['tokens']}"
         + (f"_k{row['max_staleness']}" if row["max_staleness"] else "")
@@ -358,9 +359,10 @@ def facts_of(
     return out | {"runs": [*ours, *theirs]}
 
 
-def _rows(side: str, order: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _rows(side: str, order: Plain) -> Iterator[Plain]:
     """The results of one side, printed as they come."""
-    environment = {"JVLAB_COMPILE_CACHE": f"{order['scratch']}/xla"}
+    caches = CACHES if order.get("first") else CACHES[:1]
+    environment = {name: f"{order['scratch']}/{name}" for name in caches}
     ours = side == "jvlab"
     given = {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}
     if ours and not given & set(os.environ):
@@ -377,8 +379,13 @@ def _rows(side: str, order: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def _text(row: dict[str, Any]) -> str:
+def _text(row: Plain) -> str:
     who = row["who"]
+    if row.get("step_s") is None:
+        parts = ", ".join(f"{name} {s:.1f}" for name, s in row["reached"].items())
+        return (
+            f"{who}, {row['tokens']} tokens, seconds since its process began: {parts}"
+        )
     if who == "jvlab":
         who = f"jvlab, staleness ≤ {row['max_staleness']}"
     parts = _parts(row.get("seconds", {}))
@@ -405,11 +412,29 @@ def task_of(name: str) -> Any:
     )
 
 
-def jvlab_side(order: dict[str, Any], lines: Lines) -> None:
+def jvlab_side(order: Plain, lines: Lines) -> None:
+    at: dict[str, float] = {"imports": since_start()}
+    mark = lambda part: at.update({part: since_start()})
+    with started(order, mark) as (policy, pool, link):
+        if order.get("first"):
+            (tokens,) = order["tokens"]
+            run_of(order, policy, pool, link, task_of("size"), tokens, 0, 0)
+            mark("step")
+            lines.send({"who": "jvlab", "tokens": tokens, "reached": at})
+            return
+        for row in jvlab_rows(order, policy, pool, link, task_of("size")):
+            lines.send(row)
+
+
+@contextmanager
+def started(
+    order: Plain, reached: Callable[[str], None] = lambda part: None
+) -> Iterator[tuple[Any, Any, Any]]:
+    """Policy, pool and link; says when each is there."""
     import jvlab as jv
 
     card = order["device"] == "cuda"
-    engine: dict[str, Any] = {"max_model_len": max(order["tokens"]) + PROMPT_ROOM}
+    engine: Plain = {"max_model_len": max(order["tokens"]) + PROMPT_ROOM}
     if card:
         import jax
 
@@ -428,38 +453,54 @@ def jvlab_side(order: dict[str, Any], lines: Lines) -> None:
         policy = jv.Policy.from_pretrained(
             order["model"], compute_dtype="bfloat16" if card else None
         )
+        reached("policy")
         pool.wait()
+        reached("engine")
         link = lab.connect(policy.params, pool, rules="policy")
-        for row in jvlab_rows(order, policy, pool, link, task_of("size")):
-            lines.send(row)
+        reached("link")
+        yield policy, pool, link
 
 
 def jvlab_rows(
-    order: dict[str, Any], policy: Any, pool: Any, link: Any, task: Any
-) -> Iterator[dict[str, Any]]:
+    order: Plain, policy: Any, pool: Any, link: Any, task: Any
+) -> Iterator[Plain]:
     """One row for each length and bound."""
     for tokens in order["tokens"]:
         for bound in order["bounds"]:
-            record = record_of(
-                policy,
-                DrawnPool(pool, tokens) if order.get("drawn") else pool,
-                link,
-                task,
-                Path(order["scratch"]) / f"run-{tokens}-{bound}",
-                steps=1 + order["steps"] + bound,
-                max_staleness=bound,
-                group_size=SAMPLES,
-                prompts_per_step=GROUPS,
-                max_tokens=tokens,
-                learning_rate=1e-6,
-                sampling={"ignore_eos": True},
+            record = run_of(
+                order, policy, pool, link, task, tokens, bound, order["steps"] + bound
             )
             yield row_of(record.events(), tokens, bound, order["steps"])
 
 
-def row_of(
-    events: Sequence[Any], tokens: int, bound: int, steps: int
-) -> dict[str, Any]:
+def run_of(
+    order: Plain,
+    policy: Any,
+    pool: Any,
+    link: Any,
+    task: Any,
+    tokens: int,
+    bound: int,
+    after: int,
+) -> Any:
+    """The record of a run: the first step, and those after it."""
+    return record_of(
+        policy,
+        DrawnPool(pool, tokens) if order.get("drawn") else pool,
+        link,
+        task,
+        Path(order["scratch"]) / f"run-{tokens}-{bound}",
+        steps=1 + after,
+        max_staleness=bound,
+        group_size=SAMPLES,
+        prompts_per_step=GROUPS,
+        max_tokens=tokens,
+        learning_rate=1e-6,
+        sampling={"ignore_eos": True},
+    )
+
+
+def row_of(events: Sequence[Any], tokens: int, bound: int, steps: int) -> Plain:
     """The counted steps of a run: not the first, which compiles, and not those for which nothing is generated ahead."""
     from jvlab.record import _metrics
 
@@ -539,6 +580,69 @@ class DrawnPool:
         return RolloutBatch(await asyncio.gather(*map(one, range(n), lengths)))
 
 
+# The first step -------------------------------------------------------------------------------------------------------
+
+
+def run_bench_first_step(
+    model: str | None = None,
+    shape: str | None = None,
+    tokens: Sequence[int] | None = None,
+    device: str = "auto",
+    peer: str | None = None,
+    eager: bool = False,
+) -> Plain:
+    """`jvlab bench launch --first-step`: from the start of a process to the end of its first step; returns the facts.
+
+    One step of the work above, twice by each side: cold, without compiled programs and after the system was told to
+    forget the files of this environment and of the model (what a process has mapped stays); then warm, as the same
+    script started again. `reached` says after how many seconds each part was there. Ratios are TRL's seconds over ours.
+    """
+    device = resolve(device)
+    length = one_length(tokens, TOKENS[0] if device == "cuda" else 32, 1)
+    sides = ["jvlab"]
+    if peer is not None and not missing_peer(peer, device):
+        sides.append(peer)
+    with tempfile.TemporaryDirectory(prefix="jvbench-") as scratch:
+        path = (
+            shaped_model(shape, f"{scratch}/model")
+            if shape
+            else model_of(model, vocab_size=288)
+        )
+        order: Plain = {"model": path, "tokens": [length], "first": True, "steps": 0}
+        order |= {"device": device, "eager": eager, "bounds": (0,), "fp8": False}
+        what = shape or Path(path).name
+        print(f"bench launch to the first step on {device}: {what}", flush=True)
+        runs: list[Plain] = []
+        for side in sides:
+            for cache in ("cold", "warm"):
+                if cache == "cold":
+                    forget_files([Path(path), Path(np.__file__).parents[1]])
+                given = {**order, "scratch": f"{scratch}/{side}"}
+                runs += [row | {"cache": cache} for row in _rows(side, given)]
+    seconds = {(row["who"], row["cache"]): row["reached"]["step"] for row in runs}
+    out: Plain = {}
+    for (who, cache), taken in seconds.items():
+        out[f"{who.lower()}_{cache}_s"] = taken
+        if who != "jvlab":
+            out[f"vs_trl_ratio_{cache}"] = taken / seconds["jvlab", cache]
+    return out | {
+        "model": what,
+        "device": device,
+        "eager": eager,
+        "tokens": length,
+        "samples_per_step": GROUPS * SAMPLES,
+        "runs": runs,
+    }
+
+
+def forget_files(folders: Sequence[Path]) -> None:
+    """Let the system forget what it keeps of these files in memory."""
+    for path in (path for folder in folders for path in folder.rglob("*")):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 # TRL ------------------------------------------------------------------------------------------------------------------
 
 WAYS = ("colocate", "jvlab")
@@ -551,7 +655,7 @@ def run_bench_trl(
     steps: int = STEPS,
     device: str = "auto",
     eager: bool = False,
-) -> dict[str, Any]:
+) -> Plain:
     """`jvlab bench trl`: TRL's GRPOTrainer on a pool beside TRL with vLLM in its process; prints, returns the facts.
 
     The work of a step is that above. Both train by the same code of TRL's, from one torch model: only who generates,
@@ -592,7 +696,7 @@ def run_bench_trl(
     }
 
 
-def trl_side(order: dict[str, Any], lines: Lines) -> None:
+def trl_side(order: Plain, lines: Lines) -> None:
     """TRL's GRPOTrainer, told to do the same work: with vLLM in its own process, or on a pool."""
     (_,) = order["tokens"]  # a wrong order ends it before seconds of imports
     alone = {
@@ -609,7 +713,7 @@ def trl_side(order: dict[str, Any], lines: Lines) -> None:
     import jvlab as jv
 
     card = order["device"] == "cuda"
-    engine: dict[str, Any] = {"max_model_len": max(order["tokens"]) + PROMPT_ROOM}
+    engine: Plain = {"max_model_len": max(order["tokens"]) + PROMPT_ROOM}
     if card:
         engine |= {
             "gpu_memory_utilization": ENGINE_SHARE,
@@ -636,7 +740,7 @@ def drawn_lengths(generate: Any, most: int) -> Any:
     return drawn
 
 
-def trl_row(order: dict[str, Any], rollouts: Any = None) -> dict[str, Any]:
+def trl_row(order: Plain, rollouts: Any = None) -> Plain:
     """Steps of TRL's trainer, timed; `rollouts` generates for it."""
     import datasets
     import torch
@@ -665,7 +769,7 @@ def trl_row(order: dict[str, Any], rollouts: Any = None) -> dict[str, Any]:
 
         return sent
 
-    own: dict[str, Any] = {
+    own: Plain = {
         "use_vllm": True,
         "vllm_mode": "colocate",
         "vllm_gpu_memory_utilization": ENGINE_SHARE,
@@ -709,16 +813,18 @@ def trl_row(order: dict[str, Any], rollouts: Any = None) -> dict[str, Any]:
     start = time.perf_counter()
     trainer.train()
     seconds = np.diff([start, *times]).tolist()
-    step_s = statistics.median(seconds[1:])
+    step_s = statistics.median(seconds[1:]) if order["steps"] else None
+    before = since_start() - time.perf_counter()
     return {
         "who": "TRL" if rollouts is None else "TRL on a pool",
         "tokens": tokens,
         "max_staleness": 0,
         "step_s": step_s,
         "first_step_s": seconds[0],
+        "reached": {"trainer": before + start, "step": before + times[0]},
         "steps_s": seconds[1:],
         "tokens_per_s": None
-        if order.get("drawn")
+        if order.get("drawn") or not step_s
         else GROUPS * SAMPLES * tokens / step_s,
         # not the first, which connects
         "sync_s": statistics.median(syncs[1:] or syncs),
@@ -727,7 +833,7 @@ def trl_row(order: dict[str, Any], rollouts: Any = None) -> dict[str, Any]:
     }
 
 
-def _proof(rollouts: Any) -> dict[str, Any]:
+def _proof(rollouts: Any) -> Plain:
     return {
         "syncs_verified": sum(report.verified for report in rollouts.reports),
         "transport": rollouts.link.transport,

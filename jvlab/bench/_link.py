@@ -2,11 +2,12 @@
 
 The other process is on this host, or wherever `--at "COMMAND"` starts it (`ip netns exec far`, `ssh far`), and reaches
 this one at `--host`. Floor: one bare socket. Peer: torch's gloo. Buckets of 16 MiB; the first few are not counted. One
-after the other, twice, in turn; the better of the two counts.
+after the other, twice, in turn; the better of the two counts. `nixl` is measured too where both sides have it.
 
 (a) vs_socket_ratio: our tcp over the bare socket.
 (b) vs_gloo_ratio: our tcp over gloo.
 (c) tls_ratio: our tcp with TLS over the same without.
+(d) nixl_ratio: nixl over our tcp.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import os
 import shlex
 import socket
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 from jvlab._errors import ConfigError
 from jvlab.bench._side import Lines, Side
 from jvlab.transport import Header, listen, open_receiver
+from jvlab.transport._nixl import installed
 from jvlab.wire._channels import address_towards
 
 BUCKET = 16 << 20
@@ -34,30 +37,43 @@ def run_bench_link(
     mib: int = 1024, host: str = "127.0.0.1", at: str = ""
 ) -> dict[str, Any]:
     """Measure; prints a line for each way, returns the facts."""
-    count = mib * (1 << 20) // BUCKET
-    if count < 1:
-        raise ConfigError(f"{mib} MiB", remedy="at least 16: a bucket")
-    ways = ["socket", "gloo", "tcp", "tcp with TLS"]
-    rates: dict[str, float] = dict.fromkeys(ways, 0.0)
-    order = {"count": count + WARM, "host": host}
-    with Side("jvlab.bench._link:taking_side", {}, prefix=shlex.split(at)) as far:
-        far.receive()
-        for _ in range(ROUNDS):
-            for way in ways:
-                seconds = _SENDERS[way.split()[0]](far, {**order, "way": way})
-                rates[way] = max(rates[way], count * BUCKET / seconds / 1e9)
+    ways = ("socket", "gloo", "tcp", "tcp with TLS", "nixl")
+    rates = measure_link(host, at, mib, ways)
     for way, rate in rates.items():
         print(f"{way}: {rate:.3f} GB/s", flush=True)
     return {
         "vs_socket_ratio": rates["tcp"] / rates["socket"],
         "vs_gloo_ratio": rates["tcp"] / rates["gloo"],
         "tls_ratio": rates["tcp with TLS"] / rates["tcp"],
+        "nixl_ratio": rates["nixl"] / rates["tcp"] if "nixl" in rates else None,
         "gb_per_s": rates,
         "mib": mib,
         "host": "loopback" if host == "127.0.0.1" else "another address",
         "elsewhere": bool(at),
         "cores": os.cpu_count(),
     }
+
+
+def measure_link(
+    host: str,
+    at: str,
+    mib: int = 256,
+    ways: Sequence[str] = ("socket", "tcp", "tcp with TLS", "nixl"),
+) -> dict[str, float]:
+    """GB/s of each way; without `nixl` where a side lacks it."""
+    count = mib * (1 << 20) // BUCKET
+    if count < 1:
+        raise ConfigError(f"{mib} MiB", remedy="at least 16: a bucket")
+    order = {"count": count + WARM, "host": host}
+    gloo = {"gloo": "gloo" in ways}
+    with Side("jvlab.bench._link:taking_side", gloo, prefix=shlex.split(at)) as far:
+        both = far.receive() and installed()
+        rates = {way: 0.0 for way in ways if way != "nixl" or both}
+        for _ in range(ROUNDS):
+            for way in rates:
+                seconds = _SENDERS[way.split()[0]](far, {**order, "way": way})
+                rates[way] = max(rates[way], count * BUCKET / seconds / 1e9)
+    return rates
 
 
 # Here -----------------------------------------------------------------------------------------------------------------
@@ -104,7 +120,8 @@ def _by_gloo(far: Side, order: dict[str, Any]) -> float:
 
 def _by_ours(far: Side, order: dict[str, Any]) -> float:
     tls = "TLS" in order["way"]
-    sender = listen("tcp", slot_bytes=BUCKET, host=order["host"], tls=tls)
+    name = order["way"].split()[0]
+    sender = listen(name, slot_bytes=BUCKET, host=order["host"], tls=tls)
     try:
         far.send({**order, "endpoint": sender.endpoint()})
         sender.ready(SECONDS)
@@ -123,7 +140,12 @@ def _by_ours(far: Side, order: dict[str, Any]) -> float:
     return seconds
 
 
-_SENDERS = {"socket": _by_socket, "gloo": _by_gloo, "tcp": _by_ours}
+_SENDERS = {
+    "socket": _by_socket,
+    "gloo": _by_gloo,
+    "tcp": _by_ours,
+    "nixl": _by_ours,
+}
 
 
 def _store(host: str, port: int) -> Any:
@@ -147,10 +169,11 @@ def _gloo(rank: int, store: Any, own: str) -> Any:
 # There ----------------------------------------------------------------------------------------------------------------
 
 
-def taking_side(_: dict[str, Any], lines: Lines) -> None:
-    import torch.distributed  # noqa: F401  # before anything is timed
+def taking_side(wanted: dict[str, Any], lines: Lines) -> None:
+    if wanted["gloo"]:
+        import torch.distributed  # noqa: F401  # before anything is timed
 
-    lines.send("ready")
+    lines.send(installed())
     while True:
         order = lines.receive()
         way = order["way"]

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from jvlab._errors import ControlError, JvlabError, LaunchError, SyncDeadline
+from jvlab._files import Plain
 from jvlab.bench._shapes import config_of, size_of
 from jvlab.bench._side import (
     Lines,
@@ -149,9 +150,9 @@ def run_bench_server(
     model: str | None = None,
     shape: str | None = None,
     device: str = "cpu",
-) -> dict[str, Any]:
+) -> Plain:
     """Measure every backend; prints as it goes, returns the facts."""
-    result: dict[str, Any] = {
+    result: Plain = {
         "device": device,
         "rounds": rounds,
         "vllm": vllm_build(),
@@ -172,7 +173,7 @@ def run_bench_server(
                 "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # the server needs the GPU
                 **ONE_CARD,
             }
-            found: dict[str, Any]
+            found: Plain
             try:
                 with Side("jvlab.bench._server:trainer_side", order, environment) as it:
                     found = it.receive(PART_SECONDS[device])
@@ -201,14 +202,14 @@ def _checkpoint(shape: str | None, device: str, stack: ExitStack) -> str:
         return side.receive(PART_SECONDS[device])
 
 
-def _line(seen: dict[str, Any]) -> str:
+def _line(seen: Plain) -> str:
     return (
         f"{seen['send_ms']:.2f} ms (worst {seen['worst_ms']:.2f}), with pause {seen['with_pause_ms']:.2f}; "
         f"verified: {seen['verified']}; tokens equal: {seen['tokens_equal']}, changed: {seen['tokens_changed']}"
     )
 
 
-def _ratios(ways: dict[str, Any]) -> dict[str, float]:
+def _ratios(ways: Plain) -> dict[str, float]:
     """vLLM's best over ours."""
     out: dict[str, float] = {}
     ours = ways.get("jvlab_direct")
@@ -224,7 +225,7 @@ def _ratios(ways: dict[str, Any]) -> dict[str, float]:
 # In processes of their own -------------------------------------------------------------------------------------------
 
 
-def checkpoint_side(order: dict[str, Any], lines: Lines) -> None:
+def checkpoint_side(order: Plain, lines: Lines) -> None:
     """Write a checkpoint of random weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -240,7 +241,7 @@ def checkpoint_side(order: dict[str, Any], lines: Lines) -> None:
     lines.receive()
 
 
-def trainer_side(order: dict[str, Any], lines: Lines) -> None:
+def trainer_side(order: Plain, lines: Lines) -> None:
     """One backend: its server, and a torch trainer that sends to it."""
     folder = Path(os.environ["TMPDIR"])
     cpu = order["device"] == "cpu"
@@ -298,7 +299,7 @@ def _ways(backend: str) -> Iterator[tuple[str, Any]]:
         )
 
 
-def _measure(server: PlainServer, order: dict[str, Any]) -> dict[str, Any]:
+def _measure(server: PlainServer, order: Plain) -> Plain:
     import torch
     from transformers import AutoModelForCausalLM
     from vllm.distributed.weight_transfer import (

@@ -75,14 +75,14 @@ def _experts(count: int, width: int) -> dict[str, Any]:
     }
 
 
-def shaped(folder: Path, size: str) -> Any:
+def shaped(folder: Path, size: str, dtype: str = "bfloat16") -> Any:
     """A Policy of this size with random parameters, whose config.json is written into `folder`."""
     (folder / "config.json").write_text(json.dumps(config_of(size)))
-    return policy_of(folder)
+    return policy_of(folder, dtype)
 
 
-def policy_of(folder: Path) -> Any:
-    """A Policy with random parameters in bfloat16, from the config.json of `folder` alone."""
+def policy_of(folder: Path, dtype: str = "bfloat16") -> Any:
+    """A Policy that computes in bfloat16, with random parameters, from the config.json of `folder` alone."""
     import jax
     import jax.numpy as jnp
 
@@ -92,7 +92,6 @@ def policy_of(folder: Path) -> Any:
     from jvlab.trainer.decoder._config import DecoderConfig
     from jvlab.trainer.decoder._runtime import Runtime
 
-    dtype = "bfloat16"
     hf_config = read_config(folder)
     config = DecoderConfig.from_hf(hf_config)
     tensors = tuple(checkpoint_tensors(folder))
@@ -122,7 +121,7 @@ def policy_of(folder: Path) -> Any:
     bindings = tuple(bind(config, hf_config, tensors, dtype, folder))
     return Policy(
         params,
-        Runtime(dtype, layout, "none"),
+        Runtime("bfloat16", layout, "none"),
         config=config,
         mesh=mesh,
         source=folder,

@@ -23,6 +23,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, Self
 
+import psutil
+
 from jvlab._deadline import Deadline
 from jvlab._errors import DeadlineExceeded, LaunchError
 from jvlab.wire.processes._supervisor import (
@@ -35,6 +37,11 @@ from jvlab.wire.processes._supervisor import (
 
 # for what a side measures next: a large model may load and compile first
 ANSWER_SECONDS = 3600.0
+
+
+def since_start() -> float:
+    """Seconds since this process was started, before Python's first line."""
+    return time.time() - psutil.Process().create_time()
 
 
 class Lines:

@@ -6,7 +6,8 @@ tensors that are already in the engine's process (the fastest possible peer), ar
 engine are measured: vLLM's default, which packs linear weights, and live weights.
 
 `move_vs_ceiling_ratio` compares the trainer's copy into the shared ring with a memcpy. The receiver's scatter and the
-packing overlap it and are reported apart; `whole_move_vs_ceiling_ratio` counts all three.
+packing overlap it and are reported apart; `whole_move_vs_ceiling_ratio` counts all three. `--transport` takes another
+way than shared memory.
 """
 
 from __future__ import annotations
@@ -93,7 +94,9 @@ def memcpy_gbps(size: int = 256 << 20, rounds: int = 5) -> float:
     return size / best / 1e9
 
 
-def run_bench_sync(rounds: int = 5, model: str | None = None) -> dict[str, Any]:
+def run_bench_sync(
+    rounds: int = 5, model: str | None = None, transport: str = "auto"
+) -> dict[str, Any]:
     """Measure every way on both kinds of engine; prints a table as it goes, returns the facts."""
     from jvlab.engine import _defaults
 
@@ -118,16 +121,17 @@ def run_bench_sync(rounds: int = 5, model: str | None = None) -> dict[str, Any]:
         }
         for kind, more in ENGINES.items():
             env = {**_defaults.environment("cpu", 1, 1, 0, cores, path), **more}
-            ours = _jvlab_times(path, env, rounds, folder / "written")
+            ours = _jvlab_times(path, env, rounds, folder / "written", transport)
             theirs = _vllm_times(arguments, env, rounds, folder / "written")
             result["engines"][kind] = facts = _facts(ours, theirs, floor)
             print(_table(kind, facts), flush=True)
             result["bytes"] = ours["bytes"]
+            result["transport"] = ours["transport"]
     return result | _claims(result["engines"])
 
 
 def _jvlab_times(
-    path: str, env: dict[str, str], rounds: int, written: Path
+    path: str, env: dict[str, str], rounds: int, written: Path, transport: str
 ) -> dict[str, Any]:
     import jax
 
@@ -141,7 +145,8 @@ def _jvlab_times(
         pool = lab.launch(
             path, load="dummy", engine={"max_model_len": 256}, env=env
         ).wait()
-        link = lab.connect(policy.params, pool, rules="policy")
+        link = lab.connect(policy.params, pool, rules="policy", transport=transport)
+        out["transport"] = link.transport
         for turn in range(rounds + 1):  # the first one warms up and does not count
             for way, options in WAYS.items():
                 report = link.sync(policy.params, progress=False, **options)

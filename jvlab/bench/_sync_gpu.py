@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from jvlab._errors import LaunchError
+from jvlab._files import Plain
 from jvlab.bench._shapes import shaped
 from jvlab.bench._side import (
     Lines,
@@ -91,7 +92,7 @@ def peak_extra() -> Iterator[dict[str, float]]:
         thread.join(10)
 
 
-def _engine(weights: int, eager: bool, experts: bool = False) -> dict[str, Any]:
+def _engine(weights: int, eager: bool, experts: bool = False) -> Plain:
     """An engine's options, for so many bytes of weights."""
     # it computes from live memory; others re-arrange experts
     more = {"moe_backend": "triton"} if experts else {}
@@ -119,10 +120,10 @@ def _greedy(pool: Any, prompts: list[list[int]]) -> list[list[int]]:
 def measure(
     policy: Any,
     rounds: int,
-    ways: dict[str, dict[str, Any]],
+    ways: dict[str, Plain],
     eager: bool = False,
     masters: bool = False,
-) -> dict[str, Any]:
+) -> Plain:
     """jvlab's side: the reports of every way, tokens after each, and the extra device memory of a sync."""
     import jax
 
@@ -131,7 +132,7 @@ def measure(
     params = policy.params
     weights = sum(x.nbytes for x in jax.tree.leaves(params))
     prompts = prompts_of(3)
-    out: dict[str, Any] = {
+    out: Plain = {
         "bytes": weights,
         "ceiling_ms": copy_ms(weights),
         "tokens": {},
@@ -180,7 +181,7 @@ def measure(
 
 def _masters(
     lab: Any, pool: Any, params: Any, rounds: int, prompts: list[list[int]]
-) -> dict[str, Any]:
+) -> Plain:
     """The same weights as float32 masters in the trainer, cast in transit."""
     import jax
 
@@ -229,7 +230,7 @@ def _line(m: dict[str, float]) -> str:
     )
 
 
-def _peer(checkpoint: Path, rounds: int, engine: dict[str, Any]) -> Side:
+def _peer(checkpoint: Path, rounds: int, engine: Plain) -> Side:
     """vLLM's side: says when it is up, and measures when it is told to."""
     from jvlab.engine import _defaults
 
@@ -243,7 +244,7 @@ def _peer(checkpoint: Path, rounds: int, engine: dict[str, Any]) -> Side:
     return Side("jvlab.bench._sync_gpu:vllm_side", order, {**_defaults.QUIET, **own})
 
 
-def run_bench_sync_gpu(rounds: int = 20, size: str = "4") -> dict[str, Any]:
+def run_bench_sync_gpu(rounds: int = 20, size: str = "4") -> Plain:
     """Measure every way at one size of `_shapes.py` against vLLM's own; prints as it goes, returns the facts."""
     # the engine needs the rest of the GPU
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -281,7 +282,7 @@ def run_bench_sync_gpu(rounds: int = 20, size: str = "4") -> dict[str, Any]:
     return result
 
 
-def _facts(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+def _facts(ours: Plain, theirs: Plain) -> Plain:
     best = min(median_ms(theirs["plain"]), median_ms(theirs["packed"]))
     paused = min(
         median_ms(theirs["plain_with_pause"]), median_ms(theirs["packed_with_pause"])
@@ -290,7 +291,7 @@ def _facts(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
         **ours["tokens"],
         **({"masters": ours["masters_tokens"]} if "masters" in ours else {}),
     }
-    out: dict[str, Any] = {
+    out: Plain = {
         "bytes": ours["bytes"],
         "ceiling_ms": ours["ceiling_ms"],
         "empty_call_ms": ours["empty_call_ms"],
@@ -319,7 +320,7 @@ def _facts(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _table(r: dict[str, Any]) -> str:
+def _table(r: Plain) -> str:
     lines = [
         f"{r['bytes'] / 1e9:.2f} GB; device copy {r['ceiling_ms']:.2f} ms; vLLM's ipc {r['vllm_plain_ms']:.1f} ms, "
         f"packed {r['vllm_packed_ms']:.1f}; its empty RPC {r['vllm_empty_rpc_ms']:.2f}, its pause "
@@ -334,12 +335,12 @@ def _table(r: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def run_sizes(sizes: list[str], rounds: int = 10) -> dict[str, Any]:
+def run_sizes(sizes: list[str], rounds: int = 10) -> Plain:
     """Time and extra memory by model size; direct and staged, verified."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
-    out: dict[str, Any] = {}
+    out: Plain = {}
     for size in sizes:
         with tempfile.TemporaryDirectory(prefix="jvlab-bench-") as folder:
             ways = {
@@ -364,7 +365,7 @@ def run_sizes(sizes: list[str], rounds: int = 10) -> dict[str, Any]:
 # vLLM's own ipc weight transfer, in its own process ------------------------------------------------------------
 
 
-def vllm_side(order: dict[str, Any], lines: Lines) -> None:
+def vllm_side(order: Plain, lines: Lines) -> None:
     """Load the checkpoint with vLLM, report its tokens, then time both kinds of transfer and send the facts.
 
     Its handles are pickled, which needs VLLM_ALLOW_INSECURE_SERIALIZATION=1: set in this process only.
@@ -381,7 +382,7 @@ def vllm_side(order: dict[str, Any], lines: Lines) -> None:
     lines.receive()  # until it is killed
 
 
-async def _start(arguments: dict[str, Any]) -> Any:
+async def _start(arguments: Plain) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -414,9 +415,7 @@ async def _tokens_of(
     return [await one(k, ids) for k, ids in enumerate(prompts)]
 
 
-def _times(
-    run: Callable[[Any], Any], engine: Any, order: dict[str, Any]
-) -> dict[str, Any]:
+def _times(run: Callable[[Any], Any], engine: Any, order: Plain) -> Plain:
     import torch
     from transformers import AutoModelForCausalLM
     from vllm.distributed.weight_transfer.base import ModuleSource
@@ -448,7 +447,7 @@ def _times(
         order["arguments"]["model"], dtype=torch.bfloat16
     )
     model = model.to("cuda")
-    out: dict[str, Any] = {
+    out: Plain = {
         "empty_rpc": [],
         "pause": [],
         "resume": [],

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jvlab._errors import ConfigError
+from jvlab._files import Plain
 from jvlab.bench._side import Lines, Side, median_ms, seconds_of, timed
 
 TOKENS = {"cuda": 8192, "cpu": 1024}
@@ -23,7 +24,7 @@ PEAKS = {
     "L40S": 362e12,
     "RTX 4090": 165e12,
 }
-QWEN3_1_7B: dict[str, Any] = {
+QWEN3_1_7B: Plain = {
     "hidden_size": 2048,
     "intermediate_size": 6144,
     "num_hidden_layers": 28,
@@ -35,7 +36,7 @@ QWEN3_1_7B: dict[str, Any] = {
     "dtype": "bfloat16",
     "tie_word_embeddings": False,
 }
-SMALL: dict[str, Any] = {
+SMALL: Plain = {
     "hidden_size": 256,
     "intermediate_size": 768,
     "num_hidden_layers": 8,
@@ -49,7 +50,7 @@ def run_bench_train(
     lengths: Sequence[int] | None = None,
     device: str = "auto",
     remat: str | None = None,
-) -> dict[str, Any]:
+) -> Plain:
     """Measure; prints a line for each shape and side, returns the facts."""
     import jvlab as jv
     from jvlab.lab._launch_settings import resolve_device
@@ -78,7 +79,7 @@ def run_bench_train(
         return _facts(found, shapes, device, path, remat)
 
 
-def _rows(side: str, order: dict[str, Any], scratch: str) -> Iterator[dict[str, Any]]:
+def _rows(side: str, order: Plain, scratch: str) -> Iterator[Plain]:
     """The results of one side, printed as they come."""
     # an empty compilation cache: the seconds to compile are one of the results
     environment = {
@@ -96,17 +97,17 @@ def _rows(side: str, order: dict[str, Any], scratch: str) -> Iterator[dict[str, 
 
 
 def _facts(
-    found: dict[str, dict[Any, dict[str, Any]]],
+    found: dict[str, dict[Any, Plain]],
     shapes: list[tuple[int, int]],
     device: str,
     path: str,
     remat: str | None,
-) -> dict[str, Any]:
+) -> Plain:
     # the first shape that could be computed knows the device
     known = next(row for row in found["jax"].values() if "peak" in row)
     peak = known["peak"]
     flops = _flops_per_pass(path)
-    out: dict[str, Any] = {
+    out: Plain = {
         "device": device,
         "model": path,
         "remat": remat or "chosen by length",
@@ -123,7 +124,7 @@ def _facts(
         share = lambda side, shape=shape: (
             flops(*shape) / (side["ms"] / 1e3) / peak if "ms" in side else None
         )
-        row: dict[str, Any] = {"rows": shape[0], "tokens": shape[1]}
+        row: Plain = {"rows": shape[0], "tokens": shape[1]}
         for name in ("ms", "compile_s", "peak_bytes", "remat", "error"):
             row[name] = ours.get(name)
         for name in ("ms", "peak_bytes", "checkpointing", "also_ms", "error"):
@@ -189,7 +190,7 @@ def _flops_per_pass(path: str) -> Callable[[int, int], float]:
 # The two sides, each in its own process -------------------------------------------------------------------------------
 
 
-def jax_side(order: dict[str, Any], lines: Lines) -> None:
+def jax_side(order: Plain, lines: Lines) -> None:
     import jax
     import numpy as np
 
@@ -204,7 +205,7 @@ def jax_side(order: dict[str, Any], lines: Lines) -> None:
     )
     first = True
     for shape in order["shapes"]:
-        row: dict[str, Any] = {"shape": shape}
+        row: Plain = {"shape": shape}
         try:
             tokens = (
                 np.random.default_rng(0)
@@ -253,7 +254,7 @@ def _peak(dtype: str) -> tuple[float, str]:
     ), f"a product of {size} × {size} matrices in {dtype}, in the same run"
 
 
-def torch_side(order: dict[str, Any], lines: Lines) -> None:
+def torch_side(order: Plain, lines: Lines) -> None:
     import torch
     from torch.utils.checkpoint import checkpoint
     from transformers import AutoModelForCausalLM
@@ -285,7 +286,7 @@ def torch_side(order: dict[str, Any], lines: Lines) -> None:
             torch.cuda.synchronize()
 
     for shape in order["shapes"]:
-        row: dict[str, Any] = {"shape": shape}
+        row: Plain = {"shape": shape}
         try:
             tokens = torch.randint(
                 5, vocabulary, tuple(shape), device="cuda" if cuda else "cpu"
@@ -311,7 +312,7 @@ def torch_side(order: dict[str, Any], lines: Lines) -> None:
 
 def _torch_pass(
     model: Any, cuda: bool, checkpointing: bool, one: Callable[[], None]
-) -> dict[str, Any]:
+) -> Plain:
     """One shape with or without gradient checkpointing: the peer may have whichever is faster."""
     import torch
 

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from jvlab._errors import MissingDependency
+from jvlab._files import Plain
 from jvlab.bench._grpo import (
     ENGINE_SHARE,
     GROUPS,
@@ -47,7 +48,7 @@ STEPS = 4  # counted ones
 TOKENS = {"cpu": 32, "cuda": 512}
 PROMPT_ROOM = 64  # tokens
 THETA = 1_000_000.0  # by which Tunix 0.1.7's Qwen3 rotates, whatever its config says
-TINY: dict[str, Any] = {
+TINY: Plain = {
     "num_hidden_layers": 2,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -68,7 +69,7 @@ def run_bench_tunix(
     device: str = "auto",
     eager: bool = False,
     train: bool = True,
-) -> dict[str, Any]:
+) -> Plain:
     """Measure both sides; prints a line for each, returns the facts. Without `train` they only generate."""
     if find_spec("tunix") is None:
         raise MissingDependency(
@@ -117,7 +118,7 @@ def _folder(model: str | None, shape: str | None, scratch: str) -> str:
     return shaped_model(shape, f"{scratch}/model", rope_theta=THETA)
 
 
-def _row(who: str, order: dict[str, Any]) -> dict[str, Any]:
+def _row(who: str, order: Plain) -> Plain:
     environment = {}
     if order["device"] == "cpu":
         environment["JAX_PLATFORMS"] = "cpu"
@@ -141,7 +142,7 @@ def _row(who: str, order: dict[str, Any]) -> dict[str, Any]:
 # One side, in its own process -----------------------------------------------------------------------------------------
 
 
-def tunix_side(order: dict[str, Any], lines: Lines) -> None:
+def tunix_side(order: Plain, lines: Lines) -> None:
     import jax
 
     if order["who"] == "vanilla":
@@ -149,7 +150,7 @@ def tunix_side(order: dict[str, Any], lines: Lines) -> None:
         return
     import jvlab as jv
 
-    engine: dict[str, Any] = {"max_model_len": PROMPT_ROOM + order["tokens"]}
+    engine: Plain = {"max_model_len": PROMPT_ROOM + order["tokens"]}
     if order["device"] == "cuda":
         engine |= {
             "gpu_memory_utilization": ENGINE_SHARE,
@@ -165,7 +166,7 @@ def tunix_side(order: dict[str, Any], lines: Lines) -> None:
         lines.send(measure(order, rollout))
 
 
-def measure(order: dict[str, Any], engine: Any) -> dict[str, Any]:
+def measure(order: Plain, engine: Any) -> Plain:
     """Steps of Tunix' GRPO with this rollout engine, or its generations alone, timed."""
     import optax
     from transformers import AutoTokenizer
@@ -181,7 +182,7 @@ def measure(order: dict[str, Any], engine: Any) -> dict[str, Any]:
     )
     steps = 1 + order["steps"]
     # nothing ends a completion early: the two samplers have different switches for it
-    ends: dict[str, Any] = (
+    ends: Plain = (
         {"eos_tokens": [-1]}
         if engine == "vanilla"
         else {"rollout_vllm_sampling_kwargs": {"ignore_eos": True}}
@@ -265,7 +266,7 @@ def measure(order: dict[str, Any], engine: Any) -> dict[str, Any]:
     }
 
 
-def _sampling_row(generated: list[tuple[float, int]], rollout: Any) -> dict[str, Any]:
+def _sampling_row(generated: list[tuple[float, int]], rollout: Any) -> Plain:
     """What both kinds of measurement say; the first generation compiles."""
     counted = generated[1:]
     reports = getattr(rollout, "reports", None)

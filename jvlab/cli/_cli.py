@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from jvlab.engine._agent import add_join_arguments
 from jvlab.gateway.cluster import _slurm
 from jvlab.sync._plan import add_plan_arguments, run_plan
 from jvlab.wire.processes._labs import list_labs, stop_lab
+from jvlab.wire.processes._pool_spec import AWAY_SECONDS
 
 # The arguments of each command: rows of (flag, default, help).
 #     False        a switch
@@ -65,6 +67,14 @@ CERTIFY = (
     ("--engine", "{}", 'vLLM\'s arguments as JSON: {"enable_lora": true}'),
     ("--seed", 0, "of what is random in the checks"),
 )
+DOCTOR = (
+    (
+        "--at",
+        "",
+        'also measure the link to another host: a command that starts a process there, e.g. "ssh far"',
+    ),
+    ("--host", "127.0.0.1", "with --at: this host's address for the other one"),
+)
 DEMO = (
     ("--seed", 0, "of weights and samples"),
     ("--steps", 20, "of GRPO"),
@@ -100,7 +110,17 @@ GATEWAY = (
         "serve Prometheus metrics on this loopback port; 0: a free one",
     ),
     ("--lab", str, "name of the lab; default: made from the process id"),
-    ("--folder", str, "where its state and logs go"),
+    ("--folder", str, "where its logs and its certificate go"),
+    (
+        "--state",
+        str,
+        "a file, made if missing: if this gateway dies, start it again with it, and joined replicas and clients go on",
+    ),
+    (
+        "--away",
+        AWAY_SECONDS,
+        "with --state: seconds that replicas wait for a gateway that died, and it for them",
+    ),
 )
 ROLLOUT = (
     ("--supervised", False, "end when standard input closes"),
@@ -145,7 +165,12 @@ BENCH = (
     (
         "--peer",
         (None, "trl"),
-        "grpo: the same work by another trainer, if it is installed",
+        "grpo, launch --first-step: the same work by another trainer, if it is installed",
+    ),
+    (
+        "--first-step",
+        False,
+        "launch: until the first step of GRPO is done, and the parts of that",
     ),
     (
         "--floors",
@@ -155,6 +180,8 @@ BENCH = (
     ("--drawn", False, "grpo with a model: completions of drawn lengths"),
     ("--fp8", False, "grpo with a model, on a GPU: rollouts in eight bits"),
     ("--delta", False, "sync: what changed beside everything, at 0.1 to 50 %% changed"),
+    ("--adam", False, "sync --delta: what real steps of Adam changed"),
+    ("--transport", "auto", "sync, on a CPU: shm, tcp, nixl or disk"),
     ("--lengths", _numbers, "train: tokens of a row, e.g. 1024,4096"),
     ("--load", ("auto", "dummy"), "rollout: how its weights are loaded"),
     ("--device", DEVICES, "where engines run"),
@@ -247,6 +274,10 @@ def _doctor(arguments: argparse.Namespace) -> dict[str, Any]:
     from jvlab.cli._doctor import diagnose, render
 
     found = diagnose()
+    if arguments.at:
+        from jvlab.bench._link import measure_link
+
+        found["link"] = measure_link(arguments.host, arguments.at)
     if not arguments.json:
         print(render(found))
     return found
@@ -397,31 +428,39 @@ def run_certify(arguments: argparse.Namespace) -> dict[str, Any]:
         return found.to_dict()
 
 
+# where each is, and which options it takes
+BENCHED: dict[str, tuple[str, str]] = {
+    "rollout": ("_beside_vllm:run_bench_rollout", "rounds model load device"),
+    "launch": ("_beside_vllm:run_bench_launch", "rounds model device eager"),
+    "first step": (
+        "_grpo:run_bench_first_step",
+        "model shape tokens device peer eager",
+    ),
+    "plan": ("_plan:run_bench_plan", ""),
+    "lora": ("_lora:run_bench_lora", "rounds model device shape"),
+    "train": ("_train:run_bench_train", "model lengths device"),
+    "topology": ("_topology:run_bench_topology", "rounds model device requests"),
+    "gateway": ("_topology_gateway:run_bench_gateway", "replicas requests"),
+    "gap": ("_gap:run_bench_gap", "model device eager"),
+    "link": ("_link:run_bench_link", "mib host at"),
+    "server": ("_server:run_bench_server", "rounds model shape device"),
+}
+
+
 def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
-    if arguments.what == "plan":
-        from jvlab.bench._plan import run_bench_plan
-
-        return run_bench_plan()
-    if arguments.what == "sync":
-        if arguments.delta:
-            from jvlab.bench._delta import run_bench_delta
-            from jvlab.bench._shapes import size_of
-            from jvlab.lab._launch_settings import resolve_device
-
-            device = resolve_device(arguments.device)
-            size = size_of(arguments.shape)
-            return run_bench_delta(arguments.rounds, arguments.model, device, size)
-        if arguments.device == "cuda":
-            from jvlab.bench._shapes import size_of
-            from jvlab.bench._sync_gpu import run_bench_sync_gpu
-
-            return run_bench_sync_gpu(arguments.rounds, size_of(arguments.shape))
-        from jvlab.bench._sync import run_bench_sync
-
-        return run_bench_sync(arguments.rounds, arguments.model)
-    if arguments.what == "grpo":
+    what = arguments.what
+    if what == "launch" and arguments.first_step:
+        what = "first step"
+    if what in BENCHED:
+        place, options = BENCHED[what]
+        module, _, name = place.partition(":")
+        run = getattr(importlib.import_module(f"jvlab.bench.{module}"), name)
+        return run(*(getattr(arguments, option) for option in options.split()))
+    if what == "sync":
+        return _bench_sync(arguments)
+    if what == "grpo":
         return _bench_grpo(arguments)
-    if arguments.what == "whatif":
+    if what == "whatif":
         from jvlab.bench._whatif import run_bench_whatif
 
         return run_bench_whatif(
@@ -429,66 +468,42 @@ def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
             arguments.model,
             arguments.device,
         )
-    if arguments.what in ("trl", "tunix"):
-        from jvlab.bench import _grpo, _tunix
+    from jvlab.bench import _grpo, _tunix
 
-        steps = _grpo.STEPS if arguments.what == "trl" else _tunix.STEPS
-        given = (
-            arguments.model,
-            arguments.shape,
-            arguments.tokens,
-            steps if arguments.steps is None else arguments.steps,
-            arguments.device,
-            arguments.eager,
-        )
-        if arguments.what == "trl":
-            return _grpo.run_bench_trl(*given)
-        return _tunix.run_bench_tunix(*given, train=not arguments.rollouts_only)
-    if arguments.what == "link":
-        from jvlab.bench._link import run_bench_link
-
-        return run_bench_link(arguments.mib, arguments.host, arguments.at)
-    if arguments.what == "server":
-        from jvlab.bench._server import run_bench_server
-
-        return run_bench_server(
-            arguments.rounds, arguments.model, arguments.shape, arguments.device
-        )
-    if arguments.what == "train":
-        from jvlab.bench._train import run_bench_train
-
-        return run_bench_train(arguments.model, arguments.lengths, arguments.device)
-    if arguments.what == "lora":
-        from jvlab.bench._lora import run_bench_lora
-
-        return run_bench_lora(
-            arguments.rounds, arguments.model, arguments.device, arguments.shape
-        )
-    if arguments.what == "gap":
-        from jvlab.bench._gap import run_bench_gap
-
-        return run_bench_gap(arguments.model, arguments.device, arguments.eager)
-    if arguments.what == "launch":
-        from jvlab.bench._beside_vllm import run_bench_launch
-
-        return run_bench_launch(
-            arguments.rounds, arguments.model, arguments.device, arguments.eager
-        )
-    if arguments.what == "gateway":
-        from jvlab.bench._topology_gateway import run_bench_gateway
-
-        return run_bench_gateway(arguments.replicas, arguments.requests)
-    if arguments.what == "topology":
-        from jvlab.bench._topology import run_bench_topology
-
-        return run_bench_topology(
-            arguments.rounds, arguments.model, arguments.device, arguments.requests
-        )
-    from jvlab.bench._beside_vllm import run_bench_rollout
-
-    return run_bench_rollout(
-        arguments.rounds, arguments.model, arguments.load, arguments.device
+    steps = _grpo.STEPS if what == "trl" else _tunix.STEPS
+    given = (
+        arguments.model,
+        arguments.shape,
+        arguments.tokens,
+        steps if arguments.steps is None else arguments.steps,
+        arguments.device,
+        arguments.eager,
     )
+    if what == "trl":
+        return _grpo.run_bench_trl(*given)
+    return _tunix.run_bench_tunix(*given, train=not arguments.rollouts_only)
+
+
+def _bench_sync(arguments: argparse.Namespace) -> dict[str, Any]:
+    if arguments.delta:
+        from jvlab.bench._delta import run_bench_adam, run_bench_delta
+        from jvlab.bench._shapes import size_of
+        from jvlab.lab._launch_settings import resolve_device
+
+        device = resolve_device(arguments.device)
+        size = size_of(arguments.shape)
+        if arguments.adam:
+            steps = 8 if arguments.steps is None else arguments.steps
+            return run_bench_adam(steps, arguments.model, device, size)
+        return run_bench_delta(arguments.rounds, arguments.model, device, size)
+    if arguments.device == "cuda":
+        from jvlab.bench._shapes import size_of
+        from jvlab.bench._sync_gpu import run_bench_sync_gpu
+
+        return run_bench_sync_gpu(arguments.rounds, size_of(arguments.shape))
+    from jvlab.bench._sync import run_bench_sync
+
+    return run_bench_sync(arguments.rounds, arguments.model, arguments.transport)
 
 
 def _bench_grpo(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -576,7 +591,7 @@ COMMANDS: dict[str, tuple[str, Run, Options]] = {
     "doctor": (
         "what this machine can run; for what it cannot, why not and what to install",
         _doctor,
-        (),
+        DOCTOR,
     ),
     "demo": (
         "a complete run on a tiny model: GRPO on real vLLM rollouts, every weight sync verified by digests",

@@ -24,7 +24,7 @@ from jvlab.engine._cpu import cpu_support
 from jvlab.engine._vllm_versions import SEEN as SEEN_VLLM
 from jvlab.engine._vllm_versions import was_seen
 
-TRANSPORTS = ("loopback", "shm", "tcp", "ipc", "nccl", "disk")
+TRANSPORTS = ("loopback", "shm", "tcp", "ipc", "nccl", "nixl", "disk")
 _GIB = 2**30
 _SHM_WANTED = 1.0  # GiB; containers start with 64 MiB, less than any model
 # a gateway uses a few descriptors per client, replica and shared segment
@@ -229,6 +229,18 @@ def _nccl() -> Facts:
     return {"torch": theirs, "trainer": ours}
 
 
+def _nixl() -> Facts | None:
+    """The installed package; raises if it does not load."""
+    from jvlab.transport._nixl import installed
+
+    package = installed()
+    if not package:
+        return None
+    _python("from jvlab.transport._nixl import library; library()")
+    distribution = package.replace("_", "-")
+    return {"distribution": distribution, "version": _version(distribution)}
+
+
 def _network() -> Facts:
     """What determines the interface that NCCL chooses."""
     import psutil
@@ -301,6 +313,7 @@ PROBES: dict[str, Callable[[], Any]] = {
     "jax": _jax,
     "cupy": _cupy,
     "nccl": _nccl,
+    "nixl": _nixl,
     "network": _network,
     "shared_memory": _shared_memory,
     "open_files": _open_files,
@@ -364,6 +377,8 @@ def _transport(name: str, facts: Facts) -> Facts:
             problems = _gpu_problems(facts)
         case "nccl":
             problems = _gpu_problems(facts) + _nccl_problems(facts)
+        case "nixl":
+            problems = _nixl_problems(facts)
         case "disk":
             problems = _disk_problems(facts)
         case _:
@@ -374,6 +389,7 @@ def _transport(name: str, facts: Facts) -> Facts:
         "tcp": "between processes or hosts; beyond loopback with TLS",
         "ipc": "CUDA IPC: the trainer writes into the engine's memory",
         "nccl": _how_to_nccl(facts),
+        "nixl": "NIXL writes host memory by UCX; beyond loopback for trusted networks only (no TLS); RDMA is untried",
         "disk": "safetensors files; the slowest",
     }
     return {
@@ -462,6 +478,16 @@ def _nccl_problems(facts: Facts) -> list[tuple[str, str]]:
             )
         ]
     return []
+
+
+def _nixl_problems(facts: Facts) -> list[tuple[str, str]]:
+    if facts["nixl"]:
+        return []
+    from jvlab.transport._nixl import INSTALL
+
+    error = facts["errors"].get("nixl")
+    why = f"NIXL does not load ({error})" if error else "NIXL is not installed"
+    return [(why, INSTALL)]
 
 
 def _how_to_nccl(facts: Facts) -> str:
@@ -573,6 +599,8 @@ def render(facts: Facts) -> str:
         )
         if state["install"]:
             lines.append(f"  {'':<{width}}  → {state['install']}")
+    if link := facts.get("link"):
+        lines += ["", "link", *(f"  {way}: {r:.3f} GB/s" for way, r in link.items())]
     if facts["warnings"]:
         lines += ["", "warnings", *(f"  ! {warning}" for warning in facts["warnings"])]
     return "\n".join(lines)

@@ -3,3 +3,8 @@ loader puts each tensor in tracing/.
 
 May import transport and below.
 """
+
+from jvlab.engine import _iri_grammar
+
+# before any module in here imports vLLM
+_iri_grammar.when_used()

@@ -3,7 +3,8 @@
     gateway ◀──Join stream: offer, pid, stage and log, exit──▶ agent ──pipe──▶ supervisor ──▶ rollout process (vLLM)
 
 The agent uses no GPU and imports no vLLM. When it ends, for whatever reason, the pipe closes, which ends the replica.
-While the replica runs, a broken connection is reopened, so that a short network outage does no harm.
+While the replica runs, a broken connection is reopened, so that a short network outage does no harm, nor the death of a
+gateway that is started again from its state file.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ from typing import TYPE_CHECKING, Any
 from jvlab._deadline import Deadline
 from jvlab._errors import AuthError, ConfigError, GatewayUnreachable
 from jvlab._names import check_name, check_replica, own_name
-from jvlab.wire.processes._pipe import read_secret
+from jvlab.wire.processes._identity import read_secret
+from jvlab.wire.processes._pool_spec import AWAY_SECONDS
 
 if TYPE_CHECKING:
     from jvlab.wire import jvlab_pb2 as pb
     from jvlab.wire.processes._rollout_process import RolloutProcess
+    from jvlab.wire.processes._warm import WarmProcesses
 
 PATIENCE = 300.0  # for a gateway that is not up yet
-NO_GATEWAY_SECONDS = 60.0  # without a gateway for this long, a running replica is ended
 RETRY_SECONDS = 1.0
 NEWS_SECONDS = 1.0
 NEWS_LINES = 200
@@ -92,13 +94,18 @@ class Host:
 class Agent:
     """One offer, at most one replica."""
 
-    def __init__(self, host: Host, folder: Path) -> None:
+    def __init__(self, host: Host, folder: Path, ask_warm: bool = False) -> None:
+        """`ask_warm`: let `jvlab warm` fork the replica, if it runs on this host."""
         self._host = host
         self._folder = folder
+        self._ask_warm = ask_warm
         self._bind = host.check()
         self.process: RolloutProcess | None = None
+        self._warm: WarmProcesses | None = None
         self._reports: asyncio.Queue[pb.JoinReport | None] = asyncio.Queue()
         self._ended_by_order = False
+        # without a gateway for this long, a running replica is ended
+        self._away = AWAY_SECONDS
         self._exited = asyncio.Event()
         self._stop = asyncio.Event()
 
@@ -140,9 +147,11 @@ class Agent:
                 from jvlab.wire.processes._rollout_process import GRACE_SECONDS
 
                 await self.process.end(GRACE_SECONDS + 5)
+            if self._warm is not None:
+                await self._warm.close()
 
     def _check_patience(self, last_contact: float) -> None:
-        patience = self._host.patience if self.process is None else NO_GATEWAY_SECONDS
+        patience = self._host.patience if self.process is None else self._away
         if time.monotonic() - last_contact > patience:
             raise GatewayUnreachable(
                 f"no gateway at {self._host.gateway} for {patience:g} s",
@@ -186,6 +195,8 @@ class Agent:
         finally:
             news.cancel()
             call.cancel()
+            # of a call that failed by itself, gRPC would go on to wait for reports
+            self._reports.put_nowait(None)
         if self._ended_by_order:
             return 0
         return 1 if self._exited.is_set() else None
@@ -201,8 +212,13 @@ class Agent:
     async def _start(self, order: dict[str, Any]) -> None:
         from jvlab.wire import jvlab_pb2 as pb
         from jvlab.wire.processes._rollout_process import RolloutProcess
+        from jvlab.wire.processes._warm import WarmProcesses, shared_socket
 
         host = self._host
+        path = shared_socket()
+        if self._ask_warm and path is not None and path.is_socket():
+            self._warm = WarmProcesses(self._folder, joined=True)
+        self._away = order.get("away", self._away)
         own = {
             "gateway": host.gateway,
             "bind": self._bind,
@@ -214,7 +230,7 @@ class Agent:
         if host.alone:
             own |= {"index": 0, "replicas": 1}
         process = self.process = RolloutProcess.of_order(
-            {**order, **own}, self._folder, host.token
+            {**order, **own}, self._folder, host.token, self._warm
         )
         print(
             f"jvlab: this host runs {process.replica}; log: {process.log}", flush=True
@@ -305,7 +321,9 @@ def run_agent(
     """
 
     async def run() -> int:
-        agent = Agent(host, folder)
+        # what Ray or SLURM started stays among its processes, with its limits
+        own = on_agent is None and not supervised and "SLURM_JOB_ID" not in os.environ
+        agent = Agent(host, folder, ask_warm=own)
         if on_agent is None:
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, agent.stop)

@@ -21,6 +21,7 @@ from jvlab._errors import (
     SyncError,
     Unsupported,
 )
+from jvlab._files import Plain
 from jvlab.engine import _vllm
 from jvlab.engine.worker import _fault_injection
 from jvlab.wire import _core_channel
@@ -231,7 +232,7 @@ async def _ask_core(
     terms: Terms,
     request: pb.RolloutSyncRequest,
     **more: Any,
-) -> dict[str, Any]:
+) -> Plain:
     order = _core_channel.order(
         kind, terms, request.seconds or SECONDS, request.call, **more
     )
@@ -321,7 +322,7 @@ async def _core_swap(
     await _go_on(sync, resume)
 
 
-def _take_claimed(sync: EngineSync, terms: Terms, reply: dict[str, Any]) -> None:
+def _take_claimed(sync: EngineSync, terms: Terms, reply: Plain) -> None:
     """Compare what the core found with what the trainer told it; raises if they differ."""
     answers = checked(reply["answers"])
     at = sync.at
@@ -482,7 +483,7 @@ class EngineSync:
         self._ipc = False
         # what the ranks exported in this call, for the trainer to attach
         self.exports: list[str] = []
-        self.wanted: dict[str, Any] = {}
+        self.wanted: Plain = {}
         self._admitted = 0.0
         # VERIFY has already applied the commit to the engine
         self._engine_labelled = False
@@ -577,13 +578,13 @@ class EngineSync:
                 remedy='pool.wake(["weights"]), sync, pool.wake(["kv_cache"])',
             )
 
-    async def ask(self, method: str, *args: Any) -> list[dict[str, Any]]:
+    async def ask(self, method: str, *args: Any) -> list[Plain]:
         """Call every worker; raises the first error that one of them returns, as its own class."""
         return checked(await self.llm.collective_rpc(method, args=args))
 
     async def _ask_and_label(
         self, method: str, args: tuple[Any, ...], terms: Terms
-    ) -> list[dict[str, Any]]:
+    ) -> list[Plain]:
         """The same, and apply the commit to the engine, in one round trip."""
         recompute = terms.kv == "recompute"
         return checked(
@@ -746,7 +747,7 @@ class EngineSync:
         )
         self._engine_labelled = early
 
-    async def _verified(self, seconds: float) -> list[dict[str, Any]]:
+    async def _verified(self, seconds: float) -> list[Plain]:
         end = time.monotonic() + seconds
         while True:
             answers = await self.ask("jv_verify", POLL_SECONDS)
@@ -763,7 +764,7 @@ class EngineSync:
 
     def take(
         self,
-        answers: list[dict[str, Any]],
+        answers: list[Plain],
         expected: Callable[[], Digests] | None,
         values: bytes = b"",
     ) -> None:
@@ -775,7 +776,7 @@ class EngineSync:
             self._compare(expected(), whole=True)
         self._moved = lambda: digests_of(answers, self.names)
 
-    def _note_evidence(self, answers: list[dict[str, Any]]) -> None:
+    def _note_evidence(self, answers: list[Plain]) -> None:
         for answer in answers:
             self._evidence.update(answer.get("evidence", {}))
 
@@ -893,7 +894,7 @@ def _is_adapters(plan: bytes) -> bool:
     return bool(names) and names[0].startswith(LINKED_PREFIX)
 
 
-def checked(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def checked(answers: list[Plain]) -> list[Plain]:
     """The answers; raises the first error that a worker returned, as its own class."""
     failed = [a for a in answers if a.get("error")]
     if failed:
@@ -910,7 +911,7 @@ def checked(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return answers
 
 
-def handles_of(answers: list[dict[str, Any]]) -> list[str]:
+def handles_of(answers: list[Plain]) -> list[str]:
     """The ranks' exports, in order of ranks."""
     return [
         text
@@ -919,14 +920,14 @@ def handles_of(answers: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _values(answers: list[dict[str, Any]]) -> bytes:
+def _values(answers: list[Plain]) -> bytes:
     """Digests of ranks that returned bare values, in order of ranks."""
     return b"".join(
         a.get("values", b"") for a in sorted(answers, key=lambda a: a["rank"])
     )
 
 
-def digests_of(answers: list[dict[str, Any]], names: dict[int, list[str]]) -> Digests:
+def digests_of(answers: list[Plain], names: dict[int, list[str]]) -> Digests:
     out: Digests = {}
     for a in answers:
         rank = a["rank"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import platform
@@ -18,12 +19,14 @@ from typing import Any
 
 from jvlab._errors import ConfigError
 from jvlab.engine import _defaults
-from jvlab.wire.processes._pipe import read_secret
+from jvlab.wire.processes._identity import read_secret
+from jvlab.wire.processes._pool_spec import AWAY_SECONDS
 from jvlab.wire.processes._supervisor import SCRATCH_NAME
 
-NO_GATEWAY_SECONDS = 60.0  # without a gateway for this long, end
 BEAT_DEADLINE = 5.0
 TEARDOWN_SECONDS = 8.0
+# the longest that a core may take to answer: one step, or what it compiles; env={"JVLAB_SILENT_ENGINE_SECONDS": …}
+SILENT_ENGINE_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Order:
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_name: str = ""  # the name in both certificates, if it is not the address
+    away: float = AWAY_SECONDS  # without a gateway for this long, end
 
 
 def run(order: Order, token: str, supervised: bool) -> int:
@@ -246,6 +250,42 @@ def _listen(server: Any, order: Order) -> tuple[str, str]:
     return channels.joined(order.bind, port), Path(order.tls_cert).read_text()
 
 
+class Pulse:
+    """Whether the engine core answers: it can hang behind a process that goes on, and only it can tell.
+
+    One question at a time. The core answers between two steps; while a sync is open it may take as long as that does.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        given = os.environ.get("JVLAB_SILENT_ENGINE_SECONDS")
+        self._limit = float(given or SILENT_ENGINE_SECONDS)
+        self._engine = engine
+        self._question: asyncio.Task[None] | None = None
+        self._asked = 0.0
+        self._told = False
+
+    async def _ask(self) -> None:
+        with contextlib.suppress(Exception):  # `engine.dead` says what is wrong
+            await self._engine.llm.is_sleeping()
+
+    def is_felt(self) -> bool:
+        """Ask again if the last question was answered; False once one has waited for too long."""
+        now = time.monotonic()
+        if self._question is None or self._question.done():
+            self._question = asyncio.create_task(self._ask())
+            self._asked = now
+        if self._engine.state.stage != "idle":
+            self._asked = now
+        silent = now - self._asked
+        if silent > self._limit and not self._told:
+            print(
+                f"jvlab: the engine core has not answered for {silent:.0f} s: no beats until it does",
+                flush=True,
+            )
+        self._told = silent > self._limit
+        return not self._told
+
+
 async def _beat_forever(
     servicer: Any, channel: Any, order: Order, token: str, address: str, pem: str = ""
 ) -> None:
@@ -263,9 +303,14 @@ async def _beat_forever(
     registered = False
     last_contact = time.monotonic()
     beat_seconds = 1.0
+    pulse = Pulse(engine)
     while True:
         if engine.dead:
             raise RuntimeError(f"{engine.why_dead()}; see the log above")
+        if not pulse.is_felt():
+            last_contact = time.monotonic()  # it is not the gateway that is silent
+            await asyncio.sleep(beat_seconds)
+            continue
         try:
             if not registered:
                 stats = await engine.stats()  # version and dirty survive fencing
@@ -314,8 +359,8 @@ async def _beat_forever(
                     flush=True,
                 )
                 return
-            if time.monotonic() - last_contact > NO_GATEWAY_SECONDS:
+            if time.monotonic() - last_contact > order.away:
                 raise RuntimeError(
-                    f"no gateway at {order.gateway} for {NO_GATEWAY_SECONDS:g} s: {received(error).message}"
+                    f"no gateway at {order.gateway} for {order.away:g} s: {received(error).message}"
                 ) from error
         await asyncio.sleep(beat_seconds)

@@ -36,7 +36,7 @@ from jvlab._errors import ConfigError
 from jvlab.engine import _process, _vllm_versions
 from jvlab.wire.processes import _supervisor
 from jvlab.wire.processes import _warm as processes
-from jvlab.wire.processes._pipe import read_secret
+from jvlab.wire.processes._identity import read_secret
 
 IDLE_SECONDS = 900.0  # without children and orders for this long, end
 PR_SET_PDEATHSIG = 1

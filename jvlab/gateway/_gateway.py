@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc
 import grpc.aio
@@ -35,7 +36,9 @@ from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._channels import Trust
 from jvlab.wire._limits import Limits
 from jvlab.wire._rpc_errors import CallFailed, refused
+from jvlab.wire._security import Tls
 from jvlab.wire.processes._identity import Identity
+from jvlab.wire.processes._pool_spec import AWAY_SECONDS
 from jvlab.wire.processes._rollout_process import GRACE_SECONDS, RolloutProcess
 from jvlab.wire.processes._warm import WarmProcesses
 
@@ -84,6 +87,11 @@ class Gateway:
         self.processes: dict[str, ReplicaProcess] = {}
         self.warm = WarmProcesses(folder)
         self.place = "local"  # who starts processes, unless a launch says otherwise
+        # where `plain` is kept; None: this gateway does not come back
+        self.keep: Callable[[dict[str, Any]], None] | None = None
+        # where other hosts reach it, over TLS
+        self.public: tuple[str, Tls] | None = None
+        self.away = AWAY_SECONDS  # that joined replicas and it wait for each other
         # by place
         self.process_factories: dict[
             str, Callable[[str, reg.PoolSpec, int], ReplicaProcess]
@@ -93,7 +101,8 @@ class Gateway:
         self.loads = Loads()
         self.ended = asyncio.Event()
         self._served: dict[str, int] = {}
-        self._revision = 0
+        # above those of an earlier process of this gateway
+        self._revision = time.time_ns() // 1000
         self._changed: dict[str, asyncio.Event] = {}
         self._background: set[asyncio.Task[None]] = set()
         # Its parts: each takes what it uses.
@@ -114,7 +123,10 @@ class Gateway:
 
     def handle(self, event: reg.Event) -> None:
         """Pass the registry an event and carry out its instructions."""
-        for instruction in self.registry.handle(event):
+        instructions = self.registry.handle(event)
+        if instructions:
+            self.save()  # before anybody learns of an epoch that it gave out
+        for instruction in instructions:
             match instruction:
                 case reg.StartProcess(replica, spec):
                     self._forget_process(replica)
@@ -208,12 +220,7 @@ class Gateway:
             return
         self.processes[replica] = process
         try:
-            await process.start(
-                on_pid=lambda pid: self.handle(reg.ProcessStarted(replica, pid, run)),
-                on_exit=lambda cause, tail: self.handle(
-                    reg.ProcessExited(replica, cause, tail, run)
-                ),
-            )
+            await self._begin(process)
         # no process, no log file: fail instead of staying in "starting"
         except OSError as error:
             process.ended.set()
@@ -222,6 +229,15 @@ class Gateway:
         if not self._wanted(replica, run):  # closed while it was starting
             await process.end(GRACE_SECONDS + 5)
         self.agents.match()
+
+    async def _begin(self, process: ReplicaProcess) -> None:
+        """Start it, and pass on what it reports."""
+        name = process.replica
+        run = process.run
+        await process.start(
+            lambda pid: self.handle(reg.ProcessStarted(name, pid, run)),
+            lambda cause, tail: self.handle(reg.ProcessExited(name, cause, tail, run)),
+        )
 
     def _make_process(self, replica: str, spec: reg.PoolSpec) -> ReplicaProcess:
         """The process of this replica, by its place; raises OSError for an unknown place."""
@@ -233,7 +249,7 @@ class Gateway:
                     replica, spec, index, folder, self.address, self.token, self.warm
                 )
             case "join":
-                return JoinedProcess(replica, spec, index, folder)
+                return JoinedProcess(replica, spec, index, folder, self.away)
             case place if place in self.process_factories:
                 return self.process_factories[place](replica, spec, index)
             case place:
@@ -289,11 +305,75 @@ class Gateway:
             why = f"{why}: {signalled}"
         self.handle(reg.Unreachable(replica, epoch, why))
 
+    # Its state file -----------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Write what a gateway needs that is started in place of this one, if it changed."""
+        if self.keep is not None and not self.registry.ending:
+            self.keep(self._plain())
+
+    def _plain(self) -> dict[str, Any]:
+        plain = self.registry.plain()
+        for kept in plain["pools"]:
+            name = kept["spec"]["pool"]
+            kept["version"] = self.links.of(name).machine.version
+            kept["adapters"] = self.adapters.plain(name)
+            kept["steered"] = self.steering.of(name)
+            front = self.fronts.of(name)
+            kept["http"] = front.url if front else ""
+            kept["http_key"] = front is not None and front.keyed
+            for row in kept["replicas"]:
+                process = self.processes.get(row["name"])
+                row["host"] = (
+                    process.host
+                    if isinstance(process, JoinedProcess) and process.run == row["run"]
+                    else ""
+                )
+        return plain
+
+    async def restore(self, saved: dict[str, Any]) -> None:
+        """Go on where `_plain` was taken. The server's addresses are known, and it does not listen yet."""
+        hosts = {
+            row["name"]: row.pop("host")
+            for kept in saved["pools"]
+            for row in kept["replicas"]
+        }
+        registry = self.registry
+        registry.restore(saved, time.monotonic())
+        for kept in saved["pools"]:
+            spec = registry.pool(kept["spec"]["pool"]).spec
+            replicas = registry.pool(spec.pool).replicas
+            self.links.of(spec.pool).machine.restore(kept["version"], replicas)
+            self.adapters.restore(spec.pool, kept["adapters"])
+            self.steering.restore(spec.pool, kept["steered"])
+            if port := urlsplit(kept["http"]).port:
+                await self.fronts.launch(spec, port, lambda: None, kept["http_key"])
+        for replica in list(registry.replicas()):
+            await self._resume(replica, hosts[replica.name])
+
+    async def _resume(self, replica: reg.Replica, host: str) -> None:
+        """Wait for the process of a replica, if it outlived the gateway that died."""
+        if replica.ended:
+            return
+        spec = self.registry.spec_of(replica)
+        if spec.place != "join":
+            text = "its gateway died, and with it what that had started"
+            self.handle(reg.ProcessExited(replica.name, text, "", replica.run))
+            return
+        process = self._make_process(replica.name, spec)
+        self.processes[replica.name] = process
+        await self._begin(process)
+        if host and isinstance(process, JoinedProcess):
+            process.resume(host)
+        if replica.state is reg.ReplicaState.DRAINING:  # what it still did has failed
+            self.handle(reg.Drained(replica.name))
+
     async def tick_forever(self) -> None:
         """Check missed beats, the lease, and the stages of starting processes."""
         while not self.ended.is_set():
             self.handle(reg.Tick(time.monotonic()))
             self.links.tick(time.monotonic())
+            self.save()  # what no event said: adapters, who joined
             for replica in list(self.registry.replicas()):
                 if replica.state is reg.ReplicaState.DRAINING and self._idle(
                     replica.name
@@ -389,6 +469,7 @@ class Gateway:
 
     def announce(self, pool: str) -> None:
         """The pool's snapshot changed: notify watchers and dispatchers."""
+        self.save()
         self.loads.changed(pool)
         self.change(pool).set()
         self._changed.pop(pool, None)
@@ -419,7 +500,9 @@ class Gateway:
         status.version = -1 if member is None else member.version
         if member is not None:
             standing = machine.standing(replica.name)
-            status.dirty = member.dirty
+            # of one that came back to a new gateway, as it says itself
+            said = self.stats.get(replica.name, pb.ReplicaStats())
+            status.dirty = said.dirty if member.returned else member.dirty
             status.stale = standing is Standing.STALE
         if replica.name in self.facts:
             status.facts.CopyFrom(self.facts[replica.name])
@@ -436,6 +519,7 @@ class Gateway:
         spec = pool.spec
         machine = self.links.of(name).machine
         held = self.steering.of(name)
+        front = self.fronts.of(name)
         self._revision += 1
         return pb.PoolStatus(
             version=machine.version,
@@ -450,8 +534,9 @@ class Gateway:
             closed=pool.closed,
             routing=spec.routing,
             revision=self._revision,
-            http_url=self.fronts.urls.get(name, ""),
-            http_key=name in self.fronts.keyed,
+            http_url=front.url if front else "",
+            https_port=front.public_port if front else 0,
+            http_key=front is not None and front.keyed,
             limits=pb.CallLimits(**vars(self.limits(name)))
             if self._facts(name) is not None
             else None,
@@ -501,4 +586,5 @@ class Gateway:
             public_address=self.public_address,
             metrics_url=self.metrics_url,
             fingerprint=self.fingerprint,
+            away_seconds=0.0 if self.keep is None else self.away,
         )

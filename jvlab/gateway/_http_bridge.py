@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
+from jvlab._files import Plain
 from jvlab._version import __version__
 from jvlab.gateway._http_server import Handler, Refusal, read_body
 from jvlab.wire import _security
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from jvlab.gateway._gateway import Gateway
     from jvlab.layout._types import Note, RankLayout
+
 
 MAX_TIMEOUT = 86_400.0
 DEFAULT_TIMEOUT = 600.0
@@ -89,7 +91,7 @@ Update = create_model(
     nonfinite=_choice("nonfinite", "what to do about NaN and Inf in the tensors"),
     transport=(
         str,
-        Field(default="auto", description="auto, shm, tcp or disk"),
+        Field(default="auto", description="auto, shm, tcp, nixl or disk"),
     ),
     timeout=(
         float,
@@ -110,7 +112,7 @@ Pause = create_model(
 )
 
 
-def read_fields(route: Route, body: bytes) -> dict[str, Any]:
+def read_fields(route: Route, body: bytes) -> Plain:
     """The fields that a body sets, checked by the route's model."""
     fields = read_object(body) if body.strip() else {}
     takes = route.takes
@@ -247,7 +249,7 @@ class RankAnswer(BaseModel):
     """One rank of the engine."""
 
     rank: int
-    coords: dict[str, Any] = Field(description="its index in each kind of parallelism")
+    coords: Plain = Field(description="its index in each kind of parallelism")
     parameters: list[Strided]
     copies: list[StridedCopy] = Field(description="that the loader makes")
     opaque: list[NoteAnswer] = Field(
@@ -344,7 +346,7 @@ ROUTES = (
 )
 
 
-def document(server: str) -> dict[str, Any]:
+def document(server: str) -> Plain:
     """The OpenAPI 3.1 document of the bridge."""
     modes: dict[type[BaseModel], JsonSchemaMode] = {Error: "serialization"}
     for route in ROUTES:
@@ -353,7 +355,7 @@ def document(server: str) -> dict[str, Any]:
     _, schemas = models_json_schema(
         list(modes.items()), ref_template="#/components/schemas/{model}"
     )
-    paths: dict[str, Any] = {}
+    paths: Plain = {}
     for route in ROUTES:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
     about = (
@@ -373,12 +375,12 @@ def document(server: str) -> dict[str, Any]:
     }
 
 
-def _content(model: type[BaseModel]) -> dict[str, Any]:
+def _content(model: type[BaseModel]) -> Plain:
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     return {"application/json": {"schema": schema}}
 
 
-def _operation(route: Route) -> dict[str, Any]:
+def _operation(route: Route) -> Plain:
     failures = {401: "the token is missing or wrong", **route.failures}
     post = route.method == "POST"
     if post:
@@ -432,11 +434,11 @@ class Updates:
         self._token = token
         self._log = folder / f"{pool}-updates.log"
         self._process: asyncio.subprocess.Process | None = None
-        self._task: asyncio.Task[dict[str, Any]] | None = None
+        self._task: asyncio.Task[Plain] | None = None
         self._idle: asyncio.TimerHandle | None = None
         self._ending: asyncio.Task[None] | None = None
 
-    async def take(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    async def take(self, fields: Mapping[str, Any]) -> Plain:
         """Load a checkpoint into the pool. Runs to its end even if the client disconnects."""
         timeout = fields.get("timeout", DEFAULT_TIMEOUT)
         if self._task is not None and not self._task.done():
@@ -456,7 +458,7 @@ class Updates:
             )
         return {"pool": self._pool, **answer}
 
-    async def _update(self, fields: dict[str, Any], timeout: float) -> dict[str, Any]:
+    async def _update(self, fields: Plain, timeout: float) -> Plain:
         if self._idle is not None:
             self._idle.cancel()
         if self._ending is not None:
@@ -586,12 +588,12 @@ class Bridge:
 
         return web.json_response(document(f"{request.scheme}://{request.host}"))
 
-    async def _status(self, _: Mapping[str, Any]) -> dict[str, Any]:
+    async def _status(self, _: Mapping[str, Any]) -> Plain:
         from jvlab.wire._pool_summary import pool_summary
 
         return pool_summary(await self._gateway.fresh_status(self._pool))
 
-    async def _version(self, _: Mapping[str, Any]) -> dict[str, Any]:
+    async def _version(self, _: Mapping[str, Any]) -> Plain:
         status = self._gateway.pool_status(self._pool)
         return {
             "pool": self._pool,
@@ -602,7 +604,7 @@ class Bridge:
             },
         }
 
-    async def _mapping(self, _: Mapping[str, Any]) -> dict[str, Any]:
+    async def _mapping(self, _: Mapping[str, Any]) -> Plain:
         from jvlab.layout._checkpoint import checkpoint_tensors
 
         model = self._gateway.registry.pool(self._pool).spec.model
@@ -620,7 +622,7 @@ class Bridge:
         mapped = await asyncio.to_thread(mapping_json, layouts)
         return {"pool": self._pool, "model": model, "replica": asked.name, **mapped}
 
-    async def _pause(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _pause(self, body: Mapping[str, Any]) -> Plain:
         mode = body.get("mode", "keep")
         clear = body.get("clear_cache", False)
         return await self._steer(
@@ -629,10 +631,10 @@ class Bridge:
             )
         )
 
-    async def _resume(self, _: Mapping[str, Any]) -> dict[str, Any]:
+    async def _resume(self, _: Mapping[str, Any]) -> Plain:
         return await self._steer(pb.SteerCall(pool=self._pool, what=pb.RESUME))
 
-    async def _steer(self, order: pb.SteerCall) -> dict[str, Any]:
+    async def _steer(self, order: pb.SteerCall) -> Plain:
         reply = await self._gateway.steer(order, STEER_SECONDS)
         return {
             "pool": self._pool,
@@ -655,7 +657,7 @@ def _handler(route: Route, answer: Any) -> Handler:
     return handle
 
 
-def mapping_json(layouts: list[bytes]) -> dict[str, Any]:
+def mapping_json(layouts: list[bytes]) -> Plain:
     """Traced layouts as plain values."""
     from jvlab.layout._layout_codec import layout_from_bytes
 
@@ -674,7 +676,7 @@ def mapping_json(layouts: list[bytes]) -> dict[str, Any]:
     return {"tensors": tensors, "ranks": [_rank(layout) for layout in ranks]}
 
 
-def _rank(layout: RankLayout) -> dict[str, Any]:
+def _rank(layout: RankLayout) -> Plain:
     return {
         "rank": layout.rank,
         "coords": dict(layout.coords),
@@ -695,7 +697,7 @@ def _rank(layout: RankLayout) -> dict[str, Any]:
     }
 
 
-def _copy(layout: RankLayout, row: int) -> dict[str, Any]:
+def _copy(layout: RankLayout, row: int) -> Plain:
     """One strided copy; trailing dimensions of size 1 are left out."""
     shape = layout.shape[row].tolist()
     while len(shape) > 1 and shape[-1] == 1:
@@ -712,5 +714,5 @@ def _copy(layout: RankLayout, row: int) -> dict[str, Any]:
     }
 
 
-def _notes(notes: tuple[Note, ...]) -> list[dict[str, Any]]:
+def _notes(notes: tuple[Note, ...]) -> list[Plain]:
     return [{"name": note.name, "reason": note.reason} for note in notes]

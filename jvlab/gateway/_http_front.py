@@ -107,15 +107,22 @@ class Front:
         self._pool = pool
         self._session: aiohttp.ClientSession | None = None
         self._listener: Listener | None = None
+        self.keyed = False  # whether it takes a key in the URL
 
     @property
     def url(self) -> str:
         assert self._listener is not None
         return f"{self._listener.url}/v1"
 
+    @property
+    def public_port(self) -> int:
+        assert self._listener is not None
+        return self._listener.public_port
+
     async def open(self, port: int, bridge: Bridge, keyed: bool) -> None:
         gateway = self._gateway
         pool = self._pool
+        self.keyed = keyed
         routes: list[tuple[str, str, Handler]] = [
             (method, path, self._forward) for method, path in ROUTED
         ]
@@ -132,6 +139,7 @@ class Front:
             (bridge.close, self._end),
             # not the bridge: such a URL may end up in a trainer's logs
             [path for _, path in ROUTED] if keyed else (),
+            gateway.public,
         )
         import aiohttp
 
@@ -489,8 +497,6 @@ class Fronts:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._open: dict[str, Front] = {}
-        self.urls: dict[str, str] = {}  # by pool; one without HTTP has none
-        self.keyed: set[str] = set()  # pools that take a key in the URL
         # of fronts of closed pools, until their port is free
         self._closing: dict[asyncio.Task[None], str] = {}
 
@@ -505,7 +511,7 @@ class Fronts:
         from jvlab.gateway._http_bridge import Bridge
 
         if spec.place != "local":
-            text = f"http is served on loopback, and the replicas of a {spec.place!r} pool may run elsewhere"
+            text = f"replicas serve HTTP on loopback, and those of a {spec.place!r} pool may run elsewhere"
             remedy = "launch it without http, or in a lab whose gateway starts the replicas itself"
             raise refused(text, remedy)
         # that of an earlier pool of this name may have the same port
@@ -522,9 +528,10 @@ class Fronts:
             await front.close()
             raise
         self._open[spec.pool] = front
-        self.urls[spec.pool] = front.url
-        if keyed:
-            self.keyed.add(spec.pool)
+
+    def of(self, pool: str) -> Front | None:
+        """A pool's front; None if it has no HTTP."""
+        return self._open.get(pool)
 
     def _closing_of(self, pool: str) -> list[asyncio.Task[None]]:
         return [task for task, name in self._closing.items() if name == pool]
@@ -532,8 +539,6 @@ class Fronts:
     def begin_close(self, pool: str) -> list[asyncio.Task[None]]:
         """Close a pool's front, if it has one; it closes even if nobody waits for these tasks."""
         if front := self._open.pop(pool, None):
-            del self.urls[pool]
-            self.keyed.discard(pool)
             task = asyncio.create_task(front.close())
             self._closing[task] = pool
             task.add_done_callback(self._closing.pop)

@@ -1,4 +1,7 @@
-"""The gateway's HTTP servers: on loopback, with the lab's token on every request, errors as JSON with a remedy."""
+"""The gateway's HTTP servers: on loopback, a pool's also over TLS where other hosts reach it.
+
+Every request has the lab's token; errors are JSON with a remedy.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from jvlab.gateway import _registry as reg
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._pool_summary import pool_summary
 from jvlab.wire._rpc_errors import CallFailed, status_of
-from jvlab.wire._security import MAX_MESSAGE, is_bearer, pool_key
+from jvlab.wire._security import MAX_MESSAGE, Tls, is_bearer, pool_key
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -144,7 +147,7 @@ def prometheus_text(pools: Iterable[Mapping[str, Any]]) -> bytes:
 HOST = "127.0.0.1"
 KEY_USER = "jvlab"  # the user in a URL with a key
 END_SECONDS = 1.0  # for open requests when the server ends
-BODY_SECONDS = 60.0  # for a request's body, which comes from this machine
+BODY_SECONDS = 60.0  # for a request's body
 FROM_GRPC = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
     grpc.StatusCode.FAILED_PRECONDITION: 409,
@@ -240,14 +243,15 @@ class Doors:
         if self._keyed:
             self._basic = basic(url, self._token).encode()
 
-    def open(self, path: str, authorization: str) -> bool:
+    def open(self, path: str, authorization: str, near: bool = True) -> bool:
+        """`near`: it came over loopback, the only way on which keys are taken."""
         scheme, _, sent = authorization.partition(" ")
         match scheme.lower():
             case _ if path in self._unguarded:
                 return True
             case "bearer":
                 return is_bearer(sent.strip(), self._token.encode())
-            case "basic" if self._basic and path in self._keyed:
+            case "basic" if near and self._basic and path in self._keyed:
                 return is_bearer(sent.strip(), self._basic)
             case _:
                 return False
@@ -259,7 +263,8 @@ def _guard(doors: Doors) -> Any:
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if not doors.open(request.path, request.headers.get("Authorization", "")):
+        sent = request.headers.get("Authorization", "")
+        if not doors.open(request.path, sent, near=not request.secure):
             body = error_body(
                 401,
                 "the lab's token is missing or wrong",
@@ -323,9 +328,11 @@ class Listener:
         runner: web.AppRunner,
         port: int,
         endings: tuple[Callable[[], Awaitable[None]], ...],
+        public_port: int = 0,
     ) -> None:
         self._runner = runner
         self.port = port
+        self.public_port = public_port  # 0: it listens on loopback only
         self._endings = endings
         self.url = f"http://{HOST}:{port}"
 
@@ -343,8 +350,12 @@ async def listen(
     unguarded: Iterable[str] = (),
     endings: tuple[Callable[[], Awaitable[None]], ...] = (),
     keyed: Iterable[str] = (),
+    public: tuple[str, Tls] | None = None,
 ) -> Listener:
-    """Serve (method, path, handler) on a loopback port, 0 for a free one. `endings` run after the last request."""
+    """Serve (method, path, handler) on a loopback port, 0 for a free one. `endings` run after the last request.
+
+    `public`: also over TLS at this address, on the same port; on another, if the address is the wildcard.
+    """
     try:
         from aiohttp import web
     except ImportError as error:
@@ -363,13 +374,23 @@ async def listen(
     await runner.setup()
     try:
         await web.TCPSite(runner, HOST, port).start()
+        port = runner.addresses[0][1]
+        public_port = 0
+        if public is not None:
+            host, tls = public
+            wildcard = host in ("0.0.0.0", "::")
+            site = web.TCPSite(
+                runner, host, 0 if wildcard else port, ssl_context=tls.context()
+            )
+            await site.start()
+            public_port = runner.addresses[1][1]
     except (OSError, OverflowError) as error:
         await runner.cleanup()
         raise ConfigError(
-            f"cannot serve HTTP on {HOST}:{port}: {error}",
+            f"cannot serve HTTP on port {port}: {error}",
             remedy="is the port taken? http=True takes a free one",
         ) from error
-    listener = Listener(runner, runner.addresses[0][1], endings)
+    listener = Listener(runner, port, endings, public_port)
     doors.listen_at(listener.url)
     return listener
 

@@ -19,15 +19,14 @@ from jvlab._errors import ConfigError, GatewayUnreachable
 from jvlab._names import check_name
 from jvlab.gateway._serve import GatewayOptions
 from jvlab.wire import _security as security
-from jvlab.wire.processes._identity import _CHILDREN, home
-from jvlab.wire.processes._pipe import read_secret
+from jvlab.wire.processes._identity import _CHILDREN, home, read_secret
 
 START_DEADLINE = 30.0
 
 
 def run_gateway(arguments: Any) -> dict[str, Any]:
     """The body of `jvlab gateway`: serves until the lab ends."""
-    from jvlab.gateway._serve import serve
+    from jvlab.gateway._serve import StateFile, serve
     from jvlab.wire import _channels
 
     tls = None
@@ -46,17 +45,27 @@ def run_gateway(arguments: Any) -> dict[str, Any]:
         tls=tls,
         metrics_port=arguments.metrics_port,
         place=arguments.place,
+        away=arguments.away,
     ).check()
-    lab = check_name("lab", arguments.lab or f"lab-{os.getpid()}")
+    state = StateFile(arguments.state) if arguments.state else None
+    default = f"lab-{os.getpid()}"
+    lab = check_name("lab", arguments.lab or default)
+    if state is not None:
+        lab = state.agree("lab", lab, default)
+        state.agree("host", options.host)
+        state.agree("port", options.port, 0)
     folder = Path(arguments.folder) if arguments.folder else home() / "labs" / lab
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     exported = os.environ.pop(security.TOKEN_VARIABLE, None)
-    token = read_secret() if arguments.token_stdin else exported or security.new_token()
+    fresh = security.new_token()
+    token = read_secret() if arguments.token_stdin else exported or fresh
     if arguments.token_file:
         if not Path(arguments.token_file).exists():
             _channels.write_private(arguments.token_file, token + "\n")
         token = _channels.read_token(arguments.token_file)
-    asyncio.run(serve(folder, lab, token, options))
+    if state is not None:
+        token = state.agree("token", token, fresh)
+    asyncio.run(serve(folder, lab, token, options, state=state))
     return {"lab": lab}
 
 

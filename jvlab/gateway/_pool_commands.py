@@ -230,6 +230,16 @@ class Adapters:
         """The pool is closed; another of its name has none of its adapters."""
         self._known.pop(pool, None)
 
+    def plain(self, pool: str) -> list[tuple[str, int, str]]:
+        """Those of this pool, for the gateway's state file."""
+        known = self._known.get(pool, {}).values()
+        return [(adapter.name, adapter.version, adapter.path) for adapter in known]
+
+    def restore(self, pool: str, saved: list[tuple[str, int, str]]) -> None:
+        """Those that `plain` listed; replicas load what they lack on demand."""
+        made = (pb.Adapter(name=n, version=v, path=path) for n, v, path in saved)
+        self._known[pool] = {adapter.name: adapter for adapter in made}
+
     def find(self, pool: str, name: str) -> pb.Adapter | None:
         """The adapter version for a request that names this adapter."""
         if not name:
@@ -328,6 +338,10 @@ class Steering:
     def of(self, pool: str) -> dict[str, str]:
         """The pool's states, paused and asleep, and who asked for each."""
         return self._states.get(pool, {})
+
+    def restore(self, pool: str, states: dict[str, str]) -> None:
+        """What `of` said, in a gateway that was started again."""
+        self._states[pool] = dict(states)
 
     def why(self, pool: str) -> str:
         """The states as text; empty if the pool runs."""

@@ -35,14 +35,18 @@ never goes back under one name, whatever pools had it.
 Time in which the gateway itself was not running (a late tick) does not count towards missed beats or the lease.
 
 The lab ends on LabCloseRequested, or `lease` seconds after its last holder left, unless it was detached.
+
+`plain` and `restore` take a registry from a process that died to one that was started again from its state file.
+Replicas that served are LOST then, under the next epoch, and awaited: who comes back registers as after any loss.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 from jvlab._errors import JvlabError
 from jvlab.wire.processes._pool_spec import MAX_REPLICAS, MAX_RESTARTS, PoolSpec
@@ -102,6 +106,8 @@ class Replica:
     restart_at: float = 0.0  # while it is restarting
     # its engine or process is gone, as a call found out: until then its exit is expected; 0: it is not
     exit_by: float = 0.0
+    # the gateway was started again, and has not heard of it yet
+    awaited: bool = False
 
     @property
     def ended(self) -> bool:
@@ -322,43 +328,6 @@ class Refused(JvlabError):
 
 # ----------------------------------------------------------------------------------------------------
 
-__all__ = [
-    "BEATING",
-    "Announce",
-    "BeatReceived",
-    "Death",
-    "Detached",
-    "Drained",
-    "DropWork",
-    "EndLab",
-    "EndProcess",
-    "Event",
-    "Forget",
-    "ForgetPool",
-    "HoldClosed",
-    "HoldOpened",
-    "Instruction",
-    "LabCloseRequested",
-    "LaunchRequested",
-    "Offered",
-    "PoolCloseRequested",
-    "PoolSpec",
-    "PoolState",
-    "ProcessExited",
-    "ProcessStarted",
-    "Refused",
-    "Registered",
-    "Registry",
-    "Replica",
-    "ReplicaState",
-    "RestartRequested",
-    "ScaleRequested",
-    "StageSeen",
-    "StartProcess",
-    "Tick",
-    "Unreachable",
-    "pool_of",
-]  # used as reg.X
 BEATING = (ReplicaState.READY, ReplicaState.DRAINING)
 RESTARTABLE = (ReplicaState.FAILED, ReplicaState.RESTARTING)  # without a process
 SELF_RESTARTING = ("ray",)  # places that start a dead process again by themselves
@@ -367,6 +336,21 @@ BACK_OFF = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 WELL_SECONDS = 600.0  # of service, after which a replica has all its tries again
 EXIT_SECONDS = 10.0  # that a process without its engine may take to exit
 KEPT_CLOSED = 8  # closed pools that are still listed, with why their replicas failed
+AWAITED = "its gateway died and was started again, and it has not registered there yet"
+# of a replica, that outlive the gateway's process; times do not
+KEPT_FIELDS = [
+    "name",
+    "index",
+    "stage",
+    "pid",
+    "epoch",
+    "cause",
+    "log_tail",
+    "place",
+    "run",
+    "restarts",
+    "ready_after",
+]
 MAX_TICK_SECONDS = 1.0  # between two ticks of a gateway that is busy, but not stopped
 
 
@@ -440,13 +424,14 @@ class Registry:
         return max(0, self.restarts(replica) - len(replica.deaths))
 
     def returning(self, pool: str) -> list[Replica]:
-        """Its replicas that died, or are dying, and are started again."""
+        """Its replicas that died, or are dying, and are started again; and those that a new gateway awaits."""
         starting = (ReplicaState.STARTING, ReplicaState.RESTARTING)
         return [
             r
             for r in self.pool(pool).replicas.values()
             if (r.state in starting and r.deaths)
             or (r.state is ReplicaState.LOST and r.exit_by and self.restarts_left(r))
+            or r.awaited
         ]
 
     def free_name(self) -> str:
@@ -569,6 +554,72 @@ class Registry:
         self._spent = max([self._spent, *(replica.epoch for replica in known)])
         return [*(Forget(replica) for replica in pool.replicas), ForgetPool(name)]
 
+    # A gateway that died and was started again -------------------------------------------------------------------
+
+    def plain(self) -> dict[str, Any]:
+        """What outlives the gateway's process, for JSON. Of what was closed only the highest epoch."""
+        known = [
+            replica.epoch
+            for pool in self.pools.values()
+            for replica in (*pool.replicas.values(), *pool.retired.values())
+        ]
+        pools = [
+            {
+                "spec": asdict(pool.spec),
+                "replicas": [
+                    {name: getattr(replica, name) for name in KEPT_FIELDS}
+                    | {
+                        "state": replica.state.value,
+                        "deaths": list(map(asdict, replica.deaths)),
+                    }
+                    for replica in pool.replicas.values()
+                    if replica.state is not ReplicaState.CLOSED
+                ],
+            }
+            for pool in self.pools.values()
+            if not pool.closed
+        ]
+        return {
+            "spent": max([self._spent, *known]),
+            "unnamed": self._unnamed,
+            "detached": self.detached,
+            "pools": pools,
+        }
+
+    def restore(self, saved: dict[str, Any], now: float) -> None:
+        """Go on where `plain` was taken, in a new process. Only before the first event."""
+        self._spent = int(saved["spent"])
+        self._unnamed = int(saved["unnamed"])
+        self.detached = bool(saved["detached"])
+        for kept in saved["pools"]:
+            pool = PoolState(PoolSpec(**kept["spec"]))
+            self.pools[pool.spec.pool] = pool
+            for row in kept["replicas"]:
+                changed = {
+                    "state": ReplicaState(row["state"]),
+                    "deaths": tuple(Death(**death) for death in row["deaths"]),
+                }
+                replica = Replica(
+                    **{**row, **changed},
+                    pool=pool.spec.pool,
+                    started=now,
+                    ready_since=now,
+                    restart_at=now,
+                )
+                pool.replicas[replica.name] = replica
+                if replica.state is ReplicaState.READY:
+                    self._lost(replica, AWAITED)
+                # its process may be alive, whether it served or was out of reach
+                replica.awaited = replica.state is ReplicaState.LOST
+
+    def spec_of(self, replica: Replica) -> PoolSpec:
+        """As its process is started with."""
+        spec = self.pool(replica.pool).spec
+        # Cores and GPUs are divided by replica number, so the count must exceed a process's own number.
+        count = max(spec.replicas, replica.index + 1)
+        place = replica.place or spec.place
+        return replace(spec, replicas=count, place=place, run=replica.run)
+
     def _add(self, pool: PoolState, index: int, now: float) -> StartProcess:
         """Add the replica of this number."""
         spec = pool.spec
@@ -583,11 +634,7 @@ class Registry:
     def _start(self, pool: PoolState, fresh: Replica) -> StartProcess:
         """A process for this replica, which is new or takes the place of the one that died."""
         pool.replicas[fresh.name] = fresh
-        # Cores and GPUs are divided by replica number, so the count must exceed a process's own number.
-        count = max(pool.spec.replicas, fresh.index + 1)
-        place = fresh.place or pool.spec.place
-        spec = replace(pool.spec, replicas=count, place=place, run=fresh.run)
-        return StartProcess(fresh.name, spec)
+        return StartProcess(fresh.name, self.spec_of(fresh))
 
     def _offered(self, pool: PoolState, now: float) -> list[Instruction]:
         if pool.closed or self.ending:
@@ -690,6 +737,7 @@ class Registry:
 
     def _exited(self, replica: Replica, cause: str, log_tail: str) -> list[Instruction]:
         pool = self.pool(replica.pool)
+        replica.awaited = False
         drained = replica.state is ReplicaState.DRAINING
         if replica.state is ReplicaState.CLOSED and not pool.closed:
             return self._forget(pool, replica)
@@ -734,6 +782,7 @@ class Registry:
             replica.state = ReplicaState.READY
             replica.stage = "ready"
         replica.cause = ""
+        replica.awaited = False
         replica.address = address
         replica.last_beat = now
         replica.ready_since = now

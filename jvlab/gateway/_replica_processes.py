@@ -5,6 +5,7 @@
     ray     RayProcess (gateway/cluster/_ray_actors.py)              a JoinedProcess whose agent is a Ray actor
 
 An agent whose stream breaks has RECONNECT_SECONDS to reconnect with its replica still running; then it counts as dead.
+If the gateway itself died and was started again, it has `away` seconds, as it waits for the gateway itself.
 
 A pool keeps its size (`restarts`, gateway/_registry.py): a local process is started again. An agent ends with its
 replica, so for "join" the place is open again and the next agent takes it, whoever starts that. Ray starts its actor
@@ -26,6 +27,7 @@ from jvlab.wire import _security as security
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._channels import host_of
 from jvlab.wire.processes._log_causes import death
+from jvlab.wire.processes._pool_spec import AWAY_SECONDS
 from jvlab.wire.processes._rollout_process import order_of
 
 RECONNECT_SECONDS = 5.0
@@ -76,9 +78,16 @@ class JoinedProcess:
     """A process that an agent runs; waits until there is one."""
 
     def __init__(
-        self, replica: str, spec: reg.PoolSpec, index: int, folder: Path
+        self,
+        replica: str,
+        spec: reg.PoolSpec,
+        index: int,
+        folder: Path,
+        away: float = AWAY_SECONDS,
     ) -> None:
         self.replica = replica
+        self.away = away
+        self.host = ""  # the agent that runs it, or ran it last
         self.spec = spec
         self.index = index
         self.run = spec.run
@@ -112,6 +121,7 @@ class JoinedProcess:
     def assign(self, agent: JoinedHost) -> None:
         """This agent runs it from now on."""
         self.agent = agent
+        self.host = agent.offer.agent
         self.started = True
         self._stage = "process"
         if self._reconnect_timer is not None:
@@ -122,7 +132,7 @@ class JoinedProcess:
                 pb.JoinOrder(end=True) if self._ending else pb.JoinOrder(wait=True)
             )
             return
-        order = order_of(self.replica, self.spec, self.index)
+        order = order_of(self.replica, self.spec, self.index) | {"away": self.away}
         agent.orders.put_nowait(pb.JoinOrder(start_json=json.dumps(order)))
 
     def handle(self, report: pb.JoinReport) -> None:
@@ -143,13 +153,26 @@ class JoinedProcess:
         self.agent = None
         if self.ended.is_set() or agent is None:
             return
-        text = f"its host's process ({agent.offer.agent}) went away"
         if self._ending:
             self.exited("ended")
         else:
-            self._reconnect_timer = asyncio.get_running_loop().call_later(
-                RECONNECT_SECONDS, self.exited, text
+            self._expect(
+                RECONNECT_SECONDS, f"its host's process ({self.host}) went away"
             )
+
+    def resume(self, host: str) -> None:
+        """In a gateway that was started again: the agent of this name ran it, and may come back with it."""
+        self.host = host
+        self.started = True
+        self._stage = "process"
+        text = f"its host's process ({host}) did not come back within {self.away:g} s of the gateway's new start"
+        self._expect(self.away, text)
+
+    def _expect(self, seconds: float, otherwise: str) -> None:
+        """Its agent has this long to connect again."""
+        self._reconnect_timer = asyncio.get_running_loop().call_later(
+            seconds, self.exited, otherwise
+        )
 
     def exited(self, cause: str) -> None:
         """The process has exited, or counts as such. Can be called twice."""
@@ -173,10 +196,12 @@ class JoinedProcess:
 
     async def end(self, deadline: float) -> None:
         self._ending = True
-        if self.agent is None:
+        if self.agent is not None:
+            self.agent.orders.put_nowait(pb.JoinOrder(end=True))
+        elif self._reconnect_timer is None:
             self.exited("it was not running")
             return
-        self.agent.orders.put_nowait(pb.JoinOrder(end=True))
+        # one that is still to come back is told then
         try:
             await asyncio.wait_for(self.ended.wait(), deadline + AGENT_SECONDS)
         except TimeoutError:
@@ -230,9 +255,9 @@ class Agents:
                 or not process.started
             ):
                 raise reg.Refused(f"{running} counts as exited")
+            if process.host != agent.offer.agent:
+                raise reg.Refused(f"another agent runs {running}")
             if (before := process.agent) is not None:
-                if before.offer.agent != agent.offer.agent:
-                    raise reg.Refused(f"another agent runs {running}")
                 # the same one: its connection broke unnoticed here
                 before.orders.put_nowait(None)
             process.assign(agent)

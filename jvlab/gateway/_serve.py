@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import glob
 import json
+import os
 import signal
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from jvlab._errors import ConfigError
+from jvlab._files import read_json_object
 from jvlab.gateway import _registry as reg
 from jvlab.gateway._gateway import Gateway
 from jvlab.gateway._http_server import serve_metrics
@@ -28,6 +32,7 @@ from jvlab.wire._channels import (
     write_private,
 )
 from jvlab.wire.processes._identity import Identity
+from jvlab.wire.processes._pool_spec import AWAY_SECONDS
 
 # Options of a gateway.
 
@@ -47,10 +52,12 @@ class GatewayOptions:
     # who starts a pool's processes, unless its launch says otherwise
     place: str = "local"
     max_message: int = security.MAX_MESSAGE
+    # that it and joined replicas wait for each other after its death; only with a state file
+    away: float = AWAY_SECONDS
 
     def check(self) -> GatewayOptions:
         """Itself; raises ConfigError if an option is invalid."""
-        for name in ("lease", "beat", "missed_beats"):
+        for name in ("lease", "beat", "missed_beats", "away"):
             given = getattr(self, name)
             if isinstance(given, bool) or not isinstance(given, (int, float)):
                 raise ConfigError(
@@ -62,6 +69,8 @@ class GatewayOptions:
                 f"lease must be positive, not {self.lease}",
                 remedy="lab.detach() keeps a lab until it is closed",
             )
+        if not self.away > 0:
+            raise ConfigError(f"away must be positive, not {self.away}")
         if not self.beat > 0 or self.missed_beats < 1:
             raise ConfigError(
                 f"beat={self.beat:g} and missed_beats={self.missed_beats} must be positive"
@@ -86,6 +95,110 @@ class GatewayOptions:
         return [str(word) for word in words]
 
 
+# The state file: with it, a gateway that died comes back in a new process.
+
+KIND = "jvlab gateway"
+FORMAT = 1
+STATE_BYTES = 64 << 20
+NEW_FILE = "name another with --state, which is made, or remove this one: its replicas then end, and are launched anew"
+T = TypeVar("T")
+
+
+class StateFile:
+    """What outlives a gateway's process, readable by its user alone. One process at a time has it open."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).absolute()
+        self._text = ""
+        self._complained = False
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # beside the file, which each write replaces; the lock ends with the process, however that ends
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._lock = os.open(f"{self.path}.lock", flags, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # of a write that its death cut off; the name is `write_private`'s
+            for cut in self.path.parent.glob(f"{glob.escape(self.path.name)}.*.new"):
+                cut.unlink(missing_ok=True)
+            self.facts: dict[str, Any] = self._read()
+        except BlockingIOError:
+            os.close(self._lock)
+            raise ConfigError(
+                f"another gateway runs with the state file {self.path}",
+                remedy="jv.Lab.attach() joins that one, `jvlab ps` shows it; another lab needs another file",
+            ) from None
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            status = self.path.stat()
+        except FileNotFoundError:
+            return {"kind": KIND, "format": FORMAT}
+        if status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise ConfigError(
+                f"{self.path} is another user's, or can be read by others, but it holds the lab's token",
+                remedy=f"chmod 600 {self.path}, if it is yours",
+            )
+        facts = read_json_object(
+            self.path, STATE_BYTES, "a gateway's state file", remedy=NEW_FILE
+        )
+        if facts.get("kind") != KIND:
+            raise ConfigError(
+                f"{self.path} is no gateway's state file", remedy=NEW_FILE
+            )
+        if facts.get("format") != FORMAT:
+            text = f"{self.path} has format {facts.get('format')}, and this jvlab reads {FORMAT}"
+            raise ConfigError(
+                text, remedy=f"start the jvlab that wrote it; or {NEW_FILE}"
+            )
+        return facts
+
+    def agree(self, name: str, given: T, default: T | None = None) -> T:
+        """A fact of this lab: as given, or as it was before; refuses one that was given and differs."""
+        known = self.facts.setdefault(name, given)
+        if given not in (default, known):
+            shown = "" if name == "token" else f" {given!r}, but {known!r}"
+            raise ConfigError(
+                f"the {name} of the lab in {self.path} is not{shown or ' the one that was given'}",
+                remedy=f"leave it out, or give the same {name}: replicas and clients know the lab by it",
+            )
+        return known
+
+    def write(self, state: dict[str, Any]) -> None:
+        """Replace the file if anything changed. A disk that fails is reported, and tried again at the next call."""
+        text = json.dumps({**self.facts, "state": state})
+        if text == self._text:
+            return
+        try:
+            write_private(self.path, text)
+        except OSError as error:
+            if not self._complained:
+                print(f"gateway: {self.path} is out of date: {error}", flush=True)
+            self._complained = True
+            return
+        self._text = text
+        self._complained = False
+
+    async def attach(self, gateway: Gateway) -> None:
+        """Take up what an earlier process left, and keep what changes from now on."""
+        try:
+            if "state" in self.facts:
+                await gateway.restore(self.facts.pop("state"))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            text = f"{self.path} cannot be read: {type(error).__name__}: {error}"
+            raise ConfigError(text, remedy=NEW_FILE) from error
+        gateway.keep = self.write
+        gateway.save()
+
+    def close(self, over: bool) -> None:
+        """Let go of it; remove it if the lab is over."""
+        if over:
+            self.path.unlink(missing_ok=True)
+        os.close(self._lock)
+
+
 # ----------------------------------------------------------------------------------------------------
 
 
@@ -97,6 +210,7 @@ async def serve(
     *,
     signals: bool = True,
     make: Callable[..., Gateway] = Gateway,
+    state: StateFile | None = None,
 ) -> None:
     """Run one gateway until it is closed, its lease is over, or a signal ends it.
 
@@ -110,6 +224,7 @@ async def serve(
         lab, folder, token, options.lease, options.beat, options.missed_beats
     )
     gateway.place = options.place
+    gateway.away = options.away
     server = grpc.aio.server(
         interceptors=[security.TokenInterceptor(token)],
         options=security.options(
@@ -122,7 +237,8 @@ async def serve(
     healthy = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     shown_host = f"[{host}]" if ":" in host else host
-    target = f"{shown_host}:{options.port}"
+    known = {} if state is None else state.facts
+    target = f"{shown_host}:{options.port or known.get('port', 0)}"
     credentials = tls.credentials() if tls else None
     try:
         bound = (
@@ -133,16 +249,26 @@ async def serve(
     except RuntimeError as error:  # gRPC has no other class for a port that is taken
         raise ConfigError(
             f"cannot listen on {target}: {error}",
-            remedy="is the port taken? leave --port out to take a free one",
+            remedy="is the port taken? leave --port out to take a free one"
+            if not known.get("port")
+            else "end what listens there: replicas and clients of this lab expect it at this port",
         ) from error
     shown = f"{shown_host}:{bound}"
     # With TLS on the public port, processes of this machine use a loopback port of their own.
-    gateway.address = (
-        f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}" if tls else shown
-    )
+    near = f"127.0.0.1:{known.get('near', 0)}"
+    if tls:
+        known["near"] = server.add_insecure_port(near)
+        gateway.address = f"127.0.0.1:{known['near']}"
+    else:
+        gateway.address = shown
+    known["port"] = bound
     gateway.public_address = shown
     if tls is not None:
         gateway.fingerprint = fingerprint(Path(tls.certificate).read_text())
+        if not security.is_loopback(host):
+            gateway.public = (host, tls)
+    if state is not None:
+        await state.attach(gateway)
     await server.start()
     await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
     loop = asyncio.get_running_loop()
@@ -185,7 +311,10 @@ async def serve(
         (folder / "lab.json").unlink(missing_ok=True)
         if metrics is not None:
             await metrics.close()
+        over = gateway.registry.ending
         await gateway.shut_down()
+        if state is not None:
+            state.close(over)
         await server.stop(1.0)
         ticking.cancel()
 

@@ -19,11 +19,13 @@ A replica that does not acknowledge ABANDON, or left during a sync and came back
 at ticks and at the next open or PREPARE, until it reports what it holds. A replica is dirty from the moment MOVE is
 sent, not from its answer: bytes may arrive in between. A call that may commit is never cancelled, not even when the
 trainer is gone: its answer says which version is served.
+A gateway that was started again knows the pool's version and no sync: whoever comes back is sent ABANDON, and says in
+answer what it holds. If that is clean and newer than the pool's version, the pool has it: only a COMMIT makes it so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from jvlab.gateway import _sync_types as sync
 from jvlab.gateway._sync_types import Holder, Member, Ordered, Standing, Work
@@ -148,6 +150,7 @@ class PoolSyncState:
         self._tickets: dict[int, tuple[str, Phases]] = {}
         self._last_ticket = 0
         self._left_midway: set[str] = set()  # left in the middle of a sync
+        self._restored: set[str] = set()  # known from a state file alone
         # ABANDONs that no work waits for: ticket → replica
         self._unacknowledged: dict[int, str] = {}
         self._last_version: dict[str, int] = {}  # of replicas that left
@@ -163,7 +166,7 @@ class PoolSyncState:
             return Standing.STALE
         if not member.dirty and member.version == self.version:
             return Standing.SERVING
-        if replica in self.participants:
+        if replica in self.participants or member.returned:
             return Standing.SYNCING
         return Standing.DIRTY if member.dirty else Standing.STALE
 
@@ -196,7 +199,12 @@ class PoolSyncState:
         now = self.version
         participants = self.participants
         standings = [
-            (n, m.version, m.dirty, n in participants and (m.dirty or m.version != now))
+            (
+                n,
+                m.version,
+                m.dirty,
+                m.returned or (n in participants and (m.dirty or m.version != now)),
+            )
             for n, m in self.members.items()
         ]
         return (
@@ -261,6 +269,12 @@ SYNC_AGAIN = "sync again: the next commit heals every replica that it reaches"
 class PoolSync(PoolSyncState):
     """Runs the syncs of one pool. Only `handle` changes its state."""
 
+    def restore(self, version: int, replicas: Iterable[str]) -> None:
+        """In a gateway that was started again: a sync may have been open on any of these. Before the first event."""
+        self.version = version
+        self._restored = set(replicas)
+        self._left_midway = set(replicas)
+
     # Events -------------------------------------------------------------------------------------------------------
 
     def handle(self, event: sync.SyncEvent) -> list[sync.SyncInstruction]:
@@ -277,8 +291,12 @@ class PoolSync(PoolSyncState):
                 unacknowledged = replica in self._left_midway
                 self._left_midway.discard(replica)
                 self.members[replica] = Member(
-                    version, dirty or unacknowledged, unacknowledged
+                    version,
+                    dirty or unacknowledged,
+                    unacknowledged,
+                    replica in self._restored,
                 )
+                self._restored.discard(replica)
             case sync.ReplicaReported(replica, version, dirty):
                 if not dirty and self.is_news(replica, version):
                     self._holds(self.members[replica], version)
@@ -654,9 +672,7 @@ class PoolSync(PoolSyncState):
                 return self._fault(work, replica, fault)
             work.faults.setdefault(replica, fault)
             return []
-        member.unacknowledged = False
-        member.dirty = event.state == "dirty"
-        member.version = event.version
+        self._says(member, event)
         # its answer to COMMIT was late; ABANDON made it go on
         if self._has_committed(replica):
             self._committed(member)
@@ -672,9 +688,7 @@ class PoolSync(PoolSyncState):
             and event.kind == "ok"
             and replica not in self.participants
         ):
-            member.unacknowledged = False
-            member.dirty = event.state == "dirty"
-            member.version = event.version
+            self._says(member, event)
         return []
 
     def _resend(self) -> list[sync.SyncInstruction]:
@@ -695,6 +709,14 @@ class PoolSync(PoolSyncState):
                     )
                 )
         return out
+
+    def _says(self, member: Member, event: sync.Answered) -> None:
+        """What it holds, in answer to an ABANDON."""
+        member.dirty = event.state == "dirty"
+        member.version = event.version
+        if member.returned and not member.dirty:
+            self.version = max(self.version, member.version)
+        member.unacknowledged = member.returned = False
 
     def _holds(self, member: Member, version: int) -> None:
         """As the replica itself reports."""
@@ -743,6 +765,8 @@ class PoolSync(PoolSyncState):
         if member is None:
             return []
         self._last_version[replica] = member.version
+        if member.returned:
+            self._restored.add(replica)
         took_part = replica in self.participants
         work = self._work
         if (

@@ -178,6 +178,8 @@ class Member:
     version: int
     dirty: bool = False
     unacknowledged: bool = False  # it has not acknowledged an ABANDON
+    # came back to a gateway that was started again, which does not know yet what it holds
+    returned: bool = False
 
 
 @dataclass

@@ -24,7 +24,7 @@ from jvlab._errors import (
     NonFiniteError,
 )
 from jvlab.layout._checkpoint import DTYPES, read_header
-from jvlab.wire.processes._pipe import read_secret
+from jvlab.wire.processes._identity import read_secret
 
 # the first match; else 500
 STATUS = ((ConfigError, 400), (LayoutError, 422), (NonFiniteError, 422))

@@ -192,6 +192,8 @@ class Lab:
     it is closed.
     `host="10.0.0.1"`, an address of this machine, lets other hosts in, over TLS: with `tls=(certificate, key)`, or with
     a certificate that the gateway makes; `lab.join_line` is what to paste on a host that is to run replicas.
+    A lab's gateway is not started again if it dies. One that is to come back runs as `jvlab gateway --state FILE`, and
+    `jv.Lab.attach()` joins it; its replicas are hosts that joined.
     `metrics_port=0` (any free one) serves Prometheus metrics at `lab.metrics_url`, on loopback, with the lab's token.
 
     `jv.Lab(cluster="ray")` runs gateway and replicas as Ray actors: on a new local cluster, or, with `address="auto"`
@@ -369,7 +371,11 @@ class Lab:
         self._fingerprint: str = status.fingerprint
         self._gateway = Identity(status.pid, status.host, status.started)
         self._is_local = self._gateway.process() is not None
-        self.client.gone = lambda: self._is_local and self._gateway.process() is None
+        # another process takes the place of one that comes back
+        self.client.away = status.away_seconds
+        self.client.gone = lambda: (
+            self._is_local and not self.client.away and self._gateway.process() is None
+        )
         # those that this process knows of, without asking the gateway
         self.known_pools: dict[str, Pool] = {}
         self._connections = Connections()
@@ -482,9 +488,11 @@ class Lab:
                    `policy.lora` goes into an adapter slot of a pool launched with engine={"enable_lora": True}, whose
                    requests then use it unless they name another adapter; a sync of base weights makes it zero
         rules      how leaves correspond to checkpoint tensors: "auto" infers it; see `jv.plan`
-        transport  "auto" chooses (`link.reason` says why); "ipc" (one host's GPUs), "nccl", "shm", "tcp", "disk"
+        transport  "auto" chooses (`link.reason` says why); "ipc" (one host's GPUs), "nccl", "shm", "tcp", "nixl",
+                   "disk"
         mode       "direct" (fastest) or "staged" (generation continues while bytes move; twice the weight memory)
-        bucket_mib bucket size; a few buckets bound the extra memory on both sides
+        bucket_mib bucket size; a few buckets bound the extra memory on both sides. Each costs a millisecond of
+                   Python at both ends: 128 makes syncs of changes by nccl four times as fast
         faults     wraps each channel, to test your own recovery: `jv.transport.Faults(...)`
         nonfinite  what its syncs do with NaN and Inf: "refuse" (an error names the leaves) or "allow"
         checkpoint where the parameters were loaded from; default: the pool's model
@@ -498,7 +506,7 @@ class Lab:
                    version. One of drafts changes how many are accepted, and no token's distribution; KV that older
                    draft weights left does no more
         timeout    includes waiting for a pool that is starting, tracing its engines and opening channels
-        options    of the transport: host="10.0.0.1" (bind address) for tcp and nccl, directory="..." for disk
+        options    of the transport: host="10.0.0.1" (bind address) for tcp, nccl, nixl, directory="..." for disk
 
         A second connect with the same shapes returns the same link. All mismatches are reported now, in one error.
 
@@ -666,12 +674,18 @@ class Lab:
 
     def close(self, timeout: float = 30.0) -> None:
         """End every pool and the gateway; what has not ended within the timeout is killed."""
+        from jvlab.wire.processes._identity import Identity
         from jvlab.wire.processes._labs import kill_tree
 
         deadline = Deadline.of(timeout)
         if self._closed:
             return
         try:
+            if self.client.away:  # it may be another process by now
+                now = self.client.call(
+                    "Describe", pb.DescribeRequest(), deadline.within(5.0)
+                )
+                self._gateway = Identity(now.pid, now.host, now.started)
             # half of the time: a gateway that does not reply must be killed, which takes time too
             self.client.call(
                 "Close",

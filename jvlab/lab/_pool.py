@@ -52,7 +52,7 @@ from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._client import Client, Stream
 from jvlab.wire._limits import Asked, Limits
 from jvlab.wire._local_calls import LocalClient
-from jvlab.wire._pool_summary import absent, waiting_for
+from jvlab.wire._pool_summary import absent, out_of_sight, waiting_for
 from jvlab.wire._sync_words import CHOICES
 from jvlab.wire.processes._pool_spec import MAX_REPLICAS
 
@@ -135,9 +135,13 @@ class Pool:
         open_stream = lambda: self.client.stub.Watch(
             request, timeout=WATCH_SECONDS, metadata=metadata
         )
-        lost = await self.client.follow(open_stream, self.renew)
+        lost = await self.client.follow(open_stream, self.renew, self._lose_sight)
         self._lost = bool(lost)
         self.forget(lost or "it was ended")
+
+    def _lose_sight(self) -> None:
+        if self.client.away:
+            self.renew(out_of_sight(self.snapshot))
 
     def look(self, seconds: float) -> pb.LabStatus:
         """What the gateway says now of the whole lab, within a time; for displays."""
@@ -510,6 +514,7 @@ class Pool:
 
         from jvlab.wire._client import translate
 
+        await self.client.back(deadline)
         call = self.client.begin("Generate", deadline=deadline)
         tally = RolloutTally()
         try:
@@ -531,8 +536,9 @@ class Pool:
                         withheld -= 1
                         await call.write(pb.GenerateCall(credit=1))
         except grpc.aio.AioRpcError as error:
+            client = self.client
             raise translate(
-                error, "generate", deadline.seconds, self.client.address
+                error, "generate", deadline.seconds, client.address, client.away
             ) from None
         finally:
             call.cancel()
@@ -1084,13 +1090,16 @@ class Pool:
 
     @property
     def http_url(self) -> str:
-        """Base URL of the pool's OpenAI API: `openai.OpenAI(base_url=pool.http_url, ...)`."""
+        """Base URL of the pool's OpenAI API: `openai.OpenAI(base_url=pool.http_url, ...)`; https, from another host."""
         if not self.snapshot.http_url:
             raise ConfigError(
                 f"pool {self.name!r} serves no HTTP: it was launched without it, or is closed",
                 remedy="pool = lab.launch(..., http=True)",
             )
-        return self.snapshot.http_url
+        host = self.client.address.rpartition(":")[0]
+        if _security.is_loopback(host):
+            return self.snapshot.http_url
+        return f"https://{host}:{self.snapshot.https_port}/v1"
 
     @property
     def http_key_url(self) -> str:
@@ -1105,7 +1114,7 @@ class Pool:
                 f"pool {self.name!r} takes no key: it was launched without http_key, or is closed",
                 remedy="pool = lab.launch(..., http=True, http_key=True)",
             )
-        base = self.http_url.removesuffix("/v1")
+        base = self.snapshot.http_url.removesuffix("/v1")
         key = _security.pool_key(self.http_token, base)
         return base.replace("://", f"://jvlab:{key}@")
 

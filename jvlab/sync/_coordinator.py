@@ -104,7 +104,7 @@ class Coordinator:
     ) -> None:
         self.pool = pool
         self.agreed = agreed
-        self._wrap = wrap
+        self.wrap = wrap
         self.version = 0
         self.closed = False
         self.stream = pool.client.link()
@@ -221,7 +221,7 @@ class Coordinator:
         if self.transport != "ipc":
             compiled_scan()  # compile the host digest now, not during the first sync
             return BucketSenders(self.plan, replicas, self._listen, process=process)
-        if self._wrap is not None:
+        if self.wrap is not None:
             raise ConfigError(
                 "faults= wraps bucket channels, but ipc has none: it writes engine memory directly",
                 remedy='test recovery with transport="shm" on a CPU engine',
@@ -245,7 +245,7 @@ class Coordinator:
             peer=f"rank {rank} of {replica}",
             **self.agreed.options,
         )
-        return self._wrap(sender) if self._wrap is not None else sender
+        return self.wrap(sender) if self.wrap is not None else sender
 
     def _take_pool(
         self,

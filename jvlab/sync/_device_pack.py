@@ -63,6 +63,7 @@ class DevicePack(LinkPack):
                 ) from e
         self.ordinal = cuda_ordinal(device) if ordinal is None else ordinal
         self._launchers: dict[tuple[str, int, bool], Launcher] = {}
+        self._tables: dict[int, _sparse_kernels.Boxes] = {}
         # bucket -> the launch that checked for non-finite values
         self._checked: dict[int, tuple[Launcher, Any]] = {}
         self._lock = threading.Lock()  # another thread takes the digests
@@ -106,9 +107,8 @@ class DevicePack(LinkPack):
     def encode(self, bucket: int, values: Any, held: Any) -> Encoded:
         """As on a CPU; `held` and the result stay on the GPU."""
         cp = cupy()
-        boxes = self.shapes(bucket)
         size = self.sizes[bucket]
-        total_elements = sum(elements for _, elements, _ in boxes)
+        total_elements = sum(elements for _, elements, _ in self.shapes(bucket))
         with self._lock:
             stream = self._own_stream()
             with cp.cuda.Device(self.ordinal), stream:
@@ -117,29 +117,16 @@ class DevicePack(LinkPack):
                 if held is None:
                     stream.synchronize()
                     return Encoded(dense, False, total_elements, total_elements)
-                part = lambda data, box: data[box.at : box.at + box.nbytes]
-                found = [
-                    _sparse_kernels.differing(
-                        part(dense, box), part(held, box), item, self.ordinal
-                    )
-                    for box, _, item in boxes
-                ]
-                ends = cp.concatenate([until[-1:] for _, until in found])
-                # no deadline: a copy from the GPU
-                counts = ends.get(stream=stream).tolist()
+                table = self._boxes(bucket)
+                mask, until, counts = table.differing(dense, held)
                 changed = sum(counts)
                 sections, nbytes = self.sections(bucket, counts)
                 if nbytes >= size:
                     return Encoded(dense, False, changed, total_elements)
                 out = cp.zeros(nbytes, np.uint8)
-                table = np.array([s.count for s in sections], _sparse.COUNT)
-                out[: table.nbytes].set(table.view(np.uint8), stream=stream)
-                for (box, _, _), section, (mask, until) in zip(
-                    boxes, sections, found, strict=True
-                ):
-                    _sparse_kernels.fill(
-                        section, part(dense, box), mask, until, out, self.ordinal
-                    )
+                head = np.array([s.count for s in sections], _sparse.COUNT)
+                out[: head.nbytes].set(head.view(np.uint8), stream=stream)
+                table.fill(sections, dense, mask, until, out)
                 stream.synchronize()
         return Encoded(out, True, changed, total_elements)
 
@@ -156,22 +143,15 @@ class DevicePack(LinkPack):
                 table = data[:size].get(stream=stream)
                 counts = table.view(_sparse.COUNT).tolist()
                 sections, _ = self.sections(bucket, counts)
-                for (box, elements, _), section in zip(
-                    self.shapes(bucket), sections, strict=True
-                ):
-                    to = held[box.at : box.at + box.nbytes]
-                    if section.whole:
-                        to[:] = data[section.values_at : section.values_at + to.nbytes]
-                    elif section.count:
-                        _sparse_kernels.put(
-                            section,
-                            data.data.ptr,
-                            self.ordinal,
-                            to.data.ptr,
-                            0,
-                            (elements,),
-                            (1,),
-                        )
+                places = [
+                    _sparse_kernels.Place(
+                        section, held.data.ptr + box.at, 0, (elements,), (1,)
+                    )
+                    for (box, elements, _), section in zip(
+                        self.shapes(bucket), sections, strict=True
+                    )
+                ]
+                _sparse_kernels.put(places, data.data.ptr, self.ordinal)
                 stream.synchronize()
         return held
 
@@ -298,6 +278,14 @@ class DevicePack(LinkPack):
                     self.ordinal, made, len(slot), write=False
                 )
         return self._launchers[key]
+
+    def _boxes(self, bucket: int) -> _sparse_kernels.Boxes:
+        if bucket not in self._tables:
+            boxes = [
+                (box.at, elements, item) for box, elements, item in self.shapes(bucket)
+            ]
+            self._tables[bucket] = _sparse_kernels.Boxes(boxes, self.ordinal)
+        return self._tables[bucket]
 
     def _upload(self, pointers: np.ndarray, stream: Any) -> Any:
         cp = cupy()

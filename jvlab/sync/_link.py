@@ -228,6 +228,15 @@ class Link:
         """Close the channels, so that another link can hold the pool; the next call opens them again."""
         self._coordinator.let_go(deadline)
 
+    def inject(
+        self, faults: Callable[[Sender], Sender] | None
+    ) -> Callable[[Sender], Sender] | None:
+        """From the next call on the channels are wrapped so, as by `faults=` of connect; returns what wrapped them."""
+        before = self._coordinator.wrap
+        self.let_go(Deadline(ORDER_SECONDS))
+        self._coordinator.wrap = faults
+        return before
+
     def release_shadows(self, deadline: Deadline) -> None:
         """Unmap the shadow buffers of staged syncs before the engines free them."""
         self._coordinator.release_shadows(deadline)
@@ -325,7 +334,8 @@ class Link:
             delta=delta,
         )
 
-    def _require_one_process(self, what: str, instead: str) -> None:
+    def require_one_process(self, what: str, instead: str) -> None:
+        """Raise if the parameters are spread over several processes; `instead` is the remedy."""
         if (processes := self._coordinator.processes) > 1:
             raise Unsupported(
                 f"{what} needs all parameters in one process; these are spread over {processes}",
@@ -341,7 +351,7 @@ class Link:
         `params` must be those of the last sync, which is first checked by digest. The other replicas keep generating,
         and the version does not change.
         """
-        self._require_one_process(
+        self.require_one_process(
             "catch_up",
             "link.sync(params), in every process, gives all replicas a new version",
         )
@@ -382,7 +392,7 @@ class Link:
         """
         from jvlab.sync._publish import Publisher, PublishOptions
 
-        self._require_one_process("publish", "gather the parameters into one")
+        self.require_one_process("publish", "gather the parameters into one")
         deadline = Deadline.of(timeout)
         options = PublishOptions(
             full_every=full_every,
@@ -428,7 +438,7 @@ class Link:
         """The same transaction one tensor or bucket at a time; options as for `sync`, and unit="tensor"|"bucket"."""
         from jvlab.sync._stepper import Stepper
 
-        self._require_one_process("a stepper", "link.sync(params), in every process")
+        self.require_one_process("a stepper", "link.sync(params), in every process")
         chosen = self._options(**options)
         return Stepper(
             self,
@@ -446,7 +456,7 @@ class Link:
         """Compare what the engine holds of a parameter (or of everything a leaf or a slice feeds) with `params`."""
         from jvlab.sync._diff import differences
 
-        self._require_one_process(
+        self.require_one_process(
             "diff", "link.verify(params), in every process, compares digests"
         )
         return differences(self, name, Source.of(self.plan, params), replica)
@@ -518,7 +528,7 @@ class Link:
                 "bisect compares log-probabilities, and an engine returns none of its draft model",
                 remedy="link.verify(params) and link.diff(name, params) compare its weights",
             )
-        self._require_one_process(
+        self.require_one_process(
             "bisect", "connect from one process that holds all parameters"
         )
         return bisect(

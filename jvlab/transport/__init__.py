@@ -1,7 +1,7 @@
 """How the bytes of a plan move: one small interface and its implementations.
 
 >>> jv.transport.NAMES
-('loopback', 'shm', 'tcp', 'disk', 'ipc', 'nccl')
+('loopback', 'shm', 'tcp', 'disk', 'ipc', 'nccl', 'nixl')
 >>> sender, receiver = jv.transport.pair()                     # both ends in this process
 >>> header = jv.transport.Header(version=1, device=0, bucket=0, nbytes=4)
 >>> sender.send(header, lambda memory: memory.__setitem__(slice(None), b"abcd"), deadline=5)

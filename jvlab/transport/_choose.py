@@ -7,7 +7,7 @@ from typing import Any
 from jvlab._errors import ConfigError
 from jvlab.transport._peer import Clock, Receiver, Sender
 
-NAMES = ("loopback", "shm", "tcp", "disk", "ipc", "nccl")
+NAMES = ("loopback", "shm", "tcp", "disk", "ipc", "nccl", "nixl")
 # shm: 1 MiB slots halve the rate, 64 MiB slots add a fifth for 4 times the memory
 SLOT_BYTES = 16 << 20
 SLOTS = 3
@@ -90,7 +90,11 @@ def _check_asked(wanted: str, same_host: bool) -> None:
             "loopback joins two ends in one process, but an engine is another process",
             remedy='use jvlab.transport.pair() in tests; for an engine "auto", "shm", "tcp" or "disk"',
         )
-    if wanted not in ("shm", "tcp", "disk"):
+    if wanted == "nixl":
+        from jvlab.transport._nixl import check_installed
+
+        check_installed()
+    elif wanted not in ("shm", "tcp", "disk"):
         raise ConfigError(
             f"unknown transport {wanted!r}",
             remedy=f'use "auto" or one of {", ".join(NAMES)}',
@@ -174,8 +178,8 @@ def listen(
     """Open the trainer's end of one channel.
 
     `slot_bytes` is the largest bucket, `slots` how many may be in flight. `peer` names the receiver in our errors and
-    `label` names us in its. `host` is the address that tcp and nccl bind to; `directory` and `fsync` apply to disk,
-    `streams` (connections for bytes) and `tls` (if left out: unless `host` is loopback) to tcp.
+    `label` names us in its. `host` is the address that tcp, nccl and nixl bind to; `directory` and `fsync` apply to
+    disk, `streams` (connections for bytes) to tcp, `tls` (if left out: unless `host` is loopback) to tcp and nixl.
 
     >>> sender = jv.transport.listen("loopback")
     >>> receiver = jv.transport.open_receiver(sender.endpoint(), deadline=5)
@@ -190,6 +194,10 @@ def listen(
         from jvlab.transport._tcp import TcpSender
 
         return TcpSender(slot_bytes, slots, peer, label, host, streams, tls)
+    if name == "nixl":
+        from jvlab.transport._nixl import NixlSender
+
+        return NixlSender(slot_bytes, slots, peer, label, host, tls)
     if name == "nccl":
         from jvlab.transport._nccl import NcclSender
 
@@ -228,6 +236,10 @@ def open_receiver(
         from jvlab.transport._tcp import TcpReceiver
 
         return TcpReceiver(endpoint, clock, label)
+    if name == "nixl":
+        from jvlab.transport._nixl import NixlReceiver
+
+        return NixlReceiver(endpoint, clock, label)
     if name == "nccl":
         from jvlab.transport._nccl import NcclReceiver
 

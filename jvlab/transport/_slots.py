@@ -120,12 +120,7 @@ class FramedSocket:
         with self._lock:
             if self._closed:
                 raise closed_here(self.transport)
-            waiter = select.poll()
-            # reported even with unread messages
-            waiter.register(self.sock, getattr(select, "POLLRDHUP", 0))
-            if not waiter.poll(0) and not (
-                isinstance(self.peer, Peer) and self.peer.dead()
-            ):
+            if not self.hung_up():
                 return None
             while message := self._parse():
                 if message[0] == FAIL:
@@ -135,6 +130,15 @@ class FramedSocket:
                 if message[0] == BYE:
                     return closed(self.transport, self.peer)
             return lost(self.transport, self.peer, what)
+
+    def hung_up(self) -> bool:
+        """Whether the peer closed its end or is dead; for any thread, reads nothing."""
+        waiter = select.poll()
+        # reported even with unread messages
+        waiter.register(self.sock, getattr(select, "POLLRDHUP", 0))
+        if waiter.poll(0):
+            return True
+        return isinstance(self.peer, Peer) and self.peer.dead()
 
     def _next(self, what: str) -> tuple[int, bytes] | None:
         if self._closed:
@@ -373,6 +377,9 @@ class SlotSender:
     def _join(self, framed: FramedSocket, clock: Clock) -> None:
         """Build what both sides build together, after WELCOME and before OPEN."""
 
+    def _opened(self, framed: FramedSocket, body: bytes) -> None:
+        """The receiver opened its end, and said this."""
+
     def _push(self, slot: int, nbytes: int) -> None:
         """Start sending a slot's bytes, after its bucket was announced."""
 
@@ -430,6 +437,7 @@ class SlotSender:
         kind, body = framed.get(clock, "open its end")
         if kind != OPEN:
             raise gave_up(self.name, framed.peer, body.decode(errors="replace"))
+        self._opened(framed, body)
         self._framed = framed
         with self._listener_lock:
             if self._listener:
@@ -452,7 +460,13 @@ class SlotSender:
         """Wait for a message."""
         if self._peer_closed:
             raise self._peer_closed
-        self._handle(framed.get(clock, what))
+        try:
+            message = framed.get(clock, what)
+        except TransportError:
+            if self._failure:  # why we hung up ourselves
+                raise self._failure from None
+            raise
+        self._handle(message)
 
     def _handle_pending(self, framed: FramedSocket) -> None:
         """Handle the messages that have already arrived."""
@@ -501,7 +515,7 @@ class SlotReceiver:
             if kind != WELCOME:
                 raise TransportError(f"{self.name}: {sender} did not welcome us")
             self._join(endpoint, clock)
-            self._framed.put(OPEN)
+            self._framed.put(OPEN, self._opening())
         except BaseException as e:
             if isinstance(e, Exception):
                 with contextlib.suppress(TransportError):
@@ -555,6 +569,10 @@ class SlotReceiver:
     def _join(self, endpoint: dict[str, Any], clock: Clock) -> None:
         """Map or build what WELCOME described."""
         raise NotImplementedError
+
+    def _opening(self) -> bytes:
+        """What the sender's `_opened` is told."""
+        return b""
 
     def _pull(self, slot: int, nbytes: int, clock: Clock) -> memoryview:
         """The announced bytes, read-only."""

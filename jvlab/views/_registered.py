@@ -20,7 +20,7 @@ FACES: dict[str, dict[str, str]] = {
         "panel": "panels._batch_panel:BatchPanel.show",
     },
     # the trainer's
-    "Packing": {"figure": "_packing_view:packing_figure"},
+    "Packing": {"figure": "_batch_view:packing_figure"},
     "Policy": {"html": "_cards:facts_html"},
     "Run": {
         "text": "_run_view:run_text",

@@ -214,6 +214,8 @@ def write_private(path: str | Path, text: str) -> Path:
     try:
         with os.fdopen(handle, "w") as out:
             out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
         temporary.replace(file)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -46,6 +46,9 @@ QUICK_SECONDS = 30.0  # deadline of calls that only query or notify
 STOP_SECONDS = 10.0  # for what still runs when a lab is closed
 CHECK_SECONDS = 1.0  # between two checks of a wait
 CLOSE_SECONDS = 10.0  # for a read that was cancelled to end
+RETRY_SECONDS = 0.5
+# calls that may be carried out twice: asked again if the gateway dies meanwhile, and comes back
+REPEATABLE = ("Describe", "Detach", "Logs", "Scale", "Status", "Steer")
 
 
 class BackgroundLoop:
@@ -216,6 +219,9 @@ class Stream(Generic[T]):
 class Client:
     """A channel to one gateway, with its token on every call."""
 
+    # seconds to wait for a gateway that died, as it comes back from its state file; 0: it does not
+    away = 0.0
+
     def __init__(
         self,
         address: str,
@@ -253,6 +259,20 @@ class Client:
             *request, timeout=seconds, metadata=self.metadata
         )
 
+    async def back(self, deadline: Deadline) -> None:
+        """Wait for a gateway that died and comes back, if it is such a one; what is asked then is not lost."""
+        seconds = deadline.within(self.away)
+        ready = grpc.ChannelConnectivity.READY
+        if not self.away or self._channel.get_state(try_to_connect=True) is ready:
+            return
+        try:
+            await asyncio.wait_for(self._channel.channel_ready(), seconds)
+        except TimeoutError:
+            raise errors.GatewayUnreachable(
+                f"the gateway at {self.address} did not come back within {seconds:.3g} s",
+                remedy="start it again with its state file: jvlab gateway --state FILE",
+            ) from None
+
     async def acall(
         self, method: str, request: Any, timeout: float | Deadline = QUICK_SECONDS
     ) -> Any:
@@ -260,9 +280,19 @@ class Client:
         deadline = Deadline.of(timeout)
         if self.owed:
             await self._catch_up(deadline)
-        return await self.guard(
-            self.begin(method, request, deadline=deadline), method, deadline.seconds
-        )
+        while True:
+            await self.back(deadline)
+            try:
+                return await self.guard(
+                    self.begin(method, request, deadline=deadline),
+                    method,
+                    deadline.seconds,
+                )
+            except errors.GatewayUnreachable:
+                again = self.away and method in REPEATABLE
+                if not again or deadline.left() < RETRY_SECONDS:
+                    raise
+            await asyncio.sleep(RETRY_SECONDS)
 
     async def _catch_up(self, deadline: Deadline) -> None:
         """Let the gateway learn of this process's syncs first: what is asked next must not overtake them."""
@@ -288,23 +318,29 @@ class Client:
         try:
             return await awaited
         except grpc.aio.AioRpcError as error:
-            raise translate(error, spaced(what), timeout, self.address) from None
+            raise translate(
+                error, spaced(what), timeout, self.address, self.away
+            ) from None
 
     async def gather(self, method: str, request: Any, deadline: Deadline) -> list[Any]:
         """All messages of a streaming reply."""
+        await self.back(deadline)
         try:
             return [
                 event async for event in self.begin(method, request, deadline=deadline)
             ]
         except grpc.aio.AioRpcError as error:
             raise translate(
-                error, spaced(method), deadline.seconds, self.address
+                error, spaced(method), deadline.seconds, self.address, self.away
             ) from None
 
     async def follow(
-        self, open_stream: Callable[[], Any], take: Callable[[Any], None]
+        self,
+        open_stream: Callable[[], Any],
+        take: Callable[[Any], None],
+        broken: Callable[[], None] = lambda: None,
     ) -> str:
-        """Read a long stream while the gateway lives, reopened when the connection breaks.
+        """Read a long stream while the gateway lives, reopened when the connection breaks; `broken` is told of that.
 
         Returns how the gateway was lost; "" if it ended the stream itself.
         """
@@ -320,14 +356,16 @@ class Client:
                 now = time.monotonic()
                 if code is grpc.StatusCode.DEADLINE_EXCEEDED:
                     continue  # this stream's own deadline: open the next one
+                if failing_since is None:
+                    broken()
                 failing_since = failing_since or now
                 if (
                     code is not grpc.StatusCode.UNAVAILABLE
                     or self.gone()
-                    or now - failing_since > GIVE_UP_SECONDS
+                    or now - failing_since > (self.away or GIVE_UP_SECONDS)
                 ):
                     return f"the gateway at {self.address} went away: {received(error).message}"
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(RETRY_SECONDS)
 
     def close(self) -> None:
         """Close the channel and end the loop; a second call, from any thread, waits for the first."""
@@ -346,9 +384,16 @@ def spaced(method: str) -> str:
 
 
 def translate(
-    error: grpc.aio.AioRpcError, what: str, timeout: float, address: str
+    error: grpc.aio.AioRpcError,
+    what: str,
+    timeout: float,
+    address: str,
+    away: float = 0.0,
 ) -> errors.JvlabError:
-    """Our error for a gRPC one: the error raised on the other side if it was ours, else one chosen by status code."""
+    """Our error for a gRPC one: the error raised on the other side if it was ours, else one chosen by status code.
+
+    away    seconds that a gateway which died is waited for; 0: it does not come back
+    """
     sent = received(error)
     if (raised := rebuild(sent)) is not None:
         return raised
@@ -363,10 +408,13 @@ def translate(
             )
         case code.UNAVAILABLE if sent.ours:  # the gateway answers; a replica does not
             return errors.ReplicaLost(message, remedy=remedy or LOST_REMEDY)
-        case code.UNAVAILABLE:
+        # INTERNAL: a stream broke before its first answer
+        case code.UNAVAILABLE | code.INTERNAL if not sent.ours:
             return errors.GatewayUnreachable(
                 f"the gateway at {address} does not answer: {message}",
-                remedy="it may have ended; start a new lab with jv.Lab(), or jv.Lab.attach() to find another",
+                remedy=f"try again: calls wait up to {away:g} s for it to be started again with its state file"
+                if away
+                else "it may have ended; start a new lab with jv.Lab(), or jv.Lab.attach() to find another",
             )
         case code.DEADLINE_EXCEEDED if sent.ours:
             return errors.DeadlineExceeded(
@@ -520,11 +568,14 @@ class LinkStream:
         seconds = order.seconds
         if self._call is None and not order.HasField("open"):
             raise closed_here()
-        if self._call is None or self._call.done():
+        if not self.is_open:
+            if not order.HasField("open"):
+                raise self._over()
+            await self._client.back(Deadline(seconds))
             self._call = self._client.stub.Link(metadata=self._client.metadata)
             self._writing = asyncio.Lock()
             self._reading = asyncio.Lock()
-        call = self._call  # another thread may call close() at any time
+        call: Any = self._call  # another thread may call close() at any time
         reading = self._reading
         try:
             async with asyncio.timeout(seconds + GRACE):
@@ -545,19 +596,25 @@ class LinkStream:
                 remedy="is its process stopped, or its machine overloaded? sync again when it answers",
             ) from None
         except grpc.aio.AioRpcError as error:
-            raise translate(error, "link", seconds, self._client.address) from None
+            client = self._client
+            raise translate(
+                error, "link", seconds, client.address, client.away
+            ) from None
         except asyncio.InvalidStateError:  # written to a stream that ended meanwhile
             if self._call is not call:
                 raise closed_here() from None
-            raise errors.GatewayUnreachable(
-                f"the link's stream to the gateway at {self._client.address} is over",
-                remedy="sync again, or jv.Lab.attach() if the gateway ended",
-            ) from None
+            raise self._over() from None
         if reply.number != order.number:
             raise errors.SyncError(
                 f"reply {reply.number} to order {order.number}", remedy="sync again"
             )
         return reply
+
+    def _over(self) -> errors.GatewayUnreachable:
+        return errors.GatewayUnreachable(
+            f"the link's stream to the gateway at {self._client.address} is over",
+            remedy="sync again, or jv.Lab.attach() if the gateway ended",
+        )
 
     def close(self) -> None:
         """End the stream. Can be called twice."""

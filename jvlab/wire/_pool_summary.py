@@ -7,6 +7,7 @@ from typing import Any
 
 from jvlab._names import model_words
 from jvlab._states import State, state, worst
+from jvlab.wire import jvlab_pb2 as pb
 
 LEAVING = ("draining", "closed")  # after pool.scale: no longer part of the pool
 
@@ -180,6 +181,18 @@ def _words(replica: Any, words: str) -> str:
     if replica.stage == "restarting":
         return f"restarting ({restart})"
     return f"{words} (restart {restart})"
+
+
+def out_of_sight(snapshot: pb.PoolStatus) -> pb.PoolStatus:
+    """Of a pool whose gateway died and comes back: until it says more, no replica is known to be ready."""
+    unknown = pb.PoolStatus()
+    unknown.CopyFrom(snapshot)
+    for replica in unknown.replicas:
+        if replica.state == pb.READY:
+            replica.state = pb.LOST
+            replica.stage = "lost"
+            replica.cause = "its gateway does not answer"
+    return unknown
 
 
 def is_well(replica: Any, sync: str = "") -> bool:

@@ -56,7 +56,8 @@ _CAUSES = (  # (what gRPC's text has, in words); the first that fits
         "it is out of reach",
     ),
     (
-        r"socket closed|reset by peer|broken pipe|goaway|rst_stream|stream removed|channel .*(clos|shut)|EOF",
+        r"socket closed|reset by peer|broken pipe|goaway|rst_stream|stream removed"
+        r"|error from core|channel .*(clos|shut)|EOF",
         "the connection was closed",
     ),
 )

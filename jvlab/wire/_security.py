@@ -6,6 +6,7 @@ import hmac
 import ipaddress
 import os
 import secrets
+import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,12 @@ class Tls:
     certificate: str
     key: str
 
+    def context(self) -> ssl.SSLContext:
+        """For a server that is not gRPC's."""
+        made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        made.load_cert_chain(self.certificate, self.key)
+        return made
+
     def credentials(self) -> grpc.ServerCredentials:
         try:
             pair = (Path(self.key).read_bytes(), Path(self.certificate).read_bytes())
@@ -85,6 +92,10 @@ def options(
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.so_reuseport", 0),
+        # a peer that was started again is found soon (the default grows to 120 s), and at once by a new channel
+        ("grpc.initial_reconnect_backoff_ms", 250),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+        ("grpc.use_local_subchannel_pool", 1),
     ]
 
 

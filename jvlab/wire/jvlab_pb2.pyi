@@ -133,7 +133,7 @@ class LaunchRequest(_message.Message):
     def __init__(self, pool: _Optional[str] = ..., model: _Optional[str] = ..., replicas: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., load: _Optional[str] = ..., device: _Optional[str] = ..., engine_json: _Optional[str] = ..., env_json: _Optional[str] = ..., routing: _Optional[str] = ..., http: _Optional[bool] = ..., http_port: _Optional[int] = ..., place: _Optional[str] = ..., place_json: _Optional[str] = ..., limits_json: _Optional[str] = ..., http_key: _Optional[bool] = ..., restarts: _Optional[int] = ...) -> None: ...
 
 class LabStatus(_message.Message):
-    __slots__ = ("lab", "pid", "host", "started", "lease_seconds", "holders", "detached", "pools", "version", "public_address", "metrics_url", "fingerprint")
+    __slots__ = ("lab", "pid", "host", "started", "lease_seconds", "holders", "detached", "pools", "version", "public_address", "metrics_url", "fingerprint", "away_seconds")
     LAB_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -146,6 +146,7 @@ class LabStatus(_message.Message):
     PUBLIC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     METRICS_URL_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    AWAY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     lab: str
     pid: int
     host: str
@@ -158,10 +159,11 @@ class LabStatus(_message.Message):
     public_address: str
     metrics_url: str
     fingerprint: str
-    def __init__(self, lab: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., started: _Optional[float] = ..., lease_seconds: _Optional[float] = ..., holders: _Optional[_Iterable[str]] = ..., detached: _Optional[bool] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., version: _Optional[str] = ..., public_address: _Optional[str] = ..., metrics_url: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    away_seconds: float
+    def __init__(self, lab: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., started: _Optional[float] = ..., lease_seconds: _Optional[float] = ..., holders: _Optional[_Iterable[str]] = ..., detached: _Optional[bool] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., version: _Optional[str] = ..., public_address: _Optional[str] = ..., metrics_url: _Optional[str] = ..., fingerprint: _Optional[str] = ..., away_seconds: _Optional[float] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
-    __slots__ = ("pool", "model", "tensor_parallel", "load", "device", "replicas", "closed", "version", "trainer", "sync", "routing", "revision", "http_url", "limits", "paused_by", "asleep_by", "stepping", "http_key")
+    __slots__ = ("pool", "model", "tensor_parallel", "load", "device", "replicas", "closed", "version", "trainer", "sync", "routing", "revision", "http_url", "limits", "paused_by", "asleep_by", "stepping", "https_port", "http_key")
     POOL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
@@ -179,6 +181,7 @@ class PoolStatus(_message.Message):
     PAUSED_BY_FIELD_NUMBER: _ClassVar[int]
     ASLEEP_BY_FIELD_NUMBER: _ClassVar[int]
     STEPPING_FIELD_NUMBER: _ClassVar[int]
+    HTTPS_PORT_FIELD_NUMBER: _ClassVar[int]
     HTTP_KEY_FIELD_NUMBER: _ClassVar[int]
     pool: str
     model: str
@@ -197,8 +200,9 @@ class PoolStatus(_message.Message):
     paused_by: str
     asleep_by: str
     stepping: bool
+    https_port: int
     http_key: bool
-    def __init__(self, pool: _Optional[str] = ..., model: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., load: _Optional[str] = ..., device: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., closed: _Optional[bool] = ..., version: _Optional[int] = ..., trainer: _Optional[str] = ..., sync: _Optional[str] = ..., routing: _Optional[str] = ..., revision: _Optional[int] = ..., http_url: _Optional[str] = ..., limits: _Optional[_Union[CallLimits, _Mapping]] = ..., paused_by: _Optional[str] = ..., asleep_by: _Optional[str] = ..., stepping: _Optional[bool] = ..., http_key: _Optional[bool] = ...) -> None: ...
+    def __init__(self, pool: _Optional[str] = ..., model: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., load: _Optional[str] = ..., device: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., closed: _Optional[bool] = ..., version: _Optional[int] = ..., trainer: _Optional[str] = ..., sync: _Optional[str] = ..., routing: _Optional[str] = ..., revision: _Optional[int] = ..., http_url: _Optional[str] = ..., limits: _Optional[_Union[CallLimits, _Mapping]] = ..., paused_by: _Optional[str] = ..., asleep_by: _Optional[str] = ..., stepping: _Optional[bool] = ..., https_port: _Optional[int] = ..., http_key: _Optional[bool] = ...) -> None: ...
 
 class CallLimits(_message.Message):
     __slots__ = ("n", "prompts", "samples", "tokens")

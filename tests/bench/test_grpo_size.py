@@ -214,7 +214,7 @@ def test_without_a_model_the_small_bench_runs(monkeypatch: pytest.MonkeyPatch):
     assert main(["bench", "grpo", "--device", "cpu"]) == 0
     assert asked == [((15, "cpu"), {"eager": False})]
     with pytest.raises(ConfigError, match="peer"):
-        _grpo._peer_rows("nobody", {})
+        _grpo._peer_rows("nobody", {"device": "cpu"})
 
 
 def test_trl_with_and_without_a_pool(monkeypatch: pytest.MonkeyPatch):
@@ -243,3 +243,50 @@ def test_trl_with_and_without_a_pool(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_grpo, "find_spec", lambda name: None)
     with pytest.raises(MissingDependency, match="needs TRL"):
         _grpo.run_bench_trl(device="cpu")
+
+
+def test_to_the_first_step_cold_and_warm(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """`bench launch --first-step`: each side twice with the same caches, of which nothing is there at first."""
+    asked: list[tuple[str, str]] = []
+    forgotten: list[int] = []
+
+    def rows(side: str, order: dict[str, Any]) -> Any:
+        assert order["first"]
+        assert order["steps"] == 0
+        asked.append((side, order["scratch"]))
+        slow = {"jvlab": 10.0, "trl": 30.0}[side] / len(asked)
+        who = {"jvlab": "jvlab", "trl": "TRL"}[side]
+        yield {"who": who, "tokens": 32, "reached": {"step": slow}}
+
+    monkeypatch.setattr(_grpo, "_rows", rows)
+    monkeypatch.setattr(
+        _grpo, "forget_files", lambda folders: forgotten.append(len(asked))
+    )
+    monkeypatch.setattr(_grpo, "find_spec", lambda name: name)
+    monkeypatch.setattr(_grpo, "resolve", lambda device: device)
+    found = _grpo.run_bench_first_step(device="cuda", tokens=[64], peer="trl")
+    assert [side for side, _ in asked] == ["jvlab", "jvlab", "trl", "trl"]
+    assert len({scratch for _, scratch in asked}) == 2
+    assert forgotten == [0, 2], "before each side's first, and not before its second"
+    assert (found["jvlab_cold_s"], found["jvlab_warm_s"]) == (10.0, 5.0)
+    assert found["vs_trl_ratio_cold"] == pytest.approx(1.0)
+    assert found["vs_trl_ratio_warm"] == pytest.approx(1.5)
+    found = _grpo.run_bench_first_step(device="cpu", peer="trl")
+    assert len(asked) == 6, "TRL has no engine on a CPU"
+    assert "vs_trl_ratio_cold" not in found
+    asked_for: list[Any] = []
+    monkeypatch.setattr(
+        _grpo, "run_bench_first_step", lambda *a: asked_for.append(a) or {}
+    )
+    words = ["--device", "cpu", "--tokens", "8", "--peer", "trl"]
+    assert main(["bench", "launch", "--first-step", *words]) == 0
+    assert asked_for == [(None, None, (8,), "cpu", "trl", False)]
+
+
+def test_forgetting_files_leaves_what_is_in_them(tmp_path: Path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b").write_bytes(b"x" * 10_000)
+    _grpo.forget_files([tmp_path])
+    assert (tmp_path / "a" / "b").read_bytes() == b"x" * 10_000

@@ -68,6 +68,8 @@ def test_a_panel_that_is_still_open_comes_back_to_life(page: LabPage) -> None:
     page.open()
     page.wait(".jv-inspector .jv-row")
     page.fill(".jv-inspector .jv-search", "layers.1 q_proj")
+    # before that, the first row is another tensor's
+    page.until("document.querySelector('.jv-inspector').dataset.shown === '1'")
     page.click(".jv-inspector .jv-row")
     page.wait(".jv-inspector .jv-detail", text="model.layers.1.q_proj.weight")
 

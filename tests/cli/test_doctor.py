@@ -78,6 +78,7 @@ def machine(monkeypatch):
             },
             "cupy": None,
             "nccl": {"torch": None, "trainer": None},
+            "nixl": {"distribution": "nixl-cu13", "version": "1.5.1"},
             "shared_memory": {"total_gib": 8.0, "free_gib": 8.0},
             "open_files": {"soft": 65536, "hard": 65536},
             "disk": {"folder": "/tmp", "free_gib": 100.0},
@@ -153,7 +154,7 @@ def test_looking_imports_none_of_the_heavy_packages():
 def test_without_a_gpu(machine):
     facts = machine()
     works = {name for name, state in facts["transports"].items() if state["works"]}
-    assert works == {"loopback", "shm", "tcp", "disk"}
+    assert works == {"loopback", "shm", "tcp", "nixl", "disk"}
     assert "no GPU (no NVIDIA driver)" in facts["transports"]["ipc"]["why"]
     assert facts["transports"]["nccl"]["install"]
     assert facts["warnings"] == []
@@ -192,6 +193,8 @@ def test_with_a_gpu_and_everything_installed(machine):
             {"nccl"},
             "are not compatible",
         ),
+        ({"nixl": None}, {"nixl"}, "NIXL is not installed"),
+        ({"nixl": RuntimeError("libucp.so.0")}, {"nixl"}, "does not load"),
         ({"shared_memory": OSError("no /dev/shm")}, {"shm"}, "no /dev/shm"),
         ({"disk": OSError("read-only")}, {"disk"}, "not writable"),
         ({"packages": {"safetensors": None}}, {"disk"}, "safetensors is not installed"),

@@ -107,22 +107,27 @@ class FakeReplica(rpc.RolloutServicer):
         await self.register()
         while True:
             await asyncio.sleep(self.every / 2)
-            # before the look at `silent`: who sets that waits for this
-            self.in_beat = True
-            if not self.silent:
-                request = pb.BeatRequest(
-                    replica=self.name, epoch=self.epoch, stats=self.stats()
-                )
-                stub = rpc.RegistryStub(self.channel)
-                if (
-                    await stub.Beat(
-                        request,
-                        timeout=60,
-                        metadata=_security.authorization(self.token),
-                    )
-                ).fenced:
-                    self.fenced += 1
-                    await self.register()
+            # its gateway died: it may be started again
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await self.beat_once()
+
+    async def beat_once(self) -> None:
+        # before the look at `silent`: who sets that waits for this
+        self.in_beat = True
+        try:
+            if self.silent:
+                return
+            request = pb.BeatRequest(
+                replica=self.name, epoch=self.epoch, stats=self.stats()
+            )
+            reply = await rpc.RegistryStub(self.channel).Beat(
+                request, timeout=60, metadata=_security.authorization(self.token)
+            )
+            if reply.fenced:
+                self.fenced += 1
+                self.epoch = 0
+                await self.register()
+        finally:
             self.in_beat = False
 
     async def check(self, epoch: int, context: Any) -> None:
@@ -369,6 +374,7 @@ class FakeLab:
         lease: float = 60.0,
         max_message: int = _security.MAX_MESSAGE,
         metrics_port: int | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
         self.folder, self.token = folder, "secret"
         self._loop = asyncio.new_event_loop()
@@ -381,7 +387,12 @@ class FakeLab:
         async def run() -> None:
             # Heartbeats are sent every 0.1 s; a busy machine may delay them for seconds without a replica being lost.
             options = GatewayOptions(
-                lease, 0.2, 20, metrics_port=metrics_port, max_message=max_message
+                lease,
+                0.2,
+                20,
+                host,
+                metrics_port=metrics_port,
+                max_message=max_message,
             )
             await _serve.serve(
                 folder, "fake", self.token, options, signals=False, make=make

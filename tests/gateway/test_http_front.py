@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -22,6 +24,7 @@ import jvlab as jv
 from jvlab import errors
 from jvlab.gateway import _http_front
 from jvlab.wire import _security
+from tests.gateway.cluster.test_join import own_address
 from tests.gateway.fake_http import HttpFakeReplica
 from tests.gateway.fake_lab import FakeLab
 from tests.waiting import until
@@ -439,3 +442,58 @@ def test_nothing_of_it_runs_after_the_lab(
     assert not [t for t in threading.enumerate() if t is fake_lab.thread]
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+@pytest.mark.parametrize("wildcard", [False, True])
+def test_from_another_host_it_is_over_tls(
+    tmp_path: Path, llama: str, monkeypatch: pytest.MonkeyPatch, wildcard: bool
+):
+    """With the lab's certificate and its token; in clear text only on loopback."""
+    address = own_address()
+    monkeypatch.setattr("tests.gateway.fake_lab.FakeReplica", HttpFakeReplica)
+    monkeypatch.setattr(
+        "jvlab.lab._launch_settings.resolve_device", lambda device: "cpu"
+    )
+    lab = FakeLab(tmp_path, host="0.0.0.0" if wildcard else address)
+    try:
+        port = lab.gateway.public_address.rpartition(":")[2]
+        certificate = tmp_path / "cert.pem"
+        far = jv.Lab.attach(
+            f"{address}:{port}", lab.token, fingerprint=lab.gateway.fingerprint
+        )
+        near = jv.Lab.attach(lab.address, lab.token)
+        pool = far.launch(llama, name="p", http=True, http_key=True).wait(60)
+        url = pool.http_url
+        assert url.startswith(f"https://{address}:")
+        here = near.pools["p"].http_url
+        assert here.startswith("http://127.0.0.1:")
+        # a client that cannot know the certificate's name checks the certificate itself
+        context = ssl.create_default_context(cafile=str(certificate))
+        context.check_hostname = not wildcard
+        token = {"Authorization": f"Bearer {lab.token}"}
+        body = {"model": "fake", "prompt": "x"}
+        for base, verify in ((url, context), (here, True)):
+            with httpx.Client(verify=verify, timeout=60) as http:
+                ask = partial(http.post, f"{base}/completions", json=body)
+                assert ask().status_code == 401
+                assert ask(headers=token).json()["choices"][0]["text"] == "p/0"
+        # a key in a URL generates on this machine only
+        keyed = httpx.BasicAuth(
+            *httpx.URL(near.pools["p"].http_key_url).userinfo.decode().split(":")
+        )
+        with httpx.Client(verify=context, auth=keyed, timeout=60) as http:
+            assert http.post(f"{here}/completions", json=body).status_code == 200
+            assert http.post(f"{url}/completions", json=body).status_code == 401
+        with pytest.raises(httpx.ConnectError, match="certificate"):
+            patient_post(f"{url}/completions", json=body, headers=token)
+        with pytest.raises(httpx.TransportError):
+            patient_get(url.replace("https", "http"), headers=token)
+        if not wildcard:  # loopback's port is not open there in clear text
+            assert url.rpartition(":")[2] == here.rpartition(":")[2]
+        pool.close()
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(url, headers=token, verify=context, timeout=60)
+        for client in (near, far):
+            client._leave()
+    finally:
+        lab.end()

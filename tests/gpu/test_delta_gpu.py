@@ -41,10 +41,11 @@ def test_the_kernels_do_what_numpy_does(item: int, share: float) -> None:
     wanted = np.zeros(total, np.uint8)
     _sparse.pack_box(part, new, positions, wanted)
     now = cp.asarray(new.view(np.uint8))
-    mask, until = _sparse_kernels.differing(now, cp.asarray(old.view("u1")), item, 0)
-    assert int(until[-1]) == len(positions)
+    table = _sparse_kernels.Boxes([(0, old.size, item)], 0)
+    mask, until, counts = table.differing(now, cp.asarray(old.view("u1")))
+    assert counts == [len(positions)]
     out = cp.zeros(total, np.uint8)
-    _sparse_kernels.fill(part, now, mask, until, out, 0)
+    table.fill([part], now, mask, until, out)
     np.testing.assert_array_equal(out.get(), wanted)
     if part.whole or not part.count:
         return
@@ -53,8 +54,8 @@ def test_the_kernels_do_what_numpy_does(item: int, share: float) -> None:
     memory[:, 5:72] = old.reshape(shape).T
     engine = cp.asarray(memory)
     memory[:, 5:72] = new.reshape(shape).T
-    where = (5, shape, (1, 80))
-    _sparse_kernels.put(part, out.data.ptr, 0, engine.data.ptr, *where)
+    place = _sparse_kernels.Place(part, engine.data.ptr, 5, shape, (1, 80))
+    _sparse_kernels.put([place], out.data.ptr, 0)
     np.testing.assert_array_equal(engine.get(), memory)
 
 

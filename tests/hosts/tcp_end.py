@@ -1,4 +1,4 @@
-"""One end of a tcp channel, in a process of its own: `tcp_end.py send|take`, endpoints and results as lines of JSON."""
+"""One end of a channel, in a process of its own: `tcp_end.py send|take`, endpoints and results as lines of JSON."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from typing import Any
 from jvlab._errors import TransportError
 from jvlab.transport import Header, listen, open_receiver
 
+OPENING = 300.0  # seconds
+
 
 def say(**values: Any) -> None:
     print(json.dumps(values), flush=True)
 
 
-def send(host: str, count: int, nbytes: int, deadline: float, **options: Any) -> None:
-    sender = listen("tcp", slot_bytes=nbytes, slots=3, host=host, **options)
+def send(
+    transport: str, host: str, count: int, nbytes: int, deadline: float, **options: Any
+) -> None:
+    sender = listen(transport, slot_bytes=nbytes, slots=3, host=host, **options)
     say(endpoint=sender.endpoint())
-    sender.ready(deadline)
+    sender.ready(OPENING)
     data = bytes(range(256)) * (nbytes // 256)
     start = time.monotonic()
     for k in range(count):
@@ -34,7 +38,7 @@ def fill(view: memoryview, data: bytes) -> None:
 
 
 def take(endpoint: dict[str, Any], count: int, deadline: float) -> None:
-    receiver = open_receiver(endpoint, deadline)
+    receiver = open_receiver(endpoint, OPENING)
     say(open=True)
     for k in range(count):
         bucket = receiver.recv(deadline)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,48 +19,122 @@ pytestmark = [pytest.mark.engine, pytest.mark.soak]
 PORT = 7711
 
 
-def test_three_hosts(hosts: Callable[[int], list[Host]], tmp_path: Path):
-    model = jv.models.tiny("llama")
-    gateway, engine, trainer = hosts(3)
-    secrets = tmp_path / "tls"
-    token = tmp_path / "token"
-    address = f"{gateway.address}:{PORT}"
-    common = ["-m", "jvlab"]
-    serving = [*common, "gateway", "--host", gateway.address, "--port", str(PORT)]
-    serving += [
-        "--tls-dir",
-        str(secrets),
-        "--token-file",
-        str(token),
-        "--place",
-        "join",
-    ]
-    gateway.python(*serving, "--folder", str(tmp_path / "gateway"))
-    started = lambda: token.exists() and (secrets / "cert.pem").exists()
+def served(host: Host, folder: Path, *options: str) -> tuple[str, Path, Path]:
+    """A gateway on a host: its address, its token's file, its certificate."""
+    address = f"{host.address}:{PORT}"
+    token = folder / "token"
+    certificate = folder / "tls" / "cert.pem"
+    words = ["-m", "jvlab", "gateway", "--host", host.address, "--port", str(PORT)]
+    words += ["--tls-dir", str(folder / "tls"), "--token-file", str(token)]
+    host.python(*words, "--folder", str(folder / "gateway"), *options)
+    started = lambda: token.exists() and certificate.exists()
     until(started, "the gateway's start", 300, 0.1)
-    joining = [*common, "rollout", "--gateway", address, "--token-file", str(token)]
-    joining += ["--tls-dir", str(secrets), "--folder", str(tmp_path / "replica")]
+    return address, token, certificate
+
+
+@contextlib.contextmanager
+def trained(hosts: list[Host], folder: Path, *arguments: str) -> Iterator[Any]:
+    """A gateway, a replica and a trainer on hosts of their own: (the replica, the trainer's script)."""
+    gateway, engine, trainer = hosts
+    address, token, certificate = served(gateway, folder, "--place", "join")
+    joining = ["-m", "jvlab", "rollout", "--gateway", address]
+    joining += ["--token-file", str(token), "--tls-dir", str(certificate.parent)]
+    joining += ["--folder", str(folder / "replica")]
     replica = engine.python(*joining)
-    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     script = trainer.python(
         *("-m", "tests.hosts.trainer_script", address, token.read_text().strip()),
-        *(str(secrets / "cert.pem"), model),
+        *(str(certificate), *arguments),
         env={"JAX_PLATFORMS": "cpu"},
-        **streams,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    yield replica, script
+    assert script.wait(120) == 0
+
+
+def test_three_hosts(hosts: Callable[[int], list[Host]], tmp_path: Path):
+    names = hosts(3)
+    with trained(names, tmp_path, jv.models.tiny("llama")) as (replica, script):
+        facts = json.loads(script.stdout.readline())
+        assert facts["transport"] == "tcp", facts
+        assert "different hosts" in facts["reason"]
+        assert facts["verified"] == [True, True]
+        assert facts["versions"] == [[1], [2]]
+        assert facts["moved"]
+        assert facts["still"]
+        assert facts["replicas"] == [names[1].name]
+        replica.terminate()
+        replica.wait(120)
+        script.stdin.write("\n")
+        script.stdin.flush()
+        assert json.loads(script.stdout.readline()) != "ready"
+
+
+@pytest.mark.parametrize("live", ["0", "1"])
+def test_changes_over_a_gigabit(
+    hosts: Callable[[int], list[Host]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    live: str,
+):
+    """1 % of 1.2 GB, and all of it, over a link of 1 Gbit/s, into an engine that packs its weights and one that does
+    not; prints what each took."""
+    names = hosts(3)
+    names[1].shape("1gbit")
+    size = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 18}
+    size |= {"vocab_size": 32_000, "tie_word_embeddings": False}
+    model = jv.models.tiny("llama", tmp_path / "model", **size)
+    with trained(names, tmp_path, model, "0.01", live) as (_, script):
+        row = json.loads(script.stdout.readline())
+    with capsys.disabled():
+        print(json.dumps(row))
+    assert row["transport"] == "tcp"
+    assert row["full_bytes"] > 1.1e9
+    assert not row["why_full"]
+    assert 0.009 < row["changed"] < 0.011
+    assert row["delta_bytes"] < 0.03 * row["full_bytes"]
+
+
+def test_http_from_another_host(
+    hosts: Callable[[int], list[Host]], tmp_path: Path
+) -> None:
+    """OpenAI's client on a host without an engine: over TLS, with the token, and refused without either."""
+    serving, asking = hosts(2)
+    address, token, certificate = served(serving, tmp_path)
+    script = asking.python(
+        *("-c", ASK, address, token.read_text().strip(), str(certificate)),
+        jv.models.tiny("llama"),
+        stdout=subprocess.PIPE,
     )
     assert script.stdout is not None
-    assert script.stdin is not None
     facts = json.loads(script.stdout.readline())
-    assert facts["transport"] == "tcp", facts
-    assert "different hosts" in facts["reason"]
-    assert facts["verified"] == [True, True]
-    assert facts["versions"] == [[1], [2]]
-    assert facts["moved"]
-    assert facts["still"]
-    assert facts["replicas"] == [engine.name]
-    replica.terminate()
-    replica.wait(120)
-    script.stdin.write("\n")
-    script.stdin.flush()
-    assert json.loads(script.stdout.readline()) != "ready"
     assert script.wait(120) == 0
+    assert facts["url"].startswith(f"https://{serving.address}:")
+    assert facts["tokens"] == 5
+    assert facts["without a token"] == 401
+    assert facts["without the certificate"] == "APIConnectionError"
+
+
+ASK = """
+import json, ssl, sys, httpx, openai
+import jvlab as jv
+address, token, certificate, model = sys.argv[1:]
+lab = jv.Lab.attach(address, token, tls_ca=certificate)
+pool = lab.launch(model, http=True).wait(400)
+known = httpx.Client(verify=ssl.create_default_context(cafile=certificate), timeout=120)
+ask = lambda **options: openai.OpenAI(base_url=pool.http_url, max_retries=0, **options).completions.create(
+    model=model, prompt="Once", max_tokens=5, extra_body={"ignore_eos": True})
+facts = {"url": pool.http_url}
+facts["tokens"] = ask(api_key=token, http_client=known).usage.completion_tokens
+try:
+    ask(api_key="another", http_client=known)
+except openai.APIStatusError as error:
+    facts["without a token"] = error.status_code
+try:
+    ask(api_key=token)
+except openai.OpenAIError as error:
+    facts["without the certificate"] = type(error).__name__
+print(json.dumps(facts), flush=True)
+pool.close()
+lab.close()
+"""

@@ -16,6 +16,7 @@ import pytest
 import jvlab as jv
 from jvlab import errors
 from jvlab._deadline import Deadline
+from jvlab.bench._delta import run_bench_adam
 from jvlab.layout import _sparse
 from jvlab.sync._connections import Connections
 from jvlab.sync._pack import LinkPack
@@ -426,3 +427,14 @@ def test_adapters(lab: jv.Lab, live: jv.Pool, policy: Any) -> None:
         report = link.sync(params, delta="auto")
         assert not report.delta
         assert link.verify(params).ok
+
+
+@pytest.mark.soak
+def test_real_steps_of_adam(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`jvlab bench sync --delta --adam`: the first step moves every value, later ones fewer that round to others."""
+    facts = run_bench_adam(2, llama, "cpu")
+    assert "step 2" in capsys.readouterr().out
+    slow, slower, fast, faster = (row["changed"] for row in facts["rows"])
+    assert 0 < slower < slow < fast < 0.5
+    assert slower < faster
+    assert all(r["delta_bytes"] < r["full_bytes"] for r in facts["rows"])

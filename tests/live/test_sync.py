@@ -11,11 +11,12 @@ import pytest
 
 import jvlab as jv
 from jvlab import errors
+from jvlab.transport._nixl import installed
 
 pytestmark = pytest.mark.engine
 
 MESHES = [{"fsdp": 1}, {"fsdp": 2}, {"fsdp": 3}, {"fsdp": 2, "tp": 2}, {"fsdp": 6}]
-TRANSPORTS = ["shm", "tcp", "disk"]
+TRANSPORTS = ["shm", "tcp", "disk", *(["nixl"] if installed() else [])]
 PROMPT = [5, 6, 7, 8, 9]
 # family, tensor parallel, dtype; live weights, so that every parameter can be read back and compared
 ENGINES = [
@@ -99,11 +100,12 @@ def engine(
 
 
 def covering(at: int) -> list[tuple[str, dict[str, int]]]:
-    """Of the product with engines: every engine with every transport, these with three meshes each."""
+    """Of the product with engines: every engine with every transport, and two engines see every mesh."""
     pairs = [
         (TRANSPORTS[(at + m) % len(TRANSPORTS)], axes) for m, axes in enumerate(MESHES)
     ]
-    return pairs[::2] if at else pairs[1:4]
+    count = len(TRANSPORTS)
+    return pairs[-count:] if at else pairs[:count]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ import psutil
 import pytest
 
 import jvlab as jv
+from jvlab.cli._cli import main
 from jvlab.wire.processes._labs import stop_lab
 from jvlab.wire.processes._warm import OF_A_LAB
 from tests.conftest import process_tree, scratch_of, wait_for_exit
@@ -160,3 +162,14 @@ def test_labs_share_what_jvlab_warm_has_imported(
             lab.close()
     assert not wait_for_exit(everything, 60)
     assert host.is_running()
+
+
+@pytest.mark.soak
+def test_to_the_first_step_for_real(capsys: pytest.CaptureFixture[str]):
+    assert main(["bench", "launch", "--first-step", "--tokens", "8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    for run in found["runs"]:
+        reached = run["reached"]
+        assert set(reached) == {"imports", "policy", "engine", "link", "step"}
+        assert list(reached.values()) == sorted(reached.values())
+    assert found["jvlab_cold_s"] > found["jvlab_warm_s"] > 0

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from jvlab.transport import Sender, listen
+from jvlab.transport._nixl import installed
 from tests.transport.other_end import LABEL, Local, Remote
 
 MAKE = {
@@ -51,6 +52,14 @@ def others() -> Iterator[None]:
     yield
     while _idle:
         _idle.pop().stop()
+
+
+@pytest.fixture(autouse=True)
+def nixl_is_here(request: pytest.FixtureRequest) -> None:
+    """Skips tests of `nixl` on a machine without it."""
+    call = getattr(request.node, "callspec", None)
+    if call and call.params.get("transport") == "nixl" and not installed():
+        pytest.skip("nixl is not installed: pip could not get it (see make setup)")
 
 
 @pytest.fixture

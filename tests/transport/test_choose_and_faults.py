@@ -53,6 +53,20 @@ def test_impossible_choice(
     assert remedy in caught.value.remedy
 
 
+def test_nixl_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jvlab.transport._nixl.PACKAGES", ("nixl_of_nobody",))
+    endpoint = {"transport": "nixl"}
+    for use in (
+        lambda: choose("nixl", True, "cpu", MIB, MIB),
+        lambda: listen("nixl"),
+        lambda: open_receiver(endpoint, 1),
+    ):
+        with pytest.raises(ConfigError, match="not installed here") as caught:
+            use()
+        assert 'pip install "jvlab[nixl]"' in caught.value.remedy
+        assert 'transport="tcp"' in caught.value.remedy
+
+
 def test_bytes_of_a_gpu_cross_host_memory() -> None:
     assert "cuda cross host memory" in choose("auto", True, "cuda", 100 * MIB, MIB)[1]
 

@@ -23,7 +23,7 @@ from tests.transport.other_end import LABEL, Remote, pattern
 
 pytestmark = pytest.mark.slow
 
-BETWEEN = ["shm", "tcp", "disk"]  # processes
+BETWEEN = ["shm", "tcp", "disk", "nixl"]  # processes
 SLOT = MAKE["slot_bytes"]
 
 
@@ -340,7 +340,8 @@ def test_a_killed_sender_ends_recv(
         receiver.close()
 
 
-@pytest.mark.parametrize("transport", ["shm", "disk"])  # tcp: the next test
+# tcp and nixl: the next test
+@pytest.mark.parametrize("transport", ["shm", "disk"])
 def test_what_was_sent_before_the_kill_is_whole(
     transport: str, folder: Path, clean: None, remote: Callable[[], Remote]
 ) -> None:
@@ -362,12 +363,13 @@ def test_what_was_sent_before_the_kill_is_whole(
         receiver.close()
 
 
-def test_tcp_bytes_announced_and_never_sent(
-    folder: Path, clean: None, remote: Callable[[], Remote]
+@pytest.mark.parametrize("transport", ["tcp", "nixl"])
+def test_bytes_announced_and_never_sent(
+    transport: str, folder: Path, clean: None, remote: Callable[[], Remote]
 ) -> None:
     other = remote()
     endpoint = other.call(
-        "listen", transport="tcp", **{**MAKE, "slot_bytes": 64 << 20}
+        "listen", transport=transport, **{**MAKE, "slot_bytes": 64 << 20}
     ).ok()
     ready = other.start("ready", deadline=300)
     receiver = open_receiver(endpoint, 300)
@@ -471,7 +473,7 @@ def test_an_interrupt_while_sending(
     assert answer["seconds"] < 2 + BUSY
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "nixl"])
 def test_a_visitor_without_the_token_is_turned_away(
     transport: str, folder: Path, senders: list[Sender], remote: Callable[[], Remote]
 ) -> None:
@@ -489,11 +491,12 @@ def test_a_visitor_without_the_token_is_turned_away(
     assert rank.call("take", count=1, deadline=30).ok()[0]["right"]
 
 
-def test_tcp_listens_on_loopback_only(
-    clean: None, remote: Callable[[], Remote]
+@pytest.mark.parametrize("transport", ["tcp", "nixl"])
+def test_on_loopback_nothing_listens_elsewhere(
+    transport: str, clean: None, remote: Callable[[], Remote]
 ) -> None:
     other = remote()
-    endpoint = other.call("listen", transport="tcp", **MAKE).ok()
+    endpoint = other.call("listen", transport=transport, **MAKE).ok()
     ready = other.start("ready", deadline=300)
     seen = set()
     receiver = open_receiver(endpoint, 300)
@@ -506,3 +509,58 @@ def test_tcp_listens_on_loopback_only(
         }
     receiver.close()
     assert seen <= {"127.0.0.1", "::1"}, seen
+    assert bool(seen) is (transport == "nixl"), "tcp stops when its end is open"
+
+
+@pytest.mark.parametrize("transport", ["nixl"])
+@pytest.mark.parametrize("end", ["killed", "closed", "stopped"])
+def test_a_receiver_that_goes_in_the_middle_of_a_write(
+    end: str, transport: str, senders: list[Sender], remote: Callable[[], Remote]
+) -> None:
+    """NIXL's own deadlines are long: ours, or the control socket, end the wait; and closing waits for no write."""
+    size = 256 << 20
+    sender = listen(transport, **{**MAKE, "slot_bytes": size})
+    senders.append(sender)
+    other = remote()
+    opening = other.start("open", endpoint=sender.endpoint(), deadline=300)
+    sender.ready(300)
+    opening.result(300).ok()
+    # nobody takes it, so that it can't end
+    sender.send(Header(7, 2, 0, size), lambda view: None, 30)
+    time.sleep(0.3)
+    if end == "killed":
+        other.kill()
+    elif end == "closed":
+        other.call("close").ok()
+    else:
+        other.signal(signal.SIGSTOP)
+    try:
+        reason = {"killed": "lost", "closed": "closed", "stopped": "deadline"}[end]
+        deadline = 1.0 if end == "stopped" else 60.0
+        with raises(reason, LABEL, within=4):
+            sender.flush(deadline)
+        started = time.monotonic()
+        sender.close()
+        assert time.monotonic() - started < 5 + BUSY
+    finally:
+        other.signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("transport", ["nixl"])
+def test_a_write_that_fails_is_told_and_ends_both_waits(
+    transport: str, senders: list[Sender], remote: Callable[[], Remote]
+) -> None:
+    sender: Any = listen(transport, **MAKE)
+    senders.append(sender)
+    other = remote()
+    opening = other.start("open", endpoint=sender.endpoint(), deadline=300)
+    sender.ready(300)
+    opening.result(300).ok()
+    taking = other.start("take", count=1, deadline=60)
+    sender._writer._there.clear()  # NIXL is given no place to write to
+    send(sender, 0)
+    with raises("failed", LABEL, "could not be written", within=4):
+        sender.flush(30)
+    with raises("failed", "could not be written", within=1):
+        send(sender, 1)
+    assert taking.result(60)["reason"] == "lost"

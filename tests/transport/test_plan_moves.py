@@ -13,7 +13,7 @@ from tests.transport.plan_ends import DEVICES, RANKS, digest, make
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm", "disk"])
+@pytest.mark.parametrize("transport", ["tcp", "shm", "disk", "nixl"])
 def test_three_to_two(
     transport: str, clean: None, remote: Callable[[], Remote]
 ) -> None:

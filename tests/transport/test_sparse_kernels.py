@@ -13,23 +13,24 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jvlab._errors import Unsupported
 from jvlab.layout import _sparse
 from jvlab.transport import _sparse_kernels
 from tests.transport.ipc_emulator import COMPILER
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
-# All lanes vote at one point: a first run of a warp collects the votes, a second one reads them.
+# The n-th vote of a lane is the n-th of all: a first run of a warp collects the votes, a second one reads them.
 SHIM = r"""
 #define __device__
 #define __global__
 struct Index { unsigned x; };
 static Index threadIdx, blockIdx, blockDim;
-static unsigned collected;
+static unsigned collected[64], votes;
 static bool reads;
 static int __popc(unsigned x) { return __builtin_popcount(x); }
 static unsigned __ballot_sync(unsigned, bool vote) {
-  if (!reads) collected |= (unsigned)vote << (threadIdx.x & 31);
-  return collected;
+  if (!reads) collected[votes] |= (unsigned)vote << (threadIdx.x & 31);
+  return collected[votes++];
 }
 """
 RUN = r"""
@@ -37,23 +38,20 @@ template <class Call> void run(unsigned blocks, unsigned threads, Call call) {
   blockDim.x = threads;
   for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
     for (unsigned warp = 0; warp < threads; warp += 32) {
-      collected = 0;
+      for (unsigned& word : collected) word = 0;
       for (int again = 0; again < TURNS; ++again) {
         reads = again == 1;
-        for (unsigned lane = 0; lane < 32; ++lane) { threadIdx.x = warp + lane; call(); }
+        for (unsigned lane = 0; lane < 32; ++lane) { threadIdx.x = warp + lane; votes = 0; call(); }
       }
     }
 }
 #define KERNEL(name, parameters, arguments) \
   extern "C" void run_##name parameters { run(blocks, threads, [&] { name arguments; }); }
 #define B unsigned blocks, unsigned threads
-KERNEL(compare, (B, const W* a, const W* b, unsigned n, unsigned* m, unsigned* c), (a, b, n, m, c))
-KERNEL(count_bits, (B, const unsigned* m, unsigned n, unsigned* c), (m, n, c))
-KERNEL(gather, (B, const W* a, unsigned n, const unsigned* m, const unsigned* u, unsigned* p, W* v), (a, n, m, u, p, v))
-KERNEL(put_listed, (B, const unsigned* p, const W* v, unsigned c, unsigned n, W* o, u64 at, int k, const long long* b),
-       (p, v, c, n, o, at, k, b))
-KERNEL(put_masked, (B, const unsigned* m, const unsigned* u, const W* v, unsigned c, unsigned n, W* o, u64 at, int k,
-       const long long* b), (m, u, v, c, n, o, at, k, b))
+KERNEL(compare, (B, const W* a, const W* b, const i64* r, int n, u32* m, u32* c), (a, b, r, n, m, c))
+KERNEL(gather, (B, const W* a, const u32* m, const u32* u, const i64* r, int n, unsigned char* o), (a, m, u, r, n, o))
+KERNEL(count_bits, (B, const unsigned char* d, const i64* r, int n, u32* c), (d, r, n, c))
+KERNEL(put, (B, const unsigned char* d, const u32* u, const i64* r, int n), (d, u, r, n))
 """
 C_TYPES = {
     "uint32": ctypes.c_uint32,
@@ -110,50 +108,86 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         empty=lambda n, dtype: on_device(np.full(n, 0x5A, dtype)),
         asarray=on_device,
         cumsum=lambda x, dtype: np.cumsum(x, dtype=dtype),
+        asnumpy=np.asarray,
         cuda=SimpleNamespace(
             Device=lambda _: nullcontext(), get_current_stream=lambda: stream
         ),
     )
     monkeypatch.setattr(_sparse_kernels, "cupy", lambda: fake)
     monkeypatch.setattr(_sparse_kernels, "_kernel", emulated(tmp_path))
-    _sparse_kernels._box.cache_clear()
-    yield _sparse_kernels
-    _sparse_kernels._box.cache_clear()
+    return _sparse_kernels
 
 
-@pytest.mark.parametrize("item", [1, 2, 4, 8])
-def test_the_kernels_do_what_numpy_does(kernels: Any, item: int) -> None:
-    drawn = np.random.default_rng(item)
-    shape = (13, 7, 47)  # neither whole warps nor whole blocks
-    old = drawn.integers(0, 256, 13 * 7 * 47 * item, np.uint8).view(f"u{item}")
-    for share in (0.0, 0.004, 0.3, 1.0):
-        changes = drawn.random(old.size) < share
-        new = np.where(changes, old ^ old.dtype.type(1), old)
-        positions = _sparse.changed(new, old.view(np.uint8))
-        assert len(positions) == changes.sum()
-        (part,), total = _sparse.sections([len(positions)], [old.size], [item])
-        wanted = np.zeros(total, np.uint8)
-        _sparse.pack_box(part, new, positions, wanted)
-        now = on_device(new.view(np.uint8))
-        held = on_device(old.view(np.uint8))
-        mask, until = kernels.differing(now, held, item, 0)
-        assert int(until[-1]) == len(positions)
-        out = on_device(np.zeros(total, np.uint8))
-        kernels.fill(part, now, mask, until, out, 0)
-        np.testing.assert_array_equal(out, wanted)
-        if part.whole or not part.count:
-            continue
-        # with its axes in another order, in a larger tensor
-        memory = np.zeros((47, 9, 20), f"u{item}")
-        memory[:, 1:8, 5:18] = old.reshape(shape).transpose(2, 1, 0)
-        engine = on_device(memory)
-        memory[:, 1:8, 5:18] = new.reshape(shape).transpose(2, 1, 0)
-        where = (25, shape, (1, 20, 180))
-        kernels.put(part, out.ctypes.data, 0, engine.ctypes.data, *where)
-        np.testing.assert_array_equal(engine, memory)
-        # one that names an element outside of its box writes nothing there
-        if not part.masked:
-            out[part.at : part.at + 4].view(np.uint32)[0] = old.size
-            before = engine.copy()
-            kernels.put(part, out.ctypes.data, 0, engine.ctypes.data, *where)
-            np.testing.assert_array_equal(engine, before)
+def test_the_kernels_do_what_numpy_does(kernels: Any) -> None:
+    """A bucket of boxes of every width: a small and a large one, each changed by another share, and one not at all."""
+    drawn = np.random.default_rng(0)
+    shapes = [(5,), (13, 7, 147), (3, 31), (2, 70, 1), (64, 160)]
+    boxes = []
+    at = 0
+    for item in (2, 8, 1, 4, 2):
+        for shape in shapes:
+            elements = int(np.prod(shape))
+            boxes.append((at, elements, item))
+            at += _sparse.aligned(elements * item)
+    old = drawn.integers(0, 256, at, np.uint8)
+    new = old.copy()
+    shares = (0.004, 0.3, 0.0, 1.0, 0.02, 0.5, 0.01)
+    for k, (begin, elements, item) in enumerate(boxes):
+        words = new[begin : begin + elements * item].view(f"u{item}")
+        words[drawn.random(elements) < shares[k % len(shares)]] ^= 1
+    values = [new[b : b + n * item].view(f"u{item}") for b, n, item in boxes]
+    held = [old[b : b + n * item] for b, n, item in boxes]
+    positions = [_sparse.changed(v, h) for v, h in zip(values, held, strict=True)]
+    counts = [len(where) for where in positions]
+    _, elements, items = (list(column) for column in zip(*boxes, strict=True))
+    parts, total = _sparse.sections(counts, elements, items)
+    modes = {kernels._mode(part) for part in parts}
+    assert modes == {kernels.NOTHING, kernels.LISTED, kernels.MASKED, kernels.WHOLE}
+    wanted = np.zeros(total, np.uint8)
+    for part, numbers, where in zip(parts, values, positions, strict=True):
+        _sparse.pack_box(part, numbers, where, wanted)
+
+    table = kernels.Boxes(boxes, 0)
+    now = on_device(new)
+    mask, until, found = table.differing(now, on_device(old))
+    assert found == counts
+    out = on_device(np.zeros(total, np.uint8))
+    table.fill(parts, now, mask, until, out)
+    np.testing.assert_array_equal(out, wanted)
+
+    # each box in a larger tensor of its own, with its axes in another order
+    engine = []
+    after = []
+    places = []
+    for k, ((begin, size, item), part) in enumerate(zip(boxes, parts, strict=True)):
+        a, b, c = (*shapes[k % len(shapes)], 1, 1)[:3]
+        memory = np.zeros((c, b + 2, a + 7), f"u{item}")
+        inside = np.s_[:, 1 : b + 1, 5 : a + 5]
+        dense = old[begin : begin + size * item].view(f"u{item}").reshape(a, b, c)
+        memory[inside] = dense.transpose(2, 1, 0)
+        engine.append(on_device(memory))
+        memory[inside] = values[k].reshape(a, b, c).transpose(2, 1, 0)
+        after.append(memory)
+        first = (a + 7) + 5
+        strides = (1, a + 7, (a + 7) * (b + 2))
+        pointer = engine[-1].ctypes.data
+        places.append(kernels.Place(part, pointer, first, (a, b, c), strides))
+    kernels.put(places, out.ctypes.data, 0)
+    for got, right in zip(engine, after, strict=True):
+        np.testing.assert_array_equal(got, right)
+
+    # one that names an element outside of its box writes nothing there
+    outside = 0
+    for part in parts:
+        if kernels._mode(part) == kernels.LISTED:
+            out[part.at : part.at + 4].view(np.uint32)[0] = part.elements
+            outside += 1
+    assert outside
+    kernels.put(places, out.ctypes.data, 0)
+    for got, right in zip(engine, after, strict=True):
+        np.testing.assert_array_equal(got, right)
+
+    part = next(part for part in parts if part.count)
+    too_many = kernels.Place(part, 0, 0, (1,) * 9, (1,) * 9)
+    with pytest.raises(Unsupported, match="9 axes"):
+        kernels.put([too_many], 0, 0)

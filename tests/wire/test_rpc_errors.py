@@ -81,6 +81,7 @@ DETAILS = (
     "DNS resolution failed for nowhere:7: C-ares status is not ARES_SUCCESS qtype=A",
     "Ssl handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: CERTIFICATE_VERIFY_FAILED",
     "Stream removed",
+    "Internal error from Core",
     "Received RST_STREAM with error code 2",
     "Method not found!",
     "Received message larger than max (70000000 vs. 67108864)",
@@ -175,6 +176,18 @@ def test_words_of_grpc_do_not_reach_the_user(code: grpc.StatusCode):
         ), error
         passed_on = CallFailed.of(failure)
         assert not [word for word in OWN_WORDS if word in str(passed_on)], passed_on
+
+
+def test_a_stream_that_broke_before_its_first_answer_names_the_gateway():
+    """It was called an internal error of gRPC's core, when a gateway was killed in the middle of a sync."""
+    metadata = grpc.aio.Metadata()
+    internal = grpc.StatusCode.INTERNAL
+    for details in ("Internal error from Core", "RST_STREAM"):
+        failure = grpc.aio.AioRpcError(internal, metadata, metadata, details)
+        error = translate(failure, "link", 7, "127.0.0.1:7", away=60.0)
+        assert isinstance(error, errors.GatewayUnreachable)
+        assert "does not answer: the connection was closed" in error.message
+        assert "up to 60 s" in error.remedy
 
 
 def test_a_gateway_that_is_not_there_is_named_in_plain_words():

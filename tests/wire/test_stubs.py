@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 
-from jvlab.wire import _generate
+from tests.ci_scripts import ci_script
+
+_generate = ci_script("generate")
 
 
 def test_regenerating_changes_nothing():
     for name, text in _generate.generate().items():
         assert (_generate.FOLDER / name).read_text() == text, (
-            f"run: python -m jvlab.wire._generate ({name} differs)"
+            f"run: python .ci/generate.py ({name} differs)"
         )
 
 

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from jvlab._files import Plain
 from jvlab.wire._core_channel import (
     CLAIMED,
     DONE,
@@ -112,7 +113,7 @@ def jv_called(self: Any, order: Any, since: float | None = None) -> Any:
     return Future()  # never done: this call has no reply
 
 
-def _may_start(core: Any, order: dict[str, Any]) -> bool:
+def _may_start(core: Any, order: Plain) -> bool:
     """Orders that the front end would refuse are left to it, so that it can say why."""
     if order["call"] in core.jv_started:  # the front end's order came first
         return False
@@ -176,7 +177,7 @@ def jv_finish(
     return answers
 
 
-def _start(core: Any, order: dict[str, Any], since: float | None = None) -> Any:
+def _start(core: Any, order: Plain, since: float | None = None) -> Any:
     match order["kind"]:
         case "direct":
             return _when_idle(
@@ -211,11 +212,11 @@ def _when_idle(core: Any, pause: str, work: Callable[[float], Any]) -> Any:
     return out
 
 
-def prepare(core: Any, order: dict[str, Any]) -> dict[str, Any]:
+def prepare(core: Any, order: Plain) -> Plain:
     """The beginning of a staged sync: the ranks make and export their shadows, and let the trainer write them."""
     wanted = order["wanted"]
     seconds: dict[str, float] = {}
-    out: dict[str, Any] = {"stage": "prepare", "seconds": seconds, "handles": []}
+    out: Plain = {"stage": "prepare", "seconds": seconds, "handles": []}
     for stage in ("prepare", "move"):
         start = time.perf_counter()
         out["stage"] = stage
@@ -233,13 +234,13 @@ def prepare(core: Any, order: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def swap(core: Any, order: dict[str, Any]) -> Any:
+def swap(core: Any, order: Plain) -> Any:
     """The end of a staged sync: compare digests of the shadows, pause, swap them in, resume.
 
     `claimed`: the trainer's digests in hexadecimal; None if the front end has compared them.
     """
     seconds: dict[str, float] = {}
-    out: dict[str, Any] = {"stage": "verify", "seconds": seconds, "answers": []}
+    out: Plain = {"stage": "verify", "seconds": seconds, "answers": []}
     if order["claimed"] is not None:
         core.jv_prepared = 0
         start = time.perf_counter()
@@ -256,9 +257,7 @@ def swap(core: Any, order: dict[str, Any]) -> Any:
     )
 
 
-def _swap_in(
-    core: Any, order: dict[str, Any], out: dict[str, Any], began: float
-) -> dict[str, Any]:
+def _swap_in(core: Any, order: Plain, out: Plain, began: float) -> Plain:
     """Swap the shadows into live memory while nothing runs."""
     seconds = out["seconds"]
     seconds["halt"] = time.perf_counter() - began
@@ -286,12 +285,10 @@ def _signal(core: Any, kind: bytes, version: int, payload: bytes) -> None:
         server.disconnect()
 
 
-def direct_sync(
-    core: Any, order: dict[str, Any], began: float, since: float | None
-) -> dict[str, Any]:
+def direct_sync(core: Any, order: Plain, began: float, since: float | None) -> Plain:
     """The rest of a direct sync, once the engine is idle since the halt `began`; `since` as in `jv_called`."""
     seconds = {"halt": time.perf_counter() - began}
-    out: dict[str, Any] = {
+    out: Plain = {
         "stage": "move",
         "seconds": seconds,
         "answers": [],
@@ -344,24 +341,24 @@ def direct_sync(
     return out
 
 
-def _has_error(answers: list[dict[str, Any]]) -> bool:
+def _has_error(answers: list[Plain]) -> bool:
     return any(a.get("error") for a in answers)
 
 
-def _by_rank(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _by_rank(answers: list[Plain]) -> list[Plain]:
     return sorted(answers, key=lambda a: a["rank"])
 
 
-def _values(answers: list[dict[str, Any]]) -> bytes:
+def _values(answers: list[Plain]) -> bytes:
     """The ranks' digests, in order of ranks."""
     return b"".join(a.get("values", b"") for a in _by_rank(answers))
 
 
-def _digest_seconds(answers: list[dict[str, Any]]) -> float:
+def _digest_seconds(answers: list[Plain]) -> float:
     return max(a["seconds"].get("digest", 0.0) for a in answers)
 
 
-def _failed(error: str, kind: str) -> dict[str, Any]:
+def _failed(error: str, kind: str) -> Plain:
     """An error in the form in which workers report one."""
     return {
         "answers": [{"rank": 0, "error": error, "kind": kind, "remedy": "sync again"}]
@@ -395,7 +392,7 @@ def _resume(core: Any) -> None:
 
 def _commit(
     core: Any,
-    order: dict[str, Any],
+    order: Plain,
     version: int,
     seconds: dict[str, float],
     nonfinite: bool,

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,19 +71,19 @@ def scatter(
 
 
 def patch(
-    box: ReceivedBox,
-    part: Section,
+    parts: Iterable[tuple[ReceivedBox, Section, torch.Tensor]],
     data: memoryview | DeviceBytes,
-    target: torch.Tensor,
 ) -> None:
-    """Write what changed in a box, as a sparse bucket holds it, into the flat target of the same dtype."""
-    if part.whole:
-        scatter(replace(box, at=part.values_at), data, target)
-    elif not part.count:
+    """Write what changed in boxes, as a sparse bucket holds it, into their flat targets of the same dtype."""
+    if isinstance(data, DeviceBytes):
+        _patch_on_device(parts, data)
         return
-    elif isinstance(data, DeviceBytes):
-        _patch_on_device(box, part, data, target)
-    else:
+    for box, part, target in parts:
+        if part.whole:
+            scatter(replace(box, at=part.values_at), data, target)
+            continue
+        if not part.count:
+            continue
         # writable, as the scatter is compiled for
         memory = np.frombuffer(memoryview(_writable(data)), np.uint8)
         _sparse.put(
@@ -117,19 +117,17 @@ def _scatter_on_device(
 
 
 def _patch_on_device(
-    box: ReceivedBox, part: Section, data: DeviceBytes, target: torch.Tensor
+    parts: Iterable[tuple[ReceivedBox, Section, torch.Tensor]], data: DeviceBytes
 ) -> None:
     """On the bucket's own stream; releasing the bucket waits for it."""
-    with _ipc_kernels.cupy().cuda.Device(data.device), data.stream:
-        _sparse_kernels.put(
-            part,
-            data.pointer,
-            data.device,
-            target.data_ptr(),
-            box.offset,
-            box.shape,
-            box.strides,
+    places = [
+        _sparse_kernels.Place(
+            part, target.data_ptr(), box.offset, box.shape, box.strides
         )
+        for box, part, target in parts
+    ]
+    with _ipc_kernels.cupy().cuda.Device(data.device), data.stream:
+        _sparse_kernels.put(places, data.pointer, data.device)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from jvlab._errors import JvlabError, SyncError, TransportError, Unsupported
+from jvlab._files import Plain
 from jvlab.engine.tracing import _lora_slots, _vllm_model
 from jvlab.engine.tracing._lora_slots import AdapterSlot
 from jvlab.engine.tracing._trace import trace_worker_draft
@@ -39,6 +40,7 @@ from jvlab.transport._shm import available_bytes
 
 if TYPE_CHECKING:
     from jvlab.engine.worker._ipc_rank import IpcRank
+
 
 # Hidden states of a live engine: hooks on its decoder layers while one sequence is scored, for `link.bisect`.
 
@@ -99,7 +101,7 @@ def decoder_layers(model: Any) -> list[Any]:
 
 STOP_SECONDS = 10.0
 # transports whose buckets are scattered in host memory
-HOST_ONLY = ("loopback", "shm", "tcp", "disk")
+HOST_ONLY = ("loopback", "shm", "tcp", "disk", "nixl")
 
 
 class BucketRank:
@@ -114,7 +116,7 @@ class BucketRank:
         index: int,
         *,
         transport: str,
-        endpoints: list[dict[str, Any]],
+        endpoints: list[Plain],
         seconds: float,
         zero_padding: bool,
     ) -> None:
@@ -163,14 +165,14 @@ class BucketRank:
             # a new thread starts with device 0
             torch.cuda.set_device(self.weights.device)
 
-    def open(self) -> dict[str, Any]:
+    def open(self) -> Plain:
         """The number of bytes that a sync moves to this rank."""
         return {
             "handles": [],
             "bytes": sum(b.nbytes for b in self._receivers.ledger.buckets.values()),
         }
 
-    def prepare(self, terms: dict[str, Any]) -> dict[str, Any]:
+    def prepare(self, terms: Plain) -> Plain:
         """Allocate what a sync needs."""
         self._receivers.check()
         self._version = int(terms["version"])
@@ -193,7 +195,7 @@ class BucketRank:
             "handles": [json.dumps(holds)] if terms.get("mark") else [],
         }
 
-    def move(self) -> dict[str, Any]:
+    def move(self) -> Plain:
         """Receive buckets from now on; returns at once."""
         if self.weights.device.type == "cuda" and self.weights.mode == "direct":
             # the last step may still be reading
@@ -202,7 +204,7 @@ class BucketRank:
         self._receivers.start(self._version, self._bucket_seconds, self.weights.sparse)
         return {}
 
-    def verify(self, wait: float) -> dict[str, Any]:
+    def verify(self, wait: float) -> Plain:
         """Digests of what arrived; "done" is false if not all did within `wait` seconds."""
         receivers = self._receivers
         weights = self.weights
@@ -222,7 +224,7 @@ class BucketRank:
             "dropped": receivers.dropped,
         }
 
-    def commit(self) -> dict[str, Any]:
+    def commit(self) -> Plain:
         """The model computes with the new weights from now on."""
         receivers = self._receivers
         if not receivers.done or receivers.error is not None:
@@ -236,7 +238,7 @@ class BucketRank:
             "reloaded": self.weights.reloads.seconds,
         }
 
-    def abandon(self) -> dict[str, Any]:
+    def abandon(self) -> Plain:
         """End the threads and free the shadows; channels in use are closed."""
         self._stop()
         return {"closed": self._receivers.closed}
@@ -248,7 +250,7 @@ class BucketRank:
             if self.weights.device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def check(self, midway: bool) -> dict[str, Any]:
+    def check(self, midway: bool) -> Plain:
         """Digests of what the engine computes with now, or, midway in a sync, of what has arrived so far."""
         found, how = (self.weights.midway(), {}) if midway else self.weights.check()
         return {
@@ -274,7 +276,7 @@ class BucketRank:
 def _open_channels(
     plan: TransferPlan,
     devices: list[int],
-    endpoints: list[dict[str, Any]],
+    endpoints: list[Plain],
     transport: str,
     seconds: float,
 ) -> list[ReceivingChannel]:
@@ -366,12 +368,12 @@ class DeviceDigest:
 
 
 def returns_errors(
-    method: Callable[..., dict[str, Any]],
-) -> Callable[..., dict[str, Any]]:
+    method: Callable[..., Plain],
+) -> Callable[..., Plain]:
     """Return errors instead of raising: an exception in a worker reaches the engine only as text, or kills it."""
 
     @functools.wraps(method)
-    def guarded(self: WorkerSync, *args: Any) -> dict[str, Any]:
+    def guarded(self: WorkerSync, *args: Any) -> Plain:
         try:
             return {"rank": self.rank, **method(self, *args)}
         except Exception as error:  # ours, or from vLLM, torch or a transport
@@ -418,7 +420,7 @@ class WorkerSync:
         index: int,
         ranks_json: list[str],
         seconds: float,
-    ) -> dict[str, Any]:
+    ) -> Plain:
         """Open this rank's channels and find every target of the plan; raises if one can't be synced."""
         self._close()
         plan = TransferPlan.from_bytes(plan_bytes)
@@ -487,12 +489,12 @@ class WorkerSync:
         return self._drafter
 
     @returns_errors
-    def trace_draft(self, tensors: list[list[Any]]) -> dict[str, Any]:
+    def trace_draft(self, tensors: list[list[Any]]) -> Plain:
         """Where the draft model's tensors go on this rank."""
         return trace_worker_draft(self._worker, tensors)
 
     @returns_errors
-    def trace_adapter(self, tensors: list[list[Any]]) -> dict[str, Any]:
+    def trace_adapter(self, tensors: list[list[Any]]) -> Plain:
         """Where an adapter's tensors go in a slot of this rank."""
         return _lora_slots.trace_worker_adapter(self._worker, tensors)
 
@@ -502,7 +504,7 @@ class WorkerSync:
             self.link = None
 
     @returns_errors
-    def close(self) -> dict[str, Any]:
+    def close(self) -> Plain:
         """Close the link and free its shadows."""
         self._close()
         return {}
@@ -518,14 +520,14 @@ class WorkerSync:
     # A sync -------------------------------------------------------------------------------------------------------
 
     @returns_errors
-    def prepare(self, terms: dict[str, Any]) -> dict[str, Any]:
+    def prepare(self, terms: Plain) -> Plain:
         """Allocate what a sync needs."""
         self._fault("prepare")
         self._mode = terms["mode"]
         return self._open_link().prepare(terms)
 
     @returns_errors
-    def move(self, terms: dict[str, Any] | None = None) -> dict[str, Any]:
+    def move(self, terms: Plain | None = None) -> Plain:
         """Accept weights from now on; returns at once. With `terms`: prepare first."""
         self._fault("move")
         link = self._open_link()
@@ -537,14 +539,14 @@ class WorkerSync:
         return link.move()
 
     @returns_errors
-    def verify(self, wait: float) -> dict[str, Any]:
+    def verify(self, wait: float) -> Plain:
         """Digests of what arrived, by parameter. Waits at most `wait` seconds; "done" says if all had arrived."""
         self._fault("verify")
         self._check_slot()
         return self._open_link().verify(wait)
 
     @returns_errors
-    def commit(self) -> dict[str, Any]:
+    def commit(self) -> Plain:
         """The model computes with the new weights from now on."""
         self._fault("commit")
         link = self._open_link()
@@ -579,32 +581,32 @@ class WorkerSync:
             self._stale = False
 
     @returns_errors
-    def abandon(self) -> dict[str, Any]:
+    def abandon(self) -> Plain:
         """Abandon the sync. "closed": whether the link must be opened again."""
         return {"closed": True} if self.link is None else self.link.abandon()
 
     @returns_errors
-    def release_shadows(self) -> dict[str, Any]:
+    def release_shadows(self) -> Plain:
         """Free the shadows between syncs; the next staged sync allocates new ones."""
         if self.link is not None:
             self.link.release_shadows()
         return {}
 
     @returns_errors
-    def clear_kv(self) -> dict[str, Any]:
+    def clear_kv(self) -> Plain:
         """Zero all KV memory: it may have held values that are not finite."""
         _poison.clear_kv(self._worker)
         return {}
 
     @returns_errors
-    def clears_new_blocks(self) -> dict[str, Any]:
+    def clears_new_blocks(self) -> Plain:
         """From now on, zero the blocks that the scheduler names before they are used."""
         return {"ready": _poison.clears_new_blocks(self._worker)}
 
     # Inspection ---------------------------------------------------------------------------------------------------
 
     @returns_errors
-    def check(self, midway: bool) -> dict[str, Any]:
+    def check(self, midway: bool) -> Plain:
         """Digests of what the engine computes with now, and in "evidence" how they were obtained.
 
         `midway` in a sync: of the parameters that have arrived so far.
@@ -614,7 +616,7 @@ class WorkerSync:
         return (self.link or self._last or self._open_link()).check(midway)
 
     @returns_errors
-    def peek(self, rank: int, parameter: str, start: int, count: int) -> dict[str, Any]:
+    def peek(self, rank: int, parameter: str, start: int, count: int) -> Plain:
         """Bytes of one live parameter, on the given rank."""
         if rank != self.rank:
             return {"data": b"", "total": 0}
@@ -627,7 +629,7 @@ class WorkerSync:
         return {"data": data, "total": total}
 
     @returns_errors
-    def capture_routes(self) -> dict[str, Any]:
+    def capture_routes(self) -> Plain:
         """Return the experts of each token with its request's output; rank 0 only: all choose the same."""
         from jvlab.engine.worker._routes import RouteCapture
 
@@ -638,7 +640,7 @@ class WorkerSync:
         }
 
     @returns_errors
-    def begin_hidden(self) -> dict[str, Any]:
+    def begin_hidden(self) -> Plain:
         """Record the decoder layers' outputs from now on; returns their number. Rank 0 only: all have the same."""
         self.end_hidden()
         if self.rank == 0:
@@ -646,13 +648,13 @@ class WorkerSync:
         return {"layers": len(self._hidden_states or ())}
 
     @returns_errors
-    def hidden(self, layer: int, start: int, count: int) -> dict[str, Any]:
+    def hidden(self, layer: int, start: int, count: int) -> Plain:
         """Bytes of a layer's recorded output."""
         data = b"" if self._hidden_states is None else self._hidden_states.rows(layer)
         return {"data": data[start : start + count], "total": len(data)}
 
     @returns_errors
-    def end_hidden(self) -> dict[str, Any]:
+    def end_hidden(self) -> Plain:
         """Stop recording, and drop what was recorded."""
         if self._hidden_states is not None:
             self._hidden_states.end()

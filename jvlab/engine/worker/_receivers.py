@@ -182,7 +182,7 @@ class PhaseClock:
 class Receivers:
     """The threads of one link on one rank. `scatter` writes a box, `finish` completes a target, `end` comes last.
 
-    `patch` writes what changed in a box.
+    `patch` writes what changed in the boxes of a bucket.
     """
 
     def __init__(
@@ -193,7 +193,8 @@ class Receivers:
         finish: Callable[[int], None],
         end: Callable[[], None],
         ready: Callable[[], None] = lambda: None,
-        patch: Callable[[ReceivedBox, Section, Any], None] | None = None,
+        patch: Callable[[Sequence[ReceivedBox], Sequence[Section], Any], None]
+        | None = None,
     ) -> None:
         self.channels = list(channels)
         self.ledger = ledger
@@ -335,8 +336,7 @@ class Receivers:
                     self._scatter(box, received.data)
             else:
                 parts = bucket.sections(received.data, nbytes)
-                for box, part in zip(bucket.boxes, parts, strict=True):
-                    self._patch(box, part, received.data)
+                self._patch(bucket.boxes, parts, received.data)
         complete = self.ledger.landed(bucket, nbytes)
         channel.receiver.release(received)
         for target in complete:

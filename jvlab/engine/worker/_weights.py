@@ -15,7 +15,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -775,16 +775,28 @@ class Weights:
                 return slot.live
             shadow = _required(slot.shadow)
             with self._lock:
-                if self.sparse and slot.number not in self._renewed:
-                    flat(shadow).copy_(flat(slot.live))
-                    self._synchronize()
-                    self._renewed.add(slot.number)
+                self._renew([slot])
             return shadow
         with self._lock:
             if slot.raw is None:
                 slot.raw = self._raw(slot)
                 self._synchronize()
             return slot.raw
+
+    def _renew(self, slots: Iterable[WeightSlot]) -> None:
+        """Bring the shadows that changes go to up to what is live. Call it with the lock."""
+        if not self.sparse or self.mode == "direct":
+            return
+        old = {
+            slot.number: slot
+            for slot in slots
+            if slot.live is not None and slot.number not in self._renewed
+        }
+        for slot in old.values():
+            flat(_required(slot.shadow)).copy_(flat(_required(slot.live)))
+        if old:
+            self._synchronize()
+        self._renewed |= old.keys()
 
     def _raw(self, slot: WeightSlot) -> torch.Tensor:
         kept = slot.kept
@@ -800,12 +812,25 @@ class Weights:
         with torch.no_grad():
             scatter(slot.transposed.get(box, box), data, flat(self._destination(slot)))
 
-    def patch(self, box: ReceivedBox, part: Section, data: Any) -> None:
-        """Write what changed in one box."""
-        slot = self.slots[box.target]
-        memory = flat(self._destination(slot))
+    def patch(
+        self, boxes: Sequence[ReceivedBox], parts: Sequence[Section], data: Any
+    ) -> None:
+        """Write what changed in the boxes of a bucket."""
+        slots = [self.slots[box.target] for box in boxes]
         with torch.no_grad():
-            patch(slot.transposed.get(box, box), part, data, memory)
+            with self._lock:
+                self._renew(slots)
+            patch(
+                [
+                    (
+                        slot.transposed.get(box, box),
+                        part,
+                        flat(self._destination(slot)),
+                    )
+                    for box, part, slot in zip(boxes, parts, slots, strict=True)
+                ],
+                data,
+            )
 
     def finish(self, number: int) -> None:
         """All boxes of a target are written: digest it, or pack its layer if this completes it."""

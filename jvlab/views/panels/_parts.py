@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
+from jvlab._files import Plain
 from jvlab.views.panels._live import Panel
 
 ARMED_SECONDS = 3.0  # within which a second click confirms
@@ -39,7 +40,7 @@ class PanelPart:
     ) -> None:
         self._parts = parts
         self.name = name
-        self.state: dict[str, Any] = {
+        self.state: Plain = {
             "kind": kind,
             "class": css_class,
             "value": "",
@@ -96,14 +97,14 @@ class PanelPart:
 class Parts:
     """The parts of one panel, and how they are laid out; `send` takes both to the page."""
 
-    def __init__(self, send: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
+    def __init__(self, send: Callable[[Plain, Plain], None]) -> None:
         self._send = send
         self._parts: dict[str, PanelPart] = {}
         self._lock = threading.RLock()
         self._depth = 0
         self._dirty = False
         self._numbers = 0
-        self.tree: dict[str, Any] = {"of": []}
+        self.tree: Plain = {"of": []}
 
     def add(self, kind: str, css_class: str, **state: Any) -> PanelPart:
         """Make a part. It is shown once a tree passed to `arrange` names it."""
@@ -130,7 +131,7 @@ class Parts:
             self._parts.pop(part.name, None)
         self.changed()
 
-    def arrange(self, tree: dict[str, Any]) -> None:
+    def arrange(self, tree: Plain) -> None:
         """Lay the parts out: boxes `{"of": [names and boxes], "row": bool, "class": str}`."""
         if tree != self.tree:
             self.tree = tree
@@ -180,9 +181,7 @@ class Parts:
         return True
 
 
-def box(
-    *parts: PanelPart | dict[str, Any], row: bool = False, css_class: str = ""
-) -> dict[str, Any]:
+def box(*parts: PanelPart | Plain, row: bool = False, css_class: str = "") -> Plain:
     """A box of parts and boxes, for `Parts.arrange`."""
     return {
         "of": [p.name if isinstance(p, PanelPart) else p for p in parts],
@@ -225,7 +224,7 @@ class PartsPanel(Panel):
     """A subclass makes its parts in `make_parts()`; changes made in `refresh()` reach the page with one message."""
 
     scripts = ("controls.js", "parts.js")
-    traits: ClassVar[dict[str, Any]] = {"parts": {}, "arrangement": {"of": []}}
+    traits: ClassVar[Plain] = {"parts": {}, "arrangement": {"of": []}}
 
     def build(self) -> Any:
         made = self.widget = self.new_widget()
@@ -253,7 +252,7 @@ class PartsPanel(Panel):
         """Make the parts, and arrange them."""
         raise NotImplementedError
 
-    def _send(self, parts: dict[str, Any], arrangement: dict[str, Any]) -> None:
+    def _send(self, parts: Plain, arrangement: Plain) -> None:
         with self.widget.hold_sync():
             self.widget.parts = parts
             self.widget.arrangement = arrangement

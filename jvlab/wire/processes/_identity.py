@@ -1,4 +1,4 @@
-"""Where labs keep their state, and how a gateway's process is recognised."""
+"""Where labs keep their state, how a gateway's process is recognised, and the secret that a process is given."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jvlab._errors import ConfigError
+
 if TYPE_CHECKING:
     import psutil
+
+SECRET_BYTES = 64 << 10  # at most
 
 
 def home() -> Path:
@@ -68,3 +72,22 @@ class Identity:
             return None
         reap(self.pid if same else None)
         return None
+
+
+def read_secret(descriptor: int = 0) -> str:
+    """The first line of standard input, a pipe from the parent process.
+
+    Reads not a byte more, so that others can read on or wait for the pipe's end.
+    """
+    line = bytearray()
+    while len(line) < SECRET_BYTES:
+        byte = os.read(descriptor, 1)
+        if byte == b"\n":
+            return line.decode()
+        if not byte:
+            break
+        line += byte
+    raise ConfigError(
+        "no token came through standard input",
+        remedy="a gateway passes it; use jv.Lab().launch(...)",
+    )

@@ -8,6 +8,8 @@ MAX_REPLICAS = 4096  # of one pool: each is a process, or several
 MAX_TENSOR_PARALLEL = 1024
 RESTARTS = 3  # of a replica that dies, unless a launch says otherwise
 MAX_RESTARTS = 100
+# that replicas on other hosts wait for their gateway, and a gateway that was started again for them
+AWAY_SECONDS = 60.0
 
 
 @dataclass(frozen=True)

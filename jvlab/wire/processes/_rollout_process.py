@@ -57,28 +57,36 @@ class RolloutProcess:
         token: str,
         warm: WarmProcesses,
     ) -> None:
-        self._prepare(
-            {**order_of(replica, spec, index), "gateway": gateway}, folder, token
-        )
-        self._warm = warm if can_fork(self._order) else None
+        order = {**order_of(replica, spec, index), "gateway": gateway}
+        self._prepare(order, folder, token, warm)
 
     @classmethod
     def of_order(
-        cls, order: dict[str, Any], folder: Path, token: str
+        cls,
+        order: dict[str, Any],
+        folder: Path,
+        token: str,
+        warm: WarmProcesses | None = None,
     ) -> RolloutProcess:
         """A process for an order from a gateway on another host."""
         process = cls.__new__(cls)
-        process._prepare(order, folder, token)
+        process._prepare(order, folder, token, warm)
         return process
 
-    def _prepare(self, order: dict[str, Any], folder: Path, token: str) -> None:
+    def _prepare(
+        self,
+        order: dict[str, Any],
+        folder: Path,
+        token: str,
+        warm: WarmProcesses | None,
+    ) -> None:
         self.replica: str = check_replica(order["replica"])  # its log is named after it
         self.log = folder / f"{self.replica.replace('/', '-')}.log"
         self.run: int = order["run"]
         self._order = order
         self._token = token
         self._process: asyncio.subprocess.Process | ForkedSupervisor | None = None
-        self._warm: WarmProcesses | None = None
+        self._warm = warm if can_fork(order) else None
         self.ended = asyncio.Event()
         self._scratch = ""
 

@@ -167,10 +167,14 @@ class _SharedWarm:
 
 
 class WarmProcesses:
-    """The warm processes of one gateway: one per device, and for local models and those of a hub."""
+    """The warm processes of one gateway: one per device, and for local models and those of a hub.
 
-    def __init__(self, folder: Path) -> None:
+    A host that joined a gateway has one replica at most: it asks `jvlab warm`, and starts no process of its own.
+    """
+
+    def __init__(self, folder: Path, joined: bool = False) -> None:
         self._folder, self._starting = folder, asyncio.Lock()
+        self._joined = joined
         self._known: dict[tuple[str, bool], _OwnWarm | _SharedWarm] = {}
 
     async def fork(
@@ -205,7 +209,11 @@ class WarmProcesses:
             if known.alive:
                 return known.connection
             await known.end()
-        known = self._known[key] = await self._ask(key) or await self._start(order)
+        if (known := await self._ask(key)) is None:
+            if self._joined:
+                raise ConnectionRefusedError("`jvlab warm` refused")
+            known = await self._start(order)
+        self._known[key] = known
         return known.connection
 
     async def _ask(self, key: tuple[str, bool]) -> _SharedWarm | None:

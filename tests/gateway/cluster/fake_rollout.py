@@ -11,6 +11,8 @@ if sys.flags.isolated:
 
 import asyncio
 import json
+from pathlib import Path
+from typing import Any
 
 import grpc.aio
 
@@ -19,17 +21,45 @@ from jvlab.wire import _security
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire import jvlab_pb2_grpc as rpc
 from jvlab.wire._channels import Trust, open_channel
-from jvlab.wire.processes._pipe import read_secret
+from jvlab.wire.processes._identity import read_secret
 from tests.gateway.fake_lab import FACTS, FakeReplica
 
 
+class Marker:
+    """As an `asyncio.Event` that is set for another process."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def set(self) -> None:
+        self.file.touch()
+
+
 class Simulated(FakeReplica):
-    """Listens and registers as the real rollout process does, with TLS where its order says so."""
+    """Listens and registers as the real rollout process does, with TLS where its order says so.
+
+    In the folder FAKE_FOLDER of its environment the file `hang` names a phase, and `delay` has seconds for each sample.
+    """
 
     def __init__(self, order: Order, token: str) -> None:
         super().__init__(order.replica, order.gateway, token)
         self.run = order.run
         self.order = order
+        self.folder = Path(order.env.get("FAKE_FOLDER", "/nowhere"))
+        self.reached: Any = Marker(self.folder / f"reached-{order.index}")
+
+    def told(self, name: str) -> str:
+        file = self.folder / name
+        return file.read_text() if file.exists() else ""
+
+    async def sync(self, request: pb.RolloutSyncRequest) -> pb.ReplicaOutcome:
+        self.hang = self.told("hang")
+        return await super().sync(request)
+
+    async def Generate(self, request: pb.RolloutRequest, context: Any) -> Any:
+        self.delay = float(self.told("delay") or 0.0)
+        async for batch in super().Generate(request, context):
+            yield batch
 
     async def start(self) -> None:
         self.server = grpc.aio.server(

@@ -1,4 +1,4 @@
-"""Regenerate the gRPC stubs: `python -m jvlab.wire._generate`. Needs grpcio-tools (the `dev` extra).
+"""Regenerate the gRPC stubs in jvlab/wire: `python .ci/generate.py`. Needs grpcio-tools (the `dev` extra).
 
 protoc's Python output requires a grpcio and a protobuf at least as new as the generator's. Its output for this file has
 not changed since the version below, so the requirement is lowered to it: the stubs load on every later version, and
@@ -8,27 +8,22 @@ regenerating with any of them gives the same bytes.
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 OLDEST_GRPC = "1.78.0"
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).resolve().parent.parent / "jvlab" / "wire"
 NAMES = ("jvlab_pb2.py", "jvlab_pb2.pyi", "jvlab_pb2_grpc.py")
 
 
 def generate() -> dict[str, str]:
-    """The three stub files, by name."""
-    from grpc_tools import protoc
-
-    include = str(Path(protoc.__file__).parent / "_proto")
+    """The three stub files, by name. In a process of its own: within one of many threads protoc once crashed it."""
+    protoc = [sys.executable, "-m", "grpc_tools.protoc", f"-I{FOLDER}"]
     with tempfile.TemporaryDirectory() as out:
         outs = [f"--python_out={out}", f"--pyi_out={out}", f"--grpc_python_out={out}"]
-        code = protoc.main(
-            ["protoc", f"-I{FOLDER}", f"-I{include}", *outs, "jvlab.proto"]
-        )
-        if code:
-            raise SystemExit(f"protoc ended with {code}")
+        subprocess.run([*protoc, *outs, "jvlab.proto"], check=True, timeout=120)
         return {
             name: _normalise(name, (Path(out) / name).read_text()) for name in NAMES
         }
