@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, settings
 
 from jvlab.engine._cpu import lacks
 from jvlab.engine._defaults import SPINS
+from jvlab.engine._patches import settle_vector_math
 from jvlab.engine._warm import HOST
 from jvlab.wire.processes._labs import processes_below
 from jvlab.wire.processes._supervisor import SCRATCH
@@ -235,6 +236,12 @@ def pytest_runtest_protocol(
         break
     item.ihook.pytest_runtest_logfinish(**where)
     return True
+
+
+def pytest_runtest_setup() -> None:
+    """References are computed by torch in test processes, too."""
+    if "torch" in sys.modules:
+        settle_vector_math()
 
 
 POOLS: pytest.StashKey[list[tuple[Any, set[str]]]] = pytest.StashKey()

@@ -25,6 +25,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 # Light: every process of every vLLM on this machine imports this module.
+from jvlab.engine._patches import settle_vector_math
 
 if TYPE_CHECKING:
     from jvlab._deadline import Deadline
@@ -38,6 +39,7 @@ __all__ = ["Engine", "TrainerEngine", "TrainerInitInfo", "connect", "register"]
 
 def register() -> None:
     """Add the backend to vLLM's two factories. Can be called twice; vLLM calls it in each of its processes."""
+    settle_vector_math()  # before a CPU's worker builds the model
     try:
         from vllm.distributed.weight_transfer.factory import (
             WeightTransferEngineFactory,

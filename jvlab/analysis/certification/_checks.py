@@ -33,6 +33,7 @@ from jvlab.analysis.certification._subject import (
     first_line,
     is_float,
 )
+from jvlab.engine._patches import settle_vector_math
 from jvlab.layout._plan_types import FP8, numpy_dtype
 from jvlab.layout._types import CheckpointTensor
 from jvlab.sync._senders import jobs_of
@@ -766,6 +767,7 @@ def transformers_model(folder: str, values: Any) -> Any:
     import transformers
     from safetensors.numpy import save_file
 
+    settle_vector_math()
     with tempfile.TemporaryDirectory(prefix="jvlab-") as made:
         for file in Path(folder).glob("*.json"):
             if not file.name.endswith(".index.json"):
