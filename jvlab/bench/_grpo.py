@@ -426,6 +426,15 @@ def jvlab_side(order: Plain, lines: Lines) -> None:
             lines.send(row)
 
 
+def engine_of(order: Plain) -> Plain:
+    """Arguments of a side's engine."""
+    engine: Plain = {"max_model_len": max(order["tokens"]) + PROMPT_ROOM}
+    if order["device"] == "cuda":
+        engine["gpu_memory_utilization"] = ENGINE_SHARE
+        engine["enforce_eager"] = order["eager"]
+    return engine
+
+
 @contextmanager
 def started(
     order: Plain, reached: Callable[[str], None] = lambda part: None
@@ -434,14 +443,10 @@ def started(
     import jvlab as jv
 
     card = order["device"] == "cuda"
-    engine: Plain = {"max_model_len": max(order["tokens"]) + PROMPT_ROOM}
+    engine = engine_of(order)
     if card:
         import jax
 
-        engine |= {
-            "gpu_memory_utilization": ENGINE_SHARE,
-            "enforce_eager": order["eager"],
-        }
         if order["fp8"]:
             engine |= EIGHT_BITS
         # JAX takes its share before the engine measures what is free
@@ -712,14 +717,8 @@ def trl_side(order: Plain, lines: Lines) -> None:
         return
     import jvlab as jv
 
-    card = order["device"] == "cuda"
-    engine: Plain = {"max_model_len": max(order["tokens"]) + PROMPT_ROOM}
-    if card:
-        engine |= {
-            "gpu_memory_utilization": ENGINE_SHARE,
-            "enforce_eager": order["eager"],
-        }
     with jv.Lab() as lab:
+        engine = engine_of(order)
         pool = lab.launch(
             order["model"], load="dummy", device=order["device"], engine=engine
         ).wait(progress=False)

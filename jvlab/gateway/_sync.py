@@ -26,6 +26,7 @@ answer what it holds. If that is clean and newer than the pool's version, the po
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from jvlab.gateway import _sync_types as sync
 from jvlab.gateway._sync_types import Holder, Member, Ordered, Standing, Work
@@ -414,15 +415,7 @@ class PoolSync(PoolSyncState):
         self._lapsed = None
         only = event.phases[0] if len(event.phases) == 1 else None
         if only is Phase.ABANDON:
-            return self._begin(
-                Work(
-                    "abandon",
-                    event.number,
-                    self._initial_participants,
-                    terms=self.terms,
-                    give_up=True,
-                )
-            )
+            return self._abandon(event.number)
         if only is Phase.CHECK:
             return self._check(event)
         fresh = Phase.PREPARE in event.phases
@@ -813,15 +806,15 @@ class PoolSync(PoolSyncState):
         if self.participants and not self._all_or_none(None):
             return []  # the next reply reports it
         fault = ("lost", self.stage.value, reason)
+        return self._abandon(faults={replica: fault})
+
+    def _abandon(
+        self, number: int | None = None, **why: Any
+    ) -> list[sync.SyncInstruction]:
+        """Begin to abandon the open sync: ordered by `number`, or for a reason."""
+        who = self._initial_participants
         return self._begin(
-            Work(
-                "abandon",
-                None,
-                self._initial_participants,
-                terms=self.terms,
-                faults={replica: fault},
-                give_up=True,
-            )
+            Work("abandon", number, who, terms=self.terms, give_up=True, **why)
         )
 
     # Endings --------------------------------------------------------------------------------------------------------
@@ -841,15 +834,7 @@ class PoolSync(PoolSyncState):
 
     def _wind_up(self, holder: Holder) -> list[sync.SyncInstruction]:
         if self.stage is not Stage.IDLE:
-            return self._begin(
-                Work(
-                    "abandon",
-                    None,
-                    self._initial_participants,
-                    terms=self.terms,
-                    give_up=True,
-                )
-            )
+            return self._abandon()
         targets = tuple(name for name in self.members if name in holder.asked)
         return self._begin(Work("close", None, [], [((Phase.CLOSE,), targets)]))
 
@@ -865,16 +850,7 @@ class PoolSync(PoolSyncState):
         ):
             return self._resend()
         text = f"no order came for {holder.lease:g} s while {self.stage.value}: the sync was abandoned"
-        return self._begin(
-            Work(
-                "abandon",
-                None,
-                self._initial_participants,
-                terms=self.terms,
-                cause=("deadline", text),
-                give_up=True,
-            )
-        )
+        return self._abandon(cause=("deadline", text))
 
     # Replies --------------------------------------------------------------------------------------------------------
 

@@ -92,15 +92,11 @@ class DevicePack(LinkPack):
         self, bucket: int, values: Any, out: Any, check_finite: bool = False
     ) -> None:
         """Launch the pack of a bucket into its slot, on the slot's stream; does not wait."""
-        if not isinstance(out, DeviceBytes):
-            used = self._write_host(bucket, values, out)
-        elif out.device == self.ordinal:
-            used = (
-                self._launch_pack(bucket, values, out.pointer, out.stream),
-                out.stream,
-            )
+        if isinstance(out, DeviceBytes) and out.device == self.ordinal:
+            launcher = self._launch_pack(bucket, values, out.pointer, out.stream)
+            used = launcher, out.stream
         else:
-            used = self._write_peer(bucket, values, out)
+            used = self._write_through(bucket, values, out)
         if check_finite:
             self._checked[bucket] = used
 
@@ -197,36 +193,25 @@ class DevicePack(LinkPack):
         )
         return launcher
 
-    def _write_host(
-        self, bucket: int, values: DeviceShards, out: memoryview
+    def _write_through(
+        self, bucket: int, values: DeviceShards, out: memoryview | DeviceBytes
     ) -> tuple[Launcher, Any]:
+        """For a slot in host memory, or on another GPU of this process than the shards: by a buffer here."""
         cp = cupy()
         stream = self._own_stream()
+        size = self.sizes[bucket]
         with cp.cuda.Device(self.ordinal), stream:
-            buffer = cp.empty(max(self.sizes[bucket], 1), np.uint8)
+            buffer = cp.empty(max(size, 1), np.uint8)
             launcher = self._launch_pack(bucket, values, buffer.data.ptr, stream)
-            # no deadline: a copy from the GPU
-            out[:] = buffer.get(stream=stream)[: len(out)].tobytes()
-        return launcher, stream
-
-    def _write_peer(
-        self, bucket: int, values: DeviceShards, out: DeviceBytes
-    ) -> tuple[Launcher, Any]:
-        """For a slot on another GPU of this process than the shards."""
-        cp = cupy()
-        stream = self._own_stream()
-        with cp.cuda.Device(self.ordinal), stream:
-            buffer = cp.empty(max(self.sizes[bucket], 1), np.uint8)
-            launcher = self._launch_pack(bucket, values, buffer.data.ptr, stream)
-            cp.cuda.runtime.memcpyPeerAsync(
-                out.pointer,
-                out.device,
-                buffer.data.ptr,
-                self.ordinal,
-                self.sizes[bucket],
-                stream.ptr,
-            )
-            stream.synchronize()
+            if isinstance(out, DeviceBytes):
+                here = buffer.data.ptr, self.ordinal
+                cp.cuda.runtime.memcpyPeerAsync(
+                    out.pointer, out.device, *here, size, stream.ptr
+                )
+                stream.synchronize()
+            else:
+                # no deadline: a copy from the GPU
+                out[:] = buffer.get(stream=stream)[: len(out)].tobytes()
         return launcher, stream
 
     def digests(

@@ -131,13 +131,7 @@ def _ipc_problem(same_host: bool, device: str, engine: str) -> str:
         return (
             "the sides are on different hosts, and CUDA IPC reaches no further than one"
         )
-    if engine != "cuda":
-        return f"the engines run on {engine}"
-    return (
-        ""
-        if device in ("gpu", "cuda")
-        else f"the parameters are on {device}, the engines on cuda"
-    )
+    return _nccl_problem(device, engine)
 
 
 def _nccl_problem(device: str, engine: str) -> str:
