@@ -124,13 +124,12 @@ def run_bench_topology(
     freshness_ms                                       per way: from the start of a sync to a token of its version
     routes_per_s, route_p99_ms, gateway                the gateway alone; see `measure_gateway`
     """
-    from jvlab.bench._topology_gateway import run_bench_gateway
+    from jvlab.bench._topology_gateway import LAST, run_bench_gateway
 
     result = measure_ways(rounds, model, device)
     print(f"gateway alone, {requests} requests:", flush=True)
     gateway = run_bench_gateway(None, requests)
-    same = ("routes_per_s", "route_p50_ms", "route_p99_ms")
-    return {**result, **{key: gateway[key] for key in same}, "gateway": gateway}
+    return {**result, **{key: gateway[key] for key in LAST}, "gateway": gateway}
 
 
 def measure_ways(

@@ -3,13 +3,15 @@
     this process ──Generate──▶ gateway (its own process) ──Generate──▶ simulated replicas (one process)
 
 Everything but the engines is real: gRPC, tokens, registration, a heartbeat per replica and second, one connection to
-each replica. Each number of replicas gets a fresh gateway. The floor is the same calls made directly to a replica.
+each replica. Each number of replicas gets a fresh gateway. The floor is a bare grpc.aio server in the gateway's place,
+which passes each call on to the next replica in turn, and does nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import tempfile
 import time
@@ -31,6 +33,9 @@ from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire import jvlab_pb2_grpc as rpc
 
 POOL = "sim"
+# of the row with most replicas
+LAST = ("routes_per_s", "route_p50_ms", "route_p99_ms", "gateway_mib")
+LAST += ("floor_routes_per_s", "floor_p99_ms")
 START_SECONDS = 120.0
 CALL_SECONDS = 600.0
 WARM = 1000
@@ -53,7 +58,7 @@ def measure_gateway(
     """Requests routed per second, latency and memory for each number of replicas.
 
     routes_per_s, route_p99_ms   for the largest number of replicas, with `concurrency` requests in flight
-    direct_*                     the floor: the same requests directly to one simulated replica, without a gateway
+    floor_routes_per_s, floor_p99_ms  the same requests through a bare server of grpc.aio
     rows                         per number of replicas: also the gateway's CPU time per request, heartbeats included,
                                  which does not depend on other load (`route_cpu_ms`), and one call with all requests
                                  as its prompts (`batch_routes_per_s`)
@@ -64,14 +69,10 @@ def measure_gateway(
         run = thread.submit(
             lambda: asyncio.run(_measure(replicas, requests, concurrency, routing))
         )
-        rows, direct = run.result()  # no deadline: every call in it has one
+        rows = run.result()  # no deadline: every call in it has one
     last = rows[-1]
     return {
-        "routes_per_s": last["routes_per_s"],
-        "route_p50_ms": last["route_p50_ms"],
-        "route_p99_ms": last["route_p99_ms"],
-        "gateway_mib": last["gateway_mib"],
-        **{f"direct_{key}": value for key, value in direct.items()},
+        **{name: last[name] for name in LAST},
         "requests": requests,
         "concurrency": concurrency,
         "routing": routing,
@@ -87,16 +88,16 @@ def run_bench_gateway(replicas: Sequence[int] | None, requests: int) -> dict[str
     for row in found["rows"]:
         print(
             f"{row['replicas']:4} simulated replicas: {row['routes_per_s']:5.0f} requests/s, p50 "
-            f"{row['route_p50_ms']:.1f} ms, p99 {row['route_p99_ms']:.1f} ms, {row['gateway_mib']:.0f} MiB"
+            f"{row['route_p50_ms']:.1f} ms, p99 {row['route_p99_ms']:.1f} ms, {row['gateway_mib']:.0f} MiB; "
+            f"bare grpc.aio {row['floor_routes_per_s']:.0f} requests/s, p99 {row['floor_p99_ms']:.1f} ms"
         )
     return found
 
 
 async def _measure(
     counts: Sequence[int], requests: int, concurrency: int, routing: str
-) -> tuple[list[dict[str, Any]], dict[str, float]]:
+) -> list[dict[str, Any]]:
     rows = []
-    direct = {}
     warm = min(WARM, requests)
     for count in counts:
         token = security.new_token()
@@ -114,7 +115,7 @@ async def _measure(
                 stub = rpc.LabStub(channel)
                 await _launch(stub, metadata, count, routing)
                 simulated = ends.enter_context(Side(f"{__name__}:replicas_side", order))
-                port = simulated.receive()
+                order["ports"] = simulated.receive()
                 ready = await _wait_ready(stub, metadata, count)
                 ask = _asker(stub, metadata)
                 # the first requests open the connections
@@ -125,7 +126,7 @@ async def _measure(
                 batch = await _batch(stub, metadata, requests)
                 memory = psutil.Process(gateway.pid).memory_info().rss / 2**20
                 await _check(stub, metadata, count, warm + 2 * requests)
-                direct = direct or await _direct(port, metadata, requests, concurrency)
+                floor = await _floor(order, metadata, requests, concurrency)
         rows.append(
             {
                 "replicas": count,
@@ -136,9 +137,11 @@ async def _measure(
                 "batch_routes_per_s": batch,
                 "gateway_mib": memory,
                 "ready_seconds": ready,
+                "floor_routes_per_s": floor["per_s"],
+                "floor_p99_ms": floor["p99_ms"],
             }
         )
-    return rows, direct
+    return rows
 
 
 def _cpu_seconds(process: Side) -> float:
@@ -257,33 +260,18 @@ async def _batch(stub: rpc.LabStub, metadata: Any, requests: int) -> float:
     return requests / (time.perf_counter() - began)
 
 
-async def _direct(
-    port: int, metadata: Any, requests: int, concurrency: int
+async def _floor(
+    order: dict[str, Any], metadata: Any, requests: int, concurrency: int
 ) -> dict[str, float]:
-    """The floor: the same requests directly to one replica."""
-    async with grpc.aio.insecure_channel(
-        f"127.0.0.1:{port}", options=security.options()
-    ) as channel:
-        stub = rpc.RolloutStub(channel)
-
-        async def ask(number: int) -> None:
-            work = [
-                pb.PromptWork(
-                    prompt_index=0, prompt=_prompt(number), sample_indexes=[0]
-                )
-            ]
-            order = pb.RolloutRequest(epoch=1, work=work, sampling_json="{}")
-            batches = [
-                batch
-                async for batch in stub.Generate(
-                    order, timeout=CALL_SECONDS, metadata=metadata
-                )
-            ]
-            if len(batches) != 1:
-                raise ControlError(f"request {number} came back as {batches}")
-
-        await _load(ask, min(WARM, requests), concurrency)
-        return await _load(ask, requests, concurrency)
+    """The same requests over as many hops, through a bare server instead of a gateway."""
+    with Side(f"{__name__}:bare_side", order) as bare:
+        address = bare.receive()
+        async with grpc.aio.insecure_channel(
+            address, options=security.options()
+        ) as channel:
+            ask = _asker(rpc.LabStub(channel), metadata)
+            await _load(ask, min(WARM, requests), concurrency)
+            return await _load(ask, requests, concurrency)
 
 
 # The other processes ------------------------------------------------------------------------------------------------
@@ -335,8 +323,43 @@ class SimulatedReplica(rpc.RolloutServicer):
             yield pb.SampleBatch(samples=samples)
 
 
+def bare_side(order: dict[str, Any], lines: Lines) -> None:
+    """The floor: a server that passes calls on; says where it listens."""
+    asyncio.run(_pass_on(order, lines))
+
+
+async def _pass_on(order: dict[str, Any], lines: Lines) -> None:
+    metadata = security.authorization(order["token"])
+    addresses = [f"127.0.0.1:{port}" for port in order["ports"]]
+    channels = [
+        grpc.aio.insecure_channel(address, options=security.options())
+        for address in addresses
+    ]
+    stubs = itertools.cycle(map(rpc.RolloutStub, channels))
+
+    class Bare(rpc.LabServicer):
+        async def Generate(
+            self, calls: AsyncIterator[pb.GenerateCall], context: Any
+        ) -> AsyncIterator[pb.GenerateEvent]:
+            start = (await anext(aiter(calls))).start
+            work = [pb.PromptWork(prompt=start.prompts[0], sample_indexes=[0])]
+            request = pb.RolloutRequest(epoch=1, work=work, sampling_json="{}")
+            passed = next(stubs).Generate(
+                request, timeout=CALL_SECONDS, metadata=metadata
+            )
+            async for batch in passed:
+                yield pb.GenerateEvent(samples=batch.samples)
+
+    server = grpc.aio.server(options=security.options())
+    rpc.add_LabServicer_to_server(Bare(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    lines.send(f"127.0.0.1:{port}")
+    await server.wait_for_termination()  # no deadline: the bench ends this process
+
+
 def replicas_side(order: dict[str, Any], lines: Lines) -> None:
-    """Simulated replicas, each on its own port, registered and sending heartbeats; says the first one's port."""
+    """Simulated replicas, each on its own port, registered and sending heartbeats; says the ports."""
     asyncio.run(_simulate(order["token"], order["gateway"], order["count"], lines))
 
 
@@ -349,7 +372,7 @@ async def _simulate(token: str, gateway: str, count: int, lines: Lines) -> None:
     await server.start()
     metadata = security.authorization(token)
     stats = pb.ReplicaStats()
-    lines.send(ports[0])
+    lines.send(ports)
     async with grpc.aio.insecure_channel(
         gateway, options=security.options()
     ) as channel:

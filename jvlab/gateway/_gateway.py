@@ -494,6 +494,7 @@ class Gateway:
             deaths=[death.cause for death in replica.deaths],
             restarts_left=self.registry.restarts_left(replica),
             restarts=replica.restarts,
+            awaited=replica.awaited,
         )
         machine = self.links.of(replica.pool).machine
         member = machine.members.get(replica.name)

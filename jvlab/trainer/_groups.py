@@ -147,6 +147,7 @@ class Evaluation:
 MAX_TRIES = 4  # of a group whose replicas fail
 # for a replica that died to be started again, and to get the weights
 RETURN_SECONDS = 900.0
+GATEWAY_SECONDS = 120.0  # to answer, or to come back
 LOOK_SECONDS = 0.5  # between two looks at a pool whose replicas do not serve
 # whose rewards all fail, in a row, after others did not: then the run ends
 FAILED_GROUPS = 16
@@ -541,9 +542,12 @@ class GroupMaker:
 
 
 def look(pool: Any, error: JvlabError) -> Mapping[str, Any]:
-    """The pool's status, after this error; raises ReplicaLost if no replica is up or will be."""
+    """The pool's status, after this error; raises ReplicaLost if no replica is up or will be.
+
+    If the gateway died and comes back, it is waited for.
+    """
     try:
-        status = pool.status()
+        status = pool.status(timeout=GATEWAY_SECONDS)
     except ControlError as gone:
         raise ReplicaLost(
             f"the pool cannot be reached: {gone.message}",
@@ -582,9 +586,10 @@ def too_late(status: Mapping[str, Any]) -> ReplicaLost:
 
 
 def _comes_back(replica: Mapping[str, Any]) -> bool:
-    """Whether the pool starts it again: it is at that, or will be once its process has exited."""
+    """Whether the pool starts it again: it is at that, or will be once its process has exited. Or a new gateway awaits
+    it: its engine goes on."""
     if replica["state"] == "lost":
-        return replica["restarts_left"] > 0
+        return replica["restarts_left"] > 0 or replica["awaited"]
     return replica["state"] not in ("failed", "draining", "closed") and bool(
         replica["deaths"]
     )

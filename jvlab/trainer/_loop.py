@@ -10,6 +10,7 @@ One step, in the order of time; what a line says at its right end goes on beside
 
 A replica that dies is started again by its pool, and is part of the next sync. If it was the only one, groups wait
 for it, and the loop sends it the weights that the others would have had: the version is the same, nothing gets staler.
+A gateway that dies and comes back from its state file is waited for; groups and a sync under way are repeated.
 
 So an on-policy step is generate + train + sync and little else. What a record still shows as `idle_s` is: from the last
 reward to the first micro-batch (the loop's thread wakes up, samples become arrays), from the end of training to the
@@ -36,6 +37,7 @@ from jvlab._deadline import Deadline
 from jvlab._errors import (
     ConfigError,
     ControlError,
+    GatewayUnreachable,
     JvlabError,
     NonFiniteError,
     ReplicaLost,
@@ -225,7 +227,7 @@ class Loop:
             event = self.evaluation.run(self.step, self.version)
         except (ControlError, ReplicaLost, SyncError) as error:
             self._fault("evaluation failed", "pool", error.message)
-            self._wait_until_served(error)
+            self._wait_until(serves, error)
             event = self.evaluation.run(self.step, self.version)
         self.writer.write(event)
         if event.best:
@@ -640,11 +642,13 @@ class Loop:
             self._write(self._sync())
         self.producer.weights_sent()
 
-    def _wait_until_served(self, error: JvlabError) -> None:
-        """After an error of an evaluation: until a replica may generate. Raises if none will."""
+    def _wait_until(
+        self, reached: Callable[[Mapping[str, Any]], bool], error: JvlabError
+    ) -> None:
+        """After an error: until the pool's status says so. Raises if it never will."""
         pool = self.link.pool
         deadline = Deadline(RETURN_SECONDS)
-        while not serves(status := look(pool, error)):
+        while not reached(status := look(pool, error)):
             if deadline.over:
                 raise too_late(status) from error
             if is_up(status):
@@ -669,7 +673,7 @@ class Loop:
             try:
                 report = self._together(send)
                 break
-            except SyncError as error:
+            except (GatewayUnreachable, SyncError) as error:
                 self._fault(
                     "sync failed", "pool", f"version {self.version}: {error.message}"
                 )
@@ -677,7 +681,9 @@ class Loop:
                 if isinstance(error, NonFiniteError):
                     raise
                 # Dirty ones count as up: a sync is what they need. For one that is started again it waits.
-                if causes := why_all_are_dead(self.link.pool.status()):
+                if isinstance(error, GatewayUnreachable):
+                    self._wait_until(is_up, error)
+                elif causes := why_all_are_dead(self.link.pool.status()):
                     raise ReplicaLost(
                         f"every replica of the pool is dead, the last one during a weight sync ({causes})",
                         remedy="lab.launch(...) again, then jv.grpo(..., folder=the same, resume=True)",

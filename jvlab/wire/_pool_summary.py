@@ -73,6 +73,7 @@ def pool_summary(snapshot: Any) -> dict[str, Any]:
                 "cause": r.cause or None,
                 "restarts": r.restarts,
                 "restarts_left": r.restarts_left,
+                "awaited": r.awaited,
                 "deaths": list(r.deaths),
                 "acceptance_rate": _accepted([r]),
                 "http_url": r.facts.http_url or None,
@@ -191,6 +192,7 @@ def out_of_sight(snapshot: pb.PoolStatus) -> pb.PoolStatus:
         if replica.state == pb.READY:
             replica.state = pb.LOST
             replica.stage = "lost"
+            replica.awaited = True
             replica.cause = "its gateway does not answer"
     return unknown
 

@@ -217,7 +217,7 @@ class CallLimits(_message.Message):
     def __init__(self, n: _Optional[int] = ..., prompts: _Optional[int] = ..., samples: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class ReplicaStatus(_message.Message):
-    __slots__ = ("replica", "state", "stage", "seconds", "pid", "epoch", "cause", "log_tail", "facts", "stats", "routed", "beat_age", "stale", "dirty", "version", "served", "elsewhere", "deaths", "restarts_left", "restarts")
+    __slots__ = ("replica", "state", "stage", "seconds", "pid", "epoch", "cause", "log_tail", "facts", "stats", "routed", "beat_age", "stale", "dirty", "version", "served", "elsewhere", "deaths", "restarts_left", "restarts", "awaited")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
@@ -238,6 +238,7 @@ class ReplicaStatus(_message.Message):
     DEATHS_FIELD_NUMBER: _ClassVar[int]
     RESTARTS_LEFT_FIELD_NUMBER: _ClassVar[int]
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    AWAITED_FIELD_NUMBER: _ClassVar[int]
     replica: str
     state: ReplicaState
     stage: str
@@ -258,7 +259,8 @@ class ReplicaStatus(_message.Message):
     deaths: _containers.RepeatedScalarFieldContainer[str]
     restarts_left: int
     restarts: int
-    def __init__(self, replica: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., stage: _Optional[str] = ..., seconds: _Optional[float] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., cause: _Optional[str] = ..., log_tail: _Optional[str] = ..., facts: _Optional[_Union[EngineFacts, _Mapping]] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ..., routed: _Optional[int] = ..., beat_age: _Optional[float] = ..., stale: _Optional[bool] = ..., dirty: _Optional[bool] = ..., version: _Optional[int] = ..., served: _Optional[int] = ..., elsewhere: _Optional[bool] = ..., deaths: _Optional[_Iterable[str]] = ..., restarts_left: _Optional[int] = ..., restarts: _Optional[int] = ...) -> None: ...
+    awaited: bool
+    def __init__(self, replica: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., stage: _Optional[str] = ..., seconds: _Optional[float] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., cause: _Optional[str] = ..., log_tail: _Optional[str] = ..., facts: _Optional[_Union[EngineFacts, _Mapping]] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ..., routed: _Optional[int] = ..., beat_age: _Optional[float] = ..., stale: _Optional[bool] = ..., dirty: _Optional[bool] = ..., version: _Optional[int] = ..., served: _Optional[int] = ..., elsewhere: _Optional[bool] = ..., deaths: _Optional[_Iterable[str]] = ..., restarts_left: _Optional[int] = ..., restarts: _Optional[int] = ..., awaited: _Optional[bool] = ...) -> None: ...
 
 class EngineFacts(_message.Message):
     __slots__ = ("vllm_version", "vllm_build", "dtype", "max_model_len", "max_num_seqs", "logprobs_mode", "sampling_names", "vocab_size", "prefix_caching", "has_tokenizer", "pid", "architecture", "speculative", "draft_weights", "max_adapters", "block_size", "http_url", "host", "batch_invariant", "attention_backend", "graph_tokens", "quantization", "routed_experts", "vllm_warning", "draft_model")

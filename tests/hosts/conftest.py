@@ -38,7 +38,7 @@ class Host:
         self.address = f"{NET}.{number}"
         self._port = f"p{number}"  # at the bridge
         self._switch = switch
-        self._processes: list[subprocess.Popen[str]] = []
+        self.processes: list[subprocess.Popen[str]] = []
         _ip("netns", "add", name)
         try:
             _ip("link", "add", "eth0", "netns", name, "type", "veth", *self._peer())
@@ -67,7 +67,7 @@ class Host:
             start_new_session=True,
             **options,
         )
-        self._processes.append(process)
+        self.processes.append(process)
         return process
 
     def python(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
@@ -94,11 +94,15 @@ class Host:
             *("dev", "eth0", "nud", "permanent"),
         )
 
+    def hear(self, other: Host) -> None:
+        """The end of `deafen`."""
+        other._in("neigh", "del", self.address, "dev", "eth0")
+
     def mend(self) -> None:
         _ip("-n", self._switch, "link", "set", self._port, "up")
 
     def close(self) -> None:
-        for process in reversed(self._processes):
+        for process in reversed(self.processes):
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(SECONDS)
@@ -107,7 +111,7 @@ class Host:
         for pid in map(int, found.stdout.split()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 9)
-        for process in self._processes:
+        for process in self.processes:
             process.wait(SECONDS)
             for pipe in (process.stdin, process.stdout, process.stderr):
                 if pipe:
@@ -131,6 +135,13 @@ def cluster(count: int) -> Iterator[list[Host]]:
         for number in range(1, count + 1):
             hosts.append(Host(f"{unique}-h{number}", number, switch))
             ends.callback(hosts[-1].close)
+        names = "".join(f"{host.address} {host.name}\n" for host in hosts)
+        for host in hosts:
+            # what `ip netns exec` puts in the place of /etc/hosts
+            folder = Path("/etc/netns") / host.name
+            folder.mkdir(parents=True)
+            ends.callback(shutil.rmtree, folder)
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
         yield hosts
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import jvlab as jv
@@ -68,6 +69,54 @@ def test_three_hosts(hosts: Callable[[int], list[Host]], tmp_path: Path):
         script.stdin.write("\n")
         script.stdin.flush()
         assert json.loads(script.stdout.readline()) != "ready"
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_trainers_on_hosts_of_their_own(
+    hosts: Callable[[int], list[Host]], tmp_path: Path, staleness: int
+):
+    """GRPO of one process with two devices, and of two hosts with one each: the same losses, one record each."""
+    gateway, engine, *trainers = hosts(4)
+    model = jv.models.tiny("llama", vocab_size=288)
+    records = []
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        address, token, certificate = served(gateway, folder, "--place", "join")
+        joining = ["-m", "jvlab", "rollout", "--gateway", address]
+        joining += ["--token-file", str(token), "--tls-dir", str(certificate.parent)]
+        replica = engine.python(*joining, "--folder", str(folder / "replica"))
+        run = ["-m", "tests.live.grpo_script", address, token.read_text().strip(), "p"]
+        run += [model, str(folder / "run"), str(processes)]
+        flags = f"--xla_force_host_platform_device_count={2 // processes}"
+        env = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+        coordinator = f"{trainers[0].address}:7900"
+        team = [
+            host.python(
+                *(*run, str(k), coordinator, str(staleness), str(certificate)),
+                env=env,
+                stdout=subprocess.PIPE,
+            )
+            for k, host in enumerate(trainers[:processes])
+        ]
+        for process in team:
+            said, _ = process.communicate(timeout=500)
+            assert said.splitlines()[-1] == "finished after 3", said
+        records.append(jv.Record.open(folder / "run"))
+        gateway.processes[-1].terminate()
+        gateway.processes[-1].wait(120)
+        replica.wait(120)
+    one, two = records
+    [start] = two.events("run_start")
+    assert start.config["processes"] == 2  # type: ignore[attr-defined]
+    for record in records:
+        assert record.summary()["syncs_verified"] == 4
+        assert record.summary()["max_staleness"] <= staleness
+        assert np.nanmax(record.steps()["logprob_gap"]) < 1e-3
+    if staleness == 0:  # else it depends on time which weights a token is of
+        for name in ("loss", "grad_norm", "reward_mean"):
+            there = one.steps()[name]
+            np.testing.assert_allclose(two.steps()[name], there, atol=1e-5)
 
 
 @pytest.mark.parametrize("live", ["0", "1"])

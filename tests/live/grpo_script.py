@@ -1,6 +1,7 @@
 """A run on another process's pool: ADDRESS TOKEN POOL MODEL FOLDER kills itself after step 2.
 
-With PROCESSES PROCESS PORT it is one process of a trainer of several, which shard the policy over all their devices.
+With PROCESSES PROCESS COORDINATOR it is one process of a trainer of several, which shard the policy over all their
+devices; STALENESS and the gateway's CERTIFICATE may follow. The first launches the pool if there is none.
 """
 
 from __future__ import annotations
@@ -14,13 +15,24 @@ import jvlab as jv
 from tests.live.test_grpo import train
 
 
-def several(lab: jv.Lab, name: str, model: str, folder: str, *team: str) -> None:
+def several(
+    lab: jv.Lab,
+    name: str,
+    model: str,
+    folder: str,
+    processes: str,
+    process: str,
+    coordinator: str,
+    staleness: str = "0",
+    *_: str,
+) -> None:
     """Print how it ended here."""
     import jax
 
-    processes, process, port = map(int, team)
-    if processes > 1:
-        jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
+    if process == "0" and name not in lab.pools:
+        lab.launch(model, name=name, engine={"max_model_len": 256}).wait(400)
+    if processes != "1":
+        jax.distributed.initialize(coordinator, int(processes), int(process))
     policy = jv.Policy.from_pretrained(model, mesh=jv.mesh())
     pool = lab.pools[name]
     run = jv.grpo(
@@ -33,6 +45,7 @@ def several(lab: jv.Lab, name: str, model: str, folder: str, *team: str) -> None
         prompts_per_step=4,
         learning_rate=1e-3,
         seed=3,
+        max_staleness=int(staleness),
         checkpoint_every=3,
         evaluate="digits",
         evaluate_prompts=4,
@@ -44,7 +57,7 @@ def several(lab: jv.Lab, name: str, model: str, folder: str, *team: str) -> None
 
 def main() -> None:
     address, token, name, model, folder, *team = sys.argv[1:]
-    lab = jv.Lab.attach(address, token)
+    lab = jv.Lab.attach(address, token, tls_ca=team[4] if len(team) > 4 else None)
     if team:
         several(lab, name, model, folder, *team)
         return

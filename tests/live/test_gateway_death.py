@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
@@ -124,3 +126,57 @@ def test_an_engine_a_lab_and_a_link_outlive_their_gateway(
         gateway.start()
         assert waiting.result(90) == tokens
     until(lambda: not pool.status()["in_flight"], "the end of what nobody reads", 60)
+
+
+def test_a_run_goes_on_when_its_gateway_comes_back(
+    gateway: Mortal, lab: jv.Lab, pool: jv.Pool, tmp_path: Path
+):
+    """It dies while groups are generated, and in the middle of a sync."""
+    policy = jv.Policy.from_pretrained(pool.model)
+    link = lab.connect(policy.params, pool)
+    deaths: list[str] = []
+
+    def die(where: str) -> None:
+        if where not in deaths:
+            deaths.append(where)
+            gateway.kill()
+            threading.Timer(2.0, gateway.start).start()
+
+    def reward(sample: jv.Sample, example: object) -> float:
+        if link.version >= start + 2:  # other samples of its step are being generated
+            die("group")
+        return float(sample.token_ids[0] % 2)
+
+    def in_sync(header: jv.transport.Header) -> None:
+        if header.version >= start + 4:
+            die("sync")
+
+    faults = jv.transport.Faults(hook=(0, in_sync), times=100)
+    link.inject(faults.wrap)
+    start = link.version
+    try:
+        run = jv.grpo(
+            policy,
+            pool,
+            link,
+            jv.Task(["1 2 3", "4 5 6"], reward, sampling={"max_tokens": 64}),
+            steps=6,
+            group_size=2,
+            prompts_per_step=2,
+            learning_rate=1e-3,
+            checkpoint_every=0,
+            folder=tmp_path / "run",
+            progress=False,
+        )
+        run.wait(timeout=300)
+    finally:
+        link.inject(None)
+    assert deaths == ["group", "sync"]
+    summary = run.record.summary()
+    assert (summary["ended"], summary["steps"]) == ("finished", 6)
+    assert summary["syncs_verified"] == summary["syncs"] == 7
+    assert summary["faults"]["sync failed"] >= 1
+    assert summary["logprob_gap"] < 1e-2
+    assert len([s for s in run.record.samples() if s.step >= 0]) == 6 * 2 * 2
+    assert pool.status()["version"] == link.version
+    assert link.verify(policy.params)

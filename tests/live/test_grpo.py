@@ -401,7 +401,7 @@ def test_two_trainer_processes(
             "PYTHONPATH": str(ROOT),
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={2 // processes}",
         }
-        port = str(free_port())
+        port = f"127.0.0.1:{free_port()}"
         run = [sys.executable, "-m", "tests.live.grpo_script", lab.address, lab._token]
         run += [pool.name, model, str(folder), str(processes)]
         team = [

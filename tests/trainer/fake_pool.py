@@ -72,6 +72,7 @@ class FakePool:
         self.offset = 0.0
         self.on_call: Any = lambda call: None
         self.gone = "failed"  # the state of those that are not alive
+        self.awaited = False  # a gateway that was started again expects it
         self.stale: set[str] = set()  # alive again, without the weights
         self.steered: list[Any] = []  # sleeps and wakes, and the syncs between them
         self.asleep: set[str] = set()
@@ -82,7 +83,7 @@ class FakePool:
             self.scores = table - np.log(np.exp(table).sum(axis=1, keepdims=True))
             self.version = version
 
-    def status(self) -> dict[str, Any]:
+    def status(self, **_: Any) -> dict[str, Any]:
         replicas = [
             {
                 "replica": r,
@@ -92,6 +93,7 @@ class FakePool:
                 "cause": None if up else "killed",
                 "deaths": [] if up else ["killed"],
                 "restarts_left": 0,
+                "awaited": not up and self.awaited,
             }
             for r, up in self.alive.items()
         ]

@@ -23,7 +23,13 @@ import numpy as np
 import pytest
 
 from jvlab import _progress
-from jvlab._errors import ConfigError, NonFiniteError, ReplicaLost, RewardError
+from jvlab._errors import (
+    ConfigError,
+    GatewayUnreachable,
+    NonFiniteError,
+    ReplicaLost,
+    RewardError,
+)
 from jvlab.record._record import Record
 from jvlab.trainer import _groups, _grpo
 from jvlab.trainer._environment import EnvironmentTurn
@@ -359,7 +365,7 @@ def returning(pool: FakePool, looks: int) -> list[str]:
     inner = pool.status
     seen: list[str] = []
 
-    def status() -> dict[str, Any]:
+    def status(**_: Any) -> dict[str, Any]:
         found = inner()
         seen.append(found["replicas"][0]["health"])
         if seen[-1] == "restarting" and seen.count("restarting") == looks:
@@ -413,7 +419,7 @@ def test_a_run_says_whom_it_waits_for(tmp_path: Path):
     said: list[str] = []
     inner = pool.status
 
-    def status() -> dict[str, Any]:
+    def status(**_: Any) -> dict[str, Any]:
         said.append(made[0].waiting() if made else "")
         return inner()
 
@@ -452,7 +458,7 @@ def test_a_replica_that_does_not_come_back_in_time_ends_the_run(
     pool.gone = "restarting"
     inner = pool.status
 
-    def status() -> dict[str, Any]:
+    def status(**_: Any) -> dict[str, Any]:
         found = inner()
         pool.gone = "failed"
         return found
@@ -461,6 +467,50 @@ def test_a_replica_that_does_not_come_back_in_time_ends_the_run(
     pool.on_call = lambda call: pool.alive.update({"fake/0": call < 5})
     with pytest.raises(ReplicaLost, match="every replica of the pool is dead"):
         train(tmp_path / "again", 4, pool, link)
+
+
+@pytest.mark.parametrize("place", ["group", "sync"])
+def test_a_gateway_that_comes_back_is_waited_for(tmp_path: Path, place: str):
+    pool, link = world()
+    inner = pool.status
+    looks: list[str] = []
+
+    def status(**_: Any) -> dict[str, Any]:
+        found = inner()
+        if not pool.alive["fake/0"]:
+            looks.append(found["replicas"][0]["health"])
+            pool.alive["fake/0"] = len(looks) == 3
+        return found
+
+    def die(number: int) -> None:
+        if number == 3 and not looks:
+            pool.alive["fake/0"] = False
+            raise GatewayUnreachable("the gateway does not answer")
+
+    pool.status = status  # type: ignore[method-assign]
+    pool.gone = "lost"
+    pool.awaited = True
+    if place == "group":
+        pool.on_call = die
+    else:
+        link.on_sync = die
+    run = train(tmp_path / "run", 4, pool, link)
+    summary = run.record.summary()
+    assert (summary["ended"], summary["steps"]) == ("finished", 4)
+    assert looks == ["lost"] * 3
+    failed = {"group": "rollout failed", "sync": "sync failed"}[place]
+    assert summary["faults"][failed] >= 1
+    assert len([s for s in run.record.samples() if s.step >= 0]) == 4 * 3 * 4
+
+    # one that nobody expects ends the run
+    looks.clear()
+    pool.alive["fake/0"] = True
+    pool.awaited = False
+    pool.calls = 0
+    other = FakeLink(pool)
+    other.on_sync = link.on_sync
+    with pytest.raises(ReplicaLost, match="every replica of the pool is dead"):
+        train(tmp_path / "ended", 4, pool, other)
 
 
 def test_an_evaluation_waits_for_the_only_replica(tmp_path: Path):
