@@ -36,7 +36,7 @@ test-fast: setup  ## the quick tests: no engine, no vLLM
 soak: setup  ## what `make test` leaves out: full products of faults, engines and families, long runs, Ray, real weights
 	@$(RUN) .ci/test.py soak
 
-compat: setup  ## the tests that touch an engine, with every vLLM of the range, in environments over .venv (ONLY="0.31.0": some)
+compat: setup  ## the tests that touch an engine, with another vLLM, in an environment over .venv (ONLY="0.33.0")
 	@$(RUN) .ci/compat.py $(ONLY)
 
 lint: setup  ## ruff, the order of the rooms, pyright

@@ -30,10 +30,10 @@ from jvlab.bench._grpo import (
     PROMPT_ROOM,
     SAMPLES,
     TOKENS,
+    folder_of,
     resolve,
-    shaped_model,
 )
-from jvlab.bench._side import Lines, Side, model_of, prompts_of, timed
+from jvlab.bench._side import Lines, Side, prompts_of, timed
 
 FORMATS = {"16 bits": {}, "fp8": EIGHT_BITS}
 ROUNDS = 2
@@ -67,11 +67,7 @@ def run_bench_floors(
         jv.Lab() as lab,
         ExitStack() as stack,
     ):
-        path = (
-            shaped_model(shape, f"{scratch}/model")
-            if shape
-            else model_of(model, vocab_size=288)
-        )
+        path = folder_of(model, shape, scratch)
         what = shape or Path(path).name
         print(f"bench grpo --floors on {device}: {what}", flush=True)
         with Side("jvlab.bench._floors:copy_side", device) as side:

@@ -296,6 +296,13 @@ def one_length(
     return length
 
 
+def folder_of(model: str | None, shape: str | None, scratch: str) -> str:
+    """A model of a known shape, the one that was given, or a tiny one with digits."""
+    if shape:
+        return shaped_model(shape, f"{scratch}/model")
+    return model_of(model, vocab_size=288)
+
+
 def shaped_model(shape: str, path: str, **other: Any) -> str:
     """A model of a known shape with random weights; `other` goes into its config."""
     import jvlab as jv
@@ -608,11 +615,7 @@ def run_bench_first_step(
     if peer is not None and not missing_peer(peer, device):
         sides.append(peer)
     with tempfile.TemporaryDirectory(prefix="jvbench-") as scratch:
-        path = (
-            shaped_model(shape, f"{scratch}/model")
-            if shape
-            else model_of(model, vocab_size=288)
-        )
+        path = folder_of(model, shape, scratch)
         order: Plain = {"model": path, "tokens": [length], "first": True, "steps": 0}
         order |= {"device": device, "eager": eager, "bounds": (0,), "fp8": False}
         what = shape or Path(path).name
@@ -671,11 +674,7 @@ def run_bench_trl(
     if find_spec("trl") is None:
         raise MissingDependency("bench trl needs TRL", remedy="pip install trl==1.16.0")
     with tempfile.TemporaryDirectory(prefix="jvbench-") as scratch:
-        path = (
-            shaped_model(shape, f"{scratch}/model")
-            if shape
-            else model_of(model, vocab_size=288)
-        )
+        path = folder_of(model, shape, scratch)
         order = {"model": path, "tokens": [length], "bounds": (0,), "steps": steps}
         order |= {"device": device, "eager": eager, "scratch": scratch}
         what = shape or Path(path).name

@@ -1,11 +1,10 @@
 """What jvlab changes of vLLM: a table, `PATCHES`, and the functions that do it. Checked against vLLM 0.32.0.
 
-A row says what it replaces, in which versions, why, and when it can go; a test checks that what it replaces is there.
+A row says what it replaces, why, and when it can go; a test checks that what it replaces is there.
 Those that stay are installed once in a process, by their place (`install`):
 
     worker, CPU worker      `worker/_extension.py`, which vLLM imports before it builds a model
     core                    `worker/_scheduler.py`, which the engine core loads
-    front end               `_vllm.start_engine`, before an AsyncLLM is made
     Pool.in_process         `_in_process.py`
 
 Others last for one call (`replacing`), or change one object and not a class (`install` is None: `why` says where).
@@ -18,7 +17,6 @@ import functools
 import inspect
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -30,7 +28,6 @@ from typing import Any
 from jvlab._errors import MissingDependency
 
 SPIN_SECONDS = 0.005  # that core and worker spin for the next message on a CPU
-FIELD = "weight_version"
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,6 @@ class Patch:
     why: str
     until: str  # it can go when
     install: Callable[..., AbstractContextManager[None] | None] | None
-    versions: tuple[str, ...] = ()  # that need it; all if there is none
     lasts: bool = True  # else `install` is a context manager
 
 
@@ -57,12 +53,9 @@ def install(place: str) -> None:
 
 
 def patched(place: str) -> tuple[tuple[str, str], ...]:
-    """What is replaced there in every version."""
+    """What is replaced there."""
     return tuple(
-        name
-        for patch in PATCHES
-        if patch.place == place and not patch.versions
-        for name in patch.replaces
+        name for patch in PATCHES if patch.place == place for name in patch.replaces
     )
 
 
@@ -338,172 +331,6 @@ def core_methods() -> None:
     _wrap(EngineCoreProc, "pause_scheduler", sending_held)
 
 
-# Labels of weight versions: core and front end ------------------------------------------------------------------------
-#     core        EngineCoreOutputs gets the field `weight_version`; it is set where a step's details are attached
-#     front end   a message's outputs become a list that knows its version; a request's state collects where versions
-#                 begin; a finished output gets its spans
-
-
-@dataclass
-class WeightVersionSpan:
-    """Output tokens `[start, end)` were sampled by weights labelled `version`; as vLLM's own."""
-
-    version: str
-    start: int
-    end: int
-
-
-class LabelledOutputs(list[Any]):
-    """The outputs of one message, and of its parts: vLLM processes a large message in slices."""
-
-    weight_version: str | None = None
-
-    def __getitem__(self, at: Any) -> Any:
-        found = super().__getitem__(at)
-        if not isinstance(at, slice):
-            return found
-        part = LabelledOutputs(found)
-        part.weight_version = self.weight_version
-        return part
-
-
-def has_labels() -> bool:
-    """Whether vLLM's messages carry the version, by vLLM or by this file."""
-    import vllm.v1.engine as engine
-
-    return FIELD in engine.EngineCoreOutputs.__struct_fields__
-
-
-def label_core() -> None:
-    """In the core's process: every message with outputs carries the version of the weights."""
-    from vllm.v1.engine.core import EngineCore
-
-    if hasattr(EngineCore, "_attach_weight_version"):
-        return
-    _widen_messages()
-
-    def attach(self: Any, outputs: dict[int, Any]) -> None:
-        for group in outputs.values():
-            group.weight_version = self._weight_version
-
-    def attaching_both(details: Any) -> Any:
-        def attach_both(self: Any, outputs: dict[int, Any], *args: Any) -> None:
-            details(self, outputs, *args)
-            attach(self, outputs)
-
-        return attach_both
-
-    setattr(EngineCore, "_attach_weight_version", attach)  # noqa: B010
-    _wrap(EngineCore, "_attach_iteration_details", attaching_both)
-
-
-def label_front_end() -> None:
-    """In the front end's process, before an AsyncLLM is made: finished outputs have `weight_versions`."""
-    import vllm.outputs as results
-    from vllm.v1.engine.core_client import AsyncMPClient
-    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
-
-    if hasattr(results, "WeightVersionSpan"):
-        return
-    _widen_messages()
-    results.WeightVersionSpan = WeightVersionSpan  # type: ignore[attr-defined]
-    results.CompletionOutput.weight_versions = None  # type: ignore[attr-defined]
-    _wrap(AsyncMPClient, "get_output_async", _labelling)
-    _wrap(OutputProcessor, "process_outputs", _tracking)
-    _wrap(RequestState, "_new_completion_output", _with_spans)
-    _wrap(results.RequestOutput, "add", _keeping_spans)
-
-
-def _widen_messages() -> None:
-    """EngineCoreOutputs with one more field, in every module that has imported it: they make and decode messages."""
-    if has_labels():
-        return
-    import vllm.v1.engine as engine
-
-    plain: Any = engine.EngineCoreOutputs
-
-    class EngineCoreOutputs(plain, array_like=True, omit_defaults=True, gc=False):  # type: ignore[call-arg]  # options of msgspec
-        weight_version: str | None = None
-
-    for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get("EngineCoreOutputs") is plain:
-            module.EngineCoreOutputs = EngineCoreOutputs  # type: ignore[attr-defined]
-
-
-def _labelling(method: Any) -> Any:
-    async def get_output_async(self: Any) -> Any:
-        message = await method(self)
-        message.outputs = LabelledOutputs(message.outputs)
-        message.outputs.weight_version = message.weight_version
-        return message
-
-    return get_output_async
-
-
-def _tracking(method: Any) -> Any:
-    def process_outputs(self: Any, outputs: Any, *args: Any, **options: Any) -> Any:
-        version = getattr(outputs, FIELD, None)
-        if version is not None:
-            for output in outputs:
-                state = self.request_states.get(output.request_id)
-                if (
-                    state is not None
-                    and state.detokenizer is not None
-                    and output.new_token_ids
-                ):
-                    track(state, version)
-        return method(self, outputs, *args, **options)
-
-    return process_outputs
-
-
-def track(state: Any, version: str) -> None:
-    """Begin a span of this request if its weights have changed."""
-    starts = state.__dict__.setdefault("weight_version_starts", [])
-    if not starts or starts[-1][0] != version:
-        starts.append((version, state.detokenizer.num_output_tokens()))
-
-
-def spans(state: Any) -> list[Any] | None:
-    """The spans of a request's tokens; None if no version was reported for them."""
-    starts = state.__dict__.get("weight_version_starts", [])
-    tokens = state.detokenizer.num_output_tokens()
-    if not starts and tokens:
-        return None
-    ends = [start for _, start in starts[1:]] + [tokens]
-    return [
-        WeightVersionSpan(version, start, end)
-        for (version, start), end in zip(starts, ends, strict=True)
-    ]
-
-
-def _with_spans(method: Any) -> Any:
-    def _new_completion_output(
-        self: Any, token_ids: Any, finish_reason: Any, *args: Any, **options: Any
-    ) -> Any:
-        completion = method(self, token_ids, finish_reason, *args, **options)
-        completion.weight_versions = spans(self) if finish_reason is not None else None
-        return completion
-
-    return _new_completion_output
-
-
-def _keeping_spans(method: Any) -> Any:
-    """RequestOutput.add merges a later output into this one; spans come with the last."""
-
-    def add(self: Any, later: Any, *args: Any, **options: Any) -> Any:
-        result = method(self, later, *args, **options)
-        last = {
-            completion.index: completion.weight_versions for completion in later.outputs
-        }
-        for completion in self.outputs:
-            if completion.index in last:
-                completion.weight_versions = last[completion.index]
-        return result
-
-    return add
-
-
 # The front end --------------------------------------------------------------------------------------------------------
 
 
@@ -639,10 +466,8 @@ def _worker_threads() -> None:
 
 def kernel_table() -> None:
     """vLLM's table of CPU kernels tolerates every loaded module, and being filled twice."""
-    try:
-        from vllm.triton_utils import dispatcher
-    except ImportError:
-        return  # vLLM 0.30 has no such table
+    from vllm.triton_utils import dispatcher
+
     registered = vars(dispatcher)["_registry"]
 
     def once(register: Any) -> Any:
@@ -783,7 +608,6 @@ _CORE = "vllm.v1.engine.core"
 _FP8 = "vllm.model_executor.layers.quantization"
 _MOE = "vllm.model_executor.layers.fused_moe"
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
-_UNLABELLED = ("0.30.0", "0.31.0")
 
 PATCHES = (
     Patch(
@@ -862,18 +686,6 @@ PATCHES = (
         prompt_scores,
     ),
     Patch(
-        "labels of the core",
-        "core",
-        (
-            (_CORE, "EngineCore._attach_iteration_details"),
-            ("vllm.v1.engine", "EngineCoreOutputs"),
-        ),
-        "messages do not say which weights made their tokens",
-        "vLLM 0.31 is not supported any more",
-        label_core,
-        _UNLABELLED,
-    ),
-    Patch(
         "calls of the core",
         "core",
         (
@@ -885,21 +697,6 @@ PATCHES = (
         "syncs in one call, tokens held until they are needed, NaN kept from other requests",
         "vLLM's core can be extended, as its workers can",
         core_methods,
-    ),
-    Patch(
-        "labels of the front end",
-        "front end",
-        (
-            ("vllm.outputs", "CompletionOutput"),
-            ("vllm.outputs", "RequestOutput.add"),
-            ("vllm.v1.engine.core_client", "AsyncMPClient.get_output_async"),
-            ("vllm.v1.engine.output_processor", "OutputProcessor.process_outputs"),
-            ("vllm.v1.engine.output_processor", "RequestState._new_completion_output"),
-        ),
-        "outputs have no weight_versions",
-        "vLLM 0.31 is not supported any more",
-        label_front_end,
-        _UNLABELLED,
     ),
     Patch(
         "forks on a CPU",
@@ -975,7 +772,6 @@ PATCHES = (
         "first one's wrappers",
         "_rebind_kernels tolerates such objects and register_kernels can be called twice",
         kernel_table,
-        ("0.31.0", "0.32.0"),
     ),
     Patch(
         "a core in a thread",
@@ -1008,7 +804,6 @@ PATCHES = (
         "what vLLM's Transformers backend decorates outlasts a trace",
         "it decorates instances",
         undecorated_classes,
-        ("0.32.0",),
         lasts=False,
     ),
     Patch(
@@ -1045,7 +840,6 @@ PATCHES = (
         "vLLM finds no kernel there, and quantises values alone",
         "vLLM can build a model for another device than this machine's",
         card_kernels,
-        ("0.32.0",),
         lasts=False,
     ),
 )

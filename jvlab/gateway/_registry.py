@@ -124,6 +124,7 @@ class PoolState:
     closed: bool = False
     # those that left; a name may be used again
     retired: dict[str, Replica] = field(default_factory=dict)
+    turn: int = 0  # of the next session: replicas take them in turn
 
 
 # Events -------------------------------------------------------------------------------------------------------------

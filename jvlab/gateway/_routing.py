@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -52,6 +52,9 @@ class Board:
 
     def __contains__(self, name: str) -> bool:
         return name in self._load
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._load)
 
     def load(self, name: str) -> int:
         return self._load[name]
@@ -112,9 +115,27 @@ def least_in_flight(board: Board, request: RouteRequest) -> str | None:
 
 def prefix_affinity(board: Board, request: RouteRequest) -> str | None:
     """Policy "prefix": consistent hashing with bounded loads. If all are above the bound, the least busy."""
+    return _first_within_bound(board, request, board.walk(request.key))
+
+
+def in_turn(number: int) -> Policy:
+    """For a session, which stays where it begins: each replica in turn. By requests in flight all would begin at the
+    first one, if they begin one after the other; this way they differ by as much as loads may."""
+
+    def choose(board: Board, request: RouteRequest) -> str | None:
+        names = list(board)
+        at = number % max(1, len(names))
+        return _first_within_bound(board, request, names[at:] + names[:at])
+
+    return choose
+
+
+def _first_within_bound(
+    board: Board, request: RouteRequest, order: Iterable[str]
+) -> str | None:
     fair = (board.total + request.parts) / max(1, len(board))
     bound = max(MIN_BOUND, request.parts, IMBALANCE * fair)
-    for name in board.walk(request.key):
+    for name in order:
         if name not in request.avoid and board.load(name) + request.parts <= bound:
             return name
     return board.least(request.avoid)

@@ -18,7 +18,13 @@ from jvlab.gateway._dispatch import Dispatch, Done, Item, Lost
 from jvlab.gateway._gateway import Gateway
 from jvlab.gateway._pool_commands import PoolReplicas
 from jvlab.gateway._replica_processes import ReplicaProcess, check_reachable
-from jvlab.gateway._routing import POLICIES, keep_home, prefix_key, unknown_policy
+from jvlab.gateway._routing import (
+    POLICIES,
+    in_turn,
+    keep_home,
+    prefix_key,
+    unknown_policy,
+)
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire import jvlab_pb2_grpc as rpc
 from jvlab.wire._limits import check_given, of_prompts, read_object
@@ -173,13 +179,18 @@ class LabServicer(rpc.LabServicer):
             raise SamplingError("no prompts, or n below 1")
         remaining = _remaining(context)
         gateway = self.gateway
-        routing = start.routing or gateway.registry.pool(start.pool).spec.routing
+        pool = gateway.registry.pool(start.pool)
+        routing = start.routing or pool.spec.routing
         if routing not in POLICIES:
             raise unknown_policy(routing)
         if start.min_version < 0:
             raise SamplingError(
                 f"min_version must not be negative, but is {start.min_version}"
             )
+        policy = POLICIES[routing]
+        if start.settles and routing == "least":
+            policy = in_turn(pool.turn)
+            pool.turn += 1
         adapter = gateway.adapters.find(start.pool, start.adapter)
         _check_limits(gateway, start)
 
@@ -206,7 +217,7 @@ class LabServicer(rpc.LabServicer):
             lambda s: (s.prompt_index, s.sample_index),
             lambda batch: batch.samples,
             start.window,
-            keep_home(start.home, POLICIES[routing]),
+            keep_home(start.home, policy),
             remaining,
         )
 

@@ -245,6 +245,7 @@ class Session:
             routing=self._routing,
             home=self.replica or "",
         )
+        start.settles = self.replica is None
         return start, len(new)
 
     async def _run_turn(

@@ -404,64 +404,25 @@ class Mapping:
                 int(np.prod(b.tensor_shape, dtype=np.int64)), 1
             )
             found = destinations.get(b.tensor, {})
+            part = slice_of(b, stacked)
+            layer = (str(part), numbered(b.leaf, b.tensor)) if part else ("", "")
+            why = b.leaf, b.rule, b.reason, b.confidence, b.tensor
+
+            def add(*lands: Any, b: Binding = b, why: Any = why, layer: Any = layer):
+                rows.append(MappingRow(*[*why, *lands, b.warning, *layer]))
+
             if not found:
-                rows.append(
-                    self._row(b, slice_of(b, stacked), "", (), leaf, "", 0, "unused")
-                )
+                add("", (), leaf, "", 0, "unused")
             for (parameter, dtype, kind), taken in found.items():
                 nbytes = round(sum(n for _, n in taken) * share) * item_bytes(dtype)
-                status = (
-                    kind
-                    if kind != "direct"
-                    else "direct"
-                    if leaf == dtype and not b.add
-                    else "cast"
-                )
-                status = (
-                    "quantised" if b.leaf in quantised and kind == "direct" else status
-                )
+                status = kind
+                if kind == "direct" and b.leaf in quantised:
+                    status = "quantised"
+                elif kind == "direct" and (leaf != dtype or b.add):
+                    status = "cast"
                 ranks = tuple(r for r, _ in taken)
-                rows.append(
-                    self._row(
-                        b,
-                        slice_of(b, stacked),
-                        parameter,
-                        ranks,
-                        leaf,
-                        dtype,
-                        nbytes,
-                        status,
-                    )
-                )
+                add(parameter, ranks, leaf, dtype, nbytes, status)
         return rows
-
-    @staticmethod
-    def _row(
-        b: Binding,
-        part: Slice | None,
-        parameter: str,
-        ranks: tuple[int, ...],
-        leaf: str,
-        dtype: str,
-        nbytes: int,
-        status: str,
-    ) -> MappingRow:
-        layer = (
-            (str(part), numbered(b.leaf, b.tensor)) if part is not None else ("", "")
-        )
-        why = b.leaf, b.rule, b.reason, b.confidence
-        return MappingRow(
-            *why,
-            b.tensor,
-            parameter,
-            ranks,
-            leaf,
-            dtype,
-            nbytes,
-            status,
-            b.warning,
-            *layer,
-        )
 
     def _destinations(
         self,

@@ -397,7 +397,7 @@ class GenerateCall(_message.Message):
     def __init__(self, start: _Optional[_Union[GenerateStart, _Mapping]] = ..., credit: _Optional[int] = ...) -> None: ...
 
 class GenerateStart(_message.Message):
-    __slots__ = ("pool", "prompts", "n", "sampling_json", "window", "routing", "min_version", "home", "adapter")
+    __slots__ = ("pool", "prompts", "n", "sampling_json", "window", "routing", "min_version", "home", "adapter", "settles")
     POOL_FIELD_NUMBER: _ClassVar[int]
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
@@ -407,6 +407,7 @@ class GenerateStart(_message.Message):
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     HOME_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    SETTLES_FIELD_NUMBER: _ClassVar[int]
     pool: str
     prompts: _containers.RepeatedCompositeFieldContainer[Prompt]
     n: int
@@ -416,7 +417,8 @@ class GenerateStart(_message.Message):
     min_version: int
     home: str
     adapter: str
-    def __init__(self, pool: _Optional[str] = ..., prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ..., n: _Optional[int] = ..., sampling_json: _Optional[str] = ..., window: _Optional[int] = ..., routing: _Optional[str] = ..., min_version: _Optional[int] = ..., home: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
+    settles: bool
+    def __init__(self, pool: _Optional[str] = ..., prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ..., n: _Optional[int] = ..., sampling_json: _Optional[str] = ..., window: _Optional[int] = ..., routing: _Optional[str] = ..., min_version: _Optional[int] = ..., home: _Optional[str] = ..., adapter: _Optional[str] = ..., settles: _Optional[bool] = ...) -> None: ...
 
 class GenerateEvent(_message.Message):
     __slots__ = ("samples", "notes", "lost")

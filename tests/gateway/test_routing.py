@@ -135,6 +135,17 @@ def test_imbalance_is_bounded_when_all_prompts_begin_alike():
         )
 
 
+def test_sessions_take_replicas_in_turn():
+    board = Board({f"p/{i}": 0 for i in range(3)})
+    begun = [routing.in_turn(k)(board, RouteRequest()) for k in range(6)]
+    assert begun == ["p/0", "p/1", "p/2"] * 2
+    avoid = RouteRequest(avoid=frozenset({"p/1"}))
+    assert routing.in_turn(1)(board, avoid) == "p/2"
+    board.count("p/1", 50)
+    assert routing.in_turn(1)(board, RouteRequest()) == "p/2", "busier than others may"
+    assert routing.in_turn(7)(Board({}), RouteRequest()) is None
+
+
 def test_only_a_lost_replicas_prompts_move():
     keys = [routing.prefix_key(str(i)) for i in range(2000)]
     names = [f"p/{i}" for i in range(8)]

@@ -278,6 +278,26 @@ def test_many_sessions_at_once(fake_lab: fakes.FakeLab, pool: jv.Pool):
     assert "0.1" in group._repr_html_()
 
 
+@pytest.mark.parametrize("at_once", [1, 40])
+def test_sessions_are_spread_however_they_come(
+    fake_lab: fakes.FakeLab, pool: jv.Pool, at_once: int
+):
+    """One after the other, none ever finds another one's turn in flight."""
+
+    async def play() -> None:
+        session = pool.session([7], max_tokens=2)
+        for _ in range(3):
+            await session.agenerate()
+
+    async def some() -> None:
+        for _ in range(40 // at_once):
+            await asyncio.gather(*(play() for _ in range(at_once)))
+
+    asyncio.run(some())
+    served = [row["served"] for row in pool.status()["replicas"]]
+    assert served == [60, 60]
+
+
 def test_each_turn_has_a_seed_of_its_own(fake_lab: fakes.FakeLab, pool: jv.Pool):
     s = pool.session([7], max_tokens=2, seed=3)
     s.generate()

@@ -164,8 +164,6 @@ def _is_plain(output: EngineCoreOutput) -> bool:
         output.events is None
         and output.prefill_stats is None
         and output.new_prompt_logprobs_tensors is None
-        # vLLM 0.30 has no such field; ends with 0.31
-        and getattr(output, "prompt_token_id_logprobs", None) is None
         and output.pooling_output is None
         and output.new_sampling_mask is None
         and output.routed_experts is None
@@ -237,8 +235,7 @@ class _SchedulerMixin:
         if not reset_running_requests:
             self.jv_resets += 1
             remove_prefix_hashes(self, f"jvlab-{self.jv_resets}")
-            # vLLM 0.31 and older have none
-            aux = getattr(self, "aux_output_connector", None)
+            aux = self.aux_output_connector  # type: ignore[attr-defined]
             if aux is not None:
                 aux.reset()  # experts chosen by older weights; as vLLM's own reset does
             if not reset_connector:
