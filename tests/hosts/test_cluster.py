@@ -71,9 +71,9 @@ def test_three_hosts(hosts: Callable[[int], list[Host]], tmp_path: Path):
         assert json.loads(script.stdout.readline()) != "ready"
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize(("staleness", "start"), [(0, "by hand"), (1, "slurm")])
 def test_trainers_on_hosts_of_their_own(
-    hosts: Callable[[int], list[Host]], tmp_path: Path, staleness: int
+    hosts: Callable[[int], list[Host]], tmp_path: Path, staleness: int, start: str
 ):
     """GRPO of one process with two devices, and of two hosts with one each: the same losses, one record each."""
     gateway, engine, *trainers = hosts(4)
@@ -90,11 +90,12 @@ def test_trainers_on_hosts_of_their_own(
         run += [model, str(folder / "run"), str(processes)]
         flags = f"--xla_force_host_platform_device_count={2 // processes}"
         env = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-        coordinator = f"{trainers[0].address}:7900"
+        coordinator = f"{trainers[0].address}:7900" if start == "by hand" else start
         team = [
             host.python(
                 *(*run, str(k), coordinator, str(staleness), str(certificate)),
-                env=env,
+                env=env
+                | (under_slurm(trainers[:processes], k) if start == "slurm" else {}),
                 stdout=subprocess.PIPE,
             )
             for k, host in enumerate(trainers[:processes])
@@ -107,8 +108,8 @@ def test_trainers_on_hosts_of_their_own(
         gateway.processes[-1].wait(120)
         replica.wait(120)
     one, two = records
-    [start] = two.events("run_start")
-    assert start.config["processes"] == 2  # type: ignore[attr-defined]
+    [began] = two.events("run_start")
+    assert began.config["processes"] == 2  # type: ignore[attr-defined]
     for record in records:
         assert record.summary()["syncs_verified"] == 4
         assert record.summary()["max_staleness"] <= staleness
@@ -117,6 +118,18 @@ def test_trainers_on_hosts_of_their_own(
         for name in ("loss", "grad_norm", "reward_mean"):
             there = one.steps()[name]
             np.testing.assert_allclose(two.steps()[name], there, atol=1e-5)
+
+
+def under_slurm(hosts: list[Host], number: int) -> dict[str, str]:
+    """What srun tells a step's task."""
+    return {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_NODELIST": ",".join(host.name for host in hosts),
+        "SLURM_NTASKS": str(len(hosts)),
+        "SLURM_PROCID": str(number),
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_NUM_NODES": str(len(hosts)),
+    }
 
 
 @pytest.mark.parametrize("live", ["0", "1"])

@@ -1,7 +1,7 @@
 """A run on another process's pool: ADDRESS TOKEN POOL MODEL FOLDER kills itself after step 2.
 
-With PROCESSES PROCESS COORDINATOR it is one process of a trainer of several, which shard the policy over all their
-devices; STALENESS and the gateway's CERTIFICATE may follow. The first launches the pool if there is none.
+With PROCESSES PROCESS COORDINATOR (or "slurm") it is one process of a trainer of several, which shard the policy over
+all their devices; STALENESS and the gateway's CERTIFICATE may follow. The first launches the pool if there is none.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def several(
 
     if process == "0" and name not in lab.pools:
         lab.launch(model, name=name, engine={"max_model_len": 256}).wait(400)
-    if processes != "1":
+    if coordinator == "slurm":  # as under srun, jax reads its variables
+        jax.distributed.initialize()
+    elif processes != "1":
         jax.distributed.initialize(coordinator, int(processes), int(process))
     policy = jv.Policy.from_pretrained(model, mesh=jv.mesh())
     pool = lab.pools[name]
