@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import jvlab as jv
 from jvlab import errors
@@ -221,3 +223,131 @@ def test_trees_and_pools_that_do_not_fit(
     link = lab.connect(policy.params, drafting, part="draft", meaning="off")
     with pytest.raises(errors.Unsupported, match="behind"):
         link.catch_up(policy.params)
+
+
+# EAGLE ----------------------------------------------------------------------------------------------------------------
+
+
+def stored(folder: str) -> dict[str, np.ndarray]:
+    found: dict[str, np.ndarray] = {}
+    for file in Path(folder).glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def of_one_token(llama: str, folder: Path) -> tuple[Path, dict[str, np.ndarray]]:
+    """A llama whose layers add nothing, so that a token follows from the one before it alone; and its tensors."""
+    shutil.copytree(llama, folder)
+    tensors = stored(llama)
+    for name in tensors:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[name] = np.zeros_like(tensors[name])
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder, tensors
+
+
+def test_an_eagle_head_follows_the_trainer(lab: jv.Lab, llama: str, tmp_path: Path):
+    """The head shares embedding and output with the model. One that reads the newest token drafts what this model says;
+    one that reads the model's hidden state, which knows the token before, does not."""
+    model, tensors = of_one_token(llama, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    size = config["hidden_size"]
+    nothing = np.zeros((size, size), np.float32)
+    whole = np.eye(size, dtype=np.float32)
+    layer = {
+        name.removeprefix("model."): array
+        for name, array in tensors.items()
+        if name.startswith("model.layers.0.") and "input_layernorm" not in name
+    }
+    good = {**layer, "fc.weight": np.concatenate([whole, nothing], 1)}
+    bad = {**layer, "fc.weight": np.concatenate([nothing, whole], 1)}
+    head = tmp_path / "head"
+    shutil.copytree(model, head, ignore=lambda *_: ["model.safetensors", "config.json"])
+    shape = {"architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1}
+    (head / "config.json").write_text(json.dumps(config | shape))
+    save_file(bad, head / "model.safetensors", metadata={"format": "pt"})
+    drafts = {"method": "eagle", "model": str(head), "num_speculative_tokens": 2}
+    with lab.launch(str(model), name="eagle", speculative=drafts).wait() as pool:
+        assert acceptance(pool, 0) < 0.2
+        said = tokens_of(pool.generate(PROMPTS, **GREEDY))
+        link = lab.connect(bad, pool, part="draft")
+        assert (link.meaning.state, link.meaning.how) == ("checked", "value")
+        names = {parameter.name for parameter in link.plan.parameters}
+        assert {"draft.model.fc.weight"} <= names
+        assert not [name for name in names if "embed" in name or "lm_head" in name]
+        for mode, tree, accepted in (
+            ("direct", bad, (0.0, 0.2)),  # compared with its checkpoint
+            ("direct", good, (0.5, 1.0)),
+            ("staged", bad, (0.0, 0.2)),
+        ):
+            report = link.sync(tree, mode=mode)
+            assert report.verified
+            assert link.verify(tree).ok
+            least, most = accepted
+            assert least <= acceptance(pool, report.version) <= most
+            assert tokens_of(pool.generate(PROMPTS, **GREEDY)) == said
+
+
+@pytest.mark.soak  # a head of EAGLE goes the same way
+def test_mtp_heads_follow_the_trainer(lab: jv.Lab, tmp_path: Path):
+    """Of a tiny GLM-4-MoE whose layers add nothing: embedding and output are the model's, not in the head's tree."""
+    import torch
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    torch.manual_seed(0)
+    model = tmp_path / "model"
+    shape: dict[str, Any] = {"vocab_size": 512, "hidden_size": 128, "head_dim": 32}
+    shape |= {"num_hidden_layers": 2, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "intermediate_size": 256}
+    shape |= {"moe_intermediate_size": 64, "n_routed_experts": 4}
+    shape |= {"num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1}
+    shape |= {"topk_group": 1, "first_k_dense_replace": 1, "initializer_range": 0.1}
+    shape |= {"max_position_embeddings": 512, "num_nextn_predict_layers": 1}
+    whole = Glm4MoeForCausalLM(Glm4MoeConfig(**shape, tie_word_embeddings=False))
+    whole.float().save_pretrained(model)
+    tensors = {
+        name: np.zeros_like(array)
+        if name.endswith(("o_proj.weight", "down_proj.weight"))
+        else array
+        for name, array in stored(str(model)).items()
+    }
+    size = shape["hidden_size"]
+    one = np.ones(size, np.float32)
+    read = np.eye(size, dtype=np.float32)
+    nothing = np.zeros_like(read)
+    at = "model.layers.2"
+    head = {
+        name.replace("model.layers.1", at): array.copy()
+        for name, array in tensors.items()
+        if name.startswith("model.layers.1.")
+    }
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        head[f"{at}.{norm}.weight"] = one.copy()
+    good = head | {f"{at}.eh_proj.weight": np.concatenate([read, nothing], 1)}
+    bad = head | {f"{at}.eh_proj.weight": np.concatenate([nothing, read], 1)}
+    shared = {
+        f"{at}.embed_tokens.weight": tensors["model.embed_tokens.weight"].copy(),
+        f"{at}.shared_head.head.weight": tensors["lm_head.weight"].copy(),
+    }
+    for file in model.glob("*.safetensors*"):
+        file.unlink()
+    everything = tensors | bad | shared
+    save_file(everything, model / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    drafts = {"method": "mtp", "num_speculative_tokens": 1}
+    engine = {"max_model_len": 256, "skip_tokenizer_init": True}
+    with lab.launch(
+        str(model), name="mtp", speculative=drafts, engine=engine
+    ).wait() as pool:
+        assert acceptance(pool, 0) < 0.2
+        said = tokens_of(pool.generate(PROMPTS, **GREEDY))
+        link = lab.connect(bad, pool, part="draft")
+        for tree, least, most in ((bad, 0.0, 0.2), (good, 0.9, 1.0)):
+            report = link.sync(tree)
+            assert report.verified
+            assert link.verify(tree).ok
+            assert least <= acceptance(pool, report.version) <= most
+            assert tokens_of(pool.generate(PROMPTS, **GREEDY)) == said
