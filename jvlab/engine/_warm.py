@@ -377,6 +377,8 @@ class _Facts:
             processes.__file__,
         ):
             return f"it runs {sys.executable} with jvlab from {ROOT}"
+        if request["namespaces"] != processes.namespaces():
+            return "it is in another container, or namespace"
         if _vllm_versions.build() != self._files or any(
             p.stat().st_mtime > self._began for p in ROOT.rglob("*.py")
         ):

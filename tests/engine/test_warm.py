@@ -30,6 +30,7 @@ REQUEST = {
     },
     "python": sys.executable,
     "package": processes.__file__,
+    "namespaces": processes.namespaces(),
 }
 
 
@@ -74,6 +75,7 @@ def test_what_an_import_sets_may_be_set_before_it(monkeypatch: pytest.MonkeyPatc
         ({"key": ["cpu", False]}, "local models on cpu"),
         ({"python": "/other/python"}, "it runs"),
         ({"package": "/other/jvlab/wire/processes/_warm.py"}, "jvlab from"),
+        ({"namespaces": ["net:[1]", "pid:[2]", "mnt:[3]"]}, "another container"),
         ({"environment": {}}, "other values of VLLM_LOGGING_LEVEL"),
         (
             {"environment": {"VLLM_LOGGING_LEVEL": "DEBUG"}},

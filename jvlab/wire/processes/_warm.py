@@ -60,6 +60,11 @@ def can_fork(order: dict[str, Any]) -> bool:
     )
 
 
+def namespaces() -> list[str]:
+    """Which network, processes and files this process sees: a fork sees what its parent does."""
+    return [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid", "mnt")]
+
+
 def user_of(connection: socket.socket) -> int:
     """The user of the process at the other end."""
     return struct.unpack(
@@ -232,6 +237,7 @@ class WarmProcesses:
             "log": str(self._folder / "warm.log"),
             "python": sys.executable,
             "package": __file__,
+            "namespaces": namespaces(),
         }
         try:
             async with asyncio.timeout(SHARED_SECONDS):
