@@ -501,7 +501,7 @@ def run_of(
         DrawnPool(pool, tokens) if order.get("drawn") else pool,
         link,
         task,
-        Path(order["scratch"]) / f"run-{tokens}-{bound}",
+        Path(order["scratch"]) / f"run-{tokens}-{bound}-{os.getpid()}",
         steps=1 + after,
         max_staleness=bound,
         group_size=SAMPLES,

@@ -355,7 +355,7 @@ async def _pass_on(order: dict[str, Any], lines: Lines) -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     lines.send(f"127.0.0.1:{port}")
-    await server.wait_for_termination()  # no deadline: the bench ends this process
+    await server.wait_for_termination()
 
 
 def replicas_side(order: dict[str, Any], lines: Lines) -> None:

@@ -13,9 +13,11 @@ Nothing here imports vLLM before a function is called.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import inspect
 import os
+import platform
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -27,6 +29,7 @@ from typing import Any
 
 from jvlab._errors import MissingDependency
 
+ARCH_PRCTL, REQUEST_PERMISSION, TILES = 158, 0x1023, 18  # of Linux on x86-64
 SPIN_SECONDS = 0.005  # that core and worker spin for the next message on a CPU
 
 
@@ -234,6 +237,12 @@ def settle_vector_math() -> None:
     import torch
 
     torch.ones(1).cos()
+
+
+def allow_amx() -> None:
+    """Ask Linux for AMX's tiles; an error, which nobody reads, where the CPU has none."""
+    if platform.machine() == "x86_64":
+        ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILES)
 
 
 # Every worker ---------------------------------------------------------------------------------------------------------
@@ -674,6 +683,15 @@ PATCHES = (
         "log-probabilities of that engine were 1e-3 off for as long as it lived",
         "MKL's first call can be made by several threads",
         settle_vector_math,
+    ),
+    Patch(
+        "AMX on a CPU",
+        "CPU worker",
+        (),
+        "Linux gives AMX's tiles to processes that asked. vLLM's attention in bfloat16 takes them for granted: it dies "
+        "of SIGILL unless a product of oneDNN's asked before, which that of a small layer does not",
+        "vLLM's attention asks",
+        allow_amx,
     ),
     Patch(
         "log-probabilities of prompts with LoRA",

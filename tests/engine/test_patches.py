@@ -353,3 +353,26 @@ def test_rows_of_prompts_are_not_adapted_and_sampled_rows_are():
     assert type(head.punica_wrapper) is type(kernels.punica_wrapper), (
         "the kernels are back"
     )
+
+
+@pytest.mark.skipif(
+    not torch.cpu._is_amx_tile_supported(), reason="this CPU has no AMX"
+)
+def test_a_worker_may_use_amx():
+    """vLLM's attention in 16 bits does, without asking."""
+    code = """
+import ctypes
+from jvlab.engine._patches import allow_amx
+ARCH_PRCTL, GET_PERMISSION, TILES = 158, 0x1022, 1 << 18
+def allowed():
+    found = ctypes.c_uint64()
+    ctypes.CDLL(None).syscall(ARCH_PRCTL, GET_PERMISSION, ctypes.byref(found))
+    return bool(found.value & TILES)
+before = allowed()
+allow_amx()
+print(before, allowed())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.split() == ["False", "True"], done.stderr

@@ -88,7 +88,12 @@ def live_model(pool: InProcessPool) -> Any:
 
     from vllm.model_executor.models.llama import LlamaForCausalLM
 
-    (model,) = (found for found in gc.get_objects() if type(found) is LlamaForCausalLM)
+    found = [each for each in gc.get_objects() if type(each) is LlamaForCausalLM]
+    if not found:
+        # vLLM has frozen it, and the collector tells nothing of such objects
+        gc.unfreeze()
+        found = [each for each in gc.get_objects() if type(each) is LlamaForCausalLM]
+    (model,) = found
     return model
 
 

@@ -631,3 +631,22 @@ def test_meaning_without_power_is_counted_and_checked_once_leaves_differ(
     link.close()
     back = jv.Policy.from_pretrained(one)
     lab.connect(back.params, pool, rules="policy").sync(back.params)
+
+
+def test_a_small_engine_in_bfloat16(lab: jv.Lab, needs_bf16: None):
+    """Its layers are too small for oneDNN where the CPU has AMX: vLLM packs them for kernels of its own, which take no
+    transposed memory, and its attention uses AMX without asking the kernel for it."""
+    model, other = (
+        jv.models.tiny("llama", dtype="bfloat16", seed=seed) for seed in (0, 1)
+    )
+    params = [jv.Policy.from_pretrained(m).params for m in (model, other)]
+    with lab.launch(model, name="small").wait() as pool:
+        assert pool.facts().dtype == "bfloat16"
+        tokens = greedy(pool)
+        link = lab.connect(params[0], pool)
+        for mode in ("direct", "staged"):
+            assert link.sync(params[1], mode=mode).verified
+            assert greedy(pool) != tokens
+            assert link.verify(params[1])
+            assert link.sync(params[0], mode=mode).verified
+            assert greedy(pool) == tokens

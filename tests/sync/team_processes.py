@@ -81,6 +81,7 @@ class TrainerProcesses:
 
     def ask(self, do: str, **order: Any) -> list[dict[str, Any]]:
         """The same order to every process; their answers in order."""
+        self.ready()
         for process in self.processes:
             assert process.stdin is not None
             process.stdin.write(json.dumps({"do": do, **order}) + "\n")

@@ -138,6 +138,16 @@ class PackedLayer:
         return out or (["weight"] if kernels else [])
 
 
+def _packed_for_amx(weight: torch.Tensor) -> bool:
+    """Whether vLLM packs it with a kernel that takes no transposed memory, as oneDNN does."""
+    from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
+
+    if weight.dim() != 2:
+        return False
+    outputs, inputs = weight.shape
+    return check_cpu_sgl_kernel(outputs, inputs, weight.dtype)
+
+
 def pack(
     layer: torch.nn.Module,
     raw: Mapping[str, torch.Tensor],
@@ -158,6 +168,8 @@ def pack(
         tensor = raw.get(name, None if live is None else live.data)
         if tensor is None:
             continue
+        if _packed_for_amx(tensor):
+            tensor = tensor.contiguous()
         # a new object: processing may set its data
         fresh: Any = torch.nn.Parameter(tensor, requires_grad=False)
         if live is not None:
