@@ -33,15 +33,21 @@ def served(host: Host, folder: Path, *options: str) -> tuple[str, Path, Path]:
     return address, token, certificate
 
 
+def joined(
+    host: Host, folder: Path, address: str, token: Path, certificate: Path
+) -> subprocess.Popen[str]:
+    """A host that offers the gateway a replica."""
+    words = ["-m", "jvlab", "rollout", "--gateway", address]
+    words += ["--token-file", str(token), "--tls-dir", str(certificate.parent)]
+    return host.python(*words, "--folder", str(folder / "replica"))
+
+
 @contextlib.contextmanager
 def trained(hosts: list[Host], folder: Path, *arguments: str) -> Iterator[Any]:
     """A gateway, a replica and a trainer on hosts of their own: (the replica, the trainer's script)."""
     gateway, engine, trainer = hosts
     address, token, certificate = served(gateway, folder, "--place", "join")
-    joining = ["-m", "jvlab", "rollout", "--gateway", address]
-    joining += ["--token-file", str(token), "--tls-dir", str(certificate.parent)]
-    joining += ["--folder", str(folder / "replica")]
-    replica = engine.python(*joining)
+    replica = joined(engine, folder, address, token, certificate)
     script = trainer.python(
         *("-m", "tests.hosts.trainer_script", address, token.read_text().strip()),
         *(str(certificate), *arguments),
@@ -83,9 +89,7 @@ def test_trainers_on_hosts_of_their_own(
         folder = tmp_path / str(processes)
         folder.mkdir()
         address, token, certificate = served(gateway, folder, "--place", "join")
-        joining = ["-m", "jvlab", "rollout", "--gateway", address]
-        joining += ["--token-file", str(token), "--tls-dir", str(certificate.parent)]
-        replica = engine.python(*joining, "--folder", str(folder / "replica"))
+        replica = joined(engine, folder, address, token, certificate)
         run = ["-m", "tests.live.grpo_script", address, token.read_text().strip(), "p"]
         run += [model, str(folder / "run"), str(processes)]
         flags = f"--xla_force_host_platform_device_count={2 // processes}"

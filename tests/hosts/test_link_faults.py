@@ -17,7 +17,7 @@ import pytest
 
 import jvlab as jv
 from tests.hosts.conftest import Host, cluster
-from tests.hosts.test_cluster import served
+from tests.hosts.test_cluster import joined, served
 from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.soak, pytest.mark.timeout(900)]
@@ -37,9 +37,7 @@ class Cluster:
         address, token, certificate = served(
             self.gateway, folder, "--place", "join", "--lease", "300"
         )
-        joining = ["-m", "jvlab", "rollout", "--gateway", address]
-        joining += ["--token-file", str(token), "--tls-dir", str(certificate.parent)]
-        self.engine.python(*joining, "--folder", str(folder / "replica"))
+        joined(self.engine, folder, address, token, certificate)
         self.script = self.trainer.python(
             *("-m", "tests.hosts.obedient_trainer", address),
             *(token.read_text().strip(), str(certificate), str(self.fault)),

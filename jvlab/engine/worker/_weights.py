@@ -56,7 +56,14 @@ from jvlab.layout._sparse import Section, warm_put
 from jvlab.transport import _sparse_kernels
 from jvlab.transport._device_bytes import DeviceBytes
 
-# Raw copies in transposed storage: packing reads any strides, so a weight that is packed need not be transposed.
+# Raw copies in transposed storage: oneDNN packs from any strides, so a weight that it packs need not be transposed.
+
+
+def packs_any_strides(shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether vLLM packs it by oneDNN. Its own kernels for AMX, of small weights, take contiguous memory only."""
+    from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
+
+    return len(shape) == 2 and not check_cpu_sgl_kernel(shape[0], shape[1], dtype)
 
 
 def transposed_boxes(
@@ -138,16 +145,6 @@ class PackedLayer:
         return out or (["weight"] if kernels else [])
 
 
-def _packed_for_amx(weight: torch.Tensor) -> bool:
-    """Whether vLLM packs it with a kernel that takes no transposed memory, as oneDNN does."""
-    from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
-
-    if weight.dim() != 2:
-        return False
-    outputs, inputs = weight.shape
-    return check_cpu_sgl_kernel(outputs, inputs, weight.dtype)
-
-
 def pack(
     layer: torch.nn.Module,
     raw: Mapping[str, torch.Tensor],
@@ -168,8 +165,6 @@ def pack(
         tensor = raw.get(name, None if live is None else live.data)
         if tensor is None:
             continue
-        if _packed_for_amx(tensor):
-            tensor = tensor.contiguous()
         # a new object: processing may set its data
         fresh: Any = torch.nn.Parameter(tensor, requires_grad=False)
         if live is not None:
@@ -630,6 +625,7 @@ class Weights:
                 and slot.live is None
                 and not slot.padded
                 and not experts
+                and packs_any_strides(slot.info.shape, slot.dtype)
             ):
                 slot.transposed = transposed_boxes(
                     slot.info.shape, slot.info.strides, slot.boxes
