@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ SHARES = (0.001, 0.01, 0.1, 0.5)
 HEADLINE = 0.01
 MODES = ("direct", "staged")
 TRANSPORTS = {"cpu": ("tcp", "shm"), "cuda": ("nccl",)}
+BESIDE = ("ipc", "nccl", "nixl")  # on one GPU, in one run
 # a bucket costs about a millisecond of Python at each end, whatever is in it
 BUCKET_MIB = {"cpu": 16, "cuda": 128}
 # two processes on one GPU form a communicator only as if on two hosts
@@ -88,16 +89,27 @@ def _linked(
         yield policy, pool, linked
 
 
+def run_bench_beside(rounds: int, size: str = "4") -> dict[str, Any]:
+    """Measure whole syncs, and those of 1 % changed, by every transport between two processes of one GPU."""
+    return run_bench_delta(rounds, None, "cuda", size, BESIDE, (HEADLINE,))
+
+
 def run_bench_delta(
-    rounds: int, model: str | None, device: str, size: str = "4"
+    rounds: int,
+    model: str | None,
+    device: str,
+    size: str = "4",
+    transports: Sequence[str] = (),
+    shares: Sequence[float] = SHARES,
 ) -> dict[str, Any]:
     """Measure every transport, mode and share; prints a line for each, returns the facts."""
     rows = []
+    transports = transports or TRANSPORTS[device]
     with _linked(model, device, size, adam=False) as (policy, _, linked):
-        for transport in TRANSPORTS[device]:
+        for transport in transports:
             with linked(transport) as link:
                 print(f"{link!r}", flush=True)
-                for share in SHARES:
+                for share in shares:
                     other = changed(policy.params, share)
                     for mode in MODES:
                         row = _row(link, policy.params, other, mode, rounds)
@@ -107,7 +119,11 @@ def run_bench_delta(
         row
         for row in rows
         if (row["transport"], row["mode"], row["share"])
-        == (TRANSPORTS[device][0], "staged", HEADLINE)
+        == (
+            transports[-1] if transports == BESIDE else transports[0],
+            "staged",
+            HEADLINE,
+        )
     )
     return {
         "device": device,

@@ -10,6 +10,12 @@ pool        `pool.generate`, log-probabilities included
 On a GPU each of them in 16 bits and in eight ("fp8": weights, keys and values), with CUDA graphs, and once more with a
 profiler for some tokens: the milliseconds of each token's kernels by what they do, at the start of a completion. All
 engines are up at once, and one works.
+
+`--tail`: the last samples of a step, 8 and fewer, with n-gram speculation and without. A model with random weights
+bounds what it can gain: its samples at temperature 1 repeat nothing, so no draft is accepted, and its greedy
+completions end in loops, so nearly all are.
+
+`--fp8` without a model: the reward of a task that is learnt, by step, with rollouts in 16 bits and in eight.
 """
 
 from __future__ import annotations
@@ -18,10 +24,13 @@ import gzip
 import json
 import statistics
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from jvlab._errors import ConfigError
 from jvlab.bench._grpo import (
@@ -31,6 +40,7 @@ from jvlab.bench._grpo import (
     SAMPLES,
     TOKENS,
     folder_of,
+    record_of,
     resolve,
 )
 from jvlab.bench._side import Lines, Side, prompts_of, timed
@@ -38,6 +48,26 @@ from jvlab.bench._side import Lines, Side, prompts_of, timed
 FORMATS = {"16 bits": {}, "fp8": EIGHT_BITS}
 ROUNDS = 2
 WARM_TOKENS = 16
+TAIL = (8, 4, 1)  # samples
+TAIL_TOKENS = 512
+HEARTBEATS_S = 2.0
+NGRAM = {
+    "speculative": {
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+        "prompt_lookup_max": 4,
+    }
+}
+SEEDS = (0, 1, 2)
+LEARNER = {  # sizes that the kernels for eight bits take
+    "vocab_size": 288,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
 PROFILED = 64  # tokens
 SPARE = 1.1  # of the KV cache, for blocks that are not full
 KERNELS = {
@@ -249,3 +279,134 @@ def _kind(name: str) -> str:
         if any(word in name for word in words):
             return kind
     return "other"
+
+
+# The tail -------------------------------------------------------------------------------------------------------------
+
+
+def run_bench_tail(
+    model: str | None = None,
+    shape: str | None = None,
+    device: str = "auto",
+    eager: bool = False,
+) -> dict[str, Any]:
+    """Measure; prints a line for each number of samples, returns the facts."""
+    import jvlab as jv
+
+    device = resolve(device)
+    tokens = TAIL_TOKENS if device == "cuda" else 48
+    with tempfile.TemporaryDirectory(prefix="jvbench-") as scratch, jv.Lab() as lab:
+        path = folder_of(model, shape, scratch)
+        what = shape or Path(path).name
+        print(f"bench grpo --tail on {device}: {what}, {tokens} tokens", flush=True)
+        sizes = sizes_of(json.loads((Path(path) / "config.json").read_text()))
+        engine = _engine(device, eager, tokens, sizes, False)
+        pools = {
+            name: lab.launch(path, load="dummy", device=device, engine=engine, **more)
+            for name, more in {"plain": {}, "ngram": NGRAM}.items()
+        }
+        for pool in pools.values():
+            pool.wait(timeout=1800.0)
+        rows = []
+        for kind, temperature in (("sampled", 1.0), ("greedy", 0.0)):
+            for samples in TAIL:
+                row = _tail_row(pools, samples, tokens, temperature)
+                rows.append({"kind": kind, "samples": samples} | row)
+                print(
+                    f"{samples} samples, {kind}: {row['plain_s']:.2f} s, with n-grams {row['ngram_s']:.2f}; "
+                    f"of its drafts {row['accepted']:.0%} accepted",
+                    flush=True,
+                )
+    return {
+        "model": what,
+        "device": device,
+        "eager": eager,
+        "tokens": tokens,
+        "rows": rows,
+    }
+
+
+def _tail_row(
+    pools: Mapping[str, Any], samples: int, tokens: int, temperature: float
+) -> dict[str, Any]:
+    prompts = prompts_of(samples)
+    options = {"temperature": temperature, "ignore_eos": True, "progress": False}
+    took: dict[str, list[float]] = {name: [] for name in pools}
+    before = _drafts(pools["ngram"])
+    for length in (WARM_TOKENS, *[tokens] * ROUNDS):
+        for name, pool in pools.items():
+            seconds, _ = timed(
+                pool.generate, prompts, max_tokens=length, seed=0, **options
+            )
+            if length == tokens:
+                took[name].append(seconds)
+    proposed, accepted = np.subtract(_drafts(pools["ngram"]), before)
+    return {
+        **{f"{name}_s": statistics.median(times) for name, times in took.items()},
+        "accepted": float(accepted / max(1, proposed)),
+        "proposed": int(proposed),
+    }
+
+
+def _drafts(pool: Any) -> tuple[int, int]:
+    """Tokens that were drafted so far, and those accepted, once heartbeats have told."""
+    time.sleep(HEARTBEATS_S)
+    pool.status()
+    stats = [replica.stats for replica in pool.snapshot.replicas]
+    return sum(s.draft_tokens for s in stats), sum(s.accepted_tokens for s in stats)
+
+
+# What is learnt in eight bits -----------------------------------------------------------------------------------------
+
+
+def run_bench_curves(
+    steps: int = 60, device: str = "auto", seeds: Sequence[int] = SEEDS
+) -> dict[str, Any]:
+    """The reward by step for each format and seed; prints a line for each, returns the facts."""
+    import jvlab as jv
+
+    device = resolve(device)
+    formats = FORMATS if device == "cuda" else {"16 bits": {}}
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="jvbench-") as scratch, jv.Lab() as lab:
+        path = jv.models.tiny("qwen3", f"{scratch}/model", **LEARNER)
+        card = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 1 << 30}
+        engine = card if device == "cuda" else {}
+        pools = {
+            name: lab.launch(path, load="dummy", device=device, engine=engine | more)
+            for name, more in formats.items()
+        }
+        for name, pool in pools.items():
+            pool.wait(timeout=1800.0)
+            for seed in seeds:
+                policy = jv.Policy.from_pretrained(path)
+                with lab.connect(policy.params, pool, rules="policy") as link:
+                    record = record_of(
+                        policy,
+                        pool,
+                        link,
+                        jv.tasks.repeat_letter("abc", seed=seed),
+                        Path(scratch) / f"{name.replace(' ', '')}-{seed}",
+                        steps=steps,
+                        learning_rate=3e-4,
+                        group_size=SAMPLES,
+                        prompts_per_step=GROUPS,
+                        seed=seed,
+                    )
+                table = record.steps()
+                row = {
+                    "format": name,
+                    "seed": seed,
+                    "rewards": [round(float(r), 4) for r in table["reward_mean"]],
+                    "effective_samples": float(np.nanmin(table["effective_samples"])),
+                    "logprob_gap": float(np.nanmax(table["logprob_gap"])),
+                }
+                row["reward_mean"] = statistics.fmean(row["rewards"])
+                row["reward_last"] = statistics.fmean(row["rewards"][-5:])
+                rows.append(row)
+                print(
+                    f"{name}, seed {seed}: reward {row['reward_mean']:.3f} on average, {row['reward_last']:.3f} in the "
+                    f"last five steps; effective samples {row['effective_samples']:.3f}",
+                    flush=True,
+                )
+    return {"device": device, "steps": steps, "rows": rows}

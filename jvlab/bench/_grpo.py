@@ -363,7 +363,23 @@ def facts_of(ours: Sequence[Plain], theirs: Sequence[Plain]) -> Plain:
             out[f"k{row['max_staleness']}_vs_k0_ratio_{row['tokens']}"] = (
                 on_policy[row["tokens"]] / row["step_s"]
             )
-    return out | {"runs": [*ours, *theirs]}
+    return out | _forecast(ours) | {"runs": [*ours, *theirs]}
+
+
+def _forecast(rows: Sequence[Plain]) -> Plain:
+    """How far `jv.whatif`, fitted to the on-policy runs, is from those with staleness: whatif_error_512_k1, ..."""
+    import jvlab as jv
+
+    fitted = [r["observation"] for r in rows if not r["max_staleness"]]
+    others = [r for r in rows if r["max_staleness"]]
+    if not fitted or not others:
+        return {}
+    table = jv.whatif(*fitted).check(*[row["observation"] for row in others])
+    print(table, flush=True)
+    return {
+        f"whatif_error_{row['tokens']}_k{row['max_staleness']}": error
+        for row, error in zip(others, table.errors, strict=True)
+    }
 
 
 def _rows(side: str, order: Plain) -> Iterator[Plain]:
@@ -476,13 +492,16 @@ def started(
 def jvlab_rows(
     order: Plain, policy: Any, pool: Any, link: Any, task: Any
 ) -> Iterator[Plain]:
-    """One row for each length and bound."""
+    """One row for each length and bound; with what `jv.whatif` reads of its record."""
+    from jvlab.analysis.forecast._observe import Observation
+
     for tokens in order["tokens"]:
         for bound in order["bounds"]:
             record = run_of(
                 order, policy, pool, link, task, tokens, bound, order["steps"] + bound
             )
-            yield row_of(record.events(), tokens, bound, order["steps"])
+            row = row_of(record.events(), tokens, bound, order["steps"])
+            yield row | {"observation": Observation.of(record).to_json()}
 
 
 def run_of(

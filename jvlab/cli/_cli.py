@@ -178,10 +178,19 @@ BENCH = (
         "grpo: only generation: what it must cost, and what plain vLLM and a pool take",
     ),
     ("--drawn", False, "grpo with a model: completions of drawn lengths"),
-    ("--fp8", False, "grpo with a model, on a GPU: rollouts in eight bits"),
+    (
+        "--fp8",
+        False,
+        "grpo, on a GPU: rollouts in eight bits; without a model what is learnt so",
+    ),
+    ("--tail", False, "grpo: the last samples of a step, with n-gram speculation"),
     ("--delta", False, "sync: what changed beside everything, at 0.1 to 50 %% changed"),
     ("--adam", False, "sync --delta: what real steps of Adam changed"),
-    ("--transport", "auto", "sync, on a CPU: shm, tcp, nixl or disk"),
+    (
+        "--transport",
+        "auto",
+        "sync: shm, tcp, nixl or disk on a CPU; nixl on a GPU, beside ipc and nccl",
+    ),
     ("--lengths", _numbers, "train: tokens of a row, e.g. 1024,4096"),
     ("--load", ("auto", "dummy"), "rollout: how its weights are loaded"),
     ("--device", DEVICES, "where engines run"),
@@ -497,9 +506,12 @@ def _bench_sync(arguments: argparse.Namespace) -> dict[str, Any]:
             return run_bench_adam(steps, arguments.model, device, size)
         return run_bench_delta(arguments.rounds, arguments.model, device, size)
     if arguments.device == "cuda":
+        from jvlab.bench._delta import run_bench_beside
         from jvlab.bench._shapes import size_of
         from jvlab.bench._sync_gpu import run_bench_sync_gpu
 
+        if arguments.transport == "nixl":
+            return run_bench_beside(arguments.rounds, size_of(arguments.shape))
         return run_bench_sync_gpu(arguments.rounds, size_of(arguments.shape))
     from jvlab.bench._sync import run_bench_sync
 
@@ -507,6 +519,16 @@ def _bench_sync(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _bench_grpo(arguments: argparse.Namespace) -> dict[str, Any]:
+    if arguments.tail:
+        from jvlab.bench._floors import run_bench_tail
+
+        return run_bench_tail(
+            arguments.model, arguments.shape, arguments.device, arguments.eager
+        )
+    if arguments.fp8 and not (arguments.model or arguments.shape):
+        from jvlab.bench._floors import run_bench_curves
+
+        return run_bench_curves(arguments.steps or 60, arguments.device)
     if arguments.floors:
         from jvlab.bench._floors import run_bench_floors
 
@@ -532,10 +554,10 @@ def _bench_grpo(arguments: argparse.Namespace) -> dict[str, Any]:
             arguments.drawn,
             arguments.fp8,
         )
-    needs = ("tokens", "peer", "staleness", "drawn", "fp8")
+    needs = ("tokens", "peer", "staleness", "drawn")
     if any(getattr(arguments, name) for name in needs):
         raise ConfigError(
-            "--tokens, --staleness, --peer, --drawn and --fp8 need a model",
+            "--tokens, --staleness, --peer and --drawn need a model",
             remedy="--model DIR, or --shape qwen3-1.7b",
         )
     from jvlab.bench._grpo import run_bench_grpo

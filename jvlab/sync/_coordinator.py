@@ -210,7 +210,7 @@ class Coordinator:
     def _make_senders(
         self, replicas: dict[str, int], process: int | None = None
     ) -> Senders:
-        if self.transport == "nccl":
+        if self._on_gpu:
             from jvlab.sync._device_pack import DevicePack
 
             def pack(plan: TransferPlan, device: int, rank: int, index: int) -> Any:
@@ -235,6 +235,12 @@ class Coordinator:
             )
         return IpcSenders(self.plan, replicas)
 
+    @property
+    def _on_gpu(self) -> bool:
+        """Whether buckets are packed on the GPU that holds the shards."""
+        on_gpu = self.pool.snapshot.device == "cuda"
+        return self.transport == "nccl" or (self.transport == "nixl" and on_gpu)
+
     def _listen(self, slot_bytes: int, replica: str, rank: int) -> Sender:
         from jvlab.transport._choose import listen
 
@@ -243,6 +249,7 @@ class Coordinator:
             slot_bytes=slot_bytes,
             slots=SLOTS,
             peer=f"rank {rank} of {replica}",
+            on_gpu=self._on_gpu,
             **self.agreed.options,
         )
         return self.wrap(sender) if self.wrap is not None else sender
@@ -542,7 +549,7 @@ class Coordinator:
             return f'verify="{options.verify}" does not prove what changes are added to'
         if options.delta == "auto":
             nbytes = senders.total_bytes // max(1, len(senders.replicas))
-            return no_room(self._held, nbytes, self.transport == "nccl")
+            return no_room(self._held, nbytes, self._on_gpu)
         return ""
 
     def _sync_whole(

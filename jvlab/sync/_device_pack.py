@@ -57,7 +57,7 @@ class DevicePack(LinkPack):
                 program_of(transform, "rows")
             except Unsupported as e:
                 raise Unsupported(
-                    f"nccl packs on the GPU, which can't convert {transform.source} to {transform.wire}",
+                    f"buckets are packed on the GPU, which can't convert {transform.source} to {transform.wire}",
                     remedy=f"keep these leaves as {transform.wire}",
                     transform=transform,
                 ) from e

@@ -42,15 +42,18 @@ def choose(
             return "nccl", "both sides are on GPUs, on different hosts"
         if wanted in ("auto", "ipc"):
             raise ConfigError(f"ipc: {no_ipc}", remedy=_without_ipc(device, engine))
-    if wanted == "nccl":
+    if wanted == "nccl" or (wanted == "nixl" and engine == "cuda"):
         if problem := _nccl_problem(device, engine):
-            raise ConfigError(f"nccl: {problem}", remedy='use transport="auto"')
+            raise ConfigError(f"{wanted}: {problem}", remedy='use transport="auto"')
+        if wanted == "nixl":
+            _check_asked(wanted, same_host)
+            return wanted, "asked for; from GPU memory to GPU memory"
         alike = (
             "; processes that share a GPU need different NCCL_HOSTIDs"
             if same_host
             else ""
         )
-        return "nccl", f"asked for{alike}"
+        return wanted, f"asked for{alike}"
     fits = shm_free_bytes >= need_bytes
     sizes = f"the rings need {_mib(need_bytes)} of memory and {_mib(shm_free_bytes)} are free"
     through = "" if device == "cpu" else f"; the bytes of {device} cross host memory"
@@ -168,12 +171,14 @@ def listen(
     fsync: bool = False,
     streams: int = STREAMS,
     tls: bool | None = None,
+    on_gpu: bool = False,
 ) -> Sender:
     """Open the trainer's end of one channel.
 
     `slot_bytes` is the largest bucket, `slots` how many may be in flight. `peer` names the receiver in our errors and
     `label` names us in its. `host` is the address that tcp, nccl and nixl bind to; `directory` and `fsync` apply to
-    disk, `streams` (connections for bytes) to tcp, `tls` (if left out: unless `host` is loopback) to tcp and nixl.
+    disk, `streams` (connections for bytes) to tcp, `tls` (if left out: unless `host` is loopback) to tcp and nixl, and
+    `on_gpu` (slots in device memory, at both ends) to nixl.
 
     >>> sender = jv.transport.listen("loopback")
     >>> receiver = jv.transport.open_receiver(sender.endpoint(), deadline=5)
@@ -191,7 +196,7 @@ def listen(
     if name == "nixl":
         from jvlab.transport._nixl import NixlSender
 
-        return NixlSender(slot_bytes, slots, peer, label, host, tls)
+        return NixlSender(slot_bytes, slots, peer, label, host, tls, on_gpu)
     if name == "nccl":
         from jvlab.transport._nccl import NcclSender
 

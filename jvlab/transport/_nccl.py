@@ -248,6 +248,7 @@ class Gpu(Protocol):
     """One GPU of this process; tests have one made of numpy arrays. Streams and events have cupy's interface."""
 
     ordinal: int
+    segment: str  # NIXL's word for its memory
 
     def version(self) -> int: ...
 
@@ -268,6 +269,8 @@ class Gpu(Protocol):
 
 class CudaGpu:
     """The real one. `ordinal`: the CUDA device; default: the calling thread's current one."""
+
+    segment = "VRAM"
 
     def __init__(self, ordinal: int | None = None) -> None:
         try:
@@ -310,9 +313,8 @@ class CudaGpu:
             ) as e:
                 free, _ = self._cupy.cuda.runtime.memGetInfo()
                 raise TransportError(
-                    f"nccl: no {nbytes / 2**20:.1f} MiB of GPU memory for a bucket, {free / 2**20:.1f} MiB are free",
+                    f"no {nbytes / 2**20:.1f} MiB of GPU memory for a bucket, {free / 2**20:.1f} MiB are free",
                     remedy="connect with a smaller bucket_mib, or leave more memory free on that GPU",
-                    transport="nccl",
                     reason="no room",
                     need_bytes=nbytes,
                     free_bytes=free,

@@ -1,7 +1,10 @@
-"""`nixl`: NIXL writes a bucket into the receiver's memory; DRAM to DRAM.
+"""`nixl`: NIXL writes a bucket into the receiver's memory; from GPU to GPU where both sides have one.
 
     control (announcements, releases, failures): the framed socket of `tcp`, with its token and TLS
     payload: slots of both ends are registered once; a write ends with a notification that carries its number
+
+Slots are host memory (DRAM), or with `on_gpu` device memory of both ends (VRAM), which `fill` and `recv` get as
+`DeviceBytes`.
 
 The receiver's OPEN says where its slots are. NIXL's backend is UCX, which takes the network that it finds: TCP, or RDMA
 (untried). On loopback it listens there only. Beyond, UCX has neither a token nor TLS: who reaches its ports can write
@@ -31,7 +34,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jvlab._errors import ConfigError, TransportError
-from jvlab.transport._peer import Clock, closed_here, lost
+from jvlab.transport._device_bytes import DeviceBytes
+from jvlab.transport._nccl import CudaGpu, Gpu
+from jvlab.transport._peer import Bucket, Clock, closed_here, lost
 from jvlab.transport._slots import TICK, FramedSocket
 from jvlab.transport._tcp import TcpReceiver, TcpSender
 from jvlab.wire._security import is_loopback
@@ -72,10 +77,48 @@ def library() -> Any:
         logging.raiseExceptions = shown  # which NIXL switches off for everyone
 
 
+class _DeviceSlots:
+    """Slots in device memory, and the stream that fills or empties them."""
+
+    def __init__(self, gpu: Gpu, slot_bytes: int, slots: int) -> None:
+        self.gpu = gpu
+        self.stream = gpu.stream()
+        self.memory = [gpu.allocate(slot_bytes) for _ in range(slots)]
+
+    def view(self, slot: int, nbytes: int) -> DeviceBytes:
+        memory = self.memory[slot]
+        return DeviceBytes(
+            memory.ptr, nbytes, self.gpu.ordinal, self.stream, self.gpu, memory
+        )
+
+    def filled(self) -> Any:
+        """An event after all that was ordered on the stream so far."""
+        with self.gpu.current():
+            return self.stream.record()
+
+    def settle(self) -> None:
+        """Wait until the slots are filled or emptied: kernels of this process alone."""
+        with self.gpu.current():
+            self.stream.synchronize()
+
+
+Slots = list[bytearray] | _DeviceSlots
+
+
 class _Agent:
     """One end's agent of NIXL, and its slots."""
 
-    def __init__(self, name: str, memory: list[bytearray], host: str) -> None:
+    def __init__(self, name: str, slots: Slots, slot_bytes: int, host: str) -> None:
+        if isinstance(slots, _DeviceSlots):
+            self.segment = slots.gpu.segment
+            self.ordinal = slots.gpu.ordinal
+            self.places = [memory.ptr for memory in slots.memory]
+            self.current = slots.gpu.current
+        else:
+            self.segment = "DRAM"
+            self.ordinal = 0
+            self.places = [_place(slot) for slot in slots]
+            self.current = contextlib.nullcontext
         api = library()
         # With `cma` a sender would write by the system's call, whether or not the memory is still registered: into a
         # slot that was freed after a deadline.
@@ -84,21 +127,18 @@ class _Agent:
             settings.append("NET_DEVICES=lo")
         mode = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         self.nixl: Any = None
-        self.places = [_place(slot) for slot in memory]
-        self._memory = memory  # not freed before the agent
+        self._slots = slots  # not freed before the agent
         try:
-            self.nixl = api.nixl_agent(
-                name,
-                api.nixl_agent_config(
-                    backends=[], enable_prog_thread=False, sync_mode=mode
-                ),
-            )
-            self.nixl.create_backend("UCX", {"engine_config": ",".join(settings)})
-            rows = [
-                (place, len(slot), 0, "")
-                for place, slot in zip(self.places, memory, strict=True)
-            ]
-            self._registered = self.nixl.register_memory(rows, "DRAM")
+            with self.current():
+                self.nixl = api.nixl_agent(
+                    name,
+                    api.nixl_agent_config(
+                        backends=[], enable_prog_thread=False, sync_mode=mode
+                    ),
+                )
+                self.nixl.create_backend("UCX", {"engine_config": ",".join(settings)})
+                rows = [(place, slot_bytes, self.ordinal, "") for place in self.places]
+                self._registered = self.nixl.register_memory(rows, self.segment)
         except Exception as e:
             raise TransportError(
                 f"nixl: no agent can be made here ({e})",
@@ -106,21 +146,23 @@ class _Agent:
                 transport="nixl",
             ) from e
 
-    def part(self, place: int, nbytes: int) -> Any:
-        return self.nixl.get_xfer_descs([(place, nbytes, 0)], "DRAM")
+    def part(self, place: int, nbytes: int, ordinal: int) -> Any:
+        return self.nixl.get_xfer_descs([(place, nbytes, ordinal)], self.segment)
 
     def heard(self, peer: str) -> list[bytes]:
         """New notifications of another agent; asking makes UCX progress."""
         nixl = self.nixl
         if nixl is None:
             raise closed_here("nixl")
-        return nixl.get_new_notifs().get(peer, [])
+        with self.current():
+            return nixl.get_new_notifs().get(peer, [])
 
     def close(self) -> None:
         nixl = self.nixl
         self.nixl = None  # an error's frames may hold `self` for long
         if nixl is not None:
-            with contextlib.suppress(Exception):  # the agent is going anyway
+            # the agent is going anyway
+            with contextlib.suppress(Exception), self.current():
                 nixl.deregister_memory(self._registered)
 
 
@@ -141,6 +183,7 @@ class _Writer:
         try:
             told = json.loads(body)
             self._there = [int(place) for place in told["slots"]]
+            self._ordinal = int(told["ordinal"])
             self._peer = agent.nixl.add_remote_agent(base64.b64decode(told["agent"]))
         except Exception as e:
             raise TransportError(
@@ -153,30 +196,37 @@ class _Writer:
         self._failed = failed
         self._count = 0
         self._stop = threading.Event()
-        self._queue: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[int, int, Any] | None] = (
+            queue.SimpleQueue()
+        )
         self._thread = threading.Thread(
             target=self._run, name="jvlab-nixl", daemon=True
         )
         self._thread.start()
 
-    def put(self, slot: int, nbytes: int) -> None:
-        self._queue.put((slot, nbytes))
+    def put(self, slot: int, nbytes: int, filled: Any) -> None:
+        """`filled`: the event after which a slot on a GPU may be read; else None."""
+        self._queue.put((slot, nbytes, filled))
 
     def _run(self) -> None:
         while (order := self._queue.get()) is not None:  # no deadline: close() ends it
             try:
-                self._write(*order)
+                with self._agent.current():
+                    self._write(*order)
             except Exception as error:
                 if not self._stop.is_set():
                     self._hang_up(error)
                 return
 
-    def _write(self, slot: int, nbytes: int) -> None:
+    def _write(self, slot: int, nbytes: int, filled: Any) -> None:
         self._count += 1
+        while filled is not None and not filled.done:
+            if self._stop.wait(NAP):
+                raise closed_here("nixl")
         handle = self._agent.nixl.initialize_xfer(
             "WRITE",
-            self._agent.part(self._agent.places[slot], nbytes),
-            self._agent.part(self._there[slot], nbytes),
+            self._agent.part(self._agent.places[slot], nbytes, self._agent.ordinal),
+            self._agent.part(self._there[slot], nbytes, self._ordinal),
             self._peer,
             str(self._count).encode(),
         )
@@ -235,17 +285,27 @@ class NixlSender(TcpSender):
         label: str,
         host: str,
         tls: bool | None,
+        on_gpu: bool = False,
+        gpu: Gpu | None = None,
     ) -> None:
         check_installed()
         self._agent: _Agent | None = None
         self._agent_name = secrets.token_hex(8)
         self._writer: _Writer | None = None
+        self._device = (
+            _DeviceSlots(gpu or CudaGpu(), slot_bytes, slots) if on_gpu else None
+        )
         super().__init__(slot_bytes, slots, peer, label, host, 1, tls)
 
     def _join(self, framed: FramedSocket, clock: Clock) -> None:
         """While the receiver does the same."""
         if self._agent is None:
-            self._agent = _Agent(self._agent_name, self._memory, self._host)
+            self._agent = _Agent(
+                self._agent_name,
+                self._device or self._memory,
+                self.slot_bytes,
+                self._host,
+            )
 
     def _opened(self, framed: FramedSocket, body: bytes) -> None:
         if self._agent is None:
@@ -257,14 +317,25 @@ class NixlSender(TcpSender):
         self._failure = self._failure or error
 
     def _address(self) -> dict[str, Any]:
-        return {**super()._address(), "agent": self._agent_name}
+        return {
+            **super()._address(),
+            "agent": self._agent_name,
+            "on_gpu": self._device is not None,
+        }
+
+    def _view(self, slot: int) -> Any:
+        device = self._device
+        if device is None:
+            return super()._view(slot)
+        return device.view(slot, self.slot_bytes)
 
     def _push(self, slot: int, nbytes: int) -> None:
         writer = self._writer
         if writer is None:
             raise closed_here(self.name)
         if nbytes:
-            writer.put(slot, nbytes)
+            device = self._device
+            writer.put(slot, nbytes, device.filled() if device else None)
 
     def _release_resources(self) -> None:
         writer = self._writer
@@ -282,34 +353,56 @@ class NixlReceiver(TcpReceiver):
 
     name = "nixl"
 
-    def __init__(self, endpoint: dict[str, Any], clock: Clock, label: str) -> None:
+    def __init__(
+        self, endpoint: dict[str, Any], clock: Clock, label: str, gpu: Gpu | None = None
+    ) -> None:
         check_installed()
         self._agent: _Agent | None = None
+        self._gpu = (gpu or CudaGpu()) if endpoint["on_gpu"] else None
+        self._device: _DeviceSlots | None = None
         self._sender_agent = str(endpoint["agent"])
         self._count = 0  # of announced writes
         self._landed = 0
         super().__init__(endpoint, clock, label)
 
     def _join(self, endpoint: dict[str, Any], clock: Clock) -> None:
-        self._memory = [bytearray(self.slot_bytes) for _ in range(self.slots)]
-        self._agent = _Agent(secrets.token_hex(8), self._memory, str(endpoint["host"]))
+        if self._gpu is not None:
+            self._device = _DeviceSlots(self._gpu, self.slot_bytes, self.slots)
+        else:
+            self._memory = [bytearray(self.slot_bytes) for _ in range(self.slots)]
+        self._agent = _Agent(
+            secrets.token_hex(8),
+            self._device or self._memory,
+            self.slot_bytes,
+            str(endpoint["host"]),
+        )
 
     def _opening(self) -> bytes:
         agent = self._agent
         if agent is None:
             raise closed_here(self.name)
         told = base64.b64encode(agent.nixl.get_agent_metadata()).decode()
-        return json.dumps({"agent": told, "slots": agent.places}).encode()
+        return json.dumps(
+            {"agent": told, "slots": agent.places, "ordinal": agent.ordinal}
+        ).encode()
 
-    def _pull(self, slot: int, nbytes: int, clock: Clock) -> memoryview:
+    def _pull(self, slot: int, nbytes: int, clock: Clock) -> Any:
         agent = self._agent
-        if agent is None or not self._memory:
+        if agent is None:
             raise closed_here(self.name)
-        memory = memoryview(self._memory[slot])[:nbytes].toreadonly()
+        if self._device is not None:
+            memory: Any = self._device.view(slot, nbytes)
+        else:
+            memory = memoryview(self._memory[slot])[:nbytes].toreadonly()
         if nbytes:
             self._count += 1
             self._await(agent, clock)
         return memory
+
+    def release(self, received: Bucket) -> None:
+        if self._device is not None:
+            self._device.settle()
+        super().release(received)
 
     def _await(self, agent: _Agent, clock: Clock) -> None:
         """Until the notification of the last announced write is here; they come in their order."""

@@ -1,4 +1,4 @@
-"""Trainer and rank processes on one GPU for the nccl tests: each with an NCCL_HOSTID of its own, asked over a pipe."""
+"""Trainer and rank processes on one GPU for tests of nccl and nixl: asked over a pipe, each with its own NCCL_HOSTID."""
 
 from __future__ import annotations
 
@@ -130,6 +130,7 @@ class Trainer:
         ranks: int,
         me: int,
         kill: tuple[int, int] | None = None,
+        wire: str = "nccl",
     ) -> Any:
         """Endpoints by rank. `kill`: (bucket, pid), a process that is killed when that bucket's turn comes."""
         from jvlab.sync._device_pack import DevicePack
@@ -148,9 +149,10 @@ class Trainer:
 
         def make(room: int, replica: str, rank: int) -> Any:
             sender = listen(
-                "nccl",
+                wire,
                 slot_bytes=room,
                 slots=3,
+                on_gpu=True,
                 peer=f"rank {rank}",
                 label=f"trainer {me}",
             )

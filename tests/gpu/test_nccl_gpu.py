@@ -1,4 +1,4 @@
-"""The nccl transport with real NCCL on one GPU: any M → N bit-exact, as fast as NCCL alone, and its ends."""
+"""nccl and nixl, from GPU memory to GPU memory, on one GPU: any M → N bit-exact, as fast as NCCL alone, their ends."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+from jvlab.transport._nixl import installed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +24,8 @@ SECONDS = 20.0
 class Team:
     """Processes that are kept for all tests: starting one takes seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, wire: str) -> None:
+        self.wire = wire
         self.made = 0
         self.trainers: list[Any] = []
         self.ranks: list[Any] = []
@@ -58,7 +61,8 @@ class Team:
     ) -> tuple[list[Any], list[Any]]:
         trainers, ranks = self.need(m, n)
         for k, t in enumerate(trainers):
-            t.start("listen", which, m, n, k, kill if k == m - 1 else None)
+            last = kill if k == m - 1 else None
+            t.start("listen", which, m, n, k, last, self.wire)
         endpoints = [t.wait() for t in trainers]  # by trainer, then rank
         for t in trainers:
             t.start("ready", SECONDS)
@@ -91,9 +95,11 @@ class Team:
         return sent, found
 
 
-@pytest.fixture(scope="module")
-def team() -> Iterator[Team]:
-    made = Team()
+@pytest.fixture(scope="module", params=["nccl", "nixl"])
+def team(request: pytest.FixtureRequest) -> Iterator[Team]:
+    if request.param == "nixl" and not installed():
+        pytest.skip("nixl is not installed here")
+    made = Team(request.param)
     yield made
     for member in (*made.trainers, *made.ranks):
         member.end()
@@ -165,6 +171,7 @@ def test_as_fast_as_nccl_alone(team: Team) -> None:
         k: nbytes / min(v) / 1e9
         for k, v in (("nccl", alone), ("jvlab", ours), ("jvlab verified", verified))
     }
+    print(team.wire)
     print(
         json.dumps(
             {
@@ -219,6 +226,8 @@ def test_a_killed_receiver_ends_the_others_and_a_fresh_connect_works(
 
 
 def test_a_receiver_killed_while_it_joins_is_noticed(team: Team) -> None:
+    if team.wire != "nccl":
+        pytest.skip("its handshake is that of nccl")
     (trainer,), (_, other) = team.need(1, 2)
     (endpoint,) = trainer("listen", "small", 1, 1, 0)
     trainer.start("ready", SECONDS)

@@ -144,6 +144,7 @@ class FakeGpu:
     """One end's GPU. Those of one hub can reach each other."""
 
     ordinal = 0
+    segment = "DRAM"
 
     def __init__(self, hub: Hub, version: int = 22907) -> None:
         self.hub, self._version = hub, version

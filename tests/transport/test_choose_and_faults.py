@@ -67,6 +67,14 @@ def test_nixl_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None
         assert 'transport="tcp"' in caught.value.remedy
 
 
+def test_nixl_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jvlab.transport._nixl.installed", lambda: "nixl_cu13")
+    name, why = choose("nixl", False, "gpu", MIB, MIB, "cuda")
+    assert (name, "GPU memory to GPU memory" in why) == ("nixl", True)
+    with pytest.raises(ConfigError, match="nixl: the parameters are on cpu"):
+        choose("nixl", False, "cpu", MIB, MIB, "cuda")
+
+
 def test_bytes_of_a_gpu_cross_host_memory() -> None:
     assert "cuda cross host memory" in choose("auto", True, "cuda", 100 * MIB, MIB)[1]
 

@@ -17,8 +17,12 @@ import pytest
 
 from jvlab._errors import ConfigError, TransportError
 from jvlab.transport import Header, Sender, listen, open_receiver
+from jvlab.transport._device_bytes import DeviceBytes
+from jvlab.transport._nixl import NixlReceiver, NixlSender
+from jvlab.transport._peer import Clock
 from tests.fuzzing import in_turn
 from tests.transport.conftest import MAKE, Channel
+from tests.transport.fake_gpu import FakeGpu, Hub
 from tests.transport.other_end import LABEL, Remote, pattern
 
 pytestmark = pytest.mark.slow
@@ -564,3 +568,47 @@ def test_a_write_that_fails_is_told_and_ends_both_waits(
     with raises("failed", "could not be written", within=1):
         send(sender, 1)
     assert taking.result(60)["reason"] == "lost"
+
+
+@pytest.mark.parametrize("transport", ["nixl"])
+def test_slots_in_device_memory(transport: str, senders: list[Sender]) -> None:
+    """GPUs of numpy arrays: a slot is written once its stream has filled it, and released once it is emptied."""
+    near = FakeGpu(Hub())
+    sender = NixlSender(1 << 16, 2, LABEL, "trainer", "127.0.0.1", None, True, near)
+    senders.append(sender)
+    made: list[NixlReceiver] = []
+    far = FakeGpu(Hub())
+    arguments = sender.endpoint(), Clock(60.0), "rank", far
+    opening = threading.Thread(target=lambda: made.append(NixlReceiver(*arguments)))
+    opening.start()
+    sender.ready(60)
+    opening.join(60)
+    (receiver,) = made
+    try:
+        for bucket in range(5):
+            gate = threading.Event()
+
+            def fill(view: Any, bucket: int = bucket, gate: Any = gate) -> None:
+                def kernel() -> bool:
+                    if gate.is_set():
+                        near.put(view.pointer, pattern(bucket, 5000), None)
+                    return gate.is_set()
+
+                view.stream.give(kernel)
+
+            sender.send(Header(1, 0, bucket, 5000), fill, 30)
+            time.sleep(0.05)
+            agent = receiver._agent
+            assert agent
+            assert not agent.heard(receiver._sender_agent), "written too early"
+            gate.set()
+            received = receiver.recv(30)
+            assert isinstance(received.data, DeviceBytes)
+            assert bytes(received.data) == pattern(bucket, 5000)
+            emptied: list[int] = []
+            received.data.stream.give(lambda emptied=emptied: not emptied.append(1))
+            receiver.release(received)
+            assert emptied, "released while its scatter was still to run"
+        sender.flush(30)
+    finally:
+        receiver.close()

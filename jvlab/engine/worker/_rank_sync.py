@@ -101,7 +101,7 @@ def decoder_layers(model: Any) -> list[Any]:
 
 STOP_SECONDS = 10.0
 # transports whose buckets are scattered in host memory
-HOST_ONLY = ("loopback", "shm", "tcp", "disk", "nixl")
+HOST_ONLY = ("loopback", "shm", "tcp", "disk")
 
 
 class BucketRank:
