@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from jvlab._errors import LayoutError
 from jvlab.layout._boxes import MAX_ENUMERATED, Strided, merge_axes, stride_chain
 from jvlab.layout._types import Axis, Binding, Shape
@@ -145,14 +147,12 @@ def _meet(
     mine = _owners(ours, chain)
     other = _owners(theirs, chain)
     pieces: list[Piece] = []
-    for left in ours.digit_boxes(chain):
-        for right in theirs.digit_boxes(chain):
-            both = [
-                (max(p[0], q[0]), min(p[1], q[1]))
-                for p, q in zip(left, right, strict=True)
-            ]
-            if any(lo >= hi for lo, hi in both):
-                continue
+    their_low, their_high = theirs.digit_boxes(chain)
+    for low, high in zip(*ours.digit_boxes(chain), strict=True):
+        lows = np.maximum(low, their_low)
+        highs = np.minimum(high, their_high)
+        for k in np.flatnonzero((lows < highs).all(axis=1)):
+            both = list(zip(lows[k].tolist(), highs[k].tolist(), strict=True))
             corner = sum(lo * r for (lo, _), r in zip(both, chain, strict=True))
             start = [0] * ndim
             for a, i in enumerate(ours.decode(corner)):

@@ -6,11 +6,9 @@ Dicts, nnx modules and states, linen variables, abstract arrays, torch. numpy on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import chain, compress
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -504,129 +502,24 @@ class Flattener:
     def __init__(self) -> None:
         self._kind: Any = None
         self._places: dict[str, int] = {}
-        self._paths: list[str] = []
-        # for a tree of plain dicts, which needs no jax
-        self._levels: Levels | None = None
 
     def arrays(self, tree: Any) -> dict[str, Any]:
         """The arrays by dotted path, as `flatten(tree).arrays`."""
-        if (
-            self._levels is not None
-            and (found := self._levels.leaves(tree)) is not None
-        ):
-            return dict(zip(self._paths, found, strict=True))
         import jax
 
         leaves, kind = jax.tree_util.tree_flatten(tree)
-        if self._kind is None or kind != self._kind or self._levels is not None:
-            arrays = flatten(tree).arrays
-            where = {id(leaf): k for k, leaf in enumerate(leaves)}
-            plain = len(where) == len(leaves) and all(
-                id(a) in where for a in arrays.values()
-            )
-            # else a leaf occurs twice, or differs from jax's
-            self._kind = kind if plain else None
-            self._places = (
-                {path: where[id(a)] for path, a in arrays.items()} if plain else {}
-            )
-            self._levels = None
-            self._paths = []
-            if plain and (levels := Levels.of(tree)) is not None:
-                found = levels.leaves(tree) or []
-                paths = {id(a): path for path, a in arrays.items()}
-                if {id(a) for a in found} == paths.keys():
-                    self._levels = levels
-                    self._paths = [paths[id(a)] for a in found]
-            return dict(arrays)
-        return {path: leaves[k] for path, k in self._places.items()}
-
-
-@dataclass(frozen=True)
-class Alike:
-    """Dicts of one level that have the same keys."""
-
-    # selects them from the values of the level above
-    at: Callable[[Any], tuple[Any, ...]]
-    size: int
-    values: Callable[[Any], Iterable[Any]]  # their values, in the order of the keys
-
-
-class Levels:
-    """The keys of a tree of plain dicts, and the classes of its leaves.
-
-    A tree is flattened a whole level at a time, in loops that run in C: a third of the time of a recursive walk.
-    """
-
-    def __init__(self, tree: dict[Any, Any]) -> None:
-        self._levels: list[tuple[list[Alike], list[bool]]] = []
-        self._kinds: list[type] = []
-        values: list[Any] = [tree]
-        while any(type(value) is dict for value in values):
-            alike: dict[tuple[Any, ...], list[int]] = {}
-            for place, value in enumerate(values):
-                if type(value) is dict:
-                    alike.setdefault(tuple(value), []).append(place)
-            groups = [
-                Alike(_several(places), len(keys), _values(keys))
-                for keys, places in alike.items()
-            ]
-            values = [
-                value for group in groups for value in group.values(group.at(values))
-            ]
-            leaves = [type(value) is not dict for value in values]
-            self._levels.append((groups, leaves))
-            self._kinds += map(type, compress(values, leaves))
-
-    @staticmethod
-    def of(tree: Any) -> Levels | None:
-        """None if any branch is not a plain dict, or is empty."""
-        if type(tree) is not dict or not tree:
-            return None
-        below = [
-            value
-            for value in tree.values()
-            if isinstance(value, list | tuple | Mapping)
-        ]
-        return (
-            Levels(tree)
-            if all(Levels.of(value) is not None for value in below)
-            else None
+        if self._kind is not None and kind == self._kind:
+            return {path: leaves[k] for path, k in self._places.items()}
+        arrays = flatten(tree).arrays
+        where = {id(leaf): k for k, leaf in enumerate(leaves)}
+        # else a leaf occurs twice, or differs from jax's
+        plain = (
+            len(where) == len(leaves)
+            and {id(a) for a in arrays.values()} <= where.keys()
         )
-
-    def leaves(self, tree: Any) -> list[Any] | None:
-        """The leaves, always in the same order; None if the tree has another structure."""
-        values: Any = [tree]
-        out: list[Any] = []
-        try:
-            for groups, leaves in self._levels:
-                below: list[Any] = []
-                for group in groups:
-                    nodes = group.at(values)
-                    if set(map(len, nodes)) != {group.size}:
-                        return None
-                    below += group.values(nodes)
-                out += compress(below, leaves)
-                values = below
-        except (LookupError, TypeError):  # no such key, or no dict
-            return None
-        return out if list(map(type, out)) == self._kinds else None
-
-
-def _several(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
-    """Selects these indices of a list, as a tuple."""
-    return (
-        itemgetter(*places) if len(places) > 1 else lambda values: (values[places[0]],)
-    )
-
-
-def _values(keys: tuple[Any, ...]) -> Callable[[Any], Iterable[Any]]:
-    """Selects the values of these keys from every dict."""
-    take = itemgetter(*keys)
-    return (
-        (lambda nodes: map(take, nodes))
-        if len(keys) == 1
-        else lambda nodes: chain.from_iterable(map(take, nodes))
-    )
+        self._kind = kind if plain else None
+        self._places = {p: where[id(a)] for p, a in arrays.items()} if plain else {}
+        return dict(arrays)
 
 
 def _plain(tree: Any) -> Any:

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jvlab._errors import CoverageError, LayoutError
+from jvlab.layout import _boxes
 from jvlab.layout._boxes import Strided, partition_defects
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._plan import TransferPlan
@@ -508,12 +509,15 @@ def test_partition_test_agrees_with_counting(data: st.DataObject) -> None:
         for i in range(sizes[0]):
             for j in range(sizes[1]):
                 count[offset + i * strides[0] + j * strides[1]] += 1
-    missing, extra, fault = partition_defects(
-        domain,
-        np.array([b[0] for b in boxes]),
-        np.array([b[1] for b in boxes]),
-        np.array([b[2] for b in boxes]),
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        if data.draw(st.booleans()):
+            patch.setattr(_boxes, "MAX_CELLS", 64)  # in parts
+        missing, extra, fault = partition_defects(
+            domain,
+            np.array([b[0] for b in boxes]),
+            np.array([b[1] for b in boxes]),
+            np.array([b[2] for b in boxes]),
+        )
     inside, outside = count[:total], count[total:]
     clean = (inside <= 1).all() and not outside.any()
     assert (extra == 0) == clean
