@@ -22,6 +22,7 @@ from jvlab.layout._types import Binding, CheckpointTensor, Shape
 from jvlab.layout.rules import _rule_edits as edits
 from jvlab.layout.rules._roles import Template, classify, templates
 from jvlab.layout.rules._rules import (
+    Compiled,
     Config,
     Leaves,
     apply_binding,
@@ -186,7 +187,7 @@ class Readings:
             bound = self.bindings.get(text, [])
             if not bound or rule.leaf is None:
                 continue
-            if edits.has_wild(rule):
+            if Compiled(rule).wild:
                 yield from self._of_wild(rule, bound)
             else:
                 yield Unit(rule, (text,), tuple(bound))
@@ -348,12 +349,10 @@ class Readings:
         head = self.known.get("h", 0)
         if not isinstance(target, Ax) or not head or first.tensor_shape[dim] % head:
             return []
-        letters = ["m", "y", "z"]
-        if roles <= {"q", "o"}:
-            letters.insert(0, "n")
-        elif roles <= {"k", "v"}:
-            letters.insert(0, "k")
-        heads = next(letter for letter in letters if letter not in axes)
+        usual = {"q": "n", "o": "n", "k": "k", "v": "k"}
+        letters = {usual[role] for role in roles}
+        letter = letters.pop() if len(letters) == 1 else "m"
+        heads = next(x for x in (letter, *"myz") if x not in axes)
         return [edits.split(rule, target.name, f"{heads} h", f"{heads} h")]
 
     def _rotary(self, bases: Sequence[Rule], unit: Unit, roles: set[str]) -> None:

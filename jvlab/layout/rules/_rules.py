@@ -27,6 +27,7 @@ from jvlab.layout.rules._syntax import (
     Rule,
     Wild,
     arity,
+    changed,
     chosen_parts,
     name_has_choice,
     walk_axes,
@@ -314,15 +315,7 @@ def size_of(terms: Iterable[Sequence[str]], sizes: Mapping[str, int]) -> int:
 
 def resolve(dims: Sequence[Dim], k: int) -> tuple[Dim, ...]:
     """The pattern of choice k alone: every `[..|..]` replaced by its k-th part."""
-    out: list[Dim] = []
-    for dim in dims:
-        if isinstance(dim, Cat):
-            out.append(Merged(dim.options[k]))
-        elif isinstance(dim, Merged):
-            out.append(Merged(resolve(dim.items, k)))
-        else:
-            out.append(dim)
-    return tuple(out)
+    return changed(dims, lambda d: Merged(d.options[k]) if isinstance(d, Cat) else d)
 
 
 @dataclass

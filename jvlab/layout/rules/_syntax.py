@@ -113,6 +113,7 @@ class Cat:
 
 Part = str | Index | Wild | Pick
 Dim = Ax | Merged | Cat
+PLAIN: tuple[Dim, ...] = (Ax("..."),)  # a copy: no axes are written
 
 
 @dataclass(frozen=True)
@@ -130,8 +131,8 @@ class Rule:
 
     leaf: Name | None
     tensors: tuple[Name, ...]
-    left: tuple[Dim, ...] = (Ax("..."),)
-    right: tuple[Dim, ...] = (Ax("..."),)
+    left: tuple[Dim, ...] = PLAIN
+    right: tuple[Dim, ...] = PLAIN
     sizes: tuple[Size, ...] = ()
     add: float = 0.0
     cast: str | None = None
@@ -220,6 +221,18 @@ def walk_brackets(items: Sequence[Part] | Sequence[Dim]) -> Iterator[Pick | Cat]
             yield from walk_brackets(item.items)
 
 
+def changed(dims: Sequence[Dim], change: Callable[[Dim], Dim]) -> tuple[Dim, ...]:
+    """The pattern with each axis and bracket as `change` makes it, the inner ones first."""
+    out: list[Dim] = []
+    for dim in dims:
+        if isinstance(dim, Merged):
+            dim = Merged(changed(dim.items, change))
+        elif isinstance(dim, Cat):
+            dim = Cat(tuple(changed(option, change) for option in dim.options))
+        out.append(change(dim))
+    return tuple(out)
+
+
 # ---------------------------------------------------------------------------------------------------- text
 
 
@@ -275,8 +288,7 @@ def rule_text(rule: Rule) -> str:
     """The canonical text of a rule; parsing it gives the same rule."""
     leaf = name_text(rule.leaf) if rule.leaf else "~"
     text = f"{leaf} -> {', '.join(map(name_text, rule.tensors)) or '~'}"
-    plain = (Ax("..."),)
-    if rule.left != plain or rule.right != plain:
+    if rule.left != PLAIN or rule.right != PLAIN:
         text += f" : {dims_text(rule.left)} -> {dims_text(rule.right)}"
     if rule.sizes:
         text += " where " + ", ".join(_size_text(s) for s in rule.sizes)
