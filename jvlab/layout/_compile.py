@@ -617,20 +617,19 @@ def compile_plan(
     link_gbps: float = 50.0,
     title: str = "",
 ) -> TransferPlan:
-    """The proven plan; raises one CoverageError with every gap, overlap and mismatch."""
+    """The proven plan; raises one CoverageError with every mismatch of what is given, or every gap and overlap."""
     if replicas < 1 or bucket_mib <= 0 or link_gbps <= 0 or not layouts:
         raise ConfigError(
             f"no plan for {len(layouts)} ranks × {replicas}, buckets of {bucket_mib} MiB, links of {link_gbps} GB/s",
             remedy="all of these must be above 0",
         )
-    problems, good, sound = check_inputs(leaves, bindings, layouts, ignored_leaves)
-    # nothing to compile, so no further problems
-    if problems and not _meet(sound, layouts):
+    problems = check_inputs(leaves, bindings, layouts, ignored_leaves)
+    if problems:
         raise_problems(problems)
     size = int(bucket_mib * (1 << 20))
     plan = _compile(
-        good,
-        sound,
+        leaves,
+        bindings,
         layouts,
         replicas,
         device_process or {},
@@ -638,20 +637,10 @@ def compile_plan(
         float(link_gbps),
         title,
     )
-    problems += plan_problems(plan, bindings=sound, layouts=layouts)
+    problems = plan_problems(plan, bindings, layouts)
     if problems:
         raise_problems(problems)
     return plan
-
-
-def _meet(bindings: Sequence[Binding], layouts: Sequence[RankLayout]) -> bool:
-    """Whether any binding reaches any rank."""
-    bound = {b.tensor for b in bindings}
-    return any(
-        any(note.name in bound for note in x.opaque)
-        or any(x.tensors[i].name in bound for i in np.unique(x.tensor))
-        for x in layouts
-    )
 
 
 def _compile(

@@ -473,7 +473,7 @@ def test_sharding_that_the_mesh_does_not_allow() -> None:
             )
         leaves.append(x)
     found = problems_of(world, leaves=leaves)
-    assert ("sharding", "embed") in {(p.kind, p.name) for p in found}
+    assert ("gap", "embed") in {(p.kind, p.name) for p in found}
 
 
 def test_everything_in_one_error() -> None:
