@@ -255,15 +255,10 @@ def adopt(arrays: dict[str, Any]) -> dict[str, Any]:
         if not is_tensor(leaf) and not isinstance(leaf, TorchLeaf)
     ]
     if others:
-        kinds = sorted(
-            {
-                type(arrays[path]).__module__.split(".")[0].removesuffix("lib")
-                for path in others
-            }
-        )
+        kind = type(arrays[others[0]]).__module__.split(".")[0].removesuffix("lib")
         raise LayoutError(
-            f"a tree of torch tensors and of others: {len(torch_ones)} of torch ({torch_ones[0]}, …), {len(others)} of "
-            f"{', '.join(kinds)} ({others[0]}, …)",
+            f"a tree of torch tensors and of others: {len(torch_ones)} of torch ({torch_ones[0]}, …), "
+            f"{len(others)} others ({others[0]} of {kind}, …)",
             remedy="one library to a tree: torch.as_tensor(leaf), or jax.dlpack.from_dlpack(tensor), for the others",
             torch=torch_ones,
             others=others,
@@ -338,33 +333,36 @@ def mesh_boxes(
 
     Mesh dimensions cut from left to right; one with a split factor cuts after those to its right.
     """
-    order = [k for k, cut in enumerate(cuts) if cut and not cut[1]]
-    for k in reversed(range(len(cuts))):
-        cut = cuts[k]
-        if cut and cut[1]:
-            right = math.prod(
-                mesh[j]
-                for j in range(k + 1, len(cuts))
-                if (c := cuts[j]) and c[0] == cut[0]
+    order = [(k, cut[0]) for k, cut in enumerate(cuts) if cut and not cut[1]]
+    for k, cut in reversed(list(enumerate(cuts))):
+        if not cut or not cut[1]:
+            continue
+        right = zip(mesh[k + 1 :], cuts[k + 1 :], strict=True)
+        count = math.prod(n for n, other in right if other and other[0] == cut[0])
+        if cut[1] != count:
+            raise LayoutError(
+                f"a strided shard with split factor {cut[1]}, where the mesh to its right cuts by {count}",
+                remedy="redistribute it to plain Shard or Replicate placements",
             )
-            if cut[1] != right:
-                raise LayoutError(
-                    f"a strided shard with split factor {cut[1]}, where the mesh to its right cuts by {right}",
-                    remedy="redistribute it to plain Shard or Replicate placements",
-                )
-            order.append(k)
-    out: list[Box] = []
-    for coords in np.ndindex(*mesh):
-        box = [(0, n) for n in shape]
-        for k in order:
-            cut = cuts[k]
-            assert cut is not None
-            first, last = box[cut[0]]
-            step = -(-(last - first) // mesh[k])
-            start = min(first + coords[k] * step, last)
-            box[cut[0]] = (start, min(start + step, last))
-        out.append(tuple(box))
-    return out
+        order.append((k, cut[0]))
+    starts, stops = _cut_boxes(shape, mesh, order)
+    both = np.stack([starts, stops], axis=2).tolist()
+    return [tuple((a, b) for a, b in box) for box in both]
+
+
+def _cut_boxes(
+    shape: Shape, mesh: Shape, cuts: Sequence[tuple[int, int]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and stops of each device's box, in C order: dimension k of the mesh cuts dimension d, pair after pair."""
+    count = math.prod(mesh)
+    coords = np.indices(mesh).reshape(len(mesh), count)
+    starts = np.zeros((count, len(shape)), np.int64)
+    stops = np.tile(np.array(shape, np.int64), (count, 1))
+    for k, d in cuts:
+        step = -(-(stops[:, d] - starts[:, d]) // mesh[k])
+        starts[:, d] = np.minimum(starts[:, d] + coords[k] * step, stops[:, d])
+        stops[:, d] = np.minimum(starts[:, d] + step, stops[:, d])
+    return starts, stops
 
 
 # Names ----------------------------------------------------------------------------------------------------------------
@@ -623,17 +621,9 @@ class MeshSpec:
     ids: Shape = ()
 
     def __post_init__(self) -> None:
-        if len(set(self.names)) != len(self.names) or any(n < 1 for n in self.sizes):
+        if len(set(self.names)) != len(self.names):
             raise ConfigError(
-                f"mesh {self} repeats an axis or has one smaller than 1",
-                remedy="write it like fsdp=4,tp=2",
-            )
-        if self.ids and (
-            len(self.ids) != self.devices or len(set(self.ids)) != len(self.ids)
-        ):
-            raise ConfigError(
-                f"mesh {self} of {self.devices} devices needs as many distinct ids",
-                remedy="list each device once",
+                f"mesh {self} repeats an axis", remedy="write it like fsdp=4,tp=2"
             )
 
     @classmethod
@@ -689,8 +679,12 @@ class MeshSpec:
 
     def size_of(self, entry: str | tuple[str, ...] | None) -> int:
         """Number of parts that a spec entry cuts a dimension into."""
-        names = (entry,) if isinstance(entry, str) else entry or ()
-        return math.prod(self.sizes[self.names.index(n)] for n in names)
+        return math.prod(self.sizes[self.names.index(n)] for n in _axes(entry))
+
+
+def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes of a spec entry."""
+    return (entry,) if isinstance(entry, str) else entry or ()
 
 
 def _axis_size(size: Any) -> int:
@@ -765,11 +759,7 @@ def _boxes(
     shape: Shape, mesh: MeshSpec, spec: Spec
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Device boxes; cached, so that equal leaves share arrays and the planner can compare them by identity."""
-    flat = [
-        n
-        for entry in spec
-        for n in ((entry,) if isinstance(entry, str) else entry or ())
-    ]
+    flat = [n for entry in spec for n in _axes(entry)]
     unknown = [n for n in flat if n not in mesh.names]
     if len(spec) != len(shape) or unknown or len(set(flat)) != len(flat):
         raise LayoutError(
@@ -778,13 +768,7 @@ def _boxes(
             shape=shape,
             spec=spec,
         )
-    coords = (
-        np.indices(mesh.sizes).reshape(len(mesh.sizes), -1)
-        if mesh.sizes
-        else np.zeros((0, 1), np.int64)
-    )
-    starts = np.zeros((coords.shape[1], len(shape)), np.int64)
-    stops = np.tile(np.array(shape, np.int64), (coords.shape[1], 1))
+    cuts: list[tuple[int, int]] = []
     for d, entry in enumerate(spec):
         parts = mesh.size_of(entry)
         if shape[d] % parts:
@@ -795,13 +779,9 @@ def _boxes(
                 shape=shape,
                 spec=spec,
             )
-        place = np.zeros(coords.shape[1], np.int64)
-        for name in (entry,) if isinstance(entry, str) else entry or ():
-            axis = mesh.names.index(name)
-            place = place * mesh.sizes[axis] + coords[axis]
-        starts[:, d] = place * (shape[d] // parts)
-        stops[:, d] = starts[:, d] + shape[d] // parts
-    ids = np.array(mesh.ids or range(coords.shape[1]), np.int32)
+        cuts += [(mesh.names.index(name), d) for name in _axes(entry)]
+    starts, stops = _cut_boxes(shape, mesh.sizes, cuts)
+    ids = np.array(mesh.ids or range(mesh.devices), np.int32)
     order = np.argsort(ids)
     return ids[order], starts[order], stops[order]
 
@@ -846,13 +826,11 @@ def _read_sharding(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     items = sorted(sharding.devices_indices_map(shape).items(), key=lambda kv: kv[0].id)
     bounds = [
-        [s.indices(n) for s, n in zip(index, shape, strict=True)] for _, index in items
+        [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
+        for _, index in items
     ]
-    starts = np.array([[b[0] for b in row] for row in bounds], np.int64).reshape(
-        len(items), len(shape)
-    )
-    stops = np.array([[b[1] for b in row] for row in bounds], np.int64).reshape(
-        len(items), len(shape)
+    starts, stops = (
+        np.array(bounds, np.int64).reshape(len(items), len(shape), 2).transpose(2, 0, 1)
     )
     return np.array([d.id for d, _ in items], np.int32), starts, stops
 

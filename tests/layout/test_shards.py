@@ -164,8 +164,6 @@ def test_jax_packs_each_link_in_one_program() -> None:
 def test_mesh_text() -> None:
     assert MeshSpec.parse("fsdp=3, tp=2") == MeshSpec(("fsdp", "tp"), (3, 2))
     assert MeshSpec.of({"fsdp": 3}).devices == 3
-    with pytest.raises(ConfigError, match="as many distinct ids"):
-        MeshSpec(("fsdp",), (2,), (1, 1))
     for bad in ("fsdp", "fsdp=x", "fsdp=2,fsdp=2", "fsdp=0"):
         with pytest.raises(ConfigError, match="mesh"):
             MeshSpec.parse(bad)
