@@ -58,6 +58,16 @@ def axes_numbers(bindings: Sequence[Binding]) -> list[int]:
     return out
 
 
+def tensor_box(shape: Shape, start: Shape, axes: Sequence[Axis]) -> Strided:
+    """The part of a tensor that a binding's axes fill."""
+    flat = row_major(shape)
+    return Strided(
+        sum(s * c for s, c in zip(start, flat, strict=True)),
+        tuple(a.size for a in axes),
+        tuple(a.tensor_step * flat[a.tensor_dim] for a in axes),
+    )
+
+
 def compose(
     tensor_shape: Shape,
     tensor_start: Shape,
@@ -66,12 +76,7 @@ def compose(
     region: Region,
 ) -> list[Piece]:
     """Pieces common to a binding (its leaf_start taken as 0) and a region (its dst_offset taken as 0)."""
-    flat = row_major(tensor_shape)
-    ours = Strided(
-        sum(s * c for s, c in zip(tensor_start, flat, strict=True)),
-        tuple(a.size for a in axes),
-        tuple(a.tensor_step * flat[a.tensor_dim] for a in axes),
-    )
+    ours = tensor_box(tensor_shape, tensor_start, axes)
     shape, offset, src, dst = region
     repeated = [
         PieceAxis(n, -1, 0, d)

@@ -34,6 +34,7 @@ from jvlab.layout._plan_types import (
     ValueTransform,
     item_bytes,
 )
+from jvlab.layout._types import from_row, to_row
 
 if TYPE_CHECKING:
     from jvlab.sync._transaction import SyncReport
@@ -53,6 +54,12 @@ DTYPES = {
     "<f4",
     "<f8",
 }
+ROWS = {
+    "leaves": LeafInfo,
+    "parameters": TargetInfo,
+    "transforms": ValueTransform,
+    "quantised": Quantised,
+}
 CELLS = ("starts", "stops", "owner_ptr", "owners")
 
 
@@ -60,18 +67,11 @@ def plan_to_bytes(plan: TransferPlan) -> bytes:
     """The plan as bytes; equal plans give equal bytes."""
     arrays = _arrays(plan)
     header = {
-        "leaves": [[x.path, x.shape, x.dtype, x.sharding] for x in plan.leaves],
+        **{name: [to_row(x) for x in getattr(plan, name)] for name in ROWS},
         "shardings": [x.shape for x in plan.shardings],
-        "parameters": [[x.name, x.shape, x.dtype, x.strides] for x in plan.parameters],
-        "transforms": [[x.source, x.wire, x.add, x.cast] for x in plan.transforms],
         "scalars": {k: getattr(plan, k) for k in SCALARS},
         "arrays": [[k, a.dtype.str, a.shape] for k, a in arrays.items()],
     }
-    if plan.quantised:
-        header["quantised"] = [
-            [x.path, x.source, x.loaded, x.grid, x.groups, x.add, x.cast, x.block]
-            for x in plan.quantised
-        ]
     text = json.dumps(header, separators=(",", ":"), sort_keys=True).encode()
     return b"".join(
         [
@@ -149,20 +149,11 @@ def _fields(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> dict[str, 
         for i, shape in enumerate(header["shardings"])
     )
     scalars = header["scalars"] | {"ignored": tuple(header["scalars"]["ignored"])}
-    return {
-        **arrays,
-        **scalars,
-        "leaves": tuple(LeafInfo(p, tuple(s), d, k) for p, s, d, k in header["leaves"]),
-        "shardings": shardings,
-        "parameters": tuple(
-            TargetInfo(n, tuple(s), d, tuple(t)) for n, s, d, t in header["parameters"]
-        ),
-        "transforms": tuple(ValueTransform(*x) for x in header["transforms"]),
-        "quantised": tuple(
-            Quantised(p, s, d, tuple(grid), tuple(groups), add, cast, tuple(block))
-            for p, s, d, grid, groups, add, cast, block in header.get("quantised", ())
-        ),
+    rows = {
+        name: tuple(from_row(kind, row) for row in header[name])
+        for name, kind in ROWS.items()
     }
+    return {**arrays, **scalars, **rows, "shardings": shardings}
 
 
 # When each bucket of a plan would be sent, if devices send and ranks receive one bucket at a time. numpy only.

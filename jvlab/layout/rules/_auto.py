@@ -40,10 +40,9 @@ from jvlab.layout.rules._rules import (
     Config,
     Leaves,
     Tensors,
-    apply_binding,
     bind_group,
     config_lookup,
-    mark_binding,
+    values_of,
 )
 from jvlab.layout.rules._ruleset import Rules
 
@@ -62,9 +61,6 @@ _MULTIPLE = 0.02  # error of an exact multiple, rounding to bfloat16 included
 _PARTS = 24  # parts of a stack that are compared, first and last included
 # elements up to which a leaf is read though its shapes fit only one way
 _LARGEST = 1 << 24
-
-
-_Values = tuple[np.ndarray, np.ndarray]  # the leaf's, the checkpoint's
 
 
 @dataclass(frozen=True)
@@ -119,18 +115,13 @@ class Probe:
         # of a stack, parts spread over it
         parts = np.linspace(0, len(bindings) - 1, min(len(bindings), _PARTS))
         taken = [bindings[j][0] for j in sorted({round(part) for part in parts})]
-        plain = {path: np.asarray(a, np.float32) for path, a in arrays.items()}
-        return _measured([self._values_of(b, plain[b.leaf]) for b in taken], taken)
-
-    def _values_of(self, b: Binding, leaf: np.ndarray) -> _Values:
-        """What a binding makes of a leaf, and the checkpoint's values in its place."""
-        expected = np.asarray(self.checkpoint[b.tensor], np.float32)
-        got = np.zeros(expected.shape, np.float32)
-        filled = np.zeros(expected.shape, np.uint8)
-        apply_binding(b, leaf, got)
-        mark_binding(b, filled)
-        here = filled > 0
-        return got[here].astype(np.float64), expected[here].astype(np.float64)
+        parts = []
+        for b in taken:
+            leaf = np.asarray(arrays[b.leaf], np.float32)
+            tensor = np.asarray(self.checkpoint[b.tensor], np.float32)
+            both = values_of(b, leaf, tensor)
+            parts.append([x.astype(np.float64).reshape(-1) for x in both])
+        return _measured(parts, taken)
 
 
 def _is_small(pair: Pair) -> bool:
@@ -142,8 +133,10 @@ def _varies(values: np.ndarray) -> bool:
     return bool(values.size and np.ptp(values) > 1e-6 * np.abs(values).max())
 
 
-def _measured(parts: Sequence[_Values], bindings: Sequence[Binding]) -> Measure:
-    """Part by part: of a fused tensor, one part may be scaled and another not."""
+def _measured(
+    parts: Sequence[Sequence[np.ndarray]], bindings: Sequence[Binding]
+) -> Measure:
+    """Of a leaf's values and the checkpoint's; part by part, since one of a fused tensor may be scaled alone."""
     wrong = sum(float(np.sum((mine - theirs) ** 2)) for mine, theirs in parts)
     spread = sum(_spread(theirs) for _, theirs in parts)
     total = sum(float(theirs @ theirs) for _, theirs in parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -34,6 +34,7 @@ from jvlab.layout.rules._syntax import (
     Ax,
     Index,
     Name,
+    Rule,
     name_text,
     parse_rule,
     walk_axes,
@@ -78,8 +79,7 @@ def preset_rules(
     rules = _with_prefix(rules, "model.", "embed_tokens.weight", names)
     rules = fit_leaves(rules, leaves or {})
     if name == "maxtext" and family in ("llama", "mistral", "mixtral"):
-        queries = (r for r in rules if r.leaf and "query.kernel" in name_text(r.leaf))
-        folded = {str(r): _FOLDED for r in queries}
+        folded = {str(r): _FOLDED for r in rules if "query.kernel" in str(r)}
         rules = Rules(rules.rules, rules.notes, folded)
     return rules
 
@@ -92,11 +92,7 @@ def _one_einsum(rules: Rules, config: Mapping[str, Any]) -> Rules:
     drop = ["attn.qkv_einsum"]
     if sizes["n"] == sizes["k"]:
         drop = ["attn.q_einsum", "attn.kv_einsum"]
-    kept = []
-    for rule in rules:
-        if rule.leaf and not any(d in name_text(rule.leaf) for d in drop):
-            kept.append(rule)
-    return Rules(kept)
+    return Rules(r for r in rules if not any(word in str(r) for word in drop))
 
 
 def _with_prefix(rules: Rules, old: str, embedding: str, names: Iterable[str]) -> Rules:
@@ -106,34 +102,30 @@ def _with_prefix(rules: Rules, old: str, embedding: str, names: Iterable[str]) -
     if old == new:
         return rules
 
-    def renamed(name: Name) -> Name:
-        first = name.parts[0]
-        if not isinstance(first, str) or not first.startswith(old):
-            return name
-        return replace(name, parts=(new, first.removeprefix(old), *name.parts[1:]))
-
-    made = [replace(r, tensors=tuple(map(renamed, r.tensors))) for r in rules]
-    return Rules(parse_rule(str(r), r.line) for r in made)
-
-
-def _prefixed(name: Name, prefix: str) -> Name:
-    """Parsed again from its text, the prefix becomes one with what follows."""
-    return replace(name, parts=(prefix, *name.parts)) if prefix else name
+    # a checkpoint name stands behind the arrow, or behind a comma
+    begins = re.compile(rf"(-> |, ){re.escape(old)}")
+    return Rules(parse_rule(begins.sub(rf"\1{new}", str(r)), r.line) for r in rules)
 
 
 def fit_leaves(rules: Rules, leaves: Iterable[str]) -> Rules:
     """The rules with the prefix of this tree's leaves, e.g. `params.params.` of a train state."""
-    paths = [r.leaf.parts for r in rules if r.leaf]
-    plain = (parts for parts in paths if all(isinstance(p, str) for p in parts))
-    anchor = "".join(map(str, next(plain, ())))
-    if not anchor or anchor in leaves:
-        return rules
+    paths = (name_text(r.leaf) for r in rules if r.leaf)
+    anchor = next((path for path in paths if not set(path) & set("{[")), "")
     nested = (leaf for leaf in leaves if leaf.endswith("." + anchor))
     prefix = next(nested, "").removesuffix(anchor)
-    if not prefix:
+    if not anchor or anchor in leaves or not prefix:
         return rules
-    made = [replace(r, leaf=_prefixed(r.leaf, prefix)) if r.leaf else r for r in rules]
-    return Rules(parse_rule(str(r), r.line) for r in made)
+    return Rules(parse_rule(_prefixed(r, prefix), r.line) for r in rules)
+
+
+def _prefixed(rule: Rule, leaf: str, tensor: str = "") -> str:
+    """The rule's text with prefixes of the leaf and of its first tensor."""
+    names = str(rule).split(" -> ", 1)
+    prefixes = (leaf if rule.leaf else "", tensor)
+    return " -> ".join(
+        (name_text(Name((prefix,))) if prefix else "") + name
+        for prefix, name in zip(prefixes, names, strict=True)
+    )
 
 
 # The checkpoint's names.
@@ -183,10 +175,7 @@ def _fit_wild(
                 lines.append(f'"{leaf}" -> "{moved(tensor)}", {head}?')
                 break
     if drop or add:
-        for rule in rules:
-            leaf = _prefixed(rule.leaf, drop) if rule.leaf else None
-            into = (_prefixed(rule.tensors[0], add),)
-            lines.append(str(replace(rule, leaf=leaf, tensors=into)))
+        lines += (_prefixed(rule, drop, add) for rule in rules)
     if drop or not add:
         lines += map(str, rules)
     return Rules(parse_rule(line) for line in lines)

@@ -178,11 +178,6 @@ def _view(
     return np.lib.stride_tricks.as_strided(corner, shape, strides)
 
 
-def _tensor_view(b: Binding, tensor: np.ndarray) -> np.ndarray:
-    dims = [(a.size, a.tensor_dim, a.tensor_step) for a in b.axes]
-    return _view(tensor, b.tensor_start, dims)
-
-
 def _views(
     b: Binding, leaf: np.ndarray, tensor: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -198,14 +193,22 @@ def _views(
             leaf=b.leaf,
             tensor=b.tensor,
         )
-    dims = [(a.size, a.leaf_dim, a.leaf_step) for a in b.axes]
-    return _view(leaf, b.leaf_start, dims), _tensor_view(b, tensor)
+    mine = [(a.size, a.leaf_dim, a.leaf_step) for a in b.axes]
+    theirs = [(a.size, a.tensor_dim, a.tensor_step) for a in b.axes]
+    return _view(leaf, b.leaf_start, mine), _view(tensor, b.tensor_start, theirs)
+
+
+def values_of(
+    b: Binding, leaf: np.ndarray, tensor: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """What the binding makes of the leaf, and the tensor's values in its place."""
+    mine, theirs = _views(b, leaf, tensor)
+    return _shift(mine, b.add), theirs
 
 
 def apply_binding(binding: Binding, leaf: np.ndarray, tensor: np.ndarray) -> None:
     """Writes the binding's part of the checkpoint tensor from the leaf: the reference for every faster executor."""
-    source, target = _views(binding, leaf, tensor)
-    values = _shift(source, binding.add)
+    values, target = values_of(binding, leaf, tensor)
     if binding.cast:
         values = values.astype(numpy_dtype(binding.cast))
     target[...] = values.astype(tensor.dtype)
@@ -226,14 +229,6 @@ def _shift(values: np.ndarray, add: float) -> np.ndarray:
     else:
         wide = np.dtype(np.float32)
     return values.astype(wide) + add
-
-
-def mark_binding(binding: Binding, count: np.ndarray) -> bool:
-    """Adds one to every element of `count` that the binding fills; True if one of them was counted before."""
-    view = _tensor_view(binding, count)
-    met = bool(view.any())
-    view += 1
-    return met
 
 
 # Axis sizes of a rule, solved from `where`, then from shapes, then from the config by convention.
