@@ -34,6 +34,7 @@ from jvlab.layout.rules._syntax import (
 
 Dims = tuple[Dim, ...]
 LETTERS = "abcefgmopqrstuvwxyz"
+_CHOICE = re.compile(r"\[([^][]*)\]")
 
 
 def _parsed(text: str, line: int = 1) -> Rule | None:
@@ -210,7 +211,7 @@ def only(rule: Rule, k: int) -> Rule:
     )
 
 
-def without(rule: Rule, k: int) -> Rule:
+def without(rule: Rule, k: int) -> Rule | None:
     """The rule of all choices but k."""
     if arity(rule) == 2:
         return only(rule, 1 - k)
@@ -218,7 +219,7 @@ def without(rule: Rule, k: int) -> Rule:
     return _chosen(rule, keep, keep, keep)
 
 
-def exchanged(rule: Rule, order: Sequence[int]) -> Rule:
+def exchanged(rule: Rule, order: Sequence[int]) -> Rule | None:
     """The tensors' choices in another order; the leaves', if only they have choices."""
     same = range(arity(rule))
     if name_has_choice(rule.tensors):
@@ -228,26 +229,17 @@ def exchanged(rule: Rule, order: Sequence[int]) -> Rule:
 
 def _chosen(
     rule: Rule, leaf: Sequence[int], tensors: Sequence[int], dims: Sequence[int]
-) -> Rule:
-    def name(n: Name, order: Sequence[int]) -> Name:
-        parts = [
-            Pick(tuple(p.options[j] for j in order)) if isinstance(p, Pick) else p
-            for p in n.parts
-        ]
-        return replace(n, parts=tuple(parts))
+) -> Rule | None:
+    """The rule with these choices, in this order, of each `[..|..]`."""
 
-    def pick(dim: Dim) -> Dim:
-        if isinstance(dim, Cat):
-            return Cat(tuple(dim.options[j] for j in dims))
-        return dim
+    def chosen(text: str, order: Sequence[int]) -> str:
+        pick = lambda found: "|".join(found[1].split("|")[j] for j in order)
+        return _CHOICE.sub(lambda found: f"[{pick(found)}]", text)
 
-    return replace(
-        rule,
-        leaf=name(rule.leaf, leaf) if rule.leaf else None,
-        tensors=tuple(name(t, tensors) for t in rule.tensors),
-        left=changed(rule.left, pick),
-        right=changed(rule.right, pick),
-    )
+    names, colon, axes = str(rule).partition(" : ")
+    path, _, into = names.partition(" -> ")
+    into = f"{chosen(into, tensors)}{colon}{chosen(axes, dims)}"
+    return _parsed(f"{chosen(path, leaf)} -> {into}", rule.line)
 
 
 # Layers in another order: numbers written out in rules, stacks over groups of layers, layers reversed or shifted.
@@ -297,9 +289,7 @@ def other_orders(
             terms = {major: _count(rule, now, minor), minor: 1}
             new = Index(tuple((terms[v], v) for v in (x, y)), hole.const)
             names = tuple(t.with_part(hole, new) for t in rule.tensors)
-            made = rewritten(replace(rule, tensors=names))
-            if made is not None:
-                yield [made], f"layers by {major}"
+            yield [replace(rule, tensors=names)], f"layers by {major}"
     leaf = rule.leaf
     if leaf is None or any(LAYER not in t.parts for t in rule.tensors):
         return
@@ -325,9 +315,8 @@ def _stack_orders(
         for one in (only(rule, k) for k in range(arity(rule))):
             names = tuple(t.with_part(LAYER, numbers) for t in one.tensors)
             left = tuple(slices if dim == Ax("i") else dim for dim in one.left)
-            made.append(rewritten(replace(one, tensors=names, left=left)))
-        if all(made):
-            yield [rule for rule in made if rule is not None], f"layers {op}"
+            made.append(replace(one, tensors=names, left=left))
+        yield made, f"layers {op}"
 
 
 def in_order(rule: Rule) -> Iterator[tuple[list[Rule], str]]:
@@ -343,9 +332,7 @@ def in_order(rule: Rule) -> Iterator[tuple[list[Rule], str]]:
         pairs = zip(rule.tensors, picks, strict=True)
         names = tuple(tensor.with_part(pick, LAYER) for tensor, pick in pairs)
         left = tuple(Ax("i") if dim == slices else dim for dim in rule.left)
-        made = rewritten(replace(rule, tensors=names, left=left))
-        if made is not None:
-            yield [made], "layers in order"
+        yield [replace(rule, tensors=names, left=left)], "layers in order"
 
 
 def _orders(numbers: Sequence[int]) -> list[tuple[str, list[int]]]:
