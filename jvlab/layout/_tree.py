@@ -608,8 +608,6 @@ MESH_AXES = ("fsdp", "tp", "ep", "dp")
 _MAX_AXIS_SIZE = 1 << 20  # devices
 # mesh axes that conventionally hold copies of the weights
 REPLICATING = ("data", "dp", "replica", "batch")
-# per dimension: the mesh axis (or axes) it is cut along
-Spec = tuple[str | tuple[str, ...] | None, ...]
 
 
 @dataclass(frozen=True)
@@ -677,15 +675,6 @@ class MeshSpec:
     def devices(self) -> int:
         return math.prod(self.sizes)
 
-    def size_of(self, entry: str | tuple[str, ...] | None) -> int:
-        """Number of parts that a spec entry cuts a dimension into."""
-        return math.prod(self.sizes[self.names.index(n)] for n in _axes(entry))
-
-
-def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes of a spec entry."""
-    return (entry,) if isinstance(entry, str) else entry or ()
-
 
 def _axis_size(size: Any) -> int:
     if (
@@ -714,8 +703,8 @@ def mesh_processes(mesh: object) -> dict[int, int] | None:
     return {int(d.id): int(d.process_index) for d in _mesh_devices(mesh)} or None
 
 
-def default_spec(shape: Shape, mesh: MeshSpec) -> Spec:
-    """The usual sharding of this shape: each mesh axis cuts the largest dimension that it still divides.
+def default_spec(shape: Shape, mesh: MeshSpec) -> tuple[str | None, ...]:
+    """A mesh axis or None for each dimension: as usual, each mesh axis cuts the largest dimension that it still divides.
 
     Scalars and vectors (norms, biases) are replicated; nothing is cut along data-parallel axes.
     """
@@ -731,55 +720,17 @@ def default_spec(shape: Shape, mesh: MeshSpec) -> Spec:
     return tuple(spec)
 
 
-def leaf_from_spec(
-    path: str,
-    shape: Sequence[int],
-    dtype: str,
-    mesh: MeshSpec,
-    spec: Spec | None = None,
-) -> Leaf:
-    """A leaf on a described mesh. As in JAX, a mesh axis must divide the dimension it cuts."""
+def leaf_from_spec(path: str, shape: Sequence[int], dtype: str, mesh: MeshSpec) -> Leaf:
+    """A leaf on a described mesh, in the usual sharding."""
     dims = tuple(int(n) for n in shape)
-    entries = (
-        default_spec(dims, mesh)
-        if spec is None
-        else tuple(spec) + (None,) * (len(dims) - len(spec))
-    )
-    try:
-        devices, starts, stops = _boxes(dims, mesh, entries)
-    except LayoutError as e:
-        raise LayoutError(
-            f"leaf {path!r}: {e.message}", remedy=e.remedy, leaf=path, **e.fields
-        ) from e
-    return Leaf(path, dims, dtype, devices, starts, stops)
+    return Leaf(path, dims, dtype, *_boxes(dims, mesh))
 
 
 @lru_cache(maxsize=4096)
-def _boxes(
-    shape: Shape, mesh: MeshSpec, spec: Spec
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _boxes(shape: Shape, mesh: MeshSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Device boxes; cached, so that equal leaves share arrays and the planner can compare them by identity."""
-    flat = [n for entry in spec for n in _axes(entry)]
-    unknown = [n for n in flat if n not in mesh.names]
-    if len(spec) != len(shape) or unknown or len(set(flat)) != len(flat):
-        raise LayoutError(
-            f"partition {spec} does not suit shape {shape} on mesh {dict(zip(mesh.names, mesh.sizes, strict=True))}",
-            remedy="name each mesh axis at most once, one entry per dimension",
-            shape=shape,
-            spec=spec,
-        )
-    cuts: list[tuple[int, int]] = []
-    for d, entry in enumerate(spec):
-        parts = mesh.size_of(entry)
-        if shape[d] % parts:
-            raise LayoutError(
-                f"dimension {d} of shape {shape} has {shape[d]} elements, which mesh axis {entry!r} of size {parts} "
-                "does not divide",
-                remedy="choose another dimension or mesh axis, or leave the leaf replicated (JAX requires it too)",
-                shape=shape,
-                spec=spec,
-            )
-        cuts += [(mesh.names.index(name), d) for name in _axes(entry)]
+    spec = enumerate(default_spec(shape, mesh))
+    cuts = [(mesh.names.index(name), d) for d, name in spec if name]
     starts, stops = _cut_boxes(shape, mesh.sizes, cuts)
     ids = np.array(mesh.ids or range(mesh.devices), np.int32)
     order = np.argsort(ids)
@@ -835,33 +786,16 @@ def _read_sharding(
     return np.array([d.id for d, _ in items], np.int32), starts, stops
 
 
-def leaves_of(
-    arrays: Mapping[str, Any],
-    mesh: object = None,
-    specs: Mapping[str, Spec] | None = None,
-) -> list[Leaf]:
+def leaves_of(arrays: Mapping[str, Any], mesh: object = None) -> list[Leaf]:
     """Leaves of a flat {path: array or shape}. With `mesh`, shardings are described, not read from the arrays."""
     if mesh is None:
         cache: dict[object, tuple[np.ndarray, ...]] = {}
         return [leaf_from_array(path, a, cache) for path, a in arrays.items()]
     described = MeshSpec.of(mesh)
-    problems = []
-    leaves: list[Leaf] = []
-    for path, a in arrays.items():
-        name = a.dtype if isinstance(a.dtype, str) else np.dtype(a.dtype).name
-        try:
-            leaves.append(
-                leaf_from_spec(path, a.shape, name, described, (specs or {}).get(path))
-            )
-        except LayoutError as e:
-            problems.append(e)
-    if problems:
-        text = "\n".join(f"  {e.message}" for e in problems[:40])
-        raise LayoutError(
-            f"{len(problems)} leaves do not fit the mesh\n{text}",
-            remedy=problems[0].remedy,
-        )
-    return leaves
+    return [
+        leaf_from_spec(path, a.shape, str(a.dtype), described)
+        for path, a in arrays.items()
+    ]
 
 
 def device_processes(arrays: Mapping[str, Any]) -> dict[int, int]:

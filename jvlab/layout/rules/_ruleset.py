@@ -36,14 +36,14 @@ from jvlab.layout.rules._syntax import Ax, Rule, name_text, parse_rule
 _LAYER = re.compile(r"[._]*\{i\}")
 
 
-def stacked(rules: Iterable[Rule], axis: int = 0) -> tuple[Rule, ...]:
-    """The rules of the same tree scanned over layers: `layers.{i}.x` → `layers.x` with the new axis `i` at `axis`."""
+def stacked(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """The rules of the same tree scanned over layers: `layers.{i}.x` → `layers.x` with the new first axis `i`."""
     out = []
     for rule in rules:
         leaf = name_text(rule.leaf) if rule.leaf else ""
         scanned = _LAYER.sub("", leaf)
         if scanned != leaf:
-            left = (*rule.left[:axis], Ax("i"), *rule.left[axis:])
+            left = (Ax("i"), *rule.left)
             rest = str(replace(rule, left=left)).removeprefix(leaf)
             rule = parse_rule(scanned + rest, rule.line)
         out.append(rule)
