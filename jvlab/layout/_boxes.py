@@ -125,7 +125,11 @@ def clip_axes(
     order = sorted(range(len(steps)), key=lambda a: steps[a])
     chain = stride_chain([steps[a] for a in order] + [1])
     if chain is None or len(set(steps)) < len(steps):
-        return _clip_unrelated(steps, sizes, lo, hi)
+        raise LayoutError(
+            f"axes with steps {tuple(steps)} share one leaf dimension, but no step divides the next",
+            remedy="write the rule so that merged axes nest, e.g. (n h)",
+            steps=tuple(steps),
+        )
     radices = [b // a for a, b in itertools.pairwise(chain)]
     top = sum((n - 1) * s for n, s in zip(sizes, steps, strict=True)) + 1
     index, low, high = split_intervals(
@@ -146,40 +150,6 @@ def clip_axes(
         else:  # between two lattice steps: only digit 0 belongs to the lattice
             keep &= low[:, level] == 0
     return index[keep], axis_lo[keep], axis_hi[keep]
-
-
-def _clip_unrelated(
-    steps: Sequence[int], sizes: Sequence[int], lo: np.ndarray, hi: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`clip_axes` where no step divides the next: the first axis that breaks the chain is enumerated."""
-    order = sorted(range(len(steps)), key=lambda a: steps[a])
-    odd = next(
-        b
-        for a, b in itertools.pairwise(order)
-        if steps[b] % steps[a] or steps[a] == steps[b]
-    )
-    if sizes[odd] > MAX_ENUMERATED:
-        raise LayoutError(
-            f"axes with steps {tuple(steps)} share one leaf dimension, but no step divides the next",
-            remedy="write the rule so that merged axes nest, e.g. (n h)",
-            steps=tuple(steps),
-        )
-    others = [a for a in range(len(steps)) if a != odd]
-    parts = []
-    for i in range(sizes[odd]):
-        shift = i * steps[odd]
-        index, low, high = clip_axes(
-            [steps[a] for a in others],
-            [sizes[a] for a in others],
-            lo - shift,
-            hi - shift,
-        )
-        parts.append(
-            (index, np.insert(low, odd, i, axis=1), np.insert(high, odd, i + 1, axis=1))
-        )
-    index, low, high = (np.concatenate([p[k] for p in parts]) for k in range(3))
-    order = np.argsort(index, kind="stable")
-    return index[order], low[order], high[order]
 
 
 def stride_chain(strides: Sequence[int]) -> list[int] | None:

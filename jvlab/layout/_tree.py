@@ -704,7 +704,7 @@ def mesh_processes(mesh: object) -> dict[int, int] | None:
 
 
 def default_spec(shape: Shape, mesh: MeshSpec) -> tuple[str | None, ...]:
-    """A mesh axis or None for each dimension: as usual, each mesh axis cuts the largest dimension that it still divides.
+    """A mesh axis or None for each dimension: each mesh axis cuts the largest dimension that it still divides.
 
     Scalars and vectors (norms, biases) are replicated; nothing is cut along data-parallel axes.
     """
