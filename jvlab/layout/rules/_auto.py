@@ -285,7 +285,7 @@ def infer(
                 item.choose(item.options[0], "the shapes fit one way only", 1.0)
     _by_evidence(items)
     chosen = [(item, item.choice.rule) for item in items if item.choice is not None]
-    if pairing.open_leaves or pairing.open_tensors or len(chosen) < len(items):
+    if pairing.leaves or pairing.tensors or len(chosen) < len(items):
         raise _error(pairing, items, leaf_roles, tensor_roles, config, conv1d)
     inferred = [replace(rule, line=n) for n, (_, rule) in enumerate(chosen, 1)]
     notes = {str(rule): _note(item) for item, rule in chosen}
@@ -359,10 +359,10 @@ def _by_numbers(item: _Item, probe: Probe) -> None:
 def _pairs_by_numbers(pairing: Pairing, conv1d: bool, probe: Probe) -> list[_Item]:
     """Leaves whose names do not say which tensor they are, but whose values do: each the only one for its tensor."""
     best: dict[Template, tuple[Pair, Candidate, Measure]] = {}
-    for leaf, found in pairing.open_leaves.items():
+    for leaf in pairing.leaves:
         pairs = [
             Pair((leaf,), (t,), Role("?"), "the values equal the checkpoint's", 0.99)
-            for t in found
+            for t in pairing.options(leaf)
         ]
         options = [
             (p, c) for p in pairs for c in candidates(p, probe.config, conv1d, True)
@@ -383,8 +383,8 @@ def _pairs_by_numbers(pairing: Pairing, conv1d: bool, probe: Probe) -> list[_Ite
             0.99,
         )
         out.append(item)
-        del pairing.open_leaves[leaf]
-        pairing.open_tensors.remove(tensor)
+        del pairing.leaves[leaf]
+        del pairing.tensors[tensor]
     return out
 
 
@@ -555,8 +555,8 @@ def _error(
 ) -> MatchError:
     """Every open leaf with the lines that fit it: each binds when it is copied."""
     unfit = [i.pair for i in items if i.choice is None and not i.options]
-    leaves = [*pairing.open_leaves, *(t for pair in unfit for t in pair.leaves)]
-    tensors = [*pairing.open_tensors, *(t for pair in unfit for t in pair.tensors)]
+    leaves = [*pairing.leaves, *(t for pair in unfit for t in pair.leaves)]
+    tensors = [*pairing.tensors, *(t for pair in unfit for t in pair.tensors)]
     open_tensors = {t: tensor_roles[t] for t in tensors}
     open_leaves = {t: leaf_roles[t] for t in leaves}
     lines: list[str] = []
