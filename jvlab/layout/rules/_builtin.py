@@ -6,15 +6,12 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from jvlab._errors import ConfigError, LayoutError
 from jvlab.layout._tree import LeafShape
 from jvlab.layout._types import CheckpointTensor
 from jvlab.layout.rules._builtin_texts import BY_FAMILY, NOT_STACKED, POLICY, PRESETS
-from jvlab.layout.rules._candidates import TABLES
-from jvlab.layout.rules._roles import classify, templates
 from jvlab.layout.rules._rules import (
     Captured,
     Compiled,
@@ -223,15 +220,12 @@ def policy_rules(
     """
     family = config.get("model_type")
     if family not in POLICY:
-        inner = config.get("text_config")
-        inner_family = inner.get("model_type") if isinstance(inner, Mapping) else None
-        if inner_family not in POLICY:
-            known = ", ".join(POLICY)
-            raise ConfigError(
-                f"no Policy layout for model_type {family!r}",
-                remedy=f"known: {known}; or write rules",
-            )
-        family = inner_family
+        family = config_lookup(config).get("model_type")
+    if family not in POLICY:
+        raise ConfigError(
+            f"no Policy layout for model_type {config.get('model_type')!r}",
+            remedy=f"known: {', '.join(POLICY)}; or write rules",
+        )
     if scanned is None:
         dense_too = (
             bool(config.get("mlp_only_layers"))
@@ -269,7 +263,6 @@ def leaf_shapes_for(
             if not name.optional:
                 for k in c.choices if chosen else range(1):
                     patterns.append(_Pattern(c, k, _backwards(name, k)))
-    tables = cache(lambda: _tables(tensors))  # needed only where rules compete
     for t in tensors:
         claims: dict[str, list[tuple[_Pattern, Captured]]] = defaultdict(list)
         for p in patterns:
@@ -277,12 +270,8 @@ def leaf_shapes_for(
             if captured is not None:
                 claims[p.compiled.text].append((p, captured))
         ranked = list(claims.values())
-        if len(ranked) > 1:
-            table = t.name in tables()
-            natural = [_natural(claim[0][0].compiled, t, table) for claim in ranked]
-            # those first; a sort keeps the order of equals
-            order = sorted(range(len(ranked)), key=lambda j: not natural[j])
-            ranked = [ranked[j] for j in order]
+        if len(ranked) > 1:  # a sort keeps the order of equals
+            ranked.sort(key=lambda claim: not _natural(claim[0][0].compiled, t))
         _settle(ranked, t, config, found)
     out: dict[str, LeafShape] = {}
     for path, f in found.items():
@@ -304,6 +293,11 @@ class _Pattern:
     choice: int
     match: Callable[[str], Captured | None]
 
+    def leaf(self, values: Captured) -> str:
+        """The path of the leaf that fills a tensor of this name."""
+        assert self.compiled.rule.leaf is not None
+        return name_for(self.compiled.rule.leaf.parts, self.choice, values)
+
 
 @dataclass
 class _Found:
@@ -316,21 +310,12 @@ class _Found:
     counted: dict[str, int] = field(default_factory=dict)
 
 
-def _tables(tensors: Sequence[CheckpointTensor]) -> set[str]:
-    roles = classify(templates({t.name: tuple(t.shape) for t in tensors}))
-    return {
-        name
-        for template, role in roles.items()
-        if role.base in TABLES
-        for name in template.members.values()
-    }
-
-
-def _natural(c: Compiled, tensor: CheckpointTensor, table: bool) -> bool:
+def _natural(c: Compiled, tensor: CheckpointTensor) -> bool:
     """Whether the last word of the leaf's name suits the tensor; words without a convention suit all."""
     assert c.rule.leaf is not None
     last = c.rule.leaf.parts[-1]
     word = last.rpartition(".")[2] if isinstance(last, str) else ""
+    table = tensor.name.endswith((*_EMBEDDINGS, "wpe.weight"))
     fits = {
         "embedding": table,
         "scale": len(tensor.shape) == 1,
@@ -346,39 +331,26 @@ def _settle(
     found: dict[str, _Found],
 ) -> None:
     """The first rule that fits the tensor's shape determines its leaves; `bind` reports tensors that no rule names."""
-    for at, claim in enumerate(claims):
-        tried: dict[str, _Found] = {}
+    for claim in claims:
+        named = [(p.leaf(values), p, values) for p, values in claim]
         try:
-            for pattern, values in claim:
-                _take(pattern, values, tensor, config, found, tried)
+            # the other tensors of a stack have the same shape; `bind` refuses them if not
+            found |= {
+                path: _Found(p.compiled, p.choice, tensor, _sizes(p, tensor, config))
+                for path, p, _ in named
+                if path not in found
+            }
         except LayoutError:
-            if at + 1 == len(claims):
+            if claim is claims[-1]:
                 raise
             continue
-        found |= tried
+        for path, p, values in named:
+            axes = {a.name for a in walk_axes(p.compiled.rule.left)}
+            counted = found[path].counted
+            for axis, value in values.items():
+                if axis in axes and isinstance(value, int):
+                    counted[axis] = max(counted.get(axis, 0), value + 1)
         return
-
-
-def _take(
-    p: _Pattern,
-    values: Captured,
-    tensor: CheckpointTensor,
-    config: Mapping[str, Any],
-    found: Mapping[str, _Found],
-    new: dict[str, _Found],
-) -> None:
-    c = p.compiled
-    assert c.rule.leaf is not None
-    path = name_for(c.rule.leaf.parts, p.choice, values)
-    known = found if path in found else new
-    # the other tensors of a stack have the same shape; `bind` refuses them if not
-    if path not in known:
-        new[path] = _Found(c, p.choice, tensor, _sizes(p, tensor, config))
-    named = {a.name for a in walk_axes(c.rule.left)}
-    counted = known[path].counted
-    for axis, value in values.items():
-        if axis in named and isinstance(value, int):
-            counted[axis] = max(counted.get(axis, 0), value + 1)
 
 
 def _sizes(
