@@ -28,11 +28,7 @@ from jvlab.layout._tree import leaf_from_array
 
 # The inner loop of the digest, compiled by numba: one pass at memory speed.
 
-Loop = Callable[[np.ndarray, np.ndarray, np.ndarray], int]
-Scan = Callable[
-    [np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.uint64, np.uint64],
-    tuple[int, int],
-]
+Loop = Callable[..., tuple[int, int]]
 NONE = np.uint64(0)
 
 
@@ -70,46 +66,41 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 @functools.cache
 def compiled_loop() -> Loop:
-    """Σ outer·inner·word of a table of uint8, uint16 or uint32, mod 2⁶⁴.
+    """Σ outer·inner·word of a table of uint8, uint16 or uint32, mod 2⁶⁴, and the OR of (word & bits) + low over `wide`,
+    the table as words of 64 bits (see `flawed`), where it is given.
 
-    Measured on one Neoverse N1 core, float32: 15 GB/s; numpy's exact float64 products reach 1.4. Releases the GIL.
+    Measured on one Neoverse N1 core, float32: 15 GB/s; numpy's exact float64 products reach 1.4. With the check 10,
+    and 6.3 of bfloat16 (the sum alone: 8.3). Releases the GIL.
     """
     fast = _kernel()
     nothing = np.zeros((0, 0), np.uint64)
     # compile now, at connect, not during the pause of the first sync
     for table, (outer, inner) in _samples():
+        wide = table.view(np.uint64) if table.strides[1] == table.itemsize else nothing
         exact = int(
             (table.astype(np.uint64) * inner.astype(np.uint64) * outer[:, None]).sum(
                 dtype=np.uint64
             )
         )
-        if int(fast(table, outer, inner, nothing, NONE, NONE)[0]) != exact:
-            raise LayoutError(
-                "the compiled digest gives a wrong sum: what numba kept on disk is damaged",
-                remedy=f"delete the files _digest_loop.*.nb* in {Path(__file__).parent / '__pycache__'}",
-            )
-    return lambda table, outer, inner: int(
-        fast(table, outer, inner, nothing, NONE, NONE)[0]
-    )
+        for words in (nothing, wide):
+            if int(fast(table, outer, inner, words, NONE, NONE)[0]) != exact:
+                raise LayoutError(
+                    "the compiled digest gives a wrong sum: what numba kept on disk is damaged",
+                    remedy=f"delete the files _digest_loop.*.nb* in {Path(__file__).parent / '__pycache__'}",
+                )
 
-
-@functools.cache
-def compiled_scan() -> Scan:
-    """The same sum, and the OR of (word & bits) + low over `wide`, the table as words of 64 bits (see `_finite`).
-
-    On the same core: 10 GB/s of float32, 6.3 of bfloat16 (the sum alone: 8.3).
-    """
-    fast = _kernel()
-    compiled_loop()
-    for table, one in _samples():
-        if table.strides[1] == table.itemsize:
-            fast(table, *one, table.view(np.uint64), NONE, NONE)
-
-    def both(*args: Any) -> tuple[int, int]:
-        total, found = fast(*args)
+    def loop(
+        table: np.ndarray,
+        outer: np.ndarray,
+        inner: np.ndarray,
+        wide: np.ndarray = nothing,
+        bits: np.uint64 = NONE,
+        low: np.uint64 = NONE,
+    ) -> tuple[int, int]:
+        total, found = fast(table, outer, inner, wide, bits, low)
         return int(total), int(found)
 
-    return both
+    return loop
 
 
 def _samples() -> Iterator[tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]]:
@@ -471,7 +462,7 @@ def _separable(
     lines = outer.astype(np.uint64)
     if check:
         return _scanned(words, lines, inner, check)
-    return compiled_loop()(words, lines, inner), False
+    return compiled_loop()(words, lines, inner)[0], False
 
 
 def _scanned(
@@ -482,7 +473,7 @@ def _scanned(
         wide = words.view(np.uint64)
         if wide.flags.aligned:
             bits, low, above = lanes(check)
-            total, found = compiled_scan()(words, outer, inner, wide, bits, low)
+            total, found = compiled_loop()(words, outer, inner, wide, bits, low)
             return total, bool(found & above)
     total = 0
     bad = False
@@ -490,7 +481,7 @@ def _scanned(
     # lines that are not whole 64-bit words, or not contiguous
     for at in range(0, len(words), step):
         block = words[at : at + step]
-        total += compiled_loop()(block, outer[at : at + step], inner)
+        total += compiled_loop()(block, outer[at : at + step], inner)[0]
         bad = bad or flawed(block, check)
     return total & MASK, bad
 

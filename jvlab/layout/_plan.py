@@ -13,10 +13,10 @@ import heapq
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 # A transfer plan as bytes and back: a JSON header, then the raw little-endian arrays; no pickle. numpy only.
 
-Plan = TypeVar("Plan")
 MAGIC = b"jvplan1\n"
 SCALARS = ("ranks", "replicas", "bucket_bytes", "link_gbps", "ignored", "title")
 DTYPES = {
@@ -93,8 +92,8 @@ def _arrays(plan: TransferPlan) -> dict[str, np.ndarray]:
     }
 
 
-def plan_from_bytes(data: bytes | memoryview, build: Callable[..., Plan]) -> Plan:
-    """Parse what `plan_to_bytes` wrote and pass its fields to `build`; refuses anything else."""
+def plan_from_bytes(data: bytes | memoryview) -> TransferPlan:
+    """What `plan_to_bytes` wrote; refuses anything else."""
     view = memoryview(data)
     if bytes(view[: len(MAGIC)]) != MAGIC:
         raise ConfigError(
@@ -106,7 +105,7 @@ def plan_from_bytes(data: bytes | memoryview, build: Callable[..., Plan]) -> Pla
     try:
         header = parse_object(bytes(view[at : at + min(size, len(view))]))
         arrays = _read_arrays(header["arrays"], view, at + size)
-        return build(**_fields(header, arrays))
+        return TransferPlan(**_fields(header, arrays))
     except ConfigError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as e:
@@ -449,10 +448,10 @@ class TransferPlan:
         """A JSON header and the raw arrays; no pickle."""
         return plan_to_bytes(self)
 
-    @classmethod
-    def from_bytes(cls, data: bytes | memoryview) -> TransferPlan:
+    @staticmethod
+    def from_bytes(data: bytes | memoryview) -> TransferPlan:
         """The plan that `to_bytes` wrote."""
-        return plan_from_bytes(data, cls)
+        return plan_from_bytes(data)
 
     @cached_property
     def digest(self) -> str:

@@ -50,7 +50,7 @@ def check_inputs(
     layouts: Sequence[RankLayout],
     ignored_leaves: Collection[str],
 ) -> list[Problem]:
-    """What does not fit before anything is compiled. Shardings are left to the proof."""
+    """What does not fit before anything is compiled. Shardings and indices are left to the proof."""
     problems: list[Problem] = []
     by_path = {leaf.path: leaf for leaf in leaves}
     tensors = {
@@ -123,21 +123,6 @@ def _check_binding(
     if tuple(b.tensor_shape) != tuple(tensor.shape):
         text = f"leaf {leaf.shape} makes {b.tensor!r} as {b.tensor_shape}, the checkpoint has {tensor.shape}{rule}"
         return "shape", text, remedy
-    for side, start, shape in (
-        ("leaf", b.leaf_start, leaf.shape),
-        ("tensor", b.tensor_start, tensor.shape),
-    ):
-        end = list(start)
-        for a in b.axes:
-            dim, step = (
-                (a.leaf_dim, a.leaf_step)
-                if side == "leaf"
-                else (a.tensor_dim, a.tensor_step)
-            )
-            end[dim] += (a.size - 1) * step
-        if any(e >= n or s < 0 for s, e, n in zip(start, end, shape, strict=True)):
-            text = f"its rule for {b.tensor!r} reaches index {tuple(end)} of the {side}, of shape {tuple(shape)}{rule}"
-            return "shape", text, "check the sizes in the rule"
     if not dtypes_agree(leaf.dtype, tensor.dtype, b.cast):
         text = f"leaf {leaf.shape} is {leaf.dtype}, tensor {b.tensor!r} {tensor.shape} is {tensor.dtype}{rule}"
         return "dtype", text, dtype_remedy(tensor.dtype)

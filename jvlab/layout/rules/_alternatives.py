@@ -549,7 +549,6 @@ class Match:
 
     error: float  # ‖leaf − checkpoint‖ / ‖checkpoint‖
     correlation: float  # 0 where one of the two is constant
-    scale: float  # the factor that best fits the leaf to the checkpoint
     count: int  # elements compared
 
     @property
@@ -594,11 +593,11 @@ def compare(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Match:
         if finite.any():
             good.append([x[finite].astype(np.float64) for x in (mine, theirs)])
     if not good:
-        return Match(math.inf, 0.0, 1.0, 0)
+        return Match(math.inf, 0.0, 0)
     a, b = (np.concatenate([pair[side] for pair in good]) for side in (0, 1))
     size = math.sqrt(float(np.square(b).sum()))
     if not size:
-        return Match(math.inf, 0.0, 1.0, int(a.size))
+        return Match(math.inf, 0.0, int(a.size))
     # Each array relative to its own mean: norms of any two models of a family have similar means.
     one, other = (
         np.concatenate([pair[side] - pair[side].mean() for pair in good])
@@ -607,11 +606,8 @@ def compare(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Match:
     spread = math.sqrt(float(np.square(one).sum()) * float(np.square(other).sum()))
     constant = spread <= 1e-10 * float(np.abs(a).max() * np.abs(b).max()) * a.size
     correlation = 0.0 if constant else float((one * other).sum()) / spread
-    own = float(np.square(a).sum())
     error = math.sqrt(float(np.square(a - b).sum())) / size
-    return Match(
-        error, correlation, float((a * b).sum()) / own if own else 1.0, int(a.size)
-    )
+    return Match(error, correlation, int(a.size))
 
 
 def _sample(b: Binding, rng: np.random.Generator) -> tuple[tuple[np.ndarray, ...], ...]:
