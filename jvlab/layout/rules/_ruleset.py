@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jvlab._errors import ConfigError, CoverageError
+from jvlab._errors import ConfigError, CoverageError, RuleError
+from jvlab._files import parse_object, read_bounded
 from jvlab._units import how_many
 from jvlab.layout._boxes import Strided, partition_defects
 from jvlab.layout._compose import row_major, tensor_box
@@ -171,39 +172,31 @@ class Rules:
     @classmethod
     def from_json(cls, text: str) -> Rules:
         """Reads what `to_json` wrote."""
+        notes: dict[str, tuple[str, float]] = {}
+        warnings: dict[str, str] = {}
+        rules = []
         try:
-            data = json.loads(text)
+            data = parse_object(text.encode())
             if data["version"] != _FORMAT:
-                was = repr(data["version"])[:40]
-                raise ConfigError(
-                    f"rules of format {was}",
-                    remedy=f"this jvlab reads format {_FORMAT}",
-                )
+                raise ValueError(f"its version is {data['version']!r}, not {_FORMAT}")
             _bound(len(data["rules"]))
-            entries = [_entry(e) for e in data["rules"]]
-        except (
-            KeyError,
-            TypeError,
-            AttributeError,
-            ValueError,
-            RecursionError,
-        ) as e:  # a JSONDecodeError is a ValueError
-            if isinstance(e, ConfigError):
-                raise
+            for number, entry in enumerate(data["rules"], 1):
+                rule = parse_rule(entry["rule"], number)
+                rules.append(rule)
+                confidence = float(entry.get("confidence", 1.0))
+                if not 0 <= confidence <= 1:
+                    raise ValueError("a confidence is a number from 0 to 1")
+                if reason := entry.get("reason"):
+                    notes[str(rule)] = (str(reason), confidence)
+                if warning := entry.get("warning"):
+                    warnings[str(rule)] = str(warning)
+        except (ConfigError, RuleError):
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as e:
             raise ConfigError(
                 f"this is not a rule set in JSON: {type(e).__name__}: {str(e)[:200]}",
                 remedy='expected {"version": 1, "rules": [{"rule": "leaf -> tensor"}, …]}; plain text: Rules.parse',
             ) from e
-        rules = []
-        notes = {}
-        warnings = {}
-        for number, (text, reason, confidence, warning) in enumerate(entries, 1):
-            rule = parse_rule(text, number)
-            rules.append(rule)
-            if reason:
-                notes[str(rule)] = (reason, confidence)
-            if warning:
-                warnings[str(rule)] = warning
         return cls(rules, notes, warnings)
 
     def to_json(self) -> str:
@@ -228,13 +221,7 @@ class Rules:
         """Reads a rule file: JSON if it is named so, text otherwise."""
         path = Path(path)
         try:
-            size = path.stat().st_size
-            if size > _FILE_BYTES:
-                raise ConfigError(
-                    f"{path} has {size:,} bytes, too many for rules",
-                    remedy=f"rule files have at most {_FILE_BYTES:,} bytes; give the path of a file from Rules.save",
-                )
-            text = path.read_text(encoding="utf-8")
+            text = read_bounded(path, _FILE_BYTES, "a rule file").decode()
         except (OSError, UnicodeDecodeError) as e:
             raise ConfigError(
                 f"rule file {path} cannot be read: {e}",
@@ -449,22 +436,6 @@ def _bound(count: int) -> None:
             f"more than {_RULES:,} rules",
             remedy="one rule takes all layers: write {i} for a number",
         )
-
-
-def _entry(entry: Mapping[str, Any]) -> tuple[str, str, float, str]:
-    """A rule of a JSON file, its reason, its confidence and its warning."""
-    rule = entry["rule"]
-    reason = entry.get("reason", "")
-    warning = entry.get("warning", "")
-    confidence = float(entry.get("confidence", 1.0))
-    if (
-        not all(isinstance(x, str) for x in (rule, reason, warning))
-        or not 0 <= confidence <= 1
-    ):
-        raise TypeError(
-            "a rule, its reason and its warning are text, its confidence is a number from 0 to 1"
-        )
-    return rule, reason, confidence, warning
 
 
 def _matches(
