@@ -274,17 +274,14 @@ def _config_size(axis: str, word: str, config: Mapping[str, Any]) -> int:
     value = config.get(word)
     if value is None:
         raise Unfit("size", f"`where {axis}={word}…`: the config has no `{word}`")
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or value != value
-        or value != int(value)
-    ):
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if type(value) is not int:
         raise Unfit(
             "size",
             f"`where {axis}={word}…`: `{word}` of the config is not a whole number",
         )
-    return int(value)
+    return value
 
 
 def terms_of(dim: Dim) -> list[tuple[str, ...]]:
@@ -336,11 +333,9 @@ class Solver:
             self.sizes[free] = usual[free]
         unknown = sorted(names - set(self.sizes))
         if unknown:
-            one = unknown[0]
-            raise Unfit(
-                "size",
-                f"the size of axis {', '.join(f'`{a}`' for a in unknown)} is open: add `where {one}=…`",
-            )
+            listed = ", ".join(f"`{a}`" for a in unknown)
+            what = f"the size of axis {listed} is open: add `where {unknown[0]}=…`"
+            raise Unfit("size", what)
         for monomials, total, where in terms:
             got = size_of(monomials, self.sizes)
             if got > _LARGEST:
@@ -365,40 +360,36 @@ class Solver:
         return self.sizes
 
     def _where(self, names: set[str]) -> bool:
+        """Sizes that `where` gives by now; whether there was a new one."""
         config = config_lookup(self.config)
         found = False
         for size in self.rule.sizes:
             if size.name in self.sizes or not size.factors:
                 continue
             value = 1
-            ready = True
             for op, word in size.factors:
-                if word not in names and not word.isdigit():
-                    operand = _config_size(size.name, word, config)
+                if word.isdigit():
+                    operand = int(word)
+                elif word in names:
+                    operand = self.sizes.get(word)
                 else:
-                    operand = int(word) if word.isdigit() else self.sizes.get(word)
+                    operand = _config_size(size.name, word, config)
                 if operand is None:
-                    ready = False
                     break
-                value = (
-                    value * operand
-                    if op == "*"
-                    else self._divide(size.name, value, operand)
-                )
+                about = f"the size of `{size.name}` is"
+                if op == "*":
+                    value *= operand
+                elif operand == 0 or value % operand:
+                    what = f"{about} {value}/{operand}, not an integer"
+                    raise Unfit("size", what)
+                else:
+                    value //= operand
                 if value > _LARGEST:
-                    raise Unfit(
-                        "size", f"the size of `{size.name}` is more than any array has"
-                    )
-            if ready:
+                    raise Unfit("size", f"{about} more than any array has")
+            else:
                 self.sizes[size.name] = value
                 found = True
         return found
-
-    @staticmethod
-    def _divide(name: str, value: int, by: int) -> int:
-        if by == 0 or value % by:
-            raise Unfit("size", f"the size of `{name}` is {value}/{by}, not an integer")
-        return value // by
 
     def _one_unknown(self, term: tuple[list[tuple[str, ...]], int, str]) -> bool:
         monomials, total, where = term
@@ -520,10 +511,10 @@ class Compiled:
         self.choices = range(arity(rule))
         self.leaf_choice = name_has_choice([rule.leaf])
         self.tensor_choice = name_has_choice(rule.tensors)
-        concatenated = (not self.leaf_choice and any(walk_brackets(rule.left))) or (
+        # the choices share a leaf or a tensor, so they are solved together
+        self.joint = (not self.leaf_choice and any(walk_brackets(rule.left))) or (
             not self.tensor_choice and any(walk_brackets(rule.right))
         )
-        self.joint = len(self.choices) > 1 and concatenated
         names = (rule.leaf,) if rule.leaf else rule.tensors
         matched = self.choices if name_has_choice(names) else range(1)
         self.patterns = [(k, matcher(name.parts, k)) for name in names for k in matched]

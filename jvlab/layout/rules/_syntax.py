@@ -32,7 +32,6 @@ DTYPES = (
     "uint8",
 )
 _AROUND = 120  # characters of a long line shown on each side of the caret
-BARE = re.compile(r"[A-Za-z0-9_./~\-]")
 
 
 @dataclass(frozen=True)
@@ -246,23 +245,13 @@ def _parts_text(parts: Sequence[Part]) -> str:
     for part in parts:
         match part:
             case str():
-                plain = (
-                    all(BARE.match(c) for c in part)
-                    and "->" not in part
-                    and part != "~"
-                )
-                out.append(
-                    part
-                    if plain
-                    else '"' + part.replace("\\", "\\\\").replace('"', '\\"') + '"'
-                )
+                plain = _RUN.fullmatch(part) and part != "~"
+                escaped = part.replace("\\", "\\\\").replace('"', '\\"')
+                out.append(part if plain else f'"{escaped}"')
             case Index():
                 terms = [v if c == 1 else f"{c}*{v}" for c, v in part.terms]
-                out.append(
-                    "{"
-                    + "+".join(terms + ([str(part.const)] if part.const else []))
-                    + "}"
-                )
+                terms += [str(part.const)] if part.const else []
+                out.append("{" + "+".join(terms) + "}")
             case Wild():
                 out.append("{" + part.name + "*}")
             case Pick():
@@ -319,7 +308,7 @@ _OPERAND = rf"(?:{_INTEGER}|{_WORD.pattern})"
 _FACTORS = re.compile(rf"{_OPERAND}(?:\s*[*/]\s*{_OPERAND})*")
 _FACTOR = re.compile(r"([*/]?)\s*(\w+)")
 # of a name, up to a hole, a choice, a quote or the arrow
-_RUN = re.compile(rf"(?:(?!->){BARE.pattern})+")
+_RUN = re.compile(r"(?:(?!->)[A-Za-z0-9_./~\-])+")
 _QUOTED = re.compile(r'((?:[^"\\]|\\.)*)"', re.DOTALL)
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 _TILDE = re.compile(r"~(?=\s|$|->)")
@@ -775,8 +764,7 @@ def _check_leaf_name(rule: Rule) -> None:
 
 def _check_rest(rule: Rule) -> None:
     left, right = (
-        [d for d in dims if isinstance(d, Ax) and d.name == "..."]
-        for dims in (rule.left, rule.right)
+        [d for d in dims if d == Ax("...")] for dims in (rule.left, rule.right)
     )
     for found, other in ((left, right), (right, left)):
         if len(found) > 1:
