@@ -47,122 +47,39 @@ Config = Mapping[str, Any] | None  # a model's config.json
 Leaves = Mapping[str, HasShape]
 Tensors = Mapping[str, CheckpointTensor]
 
-# Names with holes, matched in bounded time: numbers `{i}`, any text `{x*}`, choices `[q|k]`.
+# Names with holes: numbers `{i}`, any text `{x*}`, choices `[q|k]`.
 
 Captured = dict[str, int | str]  # {i} under "i", {x*} under "x*"
-_NUMBER = "0|[1-9][0-9]*"
-_ONE_NUMBER = re.compile(_NUMBER)
-_DIGITS = 18  # of a number in a name; it fits a 64-bit index
+_LONGEST_NAME = 4096  # of a leaf or a tensor; with two `{x*}` in a rule's name, matching takes its square
 
 
 def matcher(parts: Sequence[Part], k: int) -> Callable[[str], Captured | None]:
-    """A function from a name to what it captures under choice k, or None.
-
-    Greedy from left to right, as in a regular expression. With several `{x*}` or adjacent numbers an expression could
-    backtrack exponentially: these are matched by dynamic programming, in time parts × length.
-    """
-    flat = list(chosen_parts(parts, k))
-    holes = [p for p in flat if not isinstance(p, str)]
-    wild = sum(isinstance(p, Wild) for p in holes)
-    adjacent = any(
-        not isinstance(a, str) and not isinstance(b, str)
-        for a, b in itertools.pairwise(flat)
-    )
-    distinct = len(set(map(_group, holes))) == len(holes)
-    if distinct and (wild > 1 or adjacent):
-        return lambda text: _walk(flat, text)
-    pattern = re.compile(_expression(flat), re.DOTALL)
-
-    def match(text: str) -> Captured | None:
-        found = pattern.fullmatch(text)
-        if found is None:
-            return None
-        return _captured((hole, found[_group(hole)]) for hole in holes)
-
-    return match
-
-
-def _group(hole: Index | Wild) -> str:
-    """The name of a hole's group in a regular expression."""
-    return ("w_" if isinstance(hole, Wild) else "n_") + hole.variables[0]
-
-
-def _expression(flat: Sequence[str | Index | Wild]) -> str:
-    """A repeated hole is a back-reference."""
+    """A function from a name to what it captures under choice k, or None; the first hole takes as much as it can."""
     out = []
-    seen = set()
-    for part in flat:
+    holes: dict[str, Index | Wild] = {}
+    for part in chosen_parts(parts, k):
         if isinstance(part, str):
             out.append(re.escape(part))
             continue
-        group = _group(part)
-        if group in seen:
-            out.append(f"(?P={group})")
-        else:
-            out.append(f"(?P<{group}>{'.+' if isinstance(part, Wild) else _NUMBER})")
-        seen.add(group)
-    return "".join(out)
+        number = isinstance(part, Index)
+        group = ("n_" if number else "w_") + part.variables[0]
+        pattern = "0|[1-9][0-9]{0,17}" if number else ".+"  # a 64-bit index
+        out.append(f"(?P={group})" if group in holes else f"(?P<{group}>{pattern})")
+        holes[group] = part
+    expression = re.compile("".join(out), re.DOTALL)
 
-
-def _captured(found: Iterable[tuple[Index | Wild, str]]) -> Captured | None:
-    """What holes captured; None if a number is longer than any index."""
-    out: Captured = {}
-    for hole, text in found:
-        if isinstance(hole, Wild):
-            out[hole.name + "*"] = text
-        elif len(text) > _DIGITS:
+    def match(text: str) -> Captured | None:
+        found = expression.fullmatch(text, 0, _LONGEST_NAME)
+        if found is None or len(text) > _LONGEST_NAME:
             return None
-        else:
-            out[hole.variables[0]] = int(text)
-    return out
+        return {
+            f"{hole.name}*" if isinstance(hole, Wild) else hole.variables[0]: (
+                found[group] if isinstance(hole, Wild) else int(found[group])
+            )
+            for group, hole in holes.items()
+        }
 
-
-def _walk(flat: Sequence[str | Index | Wild], text: str) -> Captured | None:
-    """Backwards: where may each part start so that the rest matches? Then forwards, longest match first."""
-    size = len(text)
-    # after the last part, only the end of the text
-    starts: list[bytearray] = [bytearray(size) + b"\x01"]
-    for part in reversed(flat):
-        starts.append(_starts(part, text, starts[-1]))
-    starts.reverse()
-    if not starts[0][0]:
-        return None
-    found = []
-    at = 0
-    for part, after in zip(flat, starts[1:], strict=True):
-        end = next(end for end in _ends(part, text, at) if after[end])
-        if not isinstance(part, str):
-            found.append((part, text[at:end]))
-        at = end
-    return _captured(found)
-
-
-def _starts(part: str | Index | Wild, text: str, after: bytearray) -> bytearray:
-    """The positions at which this part may start, given those at which it may end."""
-    out = bytearray(len(text) + 1)
-    if isinstance(part, Wild):
-        last = after.rfind(1)
-        out[: max(last, 0)] = b"\x01" * max(last, 0)
-    elif isinstance(part, str):
-        found = text.find(part)
-        while found >= 0:
-            out[found] = after[found + len(part)]
-            found = text.find(part, found + 1)
-    else:
-        for start in range(len(text)):
-            out[start] = any(after[end] for end in _ends(part, text, start))
-    return out
-
-
-def _ends(part: str | Index | Wild, text: str, start: int) -> range:
-    """Where a part that starts here may end, the longest first."""
-    if isinstance(part, str):
-        end = start + len(part)
-        return range(end, end - 1, -1)
-    if isinstance(part, Wild):
-        return range(len(text), start, -1)
-    found = _ONE_NUMBER.match(text, start, start + _DIGITS)
-    return range(found.end() if found else start, start, -1)
+    return match
 
 
 # The numpy executor of a binding and its inverse: the reference that every faster one is tested against.

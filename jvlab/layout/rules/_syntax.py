@@ -11,6 +11,7 @@ a, b     the same values to two tensors (tied); `b?`: only if the checkpoint has
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -678,6 +679,7 @@ def name_has_choice(names: Iterable[Name | None]) -> bool:
 def _check(rule: Rule) -> None:
     """Raises a RuleError that points at what is wrong with a parsed rule."""
     _check_brackets(rule)
+    _check_names(rule)
     _check_leaf_name(rule)
     if rule.leaf is None or not rule.tensors:
         return
@@ -736,6 +738,20 @@ def _check_brackets(rule: Rule) -> None:
         rule.fail(
             "every choice would fill the same part of the same tensor", first, fix
         )
+
+
+def _check_names(rule: Rule) -> None:
+    """So that matching a name against them takes bounded time."""
+    for name in (rule.leaf, *rule.tensors):
+        for k in range(arity(rule)) if name else ():
+            parts = list(chosen_parts(name.parts, k))
+            for one, other in itertools.pairwise(parts):
+                if not isinstance(one, str) and not isinstance(other, str):
+                    fix = "put text between them: where one ends cannot be told"
+                    rule.fail("two holes side by side", other.pos, fix)
+            wild = [part for part in parts if isinstance(part, Wild)]
+            if len(wild) > 2:
+                rule.fail("more than two `{x*}`", wild[2].pos, "one takes any text")
 
 
 def _check_leaf_name(rule: Rule) -> None:
