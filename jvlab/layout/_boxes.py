@@ -42,29 +42,18 @@ def merge_axes(axes: Iterable[StridedAxis]) -> list[StridedAxis]:
 
 
 def unique_rows(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """First index of each distinct row, and each row's class. Rows are hashed to 64 bits, then compared: exact."""
-    flat = [np.atleast_2d(c.T).T for c in columns]
-    table = np.concatenate(
-        [c.reshape(len(c), -1).astype(np.int64, copy=False) for c in flat], axis=1
-    )
-    key = np.zeros(len(table), np.uint64)
-    with np.errstate(over="ignore"):
-        for column in table.T:
-            key = (key ^ column.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
-            key ^= key >> np.uint64(29)
-    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-    inverse = inverse.reshape(-1)
-    # a hash collision: compare the rows themselves
-    if not np.array_equal(table[first[inverse]], table):
-        _, first, inverse = np.unique(
-            table, axis=0, return_index=True, return_inverse=True
-        )
-        inverse = inverse.reshape(-1)
-    # number classes by first appearance, so that results are deterministic
-    order = np.argsort(first, kind="stable")
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
-    return first[order], rank[inverse]
+    """First index of each distinct row, and each row's class; classes are numbered by their first appearance."""
+    flat = [c.reshape(len(c), -1).astype(np.int64, copy=False) for c in columns]
+    table = np.concatenate(flat, axis=1)
+    order = np.lexsort(table.T)
+    table = table[order]
+    fresh = np.ones(len(table), bool)
+    fresh[1:] = (table[1:] != table[:-1]).any(axis=1)
+    cls = np.empty(len(table), np.int64)
+    cls[order] = np.cumsum(fresh) - 1
+    first = order[fresh]  # a sort keeps the order of equals
+    rank = np.argsort(np.argsort(first))
+    return np.sort(first), rank[cls]
 
 
 def split_intervals(
