@@ -626,33 +626,6 @@ def compile_plan(
     problems = check_inputs(leaves, bindings, layouts, ignored_leaves)
     if problems:
         raise_problems(problems)
-    size = int(bucket_mib * (1 << 20))
-    plan = _compile(
-        leaves,
-        bindings,
-        layouts,
-        replicas,
-        device_process or {},
-        size,
-        float(link_gbps),
-        title,
-    )
-    problems = plan_problems(plan, bindings, layouts)
-    if problems:
-        raise_problems(problems)
-    return plan
-
-
-def _compile(
-    leaves: Sequence[Leaf],
-    bindings: Sequence[Binding],
-    layouts: Sequence[RankLayout],
-    replicas: int,
-    device_process: Mapping[int, int],
-    bucket_bytes: int,
-    link_gbps: float,
-    title: str,
-) -> TransferPlan:
     shardings, leaf_sharding = distinct_shardings(leaves)
     targets = Targets.of(layouts)
     rows = TracedRows.of(layouts, targets)
@@ -662,7 +635,8 @@ def _compile(
     devices = np.unique(
         np.concatenate([s.owners for s in shardings] or [np.zeros(0, np.int32)])
     ).astype(np.int32)
-    return TransferPlan(
+    processes = device_process or {}
+    plan = TransferPlan(
         leaves=tuple(
             LeafInfo(x.path, x.shape, x.dtype, int(k))
             for x, k in zip(leaves, leaf_sharding, strict=True)
@@ -685,15 +659,19 @@ def _compile(
         member_dst=drafts.member_dst,
         **boxes,
         devices=devices,
-        processes=np.array([device_process.get(int(d), 0) for d in devices], np.int32),
+        processes=np.array([processes.get(int(d), 0) for d in devices], np.int32),
         quantised=(),
         ranks=max(x.rank for x in layouts) + 1,
         replicas=replicas,
-        bucket_bytes=bucket_bytes,
-        link_gbps=link_gbps,
+        bucket_bytes=int(bucket_mib * (1 << 20)),
+        link_gbps=float(link_gbps),
         title=title,
         ignored=tuple(sorted(set.intersection(*(set(x.unused) for x in layouts)))),
     )
+    problems = plan_problems(plan, bindings, layouts)
+    if problems:
+        raise_problems(problems)
+    return plan
 
 
 def distinct_shardings(leaves: Sequence[Leaf]) -> tuple[list[Sharding], np.ndarray]:

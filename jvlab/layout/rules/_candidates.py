@@ -659,7 +659,7 @@ def _right(pair: Pair, layout: _Layout, conv1d: bool) -> str:
 # Lines to copy.
 
 _SURE = 0.85  # confidence of a pair matched by name; equal size alone is below
-_TRIED = 12  # leaves that a line is looked for
+_TRIED = 12  # pairs that a line is looked for
 _ORDERS = 60  # of leaves as the parts of a fused tensor that are tried
 _MEANINGS = {
     "n": "heads",
@@ -685,13 +685,10 @@ def suggest(
         for named, some in ((leaves, set(open_leaves)), (tensors, set(open_tensors)))
     )
     pairs = [p for p in pair_up(left, wanted, config).pairs if p.confidence >= _SURE]
-    for path in open_leaves[:_TRIED]:
-        for pair in pairs:
-            if any(path in t.members.values() for t in pair.leaves):
-                found = candidates(pair, config, False, False)
-                if len(found) == 1:
-                    return found[0].line
-                break
+    for pair in pairs[:_TRIED]:
+        found = candidates(pair, config, False, False)
+        if len(found) == 1:
+            return found[0].line
     return ""
 
 
@@ -722,25 +719,12 @@ def nearest(
 
 def legend(lines: Iterable[str], config: Config) -> str:
     """What the letters in these lines stand for, with their sizes in this model."""
-    axes = [line.partition(" : ")[2] for line in lines]
-    letters = set(re.findall(r"[A-Za-z_]\w*", " ".join(axes)))
+    axes = " ".join(line.partition(" : ")[2] for line in lines)
+    letters = set(re.findall(r"[A-Za-z_]\w*", axes))
     sizes = convention(config)
-    known = [
-        f"{a}={sizes[a]} {_MEANINGS[a]}"
-        for a in _MEANINGS
-        if a in letters and a in sizes
-    ]
-    parts = [f"{', '.join(known)} (of config.json)"] if known else []
-    if any("{i}" in line for line in lines):
-        parts.append("i the layer")
-    if any("{e}" in line for line in lines):
-        parts.append("e the expert")
-    out = f"in these lines: {', '.join([*parts, 'any other letter' if parts else 'a letter'])} an axis of any size"
-    if any("(" in a for a in axes):
-        out += "; `(a b)` is one dimension, b running fastest"
-    if any("[" in a for a in axes):
-        out += "; `[a|b]` are parts side by side, in the order of the names in brackets (exchange those for another)"
-    return out
+    known = [f"{a}={sizes[a]} {_MEANINGS[a]}" for a in sizes if a in letters]
+    given = f"{', '.join(known)} (of config.json), " if known else ""
+    return f"in these lines: {given}any other letter an axis of any size"
 
 
 def _roles_of(named: Mapping[str, Any]) -> dict[Template, Role]:
@@ -806,29 +790,23 @@ def lines_for_parts(
     heads = [known.get("n", 1), known.get("k", 1), known.get("k", 1)]
     shares = heads if role.base == "qkv" else [1] * len(FUSED[role.base])
     sizes = [tensor.elements * share / sum(shares) for share in shares]
-    groups = _grouped(
-        (leaf for leaf in leaves if leaf.elements in sizes),
-        lambda leaf: (
-            leaves[leaf].bias,
-            len(leaf.shape),
-            leaf.kinds,
-            leaf.pieces[-1].rpartition(".")[2],
-        ),
+    fits = [leaf for leaf in leaves if leaf.elements in sizes]
+    # leaves of the kind that the tensor is come first
+    fits.sort(key=lambda leaf: leaves[leaf].bias != role.bias)
+
+    def alike(leaf: Template) -> object:
+        word = leaf.pieces[-1].rpartition(".")[2]
+        return leaves[leaf].bias, len(leaf.shape), leaf.kinds, word
+
+    orders = (
+        order
+        for order in itertools.permutations(fits, len(sizes))
+        if [t.elements for t in order] == sizes and len(set(map(alike, order))) == 1
     )
-    out: list[Offer] = []
-    # first the leaves that are just as many as the parts, of the kind that the tensor is
-    for _, members in sorted(
-        groups.items(), key=lambda g: (len(g[1]) != len(sizes), g[0][0] != role.bias)
-    ):
-        orders = (
-            order
-            for order in itertools.permutations(members, len(sizes))
-            if [t.elements for t in order] == sizes
-        )
-        for order in itertools.islice(orders, _ORDERS):
-            pair = Pair(order, (tensor,), role)
-            out += [(pair, c) for c in candidates(pair, config, conv1d, False)]
-    return out
+    pairs = [
+        Pair(order, (tensor,), role) for order in itertools.islice(orders, _ORDERS)
+    ]
+    return [(p, c) for p in pairs for c in candidates(p, config, conv1d, False)]
 
 
 def shown(found: Sequence[Candidate], most: int) -> list[str]:
