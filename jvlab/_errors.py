@@ -221,12 +221,7 @@ class CoverageError(LayoutError):
 
     @property
     def problems(self) -> tuple[str, ...]:
-        found = self.fields.get("problems", ())
-        return (
-            tuple(str(problem) for problem in found)
-            if isinstance(found, (list, tuple))
-            else ()
-        )
+        return _texts(self.fields.get("problems"))
 
 
 class MeaningError(LayoutError):
@@ -234,8 +229,11 @@ class MeaningError(LayoutError):
 
     @property
     def leaves(self) -> tuple[str, ...]:
-        found = self.fields.get("leaves", ())
-        return tuple(map(str, found)) if isinstance(found, (list, tuple)) else ()
+        return _texts(self.fields.get("leaves"))
+
+
+def _texts(found: object) -> tuple[str, ...]:
+    return tuple(map(str, found)) if isinstance(found, (list, tuple)) else ()
 
 
 class ControlError(JvlabError):

@@ -15,38 +15,43 @@ class State:
     tone: str  # "bad", "wait", "idle" or "good"
 
 
-TABLE = (
-    State("gone", "gone", "bad"),
-    State("lost", "lost", "bad"),
-    State("failed", "failed", "bad"),
-    State("dirty", "dirty: sync again", "bad"),
-    State("aborted", "aborted", "bad"),
-    State("interrupted", "interrupted", "wait"),
-    State("restarting", "restarting", "wait"),
-    State("stale", "stale: waits for a sync", "wait"),
-    State("old", "old version", "wait"),
-    State("process", "starting: process", "wait"),
-    State("weights", "starting: weights", "wait"),
-    State("warm-up", "starting: warm-up", "wait"),
-    State("starting", "starting", "wait"),
-    State("compiling", "compiling", "wait"),
-    State("stopping", "stopping after this step", "wait"),
-    State("paused for a sync", "paused for a sync", "wait"),
-    State("paused", "paused", "wait"),
-    State("moving", "moving", "wait"),
-    State("moved", "moved", "wait"),
-    State("verified", "digests equal", "wait"),  # "verified" would claim more
-    State("asleep", "asleep", "idle"),
-    State("draining", "draining", "idle"),
-    State("stopped", "stopped", "idle"),
-    State("closed", "closed", "idle"),
-    State("waiting", "ready to step", "idle"),
-    State("serving", "serving", "good"),
-    State("running", "running", "good"),
-    State("committed", "committed", "good"),
-    State("holds", "holds", "good"),
-    State("finished", "finished", "good"),
-    State("ready", "ready", "good"),
+_NAMES = {  # from the worst to the best
+    "bad": ("gone", "lost", "failed", "dirty", "aborted"),
+    "wait": (
+        "interrupted",
+        "restarting",
+        "stale",
+        "old",
+        "process",
+        "weights",
+        "warm-up",
+        "starting",
+        "compiling",
+        "stopping",
+        "paused for a sync",
+        "paused",
+        "moving",
+        "moved",
+        "verified",
+    ),
+    "idle": ("asleep", "draining", "stopped", "closed", "waiting"),
+    "good": ("serving", "running", "committed", "holds", "finished", "ready"),
+}
+_WORDS = {  # where they are not the name
+    "dirty": "dirty: sync again",
+    "stale": "stale: waits for a sync",
+    "old": "old version",
+    "process": "starting: process",
+    "weights": "starting: weights",
+    "warm-up": "starting: warm-up",
+    "stopping": "stopping after this step",
+    "verified": "digests equal",  # "verified" would claim more
+    "waiting": "ready to step",
+}
+TABLE = tuple(
+    State(name, _WORDS.get(name, name), tone)
+    for tone, names in _NAMES.items()
+    for name in names
 )
 _BY_NAME = {state.name: (rank, state) for rank, state in enumerate(TABLE)}
 

@@ -18,8 +18,7 @@ from jvlab.layout._types import Shape
 
 # pieces that one pair of boxes with unrelated strides may fall into
 MAX_ENUMERATED = 65536
-MAX_CELLS = 1 << 25  # cells of a compressed grid; beyond it boxes are compared in pairs
-PAIR_BLOCK = 4096
+MAX_CELLS = 1 << 25  # cells of a compressed grid; a finer one is painted in parts
 
 # size, its stride in each array, and what must agree to merge
 StridedAxis = tuple[int, Shape, Any]
@@ -43,29 +42,18 @@ def merge_axes(axes: Iterable[StridedAxis]) -> list[StridedAxis]:
 
 
 def unique_rows(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """First index of each distinct row, and each row's class. Rows are hashed to 64 bits, then compared: exact."""
-    flat = [np.atleast_2d(c.T).T for c in columns]
-    table = np.concatenate(
-        [c.reshape(len(c), -1).astype(np.int64, copy=False) for c in flat], axis=1
-    )
-    key = np.zeros(len(table), np.uint64)
-    with np.errstate(over="ignore"):
-        for column in table.T:
-            key = (key ^ column.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
-            key ^= key >> np.uint64(29)
-    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-    inverse = inverse.reshape(-1)
-    # a hash collision: compare the rows themselves
-    if not np.array_equal(table[first[inverse]], table):
-        _, first, inverse = np.unique(
-            table, axis=0, return_index=True, return_inverse=True
-        )
-        inverse = inverse.reshape(-1)
-    # number classes by first appearance, so that results are deterministic
-    order = np.argsort(first, kind="stable")
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
-    return first[order], rank[inverse]
+    """First index of each distinct row, and each row's class; classes are numbered by their first appearance."""
+    flat = [c.reshape(len(c), -1).astype(np.int64, copy=False) for c in columns]
+    table = np.concatenate(flat, axis=1)
+    order = np.lexsort(table.T)
+    table = table[order]
+    fresh = np.ones(len(table), bool)
+    fresh[1:] = (table[1:] != table[:-1]).any(axis=1)
+    cls = np.empty(len(table), np.int64)
+    cls[order] = np.cumsum(fresh) - 1
+    first = order[fresh]  # a sort keeps the order of equals
+    rank = np.argsort(np.argsort(first))
+    return np.sort(first), rank[cls]
 
 
 def split_intervals(
@@ -126,7 +114,11 @@ def clip_axes(
     order = sorted(range(len(steps)), key=lambda a: steps[a])
     chain = stride_chain([steps[a] for a in order] + [1])
     if chain is None or len(set(steps)) < len(steps):
-        return _clip_unrelated(steps, sizes, lo, hi)
+        raise LayoutError(
+            f"axes with steps {tuple(steps)} share one leaf dimension, but no step divides the next",
+            remedy="write the rule so that merged axes nest, e.g. (n h)",
+            steps=tuple(steps),
+        )
     radices = [b // a for a, b in itertools.pairwise(chain)]
     top = sum((n - 1) * s for n, s in zip(sizes, steps, strict=True)) + 1
     index, low, high = split_intervals(
@@ -147,40 +139,6 @@ def clip_axes(
         else:  # between two lattice steps: only digit 0 belongs to the lattice
             keep &= low[:, level] == 0
     return index[keep], axis_lo[keep], axis_hi[keep]
-
-
-def _clip_unrelated(
-    steps: Sequence[int], sizes: Sequence[int], lo: np.ndarray, hi: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`clip_axes` where no step divides the next: the first axis that breaks the chain is enumerated."""
-    order = sorted(range(len(steps)), key=lambda a: steps[a])
-    odd = next(
-        b
-        for a, b in itertools.pairwise(order)
-        if steps[b] % steps[a] or steps[a] == steps[b]
-    )
-    if sizes[odd] > MAX_ENUMERATED:
-        raise LayoutError(
-            f"axes with steps {tuple(steps)} share one leaf dimension, but no step divides the next",
-            remedy="write the rule so that merged axes nest, e.g. (n h)",
-            steps=tuple(steps),
-        )
-    others = [a for a in range(len(steps)) if a != odd]
-    parts = []
-    for i in range(sizes[odd]):
-        shift = i * steps[odd]
-        index, low, high = clip_axes(
-            [steps[a] for a in others],
-            [sizes[a] for a in others],
-            lo - shift,
-            hi - shift,
-        )
-        parts.append(
-            (index, np.insert(low, odd, i, axis=1), np.insert(high, odd, i + 1, axis=1))
-        )
-    index, low, high = (np.concatenate([p[k] for p in parts]) for k in range(3))
-    order = np.argsort(index, kind="stable")
-    return index[order], low[order], high[order]
 
 
 def stride_chain(strides: Sequence[int]) -> list[int] | None:
@@ -204,24 +162,16 @@ class Strided:
         axes = [a for a, n in enumerate(self.sizes) if n > 1]
         return sorted(axes, key=lambda a: self.strides[a])
 
-    def digit_boxes(self, chain: Sequence[int]) -> list[tuple[tuple[int, int], ...]]:
-        """This box as digit boxes over the radix chain: a tuple of (low, high) per level each."""
-        at_level: dict[int, int] = {}
-        for a in self.live():
-            level = chain.index(self.strides[a])
-            if level in at_level:
-                raise LayoutError(
-                    "two axes with one stride: the box overlaps itself",
-                    sizes=self.sizes,
-                )
-            at_level[level] = self.sizes[a]
-        offset = self.offset
-        digits = [(offset % b) // a for a, b in itertools.pairwise(chain)] + [
-            offset // chain[-1]
-        ]
-        if offset % chain[0]:
-            return []
-        return _spread(digits, at_level, chain, 0, 0, 1)
+    def digit_boxes(self, chain: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """This box as digit boxes over the radix chain: lows and highs, [N, levels] each."""
+        offset = np.array([self.offset], np.int64)
+        shape = np.array([self.sizes], np.int64)
+        strides = np.array([self.strides], np.int64)
+        found = _to_digits(chain, offset, shape, strides)
+        if isinstance(found, list):
+            raise LayoutError("the box overlaps itself", sizes=self.sizes)
+        _, low, high = found
+        return low, high
 
     def decode(self, value: int) -> list[int]:
         """Axis indices of the element at flat position `value` (which must belong to the box)."""
@@ -230,47 +180,6 @@ class Strided:
         for a in reversed(self.live()):
             index[a], rest = divmod(rest, self.strides[a])
         return index
-
-
-def _spread(
-    digits: list[int],
-    at_level: dict[int, int],
-    chain: Sequence[int],
-    level: int,
-    carry: int,
-    spill: int,
-) -> list[tuple[tuple[int, int], ...]]:
-    """Digit boxes of the levels from `level` up; `carry` comes from below, `spill` is how many units it spans.
-
-    The idea: adding an axis to an offset is adding with carry, one digit at a time. The digits of this level run from
-    the offset's own digit (plus carry) over as many as its axis has. Where that run passes the radix, it falls into
-    pieces, and what each piece carries goes to the next level.
-
-    The invariant: a piece is a product of intervals, so it may carry several units (`spill`) only while all levels
-    below are whole. An axis on a level that receives several units would count some elements twice: an error.
-
-    Example: the chain 1, 4, 12 (radices 4 and 3), offset 6 = digits 2, 1, 0, and one axis of 10 with stride 1, so the
-    elements 6 to 15. Level 0 runs over [2, 12). Radix 4 cuts it to [2, 4) with carry 0, and [0, 4) with carries [1, 3).
-    Level 1, whose own digit is 1: the first piece is at [1, 2); the second, with spill 2, is [2, 4), which radix 3 cuts
-    to digit 2 and, with carry 1, digit 0. Level 2 is unbounded. Three boxes, as (digit 0, digit 1, digit 2):
-    (2-3, 1, 0) = 6, 7; (0-3, 2, 0) = 8 … 11; (0-3, 0, 1) = 12 … 15.
-    """
-    size = at_level.get(level, 1)
-    if size > 1 and spill > 1:
-        raise LayoutError(
-            "an inner axis reaches beyond the next stride: the box overlaps itself"
-        )
-    low = digits[level] + carry
-    high = low + max(size, spill)
-    if level == len(chain) - 1:
-        return [((low, high),)]
-    radix = chain[level + 1] // chain[level]
-    _, lows, highs = split_intervals(np.array([low]), np.array([high]), [radix])
-    out: list[tuple[tuple[int, int], ...]] = []
-    for (d_lo, u_lo), (d_hi, u_hi) in zip(lows.tolist(), highs.tolist(), strict=True):
-        for rest in _spread(digits, at_level, chain, level + 1, u_lo, u_hi - u_lo):
-            out.append(((d_lo, d_hi), *rest))
-    return out
 
 
 def partition_defects(
@@ -298,19 +207,48 @@ def partition_defects(
     if isinstance(found, list):
         return 0, int(shape[found].prod(axis=1).sum()), found[:2]
     box_index, low, high = found
-    expected_boxes = np.array(domain.digit_boxes(chain), np.int64)
-    cuts = [
-        np.unique(np.concatenate([low[:, k], high[:, k], *expected_boxes[:, k].T]))
-        for k in range(len(chain))
-    ]
+    wanted_low, wanted_high = domain.digit_boxes(chain)
+    return _grid_defects(box_index, low, high, wanted_low, wanted_high)
+
+
+def _grid_defects(
+    box_index: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
+    wanted_low: np.ndarray,
+    wanted_high: np.ndarray,
+) -> tuple[int, int, list[int]]:
+    """`partition_defects` of digit boxes: painted on one grid, or, where it would be too fine, in two halves."""
+    ends = np.concatenate([low, high, wanted_low, wanted_high])
+    cuts = [np.unique(column) for column in ends.T]
     if np.prod([float(len(c)) for c in cuts]) > MAX_CELLS:
-        return _compare_pairs(expected_boxes, box_index, low, high)
+        k = int(np.argmax([len(c) for c in cuts]))
+        middle = cuts[k][len(cuts[k]) // 2]
+        halves = []
+        for least, most in ((cuts[k][0], middle), (middle, cuts[k][-1])):
+            mine, *boxes = _clipped(low, high, k, least, most)
+            _, *wanted = _clipped(wanted_low, wanted_high, k, least, most)
+            halves.append(_grid_defects(box_index[mine], *boxes, *wanted))
+        (missing, extra, fault), (more_missing, more_extra, more_fault) = halves
+        return missing + more_missing, extra + more_extra, fault or more_fault
     count, volume = _paint(cuts, low, high)
-    expected, _ = _paint(cuts, expected_boxes[:, :, 0], expected_boxes[:, :, 1])
+    expected, _ = _paint(cuts, wanted_low, wanted_high)
     missing = int(volume[(expected > 0) & (count == 0)].sum())
     wrong = (count > 1) | ((count > 0) & (expected == 0))
     extra = int((volume * np.where(expected > 0, count - 1, count))[wrong].sum())
     return missing, extra, _at_fault(cuts, wrong, box_index, low, high)
+
+
+def _clipped(
+    low: np.ndarray, high: np.ndarray, k: int, least: int, most: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The parts of digit boxes that lie between two values of digit k: of which box, lows and highs."""
+    mine = np.flatnonzero((low[:, k] < most) & (high[:, k] > least))
+    low = low[mine]
+    high = high[mine]
+    low[:, k] = np.maximum(low[:, k], least)
+    high[:, k] = np.minimum(high[:, k], most)
+    return mine, low, high
 
 
 def _at_fault(
@@ -351,7 +289,21 @@ def _paint(
 def _to_digits(
     chain: list[int], offset: np.ndarray, shape: np.ndarray, strides: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | list[int]:
-    """All boxes as digit boxes (which box, lows, highs); or the boxes that overlap themselves or lie below zero."""
+    """All boxes as digit boxes (which box, lows, highs); or the boxes that overlap themselves or lie below zero.
+
+    The idea: adding an axis to an offset is adding with carry, one digit at a time. The digits of this level run from
+    the offset's own digit (plus carry) over as many as its axis has. Where that run passes the radix, it falls into
+    pieces, and what each piece carries goes to the next level.
+
+    The invariant: a piece is a product of intervals, so it may carry several units (`spill`) only while all levels
+    below are whole. An axis on a level that receives several units would count some elements twice: an error.
+
+    Example: the chain 1, 4, 12 (radices 4 and 3), offset 6 = digits 2, 1, 0, and one axis of 10 with stride 1, so the
+    elements 6 to 15. Level 0 runs over [2, 12). Radix 4 cuts it to [2, 4) with carry 0, and [0, 4) with carries [1, 3).
+    Level 1, whose own digit is 1: the first piece is at [1, 2); the second, with spill 2, is [2, 4), which radix 3 cuts
+    to digit 2 and, with carry 1, digit 0. Level 2 is unbounded. Three boxes, as (digit 0, digit 1, digit 2):
+    (2-3, 1, 0) = 6, 7; (0-3, 2, 0) = 8 … 11; (0-3, 0, 1) = 12 … 15.
+    """
     count = len(offset)
     levels = len(chain)
     if (offset < 0).any():
@@ -393,52 +345,6 @@ def _to_digits(
         carry = lows[:, 1]
         spill = highs[:, 1] - lows[:, 1]
     raise AssertionError("a chain has at least one level")
-
-
-def _compare_pairs(
-    expected_boxes: np.ndarray, box_index: np.ndarray, low: np.ndarray, high: np.ndarray
-) -> tuple[int, int, list[int]]:
-    """The same result by comparing every pair: for grids too fine to paint."""
-    inside = 0
-    for box in expected_boxes:
-        inside += int(
-            np.clip(np.minimum(high, box[:, 1]) - np.maximum(low, box[:, 0]), 0, None)
-            .prod(axis=1)
-            .sum()
-        )
-    written = int((high - low).prod(axis=1).sum())
-    total = int((expected_boxes[:, :, 1] - expected_boxes[:, :, 0]).prod(axis=1).sum())
-    twice = 0
-    fault = []
-    order = np.argsort(low[:, -1], kind="stable")
-    box_index = box_index[order]
-    low = low[order]
-    high = high[order]
-    for start in range(0, len(low), PAIR_BLOCK):
-        a_lo = low[start : start + PAIR_BLOCK]
-        a_hi = high[start : start + PAIR_BLOCK]
-        # sorted: nothing beyond can overlap this block
-        stop = int(np.searchsorted(low[:, -1], a_hi[:, -1].max()))
-        for other in range(start, stop, PAIR_BLOCK):
-            b_lo = low[other : other + PAIR_BLOCK]
-            b_hi = high[other : other + PAIR_BLOCK]
-            shared = np.ones((len(a_lo), len(b_lo)), np.int64)
-            for k in range(low.shape[1]):
-                width = np.minimum(a_hi[:, None, k], b_hi[None, :, k]) - np.maximum(
-                    a_lo[:, None, k], b_lo[None, :, k]
-                )
-                shared *= np.clip(width, 0, None)
-            i, j = np.nonzero(shared)
-            later = i + start < j + other
-            twice += int(shared[i[later], j[later]].sum())
-            if later.any() and not fault:
-                fault = [
-                    int(box_index[i[later][0] + start]),
-                    int(box_index[j[later][0] + other]),
-                ]
-    extra = twice + written - inside
-    # `missing` is a lower bound where boxes overlap
-    return max(total - inside, 0), extra, fault
 
 
 def _paint_elements(

@@ -324,7 +324,7 @@ def checkpoint_tensors(
     config) or a config as a dict.
     """
     if isinstance(model, Mapping):
-        return _from_config(dict(model))
+        return _from_config(model)
     folder = Path(model)
     if not folder.is_dir():
         raise ModelError(
@@ -338,22 +338,11 @@ def checkpoint_tensors(
         files = [folder / name for name in sorted(set(places.values()))]
         if all(f.is_file() for f in files):
             return _in_order([t for f in files for t in _header(f)], list(places))
-        return _in_order(_from_config(_read_config(folder)), list(places), str(index))
+        return _in_order(_from_config(read_config(folder)), list(places), str(index))
     files = sorted(folder.glob("*.safetensors"))
     if files:
         return [t for f in files for t in _header(f)]
-    return _from_config(_read_config(folder))
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    file = folder / "config.json"
-    if not file.is_file():
-        raise ModelError(
-            f"{folder} holds neither safetensors files nor config.json",
-            remedy="give a model directory in Hugging Face's layout",
-            path=str(folder),
-        )
-    return read_config_file(folder)
+    return _from_config(read_config(folder))
 
 
 def _header(file: Path) -> list[CheckpointTensor]:
@@ -389,7 +378,7 @@ def _in_order(
     return [by_name[n] for n in names]
 
 
-def _from_config(config: dict[str, Any]) -> list[CheckpointTensor]:
+def _from_config(config: Mapping[str, Any]) -> list[CheckpointTensor]:
     """What `save_pretrained` of transformers would write for a model of this config; nothing is allocated."""
     try:
         import torch

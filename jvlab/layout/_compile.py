@@ -617,53 +617,15 @@ def compile_plan(
     link_gbps: float = 50.0,
     title: str = "",
 ) -> TransferPlan:
-    """The proven plan; raises one CoverageError with every gap, overlap and mismatch."""
+    """The proven plan; raises one CoverageError with every mismatch of what is given, or every gap and overlap."""
     if replicas < 1 or bucket_mib <= 0 or link_gbps <= 0 or not layouts:
         raise ConfigError(
             f"no plan for {len(layouts)} ranks × {replicas}, buckets of {bucket_mib} MiB, links of {link_gbps} GB/s",
             remedy="all of these must be above 0",
         )
-    problems, good, sound = check_inputs(leaves, bindings, layouts, ignored_leaves)
-    # nothing to compile, so no further problems
-    if problems and not _meet(sound, layouts):
-        raise_problems(problems)
-    size = int(bucket_mib * (1 << 20))
-    plan = _compile(
-        good,
-        sound,
-        layouts,
-        replicas,
-        device_process or {},
-        size,
-        float(link_gbps),
-        title,
-    )
-    problems += plan_problems(plan, bindings=sound, layouts=layouts)
+    problems = check_inputs(leaves, bindings, layouts, ignored_leaves)
     if problems:
         raise_problems(problems)
-    return plan
-
-
-def _meet(bindings: Sequence[Binding], layouts: Sequence[RankLayout]) -> bool:
-    """Whether any binding reaches any rank."""
-    bound = {b.tensor for b in bindings}
-    return any(
-        any(note.name in bound for note in x.opaque)
-        or any(x.tensors[i].name in bound for i in np.unique(x.tensor))
-        for x in layouts
-    )
-
-
-def _compile(
-    leaves: Sequence[Leaf],
-    bindings: Sequence[Binding],
-    layouts: Sequence[RankLayout],
-    replicas: int,
-    device_process: Mapping[int, int],
-    bucket_bytes: int,
-    link_gbps: float,
-    title: str,
-) -> TransferPlan:
     shardings, leaf_sharding = distinct_shardings(leaves)
     targets = Targets.of(layouts)
     rows = TracedRows.of(layouts, targets)
@@ -673,7 +635,8 @@ def _compile(
     devices = np.unique(
         np.concatenate([s.owners for s in shardings] or [np.zeros(0, np.int32)])
     ).astype(np.int32)
-    return TransferPlan(
+    processes = device_process or {}
+    plan = TransferPlan(
         leaves=tuple(
             LeafInfo(x.path, x.shape, x.dtype, int(k))
             for x, k in zip(leaves, leaf_sharding, strict=True)
@@ -696,15 +659,19 @@ def _compile(
         member_dst=drafts.member_dst,
         **boxes,
         devices=devices,
-        processes=np.array([device_process.get(int(d), 0) for d in devices], np.int32),
+        processes=np.array([processes.get(int(d), 0) for d in devices], np.int32),
         quantised=(),
         ranks=max(x.rank for x in layouts) + 1,
         replicas=replicas,
-        bucket_bytes=bucket_bytes,
-        link_gbps=link_gbps,
+        bucket_bytes=int(bucket_mib * (1 << 20)),
+        link_gbps=float(link_gbps),
         title=title,
         ignored=tuple(sorted(set.intersection(*(set(x.unused) for x in layouts)))),
     )
+    problems = plan_problems(plan, bindings, layouts)
+    if problems:
+        raise_problems(problems)
+    return plan
 
 
 def distinct_shardings(leaves: Sequence[Leaf]) -> tuple[list[Sharding], np.ndarray]:

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from jvlab._errors import LayoutError
 from jvlab.layout._boxes import MAX_ENUMERATED, Strided, merge_axes, stride_chain
 from jvlab.layout._types import Axis, Binding, Shape
@@ -56,6 +58,16 @@ def axes_numbers(bindings: Sequence[Binding]) -> list[int]:
     return out
 
 
+def tensor_box(shape: Shape, start: Shape, axes: Sequence[Axis]) -> Strided:
+    """The part of a tensor that a binding's axes fill."""
+    flat = row_major(shape)
+    return Strided(
+        sum(s * c for s, c in zip(start, flat, strict=True)),
+        tuple(a.size for a in axes),
+        tuple(a.tensor_step * flat[a.tensor_dim] for a in axes),
+    )
+
+
 def compose(
     tensor_shape: Shape,
     tensor_start: Shape,
@@ -64,12 +76,7 @@ def compose(
     region: Region,
 ) -> list[Piece]:
     """Pieces common to a binding (its leaf_start taken as 0) and a region (its dst_offset taken as 0)."""
-    flat = row_major(tensor_shape)
-    ours = Strided(
-        sum(s * c for s, c in zip(tensor_start, flat, strict=True)),
-        tuple(a.size for a in axes),
-        tuple(a.tensor_step * flat[a.tensor_dim] for a in axes),
-    )
+    ours = tensor_box(tensor_shape, tensor_start, axes)
     shape, offset, src, dst = region
     repeated = [
         PieceAxis(n, -1, 0, d)
@@ -145,14 +152,12 @@ def _meet(
     mine = _owners(ours, chain)
     other = _owners(theirs, chain)
     pieces: list[Piece] = []
-    for left in ours.digit_boxes(chain):
-        for right in theirs.digit_boxes(chain):
-            both = [
-                (max(p[0], q[0]), min(p[1], q[1]))
-                for p, q in zip(left, right, strict=True)
-            ]
-            if any(lo >= hi for lo, hi in both):
-                continue
+    their_low, their_high = theirs.digit_boxes(chain)
+    for low, high in zip(*ours.digit_boxes(chain), strict=True):
+        lows = np.maximum(low, their_low)
+        highs = np.minimum(high, their_high)
+        for k in np.flatnonzero((lows < highs).all(axis=1)):
+            both = list(zip(lows[k].tolist(), highs[k].tolist(), strict=True))
             corner = sum(lo * r for (lo, _), r in zip(both, chain, strict=True))
             start = [0] * ndim
             for a, i in enumerate(ours.decode(corner)):

@@ -14,7 +14,6 @@ may be read by lines or, transposed, by columns.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,21 +26,15 @@ from jvlab.layout._plan_types import ValueTransform, numpy_dtype
 from jvlab.layout._slices import slice_text
 from jvlab.layout._tree import leaf_from_array
 
-# The inner loop of the digest, compiled where numba is installed: one pass at memory speed.
+# The inner loop of the digest, compiled by numba: one pass at memory speed.
 
-Loop = Callable[[np.ndarray, np.ndarray, np.ndarray], int]
-Scan = Callable[
-    [np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.uint64, np.uint64],
-    tuple[int, int],
-]
+Loop = Callable[..., tuple[int, int]]
 NONE = np.uint64(0)
 
 
 @functools.cache
 def _kernel() -> Any:
-    """The numba kernel, compiled per table layout on first use; None where numba is not installed."""
-    if importlib.util.find_spec("numba") is None:
-        return None
+    """The numba kernel, compiled per table layout on first use."""
 
     def scan(table: Any, outer: Any, inner: Any, wide: Any, bits: Any, low: Any) -> Any:
         total = np.uint64(0)
@@ -72,50 +65,42 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 
 @functools.cache
-def compiled_loop() -> Loop | None:
-    """Σ outer·inner·word of a table of uint8, uint16 or uint32, mod 2⁶⁴; None where numba is not installed.
+def compiled_loop() -> Loop:
+    """Σ outer·inner·word of a table of uint8, uint16 or uint32, mod 2⁶⁴, and the OR of (word & bits) + low over `wide`,
+    the table as words of 64 bits (see `flawed`), where it is given.
 
-    Measured on one Neoverse N1 core, float32: 15 GB/s; numpy's exact float64 products reach 1.4. Releases the GIL.
+    Measured on one Neoverse N1 core, float32: 15 GB/s; numpy's exact float64 products reach 1.4. With the check 10,
+    and 6.3 of bfloat16 (the sum alone: 8.3). Releases the GIL.
     """
     fast = _kernel()
     nothing = np.zeros((0, 0), np.uint64)
-    if fast is None:
-        return None
     # compile now, at connect, not during the pause of the first sync
     for table, (outer, inner) in _samples():
+        wide = table.view(np.uint64) if table.strides[1] == table.itemsize else nothing
         exact = int(
             (table.astype(np.uint64) * inner.astype(np.uint64) * outer[:, None]).sum(
                 dtype=np.uint64
             )
         )
-        if int(fast(table, outer, inner, nothing, NONE, NONE)[0]) != exact:
-            raise LayoutError(
-                "the compiled digest gives a wrong sum: what numba kept on disk is damaged",
-                remedy=f"delete the files _digest_loop.*.nb* in {Path(__file__).parent / '__pycache__'}",
-            )
-    return lambda table, outer, inner: int(
-        fast(table, outer, inner, nothing, NONE, NONE)[0]
-    )
+        for words in (nothing, wide):
+            if int(fast(table, outer, inner, words, NONE, NONE)[0]) != exact:
+                raise LayoutError(
+                    "the compiled digest gives a wrong sum: what numba kept on disk is damaged",
+                    remedy=f"delete the files _digest_loop.*.nb* in {Path(__file__).parent / '__pycache__'}",
+                )
 
-
-@functools.cache
-def compiled_scan() -> Scan | None:
-    """The same sum, and the OR of (word & bits) + low over `wide`, the table as words of 64 bits (see `_finite`).
-
-    On the same core: 10 GB/s of float32, 6.3 of bfloat16 (the sum alone: 8.3).
-    """
-    fast = _kernel()
-    if compiled_loop() is None:
-        return None
-    for table, one in _samples():
-        if table.strides[1] == table.itemsize:
-            fast(table, *one, table.view(np.uint64), NONE, NONE)
-
-    def both(*args: Any) -> tuple[int, int]:
-        total, found = fast(*args)
+    def loop(
+        table: np.ndarray,
+        outer: np.ndarray,
+        inner: np.ndarray,
+        wide: np.ndarray = nothing,
+        bits: np.uint64 = NONE,
+        low: np.uint64 = NONE,
+    ) -> tuple[int, int]:
+        total, found = fast(table, outer, inner, wide, bits, low)
         return int(total), int(found)
 
-    return both
+    return loop
 
 
 def _samples() -> Iterator[tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]]:
@@ -176,18 +161,13 @@ def lanes(dtype: str) -> tuple[np.uint64, np.uint64, int]:
 
 @functools.cache
 def compiled_check() -> Callable[[np.ndarray, np.uint64, np.uint64], int]:
-    """The OR of (word & bits) + lowest over words of 64 bits; compiled where numba is installed."""
+    """The OR of (word & bits) + lowest over words of 64 bits."""
 
     def scan(words: Any, bits: Any, low: Any) -> Any:
         found = np.uint64(0)
         for k in range(words.shape[0]):
             found |= (words[k] & bits) + low
         return found
-
-    if importlib.util.find_spec("numba") is None:
-        return lambda words, bits, low: (
-            int(np.bitwise_or.reduce((words & bits) + low)) if words.size else 0
-        )
 
     fast: Any = compiled(scan)
     # compile now, not during the first sync
@@ -356,13 +336,6 @@ def _counts(shard: Any, transform: ValueTransform) -> np.ndarray:
 # ----------------------------------------------------------------------------------------------------
 
 MASK = (1 << 64) - 1
-# Bits of word + weight + count must stay within the 53 that float64 holds exactly: 16 + 24 + 13, or 32 + 12 + 9 with
-# the weight in two halves.
-INNER = 8192
-INNER_WIDE = 512
-HALF = 12
-# words converted at once, 2 MiB: more would leave the cache, fewer cost calls (measured)
-BLOCK = 1 << 18
 # seeds of u and v
 LINE = 0x9E3779B9
 COLUMN = 0x85EBCA6B
@@ -482,33 +455,25 @@ def _separable(
     """Σ outer·inner·place·word, the trailing axes of `values` being the inner ones; and whether one is not finite."""
     # a copy only where axes are out of order
     table = values.reshape(len(outer), len(inner))
-    loop = compiled_loop()
-    if loop is not None and table.itemsize <= 4:
-        words = table.view(f"u{table.itemsize}")
-        lines = outer.astype(np.uint64)
-        return (
-            _scanned(words, lines, inner, check)
-            if check
-            else (loop(words, lines, inner), False)
-        )
-    return _separable_in_numpy(table, outer, inner), bool(check) and flawed(
-        table, check
-    )
+    if table.itemsize > 4:
+        table = np.ascontiguousarray(table)
+        inner = (inner[:, None] * PLACE).reshape(-1)
+    words, _ = _words(table)
+    lines = outer.astype(np.uint64)
+    if check:
+        return _scanned(words, lines, inner, check)
+    return compiled_loop()(words, lines, inner)[0], False
 
 
 def _scanned(
     words: np.ndarray, outer: np.ndarray, inner: np.ndarray, check: str
 ) -> tuple[int, bool]:
-    """`_separable` by the compiled loops."""
-    loop = compiled_loop()
-    scan = compiled_scan()
-    assert loop is not None
-    assert scan is not None
+    """`_separable`, with the check."""
     if words.strides[1] == words.itemsize and words.shape[1] * words.itemsize % 8 == 0:
         wide = words.view(np.uint64)
         if wide.flags.aligned:
             bits, low, above = lanes(check)
-            total, found = scan(words, outer, inner, wide, bits, low)
+            total, found = compiled_loop()(words, outer, inner, wide, bits, low)
             return total, bool(found & above)
     total = 0
     bad = False
@@ -516,55 +481,9 @@ def _scanned(
     # lines that are not whole 64-bit words, or not contiguous
     for at in range(0, len(words), step):
         block = words[at : at + step]
-        total += loop(block, outer[at : at + step], inner)
+        total += compiled_loop()(block, outer[at : at + step], inner)[0]
         bad = bad or flawed(block, check)
     return total & MASK, bad
-
-
-def _separable_in_numpy(table: np.ndarray, outer: np.ndarray, inner: np.ndarray) -> int:
-    count = max(1, table.itemsize // 4)  # words of an element
-    columns = _columns(inner, count, table.itemsize >= 4)
-    step = (INNER_WIDE if table.itemsize >= 4 else INNER) * count
-    width = len(inner) * count
-    lines = max(1, min(BLOCK // width, len(table)))
-    buffer = np.empty((lines, width))
-    total = 0
-    for at in range(0, len(table), lines):
-        block = table[at : at + lines]
-        words = buffer[: len(block)]
-        np.copyto(
-            words,
-            _words(block if count == 1 else np.ascontiguousarray(block))[0].reshape(
-                words.shape
-            ),
-        )
-        sums = np.zeros(len(block), np.uint64)
-        for first in range(0, width, step):
-            part = words[:, first : first + step]
-            for column, factor in columns:
-                sums += (part @ column[first : first + step]).astype(np.uint64) * factor
-        total += int(
-            (sums * outer[at : at + lines].astype(np.uint64)).sum(dtype=np.uint64)
-        )
-    return total & MASK
-
-
-def _columns(
-    inner: np.ndarray, count: int, wide: bool
-) -> list[tuple[np.ndarray, np.uint64]]:
-    """The weights of a line as float64 vectors: one per word of an element and half of a weight, with its factor."""
-    halves = (
-        [(inner >> HALF, 1 << HALF), (inner & ((1 << HALF) - 1), 1)]
-        if wide
-        else [(inner, 1)]
-    )
-    out = []
-    for place in range(count):
-        for part, factor in halves:
-            column = np.zeros(len(inner) * count)
-            column[place::count] = part
-            out.append((column, np.uint64(int(PLACE[place]) * factor)))
-    return out
 
 
 def _gathered(values: np.ndarray, offset: int, strides: Sequence[int], row: int) -> int:

@@ -70,23 +70,18 @@ def with_block_scales(
     size = block_size(config)
     if not size or any(t.name.endswith(SUFFIX) or t.dtype == FP8 for t in tensors):
         return list(tensors)
-    held = set()
-    for layout in layouts:
-        into = [p.dtype == FP8 for p in layout.parameters]
-        held |= {
-            layout.tensors[t].name
-            for t, p in zip(layout.tensor, layout.parameter, strict=True)
-            if into[p]
-        }
+    held = {
+        layout.tensors[t].name
+        for layout in layouts
+        for t, p in zip(layout.tensor, layout.parameter, strict=True)
+        if layout.parameters[p].dtype == FP8
+    }
     out = []
     for t in tensors:
-        if t.name not in held:
-            out.append(t)
-            continue
-        out += [
-            replace(t, dtype=FP8),
-            CheckpointTensor(t.name + SUFFIX, _grid(t, size)[1], "float32"),
-        ]
+        if t.name in held:
+            out.append(replace(t, dtype=FP8))
+            t = CheckpointTensor(t.name + SUFFIX, _grid(t, size)[1], "float32")
+        out.append(t)
     return out
 
 
@@ -150,12 +145,8 @@ def expand_blocks(
             continue
         quantised, bound = found
         devices = np.unique(leaf.devices)
-        zeros = np.zeros((len(devices), len(quantised.grid)), np.int64)
-        ends = np.broadcast_to(np.array(quantised.grid, np.int64), zeros.shape).copy()
-        sent += [
-            replace(leaf, dtype=FP8),
-            Leaf(quantised.scales, quantised.grid, "float32", devices, zeros, ends),
-        ]
+        sent.append(replace(leaf, dtype=FP8))
+        sent.append(_on_each(devices, quantised.scales, quantised.grid))
         more += bound
         made.append(quantised)
     if problems:
@@ -163,6 +154,12 @@ def expand_blocks(
     paths = {q.path for q in made}
     kept = [replace(b, add=0.0, cast=None) if b.leaf in paths else b for b in bindings]
     return sent, [*kept, *more], tuple(made)
+
+
+def _on_each(devices: np.ndarray, path: str, shape: Shape) -> Leaf:
+    """A leaf of scales, whole on each of these devices."""
+    starts = np.zeros((len(devices), len(shape)), np.int64)
+    return Leaf(path, shape, "float32", devices, starts, starts + np.array(shape))
 
 
 def _block_quantised(
@@ -299,21 +296,13 @@ def expand_formats(
     if not holders:  # the rules reach none of them: compiling says so
         return list(leaves), list(bindings), list(layouts), ()
     devices = holders[0].devices
-    count = len(holders[0].devices)
     for leaf in holders:
         if not np.array_equal(np.sort(leaf.devices), np.sort(devices)):
             text = f"it is on other devices than {holders[0].path}: no program can compute one scale for both"
             raise_problems(
                 [Problem("format", leaf.path, text, "put all parameters on one mesh")]
             )
-    scales = Leaf(
-        SCALES,
-        (number,),
-        "float32",
-        devices,
-        np.zeros((count, 1), np.int64),
-        np.full((count, 1), number, np.int64),
-    )
+    scales = _on_each(devices, SCALES, (number,))
     whole = Binding(
         SCALES,
         SCALES,
@@ -355,7 +344,7 @@ def _loaded(layouts: Sequence[RankLayout]) -> dict[str, str]:
 
 
 def _cells(layout: RankLayout) -> dict[Cell, set[str]]:
-    """(parameter, block) → the tensors that fill it on this rank, in order of blocks."""
+    """(parameter, block) → the tensors that fill it on this rank."""
     out: dict[Cell, set[str]] = {}
     place = {p.name: i for i, p in enumerate(layout.parameters)}
     for f in layout.formats:
@@ -367,13 +356,10 @@ def _cells(layout: RankLayout) -> dict[Cell, set[str]]:
             name = layout.tensors[int(layout.tensor[across[0]])].name
             text = f"one copy fills several blocks of {f.parameter}, each with a scale of its own"
             raise_problems([Problem("format", name, text, _UNLIKE)])
-        for row, block in sorted(
-            zip(rows.tolist(), (first // f.block).tolist(), strict=True),
-            key=lambda x: x[1],
-        ):
-            out.setdefault((f.parameter, block), set()).add(
-                layout.tensors[int(layout.tensor[row])].name
-            )
+        blocks = (first // f.block).tolist()
+        for tensor, block in zip(layout.tensor[rows], blocks, strict=True):
+            cell = out.setdefault((f.parameter, block), set())
+            cell.add(layout.tensors[tensor].name)
     return out
 
 
@@ -490,39 +476,23 @@ def _with_scales(
     tensors.append(CheckpointTensor(SCALES, (number,), "float32"))
     place = {p.name: i for i, p in enumerate(layout.parameters)}
     scale = {f.parameter: place[f.scale] for f in layout.formats}
-    runs: list[list[int]] = []  # parameter, first block, first group, count
-    for (parameter, block), names in cells.items():
-        group = groups[min(names)]
-        if (
-            runs
-            and runs[-1][0] == scale[parameter]
-            and (block, group)
-            == (
-                runs[-1][1] + runs[-1][3],
-                runs[-1][2] + runs[-1][3],
-            )
-        ):
-            runs[-1][3] += 1
-        else:
-            runs.append([scale[parameter], block, group, 1])
-    into, at, source, count = np.array(runs, np.int64).reshape(-1, 4).T
-    width = layout.shape.shape[1]
-    more = lambda values, fill: np.concatenate(
-        [values[:, None], np.full((len(values), width - 1), fill, np.int64)], axis=1
-    )
-    ones = np.ones(len(runs), np.int64)
+    rows = [
+        (scale[parameter], block, groups[min(names)])
+        for (parameter, block), names in cells.items()
+    ]
+    into, at, source = np.array(rows, np.int64).reshape(-1, 3).T
+    number_of_tensor = np.full(len(rows), len(tensors) - 1)
+    ones = np.ones((len(rows), layout.shape.shape[1]), np.int64)
     filled = {f.scale for f in layout.formats}
     return replace(
         layout,
         tensors=tuple(tensors),
-        tensor=np.append(layout.tensor, np.full(len(runs), len(tensors) - 1)).astype(
-            np.int32
-        ),
+        tensor=np.append(layout.tensor, number_of_tensor).astype(np.int32),
         parameter=np.append(layout.parameter, into).astype(np.int32),
-        shape=np.concatenate([layout.shape, more(count, 1)]),
+        shape=np.concatenate([layout.shape, ones]),
         src_offset=np.append(layout.src_offset, source),
-        src_strides=np.concatenate([layout.src_strides, more(ones, 0)]),
+        src_strides=np.concatenate([layout.src_strides, 0 * ones]),
         dst_offset=np.append(layout.dst_offset, at),
-        dst_strides=np.concatenate([layout.dst_strides, more(ones, 0)]),
+        dst_strides=np.concatenate([layout.dst_strides, 0 * ones]),
         padding=tuple(n for n in layout.padding if n.name not in filled),
     )

@@ -1,4 +1,4 @@
-"""A RankLayout as plain dicts, lists, numbers, strings and bytes, and back: what crosses an RPC without pickle."""
+"""A RankLayout as plain dicts, lists, numbers and strings, and back: what crosses an RPC without pickle."""
 
 from __future__ import annotations
 
@@ -11,42 +11,39 @@ import numpy as np
 
 from jvlab._errors import TraceError
 from jvlab._files import parse_object
-from jvlab.layout._types import CheckpointTensor, Format, Note, Parameter, RankLayout
+from jvlab.layout._types import (
+    CheckpointTensor,
+    Format,
+    Note,
+    Parameter,
+    RankLayout,
+    from_row,
+    to_row,
+)
 
 _COLUMNS = {"tensor": "<i4", "parameter": "<i4"}  # numpy dtype codes on the wire
 _COLUMNS |= dict.fromkeys(
     ("shape", "src_offset", "src_strides", "dst_offset", "dst_strides"), "<i8"
 )
-_NOTES = ("padding", "opaque", "repacked")
-_WIRE_VERSION = 5
+_ROWS = {"tensors": CheckpointTensor, "parameters": Parameter, "formats": Format}
+_ROWS |= dict.fromkeys(("padding", "opaque", "repacked"), Note)
+_WIRE_VERSION = 6
 
 
 def layout_to_plain(layout: RankLayout) -> dict[str, Any]:
-    """The layout as msgpack- and JSON-like values; arrays become little-endian bytes with their shape."""
+    """The layout as msgpack- and JSON-like values; arrays become little-endian bytes in base64, with their shape."""
     columns = {}
     for name, kind in _COLUMNS.items():
         values = getattr(layout, name)
         data = np.ascontiguousarray(values, kind).tobytes()
-        columns[name] = [list(values.shape), data]
+        columns[name] = [list(values.shape), base64.b64encode(data).decode()]
     return {
         "wire": _WIRE_VERSION,
         "rank": layout.rank,
-        "coords": [[axis, place] for axis, place in layout.coords],
-        "tensors": [[t.name, list(t.shape), t.dtype] for t in layout.tensors],
-        "parameters": [
-            [p.name, list(p.shape), p.dtype, list(p.strides)] for p in layout.parameters
-        ],
-        "columns": columns,
-        "notes": {
-            name: [
-                [n.name, n.reason, n.elements, n.kind] for n in getattr(layout, name)
-            ]
-            for name in _NOTES
-        },
+        "coords": [list(pair) for pair in layout.coords],
         "unused": list(layout.unused),
-        "formats": [
-            [f.parameter, f.scale, f.loaded, f.block, f.text] for f in layout.formats
-        ],
+        "columns": columns,
+        **{name: [to_row(x) for x in getattr(layout, name)] for name in _ROWS},
     }
 
 
@@ -67,67 +64,46 @@ def layout_from_plain(plain: Mapping[str, Any]) -> RankLayout:
         AttributeError,
         ArithmeticError,
     ) as error:
-        raise TraceError(
-            f"a rank layout is damaged: {str(error)[:200]}",
-            remedy="the reply was cut short or altered in transit: ask for the trace again",
-        ) from error
+        raise _damaged(error) from error
+
+
+def _damaged(error: Exception) -> TraceError:
+    return TraceError(
+        f"a rank layout is damaged: {str(error)[:200]}",
+        remedy="the reply was cut short or altered in transit: ask for the trace again",
+    )
 
 
 def _layout(plain: Mapping[str, Any]) -> RankLayout:
     columns: dict[str, Any] = {}
     for name, kind in _COLUMNS.items():
-        shape, data = plain["columns"][name]
-        array = np.frombuffer(data, dtype=kind).astype(kind[1:])
-        if array.size != int(np.prod(shape, dtype=np.int64)):
-            raise TraceError(
-                f"column {name!r} of a layout holds {array.size} numbers, which do not fill its shape {tuple(shape)}",
-                remedy="the reply was cut short or altered in transit: ask for the trace again",
-                column=name,
-            )
-        columns[name] = array.reshape(shape)
-    notes: dict[str, Any] = {
-        name: tuple(
-            Note(str(n), str(r), int(e), str(k)) for n, r, e, k in plain["notes"][name]
-        )
-        for name in _NOTES
+        shape, text = plain["columns"][name]
+        data = base64.b64decode(text)
+        if len(data) != np.prod(shape, dtype=np.int64) * np.dtype(kind).itemsize:
+            raise ValueError(f"{len(data)} bytes do not fill column {name!r} {shape}")
+        columns[name] = np.frombuffer(data, kind).astype(kind[1:]).reshape(shape)
+    rows: dict[str, Any] = {
+        name: tuple(from_row(kind, row) for row in plain[name])
+        for name, kind in _ROWS.items()
     }
     return RankLayout(
         rank=int(plain["rank"]),
         coords=tuple((str(axis), int(place)) for axis, place in plain["coords"]),
-        tensors=tuple(CheckpointTensor(n, tuple(s), d) for n, s, d in plain["tensors"]),
-        parameters=tuple(
-            Parameter(n, tuple(s), d, tuple(t)) for n, s, d, t in plain["parameters"]
-        ),
         unused=tuple(plain["unused"]),
-        formats=tuple(
-            Format(str(p), str(s), str(x), int(b), str(t))
-            for p, s, x, b, t in plain["formats"]
-        ),
         **columns,
-        **notes,
+        **rows,
     )
 
 
 def plain_to_bytes(plain: Mapping[str, Any]) -> bytes:
-    """The output of `layout_to_plain` as JSON; columns in base64."""
-    columns = {
-        name: [shape, base64.b64encode(data).decode()]
-        for name, (shape, data) in plain["columns"].items()
-    }
-    return json.dumps({**plain, "columns": columns}).encode()
+    """The output of `layout_to_plain` as JSON."""
+    return json.dumps(plain).encode()
 
 
 def layout_from_bytes(text: bytes) -> RankLayout:
     """The inverse of `plain_to_bytes`, back to a layout."""
     try:
         plain = parse_object(text)
-        columns = {
-            name: [shape, base64.b64decode(data)]
-            for name, (shape, data) in plain["columns"].items()
-        }
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise TraceError(
-            f"these bytes are not a rank layout: {str(error)[:200]}",
-            remedy="the reply was cut short or altered in transit: ask for the trace again",
-        ) from error
-    return layout_from_plain({**plain, "columns": columns})
+    except ValueError as error:
+        raise _damaged(error) from error
+    return layout_from_plain(plain)

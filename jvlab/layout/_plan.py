@@ -13,10 +13,10 @@ import heapq
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from jvlab.layout._plan_types import (
     ValueTransform,
     item_bytes,
 )
+from jvlab.layout._types import from_row, to_row
 
 if TYPE_CHECKING:
     from jvlab.sync._transaction import SyncReport
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
 # A transfer plan as bytes and back: a JSON header, then the raw little-endian arrays; no pickle. numpy only.
 
-Plan = TypeVar("Plan")
 MAGIC = b"jvplan1\n"
 SCALARS = ("ranks", "replicas", "bucket_bytes", "link_gbps", "ignored", "title")
 DTYPES = {
@@ -53,6 +53,12 @@ DTYPES = {
     "<f4",
     "<f8",
 }
+ROWS = {
+    "leaves": LeafInfo,
+    "parameters": TargetInfo,
+    "transforms": ValueTransform,
+    "quantised": Quantised,
+}
 CELLS = ("starts", "stops", "owner_ptr", "owners")
 
 
@@ -60,18 +66,11 @@ def plan_to_bytes(plan: TransferPlan) -> bytes:
     """The plan as bytes; equal plans give equal bytes."""
     arrays = _arrays(plan)
     header = {
-        "leaves": [[x.path, x.shape, x.dtype, x.sharding] for x in plan.leaves],
+        **{name: [to_row(x) for x in getattr(plan, name)] for name in ROWS},
         "shardings": [x.shape for x in plan.shardings],
-        "parameters": [[x.name, x.shape, x.dtype, x.strides] for x in plan.parameters],
-        "transforms": [[x.source, x.wire, x.add, x.cast] for x in plan.transforms],
         "scalars": {k: getattr(plan, k) for k in SCALARS},
         "arrays": [[k, a.dtype.str, a.shape] for k, a in arrays.items()],
     }
-    if plan.quantised:
-        header["quantised"] = [
-            [x.path, x.source, x.loaded, x.grid, x.groups, x.add, x.cast, x.block]
-            for x in plan.quantised
-        ]
     text = json.dumps(header, separators=(",", ":"), sort_keys=True).encode()
     return b"".join(
         [
@@ -93,8 +92,8 @@ def _arrays(plan: TransferPlan) -> dict[str, np.ndarray]:
     }
 
 
-def plan_from_bytes(data: bytes | memoryview, build: Callable[..., Plan]) -> Plan:
-    """Parse what `plan_to_bytes` wrote and pass its fields to `build`; refuses anything else."""
+def plan_from_bytes(data: bytes | memoryview) -> TransferPlan:
+    """What `plan_to_bytes` wrote; refuses anything else."""
     view = memoryview(data)
     if bytes(view[: len(MAGIC)]) != MAGIC:
         raise ConfigError(
@@ -106,7 +105,7 @@ def plan_from_bytes(data: bytes | memoryview, build: Callable[..., Plan]) -> Pla
     try:
         header = parse_object(bytes(view[at : at + min(size, len(view))]))
         arrays = _read_arrays(header["arrays"], view, at + size)
-        return build(**_fields(header, arrays))
+        return TransferPlan(**_fields(header, arrays))
     except ConfigError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as e:
@@ -149,20 +148,11 @@ def _fields(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> dict[str, 
         for i, shape in enumerate(header["shardings"])
     )
     scalars = header["scalars"] | {"ignored": tuple(header["scalars"]["ignored"])}
-    return {
-        **arrays,
-        **scalars,
-        "leaves": tuple(LeafInfo(p, tuple(s), d, k) for p, s, d, k in header["leaves"]),
-        "shardings": shardings,
-        "parameters": tuple(
-            TargetInfo(n, tuple(s), d, tuple(t)) for n, s, d, t in header["parameters"]
-        ),
-        "transforms": tuple(ValueTransform(*x) for x in header["transforms"]),
-        "quantised": tuple(
-            Quantised(p, s, d, tuple(grid), tuple(groups), add, cast, tuple(block))
-            for p, s, d, grid, groups, add, cast, block in header.get("quantised", ())
-        ),
+    rows = {
+        name: tuple(from_row(kind, row) for row in header[name])
+        for name, kind in ROWS.items()
     }
+    return {**arrays, **scalars, **rows, "shardings": shardings}
 
 
 # When each bucket of a plan would be sent, if devices send and ranks receive one bucket at a time. numpy only.
@@ -458,10 +448,10 @@ class TransferPlan:
         """A JSON header and the raw arrays; no pickle."""
         return plan_to_bytes(self)
 
-    @classmethod
-    def from_bytes(cls, data: bytes | memoryview) -> TransferPlan:
+    @staticmethod
+    def from_bytes(data: bytes | memoryview) -> TransferPlan:
         """The plan that `to_bytes` wrote."""
-        return plan_from_bytes(data, cls)
+        return plan_from_bytes(data)
 
     @cached_property
     def digest(self) -> str:

@@ -9,8 +9,8 @@ from typing import NoReturn
 import numpy as np
 
 from jvlab._errors import CoverageError
-from jvlab.layout._boxes import Strided, partition_defects
-from jvlab.layout._compose import axes_numbers, row_major
+from jvlab._units import how_many
+from jvlab.layout._compose import axes_numbers
 from jvlab.layout._types import Binding, CheckpointTensor, Leaf, Note, RankLayout
 
 SHOWN = 40  # problems printed in the message; all of them are in the error's `problems`
@@ -20,7 +20,7 @@ SHOWN = 40  # problems printed in the message; all of them are in the error's `p
 class Problem:
     """One reason why the two sides do not fit."""
 
-    kind: str  # gap, overlap, dtype, shape, missing, extra, sharding, source
+    kind: str  # gap, overlap, dtype, shape, missing, extra, source
     name: str
     message: str
     remedy: str
@@ -36,10 +36,9 @@ def raise_problems(problems: Sequence[Problem]) -> NoReturn:
         lines.append(
             f"  … and {len(problems) - SHOWN} more (all in the error's fields['problems'])"
         )
-    noun = "problem" if len(problems) == 1 else "problems"
+    count = how_many(len(problems), "problem")
     raise CoverageError(
-        f"the plan does not cover the model: {len(problems)} {noun}\n"
-        + "\n".join(lines),
+        "\n".join([f"the plan does not cover the model: {count}", *lines]),
         remedy="fix the rules or the tree as each line below suggests; nothing was sent",
         problems=tuple(problems),
     )
@@ -50,22 +49,19 @@ def check_inputs(
     bindings: Sequence[Binding],
     layouts: Sequence[RankLayout],
     ignored_leaves: Collection[str],
-) -> tuple[list[Problem], list[Leaf], list[Binding]]:
-    """Problems of the inputs, and the leaves and bindings that are sound enough to compile."""
-    problems, by_path = _check_leaves(leaves)
+) -> list[Problem]:
+    """What does not fit before anything is compiled. Shardings and indices are left to the proof."""
+    problems: list[Problem] = []
+    by_path = {leaf.path: leaf for leaf in leaves}
     tensors = {
         t.name: t
         for many in {id(x.tensors): x.tensors for x in layouts}.values()
         for t in many
     }
-    paths = {x.path for x in leaves}
-    sound: list[Binding] = []
     good_keys: set[tuple[object, ...]] = set()  # geometries already found good
     for b, number in zip(bindings, axes_numbers(bindings), strict=True):
         leaf = by_path.get(b.leaf)
         tensor = tensors.get(b.tensor)
-        if leaf is None and b.leaf in paths:  # its sharding is reported already
-            continue
         key = (
             b.leaf_shape,
             b.tensor_shape,
@@ -80,17 +76,19 @@ def check_inputs(
             found = _check_binding(b, leaf, tensor)
             if found:
                 problems.append(Problem(found[0], b.leaf, found[1], found[2]))
-                continue
-            good_keys.add(key)
-        sound.append(b)
-    taken, declared = _used_tensors(layouts)
+            else:
+                good_keys.add(key)
+    taken: set[str] = set()  # some rank takes something from these
+    declared: set[str] = set()
+    for layout in layouts:
+        taken.update(layout.tensors[i].name for i in np.unique(layout.tensor))
+        taken.update(note.name for note in layout.opaque)
+        declared.update(layout.unused)
+    wanted = set(by_path) - set(ignored_leaves)
     problems += _check_tensors({b.tensor for b in bindings}, taken, declared, tensors)
-    problems += _check_dropped(
-        bindings, taken, tensors, set(by_path) - set(ignored_leaves)
-    )
+    problems += _check_dropped(bindings, taken, tensors, wanted)
     problems += padding_problems(layouts)
-    bound = {b.leaf for b in bindings}
-    for path in sorted(set(by_path) - bound - set(ignored_leaves)):
+    for path in sorted(wanted - {b.leaf for b in bindings}):
         problems.append(
             Problem(
                 "extra",
@@ -99,73 +97,7 @@ def check_inputs(
                 "add a rule for it, or declare it unused with a rule `… -> ~`",
             )
         )
-    return problems, list(by_path.values()), sound
-
-
-def _check_leaves(leaves: Sequence[Leaf]) -> tuple[list[Problem], dict[str, Leaf]]:
-    """Problems of paths and shardings, and the good leaves by path."""
-    problems: list[Problem] = []
-    seen: set[str] = set()
-    good: dict[str, Leaf] = {}
-    verdict: dict[tuple[object, ...], str] = {}
-    for leaf in leaves:
-        if leaf.path in seen:
-            problems.append(
-                Problem(
-                    "extra",
-                    leaf.path,
-                    "two leaves have this path",
-                    "give each leaf its own path",
-                )
-            )
-            continue
-        seen.add(leaf.path)
-        identity = (leaf.shape, id(leaf.starts), id(leaf.stops))
-        if identity not in verdict:
-            verdict[identity] = _sharding_fault(leaf)
-        if verdict[identity]:
-            problems.append(
-                Problem(
-                    "sharding",
-                    leaf.path,
-                    f"shape {leaf.shape}: {verdict[identity]}",
-                    "choose a mesh axis that divides the dimension, or leave the leaf replicated",
-                )
-            )
-        else:
-            good[leaf.path] = leaf
-    return problems, good
-
-
-def _sharding_fault(leaf: Leaf) -> str:
-    """Why the devices' boxes are not a valid sharding of the leaf; '' if they are."""
-    starts = leaf.starts.reshape(len(leaf.devices), -1)
-    stops = leaf.stops.reshape(len(leaf.devices), -1)
-    if not len(leaf.devices):
-        return "no device holds any part of it"
-    if starts.shape[1] != len(leaf.shape) or starts.shape != stops.shape:
-        return f"device boxes have {starts.shape[1]} dimensions"
-    if not len(leaf.shape):
-        return ""
-    wrong = (starts < 0) | (stops > np.array(leaf.shape)) | (stops < starts)
-    if wrong.any():
-        k = int(np.flatnonzero(wrong.any(axis=1))[0])
-        return f"device {leaf.devices[k]} claims {starts[k].tolist()} to {stops[k].tolist()}, outside of the leaf"
-    cells = np.unique(np.concatenate([starts, stops], axis=1), axis=0)
-    lo = cells[:, : starts.shape[1]].astype(np.int64)
-    hi = cells[:, starts.shape[1] :].astype(np.int64)
-    strides = np.array(row_major(leaf.shape), np.int64)
-    full = (hi > lo).all(axis=1)
-    shape = (hi - lo)[full]
-    missing, extra, _ = partition_defects(
-        Strided(0, leaf.shape, tuple(strides.tolist())),
-        (lo[full] * strides).sum(axis=1),
-        shape,
-        np.broadcast_to(strides, shape.shape),
-    )
-    if missing or extra:
-        return f"device boxes leave out {missing} elements and overlap on {extra}"
-    return ""
+    return problems
 
 
 def _check_binding(
@@ -191,21 +123,6 @@ def _check_binding(
     if tuple(b.tensor_shape) != tuple(tensor.shape):
         text = f"leaf {leaf.shape} makes {b.tensor!r} as {b.tensor_shape}, the checkpoint has {tensor.shape}{rule}"
         return "shape", text, remedy
-    for side, start, shape in (
-        ("leaf", b.leaf_start, leaf.shape),
-        ("tensor", b.tensor_start, tensor.shape),
-    ):
-        end = list(start)
-        for a in b.axes:
-            dim, step = (
-                (a.leaf_dim, a.leaf_step)
-                if side == "leaf"
-                else (a.tensor_dim, a.tensor_step)
-            )
-            end[dim] += (a.size - 1) * step
-        if any(e >= n or s < 0 for s, e, n in zip(start, end, shape, strict=True)):
-            text = f"its rule for {b.tensor!r} reaches index {tuple(end)} of the {side}, of shape {tuple(shape)}{rule}"
-            return "shape", text, "check the sizes in the rule"
     if not dtypes_agree(leaf.dtype, tensor.dtype, b.cast):
         text = f"leaf {leaf.shape} is {leaf.dtype}, tensor {b.tensor!r} {tensor.shape} is {tensor.dtype}{rule}"
         return "dtype", text, dtype_remedy(tensor.dtype)
@@ -238,25 +155,6 @@ def _family(dtype: str) -> str:
     if dtype.startswith(("float8", "float6", "float4")):
         return _SCALED + "float"
     return next((kind for kind in ("float", "bool", "int") if kind in dtype), dtype)
-
-
-def _used_tensors(layouts: Sequence[RankLayout]) -> tuple[set[str], set[str]]:
-    """Tensors that some rank takes something from, and those that some rank declares unused."""
-    taken: set[str] = set()
-    declared: set[str] = set()
-    # ranks usually share one tuple
-    counted: dict[int, tuple[tuple[CheckpointTensor, ...], np.ndarray]] = {}
-    for layout in layouts:
-        rows = np.bincount(layout.tensor, minlength=len(layout.tensors))
-        before = counted.get(id(layout.tensors), (layout.tensors, np.zeros_like(rows)))[
-            1
-        ]
-        counted[id(layout.tensors)] = (layout.tensors, before + rows)
-        taken.update(note.name for note in layout.opaque)
-        declared.update(layout.unused)
-    for names, rows in counted.values():
-        taken.update(names[i].name for i in np.flatnonzero(rows))
-    return taken, declared
 
 
 def _check_dropped(

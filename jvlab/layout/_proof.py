@@ -446,12 +446,12 @@ def plan_problems(
     bindings: Sequence[Binding] = (),
     layouts: Sequence[RankLayout] = (),
 ) -> list[Problem]:
-    """Every defect of a plan; with bindings and layouts, consequences of a missing tensor are left out."""
+    """Every defect of a plan."""
     problems: list[Problem] = []
     for c in range(len(plan.class_transform)):
         problems += _check_class(plan, c)
     problems += _check_members(plan)
-    problems += _check_targets(plan, _explained(bindings, layouts))
+    problems += _check_targets(plan, _opaque(layouts))
     if bindings and layouts and not problems:
         problems += spot_check_problems(plan, bindings, layouts)
     return problems
@@ -642,9 +642,7 @@ def _check_members(plan: TransferPlan) -> list[Problem]:
     return out
 
 
-def _check_targets(
-    plan: TransferPlan, explained: set[tuple[int, str]]
-) -> list[Problem]:
+def _check_targets(plan: TransferPlan, opaque: set[tuple[int, str]]) -> list[Problem]:
     _, form = (
         unique_rows([plan.axis_size, plan.axis_dst_stride])
         if len(plan.class_transform)
@@ -675,7 +673,7 @@ def _check_targets(
         rank = int(plan.target_rank[t])
         padding = int(plan.target_padding[t])
         where = f"parameter of shape {param.shape} on rank {rank}"
-        if missing != padding and (rank, param.name) not in explained:
+        if missing != padding and (rank, param.name) not in opaque:
             text = f"{where}: {missing} of {int(np.prod(param.shape, dtype=np.int64))} elements are never written"
             text += f", {padding} of them declared padding" if padding else ""
             out.append(
@@ -701,26 +699,15 @@ def _check_targets(
     return out
 
 
-def _explained(
-    bindings: Sequence[Binding], layouts: Sequence[RankLayout]
-) -> set[tuple[int, str]]:
-    """(rank, parameter) whose gaps follow from a checkpoint tensor without a sound binding, or from an opaque one."""
-    bound = {b.tensor for b in bindings}
-    # by tuple of tensors, which ranks usually share
-    unbound: dict[int, np.ndarray] = {}
+def _opaque(layouts: Sequence[RankLayout]) -> set[tuple[int, str]]:
+    """(rank, parameter) that opaque tensors fill: no row of the plan does."""
     out: set[tuple[int, str]] = set()
     for layout in layouts:
-        if id(layout.tensors) not in unbound:
-            unbound[id(layout.tensors)] = np.array(
-                [t.name not in bound for t in layout.tensors], bool
-            )
-        loose = unbound[id(layout.tensors)]
-        if layout.opaque:
-            opaque = {note.name for note in layout.opaque}
-            loose = loose | np.array([t.name in opaque for t in layout.tensors], bool)
-        if loose.any():
-            hit = np.unique(layout.parameter[loose[layout.tensor]])
-            out |= {(layout.rank, layout.parameters[p].name) for p in hit}
+        names = {note.name for note in layout.opaque}
+        if names:
+            opaque = np.array([t.name in names for t in layout.tensors], bool)
+            filled = np.unique(layout.parameter[opaque[layout.tensor]])
+            out |= {(layout.rank, layout.parameters[p].name) for p in filled}
     return out
 
 

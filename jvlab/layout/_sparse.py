@@ -13,7 +13,6 @@ in the engine. A sparse bucket is always smaller than the whole one: that is how
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,13 +98,11 @@ def read_sections(
 
 
 @functools.cache
-def _loops() -> tuple[Any, Any, Any] | None:
-    """The compiled loops: find what differs, positions to a mask, a mask to positions; None without numba.
+def _loops() -> tuple[Any, Any, Any]:
+    """The compiled loops: find what differs, positions to a mask, a mask to positions.
 
     On one Neoverse N1 core the first reads float32 at 7 GB/s where 1 % changed; numpy 2.3, and 0.8 where 10 % did.
     """
-    if importlib.util.find_spec("numba") is None:
-        return None
 
     def find(wide: Any, old_wide: Any, values: Any, old: Any, out: Any) -> Any:
         several = 8 // values.itemsize
@@ -157,17 +154,12 @@ def changed(values: np.ndarray, held: np.ndarray) -> np.ndarray:
     # first in words of 64 bits, which hold several elements
     several = 8 // item
     whole = flat.size - flat.size % several
-    loops = _loops()
-    if loops is not None:
-        if flat.ctypes.data % 8:
-            flat = flat.copy()
-        parts = (flat[:whole].view(np.uint64), old[:whole].view(np.uint64), flat, old)
-        out = np.empty(flat.size, POSITION)
-        return out[: loops[0](*map(_fixed, parts), out)].copy()
-    found = flat[:whole].view(np.uint64) != old[:whole].view(np.uint64)
-    near = np.flatnonzero(found)[:, None] * several + np.arange(several)
-    near = np.append(near.reshape(-1), np.arange(whole, flat.size))
-    return near[flat[near] != old[near]].astype(POSITION)
+    if flat.ctypes.data % 8:
+        flat = flat.copy()
+    parts = (flat[:whole].view(np.uint64), old[:whole].view(np.uint64), flat, old)
+    out = np.empty(flat.size, POSITION)
+    find, _, _ = _loops()
+    return out[: find(*map(_fixed, parts), out)].copy()
 
 
 def pack_box(
@@ -181,34 +173,25 @@ def pack_box(
         part[:] = flat
         return
     part[:] = flat[positions]
-    index = out[section.at : section.at + section.index_bytes]
-    loops = _loops()
-    if section.masked and loops is not None:
-        loops[1](_fixed(positions), index.view(POSITION))
-    elif section.masked:
-        flags = np.zeros(index.size * 8, bool)
-        flags[positions] = True
-        index[:] = np.packbits(flags, bitorder="little")
+    index = out[section.at : section.at + section.index_bytes].view(POSITION)
+    if section.masked:
+        _, to_mask, _ = _loops()
+        to_mask(_fixed(positions), index)
     else:
-        index.view(POSITION)[:] = positions
+        index[:] = positions
 
 
 def positions_of(section: Section, data: np.ndarray) -> np.ndarray:
     """The positions of one box's changes; raises if there are not as many as counted, or one is outside of the box."""
-    index = data[section.at : section.at + section.index_bytes]
     if section.whole:
         return np.arange(section.elements, dtype=POSITION)
-    loops = _loops()
-    if section.masked and loops is not None:
+    positions = data[section.at : section.at + section.index_bytes].view(POSITION)
+    if section.masked:
+        mask = _fixed(positions)
         # room for one too many: then there are more than counted
         positions = np.empty(section.count + 1, POSITION)
-        found = loops[2](_fixed(index.view(POSITION)), positions)
-        positions = positions[:found]
-    elif section.masked:
-        flags = np.unpackbits(index, bitorder="little")
-        positions = np.flatnonzero(flags).astype(POSITION)
-    else:
-        positions = index.view(POSITION)
+        _, _, from_mask = _loops()
+        positions = positions[: from_mask(mask, positions)]
     if len(positions) != section.count or (
         section.count and int(positions.max()) >= section.elements
     ):
@@ -227,9 +210,7 @@ def values_of(section: Section, data: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _put() -> Any:
-    """The compiled scatter; None where numba is not installed."""
-    if importlib.util.find_spec("numba") is None:
-        return None
+    """The compiled scatter."""
 
     def put(
         memory: Any, positions: Any, values: Any, offset: Any, shape: Any, strides: Any
@@ -248,8 +229,8 @@ def _put() -> Any:
 
 def warm_put(widths: Iterable[int]) -> None:
     """Compile what a receiver runs, for elements of these widths in bytes, now, not during the first sparse sync."""
-    if (loops := _loops()) is not None:
-        loops[2](_fixed(np.zeros(1, POSITION)), np.zeros(1, POSITION))
+    _, _, from_mask = _loops()
+    from_mask(_fixed(np.zeros(1, POSITION)), np.zeros(1, POSITION))
     for width in widths:
         values = np.ones(1, f"u{width}")
         put(np.zeros(1, values.dtype), np.zeros(1, POSITION), values, 0, (1,), (1,))
@@ -264,20 +245,6 @@ def put(
     strides: Sequence[int],
 ) -> None:
     """Write values at positions of a box that lies at `offset`, with `strides`, in flat memory."""
-    fast = _put()
-    if fast is not None:
-        fast(
-            memory,
-            positions,
-            values,
-            np.int64(offset),
-            np.array(shape, np.int64),
-            np.array(strides, np.int64),
-        )
-        return
-    rest = positions.astype(np.int64)
-    at = np.full(len(rest), offset, np.int64)
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        rest, index = np.divmod(rest, size)
-        at += index * stride
-    memory[at] = values
+    sizes = np.array(shape, np.int64)
+    steps = np.array(strides, np.int64)
+    _put()(memory, positions, values, np.int64(offset), sizes, steps)

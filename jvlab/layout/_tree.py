@@ -6,11 +6,9 @@ Dicts, nnx modules and states, linen variables, abstract arrays, torch. numpy on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import chain, compress
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -257,15 +255,10 @@ def adopt(arrays: dict[str, Any]) -> dict[str, Any]:
         if not is_tensor(leaf) and not isinstance(leaf, TorchLeaf)
     ]
     if others:
-        kinds = sorted(
-            {
-                type(arrays[path]).__module__.split(".")[0].removesuffix("lib")
-                for path in others
-            }
-        )
+        kind = type(arrays[others[0]]).__module__.split(".")[0].removesuffix("lib")
         raise LayoutError(
-            f"a tree of torch tensors and of others: {len(torch_ones)} of torch ({torch_ones[0]}, …), {len(others)} of "
-            f"{', '.join(kinds)} ({others[0]}, …)",
+            f"a tree of torch tensors and of others: {len(torch_ones)} of torch ({torch_ones[0]}, …), "
+            f"{len(others)} others ({others[0]} of {kind}, …)",
             remedy="one library to a tree: torch.as_tensor(leaf), or jax.dlpack.from_dlpack(tensor), for the others",
             torch=torch_ones,
             others=others,
@@ -340,33 +333,36 @@ def mesh_boxes(
 
     Mesh dimensions cut from left to right; one with a split factor cuts after those to its right.
     """
-    order = [k for k, cut in enumerate(cuts) if cut and not cut[1]]
-    for k in reversed(range(len(cuts))):
-        cut = cuts[k]
-        if cut and cut[1]:
-            right = math.prod(
-                mesh[j]
-                for j in range(k + 1, len(cuts))
-                if (c := cuts[j]) and c[0] == cut[0]
+    order = [(k, cut[0]) for k, cut in enumerate(cuts) if cut and not cut[1]]
+    for k, cut in reversed(list(enumerate(cuts))):
+        if not cut or not cut[1]:
+            continue
+        right = zip(mesh[k + 1 :], cuts[k + 1 :], strict=True)
+        count = math.prod(n for n, other in right if other and other[0] == cut[0])
+        if cut[1] != count:
+            raise LayoutError(
+                f"a strided shard with split factor {cut[1]}, where the mesh to its right cuts by {count}",
+                remedy="redistribute it to plain Shard or Replicate placements",
             )
-            if cut[1] != right:
-                raise LayoutError(
-                    f"a strided shard with split factor {cut[1]}, where the mesh to its right cuts by {right}",
-                    remedy="redistribute it to plain Shard or Replicate placements",
-                )
-            order.append(k)
-    out: list[Box] = []
-    for coords in np.ndindex(*mesh):
-        box = [(0, n) for n in shape]
-        for k in order:
-            cut = cuts[k]
-            assert cut is not None
-            first, last = box[cut[0]]
-            step = -(-(last - first) // mesh[k])
-            start = min(first + coords[k] * step, last)
-            box[cut[0]] = (start, min(start + step, last))
-        out.append(tuple(box))
-    return out
+        order.append((k, cut[0]))
+    starts, stops = _cut_boxes(shape, mesh, order)
+    both = np.stack([starts, stops], axis=2).tolist()
+    return [tuple((a, b) for a, b in box) for box in both]
+
+
+def _cut_boxes(
+    shape: Shape, mesh: Shape, cuts: Sequence[tuple[int, int]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and stops of each device's box, in C order: dimension k of the mesh cuts dimension d, pair after pair."""
+    count = math.prod(mesh)
+    coords = np.indices(mesh).reshape(len(mesh), count)
+    starts = np.zeros((count, len(shape)), np.int64)
+    stops = np.tile(np.array(shape, np.int64), (count, 1))
+    for k, d in cuts:
+        step = -(-(stops[:, d] - starts[:, d]) // mesh[k])
+        starts[:, d] = np.minimum(starts[:, d] + coords[k] * step, stops[:, d])
+        stops[:, d] = np.minimum(starts[:, d] + step, stops[:, d])
+    return starts, stops
 
 
 # Names ----------------------------------------------------------------------------------------------------------------
@@ -504,129 +500,24 @@ class Flattener:
     def __init__(self) -> None:
         self._kind: Any = None
         self._places: dict[str, int] = {}
-        self._paths: list[str] = []
-        # for a tree of plain dicts, which needs no jax
-        self._levels: Levels | None = None
 
     def arrays(self, tree: Any) -> dict[str, Any]:
         """The arrays by dotted path, as `flatten(tree).arrays`."""
-        if (
-            self._levels is not None
-            and (found := self._levels.leaves(tree)) is not None
-        ):
-            return dict(zip(self._paths, found, strict=True))
         import jax
 
         leaves, kind = jax.tree_util.tree_flatten(tree)
-        if self._kind is None or kind != self._kind or self._levels is not None:
-            arrays = flatten(tree).arrays
-            where = {id(leaf): k for k, leaf in enumerate(leaves)}
-            plain = len(where) == len(leaves) and all(
-                id(a) in where for a in arrays.values()
-            )
-            # else a leaf occurs twice, or differs from jax's
-            self._kind = kind if plain else None
-            self._places = (
-                {path: where[id(a)] for path, a in arrays.items()} if plain else {}
-            )
-            self._levels = None
-            self._paths = []
-            if plain and (levels := Levels.of(tree)) is not None:
-                found = levels.leaves(tree) or []
-                paths = {id(a): path for path, a in arrays.items()}
-                if {id(a) for a in found} == paths.keys():
-                    self._levels = levels
-                    self._paths = [paths[id(a)] for a in found]
-            return dict(arrays)
-        return {path: leaves[k] for path, k in self._places.items()}
-
-
-@dataclass(frozen=True)
-class Alike:
-    """Dicts of one level that have the same keys."""
-
-    # selects them from the values of the level above
-    at: Callable[[Any], tuple[Any, ...]]
-    size: int
-    values: Callable[[Any], Iterable[Any]]  # their values, in the order of the keys
-
-
-class Levels:
-    """The keys of a tree of plain dicts, and the classes of its leaves.
-
-    A tree is flattened a whole level at a time, in loops that run in C: a third of the time of a recursive walk.
-    """
-
-    def __init__(self, tree: dict[Any, Any]) -> None:
-        self._levels: list[tuple[list[Alike], list[bool]]] = []
-        self._kinds: list[type] = []
-        values: list[Any] = [tree]
-        while any(type(value) is dict for value in values):
-            alike: dict[tuple[Any, ...], list[int]] = {}
-            for place, value in enumerate(values):
-                if type(value) is dict:
-                    alike.setdefault(tuple(value), []).append(place)
-            groups = [
-                Alike(_several(places), len(keys), _values(keys))
-                for keys, places in alike.items()
-            ]
-            values = [
-                value for group in groups for value in group.values(group.at(values))
-            ]
-            leaves = [type(value) is not dict for value in values]
-            self._levels.append((groups, leaves))
-            self._kinds += map(type, compress(values, leaves))
-
-    @staticmethod
-    def of(tree: Any) -> Levels | None:
-        """None if any branch is not a plain dict, or is empty."""
-        if type(tree) is not dict or not tree:
-            return None
-        below = [
-            value
-            for value in tree.values()
-            if isinstance(value, list | tuple | Mapping)
-        ]
-        return (
-            Levels(tree)
-            if all(Levels.of(value) is not None for value in below)
-            else None
+        if self._kind is not None and kind == self._kind:
+            return {path: leaves[k] for path, k in self._places.items()}
+        arrays = flatten(tree).arrays
+        where = {id(leaf): k for k, leaf in enumerate(leaves)}
+        # else a leaf occurs twice, or differs from jax's
+        plain = (
+            len(where) == len(leaves)
+            and {id(a) for a in arrays.values()} <= where.keys()
         )
-
-    def leaves(self, tree: Any) -> list[Any] | None:
-        """The leaves, always in the same order; None if the tree has another structure."""
-        values: Any = [tree]
-        out: list[Any] = []
-        try:
-            for groups, leaves in self._levels:
-                below: list[Any] = []
-                for group in groups:
-                    nodes = group.at(values)
-                    if set(map(len, nodes)) != {group.size}:
-                        return None
-                    below += group.values(nodes)
-                out += compress(below, leaves)
-                values = below
-        except (LookupError, TypeError):  # no such key, or no dict
-            return None
-        return out if list(map(type, out)) == self._kinds else None
-
-
-def _several(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
-    """Selects these indices of a list, as a tuple."""
-    return (
-        itemgetter(*places) if len(places) > 1 else lambda values: (values[places[0]],)
-    )
-
-
-def _values(keys: tuple[Any, ...]) -> Callable[[Any], Iterable[Any]]:
-    """Selects the values of these keys from every dict."""
-    take = itemgetter(*keys)
-    return (
-        (lambda nodes: map(take, nodes))
-        if len(keys) == 1
-        else lambda nodes: chain.from_iterable(map(take, nodes))
-    )
+        self._kind = kind if plain else None
+        self._places = {p: where[id(a)] for p, a in arrays.items()} if plain else {}
+        return dict(arrays)
 
 
 def _plain(tree: Any) -> Any:
@@ -717,8 +608,6 @@ MESH_AXES = ("fsdp", "tp", "ep", "dp")
 _MAX_AXIS_SIZE = 1 << 20  # devices
 # mesh axes that conventionally hold copies of the weights
 REPLICATING = ("data", "dp", "replica", "batch")
-# per dimension: the mesh axis (or axes) it is cut along
-Spec = tuple[str | tuple[str, ...] | None, ...]
 
 
 @dataclass(frozen=True)
@@ -730,17 +619,9 @@ class MeshSpec:
     ids: Shape = ()
 
     def __post_init__(self) -> None:
-        if len(set(self.names)) != len(self.names) or any(n < 1 for n in self.sizes):
+        if len(set(self.names)) != len(self.names):
             raise ConfigError(
-                f"mesh {self} repeats an axis or has one smaller than 1",
-                remedy="write it like fsdp=4,tp=2",
-            )
-        if self.ids and (
-            len(self.ids) != self.devices or len(set(self.ids)) != len(self.ids)
-        ):
-            raise ConfigError(
-                f"mesh {self} of {self.devices} devices needs as many distinct ids",
-                remedy="list each device once",
+                f"mesh {self} repeats an axis", remedy="write it like fsdp=4,tp=2"
             )
 
     @classmethod
@@ -794,11 +675,6 @@ class MeshSpec:
     def devices(self) -> int:
         return math.prod(self.sizes)
 
-    def size_of(self, entry: str | tuple[str, ...] | None) -> int:
-        """Number of parts that a spec entry cuts a dimension into."""
-        names = (entry,) if isinstance(entry, str) else entry or ()
-        return math.prod(self.sizes[self.names.index(n)] for n in names)
-
 
 def _axis_size(size: Any) -> int:
     if (
@@ -827,8 +703,8 @@ def mesh_processes(mesh: object) -> dict[int, int] | None:
     return {int(d.id): int(d.process_index) for d in _mesh_devices(mesh)} or None
 
 
-def default_spec(shape: Shape, mesh: MeshSpec) -> Spec:
-    """The usual sharding of this shape: each mesh axis cuts the largest dimension that it still divides.
+def default_spec(shape: Shape, mesh: MeshSpec) -> tuple[str | None, ...]:
+    """A mesh axis or None for each dimension: each mesh axis cuts the largest dimension that it still divides.
 
     Scalars and vectors (norms, biases) are replicated; nothing is cut along data-parallel axes.
     """
@@ -844,71 +720,19 @@ def default_spec(shape: Shape, mesh: MeshSpec) -> Spec:
     return tuple(spec)
 
 
-def leaf_from_spec(
-    path: str,
-    shape: Sequence[int],
-    dtype: str,
-    mesh: MeshSpec,
-    spec: Spec | None = None,
-) -> Leaf:
-    """A leaf on a described mesh. As in JAX, a mesh axis must divide the dimension it cuts."""
+def leaf_from_spec(path: str, shape: Sequence[int], dtype: str, mesh: MeshSpec) -> Leaf:
+    """A leaf on a described mesh, in the usual sharding."""
     dims = tuple(int(n) for n in shape)
-    entries = (
-        default_spec(dims, mesh)
-        if spec is None
-        else tuple(spec) + (None,) * (len(dims) - len(spec))
-    )
-    try:
-        devices, starts, stops = _boxes(dims, mesh, entries)
-    except LayoutError as e:
-        raise LayoutError(
-            f"leaf {path!r}: {e.message}", remedy=e.remedy, leaf=path, **e.fields
-        ) from e
-    return Leaf(path, dims, dtype, devices, starts, stops)
+    return Leaf(path, dims, dtype, *_boxes(dims, mesh))
 
 
 @lru_cache(maxsize=4096)
-def _boxes(
-    shape: Shape, mesh: MeshSpec, spec: Spec
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _boxes(shape: Shape, mesh: MeshSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Device boxes; cached, so that equal leaves share arrays and the planner can compare them by identity."""
-    flat = [
-        n
-        for entry in spec
-        for n in ((entry,) if isinstance(entry, str) else entry or ())
-    ]
-    unknown = [n for n in flat if n not in mesh.names]
-    if len(spec) != len(shape) or unknown or len(set(flat)) != len(flat):
-        raise LayoutError(
-            f"partition {spec} does not suit shape {shape} on mesh {dict(zip(mesh.names, mesh.sizes, strict=True))}",
-            remedy="name each mesh axis at most once, one entry per dimension",
-            shape=shape,
-            spec=spec,
-        )
-    coords = (
-        np.indices(mesh.sizes).reshape(len(mesh.sizes), -1)
-        if mesh.sizes
-        else np.zeros((0, 1), np.int64)
-    )
-    starts = np.zeros((coords.shape[1], len(shape)), np.int64)
-    stops = np.tile(np.array(shape, np.int64), (coords.shape[1], 1))
-    for d, entry in enumerate(spec):
-        parts = mesh.size_of(entry)
-        if shape[d] % parts:
-            raise LayoutError(
-                f"dimension {d} of shape {shape} has {shape[d]} elements, which mesh axis {entry!r} of size {parts} "
-                "does not divide",
-                remedy="choose another dimension or mesh axis, or leave the leaf replicated (JAX requires it too)",
-                shape=shape,
-                spec=spec,
-            )
-        place = np.zeros(coords.shape[1], np.int64)
-        for name in (entry,) if isinstance(entry, str) else entry or ():
-            axis = mesh.names.index(name)
-            place = place * mesh.sizes[axis] + coords[axis]
-        starts[:, d] = place * (shape[d] // parts)
-        stops[:, d] = starts[:, d] + shape[d] // parts
-    ids = np.array(mesh.ids or range(coords.shape[1]), np.int32)
+    spec = enumerate(default_spec(shape, mesh))
+    cuts = [(mesh.names.index(name), d) for d, name in spec if name]
+    starts, stops = _cut_boxes(shape, mesh.sizes, cuts)
+    ids = np.array(mesh.ids or range(mesh.devices), np.int32)
     order = np.argsort(ids)
     return ids[order], starts[order], stops[order]
 
@@ -953,44 +777,25 @@ def _read_sharding(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     items = sorted(sharding.devices_indices_map(shape).items(), key=lambda kv: kv[0].id)
     bounds = [
-        [s.indices(n) for s, n in zip(index, shape, strict=True)] for _, index in items
+        [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
+        for _, index in items
     ]
-    starts = np.array([[b[0] for b in row] for row in bounds], np.int64).reshape(
-        len(items), len(shape)
-    )
-    stops = np.array([[b[1] for b in row] for row in bounds], np.int64).reshape(
-        len(items), len(shape)
+    starts, stops = (
+        np.array(bounds, np.int64).reshape(len(items), len(shape), 2).transpose(2, 0, 1)
     )
     return np.array([d.id for d, _ in items], np.int32), starts, stops
 
 
-def leaves_of(
-    arrays: Mapping[str, Any],
-    mesh: object = None,
-    specs: Mapping[str, Spec] | None = None,
-) -> list[Leaf]:
+def leaves_of(arrays: Mapping[str, Any], mesh: object = None) -> list[Leaf]:
     """Leaves of a flat {path: array or shape}. With `mesh`, shardings are described, not read from the arrays."""
     if mesh is None:
         cache: dict[object, tuple[np.ndarray, ...]] = {}
         return [leaf_from_array(path, a, cache) for path, a in arrays.items()]
     described = MeshSpec.of(mesh)
-    problems = []
-    leaves: list[Leaf] = []
-    for path, a in arrays.items():
-        name = a.dtype if isinstance(a.dtype, str) else np.dtype(a.dtype).name
-        try:
-            leaves.append(
-                leaf_from_spec(path, a.shape, name, described, (specs or {}).get(path))
-            )
-        except LayoutError as e:
-            problems.append(e)
-    if problems:
-        text = "\n".join(f"  {e.message}" for e in problems[:40])
-        raise LayoutError(
-            f"{len(problems)} leaves do not fit the mesh\n{text}",
-            remedy=problems[0].remedy,
-        )
-    return leaves
+    return [
+        leaf_from_spec(path, a.shape, str(a.dtype), described)
+        for path, a in arrays.items()
+    ]
 
 
 def device_processes(arrays: Mapping[str, Any]) -> dict[int, int]:

@@ -7,11 +7,24 @@ The two sides are joined on checkpoint (Hugging Face) tensor names. Offsets and 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 
 Shape = tuple[int, ...]
+T = TypeVar("T")
+
+
+def to_row(item: object) -> list[Any]:
+    """The fields of a dataclass in their order, as JSON has them."""
+    return [list(x) if isinstance(x, tuple) else x for x in vars(item).values()]
+
+
+def from_row(kind: type[T], row: Iterable[Any]) -> T:
+    """The inverse of `to_row`."""
+    return kind(*(tuple(x) if isinstance(x, list) else x for x in row))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from jvlab._errors import (
 from jvlab._names import own_name
 from jvlab._progress import Progress
 from jvlab._tracebacks import shorten
-from jvlab.layout._digest import compiled_scan
+from jvlab.layout._digest import compiled_loop
 from jvlab.sync._delta import Changes, Held, no_room
 from jvlab.sync._senders import BucketSenders, Senders, Sent
 from jvlab.sync._transaction import (
@@ -219,7 +219,7 @@ class Coordinator:
 
             return BucketSenders(self.plan, replicas, self._listen, pack, process)
         if self.transport != "ipc":
-            compiled_scan()  # compile the host digest now, not during the first sync
+            compiled_loop()  # compile the host digest now, not during the first sync
             return BucketSenders(self.plan, replicas, self._listen, process=process)
         if self.wrap is not None:
             raise ConfigError(

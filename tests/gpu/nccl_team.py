@@ -23,8 +23,8 @@ sys.path.append(str(Path(__file__).parents[1] / "layout"))
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import numpy_dtype
-from jvlab.layout._tree import MeshSpec, leaf_from_spec
-from tests.layout.plan_world import Size, World, transformer
+from jvlab.layout._tree import MeshSpec
+from tests.layout.plan_world import Size, World, cut_leaf, transformer
 
 ONE_GPU = {
     "NCCL_SOCKET_IFNAME": "lo",
@@ -47,7 +47,7 @@ class Described(World):
         spec: Any = None,
         dtype: str = "float32",
     ) -> Any:
-        leaf = leaf_from_spec(path, shape, "bfloat16", self.mesh, spec)
+        leaf = cut_leaf(path, shape, "bfloat16", self.mesh, spec)
         self.leaves.append(leaf)
         self.values[path] = np.zeros(0)
         return leaf

@@ -8,7 +8,7 @@ import numpy as np
 
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import numpy_dtype
-from jvlab.layout._tree import MeshSpec, Spec, leaf_from_spec
+from jvlab.layout._tree import MeshSpec, default_spec
 from jvlab.layout._types import (
     Axis,
     Binding,
@@ -110,6 +110,44 @@ class Loader:
         )
 
 
+# per dimension: the mesh axis (or axes) it is cut along
+Spec = tuple[str | tuple[str, ...] | None, ...]
+
+
+def cut_leaf(
+    path: str,
+    shape: tuple[int, ...],
+    dtype: str,
+    mesh: MeshSpec,
+    spec: Spec | None = None,
+) -> Leaf:
+    """A leaf on a described mesh, cut as a PartitionSpec says."""
+    entries = default_spec(shape, mesh) if spec is None else spec
+    starts, stops = [], []
+    for coords in np.ndindex(*mesh.sizes):
+        start, stop = [0] * len(shape), list(shape)
+        for d, entry in enumerate(entries):
+            for name in (entry,) if isinstance(entry, str) else entry or ():
+                k = mesh.names.index(name)
+                step, rest = divmod(stop[d] - start[d], mesh.sizes[k])
+                assert not rest, f"{path}: {shape} does not suit {spec}"
+                start[d] += coords[k] * step
+                stop[d] = start[d] + step
+        starts.append(start)
+        stops.append(stop)
+    ids = np.array(mesh.ids or range(mesh.devices), np.int32)
+    order = np.argsort(ids)
+    size = (len(ids), len(shape))
+    return Leaf(
+        path,
+        shape,
+        dtype,
+        ids[order],
+        np.array(starts, np.int64).reshape(size)[order],
+        np.array(stops, np.int64).reshape(size)[order],
+    )
+
+
 @dataclass
 class World:
     """Leaves with values, their bindings, the ranks' layouts."""
@@ -135,7 +173,7 @@ class World:
         spec: Spec | None = None,
         dtype: str = "float32",
     ) -> Leaf:
-        leaf = leaf_from_spec(path, shape, dtype, self.mesh, spec)
+        leaf = cut_leaf(path, shape, dtype, self.mesh, spec)
         self.leaves.append(leaf)
         self.values[path] = self.rng.integers(-99, 99, shape).astype(dtype)
         return leaf

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -27,17 +26,6 @@ from jvlab.layout._digest import (
 from jvlab.layout._plan_types import numpy_dtype
 
 DTYPES = ("float32", "float16", "uint8", "float64")
-
-
-@pytest.fixture(autouse=True, params=["compiled", "numpy"], scope="module")
-def loop(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test twice: with numba's loop, and as where numba is not installed."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "numpy":
-            patch.setattr(_digest, "compiled_loop", lambda: None)
-        else:
-            assert compiled_loop() is not None
-        yield
 
 
 def brute(storage: np.ndarray, row: int) -> int:

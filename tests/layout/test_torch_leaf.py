@@ -226,7 +226,7 @@ def test_one_library_to_a_tree():
     import jax.numpy as jnp
 
     tree = {"a": torch.zeros(2), "b": jnp.zeros(2), "c": np.zeros(2)}
-    with pytest.raises(LayoutError, match=r"1 of torch.*2 of jax, numpy") as caught:
+    with pytest.raises(LayoutError, match=r"1 of torch.*2 others") as caught:
         flatten(tree)
     assert "from_dlpack" in caught.value.remedy
     assert caught.value.fields["others"] == ["b", "c"]

@@ -22,6 +22,7 @@ from jvlab.layout._types import Binding, CheckpointTensor, Shape
 from jvlab.layout.rules import _rule_edits as edits
 from jvlab.layout.rules._roles import Template, classify, templates
 from jvlab.layout.rules._rules import (
+    Compiled,
     Config,
     Leaves,
     apply_binding,
@@ -186,7 +187,7 @@ class Readings:
             bound = self.bindings.get(text, [])
             if not bound or rule.leaf is None:
                 continue
-            if edits.has_wild(rule):
+            if Compiled(rule).wild:
                 yield from self._of_wild(rule, bound)
             else:
                 yield Unit(rule, (text,), tuple(bound))
@@ -214,7 +215,7 @@ class Readings:
             return
         for k in range(arity(unit.rule)):
             rule = edits.rewritten(edits.only(unit.rule, k))
-            rest = edits.rewritten(edits.without(unit.rule, k))
+            rest = edits.without(unit.rule, k)
             if rule is None or rest is None:
                 continue
             mine = self._bound([rule], unit.now, partly=True)
@@ -241,14 +242,17 @@ class Readings:
     def _add(
         self,
         kind: str,
-        rules: Sequence[Rule],
+        rules: Sequence[Rule | None],
         units: Sequence[Unit],
         op: str = "",
         reason: str = "",
     ) -> None:
-        """Add a reading, if it fits, differs from the current one, and is new."""
+        """Add a reading, if its rules are valid and fit, and it differs from the current one and is new."""
+        checked = [r for rule in rules if rule and (r := edits.rewritten(rule))]
+        if len(checked) < len(rules):
+            return
         replaces = tuple(dict.fromkeys(r for u in units for r in u.replaces))
-        whole = [r for u in units for r in u.rest]
+        rest = [r for u in units for r in u.rest]
         now: dict[object, Binding] = {}
         for unit in units:
             found: Iterable[Binding] = unit.now
@@ -256,20 +260,20 @@ class Readings:
             if unit.rest:
                 found = [b for text in unit.replaces for b in self.bindings[text]]
             now |= {index_map(b): b for b in found}
-        bound = self._bound([*rules, *whole], now.values())
+        bound = self._bound([*checked, *rest], now.values())
         if bound is None:
             return
         positions = frozenset(map(index_map, bound))
         if positions == frozenset(now) or positions in self.out:
             return
-        rules = [
+        made = [
             edits.joined(r, lambda new, r=r: self._same(r, new, now.values()))
-            for r in rules
+            for r in checked
         ]
-        kind = self._as_written(kind, units, rules)
+        kind = self._as_written(kind, units, made)
         self.out[positions] = Alternative(
             kind,
-            tuple(str(r) for r in [*rules, *whole]),
+            tuple(map(str, [*made, *rest])),
             replaces,
             reason or KINDS[kind],
             tuple(now.values()),
@@ -311,25 +315,20 @@ class Readings:
         roles = self._roles(unit)
         for new in edits.dimension_orders(rule):
             kind = "transposed" if new.left == rule.left else "axis order"
-            self._try(kind, new, unit, f"dimensions {_places(rule, new)}")
+            self._add(kind, [new], [unit], f"dimensions {_places(rule, new)}")
         heads = [rule, *self._with_heads(rule, unit)]
         for base in heads:
             for op, new in edits.inner_orders(base):
                 for permuted in edits.tensor_orders(new):
                     change = f"inner {op} {_places(new, permuted)}"
-                    self._try("head order", permuted, unit, change)
+                    self._add("head order", [permuted], [unit], change)
         self._rotary(heads, unit, roles)
         self._groups(heads, unit, roles)
         bias = any(self.role[b.tensor].bias for b in unit.now)
         if not bias and all(r.startswith("norm") for r in roles):
             for add in sorted({rule.add + 1, rule.add - 1, 0.0} - {rule.add}, key=abs):
                 shifted = replace(unit.rule, add=add)
-                self._try("offset", shifted, unit, f"offset {add - rule.add:+g}")
-
-    def _try(self, kind: str, rule: Rule, unit: Unit, op: str) -> None:
-        checked = edits.rewritten(rule)
-        if checked is not None:
-            self._add(kind, [checked], [unit], op)
+                self._add("offset", [shifted], [unit], f"offset {add - rule.add:+g}")
 
     def _with_heads(self, rule: Rule, unit: Unit) -> list[Rule]:
         """An attention projection's rule whose heads are one axis: split into heads and head size."""
@@ -348,12 +347,10 @@ class Readings:
         head = self.known.get("h", 0)
         if not isinstance(target, Ax) or not head or first.tensor_shape[dim] % head:
             return []
-        letters = ["m", "y", "z"]
-        if roles <= {"q", "o"}:
-            letters.insert(0, "n")
-        elif roles <= {"k", "v"}:
-            letters.insert(0, "k")
-        heads = next(letter for letter in letters if letter not in axes)
+        usual = {"q": "n", "o": "n", "k": "k", "v": "k"}
+        letters = {usual[role] for role in roles}
+        letter = letters.pop() if len(letters) == 1 else "m"
+        heads = next(x for x in (letter, *"myz") if x not in axes)
         return [edits.split(rule, target.name, f"{heads} h", f"{heads} h")]
 
     def _rotary(self, bases: Sequence[Rule], unit: Unit, roles: set[str]) -> None:
@@ -378,7 +375,7 @@ class Readings:
                 new = edits.split(base, axis.name, left, right, ("two", 2))
                 for permuted in edits.tensor_orders(new):
                     change = f"rotary {op} {_places(new, permuted)}"
-                    self._try("rotary order", permuted, unit, change)
+                    self._add("rotary order", [permuted], [unit], change)
 
     def _groups(self, bases: Sequence[Rule], unit: Unit, roles: set[str]) -> None:
         grouped = min(self.known.get("g", 1), self.known.get("k", 1)) > 1
@@ -391,7 +388,7 @@ class Readings:
                     ("tensor", "k g", "g k"),
                 ):
                     new = edits.split(base, name, left, right)
-                    self._try("head groups", new, unit, f"groups {op}")
+                    self._add("head groups", [new], [unit], f"groups {op}")
 
     def _choices(self, unit: Unit) -> None:
         """Exchanged choices of one rule: `[k|v]` to `[v|k]_proj`."""
@@ -400,10 +397,9 @@ class Readings:
         for order in orders if count <= _MANY else _exchanges(count):
             if order == tuple(range(count)):
                 continue
-            rule = edits.rewritten(edits.exchanged(unit.rule, order))
-            if rule is not None:
-                why = "choices of one shape are exchanged"
-                self._add("swapped", [rule], [unit], reason=why)
+            rule = edits.exchanged(unit.rule, order)
+            why = "choices of one shape are exchanged"
+            self._add("swapped", [rule], [unit], reason=why)
 
     def _swap(self, one: Unit, other: Unit) -> None:
         """Two leaves of different rules, or of two choices, each to the other's tensor."""
@@ -416,10 +412,7 @@ class Readings:
         rules = []
         for mine, theirs in ((one, other), (other, one)):
             names = tuple(t for t in theirs.rule.tensors if not t.optional)
-            made = edits.rewritten(replace(mine.rule, tensors=names))
-            if made is None:
-                return
-            rules.append(made)
+            rules.append(replace(mine.rule, tensors=names))
         leaves = [name_text(r.leaf) for r in rules if r.leaf]
         why = f"{' and '.join(leaves)} are exchanged"
         self._add("swapped", rules, [one, other], reason=why)
@@ -556,7 +549,6 @@ class Match:
 
     error: float  # ‖leaf − checkpoint‖ / ‖checkpoint‖
     correlation: float  # 0 where one of the two is constant
-    scale: float  # the factor that best fits the leaf to the checkpoint
     count: int  # elements compared
 
     @property
@@ -601,11 +593,11 @@ def compare(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Match:
         if finite.any():
             good.append([x[finite].astype(np.float64) for x in (mine, theirs)])
     if not good:
-        return Match(math.inf, 0.0, 1.0, 0)
+        return Match(math.inf, 0.0, 0)
     a, b = (np.concatenate([pair[side] for pair in good]) for side in (0, 1))
     size = math.sqrt(float(np.square(b).sum()))
     if not size:
-        return Match(math.inf, 0.0, 1.0, int(a.size))
+        return Match(math.inf, 0.0, int(a.size))
     # Each array relative to its own mean: norms of any two models of a family have similar means.
     one, other = (
         np.concatenate([pair[side] - pair[side].mean() for pair in good])
@@ -614,11 +606,8 @@ def compare(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Match:
     spread = math.sqrt(float(np.square(one).sum()) * float(np.square(other).sum()))
     constant = spread <= 1e-10 * float(np.abs(a).max() * np.abs(b).max()) * a.size
     correlation = 0.0 if constant else float((one * other).sum()) / spread
-    own = float(np.square(a).sum())
     error = math.sqrt(float(np.square(a - b).sum())) / size
-    return Match(
-        error, correlation, float((a * b).sum()) / own if own else 1.0, int(a.size)
-    )
+    return Match(error, correlation, int(a.size))
 
 
 def _sample(b: Binding, rng: np.random.Generator) -> tuple[tuple[np.ndarray, ...], ...]:

@@ -40,10 +40,9 @@ from jvlab.layout.rules._rules import (
     Config,
     Leaves,
     Tensors,
-    apply_binding,
     bind_group,
     config_lookup,
-    mark_binding,
+    values_of,
 )
 from jvlab.layout.rules._ruleset import Rules
 
@@ -95,23 +94,17 @@ class Probe:
 
     def measures(self, options: Sequence[Offer]) -> list[Measure] | None:
         """One measure each; None if some value is not available."""
-        out = []
-        for pair, candidate in options:
-            found = self._measure(candidate, pair)
-            if found is None:
-                return None
-            out.append(found)
-        return out
+        tried = (self._measure(candidate, pair) for pair, candidate in options)
+        found = [measure for measure in tried if measure is not None]
+        return found if len(found) == len(options) else None
 
     def _measure(self, candidate: Candidate, pair: Pair) -> Measure | None:
         """Over the first layer, or over layers spread across a stack; None if a value is not available."""
         compiled = Compiled(candidate.rule)
         key = next(iter(pair.leaves[0].members))
         group = {k: t.members.get(key, "") for k, t in enumerate(pair.leaves)}
-        if any(path not in self.values for path in group.values()):
-            return None
         found = compiled.match(group[0])
-        if found is None:
+        if found is None or any(path not in self.values for path in group.values()):
             return None
         arrays = {p: np.asarray(self.values[p]) for p in group.values()}
         bindings, problems = bind_group(
@@ -122,13 +115,13 @@ class Probe:
         # of a stack, parts spread over it
         parts = np.linspace(0, len(bindings) - 1, min(len(bindings), _PARTS))
         taken = [bindings[j][0] for j in sorted({round(part) for part in parts})]
-        # part by part: of a fused tensor, one part may be scaled and another not
-        plain = {path: np.asarray(a, np.float32) for path, a in arrays.items()}
-        sums = [
-            _Sums(b, plain[b.leaf], np.asarray(self.checkpoint[b.tensor], np.float32))
-            for b in taken
-        ]
-        return _together(sums, candidate)
+        parts = []
+        for b in taken:
+            leaf = np.asarray(arrays[b.leaf], np.float32)
+            tensor = np.asarray(self.checkpoint[b.tensor], np.float32)
+            both = values_of(b, leaf, tensor)
+            parts.append([x.astype(np.float64).reshape(-1) for x in both])
+        return _measured(parts, taken)
 
 
 def _is_small(pair: Pair) -> bool:
@@ -140,59 +133,46 @@ def _varies(values: np.ndarray) -> bool:
     return bool(values.size and np.ptp(values) > 1e-6 * np.abs(values).max())
 
 
-class _Sums:
-    """Sums over one binding's values and the checkpoint's."""
-
-    def __init__(
-        self, binding: Binding, leaf: np.ndarray, expected: np.ndarray
-    ) -> None:
-        self.names = (binding.leaf, binding.tensor)
-        got = np.zeros(expected.shape, np.float32)
-        seen = np.zeros(expected.shape, np.uint8)
-        apply_binding(binding, leaf, got)
-        mark_binding(binding, seen)
-        mine = got[seen > 0].astype(np.float64)
-        theirs = expected[seen > 0].astype(np.float64)
-        self.count = mine.size
-        self.wrong = float(np.sum((mine - theirs) ** 2))
-        self.spread = (
-            float(np.sum((theirs - theirs.mean()) ** 2)) if theirs.size else 0.0
-        )
-        self.total = float(np.sum(theirs**2))
-        self.varies = _varies(mine)
-        self.flat = not _varies(theirs)
-        square = float(np.sum(mine**2))
-        self.factor = float(mine @ theirs) / square if square > 0 else 0.0
-        # residual of the multiple
-        self.residual = float(np.sum((theirs - self.factor * mine) ** 2))
-
-    @property
-    def exact(self) -> bool:
-        """Whether it is an exact multiple: the factor must explain far more than the residual."""
-        conclusive = (
-            self.varies
-            and not self.flat
-            and self.count >= 8
-            and self.residual <= _MULTIPLE**2 * self.spread
-        )
-        return conclusive and (
-            self.wrong > 100 * self.residual or abs(self.factor - 1) <= _MULTIPLE
-        )
-
-
-def _together(each: Sequence[_Sums], candidate: Candidate) -> Measure:
-    wrong = sum(s.wrong for s in each)
-    spread = sum(s.spread for s in each if not s.flat)
-    total = sum(s.total for s in each)
+def _measured(
+    parts: Sequence[Sequence[np.ndarray]], bindings: Sequence[Binding]
+) -> Measure:
+    """Of a leaf's values and the checkpoint's; part by part, since one of a fused tensor may be scaled alone."""
+    wrong = sum(float(np.sum((mine - theirs) ** 2)) for mine, theirs in parts)
+    spread = sum(_spread(theirs) for _, theirs in parts)
+    total = sum(float(theirs @ theirs) for _, theirs in parts)
     finite = math.isfinite(wrong) and math.isfinite(total)
-    exact = finite and not candidate.rule.add and all(s.exact for s in each)
+    factors = {}
+    for b, (mine, theirs) in zip(bindings, parts, strict=True):
+        factor = None if b.add else _factor(mine, theirs)
+        if factor is None:
+            factors = {}
+            break
+        factors[b.leaf, b.tensor] = factor
     return Measure(
         error=math.sqrt(wrong / spread) if finite and spread > 0 else math.inf,
-        count=sum(s.count for s in each),
-        varies=finite and any(s.varies for s in each),
+        count=sum(mine.size for mine, _ in parts),
+        varies=finite and any(_varies(mine) for mine, _ in parts),
         equal=finite and wrong <= 1e-6 * max(total, 1e-30),
-        factors={s.names: s.factor for s in each} if exact else {},
+        factors=factors,
     )
+
+
+def _spread(values: np.ndarray) -> float:
+    """The sum of squares around the mean; 0 of what does not vary."""
+    return float(np.sum((values - values.mean()) ** 2)) if _varies(values) else 0.0
+
+
+def _factor(mine: np.ndarray, theirs: np.ndarray) -> float | None:
+    """f, where theirs are exactly f times mine: the factor must explain far more than the residual."""
+    if mine.size < 8 or not (_varies(mine) and _varies(theirs)):
+        return None
+    factor = float(mine @ theirs) / float(mine @ mine)
+    residual = float(np.sum((theirs - factor * mine) ** 2))
+    if not residual <= _MULTIPLE**2 * _spread(theirs):
+        return None
+    wrong = float(np.sum((mine - theirs) ** 2))
+    exact = wrong > 100 * residual or abs(factor - 1) <= _MULTIPLE
+    return factor if exact else None
 
 
 def settle(measures: Sequence[Measure]) -> int | None:
@@ -305,7 +285,7 @@ def infer(
                 item.choose(item.options[0], "the shapes fit one way only", 1.0)
     _by_evidence(items)
     chosen = [(item, item.choice.rule) for item in items if item.choice is not None]
-    if pairing.open_leaves or pairing.open_tensors or len(chosen) < len(items):
+    if pairing.leaves or pairing.tensors or len(chosen) < len(items):
         raise _error(pairing, items, leaf_roles, tensor_roles, config, conv1d)
     inferred = [replace(rule, line=n) for n, (_, rule) in enumerate(chosen, 1)]
     notes = {str(rule): _note(item) for item, rule in chosen}
@@ -379,10 +359,10 @@ def _by_numbers(item: _Item, probe: Probe) -> None:
 def _pairs_by_numbers(pairing: Pairing, conv1d: bool, probe: Probe) -> list[_Item]:
     """Leaves whose names do not say which tensor they are, but whose values do: each the only one for its tensor."""
     best: dict[Template, tuple[Pair, Candidate, Measure]] = {}
-    for leaf, found in pairing.open_leaves.items():
+    for leaf in pairing.leaves:
         pairs = [
             Pair((leaf,), (t,), Role("?"), "the values equal the checkpoint's", 0.99)
-            for t in found
+            for t in pairing.options(leaf)
         ]
         options = [
             (p, c) for p in pairs for c in candidates(p, probe.config, conv1d, True)
@@ -394,10 +374,7 @@ def _pairs_by_numbers(pairing: Pairing, conv1d: bool, probe: Probe) -> list[_Ite
     out = []
     for leaf, (pair, candidate, measure) in best.items():
         tensor = pair.tensors[0]
-        if (
-            sum(p.tensors[0] is tensor for p, _, _ in best.values()) > 1
-            or tensor not in pairing.open_tensors
-        ):
+        if sum(p.tensors[0] is tensor for p, _, _ in best.values()) > 1:
             continue  # two leaves with equal values: values cannot tell them apart
         item = _Item(pair, [candidate], measures=[measure], seen=candidate)
         item.choose(
@@ -406,8 +383,8 @@ def _pairs_by_numbers(pairing: Pairing, conv1d: bool, probe: Probe) -> list[_Ite
             0.99,
         )
         out.append(item)
-        del pairing.open_leaves[leaf]
-        pairing.open_tensors.remove(tensor)
+        del pairing.leaves[leaf]
+        del pairing.tensors[tensor]
     return out
 
 
@@ -497,17 +474,20 @@ def _by_evidence(items: Sequence[_Item]) -> None:
 
 
 def _by_siblings(item: _Item, items: Sequence[_Item]) -> bool:
+    role = item.pair.role
+    rank = len(item.pair.leaves[0].shape)
     settled = [i for i in items if i.choice is not None and i.confidence >= 0.9]
     same_param = [i for i in settled if i.param == item.param]
-    near = [i for i in same_param if _similar_roles(i.pair.role, item.pair.role)]
-    rank = len(item.pair.leaves[0].shape)
-    linear = [i for i in same_param if _is_linear(i.pair.role)]
+    near = [i for i in same_param if _similar_roles(i.pair.role, role)]
+    both_linear = (
+        i for i in same_param if _is_linear(i.pair.role) and _is_linear(role)
+    )
+    linear = list(both_linear)
     level = [i for i in linear if len(i.pair.leaves[0].shape) == rank]
-    is_linear = _is_linear(item.pair.role)
     steps: list[tuple[Sequence[_Item], Feature, str]] = [
         (near, lambda c: c.signature, "lies like"),
-        (level if is_linear else [], lambda c: c.order, "is {} like"),
-        (linear if is_linear else [], lambda c: c.order, "is {} like"),
+        (level, lambda c: c.order, "is {} like"),
+        (linear, lambda c: c.order, "is {} like"),
         (same_param, lambda c: c.heads, "has its heads as `{}` like"),
         (settled, lambda c: c.heads, "has its heads as `{}` like"),
         (settled, lambda c: c.stack, "is stacked on dimension {} like"),
@@ -518,10 +498,8 @@ def _by_siblings(item: _Item, items: Sequence[_Item]) -> bool:
             for i in siblings
             if i.choice and feature(i.choice) not in ("", "mixed")
         }
-        kept = (
-            [c for c in item.options if feature(c) in votes] if len(votes) == 1 else []
-        )
-        if not kept or len(kept) == len(item.options):
+        kept = [c for c in item.options if feature(c) in votes]
+        if len(votes) != 1 or len(kept) in (0, len(item.options)):
             continue
         vote, sibling = next(iter(votes.items()))
         item.options = kept
@@ -576,71 +554,53 @@ def _error(
     conv1d: bool,
 ) -> MatchError:
     """Every open leaf with the lines that fit it: each binds when it is copied."""
-    unfit = [i for i in items if i.choice is None and not i.options]
-    leaves = [*pairing.open_leaves, *(t for i in unfit for t in i.pair.leaves)]
-    tensors = [*pairing.open_tensors, *(t for i in unfit for t in i.pair.tensors)]
+    unfit = [i.pair for i in items if i.choice is None and not i.options]
+    leaves = [*pairing.leaves, *(t for pair in unfit for t in pair.leaves)]
+    tensors = [*pairing.tensors, *(t for pair in unfit for t in pair.tensors)]
     open_tensors = {t: tensor_roles[t] for t in tensors}
+    open_leaves = {t: leaf_roles[t] for t in leaves}
     lines: list[str] = []
     open_: dict[str, list[str]] = {}
     for item in items:
         if item.choice is None and item.options:
             pair = item.pair
             open_[pair.leaf] = [c.line for c in item.options]
-            lines.append(
-                f"  {pair.leaf} {pair.shapes}: {pair.why}, but {len(item.options)} ways fit:"
-            )
+            ways = f"{pair.why}, but {len(item.options)} ways fit:"
+            lines.append(f"  {pair.leaf} {pair.shapes}: {ways}")
             lines += shown(item.options, _SHOWN)
     parts = {
-        t: lines_for_parts(t, role, {x: leaf_roles[x] for x in leaves}, config, conv1d)
+        t: lines_for_parts(t, role, open_leaves, config, conv1d)
         for t, role in open_tensors.items()
     }
     mentioned = {t for t, found in parts.items() if found}
-    for leaf in leaves:
-        found = lines_for_leaf(leaf, leaf_roles[leaf], open_tensors, config, conv1d)
+    for leaf, role in open_leaves.items():
+        found = lines_for_leaf(leaf, role, open_tensors, config, conv1d)
         mentioned |= {t for pair, _ in found for t in pair.tensors}
-        whole = [
-            t
-            for t, some in parts.items()
-            if any(leaf in pair.leaves for pair, _ in some)
+        as_part = [
+            (t, c) for t, some in parts.items() for p, c in some if leaf in p.leaves
         ]
-        open_[str(leaf)] = [c.line for _, c in found]
-        open_[str(leaf)] += [
-            c.line for t in whole for pair, c in parts[t] if leaf in pair.leaves
-        ]
-        what = (
-            "its name says nothing"
-            if leaf_roles[leaf].base == "?"
-            else f"its name says {leaf_roles[leaf]}"
-        )
-        for pair in (i.pair for i in unfit if leaf in i.pair.leaves):
-            into = " + ".join(map(str, pair.tensors))
-            what = f"{pair.why}, but no transform of {pair.shapes} fits {into}"
-        fits = (
-            f"{how_many(len(found), 'line fits', 'lines fit')}:"
-            if found
-            else "no tensor left has its size and role"
-        )
-        also = (
-            f"it may be a part of {', '.join(map(str, whole))}: see there"
-            if whole
-            else ""
-        )
-        lines.append(
-            f"  leaf {leaf} {leaf.shape}: {what}, {also if whole and not found else fits}"
-        )
+        open_[str(leaf)] = [c.line for _, c in [*found, *as_part]]
+        what = "its name says " + ("nothing" if role.base == "?" else str(role))
+        for pair in unfit:
+            if leaf in pair.leaves:
+                into = " + ".join(map(str, pair.tensors))
+                what = f"{pair.why}, but no transform of {pair.shapes} fits {into}"
+        fits = "no tensor left has its size and role"
+        if found:
+            fits = f"{how_many(len(found), 'line fits', 'lines fit')}:"
+        elif as_part:
+            fits = "it may be a part of a tensor below"
+        lines.append(f"  leaf {leaf} {leaf.shape}: {what}, {fits}")
         lines += shown([c for _, c in found], _SHOWN)
-        if found and whole:
-            lines.append(f"    or {also}")
-        if not found and not whole:
+        if not open_[str(leaf)]:
             lines.append(f"    {leaf} -> ~   # leaves it out")
     for tensor, found in parts.items():
+        about = f"  tensor {tensor} {tensor.shape}"
         if found:
-            lines.append(
-                f"  tensor {tensor} {tensor.shape}: leaves can be its parts, {len(found)} ways:"
-            )
+            lines.append(f"{about}: leaves can be its parts, {len(found)} ways:")
             lines += shown([c for _, c in found], _SHOWN)
         elif tensor not in mentioned:
-            lines.append(f"  tensor {tensor} {tensor.shape}: no leaf found for it")
+            lines.append(f"{about}: no leaf found for it")
             lines.append(f"    ~ -> {tensor}   # leaves it as the engine has it")
     settled = sum(i.choice is not None for i in items)
     unfilled = (

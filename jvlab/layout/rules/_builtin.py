@@ -5,16 +5,13 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, field
 from typing import Any
 
 from jvlab._errors import ConfigError, LayoutError
 from jvlab.layout._tree import LeafShape
 from jvlab.layout._types import CheckpointTensor
 from jvlab.layout.rules._builtin_texts import BY_FAMILY, NOT_STACKED, POLICY, PRESETS
-from jvlab.layout.rules._candidates import TABLES
-from jvlab.layout.rules._roles import classify, templates
 from jvlab.layout.rules._rules import (
     Captured,
     Compiled,
@@ -34,6 +31,7 @@ from jvlab.layout.rules._syntax import (
     Ax,
     Index,
     Name,
+    Rule,
     name_text,
     parse_rule,
     walk_axes,
@@ -78,8 +76,7 @@ def preset_rules(
     rules = _with_prefix(rules, "model.", "embed_tokens.weight", names)
     rules = fit_leaves(rules, leaves or {})
     if name == "maxtext" and family in ("llama", "mistral", "mixtral"):
-        queries = (r for r in rules if r.leaf and "query.kernel" in name_text(r.leaf))
-        folded = {str(r): _FOLDED for r in queries}
+        folded = {str(r): _FOLDED for r in rules if "query.kernel" in str(r)}
         rules = Rules(rules.rules, rules.notes, folded)
     return rules
 
@@ -92,11 +89,7 @@ def _one_einsum(rules: Rules, config: Mapping[str, Any]) -> Rules:
     drop = ["attn.qkv_einsum"]
     if sizes["n"] == sizes["k"]:
         drop = ["attn.q_einsum", "attn.kv_einsum"]
-    kept = []
-    for rule in rules:
-        if rule.leaf and not any(d in name_text(rule.leaf) for d in drop):
-            kept.append(rule)
-    return Rules(kept)
+    return Rules(r for r in rules if not any(word in str(r) for word in drop))
 
 
 def _with_prefix(rules: Rules, old: str, embedding: str, names: Iterable[str]) -> Rules:
@@ -106,34 +99,30 @@ def _with_prefix(rules: Rules, old: str, embedding: str, names: Iterable[str]) -
     if old == new:
         return rules
 
-    def renamed(name: Name) -> Name:
-        first = name.parts[0]
-        if not isinstance(first, str) or not first.startswith(old):
-            return name
-        return replace(name, parts=(new, first.removeprefix(old), *name.parts[1:]))
-
-    made = [replace(r, tensors=tuple(map(renamed, r.tensors))) for r in rules]
-    return Rules(parse_rule(str(r), r.line) for r in made)
-
-
-def _prefixed(name: Name, prefix: str) -> Name:
-    """Parsed again from its text, the prefix becomes one with what follows."""
-    return replace(name, parts=(prefix, *name.parts)) if prefix else name
+    # a checkpoint name stands behind the arrow, or behind a comma
+    begins = re.compile(rf"(-> |, ){re.escape(old)}")
+    return Rules(parse_rule(begins.sub(rf"\1{new}", str(r)), r.line) for r in rules)
 
 
 def fit_leaves(rules: Rules, leaves: Iterable[str]) -> Rules:
     """The rules with the prefix of this tree's leaves, e.g. `params.params.` of a train state."""
-    paths = [r.leaf.parts for r in rules if r.leaf]
-    plain = (parts for parts in paths if all(isinstance(p, str) for p in parts))
-    anchor = "".join(map(str, next(plain, ())))
-    if not anchor or anchor in leaves:
-        return rules
+    paths = (name_text(r.leaf) for r in rules if r.leaf)
+    anchor = next((path for path in paths if not set(path) & set("{[")), "")
     nested = (leaf for leaf in leaves if leaf.endswith("." + anchor))
     prefix = next(nested, "").removesuffix(anchor)
-    if not prefix:
+    if not anchor or anchor in leaves or not prefix:
         return rules
-    made = [replace(r, leaf=_prefixed(r.leaf, prefix)) if r.leaf else r for r in rules]
-    return Rules(parse_rule(str(r), r.line) for r in made)
+    return Rules(parse_rule(_prefixed(r, prefix), r.line) for r in rules)
+
+
+def _prefixed(rule: Rule, leaf: str, tensor: str = "") -> str:
+    """The rule's text with prefixes of the leaf and of its first tensor."""
+    names = str(rule).split(" -> ", 1)
+    prefixes = (leaf if rule.leaf else "", tensor)
+    return " -> ".join(
+        (name_text(Name((prefix,))) if prefix else "") + name
+        for prefix, name in zip(prefixes, names, strict=True)
+    )
 
 
 # The checkpoint's names.
@@ -183,10 +172,7 @@ def _fit_wild(
                 lines.append(f'"{leaf}" -> "{moved(tensor)}", {head}?')
                 break
     if drop or add:
-        for rule in rules:
-            leaf = _prefixed(rule.leaf, drop) if rule.leaf else None
-            into = (_prefixed(rule.tensors[0], add),)
-            lines.append(str(replace(rule, leaf=leaf, tensors=into)))
+        lines += (_prefixed(rule, drop, add) for rule in rules)
     if drop or not add:
         lines += map(str, rules)
     return Rules(parse_rule(line) for line in lines)
@@ -234,15 +220,12 @@ def policy_rules(
     """
     family = config.get("model_type")
     if family not in POLICY:
-        inner = config.get("text_config")
-        inner_family = inner.get("model_type") if isinstance(inner, Mapping) else None
-        if inner_family not in POLICY:
-            known = ", ".join(POLICY)
-            raise ConfigError(
-                f"no Policy layout for model_type {family!r}",
-                remedy=f"known: {known}; or write rules",
-            )
-        family = inner_family
+        family = config_lookup(config).get("model_type")
+    if family not in POLICY:
+        raise ConfigError(
+            f"no Policy layout for model_type {config.get('model_type')!r}",
+            remedy=f"known: {', '.join(POLICY)}; or write rules",
+        )
     if scanned is None:
         dense_too = (
             bool(config.get("mlp_only_layers"))
@@ -280,7 +263,6 @@ def leaf_shapes_for(
             if not name.optional:
                 for k in c.choices if chosen else range(1):
                     patterns.append(_Pattern(c, k, _backwards(name, k)))
-    tables = cache(lambda: _tables(tensors))  # needed only where rules compete
     for t in tensors:
         claims: dict[str, list[tuple[_Pattern, Captured]]] = defaultdict(list)
         for p in patterns:
@@ -288,12 +270,8 @@ def leaf_shapes_for(
             if captured is not None:
                 claims[p.compiled.text].append((p, captured))
         ranked = list(claims.values())
-        if len(ranked) > 1:
-            table = t.name in tables()
-            natural = [_natural(claim[0][0].compiled, t, table) for claim in ranked]
-            # those first; a sort keeps the order of equals
-            order = sorted(range(len(ranked)), key=lambda j: not natural[j])
-            ranked = [ranked[j] for j in order]
+        if len(ranked) > 1:  # a sort keeps the order of equals
+            ranked.sort(key=lambda claim: not _natural(claim[0][0].compiled, t))
         _settle(ranked, t, config, found)
     out: dict[str, LeafShape] = {}
     for path, f in found.items():
@@ -315,6 +293,11 @@ class _Pattern:
     choice: int
     match: Callable[[str], Captured | None]
 
+    def leaf(self, values: Captured) -> str:
+        """The path of the leaf that fills a tensor of this name."""
+        assert self.compiled.rule.leaf is not None
+        return name_for(self.compiled.rule.leaf.parts, self.choice, values)
+
 
 @dataclass
 class _Found:
@@ -327,21 +310,12 @@ class _Found:
     counted: dict[str, int] = field(default_factory=dict)
 
 
-def _tables(tensors: Sequence[CheckpointTensor]) -> set[str]:
-    roles = classify(templates({t.name: tuple(t.shape) for t in tensors}))
-    return {
-        name
-        for template, role in roles.items()
-        if role.base in TABLES
-        for name in template.members.values()
-    }
-
-
-def _natural(c: Compiled, tensor: CheckpointTensor, table: bool) -> bool:
+def _natural(c: Compiled, tensor: CheckpointTensor) -> bool:
     """Whether the last word of the leaf's name suits the tensor; words without a convention suit all."""
     assert c.rule.leaf is not None
     last = c.rule.leaf.parts[-1]
     word = last.rpartition(".")[2] if isinstance(last, str) else ""
+    table = tensor.name.endswith((*_EMBEDDINGS, "wpe.weight"))
     fits = {
         "embedding": table,
         "scale": len(tensor.shape) == 1,
@@ -357,39 +331,26 @@ def _settle(
     found: dict[str, _Found],
 ) -> None:
     """The first rule that fits the tensor's shape determines its leaves; `bind` reports tensors that no rule names."""
-    for at, claim in enumerate(claims):
-        tried: dict[str, _Found] = {}
+    for claim in claims:
+        named = [(p.leaf(values), p, values) for p, values in claim]
         try:
-            for pattern, values in claim:
-                _take(pattern, values, tensor, config, found, tried)
+            # the other tensors of a stack have the same shape; `bind` refuses them if not
+            found |= {
+                path: _Found(p.compiled, p.choice, tensor, _sizes(p, tensor, config))
+                for path, p, _ in named
+                if path not in found
+            }
         except LayoutError:
-            if at + 1 == len(claims):
+            if claim is claims[-1]:
                 raise
             continue
-        found |= tried
+        for path, p, values in named:
+            axes = {a.name for a in walk_axes(p.compiled.rule.left)}
+            counted = found[path].counted
+            for axis, value in values.items():
+                if axis in axes and isinstance(value, int):
+                    counted[axis] = max(counted.get(axis, 0), value + 1)
         return
-
-
-def _take(
-    p: _Pattern,
-    values: Captured,
-    tensor: CheckpointTensor,
-    config: Mapping[str, Any],
-    found: Mapping[str, _Found],
-    new: dict[str, _Found],
-) -> None:
-    c = p.compiled
-    assert c.rule.leaf is not None
-    path = name_for(c.rule.leaf.parts, p.choice, values)
-    known = found if path in found else new
-    # the other tensors of a stack have the same shape; `bind` refuses them if not
-    if path not in known:
-        new[path] = _Found(c, p.choice, tensor, _sizes(p, tensor, config))
-    named = {a.name for a in walk_axes(c.rule.left)}
-    counted = known[path].counted
-    for axis, value in values.items():
-        if axis in named and isinstance(value, int):
-            counted[axis] = max(counted.get(axis, 0), value + 1)
 
 
 def _sizes(

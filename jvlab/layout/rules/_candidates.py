@@ -11,7 +11,7 @@ import difflib
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -69,35 +69,26 @@ class Pair:
 _NEAR = 0.2  # how much more similar the best name must be than the next one
 
 
-@dataclass
-class Pairing:
-    """The pairs found, and what is unpaired on either side, with its candidates."""
-
-    pairs: list[Pair] = field(default_factory=list)
-    open_leaves: dict[Template, list[Template]] = field(default_factory=dict)
-    open_tensors: list[Template] = field(default_factory=list)
-
-
 def pair_up(
     leaf_roles: Mapping[Template, Role],
     tensor_roles: Mapping[Template, Role],
     config: Config,
 ) -> Pairing:
     """Pairs templates of both sides; what names and shapes leave ambiguous stays unpaired."""
-    work = _Work(dict(leaf_roles), dict(tensor_roles))
+    work = Pairing(dict(leaf_roles), dict(tensor_roles))
     work.by_name()
     work.by_role()
     work.by_parts()
     work.norms_by_zone()
     work.left_over()
     work.tie(config)
-    return Pairing(
-        work.pairs, {t: work.options(t) for t in work.leaves}, list(work.tensors)
-    )
+    return work
 
 
 @dataclass
-class _Work:
+class Pairing:
+    """The pairs found, and what is unpaired on either side."""
+
     leaves: dict[Template, Role]
     tensors: dict[Template, Role]
     pairs: list[Pair] = field(default_factory=list)
@@ -118,18 +109,13 @@ class _Work:
 
     def by_name(self) -> None:
         """The checkpoint's own name, except for the parameter word."""
-        theirs = defaultdict(list)
-        for tensor in self.tensors:
-            theirs[identity(tensor)].append(tensor)
-        mine = defaultdict(list)
-        for leaf in self.leaves:
-            mine[identity(leaf)].append(leaf)
-        for key, leaves in mine.items():
-            if len(leaves) == len(theirs[key]) == 1:
-                tensor = theirs[key][0]
-                role = self.tensors[tensor]
+        theirs = _grouped(self.tensors, identity)
+        for key, leaves in _grouped(self.leaves, identity).items():
+            tensors = theirs.get(key, [])
+            if len(leaves) == len(tensors) == 1:
+                role = self.tensors[tensors[0]]
                 suffix = "" if role.base == "?" else f", {role}"
-                self.take(leaves, [tensor], role, f"the same name{suffix}", 0.95)
+                self.take(leaves, tensors, role, f"the same name{suffix}", 0.95)
 
     def by_role(self) -> None:
         for loose in (False, True):
@@ -146,16 +132,16 @@ class _Work:
 
     def by_parts(self) -> None:
         for role in _fused_roles([*self.leaves.values(), *self.tensors.values()]):
-            parts = _parts(role, self.tensors)
-            whole = [t for t, r in self.leaves.items() if r == role]
-            if len(whole) == 1 and parts:
+            leaf, tensor = (
+                [t for t, r in side.items() if r == role]
+                for side in (self.leaves, self.tensors)
+            )
+            if len(leaf) == 1 and (parts := _parts(role, self.tensors)):
                 why = f"the leaf is {role}, the checkpoint has the parts"
-                self.take(whole, parts, role, why, 0.9)
-            parts = _parts(role, self.leaves)
-            whole = [t for t, r in self.tensors.items() if r == role]
-            if len(whole) == 1 and parts:
+                self.take(leaf, parts, role, why, 0.9)
+            if len(tensor) == 1 and (parts := _parts(role, self.leaves)):
                 why = f"the checkpoint has {role}, the leaves are its parts"
-                self.take(parts, whole, role, why, 0.9)
+                self.take(parts, tensor, role, why, 0.9)
 
     def norms_by_zone(self) -> None:
         """`attn_norm`, neither before nor after by name: the only norm around attention on the other side."""
@@ -185,13 +171,11 @@ class _Work:
                 mutual = _nearest(best, rivals) if by_name else _only(rivals)
                 if mutual is not leaf:
                     continue
-                role = self.tensors[best]
+                why = "the only ones left that fit each other"
                 if by_name:
                     why = "the names are nearest to each other"
-                    self.take([leaf], [best], role, why, 0.6)
-                else:
-                    why = "the only ones left that fit each other"
-                    self.take([leaf], [best], role, why, 0.7)
+                confidence = 0.6 if by_name else 0.7
+                self.take([leaf], [best], self.tensors[best], why, confidence)
 
     def options(self, leaf: Template) -> list[Template]:
         """The unpaired tensors that match this leaf's number of elements and role."""
@@ -243,11 +227,19 @@ def _parts(role: Role, roles: Mapping[Template, Role]) -> list[Template]:
     return out
 
 
-def _by_role(roles: Mapping[Template, Role], loose: bool) -> dict[Role, list[Template]]:
-    out: dict[Role, list[Template]] = defaultdict(list)
-    for template, role in roles.items():
-        out[replace(role, expert=False) if loose else role].append(template)
+def _grouped(
+    items: Iterable[Template], key: Callable[[Template], Any]
+) -> dict[Any, list[Template]]:
+    out: dict[Any, list[Template]] = defaultdict(list)
+    for item in items:
+        out[key(item)].append(item)
     return out
+
+
+def _by_role(roles: Mapping[Template, Role], loose: bool) -> dict[Role, list[Template]]:
+    return _grouped(
+        roles, lambda t: replace(roles[t], expert=False) if loose else roles[t]
+    )
 
 
 def _same_places(
@@ -667,7 +659,7 @@ def _right(pair: Pair, layout: _Layout, conv1d: bool) -> str:
 # Lines to copy.
 
 _SURE = 0.85  # confidence of a pair matched by name; equal size alone is below
-_TRIED = 12  # leaves that a line is looked for
+_TRIED = 12  # pairs that a line is looked for
 _ORDERS = 60  # of leaves as the parts of a fused tensor that are tried
 _MEANINGS = {
     "n": "heads",
@@ -693,13 +685,10 @@ def suggest(
         for named, some in ((leaves, set(open_leaves)), (tensors, set(open_tensors)))
     )
     pairs = [p for p in pair_up(left, wanted, config).pairs if p.confidence >= _SURE]
-    for path in open_leaves[:_TRIED]:
-        for pair in pairs:
-            if any(path in t.members.values() for t in pair.leaves):
-                found = candidates(pair, config, False, False)
-                if len(found) == 1:
-                    return found[0].line
-                break
+    for pair in pairs[:_TRIED]:
+        found = candidates(pair, config, False, False)
+        if len(found) == 1:
+            return found[0].line
     return ""
 
 
@@ -730,25 +719,12 @@ def nearest(
 
 def legend(lines: Iterable[str], config: Config) -> str:
     """What the letters in these lines stand for, with their sizes in this model."""
-    axes = [line.partition(" : ")[2] for line in lines]
-    letters = set(re.findall(r"[A-Za-z_]\w*", " ".join(axes)))
+    axes = " ".join(line.partition(" : ")[2] for line in lines)
+    letters = set(re.findall(r"[A-Za-z_]\w*", axes))
     sizes = convention(config)
-    known = [
-        f"{a}={sizes[a]} {_MEANINGS[a]}"
-        for a in _MEANINGS
-        if a in letters and a in sizes
-    ]
-    parts = [f"{', '.join(known)} (of config.json)"] if known else []
-    if any("{i}" in line for line in lines):
-        parts.append("i the layer")
-    if any("{e}" in line for line in lines):
-        parts.append("e the expert")
-    out = f"in these lines: {', '.join([*parts, 'any other letter' if parts else 'a letter'])} an axis of any size"
-    if any("(" in a for a in axes):
-        out += "; `(a b)` is one dimension, b running fastest"
-    if any("[" in a for a in axes):
-        out += "; `[a|b]` are parts side by side, in the order of the names in brackets (exchange those for another)"
-    return out
+    known = [f"{a}={sizes[a]} {_MEANINGS[a]}" for a in sizes if a in letters]
+    given = f"{', '.join(known)} (of config.json), " if known else ""
+    return f"in these lines: {given}any other letter an axis of any size"
 
 
 def _roles_of(named: Mapping[str, Any]) -> dict[Template, Role]:
@@ -814,25 +790,23 @@ def lines_for_parts(
     heads = [known.get("n", 1), known.get("k", 1), known.get("k", 1)]
     shares = heads if role.base == "qkv" else [1] * len(FUSED[role.base])
     sizes = [tensor.elements * share / sum(shares) for share in shares]
-    groups: dict[tuple[Any, ...], list[Template]] = defaultdict(list)
-    for leaf, own in leaves.items():
-        if leaf.elements in sizes:
-            word = leaf.pieces[-1].rpartition(".")[2]
-            groups[own.bias, len(leaf.shape), leaf.kinds, word].append(leaf)
-    out: list[Offer] = []
-    # first the leaves that are just as many as the parts, of the kind that the tensor is
-    for _, members in sorted(
-        groups.items(), key=lambda g: (len(g[1]) != len(sizes), g[0][0] != role.bias)
-    ):
-        orders = (
-            order
-            for order in itertools.permutations(members, len(sizes))
-            if [t.elements for t in order] == sizes
-        )
-        for order in itertools.islice(orders, _ORDERS):
-            pair = Pair(order, (tensor,), role)
-            out += [(pair, c) for c in candidates(pair, config, conv1d, False)]
-    return out
+    fits = [leaf for leaf in leaves if leaf.elements in sizes]
+    # leaves of the kind that the tensor is come first
+    fits.sort(key=lambda leaf: leaves[leaf].bias != role.bias)
+
+    def alike(leaf: Template) -> object:
+        word = leaf.pieces[-1].rpartition(".")[2]
+        return leaves[leaf].bias, len(leaf.shape), leaf.kinds, word
+
+    orders = (
+        order
+        for order in itertools.permutations(fits, len(sizes))
+        if [t.elements for t in order] == sizes and len(set(map(alike, order))) == 1
+    )
+    pairs = [
+        Pair(order, (tensor,), role) for order in itertools.islice(orders, _ORDERS)
+    ]
+    return [(p, c) for p in pairs for c in candidates(p, config, conv1d, False)]
 
 
 def shown(found: Sequence[Candidate], most: int) -> list[str]:

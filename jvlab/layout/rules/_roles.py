@@ -238,55 +238,32 @@ def words(text: str) -> list[list[str]]:
 _ATTENTION = {"attn", "attention", "mha", "selfattn", "selfattention", "mixer"}
 _MLP = {"mlp", "ffn", "ffw", "feedforward", "moe", "experts", "expert", "ff", "feed"}
 _NORM = re.compile(r"(ln|norm|layernorm|rmsnorm|layer_norm|rms|lnorm)\d*$")
-_ROLE_WORDS: tuple[tuple[str, str, frozenset[str]], ...] = (
-    ("attn", "qkv", frozenset({"qkv", "wqkv"})),
-    ("attn", "kv", frozenset({"kv", "wkv"})),
-    ("attn", "q", frozenset({"q", "query", "queries", "wq"})),
-    ("attn", "k", frozenset({"k", "key", "keys", "wk"})),
-    ("attn", "v", frozenset({"v", "value", "values", "val", "wv"})),
-    (
-        "attn",
-        "o",
-        frozenset({"o", "out", "output", "wo", "dense", "proj", "vec", "merge"}),
-    ),
-    ("mlp", "router", frozenset({"router", "routing"})),
-    ("mlp", "gate_up", frozenset({"gateup", "w13", "gating"})),
-    ("mlp", "gate", frozenset({"gate", "w1", "wg"})),
-    ("mlp", "up", frozenset({"up", "w3", "fc", "fc1", "wi", "wu", "linear1", "in"})),
-    (
-        "mlp",
-        "down",
-        frozenset(
-            {
-                "down",
-                "w2",
-                "wo",
-                "fc2",
-                "wd",
-                "linear2",
-                "linear",
-                "out",
-                "output",
-                "proj",
-            }
-        ),
-    ),
-)
-_PHRASES = {  # whole segments whose words mislead
-    "c_attn": "qkv",
-    "query_key_value": "qkv",
-    "in_proj": "qkv",
-    "key_value": "kv",
-    "wi_0": "gate",
-    "wi_1": "up",
-    "h_to_4h": "up",
-    "dense_h_to_4h": "up",
-    "dense_4h_to_h": "down",
-    "c_fc": "up",
-    "fc_in": "up",
-    "fc_out": "down",
-    "gate_up_proj": "gate_up",
-    "gate_up": "gate_up",
+# (zone, role) → the words that name it
+_ROLE_WORDS = {
+    ("attn", "qkv"): "qkv wqkv",
+    ("attn", "kv"): "kv wkv",
+    ("attn", "q"): "q query queries wq",
+    ("attn", "k"): "k key keys wk",
+    ("attn", "v"): "v value values val wv",
+    ("attn", "o"): "o out output wo dense proj vec merge",
+    ("mlp", "router"): "router routing",
+    ("mlp", "gate_up"): "gateup w13 gating",
+    ("mlp", "gate"): "gate w1 wg",
+    ("mlp", "up"): "up w3 fc fc1 wi wu linear1 in",
+    ("mlp", "down"): "down w2 wo fc2 wd linear2 linear out output proj",
+}
+# whole segments whose words mislead
+_PHRASES = {
+    phrase: role
+    for role, phrases in {
+        "qkv": "c_attn query_key_value in_proj",
+        "kv": "key_value",
+        "gate": "wi_0",
+        "up": "wi_1 h_to_4h dense_h_to_4h c_fc fc_in",
+        "down": "dense_4h_to_h fc_out",
+        "gate_up": "gate_up_proj gate_up",
+    }.items()
+    for phrase in phrases.split()
 }
 
 
@@ -377,8 +354,8 @@ def _named(segment: set[str], zone: str) -> list[str]:
     """The roles that these words may name in this zone, or in any if it is not known."""
     return [
         base
-        for where, base, known in _ROLE_WORDS
-        if segment & known and zone in ("", where)
+        for (where, base), known in _ROLE_WORDS.items()
+        if zone in ("", where) and not segment.isdisjoint(known.split())
     ]
 
 

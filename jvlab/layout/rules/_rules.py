@@ -27,6 +27,7 @@ from jvlab.layout.rules._syntax import (
     Rule,
     Wild,
     arity,
+    changed,
     chosen_parts,
     name_has_choice,
     walk_axes,
@@ -46,122 +47,39 @@ Config = Mapping[str, Any] | None  # a model's config.json
 Leaves = Mapping[str, HasShape]
 Tensors = Mapping[str, CheckpointTensor]
 
-# Names with holes, matched in bounded time: numbers `{i}`, any text `{x*}`, choices `[q|k]`.
+# Names with holes: numbers `{i}`, any text `{x*}`, choices `[q|k]`.
 
 Captured = dict[str, int | str]  # {i} under "i", {x*} under "x*"
-_NUMBER = "0|[1-9][0-9]*"
-_ONE_NUMBER = re.compile(_NUMBER)
-_DIGITS = 18  # of a number in a name; it fits a 64-bit index
+_LONGEST_NAME = 4096  # of a leaf or a tensor; with two `{x*}` in a rule's name, matching takes its square
 
 
 def matcher(parts: Sequence[Part], k: int) -> Callable[[str], Captured | None]:
-    """A function from a name to what it captures under choice k, or None.
-
-    Greedy from left to right, as in a regular expression. With several `{x*}` or adjacent numbers an expression could
-    backtrack exponentially: these are matched by dynamic programming, in time parts × length.
-    """
-    flat = list(chosen_parts(parts, k))
-    holes = [p for p in flat if not isinstance(p, str)]
-    wild = sum(isinstance(p, Wild) for p in holes)
-    adjacent = any(
-        not isinstance(a, str) and not isinstance(b, str)
-        for a, b in itertools.pairwise(flat)
-    )
-    distinct = len(set(map(_group, holes))) == len(holes)
-    if distinct and (wild > 1 or adjacent):
-        return lambda text: _walk(flat, text)
-    pattern = re.compile(_expression(flat), re.DOTALL)
-
-    def match(text: str) -> Captured | None:
-        found = pattern.fullmatch(text)
-        if found is None:
-            return None
-        return _captured((hole, found[_group(hole)]) for hole in holes)
-
-    return match
-
-
-def _group(hole: Index | Wild) -> str:
-    """The name of a hole's group in a regular expression."""
-    return ("w_" if isinstance(hole, Wild) else "n_") + hole.variables[0]
-
-
-def _expression(flat: Sequence[str | Index | Wild]) -> str:
-    """A repeated hole is a back-reference."""
+    """A function from a name to what it captures under choice k, or None; the first hole takes as much as it can."""
     out = []
-    seen = set()
-    for part in flat:
+    holes: dict[str, Index | Wild] = {}
+    for part in chosen_parts(parts, k):
         if isinstance(part, str):
             out.append(re.escape(part))
             continue
-        group = _group(part)
-        if group in seen:
-            out.append(f"(?P={group})")
-        else:
-            out.append(f"(?P<{group}>{'.+' if isinstance(part, Wild) else _NUMBER})")
-        seen.add(group)
-    return "".join(out)
+        number = isinstance(part, Index)
+        group = ("n_" if number else "w_") + part.variables[0]
+        pattern = "0|[1-9][0-9]{0,17}" if number else ".+"  # a 64-bit index
+        out.append(f"(?P={group})" if group in holes else f"(?P<{group}>{pattern})")
+        holes[group] = part
+    expression = re.compile("".join(out), re.DOTALL)
 
-
-def _captured(found: Iterable[tuple[Index | Wild, str]]) -> Captured | None:
-    """What holes captured; None if a number is longer than any index."""
-    out: Captured = {}
-    for hole, text in found:
-        if isinstance(hole, Wild):
-            out[hole.name + "*"] = text
-        elif len(text) > _DIGITS:
+    def match(text: str) -> Captured | None:
+        found = expression.fullmatch(text, 0, _LONGEST_NAME)
+        if found is None or len(text) > _LONGEST_NAME:
             return None
-        else:
-            out[hole.variables[0]] = int(text)
-    return out
+        return {
+            f"{hole.name}*" if isinstance(hole, Wild) else hole.variables[0]: (
+                found[group] if isinstance(hole, Wild) else int(found[group])
+            )
+            for group, hole in holes.items()
+        }
 
-
-def _walk(flat: Sequence[str | Index | Wild], text: str) -> Captured | None:
-    """Backwards: where may each part start so that the rest matches? Then forwards, longest match first."""
-    size = len(text)
-    # after the last part, only the end of the text
-    starts: list[bytearray] = [bytearray(size) + b"\x01"]
-    for part in reversed(flat):
-        starts.append(_starts(part, text, starts[-1]))
-    starts.reverse()
-    if not starts[0][0]:
-        return None
-    found = []
-    at = 0
-    for part, after in zip(flat, starts[1:], strict=True):
-        end = next(end for end in _ends(part, text, at) if after[end])
-        if not isinstance(part, str):
-            found.append((part, text[at:end]))
-        at = end
-    return _captured(found)
-
-
-def _starts(part: str | Index | Wild, text: str, after: bytearray) -> bytearray:
-    """The positions at which this part may start, given those at which it may end."""
-    out = bytearray(len(text) + 1)
-    if isinstance(part, Wild):
-        last = after.rfind(1)
-        out[: max(last, 0)] = b"\x01" * max(last, 0)
-    elif isinstance(part, str):
-        found = text.find(part)
-        while found >= 0:
-            out[found] = after[found + len(part)]
-            found = text.find(part, found + 1)
-    else:
-        for start in range(len(text)):
-            out[start] = any(after[end] for end in _ends(part, text, start))
-    return out
-
-
-def _ends(part: str | Index | Wild, text: str, start: int) -> range:
-    """Where a part that starts here may end, the longest first."""
-    if isinstance(part, str):
-        end = start + len(part)
-        return range(end, end - 1, -1)
-    if isinstance(part, Wild):
-        return range(len(text), start, -1)
-    found = _ONE_NUMBER.match(text, start, start + _DIGITS)
-    return range(found.end() if found else start, start, -1)
+    return match
 
 
 # The numpy executor of a binding and its inverse: the reference that every faster one is tested against.
@@ -175,11 +93,6 @@ def _view(
     shape = [size for size, _, _ in dims]
     strides = [array.strides[dim] * step for _, dim, step in dims]
     return np.lib.stride_tricks.as_strided(corner, shape, strides)
-
-
-def _tensor_view(b: Binding, tensor: np.ndarray) -> np.ndarray:
-    dims = [(a.size, a.tensor_dim, a.tensor_step) for a in b.axes]
-    return _view(tensor, b.tensor_start, dims)
 
 
 def _views(
@@ -197,14 +110,22 @@ def _views(
             leaf=b.leaf,
             tensor=b.tensor,
         )
-    dims = [(a.size, a.leaf_dim, a.leaf_step) for a in b.axes]
-    return _view(leaf, b.leaf_start, dims), _tensor_view(b, tensor)
+    mine = [(a.size, a.leaf_dim, a.leaf_step) for a in b.axes]
+    theirs = [(a.size, a.tensor_dim, a.tensor_step) for a in b.axes]
+    return _view(leaf, b.leaf_start, mine), _view(tensor, b.tensor_start, theirs)
+
+
+def values_of(
+    b: Binding, leaf: np.ndarray, tensor: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """What the binding makes of the leaf, and the tensor's values in its place."""
+    mine, theirs = _views(b, leaf, tensor)
+    return _shift(mine, b.add), theirs
 
 
 def apply_binding(binding: Binding, leaf: np.ndarray, tensor: np.ndarray) -> None:
     """Writes the binding's part of the checkpoint tensor from the leaf: the reference for every faster executor."""
-    source, target = _views(binding, leaf, tensor)
-    values = _shift(source, binding.add)
+    values, target = values_of(binding, leaf, tensor)
     if binding.cast:
         values = values.astype(numpy_dtype(binding.cast))
     target[...] = values.astype(tensor.dtype)
@@ -225,14 +146,6 @@ def _shift(values: np.ndarray, add: float) -> np.ndarray:
     else:
         wide = np.dtype(np.float32)
     return values.astype(wide) + add
-
-
-def mark_binding(binding: Binding, count: np.ndarray) -> bool:
-    """Adds one to every element of `count` that the binding fills; True if one of them was counted before."""
-    view = _tensor_view(binding, count)
-    met = bool(view.any())
-    view += 1
-    return met
 
 
 # Axis sizes of a rule, solved from `where`, then from shapes, then from the config by convention.
@@ -278,17 +191,14 @@ def _config_size(axis: str, word: str, config: Mapping[str, Any]) -> int:
     value = config.get(word)
     if value is None:
         raise Unfit("size", f"`where {axis}={word}…`: the config has no `{word}`")
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or value != value
-        or value != int(value)
-    ):
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if type(value) is not int:
         raise Unfit(
             "size",
             f"`where {axis}={word}…`: `{word}` of the config is not a whole number",
         )
-    return int(value)
+    return value
 
 
 def terms_of(dim: Dim) -> list[tuple[str, ...]]:
@@ -314,15 +224,7 @@ def size_of(terms: Iterable[Sequence[str]], sizes: Mapping[str, int]) -> int:
 
 def resolve(dims: Sequence[Dim], k: int) -> tuple[Dim, ...]:
     """The pattern of choice k alone: every `[..|..]` replaced by its k-th part."""
-    out: list[Dim] = []
-    for dim in dims:
-        if isinstance(dim, Cat):
-            out.append(Merged(dim.options[k]))
-        elif isinstance(dim, Merged):
-            out.append(Merged(resolve(dim.items, k)))
-        else:
-            out.append(dim)
-    return tuple(out)
+    return changed(dims, lambda d: Merged(d.options[k]) if isinstance(d, Cat) else d)
 
 
 @dataclass
@@ -348,11 +250,9 @@ class Solver:
             self.sizes[free] = usual[free]
         unknown = sorted(names - set(self.sizes))
         if unknown:
-            one = unknown[0]
-            raise Unfit(
-                "size",
-                f"the size of axis {', '.join(f'`{a}`' for a in unknown)} is open: add `where {one}=…`",
-            )
+            listed = ", ".join(f"`{a}`" for a in unknown)
+            what = f"the size of axis {listed} is open: add `where {unknown[0]}=…`"
+            raise Unfit("size", what)
         for monomials, total, where in terms:
             got = size_of(monomials, self.sizes)
             if got > _LARGEST:
@@ -377,40 +277,36 @@ class Solver:
         return self.sizes
 
     def _where(self, names: set[str]) -> bool:
+        """Sizes that `where` gives by now; whether there was a new one."""
         config = config_lookup(self.config)
         found = False
         for size in self.rule.sizes:
             if size.name in self.sizes or not size.factors:
                 continue
             value = 1
-            ready = True
             for op, word in size.factors:
-                if word not in names and not word.isdigit():
-                    operand = _config_size(size.name, word, config)
+                if word.isdigit():
+                    operand = int(word)
+                elif word in names:
+                    operand = self.sizes.get(word)
                 else:
-                    operand = int(word) if word.isdigit() else self.sizes.get(word)
+                    operand = _config_size(size.name, word, config)
                 if operand is None:
-                    ready = False
                     break
-                value = (
-                    value * operand
-                    if op == "*"
-                    else self._divide(size.name, value, operand)
-                )
+                about = f"the size of `{size.name}` is"
+                if op == "*":
+                    value *= operand
+                elif operand == 0 or value % operand:
+                    what = f"{about} {value}/{operand}, not an integer"
+                    raise Unfit("size", what)
+                else:
+                    value //= operand
                 if value > _LARGEST:
-                    raise Unfit(
-                        "size", f"the size of `{size.name}` is more than any array has"
-                    )
-            if ready:
+                    raise Unfit("size", f"{about} more than any array has")
+            else:
                 self.sizes[size.name] = value
                 found = True
         return found
-
-    @staticmethod
-    def _divide(name: str, value: int, by: int) -> int:
-        if by == 0 or value % by:
-            raise Unfit("size", f"the size of `{name}` is {value}/{by}, not an integer")
-        return value // by
 
     def _one_unknown(self, term: tuple[list[tuple[str, ...]], int, str]) -> bool:
         monomials, total, where = term
@@ -532,10 +428,10 @@ class Compiled:
         self.choices = range(arity(rule))
         self.leaf_choice = name_has_choice([rule.leaf])
         self.tensor_choice = name_has_choice(rule.tensors)
-        concatenated = (not self.leaf_choice and any(walk_brackets(rule.left))) or (
+        # the choices share a leaf or a tensor, so they are solved together
+        self.joint = (not self.leaf_choice and any(walk_brackets(rule.left))) or (
             not self.tensor_choice and any(walk_brackets(rule.right))
         )
-        self.joint = len(self.choices) > 1 and concatenated
         names = (rule.leaf,) if rule.leaf else rule.tensors
         matched = self.choices if name_has_choice(names) else range(1)
         self.patterns = [(k, matcher(name.parts, k)) for name in names for k in matched]

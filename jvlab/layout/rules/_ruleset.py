@@ -14,8 +14,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jvlab._errors import ConfigError, CoverageError
+from jvlab._errors import ConfigError, CoverageError, RuleError
+from jvlab._files import parse_object, read_bounded
 from jvlab._units import how_many
+from jvlab.layout._boxes import Strided, partition_defects
+from jvlab.layout._compose import row_major, tensor_box
 from jvlab.layout._types import Binding, CheckpointTensor
 from jvlab.layout.rules._builtin_texts import POLICY, PRESETS
 from jvlab.layout.rules._candidates import fitting, nearest, suggest
@@ -27,41 +30,24 @@ from jvlab.layout.rules._rules import (
     RuleProblem,
     Tensors,
     bind_group,
-    mark_binding,
 )
-from jvlab.layout.rules._syntax import Ax, Index, Part, Rule, name_text, parse_rule
+from jvlab.layout.rules._syntax import Ax, Rule, name_text, parse_rule
 
 # Rules of a tree with stacked layers, derived from those of the unstacked tree.
+_LAYER = re.compile(r"[._]*\{i\}")
 
 
-def stacked(rules: Iterable[Rule], axis: int = 0) -> tuple[Rule, ...]:
-    """The rules of the same tree scanned over layers: `layers.{i}.x` → `layers.x` with the new axis `i` at `axis`."""
-
-    def without(parts: tuple[Part, ...]) -> tuple[Part, ...] | None:
-        for at, part in enumerate(parts):
-            if isinstance(part, Index) and part.terms == ((1, "i"),):
-                before = parts[at - 1] if at else ""
-                after = parts[at + 1] if at + 1 < len(parts) else ""
-                if not isinstance(before, str) or not isinstance(after, str):
-                    return None
-                joined = before.rstrip("._") + after
-                return (
-                    *parts[: max(at - 1, 0)],
-                    *([joined] if joined else []),
-                    *parts[at + 2 :],
-                )
-        return None
-
+def stacked(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """The rules of the same tree scanned over layers: `layers.{i}.x` → `layers.x` with the new first axis `i`."""
     out = []
     for rule in rules:
-        parts = without(rule.leaf.parts) if rule.leaf else None
-        if parts is None or not rule.leaf:
-            out.append(rule)
-            continue
-        left = (*rule.left[:axis], Ax("i"), *rule.left[axis:])
-        made = replace(rule, leaf=replace(rule.leaf, parts=parts), left=left)
-        # parsed again from its own text, so that it is checked and its errors point into that text
-        out.append(parse_rule(str(made), rule.line))
+        leaf = name_text(rule.leaf) if rule.leaf else ""
+        scanned = _LAYER.sub("", leaf)
+        if scanned != leaf:
+            left = (Ax("i"), *rule.left)
+            rest = str(replace(rule, left=left)).removeprefix(leaf)
+            rule = parse_rule(scanned + rest, rule.line)
+        out.append(rule)
     return tuple(out)
 
 
@@ -186,39 +172,31 @@ class Rules:
     @classmethod
     def from_json(cls, text: str) -> Rules:
         """Reads what `to_json` wrote."""
+        notes: dict[str, tuple[str, float]] = {}
+        warnings: dict[str, str] = {}
+        rules = []
         try:
-            data = json.loads(text)
+            data = parse_object(text.encode())
             if data["version"] != _FORMAT:
-                was = repr(data["version"])[:40]
-                raise ConfigError(
-                    f"rules of format {was}",
-                    remedy=f"this jvlab reads format {_FORMAT}",
-                )
+                raise ValueError(f"its version is {data['version']!r}, not {_FORMAT}")
             _bound(len(data["rules"]))
-            entries = [_entry(e) for e in data["rules"]]
-        except (
-            KeyError,
-            TypeError,
-            AttributeError,
-            ValueError,
-            RecursionError,
-        ) as e:  # a JSONDecodeError is a ValueError
-            if isinstance(e, ConfigError):
-                raise
+            for number, entry in enumerate(data["rules"], 1):
+                rule = parse_rule(entry["rule"], number)
+                rules.append(rule)
+                confidence = float(entry.get("confidence", 1.0))
+                if not 0 <= confidence <= 1:
+                    raise ValueError("a confidence is a number from 0 to 1")
+                if reason := entry.get("reason"):
+                    notes[str(rule)] = (str(reason), confidence)
+                if warning := entry.get("warning"):
+                    warnings[str(rule)] = str(warning)
+        except (ConfigError, RuleError):
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as e:
             raise ConfigError(
                 f"this is not a rule set in JSON: {type(e).__name__}: {str(e)[:200]}",
                 remedy='expected {"version": 1, "rules": [{"rule": "leaf -> tensor"}, …]}; plain text: Rules.parse',
             ) from e
-        rules = []
-        notes = {}
-        warnings = {}
-        for number, (text, reason, confidence, warning) in enumerate(entries, 1):
-            rule = parse_rule(text, number)
-            rules.append(rule)
-            if reason:
-                notes[str(rule)] = (reason, confidence)
-            if warning:
-                warnings[str(rule)] = warning
         return cls(rules, notes, warnings)
 
     def to_json(self) -> str:
@@ -243,13 +221,7 @@ class Rules:
         """Reads a rule file: JSON if it is named so, text otherwise."""
         path = Path(path)
         try:
-            size = path.stat().st_size
-            if size > _FILE_BYTES:
-                raise ConfigError(
-                    f"{path} has {size:,} bytes, too many for rules",
-                    remedy=f"rule files have at most {_FILE_BYTES:,} bytes; give the path of a file from Rules.save",
-                )
-            text = path.read_text(encoding="utf-8")
+            text = read_bounded(path, _FILE_BYTES, "a rule file").decode()
         except (OSError, UnicodeDecodeError) as e:
             raise ConfigError(
                 f"rule file {path} cannot be read: {e}",
@@ -345,14 +317,13 @@ class Rules:
     def _without_effect(self, leaves: Leaves, tensors: Tensors) -> list[RuleProblem]:
         """Rules that match no leaf, or declare a tensor unused that is not there."""
         kept = self.effective(leaves, tensors)
-        used = set(map(str, kept))
-        wrong = [r for r in self.rules if str(r) not in used]
+        wrong = [r for r in self.rules if r not in kept.rules]
         if not wrong:
             return []
-        free = dict(leaves)
-        for path, found in _matches([Compiled(r) for r in kept if r.leaf], leaves):
-            if found:
-                del free[path]
+        mine = [Compiled(r) for r in kept if r.leaf]
+        free = {
+            path: leaves[path] for path, found in _matches(mine, leaves) if not found
+        }
         out = []
         for rule in wrong:
             if rule.leaf:
@@ -367,16 +338,15 @@ class Rules:
 
     def effective(self, leaves: Iterable[str], tensors: Iterable[str]) -> Rules:
         """Without the rules that match nothing here: a set for many models has some for others."""
-        compiled = [Compiled(r) for r in self.rules]
         sides = (
-            ([c for c in compiled if c.rule.leaf], leaves),
-            ([c for c in compiled if not c.rule.leaf], tensors),
+            ([r for r in self.rules if r.leaf], leaves),
+            ([r for r in self.rules if not r.leaf], tensors),
         )
-        used = set()
+        used: set[Rule] = set()
         for mine, names in sides:
-            for _, found in _matches(mine, names) if mine else ():
-                used |= {mine[r].text for r, _ in found}
-        kept = (r for r in self.rules if str(r) in used)
+            for _, found in _matches(list(map(Compiled, mine)), names):
+                used |= {mine[r] for r, _ in found}
+        kept = (r for r in self.rules if r in used)
         return Rules(kept, self.notes, self.warnings)
 
     def bind(
@@ -468,22 +438,6 @@ def _bound(count: int) -> None:
         )
 
 
-def _entry(entry: Mapping[str, Any]) -> tuple[str, str, float, str]:
-    """A rule of a JSON file, its reason, its confidence and its warning."""
-    rule = entry["rule"]
-    reason = entry.get("reason", "")
-    warning = entry.get("warning", "")
-    confidence = float(entry.get("confidence", 1.0))
-    if (
-        not all(isinstance(x, str) for x in (rule, reason, warning))
-        or not 0 <= confidence <= 1
-    ):
-        raise TypeError(
-            "a rule, its reason and its warning are text, its confidence is a number from 0 to 1"
-        )
-    return rule, reason, confidence, warning
-
-
 def _matches(
     compiled: Sequence[Compiled], names: Iterable[str]
 ) -> Iterator[tuple[str, list[tuple[int, tuple[int, Captured]]]]]:
@@ -544,49 +498,39 @@ def _coverage(
             continue
         shape = tuple(tensor.shape)
         size = math.prod(shape)
-        total = sum(math.prod(a.size for a in b.axes) for b in parts)
-        # a rule is one-to-one, so one binding of the full size fills it
-        if len(parts) == 1 and total == size:
-            continue
         kind = "gap"
         if not parts:
             what = ": no leaf fills it"
-        elif total > size or _collide(parts, shape):
-            kind = "overlap"
-            who = ", ".join(f"{b.leaf} by `{b.rule}`" for b in parts[:4])
-            what = f" is filled twice: {who}"
-        elif total < size:
-            who = ", ".join(b.leaf for b in parts[:4])
-            what = f": {total} of {size} elements filled, by {who}"
-        else:
+        # a rule is one-to-one, so one binding of the full size fills it
+        elif len(parts) == 1 and math.prod(a.size for a in parts[0].axes) == size:
             continue
+        else:
+            missing, extra = _partition(parts, shape)
+            if not missing and not extra:
+                continue
+            who = ", ".join(b.leaf for b in parts[:4])
+            what = f": {size - missing} of {size} elements filled, by {who}"
+            if extra:
+                kind = "overlap"
+                who = ", ".join(f"{b.leaf} by `{b.rule}`" for b in parts[:4])
+                what = f" is filled twice: {who}"
         whole = f"tensor {tensor.name} {shape}{what}"
         out.append(RuleProblem(kind, whole, tensor=tensor.name))
     return out
 
 
-def _collide(parts: Sequence[Binding], shape: tuple[int, ...]) -> bool:
-    """Do any two bindings fill the same element? Boxes first; marking each element only where boxes meet."""
-    if len({b.rule for b in parts}) == 1 and len(
-        {(b.tensor_start) for b in parts}
-    ) == len(parts):
-        # the parts of one rule start apart and are disjoint by its construction
-        return False
-    boxes = []
-    for b in parts:
-        stop = list(b.tensor_start)
-        for a in b.axes:
-            stop[a.tensor_dim] += (a.size - 1) * a.tensor_step
-        boxes.append((np.array(b.tensor_start), np.array(stop)))
-    meet = any(
-        bool(np.all(a0 <= b1) and np.all(b0 <= a1))
-        for j, (a0, a1) in enumerate(boxes)
-        for b0, b1 in boxes[j + 1 :]
+def _partition(parts: Sequence[Binding], shape: tuple[int, ...]) -> tuple[int, int]:
+    """How many elements of a tensor no binding fills, and how many several do."""
+    boxes = [tensor_box(shape, b.tensor_start, b.axes) for b in parts]
+    width = max((len(box.sizes) for box in boxes), default=0)
+    pad = lambda row, fill: (*row, *[fill] * (width - len(row)))
+    missing, extra, _ = partition_defects(
+        Strided(0, shape, row_major(shape)),
+        np.array([box.offset for box in boxes], np.int64),
+        np.array([pad(box.sizes, 1) for box in boxes], np.int64),
+        np.array([pad(box.strides, 0) for box in boxes], np.int64),
     )
-    if not meet:
-        return False
-    count = np.zeros(shape, np.uint8)
-    return any(mark_binding(b, count) for b in parts)
+    return missing, extra
 
 
 _KINDS = {  # one of a kind, and several

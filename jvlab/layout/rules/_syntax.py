@@ -11,6 +11,7 @@ a, b     the same values to two tensors (tied); `b?`: only if the checkpoint has
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +33,6 @@ DTYPES = (
     "uint8",
 )
 _AROUND = 120  # characters of a long line shown on each side of the caret
-BARE = re.compile(r"[A-Za-z0-9_./~\-]")
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,7 @@ class Cat:
 
 Part = str | Index | Wild | Pick
 Dim = Ax | Merged | Cat
+PLAIN: tuple[Dim, ...] = (Ax("..."),)  # a copy: no axes are written
 
 
 @dataclass(frozen=True)
@@ -130,8 +131,8 @@ class Rule:
 
     leaf: Name | None
     tensors: tuple[Name, ...]
-    left: tuple[Dim, ...] = (Ax("..."),)
-    right: tuple[Dim, ...] = (Ax("..."),)
+    left: tuple[Dim, ...] = PLAIN
+    right: tuple[Dim, ...] = PLAIN
     sizes: tuple[Size, ...] = ()
     add: float = 0.0
     cast: str | None = None
@@ -220,6 +221,18 @@ def walk_brackets(items: Sequence[Part] | Sequence[Dim]) -> Iterator[Pick | Cat]
             yield from walk_brackets(item.items)
 
 
+def changed(dims: Sequence[Dim], change: Callable[[Dim], Dim]) -> tuple[Dim, ...]:
+    """The pattern with each axis and bracket as `change` makes it, the inner ones first."""
+    out: list[Dim] = []
+    for dim in dims:
+        if isinstance(dim, Merged):
+            dim = Merged(changed(dim.items, change))
+        elif isinstance(dim, Cat):
+            dim = Cat(tuple(changed(option, change) for option in dim.options))
+        out.append(change(dim))
+    return tuple(out)
+
+
 # ---------------------------------------------------------------------------------------------------- text
 
 
@@ -233,23 +246,13 @@ def _parts_text(parts: Sequence[Part]) -> str:
     for part in parts:
         match part:
             case str():
-                plain = (
-                    all(BARE.match(c) for c in part)
-                    and "->" not in part
-                    and part != "~"
-                )
-                out.append(
-                    part
-                    if plain
-                    else '"' + part.replace("\\", "\\\\").replace('"', '\\"') + '"'
-                )
+                plain = _RUN.fullmatch(part) and part != "~"
+                escaped = part.replace("\\", "\\\\").replace('"', '\\"')
+                out.append(part if plain else f'"{escaped}"')
             case Index():
                 terms = [v if c == 1 else f"{c}*{v}" for c, v in part.terms]
-                out.append(
-                    "{"
-                    + "+".join(terms + ([str(part.const)] if part.const else []))
-                    + "}"
-                )
+                terms += [str(part.const)] if part.const else []
+                out.append("{" + "+".join(terms) + "}")
             case Wild():
                 out.append("{" + part.name + "*}")
             case Pick():
@@ -275,8 +278,7 @@ def rule_text(rule: Rule) -> str:
     """The canonical text of a rule; parsing it gives the same rule."""
     leaf = name_text(rule.leaf) if rule.leaf else "~"
     text = f"{leaf} -> {', '.join(map(name_text, rule.tensors)) or '~'}"
-    plain = (Ax("..."),)
-    if rule.left != plain or rule.right != plain:
+    if rule.left != PLAIN or rule.right != PLAIN:
         text += f" : {dims_text(rule.left)} -> {dims_text(rule.right)}"
     if rule.sizes:
         text += " where " + ", ".join(_size_text(s) for s in rule.sizes)
@@ -300,17 +302,21 @@ def _number_text(number: float) -> str:
 
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
-_INTEGER = re.compile(r"[0-9]+")
-_OPERAND = re.compile(r"[0-9]+|[A-Za-z_]\w*")
+_INTEGER = r"[0-9]{1,18}(?![0-9])"  # it fits 64 bits
+_TERM = rf"(?:(?:{_INTEGER}\*)?{_WORD.pattern}|{_INTEGER})"
+_TERMS = re.compile(rf"{_TERM}(?:\+{_TERM})*")
+_OPERAND = rf"(?:{_INTEGER}|{_WORD.pattern})"
+_FACTORS = re.compile(rf"{_OPERAND}(?:\s*[*/]\s*{_OPERAND})*")
+_FACTOR = re.compile(r"([*/]?)\s*(\w+)")
 # of a name, up to a hole, a choice, a quote or the arrow
-_RUN = re.compile(rf"(?:(?!->){BARE.pattern})+")
-_QUOTED = re.compile(r'[^"\\]+')
+_RUN = re.compile(r"(?:(?!->)[A-Za-z0-9_./~\-])+")
+_QUOTED = re.compile(r'((?:[^"\\]|\\.)*)"', re.DOTALL)
+_ESCAPED = re.compile(r"\\(.)", re.DOTALL)
+_TILDE = re.compile(r"~(?=\s|$|->)")
 
 # No model comes near these limits. They bound the time and memory of parsing untrusted text.
-MAX_LINE = 16_384  # characters
-MAX_DIGITS = 18  # of an integer: it fits 64 bits
+MAX_LINE = 4096  # characters; it also bounds choices, names, holes, axes and sizes
 MAX_DEPTH = 16  # of brackets
-MAX_MANY = 1024  # choices, names, holes, axes, sizes of one line, each
 MAX_ADD = 3.4e38  # float32 holds it, and with it bfloat16
 
 
@@ -325,11 +331,6 @@ class _Scanner:
 
     def fail(self, what: str, remedy: str, pos: int | None = None) -> NoReturn:
         fail(self.text, self.pos if pos is None else pos, what, remedy, self.line)
-
-    def bound(self, count: int, what: str, pos: int) -> None:
-        """Fails if there are more than any model needs."""
-        if count > MAX_MANY:
-            self.fail(f"more than {MAX_MANY} {what}", "write several rules", pos)
 
     def deeper(self, pos: int) -> None:
         self.depth += 1
@@ -371,17 +372,6 @@ class _Scanner:
         self.pos = found.end()
         return found[0]
 
-    def integer(self, what: str, remedy: str) -> int:
-        pos = self.pos
-        digits = self.match(_INTEGER, what, remedy)
-        if len(digits) > MAX_DIGITS:
-            self.fail(
-                f"a number of {len(digits)} digits",
-                f"numbers have at most {MAX_DIGITS}",
-                pos,
-            )
-        return int(digits)
-
     def _found(self) -> str:
         return (
             f", found {self.text[self.pos]!r}"
@@ -389,13 +379,20 @@ class _Scanner:
             else ", found the end of the line"
         )
 
-    def several(self, read: Callable[[], T], separator: str, what: str) -> list[T]:
+    def several(self, read: Callable[[], T], separator: str) -> tuple[T, ...]:
         """What `read` reads, once or more, with a separator between."""
         out = [read()]
         while self.take(separator):
-            self.bound(len(out) + 1, what, self.pos)
             out.append(read())
-        return out
+        return tuple(out)
+
+    def options(self, read: Callable[[], T], remedy: str) -> tuple[T, ...]:
+        """What stands between brackets."""
+        self.deeper(self.pos - 1)
+        found = self.several(read, "|")
+        self.need("]", remedy)
+        self.depth -= 1
+        return found
 
     # names
 
@@ -406,7 +403,7 @@ class _Scanner:
             self.space()
             return name
 
-        return tuple(self.several(read, ",", "names"))
+        return self.several(read, ",")
 
     def name(self, side: str) -> Name:
         pos = self.pos
@@ -422,15 +419,11 @@ class _Scanner:
         out: list[Part] = []
         while self.pos < len(self.text):
             pos = self.pos
-            self.bound(len(out), "parts of a name", pos)
             if self.take("{"):
                 out.append(self.hole(pos))
             elif self.take("["):
-                self.deeper(pos)
-                options = self.several(self.parts, "|", "choices")
-                self.need("]", "close the choice: `[q|k|v]`")
-                self.depth -= 1
-                out.append(Pick(tuple(options), pos))
+                choice = self.options(self.parts, "close the choice: `[q|k|v]`")
+                out.append(Pick(choice, pos))
             elif self.take('"'):
                 self._add(out, self.quoted(pos))
             elif run := _RUN.match(self.text, self.pos):
@@ -448,14 +441,11 @@ class _Scanner:
             out.append(text)
 
     def quoted(self, start: int) -> str:
-        text: list[str] = []
-        while not self.take('"'):
-            run = None if self.take("\\") else _QUOTED.match(self.text, self.pos)
-            if self.pos >= len(self.text):
-                self.fail("a quoted name that does not end", 'close it with `"`', start)
-            text.append(run[0] if run else self.text[self.pos])
-            self.pos += len(text[-1])
-        return "".join(text)
+        found = _QUOTED.match(self.text, self.pos)
+        if found is None:
+            self.fail("a quoted name that does not end", 'close it with `"`', start)
+        self.pos = found.end()
+        return _ESCAPED.sub(r"\1", found[1])
 
     def hole(self, start: int) -> Index | Wild:
         help_ = (
@@ -467,24 +457,16 @@ class _Scanner:
             return Wild(word[0], start)
         terms: dict[str, int] = {}
         const = 0
-        while True:
-            coefficient = 1
-            variable = ""
-            number = _INTEGER.match(self.text, self.pos) is not None
-            if number:
-                coefficient = self.integer("a number", help_)
-            if not number or self.take("*"):
-                at = self.pos
-                variable = self.match(_WORD, "the name of a capture", help_)
-                if variable in terms:
-                    self.fail(f"`{variable}` twice in one hole", help_, at)
-                self.bound(len(terms) + 1, "terms of a hole", at)
-                terms[variable] = coefficient
-            else:
-                const += coefficient
-            if not self.take("+"):
-                break
+        text = self.match(_TERMS, "the name of a capture", help_)
         self.need("}", help_)
+        for term in text.split("+"):
+            coefficient, _, variable = term.rpartition("*")
+            if variable in terms:
+                self.fail(f"`{variable}` twice in one hole", help_, start)
+            if variable.isdigit():
+                const += int(variable)
+            else:
+                terms[variable] = int(coefficient or 1)
         if not terms:
             self.fail(
                 "a hole without a capture",
@@ -507,7 +489,6 @@ class _Scanner:
             word = _WORD.match(self.text, self.pos)
             if word and not closing and word[0] in ("where", "as"):
                 break
-            self.bound(len(out), "axes", pos)
             if word:
                 self.pos = word.end()
                 out.append(Ax(word[0], pos))
@@ -530,12 +511,17 @@ class _Scanner:
                     )
                 out.append(Merged(items, pos))
             elif self.take("["):
-                out.append(self.cat(pos))
-            elif _INTEGER.match(self.text, self.pos):
-                number = self.match(_NUMBER, "a number", "")
-                if number != "1":
+                remedy = "close the concatenation: `[n h|k h|k h]`"
+                options = self.options(lambda: self.dims("|]"), remedy)
+                if not all(options):
+                    remedy = "write `1` for a part of size one"
+                    self.fail("an empty part in `[..|..]`", remedy, pos)
+                out.append(Cat(options, pos))
+            elif number := _NUMBER.match(self.text, self.pos):
+                self.pos = number.end()
+                if number[0] != "1":
                     self.fail(
-                        f"a bare size {number[:MAX_DIGITS]}",
+                        f"a bare size {number[0][:18]}",
                         "name the axis and add `where name=…`; only `1` may stand alone",
                         pos,
                     )
@@ -549,17 +535,6 @@ class _Scanner:
                 )
         return tuple(out)
 
-    def cat(self, start: int) -> Cat:
-        self.deeper(start)
-        options = self.several(lambda: self.dims("|]"), "|", "parts")
-        self.need("]", "close the concatenation: `[n h|k h|k h]`")
-        self.depth -= 1
-        if not all(options):
-            self.fail(
-                "an empty part in `[..|..]`", "write `1` for a part of size one", start
-            )
-        return Cat(tuple(options), start)
-
     # the tail
 
     def size(self) -> Size:
@@ -570,31 +545,21 @@ class _Scanner:
         self.space()
         self.need("=", help_)
         self.space()
-        if self.take("?"):
-            self.space()
-            return Size(name, (), pos)
-        factors = [("*", self.operand(help_))]
-        while True:
-            self.space()
-            op = next((o for o in "*/" if self.take(o)), None)
-            if op is None:
-                return Size(name, tuple(factors), pos)
-            self.space()
-            self.bound(len(factors) + 1, "factors of a size", pos)
-            factors.append((op, self.operand(help_)))
-
-    def operand(self, help_: str) -> str:
-        if _INTEGER.match(self.text, self.pos):
-            return str(self.integer("an integer", help_))
-        return self.match(_OPERAND, "an integer, an axis or a config key", help_)
+        factors: list[tuple[str, str]] = []
+        if not self.take("?"):
+            what = "an integer, an axis or a config key"
+            found = _FACTOR.findall(self.match(_FACTORS, what, help_))
+            factors = [(op or "*", _canonical(word)) for op, word in found]
+        self.space()
+        return Size(name, tuple(factors), pos)
 
     def tail(self) -> tuple[tuple[Size, ...], float, str | None]:
-        sizes: list[Size] = []
+        sizes: tuple[Size, ...] = ()
         add = 0.0
         cast = None
         self.space()
         if self.keyword("where"):
-            sizes = self.several(self.size, ",", "sizes")
+            sizes = self.several(self.size, ",")
         sign = next((sign for sign in "+-" if self.take(sign)), "")
         if sign:
             self.space()
@@ -616,7 +581,7 @@ class _Scanner:
                 f"unexpected {self.text[self.pos]!r}",
                 "after the axes come, in order: `where n=8`, `+ 1`, `as bfloat16`",
             )
-        return tuple(sizes), add, cast
+        return sizes, add, cast
 
 
 def parse_rule(text: str, line: int = 1) -> Rule:
@@ -686,8 +651,13 @@ def _parse(text: str, line: int) -> Rule:
     return Rule(leaf, tensors, left, right, sizes, add, cast, text, line)
 
 
+def _canonical(word: str) -> str:
+    """A number without leading zeros; a name as it is."""
+    return str(int(word)) if word.isdigit() else word
+
+
 def _tilde(scan: _Scanner) -> bool:
-    if re.compile(r"~(?=\s|$|->)").match(scan.text, scan.pos):
+    if _TILDE.match(scan.text, scan.pos):
         scan.pos += 1
         return True
     return False
@@ -709,6 +679,7 @@ def name_has_choice(names: Iterable[Name | None]) -> bool:
 def _check(rule: Rule) -> None:
     """Raises a RuleError that points at what is wrong with a parsed rule."""
     _check_brackets(rule)
+    _check_names(rule)
     _check_leaf_name(rule)
     if rule.leaf is None or not rule.tensors:
         return
@@ -769,6 +740,20 @@ def _check_brackets(rule: Rule) -> None:
         )
 
 
+def _check_names(rule: Rule) -> None:
+    """So that matching a name against them takes bounded time."""
+    for name in (rule.leaf, *rule.tensors):
+        for k in range(arity(rule)) if name else ():
+            parts = list(chosen_parts(name.parts, k))
+            for one, other in itertools.pairwise(parts):
+                if not isinstance(one, str) and not isinstance(other, str):
+                    fix = "put text between them: where one ends cannot be told"
+                    rule.fail("two holes side by side", other.pos, fix)
+            wild = [part for part in parts if isinstance(part, Wild)]
+            if len(wild) > 2:
+                rule.fail("more than two `{x*}`", wild[2].pos, "one takes any text")
+
+
 def _check_leaf_name(rule: Rule) -> None:
     for name in (rule.leaf,) if rule.leaf else rule.tensors:
         if rule.leaf is None and name.optional:
@@ -795,8 +780,7 @@ def _check_leaf_name(rule: Rule) -> None:
 
 def _check_rest(rule: Rule) -> None:
     left, right = (
-        [d for d in dims if isinstance(d, Ax) and d.name == "..."]
-        for dims in (rule.left, rule.right)
+        [d for d in dims if d == Ax("...")] for dims in (rule.left, rule.right)
     )
     for found, other in ((left, right), (right, left)):
         if len(found) > 1:
@@ -811,22 +795,10 @@ def _check_rest(rule: Rule) -> None:
 
 def _check_sums(rule: Rule) -> None:
     """`([a|b] [c|d] …)` is a sum of products: their number doubles with each bracket."""
-
-    def terms(items: Sequence[Dim]) -> int:
-        out = 1
-        for item in items:
-            if isinstance(item, Merged):
-                out *= terms(item.items)
-            elif isinstance(item, Cat):
-                out *= sum(map(terms, item.options))
-        return out
-
     for dim in (*rule.left, *rule.right):
-        if terms([dim]) > MAX_MANY:
+        if len(list(walk_brackets([dim]))) > 1:
             rule.fail(
-                f"a dimension of more than {MAX_MANY} parts",
-                dim.pos,
-                "one `[..|..]` a dimension is enough",
+                "two `[..|..]` in one dimension", dim.pos, "one a dimension is enough"
             )
 
 

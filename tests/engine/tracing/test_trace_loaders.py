@@ -205,7 +205,7 @@ def test_what_an_opaque_tensor_fills_can_be_planned(case: str) -> None:
 
 def planned(layout: RankLayout) -> TransferPlan:
     leaves = [
-        leaf_from_spec(t.name, t.shape, t.dtype, MeshSpec.parse("x=1"), None)
+        leaf_from_spec(t.name, t.shape, t.dtype, MeshSpec.parse("x=1"))
         for t in layout.tensors
     ]
     bindings = [

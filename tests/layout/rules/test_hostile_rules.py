@@ -91,27 +91,35 @@ def matched(name: str, path: str) -> Any:
 @pytest.mark.parametrize(
     ("name", "path"),
     [
-        ("".join(f"{{x{j}*}}." for j in range(6)) + "end", "a." * 400 + "enD"),
-        ("".join(f"{{x{j}*}}" for j in range(6)), "a" * 2_000),
-        ("".join(f"{{x{j}*}}a" for j in range(8)) + "b", "a" * 1_000),
-        ("".join(f"{{i{j}}}" for j in range(8)) + ".w", "1" * 1_000 + ".v"),
+        ("{x*}.{y*}.end", "a." * 1_000 + "enD"),
+        ("{x*}a{y*}b", "a" * 2_000),
+        ("{x*}.{i}.{y*}.w", "1." * 1_000 + "v"),
+        ("{x*}.{y*}", "." * 1_000_000),
     ],
 )
 def test_hostile_holes_match_in_bounded_time(name: str, path: str) -> None:
     bounded(lambda: matched(name, path))
 
 
+@pytest.mark.parametrize(
+    "name", ["{x*}.{y*}.{z*}", "{x*}{y*}", "{i}{j}.w", "a.[{i}|q]{x*}"]
+)
+def test_holes_that_no_text_parts_are_refused(name: str) -> None:
+    with pytest.raises(RuleError):
+        parse_rule(f"{name} -> ~")
+    with pytest.raises(RuleError):
+        parse_rule(f"{name} -> b.{name}")
+
+
 def test_holes_take_what_they_took() -> None:
-    """As much text as possible goes to the first `{x*}`, then to the next; numbers likewise."""
+    """As much text as possible goes to the first `{x*}`, then to the next."""
     assert matched("{x*}.{y*}.w", "a.b.c.d.w") == (0, {"x*": "a.b.c", "y*": "d"})
-    assert matched("{x*}{y*}", "abc") == (0, {"x*": "ab", "y*": "c"})
-    assert matched("{i}{j}.w", "123.w") == (0, {"i": 12, "j": 3})
-    assert matched("{i}{j}.w", "103.w") == (0, {"i": 10, "j": 3})
     assert matched("{x*}.{i}.{y*}.w", "l.3.a.4.b.w") == (
         0,
         {"x*": "l.3.a", "i": 4, "y*": "b"},
     )
     assert matched("{x*}.{y*}.w", "a.w") is None
+    assert matched("{i}.w", f"{'9' * 19}.w") is None
     assert matched("a.[q|k].{x*}.{y*}", "a.k.1.2.3") == (1, {"x*": "1.2", "y*": "3"})
 
 
@@ -156,7 +164,7 @@ def test_hostile_sizes_are_coverage_errors(case: str) -> None:
 def test_hostile_rules_read_backwards() -> None:
     """`jvlab plan --rules FILE` reads rules from the tensors' side."""
     tensors = [CheckpointTensor("a." * 300 + "weighT", (4,), "float32")]
-    wild = "".join(f"{{x{j}*}}." for j in range(6)) + "weight"
+    wild = "{x*}.{y*}.weight"
     assert (
         bounded(lambda: leaf_shapes_for(Rules.parse(f"{wild} -> {wild}"), tensors, {}))
         == {}

@@ -513,13 +513,11 @@ def test_the_checkpoints_own_prefix_is_found() -> None:
     )
 
 
-def test_stacking_on_another_axis() -> None:
+def test_stacking() -> None:
     rules = Rules(
-        stacked(
-            Rules.parse("layers_{i}.w -> m.{i}.w : a b -> b a\nhead -> head"), axis=1
-        )
+        stacked(Rules.parse("layers_{i}.w -> m.{i}.w : a b -> b a\nhead -> head"))
     )
-    assert rules.to_text() == "layers.w -> m.{i}.w : a i b -> b a\nhead -> head\n"
+    assert rules.to_text() == "layers.w -> m.{i}.w : i a b -> b a\nhead -> head\n"
 
 
 def test_checkpoint_named_trees_bind_as_they_are() -> None:
