@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -39,64 +39,65 @@ class TrainSample(Protocol):
     def finish_reason(self) -> str: ...
 
 
+SHORTEST = 32  # tokens; lengths of arrays grow by half, in multiples of 8
+MULTIPLE = 8
+
+
 @dataclass(frozen=True)
 class Buckets:
-    """The shapes of training arrays: `rows` samples in a micro-batch, and lengths that grow geometrically.
-
-    Lengths start at `shortest` and grow by `growth`, rounded up to `multiple`, up to `longest` (None: unbounded).
-    """
+    """The shapes of training arrays: `rows` samples in a micro-batch, and lengths that grow geometrically."""
 
     rows: int = 8
-    shortest: int = 32
-    longest: int | None = None
-    growth: float = 1.5
-    multiple: int = 8
-
-    def __post_init__(self) -> None:
-        good = (
-            self.rows >= 1
-            and self.shortest >= 1
-            and self.multiple >= 1
-            and self.growth > 1
-        )
-        if not good or (self.longest is not None and self.longest < 1):
-            raise ConfigError(
-                f"{self} is not valid",
-                remedy="rows, lengths and multiple at least 1, growth above 1",
-            )
-
-    def lengths(self) -> Iterator[int]:
-        """The lengths in ascending order; endless without `longest`."""
-        length = float(self.shortest)
-        while True:
-            step = math.ceil(length / self.multiple) * self.multiple
-            if self.longest is not None and step >= self.longest:
-                yield self.longest
-                return
-            yield step
-            length = max(length * self.growth, step + 1)
 
     def width(self, tokens: int) -> int:
         """The smallest length that holds `tokens` tokens."""
-        for width in self.lengths():
-            if width >= tokens:
-                return width
-        raise ConfigError(
-            f"a sample has {tokens} tokens, prompt included, but the longest bucket is {self.longest}",
-            remedy=f"raise Buckets(longest=...) to {tokens} or more, or generate with fewer max_tokens",
-            tokens=tokens,
-            longest=self.longest,
-        )
+        length = float(SHORTEST)
+        while (width := math.ceil(length / MULTIPLE) * MULTIPLE) < tokens:
+            length *= 1.5
+        return width
 
-    def micro_batches(self, lengths: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
-        """(samples, width) of each micro-batch: at most `rows` samples of similar length, longest first.
+    def parts(self, lengths: np.ndarray) -> Iterator[PaddedPart]:
+        """The micro-batches: at most `rows` samples of similar length, longest first.
 
         Every sample is in exactly one. The order depends on the lengths alone, so that sums are reproducible.
         """
         order = np.argsort(-lengths, kind="stable")
         for at in range(0, len(order), self.rows):
             samples = order[at : at + self.rows]
-            yield samples, self.width(int(lengths[samples].max()))
+            yield PaddedPart(samples, self.width(int(lengths[samples[0]])), self.rows)
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedPart:
+    """Samples padded on the right to the width of the longest one's bucket."""
+
+    samples: np.ndarray
+    width: int
+    most: int
+
+    @property
+    def tokens(self) -> int:
+        return self.most * self.width
+
+    @property
+    def rows(self) -> list[list[int]]:
+        """The samples of each row of its arrays."""
+        return [[int(sample)] for sample in self.samples]
+
+    def token_arrays(
+        self, batch: TrainBatch, more: Iterable[str] = ()
+    ) -> dict[str, np.ndarray]:
+        """Tokens, and which of them are real; `more` names other arrays of the batch with values for each token.
+
+        Filler rows repeat the first row's tokens, since some models return NaN for a row without tokens. They do not
+        count for the loss.
+        """
+        filler = np.full(self.most - len(self.samples), self.samples[0])
+        rows = np.concatenate([self.samples, filler])
+        return {
+            name: pad_rows(getattr(batch, name), rows, self.width, self.most)
+            for name in ("tokens", "token_mask", *more)
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,24 +168,6 @@ class TrainBatch:
                 if value is not None
             },
         )
-
-    def take(self, rows: Sequence[int] | np.ndarray) -> TrainBatch:
-        """Only these rows, in this order."""
-        at = np.asarray(rows, np.int64)
-        arrays = {k: v for k, v in vars(self).items() if isinstance(v, np.ndarray)}
-        return replace(self, **{name: array[at] for name, array in arrays.items()})
-
-    def padded(self, name: str, rows: np.ndarray, width: int) -> np.ndarray:
-        """One array for a micro-batch: [buckets.rows, width], or [buckets.rows] for a per-sample one.
-
-        Filler rows repeat the first row's tokens, since some models return NaN for a row without tokens. They do not
-        count for the loss.
-        """
-        if name in ("tokens", "token_mask", "expert_ids", "expert_weights"):
-            rows = np.concatenate(
-                [rows, np.full(self.buckets.rows - len(rows), rows[0])]
-            )
-        return pad_rows(getattr(self, name), rows, width, self.buckets.rows)
 
     def __repr__(self) -> str:
         groups = len(np.unique(self.group_ids))

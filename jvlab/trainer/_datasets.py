@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
 import os
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jvlab._errors import ConfigError, MissingDependency
+from jvlab.trainer._checks import meant
 
 PROMPTS = ("prompt", "question", "problem")  # columns that are taken for the prompt
 ANSWERS = ("answer", "label", "solution", "ground_truth", "target")
@@ -183,22 +183,19 @@ def examples(
     """The name of a dataset and its examples; `Task.from_dataset` documents the arguments."""
     name, rows = _opened(source, split, config, streaming)
     counted = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
-    if not counted:
+    if counted:
+        first = rows[0] if len(rows) else None
+    else:
         if unique:
             raise ConfigError(
                 "unique=True needs all rows, and these are streamed",
                 remedy="streaming=False, or unique=False",
             )
         rows = iter(rows)
-    elif not len(rows):
-        raise ConfigError(f"{name} has no rows", remedy="give at least one")
-    if counted:
-        first = rows[0]
-    else:
         first = next(rows, None)
-        if first is None:
-            raise ConfigError(f"{name} has no rows", remedy="give at least one")
         rows = itertools.chain([first], rows)
+    if first is None:
+        raise ConfigError(f"{name} has no rows", remedy="give at least one")
     if not isinstance(first, Mapping):
         raise ConfigError(
             f"a row of {name} is {type(first).__name__}",
@@ -234,12 +231,9 @@ def recognised(
     for option, given in (("prompt", prompt), ("answer", answer)):
         if given is None or callable(given) or given in columns:
             continue
-        close = difflib.get_close_matches(str(given), columns, 1)
         raise ConfigError(
-            f"{name} has no column {given!r}; its columns: {', '.join(columns) or 'none'}",
-            remedy=f"did you mean {option}={close[0]!r}?"
-            if close
-            else f"{option}= one of its columns, or a function of the row",
+            f"{name} has no column {given!r}; its columns: {', '.join(columns)}",
+            remedy=f"{meant(given, columns, f'{option}=')} Or a function of the row",
             columns=columns,
         )
     if prompt is None:
@@ -324,7 +318,7 @@ def _from_path(
             return file.stem, _parquet(file, streaming)
         if kind == ".json":
             return file.stem, _json(file)
-        lines = _lines(file)
+        lines = (row for _, row in json_lines(file))
         return file.stem, lines if streaming else list(lines)
     try:
         import datasets
@@ -351,12 +345,13 @@ def _from_path(
         ) from error
 
 
-def _lines(file: Path) -> Iterator[Any]:
+def json_lines(file: Path) -> Iterator[tuple[int, Any]]:
+    """The content of each line of a file that is not empty, with its number."""
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
-                    yield json.loads(line)
+                    yield number, json.loads(line)
                 except ValueError as error:
                     raise ConfigError(
                         f"{file} line {number} is not JSON: {error}",
@@ -369,7 +364,7 @@ def _json(file: Path) -> Any:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except ValueError:
-        return list(_lines(file))
+        return [row for _, row in json_lines(file)]
     return found if isinstance(found, list) else [found]
 
 

@@ -9,7 +9,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, as_completed
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +42,6 @@ from jvlab.trainer._rewards import (
     GroupScores,
     Rewarder,
     RewardFailure,
-    RewardResult,
     RewardWatch,
     reward_result,
 )
@@ -98,7 +97,7 @@ class Evaluation:
         samples = list(
             self._pool.generate([e.prompt for e in self._examples], **self._sampling)
         )
-        result = self._rewards(samples)
+        result = self._rewarder.score(samples, self._examples, self._watch.add)
         good = result.rewards[np.isfinite(result.rewards)]
         mean = float(good.mean()) if len(good) else math.nan
         best = mean > self.best  # not if it is NaN
@@ -116,22 +115,6 @@ class Evaluation:
             tokens=sum(len(s.token_ids) for s in samples),
             best=best,
         )
-
-    def _rewards(self, samples: Sequence[Any]) -> RewardResult:
-        pairs = zip(samples, self._examples, strict=True)
-        if self._rewarder.whole_groups:
-            # no deadline: the call has the task's timeout
-            found, _ = self._rewarder.start_group(samples, self._examples).result()
-            for one in found:
-                self._watch.add(one)
-            return reward_result(found)
-        calls = [
-            self._rewarder.start(i, sample, example)
-            for i, (sample, example) in enumerate(pairs)
-        ]
-        for call in as_completed(calls):  # no deadline: each has the task's timeout
-            self._watch.add(call.result(0))
-        return reward_result([call.result(0) for call in calls])
 
     def waiting(self) -> str:
         """Says how long a reward has been waited for; "" if that is not worth mentioning."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import inspect
 import math
@@ -28,6 +27,7 @@ from jvlab.record._export import Report, check_reports, reports
 from jvlab.record._log import EVENTS
 from jvlab.record._record import Record
 from jvlab.record._writer import RecordWriter
+from jvlab.trainer._checks import meant
 from jvlab.trainer._compile_cache import use_compile_cache
 from jvlab.trainer._groups import Evaluation, GroupMaker, SampleGroup
 from jvlab.trainer._grpo_config import GrpoConfig, GrpoOptions, signature_with_options
@@ -584,14 +584,7 @@ def _folder(
 def _other_runs(folder: Path) -> str:
     """The runs beside a folder that holds none, the one with the nearest name first."""
     names = sorted(path.parent.name for path in folder.parent.glob(f"*/{EVENTS}"))
-    close = difflib.get_close_matches(folder.name, names, 1)
-    hint = (
-        f"did you mean {close[0]!r}? "
-        if close
-        else f"runs beside it: {', '.join(names[:8])}; "
-        if names
-        else ""
-    )
+    hint = f"{meant(folder.name, names)} " if names else ""
     return f'{hint}resume="auto" starts a run if there is none'
 
 

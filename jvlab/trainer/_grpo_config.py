@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import os
@@ -21,6 +20,7 @@ from jvlab.trainer._checks import (
     check_number,
     check_sampling,
     check_whole,
+    meant,
 )
 from jvlab.trainer._losses import Algorithm
 from jvlab.trainer._schedule import Schedule
@@ -158,16 +158,9 @@ class GrpoConfig:
         known = [field.name for field in fields(cls)]
         for name in options:
             if name not in known:
-                close = (
-                    [MEANT[name]]
-                    if name in MEANT
-                    else difflib.get_close_matches(name, known, 1)
-                )
                 raise ConfigError(
                     f"jv.grpo has no option {name!r}",
-                    remedy=f"did you mean {close[0]!r}?"
-                    if close
-                    else f"options: {', '.join(known)}",
+                    remedy=meant(MEANT.get(name, name), known),
                     option=name,
                 )
         return cls(steps=steps, max_staleness=max_staleness, **options)
@@ -386,15 +379,12 @@ class GrpoConfig:
                 remedy="fewer tokens, or lab.launch(..., engine={'max_model_len': ...})",
                 option="max_tokens",
             )
-        known = list(facts.sampling_names)
+        known = facts.sampling_names
         for name in sampling:
             if known and name not in known:
-                close = difflib.get_close_matches(name, known, 1)
                 raise ConfigError(
                     f"sampling holds {name!r}, which vLLM does not know",
-                    remedy=f"did you mean {close[0]!r}?"
-                    if close
-                    else f"names: {', '.join(sorted(known))}",
+                    remedy=meant(name, sorted(known)),
                     option="sampling",
                 )
 

@@ -12,7 +12,7 @@ import numpy as np
 from jvlab import _faces
 from jvlab._errors import ConfigError
 from jvlab._units import how_many
-from jvlab.trainer._batching import Buckets, TrainBatch
+from jvlab.trainer._batching import Buckets, PaddedPart, TrainBatch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -134,6 +134,7 @@ class PackedPart:
     """
 
     shape: RowShape
+    rows: Sequence[Sequence[int]]  # the samples of each, as far as there are any
     samples: np.ndarray
     segments: np.ndarray
     place: np.ndarray
@@ -180,7 +181,7 @@ def packed(
             place[len(samples), :size] = row * shape.length + np.arange(at, at + size)
             samples.append(sample)
             at += size
-    return PackedPart(shape, np.asarray(samples, np.int64), segments, place)
+    return PackedPart(shape, rows, np.asarray(samples, np.int64), segments, place)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -190,28 +191,6 @@ SHORT_ROW = 256  # tokens that a short row may have in any case
 LONGER = 1.03
 # times the positions that rows chosen for the batch itself would have: worth another program
 WASTEFUL = 1.2
-
-
-@dataclass(frozen=True, eq=False)
-class PaddedPart:
-    """Samples padded on the right to the width of the longest one's bucket."""
-
-    samples: np.ndarray
-    width: int
-    most: int
-
-    @property
-    def tokens(self) -> int:
-        return self.most * self.width
-
-    def token_arrays(
-        self, batch: TrainBatch, more: Iterable[str] = ()
-    ) -> dict[str, np.ndarray]:
-        """Tokens, and which of them are real; `more` names other arrays of the batch with values for each token."""
-        return {
-            name: batch.padded(name, self.samples, self.width)
-            for name in ("tokens", "token_mask", *more)
-        }
 
 
 # One micro-batch: `samples` are indices into the batch, `tokens` counts what is computed, padding included. Its arrays
@@ -231,14 +210,13 @@ class Packer:
     If two batches in a row would have had much less padding in rows of their own, as when answers grow in the course of
     a run, the second of them determines the shape anew: one more program to compile.
 
-    `budget` is the tokens of a micro-batch, `rows` divides its number of rows. One row holds as much as possible, or
-    with `short` about two of the longest samples. A sample longer than a row is computed alone, in its own shape.
+    `budget` is the tokens of a micro-batch. One row holds as much as possible, or with `short` about two of the longest
+    samples. A sample longer than a row is computed alone, in its own shape.
     """
 
-    def __init__(self, budget: int, short: bool = False, rows: int = 1) -> None:
+    def __init__(self, budget: int, short: bool = False) -> None:
         self._budget = budget
         self._short = short
-        self._rows = rows
         self.shape: RowShape | None = None
         self._wasteful = 0  # batches in a row
         # lengths of the batch before: one is scored, then trained on
@@ -254,7 +232,7 @@ class Packer:
         self.shape = shape = self._shape_for(lengths)
         alone = np.flatnonzero(lengths > shape.length)
         for sample in alone[np.argsort(-lengths[alone], kind="stable")]:
-            own = RowShape(self._rows, round_up(int(lengths[sample])), 1)
+            own = RowShape(1, round_up(int(lengths[sample])), 1)
             yield packed(lengths, [[int(sample)]], own)
         short = np.flatnonzero(lengths <= shape.length)
         rows = [
@@ -286,23 +264,20 @@ class Packer:
         return own
 
     def _choose(self, lengths: np.ndarray) -> RowShape:
-        longest = max(self._budget // self._rows, 1)
+        budget = longest = self._budget
         if self._short:
-            longest = min(longest, max(SHORT_ROW, round_up(2 * int(lengths.max()))))
-        budget = max(self._budget // self._rows, 1)
+            longest = min(budget, max(SHORT_ROW, round_up(2 * int(lengths.max()))))
         length = row_length(lengths, longest, budget=budget if self._short else None)
         # two or three samples fill a row: one token more, and it would hold one less
         if self._short:
             length = min(max(length, budget), round_up(math.ceil(length * LONGER)))
         rows = pack(lengths[lengths <= length], length)
-        units = -(-len(rows) // self._rows)
         # of short rows a pass has many: the last one must not be half empty
-        at_once = (
-            rows_at_once(units, length, budget)
+        count = (
+            rows_at_once(len(rows), length, budget)
             if self._short
-            else max(min(budget // length, units), 1)
+            else max(min(budget // length, len(rows)), 1)
         )
-        count = at_once * self._rows
         # later batches may have more, shorter samples; a fused kernel's memory grows with how many a row may hold
         most = 2 ** math.ceil(
             math.log2(1.5 * max((len(row) for row in rows), default=1))
@@ -376,29 +351,15 @@ def sample_lengths(samples: Iterable[Any]) -> np.ndarray:
     return lengths.astype(np.int64)
 
 
-def packing(samples: Any, packer: Packer) -> Packing:
-    """The rows that a packer makes of samples."""
+def packing(samples: Any, packer: Packer | Buckets) -> Packing:
+    """The rows that are made of samples, packed or padded."""
     lengths = sample_lengths(samples)
     rows: list[tuple[int, ...]] = []
-    widths: list[int] = []
     shapes: list[tuple[int, int]] = []
     for part in packer.parts(lengths):
-        count = part.shape.count
-        left = list(part.samples)
-        for row in part.segments:
-            rows.append(tuple(int(left.pop(0)) for _ in range(int(row.max()))))
-        widths += [part.shape.length] * count
-        shapes.append((count, part.shape.length))
-    return Packing(lengths, tuple(rows), tuple(widths), tuple(shapes))
-
-
-def padded_packing(samples: Any, buckets: Buckets) -> Packing:
-    """The rows of samples that are padded to buckets."""
-    lengths = sample_lengths(samples)
-    rows: list[tuple[int, ...]] = []
-    shapes: list[tuple[int, int]] = []
-    for here, width in buckets.micro_batches(lengths):
-        rows += [(int(sample),) for sample in here] + [()] * (buckets.rows - len(here))
-        shapes.append((buckets.rows, width))
+        count = part.tokens // part.width
+        rows += [tuple(row) for row in part.rows]
+        rows += [()] * (count - len(part.rows))
+        shapes.append((count, part.width))
     widths = tuple(width for count, width in shapes for _ in range(count))
     return Packing(lengths, tuple(rows), widths, tuple(shapes))

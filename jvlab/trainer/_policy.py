@@ -34,7 +34,6 @@ from jvlab.trainer._micro_batches import (
     Packer,
     Packing,
     packing,
-    padded_packing,
 )
 from jvlab.trainer.decoder import _checkpoint, _lora, _memory, _model
 from jvlab.trainer.decoder import _sharding as sharding
@@ -586,7 +585,7 @@ class Policy:
             if given is not None and given < 1:
                 raise ConfigError(f"{name}={given}", remedy="at least 1")
         if micro_batch is not None:
-            return padded_packing(samples, Buckets(rows=micro_batch))
+            return packing(samples, Buckets(micro_batch))
         budget = token_budget or self.token_budget()
         return packing(samples, Packer(budget, not self.fused_attention))
 

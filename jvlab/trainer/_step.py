@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ import optax
 from jvlab._errors import ConfigError
 from jvlab.trainer._batching import TrainBatch, pad_rows
 from jvlab.trainer._losses import Algorithm, policy_loss, row_weights, token_metrics
-from jvlab.trainer._micro_batches import MicroBatch, Packer, PaddedPart, unpad
+from jvlab.trainer._micro_batches import MicroBatch, Packer, unpad
 from jvlab.trainer.decoder._experts import Routes
 
 # How evenly a mixture's experts are used: from the tokens that chose each, the numbers a record keeps of a step.
@@ -71,7 +70,6 @@ class StepReport:
     micro_batches: int
     padding: float  # share of the computed positions that held no token
     compiled: int  # programs compiled in this step; 0 after warm-up
-    seconds: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     by_staleness: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     # [N, T] of the batch, before the update
@@ -96,28 +94,18 @@ class Pending:
     """
 
     state: TrainState
-    # of the seconds that the step took
-    _report: Callable[[float], StepReport] = field(repr=False)
-    _began: float
-    _seconds: float | None = None
+    _report: Callable[[], StepReport] = field(repr=False)
 
     def wait(self) -> None:
         """Returns once the device has computed the new parameters; raises what went wrong there."""
-        if self._seconds is None:
-            jax.block_until_ready(self.state.params)
-            self._seconds = time.perf_counter() - self._began
+        jax.block_until_ready(self.state.params)
 
     def finish(self) -> tuple[TrainState, StepReport]:
         """The state with its counts, and the report."""
-        self.wait()  # no deadline: the trainer's own computation
-        assert self._seconds is not None
-        report = self._report(self._seconds)
-        params, opt_state, updates, skipped = self.state
-        if report.skipped:
-            skipped += 1
-        else:
-            updates += 1
-        return TrainState(params, opt_state, updates, skipped), report
+        report = self._report()
+        count = "skipped" if report.skipped else "updates"
+        counted = {count: getattr(self.state, count) + 1}
+        return self.state._replace(**counted), report
 
 
 def schedule(
@@ -163,8 +151,8 @@ class TrainStep:
 
     The optimiser is AdamW unless an optax one is given; the gradient's global norm is clipped either way, unless
     `max_grad_norm` is None. A step whose loss or gradient is not finite changes neither params nor optimiser state.
-    Parameters keep their shardings; `batch_sharding` places a micro-batch's rows. With `donate`, a step reuses the
-    state's memory, and its input state cannot be used again. `deterministic` asks XLA for kernels that sum in a fixed
+    Parameters keep their shardings. With `donate`, a step reuses the state's memory, and its input state cannot be
+    used again. `deterministic` asks XLA for kernels that sum in a fixed
     order: on a GPU the gradient of an embedding otherwise uses atomic additions.
     """
 
@@ -176,7 +164,6 @@ class TrainStep:
         learning_rate: float | Schedule = 1e-4,
         max_grad_norm: float | None = 1.0,
         optimizer: optax.GradientTransformation | None = None,
-        batch_sharding: jax.sharding.Sharding | None = None,
         donate: bool = True,
         deterministic: bool = False,
         token_budget: int | None = None,
@@ -193,7 +180,6 @@ class TrainStep:
         self.optimizer = optax.chain(*clip, inner)
         self._own_optimizer = optimizer is None
         self._logprobs_fn = logprobs_fn
-        self._batch_sharding = batch_sharding
         self._donate = donate
         takes = inspect.signature(logprobs_fn).parameters
         self._with_entropy = "with_entropy" in takes
@@ -212,9 +198,7 @@ class TrainStep:
                 remedy="the tokens of a micro-batch, e.g. 8192",
             )
         self._packer = (
-            None
-            if token_budget is None
-            else Packer(token_budget, short_rows, _shards(batch_sharding))
+            None if token_budget is None else Packer(token_budget, short_rows)
         )
         if self.algorithm.entropy_coef and not self._with_entropy:
             raise ConfigError(
@@ -264,9 +248,8 @@ class TrainStep:
         self._compile(params)
         out = np.zeros(batch.tokens.shape, np.float32)
         score = self._programs["score"]
-        tokens = lambda part: self._inputs(batch, part, (), ())
         pending = [
-            (part, score(params, tokens(part), self._frozen))
+            (part, score(params, part.token_arrays(batch), self._frozen))
             for part in self._parts(batch)
         ]
         for part, found in pending:
@@ -287,7 +270,6 @@ class TrainStep:
         Its micro-batches are packed and handed over one by one while the device computes those before: their gradients
         are summed, so a batch may have any number of them (gradient accumulation).
         """
-        began = time.perf_counter()
         before = self.compilations
         self._check(batch)
         self._compile(state.params, state.opt_state)
@@ -296,13 +278,15 @@ class TrainStep:
         seen = []
         computed = 0
         spanned = 0
+        names = ["loss_mask", "engine_logprobs", "advantages"]
+        for optional in ("old_logprobs", "reference_logprobs"):
+            if getattr(batch, optional) is not None:
+                names.append(optional)
         for part in self._parts(batch):
-            inputs = self._inputs(
-                batch, part, self._names(batch), tuple(batch.replayed)
-            )
-            inputs["weights"] = self._put(
-                pad_rows(weights, part.samples, part.width, part.most)
-            )
+            of_loss = {name: getattr(batch, name) for name in names}
+            inputs = part.token_arrays(batch, batch.replayed)
+            for name, values in {**of_loss, "weights": weights}.items():
+                inputs[name] = pad_rows(values, part.samples, part.width, part.most)
             grads, loss, found = self._programs["accumulate"](
                 state.params, grads, loss, inputs, self._frozen
             )
@@ -316,7 +300,7 @@ class TrainStep:
         compiled = self.compilations - before
         updates = state.updates
 
-        def report(seconds: float) -> StepReport:
+        def report() -> StepReport:
             metrics, parts, current = self._metrics(batch, seen, version)
             value = float(loss)
             length = float(norm)
@@ -331,7 +315,6 @@ class TrainStep:
                 micro_batches=len(seen),
                 padding=1 - int(batch.token_mask.sum()) / computed,
                 compiled=compiled,
-                seconds=seconds,
                 metrics=metrics,
                 by_staleness=parts,
                 logprobs=current,
@@ -343,7 +326,7 @@ class TrainStep:
             )
 
         pending = TrainState(params, opt_state, state.updates, state.skipped)
-        return Pending(pending, report, began)
+        return Pending(pending, report)
 
     def _rate(self, updates: int) -> float:
         """The learning rate of the update after so many; NaN if the user's optimiser has its own."""
@@ -488,36 +471,7 @@ class TrainStep:
 
     def _parts(self, batch: TrainBatch) -> Iterator[MicroBatch]:
         """The batch's micro-batches."""
-        if self._packer is None:
-            return (
-                PaddedPart(rows, width, batch.buckets.rows)
-                for rows, width in batch.buckets.micro_batches(batch.lengths)
-            )
-        return iter(self._packer.parts(batch.lengths))
-
-    def _names(self, batch: TrainBatch) -> tuple[str, ...]:
-        optional = ("old_logprobs", "reference_logprobs")
-        given = (name for name in optional if getattr(batch, name) is not None)
-        return ("loss_mask", "engine_logprobs", "advantages", *given)
-
-    def _inputs(
-        self,
-        batch: TrainBatch,
-        part: MicroBatch,
-        names: tuple[str, ...],
-        more: tuple[str, ...],
-    ) -> dict[str, Any]:
-        found = part.token_arrays(batch, more)
-        found |= {
-            n: pad_rows(getattr(batch, n), part.samples, part.width, part.most)
-            for n in names
-        }
-        return {name: self._put(value) for name, value in found.items()}
-
-    def _put(self, array: np.ndarray) -> Any:
-        if self._batch_sharding is None:
-            return array
-        return jax.device_put(array, self._batch_sharding)
+        return (self._packer or batch.buckets).parts(batch.lengths)
 
     def _metrics(
         self, batch: TrainBatch, seen: list[Any], version: int | None
@@ -549,17 +503,6 @@ def _owner(function: Any) -> Any:
         function = function.func
     owner = getattr(function, "__self__", None)
     return owner if hasattr(owner, "frozen") else None
-
-
-def _shards(sharding: jax.sharding.Sharding | None) -> int:
-    """Over how many devices the rows of a micro-batch are spread."""
-    if not isinstance(sharding, jax.sharding.NamedSharding) or not sharding.spec:
-        return 1
-    axes = sharding.spec[0]
-    return math.prod(
-        sharding.mesh.shape[a]
-        for a in ((axes,) if isinstance(axes, str) else axes or ())
-    )
 
 
 def _zeros(params: Params) -> tuple[Params, jax.Array]:

@@ -11,7 +11,6 @@ A task of your own is `jv.Task(prompts, reward)`.
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import re
 from collections.abc import Callable
@@ -22,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jvlab._errors import ConfigError, UnknownName, module_names
+from jvlab.trainer._datasets import json_lines
 from jvlab.trainer._environment import GuessNumber
+from jvlab.trainer._reward_library import compiled, last_match
 from jvlab.trainer._tasks import Example, Task
 from jvlab.trainer._tool_environments import GymEnvironment, gym_maker
 
@@ -254,25 +255,23 @@ def jsonl(
     >>> task.example(0).answer, task.example(0).info
     ('4', {'level': 1})
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise ConfigError(
-            f"path is {type(path).__name__}",
-            remedy="give the path of a JSON Lines file",
-        )
     file = Path(path)
+    items = []
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        for number, item in json_lines(file):
+            if not isinstance(item, dict) or prompt not in item:
+                raise ConfigError(
+                    f"{file} line {number} has no field {prompt!r}",
+                    remedy="give the field's name: jsonl(path, prompt=...)",
+                )
+            rest = {k: v for k, v in item.items() if k not in (prompt, answer)}
+            items.append(Example(item[prompt], item.get(answer), rest))
     except OSError as error:
         raise ConfigError(
             f"cannot read {file}: {error.strerror}",
             remedy="give a JSON Lines file",
             path=str(file),
         ) from error
-    items = [
-        _line(file, number, line, prompt, answer)
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
     if not items:
         raise ConfigError(
             f"{file} has no lines", remedy="one JSON object per line", path=str(file)
@@ -288,23 +287,6 @@ def jsonl(
     )
 
 
-def _line(file: Path, number: int, line: str, prompt: str, answer: str) -> Example:
-    try:
-        item = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(
-            f"{file} line {number} is not JSON: {error}",
-            remedy="one JSON object per line",
-        ) from error
-    if not isinstance(item, dict) or prompt not in item:
-        raise ConfigError(
-            f"{file} line {number} has no field {prompt!r}",
-            remedy="give the field's name: jsonl(path, prompt=...)",
-        )
-    rest = {k: v for k, v in item.items() if k not in (prompt, answer)}
-    return Example(item[prompt], item.get(answer), rest)
-
-
 def _checker(check: str | Callable[[Any, Example], float]) -> Callable[..., Any]:
     if callable(check):
         return check
@@ -312,13 +294,7 @@ def _checker(check: str | Callable[[Any, Example], float]) -> Callable[..., Any]
         return _equals
     kind, _, rest = check.partition(":")
     if kind == "regex":
-        try:
-            return partial(_matches, re.compile(rest))
-        except re.error as error:
-            raise ConfigError(
-                f"invalid regular expression {rest!r}: {error}",
-                remedy="see Python's re",
-            ) from error
+        return partial(_matches, compiled(rest))
     try:
         found = getattr(importlib.import_module(kind), rest)
     except (ImportError, AttributeError, ValueError) as error:
@@ -336,27 +312,15 @@ def _checker(check: str | Callable[[Any, Example], float]) -> Callable[..., Any]
 
 
 def _equals(sample: Any, example: Example) -> float:
-    return float(sample.text.strip() == str(_required(example)).strip())
+    if example.answer is None:
+        raise ValueError(f"item {example.index} has no answer to compare with")
+    return float(sample.text.strip() == str(example.answer).strip())
 
 
 def _matches(pattern: re.Pattern[str], sample: Any, example: Example) -> float:
-    """Compares the last match, since a model may reason before it answers."""
-    matches = list(pattern.finditer(sample.text))
-    if not matches:
-        return 0.0
-    found = matches[-1]
-    answered = found[1] if pattern.groups else found[0]
-    return (
-        1.0
-        if example.answer is None
-        else float((answered or "").strip() == str(example.answer).strip())
-    )
-
-
-def _required(example: Example) -> Any:
     if example.answer is None:
-        raise ValueError(f"item {example.index} has no answer to compare with")
-    return example.answer
+        return float(pattern.search(sample.text) is not None)
+    return last_match(pattern, sample.text, example.answer)
 
 
 def _rng(seed: int, index: int) -> np.random.Generator:
