@@ -5,38 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 
 from jvlab._errors import ConfigError
 from jvlab._units import how_many
-from jvlab.record._sample import expert_arrays
+from jvlab.record._sample import Sample, expert_arrays
 from jvlab.trainer._losses import Algorithm, advantages, groups_with_spread
 
 FAILED = ("abort", "error")  # finish reasons of incomplete samples
 # of a batch, scored by the engines if none of it is of the current version alone
 PROBE_SAMPLES = 4
-
-
-class TrainSample(Protocol):
-    """What a batch needs of a sample; `jv.Sample` and `Episode` satisfy it.
-
-    An optional `loss_mask` (one bool per token of `token_ids`) is False for tokens the policy did not generate.
-    """
-
-    @property
-    def prompt_index(self) -> int: ...
-    @property
-    def prompt_token_ids(self) -> np.ndarray: ...
-    @property
-    def token_ids(self) -> np.ndarray: ...
-    @property
-    def logprobs(self) -> np.ndarray: ...
-    @property
-    def token_versions(self) -> np.ndarray: ...
-    @property
-    def finish_reason(self) -> str: ...
 
 
 SHORTEST = 32  # tokens; lengths of arrays grow by half, in multiples of 8
@@ -189,7 +168,7 @@ def pad_rows(
 
 
 def train_batch(
-    samples: Sequence[TrainSample],
+    samples: Sequence[Sample],
     rewards: Sequence[float] | np.ndarray,
     algorithm: Algorithm | None = None,
     buckets: Buckets | None = None,
@@ -235,7 +214,7 @@ def train_batch(
     )
 
 
-def _arrays(samples: Sequence[TrainSample], buckets: Buckets) -> dict[str, np.ndarray]:
+def _arrays(samples: Sequence[Sample], buckets: Buckets) -> dict[str, np.ndarray]:
     """The [N, T] arrays, T being the bucket of the longest sample."""
     lengths = [len(s.prompt_token_ids) + len(s.token_ids) for s in samples]
     shape = (len(samples), buckets.width(max(lengths, default=1)))
@@ -247,19 +226,13 @@ def _arrays(samples: Sequence[TrainSample], buckets: Buckets) -> dict[str, np.nd
     for row, sample in enumerate(samples):
         start = len(sample.prompt_token_ids)
         stop = lengths[row]
-        own = getattr(sample, "loss_mask", None)
-        own = np.ones(stop - start, bool) if own is None else np.asarray(own, bool)
-        if len(own) != stop - start:
-            raise ConfigError(
-                f"sample {row} has a loss mask of {len(own)} for {stop - start} tokens",
-                remedy="one bool per token",
-            )
+        own = sample.own
         if start == 0 and len(own) and own[0]:
             raise ConfigError(
                 f"sample {row} has no prompt, so its first token has no log-probability",
                 remedy="give each prompt at least one token, e.g. BOS",
             )
-        if not np.isfinite(np.asarray(sample.logprobs)[own]).all():
+        if not np.isfinite(sample.logprobs[own]).all():
             raise ConfigError(
                 f"sample {row} (prompt {sample.prompt_index}) has no log-probability for some of its tokens",
                 remedy="generate with log-probabilities: the loss and logprob_gap need them",

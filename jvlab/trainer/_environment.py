@@ -8,13 +8,13 @@ import inspect
 import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from jvlab._errors import ConfigError
 from jvlab._tracebacks import own_lines
+from jvlab.record._sample import Sample
 from jvlab.trainer._batching import FAILED
 from jvlab.trainer._datasets import Example
 from jvlab.trainer._rewards import CallClock, InThread, RewardFailure, UserCallFailed
@@ -57,108 +57,55 @@ class Environment(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)
-class Episode:
+@dataclass(frozen=True, eq=False, repr=False)
+class Episode(Sample):
     """All turns of one episode as one sample: `token_ids` holds completions and observations after the first prompt.
 
     `loss_mask` is True for tokens that the policy generated; observation tokens have logprob 0 and version -1.
-    `reward` is NaN if there is none; `failure` then says why.
+    `reward` is NaN if there is none; `failure` then says why. `finish_reason` is "length" if it ran out of turns or
+    tokens.
     """
 
-    prompt_index: int
-    sample_index: int
-    prompt_token_ids: np.ndarray
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-    token_versions: np.ndarray
-    loss_mask: np.ndarray
-    reward: float
-    turns: int
-    text: str
-    finish_reason: str = "stop"  # "length": out of turns or tokens
+    turns: int = 0
     failure: RewardFailure | None = None
-
-    def __repr__(self) -> str:
-        own = int(self.loss_mask.sum())
-        return f"Episode(prompt {self.prompt_index}, {self.turns} turns, {own} own tokens, reward {self.reward:g})"
-
-
-class _Transcript:
-    """The growing token sequence. It is append-only, so each turn's prefix is in the engine's KV cache."""
-
-    def __init__(self, prompt: Sequence[int]) -> None:
-        self.prompt = [int(t) for t in prompt]
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
-        self.own: list[bool] = []
-        self.text: list[str] = []
-
-    def add(
-        self,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
-        versions: Sequence[int],
-        own: bool,
-        text: str,
-    ) -> None:
-        if not len(tokens) == len(logprobs) == len(versions):
-            raise ConfigError(
-                f"generate() returned {len(tokens)} tokens, {len(logprobs)} logprobs, {len(versions)} versions",
-                remedy="return one logprob and one version per token",
-            )
-        self.tokens += [int(t) for t in tokens]
-        self.logprobs += [float(v) for v in logprobs]
-        self.versions += [int(v) for v in versions]
-        self.own += [own] * len(tokens)
-        self.text.append(text)
-
-    def __len__(self) -> int:
-        return len(self.prompt) + len(self.tokens)
 
 
 async def run_episode(
     environment: Environment,
     example: Example,
     generate: Callable[[list[int]], Awaitable[Any]],
-    encode: Callable[[str], Sequence[int]],
+    encode: Callable[[str, bool], Sequence[int]],
     *,
     max_turns: int = 8,
     max_length: int | None = None,
     timeout: float = 30.0,
     sample_index: int = 0,
     clock: CallClock | None = None,
-    encode_prompt: Callable[[str], Sequence[int]] | None = None,
 ) -> Episode:
     """Run one episode. `generate(token_ids)` returns a `Sample` (text, token_ids, logprobs, token_versions).
 
     Each turn's prompt is the previous prompt, its completion and the observation, token for token: nothing is tokenised
     twice. An episode that is not done after `max_turns`, or exceeds `max_length` tokens, ends with "length" and the
     reward so far. If the environment raises, exceeds `timeout` or returns no finite reward, `failure` says so.
-    `clock` knows how long a call of the environment runs. `encode_prompt` is for the first prompt alone, which an
-    engine would tokenise with special tokens; default: `encode`.
+    `clock` knows how long a call of the environment runs. `encode(text, special)` adds special tokens for the first
+    prompt alone, as an engine would.
     """
     call = functools.partial(_call, timeout=timeout, clock=clock or CallClock())
-    transcript = _Transcript(())
+    parts: list[Sample] = []  # turns of the policy, and observations between them
+    prompt: list[int] = []
+    tokens: list[int] = []
     total = 0.0
     turns = 0
     finish = "length"
-    why: tuple[str, str, str] | None = None
+    failure = None
     try:
-        transcript = _Transcript(
-            _tokens(await call(environment.reset, example), encode_prompt or encode)
-        )
-        while turns < max_turns and (
-            max_length is None or len(transcript) < max_length
-        ):
-            sample = await generate([*transcript.prompt, *transcript.tokens])
-            transcript.add(
-                sample.token_ids,
-                sample.logprobs,
-                sample.token_versions,
-                True,
-                sample.text,
-            )
+        prompt = _tokens(await call(environment.reset, example), encode, True)
+        tokens = list(prompt)
+        full = lambda: max_length is not None and len(tokens) >= max_length
+        while turns < max_turns and not full():
+            sample = await generate(list(tokens))
+            parts.append(sample)
+            tokens += sample.token_ids.tolist()
             turns += 1
             if sample.finish_reason in FAILED:
                 finish = sample.finish_reason
@@ -174,38 +121,47 @@ async def run_episode(
             if turn.done:
                 finish = "stop"
                 break
-            observed = _tokens(turn.observation, encode)
-            if turns == max_turns or (
-                max_length is not None and len(transcript) + len(observed) >= max_length
-            ):
+            observed = _tokens(turn.observation, encode, False)
+            tokens += observed
+            if turns == max_turns or full():
                 break  # no completion follows, so the observation is not needed
-            text = turn.observation if isinstance(turn.observation, str) else ""
-            transcript.add(
-                observed, [0.0] * len(observed), [-1] * len(observed), False, text
-            )
+            parts.append(_observation(turn.observation, observed))
         asked = getattr(environment, "last_reward", None)
         if finish == "length" and asked is not None:
             total += _reward(EnvironmentTurn(reward=await call(asked, None)))
     except UserCallFailed as error:
-        why = (error.kind, error.message, error.trace)
+        failure = RewardFailure(sample_index, error.kind, error.message, error.trace)
         total = math.nan
         finish = "error"
-    episode = Episode(
+    joined = lambda name: [value for part in parts for value in getattr(part, name)]
+    return Episode(
         prompt_index=example.index,
         sample_index=sample_index,
-        prompt_token_ids=np.array(transcript.prompt, np.int32),
-        token_ids=np.array(transcript.tokens, np.int32),
-        logprobs=np.array(transcript.logprobs, np.float32),
-        token_versions=np.array(transcript.versions, np.int64),
-        loss_mask=np.array(transcript.own, bool),
+        prompt_token_ids=np.array(prompt, np.int32),
+        token_ids=np.array(joined("token_ids"), np.int32),
+        logprobs=np.array(joined("logprobs"), np.float32),
+        versions=joined("versions"),
+        loss_mask=np.array(joined("own"), bool),
         reward=total,
         turns=turns,
-        text="".join(transcript.text),
+        text="".join(part.text for part in parts),
         finish_reason=finish,
+        failure=failure,
     )
-    if why is None:
-        return episode
-    return replace(episode, failure=RewardFailure(sample_index, episode, *why))
+
+
+def _observation(given: Any, tokens: list[int]) -> Sample:
+    count = len(tokens)
+    return Sample(
+        prompt_index=0,
+        sample_index=0,
+        prompt_token_ids=np.zeros(0, np.int32),
+        token_ids=np.array(tokens, np.int32),
+        logprobs=np.zeros(count, np.float32),
+        versions=[-1] * count,
+        loss_mask=np.zeros(count, bool),
+        text=given if isinstance(given, str) else "",
+    )
 
 
 async def _call(
@@ -244,8 +200,11 @@ def _reward(turn: Any) -> float:
     return float(turn.reward)
 
 
-def _tokens(value: Any, encode: Callable[[str], Sequence[int]]) -> Sequence[int]:
-    return encode(value) if isinstance(value, str) else [int(t) for t in value]
+def _tokens(
+    value: Any, encode: Callable[[str, bool], Sequence[int]], special: bool
+) -> list[int]:
+    found = encode(value, special) if isinstance(value, str) else value
+    return [int(t) for t in found]
 
 
 class GuessNumber:

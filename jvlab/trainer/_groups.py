@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import math
 import time
 from collections import Counter
@@ -32,7 +31,8 @@ from jvlab.record._events import (
     RolloutEvent,
     clock,
 )
-from jvlab.record._samples import SampleRecord, shortest
+from jvlab.record._sample import Sample
+from jvlab.record._samples import SampleRecord
 from jvlab.record._writer import RecordWriter
 from jvlab.trainer._batching import FAILED
 from jvlab.trainer._environment import run_episode
@@ -105,7 +105,7 @@ class Evaluation:
         return EvaluationEvent(
             start=start,
             stop=clock(),
-            actor=getattr(self._pool, "name", "pool"),
+            actor=self._pool.name,
             step=step,
             version=version,
             reward_mean=mean,
@@ -144,7 +144,7 @@ class SampleGroup:
 
     index: int
     example: Example
-    samples: Sequence[Any]  # jv.Sample or Episode
+    samples: Sequence[Sample]
     rewards: np.ndarray
     oldest: int  # version of its oldest token
     failures: tuple[RewardFailure, ...] = ()
@@ -166,60 +166,27 @@ class SampleGroup:
     ) -> list[SampleRecord]:
         """Its samples as a run's record keeps them; `step` is -1 if it was not trained on."""
         prompt = self.example.prompt
-        shared: dict[str, Any] = {
-            "start": self.start,
-            "stop": self.stop,
-            "step": step,
-            "group": self.index,
-            "prompt": prompt if isinstance(prompt, str) else "",
-            "sampling": dict(sampling),
-        }
+        parts = self.parts or [{}] * len(self.samples)
         return [
-            SampleRecord(
-                actor=_actor(sample),
-                index=sample.sample_index,
+            SampleRecord.of(
+                sample,
+                reward=float(self.rewards[i]),
+                step=step,
+                actor=sample.replica or "pool",
+                start=self.start,
+                stop=self.stop,
+                group=self.index,
+                prompt=prompt if isinstance(prompt, str) else "",
                 prompt_tokens=sample.prompt_token_ids.tolist(),
                 tokens=sample.token_ids.tolist(),
-                text=sample.text,
-                reward=float(reward),
-                advantage=float(advantage),
-                versions=_spans(sample.token_versions),
-                logprobs=tuple(shortest(sample.logprobs)),
-                mask=_mask(sample),
-                finish_reason=sample.finish_reason,
-                reward_parts=dict(parts),
+                advantage=float(advantages[i]),
+                mask=() if sample.loss_mask is None else 1 * sample.loss_mask,
+                sampling=dict(sampling),
+                reward_parts=dict(parts[i]),
                 extra=self.logged.of_sample(i),
-                **shared,
             )
-            for i, (sample, reward, parts, advantage) in enumerate(
-                zip(
-                    self.samples,
-                    self.rewards,
-                    self.parts or [{}] * len(self.samples),
-                    advantages,
-                    strict=True,
-                )
-            )
+            for i, sample in enumerate(self.samples)
         ]
-
-
-def _actor(sample: Any) -> str:
-    return getattr(sample, "replica", "") or "pool"
-
-
-def _mask(sample: Any) -> tuple[int, ...]:
-    """1 for each token that the policy generated; empty if that is all of them."""
-    mask = getattr(sample, "loss_mask", None)
-    return () if mask is None else tuple(np.asarray(mask, np.int64).tolist())
-
-
-def _spans(versions: Any) -> tuple[tuple[int, int, int], ...]:
-    """(version, start, stop) of each stretch of tokens of one version."""
-    of_token = np.asarray(versions, np.int64)
-    edges = [0, *(np.flatnonzero(np.diff(of_token)) + 1).tolist(), len(of_token)]
-    return tuple(
-        (int(of_token[a]), a, b) for a, b in itertools.pairwise(edges) if a < b
-    )
 
 
 def group_seed(seed: int, ticket: Ticket, turn: int = 0) -> int:
@@ -258,13 +225,10 @@ class GroupMaker:
         self._clock = CallClock()  # of the environment's calls
         self._rewarder = task.rewarder() if task.environment is None else None
         if self._rewarder is None:
-            # (text, special) -> token ids
-            self._encode = tokenizer_of(pool.model)
-        # an episode ends before it fills the engine's context; a fake has no bound
-        facts = pool.facts() if hasattr(pool, "facts") else None
-        self._longest = (
-            facts.max_model_len - 1 if facts and facts.max_model_len else None
-        )
+            self._tokenizer = model_tokenizer(pool.model)
+        # an episode ends before it fills the engine's context
+        context = pool.facts().max_model_len
+        self._longest = context - 1 if context else None
 
     def close(self) -> None:
         """Stop the reward function's threads and processes."""
@@ -372,6 +336,9 @@ class GroupMaker:
                 self._reward_fault(ticket, found)
             raise
 
+    def _encode(self, text: str, special: bool) -> Sequence[int]:
+        return self._tokenizer.encode(text, add_special_tokens=special)
+
     async def _episodes(
         self, ticket: Ticket, example: Example, start: float
     ) -> SampleGroup:
@@ -386,12 +353,7 @@ class GroupMaker:
                 nonlocal turn, session
                 seed = group_seed(self.config.seed, ticket, 1 + turn) + sample
                 turn += 1
-                # a session's turns go to the replica that holds its KV; fakes have none
-                if not hasattr(self.pool, "session"):
-                    options = {**self.sampling, "seed": seed}
-                    batch = await self.pool.agenerate([tokens], n=1, **options)
-                    self.record_notes(batch.notes)
-                    return batch[0]
+                # its turns go to the replica that holds its KV
                 if session is None:
                     session = self.pool.session(tokens, **self.sampling)
                 else:
@@ -402,18 +364,17 @@ class GroupMaker:
 
             environment: Any = make()
             if hasattr(environment, "bind"):
-                environment.bind(model_tokenizer(self.pool.model))
+                environment.bind(self._tokenizer)
             episode = await run_episode(
                 environment,
                 example,
                 generate,
-                lambda text: self._encode(text, False),
+                self._encode,
                 max_turns=self.config.max_turns,
                 max_length=self._longest,
                 timeout=self.task.timeout,
                 sample_index=sample,
                 clock=self._clock,
-                encode_prompt=lambda text: self._encode(text, True),
             )
             self._check_reward(ticket, episode.failure or episode.reward)
             return episode
@@ -454,10 +415,8 @@ class GroupMaker:
         )
         for failure in result.faults:
             self._reward_fault(ticket, failure)
-        versions = [own_versions(s) for s in samples]
-        oldest = min(
-            (int(v.min()) for v in versions if len(v)), default=self.pool_version()
-        )
+        versions = np.concatenate([s.versions[s.own] for s in samples])
+        oldest = int(versions.min()) if len(versions) else self.pool_version()
         return SampleGroup(
             index=ticket.index,
             example=example,
@@ -478,9 +437,9 @@ class GroupMaker:
         stop = clock()
         by_actor: dict[str, list[Any]] = {}
         for sample in samples:
-            by_actor.setdefault(_actor(sample), []).append(sample)
+            by_actor.setdefault(sample.replica or "pool", []).append(sample)
         for actor, own in sorted(by_actor.items()):
-            versions = count_versions([own_versions(s) for s in own])
+            versions = count_versions(*(s.versions[s.own] for s in own))
             self.writer.write(
                 RolloutEvent(
                     actor=actor,
@@ -489,11 +448,11 @@ class GroupMaker:
                     samples=len(own),
                     tokens=sum(versions.values()),
                     prompt_tokens=sum(len(s.prompt_token_ids) for s in own),
-                    cached_tokens=sum(getattr(s, "cached_tokens", 0) or 0 for s in own),
+                    cached_tokens=sum(s.cached_tokens for s in own),
                     versions=versions,
                     groups=(ticket.index,),
                     finish=dict(Counter(s.finish_reason for s in own)),
-                    retried=sum(getattr(s, "retried", 0) for s in own),
+                    retried=sum(s.retried for s in own),
                 )
             )
         self.record_notes(notes)
@@ -587,18 +546,9 @@ def why_all_are_dead(status: Mapping[str, Any]) -> str:
     return "; ".join(causes) or "it has none"
 
 
-def own_versions(sample: Any) -> np.ndarray:
-    """The version of each token that the policy generated."""
-    versions = np.asarray(sample.token_versions)
-    mask = getattr(sample, "loss_mask", None)
-    return versions if mask is None else versions[np.asarray(mask, bool)]
-
-
-def count_versions(versions: Sequence[np.ndarray]) -> dict[int, int]:
+def count_versions(*versions: np.ndarray) -> dict[int, int]:
     """version → tokens that it generated."""
-    found, counts = np.unique(
-        np.concatenate([np.empty(0, np.int64), *versions]), return_counts=True
-    )
+    found, counts = np.unique(np.concatenate(versions), return_counts=True)
     return dict(zip(found.tolist(), counts.tolist(), strict=True))
 
 
@@ -612,11 +562,3 @@ def model_tokenizer(model: str) -> Any:
             "an environment's text needs a tokenizer", remedy="pip install transformers"
         ) from error
     return AutoTokenizer.from_pretrained(model)
-
-
-def tokenizer_of(model: str) -> Callable[..., Sequence[int]]:
-    """`encode(text, special)` of a model's own tokenizer."""
-    tokenizer = model_tokenizer(model)
-    return lambda text, special=False: tokenizer.encode(
-        text, add_special_tokens=special
-    )

@@ -137,7 +137,7 @@ def grpo(
             learning_rate=config.rate,
             optimizer=config.optimizer,
             max_grad_norm=config.max_grad_norm,
-            deterministic=_deterministic(pool),
+            deterministic=pool.facts().batch_invariant,
             token_budget=budget,
             short_rows=not getattr(policy, "fused_attention", False),
         )
@@ -271,7 +271,7 @@ def _lead(
         maker = GroupMaker(pool, task, writer, config, sampling, version)
         return Producer(flow, maker, loop.rejection_reason)
 
-    run = Run(loop, start, folder, getattr(pool, "client", None), reporter.close)
+    run = Run(loop, start, folder, pool.client, reporter.close)
     in_background = in_kernel() if config.background is None else config.background
     # no deadline: as long as the run takes; Ctrl-C ends it
     return run if in_background else run.wait()
@@ -309,7 +309,7 @@ def _check_parts(pool: Any, link: Any, config: GrpoConfig) -> None:
             f"link is {type(link).__name__}",
             remedy="link = lab.connect(policy, pool); jv.grpo(policy, pool, link, task)",
         )
-    if getattr(link, "part", "model") != "model":  # fakes in tests have none
+    if link.part != "model":
         raise ConfigError(
             f"this link writes the {link.part} model, and the policy is not that",
             remedy="link = lab.connect(policy, pool); jv.grpo(policy, pool, link, task)",
@@ -369,10 +369,9 @@ class _StepReporter:
             flying = how_many(producer.snapshot()["flying"], "group")
             said.append(f"{flying} being generated or rewarded")
         self._bar.remark(", ".join(filter(None, said)))
-        snapshot = getattr(self._pool, "snapshot", None)  # fakes in tests have none
-        if snapshot is None or _held_by_the_run(snapshot):
-            return ""
-        return waiting_for(snapshot, own_name())
+        snapshot = self._pool.snapshot
+        held = _held_by_the_run(snapshot)
+        return "" if held else waiting_for(snapshot, own_name())
 
 
 def _held_by_the_run(snapshot: Any) -> bool:
@@ -505,11 +504,6 @@ def _cores() -> int:
     import jax
 
     return len(usable_cores()) if jax.default_backend() == "cpu" else 1
-
-
-def _deterministic(pool: Any) -> bool:
-    """Whether the pool is bitwise reproducible; then the trainer has to be too."""
-    return hasattr(pool, "facts") and bool(pool.facts().batch_invariant)
 
 
 def _checked_reference(reference: Any, params: Any) -> Any:

@@ -209,7 +209,7 @@ class GrpoConfig:
         """Whether the pool is to sleep while the trainer trains."""
         if self.sleep is not None:
             return self.sleep
-        return bool(getattr(pool, "colocated", False)) and not self.max_staleness
+        return pool.colocated and not self.max_staleness
 
     @property
     def buckets(self) -> Buckets:
@@ -312,7 +312,7 @@ class GrpoConfig:
                 f"{asked} is not available for a task with turns",
                 remedy='replay="none"',
             )
-        delivers = pool.facts().routed_experts if hasattr(pool, "facts") else ""
+        delivers = pool.facts().routed_experts
         if not delivers:
             raise ConfigError(
                 f"{asked}, but the pool does not return the experts that it chose",
@@ -369,8 +369,6 @@ class GrpoConfig:
 
     def check_engine(self, pool: Any, sampling: Mapping[str, Any]) -> None:
         """Raise ConfigError for sampling parameters that this pool's engines cannot take."""
-        if not hasattr(pool, "facts"):  # a fake
-            return
         facts = pool.facts()
         longest = sampling["max_tokens"]
         if facts.max_model_len and longest >= facts.max_model_len:
@@ -407,7 +405,7 @@ class GrpoConfig:
             "learning_rate": self.learning_rate
             if isinstance(self.learning_rate, float)
             else str(self.learning_rate),
-            "model": Path(str(getattr(pool, "model", ""))).name,
+            "model": Path(pool.model).name,
         }
 
 

@@ -66,7 +66,6 @@ from jvlab.trainer._groups import (
     count_versions,
     is_up,
     look,
-    own_versions,
     serves,
     too_late,
     why_all_are_dead,
@@ -386,8 +385,7 @@ class Loop:
     def _record_drafts(self, last: bool = False) -> None:
         """What the engines drafted, as far as their heartbeats have told; asked for after the `last` step."""
         pool = self.link.pool
-        snapshot = getattr(pool, "snapshot", None)  # fakes in tests have none
-        if snapshot is None or not any(r.facts.speculative for r in snapshot.replicas):
+        if not any(r.facts.speculative for r in pool.snapshot.replicas):
             return
         if last:
             with contextlib.suppress(JvlabError):  # the run has ended all the same
@@ -409,7 +407,7 @@ class Loop:
                 found, reference.score(sequences).logprobs, strict=True
             ):
                 row[: len(logprobs)] = np.nan_to_num(logprobs)  # a first token has none
-            actor = getattr(reference, "name", "reference")
+            actor = reference.name
         else:
             found = self._together(lambda: self.train.score(reference, batch))
             actor = "trainer"
@@ -457,7 +455,7 @@ class Loop:
             skipped=bool(report.skipped),
             samples=report.samples,
             tokens=report.tokens,
-            versions=count_versions([batch.versions[batch.loss_mask]]),
+            versions=count_versions(batch.versions[batch.loss_mask]),
             groups=tuple(g.index for g in groups),
             dropped=0 if regenerate else stale_samples,
             regenerated=stale_samples if regenerate else 0,
@@ -532,11 +530,7 @@ class Loop:
         """
         pool = self.link.pool
         # an engine's score has the engine's experts, and says nothing about log-probabilities with replayed ones
-        possible = (
-            self.config.temperature == 1.0
-            and self.config.replay == "none"
-            and hasattr(pool, "score")
-        )
+        possible = self.config.temperature == 1.0 and self.config.replay == "none"
         if not possible or _fresh(batch, self.version).any():
             return None
         version = self.version
@@ -557,7 +551,7 @@ class Loop:
                 return []
             self.writer.write(
                 ScoreEvent(
-                    actor=getattr(pool, "name", "pool"),
+                    actor=pool.name,
                     start=start,
                     stop=clock(),
                     what="probe",
@@ -725,7 +719,7 @@ def _fresh(batch: TrainBatch, version: int) -> np.ndarray:
 def _lengths(groups: Sequence[SampleGroup]) -> dict[str, float]:
     """Of the tokens that the policy generated; those that were not cut off are the terminated ones."""
     samples = [s for g in groups for s in g.samples]
-    length = np.array([len(own_versions(s)) for s in samples], float)
+    length = np.array([s.own.sum() for s in samples], float)
     cut = np.array([s.finish_reason == "length" for s in samples], bool)
     found = {
         "mean_length": float(length.mean()),

@@ -49,7 +49,6 @@ class RewardFailure:
     """A sample that got no reward, and why. It is excluded from training, never counted as zero."""
 
     index: int  # in the list that was scored
-    sample: Any
     kind: str  # one of REMEDIES
     message: str
     traceback: str = ""  # of the user's own lines; of a call that hangs, where it was
@@ -255,20 +254,16 @@ class Rewarder:
     ) -> tuple[list[float | RewardFailure], GroupScores]:
         given = self._called(samples, examples)
         if isinstance(given, RewardFailure):
-            scores = GroupScores([None] * len(samples))
-            failed = [replace(given, index=i, sample=s) for i, s in enumerate(samples)]
-            return list(failed), scores
-        found = [
-            self._judged(i, s, v)
-            for i, (s, v) in enumerate(zip(samples, given.values, strict=True))
-        ]
+            failed = [replace(given, index=i) for i in range(len(samples))]
+            return list(failed), GroupScores(())
+        found = [self._judged(i, value) for i, value in enumerate(given.values)]
         return found, given
 
     def _one(self, index: int, sample: Any, example: Any) -> float | RewardFailure:
         given = self._called(sample, example)
         if isinstance(given, RewardFailure):
-            return replace(given, index=index, sample=sample)
-        return self._judged(index, sample, given)
+            return replace(given, index=index)
+        return self._judged(index, given)
 
     def _called(self, sample: Any, example: Any) -> Any:
         """What the function returned, or a failure of no sample yet."""
@@ -278,16 +273,16 @@ class Rewarder:
                 return caller.call(sample, example, self.timeout)
         except UserCallFailed as error:
             told = error.message or f"no reward after {self.timeout:g} s"
-            return RewardFailure(-1, None, error.kind, told, error.trace)
+            return RewardFailure(-1, error.kind, told, error.trace)
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
-            return RewardFailure(-1, None, "raised", told, own_lines(error))
+            return RewardFailure(-1, "raised", told, own_lines(error))
         finally:
             self._free.put(caller)
 
-    def _judged(self, index: int, sample: Any, value: Any) -> float | RewardFailure:
+    def _judged(self, index: int, value: Any) -> float | RewardFailure:
         """The reward that the function returned, or why it is none."""
-        failed = lambda kind, message: RewardFailure(index, sample, kind, message)
+        failed = lambda kind, message: RewardFailure(index, kind, message)
         if value is None and self._may_skip:
             return failed("skipped", "the reward function returned None")
         told = f"{type(value).__name__} {str(value)[:60]!r}"

@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from jvlab._tracebacks import brief
 from jvlab.record._events import runs
 from jvlab.record._record import Record
 from jvlab.record._run_status import RunStatus, measured
+from jvlab.record._sample import Sample
 from jvlab.trainer._batching import Buckets, train_batch
 from jvlab.trainer._loop import Loop
 from jvlab.trainer._producer import Producer
@@ -54,14 +54,14 @@ def score_again(
             remedy="run with checkpoint_every=1 and keep_checkpoints=None to be able to replay every sample",
             versions=missing,
         )
-    given: Any = SimpleNamespace(
+    given = Sample(
         prompt_index=0,
-        prompt_token_ids=sample.prompt_tokens,
-        token_ids=sample.tokens,
+        sample_index=0,
+        prompt_token_ids=np.array(sample.prompt_tokens),
+        token_ids=np.array(sample.tokens),
         logprobs=np.zeros(len(own), np.float32),  # not read: it is scored
-        token_versions=versions,
+        versions=versions,
         loss_mask=own,
-        finish_reason="stop",
     )
     batch = train_batch([given], [0.0], buckets=Buckets(rows=1))
     start = len(sample.prompt_tokens)
@@ -249,7 +249,7 @@ class Run:
     @property
     def model(self) -> str:
         """The model's folder, as its pool was launched with."""
-        return str(getattr(getattr(self._loop.link, "pool", None), "model", ""))
+        return str(self._loop.link.pool.model)
 
     @property
     def done(self) -> bool:
