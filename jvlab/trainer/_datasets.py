@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -50,11 +51,13 @@ class Reading:
     def example(self, row: Mapping[str, Any], number: int) -> Example:
         row = {str(name): plain(value) for name, value in row.items()}
         info = {name: value for name, value in row.items() if name != "prompt"}
-        return Example(self.prompt_of(row, number), self._answer(row), info)
+        prompt = self._templated(self.checked_prompt(row, number))
+        return Example(prompt, self._answer(row), info)
 
-    def prompt_of(self, row: Mapping[str, Any], number: int) -> Any:
+    def checked_prompt(self, row: Mapping[str, Any], number: int) -> Any:
+        """As it is in the row; raises if no pool takes it."""
         given = self.prompt(row) if callable(self.prompt) else row.get(self.prompt)
-        return self._templated(_checked(plain(given), number))
+        return _checked(plain(given), number)
 
     def _answer(self, row: Mapping[str, Any]) -> Any:
         if self.verl:
@@ -66,16 +69,18 @@ class Reading:
         found = row.get(self.answer)
         if isinstance(found, float) and found != found:  # how pandas writes: none
             return None
-        final = GSM8K.search(found) if self.gsm8k and isinstance(found, str) else None
-        # of thousands, not of a pair
-        return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", final[1]) if final else found
+        if self.gsm8k and isinstance(found, str) and (final := GSM8K.search(found)):
+            # a comma of thousands, not of a pair
+            return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", final[1])
+        return found
 
     def _templated(self, prompt: Any) -> Any:
         template = self.chat_template
         if template is None or template is False:
             return prompt
-        asked = [{"role": "user", "content": prompt}]
-        chat = asked if isinstance(prompt, str) else prompt
+        chat = prompt
+        if isinstance(prompt, str):
+            chat = [{"role": "user", "content": prompt}]
         if template is True or not isinstance(next(iter(chat), None), Mapping):
             return chat
         if isinstance(template, str):
@@ -122,14 +127,15 @@ def plain(value: Any) -> Any:
 def _checked(prompt: Any, number: int) -> Any:
     """The prompt, if a pool can take it."""
     wrong = ""
-    if isinstance(prompt, str):
-        wrong = "" if prompt else "an empty text"
-    elif not isinstance(prompt, list) or not prompt:
+    if prompt == "":
+        wrong = "an empty text"
+    elif isinstance(prompt, list) and prompt:
+        if isinstance(prompt[0], Mapping):
+            wrong = next(filter(None, map(_wrong_message, prompt)), "")
+        elif any(type(token) is not int for token in prompt):
+            wrong = f"a list with {type(prompt[0]).__name__} {str(prompt[0])[:40]!r}"
+    elif not isinstance(prompt, str):
         wrong = f"{type(prompt).__name__} {str(prompt)[:40]!r}"
-    elif isinstance(prompt[0], Mapping):
-        wrong = next(filter(None, map(_wrong_message, prompt)), "")
-    elif not all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
-        wrong = f"a list with {type(prompt[0]).__name__} {str(prompt[0])[:40]!r}"
     if wrong:
         raise ConfigError(
             f"the prompt of row {number} is {wrong}",
@@ -145,12 +151,11 @@ def _wrong_message(message: Any) -> str:
     content = message["content"]
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return ""
-    parts = content if isinstance(content, list) else [content]
-    kinds = [
-        p.get("type") if isinstance(p, Mapping) else type(p).__name__ for p in parts
-    ]
-    other = [str(kind) for kind in kinds if kind != "text"]
-    return f"a chat with {other[0]}, which is no text" if other else ""
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text":
+            return f"a chat with {kind}, which is no text"
+    return ""
 
 
 class Rows(Sequence[Example]):
@@ -256,17 +261,15 @@ def recognised(
 def _check_prompts(rows: Any, reading: Reading) -> None:
     """Raise for a prompt that no pool takes now, and not after hours."""
     if hasattr(rows, "iter") and isinstance(reading.prompt, str):  # a datasets.Dataset
-        batches = rows.select_columns([reading.prompt]).iter(BATCH)
-        column = itertools.chain.from_iterable(b[reading.prompt] for b in batches)
-        for number, given in enumerate(column):
+        column = rows.select_columns([reading.prompt])  # the others are not decoded
+        rows = itertools.chain.from_iterable(
+            b[reading.prompt] for b in column.iter(BATCH)
+        )
+        for number, given in enumerate(rows):
             _checked(plain(given), number)
         return
     for number in range(len(rows)):
-        row = rows[number]
-        given = (
-            reading.prompt(row) if callable(reading.prompt) else row.get(reading.prompt)
-        )
-        _checked(plain(given), number)
+        reading.checked_prompt(rows[number], number)
 
 
 def _distinct(rows: Any, reading: Reading) -> list[int]:
@@ -317,7 +320,9 @@ def _from_path(
         if kind == ".parquet":
             return file.stem, _parquet(file, streaming)
         if kind == ".json":
-            return file.stem, _json(file)
+            with contextlib.suppress(ValueError):  # one of lines is taken too
+                found = json.loads(file.read_text(encoding="utf-8"))
+                return file.stem, found if isinstance(found, list) else [found]
         lines = (row for _, row in json_lines(file))
         return file.stem, lines if streaming else list(lines)
     try:
@@ -357,15 +362,6 @@ def json_lines(file: Path) -> Iterator[tuple[int, Any]]:
                         f"{file} line {number} is not JSON: {error}",
                         remedy="one JSON object per line",
                     ) from error
-
-
-def _json(file: Path) -> Any:
-    """A list of rows; a file of lines is taken too."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
-        return [row for _, row in json_lines(file)]
-    return found if isinstance(found, list) else [found]
 
 
 def _parquet(file: Path, streaming: bool) -> Any:

@@ -180,7 +180,9 @@ class SampleGroup:
                 prompt_tokens=sample.prompt_token_ids.tolist(),
                 tokens=sample.token_ids.tolist(),
                 advantage=float(advantages[i]),
-                mask=() if sample.loss_mask is None else 1 * sample.loss_mask,
+                mask=tuple(np.where(sample.own, 1, 0).tolist())
+                if sample.loss_mask is not None
+                else (),
                 sampling=dict(sampling),
                 reward_parts=dict(parts[i]),
                 extra=self.logged.of_sample(i),

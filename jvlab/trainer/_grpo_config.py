@@ -222,18 +222,12 @@ class GrpoConfig:
 
     def algorithm_for(self, task: Task) -> Algorithm:
         """The algorithm, after checking the options against it."""
-        longest = self.max_tokens or task.sampling.get("max_tokens")
-        if isinstance(self.algorithm, Algorithm):
-            chosen = self.algorithm
-        elif not isinstance(self.algorithm, str):
-            raise ConfigError(
-                f"algorithm is {self.algorithm!r}",
-                remedy='a name such as "grpo", or a jv.Algorithm',
-            )
-        elif self.algorithm == "dr_grpo" and longest:
-            chosen = Algorithm.named(self.algorithm, constant_length=longest)
-        else:
-            chosen = Algorithm.named(self.algorithm)
+        chosen = self.algorithm
+        if not isinstance(chosen, Algorithm):
+            longest = self.max_tokens or task.sampling.get("max_tokens")
+            known = longest and chosen == "dr_grpo"
+            options = {"constant_length": longest} if known else {}
+            chosen = Algorithm.named(chosen, **options)
         self._check(chosen)
         return chosen
 
@@ -249,10 +243,9 @@ class GrpoConfig:
         if self.gap_alarm is not None and self.gap_alarm != math.inf:
             check_number("gap_alarm", self.gap_alarm, above=0.0)
         check_choice("resume", self.resume, (True, False, "auto"))
-        for name in ("sleep", "background"):
-            check_choice(name, getattr(self, name), (True, False, None))
-        if not callable(self.progress):
-            check_choice("progress", self.progress, (True, False, None))
+        for name in ("sleep", "background", "progress"):
+            if name != "progress" or not callable(self.progress):
+                check_choice(name, getattr(self, name), (True, False, None))
         if self.group_size == 1 and algorithm.advantages != "reinforce++":
             raise ConfigError(
                 "group_size=1: a sample is compared with others of its prompt, and alone its advantage is always 0",
@@ -338,13 +331,8 @@ class GrpoConfig:
         if self.schedule == "constant" and not self.warmup:
             return
         if self.optimizer is not None or callable(self.learning_rate):
-            owner = (
-                "the optimizer"
-                if self.optimizer is not None
-                else "learning_rate, a function,"
-            )
             raise ConfigError(
-                f"schedule={self.schedule!r}, warmup={self.warmup}, but {owner} has its own learning rate",
+                f"schedule={self.schedule!r}, warmup={self.warmup}, but optimizer or learning_rate has its own",
                 remedy="learning_rate=1e-5, schedule=..., without optimizer=; or put the schedule there",
             )
         _ = self.rate  # raises if its name or its length is wrong

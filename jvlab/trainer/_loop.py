@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +105,29 @@ class Control:
                 self._changed.wait(1.0)
 
 
+class Alone:
+    """In place of a `Crew`, where one process trains."""
+
+    leads = True
+    processes: Sequence[int] = (0,)
+    on_news: Callable[[], None]
+
+    def order(self, do: str, **body: Any) -> None: ...
+
+    def order_batch(self, batch: TrainBatch, version: int) -> None: ...
+
+    def together(self, work: Callable[[], Any]) -> Any:
+        return work()
+
+    def lost(self) -> None: ...
+
+    def check(self) -> None: ...
+
+    def end(self, reason: str, error: BaseException | None) -> None: ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class _Trained:
     """A step whose parameters exist and whose numbers were not fetched yet. `stop` is when they did."""
@@ -140,7 +163,7 @@ class Loop:
     export: Callable[[str], None] | None  # saves the policy under a name
     step: int
     version: int
-    crew: Crew | None = None  # the trainer's processes, if there are several
+    crew: Crew | Alone  # the trainer's processes
     control: Control = field(default_factory=Control)
     # told of each step, in this order
     on_step: list[Callable[[StepEvent], None]] = field(default_factory=list)
@@ -178,16 +201,14 @@ class Loop:
         """Run to the last step, or until the owner stops it; returns "finished" or "stopped"."""
         self.producer = producer
         self.control.listener = producer.wake
-        if self.crew is not None:
-            self.crew.on_news = self._news
+        self.crew.on_news = self._news
         steps = self.config.steps
         if self.config.sleeps(self.link.pool):
             self._sleep = PoolSleep(self.link.pool, producer, self.writer)
         self._write(self._sync())
         self._evaluate()
         while self.step < steps and not self.control.stopping:
-            if self.crew is not None:
-                self.crew.check()
+            self.crew.check()
             if self.control.pausing:
                 self._wait_while_paused()
                 continue
@@ -239,8 +260,7 @@ class Loop:
 
     def ended(self, reason: str, error: BaseException | None) -> None:
         """How the run ended, for the trainer's other processes."""
-        if self.crew is not None:
-            self.crew.end(reason, error)
+        self.crew.end(reason, error)
 
     def close(self) -> None:
         """Release threads and files; the owner closes the record."""
@@ -251,8 +271,7 @@ class Loop:
         self._probe_thread.shutdown(wait=True)  # no deadline: `Pool.score` has one
         self._sample_thread.shutdown(wait=True)  # no deadline: it writes a file
         self.checkpoints.close()
-        if self.crew is not None:
-            self.crew.close()
+        self.crew.close()
 
     def save(self) -> None:
         """Write a checkpoint of the current position."""
@@ -276,14 +295,14 @@ class Loop:
         )
 
     def _write_arrays(self, state: TrainState, path: Path) -> None:
-        self._order("save", path=str(path))
-        self._together(lambda: self.checkpoints.write_arrays(state, path))
+        self.crew.order("save", path=str(path))
+        self.crew.together(lambda: self.checkpoints.write_arrays(state, path))
 
     def _wait_while_paused(self) -> None:
         assert self.producer is not None
         start = clock()
         self.producer.pause(True)
-        self.control.wait_while_pausing(self._lost_a_process)
+        self.control.wait_while_pausing(lambda: self.crew.lost() is not None)
         self.producer.pause(False)
         self.writer.write(
             PauseEvent(actor="trainer", start=start, stop=clock(), why="run.pause()")
@@ -291,29 +310,17 @@ class Loop:
 
     # Several processes --------------------------------------------------------------------------------------------
 
-    def _order(self, do: str, **body: Any) -> None:
-        """What the trainer's other processes do next, if there are any."""
-        if self.crew is not None:
-            self.crew.order(do, **body)
-
-    def _together(self, work: Callable[[], Any]) -> Any:
-        """Work that all of the trainer's processes do."""
-        return work() if self.crew is None else self.crew.together(work)
-
-    def _lost_a_process(self) -> bool:
-        return self.crew is not None and self.crew.lost() is not None
-
     def _news(self) -> None:
         """Called by the crew's thread: another process has gone, or its owner asks for something."""
-        assert self.crew is not None
         assert self.producer is not None
+        assert not isinstance(self.crew, Alone)
         for asked in self.crew.asked():
             self.control.set(pausing=asked["pausing"], stopping=asked["stopping"])
         self.producer.wake()
 
     def _export(self, name: str) -> None:
         if self.export is not None:
-            self._order("gather")
+            self.crew.order("gather")
             self.export(name)
 
     # One step -----------------------------------------------------------------------------------------------------
@@ -335,20 +342,19 @@ class Loop:
         by_a_pool = hasattr(self.reference, "score")
         if by_a_pool:
             batch = self._with_reference(batch)
-        if self.crew is not None:
-            self.crew.order_batch(batch, version)
+        self.crew.order_batch(batch, version)
         if not by_a_pool:
             batch = self._with_reference(batch)
         probe = self._probe(batch)
         if self._sleep is not None:
             self._sleep.begin(() if probe is None else (probe,))
-        self._order("train")
+        self.crew.order("train")
         launch = lambda: self.train.launch(self.state, batch, version)
-        pending = self._together(launch)
+        pending = self.crew.together(launch)
         self.state = pending.state
         self.keep(self.state.params)
         # as long as the computation takes
-        self._together(pending.wait)
+        self.crew.together(pending.wait)
         stop = clock()
         if probe is not None:  # it scores with the version that a sync would replace
             wait([probe])  # no deadline: `Pool.score` has one
@@ -367,7 +373,7 @@ class Loop:
 
     def _finish(self, trained: _Trained) -> StepEvent:
         """Fetch what a step computed and record it."""
-        self.state, report = self._together(trained.pending.finish)
+        self.state, report = self.crew.together(trained.pending.finish)
         gap = self._gap(trained, report)
         event = self._event(trained, report, gap)
         self.writer.write(event)
@@ -399,28 +405,36 @@ class Loop:
         reference = self.reference
         if hasattr(reference, "score"):
             found = np.zeros(batch.tokens.shape, np.float32)
-            sequences = [
-                row[:n].tolist()
-                for row, n in zip(batch.tokens, batch.lengths, strict=True)
-            ]
-            for row, logprobs in zip(
-                found, reference.score(sequences).logprobs, strict=True
-            ):
+            scored = self._scored_by(reference, batch, len(batch))
+            for row, logprobs in zip(found, scored, strict=True):
                 row[: len(logprobs)] = np.nan_to_num(logprobs)  # a first token has none
-            actor = reference.name
         else:
-            found = self._together(lambda: self.train.score(reference, batch))
-            actor = "trainer"
+            found = self.crew.together(lambda: self.train.score(reference, batch))
+            tokens = int(batch.token_mask.sum())
+            event = ScoreEvent(actor="trainer", samples=len(batch), tokens=tokens)
+            self.writer.write(replace(event, start=start, stop=clock()))
+        return batch.with_logprobs(reference=found)
+
+    def _scored_by(
+        self, pool: Any, batch: TrainBatch, count: int, **about: Any
+    ) -> Sequence[Any]:
+        """The log-probabilities that engines give to the first samples of a batch; recorded."""
+        start = clock()
+        lengths = batch.lengths[:count].tolist()
+        scores = pool.score(
+            [batch.tokens[r, :n].tolist() for r, n in enumerate(lengths)]
+        )
         self.writer.write(
             ScoreEvent(
-                actor=actor,
+                actor=pool.name,
                 start=start,
                 stop=clock(),
-                samples=len(batch),
-                tokens=int(batch.token_mask.sum()),
+                samples=len(lengths),
+                tokens=sum(lengths),
+                **about,
             )
         )
-        return batch.with_logprobs(reference=found)
+        return scores.logprobs
 
     def _event(
         self, trained: _Trained, report: StepReport, gap: tuple[float, float]
@@ -479,13 +493,12 @@ class Loop:
         """Lengths, parts of the rewards before their weights, and what reward functions logged, for reports."""
         weights = getattr(self.task.reward, "weights", {})
         parts: dict[str, list[float]] = {}
+        logged: dict[str, list[float]] = {}
         for group in groups:
             for of_sample in group.parts:
                 for name, value in of_sample.items():
                     weight = weights.get(name, 1.0)
                     parts.setdefault(name, []).append(value / weight if weight else 0.0)
-        logged: dict[str, list[float]] = {}
-        for group in groups:
             for name, value in group.logged.metrics.items():
                 logged.setdefault(name, []).append(value)
         even = [float(np.ptp(g.rewards[g.usable]) == 0) for g in groups]
@@ -534,33 +547,17 @@ class Loop:
         if not possible or _fresh(batch, self.version).any():
             return None
         version = self.version
-        sequences = [
-            batch.tokens[r, : batch.lengths[r]].tolist()
-            for r in range(min(PROBE_SAMPLES, len(batch)))
-        ]
 
         def score() -> Any:
-            start = clock()
             try:
-                scores = pool.score(sequences)
+                return self._scored_by(
+                    pool, batch, PROBE_SAMPLES, what="probe", version=version
+                )
             # the run continues without this measurement
             except (ControlError, ReplicaLost, SyncError) as error:
-                self._fault(
-                    "probe failed", "pool", f"version {version}: {error.message}"
-                )
+                text = f"version {version}: {error.message}"
+                self._fault("probe failed", "pool", text)
                 return []
-            self.writer.write(
-                ScoreEvent(
-                    actor=pool.name,
-                    start=start,
-                    stop=clock(),
-                    what="probe",
-                    samples=len(sequences),
-                    tokens=sum(map(len, sequences)),
-                    version=version,
-                )
-            )
-            return scores.logprobs
 
         return self._probe_thread.submit(score)
 
@@ -600,18 +597,13 @@ class Loop:
 
         Those that are not trained on have the step -1, and no advantages.
         """
-        sampling = {"temperature": self.config.temperature, **self.sampling}
         out: list[SampleRecord] = []
         for group in groups:
-            count = len(group.samples)
-            own = (
-                np.full(count, math.nan)
-                if advantages is None
-                else advantages[len(out) : len(out) + count]
-            )
-            records = group.records(step, own, sampling)
-            self.writer.write_samples(records)
-            out += records
+            own = np.full(len(group.samples), math.nan)
+            if advantages is not None:
+                own = advantages[len(out) :]
+            out += group.records(step, own, self.sampling)
+        self.writer.write_samples(out)
         return out
 
     # A pool that died ---------------------------------------------------------------------------------------------
@@ -620,7 +612,7 @@ class Loop:
         """Whether to wait no longer for groups."""
         waits = self.producer is not None and self.producer.needs_weights
         steered = self.control.pausing or self.control.stopping
-        return steered or waits or self._lost_a_process()
+        return steered or waits or self.crew.lost() is not None
 
     def _catch_up(self) -> None:
         """Send the version that the groups are made with to replicas that were started again: no other holds it."""
@@ -663,9 +655,9 @@ class Loop:
         for attempt in range(SYNC_TRIES):
             self.version = max(self.version, self.link.version + 1)
             start = clock()
-            self._order("sync", version=self.version)
+            self.crew.order("sync", version=self.version)
             try:
-                report = self._together(send)
+                report = self.crew.together(send)
                 break
             except (GatewayUnreachable, SyncError) as error:
                 self._fault(
@@ -721,17 +713,10 @@ def _lengths(groups: Sequence[SampleGroup]) -> dict[str, float]:
     samples = [s for g in groups for s in g.samples]
     length = np.array([s.own.sum() for s in samples], float)
     cut = np.array([s.finish_reason == "length" for s in samples], bool)
-    found = {
-        "mean_length": float(length.mean()),
-        "min_length": float(length.min()),
-        "max_length": float(length.max()),
-        "clipped_ratio": float(cut.mean()),
-    }
-    ended = length[~cut]
-    if len(ended):
-        found["mean_terminated_length"] = float(ended.mean())
-        found["min_terminated_length"] = float(ended.min())
-        found["max_terminated_length"] = float(ended.max())
+    found = {"clipped_ratio": float(cut.mean())}
+    for kind, values in (("length", length), ("terminated_length", length[~cut])):
+        for name in ("mean", "min", "max") if len(values) else ():
+            found[f"{name}_{kind}"] = float(getattr(values, name)())
     return found
 
 

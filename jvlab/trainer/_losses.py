@@ -65,14 +65,13 @@ def advantages(
 def groups_with_spread(
     rewards: Sequence[float] | np.ndarray,
     group_ids: Sequence[int] | np.ndarray,
-    tolerance: float = 0.0,
 ) -> np.ndarray:
-    """Dynamic sampling (DAPO): True for each sample whose group has max − min reward above `tolerance`.
+    """Dynamic sampling (DAPO): True for each sample whose group has different rewards.
 
     A group whose rewards are all equal has zero advantages: it costs a forward and a backward pass for no gradient.
     """
     values, groups = _checked(rewards, group_ids)
-    return _per_sample(values, groups, np.ptp) > tolerance
+    return _per_sample(values, groups, np.ptp) > 0
 
 
 def _checked(rewards: object, group_ids: object) -> tuple[np.ndarray, np.ndarray]:
@@ -239,7 +238,7 @@ class Algorithm:
         "rloo" is REINFORCE (no clip, log-probabilities summed over a completion); "ppo_clip" has no critic: the other
         samples of the prompt are the baseline.
         """
-        if name not in _PRESETS:
+        if not isinstance(name, str) or name not in _PRESETS:
             raise ConfigError(
                 f"no algorithm {name!r}",
                 remedy=f"one of {', '.join(_PRESETS)}",

@@ -22,26 +22,23 @@ from jvlab.trainer._environment import EnvironmentTurn
 
 # how Hermes, Qwen 2.5 and Qwen 3 write a call
 TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
-# how Llama 3 writes one: the whole turn is an object
-BARE = re.compile(r"\s*(\{.*\})\s*", re.DOTALL)
 MARK = "jvlab-marks-this-call"
 NOT_TOOLS = ("reset", "get_reward")
+MADE_FOR_TOOLS = (
+    "a model that was made for tools, or a tokenizer with a template that is"
+)
 
 
 def adopted(make: Any) -> Any:
     """A function that makes environments as `jv.grpo` plays them; one of TRL's kind is recognised."""
-    if not callable(make):
-        return make
-    if not inspect.isclass(make):
-        return functools.partial(_made, make)
-    if is_trl(make):
-        return lambda: ToolEnvironment(make())
-    if hasattr(make, "reset") and not hasattr(make, "step"):
+    if make is None:
+        return None
+    if inspect.isclass(make) and not is_trl(make) and not hasattr(make, "step"):
         raise ConfigError(
             f"environment {make.__name__} has neither step() nor get_reward()",
             remedy="step(completion) for a jv.Environment, get_reward() for one in TRL's style",
         )
-    return make
+    return functools.partial(_made, make)
 
 
 def _made(make: Any) -> Any:
@@ -90,12 +87,8 @@ class ToolEnvironment:
             chat = [*chat[:-1], last]
         return self._first(chat)
 
-    def step(self, completion: str) -> EnvironmentTurn:
-        """Not used: tool calls are read from tokens, since a text has lost its special ones."""
-        raise NotImplementedError("ToolEnvironment.step_sample(sample)")
-
     def step_sample(self, sample: Any) -> EnvironmentTurn:
-        """Make the calls of a turn; the last turn makes none."""
+        """Make the calls of a turn; the last turn makes none. They are in tokens: a text has lost its special ones."""
         tokens = [int(t) for t in sample.token_ids]
         calls = [] if sample.finish_reason == "length" else self._calls(tokens)
         if not calls:
@@ -127,10 +120,8 @@ class ToolEnvironment:
     def _calls(self, tokens: Sequence[int]) -> list[Any]:
         """The calls in a turn: by the tokenizer's own parser if it has one, or as Hermes, Qwen and Llama write them."""
         tokenizer = self._tokenizer
-        if (
-            getattr(tokenizer, "response_template", None) is not None
-            or getattr(tokenizer, "response_schema", None) is not None
-        ):
+        parsers = ("response_template", "response_schema")
+        if any(getattr(tokenizer, name, None) is not None for name in parsers):
             parsed = tokenizer.parse_response(tokens)
             calls = (parsed or {}).get("tool_calls") or []
             return [call.get("function", call) for call in calls]
@@ -138,11 +129,10 @@ class ToolEnvironment:
         while tokens and tokens[-1] in special:
             tokens = tokens[:-1]
         text = tokenizer.decode(tokens, skip_special_tokens=False)
-        found = TAGGED.findall(text)
-        if found:
+        if found := TAGGED.findall(text):
             return [_object(call) for call in found]
-        bare = BARE.fullmatch(text)
-        call = _object(bare[1]) if bare else None
+        # Llama 3: the whole turn is one
+        call = _object(text)
         return [call] if isinstance(call, Mapping) and "name" in call else []
 
     # The template -------------------------------------------------------------------------------------------------
@@ -164,8 +154,7 @@ class ToolEnvironment:
         text = self._rendered(chat, tools=True)
         if self.tools and text == self._rendered(chat, tools=False):
             raise ConfigError(
-                "the model's chat template does not show tools",
-                remedy="a model that was made for tools, or a tokenizer with a template that is",
+                "the model's chat template does not show tools", remedy=MADE_FOR_TOOLS
             )
         return self._tokenizer.encode(text, add_special_tokens=False)
 
@@ -193,7 +182,7 @@ class ToolEnvironment:
         if end is None:
             raise ConfigError(
                 "the model's chat template does not show calls of tools, or no special token ends a turn in it",
-                remedy="a model that was made for tools, or a tokenizer with a template that is",
+                remedy=MADE_FOR_TOOLS,
             )
         encode = lambda part: self._tokenizer.encode(part, add_special_tokens=False)
         closed = list(turn[-1:]) == encode(end[0])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -49,21 +47,19 @@ def test_positions_belong_to_their_token():
     np.testing.assert_allclose(batch.advantages, [1, -1], rtol=1e-3)
 
 
-@dataclass
-class Turns:
-    """A sample with an observation in the middle."""
-
-    prompt_index: int = 0
-    prompt_token_ids: tuple = (1, 2)
-    token_ids: tuple = (10, 11, 12, 13)
-    logprobs: tuple = (-1.0, float("nan"), float("nan"), -2.0)
-    token_versions: tuple = (5, -1, -1, 6)
-    loss_mask: tuple = (True, False, False, True)
-    finish_reason: str = "stop"
+TURNS = Sample(
+    prompt_index=0,
+    sample_index=0,
+    prompt_token_ids=np.array([1, 2]),
+    token_ids=np.array([10, 11, 12, 13]),
+    logprobs=np.array([-1.0, np.nan, np.nan, -2.0]),
+    versions=[5, -1, -1, 6],
+    loss_mask=np.array([True, False, False, True]),
+)
 
 
 def test_observations_are_masked():
-    batch = train_batch([Turns()], [1.0])  # type: ignore[list-item]
+    batch = train_batch([TURNS], [1.0])
     assert batch.loss_mask[0, :7].tolist() == [0, 0, 1, 0, 0, 1, 0]
     assert batch.token_mask[0, :7].tolist() == [1, 1, 1, 1, 1, 1, 0]
     assert batch.engine_logprobs[0, :7].tolist() == [0, 0, -1, 0, 0, -2, 0]

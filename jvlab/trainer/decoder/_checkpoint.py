@@ -28,6 +28,7 @@ from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._types import Binding, CheckpointTensor
 from jvlab.layout.rules._rules import apply_binding
 
+SHARD_BYTES = 5_000_000_000  # largest weights file, as in transformers
 # files of a checkpoint besides weights and config: the tokenizer's, under all its names, and the sampling defaults
 _AUXILIARY_FILES = (
     "tokenizer*",
@@ -134,14 +135,10 @@ def load_leaf(
                     number - each.start
                     for number, each in zip(at, ranges, strict=False)
                 )
-                _copy(parts[key][into], views[at][(0,) * lead + whole[lead:]])
+                parts[key][into] = views[at][(0,) * lead + whole[lead:]]  # casts
         return parts[key]
 
     return jax.make_array_from_callback(shape, sharding, part)
-
-
-def _copy(into: np.ndarray, view: np.ndarray) -> None:
-    into[...] = view  # casts
 
 
 def leading_dims(binding: Binding) -> int:
@@ -277,12 +274,23 @@ class _Slices:
         return found, (0, *start[1:])
 
 
-def copy_auxiliary_files(source: Path, folder: Path) -> None:
-    """Copies the tokenizer and the sampling defaults."""
+def write_checkpoint(
+    folder: Path,
+    source: Path,
+    config: Mapping[str, Any],
+    tensors: Sequence[CheckpointTensor],
+    bindings: Sequence[Binding],
+    leaf: Callable[[str], jax.Array],
+    dtype: str,
+) -> None:
+    """The weights, config.json, and from `source` the tokenizer and the sampling defaults."""
     for pattern in _AUXILIARY_FILES:
         for file in sorted(source.glob(pattern)):
             if file.is_file():
                 shutil.copyfile(file, folder / file.name)
+    write_weights(folder, tensors, bindings, leaf, dtype, SHARD_BYTES)
+    text = config_text(config, dtype)
+    (folder / "config.json").write_text(text, encoding="utf-8")
 
 
 def config_text(config: Mapping[str, Any], dtype: str) -> str:
