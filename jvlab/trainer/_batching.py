@@ -132,21 +132,15 @@ class TrainBatch:
         self, *, old: np.ndarray | None = None, reference: np.ndarray | None = None
     ) -> TrainBatch:
         """The batch with the old or the reference policy's log-probabilities [N, T], as `TrainStep.score` returns."""
-        for name, value in (("old", old), ("reference", reference)):
-            if value is not None and value.shape != self.tokens.shape:
+        given = {"old_logprobs": old, "reference_logprobs": reference}
+        known = {name: value for name, value in given.items() if value is not None}
+        for name, value in known.items():
+            if value.shape != self.tokens.shape:
                 raise ConfigError(
-                    f"{name} log-probabilities of shape {value.shape} for tokens of shape {self.tokens.shape}",
+                    f"{name} of shape {value.shape} for tokens of shape {self.tokens.shape}",
                     remedy="score this batch's tokens: one number per token, padding included",
                 )
-        given = {"old_logprobs": old, "reference_logprobs": reference}
-        return replace(
-            self,
-            **{
-                name: np.asarray(value, np.float32)
-                for name, value in given.items()
-                if value is not None
-            },
-        )
+        return replace(self, **known)
 
     def __repr__(self) -> str:
         groups = len(np.unique(self.group_ids))

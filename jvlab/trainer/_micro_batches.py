@@ -87,7 +87,6 @@ def rows_at_once(rows: int, length: int, budget: int) -> int:
 def row_length(
     lengths: Sequence[int] | np.ndarray,
     longest: int,
-    most: int = MOST,
     budget: int | None = None,
 ) -> int:
     """The row length of at most `longest` tokens that leaves the least padding in a batch of samples like these.
@@ -102,7 +101,7 @@ def row_length(
     best = longest
     least = math.inf
     for candidate in _candidates(sizes, longest):
-        rows = len(pack(sizes, candidate, most))
+        rows = len(pack(sizes, candidate))
         at_once = rows_at_once(rows, candidate, budget or candidate)
         padding = 1 - sizes.sum() / (math.ceil(rows / at_once) * at_once * candidate)
         if padding < least - GOOD_ENOUGH:
@@ -235,10 +234,8 @@ class Packer:
             own = RowShape(1, round_up(int(lengths[sample])), 1)
             yield packed(lengths, [[int(sample)]], own)
         short = np.flatnonzero(lengths <= shape.length)
-        rows = [
-            [int(short[i]) for i in row]
-            for row in pack(lengths[short], shape.length, shape.most)
-        ]
+        packs = pack(lengths[short], shape.length, shape.most)
+        rows = [short[row].tolist() for row in packs]
         for at in range(0, len(rows), shape.count):
             yield packed(lengths, rows[at : at + shape.count], shape)
 
@@ -279,9 +276,8 @@ class Packer:
             else max(min(budget // length, len(rows)), 1)
         )
         # later batches may have more, shorter samples; a fused kernel's memory grows with how many a row may hold
-        most = 2 ** math.ceil(
-            math.log2(1.5 * max((len(row) for row in rows), default=1))
-        )
+        fullest = max(map(len, rows), default=1)
+        most = 2 ** math.ceil(math.log2(1.5 * fullest))
         return RowShape(count, length, min(most, MOST))
 
 
@@ -338,12 +334,8 @@ def sample_lengths(samples: Iterable[Any]) -> np.ndarray:
         for s in samples
     ]
     lengths = np.asarray(found)
-    if (
-        lengths.ndim != 1
-        or not len(lengths)
-        or not np.issubdtype(lengths.dtype, np.integer)
-        or lengths.min() < 1
-    ):
+    whole = np.issubdtype(lengths.dtype, np.integer)
+    if lengths.ndim != 1 or not len(lengths) or not whole or lengths.min() < 1:
         raise ConfigError(
             "no lengths to pack",
             remedy="pass a RolloutBatch, or the tokens of each sample: [512, 300, …], at least 1",

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
@@ -269,18 +270,15 @@ class Policy:
         # if a tied pair is stored twice, the embedding comes first
         for binding in bindings:
             of_leaf.setdefault(binding.leaf, {}).setdefault(binding.leaf_start, binding)
-        params: dict[str, Any] = {}
+        flat: dict[tuple[str, ...], jax.Array] = {}
         plain = Runtime(compute_dtype, layout)
         fused = plain.attention(config, config.windows[0], 1)[0].form == "cudnn"
         with loading_libraries(fused):
             for path, (letters, shape) in _model.parameter_letters(config).items():
                 where, _ = layout.parameter(letters, shape)
-                node = params
-                for key in path[:-1]:
-                    node = node.setdefault(key, {})
-                node[path[-1]] = _checkpoint.load_leaf(
-                    [*of_leaf[".".join(path)].values()], files, dtype, where
-                )
+                stored = [*of_leaf[".".join(path)].values()]
+                flat[path] = _checkpoint.load_leaf(stored, files, dtype, where)
+        params = unflatten_dict(flat)
         kept = "auto" if remat is None else REMATS.get(remat, str(remat))
         runtime = Runtime(compute_dtype, layout, kept, head_dtype, _memory.room(params))
         return cls(

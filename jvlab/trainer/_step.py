@@ -16,6 +16,7 @@ import optax
 
 from jvlab._errors import ConfigError
 from jvlab.trainer._batching import TrainBatch, pad_rows
+from jvlab.trainer._checks import check_choice
 from jvlab.trainer._losses import Algorithm, policy_loss, row_weights, token_metrics
 from jvlab.trainer._micro_batches import MicroBatch, Packer, unpad
 from jvlab.trainer.decoder._experts import Routes
@@ -112,20 +113,20 @@ def schedule(
     peak: float, kind: str = "constant", warmup: int = 0, steps: int | None = None
 ) -> Schedule:
     """A learning rate by update: linear warm-up over `warmup` updates, then constant, or down to 0 at `steps`."""
-    if kind not in SCHEDULES:
-        raise ConfigError(f"schedule={kind!r}", remedy=f"one of {', '.join(SCHEDULES)}")
+    check_choice("schedule", kind, SCHEDULES)
     if kind != "constant" and (steps is None or steps <= warmup):
         raise ConfigError(
             f"a {kind} schedule over steps={steps}",
             remedy=f"give steps above warmup={warmup}",
         )
+    left = (steps or 0) - warmup
     match kind:
         case "constant":
             after = optax.constant_schedule(peak)
         case "linear":
-            after = optax.linear_schedule(peak, 0.0, (steps or 0) - warmup)
+            after = optax.linear_schedule(peak, 0.0, left)
         case _:
-            after = optax.cosine_decay_schedule(peak, (steps or 0) - warmup)
+            after = optax.cosine_decay_schedule(peak, left)
     if not warmup:
         return after
     # Starts at peak/warmup: an update with learning rate 0 would waste a batch.
@@ -191,11 +192,6 @@ class TrainStep:
             raise ConfigError(
                 "token_budget packs samples into rows, but this logprobs_fn takes no segments",
                 remedy="let it take segments=[B, T], or give micro_batch, the samples of a micro-batch, instead",
-            )
-        if token_budget is not None and token_budget < 1:
-            raise ConfigError(
-                f"token_budget={token_budget}",
-                remedy="the tokens of a micro-batch, e.g. 8192",
             )
         self._packer = (
             None if token_budget is None else Packer(token_budget, short_rows)
@@ -298,17 +294,16 @@ class TrainStep:
             state.params, state.opt_state, grads, loss
         )
         compiled = self.compilations - before
-        updates = state.updates
 
         def report() -> StepReport:
             metrics, parts, current = self._metrics(batch, seen, version)
             value = float(loss)
             length = float(norm)
-            finite = math.isfinite(value) and math.isfinite(length)
+            finite = math.isfinite(value + length)
             return StepReport(
                 loss=value,
                 grad_norm=length,
-                learning_rate=self._rate(updates),
+                learning_rate=self._rate(state.updates),
                 skipped="" if finite else f"loss {value}, gradient norm {length}",
                 samples=len(batch),
                 tokens=int(batch.loss_mask.sum()),
@@ -325,8 +320,7 @@ class TrainStep:
                 },
             )
 
-        pending = TrainState(params, opt_state, state.updates, state.skipped)
-        return Pending(pending, report)
+        return Pending(state._replace(params=params, opt_state=opt_state), report)
 
     def _rate(self, updates: int) -> float:
         """The learning rate of the update after so many; NaN if the user's optimiser has its own."""
@@ -400,8 +394,11 @@ class TrainStep:
         self, params: Params, x: Mapping[str, jax.Array], frozen: Any
     ) -> tuple[jax.Array, Any, Any]:
         """log P and entropy, [samples, time], also of packed rows; and the loads of experts. None: not known."""
-        asked = {"with_entropy": self._with_entropy, "with_loads": self._with_loads}
-        more: dict[str, Any] = {name: True for name, wanted in asked.items() if wanted}
+        more: dict[str, Any] = {}
+        if self._with_entropy:
+            more["with_entropy"] = True
+        if self._with_loads:
+            more["with_loads"] = True
         several = bool(more)
         if frozen is not None:
             more["frozen"] = frozen
@@ -418,11 +415,14 @@ class TrainStep:
         logprobs, *rest = found if several else (found,)
         entropy = rest[0] if self._with_entropy else None
         loads = rest[-1] if self._with_loads else None
-        unpacked = lambda rows: (
-            rows if "place" not in x else jnp.pad(rows.reshape(-1), (0, 1))[x["place"]]
-        )
-        wide = lambda rows: None if rows is None else unpacked(rows.astype(jnp.float32))
-        return wide(logprobs), wide(entropy), loads  # type: ignore[return-value]
+
+        def wide(rows: jax.Array) -> jax.Array:
+            rows = rows.astype(jnp.float32)
+            if "place" not in x:
+                return rows
+            return jnp.pad(rows.reshape(-1), (0, 1))[x["place"]]
+
+        return wide(logprobs), jax.tree.map(wide, entropy), loads
 
     def _accumulate(
         self,

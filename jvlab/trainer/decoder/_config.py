@@ -279,14 +279,11 @@ class _Reader:
         count = self.size("num_hidden_layers")
         given = self.given.get("layer_types")
         window = self("sliding_window")
-        if self.family in ("llama", "olmo2"):
+        # of qwen transformers then ignores the window, whatever layer_types says
+        ignored = self.family.startswith("qwen") and not self("use_sliding_window")
+        if ignored or self.family in ("llama", "olmo2"):
             return ["full_attention"] * count
-        if self.family in ("mistral", "phi3", "mixtral"):
-            return ["full_attention" if window is None else "sliding_attention"] * count
-        if self.family.startswith("qwen") and not self("use_sliding_window"):
-            # transformers then ignores the window, whatever layer_types says
-            return ["full_attention"] * count
-        if self.family == "qwen3_moe":
+        if self.family in ("mistral", "phi3", "mixtral", "qwen3_moe"):
             return ["full_attention" if window is None else "sliding_attention"] * count
         if given is not None:
             if len(given) != count or set(given) - {

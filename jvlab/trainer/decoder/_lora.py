@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jvlab._errors import ConfigError
 from jvlab.layout._types import Binding, CheckpointTensor
@@ -82,10 +83,8 @@ class LoraParams(dict[str, Any]):
 
     def pair(self, module: LoraModule) -> tuple[Any, Any]:
         """A and B of one module, all layers stacked."""
-        node: Any = self
-        for key in module.keys:
-            node = node[key]
-        return node["lora_a"], node["lora_b"]
+        flat = flatten_dict(self)
+        return flat[(*module.keys, "lora_a")], flat[(*module.keys, "lora_b")]
 
     def as_sent(self) -> LoraParams:
         """The same with `scale` multiplied into B: an engine holds it so, and keeps no scale."""
@@ -259,12 +258,10 @@ def leaf_letters(
     spec: LoraSpec, params: Mapping[str, Any]
 ) -> dict[tuple[str, ...], tuple[str, tuple[int, ...]]]:
     """{path: (letters of its axes, shape)} of every leaf, for the base parameters `params`."""
+    flat = flatten_dict(dict(params))
     out = {}
     for m in spec.modules:
-        node: Any = params
-        for key in m.keys:
-            node = node[key]
-        layers, *sizes = node["kernel"].shape
+        layers, *sizes = flat[(*m.keys, "kernel")].shape
         into = tuple(sizes[: len(m.into)])
         rest = tuple(sizes[len(m.into) :])
         out[*m.keys, "lora_a"] = f"l{m.into}r", (layers, *into, spec.rank)
@@ -276,7 +273,7 @@ def first_values(
     spec: LoraSpec, params: Mapping[str, Any], layout: Layout, dtype: str, seed: int
 ) -> LoraParams:
     """A uniform within ± 1 / sqrt(inputs), as in PEFT, and B zero; sharded like the kernels they go with."""
-    tree: dict[str, Any] = {}
+    flat: dict[tuple[str, ...], Any] = {}
     for number, (path, (letters, shape)) in enumerate(
         leaf_letters(spec, params).items()
     ):
@@ -286,11 +283,8 @@ def first_values(
             functools.partial(_uniform, shape=shape, dtype=dtype, bound=bound),
             out_shardings=where,
         )
-        node = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = make(jax.random.fold_in(jax.random.key(seed), number))
-    return LoraParams(tree, spec)
+        flat[path] = make(jax.random.fold_in(jax.random.key(seed), number))
+    return LoraParams(unflatten_dict(flat), spec)
 
 
 def _uniform(
@@ -303,34 +297,17 @@ def _uniform(
 
 def combined(base: Mapping[str, Any], adapter: Mapping[str, Any]) -> dict[str, Any]:
     """One tree with the leaves of both: what the decoder with adapters takes. Nothing is copied."""
-    out = dict(base)
-    for key, value in adapter.items():
-        out[key] = combined(out[key], value) if isinstance(value, Mapping) else value
-    return out
+    return unflatten_dict(flatten_dict(dict(base)) | flatten_dict(dict(adapter)))
 
 
 def merged(base: Mapping[str, Any], adapter: LoraParams) -> dict[str, Any]:
     """The base with scale · A B added to its kernels, in float32; rounded once, to the kernels' dtype."""
     spec = adapter.spec
-    out = dict(base)
-
-    def change(
-        node: Mapping[str, Any], keys: tuple[str, ...], add: Callable[[Any], Any]
-    ) -> dict[str, Any]:
-        here = node[keys[0]]
-        return {
-            **node,
-            keys[0]: add(here) if len(keys) == 1 else change(here, keys[1:], add),
-        }
-
+    flat = flatten_dict(dict(base))
     for m in spec.modules:
-        a, b = adapter.pair(m)
-        out = change(
-            out,
-            (*m.keys, "kernel"),
-            functools.partial(_add, a=a, b=b, scale=spec.scale, module=m),
-        )
-    return out
+        path = (*m.keys, "kernel")
+        flat[path] = _add(flat[path], *adapter.pair(m), spec.scale, m)
+    return unflatten_dict(flat)
 
 
 def _add(

@@ -26,6 +26,9 @@ MIB = 1 << 20
 CPU_BUDGET = 2048  # more tokens at once are no faster there
 
 
+PARTS = ("parameters", "gradients", "moments", "activations", "logits", "kernel")
+
+
 @dataclass(frozen=True)
 class Memory:
     """Bytes on the fullest device during a step over `rows` rows of `length` tokens at once."""
@@ -43,14 +46,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return (
-            self.parameters
-            + self.gradients
-            + self.moments
-            + self.activations
-            + self.logits
-            + self.kernel
-        )
+        return sum(getattr(self, name) for name in PARTS)
 
     @property
     def fits(self) -> bool:
@@ -58,17 +54,9 @@ class Memory:
         return not self.at_hand or self.total <= SHARE * self.at_hand
 
     def __str__(self) -> str:
-        names = (
-            "parameters",
-            "gradients",
-            "moments",
-            "activations",
-            "logits",
-            "kernel",
-        )
         parts = ", ".join(
             f"{name} {human_bytes(getattr(self, name))}"
-            for name in names
+            for name in PARTS
             if getattr(self, name)
         )
         of = f" of {human_bytes(self.at_hand)} at hand" if self.at_hand else ""
@@ -173,9 +161,8 @@ def at_hand(array: Any, held: int) -> int:
 
         return int(psutil.virtual_memory().available * CPU_SHARE) + held
     free = int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
-    with contextlib.suppress(
-        ImportError
-    ):  # an engine may hold a part of the GPU's memory
+    # an engine may hold a part of the GPU's memory
+    with contextlib.suppress(ImportError):
         import cupy
 
         with cupy.cuda.Device(device.local_hardware_id):
@@ -193,15 +180,9 @@ def choose_budget(
 ) -> int:
     """The tokens of a micro-batch for the memory at hand: as many as fit; `samples`, `frozen` as for `estimate`."""
     platform = next(iter(jax.tree.leaves(params)[0].sharding.device_set)).platform
-    budgets = (
-        BUDGETS if platform != "cpu" else tuple(b for b in BUDGETS if b <= CPU_BUDGET)
-    )
-    at_once = next(
-        (
-            b
-            for b in budgets
-            if estimate(config, runtime, params, 1, b, samples, frozen).fits
-        ),
-        budgets[-1],
-    )
-    return least(at_once, jax.tree.leaves(params)[0])
+    budgets = [b for b in BUDGETS if b <= CPU_BUDGET or platform != "cpu"]
+    while len(budgets) > 1:
+        if estimate(config, runtime, params, 1, budgets[0], samples, frozen).fits:
+            break
+        del budgets[0]
+    return least(budgets[0], jax.tree.leaves(params)[0])
