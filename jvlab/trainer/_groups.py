@@ -8,7 +8,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,7 +81,7 @@ class Evaluation:
                 remedy="evaluate=jv.Task(prompts, reward) with a reward function",
             )
         self._pool = pool
-        self._rewarder = task.rewarder()
+        self.rewarder = task.rewarder()
         self._examples = task.first(prompts)
         self._watch = RewardWatch(
             task.name, min(FIRST_REWARDS, len(self._examples)), FIRST_REWARDS * prompts
@@ -97,7 +96,7 @@ class Evaluation:
         samples = list(
             self._pool.generate([e.prompt for e in self._examples], **self._sampling)
         )
-        result = self._rewarder.score(samples, self._examples, self._watch.add)
+        result = self.rewarder.score(samples, self._examples, self._watch.add)
         good = result.rewards[np.isfinite(result.rewards)]
         mean = float(good.mean()) if len(good) else math.nan
         best = mean > self.best  # not if it is NaN
@@ -115,14 +114,6 @@ class Evaluation:
             tokens=sum(len(s.token_ids) for s in samples),
             best=best,
         )
-
-    def waiting(self) -> str:
-        """Says how long a reward has been waited for; "" if that is not worth mentioning."""
-        return self._rewarder.waiting()
-
-    def close(self) -> None:
-        """Stop the reward function's threads and processes."""
-        self._rewarder.close()
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -249,27 +240,25 @@ class GroupMaker:
         """One complete group; retried if replicas fail, as long as one is up."""
         example = await asyncio.to_thread(self.task.example, ticket.index)
         start = clock()
-        for attempt in range(MAX_TRIES):
+        attempt = 0
+        while True:
             try:
                 if self._rewarder is None:
                     return await self._episodes(ticket, example, start)
                 return await self._single(ticket, example, start, self._rewarder)
             except (ReplicaLost, SyncError, ControlError) as error:
                 self._fault("rollout failed", f"group {ticket.index}", error.message)
-                await self._check_retry(error, last=attempt == MAX_TRIES - 1)
-                await asyncio.sleep(0.2 * 2**attempt)
-        raise AssertionError("_check_retry raises after the last attempt")
-
-    async def _check_retry(self, error: JvlabError, last: bool) -> None:
-        """Raise unless a retry is left and the pool serves; waits for one whose replica is started again."""
-        status = await asyncio.to_thread(look, self.pool, error)
-        if last:
-            raise error
-        if not serves(status):
-            if self._return is None or self._return.done():
-                returned = self._until_it_serves(error)
-                self._return = asyncio.get_running_loop().create_task(returned)
-            await asyncio.shield(self._return)
+                status = await asyncio.to_thread(look, self.pool, error)
+                attempt += 1
+                if attempt == MAX_TRIES:
+                    raise
+                if not serves(status):
+                    # all groups wait for one
+                    if self._return is None or self._return.done():
+                        returned = self._until_it_serves(error)
+                        self._return = asyncio.create_task(returned)
+                    await asyncio.shield(self._return)
+                await asyncio.sleep(0.1 * 2**attempt)
 
     async def _until_it_serves(self, error: JvlabError) -> None:
         """Wait until a replica may generate; raises if none will. The loop sends weights to those that need them."""
@@ -293,9 +282,8 @@ class GroupMaker:
 
         def begin(sample: Any) -> None:
             """While the group's other samples are still being generated."""
-            calls[sample.sample_index] = rewarder.start(
-                sample.sample_index, sample, example
-            )
+            index = sample.sample_index
+            calls[index] = rewarder.start(index, sample, example)
 
         options = {**self.sampling, "seed": group_seed(self.config.seed, ticket)}
         if not rewarder.whole_groups:
@@ -305,37 +293,34 @@ class GroupMaker:
         )
         self._record_rollouts(ticket, batch.samples, start, batch.notes)
         began = clock()
+        samples = batch.samples
+        logged = None
         if rewarder.whole_groups:
-            call = rewarder.start_group(batch.samples, [example] * len(batch.samples))
+            call = rewarder.start_group(samples, [example] * len(samples))
             found, logged = await asyncio.wrap_future(call)
             for one in found:
                 self._check_reward(ticket, one)
-            return self._group(
-                ticket, example, batch.samples, found, start, began, logged
-            )
-        for sample in batch.samples:
-            # a pool that hands over all its samples at once
-            if sample.sample_index not in calls:
-                begin(sample)
-        found = await asyncio.gather(
-            *(self._reward(ticket, calls[s.sample_index]) for s in batch.samples)
-        )
-        return self._group(ticket, example, batch.samples, found, start, began)
+        else:
+            for sample in samples:
+                # a pool that hands over all its samples at once
+                if sample.sample_index not in calls:
+                    begin(sample)
 
-    async def _reward(
-        self, ticket: Ticket, call: Future[float | RewardFailure]
-    ) -> float | RewardFailure:
-        found = await asyncio.wrap_future(call)
-        self._check_reward(ticket, found)
-        return found
+            async def reward(sample: Sample) -> float | RewardFailure:
+                one = await asyncio.wrap_future(calls[sample.sample_index])
+                self._check_reward(ticket, one)
+                return one
+
+            found = await asyncio.gather(*map(reward, samples))
+        return self._group(ticket, example, samples, found, start, began, logged)
 
     def _check_reward(self, ticket: Ticket, found: float | RewardFailure) -> None:
         """Raise RewardError if this is one failure too many; its group is then recorded no more, so it is here."""
         try:
             self._watch.add(found)
         except RewardError:
-            if isinstance(found, RewardFailure):
-                self._reward_fault(ticket, found)
+            assert isinstance(found, RewardFailure)
+            self._reward_fault(ticket, found)
             raise
 
     def _encode(self, text: str, special: bool) -> Sequence[int]:
@@ -344,9 +329,6 @@ class GroupMaker:
     async def _episodes(
         self, ticket: Ticket, example: Example, start: float
     ) -> SampleGroup:
-        make = self.task.environment
-        assert make is not None
-
         async def play(sample: int) -> Any:
             turn = 0
             session: Any = None
@@ -364,7 +346,7 @@ class GroupMaker:
                 self.record_notes(made.notes)
                 return made
 
-            environment: Any = make()
+            environment: Any = self.task.environment()
             if hasattr(environment, "bind"):
                 environment.bind(self._tokenizer)
             episode = await run_episode(
@@ -381,8 +363,7 @@ class GroupMaker:
             self._check_reward(ticket, episode.failure or episode.reward)
             return episode
 
-        count = range(self.config.group_size)
-        episodes = await asyncio.gather(*(play(k) for k in count))
+        episodes = await asyncio.gather(*map(play, range(self.config.group_size)))
         self._record_rollouts(ticket, episodes, start, ())
         found = [episode.failure or episode.reward for episode in episodes]
         return self._group(ticket, example, episodes, found, start, clock())
@@ -461,10 +442,10 @@ class GroupMaker:
 
     def record_notes(self, notes: Sequence[str]) -> None:
         """Record a pool's notes; those about one replica at most once in `REPEAT_S`."""
+        now = time.monotonic()
         for note in notes:
             lost = isinstance(note, LostNote)
             who = note.replica if lost else "pool"
-            now = time.monotonic()
             if now - self._reported.get(who, -REPEAT_S) >= REPEAT_S:
                 self._reported[who] = now
                 self._fault("replica lost" if lost else "note", who, note)

@@ -242,7 +242,7 @@ def _lead(
         )
     except BaseException:
         if evaluation is not None:
-            evaluation.close()
+            evaluation.rewarder.close()
         raise
     loop = Loop(
         crew=crew,

@@ -35,7 +35,6 @@ import numpy as np
 
 from jvlab._deadline import Deadline
 from jvlab._errors import (
-    ConfigError,
     ControlError,
     GatewayUnreachable,
     JvlabError,
@@ -44,6 +43,7 @@ from jvlab._errors import (
     SyncError,
     Unsupported,
 )
+from jvlab._names import LostNote
 from jvlab.record._events import (
     DraftTally,
     Event,
@@ -71,7 +71,7 @@ from jvlab.trainer._groups import (
     why_all_are_dead,
 )
 from jvlab.trainer._grpo_config import GrpoConfig
-from jvlab.trainer._losses import Algorithm, groups_with_spread
+from jvlab.trainer._losses import Algorithm
 from jvlab.trainer._producer import PoolSleep, Producer
 from jvlab.trainer._run_checkpoint import Checkpoints, Position
 from jvlab.trainer._step import Pending, StepReport, TrainState, TrainStep
@@ -183,16 +183,11 @@ class Loop:
 
     def rejection_reason(self, group: SampleGroup) -> str:
         """Why a group cannot be trained on, "" if it can."""
-        good = group.usable
-        if not good.any():
-            return f"group {group.index} has no usable sample" + (
-                f": {group.failures[0]}" if group.failures else ""
-            )
-        rewards = group.rewards[good]
-        if (
-            self.algorithm.dynamic_sampling
-            and not groups_with_spread(rewards, np.zeros(len(rewards))).any()
-        ):
+        rewards = group.rewards[group.usable]
+        if not len(rewards):
+            why = f": {group.failures[0].message}" if group.failures else ""
+            return f"group {group.index} has no usable sample{why}"
+        if self.algorithm.dynamic_sampling and not np.ptp(rewards):
             self._record_samples([group], -1)
             return f"all rewards of group {group.index} are equal, and dynamic_sampling drops such groups"
         return ""
@@ -215,7 +210,7 @@ class Loop:
             producer.set_remaining((steps - self.step) * self.config.prompts_per_step)
             taken = producer.take(self._has_other_work)
             if taken is None:
-                if producer.needs_weights:
+                if producer.maker.needs_weights:
                     self._catch_up()
                 continue
             trained = self._train(*taken)
@@ -255,8 +250,12 @@ class Loop:
 
     def waiting(self) -> str:
         """Which function of the user's has been waited for, and how long; "" if that is not worth mentioning."""
-        found = self.evaluation.waiting() if self.evaluation is not None else ""
-        return found or (self.producer.waiting() if self.producer is not None else "")
+        found = ""
+        if self.evaluation is not None:
+            found = self.evaluation.rewarder.waiting()
+        if not found and self.producer is not None:
+            found = self.producer.maker.waiting()
+        return found
 
     def ended(self, reason: str, error: BaseException | None) -> None:
         """How the run ended, for the trainer's other processes."""
@@ -265,7 +264,7 @@ class Loop:
     def close(self) -> None:
         """Release threads and files; the owner closes the record."""
         if self.evaluation is not None:
-            self.evaluation.close()
+            self.evaluation.rewarder.close()
         if self._sleep is not None:
             self._sleep.close()
         self._probe_thread.shutdown(wait=True)  # no deadline: `Pool.score` has one
@@ -521,18 +520,16 @@ class Loop:
         """
         assert report.logprobs is not None
         batch = trained.batch
-        probe = trained.probe
-        if probe is None:
+        if trained.probe is None:
             counted = batch.loss_mask & _fresh(batch, trained.version)[:, None]
-            gaps = np.abs(report.logprobs - batch.engine_logprobs)[counted]
+            engine = batch.engine_logprobs
         else:
-            found = [
-                np.abs(
-                    report.logprobs[r, 1 : batch.lengths[r]] - np.asarray(scored)[1:]
-                )
-                for r, scored in enumerate(probe.result(0))
-            ]
-            gaps = np.concatenate([np.empty(0, np.float32), *found])
+            counted = np.zeros(batch.tokens.shape, bool)
+            engine = np.zeros(batch.tokens.shape, np.float32)
+            for row, scored in enumerate(trained.probe.result(0)):
+                counted[row, 1 : len(scored)] = True
+                engine[row, : len(scored)] = scored
+        gaps = np.abs(report.logprobs - engine)[counted]
         if not len(gaps):
             return math.nan, math.nan
         return float(gaps.max()), float(gaps.mean(dtype=np.float64))
@@ -565,8 +562,7 @@ class Loop:
         self.writer.write(FaultEvent(actor="trainer", fault=fault, who=who, text=text))
 
     def _record_faults(self, event: StepEvent, report: StepReport) -> None:
-        if event.logprob_gap == event.logprob_gap:
-            self.max_gap = max(self.max_gap, event.logprob_gap)
+        self.max_gap = max(self.max_gap, event.logprob_gap)  # which may be NaN
         if event.logprob_gap > self.gap_alarm:
             text = f"step {event.step}: trainer and engine differ by {event.logprob_gap:.3g} at version {event.version}"
             self._fault("logprob gap", "trainer", text)
@@ -610,7 +606,7 @@ class Loop:
 
     def _has_other_work(self) -> bool:
         """Whether to wait no longer for groups."""
-        waits = self.producer is not None and self.producer.needs_weights
+        waits = self.producer is not None and self.producer.maker.needs_weights
         steered = self.control.pausing or self.control.stopping
         return steered or waits or self.crew.lost() is not None
 
@@ -626,7 +622,8 @@ class Loop:
         except (ControlError, SyncError, Unsupported) as error:
             self._fault("catching up failed", "pool", error.message)
             self._write(self._sync())
-        self.producer.weights_sent()
+        # set again if the replicas still do not serve
+        self.producer.maker.needs_weights = False
 
     def _wait_until(
         self, reached: Callable[[Mapping[str, Any]], bool], error: JvlabError
@@ -684,9 +681,9 @@ class Loop:
         replicas = tuple(o.replica for o in report.outcomes)
         if self.producer is not None:
             for lost in sorted(self._replicas - set(replicas)):
-                self.producer.note_lost_replica(
-                    lost, f"it took no part in the sync of version {self.version}"
-                )
+                # in case no group reported it
+                text = f"replica {lost} was lost (it took no part in the sync of version {self.version})"
+                self.producer.maker.record_notes([LostNote(text, lost)])
             self.producer.synced(self.version)
         self._replicas = set(replicas)
         event = sync_event(report, start, stop)
@@ -724,9 +721,5 @@ def _advantages(groups: Sequence[SampleGroup], batch: TrainBatch) -> np.ndarray:
     """The advantage of every sample of the groups; NaN for those not in the batch."""
     good = np.concatenate([g.usable for g in groups])
     out = np.full(len(good), math.nan)
-    if int(good.sum()) != len(batch):
-        raise ConfigError(
-            f"{len(batch)} samples in the batch, but {int(good.sum())} usable ones in its groups"
-        )
     out[good] = batch.advantages
     return out

@@ -504,9 +504,11 @@ class Policy:
         """Which form of attention is used, and why; by the layers' window, "all" if none."""
         limit = plain_tokens(self.config.heads)
         return {
-            str(window or "all"): str(choice)
-            if choice.form == "cudnn"
-            else f"plain up to {limit:,} tokens, then chunked: {choice.refused}"
+            str(
+                window or "all"
+            ): f"plain up to {limit:,} tokens, then chunked: {choice.why}"
+            if choice.why
+            else "cudnn (the fused kernel of an NVIDIA GPU)"
             for window, choice in self._attention()
         }
 

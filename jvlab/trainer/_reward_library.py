@@ -100,12 +100,12 @@ def _listed(given: Sequence[Any], weights: Any) -> Any:
             remedy="one weight for each reward",
         )
     parts: dict[str, Any] = {}
-    for reward, weight in zip(given, weighed, strict=True):
-        name = _name(reward)
+    for pair in zip(given, weighed, strict=True):
+        name = _name(pair[0])
         same = (f"{name}_{i}" for i in itertools.count(2))
         while name in parts:
             name = next(same)
-        parts[name] = (reward, weight)
+        parts[name] = pair
     return total(**parts)
 
 
@@ -320,8 +320,7 @@ def total(**parts: Any) -> Reward:
         raise ConfigError("a sum of nothing", remedy="total(name=reward, ...)")
     made: dict[str, tuple[_Part, float]] = {}
     for name, given in parts.items():
-        pair: tuple[Any, Any] = given if isinstance(given, tuple) else (given, 1.0)
-        reward, weight = pair
+        reward, weight = given if isinstance(given, tuple) else (given, 1.0)
         if isinstance(weight, bool) or not isinstance(weight, NUMBERS):
             raise ConfigError(
                 f"the weight of {name!r} is {weight!r}", remedy="a number"
@@ -371,8 +370,8 @@ class _Total:
 
     def __call__(self, samples: Any, examples: Any) -> Any:
         if not self.whole_groups:
-            parts = self.parts.items()
-            return self._sum({n: p.function(samples, examples) for n, (p, _) in parts})
+            parts = self.parts.values()
+            return self._sum([p.function(samples, examples) for p, _ in parts])
         log = _Log(len(samples))
         found = [part.call(samples, examples, log) for part, _ in self.parts.values()]
         return self._scores(found, log)
@@ -381,17 +380,13 @@ class _Total:
         """From what each part said."""
         parts = zip(self.parts.values(), found, strict=True)
         columns = [part.values(said, log) for (part, _), said in parts]
-        rows = [
-            dict(zip(self.parts, row, strict=True))
-            for row in zip(*columns, strict=True)
-        ]
-        return GroupScores([self._sum(row) for row in rows], log.metrics, log.columns)
+        rows = [self._sum(row) for row in zip(*columns, strict=True)]
+        return GroupScores(rows, log.metrics, log.columns)
 
-    def _sum(self, row: Mapping[str, Any]) -> Any:
+    def _sum(self, row: Sequence[Any]) -> Any:
         """The weighed parts by name; None if all are; the first that is no number, as it is."""
         out: dict[str, float] = {}
-        for name, value in row.items():
-            weight = self.parts[name][1]
+        for (name, (_, weight)), value in zip(self.parts.items(), row, strict=True):
             if is_parted(value):
                 out |= {f"{name}.{k}": weight * float(v) for k, v in value.items()}
             elif isinstance(value, NUMBERS):
@@ -718,11 +713,16 @@ class _Code(_Slow):
     ) -> tuple[int, str]:
         """How many tests passed, and what the program printed."""
         word = secrets.token_hex(16)
-        order = {"program": program, "tests": list(tests), "stdin": given}
-        own = {"word": word, "parent": os.getpid(), **self._limits}
-        told = json.dumps(order | own).encode()
+        order = {
+            "program": program,
+            "tests": list(tests),
+            "stdin": given,
+            "word": word,
+            "parent": os.getpid(),
+            **self._limits,
+        }
         with _folder() as folder, tempfile.TemporaryFile() as orders:
-            orders.write(told)
+            orders.write(json.dumps(order).encode())
             orders.seek(0)
             verdict, write = os.pipe()
             try:

@@ -76,12 +76,11 @@ class RewardResult:
 
 def reward_result(found: Sequence[float | RewardFailure]) -> RewardResult:
     """What each sample got, as one result."""
+    numbers = [math.nan if isinstance(f, RewardFailure) else f for f in found]
     return RewardResult(
-        np.array(
-            [math.nan if isinstance(f, RewardFailure) else f for f in found], np.float64
-        ),
+        np.array(numbers, np.float64),
         tuple(f for f in found if isinstance(f, RewardFailure)),
-        parts=tuple(parts_of(f) for f in found),
+        tuple(parts_of(f) for f in found),
     )
 
 
@@ -115,11 +114,9 @@ class RewardWatch:
             patient = self._any_good or found.kind == "skipped"
             if failed < (self._later if patient else self._first):
                 return
-            which = (
-                f"{failed} samples in a row"
-                if self._any_good
-                else f"any of the first {failed} samples"
-            )
+            which = f"any of the first {failed} samples"
+            if self._any_good:
+                which = f"{failed} samples in a row"
         lines = f"\n{found.traceback}" if found.traceback else ""
         raise RewardError(
             f"task {self._task!r} has no reward for {which}. {found.kind}: {found.message}{lines}",
@@ -467,11 +464,10 @@ class InProcess:
             ready = False
         if ready is not True:
             self._kill()
-            why = (
-                ready
-                or f"no answer within {START_S:g} s, or it ended with exit code {self._exit}"
+            late = f"no answer within {START_S:g} s, or exit code {self._exit}"
+            raise NotStarted(
+                "died", f"the reward process did not start: {ready or late}"
             )
-            raise NotStarted("died", f"the reward process did not start: {why}")
 
     def _kill(self) -> None:
         with self._lock:

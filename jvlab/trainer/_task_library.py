@@ -22,10 +22,9 @@ import numpy as np
 
 from jvlab._errors import ConfigError, UnknownName, module_names
 from jvlab.trainer._datasets import json_lines
-from jvlab.trainer._environment import GuessNumber
+from jvlab.trainer._environment import GuessNumber, GymEnvironment, gym_maker
 from jvlab.trainer._reward_library import compiled, last_match
 from jvlab.trainer._tasks import Example, Task
-from jvlab.trainer._tool_environments import GymEnvironment, gym_maker
 
 __all__ = [
     "add",

@@ -15,8 +15,8 @@ from jvlab._errors import ConfigError
 from jvlab._units import how_many
 from jvlab.trainer._checks import check_choice, check_sampling, check_whole
 from jvlab.trainer._datasets import Column, Example, examples
+from jvlab.trainer._environment import adopted as adopted_environment
 from jvlab.trainer._reward_library import as_reward
-from jvlab.trainer._tool_environments import adopted as adopted_environment
 
 if TYPE_CHECKING:
     from jvlab.trainer._rewards import Rewarder
@@ -91,7 +91,7 @@ class Task:
             )
         self.name = name
         self.reward = adopted
-        self.environment = adopted_environment(environment)
+        self.environment: Any = adopted_environment(environment)
         self.processes = processes
         self.workers = workers
         self.seed = seed

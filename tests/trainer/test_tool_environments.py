@@ -12,9 +12,8 @@ import pytest
 import jvlab as jv
 from jvlab._errors import ConfigError
 from jvlab.record._sample import Sample
-from jvlab.trainer._environment import Episode, run_episode
+from jvlab.trainer._environment import Episode, ToolEnvironment, run_episode
 from jvlab.trainer._tasks import Example, Task
-from jvlab.trainer._tool_environments import ToolEnvironment
 
 TEMPLATE = """{% if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}
