@@ -248,9 +248,9 @@ class GuessNumber:
 # Environments that people have: TRL's, whose public methods are tools, and Gymnasium's.
 #
 # A turn of TRL's kind: the model's own chat template renders the conversation and the tools once, into the first
-# prompt. What the model then generates stays as it was sampled, token for token; its tool calls are read from it and made; the
-# template's rendering of their results, up to where the model speaks again, is appended as an observation, which is not
-# trained on. An episode ends with a turn that calls nothing, and `get_reward()` says what it was worth.
+# prompt. What the model then generates stays as it was sampled, token for token; its tool calls are read from it and
+# made; the template's rendering of their results, up to where the model speaks again, is appended as an observation,
+# which is not trained on. An episode ends with a turn that calls nothing, and `get_reward()` says what it was worth.
 
 # how Hermes, Qwen 2.5 and Qwen 3 write a call
 TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)

@@ -18,7 +18,7 @@ import os
 import queue
 import re
 import secrets
-import selectors
+import select
 import signal
 import subprocess
 import sys
@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from jvlab._errors import (
     ConfigError,
@@ -624,7 +624,6 @@ def _warm_verifier() -> _Verifier:
 # Code -----------------------------------------------------------------------------------------------------------------
 
 OUTPUT_BYTES = 1 << 16  # that a program may print
-PROGRAM = _code_sandbox.__file__
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
@@ -642,7 +641,7 @@ def code(
     program runs with that input and must print that output; either may be JSON. Rows without tests are skipped.
 
     Each program runs in an interpreter of its own, with the standard library alone, in an empty folder that is deleted,
-    for at most `timeout` seconds, and is killed if it prints more than 64 KiB. The kernel refuses it other processes,
+    for at most `timeout` seconds; one that prints more than 64 KiB has failed. The kernel refuses it other processes,
     signals to others, sockets and files outside that folder (seccomp, Landlock, no capabilities), more than `memory_mb`
     of address space, large files, and CPU time beyond the timeout. `isolation="limits"` is for systems without those
     two: time, memory and output are limited, but such a program may read your files and use the network.
@@ -721,30 +720,40 @@ class _Code(_Slow):
             "parent": os.getpid(),
             **self._limits,
         }
-        with _folder() as folder, tempfile.TemporaryFile() as orders:
+        file = tempfile.TemporaryFile
+        with _folder() as folder, file() as orders, file() as verdict, file() as output:
             orders.write(json.dumps(order).encode())
             orders.seek(0)
-            verdict, write = os.pipe()
+            child = subprocess.Popen(
+                [
+                    *(sys.executable, "-I", "-S", "-B"),
+                    *(_code_sandbox.__file__, str(verdict.fileno())),
+                ],
+                stdin=orders,
+                stdout=output,
+                stderr=subprocess.DEVNULL,
+                cwd=folder,
+                env={"HOME": folder, "LANG": "C.UTF-8", "PATH": ""},
+                pass_fds=(verdict.fileno(),),
+                start_new_session=True,
+            )
+            ended = os.pidfd_open(child.pid)
             try:
-                child = subprocess.Popen(
-                    [sys.executable, *["-I", "-S", "-B"], PROGRAM, str(write)],
-                    stdin=orders,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    cwd=folder,
-                    env={"HOME": folder, "LANG": "C.UTF-8", "PATH": ""},
-                    pass_fds=(write,),
-                    start_new_session=True,
-                )
+                left = max(deadline - time.monotonic(), 0)
+                if not select.select([ended], [], [], left)[0]:
+                    return 0, ""
             finally:
-                os.close(write)
-            try:
-                said, output = _watched(child, verdict, deadline)
-            finally:
-                os.close(verdict)
+                os.close(ended)
+                # with isolation="limits" it may have children
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait(10)
+            said = _read(verdict)
+            printed = _read(output)
+        if len(printed) > OUTPUT_BYTES:
+            return 0, ""
         right = re.fullmatch(f"{word} ([0-9]{{1,9}})", said)
         # a program that finds the word can pass, and no more
-        return (min(int(right[1]), len(tests)) if right else 0), output
+        return (min(int(right[1]), len(tests)) if right else 0), printed
 
 
 @contextlib.contextmanager
@@ -765,29 +774,6 @@ def _folder() -> Iterator[str]:
                         left.append(moved)
 
 
-def _watched(
-    child: subprocess.Popen[bytes], verdict: int, deadline: float
-) -> tuple[str, str]:
-    """What a program's process said in the end, and what it printed; killed at the deadline, or if it says too much."""
-    assert child.stdout is not None
-    said: dict[int, bytes] = {verdict: b"", child.stdout.fileno(): b""}
-    try:
-        with selectors.DefaultSelector() as ready:
-            for file in said:
-                ready.register(file, selectors.EVENT_READ)
-            while ready.get_map() and max(map(len, said.values())) <= OUTPUT_BYTES:
-                left = deadline - time.monotonic()
-                if left <= 0 or not (events := ready.select(left)):
-                    return "", ""
-                for key, _ in events:
-                    part = os.read(key.fd, 1 << 16)
-                    said[key.fd] += part
-                    if not part:
-                        ready.unregister(key.fd)
-    finally:
-        # with isolation="limits" it may have children
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait(10)
-        output = said[child.stdout.fileno()]
-        child.stdout.close()
-    return said[verdict].decode("ascii", "replace"), output.decode("utf-8", "replace")
+def _read(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read(OUTPUT_BYTES + 1).decode("utf-8", "replace")

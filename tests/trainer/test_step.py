@@ -382,7 +382,7 @@ def test_schedules():
     assert rates == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0])
     assert float(schedule(1.0, "cosine", steps=10)(5)) == pytest.approx(0.5)
     assert float(schedule(0.3)(1000)) == pytest.approx(0.3)
-    with pytest.raises(ConfigError, match="constant, linear, cosine"):
+    with pytest.raises(ConfigError, match="'constant', 'linear', 'cosine'"):
         schedule(1.0, "square")
     with pytest.raises(ConfigError, match="give steps above warmup=5"):
         schedule(1.0, "cosine", warmup=5, steps=5)

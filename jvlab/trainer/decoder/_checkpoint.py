@@ -135,10 +135,14 @@ def load_leaf(
                     number - each.start
                     for number, each in zip(at, ranges, strict=False)
                 )
-                parts[key][into] = views[at][(0,) * lead + whole[lead:]]  # casts
+                _copy(parts[key][into], views[at][(0,) * lead + whole[lead:]])
         return parts[key]
 
     return jax.make_array_from_callback(shape, sharding, part)
+
+
+def _copy(into: np.ndarray, view: np.ndarray) -> None:
+    into[...] = view  # casts
 
 
 def leading_dims(binding: Binding) -> int:
