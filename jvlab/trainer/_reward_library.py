@@ -15,7 +15,6 @@ import inspect
 import itertools
 import json
 import os
-import queue
 import re
 import secrets
 import select
@@ -40,8 +39,8 @@ from jvlab.trainer import _code_sandbox
 from jvlab.trainer._checks import check_choice, check_number, check_whole
 from jvlab.trainer._rewards import (
     GroupScores,
-    InProcess,
-    NotStarted,
+    Rewarder,
+    RewardFailure,
     UserCallFailed,
     in_daemon,
     is_async,
@@ -538,70 +537,61 @@ def math(*, timeout: float = 10.0, processes: int = 2) -> Reward:
     return _Math(timeout, processes)
 
 
-class _Slow(_BuiltIn):
-    """One whose calls take long: several samples at a time."""
-
-    def __init__(self, name: str, judge: Callable[[Any, Any], Any], most: int) -> None:
-        super().__init__(name, judge)
-        self._most = most  # calls at once
-
-    def many(self, samples: Sequence[Any], examples: Sequence[Any]) -> list[Any]:
-        # no deadline: each call has one
-        with ThreadPoolExecutor(self._most) as threads:
-            return list(threads.map(self, samples, examples))
-
-
-class _Math(_Slow):
+class _Math(_BuiltIn):
     own_processes = True
 
     def __init__(self, timeout: float, processes: int) -> None:
-        super().__init__("math", self._verify, processes)
-        self._timeout = timeout
+        super().__init__("math", self._one)
+        self._make = lambda: Rewarder(_Verifier(), timeout, processes)
         self._lock = threading.Lock()
         self._users = 0
-        self._callers: list[InProcess] = []
-        self._free: queue.SimpleQueue[InProcess] = queue.SimpleQueue()
+        self._rewarder: Rewarder | None = None
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[None]:
+    def opened(self) -> Iterator[Rewarder]:
         """While it is entered, by one or several, its processes stay."""
         with self._lock:
             self._users += 1
-            if self._users == 1:
-                self._callers = [InProcess(_Verifier()) for _ in range(self._most)]
-                self._free = queue.SimpleQueue()
-                for caller in self._callers:
-                    self._free.put(caller)
+            rewarder = self._rewarder = self._rewarder or self._make()
         try:
-            yield
+            yield rewarder
         finally:
             with self._lock:
                 self._users -= 1
-                ended = self._callers if not self._users else []
-            for caller in ended:
-                caller.close()
-
-    def _verify(self, sample: Any, example: Any) -> float | None:
-        if example.answer is None:
-            return None
-        with self.opened():
-            caller = self._free.get()  # no deadline: each call has one
-            try:
-                return caller.call(sample.text, str(example.answer), self._timeout)
-            except UserCallFailed as error:
-                if error.kind == "raised" or isinstance(error, NotStarted):
-                    raise
-                return 0.0  # no one can check it
-            finally:
-                self._free.put(caller)
+                ended = not self._users
+                if ended:
+                    self._rewarder = None
+            if ended:
+                rewarder.close()
 
     def many(self, samples: Sequence[Any], examples: Sequence[Any]) -> list[Any]:
-        with self.opened():
-            return super().many(samples, examples)
+        with self.opened() as rewarder:
+            calls = [
+                None
+                if example.answer is None
+                else rewarder.start(0, sample.text, str(example.answer))
+                for sample, example in zip(samples, examples, strict=True)
+            ]
+            # no deadline: each call has one
+            return [call if call is None else _verdict(call.result()) for call in calls]
+
+    def _one(self, sample: Any, example: Any) -> float | None:
+        return self.many([sample], [example])[0]
+
+
+def _verdict(found: float | RewardFailure) -> float | None:
+    if not isinstance(found, RewardFailure):
+        return found
+    if found.kind in ("raised", "not started"):
+        raise UserCallFailed(found.kind, found.message, found.traceback)
+    # one that takes too long, or ends its process, no one can check
+    return None if found.kind == "skipped" else 0.0
 
 
 class _Verifier:
     """Runs in a process of its own; what is slow at first happens before its first call, whose time is limited."""
+
+    may_skip = True
 
     def __reduce__(self) -> tuple[Callable[[], _Verifier], tuple[()]]:
         return _warm_verifier, ()
@@ -668,11 +658,11 @@ def code(
     return _Code(tests, timeout, memory_mb, isolation)
 
 
-class _Code(_Slow):
+class _Code(_BuiltIn):
     def __init__(
         self, tests: str, timeout: float, memory_mb: int, isolation: str
     ) -> None:
-        super().__init__("code", self._grade, min(8, os.cpu_count() or 1))
+        super().__init__("code", self._grade)
         self._tests = tests
         self._timeout = timeout
         self._limits = {
@@ -754,6 +744,11 @@ class _Code(_Slow):
         right = re.fullmatch(f"{word} ([0-9]{{1,9}})", said)
         # a program that finds the word can pass, and no more
         return (min(int(right[1]), len(tests)) if right else 0), printed
+
+    def many(self, samples: Sequence[Any], examples: Sequence[Any]) -> list[Any]:
+        # no deadline: each call has one
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+            return list(threads.map(self, samples, examples))
 
 
 @contextlib.contextmanager

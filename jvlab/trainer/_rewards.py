@@ -36,6 +36,7 @@ START_S = 60.0  # time for a worker process to import the reward function's modu
 REMEDIES = {
     "raised": "return a number for such samples too, for instance 0.0",
     "timeout": "jv.Task(..., timeout=...) gives it longer; processes=4 runs it where it can be ended",
+    "not started": 'start runs inside of `if __name__ == "__main__":`, since processes import the script',
     "died": "run it on one sample by hand: its process ended, by exit() or for lack of memory",
     "not a number": "return a finite number, or a mapping of names to finite numbers; float(...) makes one of an array",
     "skipped": "return a number for some samples; None leaves one out of training",
@@ -323,10 +324,6 @@ class UserCallFailed(Exception):
         self.trace = trace
 
 
-class NotStarted(UserCallFailed):
-    """Its process did not even begin with the call."""
-
-
 def in_daemon(call: Callable[[], Any], done: Future[Any]) -> threading.Thread:
     """A daemon thread for a call: one that never returns must not keep the interpreter alive."""
 
@@ -449,7 +446,7 @@ class InProcess:
         spawn = multiprocessing.get_context("spawn")
         with self._lock:
             if self._closed:
-                raise NotStarted("died", CLOSED)
+                raise UserCallFailed("not started", CLOSED)
             self._pipe, child_end = spawn.Pipe()
             child = spawn.Process(
                 target=_serve, args=(child_end, self._reward), daemon=True
@@ -465,9 +462,8 @@ class InProcess:
         if ready is not True:
             self._kill()
             late = f"no answer within {START_S:g} s, or exit code {self._exit}"
-            raise NotStarted(
-                "died", f"the reward process did not start: {ready or late}"
-            )
+            why = f"the reward process did not start: {ready or late}"
+            raise UserCallFailed("not started", why)
 
     def _kill(self) -> None:
         with self._lock:

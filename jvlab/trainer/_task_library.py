@@ -56,16 +56,12 @@ def digits(seed: int = 0, max_tokens: int = 16) -> Task:
     Task('digits', unlimited prompts, reward, position 0)
     """
     return Task(
-        _digits_prompt,
+        lambda index: Example("Digits: "),
         partial(_share, max_tokens, "0123456789"),
         name="digits",
         seed=seed,
         sampling={"max_tokens": max_tokens},
     )
-
-
-def _digits_prompt(index: int) -> Example:
-    return Example("Digits: ")
 
 
 def _share(min_length: int, wanted: str | None, sample: Any, example: Example) -> float:
@@ -88,18 +84,18 @@ def repeat_letter(letters: str = "Z", seed: int = 0, max_tokens: int = 16) -> Ta
             f"letters={letters!r}",
             remedy='give one or more visible characters, e.g. "abc"',
         )
+
+    def prompt(index: int) -> Example:
+        letter = letters[_rng(seed, index).integers(len(letters))]
+        return Example(f"Repeat {letter}: ", letter)
+
     return Task(
-        partial(_letter_prompt, letters, seed),
+        prompt,
         partial(_share, max_tokens, None),
         name="repeat-letter",
         seed=seed,
         sampling={"max_tokens": max_tokens},
     )
-
-
-def _letter_prompt(letters: str, seed: int, index: int) -> Example:
-    letter = letters[_rng(seed, index).integers(len(letters))]
-    return Example(f"Repeat {letter}: ", letter)
 
 
 def sort_digits(count: int = 4, seed: int = 0) -> Task:
@@ -111,19 +107,19 @@ def sort_digits(count: int = 4, seed: int = 0) -> Task:
     """
     if count < 1:
         raise ConfigError(f"count={count}", remedy="sort at least one digit")
+
+    def prompt(index: int) -> Example:
+        digits = _rng(seed, index).integers(0, 10, count)
+        text = "".join(map(str, digits))
+        return Example(f"Sort {text}: ", "".join(sorted(text)))
+
     return Task(
-        partial(_sort_prompt, count, seed),
+        prompt,
         _places,
         name="sort-digits",
         seed=seed,
         sampling={"max_tokens": count + 1},
     )
-
-
-def _sort_prompt(count: int, seed: int, index: int) -> Example:
-    digits = _rng(seed, index).integers(0, 10, count)
-    text = "".join(map(str, digits))
-    return Example(f"Sort {text}: ", "".join(map(str, np.sort(digits))))
 
 
 def add(places: int = 1, seed: int = 0) -> Task:
@@ -135,8 +131,13 @@ def add(places: int = 1, seed: int = 0) -> Task:
     """
     if places < 1:
         raise ConfigError(f"places={places}", remedy="numbers have at least one digit")
+
+    def prompt(index: int) -> Example:
+        a, b = _rng(seed, index).integers(0, 10**places, 2).tolist()
+        return Example(f"{a}+{b}=", str(a + b))
+
     return Task(
-        partial(_add_prompt, places, seed),
+        prompt,
         _places,
         name="add",
         seed=seed,
@@ -144,18 +145,12 @@ def add(places: int = 1, seed: int = 0) -> Task:
     )
 
 
-def _add_prompt(places: int, seed: int, index: int) -> Example:
-    a, b = (int(n) for n in _rng(seed, index).integers(0, 10**places, 2))
-    return Example(f"{a}+{b}=", str(a + b))
-
-
 def _places(sample: Any, example: Example) -> float:
     """The share of positions that agree, out of the longer of text and answer."""
     answered = sample.text.strip()
     answer = example.answer
-    return sum(a == b for a, b in zip(answered, answer, strict=False)) / max(
-        len(answered), len(answer)
-    )
+    right = sum(a == b for a, b in zip(answered, answer, strict=False))
+    return right / max(len(answered), len(answer))
 
 
 def guess_number(low: int = 0, high: int = 9, guesses: int = 4, seed: int = 0) -> Task:
@@ -170,19 +165,17 @@ def guess_number(low: int = 0, high: int = 9, guesses: int = 4, seed: int = 0) -
             f"low={low}, high={high}, guesses={guesses}",
             remedy="0 <= low < high, at least one guess",
         )
+
+    def prompt(index: int) -> Example:
+        hidden = int(_rng(seed, index).integers(low, high + 1))
+        return Example(f"Guess a number from {low} to {high}: ", hidden)
+
     return Task(
-        partial(_guess_prompt, low, high, seed),
+        prompt,
         environment=partial(GuessNumber, low, high, guesses),
         name="guess-number",
         seed=seed,
         sampling={"max_tokens": len(str(high)) + 1},
-    )
-
-
-def _guess_prompt(low: int, high: int, seed: int, index: int) -> Example:
-    return Example(
-        f"Guess a number from {low} to {high}: ",
-        int(_rng(seed, index).integers(low, high + 1)),
     )
 
 
@@ -211,16 +204,12 @@ def gymnasium(
     make = gym_maker(environment, options)
     name = environment if isinstance(environment, str) else "gymnasium"
     return Task(
-        partial(_gym_prompt, prompt, seed),
+        lambda index: Example(prompt, info={"seed": seed + index}),
         environment=partial(GymEnvironment, make, show, act or _number, invalid),
         name=name,
         seed=seed,
         sampling={"max_tokens": max_tokens},
     )
-
-
-def _gym_prompt(prompt: str, seed: int, index: int) -> Example:
-    return Example(prompt, info={"seed": seed + index})
 
 
 def _number(completion: str) -> int | None:
@@ -302,12 +291,7 @@ def _checker(check: str | Callable[[Any, Example], float]) -> Callable[..., Any]
             remedy='"equals", "regex:…", "module:function" or a function',
             check=check,
         ) from error
-    if not callable(found):
-        raise ConfigError(
-            f"check={check!r} is {type(found).__name__}, not a function",
-            remedy="name a function",
-        )
-    return found
+    return found  # `Task` raises if it is no function
 
 
 def _equals(sample: Any, example: Example) -> float:
