@@ -18,6 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jvlab._errors import ConfigError
 from jvlab.layout._types import Binding, CheckpointTensor
+from jvlab.trainer._checks import check_number, check_whole
 from jvlab.trainer.decoder._sharding import Layout
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -100,19 +101,13 @@ class LoraParams(dict[str, Any]):
         for m in self.spec.modules:
             a, b = self.pair(m)
             rank = self.spec.rank
-            shapes = {"A": math.prod(a.shape[1:-1]), "B": math.prod(b.shape[2:])}
+            into = (rank, math.prod(a.shape[1:-1]))
+            back = (math.prod(b.shape[2:]), rank)
             for layer in range(a.shape[0]):
                 name = PREFIX + m.module.replace("{i}", str(layer))
-                out.append(
-                    CheckpointTensor(
-                        f"{name}.lora_A.weight", (rank, shapes["A"]), str(a.dtype)
-                    )
-                )
-                out.append(
-                    CheckpointTensor(
-                        f"{name}.lora_B.weight", (shapes["B"], rank), str(b.dtype)
-                    )
-                )
+                for kind, shape in (("A", into), ("B", back)):
+                    full = f"{name}.lora_{kind}.weight"
+                    out.append(CheckpointTensor(full, shape, str(a.dtype)))
         return out
 
     def peft_rules(self) -> str:
@@ -157,20 +152,13 @@ def _with_keys(
     return [(jax.tree_util.DictKey(k), tree[k]) for k in keys], (keys, tree.spec)
 
 
-def _without_keys(
-    tree: LoraParams,
-) -> tuple[list[Any], tuple[tuple[str, ...], LoraSpec]]:
-    keys = tuple(sorted(tree))
-    return [tree[k] for k in keys], (keys, tree.spec)
-
-
 def _back(
     fixed: tuple[tuple[str, ...], LoraSpec], children: Iterable[Any]
 ) -> LoraParams:
     return LoraParams(dict(zip(fixed[0], children, strict=True)), fixed[1])
 
 
-jax.tree_util.register_pytree_with_keys(LoraParams, _with_keys, _back, _without_keys)
+jax.tree_util.register_pytree_with_keys(LoraParams, _with_keys, _back)
 
 
 def _scaled(tree: LoraParams) -> LoraParams:
@@ -200,36 +188,23 @@ def lora_spec(
     letters: Mapping[tuple[str, ...], tuple[str, tuple[int, ...]]],
 ) -> LoraSpec:
     """Checks what `Policy.with_lora` was given; `bindings` say what each kernel is called in the checkpoint."""
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise ConfigError(
-            f"rank={rank!r}", remedy="a whole number of at least 1, e.g. 16", rank=rank
-        )
-    alpha = 2.0 * rank if alpha is None else float(alpha)
-    if not (math.isfinite(alpha) and alpha > 0):
-        raise ConfigError(
-            f"alpha={alpha!r}",
-            remedy="a number above 0; the adapter is scaled by alpha / rank",
-        )
+    check_whole("rank", rank)
+    alpha = 2.0 * rank if alpha is None else alpha
+    check_number("alpha", alpha, above=0.0)
     # experts are no linear maps
     has = [name for name in TARGETS if (*_PATHS[name].split("."), "kernel") in letters]
-    wanted = (
-        [targets]
-        if isinstance(targets, str)
-        else list(has if targets is None else targets)
-    )
+    if targets is None:
+        targets = has
+    elif isinstance(targets, str):
+        targets = [targets]
     owners: dict[str, set[str]] = {}  # tensor -> leaves that fill a part of it
     for binding in bindings:
         owners.setdefault(binding.tensor, set()).add(binding.leaf)
     modules = []
-    for name in dict.fromkeys(wanted):
+    for name in dict.fromkeys(targets):
         if name not in has:
-            experts = (
-                " (experts and their router have no adapters)"
-                if name in TARGETS
-                else ""
-            )
             raise ConfigError(
-                f"target {name!r} is not a linear map of this model{experts}",
+                f"target {name!r} is not a linear map of this model; experts and their router have no adapters",
                 remedy=f"targets: {', '.join(has)}",
                 target=name,
             )
@@ -251,7 +226,7 @@ def lora_spec(
         modules.append(LoraModule(path, own[:into], own[into:], module))
     if not modules:
         raise ConfigError("no targets", remedy=f"one or more of {', '.join(has)}")
-    return LoraSpec(rank, alpha, tuple(modules))
+    return LoraSpec(rank, float(alpha), tuple(modules))
 
 
 def leaf_letters(

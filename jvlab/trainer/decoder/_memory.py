@@ -83,7 +83,7 @@ def estimate(
     leaves = jax.tree.leaves(params)
     trained = bytes_per_device(leaves)
     held = bytes_per_device([*leaves, *jax.tree.leaves(frozen)])
-    count = bytes_per_device([_Like(leaf, 1) for leaf in leaves])
+    count = bytes_per_device(leaves, 1)
     remat = runtime.remat_of(config, rows, tokens)
     shards = runtime.layout.mesh.size if runtime.layout else 1
     here = -(-rows // min(rows, shards)) * tokens
@@ -108,19 +108,10 @@ def room(params: Any, frozen: Any = ()) -> int:
     what is free just now does not count."""
     leaves = jax.tree.leaves(params)
     fixed = jax.tree.leaves(frozen)
-    count = bytes_per_device([_Like(leaf, 1) for leaf in leaves])
+    count = bytes_per_device(leaves, 1)
     held = 2 * bytes_per_device(leaves) + bytes_per_device(fixed)
     free = least(capacity(leaves[0]), leaves[0], MIB)
     return max(0, int(SHARE * free) - held - 12 * count) // 2
-
-
-class _Like:
-    """An array's sharding with another item size, for counting."""
-
-    def __init__(self, array: Any, itemsize: int) -> None:
-        self.sharding = array.sharding
-        self.shape = array.shape
-        self.dtype = np.dtype(f"u{itemsize}")
 
 
 def least(number: int, array: Any, unit: int = 1) -> int:

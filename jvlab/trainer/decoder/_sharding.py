@@ -186,14 +186,12 @@ def axes_of(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (part,) if isinstance(part, str) else part or ()
 
 
-def bytes_per_device(arrays: list[Any]) -> int:
-    """The largest number of bytes of these arrays on any one device."""
+def bytes_per_device(arrays: list[Any], itemsize: int | None = None) -> int:
+    """The largest number of bytes of these arrays on any one device; with an itemsize of 1 that of their elements."""
     held: dict[Any, int] = {}
     for array in arrays:
         for device in array.sharding.device_set:
-            size = (
-                math.prod(array.sharding.shard_shape(array.shape))
-                * array.dtype.itemsize
-            )
+            elements = math.prod(array.sharding.shard_shape(array.shape))
+            size = elements * (itemsize or array.dtype.itemsize)
             held[device] = held.get(device, 0) + size
     return max(held.values(), default=0)
