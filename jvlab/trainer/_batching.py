@@ -35,7 +35,7 @@ class Buckets:
             length *= 1.5
         return width
 
-    def parts(self, lengths: np.ndarray) -> Iterator[PaddedPart]:
+    def parts(self, lengths: np.ndarray) -> Iterator[PackedPart]:
         """The micro-batches: at most `rows` samples of similar length, longest first.
 
         Every sample is in exactly one. The order depends on the lengths alone, so that sums are reproducible.
@@ -43,40 +43,91 @@ class Buckets:
         order = np.argsort(-lengths, kind="stable")
         for at in range(0, len(order), self.rows):
             samples = order[at : at + self.rows]
-            yield PaddedPart(samples, self.width(int(lengths[samples[0]])), self.rows)
+            shape = RowShape(self.rows, self.width(int(lengths[samples[0]])), 1)
+            part = packed(lengths, [[sample] for sample in samples.tolist()], shape)
+            # some models return NaN for a row without tokens; these do not count for the loss
+            part.segments[len(samples) :] = part.segments[0]
+            yield part
 
 
-@dataclass(frozen=True, eq=False)
-class PaddedPart:
-    """Samples padded on the right to the width of the longest one's bucket."""
+@dataclass(frozen=True)
+class RowShape:
+    """The shape of a micro-batch: `count` rows of `length` tokens, each with at most `most` samples."""
 
-    samples: np.ndarray
-    width: int
+    count: int
+    length: int
     most: int
 
     @property
     def tokens(self) -> int:
-        return self.most * self.width
+        return self.count * self.length
 
     @property
-    def rows(self) -> list[list[int]]:
-        """The samples of each row of its arrays."""
-        return [[int(sample)] for sample in self.samples]
+    def samples(self) -> int:
+        return self.count * self.most
+
+
+@dataclass(frozen=True, eq=False)
+class PackedPart:
+    """Samples laid end to end in rows, or one in each. Their losses are computed as if padded to a row's length.
+
+    `segments` [rows, length] numbers each row's samples from 1, 0 is padding. `samples` are indices into the batch, in
+    the order of their rows. `place` [samples, length] is where each token of a sample is in the flattened rows, and
+    beyond the last position for what it does not have.
+    """
+
+    shape: RowShape
+    rows: Sequence[Sequence[int]]  # the samples of each, as far as there are any
+    samples: np.ndarray
+    segments: np.ndarray
+    place: np.ndarray
+
+    @property
+    def width(self) -> int:
+        return self.shape.length
+
+    @property
+    def most(self) -> int:
+        return self.shape.samples
+
+    @property
+    def tokens(self) -> int:
+        return self.shape.tokens
+
+    def lay(self, values: np.ndarray) -> np.ndarray:
+        """[N, T, …] values of the whole batch in rows, zero on padding."""
+        flat = np.zeros((self.segments.size + 1, *values.shape[2:]), values.dtype)
+        width = min(values.shape[1], self.place.shape[1])
+        flat[self.place[: len(self.samples), :width]] = values[self.samples, :width]
+        return flat[:-1].reshape(*self.segments.shape, *values.shape[2:])
 
     def token_arrays(
         self, batch: TrainBatch, more: Iterable[str] = ()
     ) -> dict[str, np.ndarray]:
-        """Tokens, and which of them are real; `more` names other arrays of the batch with values for each token.
+        """Tokens in rows, the samples of each row, and where a sample's tokens are.
 
-        Filler rows repeat the first row's tokens, since some models return NaN for a row without tokens. They do not
-        count for the loss.
+        `more` names other arrays of the batch with values for each token.
         """
-        filler = np.full(self.most - len(self.samples), self.samples[0])
-        rows = np.concatenate([self.samples, filler])
-        return {
-            name: pad_rows(getattr(batch, name), rows, self.width, self.most)
-            for name in ("tokens", "token_mask", *more)
-        }
+        laid = {name: self.lay(getattr(batch, name)) for name in ("tokens", *more)}
+        return {**laid, "segments": self.segments, "place": self.place}
+
+
+def packed(
+    lengths: np.ndarray, rows: Sequence[Sequence[int]], shape: RowShape
+) -> PackedPart:
+    """These rows of samples as one micro-batch of this shape; rows that are missing are padding."""
+    segments = np.zeros((shape.count, shape.length), np.int32)
+    place = np.full((shape.samples, shape.length), shape.tokens, np.int32)
+    samples: list[int] = []
+    for row, of_row in enumerate(rows):
+        at = 0
+        for number, sample in enumerate(of_row, 1):
+            size = int(lengths[sample])
+            segments[row, at : at + size] = number
+            place[len(samples), :size] = row * shape.length + np.arange(at, at + size)
+            samples.append(sample)
+            at += size
+    return PackedPart(shape, rows, np.asarray(samples, np.int64), segments, place)
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ import numpy as np
 from jvlab import _faces
 from jvlab._errors import ConfigError
 from jvlab._units import how_many
-from jvlab.trainer._batching import Buckets, PaddedPart, TrainBatch
+from jvlab.trainer._batching import Buckets, PackedPart, RowShape, packed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,23 +29,6 @@ MOST = 64  # samples in one row; a fused kernel's memory grows with it
 MULTIPLE = 128  # row lengths are multiples of it, as kernels like them; short rows of 8
 SHORT = 1024
 GOOD_ENOUGH = 0.01  # of padding: shorter rows must save more than this
-
-
-@dataclass(frozen=True)
-class RowShape:
-    """The shape of a packed micro-batch: `count` rows of `length` tokens, each with at most `most` samples."""
-
-    count: int
-    length: int
-    most: int
-
-    @property
-    def tokens(self) -> int:
-        return self.count * self.length
-
-    @property
-    def samples(self) -> int:
-        return self.count * self.most
 
 
 def round_up(length: int) -> int:
@@ -123,66 +106,6 @@ def _candidates(sizes: np.ndarray, longest: int) -> list[int]:
     return sorted((n for n in found if most <= n <= longest), reverse=True)
 
 
-@dataclass(frozen=True, eq=False)
-class PackedPart:
-    """Samples laid end to end in rows. Their losses are computed as if they were padded to a row's length.
-
-    `segments` [rows, length] numbers each row's samples from 1, 0 is padding. `samples` are indices into the batch, in
-    the order of their rows. `place` [samples, length] is where each token of a sample is in the flattened rows, and
-    beyond the last position for what it does not have.
-    """
-
-    shape: RowShape
-    rows: Sequence[Sequence[int]]  # the samples of each, as far as there are any
-    samples: np.ndarray
-    segments: np.ndarray
-    place: np.ndarray
-
-    @property
-    def width(self) -> int:
-        return self.shape.length
-
-    @property
-    def most(self) -> int:
-        return self.shape.samples
-
-    @property
-    def tokens(self) -> int:
-        return self.shape.tokens
-
-    def lay(self, values: np.ndarray) -> np.ndarray:
-        """[N, T, …] values of the whole batch in rows, zero on padding."""
-        flat = np.zeros((self.segments.size + 1, *values.shape[2:]), values.dtype)
-        width = min(values.shape[1], self.place.shape[1])
-        flat[self.place[: len(self.samples), :width]] = values[self.samples, :width]
-        return flat[:-1].reshape(*self.segments.shape, *values.shape[2:])
-
-    def token_arrays(
-        self, batch: TrainBatch, more: Iterable[str] = ()
-    ) -> dict[str, np.ndarray]:
-        """Tokens in rows, the samples of each row, and where a sample's tokens are; `more` as for `PaddedPart`."""
-        laid = {name: self.lay(getattr(batch, name)) for name in ("tokens", *more)}
-        return {**laid, "segments": self.segments, "place": self.place}
-
-
-def packed(
-    lengths: np.ndarray, rows: Sequence[Sequence[int]], shape: RowShape
-) -> PackedPart:
-    """These rows of samples as one micro-batch of this shape; rows that are missing are padding."""
-    segments = np.zeros((shape.count, shape.length), np.int32)
-    place = np.full((shape.samples, shape.length), shape.tokens, np.int32)
-    samples: list[int] = []
-    for row, of_row in enumerate(rows):
-        at = 0
-        for number, sample in enumerate(of_row, 1):
-            size = int(lengths[sample])
-            segments[row, at : at + size] = number
-            place[len(samples), :size] = row * shape.length + np.arange(at, at + size)
-            samples.append(sample)
-            at += size
-    return PackedPart(shape, rows, np.asarray(samples, np.int64), segments, place)
-
-
 # ----------------------------------------------------------------------------------------------------
 
 SHORT_ROW = 256  # tokens that a short row may have in any case
@@ -192,12 +115,7 @@ LONGER = 1.03
 WASTEFUL = 1.2
 
 
-# One micro-batch: `samples` are indices into the batch, `tokens` counts what is computed, padding included. Its arrays
-# for the loss are [most, width], one sample a row, filled up with zeros.
-MicroBatch = PaddedPart | PackedPart
-
-
-def unpad(part: MicroBatch, found: np.ndarray, out: np.ndarray) -> None:
+def unpad(part: PackedPart, found: np.ndarray, out: np.ndarray) -> None:
     """Write a micro-batch's values [most, width] to its samples' rows of the batch's [N, T] array."""
     width = min(part.width, out.shape[1])
     out[part.samples, :width] = found[: len(part.samples), :width]

@@ -15,10 +15,10 @@ import numpy as np
 import optax
 
 from jvlab._errors import ConfigError
-from jvlab.trainer._batching import TrainBatch, pad_rows
+from jvlab.trainer._batching import PackedPart, TrainBatch, pad_rows
 from jvlab.trainer._checks import check_choice
 from jvlab.trainer._losses import Algorithm, policy_loss, row_weights, token_metrics
-from jvlab.trainer._micro_batches import MicroBatch, Packer, unpad
+from jvlab.trainer._micro_batches import Packer, unpad
 from jvlab.trainer.decoder._experts import Routes
 
 # How evenly a mixture's experts are used: from the tokens that chose each, the numbers a record keeps of a step.
@@ -142,13 +142,13 @@ class TrainStep:
     on the right. If it takes `with_entropy=True` it then returns (log P, entropy); if it takes
     `with_loads=True`, also, and last, how many tokens chose each expert of each layer, or None. Rows must not depend on
     each other.
-    With a `token_budget`, the tokens of a micro-batch, samples are packed into rows (see _micro_batches.py), and it is
-    called with `segments=` [B, T], which numbers a row's samples from 1 and is 0 on padding, instead of a mask, and,
-    if it takes that too, with `most=`, the samples that a row may hold. `short_rows` makes several shorter rows of a
-    micro-batch, where attention takes time in proportion to a row's length. If it takes `frozen=` and is a method of an
-    object that has `.frozen`, a tree of arrays, it gets those: as arguments of the compiled programs, not constants.
-    A batch with `expert_ids` needs one that takes `routes=`, (ids, weights or None) [B, T, layers, chosen]: an update
-    then computes with the engine's experts. `score` never does: a reference chooses its own.
+    With a `token_budget`, the tokens of a micro-batch, samples are packed into rows (see _micro_batches.py). It must
+    then take `segments=` [B, T], which numbers a row's samples from 1 and is 0 on padding, and which it gets instead of
+    a mask; if it takes that too, with `most=`, the samples that a row may hold. `short_rows` makes several shorter rows
+    of a micro-batch, where attention takes time in proportion to a row's length. If it takes `frozen=` and is a method
+    of an object that has `.frozen`, a tree of arrays, it gets those: as arguments of the compiled programs, not
+    constants. A batch with `expert_ids` needs one that takes `routes=`, (ids, weights or None) [B, T, layers, chosen]:
+    an update then computes with the engine's experts. `score` never does: a reference chooses its own.
 
     The optimiser is AdamW unless an optax one is given; the gradient's global norm is clipped either way, unless
     `max_grad_norm` is None. A step whose loss or gradient is not finite changes neither params nor optimiser state.
@@ -188,7 +188,8 @@ class TrainStep:
         self._with_loads = "with_loads" in takes
         self._takes_routes = "routes" in takes
         self._frozen_of = _owner(logprobs_fn) if "frozen" in takes else None
-        if token_budget is not None and "segments" not in takes:
+        self._takes_segments = "segments" in takes
+        if token_budget is not None and not self._takes_segments:
             raise ConfigError(
                 "token_budget packs samples into rows, but this logprobs_fn takes no segments",
                 remedy="let it take segments=[B, T], or give micro_batch, the samples of a micro-batch, instead",
@@ -404,24 +405,21 @@ class TrainStep:
             more["frozen"] = frozen
         if "expert_ids" in x:
             more["routes"] = Routes(x["expert_ids"], x.get("expert_weights"))
-        if "segments" in x:
+        segments = x["segments"]
+        if self._takes_segments:
+            more["segments"] = segments
             if self._counts_samples:
-                more["most"] = x["place"].shape[0] // x["tokens"].shape[0]
-            found = self._logprobs_fn(
-                params, x["tokens"], segments=x["segments"], **more
-            )
+                more["most"] = x["place"].shape[0] // segments.shape[0]
+            found = self._logprobs_fn(params, x["tokens"], **more)
         else:
-            found = self._logprobs_fn(params, x["tokens"], x["token_mask"], **more)
+            found = self._logprobs_fn(params, x["tokens"], segments > 0, **more)
         logprobs, *rest = found if several else (found,)
         entropy = rest[0] if self._with_entropy else None
         loads = rest[-1] if self._with_loads else None
-
-        def wide(rows: jax.Array) -> jax.Array:
-            rows = rows.astype(jnp.float32)
-            if "place" not in x:
-                return rows
-            return jnp.pad(rows.reshape(-1), (0, 1))[x["place"]]
-
+        # of samples, from rows
+        wide = lambda rows: jnp.pad(rows.astype(jnp.float32).reshape(-1), (0, 1))[
+            x["place"]
+        ]
         return wide(logprobs), jax.tree.map(wide, entropy), loads
 
     def _accumulate(
@@ -469,7 +467,7 @@ class TrainStep:
             norm,
         )
 
-    def _parts(self, batch: TrainBatch) -> Iterator[MicroBatch]:
+    def _parts(self, batch: TrainBatch) -> Iterator[PackedPart]:
         """The batch's micro-batches."""
         return (self._packer or batch.buckets).parts(batch.lengths)
 
