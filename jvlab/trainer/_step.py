@@ -104,9 +104,10 @@ class Pending:
     def finish(self) -> tuple[TrainState, StepReport]:
         """The state with its counts, and the report."""
         report = self._report()
-        count = "skipped" if report.skipped else "updates"
-        counted = {count: getattr(self.state, count) + 1}
-        return self.state._replace(**counted), report
+        params, opt_state, updates, skipped = self.state
+        if report.skipped:
+            return TrainState(params, opt_state, updates, skipped + 1), report
+        return TrainState(params, opt_state, updates + 1, skipped), report
 
 
 def schedule(
@@ -321,7 +322,8 @@ class TrainStep:
                 },
             )
 
-        return Pending(state._replace(params=params, opt_state=opt_state), report)
+        made = TrainState(params, opt_state, state.updates, state.skipped)
+        return Pending(made, report)
 
     def _rate(self, updates: int) -> float:
         """The learning rate of the update after so many; NaN if the user's optimiser has its own."""
