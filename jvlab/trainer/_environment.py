@@ -73,7 +73,7 @@ class Episode(Sample):
 
 
 async def run_episode(
-    environment: Environment,
+    environment: Environment | ToolEnvironment,
     example: Example,
     generate: Callable[[list[int]], Awaitable[Any]],
     encode: Callable[[str, bool], Sequence[int]],
@@ -93,6 +93,7 @@ async def run_episode(
     prompt alone, as an engine would.
     """
     call = functools.partial(_call, timeout=timeout, clock=clock or CallClock())
+    tools = isinstance(environment, ToolEnvironment)  # it reads tokens, not a text
     parts: list[Sample] = []  # turns of the policy, and observations between them
     prompt: list[int] = []
     tokens: list[int] = []
@@ -112,13 +113,7 @@ async def run_episode(
             if sample.finish_reason in FAILED:
                 finish = sample.finish_reason
                 break
-            # one that reads tokens, not the text
-            by_tokens = getattr(environment, "step_sample", None)
-            turn = await (
-                call(by_tokens, sample)
-                if by_tokens is not None
-                else call(environment.step, sample.text)
-            )
+            turn = await call(environment.step, sample if tools else sample.text)
             total += _reward(turn)
             if turn.done:
                 finish = "stop"
@@ -128,9 +123,9 @@ async def run_episode(
             if turns == max_turns or full():
                 break  # no completion follows, so the observation is not needed
             parts.append(_observation(turn.observation, observed))
-        asked = getattr(environment, "last_reward", None)
-        if finish == "length" and asked is not None:
-            total += _reward(EnvironmentTurn(reward=await call(asked, None)))
+        if finish == "length" and isinstance(environment, ToolEnvironment):
+            last = await call(environment.last_reward, None)
+            total += _reward(EnvironmentTurn(reward=last))
     except UserCallFailed as error:
         failure = RewardFailure(sample_index, error.kind, error.message, error.trace)
         total = math.nan
@@ -284,22 +279,17 @@ def is_trl(kind: type) -> bool:
     return has("reset") and has("get_reward")
 
 
-def tools_of(environment: Any) -> dict[str, Callable[..., Any]]:
-    """Its public methods by name."""
-    members = inspect.getmembers(type(environment), inspect.isfunction)
-    return {
-        name: getattr(environment, name)
-        for name, _ in members
-        if not name.startswith("_") and name not in NOT_TOOLS
-    }
-
-
 class ToolEnvironment:
     """One episode of an environment in TRL's style; `bind` gives it the model's tokenizer."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
-        self.tools = tools_of(inner)
+        # its public methods by name
+        self.tools: dict[str, Callable[..., Any]] = {
+            name: getattr(inner, name)
+            for name, _ in inspect.getmembers(type(inner), inspect.isfunction)
+            if not name.startswith("_") and name not in NOT_TOOLS
+        }
         self._tokenizer: Any = None
 
     def bind(self, tokenizer: Any) -> None:
@@ -319,7 +309,7 @@ class ToolEnvironment:
             chat = [*chat[:-1], last]
         return self._first(chat)
 
-    def step_sample(self, sample: Any) -> EnvironmentTurn:
+    def step(self, sample: Any) -> EnvironmentTurn:
         """Make the calls of a turn; the last turn makes none. They are in tokens: a text has lost its special ones."""
         tokens = [int(t) for t in sample.token_ids]
         calls = [] if sample.finish_reason == "length" else self._calls(tokens)

@@ -34,7 +34,7 @@ from jvlab.record._sample import Sample
 from jvlab.record._samples import SampleRecord
 from jvlab.record._writer import RecordWriter
 from jvlab.trainer._batching import FAILED
-from jvlab.trainer._environment import run_episode
+from jvlab.trainer._environment import ToolEnvironment, run_episode
 from jvlab.trainer._grpo_config import GrpoConfig
 from jvlab.trainer._rewards import (
     CallClock,
@@ -347,7 +347,7 @@ class GroupMaker:
                 return made
 
             environment: Any = self.task.environment()
-            if hasattr(environment, "bind"):
+            if isinstance(environment, ToolEnvironment):
                 environment.bind(self._tokenizer)
             episode = await run_episode(
                 environment,
