@@ -243,9 +243,9 @@ def jsonl(
     >>> task.example(0).answer, task.example(0).info
     ('4', {'level': 1})
     """
-    file = Path(path)
     items = []
     try:
+        file = Path(path)
         for number, item in json_lines(file):
             if not isinstance(item, dict) or prompt not in item:
                 raise ConfigError(
@@ -254,11 +254,11 @@ def jsonl(
                 )
             rest = {k: v for k, v in item.items() if k not in (prompt, answer)}
             items.append(Example(item[prompt], item.get(answer), rest))
-    except OSError as error:
+    except (OSError, TypeError) as error:
         raise ConfigError(
-            f"cannot read {file}: {error.strerror}",
+            f"cannot read {path}: {getattr(error, 'strerror', error)}",
             remedy="give a JSON Lines file",
-            path=str(file),
+            path=str(path),
         ) from error
     if not items:
         raise ConfigError(

@@ -22,8 +22,8 @@ import numpy as np
 from flax import nnx
 
 from jvlab._errors import ConfigError
-from jvlab.trainer.decoder._config import DecoderConfig
-from jvlab.trainer.decoder._runtime import ACTIVATIONS, Linear, Runtime, parameter
+from jvlab.trainer.decoder._config import ACTIVATIONS, DecoderConfig
+from jvlab.trainer.decoder._runtime import Linear, Runtime, parameter
 from jvlab.trainer.decoder._sharding import Layout, axes_of
 
 

@@ -23,9 +23,9 @@ from flax import nnx
 
 from jvlab.trainer.decoder import _attention, _rope
 from jvlab.trainer.decoder._attention import softcap
-from jvlab.trainer.decoder._config import DecoderConfig
+from jvlab.trainer.decoder._config import ACTIVATIONS, DecoderConfig
 from jvlab.trainer.decoder._experts import Experts, Routes
-from jvlab.trainer.decoder._runtime import ACTIVATIONS, Linear, Runtime, parameter
+from jvlab.trainer.decoder._runtime import Linear, Runtime, parameter
 
 Params = Mapping[str, Any]
 Array = jax.Array | np.ndarray

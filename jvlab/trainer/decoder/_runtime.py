@@ -17,14 +17,6 @@ from jvlab.trainer.decoder._config import DecoderConfig
 from jvlab.trainer.decoder._lora import LoraSpec
 from jvlab.trainer.decoder._sharding import Layout
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": partial(jax.nn.gelu, approximate=False),
-    "gelu_new": partial(jax.nn.gelu, approximate=True),
-    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
-    "relu": jax.nn.relu,
-}
-
 # What is kept of a layer's activations for its gradient: all, the results of matrix products, only its input. With the
 # last two, also what a fused attention kernel returned: as small as the input, and costly to compute again.
 REMAT = ("none", "dots", "full")

@@ -47,9 +47,9 @@ def mesh(spec: str | Mapping[str, int] | None = None, /, **axes: int) -> Mesh:
     >>> dict(jv.mesh(fsdp=1, tp=1).shape)
     {'fsdp': 1, 'tp': 1}
     """
-    if spec is not None and axes:
+    if spec is not None and (axes or not isinstance(spec, (str, Mapping))):
         raise ConfigError(
-            "a mesh is given as text and as arguments",
+            f"a mesh is given as {spec!r} and {axes}",
             remedy='jv.mesh("fsdp=4,tp=2"), or jv.mesh(fsdp=4, tp=2), one of them',
         )
     read = MeshSpec.of(axes if spec is None else spec)  # raises for what is none
