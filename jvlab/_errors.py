@@ -121,7 +121,7 @@ class JvlabError(Exception):
     ...     jv.models.tiny("no-such-family")
     ... except jv.JvlabError as error:
     ...     print(error.remedy)
-    families: llama, qwen2, ...
+    there are: llama, qwen2, ...
     """
 
     def __init__(self, message: str, *, remedy: str = "", **fields: object) -> None:

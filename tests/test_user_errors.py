@@ -25,7 +25,7 @@ MODULES = ("errors", "models", "tasks", "transport")
 FAKE = SimpleNamespace(
     name="demo", snapshot=SimpleNamespace(replicas=[SimpleNamespace(replica="demo/0")])
 )
-LINK = SimpleNamespace(sync=jv.Link.sync)
+LINK = SimpleNamespace(part="model", sync=jv.Link.sync)
 PAIR = (fresh_params, logprobs_fn)
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 
 from jvlab._errors import ConfigError
 from jvlab._units import how_many
-from jvlab.record._sample import expert_arrays
+from jvlab.record._sample import Sample, expert_arrays
 from jvlab.trainer._losses import Algorithm, advantages, groups_with_spread
 
 FAILED = ("abort", "error")  # finish reasons of incomplete samples
@@ -19,84 +18,116 @@ FAILED = ("abort", "error")  # finish reasons of incomplete samples
 PROBE_SAMPLES = 4
 
 
-class TrainSample(Protocol):
-    """What a batch needs of a sample; `jv.Sample` and `Episode` satisfy it.
-
-    An optional `loss_mask` (one bool per token of `token_ids`) is False for tokens the policy did not generate.
-    """
-
-    @property
-    def prompt_index(self) -> int: ...
-    @property
-    def prompt_token_ids(self) -> np.ndarray: ...
-    @property
-    def token_ids(self) -> np.ndarray: ...
-    @property
-    def logprobs(self) -> np.ndarray: ...
-    @property
-    def token_versions(self) -> np.ndarray: ...
-    @property
-    def finish_reason(self) -> str: ...
+SHORTEST = 32  # tokens; lengths of arrays grow by half, in multiples of 8
+MULTIPLE = 8
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """The shapes of training arrays: `rows` samples in a micro-batch, and lengths that grow geometrically.
-
-    Lengths start at `shortest` and grow by `growth`, rounded up to `multiple`, up to `longest` (None: unbounded).
-    """
+    """The shapes of training arrays: `rows` samples in a micro-batch, and lengths that grow geometrically."""
 
     rows: int = 8
-    shortest: int = 32
-    longest: int | None = None
-    growth: float = 1.5
-    multiple: int = 8
-
-    def __post_init__(self) -> None:
-        good = (
-            self.rows >= 1
-            and self.shortest >= 1
-            and self.multiple >= 1
-            and self.growth > 1
-        )
-        if not good or (self.longest is not None and self.longest < 1):
-            raise ConfigError(
-                f"{self} is not valid",
-                remedy="rows, lengths and multiple at least 1, growth above 1",
-            )
-
-    def lengths(self) -> Iterator[int]:
-        """The lengths in ascending order; endless without `longest`."""
-        length = float(self.shortest)
-        while True:
-            step = math.ceil(length / self.multiple) * self.multiple
-            if self.longest is not None and step >= self.longest:
-                yield self.longest
-                return
-            yield step
-            length = max(length * self.growth, step + 1)
 
     def width(self, tokens: int) -> int:
         """The smallest length that holds `tokens` tokens."""
-        for width in self.lengths():
-            if width >= tokens:
-                return width
-        raise ConfigError(
-            f"a sample has {tokens} tokens, prompt included, but the longest bucket is {self.longest}",
-            remedy=f"raise Buckets(longest=...) to {tokens} or more, or generate with fewer max_tokens",
-            tokens=tokens,
-            longest=self.longest,
-        )
+        length = float(SHORTEST)
+        while (width := math.ceil(length / MULTIPLE) * MULTIPLE) < tokens:
+            length *= 1.5
+        return width
 
-    def micro_batches(self, lengths: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
-        """(samples, width) of each micro-batch: at most `rows` samples of similar length, longest first.
+    def parts(self, lengths: np.ndarray) -> Iterator[PackedPart]:
+        """The micro-batches: at most `rows` samples of similar length, longest first.
 
         Every sample is in exactly one. The order depends on the lengths alone, so that sums are reproducible.
         """
         order = np.argsort(-lengths, kind="stable")
         for at in range(0, len(order), self.rows):
             samples = order[at : at + self.rows]
-            yield samples, self.width(int(lengths[samples].max()))
+            shape = RowShape(self.rows, self.width(int(lengths[samples[0]])), 1)
+            part = packed(lengths, [[sample] for sample in samples.tolist()], shape)
+            # some models return NaN for a row without tokens; these do not count for the loss
+            part.segments[len(samples) :] = part.segments[0]
+            yield part
+
+
+@dataclass(frozen=True)
+class RowShape:
+    """The shape of a micro-batch: `count` rows of `length` tokens, each with at most `most` samples."""
+
+    count: int
+    length: int
+    most: int
+
+    @property
+    def tokens(self) -> int:
+        return self.count * self.length
+
+    @property
+    def samples(self) -> int:
+        return self.count * self.most
+
+
+@dataclass(frozen=True, eq=False)
+class PackedPart:
+    """Samples laid end to end in rows, or one in each. Their losses are computed as if padded to a row's length.
+
+    `segments` [rows, length] numbers each row's samples from 1, 0 is padding. `samples` are indices into the batch, in
+    the order of their rows. `place` [samples, length] is where each token of a sample is in the flattened rows, and
+    beyond the last position for what it does not have.
+    """
+
+    shape: RowShape
+    rows: Sequence[Sequence[int]]  # the samples of each, as far as there are any
+    samples: np.ndarray
+    segments: np.ndarray
+    place: np.ndarray
+
+    @property
+    def width(self) -> int:
+        return self.shape.length
+
+    @property
+    def most(self) -> int:
+        return self.shape.samples
+
+    @property
+    def tokens(self) -> int:
+        return self.shape.tokens
+
+    def lay(self, values: np.ndarray) -> np.ndarray:
+        """[N, T, …] values of the whole batch in rows, zero on padding."""
+        flat = np.zeros((self.segments.size + 1, *values.shape[2:]), values.dtype)
+        width = min(values.shape[1], self.place.shape[1])
+        flat[self.place[: len(self.samples), :width]] = values[self.samples, :width]
+        return flat[:-1].reshape(*self.segments.shape, *values.shape[2:])
+
+    def token_arrays(
+        self, batch: TrainBatch, more: Iterable[str] = ()
+    ) -> dict[str, np.ndarray]:
+        """Tokens in rows, the samples of each row, and where a sample's tokens are.
+
+        `more` names other arrays of the batch with values for each token.
+        """
+        laid = {name: self.lay(getattr(batch, name)) for name in ("tokens", *more)}
+        return {**laid, "segments": self.segments, "place": self.place}
+
+
+def packed(
+    lengths: np.ndarray, rows: Sequence[Sequence[int]], shape: RowShape
+) -> PackedPart:
+    """These rows of samples as one micro-batch of this shape; rows that are missing are padding."""
+    segments = np.zeros((shape.count, shape.length), np.int32)
+    place = np.full((shape.samples, shape.length), shape.tokens, np.int32)
+    samples: list[int] = []
+    for row, of_row in enumerate(rows):
+        at = 0
+        for number, sample in enumerate(of_row, 1):
+            size = int(lengths[sample])
+            segments[row, at : at + size] = number
+            place[len(samples), :size] = row * shape.length + np.arange(at, at + size)
+            samples.append(sample)
+            at += size
+    return PackedPart(shape, rows, np.asarray(samples, np.int64), segments, place)
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,39 +183,15 @@ class TrainBatch:
         self, *, old: np.ndarray | None = None, reference: np.ndarray | None = None
     ) -> TrainBatch:
         """The batch with the old or the reference policy's log-probabilities [N, T], as `TrainStep.score` returns."""
-        for name, value in (("old", old), ("reference", reference)):
-            if value is not None and value.shape != self.tokens.shape:
+        given = {"old_logprobs": old, "reference_logprobs": reference}
+        known = {name: value for name, value in given.items() if value is not None}
+        for name, value in known.items():
+            if value.shape != self.tokens.shape:
                 raise ConfigError(
-                    f"{name} log-probabilities of shape {value.shape} for tokens of shape {self.tokens.shape}",
+                    f"{name} of shape {value.shape} for tokens of shape {self.tokens.shape}",
                     remedy="score this batch's tokens: one number per token, padding included",
                 )
-        given = {"old_logprobs": old, "reference_logprobs": reference}
-        return replace(
-            self,
-            **{
-                name: np.asarray(value, np.float32)
-                for name, value in given.items()
-                if value is not None
-            },
-        )
-
-    def take(self, rows: Sequence[int] | np.ndarray) -> TrainBatch:
-        """Only these rows, in this order."""
-        at = np.asarray(rows, np.int64)
-        arrays = {k: v for k, v in vars(self).items() if isinstance(v, np.ndarray)}
-        return replace(self, **{name: array[at] for name, array in arrays.items()})
-
-    def padded(self, name: str, rows: np.ndarray, width: int) -> np.ndarray:
-        """One array for a micro-batch: [buckets.rows, width], or [buckets.rows] for a per-sample one.
-
-        Filler rows repeat the first row's tokens, since some models return NaN for a row without tokens. They do not
-        count for the loss.
-        """
-        if name in ("tokens", "token_mask", "expert_ids", "expert_weights"):
-            rows = np.concatenate(
-                [rows, np.full(self.buckets.rows - len(rows), rows[0])]
-            )
-        return pad_rows(getattr(self, name), rows, width, self.buckets.rows)
+        return replace(self, **known)
 
     def __repr__(self) -> str:
         groups = len(np.unique(self.group_ids))
@@ -206,7 +213,7 @@ def pad_rows(
 
 
 def train_batch(
-    samples: Sequence[TrainSample],
+    samples: Sequence[Sample],
     rewards: Sequence[float] | np.ndarray,
     algorithm: Algorithm | None = None,
     buckets: Buckets | None = None,
@@ -252,7 +259,7 @@ def train_batch(
     )
 
 
-def _arrays(samples: Sequence[TrainSample], buckets: Buckets) -> dict[str, np.ndarray]:
+def _arrays(samples: Sequence[Sample], buckets: Buckets) -> dict[str, np.ndarray]:
     """The [N, T] arrays, T being the bucket of the longest sample."""
     lengths = [len(s.prompt_token_ids) + len(s.token_ids) for s in samples]
     shape = (len(samples), buckets.width(max(lengths, default=1)))
@@ -264,19 +271,13 @@ def _arrays(samples: Sequence[TrainSample], buckets: Buckets) -> dict[str, np.nd
     for row, sample in enumerate(samples):
         start = len(sample.prompt_token_ids)
         stop = lengths[row]
-        own = getattr(sample, "loss_mask", None)
-        own = np.ones(stop - start, bool) if own is None else np.asarray(own, bool)
-        if len(own) != stop - start:
-            raise ConfigError(
-                f"sample {row} has a loss mask of {len(own)} for {stop - start} tokens",
-                remedy="one bool per token",
-            )
+        own = sample.own
         if start == 0 and len(own) and own[0]:
             raise ConfigError(
                 f"sample {row} has no prompt, so its first token has no log-probability",
                 remedy="give each prompt at least one token, e.g. BOS",
             )
-        if not np.isfinite(np.asarray(sample.logprobs)[own]).all():
+        if not np.isfinite(sample.logprobs[own]).all():
             raise ConfigError(
                 f"sample {row} (prompt {sample.prompt_index}) has no log-probability for some of its tokens",
                 remedy="generate with log-probabilities: the loss and logprob_gap need them",

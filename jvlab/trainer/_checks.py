@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,16 +14,10 @@ from jvlab._errors import ConfigError
 
 def check_whole(name: str, given: Any, least: int = 1) -> None:
     """Raise ConfigError unless it is a whole number of at least `least`."""
-    if isinstance(given, (bool, np.bool_)) or not isinstance(given, (int, np.integer)):
-        raise ConfigError(
-            f"{name}={given!r}",
-            remedy=f"{name} is a whole number of at least {least}",
-            option=name,
-        )
-    if given < least:
-        raise ConfigError(
-            f"{name}={given}", remedy=f"{name} is at least {least}", option=name
-        )
+    whole = isinstance(given, (int, np.integer)) and not isinstance(given, bool)
+    if not whole or given < least:
+        remedy = f"{name} is a whole number of at least {least}"
+        raise ConfigError(f"{name}={given!r}", remedy=remedy, option=name)
 
 
 def check_number(
@@ -33,20 +28,16 @@ def check_number(
         given, (int, float, np.integer, np.floating)
     ) and not isinstance(given, bool)
     good = is_number and math.isfinite(given)
-    good = (
-        good and (above is None or given > above) and (least is None or given >= least)
-    )
+    bound = ""
+    if above is not None:
+        good = good and given > above
+        bound = f" above {above:g}"
+    elif least is not None:
+        good = good and given >= least
+        bound = f" of at least {least:g}"
     if not good:
-        bound = (
-            f" above {above:g}"
-            if above is not None
-            else f" of at least {least:g}"
-            if least is not None
-            else ""
-        )
-        raise ConfigError(
-            f"{name}={given!r}", remedy=f"{name} is a finite number{bound}", option=name
-        )
+        remedy = f"{name} is a finite number{bound}"
+        raise ConfigError(f"{name}={given!r}", remedy=remedy, option=name)
 
 
 def check_choice(name: str, given: Any, choices: Sequence[Any]) -> None:
@@ -54,6 +45,15 @@ def check_choice(name: str, given: Any, choices: Sequence[Any]) -> None:
     if not any(type(given) is type(choice) and given == choice for choice in choices):
         remedy = f"{name} is one of {', '.join(map(repr, choices))}"
         raise ConfigError(f"{name}={given!r}", remedy=remedy, option=name)
+
+
+def meant(name: object, known: Iterable[str], option: str = "") -> str:
+    """A remedy for a name that does not exist: the nearest that does, or all of them."""
+    names = list(known)
+    close = difflib.get_close_matches(str(name), names, 1)
+    if close:
+        return f"did you mean {option}{close[0]!r}?"
+    return f"there are: {', '.join(names) or 'none'}"
 
 
 def check_sampling(given: Any) -> None:

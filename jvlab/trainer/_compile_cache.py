@@ -7,6 +7,8 @@ import platform
 from pathlib import Path
 from typing import Any
 
+from jvlab.trainer.models._tiny import cache_dir
+
 VARIABLE = "JVLAB_COMPILE_CACHE"  # a folder, or 0: none
 
 
@@ -15,13 +17,7 @@ def compile_cache_dir() -> Path | None:
     given = os.environ.get(VARIABLE)
     if given:
         return None if given == "0" else Path(given)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (
-        (Path(base) if base else Path.home() / ".cache")
-        / "jvlab"
-        / "xla"
-        / (platform.node() or "host")
-    )
+    return cache_dir().with_name("xla") / (platform.node() or "host")
 
 
 def compile_cache_bytes() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import contextlib
 import itertools
 import json
 import os
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from jvlab._errors import ConfigError, MissingDependency
+from jvlab.trainer._checks import meant
 
 PROMPTS = ("prompt", "question", "problem")  # columns that are taken for the prompt
 ANSWERS = ("answer", "label", "solution", "ground_truth", "target")
@@ -50,11 +51,13 @@ class Reading:
     def example(self, row: Mapping[str, Any], number: int) -> Example:
         row = {str(name): plain(value) for name, value in row.items()}
         info = {name: value for name, value in row.items() if name != "prompt"}
-        return Example(self.prompt_of(row, number), self._answer(row), info)
+        prompt = self._templated(self.checked_prompt(row, number))
+        return Example(prompt, self._answer(row), info)
 
-    def prompt_of(self, row: Mapping[str, Any], number: int) -> Any:
+    def checked_prompt(self, row: Mapping[str, Any], number: int) -> Any:
+        """As it is in the row; raises if no pool takes it."""
         given = self.prompt(row) if callable(self.prompt) else row.get(self.prompt)
-        return self._templated(_checked(plain(given), number))
+        return _checked(plain(given), number)
 
     def _answer(self, row: Mapping[str, Any]) -> Any:
         if self.verl:
@@ -66,16 +69,18 @@ class Reading:
         found = row.get(self.answer)
         if isinstance(found, float) and found != found:  # how pandas writes: none
             return None
-        final = GSM8K.search(found) if self.gsm8k and isinstance(found, str) else None
-        # of thousands, not of a pair
-        return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", final[1]) if final else found
+        if self.gsm8k and isinstance(found, str) and (final := GSM8K.search(found)):
+            # a comma of thousands, not of a pair
+            return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", final[1])
+        return found
 
     def _templated(self, prompt: Any) -> Any:
         template = self.chat_template
         if template is None or template is False:
             return prompt
-        asked = [{"role": "user", "content": prompt}]
-        chat = asked if isinstance(prompt, str) else prompt
+        chat = prompt
+        if isinstance(prompt, str):
+            chat = [{"role": "user", "content": prompt}]
         if template is True or not isinstance(next(iter(chat), None), Mapping):
             return chat
         if isinstance(template, str):
@@ -122,14 +127,15 @@ def plain(value: Any) -> Any:
 def _checked(prompt: Any, number: int) -> Any:
     """The prompt, if a pool can take it."""
     wrong = ""
-    if isinstance(prompt, str):
-        wrong = "" if prompt else "an empty text"
-    elif not isinstance(prompt, list) or not prompt:
+    if prompt == "":
+        wrong = "an empty text"
+    elif isinstance(prompt, list) and prompt:
+        if isinstance(prompt[0], Mapping):
+            wrong = next(filter(None, map(_wrong_message, prompt)), "")
+        elif any(type(token) is not int for token in prompt):
+            wrong = f"a list with {type(prompt[0]).__name__} {str(prompt[0])[:40]!r}"
+    elif not isinstance(prompt, str):
         wrong = f"{type(prompt).__name__} {str(prompt)[:40]!r}"
-    elif isinstance(prompt[0], Mapping):
-        wrong = next(filter(None, map(_wrong_message, prompt)), "")
-    elif not all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
-        wrong = f"a list with {type(prompt[0]).__name__} {str(prompt[0])[:40]!r}"
     if wrong:
         raise ConfigError(
             f"the prompt of row {number} is {wrong}",
@@ -145,12 +151,11 @@ def _wrong_message(message: Any) -> str:
     content = message["content"]
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return ""
-    parts = content if isinstance(content, list) else [content]
-    kinds = [
-        p.get("type") if isinstance(p, Mapping) else type(p).__name__ for p in parts
-    ]
-    other = [str(kind) for kind in kinds if kind != "text"]
-    return f"a chat with {other[0]}, which is no text" if other else ""
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text":
+            return f"a chat with {kind}, which is no text"
+    return ""
 
 
 class Rows(Sequence[Example]):
@@ -183,22 +188,19 @@ def examples(
     """The name of a dataset and its examples; `Task.from_dataset` documents the arguments."""
     name, rows = _opened(source, split, config, streaming)
     counted = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
-    if not counted:
+    if counted:
+        first = rows[0] if len(rows) else None
+    else:
         if unique:
             raise ConfigError(
                 "unique=True needs all rows, and these are streamed",
                 remedy="streaming=False, or unique=False",
             )
         rows = iter(rows)
-    elif not len(rows):
-        raise ConfigError(f"{name} has no rows", remedy="give at least one")
-    if counted:
-        first = rows[0]
-    else:
         first = next(rows, None)
-        if first is None:
-            raise ConfigError(f"{name} has no rows", remedy="give at least one")
         rows = itertools.chain([first], rows)
+    if first is None:
+        raise ConfigError(f"{name} has no rows", remedy="give at least one")
     if not isinstance(first, Mapping):
         raise ConfigError(
             f"a row of {name} is {type(first).__name__}",
@@ -234,12 +236,9 @@ def recognised(
     for option, given in (("prompt", prompt), ("answer", answer)):
         if given is None or callable(given) or given in columns:
             continue
-        close = difflib.get_close_matches(str(given), columns, 1)
         raise ConfigError(
-            f"{name} has no column {given!r}; its columns: {', '.join(columns) or 'none'}",
-            remedy=f"did you mean {option}={close[0]!r}?"
-            if close
-            else f"{option}= one of its columns, or a function of the row",
+            f"{name} has no column {given!r}; its columns: {', '.join(columns)}",
+            remedy=f"{meant(given, columns, f'{option}=')} Or a function of the row",
             columns=columns,
         )
     if prompt is None:
@@ -262,17 +261,15 @@ def recognised(
 def _check_prompts(rows: Any, reading: Reading) -> None:
     """Raise for a prompt that no pool takes now, and not after hours."""
     if hasattr(rows, "iter") and isinstance(reading.prompt, str):  # a datasets.Dataset
-        batches = rows.select_columns([reading.prompt]).iter(BATCH)
-        column = itertools.chain.from_iterable(b[reading.prompt] for b in batches)
-        for number, given in enumerate(column):
+        column = rows.select_columns([reading.prompt])  # the others are not decoded
+        rows = itertools.chain.from_iterable(
+            b[reading.prompt] for b in column.iter(BATCH)
+        )
+        for number, given in enumerate(rows):
             _checked(plain(given), number)
         return
     for number in range(len(rows)):
-        row = rows[number]
-        given = (
-            reading.prompt(row) if callable(reading.prompt) else row.get(reading.prompt)
-        )
-        _checked(plain(given), number)
+        reading.checked_prompt(rows[number], number)
 
 
 def _distinct(rows: Any, reading: Reading) -> list[int]:
@@ -323,8 +320,10 @@ def _from_path(
         if kind == ".parquet":
             return file.stem, _parquet(file, streaming)
         if kind == ".json":
-            return file.stem, _json(file)
-        lines = _lines(file)
+            with contextlib.suppress(ValueError):  # one of lines is taken too
+                found = json.loads(file.read_text(encoding="utf-8"))
+                return file.stem, found if isinstance(found, list) else [found]
+        lines = (row for _, row in json_lines(file))
         return file.stem, lines if streaming else list(lines)
     try:
         import datasets
@@ -351,26 +350,18 @@ def _from_path(
         ) from error
 
 
-def _lines(file: Path) -> Iterator[Any]:
+def json_lines(file: Path) -> Iterator[tuple[int, Any]]:
+    """The content of each line of a file that is not empty, with its number."""
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
-                    yield json.loads(line)
+                    yield number, json.loads(line)
                 except ValueError as error:
                     raise ConfigError(
                         f"{file} line {number} is not JSON: {error}",
                         remedy="one JSON object per line",
                     ) from error
-
-
-def _json(file: Path) -> Any:
-    """A list of rows; a file of lines is taken too."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
-        return list(_lines(file))
-    return found if isinstance(found, list) else [found]
 
 
 def _parquet(file: Path, streaming: bool) -> Any:

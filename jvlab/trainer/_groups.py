@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,17 +30,17 @@ from jvlab.record._events import (
     RolloutEvent,
     clock,
 )
-from jvlab.record._samples import SampleRecord, shortest
+from jvlab.record._sample import Sample
+from jvlab.record._samples import SampleRecord
 from jvlab.record._writer import RecordWriter
 from jvlab.trainer._batching import FAILED
-from jvlab.trainer._environment import run_episode
+from jvlab.trainer._environment import ToolEnvironment, run_episode
 from jvlab.trainer._grpo_config import GrpoConfig
 from jvlab.trainer._rewards import (
     CallClock,
     GroupScores,
     Rewarder,
     RewardFailure,
-    RewardResult,
     RewardWatch,
     reward_result,
 )
@@ -83,7 +81,7 @@ class Evaluation:
                 remedy="evaluate=jv.Task(prompts, reward) with a reward function",
             )
         self._pool = pool
-        self._rewarder = task.rewarder()
+        self.rewarder = task.rewarder()
         self._examples = task.first(prompts)
         self._watch = RewardWatch(
             task.name, min(FIRST_REWARDS, len(self._examples)), FIRST_REWARDS * prompts
@@ -98,7 +96,7 @@ class Evaluation:
         samples = list(
             self._pool.generate([e.prompt for e in self._examples], **self._sampling)
         )
-        result = self._rewards(samples)
+        result = self.rewarder.score(samples, self._examples, self._watch.add)
         good = result.rewards[np.isfinite(result.rewards)]
         mean = float(good.mean()) if len(good) else math.nan
         best = mean > self.best  # not if it is NaN
@@ -106,7 +104,7 @@ class Evaluation:
         return EvaluationEvent(
             start=start,
             stop=clock(),
-            actor=getattr(self._pool, "name", "pool"),
+            actor=self._pool.name,
             step=step,
             version=version,
             reward_mean=mean,
@@ -116,30 +114,6 @@ class Evaluation:
             tokens=sum(len(s.token_ids) for s in samples),
             best=best,
         )
-
-    def _rewards(self, samples: Sequence[Any]) -> RewardResult:
-        pairs = zip(samples, self._examples, strict=True)
-        if self._rewarder.whole_groups:
-            # no deadline: the call has the task's timeout
-            found, _ = self._rewarder.start_group(samples, self._examples).result()
-            for one in found:
-                self._watch.add(one)
-            return reward_result(found)
-        calls = [
-            self._rewarder.start(i, sample, example)
-            for i, (sample, example) in enumerate(pairs)
-        ]
-        for call in as_completed(calls):  # no deadline: each has the task's timeout
-            self._watch.add(call.result(0))
-        return reward_result([call.result(0) for call in calls])
-
-    def waiting(self) -> str:
-        """Says how long a reward has been waited for; "" if that is not worth mentioning."""
-        return self._rewarder.waiting()
-
-    def close(self) -> None:
-        """Stop the reward function's threads and processes."""
-        self._rewarder.close()
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -161,7 +135,7 @@ class SampleGroup:
 
     index: int
     example: Example
-    samples: Sequence[Any]  # jv.Sample or Episode
+    samples: Sequence[Sample]
     rewards: np.ndarray
     oldest: int  # version of its oldest token
     failures: tuple[RewardFailure, ...] = ()
@@ -183,60 +157,29 @@ class SampleGroup:
     ) -> list[SampleRecord]:
         """Its samples as a run's record keeps them; `step` is -1 if it was not trained on."""
         prompt = self.example.prompt
-        shared: dict[str, Any] = {
-            "start": self.start,
-            "stop": self.stop,
-            "step": step,
-            "group": self.index,
-            "prompt": prompt if isinstance(prompt, str) else "",
-            "sampling": dict(sampling),
-        }
+        parts = self.parts or [{}] * len(self.samples)
         return [
-            SampleRecord(
-                actor=_actor(sample),
-                index=sample.sample_index,
+            SampleRecord.of(
+                sample,
+                reward=float(self.rewards[i]),
+                step=step,
+                actor=sample.replica or "pool",
+                start=self.start,
+                stop=self.stop,
+                group=self.index,
+                prompt=prompt if isinstance(prompt, str) else "",
                 prompt_tokens=sample.prompt_token_ids.tolist(),
                 tokens=sample.token_ids.tolist(),
-                text=sample.text,
-                reward=float(reward),
-                advantage=float(advantage),
-                versions=_spans(sample.token_versions),
-                logprobs=tuple(shortest(sample.logprobs)),
-                mask=_mask(sample),
-                finish_reason=sample.finish_reason,
-                reward_parts=dict(parts),
+                advantage=float(advantages[i]),
+                mask=tuple(np.where(sample.own, 1, 0).tolist())
+                if sample.loss_mask is not None
+                else (),
+                sampling=dict(sampling),
+                reward_parts=dict(parts[i]),
                 extra=self.logged.of_sample(i),
-                **shared,
             )
-            for i, (sample, reward, parts, advantage) in enumerate(
-                zip(
-                    self.samples,
-                    self.rewards,
-                    self.parts or [{}] * len(self.samples),
-                    advantages,
-                    strict=True,
-                )
-            )
+            for i, sample in enumerate(self.samples)
         ]
-
-
-def _actor(sample: Any) -> str:
-    return getattr(sample, "replica", "") or "pool"
-
-
-def _mask(sample: Any) -> tuple[int, ...]:
-    """1 for each token that the policy generated; empty if that is all of them."""
-    mask = getattr(sample, "loss_mask", None)
-    return () if mask is None else tuple(np.asarray(mask, np.int64).tolist())
-
-
-def _spans(versions: Any) -> tuple[tuple[int, int, int], ...]:
-    """(version, start, stop) of each stretch of tokens of one version."""
-    of_token = np.asarray(versions, np.int64)
-    edges = [0, *(np.flatnonzero(np.diff(of_token)) + 1).tolist(), len(of_token)]
-    return tuple(
-        (int(of_token[a]), a, b) for a, b in itertools.pairwise(edges) if a < b
-    )
 
 
 def group_seed(seed: int, ticket: Ticket, turn: int = 0) -> int:
@@ -275,13 +218,10 @@ class GroupMaker:
         self._clock = CallClock()  # of the environment's calls
         self._rewarder = task.rewarder() if task.environment is None else None
         if self._rewarder is None:
-            # (text, special) -> token ids
-            self._encode = tokenizer_of(pool.model)
-        # an episode ends before it fills the engine's context; a fake has no bound
-        facts = pool.facts() if hasattr(pool, "facts") else None
-        self._longest = (
-            facts.max_model_len - 1 if facts and facts.max_model_len else None
-        )
+            self._tokenizer = model_tokenizer(pool.model)
+        # an episode ends before it fills the engine's context
+        context = pool.facts().max_model_len
+        self._longest = context - 1 if context else None
 
     def close(self) -> None:
         """Stop the reward function's threads and processes."""
@@ -300,27 +240,25 @@ class GroupMaker:
         """One complete group; retried if replicas fail, as long as one is up."""
         example = await asyncio.to_thread(self.task.example, ticket.index)
         start = clock()
-        for attempt in range(MAX_TRIES):
+        attempt = 0
+        while True:
             try:
                 if self._rewarder is None:
                     return await self._episodes(ticket, example, start)
                 return await self._single(ticket, example, start, self._rewarder)
             except (ReplicaLost, SyncError, ControlError) as error:
                 self._fault("rollout failed", f"group {ticket.index}", error.message)
-                await self._check_retry(error, last=attempt == MAX_TRIES - 1)
-                await asyncio.sleep(0.2 * 2**attempt)
-        raise AssertionError("_check_retry raises after the last attempt")
-
-    async def _check_retry(self, error: JvlabError, last: bool) -> None:
-        """Raise unless a retry is left and the pool serves; waits for one whose replica is started again."""
-        status = await asyncio.to_thread(look, self.pool, error)
-        if last:
-            raise error
-        if not serves(status):
-            if self._return is None or self._return.done():
-                returned = self._until_it_serves(error)
-                self._return = asyncio.get_running_loop().create_task(returned)
-            await asyncio.shield(self._return)
+                status = await asyncio.to_thread(look, self.pool, error)
+                attempt += 1
+                if attempt == MAX_TRIES:
+                    raise
+                if not serves(status):
+                    # all groups wait for one
+                    if self._return is None or self._return.done():
+                        returned = self._until_it_serves(error)
+                        self._return = asyncio.create_task(returned)
+                    await asyncio.shield(self._return)
+                await asyncio.sleep(0.1 * 2**attempt)
 
     async def _until_it_serves(self, error: JvlabError) -> None:
         """Wait until a replica may generate; raises if none will. The loop sends weights to those that need them."""
@@ -344,9 +282,8 @@ class GroupMaker:
 
         def begin(sample: Any) -> None:
             """While the group's other samples are still being generated."""
-            calls[sample.sample_index] = rewarder.start(
-                sample.sample_index, sample, example
-            )
+            index = sample.sample_index
+            calls[index] = rewarder.start(index, sample, example)
 
         options = {**self.sampling, "seed": group_seed(self.config.seed, ticket)}
         if not rewarder.whole_groups:
@@ -356,45 +293,42 @@ class GroupMaker:
         )
         self._record_rollouts(ticket, batch.samples, start, batch.notes)
         began = clock()
+        samples = batch.samples
+        logged = None
         if rewarder.whole_groups:
-            call = rewarder.start_group(batch.samples, [example] * len(batch.samples))
+            call = rewarder.start_group(samples, [example] * len(samples))
             found, logged = await asyncio.wrap_future(call)
             for one in found:
                 self._check_reward(ticket, one)
-            return self._group(
-                ticket, example, batch.samples, found, start, began, logged
-            )
-        for sample in batch.samples:
-            # a pool that hands over all its samples at once
-            if sample.sample_index not in calls:
-                begin(sample)
-        found = await asyncio.gather(
-            *(self._reward(ticket, calls[s.sample_index]) for s in batch.samples)
-        )
-        return self._group(ticket, example, batch.samples, found, start, began)
+        else:
+            for sample in samples:
+                # a pool that hands over all its samples at once
+                if sample.sample_index not in calls:
+                    begin(sample)
 
-    async def _reward(
-        self, ticket: Ticket, call: Future[float | RewardFailure]
-    ) -> float | RewardFailure:
-        found = await asyncio.wrap_future(call)
-        self._check_reward(ticket, found)
-        return found
+            async def reward(sample: Sample) -> float | RewardFailure:
+                one = await asyncio.wrap_future(calls[sample.sample_index])
+                self._check_reward(ticket, one)
+                return one
+
+            found = await asyncio.gather(*map(reward, samples))
+        return self._group(ticket, example, samples, found, start, began, logged)
 
     def _check_reward(self, ticket: Ticket, found: float | RewardFailure) -> None:
         """Raise RewardError if this is one failure too many; its group is then recorded no more, so it is here."""
         try:
             self._watch.add(found)
         except RewardError:
-            if isinstance(found, RewardFailure):
-                self._reward_fault(ticket, found)
+            assert isinstance(found, RewardFailure)
+            self._reward_fault(ticket, found)
             raise
+
+    def _encode(self, text: str, special: bool) -> Sequence[int]:
+        return self._tokenizer.encode(text, add_special_tokens=special)
 
     async def _episodes(
         self, ticket: Ticket, example: Example, start: float
     ) -> SampleGroup:
-        make = self.task.environment
-        assert make is not None
-
         async def play(sample: int) -> Any:
             turn = 0
             session: Any = None
@@ -403,12 +337,7 @@ class GroupMaker:
                 nonlocal turn, session
                 seed = group_seed(self.config.seed, ticket, 1 + turn) + sample
                 turn += 1
-                # a session's turns go to the replica that holds its KV; fakes have none
-                if not hasattr(self.pool, "session"):
-                    options = {**self.sampling, "seed": seed}
-                    batch = await self.pool.agenerate([tokens], n=1, **options)
-                    self.record_notes(batch.notes)
-                    return batch[0]
+                # its turns go to the replica that holds its KV
                 if session is None:
                     session = self.pool.session(tokens, **self.sampling)
                 else:
@@ -417,26 +346,24 @@ class GroupMaker:
                 self.record_notes(made.notes)
                 return made
 
-            environment: Any = make()
-            if hasattr(environment, "bind"):
-                environment.bind(model_tokenizer(self.pool.model))
+            environment: Any = self.task.environment()
+            if isinstance(environment, ToolEnvironment):
+                environment.bind(self._tokenizer)
             episode = await run_episode(
                 environment,
                 example,
                 generate,
-                lambda text: self._encode(text, False),
+                self._encode,
                 max_turns=self.config.max_turns,
                 max_length=self._longest,
                 timeout=self.task.timeout,
                 sample_index=sample,
                 clock=self._clock,
-                encode_prompt=lambda text: self._encode(text, True),
             )
             self._check_reward(ticket, episode.failure or episode.reward)
             return episode
 
-        count = range(self.config.group_size)
-        episodes = await asyncio.gather(*(play(k) for k in count))
+        episodes = await asyncio.gather(*map(play, range(self.config.group_size)))
         self._record_rollouts(ticket, episodes, start, ())
         found = [episode.failure or episode.reward for episode in episodes]
         return self._group(ticket, example, episodes, found, start, clock())
@@ -471,10 +398,8 @@ class GroupMaker:
         )
         for failure in result.faults:
             self._reward_fault(ticket, failure)
-        versions = [own_versions(s) for s in samples]
-        oldest = min(
-            (int(v.min()) for v in versions if len(v)), default=self.pool_version()
-        )
+        versions = np.concatenate([s.versions[s.own] for s in samples])
+        oldest = int(versions.min()) if len(versions) else self.pool_version()
         return SampleGroup(
             index=ticket.index,
             example=example,
@@ -495,9 +420,9 @@ class GroupMaker:
         stop = clock()
         by_actor: dict[str, list[Any]] = {}
         for sample in samples:
-            by_actor.setdefault(_actor(sample), []).append(sample)
+            by_actor.setdefault(sample.replica or "pool", []).append(sample)
         for actor, own in sorted(by_actor.items()):
-            versions = count_versions([own_versions(s) for s in own])
+            versions = count_versions(*(s.versions[s.own] for s in own))
             self.writer.write(
                 RolloutEvent(
                     actor=actor,
@@ -506,21 +431,21 @@ class GroupMaker:
                     samples=len(own),
                     tokens=sum(versions.values()),
                     prompt_tokens=sum(len(s.prompt_token_ids) for s in own),
-                    cached_tokens=sum(getattr(s, "cached_tokens", 0) or 0 for s in own),
+                    cached_tokens=sum(s.cached_tokens for s in own),
                     versions=versions,
                     groups=(ticket.index,),
                     finish=dict(Counter(s.finish_reason for s in own)),
-                    retried=sum(getattr(s, "retried", 0) for s in own),
+                    retried=sum(s.retried for s in own),
                 )
             )
         self.record_notes(notes)
 
     def record_notes(self, notes: Sequence[str]) -> None:
         """Record a pool's notes; those about one replica at most once in `REPEAT_S`."""
+        now = time.monotonic()
         for note in notes:
             lost = isinstance(note, LostNote)
             who = note.replica if lost else "pool"
-            now = time.monotonic()
             if now - self._reported.get(who, -REPEAT_S) >= REPEAT_S:
                 self._reported[who] = now
                 self._fault("replica lost" if lost else "note", who, note)
@@ -604,18 +529,9 @@ def why_all_are_dead(status: Mapping[str, Any]) -> str:
     return "; ".join(causes) or "it has none"
 
 
-def own_versions(sample: Any) -> np.ndarray:
-    """The version of each token that the policy generated."""
-    versions = np.asarray(sample.token_versions)
-    mask = getattr(sample, "loss_mask", None)
-    return versions if mask is None else versions[np.asarray(mask, bool)]
-
-
-def count_versions(versions: Sequence[np.ndarray]) -> dict[int, int]:
+def count_versions(*versions: np.ndarray) -> dict[int, int]:
     """version → tokens that it generated."""
-    found, counts = np.unique(
-        np.concatenate([np.empty(0, np.int64), *versions]), return_counts=True
-    )
+    found, counts = np.unique(np.concatenate(versions), return_counts=True)
     return dict(zip(found.tolist(), counts.tolist(), strict=True))
 
 
@@ -629,11 +545,3 @@ def model_tokenizer(model: str) -> Any:
             "an environment's text needs a tokenizer", remedy="pip install transformers"
         ) from error
     return AutoTokenizer.from_pretrained(model)
-
-
-def tokenizer_of(model: str) -> Callable[..., Sequence[int]]:
-    """`encode(text, special)` of a model's own tokenizer."""
-    tokenizer = model_tokenizer(model)
-    return lambda text, special=False: tokenizer.encode(
-        text, add_special_tokens=special
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import inspect
 import math
@@ -28,10 +27,11 @@ from jvlab.record._export import Report, check_reports, reports
 from jvlab.record._log import EVENTS
 from jvlab.record._record import Record
 from jvlab.record._writer import RecordWriter
+from jvlab.trainer._checks import meant
 from jvlab.trainer._compile_cache import use_compile_cache
 from jvlab.trainer._groups import Evaluation, GroupMaker, SampleGroup
 from jvlab.trainer._grpo_config import GrpoConfig, GrpoOptions, signature_with_options
-from jvlab.trainer._loop import Loop
+from jvlab.trainer._loop import Alone, Loop
 from jvlab.trainer._losses import Algorithm
 from jvlab.trainer._processes import Crew, Follower, NoProducer, facts_of, whole
 from jvlab.trainer._producer import Producer
@@ -125,19 +125,24 @@ def grpo(
     config.check_replay_of(policy, logprobs_fn, pool, task)
     config.check_engine(pool, sampling)
     link.lend_scores(policy)  # to check what tensors mean, if the next sync needs it
-    crew = Crew.of(link, params)
-    with contextlib.nullcontext() if crew is None else crew.sharing():
-        together = _at_once if crew is None else crew.together
-        budget = together(lambda: _token_budget(config, policy))
-        if crew is not None:
-            crew.hello(facts_of(config, algorithm, task.name, params, budget))
+    several = Crew.of(link, params)
+    crew = several or Alone()
+    with several.sharing() if several else contextlib.nullcontext():
+        together = crew.together
+        # of a micro-batch; None: samples are padded
+        budget = config.token_budget
+        if budget is None and config.micro_batch is None:
+            free = getattr(policy, "token_budget", lambda: None)
+            budget = together(free)
+        if several:
+            several.hello(facts_of(config, algorithm, task.name, params, budget))
         train = TrainStep(
             logprobs_fn,
             algorithm,
             learning_rate=config.rate,
             optimizer=config.optimizer,
             max_grad_norm=config.max_grad_norm,
-            deterministic=_deterministic(pool),
+            deterministic=pool.facts().batch_invariant,
             token_budget=budget,
             short_rows=not getattr(policy, "fused_attention", False),
         )
@@ -156,13 +161,9 @@ def grpo(
             "link": link,
             "keep": keep_params,
         }
-        if crew is not None and not crew.leads:
-            return _follow(crew, state, parts)
+        if several and not several.leads:
+            return _follow(several, state, parts)
         return _lead(crew, policy, pool, task, sampling, state, parts)
-
-
-def _at_once(work: Callable[[], Any]) -> Any:
-    return work()
 
 
 def _follow(crew: Crew, state: TrainState, parts: dict[str, Any]) -> Run:
@@ -192,13 +193,11 @@ def _follow(crew: Crew, state: TrainState, parts: dict[str, Any]) -> Run:
     )
     start: Any = NoProducer
     run = Run(follower, start, folder, None, lambda: None)
-    in_background = in_kernel() if config.background is None else config.background
-    # no deadline: as long as the run takes
-    return run if in_background else run.wait()
+    return _started(run, config)
 
 
 def _lead(
-    crew: Crew | None,
+    crew: Crew | Alone,
     policy: Any,
     pool: Pool,
     task: Task,
@@ -222,15 +221,13 @@ def _lead(
     version = max(at.version, link.version + 1)
     if config.checkpoint_every:
         checkpoints.prepare(state)
-    if crew is not None:
-        begin = {"folder": str(folder), "step": at.step, "version": version}
-        crew.order("begin", checkpoint=latest.name if latest else "", **begin)
+    begin = {"folder": str(folder), "step": at.step, "version": version}
+    crew.order("begin", checkpoint=latest.name if latest else "", **begin)
     if latest is not None:
-        load = lambda: checkpoints.load(latest, state)
-        state = load() if crew is None else crew.together(load)
+        state = crew.together(lambda: checkpoints.load(latest, state))
     parts["keep"](state.params)
     about = {**config.to_record(task, pool, algorithm, sampling), "cores": _cores()}
-    if crew is not None:
+    if len(crew.processes) > 1:
         about["processes"] = len(crew.processes)
     evaluation = _evaluation(config, pool, sampling, folder, resume)
     try:
@@ -245,7 +242,7 @@ def _lead(
         )
     except BaseException:
         if evaluation is not None:
-            evaluation.close()
+            evaluation.rewarder.close()
         raise
     loop = Loop(
         crew=crew,
@@ -271,7 +268,11 @@ def _lead(
         maker = GroupMaker(pool, task, writer, config, sampling, version)
         return Producer(flow, maker, loop.rejection_reason)
 
-    run = Run(loop, start, folder, getattr(pool, "client", None), reporter.close)
+    run = Run(loop, start, folder, pool.client, reporter.close)
+    return _started(run, config)
+
+
+def _started(run: Run, config: GrpoConfig) -> Run:
     in_background = in_kernel() if config.background is None else config.background
     # no deadline: as long as the run takes; Ctrl-C ends it
     return run if in_background else run.wait()
@@ -309,19 +310,18 @@ def _check_parts(pool: Any, link: Any, config: GrpoConfig) -> None:
             f"link is {type(link).__name__}",
             remedy="link = lab.connect(policy, pool); jv.grpo(policy, pool, link, task)",
         )
-    if getattr(link, "part", "model") != "model":  # fakes in tests have none
+    if link.part != "model":
         raise ConfigError(
             f"this link writes the {link.part} model, and the policy is not that",
             remedy="link = lab.connect(policy, pool); jv.grpo(policy, pool, link, task)",
         )
-    known = inspect.signature(link.sync).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
-        return
-    if unknown := [name for name in config.sync_options if name not in known]:
+    try:
+        inspect.signature(link.sync).bind_partial(**config.sync_options)
+    except TypeError as error:
         raise ConfigError(
-            f"sync has {unknown[0]!r}, which link.sync does not take",
+            f"link.sync does not take sync={config.sync!r}: {error}",
             remedy="options: mode, verify, require, pause, kv, nonfinite, timeout",
-        )
+        ) from error
 
 
 class _StepReporter:
@@ -369,10 +369,9 @@ class _StepReporter:
             flying = how_many(producer.snapshot()["flying"], "group")
             said.append(f"{flying} being generated or rewarded")
         self._bar.remark(", ".join(filter(None, said)))
-        snapshot = getattr(self._pool, "snapshot", None)  # fakes in tests have none
-        if snapshot is None or _held_by_the_run(snapshot):
-            return ""
-        return waiting_for(snapshot, own_name())
+        snapshot = self._pool.snapshot
+        held = _held_by_the_run(snapshot)
+        return "" if held else waiting_for(snapshot, own_name())
 
 
 def _held_by_the_run(snapshot: Any) -> bool:
@@ -423,21 +422,15 @@ def _evaluation(
 ) -> Evaluation | None:
     if config.evaluate is None:
         return None
-    earlier = (
-        Record.open(folder).events("evaluation")
-        if resume and (folder / "best").exists()
-        else []
-    )
-    best = max(
-        (e.reward_mean for e in earlier if isinstance(e, EvaluationEvent) and e.best),
-        default=-math.inf,
-    )
-    held_out = (
-        _checked_task(config.evaluate)
-        if isinstance(config.evaluate, str)
-        else config.evaluate
-    )
-    return Evaluation(held_out, pool, config.evaluate_prompts, sampling, best)
+    best = -math.inf
+    if resume and (folder / "best").exists():
+        for event in Record.open(folder).events("evaluation"):
+            if isinstance(event, EvaluationEvent) and event.best:
+                best = max(best, event.reward_mean)
+    task = config.evaluate
+    if isinstance(task, str):
+        task = _checked_task(task)
+    return Evaluation(task, pool, config.evaluate_prompts, sampling, best)
 
 
 def _reports(
@@ -459,7 +452,7 @@ def _reports(
 
 
 def _exporter(
-    policy: Any, folder: Path, crew: Crew | None
+    policy: Any, folder: Path, crew: Crew | Alone
 ) -> Callable[[str], None] | None:
     """Saves the policy under a name in the run's folder, in place of an earlier one of that name.
 
@@ -469,12 +462,12 @@ def _exporter(
         return None
 
     def export(name: str) -> None:
-        target, fresh, old = (
-            folder / part for part in (name, f"{name}.new", f"{name}.old")
-        )
+        target = folder / name
+        fresh = folder / f"{name}.new"
+        old = folder / f"{name}.old"
         # a user's own policy may take the folder alone
         gathered = []
-        if crew is not None:
+        if len(crew.processes) > 1:
             gathered.append(crew.together(lambda: whole(policy.params)))
         shutil.rmtree(fresh, ignore_errors=True)
         try:
@@ -491,25 +484,11 @@ def _exporter(
     return export
 
 
-def _token_budget(config: GrpoConfig, policy: Any) -> int | None:
-    """The tokens of a micro-batch; None: samples are padded."""
-    if config.micro_batch is not None:
-        return None
-    return config.token_budget or (
-        policy.token_budget() if hasattr(policy, "token_budget") else None
-    )
-
-
 def _cores() -> int:
     """Cores that the trainer computes on, and shares with engines on a CPU; 1 if it does so on an accelerator."""
     import jax
 
     return len(usable_cores()) if jax.default_backend() == "cpu" else 1
-
-
-def _deterministic(pool: Any) -> bool:
-    """Whether the pool is bitwise reproducible; then the trainer has to be too."""
-    return hasattr(pool, "facts") and bool(pool.facts().batch_invariant)
 
 
 def _checked_reference(reference: Any, params: Any) -> Any:
@@ -553,12 +532,13 @@ def _folder(
                 remedy="folder=run.folder of the run to resume",
             )
         name = check_name("task", task.replace(" ", "-"))  # it becomes part of a path
-        stem = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        stems = (
-            stem if n == 1 else stem.with_name(f"{stem.name}-{n}")
-            for n in range(1, 1000)
-        )
-        return next(folder for folder in stems if not folder.exists()).absolute(), False
+        stem = Path("runs").absolute() / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = stem
+        number = 1
+        while folder.exists():
+            number += 1
+            folder = stem.with_name(f"{stem.name}-{number}")
+        return folder, False
     if "\0" in os.fspath(given):
         raise ConfigError(
             f"no folder can be called {os.fspath(given)!r}",
@@ -584,14 +564,7 @@ def _folder(
 def _other_runs(folder: Path) -> str:
     """The runs beside a folder that holds none, the one with the nearest name first."""
     names = sorted(path.parent.name for path in folder.parent.glob(f"*/{EVENTS}"))
-    close = difflib.get_close_matches(folder.name, names, 1)
-    hint = (
-        f"did you mean {close[0]!r}? "
-        if close
-        else f"runs beside it: {', '.join(names[:8])}; "
-        if names
-        else ""
-    )
+    hint = f"{meant(folder.name, names)} " if names else ""
     return f'{hint}resume="auto" starts a run if there is none'
 
 

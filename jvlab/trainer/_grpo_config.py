@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import os
@@ -21,6 +20,7 @@ from jvlab.trainer._checks import (
     check_number,
     check_sampling,
     check_whole,
+    meant,
 )
 from jvlab.trainer._losses import Algorithm
 from jvlab.trainer._schedule import Schedule
@@ -158,16 +158,9 @@ class GrpoConfig:
         known = [field.name for field in fields(cls)]
         for name in options:
             if name not in known:
-                close = (
-                    [MEANT[name]]
-                    if name in MEANT
-                    else difflib.get_close_matches(name, known, 1)
-                )
                 raise ConfigError(
                     f"jv.grpo has no option {name!r}",
-                    remedy=f"did you mean {close[0]!r}?"
-                    if close
-                    else f"options: {', '.join(known)}",
+                    remedy=meant(MEANT.get(name, name), known),
                     option=name,
                 )
         return cls(steps=steps, max_staleness=max_staleness, **options)
@@ -216,7 +209,7 @@ class GrpoConfig:
         """Whether the pool is to sleep while the trainer trains."""
         if self.sleep is not None:
             return self.sleep
-        return bool(getattr(pool, "colocated", False)) and not self.max_staleness
+        return pool.colocated and not self.max_staleness
 
     @property
     def buckets(self) -> Buckets:
@@ -229,18 +222,12 @@ class GrpoConfig:
 
     def algorithm_for(self, task: Task) -> Algorithm:
         """The algorithm, after checking the options against it."""
-        longest = self.max_tokens or task.sampling.get("max_tokens")
-        if isinstance(self.algorithm, Algorithm):
-            chosen = self.algorithm
-        elif not isinstance(self.algorithm, str):
-            raise ConfigError(
-                f"algorithm is {self.algorithm!r}",
-                remedy='a name such as "grpo", or a jv.Algorithm',
-            )
-        elif self.algorithm == "dr_grpo" and longest:
-            chosen = Algorithm.named(self.algorithm, constant_length=longest)
-        else:
-            chosen = Algorithm.named(self.algorithm)
+        chosen = self.algorithm
+        if not isinstance(chosen, Algorithm):
+            longest = self.max_tokens or task.sampling.get("max_tokens")
+            known = longest and chosen == "dr_grpo"
+            options = {"constant_length": longest} if known else {}
+            chosen = Algorithm.named(chosen, **options)
         self._check(chosen)
         return chosen
 
@@ -256,10 +243,9 @@ class GrpoConfig:
         if self.gap_alarm is not None and self.gap_alarm != math.inf:
             check_number("gap_alarm", self.gap_alarm, above=0.0)
         check_choice("resume", self.resume, (True, False, "auto"))
-        for name in ("sleep", "background"):
-            check_choice(name, getattr(self, name), (True, False, None))
-        if not callable(self.progress):
-            check_choice("progress", self.progress, (True, False, None))
+        for name in ("sleep", "background", "progress"):
+            if name != "progress" or not callable(self.progress):
+                check_choice(name, getattr(self, name), (True, False, None))
         if self.group_size == 1 and algorithm.advantages != "reinforce++":
             raise ConfigError(
                 "group_size=1: a sample is compared with others of its prompt, and alone its advantage is always 0",
@@ -319,7 +305,7 @@ class GrpoConfig:
                 f"{asked} is not available for a task with turns",
                 remedy='replay="none"',
             )
-        delivers = pool.facts().routed_experts if hasattr(pool, "facts") else ""
+        delivers = pool.facts().routed_experts
         if not delivers:
             raise ConfigError(
                 f"{asked}, but the pool does not return the experts that it chose",
@@ -345,13 +331,8 @@ class GrpoConfig:
         if self.schedule == "constant" and not self.warmup:
             return
         if self.optimizer is not None or callable(self.learning_rate):
-            owner = (
-                "the optimizer"
-                if self.optimizer is not None
-                else "learning_rate, a function,"
-            )
             raise ConfigError(
-                f"schedule={self.schedule!r}, warmup={self.warmup}, but {owner} has its own learning rate",
+                f"schedule={self.schedule!r}, warmup={self.warmup}, but optimizer or learning_rate has its own",
                 remedy="learning_rate=1e-5, schedule=..., without optimizer=; or put the schedule there",
             )
         _ = self.rate  # raises if its name or its length is wrong
@@ -376,8 +357,6 @@ class GrpoConfig:
 
     def check_engine(self, pool: Any, sampling: Mapping[str, Any]) -> None:
         """Raise ConfigError for sampling parameters that this pool's engines cannot take."""
-        if not hasattr(pool, "facts"):  # a fake
-            return
         facts = pool.facts()
         longest = sampling["max_tokens"]
         if facts.max_model_len and longest >= facts.max_model_len:
@@ -386,15 +365,12 @@ class GrpoConfig:
                 remedy="fewer tokens, or lab.launch(..., engine={'max_model_len': ...})",
                 option="max_tokens",
             )
-        known = list(facts.sampling_names)
+        known = facts.sampling_names
         for name in sampling:
             if known and name not in known:
-                close = difflib.get_close_matches(name, known, 1)
                 raise ConfigError(
                     f"sampling holds {name!r}, which vLLM does not know",
-                    remedy=f"did you mean {close[0]!r}?"
-                    if close
-                    else f"names: {', '.join(sorted(known))}",
+                    remedy=meant(name, sorted(known)),
                     option="sampling",
                 )
 
@@ -417,7 +393,7 @@ class GrpoConfig:
             "learning_rate": self.learning_rate
             if isinstance(self.learning_rate, float)
             else str(self.learning_rate),
-            "model": Path(str(getattr(pool, "model", ""))).name,
+            "model": Path(pool.model).name,
         }
 
 

@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,6 @@ import numpy as np
 
 from jvlab._deadline import Deadline
 from jvlab._errors import (
-    ConfigError,
     ControlError,
     GatewayUnreachable,
     JvlabError,
@@ -44,6 +43,7 @@ from jvlab._errors import (
     SyncError,
     Unsupported,
 )
+from jvlab._names import LostNote
 from jvlab.record._events import (
     DraftTally,
     Event,
@@ -66,13 +66,12 @@ from jvlab.trainer._groups import (
     count_versions,
     is_up,
     look,
-    own_versions,
     serves,
     too_late,
     why_all_are_dead,
 )
 from jvlab.trainer._grpo_config import GrpoConfig
-from jvlab.trainer._losses import Algorithm, groups_with_spread
+from jvlab.trainer._losses import Algorithm
 from jvlab.trainer._producer import PoolSleep, Producer
 from jvlab.trainer._run_checkpoint import Checkpoints, Position
 from jvlab.trainer._step import Pending, StepReport, TrainState, TrainStep
@@ -104,6 +103,29 @@ class Control:
         with self._changed:
             while self.pausing and not self.stopping and not leave():
                 self._changed.wait(1.0)
+
+
+class Alone:
+    """In place of a `Crew`, where one process trains."""
+
+    leads = True
+    processes: Sequence[int] = (0,)
+    on_news: Callable[[], None]
+
+    def order(self, do: str, **body: Any) -> None: ...
+
+    def order_batch(self, batch: TrainBatch, version: int) -> None: ...
+
+    def together(self, work: Callable[[], Any]) -> Any:
+        return work()
+
+    def lost(self) -> None: ...
+
+    def check(self) -> None: ...
+
+    def end(self, reason: str, error: BaseException | None) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -141,7 +163,7 @@ class Loop:
     export: Callable[[str], None] | None  # saves the policy under a name
     step: int
     version: int
-    crew: Crew | None = None  # the trainer's processes, if there are several
+    crew: Crew | Alone  # the trainer's processes
     control: Control = field(default_factory=Control)
     # told of each step, in this order
     on_step: list[Callable[[StepEvent], None]] = field(default_factory=list)
@@ -161,16 +183,11 @@ class Loop:
 
     def rejection_reason(self, group: SampleGroup) -> str:
         """Why a group cannot be trained on, "" if it can."""
-        good = group.usable
-        if not good.any():
-            return f"group {group.index} has no usable sample" + (
-                f": {group.failures[0]}" if group.failures else ""
-            )
-        rewards = group.rewards[good]
-        if (
-            self.algorithm.dynamic_sampling
-            and not groups_with_spread(rewards, np.zeros(len(rewards))).any()
-        ):
+        rewards = group.rewards[group.usable]
+        if not len(rewards):
+            why = f": {group.failures[0].message}" if group.failures else ""
+            return f"group {group.index} has no usable sample{why}"
+        if self.algorithm.dynamic_sampling and not np.ptp(rewards):
             self._record_samples([group], -1)
             return f"all rewards of group {group.index} are equal, and dynamic_sampling drops such groups"
         return ""
@@ -179,23 +196,21 @@ class Loop:
         """Run to the last step, or until the owner stops it; returns "finished" or "stopped"."""
         self.producer = producer
         self.control.listener = producer.wake
-        if self.crew is not None:
-            self.crew.on_news = self._news
+        self.crew.on_news = self._news
         steps = self.config.steps
         if self.config.sleeps(self.link.pool):
             self._sleep = PoolSleep(self.link.pool, producer, self.writer)
         self._write(self._sync())
         self._evaluate()
         while self.step < steps and not self.control.stopping:
-            if self.crew is not None:
-                self.crew.check()
+            self.crew.check()
             if self.control.pausing:
                 self._wait_while_paused()
                 continue
             producer.set_remaining((steps - self.step) * self.config.prompts_per_step)
             taken = producer.take(self._has_other_work)
             if taken is None:
-                if producer.needs_weights:
+                if producer.maker.needs_weights:
                     self._catch_up()
                 continue
             trained = self._train(*taken)
@@ -235,25 +250,27 @@ class Loop:
 
     def waiting(self) -> str:
         """Which function of the user's has been waited for, and how long; "" if that is not worth mentioning."""
-        found = self.evaluation.waiting() if self.evaluation is not None else ""
-        return found or (self.producer.waiting() if self.producer is not None else "")
+        found = ""
+        if self.evaluation is not None:
+            found = self.evaluation.rewarder.waiting()
+        if not found and self.producer is not None:
+            found = self.producer.maker.waiting()
+        return found
 
     def ended(self, reason: str, error: BaseException | None) -> None:
         """How the run ended, for the trainer's other processes."""
-        if self.crew is not None:
-            self.crew.end(reason, error)
+        self.crew.end(reason, error)
 
     def close(self) -> None:
         """Release threads and files; the owner closes the record."""
         if self.evaluation is not None:
-            self.evaluation.close()
+            self.evaluation.rewarder.close()
         if self._sleep is not None:
             self._sleep.close()
         self._probe_thread.shutdown(wait=True)  # no deadline: `Pool.score` has one
         self._sample_thread.shutdown(wait=True)  # no deadline: it writes a file
         self.checkpoints.close()
-        if self.crew is not None:
-            self.crew.close()
+        self.crew.close()
 
     def save(self) -> None:
         """Write a checkpoint of the current position."""
@@ -277,14 +294,14 @@ class Loop:
         )
 
     def _write_arrays(self, state: TrainState, path: Path) -> None:
-        self._order("save", path=str(path))
-        self._together(lambda: self.checkpoints.write_arrays(state, path))
+        self.crew.order("save", path=str(path))
+        self.crew.together(lambda: self.checkpoints.write_arrays(state, path))
 
     def _wait_while_paused(self) -> None:
         assert self.producer is not None
         start = clock()
         self.producer.pause(True)
-        self.control.wait_while_pausing(self._lost_a_process)
+        self.control.wait_while_pausing(lambda: self.crew.lost() is not None)
         self.producer.pause(False)
         self.writer.write(
             PauseEvent(actor="trainer", start=start, stop=clock(), why="run.pause()")
@@ -292,29 +309,17 @@ class Loop:
 
     # Several processes --------------------------------------------------------------------------------------------
 
-    def _order(self, do: str, **body: Any) -> None:
-        """What the trainer's other processes do next, if there are any."""
-        if self.crew is not None:
-            self.crew.order(do, **body)
-
-    def _together(self, work: Callable[[], Any]) -> Any:
-        """Work that all of the trainer's processes do."""
-        return work() if self.crew is None else self.crew.together(work)
-
-    def _lost_a_process(self) -> bool:
-        return self.crew is not None and self.crew.lost() is not None
-
     def _news(self) -> None:
         """Called by the crew's thread: another process has gone, or its owner asks for something."""
-        assert self.crew is not None
         assert self.producer is not None
+        assert not isinstance(self.crew, Alone)
         for asked in self.crew.asked():
             self.control.set(pausing=asked["pausing"], stopping=asked["stopping"])
         self.producer.wake()
 
     def _export(self, name: str) -> None:
         if self.export is not None:
-            self._order("gather")
+            self.crew.order("gather")
             self.export(name)
 
     # One step -----------------------------------------------------------------------------------------------------
@@ -336,20 +341,19 @@ class Loop:
         by_a_pool = hasattr(self.reference, "score")
         if by_a_pool:
             batch = self._with_reference(batch)
-        if self.crew is not None:
-            self.crew.order_batch(batch, version)
+        self.crew.order_batch(batch, version)
         if not by_a_pool:
             batch = self._with_reference(batch)
         probe = self._probe(batch)
         if self._sleep is not None:
             self._sleep.begin(() if probe is None else (probe,))
-        self._order("train")
+        self.crew.order("train")
         launch = lambda: self.train.launch(self.state, batch, version)
-        pending = self._together(launch)
+        pending = self.crew.together(launch)
         self.state = pending.state
         self.keep(self.state.params)
         # as long as the computation takes
-        self._together(pending.wait)
+        self.crew.together(pending.wait)
         stop = clock()
         if probe is not None:  # it scores with the version that a sync would replace
             wait([probe])  # no deadline: `Pool.score` has one
@@ -368,7 +372,7 @@ class Loop:
 
     def _finish(self, trained: _Trained) -> StepEvent:
         """Fetch what a step computed and record it."""
-        self.state, report = self._together(trained.pending.finish)
+        self.state, report = self.crew.together(trained.pending.finish)
         gap = self._gap(trained, report)
         event = self._event(trained, report, gap)
         self.writer.write(event)
@@ -386,8 +390,7 @@ class Loop:
     def _record_drafts(self, last: bool = False) -> None:
         """What the engines drafted, as far as their heartbeats have told; asked for after the `last` step."""
         pool = self.link.pool
-        snapshot = getattr(pool, "snapshot", None)  # fakes in tests have none
-        if snapshot is None or not any(r.facts.speculative for r in snapshot.replicas):
+        if not any(r.facts.speculative for r in pool.snapshot.replicas):
             return
         if last:
             with contextlib.suppress(JvlabError):  # the run has ended all the same
@@ -401,28 +404,36 @@ class Loop:
         reference = self.reference
         if hasattr(reference, "score"):
             found = np.zeros(batch.tokens.shape, np.float32)
-            sequences = [
-                row[:n].tolist()
-                for row, n in zip(batch.tokens, batch.lengths, strict=True)
-            ]
-            for row, logprobs in zip(
-                found, reference.score(sequences).logprobs, strict=True
-            ):
+            scored = self._scored_by(reference, batch, len(batch))
+            for row, logprobs in zip(found, scored, strict=True):
                 row[: len(logprobs)] = np.nan_to_num(logprobs)  # a first token has none
-            actor = getattr(reference, "name", "reference")
         else:
-            found = self._together(lambda: self.train.score(reference, batch))
-            actor = "trainer"
+            found = self.crew.together(lambda: self.train.score(reference, batch))
+            tokens = int(batch.token_mask.sum())
+            event = ScoreEvent(actor="trainer", samples=len(batch), tokens=tokens)
+            self.writer.write(replace(event, start=start, stop=clock()))
+        return batch.with_logprobs(reference=found)
+
+    def _scored_by(
+        self, pool: Any, batch: TrainBatch, count: int, **about: Any
+    ) -> Sequence[Any]:
+        """The log-probabilities that engines give to the first samples of a batch; recorded."""
+        start = clock()
+        lengths = batch.lengths[:count].tolist()
+        scores = pool.score(
+            [batch.tokens[r, :n].tolist() for r, n in enumerate(lengths)]
+        )
         self.writer.write(
             ScoreEvent(
-                actor=actor,
+                actor=pool.name,
                 start=start,
                 stop=clock(),
-                samples=len(batch),
-                tokens=int(batch.token_mask.sum()),
+                samples=len(lengths),
+                tokens=sum(lengths),
+                **about,
             )
         )
-        return batch.with_logprobs(reference=found)
+        return scores.logprobs
 
     def _event(
         self, trained: _Trained, report: StepReport, gap: tuple[float, float]
@@ -457,7 +468,7 @@ class Loop:
             skipped=bool(report.skipped),
             samples=report.samples,
             tokens=report.tokens,
-            versions=count_versions([batch.versions[batch.loss_mask]]),
+            versions=count_versions(batch.versions[batch.loss_mask]),
             groups=tuple(g.index for g in groups),
             dropped=0 if regenerate else stale_samples,
             regenerated=stale_samples if regenerate else 0,
@@ -481,13 +492,12 @@ class Loop:
         """Lengths, parts of the rewards before their weights, and what reward functions logged, for reports."""
         weights = getattr(self.task.reward, "weights", {})
         parts: dict[str, list[float]] = {}
+        logged: dict[str, list[float]] = {}
         for group in groups:
             for of_sample in group.parts:
                 for name, value in of_sample.items():
                     weight = weights.get(name, 1.0)
                     parts.setdefault(name, []).append(value / weight if weight else 0.0)
-        logged: dict[str, list[float]] = {}
-        for group in groups:
             for name, value in group.logged.metrics.items():
                 logged.setdefault(name, []).append(value)
         even = [float(np.ptp(g.rewards[g.usable]) == 0) for g in groups]
@@ -510,18 +520,16 @@ class Loop:
         """
         assert report.logprobs is not None
         batch = trained.batch
-        probe = trained.probe
-        if probe is None:
+        if trained.probe is None:
             counted = batch.loss_mask & _fresh(batch, trained.version)[:, None]
-            gaps = np.abs(report.logprobs - batch.engine_logprobs)[counted]
+            engine = batch.engine_logprobs
         else:
-            found = [
-                np.abs(
-                    report.logprobs[r, 1 : batch.lengths[r]] - np.asarray(scored)[1:]
-                )
-                for r, scored in enumerate(probe.result(0))
-            ]
-            gaps = np.concatenate([np.empty(0, np.float32), *found])
+            counted = np.zeros(batch.tokens.shape, bool)
+            engine = np.zeros(batch.tokens.shape, np.float32)
+            for row, scored in enumerate(trained.probe.result(0)):
+                counted[row, 1 : len(scored)] = True
+                engine[row, : len(scored)] = scored
+        gaps = np.abs(report.logprobs - engine)[counted]
         if not len(gaps):
             return math.nan, math.nan
         return float(gaps.max()), float(gaps.mean(dtype=np.float64))
@@ -532,41 +540,21 @@ class Loop:
         """
         pool = self.link.pool
         # an engine's score has the engine's experts, and says nothing about log-probabilities with replayed ones
-        possible = (
-            self.config.temperature == 1.0
-            and self.config.replay == "none"
-            and hasattr(pool, "score")
-        )
+        possible = self.config.temperature == 1.0 and self.config.replay == "none"
         if not possible or _fresh(batch, self.version).any():
             return None
         version = self.version
-        sequences = [
-            batch.tokens[r, : batch.lengths[r]].tolist()
-            for r in range(min(PROBE_SAMPLES, len(batch)))
-        ]
 
         def score() -> Any:
-            start = clock()
             try:
-                scores = pool.score(sequences)
+                return self._scored_by(
+                    pool, batch, PROBE_SAMPLES, what="probe", version=version
+                )
             # the run continues without this measurement
             except (ControlError, ReplicaLost, SyncError) as error:
-                self._fault(
-                    "probe failed", "pool", f"version {version}: {error.message}"
-                )
+                text = f"version {version}: {error.message}"
+                self._fault("probe failed", "pool", text)
                 return []
-            self.writer.write(
-                ScoreEvent(
-                    actor=getattr(pool, "name", "pool"),
-                    start=start,
-                    stop=clock(),
-                    what="probe",
-                    samples=len(sequences),
-                    tokens=sum(map(len, sequences)),
-                    version=version,
-                )
-            )
-            return scores.logprobs
 
         return self._probe_thread.submit(score)
 
@@ -574,8 +562,7 @@ class Loop:
         self.writer.write(FaultEvent(actor="trainer", fault=fault, who=who, text=text))
 
     def _record_faults(self, event: StepEvent, report: StepReport) -> None:
-        if event.logprob_gap == event.logprob_gap:
-            self.max_gap = max(self.max_gap, event.logprob_gap)
+        self.max_gap = max(self.max_gap, event.logprob_gap)  # which may be NaN
         if event.logprob_gap > self.gap_alarm:
             text = f"step {event.step}: trainer and engine differ by {event.logprob_gap:.3g} at version {event.version}"
             self._fault("logprob gap", "trainer", text)
@@ -606,27 +593,22 @@ class Loop:
 
         Those that are not trained on have the step -1, and no advantages.
         """
-        sampling = {"temperature": self.config.temperature, **self.sampling}
         out: list[SampleRecord] = []
         for group in groups:
-            count = len(group.samples)
-            own = (
-                np.full(count, math.nan)
-                if advantages is None
-                else advantages[len(out) : len(out) + count]
-            )
-            records = group.records(step, own, sampling)
-            self.writer.write_samples(records)
-            out += records
+            own = np.full(len(group.samples), math.nan)
+            if advantages is not None:
+                own = advantages[len(out) :]
+            out += group.records(step, own, self.sampling)
+        self.writer.write_samples(out)
         return out
 
     # A pool that died ---------------------------------------------------------------------------------------------
 
     def _has_other_work(self) -> bool:
         """Whether to wait no longer for groups."""
-        waits = self.producer is not None and self.producer.needs_weights
+        waits = self.producer is not None and self.producer.maker.needs_weights
         steered = self.control.pausing or self.control.stopping
-        return steered or waits or self._lost_a_process()
+        return steered or waits or self.crew.lost() is not None
 
     def _catch_up(self) -> None:
         """Send the version that the groups are made with to replicas that were started again: no other holds it."""
@@ -640,7 +622,8 @@ class Loop:
         except (ControlError, SyncError, Unsupported) as error:
             self._fault("catching up failed", "pool", error.message)
             self._write(self._sync())
-        self.producer.weights_sent()
+        # set again if the replicas still do not serve
+        self.producer.maker.needs_weights = False
 
     def _wait_until(
         self, reached: Callable[[Mapping[str, Any]], bool], error: JvlabError
@@ -669,9 +652,9 @@ class Loop:
         for attempt in range(SYNC_TRIES):
             self.version = max(self.version, self.link.version + 1)
             start = clock()
-            self._order("sync", version=self.version)
+            self.crew.order("sync", version=self.version)
             try:
-                report = self._together(send)
+                report = self.crew.together(send)
                 break
             except (GatewayUnreachable, SyncError) as error:
                 self._fault(
@@ -698,9 +681,9 @@ class Loop:
         replicas = tuple(o.replica for o in report.outcomes)
         if self.producer is not None:
             for lost in sorted(self._replicas - set(replicas)):
-                self.producer.note_lost_replica(
-                    lost, f"it took no part in the sync of version {self.version}"
-                )
+                # in case no group reported it
+                text = f"replica {lost} was lost (it took no part in the sync of version {self.version})"
+                self.producer.maker.record_notes([LostNote(text, lost)])
             self.producer.synced(self.version)
         self._replicas = set(replicas)
         event = sync_event(report, start, stop)
@@ -725,19 +708,12 @@ def _fresh(batch: TrainBatch, version: int) -> np.ndarray:
 def _lengths(groups: Sequence[SampleGroup]) -> dict[str, float]:
     """Of the tokens that the policy generated; those that were not cut off are the terminated ones."""
     samples = [s for g in groups for s in g.samples]
-    length = np.array([len(own_versions(s)) for s in samples], float)
+    length = np.array([s.own.sum() for s in samples], float)
     cut = np.array([s.finish_reason == "length" for s in samples], bool)
-    found = {
-        "mean_length": float(length.mean()),
-        "min_length": float(length.min()),
-        "max_length": float(length.max()),
-        "clipped_ratio": float(cut.mean()),
-    }
-    ended = length[~cut]
-    if len(ended):
-        found["mean_terminated_length"] = float(ended.mean())
-        found["min_terminated_length"] = float(ended.min())
-        found["max_terminated_length"] = float(ended.max())
+    found = {"clipped_ratio": float(cut.mean())}
+    for kind, values in (("length", length), ("terminated_length", length[~cut])):
+        for name in ("mean", "min", "max") if len(values) else ():
+            found[f"{name}_{kind}"] = float(getattr(values, name)())
     return found
 
 
@@ -745,9 +721,5 @@ def _advantages(groups: Sequence[SampleGroup], batch: TrainBatch) -> np.ndarray:
     """The advantage of every sample of the groups; NaN for those not in the batch."""
     good = np.concatenate([g.usable for g in groups])
     out = np.full(len(good), math.nan)
-    if int(good.sum()) != len(batch):
-        raise ConfigError(
-            f"{len(batch)} samples in the batch, but {int(good.sum())} usable ones in its groups"
-        )
     out[good] = batch.advantages
     return out

@@ -12,7 +12,7 @@ import numpy as np
 from jvlab import _faces
 from jvlab._errors import ConfigError
 from jvlab._units import how_many
-from jvlab.trainer._batching import Buckets, TrainBatch
+from jvlab.trainer._batching import Buckets, PackedPart, RowShape, packed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,23 +29,6 @@ MOST = 64  # samples in one row; a fused kernel's memory grows with it
 MULTIPLE = 128  # row lengths are multiples of it, as kernels like them; short rows of 8
 SHORT = 1024
 GOOD_ENOUGH = 0.01  # of padding: shorter rows must save more than this
-
-
-@dataclass(frozen=True)
-class RowShape:
-    """The shape of a packed micro-batch: `count` rows of `length` tokens, each with at most `most` samples."""
-
-    count: int
-    length: int
-    most: int
-
-    @property
-    def tokens(self) -> int:
-        return self.count * self.length
-
-    @property
-    def samples(self) -> int:
-        return self.count * self.most
 
 
 def round_up(length: int) -> int:
@@ -87,7 +70,6 @@ def rows_at_once(rows: int, length: int, budget: int) -> int:
 def row_length(
     lengths: Sequence[int] | np.ndarray,
     longest: int,
-    most: int = MOST,
     budget: int | None = None,
 ) -> int:
     """The row length of at most `longest` tokens that leaves the least padding in a batch of samples like these.
@@ -102,7 +84,7 @@ def row_length(
     best = longest
     least = math.inf
     for candidate in _candidates(sizes, longest):
-        rows = len(pack(sizes, candidate, most))
+        rows = len(pack(sizes, candidate))
         at_once = rows_at_once(rows, candidate, budget or candidate)
         padding = 1 - sizes.sum() / (math.ceil(rows / at_once) * at_once * candidate)
         if padding < least - GOOD_ENOUGH:
@@ -124,65 +106,6 @@ def _candidates(sizes: np.ndarray, longest: int) -> list[int]:
     return sorted((n for n in found if most <= n <= longest), reverse=True)
 
 
-@dataclass(frozen=True, eq=False)
-class PackedPart:
-    """Samples laid end to end in rows. Their losses are computed as if they were padded to a row's length.
-
-    `segments` [rows, length] numbers each row's samples from 1, 0 is padding. `samples` are indices into the batch, in
-    the order of their rows. `place` [samples, length] is where each token of a sample is in the flattened rows, and
-    beyond the last position for what it does not have.
-    """
-
-    shape: RowShape
-    samples: np.ndarray
-    segments: np.ndarray
-    place: np.ndarray
-
-    @property
-    def width(self) -> int:
-        return self.shape.length
-
-    @property
-    def most(self) -> int:
-        return self.shape.samples
-
-    @property
-    def tokens(self) -> int:
-        return self.shape.tokens
-
-    def lay(self, values: np.ndarray) -> np.ndarray:
-        """[N, T, …] values of the whole batch in rows, zero on padding."""
-        flat = np.zeros((self.segments.size + 1, *values.shape[2:]), values.dtype)
-        width = min(values.shape[1], self.place.shape[1])
-        flat[self.place[: len(self.samples), :width]] = values[self.samples, :width]
-        return flat[:-1].reshape(*self.segments.shape, *values.shape[2:])
-
-    def token_arrays(
-        self, batch: TrainBatch, more: Iterable[str] = ()
-    ) -> dict[str, np.ndarray]:
-        """Tokens in rows, the samples of each row, and where a sample's tokens are; `more` as for `PaddedPart`."""
-        laid = {name: self.lay(getattr(batch, name)) for name in ("tokens", *more)}
-        return {**laid, "segments": self.segments, "place": self.place}
-
-
-def packed(
-    lengths: np.ndarray, rows: Sequence[Sequence[int]], shape: RowShape
-) -> PackedPart:
-    """These rows of samples as one micro-batch of this shape; rows that are missing are padding."""
-    segments = np.zeros((shape.count, shape.length), np.int32)
-    place = np.full((shape.samples, shape.length), shape.tokens, np.int32)
-    samples: list[int] = []
-    for row, of_row in enumerate(rows):
-        at = 0
-        for number, sample in enumerate(of_row, 1):
-            size = int(lengths[sample])
-            segments[row, at : at + size] = number
-            place[len(samples), :size] = row * shape.length + np.arange(at, at + size)
-            samples.append(sample)
-            at += size
-    return PackedPart(shape, np.asarray(samples, np.int64), segments, place)
-
-
 # ----------------------------------------------------------------------------------------------------
 
 SHORT_ROW = 256  # tokens that a short row may have in any case
@@ -192,34 +115,7 @@ LONGER = 1.03
 WASTEFUL = 1.2
 
 
-@dataclass(frozen=True, eq=False)
-class PaddedPart:
-    """Samples padded on the right to the width of the longest one's bucket."""
-
-    samples: np.ndarray
-    width: int
-    most: int
-
-    @property
-    def tokens(self) -> int:
-        return self.most * self.width
-
-    def token_arrays(
-        self, batch: TrainBatch, more: Iterable[str] = ()
-    ) -> dict[str, np.ndarray]:
-        """Tokens, and which of them are real; `more` names other arrays of the batch with values for each token."""
-        return {
-            name: batch.padded(name, self.samples, self.width)
-            for name in ("tokens", "token_mask", *more)
-        }
-
-
-# One micro-batch: `samples` are indices into the batch, `tokens` counts what is computed, padding included. Its arrays
-# for the loss are [most, width], one sample a row, filled up with zeros.
-MicroBatch = PaddedPart | PackedPart
-
-
-def unpad(part: MicroBatch, found: np.ndarray, out: np.ndarray) -> None:
+def unpad(part: PackedPart, found: np.ndarray, out: np.ndarray) -> None:
     """Write a micro-batch's values [most, width] to its samples' rows of the batch's [N, T] array."""
     width = min(part.width, out.shape[1])
     out[part.samples, :width] = found[: len(part.samples), :width]
@@ -231,14 +127,13 @@ class Packer:
     If two batches in a row would have had much less padding in rows of their own, as when answers grow in the course of
     a run, the second of them determines the shape anew: one more program to compile.
 
-    `budget` is the tokens of a micro-batch, `rows` divides its number of rows. One row holds as much as possible, or
-    with `short` about two of the longest samples. A sample longer than a row is computed alone, in its own shape.
+    `budget` is the tokens of a micro-batch. One row holds as much as possible, or with `short` about two of the longest
+    samples. A sample longer than a row is computed alone, in its own shape.
     """
 
-    def __init__(self, budget: int, short: bool = False, rows: int = 1) -> None:
+    def __init__(self, budget: int, short: bool = False) -> None:
         self._budget = budget
         self._short = short
-        self._rows = rows
         self.shape: RowShape | None = None
         self._wasteful = 0  # batches in a row
         # lengths of the batch before: one is scored, then trained on
@@ -254,13 +149,11 @@ class Packer:
         self.shape = shape = self._shape_for(lengths)
         alone = np.flatnonzero(lengths > shape.length)
         for sample in alone[np.argsort(-lengths[alone], kind="stable")]:
-            own = RowShape(self._rows, round_up(int(lengths[sample])), 1)
+            own = RowShape(1, round_up(int(lengths[sample])), 1)
             yield packed(lengths, [[int(sample)]], own)
         short = np.flatnonzero(lengths <= shape.length)
-        rows = [
-            [int(short[i]) for i in row]
-            for row in pack(lengths[short], shape.length, shape.most)
-        ]
+        packs = pack(lengths[short], shape.length, shape.most)
+        rows = [short[row].tolist() for row in packs]
         for at in range(0, len(rows), shape.count):
             yield packed(lengths, rows[at : at + shape.count], shape)
 
@@ -286,27 +179,23 @@ class Packer:
         return own
 
     def _choose(self, lengths: np.ndarray) -> RowShape:
-        longest = max(self._budget // self._rows, 1)
+        budget = longest = self._budget
         if self._short:
-            longest = min(longest, max(SHORT_ROW, round_up(2 * int(lengths.max()))))
-        budget = max(self._budget // self._rows, 1)
+            longest = min(budget, max(SHORT_ROW, round_up(2 * int(lengths.max()))))
         length = row_length(lengths, longest, budget=budget if self._short else None)
         # two or three samples fill a row: one token more, and it would hold one less
         if self._short:
             length = min(max(length, budget), round_up(math.ceil(length * LONGER)))
         rows = pack(lengths[lengths <= length], length)
-        units = -(-len(rows) // self._rows)
         # of short rows a pass has many: the last one must not be half empty
-        at_once = (
-            rows_at_once(units, length, budget)
+        count = (
+            rows_at_once(len(rows), length, budget)
             if self._short
-            else max(min(budget // length, units), 1)
+            else max(min(budget // length, len(rows)), 1)
         )
-        count = at_once * self._rows
         # later batches may have more, shorter samples; a fused kernel's memory grows with how many a row may hold
-        most = 2 ** math.ceil(
-            math.log2(1.5 * max((len(row) for row in rows), default=1))
-        )
+        fullest = max(map(len, rows), default=1)
+        most = 2 ** math.ceil(math.log2(1.5 * fullest))
         return RowShape(count, length, min(most, MOST))
 
 
@@ -363,12 +252,8 @@ def sample_lengths(samples: Iterable[Any]) -> np.ndarray:
         for s in samples
     ]
     lengths = np.asarray(found)
-    if (
-        lengths.ndim != 1
-        or not len(lengths)
-        or not np.issubdtype(lengths.dtype, np.integer)
-        or lengths.min() < 1
-    ):
+    whole = np.issubdtype(lengths.dtype, np.integer)
+    if lengths.ndim != 1 or not len(lengths) or not whole or lengths.min() < 1:
         raise ConfigError(
             "no lengths to pack",
             remedy="pass a RolloutBatch, or the tokens of each sample: [512, 300, …], at least 1",
@@ -376,29 +261,15 @@ def sample_lengths(samples: Iterable[Any]) -> np.ndarray:
     return lengths.astype(np.int64)
 
 
-def packing(samples: Any, packer: Packer) -> Packing:
-    """The rows that a packer makes of samples."""
+def packing(samples: Any, packer: Packer | Buckets) -> Packing:
+    """The rows that are made of samples, packed or padded."""
     lengths = sample_lengths(samples)
     rows: list[tuple[int, ...]] = []
-    widths: list[int] = []
     shapes: list[tuple[int, int]] = []
     for part in packer.parts(lengths):
-        count = part.shape.count
-        left = list(part.samples)
-        for row in part.segments:
-            rows.append(tuple(int(left.pop(0)) for _ in range(int(row.max()))))
-        widths += [part.shape.length] * count
-        shapes.append((count, part.shape.length))
-    return Packing(lengths, tuple(rows), tuple(widths), tuple(shapes))
-
-
-def padded_packing(samples: Any, buckets: Buckets) -> Packing:
-    """The rows of samples that are padded to buckets."""
-    lengths = sample_lengths(samples)
-    rows: list[tuple[int, ...]] = []
-    shapes: list[tuple[int, int]] = []
-    for here, width in buckets.micro_batches(lengths):
-        rows += [(int(sample),) for sample in here] + [()] * (buckets.rows - len(here))
-        shapes.append((buckets.rows, width))
+        count = part.tokens // part.width
+        rows += [tuple(row) for row in part.rows]
+        rows += [()] * (count - len(part.rows))
+        shapes.append((count, part.width))
     widths = tuple(width for count, width in shapes for _ in range(count))
     return Packing(lengths, tuple(rows), widths, tuple(shapes))

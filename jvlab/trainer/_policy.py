@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
@@ -27,6 +28,7 @@ from jvlab.layout.rules._auto import infer
 from jvlab.layout.rules._builtin import policy_rules
 from jvlab.layout.rules._ruleset import Rules
 from jvlab.trainer._batching import Buckets
+from jvlab.trainer._checks import check_choice, check_number, check_whole
 from jvlab.trainer._compile_cache import use_compile_cache
 from jvlab.trainer._live_policies import remember_policy
 from jvlab.trainer._micro_batches import (
@@ -34,7 +36,6 @@ from jvlab.trainer._micro_batches import (
     Packer,
     Packing,
     packing,
-    padded_packing,
 )
 from jvlab.trainer.decoder import _checkpoint, _lora, _memory, _model
 from jvlab.trainer.decoder import _sharding as sharding
@@ -119,13 +120,9 @@ def rewritten(model: Any, like: Any, dtype: str) -> Iterator[tuple[str, Path]]:
     tensors = tuple(files.tensors())
     _, bindings = infer(flat.shapes, tensors, hf_config, flat.arrays, files)
     with tempfile.TemporaryDirectory(prefix="jvlab-flax-") as folder:
-        _checkpoint.copy_auxiliary_files(source, Path(folder))
         leaf = flat.arrays.__getitem__
-        _checkpoint.write_weights(
-            Path(folder), tensors, bindings, leaf, dtype, _SHARD_BYTES
-        )
-        Path(folder, "config.json").write_text(
-            _checkpoint.config_text(hf_config, dtype), encoding="utf-8"
+        _checkpoint.write_checkpoint(
+            Path(folder), source, hf_config, tensors, bindings, leaf, dtype
         )
         yield folder, source
 
@@ -146,7 +143,7 @@ def write_adapter(
     base: Path,
 ) -> str:
     """Writes a folder that peft, transformers and vLLM load, all of it or nothing; returns its path."""
-    lora = params if isinstance(params, LoraParams) else LoraParams(params, spec)
+    lora = LoraParams(params, spec)
     flat = flatten(lora)
     tensors = lora.peft_tensors()
     bindings = Rules.parse(lora.peft_rules()).bind(flat.shapes, tensors, hf_config)
@@ -164,7 +161,7 @@ def write_adapter(
 # ----------------------------------------------------------------------------------------------------
 
 DTYPES = ("float32", "bfloat16", "float16")
-_SHARD_BYTES = 5_000_000_000  # largest weights file, as in transformers
+REMATS = {True: "full", False: "none"}
 
 
 class Policy:
@@ -193,7 +190,8 @@ class Policy:
         frozen: Params | None = None,
     ) -> None:
         """Use `Policy.from_pretrained`, or `with_lora` for one with `frozen` parameters below `params`."""
-        self._frozen = frozen
+        # what the model computes with and training does not change: those below an adapter
+        self.frozen = frozen or {}
         self.config = config
         self.params: Any = params
         self.mesh = mesh
@@ -243,7 +241,8 @@ class Policy:
         use_compile_cache()
         compute_dtype = compute_dtype or dtype
         for name in (dtype, compute_dtype, head_dtype or dtype):
-            _check_dtype(name)
+            check_choice("dtype", name, DTYPES)
+        check_choice("remat", remat, (None, True, False, *REMAT))
         if mesh is None:
             mesh = sharding.mesh(fsdp=1)
         elif not isinstance(mesh, Mesh):
@@ -271,21 +270,17 @@ class Policy:
         # if a tied pair is stored twice, the embedding comes first
         for binding in bindings:
             of_leaf.setdefault(binding.leaf, {}).setdefault(binding.leaf_start, binding)
-        params: dict[str, Any] = {}
+        flat: dict[tuple[str, ...], jax.Array] = {}
         plain = Runtime(compute_dtype, layout)
         fused = plain.attention(config, config.windows[0], 1)[0].form == "cudnn"
         with loading_libraries(fused):
             for path, (letters, shape) in _model.parameter_letters(config).items():
                 where, _ = layout.parameter(letters, shape)
-                node = params
-                for key in path[:-1]:
-                    node = node.setdefault(key, {})
-                node[path[-1]] = _checkpoint.load_leaf(
-                    [*of_leaf[".".join(path)].values()], files, dtype, where
-                )
-        runtime = Runtime(
-            compute_dtype, layout, _remat(remat), head_dtype, _memory.room(params)
-        )
+                stored = [*of_leaf[".".join(path)].values()]
+                flat[path] = _checkpoint.load_leaf(stored, files, dtype, where)
+        params = unflatten_dict(flat)
+        kept = "auto" if remat is None else REMATS.get(remat, str(remat))
+        runtime = Runtime(compute_dtype, layout, kept, head_dtype, _memory.room(params))
         return cls(
             params,
             runtime,
@@ -310,23 +305,23 @@ class Policy:
         is lossless.
         """
         saved: Any = self.params if params is None else params
-        if self._frozen is not None:
-            dtype = dtype or str(jax.tree.leaves(saved)[0].dtype)
-            _check_dtype(dtype)
+        dtype = dtype or str(jax.tree.leaves(saved)[0].dtype)
+        check_choice("dtype", dtype, DTYPES)
+        if self.frozen:
             return write_adapter(
                 folder, saved, self.lora.spec, dtype, self.hf_config, self.source
             )
-        dtype = dtype or self.dtype
-        _check_dtype(dtype)
         leaf = flatten(saved).arrays.__getitem__
         target = Path(folder).expanduser().absolute()
         with fresh_directory(target) as fresh:
-            _checkpoint.copy_auxiliary_files(self.source, fresh)
-            _checkpoint.write_weights(
-                fresh, self._tensors, self._bindings, leaf, dtype, _SHARD_BYTES
-            )
-            (fresh / "config.json").write_text(
-                _checkpoint.config_text(self.hf_config, dtype), encoding="utf-8"
+            _checkpoint.write_checkpoint(
+                fresh,
+                self.source,
+                self.hf_config,
+                self._tensors,
+                self._bindings,
+                leaf,
+                dtype,
             )
         return str(target)
 
@@ -356,8 +351,8 @@ class Policy:
         >>> bool((adapted.logits(adapted.lora, [[5, 6]]) == policy.logits(policy.params, [[5, 6]])).all())
         True
         """
-        _check_dtype(dtype)
-        base = self.params if self._frozen is None else self._frozen
+        check_choice("dtype", dtype, DTYPES)
+        base = self.frozen or self.params
         spec = _lora.lora_spec(
             rank, alpha, targets, self._bindings, _model.parameter_letters(self.config)
         )
@@ -392,7 +387,7 @@ class Policy:
     @property
     def lora(self) -> LoraParams:
         """The adapters of a policy made by `with_lora`: what is trained and synced."""
-        if self._frozen is None:
+        if not self.frozen:
             raise ConfigError(
                 "this policy has no adapters",
                 remedy="policy.with_lora(rank=16) gives one that has",
@@ -405,9 +400,8 @@ class Policy:
 
     def _whole(self, params: Params, frozen: Params | None = None) -> Params:
         """What the decoder takes: `params`, and the base below them if they are adapters."""
-        if self._frozen is None:
-            return params
-        return _lora.combined(self._frozen if frozen is None else frozen, params)
+        base = self.frozen if frozen is None else frozen
+        return _lora.combined(base, params) if base else params
 
     # ------------------------------------------------------------------------------------------------ computing
 
@@ -440,12 +434,7 @@ class Policy:
         `routes` are experts chosen by an engine, (ids,) or (ids, weights), both [B, T, layers, chosen]; id -1: chosen
         here. See `RolloutBatch.compare`.
         """
-        if not temperature > 0:
-            raise ConfigError(
-                f"temperature={temperature!r}",
-                remedy="pass a number above 0",
-                temperature=temperature,
-            )
+        check_number("temperature", temperature, above=0.0)
         tokens = _tokens(tokens)
         return self._logprobs(
             self._whole(params),
@@ -502,7 +491,7 @@ class Policy:
     @property
     def dtype(self) -> str:
         """The parameters' dtype."""
-        whole = self.params if self._frozen is None else self._frozen
+        whole = self.frozen or self.params
         return str(whole["final_norm"]["scale"].dtype)
 
     @property
@@ -515,9 +504,11 @@ class Policy:
         """Which form of attention is used, and why; by the layers' window, "all" if none."""
         limit = plain_tokens(self.config.heads)
         return {
-            str(window or "all"): str(choice)
-            if choice.form == "cudnn"
-            else f"plain up to {limit:,} tokens, then chunked: {choice.refused}"
+            str(
+                window or "all"
+            ): f"plain up to {limit:,} tokens, then chunked: {choice.why}"
+            if choice.why
+            else "cudnn (the fused kernel of an NVIDIA GPU)"
             for window, choice in self._attention()
         }
 
@@ -541,9 +532,8 @@ class Policy:
         >>> policy.memory(4, 512).parameters > 0
         True
         """
-        if batch < 1 or length < 1 or samples < 1:
-            told = f"batch={batch}, length={length}, samples={samples}"
-            raise ConfigError(told, remedy="pass numbers of at least 1")
+        for name, given in (("batch", batch), ("length", length), ("samples", samples)):
+            check_whole(name, given)
         most = samples if self.fused_attention else 1
         return _memory.estimate(
             self.config, self.runtime, self.params, batch, length, most, self.frozen
@@ -579,26 +569,17 @@ class Policy:
                 "token_budget and micro_batch exclude each other",
                 remedy="pass one of them",
             )
-        for name, given in {
-            "token_budget": token_budget,
-            "micro_batch": micro_batch,
-        }.items():
-            if given is not None and given < 1:
-                raise ConfigError(f"{name}={given}", remedy="at least 1")
         if micro_batch is not None:
-            return padded_packing(samples, Buckets(rows=micro_batch))
-        budget = token_budget or self.token_budget()
+            check_whole("micro_batch", micro_batch)
+            return packing(samples, Buckets(micro_batch))
+        budget = self.token_budget() if token_budget is None else token_budget
+        check_whole("token_budget", budget)
         return packing(samples, Packer(budget, not self.fused_attention))
 
     @property
     def parameters(self) -> int:
         """The number of parameters."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.params))
-
-    @property
-    def frozen(self) -> Any:
-        """Parameters that the model computes with and training does not change: none, or those below an adapter."""
-        return {} if self._frozen is None else self._frozen
 
     @property
     def shardings(self) -> Any:
@@ -615,28 +596,22 @@ class Policy:
         return sharding.Layout(self.mesh).notes(leaves)
 
     def __repr__(self) -> str:
-        dtype = (
-            self.dtype
-            if self.dtype == self.compute_dtype
-            else f"{self.dtype} computing in {self.compute_dtype}"
-        )
-        more = f", {self.runtime.head_dtype} head" if self.runtime.head_dtype else ""
-        more += (
-            f", remat {self.runtime.remat}"
-            if self.runtime.remat in ("dots", "full")
-            else ""
-        )
-        return f"Policy({self.config.family}, {self._counted()}, {dtype}, {_mesh(self.mesh)}{more})"
+        runtime = self.runtime
+        more = "" if self.dtype == runtime.dtype else f" computing in {runtime.dtype}"
+        more += f", {_mesh(self.mesh)}"
+        if runtime.head_dtype:
+            more += f", {runtime.head_dtype} head"
+        if runtime.remat in ("dots", "full"):
+            more += f", remat {runtime.remat}"
+        return f"Policy({self.config.family}, {self._counted()}, {self.dtype}{more})"
 
     def _counted(self) -> str:
-        if self._frozen is None:
+        if not self.frozen:
             return f"{_count(self.parameters)} parameters"
-        names = list(self.lora.spec.targets)
-        what = (
-            names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-        )
+        *others, last = self.lora.spec.targets
+        what = f"{', '.join(others)} and {last}" if others else last
         whole = (
-            sum(leaf.size for leaf in jax.tree.leaves(self._frozen)) + self.parameters
+            sum(leaf.size for leaf in jax.tree.leaves(self.frozen)) + self.parameters
         )
         trained = f"{_count(self.parameters)} of {_count(whole)} parameters trained"
         return f"rank {self.lora.spec.rank} on {what}: {trained}"
@@ -656,30 +631,6 @@ class Policy:
         if notes:
             rows["replicated"] = "; ".join(notes)
         return _faces.draw(self, "html", "Policy", rows)
-
-
-def _remat(given: str | bool | None) -> str:
-    if given is None:
-        return "auto"
-    name = given
-    if isinstance(given, bool):
-        name = "full" if given else "none"
-    if name not in REMAT:
-        raise ConfigError(
-            f"remat={given!r} is not known",
-            remedy=f"one of {', '.join(REMAT)}",
-            remat=given,
-        )
-    return name
-
-
-def _check_dtype(name: object) -> None:
-    if name not in DTYPES:
-        raise ConfigError(
-            f"dtype={name!r} is not known",
-            remedy=f"one of {', '.join(DTYPES)}",
-            dtype=name,
-        )
 
 
 def _tokens(tokens: ArrayLike | Sequence[Sequence[int]]) -> jax.Array:

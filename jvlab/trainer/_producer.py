@@ -13,7 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from jvlab._errors import ConfigError, JvlabError
-from jvlab._names import LostNote
 from jvlab.record._events import FaultEvent, PauseEvent, clock
 from jvlab.record._writer import RecordWriter
 from jvlab.trainer._groups import GroupMaker, SampleGroup
@@ -35,15 +34,13 @@ class Producer:
     ) -> None:
         """`rejection_reason(group)`: why a group is not trained on, "" if it is."""
         self._flow = flow
-        self._maker = maker
+        self.maker = maker
         self._rejection_reason = rejection_reason
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._paused = self._closing = False
         self._remaining: int | None = None
-        # in a row, and the last reason
-        self._rejected = 0
-        self._rejection = ""
+        self._rejected = 0  # in a row
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(
             ThreadPoolExecutor(THREADS, thread_name_prefix="jvlab-producer")
@@ -77,19 +74,6 @@ class Producer:
                     return groups, stale
                 self._changed.wait(1.0)
 
-    def waiting(self) -> str:
-        """Says for whom or how long groups have been waiting; "" if that is not worth mentioning."""
-        return self._maker.waiting()
-
-    @property
-    def needs_weights(self) -> bool:
-        """Whether groups wait for replicas that were started again, and hold no version of the trainer's."""
-        return self._maker.needs_weights
-
-    def weights_sent(self) -> None:
-        """They were sent; if the replicas still do not serve, `needs_weights` is set again."""
-        self._maker.needs_weights = False
-
     def synced(self, version: int) -> None:
         """The engines hold `version` now."""
         self._change(lambda: self._flow.synced(version))
@@ -119,11 +103,6 @@ class Producer:
                 "regenerated": flow.regenerated,
                 "lost": flow.lost,
             }
-
-    def note_lost_replica(self, replica: str, why: str) -> None:
-        """Record that a replica is lost, in case no group reported it."""
-        text = f"replica {replica} was lost ({why})"
-        self._maker.record_notes([LostNote(text, replica)])
 
     def wake(self) -> None:
         """Make waiters check their conditions again."""
@@ -167,7 +146,7 @@ class Producer:
 
     async def _one(self, ticket: Ticket) -> None:
         try:
-            group = await self._maker.make(ticket)
+            group = await self.maker.make(ticket)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -178,16 +157,13 @@ class Producer:
             if reason:
                 self._flow.reject(ticket.index)
                 self._rejected += 1
-                self._rejection = reason
             else:
                 self._flow.finish(group)
                 self._rejected = 0
-            if (
-                self._rejected
-                > MAX_REJECTED_STEPS * self._flow.schedule.groups_per_step
-            ):
+            most = MAX_REJECTED_STEPS * self._flow.schedule.groups_per_step
+            if self._rejected > most:
                 self._failure = ConfigError(
-                    f"{self._rejected} groups in a row were rejected: {self._rejection}",
+                    f"{self._rejected} groups in a row were rejected: {reason}",
                     remedy="look at run.record.events('fault') and the task's reward function",
                 )
             self._changed.notify_all()
@@ -206,7 +182,7 @@ class Producer:
             self._closing = True
             self._loop.call_soon_threadsafe(self._wake.set)
         # before the join: ends reward calls that threads of the event loop wait for
-        self._maker.close()
+        self.maker.close()
         self._thread.join(30)
         if not self._thread.is_alive():
             self._loop.run_until_complete(self._loop.shutdown_default_executor())

@@ -15,19 +15,18 @@ import inspect
 import itertools
 import json
 import os
-import queue
 import re
 import secrets
-import selectors
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import IO, TYPE_CHECKING, Any
 
 from jvlab._errors import (
     ConfigError,
@@ -40,9 +39,11 @@ from jvlab.trainer import _code_sandbox
 from jvlab.trainer._checks import check_choice, check_number, check_whole
 from jvlab.trainer._rewards import (
     GroupScores,
-    InProcess,
-    NotStarted,
+    Rewarder,
+    RewardFailure,
     UserCallFailed,
+    in_daemon,
+    is_async,
 )
 
 __all__ = ["code", "length", "math", "regex", "total", "trl", "verl"]
@@ -98,12 +99,12 @@ def _listed(given: Sequence[Any], weights: Any) -> Any:
             remedy="one weight for each reward",
         )
     parts: dict[str, Any] = {}
-    for reward, weight in zip(given, weighed, strict=True):
-        name = _name(reward)
+    for pair in zip(given, weighed, strict=True):
+        name = _name(pair[0])
         same = (f"{name}_{i}" for i in itertools.count(2))
         while name in parts:
             name = next(same)
-        parts[name] = (reward, weight)
+        parts[name] = pair
     return total(**parts)
 
 
@@ -134,17 +135,38 @@ def trl(function: Reward) -> Reward:
     return total(**{_name(function): _Trl(function)})
 
 
-class _Trl:
-    """A function in TRL's signature, as a part of a sum."""
+class _Part:
+    """A reward as a part of a sum, for the samples of a prompt at once: here one that is called for each of them."""
+
+    whole_groups = False
 
     def __init__(self, function: Any) -> None:
         self.function = function
         self.__name__ = _name(function)
+        self.waits = is_async(function)
 
-    def arguments(
-        self, samples: Sequence[Any], examples: Sequence[Any], log: _Log
-    ) -> dict[str, Any]:
-        """What the function is called with, by name."""
+    def call(self, samples: Sequence[Any], examples: Sequence[Any], log: _Log) -> Any:
+        """What it says of each, to be awaited if it `waits`."""
+        if hasattr(self.function, "many"):
+            return self.function.many(samples, examples)
+        return self._all(
+            self.function(*pair) for pair in zip(samples, examples, strict=True)
+        )
+
+    def _all(self, calls: Iterable[Any]) -> Any:
+        return asyncio.gather(*calls) if self.waits else list(calls)
+
+    def values(self, found: Any, log: _Log) -> list[Any]:
+        """What it said, one value for each sample."""
+        return list(found)
+
+
+class _Trl(_Part):
+    """A function in TRL's signature."""
+
+    whole_groups = True
+
+    def call(self, samples: Sequence[Any], examples: Sequence[Any], log: _Log) -> Any:
         prompts = [e.prompt for e in examples]
         given: dict[str, Any] = {
             **_columns(examples),
@@ -157,12 +179,9 @@ class _Trl:
             "log_extra": log.extra,
             "log_metric": log.metric,
         }
-        # of the rows, not of a column: GSM8K's "answer" has the reasoning too
-        if getattr(self.function, "wants_answers", False):
-            given["answers"] = [e.answer for e in examples]
         wanted = inspect.signature(self.function).parameters
         if any(p.kind is p.VAR_KEYWORD for p in wanted.values()):
-            return given
+            return self.function(**given)
         missing = [
             name
             for name, p in wanted.items()
@@ -174,16 +193,58 @@ class _Trl:
             raise LookupError(
                 f"{self.__name__} wants {missing[0]!r}; the rows have {', '.join(_columns(examples)) or 'no column'}"
             )
-        return {name: given[name] for name in wanted if name in given}
+        return self.function(**{n: given[n] for n in wanted if n in given})
 
-    def checked(self, found: Any, count: int) -> list[Any]:
-        """What it returned, one value for each sample."""
+    def values(self, found: Any, log: _Log) -> list[Any]:
         values = list(found.tolist() if hasattr(found, "tolist") else found)
-        if len(values) != count:
+        if len(values) != log.count:
             raise ValueError(
-                f"{self.__name__} returned {len(values)} rewards for {count} completions"
+                f"{self.__name__} returned {len(values)} rewards for {log.count} completions"
             )
         return values
+
+
+class _Verl(_Part):
+    """verl's `compute_score`, which is called for each sample."""
+
+    whole_groups = True
+
+    def __init__(self, function: Any, options: Mapping[str, Any]) -> None:
+        super().__init__(function)
+        self._options = options
+
+    def call(self, samples: Sequence[Any], examples: Sequence[Any], log: _Log) -> Any:
+        return self._all(
+            self.function(
+                data_source=example.info.get("data_source"),
+                solution_str=sample.text,
+                ground_truth=_truth(example),
+                extra_info=example.info.get("extra_info"),
+                **self._options,
+            )
+            for sample, example in zip(samples, examples, strict=True)
+        )
+
+    def values(self, found: Any, log: _Log) -> list[Any]:
+        values = []
+        for one in found:
+            if isinstance(one, Mapping):
+                for name, value in one.items():
+                    if name != "score" and isinstance(value, NUMBERS):
+                        log.metric(str(name), float(value))
+                one = one["score"]
+            values.append(one)
+        return values
+
+
+def _truth(example: Any) -> Any:
+    """The row's answer, which is not its column: GSM8K's "answer" has the reasoning too."""
+    if example.answer is not None:
+        return example.answer
+    graded = example.info.get("reward_model")
+    if isinstance(graded, Mapping):
+        return graded["ground_truth"]
+    return example.info.get("ground_truth")
 
 
 def _columns(examples: Sequence[Any]) -> dict[str, list[Any]]:
@@ -199,12 +260,6 @@ def _columns(examples: Sequence[Any]) -> dict[str, list[Any]]:
 def _is_text(prompt: Any) -> bool:
     """Whether completions of this prompt are texts: it is one, or token ids; not a chat."""
     return isinstance(prompt, str) or not isinstance(next(iter(prompt), None), Mapping)
-
-
-def _is_async(function: Any) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        type(function).__call__
-    )
 
 
 class _Log:
@@ -246,62 +301,7 @@ def verl(compute_score: Reward, **options: Any) -> Reward:
             f"compute_score is {type(compute_score).__name__}",
             remedy="jv.rewards.verl(compute_score), with the function itself",
         )
-    wants_async = _is_async(compute_score)
-    call = lambda sample, source, truth, info: compute_score(
-        data_source=source,
-        solution_str=sample,
-        ground_truth=truth,
-        extra_info=info,
-        **options,
-    )
-
-    def scores(found: Sequence[Any], log_metric: Callable[..., None]) -> list[Any]:
-        values = []
-        for one in found:
-            if isinstance(one, Mapping):
-                for name, value in one.items():
-                    if name != "score" and isinstance(value, NUMBERS):
-                        log_metric(str(name), float(value))
-                one = one["score"]
-            values.append(one)
-        return values
-
-    def arguments(
-        completions: Sequence[Any], answers: Sequence[Any], columns: Mapping[str, Any]
-    ) -> list[Any]:
-        none = [None] * len(completions)
-        truths = columns.get("ground_truth") or none
-        models = columns.get("reward_model") or none
-        truths = [
-            a if a is not None else m["ground_truth"] if isinstance(m, Mapping) else t
-            for a, m, t in zip(answers, models, truths, strict=True)
-        ]
-        texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
-        sources = columns.get("data_source") or none
-        infos = columns.get("extra_info") or none
-        return list(zip(texts, sources, truths, infos, strict=True))
-
-    if wants_async:
-
-        async def awaited(
-            completions: Any, log_metric: Any, answers: Any, **columns: Any
-        ) -> Any:
-            calls = (call(*given) for given in arguments(completions, answers, columns))
-            return scores(await asyncio.gather(*calls), log_metric)
-
-        made: Any = awaited
-    else:
-
-        def called(
-            completions: Any, log_metric: Any, answers: Any, **columns: Any
-        ) -> Any:
-            found = [call(*given) for given in arguments(completions, answers, columns)]
-            return scores(found, log_metric)
-
-        made = called
-    made.__name__ = _name(compute_score)
-    made.wants_answers = True
-    return trl(made)
+    return total(**{_name(compute_score): _Verl(compute_score, options)})
 
 
 # Sums -----------------------------------------------------------------------------------------------------------------
@@ -317,28 +317,24 @@ def total(**parts: Any) -> Reward:
     """
     if not parts:
         raise ConfigError("a sum of nothing", remedy="total(name=reward, ...)")
-    made: dict[str, tuple[Any, float]] = {}
+    made: dict[str, tuple[_Part, float]] = {}
     for name, given in parts.items():
-        pair: tuple[Any, Any] = given if isinstance(given, tuple) else (given, 1.0)
-        reward, weight = pair
+        reward, weight = given if isinstance(given, tuple) else (given, 1.0)
         if isinstance(weight, bool) or not isinstance(weight, NUMBERS):
             raise ConfigError(
                 f"the weight of {name!r} is {weight!r}", remedy="a number"
             )
-        if not isinstance(reward, _Trl) and not callable(reward):
+        if not isinstance(reward, _Part) and not callable(reward):
             raise ConfigError(
                 f"the reward {name!r} is {type(reward).__name__}, not a function",
                 remedy="a function(sample, example), or one in TRL's signature",
             )
         _check_made(reward)
-        adopted = _Trl(reward) if is_trl(reward) else reward
-        made[name] = (adopted, float(weight))
-    waits = any(_waits(reward) for reward, _ in made.values())
+        if not isinstance(reward, _Part):
+            reward = (_Trl if is_trl(reward) else _Part)(reward)
+        made[name] = (reward, float(weight))
+    waits = any(part.waits for part, _ in made.values())
     return _AsyncTotal(made) if waits else _Total(made)
-
-
-def _waits(reward: Any) -> bool:
-    return _is_async(reward.function if isinstance(reward, _Trl) else reward)
 
 
 class _Total:
@@ -346,14 +342,16 @@ class _Total:
 
     may_skip = True
 
-    def __init__(self, parts: Mapping[str, tuple[Any, float]]) -> None:
-        self.parts = dict(parts)
-        rewards = [reward for reward, _ in self.parts.values()]
-        self.whole_groups = any(
-            isinstance(r, _Trl) or getattr(r, "whole_groups", False) for r in rewards
+    __name__ = "total"
+
+    def __init__(self, parts: Mapping[str, tuple[_Part, float]]) -> None:
+        self.parts = parts
+        functions = [part.function for part, _ in parts.values()]
+        asked = lambda option: any(getattr(f, option, False) for f in functions)
+        self.whole_groups = asked("whole_groups") or any(
+            part.whole_groups for part, _ in parts.values()
         )
-        self.own_processes = any(getattr(r, "own_processes", False) for r in rewards)
-        self.__name__ = "total"
+        self.own_processes = asked("own_processes")
 
     @property
     def weights(self) -> dict[str, float]:
@@ -364,32 +362,30 @@ class _Total:
     def opened(self) -> Iterator[None]:
         """While it is entered, the processes of its parts stay."""
         with contextlib.ExitStack() as stack:
-            for reward, _ in self.parts.values():
-                if hasattr(reward, "opened"):
-                    stack.enter_context(reward.opened())
+            for part, _ in self.parts.values():
+                if hasattr(part.function, "opened"):
+                    stack.enter_context(part.function.opened())
             yield
 
     def __call__(self, samples: Any, examples: Any) -> Any:
         if not self.whole_groups:
-            row = {n: r(samples, examples) for n, (r, _) in self.parts.items()}
-            return self._sum(row)
+            parts = self.parts.values()
+            return self._sum([p.function(samples, examples) for p, _ in parts])
         log = _Log(len(samples))
-        found = {
-            name: _values(reward, samples, examples, log)
-            for name, (reward, _) in self.parts.items()
-        }
+        found = [part.call(samples, examples, log) for part, _ in self.parts.values()]
         return self._scores(found, log)
 
-    def _scores(self, found: Mapping[str, Sequence[Any]], log: _Log) -> GroupScores:
-        count = range(log.count)
-        rows = [{name: values[i] for name, values in found.items()} for i in count]
-        return GroupScores([self._sum(row) for row in rows], log.metrics, log.columns)
+    def _scores(self, found: Sequence[Any], log: _Log) -> GroupScores:
+        """From what each part said."""
+        parts = zip(self.parts.values(), found, strict=True)
+        columns = [part.values(said, log) for (part, _), said in parts]
+        rows = [self._sum(row) for row in zip(*columns, strict=True)]
+        return GroupScores(rows, log.metrics, log.columns)
 
-    def _sum(self, row: Mapping[str, Any]) -> Any:
+    def _sum(self, row: Sequence[Any]) -> Any:
         """The weighed parts by name; None if all are; the first that is no number, as it is."""
         out: dict[str, float] = {}
-        for name, value in row.items():
-            weight = self.parts[name][1]
+        for (name, (_, weight)), value in zip(self.parts.items(), row, strict=True):
             if is_parted(value):
                 out |= {f"{name}.{k}": weight * float(v) for k, v in value.items()}
             elif isinstance(value, NUMBERS):
@@ -399,77 +395,39 @@ class _Total:
         return out or None
 
     def __repr__(self) -> str:
-        parts = (f"{n}=({_name(r)}, {w:g})" for n, (r, w) in self.parts.items())
+        parts = (f"{n}=({p.__name__}, {w:g})" for n, (p, w) in self.parts.items())
         return f"jv.rewards.total({', '.join(parts)})"
 
 
 class _AsyncTotal(_Total):
     """One with async parts: they run at once, on the event loop of its `Rewarder`; others in threads."""
 
-    def __init__(self, parts: Mapping[str, tuple[Any, float]]) -> None:
+    def __init__(self, parts: Mapping[str, tuple[_Part, float]]) -> None:
         super().__init__(parts)
         self.whole_groups = True
 
     async def __call__(self, samples: Any, examples: Any) -> Any:
         log = _Log(len(samples))
-        calls = {
-            name: _awaited(reward, samples, examples, log)
-            for name, (reward, _) in self.parts.items()
-        }
-        values = await asyncio.gather(*calls.values())
-        return self._scores(dict(zip(calls, values, strict=True)), log)
+        calls = (_said(part, samples, examples, log) for part, _ in self.parts.values())
+        return self._scores(await asyncio.gather(*calls), log)
 
 
-def _values(
-    reward: Any, samples: Sequence[Any], examples: Sequence[Any], log: _Log
-) -> list[Any]:
-    """What a part says of each sample."""
-    if isinstance(reward, _Trl):
-        found = reward.function(**reward.arguments(samples, examples, log))
-        return reward.checked(found, len(samples))
-    if hasattr(reward, "many"):
-        return reward.many(samples, examples)
-    return [reward(*pair) for pair in zip(samples, examples, strict=True)]
-
-
-async def _awaited(
-    reward: Any, samples: Sequence[Any], examples: Sequence[Any], log: _Log
-) -> list[Any]:
-    if not _waits(reward):
-        return await _in_thread(lambda: _values(reward, samples, examples, log))
-    if isinstance(reward, _Trl):
-        found = await reward.function(**reward.arguments(samples, examples, log))
-        return reward.checked(found, len(samples))
-    calls = (reward(*pair) for pair in zip(samples, examples, strict=True))
-    return list(await asyncio.gather(*calls))
-
-
-async def _in_thread(call: Callable[[], Any]) -> Any:
-    """Not `asyncio.to_thread`: its threads keep the interpreter alive if a call never returns."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def tell(good: bool, value: Any) -> None:
-        if not done.done():
-            done.set_result(value) if good else done.set_exception(value)
-
-    def run() -> None:
-        try:
-            found = True, call()
-        except BaseException as error:
-            found = False, error
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(tell, *found)
-
-    threading.Thread(target=run, name="jvlab-reward-call", daemon=True).start()
-    return await done
+async def _said(
+    part: _Part, samples: Sequence[Any], examples: Sequence[Any], log: _Log
+) -> Any:
+    """Not by `asyncio.to_thread`: its threads keep the interpreter alive if a call never returns."""
+    if part.waits:
+        return await part.call(samples, examples, log)
+    done: Future[Any] = Future()
+    in_daemon(lambda: part.call(samples, examples, log), done)
+    return await asyncio.wrap_future(done)
 
 
 # Built-in ones --------------------------------------------------------------------------------------------------------
 
 
 class _BuiltIn:
-    """A reward of one sample: `judge(text, tokens, example)`, by a name that records show."""
+    """A reward of one sample, by a name that records show."""
 
     may_skip = True
 
@@ -495,25 +453,35 @@ def regex(pattern: str, *, answer: bool = False, flags: int = 0) -> Reward:
     >>> tagged(Some(text="<answer>7</answer>"), Some(answer="7"))
     1.0
     """
+    wanted = compiled(pattern, flags)
+
+    def judge(sample: Any, example: Any) -> float | None:
+        if not answer:
+            return float(wanted.search(sample.text) is not None)
+        if example.answer is None:
+            return None
+        return last_match(wanted, sample.text, example.answer)
+
+    return _BuiltIn("regex", judge)
+
+
+def compiled(pattern: str, flags: int = 0) -> re.Pattern[str]:
+    """A regular expression of the user's."""
     try:
-        compiled = re.compile(pattern, flags)
+        return re.compile(pattern, flags)
     except (re.error, TypeError) as error:
         raise ConfigError(
             f"invalid regular expression {pattern!r}: {error}", remedy="see Python's re"
         ) from error
 
-    def judge(sample: Any, example: Any) -> float | None:
-        if not answer:
-            return float(compiled.search(sample.text) is not None)
-        if example.answer is None:
-            return None
-        matches = list(compiled.finditer(sample.text))
-        if not matches:
-            return 0.0
-        found = matches[-1][1 if compiled.groups else 0] or ""
-        return float(found.strip() == str(example.answer).strip())
 
-    return _BuiltIn("regex", judge)
+def last_match(pattern: re.Pattern[str], text: str, answer: Any) -> float:
+    """1.0 if the last match, or its first group, is the answer: a model may reason before."""
+    matches = list(pattern.finditer(text))
+    if not matches:
+        return 0.0
+    found = matches[-1][1 if pattern.groups else 0] or ""
+    return float(found.strip() == str(answer).strip())
 
 
 def length(
@@ -569,63 +537,61 @@ def math(*, timeout: float = 10.0, processes: int = 2) -> Reward:
     return _Math(timeout, processes)
 
 
-class _Math:
-    may_skip = True
+class _Math(_BuiltIn):
     own_processes = True
 
     def __init__(self, timeout: float, processes: int) -> None:
-        self.__name__ = "math"
-        self._timeout = timeout
-        self._processes = processes
+        super().__init__("math", self._one)
+        self._make = lambda: Rewarder(_Verifier(), timeout, processes)
         self._lock = threading.Lock()
         self._users = 0
-        self._callers: list[InProcess] = []
-        self._free: queue.SimpleQueue[InProcess] = queue.SimpleQueue()
+        self._rewarder: Rewarder | None = None
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[None]:
+    def opened(self) -> Iterator[Rewarder]:
         """While it is entered, by one or several, its processes stay."""
         with self._lock:
             self._users += 1
-            if self._users == 1:
-                self._callers = [InProcess(_Verifier()) for _ in range(self._processes)]
-                self._free = queue.SimpleQueue()
-                for caller in self._callers:
-                    self._free.put(caller)
+            rewarder = self._rewarder = self._rewarder or self._make()
         try:
-            yield
+            yield rewarder
         finally:
             with self._lock:
                 self._users -= 1
-                ended = self._callers if not self._users else []
-            for caller in ended:
-                caller.close()
-
-    def __call__(self, sample: Any, example: Any) -> float | None:
-        if example.answer is None:
-            return None
-        with self.opened():
-            caller = self._free.get()  # no deadline: each call has one
-            try:
-                return caller.call(sample.text, str(example.answer), self._timeout)
-            except UserCallFailed as error:
-                if error.kind == "raised" or isinstance(error, NotStarted):
-                    raise
-                return 0.0  # no one can check it
-            finally:
-                self._free.put(caller)
+                ended = not self._users
+                if ended:
+                    self._rewarder = None
+            if ended:
+                rewarder.close()
 
     def many(self, samples: Sequence[Any], examples: Sequence[Any]) -> list[Any]:
-        # no deadline: each call has one
-        with self.opened(), ThreadPoolExecutor(self._processes) as threads:
-            return list(threads.map(self, samples, examples))
+        with self.opened() as rewarder:
+            calls = [
+                None
+                if example.answer is None
+                else rewarder.start(0, sample.text, str(example.answer))
+                for sample, example in zip(samples, examples, strict=True)
+            ]
+            # no deadline: each call has one
+            return [call if call is None else _verdict(call.result()) for call in calls]
 
-    def __repr__(self) -> str:
-        return "jv.rewards.math"
+    def _one(self, sample: Any, example: Any) -> float | None:
+        return self.many([sample], [example])[0]
+
+
+def _verdict(found: float | RewardFailure) -> float | None:
+    if not isinstance(found, RewardFailure):
+        return found
+    if found.kind in ("raised", "not started"):
+        raise UserCallFailed(found.kind, found.message, found.traceback)
+    # one that takes too long, or ends its process, no one can check
+    return None if found.kind == "skipped" else 0.0
 
 
 class _Verifier:
     """Runs in a process of its own; what is slow at first happens before its first call, whose time is limited."""
+
+    may_skip = True
 
     def __reduce__(self) -> tuple[Callable[[], _Verifier], tuple[()]]:
         return _warm_verifier, ()
@@ -648,7 +614,6 @@ def _warm_verifier() -> _Verifier:
 # Code -----------------------------------------------------------------------------------------------------------------
 
 OUTPUT_BYTES = 1 << 16  # that a program may print
-PROGRAM = _code_sandbox.__file__
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
@@ -666,7 +631,7 @@ def code(
     program runs with that input and must print that output; either may be JSON. Rows without tests are skipped.
 
     Each program runs in an interpreter of its own, with the standard library alone, in an empty folder that is deleted,
-    for at most `timeout` seconds, and is killed if it prints more than 64 KiB. The kernel refuses it other processes,
+    for at most `timeout` seconds; one that prints more than 64 KiB has failed. The kernel refuses it other processes,
     signals to others, sockets and files outside that folder (seccomp, Landlock, no capabilities), more than `memory_mb`
     of address space, large files, and CPU time beyond the timeout. `isolation="limits"` is for systems without those
     two: time, memory and output are limited, but such a program may read your files and use the network.
@@ -693,13 +658,11 @@ def code(
     return _Code(tests, timeout, memory_mb, isolation)
 
 
-class _Code:
-    may_skip = True
-
+class _Code(_BuiltIn):
     def __init__(
         self, tests: str, timeout: float, memory_mb: int, isolation: str
     ) -> None:
-        self.__name__ = "code"
+        super().__init__("code", self._grade)
         self._tests = tests
         self._timeout = timeout
         self._limits = {
@@ -708,7 +671,7 @@ class _Code:
             "isolation": isolation,
         }
 
-    def __call__(self, sample: Any, example: Any) -> float | None:
+    def _grade(self, sample: Any, example: Any) -> float | None:
         named = example.info.get(self._tests)
         tests = example.answer if self._tests == "answer" and named is None else named
         if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
@@ -739,41 +702,53 @@ class _Code:
     ) -> tuple[int, str]:
         """How many tests passed, and what the program printed."""
         word = secrets.token_hex(16)
-        order = {"program": program, "tests": list(tests), "stdin": given}
-        own = {"word": word, "parent": os.getpid(), **self._limits}
-        told = json.dumps(order | own).encode()
-        with _folder() as folder, tempfile.TemporaryFile() as orders:
-            orders.write(told)
+        order = {
+            "program": program,
+            "tests": list(tests),
+            "stdin": given,
+            "word": word,
+            "parent": os.getpid(),
+            **self._limits,
+        }
+        file = tempfile.TemporaryFile
+        with _folder() as folder, file() as orders, file() as verdict, file() as output:
+            orders.write(json.dumps(order).encode())
             orders.seek(0)
-            verdict, write = os.pipe()
+            child = subprocess.Popen(
+                [
+                    *(sys.executable, "-I", "-S", "-B"),
+                    *(_code_sandbox.__file__, str(verdict.fileno())),
+                ],
+                stdin=orders,
+                stdout=output,
+                stderr=subprocess.DEVNULL,
+                cwd=folder,
+                env={"HOME": folder, "LANG": "C.UTF-8", "PATH": ""},
+                pass_fds=(verdict.fileno(),),
+                start_new_session=True,
+            )
+            ended = os.pidfd_open(child.pid)
             try:
-                child = subprocess.Popen(
-                    [sys.executable, *["-I", "-S", "-B"], PROGRAM, str(write)],
-                    stdin=orders,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    cwd=folder,
-                    env={"HOME": folder, "LANG": "C.UTF-8", "PATH": ""},
-                    pass_fds=(write,),
-                    start_new_session=True,
-                )
+                left = max(deadline - time.monotonic(), 0)
+                if not select.select([ended], [], [], left)[0]:
+                    return 0, ""
             finally:
-                os.close(write)
-            try:
-                said, output = _watched(child, verdict, deadline)
-            finally:
-                os.close(verdict)
+                os.close(ended)
+                # with isolation="limits" it may have children
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait(10)
+            said = _read(verdict)
+            printed = _read(output)
+        if len(printed) > OUTPUT_BYTES:
+            return 0, ""
         right = re.fullmatch(f"{word} ([0-9]{{1,9}})", said)
         # a program that finds the word can pass, and no more
-        return (min(int(right[1]), len(tests)) if right else 0), output
+        return (min(int(right[1]), len(tests)) if right else 0), printed
 
     def many(self, samples: Sequence[Any], examples: Sequence[Any]) -> list[Any]:
         # no deadline: each call has one
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
             return list(threads.map(self, samples, examples))
-
-    def __repr__(self) -> str:
-        return "jv.rewards.code"
 
 
 @contextlib.contextmanager
@@ -794,29 +769,6 @@ def _folder() -> Iterator[str]:
                         left.append(moved)
 
 
-def _watched(
-    child: subprocess.Popen[bytes], verdict: int, deadline: float
-) -> tuple[str, str]:
-    """What a program's process said in the end, and what it printed; killed at the deadline, or if it says too much."""
-    assert child.stdout is not None
-    said: dict[int, bytes] = {verdict: b"", child.stdout.fileno(): b""}
-    try:
-        with selectors.DefaultSelector() as ready:
-            for file in said:
-                ready.register(file, selectors.EVENT_READ)
-            while ready.get_map() and max(map(len, said.values())) <= OUTPUT_BYTES:
-                left = deadline - time.monotonic()
-                if left <= 0 or not (events := ready.select(left)):
-                    return "", ""
-                for key, _ in events:
-                    part = os.read(key.fd, 1 << 16)
-                    said[key.fd] += part
-                    if not part:
-                        ready.unregister(key.fd)
-    finally:
-        # with isolation="limits" it may have children
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait(10)
-        output = said[child.stdout.fileno()]
-        child.stdout.close()
-    return said[verdict].decode("ascii", "replace"), output.decode("utf-8", "replace")
+def _read(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read(OUTPUT_BYTES + 1).decode("utf-8", "replace")

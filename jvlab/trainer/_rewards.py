@@ -15,9 +15,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import (
+    Future,
+    InvalidStateError,
+    ThreadPoolExecutor,
+    as_completed,
+    wait,
+)
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -26,11 +32,11 @@ from jvlab._tracebacks import own_lines, own_place
 from jvlab.record._batch import NUMBERS, PartedReward, is_parted, parts_of
 
 START_S = 60.0  # time for a worker process to import the reward function's module
-# why there is no reward; "skipped": the function itself said so, which is no fault
-KINDS = ("raised", "timeout", "died", "not a number", "skipped")
+# by why there is no reward; "skipped": the function itself said so, which is no fault
 REMEDIES = {
     "raised": "return a number for such samples too, for instance 0.0",
     "timeout": "jv.Task(..., timeout=...) gives it longer; processes=4 runs it where it can be ended",
+    "not started": 'start runs inside of `if __name__ == "__main__":`, since processes import the script',
     "died": "run it on one sample by hand: its process ended, by exit() or for lack of memory",
     "not a number": "return a finite number, or a mapping of names to finite numbers; float(...) makes one of an array",
     "skipped": "return a number for some samples; None leaves one out of training",
@@ -44,14 +50,9 @@ class RewardFailure:
     """A sample that got no reward, and why. It is excluded from training, never counted as zero."""
 
     index: int  # in the list that was scored
-    sample: Any
-    kind: str  # one of KINDS
+    kind: str  # one of REMEDIES
     message: str
     traceback: str = ""  # of the user's own lines; of a call that hangs, where it was
-    seconds: float = 0.0
-
-    def __repr__(self) -> str:
-        return f"RewardFailure(sample {self.index}, {self.kind}: {self.message})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +61,6 @@ class RewardResult:
 
     rewards: np.ndarray  # float64
     failures: tuple[RewardFailure, ...] = ()
-    seconds: float = 0.0
     # of each reward; {} where the function returned one number
     parts: tuple[Mapping[str, float], ...] = ()
 
@@ -74,27 +74,21 @@ class RewardResult:
         """Failures by kind."""
         return dict(collections.Counter(f.kind for f in self.failures))
 
-    @property
-    def mean(self) -> float:
-        """Mean over the samples that have a reward; NaN if none has."""
-        good = self.rewards[np.isfinite(self.rewards)]
-        return float(good.mean()) if len(good) else math.nan
-
-    def __repr__(self) -> str:
-        failed = "".join(f", {n} {kind}" for kind, n in sorted(self.counts.items()))
-        return (
-            f"RewardResult({len(self.rewards)} samples, mean {self.mean:.4g}{failed})"
-        )
-
 
 def reward_result(found: Sequence[float | RewardFailure]) -> RewardResult:
     """What each sample got, as one result."""
+    numbers = [math.nan if isinstance(f, RewardFailure) else f for f in found]
     return RewardResult(
-        np.array(
-            [math.nan if isinstance(f, RewardFailure) else f for f in found], np.float64
-        ),
+        np.array(numbers, np.float64),
         tuple(f for f in found if isinstance(f, RewardFailure)),
-        parts=tuple(parts_of(f) for f in found),
+        tuple(parts_of(f) for f in found),
+    )
+
+
+def is_async(function: Any) -> bool:
+    """Whether a call of this function, or object, is to be awaited."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        type(function).__call__
     )
 
 
@@ -121,11 +115,9 @@ class RewardWatch:
             patient = self._any_good or found.kind == "skipped"
             if failed < (self._later if patient else self._first):
                 return
-            which = (
-                f"{failed} samples in a row"
-                if self._any_good
-                else f"any of the first {failed} samples"
-            )
+            which = f"any of the first {failed} samples"
+            if self._any_good:
+                which = f"{failed} samples in a row"
         lines = f"\n{found.traceback}" if found.traceback else ""
         raise RewardError(
             f"task {self._task!r} has no reward for {which}. {found.kind}: {found.message}{lines}",
@@ -194,26 +186,14 @@ class Rewarder:
         processes: int = 0,
         workers: int | None = None,
     ) -> None:
-        if not callable(reward):
-            raise ConfigError(
-                f"reward is {type(reward).__name__}, not a function",
-                remedy="reward(sample, example) -> float",
-            )
-        if not timeout > 0 or processes < 0 or (workers is not None and workers < 1):
-            raise ConfigError(
-                f"timeout={timeout}, processes={processes}, workers={workers}",
-                remedy="timeout above 0, processes at least 0, workers at least 1",
-            )
         self.clock = CallClock()
-        is_async = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(
-            type(reward).__call__
-        )
+        wants_loop = is_async(reward)
         if processes and getattr(reward, "own_processes", False):
             raise ConfigError(
                 f"processes={processes}, but {reward!r} runs in processes of its own",
                 remedy="processes=0; the reward has an option for their number",
             )
-        if is_async and processes:
+        if wants_loop and processes:
             raise ConfigError(
                 "an async reward cannot run in processes",
                 remedy="make it a plain function, or processes=0",
@@ -224,42 +204,36 @@ class Rewarder:
         self._opened = contextlib.ExitStack()  # processes of the reward's own
         if hasattr(reward, "opened"):
             self._opened.enter_context(reward.opened())
-        self._closed = False
-        count = processes or workers or (32 if is_async else 4)
-        if is_async:
-            self._callers: list[_Caller] = [OnLoop(reward)]
+        count = processes or workers or (32 if wants_loop else 4)
+        if wants_loop:
+            self._callers: list[Caller] = [OnLoop(reward)]
         else:
             make = InProcess if processes else InThread
             self._callers = [make(reward) for _ in range(count)]
         # a caller for each thread
-        self._free: queue.SimpleQueue[_Caller] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[Caller] = queue.SimpleQueue()
         for caller in itertools.islice(itertools.cycle(self._callers), count):
             self._free.put(caller)
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="jvlab-reward")
 
     def score(
-        self, samples: Sequence[Any], examples: Sequence[Any] | None = None
+        self,
+        samples: Sequence[Any],
+        examples: Sequence[Any],
+        told: Callable[[float | RewardFailure], None] = lambda found: None,
     ) -> RewardResult:
-        """The rewards of all samples; takes at most about timeout · ⌈samples / workers⌉."""
-        if self._closed:
-            raise ConfigError("this Rewarder is closed", remedy="make a new one")
-        given = [None] * len(samples) if examples is None else list(examples)
-        if len(given) != len(samples):
-            raise ConfigError(
-                f"{len(samples)} samples, {len(given)} examples",
-                remedy="pass one example per sample",
-            )
-        began = time.perf_counter()
+        """The rewards of all samples; `told` hears of each as it comes."""
         if self.whole_groups:
-            # no deadline: the call has one
-            found, _ = self.start_group(samples, given).result()
-        else:
-            calls = [
-                self.start(i, sample, example)
-                for i, (sample, example) in enumerate(zip(samples, given, strict=True))
-            ]
-            found = [call.result() for call in calls]  # no deadline: each call has one
-        return replace(reward_result(found), seconds=time.perf_counter() - began)
+            # no deadline: the call has the task's timeout
+            found, _ = self.start_group(samples, examples).result()
+            for one in found:
+                told(one)
+            return reward_result(found)
+        pairs = enumerate(zip(samples, examples, strict=True))
+        calls = [self.start(i, sample, example) for i, (sample, example) in pairs]
+        for call in as_completed(calls):  # no deadline: each has the task's timeout
+            told(call.result(0))
+        return reward_result([call.result(0) for call in calls])
 
     def start(
         self, index: int, sample: Any, example: Any = None
@@ -278,62 +252,48 @@ class Rewarder:
     ) -> tuple[list[float | RewardFailure], GroupScores]:
         given = self._called(samples, examples)
         if isinstance(given, RewardFailure):
-            scores = GroupScores([None] * len(samples))
-            failed = [replace(given, index=i, sample=s) for i, s in enumerate(samples)]
-            return list(failed), scores
-        found = [
-            self._judged(i, s, v)
-            for i, (s, v) in enumerate(zip(samples, given.values, strict=True))
-        ]
+            failed = [replace(given, index=i) for i in range(len(samples))]
+            return list(failed), GroupScores(())
+        found = [self._judged(i, value) for i, value in enumerate(given.values)]
         return found, given
 
     def _one(self, index: int, sample: Any, example: Any) -> float | RewardFailure:
         given = self._called(sample, example)
         if isinstance(given, RewardFailure):
-            return replace(given, index=index, sample=sample)
-        return self._judged(index, sample, given)
+            return replace(given, index=index)
+        return self._judged(index, given)
 
     def _called(self, sample: Any, example: Any) -> Any:
         """What the function returned, or a failure of no sample yet."""
         caller = self._free.get()  # no deadline: there is one for each thread
-        began = time.perf_counter()
-        failed = lambda kind, message, trace="": RewardFailure(
-            -1, None, kind, message, trace, time.perf_counter() - began
-        )
         try:
             with self.clock.running():
                 return caller.call(sample, example, self.timeout)
         except UserCallFailed as error:
-            late = f"no reward after {self.timeout:g} s"
-            return failed(error.kind, error.message or late, error.trace)
+            told = error.message or f"no reward after {self.timeout:g} s"
+            return RewardFailure(-1, error.kind, told, error.trace)
         except Exception as error:
-            return failed(
-                "raised", f"{type(error).__name__}: {error}", own_lines(error)
-            )
+            told = f"{type(error).__name__}: {error}"
+            return RewardFailure(-1, "raised", told, own_lines(error))
         finally:
             self._free.put(caller)
 
-    def _judged(self, index: int, sample: Any, value: Any) -> float | RewardFailure:
+    def _judged(self, index: int, value: Any) -> float | RewardFailure:
         """The reward that the function returned, or why it is none."""
-        failed = lambda kind, message: RewardFailure(index, sample, kind, message)
+        failed = lambda kind, message: RewardFailure(index, kind, message)
         if value is None and self._may_skip:
             return failed("skipped", "the reward function returned None")
-        told = (
-            f"the reward function returned {type(value).__name__} {str(value)[:60]!r}"
-        )
+        told = f"{type(value).__name__} {str(value)[:60]!r}"
         try:
             reward = PartedReward(value) if is_parted(value) else value
-            finite = isinstance(reward, NUMBERS) and math.isfinite(reward)
+            if isinstance(reward, NUMBERS):
+                if math.isfinite(reward):
+                    parted = isinstance(reward, PartedReward)
+                    return reward if parted else float(reward)
+                told = str(parts_of(reward) or reward)
         except OverflowError as error:  # a whole number beyond any float
             return failed("raised", f"OverflowError: {error}")
-        if not isinstance(reward, NUMBERS):
-            return failed("not a number", told)
-        if not finite:
-            return failed(
-                "not a number",
-                f"the reward function returned {parts_of(reward) or reward}",
-            )
-        return reward if isinstance(reward, PartedReward) else float(reward)
+        return failed("not a number", f"the reward function returned {told}")
 
     def waiting(self) -> str:
         """Says how long the oldest call runs already; "" if that is not worth mentioning."""
@@ -341,7 +301,6 @@ class Rewarder:
 
     def close(self) -> None:
         """End its threads and processes; calls in flight are cancelled."""
-        self._closed = True
         for caller in self._callers:
             caller.close()
         # no deadline: each call has one
@@ -356,7 +315,7 @@ class Rewarder:
 
 
 class UserCallFailed(Exception):
-    """A call of the user's function gave nothing. `kind` is one of KINDS; a timeout's message is its caller's."""
+    """A call of the user's function gave nothing. `kind` is one of REMEDIES; a timeout's message is its caller's."""
 
     def __init__(self, kind: str, message: str, trace: str = "") -> None:
         super().__init__(message)
@@ -365,52 +324,45 @@ class UserCallFailed(Exception):
         self.trace = trace
 
 
-class NotStarted(UserCallFailed):
-    """Its process did not even begin with the call."""
+def in_daemon(call: Callable[[], Any], done: Future[Any]) -> threading.Thread:
+    """A daemon thread for a call: one that never returns must not keep the interpreter alive."""
 
+    def run() -> None:
+        # whoever waits may have been told something else meanwhile
+        with contextlib.suppress(InvalidStateError):
+            try:
+                done.set_result(call())
+            # SystemExit too: otherwise the call would seem to hang
+            except BaseException as error:
+                done.set_exception(error)
 
-class _Caller(Protocol):
-    """Calls the reward function, for one thread at a time unless it says otherwise."""
-
-    def call(self, sample: Any, example: Any, timeout: float) -> Any: ...
-    def close(self) -> None: ...
+    thread = threading.Thread(target=run, name="jvlab-reward-call", daemon=True)
+    thread.start()
+    return thread
 
 
 class InThread:
-    """A daemon thread per call: a call that never returns must not keep the interpreter alive."""
+    """A thread of its own for each call."""
 
     def __init__(self, reward: Callable[..., Any]) -> None:
         self._reward = reward
-        self._results: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+        self._done: Future[Any] = Future()
 
     def call(self, sample: Any, example: Any, timeout: float) -> Any:
-        # a new one: an abandoned call may still write to the old one
-        results = self._results = queue.SimpleQueue()
-
-        def run() -> None:
-            try:
-                results.put((True, self._reward(sample, example)))
-            # SystemExit too: otherwise the call would seem to hang
-            except BaseException as error:
-                results.put((False, error))
-
-        thread = threading.Thread(target=run, name="jvlab-reward-call", daemon=True)
-        thread.start()
-        try:
-            good, value = results.get(timeout=timeout)
-        except queue.Empty:
+        self._done = done = Future()
+        thread = in_daemon(lambda: self._reward(sample, example), done)
+        if not wait([done], timeout).done:
             place = own_place(sys._current_frames().get(thread.ident or 0))
-            raise UserCallFailed("timeout", "", place) from None
-        if good:
-            return value
-        if isinstance(value, UserCallFailed):
-            raise value
-        raise UserCallFailed(
-            "raised", f"{type(value).__name__}: {value}", own_lines(value)
-        )
+            raise UserCallFailed("timeout", "", place)
+        error = done.exception(0)
+        if error is None or isinstance(error, UserCallFailed):
+            return done.result(0)
+        told = f"{type(error).__name__}: {error}"
+        raise UserCallFailed("raised", told, own_lines(error))
 
     def close(self) -> None:
-        self._results.put((False, UserCallFailed("died", CLOSED)))
+        with contextlib.suppress(InvalidStateError):
+            self._done.set_exception(UserCallFailed("died", CLOSED))
 
 
 class OnLoop:
@@ -494,7 +446,7 @@ class InProcess:
         spawn = multiprocessing.get_context("spawn")
         with self._lock:
             if self._closed:
-                raise NotStarted("died", CLOSED)
+                raise UserCallFailed("not started", CLOSED)
             self._pipe, child_end = spawn.Pipe()
             child = spawn.Process(
                 target=_serve, args=(child_end, self._reward), daemon=True
@@ -509,11 +461,9 @@ class InProcess:
             ready = False
         if ready is not True:
             self._kill()
-            why = (
-                ready
-                or f"no answer within {START_S:g} s, or it ended with exit code {self._exit}"
-            )
-            raise NotStarted("died", f"the reward process did not start: {why}")
+            late = f"no answer within {START_S:g} s, or exit code {self._exit}"
+            why = f"the reward process did not start: {ready or late}"
+            raise UserCallFailed("not started", why)
 
     def _kill(self) -> None:
         with self._lock:
@@ -531,6 +481,10 @@ class InProcess:
     def close(self) -> None:
         self._closed = True
         self._kill()
+
+
+# calls the reward function, for one thread at a time unless it says otherwise
+Caller = InThread | OnLoop | InProcess
 
 
 def _serve(pipe: Any, reward: bytes) -> None:

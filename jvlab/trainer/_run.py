@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +20,9 @@ from jvlab._tracebacks import brief
 from jvlab.record._events import runs
 from jvlab.record._record import Record
 from jvlab.record._run_status import RunStatus, measured
+from jvlab.record._sample import Sample
 from jvlab.trainer._batching import Buckets, train_batch
+from jvlab.trainer._checks import check_whole
 from jvlab.trainer._loop import Loop
 from jvlab.trainer._producer import Producer
 from jvlab.trainer._run_checkpoint import Checkpoints
@@ -44,31 +45,29 @@ def score_again(
     """log P of each of the sample's tokens under its own version; raises if a version's checkpoint is missing."""
     own = np.asarray(sample.mask or [1] * len(sample.tokens), bool)
     versions = sample.token_versions
-    wanted = sorted({int(v) for v in versions[own]})
-    paths = {v: checkpoints.of_version(v) for v in wanted}
-    missing = [v for v, path in paths.items() if path is None]
+    wanted: list[int] = np.unique(versions[own]).tolist()
+    held = {checkpoints.position(path).version: path for path in checkpoints.paths()}
+    missing = [v for v in wanted if v not in held]
     if missing:
-        held = sorted(checkpoints.position(p).version for p in checkpoints.paths())
         raise ConfigError(
-            f"no checkpoint holds version {', '.join(map(str, missing))}; there are {held or 'none'}",
+            f"no checkpoint holds version {', '.join(map(str, missing))}; there are {sorted(held) or 'none'}",
             remedy="run with checkpoint_every=1 and keep_checkpoints=None to be able to replay every sample",
             versions=missing,
         )
-    given: Any = SimpleNamespace(
+    given = Sample(
         prompt_index=0,
-        prompt_token_ids=sample.prompt_tokens,
-        token_ids=sample.tokens,
+        sample_index=0,
+        prompt_token_ids=np.array(sample.prompt_tokens),
+        token_ids=np.array(sample.tokens),
         logprobs=np.zeros(len(own), np.float32),  # not read: it is scored
-        token_versions=versions,
+        versions=versions,
         loss_mask=own,
-        finish_reason="stop",
     )
     batch = train_batch([given], [0.0], buckets=Buckets(rows=1))
     start = len(sample.prompt_tokens)
     out = np.zeros(len(own), np.float32)
-    for version, path in paths.items():
-        assert path is not None
-        params: Any = checkpoints.load(path, loop.state).params
+    for version in wanted:
+        params = checkpoints.load(held[version], loop.state).params
         scored = loop.train.score(params, batch)[0, start : start + len(own)]
         at = own & (versions == version)
         out[at] = scored[at]
@@ -198,11 +197,8 @@ class Run:
         try:
             self._await(deadline)
         except KeyboardInterrupt:
-            print(
-                "stopping after this step; Ctrl-C again to leave at once",
-                file=sys.stderr,
-                flush=True,
-            )
+            told = "stopping after this step; Ctrl-C again to leave at once"
+            print(told, file=sys.stderr, flush=True)
             self.stop()
             self._await(None)
         if self._error is not None:
@@ -225,11 +221,7 @@ class Run:
 
     @max_staleness.setter
     def max_staleness(self, value: int) -> None:
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ConfigError(
-                f"max_staleness={value!r}",
-                remedy="a whole number, 0 (on-policy) or more",
-            )
+        check_whole("max_staleness", value, least=0)
         self._max_staleness = value
         if self._loop.producer is not None:
             self._loop.producer.limit(value)
@@ -249,7 +241,7 @@ class Run:
     @property
     def model(self) -> str:
         """The model's folder, as its pool was launched with."""
-        return str(getattr(getattr(self._loop.link, "pool", None), "model", ""))
+        return str(self._loop.link.pool.model)
 
     @property
     def done(self) -> bool:
@@ -260,18 +252,13 @@ class Run:
     def status(self) -> RunStatus:
         """A snapshot of the run."""
         loop = self._loop
-        last = loop.last
         producer = loop.producer
         flow = self._final or (producer.snapshot() if producer is not None else {})
         state = self._state
-        if state == "running":
-            state = (
-                "stopping"
-                if loop.control.stopping
-                else "paused"
-                if loop.control.pausing
-                else state
-            )
+        if state == "running" and loop.control.stopping:
+            state = "stopping"
+        elif state == "running" and loop.control.pausing:
+            state = "paused"
         counts = ("flying", "ready", "dropped", "regenerated", "lost")
         best, worst = loop.extremes or (None, None)
         return RunStatus(
@@ -287,7 +274,7 @@ class Run:
             best=best,
             worst=worst,
             waiting="" if self.done else loop.waiting(),
-            **measured(last),
+            **measured(loop.last),
         )
 
     @property
@@ -322,7 +309,7 @@ class Run:
         differ slightly: the engine continued from KV of the version before.
         """
 
-        if self._loop.crew is not None:
+        if len(self._loop.crew.processes) > 1:
             raise Unsupported(
                 "replay needs all parameters in one process; those of this run are spread over several",
                 remedy="resume the run in one process, with steps at its last, and replay there",

@@ -43,10 +43,6 @@ class Checkpoints:
     """The checkpoints in a run's folder; the newest `keep` are kept (None: all)."""
 
     def __init__(self, folder: str | os.PathLike[str], keep: int | None = 3) -> None:
-        if keep is not None and keep < 1:
-            raise ConfigError(
-                f"keep_checkpoints={keep}", remedy="1 or more, or None for all"
-            )
         self.folder = Path(folder).absolute() / "checkpoints"
         self._keep = keep
         self._orbax: Any = None
@@ -69,11 +65,8 @@ class Checkpoints:
         """Raise StorageError if a checkpoint of this state cannot be written here."""
         import jax
 
-        needed = sum(
-            x.nbytes
-            for x in jax.tree.leaves((state.params, state.opt_state))
-            if hasattr(x, "nbytes")
-        )
+        arrays = jax.tree.leaves((state.params, state.opt_state))
+        needed = sum(array.nbytes for array in arrays)
         with writing(self.folder, WHAT):
             self.folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self.folder).close()
@@ -122,11 +115,8 @@ class Checkpoints:
 
     def paths(self) -> list[Path]:
         """The complete checkpoints, oldest first."""
-        return sorted(
-            p
-            for p in self.folder.glob("step-*")
-            if (p / "position.json").is_file() and p.suffix != ".part"
-        )
+        written = self.folder.glob("step-*/position.json")
+        return sorted(file.parent for file in written if file.parent.suffix != ".part")
 
     def position(self, path: Path) -> Position:
         """The position that a checkpoint stores."""
@@ -160,15 +150,7 @@ class Checkpoints:
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint."""
-        found = self.paths()
-        return found[-1] if found else None
-
-    def of_version(self, version: int) -> Path | None:
-        """The checkpoint of this version."""
-        return next(
-            (p for p in reversed(self.paths()) if self.position(p).version == version),
-            None,
-        )
+        return max(self.paths(), default=None)
 
     def load(self, path: Path, like: TrainState) -> TrainState:
         """The state, with the shapes, dtypes and shardings of `like`."""
@@ -180,7 +162,7 @@ class Checkpoints:
         )
         orbax = self._checkpointer()
         try:
-            kept = self._metadata(path)
+            kept = orbax.metadata(path / "state").item_metadata
             _check_shapes(kept["params"], wanted["params"])
             found = orbax.restore(path / "state", wanted)
         except (ValueError, KeyError, TypeError) as error:
@@ -193,12 +175,6 @@ class Checkpoints:
         return TrainState(
             found["params"], found["optimizer"], position.updates, position.skipped
         )
-
-    def _metadata(self, path: Path) -> Any:
-        """The tree of what a checkpoint holds, with shapes instead of values."""
-        found = self._checkpointer().metadata(path / "state")
-        tree = getattr(found, "item_metadata", found)
-        return getattr(tree, "tree", tree)
 
     def close(self) -> None:
         """End Orbax's threads."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,9 +15,10 @@ import numpy as np
 import optax
 
 from jvlab._errors import ConfigError
-from jvlab.trainer._batching import TrainBatch, pad_rows
+from jvlab.trainer._batching import PackedPart, TrainBatch, pad_rows
+from jvlab.trainer._checks import check_choice
 from jvlab.trainer._losses import Algorithm, policy_loss, row_weights, token_metrics
-from jvlab.trainer._micro_batches import MicroBatch, Packer, PaddedPart, unpad
+from jvlab.trainer._micro_batches import Packer, unpad
 from jvlab.trainer.decoder._experts import Routes
 
 # How evenly a mixture's experts are used: from the tokens that chose each, the numbers a record keeps of a step.
@@ -71,7 +71,6 @@ class StepReport:
     micro_batches: int
     padding: float  # share of the computed positions that held no token
     compiled: int  # programs compiled in this step; 0 after warm-up
-    seconds: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     by_staleness: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     # [N, T] of the batch, before the update
@@ -96,48 +95,39 @@ class Pending:
     """
 
     state: TrainState
-    # of the seconds that the step took
-    _report: Callable[[float], StepReport] = field(repr=False)
-    _began: float
-    _seconds: float | None = None
+    _report: Callable[[], StepReport] = field(repr=False)
 
     def wait(self) -> None:
         """Returns once the device has computed the new parameters; raises what went wrong there."""
-        if self._seconds is None:
-            jax.block_until_ready(self.state.params)
-            self._seconds = time.perf_counter() - self._began
+        jax.block_until_ready(self.state.params)
 
     def finish(self) -> tuple[TrainState, StepReport]:
         """The state with its counts, and the report."""
-        self.wait()  # no deadline: the trainer's own computation
-        assert self._seconds is not None
-        report = self._report(self._seconds)
+        report = self._report()
         params, opt_state, updates, skipped = self.state
         if report.skipped:
-            skipped += 1
-        else:
-            updates += 1
-        return TrainState(params, opt_state, updates, skipped), report
+            return TrainState(params, opt_state, updates, skipped + 1), report
+        return TrainState(params, opt_state, updates + 1, skipped), report
 
 
 def schedule(
     peak: float, kind: str = "constant", warmup: int = 0, steps: int | None = None
 ) -> Schedule:
     """A learning rate by update: linear warm-up over `warmup` updates, then constant, or down to 0 at `steps`."""
-    if kind not in SCHEDULES:
-        raise ConfigError(f"schedule={kind!r}", remedy=f"one of {', '.join(SCHEDULES)}")
+    check_choice("schedule", kind, SCHEDULES)
     if kind != "constant" and (steps is None or steps <= warmup):
         raise ConfigError(
             f"a {kind} schedule over steps={steps}",
             remedy=f"give steps above warmup={warmup}",
         )
+    left = (steps or 0) - warmup
     match kind:
         case "constant":
             after = optax.constant_schedule(peak)
         case "linear":
-            after = optax.linear_schedule(peak, 0.0, (steps or 0) - warmup)
+            after = optax.linear_schedule(peak, 0.0, left)
         case _:
-            after = optax.cosine_decay_schedule(peak, (steps or 0) - warmup)
+            after = optax.cosine_decay_schedule(peak, left)
     if not warmup:
         return after
     # Starts at peak/warmup: an update with learning rate 0 would waste a batch.
@@ -153,18 +143,18 @@ class TrainStep:
     on the right. If it takes `with_entropy=True` it then returns (log P, entropy); if it takes
     `with_loads=True`, also, and last, how many tokens chose each expert of each layer, or None. Rows must not depend on
     each other.
-    With a `token_budget`, the tokens of a micro-batch, samples are packed into rows (see _micro_batches.py), and it is
-    called with `segments=` [B, T], which numbers a row's samples from 1 and is 0 on padding, instead of a mask, and,
-    if it takes that too, with `most=`, the samples that a row may hold. `short_rows` makes several shorter rows of a
-    micro-batch, where attention takes time in proportion to a row's length. If it takes `frozen=` and is a method of an
-    object that has `.frozen`, a tree of arrays, it gets those: as arguments of the compiled programs, not constants.
-    A batch with `expert_ids` needs one that takes `routes=`, (ids, weights or None) [B, T, layers, chosen]: an update
-    then computes with the engine's experts. `score` never does: a reference chooses its own.
+    With a `token_budget`, the tokens of a micro-batch, samples are packed into rows (see _micro_batches.py). It must
+    then take `segments=` [B, T], which numbers a row's samples from 1 and is 0 on padding, and which it gets instead of
+    a mask; if it takes that too, with `most=`, the samples that a row may hold. `short_rows` makes several shorter rows
+    of a micro-batch, where attention takes time in proportion to a row's length. If it takes `frozen=` and is a method
+    of an object that has `.frozen`, a tree of arrays, it gets those: as arguments of the compiled programs, not
+    constants. A batch with `expert_ids` needs one that takes `routes=`, (ids, weights or None) [B, T, layers, chosen]:
+    an update then computes with the engine's experts. `score` never does: a reference chooses its own.
 
     The optimiser is AdamW unless an optax one is given; the gradient's global norm is clipped either way, unless
     `max_grad_norm` is None. A step whose loss or gradient is not finite changes neither params nor optimiser state.
-    Parameters keep their shardings; `batch_sharding` places a micro-batch's rows. With `donate`, a step reuses the
-    state's memory, and its input state cannot be used again. `deterministic` asks XLA for kernels that sum in a fixed
+    Parameters keep their shardings. With `donate`, a step reuses the state's memory, and its input state cannot be
+    used again. `deterministic` asks XLA for kernels that sum in a fixed
     order: on a GPU the gradient of an embedding otherwise uses atomic additions.
     """
 
@@ -176,7 +166,6 @@ class TrainStep:
         learning_rate: float | Schedule = 1e-4,
         max_grad_norm: float | None = 1.0,
         optimizer: optax.GradientTransformation | None = None,
-        batch_sharding: jax.sharding.Sharding | None = None,
         donate: bool = True,
         deterministic: bool = False,
         token_budget: int | None = None,
@@ -193,7 +182,6 @@ class TrainStep:
         self.optimizer = optax.chain(*clip, inner)
         self._own_optimizer = optimizer is None
         self._logprobs_fn = logprobs_fn
-        self._batch_sharding = batch_sharding
         self._donate = donate
         takes = inspect.signature(logprobs_fn).parameters
         self._with_entropy = "with_entropy" in takes
@@ -201,20 +189,14 @@ class TrainStep:
         self._with_loads = "with_loads" in takes
         self._takes_routes = "routes" in takes
         self._frozen_of = _owner(logprobs_fn) if "frozen" in takes else None
-        if token_budget is not None and "segments" not in takes:
+        self._takes_segments = "segments" in takes
+        if token_budget is not None and not self._takes_segments:
             raise ConfigError(
                 "token_budget packs samples into rows, but this logprobs_fn takes no segments",
                 remedy="let it take segments=[B, T], or give micro_batch, the samples of a micro-batch, instead",
             )
-        if token_budget is not None and token_budget < 1:
-            raise ConfigError(
-                f"token_budget={token_budget}",
-                remedy="the tokens of a micro-batch, e.g. 8192",
-            )
         self._packer = (
-            None
-            if token_budget is None
-            else Packer(token_budget, short_rows, _shards(batch_sharding))
+            None if token_budget is None else Packer(token_budget, short_rows)
         )
         if self.algorithm.entropy_coef and not self._with_entropy:
             raise ConfigError(
@@ -264,9 +246,8 @@ class TrainStep:
         self._compile(params)
         out = np.zeros(batch.tokens.shape, np.float32)
         score = self._programs["score"]
-        tokens = lambda part: self._inputs(batch, part, (), ())
         pending = [
-            (part, score(params, tokens(part), self._frozen))
+            (part, score(params, part.token_arrays(batch), self._frozen))
             for part in self._parts(batch)
         ]
         for part, found in pending:
@@ -287,7 +268,6 @@ class TrainStep:
         Its micro-batches are packed and handed over one by one while the device computes those before: their gradients
         are summed, so a batch may have any number of them (gradient accumulation).
         """
-        began = time.perf_counter()
         before = self.compilations
         self._check(batch)
         self._compile(state.params, state.opt_state)
@@ -296,13 +276,15 @@ class TrainStep:
         seen = []
         computed = 0
         spanned = 0
+        names = ["loss_mask", "engine_logprobs", "advantages"]
+        for optional in ("old_logprobs", "reference_logprobs"):
+            if getattr(batch, optional) is not None:
+                names.append(optional)
         for part in self._parts(batch):
-            inputs = self._inputs(
-                batch, part, self._names(batch), tuple(batch.replayed)
-            )
-            inputs["weights"] = self._put(
-                pad_rows(weights, part.samples, part.width, part.most)
-            )
+            of_loss = {name: getattr(batch, name) for name in names}
+            inputs = part.token_arrays(batch, batch.replayed)
+            for name, values in {**of_loss, "weights": weights}.items():
+                inputs[name] = pad_rows(values, part.samples, part.width, part.most)
             grads, loss, found = self._programs["accumulate"](
                 state.params, grads, loss, inputs, self._frozen
             )
@@ -314,24 +296,22 @@ class TrainStep:
             state.params, state.opt_state, grads, loss
         )
         compiled = self.compilations - before
-        updates = state.updates
 
-        def report(seconds: float) -> StepReport:
+        def report() -> StepReport:
             metrics, parts, current = self._metrics(batch, seen, version)
             value = float(loss)
             length = float(norm)
-            finite = math.isfinite(value) and math.isfinite(length)
+            finite = math.isfinite(value + length)
             return StepReport(
                 loss=value,
                 grad_norm=length,
-                learning_rate=self._rate(updates),
+                learning_rate=self._rate(state.updates),
                 skipped="" if finite else f"loss {value}, gradient norm {length}",
                 samples=len(batch),
                 tokens=int(batch.loss_mask.sum()),
                 micro_batches=len(seen),
                 padding=1 - int(batch.token_mask.sum()) / computed,
                 compiled=compiled,
-                seconds=seconds,
                 metrics=metrics,
                 by_staleness=parts,
                 logprobs=current,
@@ -342,8 +322,8 @@ class TrainStep:
                 },
             )
 
-        pending = TrainState(params, opt_state, state.updates, state.skipped)
-        return Pending(pending, report, began)
+        made = TrainState(params, opt_state, state.updates, state.skipped)
+        return Pending(made, report)
 
     def _rate(self, updates: int) -> float:
         """The learning rate of the update after so many; NaN if the user's optimiser has its own."""
@@ -417,29 +397,32 @@ class TrainStep:
         self, params: Params, x: Mapping[str, jax.Array], frozen: Any
     ) -> tuple[jax.Array, Any, Any]:
         """log P and entropy, [samples, time], also of packed rows; and the loads of experts. None: not known."""
-        asked = {"with_entropy": self._with_entropy, "with_loads": self._with_loads}
-        more: dict[str, Any] = {name: True for name, wanted in asked.items() if wanted}
+        more: dict[str, Any] = {}
+        if self._with_entropy:
+            more["with_entropy"] = True
+        if self._with_loads:
+            more["with_loads"] = True
         several = bool(more)
         if frozen is not None:
             more["frozen"] = frozen
         if "expert_ids" in x:
             more["routes"] = Routes(x["expert_ids"], x.get("expert_weights"))
-        if "segments" in x:
+        segments = x["segments"]
+        if self._takes_segments:
+            more["segments"] = segments
             if self._counts_samples:
-                more["most"] = x["place"].shape[0] // x["tokens"].shape[0]
-            found = self._logprobs_fn(
-                params, x["tokens"], segments=x["segments"], **more
-            )
+                more["most"] = x["place"].shape[0] // segments.shape[0]
+            found = self._logprobs_fn(params, x["tokens"], **more)
         else:
-            found = self._logprobs_fn(params, x["tokens"], x["token_mask"], **more)
+            found = self._logprobs_fn(params, x["tokens"], segments > 0, **more)
         logprobs, *rest = found if several else (found,)
         entropy = rest[0] if self._with_entropy else None
         loads = rest[-1] if self._with_loads else None
-        unpacked = lambda rows: (
-            rows if "place" not in x else jnp.pad(rows.reshape(-1), (0, 1))[x["place"]]
-        )
-        wide = lambda rows: None if rows is None else unpacked(rows.astype(jnp.float32))
-        return wide(logprobs), wide(entropy), loads  # type: ignore[return-value]
+        # of samples, from rows
+        wide = lambda rows: jnp.pad(rows.astype(jnp.float32).reshape(-1), (0, 1))[
+            x["place"]
+        ]
+        return wide(logprobs), jax.tree.map(wide, entropy), loads
 
     def _accumulate(
         self,
@@ -486,38 +469,9 @@ class TrainStep:
             norm,
         )
 
-    def _parts(self, batch: TrainBatch) -> Iterator[MicroBatch]:
+    def _parts(self, batch: TrainBatch) -> Iterator[PackedPart]:
         """The batch's micro-batches."""
-        if self._packer is None:
-            return (
-                PaddedPart(rows, width, batch.buckets.rows)
-                for rows, width in batch.buckets.micro_batches(batch.lengths)
-            )
-        return iter(self._packer.parts(batch.lengths))
-
-    def _names(self, batch: TrainBatch) -> tuple[str, ...]:
-        optional = ("old_logprobs", "reference_logprobs")
-        given = (name for name in optional if getattr(batch, name) is not None)
-        return ("loss_mask", "engine_logprobs", "advantages", *given)
-
-    def _inputs(
-        self,
-        batch: TrainBatch,
-        part: MicroBatch,
-        names: tuple[str, ...],
-        more: tuple[str, ...],
-    ) -> dict[str, Any]:
-        found = part.token_arrays(batch, more)
-        found |= {
-            n: pad_rows(getattr(batch, n), part.samples, part.width, part.most)
-            for n in names
-        }
-        return {name: self._put(value) for name, value in found.items()}
-
-    def _put(self, array: np.ndarray) -> Any:
-        if self._batch_sharding is None:
-            return array
-        return jax.device_put(array, self._batch_sharding)
+        return (self._packer or batch.buckets).parts(batch.lengths)
 
     def _metrics(
         self, batch: TrainBatch, seen: list[Any], version: int | None
@@ -549,17 +503,6 @@ def _owner(function: Any) -> Any:
         function = function.func
     owner = getattr(function, "__self__", None)
     return owner if hasattr(owner, "frozen") else None
-
-
-def _shards(sharding: jax.sharding.Sharding | None) -> int:
-    """Over how many devices the rows of a micro-batch are spread."""
-    if not isinstance(sharding, jax.sharding.NamedSharding) or not sharding.spec:
-        return 1
-    axes = sharding.spec[0]
-    return math.prod(
-        sharding.mesh.shape[a]
-        for a in ((axes,) if isinstance(axes, str) else axes or ())
-    )
 
 
 def _zeros(params: Params) -> tuple[Params, jax.Array]:

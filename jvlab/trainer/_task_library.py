@@ -11,7 +11,6 @@ A task of your own is `jv.Task(prompts, reward)`.
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import re
 from collections.abc import Callable
@@ -22,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jvlab._errors import ConfigError, UnknownName, module_names
-from jvlab.trainer._environment import GuessNumber
+from jvlab.trainer._datasets import json_lines
+from jvlab.trainer._environment import GuessNumber, GymEnvironment, gym_maker
+from jvlab.trainer._reward_library import compiled, last_match
 from jvlab.trainer._tasks import Example, Task
-from jvlab.trainer._tool_environments import GymEnvironment, gym_maker
 
 __all__ = [
     "add",
@@ -56,16 +56,12 @@ def digits(seed: int = 0, max_tokens: int = 16) -> Task:
     Task('digits', unlimited prompts, reward, position 0)
     """
     return Task(
-        _digits_prompt,
+        lambda index: Example("Digits: "),
         partial(_share, max_tokens, "0123456789"),
         name="digits",
         seed=seed,
         sampling={"max_tokens": max_tokens},
     )
-
-
-def _digits_prompt(index: int) -> Example:
-    return Example("Digits: ")
 
 
 def _share(min_length: int, wanted: str | None, sample: Any, example: Example) -> float:
@@ -88,18 +84,18 @@ def repeat_letter(letters: str = "Z", seed: int = 0, max_tokens: int = 16) -> Ta
             f"letters={letters!r}",
             remedy='give one or more visible characters, e.g. "abc"',
         )
+
+    def prompt(index: int) -> Example:
+        letter = letters[_rng(seed, index).integers(len(letters))]
+        return Example(f"Repeat {letter}: ", letter)
+
     return Task(
-        partial(_letter_prompt, letters, seed),
+        prompt,
         partial(_share, max_tokens, None),
         name="repeat-letter",
         seed=seed,
         sampling={"max_tokens": max_tokens},
     )
-
-
-def _letter_prompt(letters: str, seed: int, index: int) -> Example:
-    letter = letters[_rng(seed, index).integers(len(letters))]
-    return Example(f"Repeat {letter}: ", letter)
 
 
 def sort_digits(count: int = 4, seed: int = 0) -> Task:
@@ -111,19 +107,19 @@ def sort_digits(count: int = 4, seed: int = 0) -> Task:
     """
     if count < 1:
         raise ConfigError(f"count={count}", remedy="sort at least one digit")
+
+    def prompt(index: int) -> Example:
+        digits = _rng(seed, index).integers(0, 10, count)
+        text = "".join(map(str, digits))
+        return Example(f"Sort {text}: ", "".join(sorted(text)))
+
     return Task(
-        partial(_sort_prompt, count, seed),
+        prompt,
         _places,
         name="sort-digits",
         seed=seed,
         sampling={"max_tokens": count + 1},
     )
-
-
-def _sort_prompt(count: int, seed: int, index: int) -> Example:
-    digits = _rng(seed, index).integers(0, 10, count)
-    text = "".join(map(str, digits))
-    return Example(f"Sort {text}: ", "".join(map(str, np.sort(digits))))
 
 
 def add(places: int = 1, seed: int = 0) -> Task:
@@ -135,8 +131,13 @@ def add(places: int = 1, seed: int = 0) -> Task:
     """
     if places < 1:
         raise ConfigError(f"places={places}", remedy="numbers have at least one digit")
+
+    def prompt(index: int) -> Example:
+        a, b = _rng(seed, index).integers(0, 10**places, 2).tolist()
+        return Example(f"{a}+{b}=", str(a + b))
+
     return Task(
-        partial(_add_prompt, places, seed),
+        prompt,
         _places,
         name="add",
         seed=seed,
@@ -144,18 +145,12 @@ def add(places: int = 1, seed: int = 0) -> Task:
     )
 
 
-def _add_prompt(places: int, seed: int, index: int) -> Example:
-    a, b = (int(n) for n in _rng(seed, index).integers(0, 10**places, 2))
-    return Example(f"{a}+{b}=", str(a + b))
-
-
 def _places(sample: Any, example: Example) -> float:
     """The share of positions that agree, out of the longer of text and answer."""
     answered = sample.text.strip()
     answer = example.answer
-    return sum(a == b for a, b in zip(answered, answer, strict=False)) / max(
-        len(answered), len(answer)
-    )
+    right = sum(a == b for a, b in zip(answered, answer, strict=False))
+    return right / max(len(answered), len(answer))
 
 
 def guess_number(low: int = 0, high: int = 9, guesses: int = 4, seed: int = 0) -> Task:
@@ -170,19 +165,17 @@ def guess_number(low: int = 0, high: int = 9, guesses: int = 4, seed: int = 0) -
             f"low={low}, high={high}, guesses={guesses}",
             remedy="0 <= low < high, at least one guess",
         )
+
+    def prompt(index: int) -> Example:
+        hidden = int(_rng(seed, index).integers(low, high + 1))
+        return Example(f"Guess a number from {low} to {high}: ", hidden)
+
     return Task(
-        partial(_guess_prompt, low, high, seed),
+        prompt,
         environment=partial(GuessNumber, low, high, guesses),
         name="guess-number",
         seed=seed,
         sampling={"max_tokens": len(str(high)) + 1},
-    )
-
-
-def _guess_prompt(low: int, high: int, seed: int, index: int) -> Example:
-    return Example(
-        f"Guess a number from {low} to {high}: ",
-        int(_rng(seed, index).integers(low, high + 1)),
     )
 
 
@@ -211,16 +204,12 @@ def gymnasium(
     make = gym_maker(environment, options)
     name = environment if isinstance(environment, str) else "gymnasium"
     return Task(
-        partial(_gym_prompt, prompt, seed),
+        lambda index: Example(prompt, info={"seed": seed + index}),
         environment=partial(GymEnvironment, make, show, act or _number, invalid),
         name=name,
         seed=seed,
         sampling={"max_tokens": max_tokens},
     )
-
-
-def _gym_prompt(prompt: str, seed: int, index: int) -> Example:
-    return Example(prompt, info={"seed": seed + index})
 
 
 def _number(completion: str) -> int | None:
@@ -254,25 +243,23 @@ def jsonl(
     >>> task.example(0).answer, task.example(0).info
     ('4', {'level': 1})
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise ConfigError(
-            f"path is {type(path).__name__}",
-            remedy="give the path of a JSON Lines file",
-        )
-    file = Path(path)
+    items = []
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
+        file = Path(path)
+        for number, item in json_lines(file):
+            if not isinstance(item, dict) or prompt not in item:
+                raise ConfigError(
+                    f"{file} line {number} has no field {prompt!r}",
+                    remedy="give the field's name: jsonl(path, prompt=...)",
+                )
+            rest = {k: v for k, v in item.items() if k not in (prompt, answer)}
+            items.append(Example(item[prompt], item.get(answer), rest))
+    except (OSError, TypeError) as error:
         raise ConfigError(
-            f"cannot read {file}: {error.strerror}",
+            f"cannot read {path}: {getattr(error, 'strerror', error)}",
             remedy="give a JSON Lines file",
-            path=str(file),
+            path=str(path),
         ) from error
-    items = [
-        _line(file, number, line, prompt, answer)
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
     if not items:
         raise ConfigError(
             f"{file} has no lines", remedy="one JSON object per line", path=str(file)
@@ -288,23 +275,6 @@ def jsonl(
     )
 
 
-def _line(file: Path, number: int, line: str, prompt: str, answer: str) -> Example:
-    try:
-        item = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(
-            f"{file} line {number} is not JSON: {error}",
-            remedy="one JSON object per line",
-        ) from error
-    if not isinstance(item, dict) or prompt not in item:
-        raise ConfigError(
-            f"{file} line {number} has no field {prompt!r}",
-            remedy="give the field's name: jsonl(path, prompt=...)",
-        )
-    rest = {k: v for k, v in item.items() if k not in (prompt, answer)}
-    return Example(item[prompt], item.get(answer), rest)
-
-
 def _checker(check: str | Callable[[Any, Example], float]) -> Callable[..., Any]:
     if callable(check):
         return check
@@ -312,13 +282,7 @@ def _checker(check: str | Callable[[Any, Example], float]) -> Callable[..., Any]
         return _equals
     kind, _, rest = check.partition(":")
     if kind == "regex":
-        try:
-            return partial(_matches, re.compile(rest))
-        except re.error as error:
-            raise ConfigError(
-                f"invalid regular expression {rest!r}: {error}",
-                remedy="see Python's re",
-            ) from error
+        return partial(_matches, compiled(rest))
     try:
         found = getattr(importlib.import_module(kind), rest)
     except (ImportError, AttributeError, ValueError) as error:
@@ -327,36 +291,19 @@ def _checker(check: str | Callable[[Any, Example], float]) -> Callable[..., Any]
             remedy='"equals", "regex:…", "module:function" or a function',
             check=check,
         ) from error
-    if not callable(found):
-        raise ConfigError(
-            f"check={check!r} is {type(found).__name__}, not a function",
-            remedy="name a function",
-        )
-    return found
+    return found  # `Task` raises if it is no function
 
 
 def _equals(sample: Any, example: Example) -> float:
-    return float(sample.text.strip() == str(_required(example)).strip())
+    if example.answer is None:
+        raise ValueError(f"item {example.index} has no answer to compare with")
+    return float(sample.text.strip() == str(example.answer).strip())
 
 
 def _matches(pattern: re.Pattern[str], sample: Any, example: Example) -> float:
-    """Compares the last match, since a model may reason before it answers."""
-    matches = list(pattern.finditer(sample.text))
-    if not matches:
-        return 0.0
-    found = matches[-1]
-    answered = found[1] if pattern.groups else found[0]
-    return (
-        1.0
-        if example.answer is None
-        else float((answered or "").strip() == str(example.answer).strip())
-    )
-
-
-def _required(example: Example) -> Any:
     if example.answer is None:
-        raise ValueError(f"item {example.index} has no answer to compare with")
-    return example.answer
+        return float(pattern.search(sample.text) is not None)
+    return last_match(pattern, sample.text, example.answer)
 
 
 def _rng(seed: int, index: int) -> np.random.Generator:

@@ -15,8 +15,8 @@ from jvlab._errors import ConfigError
 from jvlab._units import how_many
 from jvlab.trainer._checks import check_choice, check_sampling, check_whole
 from jvlab.trainer._datasets import Column, Example, examples
+from jvlab.trainer._environment import adopted as adopted_environment
 from jvlab.trainer._reward_library import as_reward
-from jvlab.trainer._tool_environments import adopted as adopted_environment
 
 if TYPE_CHECKING:
     from jvlab.trainer._rewards import Rewarder
@@ -65,23 +65,17 @@ class Task:
         if not isinstance(name, str):
             raise ConfigError(f"name={name!r}", remedy="the name of a task is a text")
         if (reward is None) == (environment is None):
+            has = "neither" if reward is None else "both"
+            word = "nor" if reward is None else "and"
             raise ConfigError(
-                f"task {name!r} has neither a reward function nor an environment"
-                if reward is None
-                else f"task {name!r} has both a reward function and an environment",
+                f"task {name!r} has {has} a reward function {word} an environment",
                 remedy="pass reward=function(sample, example) or environment=function that makes an Environment",
             )
         adopted = None if reward is None else as_reward(reward, weights)
-        for what, given in {"reward": adopted, "environment": environment}.items():
-            if given is not None and not callable(given):
-                raise ConfigError(
-                    f"the {what} of task {name!r} is {type(given).__name__}, not a function",
-                    remedy="reward(sample, example) -> number; jv.tasks.jsonl(path, check) knows checks by name"
-                    if what == "reward"
-                    else "a function, or a class, that makes an Environment",
-                )
-        _check_call(name, "reward", adopted, ("sample", "example"))
-        _check_call(name, "environment", environment, ())
+        if adopted is not None:
+            _check_call(name, "reward", adopted, ("sample", "example"))
+        if environment is not None:
+            _check_call(name, "environment", environment, ())
         check_whole("processes", processes, least=0)
         if workers is not None:
             check_whole("workers", workers)
@@ -97,7 +91,7 @@ class Task:
             )
         self.name = name
         self.reward = adopted
-        self.environment = adopted_environment(environment)
+        self.environment: Any = adopted_environment(environment)
         self.processes = processes
         self.workers = workers
         self.seed = seed
@@ -107,12 +101,11 @@ class Task:
         self._items: Sequence[Any] = []
         self._rest: Iterator[Any] | None = None
         self._broken: Exception | None = None  # what it raised last
-        if self._function is None:
-            if isinstance(prompts, Sequence):
-                self._items = prompts
-                self._check_some()
-            else:
-                self._rest = iter(prompts)  # type: ignore[arg-type]
+        if isinstance(prompts, Sequence):
+            self._items = prompts
+            self._check_some()
+        elif not callable(prompts):
+            self._rest = iter(prompts)
         self.shuffle = shuffle
         if shuffle and (self._function is not None or self._rest is not None):
             raise ConfigError(
@@ -197,12 +190,8 @@ class Task:
         turn, at = divmod(index, len(self._items))
         if self.shuffle:
             if self._order[0] != turn:
-                self._order = (
-                    turn,
-                    np.random.default_rng([self.seed, turn]).permutation(
-                        len(self._items)
-                    ),
-                )
+                drawn = np.random.default_rng([self.seed, turn])
+                self._order = turn, drawn.permutation(len(self._items))
             at = int(self._order[1][at])
         return _example(self._items[at], index, self.name)
 
@@ -218,24 +207,22 @@ class Task:
         A list is not started again; examples that a function has given before are left out.
         """
         if self._function is None:
-            return [self.example(index) for index in range(count) if self._holds(index)]
-        found: dict[bytes, Example] = {}
+            found = []
+            for index in range(count):
+                example = self.example(index)  # reads so far, if they are read
+                if index < len(self._items):
+                    found.append(example)
+            return found
+        different: dict[bytes, Example] = {}
         for index in range(count):
             example = self.example(index)
             try:
-                content = pickle.dumps(
-                    (example.prompt, example.answer, dict(example.info))
-                )
+                content = pickle.dumps(replace(example, index=0))
             # something of the user's that cannot be compared: another one each time
             except Exception:
                 content = str(index).encode()
-            found.setdefault(content, example)
-        return list(found.values())
-
-    def _holds(self, index: int) -> bool:
-        """Whether there is an item of this number before the items are repeated."""
-        self.example(index)  # reads so far, if they come from an iterator
-        return index < len(self._items)
+            different.setdefault(content, example)
+        return list(different.values())
 
     def rewarder(self) -> Rewarder:
         """A `Rewarder` for the reward function; close it after use."""
@@ -274,16 +261,13 @@ class Task:
         self.position = position
 
     def __repr__(self) -> str:
-        if self._function is not None or self._rest is not None:
-            count = (
-                "unlimited prompts"
-                if self._function is not None
-                else "prompts from an iterator"
-            )
+        if self._function is not None:
+            count = "unlimited prompts"
+        elif self._rest is not None:
+            count = "prompts from an iterator"
         else:
-            count = how_many(len(self._items), "prompt") + (
-                ", shuffled" if self.shuffle else ""
-            )
+            count = how_many(len(self._items), "prompt")
+            count += ", shuffled" if self.shuffle else ""
         kind = "environment" if self.environment is not None else "reward"
         where = f" in {self.processes} processes" if self.processes else ""
         return f"Task({self.name!r}, {count}, {kind}{where}, position {self.position})"
@@ -298,12 +282,13 @@ class Task:
 # Checks and conversions ---------------------------------------------------------------------------------------------
 
 
-def _check_call(
-    task: str, what: str, function: Callable[..., Any] | None, arguments: Sequence[str]
-) -> None:
+def _check_call(task: str, what: str, function: Any, arguments: Sequence[str]) -> None:
     """Raise ConfigError if the user's function cannot be called with so many arguments."""
-    if function is None:
-        return
+    if not callable(function):
+        raise ConfigError(
+            f"the {what} of task {task!r} is {type(function).__name__}, not a function",
+            remedy=f"{what}({', '.join(arguments)}); jv.tasks.jsonl(path, check) knows rewards by name",
+        )
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some built-in functions do not tell

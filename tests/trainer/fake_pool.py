@@ -14,10 +14,12 @@ import numpy as np
 
 from jvlab._errors import ReplicaLost, SyncError
 from jvlab._names import LostNote
+from jvlab.lab._session import Turn
 from jvlab.record._batch import RolloutBatch, Scores
 from jvlab.record._sample import Sample
 from jvlab.sync._transaction import Outcome, SyncReport
 from jvlab.trainer._tasks import Example, Task
+from jvlab.wire import jvlab_pb2 as pb
 
 VOCAB, END = 12, 0
 WANTED = 7  # the token that is rewarded
@@ -57,6 +59,9 @@ class FakePool:
     """Samples token by token from the parameters it holds at that moment, so that a sync can fall into a rollout."""
 
     name, model = "fake", "fake"
+    client: Any = None
+    colocated = False
+    snapshot: Any = pb.PoolStatus(pool="fake")
 
     def __init__(
         self, replicas: int = 1, delay: float = 0.0, jitter: int | None = None
@@ -102,6 +107,12 @@ class FakePool:
             "replicas": replicas,
             "dtype": "float32",
         }
+
+    def facts(self) -> pb.EngineFacts:
+        return pb.EngineFacts()
+
+    def session(self, tokens: list[int], **sampling: Any) -> FakeSession:
+        return FakeSession(self, list(tokens), sampling)
 
     def _pick(self) -> str:
         up = [r for r, alive in self.alive.items() if alive and r not in self.stale]
@@ -245,8 +256,27 @@ class FakePool:
             return Scores(found, np.full(len(found), self.version))
 
 
+class FakeSession:
+    """Turns that form one sequence."""
+
+    def __init__(self, pool: FakePool, tokens: list[int], sampling: Any) -> None:
+        self.pool, self.token_ids, self.sampling = pool, tokens, sampling
+
+    def append(self, tokens: list[int]) -> None:
+        self.token_ids += tokens
+
+    async def agenerate(self, seed: int) -> Turn:
+        batch = await self.pool.agenerate(
+            [self.token_ids], n=1, seed=seed, **self.sampling
+        )
+        self.token_ids += batch[0].token_ids.tolist()
+        return Turn.of(batch[0], None, batch.notes)
+
+
 class FakeLink:
     """Brings parameters into the fake pool; `fail` of the next syncs do not commit."""
+
+    part = "model"
 
     def __init__(self, pool: FakePool, fail: int = 0) -> None:
         self.pool, self.version, self.fail = pool, 0, fail

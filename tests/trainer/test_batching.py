@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -50,21 +47,19 @@ def test_positions_belong_to_their_token():
     np.testing.assert_allclose(batch.advantages, [1, -1], rtol=1e-3)
 
 
-@dataclass
-class Turns:
-    """A sample with an observation in the middle."""
-
-    prompt_index: int = 0
-    prompt_token_ids: tuple = (1, 2)
-    token_ids: tuple = (10, 11, 12, 13)
-    logprobs: tuple = (-1.0, float("nan"), float("nan"), -2.0)
-    token_versions: tuple = (5, -1, -1, 6)
-    loss_mask: tuple = (True, False, False, True)
-    finish_reason: str = "stop"
+TURNS = Sample(
+    prompt_index=0,
+    sample_index=0,
+    prompt_token_ids=np.array([1, 2]),
+    token_ids=np.array([10, 11, 12, 13]),
+    logprobs=np.array([-1.0, np.nan, np.nan, -2.0]),
+    versions=[5, -1, -1, 6],
+    loss_mask=np.array([True, False, False, True]),
+)
 
 
 def test_observations_are_masked():
-    batch = train_batch([Turns()], [1.0])  # type: ignore[list-item]
+    batch = train_batch([TURNS], [1.0])
     assert batch.loss_mask[0, :7].tolist() == [0, 0, 1, 0, 0, 1, 0]
     assert batch.token_mask[0, :7].tolist() == [1, 1, 1, 1, 1, 1, 0]
     assert batch.engine_logprobs[0, :7].tolist() == [0, 0, -1, 0, 0, -2, 0]
@@ -101,58 +96,34 @@ def test_dynamic_sampling_drops_equal_groups():
     st.integers(1, 9),
 )
 def test_every_sample_is_in_one_micro_batch_of_a_known_shape(sizes, rows: int):
-    buckets = Buckets(rows=rows, shortest=16, longest=128)
-    widths = list(buckets.lengths())
-    assert widths == sorted(set(widths))
+    buckets = Buckets(rows)
     batch = train_batch(
         [sample(0, i, a, b) for i, (a, b) in enumerate(sizes)],
         [0.0] * len(sizes),
         buckets=buckets,
     )
     seen = []
-    for picked, width in batch.buckets.micro_batches(batch.lengths):
-        assert width in widths
-        tokens, mask = (
-            batch.padded("tokens", picked, width),
-            batch.padded("loss_mask", picked, width),
-        )
-        assert tokens.shape == mask.shape == (rows, width)
-        assert batch.padded("advantages", picked, width).shape == (rows,)
+    for part in batch.buckets.parts(batch.lengths):
+        picked = part.samples
+        assert part.width in (32, 48, 72, 112)
+        arrays = part.token_arrays(batch, ["loss_mask"])
+        tokens, mask = arrays["tokens"], arrays["loss_mask"]
+        assert tokens.shape == mask.shape == (rows, part.width)
         np.testing.assert_array_equal(
             mask.sum(1)[: len(picked)], [sizes[r][1] for r in picked]
         )
-        assert not mask[len(picked) :].any()
         # no row is without tokens
-        assert batch.padded("token_mask", picked, width).any(axis=1).all()
+        assert (arrays["segments"] > 0).any(axis=1).all()
         seen += picked.tolist()
     assert sorted(seen) == list(range(len(sizes)))
 
 
-def test_lengths_are_geometric_and_ends():
-    assert list(Buckets(shortest=32, longest=200, growth=2).lengths()) == [
-        32,
-        64,
-        128,
-        200,
-    ]
-    assert list(itertools.islice(Buckets(shortest=8, growth=1.01).lengths(), 4)) == [
-        8,
-        16,
-        24,
-        32,
-    ]
-    with pytest.raises(ConfigError, match=r"201 tokens.*longest bucket is 200"):
-        Buckets(longest=200).width(201)
-    with pytest.raises(ConfigError, match="is not valid"):
-        Buckets(growth=1.0)
+def test_lengths_are_geometric():
+    assert [Buckets().width(n) for n in (1, 32, 33, 49, 73)] == [32, 32, 48, 72, 112]
 
 
-def test_a_part_keeps_rows_and_logprobs_together():
+def test_logprobs_of_another_shape_are_refused():
     batch = train_batch([sample(i, 0, 2, i + 1) for i in range(5)], np.arange(5.0))
-    old = np.arange(5)[:, None] * np.ones(batch.tokens.shape)
-    parts = [batch.with_logprobs(old=old).take(rows) for rows in ([0, 1, 2], [3, 4])]
-    assert [p.rewards.tolist() for p in parts] == [[0, 1, 2], [3, 4]]
-    assert [p.old_logprobs[0, 0] for p in parts] == [0, 3]  # type: ignore[index]
     with pytest.raises(ConfigError, match=r"shape \(5, 2\)"):
         batch.with_logprobs(reference=np.zeros((5, 2)))
 

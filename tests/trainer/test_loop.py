@@ -715,9 +715,7 @@ class RaisesAtStep(HangsAtReset):
 def test_an_environment_that_never_works_ends_the_run(
     tmp_path: Path, made: Any, says: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(
-        "jvlab.trainer._groups.tokenizer_of", lambda model: lambda text, special: [1, 2]
-    )
+    monkeypatch.setattr("jvlab.trainer._groups.model_tokenizer", lambda model: None)
     what = Task([[1], [2]], environment=made, timeout=0.5, sampling={"max_tokens": 4})
     with pytest.raises(RewardError, match=says) as caught:
         train(tmp_path / "run", 3, task=what)
@@ -810,25 +808,17 @@ class Ladder:
         )
 
 
-def test_an_environment_keeps_its_observations_out_of_the_loss(tmp_path: Path):
+def test_an_environment_keeps_its_observations_out_of_the_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     game = Task(
         lambda i: [1 + i % 5],
         environment=Ladder,
         name="ladder",
         sampling={"max_tokens": 2},
     )
-    import jvlab.trainer._groups as groups
-
-    pool, link = world()
-    before, groups.tokenizer_of = (
-        groups.tokenizer_of,
-        lambda model: lambda text, special=False: [1],
-    )
-    try:
-        run = train(tmp_path / "run", 3, pool, link, task=game)
-    finally:
-        groups.tokenizer_of = before
-    record = run.record
+    monkeypatch.setattr("jvlab.trainer._groups.model_tokenizer", lambda model: None)
+    record = train(tmp_path / "run", 3, task=game).record
     for sample in record.samples():
         mask = np.array(sample.mask, bool)
         assert (~mask).sum() == 2

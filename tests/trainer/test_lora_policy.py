@@ -156,7 +156,7 @@ def test_only_adapters_train(policy: Policy, budget: int | None) -> None:
         step._programs["score"]
         .lower(
             state.params,
-            step._inputs(batch, next(iter(step._parts(batch))), (), ()),
+            next(iter(step._parts(batch))).token_arrays(batch),
             step._frozen,
         )
         .as_text()

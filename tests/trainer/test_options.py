@@ -118,14 +118,14 @@ def test_a_skipped_update_does_not_move_the_schedule(tmp_path: Path):
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"schedule": "square"}, "constant, linear, cosine"),
+        ({"schedule": "square"}, "'constant', 'linear', 'cosine'"),
         ({"schedule": "cosine", "warmup": 6}, "steps above warmup"),
         ({"warmup": -1}, "warmup=-1"),
         (
             {"schedule": "cosine", "learning_rate": lambda n: 0.1},
-            "learning_rate, a function",
+            "optimizer or learning_rate has its own",
         ),
-        ({"schedule": "cosine", "optimizer": "any"}, "the optimizer"),
+        ({"schedule": "cosine", "optimizer": "any"}, "optimizer or learning_rate"),
         ({"evaluate": [1, 2]}, "evaluate is list"),
         ({"evaluate": Task([[1]], share), "every": 0}, "every=0"),
     ],

@@ -19,7 +19,6 @@ from jvlab.layout._types import Binding
 from jvlab.layout.rules._rules import invert_binding
 from jvlab.sync._compile_tree import trace_and_compile
 from jvlab.sync._mapping import Mapping
-from jvlab.trainer import _policy
 from jvlab.trainer._policy import Policy
 from jvlab.trainer.decoder import _checkpoint
 from jvlab.trainer.decoder._sharding import mesh
@@ -122,13 +121,13 @@ def test_dtypes(tmp_path: Path) -> None:
     narrow = Policy.from_pretrained(source, dtype="bfloat16")
     assert narrow.dtype == narrow.compute_dtype == "bfloat16"
     assert _bytes(narrow.save_pretrained(tmp_path / "kept")) == _bytes(source)
-    with pytest.raises(ConfigError, match="dtype='int8' is not known"):
+    with pytest.raises(ConfigError, match="dtype='int8'"):
         Policy.from_pretrained(source, dtype="int8")
 
 
 def test_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = jv.models.tiny("llama")
-    monkeypatch.setattr(_policy, "_SHARD_BYTES", 1_000_000)
+    monkeypatch.setattr(_checkpoint, "SHARD_BYTES", 1_000_000)
     policy = Policy.from_pretrained(source)
     saved = Path(policy.save_pretrained(tmp_path / "saved"))
     index = json.loads((saved / "model.safetensors.index.json").read_text())

@@ -18,7 +18,6 @@ from jvlab.trainer._batching import Buckets, TrainBatch, train_batch
 from jvlab.trainer._grpo import grpo
 from jvlab.trainer._grpo_config import GrpoConfig
 from jvlab.trainer._losses import Algorithm
-from jvlab.trainer._micro_batches import PaddedPart
 from jvlab.trainer._step import TrainStep
 from jvlab.trainer.decoder._config import DecoderConfig
 from jvlab.trainer.decoder._experts import Routes, route
@@ -148,15 +147,17 @@ def test_padded_rows_carry_them() -> None:
         config=DecoderConfig.from_hf({"model_type": "qwen3_moe", **SIZES})
     )
     batch = batch_of(policy, "full")
-    (rows, width), *_ = batch.buckets.micro_batches(batch.lengths)
-    found = PaddedPart(rows, width, 4).token_arrays(batch, batch.replayed)
+    part, *_ = batch.buckets.parts(batch.lengths)
+    rows = part.samples
+    found = part.token_arrays(batch, batch.replayed)
     for at, row in enumerate(rows):
+        width = batch.lengths[row]
         np.testing.assert_array_equal(
-            found["expert_ids"][at],
+            found["expert_ids"][at, :width],
             batch.expert_ids[row, :width],  # type: ignore
         )
         np.testing.assert_array_equal(
-            found["expert_weights"][at],
+            found["expert_weights"][at, :width],
             batch.expert_weights[row, :width],  # type: ignore
         )
 

@@ -329,7 +329,7 @@ def test_mathematics_whose_process_does_not_start_is_not_wrong(
     monkeypatch.setattr("jvlab.trainer._rewards.START_S", 0.0)
     reward = jv.rewards.math(processes=1)
     found = scored(reward, said("0.75"), [Example("p", "3/4")], timeout=60.0)
-    assert found.counts == {"died": 1}
+    assert found.counts == {"not started": 1}
     assert "did not start" in found.failures[0].message
 
 

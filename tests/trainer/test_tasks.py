@@ -299,7 +299,7 @@ def test_jsonl_errors(tmp_path):
 # ---------------------------------------------------------------------------------------------------- environments
 
 
-def encode(text: str) -> list[int]:
+def encode(text: str, special: bool = False) -> list[int]:
     return [ord(c) for c in text]
 
 

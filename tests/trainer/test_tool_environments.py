@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,8 @@ import pytest
 import jvlab as jv
 from jvlab._errors import ConfigError
 from jvlab.record._sample import Sample
-from jvlab.trainer._environment import Episode, run_episode
+from jvlab.trainer._environment import Episode, ToolEnvironment, run_episode
 from jvlab.trainer._tasks import Example, Task
-from jvlab.trainer._tool_environments import ToolEnvironment
 
 TEMPLATE = """{% if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}
@@ -113,7 +111,7 @@ def play(
     assert environment is not None
     made: Any = environment()
     made.bind(tokenizer)
-    encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
+    encode = lambda text, special: tokenizer.encode(text, add_special_tokens=False)
     example = example or Example("Buy two pens.", "2", {"level": 3}, 0)
     episode = asyncio.run(run_episode(made, example, script, encode, **options))
     return episode, made
@@ -346,16 +344,18 @@ def test_a_gymnasium_environment() -> None:
     async def generate(prompt: list[int]) -> Any:
         seen.append(bytes(prompt).decode())
         text = script[len(seen) - 1]
-        return SimpleNamespace(
-            token_ids=list(text.encode()),
-            logprobs=[0.0] * len(text),
-            token_versions=[1] * len(text),
+        return Sample(
+            prompt_index=0,
+            sample_index=0,
+            prompt_token_ids=np.array(prompt),
+            token_ids=np.array(list(text.encode())),
+            logprobs=np.zeros(len(text)),
+            versions=[1] * len(text),
             text=text,
-            finish_reason="stop",
         )
 
     assert task.environment is not None
-    encode = lambda text: list(text.encode())
+    encode = lambda text, special: list(text.encode())
     episode = asyncio.run(
         run_episode(task.environment(), task.example(0), generate, encode)
     )

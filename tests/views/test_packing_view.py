@@ -11,7 +11,6 @@ from jvlab.trainer._micro_batches import (
     Packer,
     Packing,
     packing,
-    padded_packing,
     sample_lengths,
 )
 
@@ -19,7 +18,7 @@ LENGTHS = np.random.default_rng(0).integers(20, 200, 30)
 
 
 def _padded() -> Packing:
-    return padded_packing(LENGTHS, Buckets(rows=8))
+    return packing(LENGTHS, Buckets(rows=8))
 
 
 @pytest.mark.parametrize("budget", [None, 512])

@@ -30,14 +30,10 @@ CHUNK = 64  # queries at a time, at least
 
 @dataclass(frozen=True)
 class Choice:
-    """A form of attention, and why it is used."""
+    """A form of attention, and why it is not a fused kernel."""
 
     form: str
-    why: str
-    refused: str = ""  # why it is not a fused kernel
-
-    def __str__(self) -> str:
-        return f"{self.form} ({self.why})"
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,17 +57,13 @@ def choose(
     devices: int,
 ) -> Choice:
     """The form for rows of this many tokens; `tokens` counts those of one row."""
+    why = f"cuDNN's kernel needs an NVIDIA GPU, this is {platform}"
     if platform in ("gpu", "cuda"):
-        refused = _refused_by_cudnn(dtype, scores, head_dim, devices)
-        if not refused:
-            return Choice("cudnn", "the fused kernel of an NVIDIA GPU")
-    else:
-        refused = f"cuDNN's kernel needs an NVIDIA GPU, this is {platform}"
-    if 4 * heads * tokens * tokens <= PLAIN_BYTES:
-        return Choice(
-            "plain", f"the scores of {tokens:,} tokens are small; {refused}", refused
-        )
-    return Choice("chunked", f"memory is linear in length; {refused}", refused)
+        why = _refused_by_cudnn(dtype, scores, head_dim, devices)
+        if not why:
+            return Choice("cudnn")
+    small = 4 * heads * tokens * tokens <= PLAIN_BYTES
+    return Choice("plain" if small else "chunked", why)
 
 
 def plain_tokens(heads: int) -> int:

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from jvlab._errors import LayoutError, ModelError, Unsupported
 from jvlab.layout._checkpoint import (
     FLOATS,
     INDEX,
-    Entry,
+    CheckpointValues,
     encode_header,
     read_header,
     read_weight_map,
@@ -28,6 +28,7 @@ from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._types import Binding, CheckpointTensor
 from jvlab.layout.rules._rules import apply_binding
 
+SHARD_BYTES = 5_000_000_000  # largest weights file, as in transformers
 # files of a checkpoint besides weights and config: the tokenizer's, under all its names, and the sampling defaults
 _AUXILIARY_FILES = (
     "tokenizer*",
@@ -41,11 +42,11 @@ _AUXILIARY_FILES = (
 )
 
 
-class TensorFiles(Mapping[str, np.ndarray]):
+class TensorFiles(CheckpointValues):
     """The safetensors files of a folder as a mapping from name to array, memory-mapped: only what is used is read."""
 
     def __init__(self, folder: Path) -> None:
-        self._where: dict[str, tuple[Path, Entry]] = {}
+        self._files = {}
         for file in _files(folder):
             for entry in read_header(file):
                 if entry.dtype not in FLOATS:
@@ -55,8 +56,8 @@ class TensorFiles(Mapping[str, np.ndarray]):
                         tensor=entry.name,
                         dtype=entry.dtype,
                     )
-                self._where[entry.name] = (file, entry)
-        if not self._where:
+                self._files[entry.name] = (file, entry)
+        if not self._files:
             raise ModelError(
                 f"{folder} holds no safetensors files",
                 remedy="give a model directory with weights; jv.models.tiny() writes one",
@@ -67,18 +68,11 @@ class TensorFiles(Mapping[str, np.ndarray]):
         """Names, shapes and dtypes, in file order."""
         return [
             CheckpointTensor(name, entry.shape, FLOATS[entry.dtype])
-            for name, (_, entry) in self._where.items()
+            for name, (_, entry) in self._files.items()
         ]
 
     def __getitem__(self, name: str) -> np.ndarray:
-        file, entry = self._where[name]
-        return entry.array(np.memmap(file, np.uint8, "r"))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._where)
-
-    def __len__(self) -> int:
-        return len(self._where)
+        return self._stored(name)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -277,12 +271,23 @@ class _Slices:
         return found, (0, *start[1:])
 
 
-def copy_auxiliary_files(source: Path, folder: Path) -> None:
-    """Copies the tokenizer and the sampling defaults."""
+def write_checkpoint(
+    folder: Path,
+    source: Path,
+    config: Mapping[str, Any],
+    tensors: Sequence[CheckpointTensor],
+    bindings: Sequence[Binding],
+    leaf: Callable[[str], jax.Array],
+    dtype: str,
+) -> None:
+    """The weights, config.json, and from `source` the tokenizer and the sampling defaults."""
     for pattern in _AUXILIARY_FILES:
         for file in sorted(source.glob(pattern)):
             if file.is_file():
                 shutil.copyfile(file, folder / file.name)
+    write_weights(folder, tensors, bindings, leaf, dtype, SHARD_BYTES)
+    text = config_text(config, dtype)
+    (folder / "config.json").write_text(text, encoding="utf-8")
 
 
 def config_text(config: Mapping[str, Any], dtype: str) -> str:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+import jax
 
 from jvlab._errors import ModelError
 from jvlab.trainer.decoder._rope import Rope
 
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu_new", "gelu", "relu")
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_new": partial(jax.nn.gelu, approximate=True),
+    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
 # Defaults of transformers for fields that a config may omit. Where none is listed, the field is required.
 _LLAMA: dict[str, Any] = {
     "head_dim": None,
@@ -279,14 +288,11 @@ class _Reader:
         count = self.size("num_hidden_layers")
         given = self.given.get("layer_types")
         window = self("sliding_window")
-        if self.family in ("llama", "olmo2"):
+        # of qwen transformers then ignores the window, whatever layer_types says
+        ignored = self.family.startswith("qwen") and not self("use_sliding_window")
+        if ignored or self.family in ("llama", "olmo2"):
             return ["full_attention"] * count
-        if self.family in ("mistral", "phi3", "mixtral"):
-            return ["full_attention" if window is None else "sliding_attention"] * count
-        if self.family.startswith("qwen") and not self("use_sliding_window"):
-            # transformers then ignores the window, whatever layer_types says
-            return ["full_attention"] * count
-        if self.family == "qwen3_moe":
+        if self.family in ("mistral", "phi3", "mixtral", "qwen3_moe"):
             return ["full_attention" if window is None else "sliding_attention"] * count
         if given is not None:
             if len(given) != count or set(given) - {

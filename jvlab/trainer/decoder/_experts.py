@@ -13,7 +13,6 @@ back. Letters as in _model.py; besides, e experts, r the router's view of them (
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,11 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import PartitionSpec
 
 from jvlab._errors import ConfigError
-from jvlab.trainer.decoder._config import DecoderConfig
-from jvlab.trainer.decoder._runtime import ACTIVATIONS, Linear, Runtime, parameter
+from jvlab.trainer.decoder._config import ACTIVATIONS, DecoderConfig
+from jvlab.trainer.decoder._runtime import Linear, Runtime, parameter
 from jvlab.trainer.decoder._sharding import Layout, axes_of
 
 
@@ -109,9 +107,7 @@ class Experts(nnx.Module):
         )
         if runtime.layout is None or runtime.layout.mesh.size == 1:
             return mix(x, ids, weights, *kernels)
-        return _Split.of(runtime.layout, x, kernels[0]).run(
-            mix, x, ids, weights, kernels
-        )
+        return _split(runtime.layout, mix, x, ids, weights, kernels)
 
 
 def route(
@@ -199,59 +195,45 @@ def _permuted_backward(
 _permuted.defvjp(_permuted_forward, _permuted_backward)
 
 
-@dataclass(frozen=True)
-class _Split:
-    """How the tokens and experts of one layer lie on a mesh."""
+def _split(
+    layout: Layout,
+    mix: Callable[..., jax.Array],
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    kernels: list[jax.Array],
+) -> jax.Array:
+    """The mixture on a mesh, along which the tokens and the experts of a layer are split."""
+    e, d, f = kernels[0].shape
+    tokens = layout.activation_spec("btd", x.shape)  # of [b, t, …]
+    gate = layout.whole("edf", (e, d, f))
+    down = layout.whole("efd", (e, f, d))
+    held = lambda spec, dim: axes_of(spec[dim]) if len(spec) > dim else ()
+    experts_split = "ep" in held(gate, 0)
+    inner_split = "tp" in held(gate, 2)
+    tokens_split = experts_split and "ep" in held(tokens, 0)
 
-    layout: Layout
-    tokens: PartitionSpec  # of [b, t, …]
-    gate: PartitionSpec
-    down: PartitionSpec
-
-    @classmethod
-    def of(cls, layout: Layout, x: jax.Array, gate: jax.Array) -> _Split:
-        e, d, f = gate.shape
-        kernels = layout.whole("edf", (e, d, f)), layout.whole("efd", (e, f, d))
-        return cls(layout, layout.activation_spec("btd", x.shape), *kernels)
-
-    def run(
-        self,
-        mix: Callable[..., jax.Array],
-        x: jax.Array,
-        ids: jax.Array,
-        weights: jax.Array,
-        kernels: list[jax.Array],
+    def local(
+        x: jax.Array, ids: jax.Array, weights: jax.Array, *kernels: jax.Array
     ) -> jax.Array:
-        held = lambda spec, dim: axes_of(spec[dim]) if len(spec) > dim else ()
-        experts_split = "ep" in held(self.gate, 0)
-        inner_split = "tp" in held(self.gate, 2)
-        tokens_split = experts_split and "ep" in held(self.tokens, 0)
-
-        def local(
-            x: jax.Array, ids: jax.Array, weights: jax.Array, *kernels: jax.Array
-        ) -> jax.Array:
-            if tokens_split:
-                x, ids, weights = (
-                    jax.lax.all_gather(a, "ep", axis=0, tiled=True)
-                    for a in (x, ids, weights)
-                )
-            # each device adds its experts' share of the gradient, also of a permutation
-            elif experts_split:
-                x = jax.lax.pcast(x, "ep", to="varying")
-            first = (
-                jax.lax.axis_index("ep") * kernels[0].shape[0]
-                if experts_split
-                else None
+        if tokens_split:
+            x, ids, weights = (
+                jax.lax.all_gather(a, "ep", axis=0, tiled=True)
+                for a in (x, ids, weights)
             )
-            y = mix(x, ids, weights, *kernels, first=first)
-            if inner_split:
-                y = jax.lax.psum(y, "tp")
-            if tokens_split:
-                return jax.lax.psum_scatter(y, "ep", scatter_dimension=0, tiled=True)
-            return jax.lax.psum(y, "ep") if experts_split else y
-
-        specs = (self.tokens, self.tokens, self.tokens, self.gate, self.gate, self.down)
-        split = jax.shard_map(
-            local, mesh=self.layout.mesh, in_specs=specs, out_specs=self.tokens
+        # each device adds its experts' share of the gradient, also of a permutation
+        elif experts_split:
+            x = jax.lax.pcast(x, "ep", to="varying")
+        first = (
+            jax.lax.axis_index("ep") * kernels[0].shape[0] if experts_split else None
         )
-        return split(x, ids, weights, *kernels)
+        y = mix(x, ids, weights, *kernels, first=first)
+        if inner_split:
+            y = jax.lax.psum(y, "tp")
+        if tokens_split:
+            return jax.lax.psum_scatter(y, "ep", scatter_dimension=0, tiled=True)
+        return jax.lax.psum(y, "ep") if experts_split else y
+
+    specs = (tokens, tokens, tokens, gate, gate, down)
+    split = jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=tokens)
+    return split(x, ids, weights, *kernels)

@@ -14,9 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jvlab._errors import ConfigError
 from jvlab.layout._types import Binding, CheckpointTensor
+from jvlab.trainer._checks import check_number, check_whole
 from jvlab.trainer.decoder._sharding import Layout
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -82,10 +84,8 @@ class LoraParams(dict[str, Any]):
 
     def pair(self, module: LoraModule) -> tuple[Any, Any]:
         """A and B of one module, all layers stacked."""
-        node: Any = self
-        for key in module.keys:
-            node = node[key]
-        return node["lora_a"], node["lora_b"]
+        flat = flatten_dict(self)
+        return flat[(*module.keys, "lora_a")], flat[(*module.keys, "lora_b")]
 
     def as_sent(self) -> LoraParams:
         """The same with `scale` multiplied into B: an engine holds it so, and keeps no scale."""
@@ -101,19 +101,13 @@ class LoraParams(dict[str, Any]):
         for m in self.spec.modules:
             a, b = self.pair(m)
             rank = self.spec.rank
-            shapes = {"A": math.prod(a.shape[1:-1]), "B": math.prod(b.shape[2:])}
+            into = (rank, math.prod(a.shape[1:-1]))
+            back = (math.prod(b.shape[2:]), rank)
             for layer in range(a.shape[0]):
                 name = PREFIX + m.module.replace("{i}", str(layer))
-                out.append(
-                    CheckpointTensor(
-                        f"{name}.lora_A.weight", (rank, shapes["A"]), str(a.dtype)
-                    )
-                )
-                out.append(
-                    CheckpointTensor(
-                        f"{name}.lora_B.weight", (shapes["B"], rank), str(b.dtype)
-                    )
-                )
+                for kind, shape in (("A", into), ("B", back)):
+                    full = f"{name}.lora_{kind}.weight"
+                    out.append(CheckpointTensor(full, shape, str(a.dtype)))
         return out
 
     def peft_rules(self) -> str:
@@ -158,20 +152,13 @@ def _with_keys(
     return [(jax.tree_util.DictKey(k), tree[k]) for k in keys], (keys, tree.spec)
 
 
-def _without_keys(
-    tree: LoraParams,
-) -> tuple[list[Any], tuple[tuple[str, ...], LoraSpec]]:
-    keys = tuple(sorted(tree))
-    return [tree[k] for k in keys], (keys, tree.spec)
-
-
 def _back(
     fixed: tuple[tuple[str, ...], LoraSpec], children: Iterable[Any]
 ) -> LoraParams:
     return LoraParams(dict(zip(fixed[0], children, strict=True)), fixed[1])
 
 
-jax.tree_util.register_pytree_with_keys(LoraParams, _with_keys, _back, _without_keys)
+jax.tree_util.register_pytree_with_keys(LoraParams, _with_keys, _back)
 
 
 def _scaled(tree: LoraParams) -> LoraParams:
@@ -201,36 +188,23 @@ def lora_spec(
     letters: Mapping[tuple[str, ...], tuple[str, tuple[int, ...]]],
 ) -> LoraSpec:
     """Checks what `Policy.with_lora` was given; `bindings` say what each kernel is called in the checkpoint."""
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise ConfigError(
-            f"rank={rank!r}", remedy="a whole number of at least 1, e.g. 16", rank=rank
-        )
-    alpha = 2.0 * rank if alpha is None else float(alpha)
-    if not (math.isfinite(alpha) and alpha > 0):
-        raise ConfigError(
-            f"alpha={alpha!r}",
-            remedy="a number above 0; the adapter is scaled by alpha / rank",
-        )
+    check_whole("rank", rank)
+    alpha = 2.0 * rank if alpha is None else alpha
+    check_number("alpha", alpha, above=0.0)
     # experts are no linear maps
     has = [name for name in TARGETS if (*_PATHS[name].split("."), "kernel") in letters]
-    wanted = (
-        [targets]
-        if isinstance(targets, str)
-        else list(has if targets is None else targets)
-    )
+    if targets is None:
+        targets = has
+    elif isinstance(targets, str):
+        targets = [targets]
     owners: dict[str, set[str]] = {}  # tensor -> leaves that fill a part of it
     for binding in bindings:
         owners.setdefault(binding.tensor, set()).add(binding.leaf)
     modules = []
-    for name in dict.fromkeys(wanted):
+    for name in dict.fromkeys(targets):
         if name not in has:
-            experts = (
-                " (experts and their router have no adapters)"
-                if name in TARGETS
-                else ""
-            )
             raise ConfigError(
-                f"target {name!r} is not a linear map of this model{experts}",
+                f"target {name!r} is not a linear map of this model; experts and their router have no adapters",
                 remedy=f"targets: {', '.join(has)}",
                 target=name,
             )
@@ -252,19 +226,17 @@ def lora_spec(
         modules.append(LoraModule(path, own[:into], own[into:], module))
     if not modules:
         raise ConfigError("no targets", remedy=f"one or more of {', '.join(has)}")
-    return LoraSpec(rank, alpha, tuple(modules))
+    return LoraSpec(rank, float(alpha), tuple(modules))
 
 
 def leaf_letters(
     spec: LoraSpec, params: Mapping[str, Any]
 ) -> dict[tuple[str, ...], tuple[str, tuple[int, ...]]]:
     """{path: (letters of its axes, shape)} of every leaf, for the base parameters `params`."""
+    flat = flatten_dict(dict(params))
     out = {}
     for m in spec.modules:
-        node: Any = params
-        for key in m.keys:
-            node = node[key]
-        layers, *sizes = node["kernel"].shape
+        layers, *sizes = flat[(*m.keys, "kernel")].shape
         into = tuple(sizes[: len(m.into)])
         rest = tuple(sizes[len(m.into) :])
         out[*m.keys, "lora_a"] = f"l{m.into}r", (layers, *into, spec.rank)
@@ -276,7 +248,7 @@ def first_values(
     spec: LoraSpec, params: Mapping[str, Any], layout: Layout, dtype: str, seed: int
 ) -> LoraParams:
     """A uniform within ± 1 / sqrt(inputs), as in PEFT, and B zero; sharded like the kernels they go with."""
-    tree: dict[str, Any] = {}
+    flat: dict[tuple[str, ...], Any] = {}
     for number, (path, (letters, shape)) in enumerate(
         leaf_letters(spec, params).items()
     ):
@@ -286,11 +258,8 @@ def first_values(
             functools.partial(_uniform, shape=shape, dtype=dtype, bound=bound),
             out_shardings=where,
         )
-        node = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = make(jax.random.fold_in(jax.random.key(seed), number))
-    return LoraParams(tree, spec)
+        flat[path] = make(jax.random.fold_in(jax.random.key(seed), number))
+    return LoraParams(unflatten_dict(flat), spec)
 
 
 def _uniform(
@@ -303,34 +272,17 @@ def _uniform(
 
 def combined(base: Mapping[str, Any], adapter: Mapping[str, Any]) -> dict[str, Any]:
     """One tree with the leaves of both: what the decoder with adapters takes. Nothing is copied."""
-    out = dict(base)
-    for key, value in adapter.items():
-        out[key] = combined(out[key], value) if isinstance(value, Mapping) else value
-    return out
+    return unflatten_dict(flatten_dict(dict(base)) | flatten_dict(dict(adapter)))
 
 
 def merged(base: Mapping[str, Any], adapter: LoraParams) -> dict[str, Any]:
     """The base with scale · A B added to its kernels, in float32; rounded once, to the kernels' dtype."""
     spec = adapter.spec
-    out = dict(base)
-
-    def change(
-        node: Mapping[str, Any], keys: tuple[str, ...], add: Callable[[Any], Any]
-    ) -> dict[str, Any]:
-        here = node[keys[0]]
-        return {
-            **node,
-            keys[0]: add(here) if len(keys) == 1 else change(here, keys[1:], add),
-        }
-
+    flat = flatten_dict(dict(base))
     for m in spec.modules:
-        a, b = adapter.pair(m)
-        out = change(
-            out,
-            (*m.keys, "kernel"),
-            functools.partial(_add, a=a, b=b, scale=spec.scale, module=m),
-        )
-    return out
+        path = (*m.keys, "kernel")
+        flat[path] = _add(flat[path], *adapter.pair(m), spec.scale, m)
+    return unflatten_dict(flat)
 
 
 def _add(

@@ -26,6 +26,9 @@ MIB = 1 << 20
 CPU_BUDGET = 2048  # more tokens at once are no faster there
 
 
+PARTS = ("parameters", "gradients", "moments", "activations", "logits", "kernel")
+
+
 @dataclass(frozen=True)
 class Memory:
     """Bytes on the fullest device during a step over `rows` rows of `length` tokens at once."""
@@ -43,14 +46,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return (
-            self.parameters
-            + self.gradients
-            + self.moments
-            + self.activations
-            + self.logits
-            + self.kernel
-        )
+        return sum(getattr(self, name) for name in PARTS)
 
     @property
     def fits(self) -> bool:
@@ -58,17 +54,9 @@ class Memory:
         return not self.at_hand or self.total <= SHARE * self.at_hand
 
     def __str__(self) -> str:
-        names = (
-            "parameters",
-            "gradients",
-            "moments",
-            "activations",
-            "logits",
-            "kernel",
-        )
         parts = ", ".join(
             f"{name} {human_bytes(getattr(self, name))}"
-            for name in names
+            for name in PARTS
             if getattr(self, name)
         )
         of = f" of {human_bytes(self.at_hand)} at hand" if self.at_hand else ""
@@ -95,7 +83,7 @@ def estimate(
     leaves = jax.tree.leaves(params)
     trained = bytes_per_device(leaves)
     held = bytes_per_device([*leaves, *jax.tree.leaves(frozen)])
-    count = bytes_per_device([_Like(leaf, 1) for leaf in leaves])
+    count = bytes_per_device(leaves, 1)
     remat = runtime.remat_of(config, rows, tokens)
     shards = runtime.layout.mesh.size if runtime.layout else 1
     here = -(-rows // min(rows, shards)) * tokens
@@ -120,19 +108,10 @@ def room(params: Any, frozen: Any = ()) -> int:
     what is free just now does not count."""
     leaves = jax.tree.leaves(params)
     fixed = jax.tree.leaves(frozen)
-    count = bytes_per_device([_Like(leaf, 1) for leaf in leaves])
+    count = bytes_per_device(leaves, 1)
     held = 2 * bytes_per_device(leaves) + bytes_per_device(fixed)
     free = least(capacity(leaves[0]), leaves[0], MIB)
     return max(0, int(SHARE * free) - held - 12 * count) // 2
-
-
-class _Like:
-    """An array's sharding with another item size, for counting."""
-
-    def __init__(self, array: Any, itemsize: int) -> None:
-        self.sharding = array.sharding
-        self.shape = array.shape
-        self.dtype = np.dtype(f"u{itemsize}")
 
 
 def least(number: int, array: Any, unit: int = 1) -> int:
@@ -173,9 +152,8 @@ def at_hand(array: Any, held: int) -> int:
 
         return int(psutil.virtual_memory().available * CPU_SHARE) + held
     free = int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
-    with contextlib.suppress(
-        ImportError
-    ):  # an engine may hold a part of the GPU's memory
+    # an engine may hold a part of the GPU's memory
+    with contextlib.suppress(ImportError):
         import cupy
 
         with cupy.cuda.Device(device.local_hardware_id):
@@ -193,15 +171,9 @@ def choose_budget(
 ) -> int:
     """The tokens of a micro-batch for the memory at hand: as many as fit; `samples`, `frozen` as for `estimate`."""
     platform = next(iter(jax.tree.leaves(params)[0].sharding.device_set)).platform
-    budgets = (
-        BUDGETS if platform != "cpu" else tuple(b for b in BUDGETS if b <= CPU_BUDGET)
-    )
-    at_once = next(
-        (
-            b
-            for b in budgets
-            if estimate(config, runtime, params, 1, b, samples, frozen).fits
-        ),
-        budgets[-1],
-    )
-    return least(at_once, jax.tree.leaves(params)[0])
+    budgets = [b for b in BUDGETS if b <= CPU_BUDGET or platform != "cpu"]
+    while len(budgets) > 1:
+        if estimate(config, runtime, params, 1, budgets[0], samples, frozen).fits:
+            break
+        del budgets[0]
+    return least(budgets[0], jax.tree.leaves(params)[0])

@@ -23,9 +23,9 @@ from flax import nnx
 
 from jvlab.trainer.decoder import _attention, _rope
 from jvlab.trainer.decoder._attention import softcap
-from jvlab.trainer.decoder._config import DecoderConfig
+from jvlab.trainer.decoder._config import ACTIVATIONS, DecoderConfig
 from jvlab.trainer.decoder._experts import Experts, Routes
-from jvlab.trainer.decoder._runtime import ACTIVATIONS, Linear, Runtime, parameter
+from jvlab.trainer.decoder._runtime import Linear, Runtime, parameter
 
 Params = Mapping[str, Any]
 Array = jax.Array | np.ndarray
@@ -366,17 +366,17 @@ def logits(
     params: Params,
     config: DecoderConfig,
     tokens: Array,
-    positions: Array | None = None,
     mask: Array | None = None,
     runtime: Runtime = Runtime(),  # noqa: B008 - frozen
 ) -> jax.Array:
     """Float32 logits [B, T, v] of the token after each token. Pure."""
     real = jnp.ones(tokens.shape, bool) if mask is None else jnp.asarray(mask, bool)
-    positions = positions_of(real) if positions is None else positions
     decoder = build(params, config, runtime)
     places, back = _first(real)
-    at = [places(jnp.asarray(x)) for x in (tokens, positions, real.astype(jnp.int32))]
-    hidden, _ = decoder.hidden(at[0], at[1], at[2])
+    segments = places(real.astype(jnp.int32))
+    hidden, _ = decoder.hidden(
+        places(jnp.asarray(tokens)), positions_of(segments), segments
+    )
     return decoder.unembed(decoder.head(), back(hidden))
 
 

@@ -17,14 +17,6 @@ from jvlab.trainer.decoder._config import DecoderConfig
 from jvlab.trainer.decoder._lora import LoraSpec
 from jvlab.trainer.decoder._sharding import Layout
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": partial(jax.nn.gelu, approximate=False),
-    "gelu_new": partial(jax.nn.gelu, approximate=True),
-    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
-    "relu": jax.nn.relu,
-}
-
 # What is kept of a layer's activations for its gradient: all, the results of matrix products, only its input. With the
 # last two, also what a fused attention kernel returned: as small as the input, and costly to compute again.
 REMAT = ("none", "dots", "full")
@@ -154,12 +146,9 @@ class Linear(nnx.Module):
         self.out = equation.partition("->")[2]
         letters = equation.partition("->")[0].partition(",")[2]
         self.kernel = parameter(shape, letters, layers)
-        self.lora = (
-            runtime.lora
-            if runtime.lora is not None and name in runtime.lora.names
-            else None
-        )
-        if self.lora is not None:
+        self.lora = None
+        if runtime.lora is not None and name in runtime.lora.names:
+            self.lora = runtime.lora
             given = equation.partition(",")[0]
             # x is [b, t, *what is summed over]
             self.shrink = f"{given},{letters[: len(given) - 2]}r->btr"
@@ -176,26 +165,13 @@ class Linear(nnx.Module):
         self.biased = bias
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = jnp.einsum(
-            self.equation,
-            x,
-            self.runtime.weight(self.kernel),
-            precision=self.runtime.precision,
-        )
+        weight = self.runtime.weight
+        product = partial(jnp.einsum, precision=self.runtime.precision)
+        y = product(self.equation, x, weight(self.kernel))
         if self.biased:
-            y = y + self.runtime.weight(self.bias)
+            y = y + weight(self.bias)
         if self.lora is not None:
-            low = jnp.einsum(
-                self.shrink,
-                x,
-                self.runtime.weight(self.lora_a),
-                precision=self.runtime.precision,
-            )
-            more = jnp.einsum(
-                self.expand,
-                low,
-                self.runtime.weight(self.lora_b),
-                precision=self.runtime.precision,
-            )
+            low = product(self.shrink, x, weight(self.lora_a))
+            more = product(self.expand, low, weight(self.lora_b))
             y = y + more * jnp.asarray(self.lora.scale, y.dtype)
         return self.runtime.place(y, self.out)

@@ -47,30 +47,14 @@ def mesh(spec: str | Mapping[str, int] | None = None, /, **axes: int) -> Mesh:
     >>> dict(jv.mesh(fsdp=1, tp=1).shape)
     {'fsdp': 1, 'tp': 1}
     """
-    if spec is not None:
-        if axes or not isinstance(spec, (str, Mapping)):
-            given = "as text and as arguments" if axes else f"as {type(spec).__name__}"
-            raise ConfigError(
-                f"a mesh is given {given}",
-                remedy='jv.mesh("fsdp=4,tp=2"), or jv.mesh(fsdp=4, tp=2), one of them',
-            )
-        read = MeshSpec.of(spec)
-        axes = dict(zip(read.names, read.sizes, strict=True))
+    if spec is not None and (axes or not isinstance(spec, (str, Mapping))):
+        raise ConfigError(
+            f"a mesh is given as {spec!r} and {axes}",
+            remedy='jv.mesh("fsdp=4,tp=2"), or jv.mesh(fsdp=4, tp=2), one of them',
+        )
+    read = MeshSpec.of(axes if spec is None else spec)  # raises for what is none
     devices = jax.devices()
-    axes = axes or {"fsdp": len(devices)}
-    for name, size in axes.items():
-        if name not in MESH_AXES:
-            raise ConfigError(
-                f"mesh axis {name!r} is not known",
-                remedy=f"axes: {', '.join(MESH_AXES)}",
-                axis=name,
-            )
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ConfigError(
-                f"mesh axis {name}={size!r}",
-                remedy="pass a whole number of at least 1",
-                axis=name,
-            )
+    axes = dict(zip(read.names, read.sizes, strict=True)) or {"fsdp": len(devices)}
     wanted = math.prod(axes.values())
     if wanted > len(devices):
         shape = ", ".join(f"{name}={size}" for name, size in axes.items())
@@ -202,14 +186,12 @@ def axes_of(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (part,) if isinstance(part, str) else part or ()
 
 
-def bytes_per_device(arrays: list[Any]) -> int:
-    """The largest number of bytes of these arrays on any one device."""
+def bytes_per_device(arrays: list[Any], itemsize: int | None = None) -> int:
+    """The largest number of bytes of these arrays on any one device; with an itemsize of 1 that of their elements."""
     held: dict[Any, int] = {}
     for array in arrays:
         for device in array.sharding.device_set:
-            size = (
-                math.prod(array.sharding.shard_shape(array.shape))
-                * array.dtype.itemsize
-            )
+            elements = math.prod(array.sharding.shard_shape(array.shape))
+            size = elements * (itemsize or array.dtype.itemsize)
             held[device] = held.get(device, 0) + size
     return max(held.values(), default=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import hashlib
 import json
 import math
@@ -17,6 +16,8 @@ import numpy as np
 
 from jvlab._errors import ConfigError, ModelError
 from jvlab.layout._checkpoint import encode_header
+from jvlab.layout._plan_types import numpy_dtype
+from jvlab.trainer._checks import check_choice, check_whole, meant
 from jvlab.trainer.models._families import (
     BOS_ID,
     EOS_ID,
@@ -26,7 +27,7 @@ from jvlab.trainer.models._families import (
     TURN_END_ID,
     Config,
     Init,
-    head_dim,
+    tensors,
 )
 
 # increment when the bytes for the same arguments change: invalidates cached directories
@@ -64,12 +65,7 @@ def tiny(
     2
     """
     config = _config(family, sizes)
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ConfigError(
-            f"seed={seed!r} is not a whole number from 0 up",
-            remedy="pass e.g. seed=0",
-            seed=seed,
-        )
+    check_whole("seed", seed, least=0)
     if path is None:
         key = hashlib.sha256(
             json.dumps([_FORMAT, seed, config], sort_keys=True).encode()
@@ -77,10 +73,11 @@ def tiny(
         target = cache_dir() / f"{family}-{key}"
     else:
         target = Path(path)
+    stamp = _dump({"format": _FORMAT, "seed": seed, "config": config})
     if not is_complete(target):
         with fresh_directory(target) as folder:
-            _write(folder, config, family, seed)
-    elif path is not None and _stamp(target) != _stamp_of(config, seed):
+            _write(folder, config, seed, stamp)
+    elif path is not None and _stamp(target) != stamp:
         raise ModelError(
             f"{target} already holds a different model",
             remedy="choose another path, or delete that directory first",
@@ -125,19 +122,19 @@ def _config(family: str, sizes: dict[str, object]) -> Config:
     """The family's config with the caller's sizes, checked."""
     if family not in FAMILIES:
         raise ConfigError(
-            f"no tiny model of family {family!r}" + _nearest(str(family), FAMILIES),
-            remedy="families: " + ", ".join(FAMILIES),
+            f"no tiny model of family {family!r}",
+            remedy=meant(family, FAMILIES),
             family=family,
         )
-    config = dict(FAMILIES[family].config)
+    config = dict(FAMILIES[family])
     if family == "gpt2":
         sizes = {GPT2_NAMES.get(name, name): value for name, value in sizes.items()}
     allowed = [name for name in config if name not in _FIXED]
     for name, value in sizes.items():
         if name not in allowed:
             raise ConfigError(
-                f"{family} has no size {name!r}" + _nearest(name, allowed),
-                remedy="sizes of this family: " + ", ".join(allowed),
+                f"{family} has no size {name!r}",
+                remedy=meant(name, allowed),
                 family=family,
                 size=name,
             )
@@ -156,35 +153,19 @@ def _config(family: str, sizes: dict[str, object]) -> Config:
     return config
 
 
-def _nearest(name: str, names: object) -> str:
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)  # type: ignore[call-overload]
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
 def _checked(family: str, name: str, value: object, default: object) -> object:
     """The value, if its type fits the default's."""
     if name == "dtype":
-        if value not in _DTYPES:
-            raise ConfigError(
-                f"dtype={value!r} is not one of {', '.join(_DTYPES)}",
-                remedy='e.g. dtype="bfloat16"',
-            )
+        check_choice(name, value, _DTYPES)
         return value
     if isinstance(value, np.generic):
         value = value.item()
+    if type(value) is int and isinstance(default, float):
+        value = float(value)
     if default is None or name == "sliding_window":
-        good = value is None or (
-            isinstance(value, int) and not isinstance(value, bool) and value > 0
-        )
-    elif isinstance(default, bool):
-        good = isinstance(value, bool)
-    elif isinstance(default, int):
-        good = isinstance(value, int) and not isinstance(value, bool) and value > 0
-    elif isinstance(default, float):
-        good = isinstance(value, int | float) and not isinstance(value, bool)
-        value = float(value) if good else value  # type: ignore[arg-type]
+        good = value is None or (type(value) is int and value > 0)
     else:
-        good = isinstance(value, type(default))
+        good = type(value) is type(default) and (type(value) is not int or value > 0)
     if not good:
         raise ConfigError(
             f"{name}={value!r} does not fit {family}: its default is {default!r}",
@@ -198,61 +179,36 @@ def _checked(family: str, name: str, value: object, default: object) -> object:
 
 
 def _check_heads(family: str, config: Config) -> None:
-    if family == "gpt2":
-        hidden = config["n_embd"]
-        kv = heads = config["n_head"]
-        dim = hidden // heads
-    else:
-        hidden = config["hidden_size"]
-        heads = config["num_attention_heads"]
-        kv = config["num_key_value_heads"]
-        dim = head_dim(config)
-    if "head_dim" not in config and hidden % heads:
-        raise ConfigError(
-            f"hidden size {hidden} is not a multiple of {heads} heads",
-            remedy="change one of the two",
-            family=family,
-        )
-    if heads % kv:
-        raise ConfigError(
-            f"{heads} heads are not a multiple of {kv} key-value heads",
-            remedy="change one of the two",
-            family=family,
-        )
-    if dim % 2:
-        raise ConfigError(
-            f"heads of {dim} are odd",
-            remedy="rotary positions need an even head size",
-            family=family,
-        )
-    for flag in ("attention_bias", "mlp_bias"):
-        if config.get(flag):
-            raise ConfigError(
-                f"{flag}=True is not written for {family}",
-                remedy="qwen2 and gpt2 have biases",
-                family=family,
-            )
+    hidden = config.get("hidden_size") or config["n_embd"]
+    heads = config.get("num_attention_heads") or config["n_head"]
+    kv = config.get("num_key_value_heads", heads)
     experts = config.get("num_local_experts", config.get("num_experts", 0))
     chosen = config.get("num_experts_per_tok", 0)
-    if chosen > experts:
-        raise ConfigError(
-            f"{chosen} experts per token of {experts}",
-            remedy="lower num_experts_per_tok",
-            family=family,
-        )
+    wrong = ""
+    if "head_dim" not in config and hidden % heads:
+        wrong = f"hidden size {hidden} is not a multiple of {heads} heads"
+    elif heads % kv:
+        wrong = f"{heads} heads are not a multiple of {kv} key-value heads"
+    elif config.get("head_dim", hidden // heads) % 2:
+        wrong = "heads are odd, and rotary positions need an even size"
+    elif chosen > experts:
+        wrong = f"{chosen} experts per token of {experts}"
+    for flag in ("attention_bias", "mlp_bias"):
+        if config.get(flag):
+            wrong = (
+                f"{flag}=True is not written for {family}: qwen2 and gpt2 have biases"
+            )
+    if wrong:
+        raise ConfigError(wrong, remedy="change one of the sizes", family=family)
 
 
-def _stamp_of(config: Config, seed: int) -> dict[str, object]:
-    return {"format": _FORMAT, "seed": seed, "config": config}
-
-
-def _stamp(folder: Path) -> dict[str, object]:
+def _stamp(folder: Path) -> str:
     file = folder / "jvlab.json"
-    return json.loads(file.read_text()) if file.is_file() else {}
+    return file.read_text() if file.is_file() else ""
 
 
-def _write(folder: Path, config: Config, family: str, seed: int) -> None:
-    length = config["n_positions" if family == "gpt2" else "max_position_embeddings"]
+def _write(folder: Path, config: Config, seed: int, stamp: str) -> None:
+    length = config.get("n_positions") or config["max_position_embeddings"]
     texts = _tokenizer(config["vocab_size"], length)
     texts["generation_config.json"] = _dump(
         {
@@ -263,12 +219,12 @@ def _write(folder: Path, config: Config, family: str, seed: int) -> None:
             "temperature": 1.0,
         }
     )
-    texts["jvlab.json"] = _dump(_stamp_of(config, seed))
+    texts["jvlab.json"] = stamp
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8", newline="\n")
     _write_weights(
         folder / "model.safetensors",
-        dict(FAMILIES[family].tensors(config)),
+        dict(tensors(config)),
         str(config["dtype"]),
         seed,
     )
@@ -311,18 +267,19 @@ def _tokenizer(vocab_size: int, max_length: int) -> dict[str, str]:
     }
 
 
-def _write_weights(file: Path, tensors: dict[str, Init], dtype: str, seed: int) -> None:
+def _write_weights(file: Path, inits: dict[str, Init], dtype: str, seed: int) -> None:
     """A safetensors file, written without the library, so that its bytes do not depend on a version of it."""
     with file.open("wb") as f:
         f.write(
             encode_header(
-                ((name, tensors[name].shape) for name in sorted(tensors)),
+                ((name, inits[name].shape) for name in sorted(inits)),
                 dtype,
                 {"format": "pt"},
             )
         )
-        for name in sorted(tensors):
-            f.write(_encode(_draw(name, tensors[name], seed), dtype))
+        for name in sorted(inits):
+            drawn = _draw(name, inits[name], seed)
+            f.write(drawn.astype(numpy_dtype(dtype)).tobytes())
 
 
 def _draw(name: str, init: Init, seed: int) -> np.ndarray:
@@ -333,22 +290,6 @@ def _draw(name: str, init: Init, seed: int) -> np.ndarray:
         math.prod(init.shape), dtype=np.float32
     ) * np.float32(init.std) + np.float32(init.mean)
     return values.reshape(init.shape)
-
-
-def _encode(values: np.ndarray, dtype: str) -> bytes:
-    match dtype:
-        case "float32":
-            return values.astype("<f4").tobytes()
-        case "float16":
-            return values.astype("<f2").tobytes()
-        case "bfloat16":  # not in numpy: round to nearest even on the bits
-            bits = values.astype("<f4").view(np.uint32)
-            return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
-        case _:
-            raise ConfigError(
-                f"dtype={dtype!r} is not one of {', '.join(_DTYPES)}",
-                remedy='e.g. dtype="bfloat16"',
-            )
 
 
 def _dump(value: object) -> str:

@@ -293,7 +293,7 @@ def test_the_dtype_of_the_output_head():
     assert not np.array_equal(wide, half), "masters that are not rounded"
     np.testing.assert_array_equal(of(head_dtype="float32"), exact)
     with pytest.raises(
-        ConfigError, match=r"(?s)dtype='int8'.*float32, bfloat16, float16"
+        ConfigError, match=r"(?s)dtype='int8'.*'float32', 'bfloat16', 'float16'"
     ):
         Policy.from_pretrained(model, head_dtype="int8")
     assert "float16 head" in repr(Policy.from_pretrained(model, head_dtype="float16"))
