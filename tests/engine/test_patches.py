@@ -16,18 +16,16 @@ from jvlab.engine import _patches, _vllm_versions
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("patch", _patches.PATCHES, ids=lambda patch: patch.name)
+@pytest.mark.parametrize(
+    "patch", _patches.PATCHES, ids=lambda patch: patch.install.__name__
+)
 def test_what_a_row_replaces_is_in_vllm(patch: _patches.Patch):
     assert not _vllm_versions.missing(patch.replaces)
 
 
 def test_every_row_says_why_and_when_it_can_go():
-    names = [patch.name for patch in _patches.PATCHES]
-    assert len(set(names)) == len(names)
     for patch in _patches.PATCHES:
-        assert patch.replaces or patch.install, patch.name
-        assert patch.why, patch.name
-        assert patch.until, patch.name
+        assert "Until " in (patch.install.__doc__ or ""), patch.install
 
 
 def test_the_table_needs_no_vllm():
@@ -50,8 +48,8 @@ def test_what_is_replaced_for_a_while_comes_back_as_it_was():
     with _patches.replacing((Theirs, "main", staticmethod(lambda: 2))):
         assert Theirs.main() == 2
     assert vars(Theirs)["main"] is before
-    with pytest.raises(AttributeError):
-        _patches.replacing((Theirs, "gone", 1))
+    with pytest.raises(AttributeError), _patches.replacing((Theirs, "gone", 1)):
+        pass
 
 
 def test_the_first_cosines_of_a_process_are_as_good_as_later_ones():

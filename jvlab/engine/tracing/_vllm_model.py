@@ -25,6 +25,11 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+from vllm.model_executor.layers.quantization.online.fp8 import (
+    OnlineLinearBase,
+    _is_tp_sharded,
+)
+from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -75,18 +80,6 @@ def _bare(module: torch.nn.Module, seen: dict[int, torch.nn.Module]) -> torch.nn
 
 
 # ----------------------------------------------------------------------------------------------------
-
-# 0.32.0; other versions quantise elsewhere, and their engines are then refused as "re-packed after loading"
-try:
-    from vllm.model_executor.layers.quantization.online.fp8 import (
-        OnlineLinearBase,
-        _is_tp_sharded,
-    )
-    from vllm.model_executor.layers.quantization.online.moe_base import (
-        OnlineMoEMethodBase,
-    )
-except ImportError:
-    OnlineLinearBase = OnlineMoEMethodBase = _is_tp_sharded = None  # pyright: ignore[reportAssignmentType]
 
 # MoE backends that compute from the loader's own format
 _IN_PLACE_MOE = ("TRITON", "BATCHED_TRITON")
@@ -400,8 +393,8 @@ def derived_well(layer: Any) -> bool:
 def online_method(layer: torch.nn.Module) -> QuantizeMethodBase | None:
     """The layer's method if it quantises what the loader brings, after loading."""
     method = getattr(layer, "quant_method", None)
-    known = tuple(filter(None, (OnlineLinearBase, OnlineMoEMethodBase)))
-    return method if isinstance(method, known) else None
+    online = isinstance(method, OnlineLinearBase | OnlineMoEMethodBase)
+    return method if online else None
 
 
 def block_method(layer: torch.nn.Module) -> QuantizeMethodBase | None:
@@ -417,8 +410,6 @@ def block_method(layer: torch.nn.Module) -> QuantizeMethodBase | None:
 def ranks_sharing(layer: Any) -> tuple[int, int]:
     """(place, size) of this rank among those that vLLM takes the maximum of this layer's values over."""
     method: Any = layer.quant_method
-    if OnlineMoEMethodBase is None or _is_tp_sharded is None:
-        return 0, 1
     experts = isinstance(method, OnlineMoEMethodBase)
     size = int(method.moe.tp_size if experts else layer.tp_size)
     group = group_of("ep" if experts else "tp")

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from jvlab._errors import Unsupported, VerifyError
-from jvlab.engine import _vllm_versions
 from jvlab.engine._modules import (
     as_integers,
     format_of,
@@ -67,14 +66,6 @@ class Reloads:
             layer in self.held
             and fingerprint(layer, self.kept[layer]) == self.held[layer]
         )
-
-
-def unable() -> str:
-    """Why layers can't be reloaded with the installed vLLM; empty if they can."""
-    lacking = _vllm_versions.missing(_vllm_versions.RELOADED)
-    if not lacking:
-        return ""
-    return f"this vLLM has no layerwise reload that jvlab knows: {', '.join(lacking)}"
 
 
 def reload_layer(

@@ -634,8 +634,6 @@ class Weights:
                 # rearranged: perhaps of the same shape, but not as the loader writes it
                 slot.live = None
         self.groups = list(groups.values())
-        if any(g.reloaded for g in self.groups) and (why := _reload.unable()):
-            raise Unsupported(why, remedy="launch without quantization")
         for slot in by_name.values():
             if not slot.groups:
                 raise Unsupported(
