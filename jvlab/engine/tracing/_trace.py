@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -524,39 +523,6 @@ def parameter_aliases(model: torch.nn.Module) -> list[tuple[str, str]]:
             if canonical != name:
                 pairs.append((name, canonical))
     return pairs
-
-
-def model_digest(model: torch.nn.Module) -> str:
-    """A digest of every parameter and buffer: names, shapes, strides, dtypes, and values where they are not on meta."""
-    state = hashlib.sha256()
-    named = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    for name, t in named:
-        state.update(
-            repr(
-                (
-                    name,
-                    type(t).__name__,
-                    tuple(t.shape),
-                    t.stride(),
-                    t.dtype,
-                    t.device.type,
-                )
-            ).encode()
-        )
-        if not t.is_meta:
-            state.update(
-                t.detach()
-                .contiguous()
-                .reshape(-1)
-                .view(torch.uint8)
-                .cpu()
-                .numpy()
-                .tobytes()
-            )
-    return state.hexdigest()
 
 
 def torch_dtype(name: str, tensor: str) -> torch.dtype:

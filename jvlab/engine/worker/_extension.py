@@ -29,29 +29,6 @@ class WorkerExtension:
 
         def __getattr__(self, name: str) -> Any: ...
 
-    def jv_trace(self, tensors: list[list[Any]]) -> dict[str, Any]:
-        """Where this rank's loader puts every checkpoint element; moves nothing.
-
-        The names say whether they are the model's tensors, an adapter's or the draft model's; errors of the last two
-        are returned, as below.
-        """
-        from jvlab.engine.tracing._lora_slots import is_adapter
-        from jvlab.engine.tracing._trace import trace_worker
-        from jvlab.engine.tracing._vllm_model import DRAFT
-
-        names = [t[0] for t in tensors]
-        if is_adapter(names):
-            return self._jv().trace_adapter(tensors)
-        if names and all(name.startswith(DRAFT) for name in names):
-            return self._jv().trace_draft(tensors)
-        return trace_worker(self, tensors)
-
-    def jv_digest(self) -> str:
-        """A digest over every parameter and buffer of the live model."""
-        from jvlab.engine.tracing._trace import model_digest
-
-        return model_digest(self.get_model())  # type: ignore[attr-defined]
-
     def _jv(self) -> WorkerSync:
         from jvlab.engine.worker._rank_sync import WorkerSync
 
@@ -63,7 +40,17 @@ class WorkerExtension:
 
 # methods of `WorkerSync`, which says what they do: `jv_open` of a worker calls its `open`, and so on
 CALLS = (
-    *("open", "prepare", "move", "verify", "commit", "abandon", "check", "close"),
+    *(
+        "trace",
+        "open",
+        "prepare",
+        "move",
+        "verify",
+        "commit",
+        "abandon",
+        "check",
+        "close",
+    ),
     *("peek", "begin_hidden", "hidden", "end_hidden", "capture_routes"),
     *("release_shadows", "clear_kv", "clears_new_blocks"),
 )

@@ -313,7 +313,7 @@ class IpcRank:
                 "no_direct": error.message,
             }
         names = [self._names[t] for t in self._export.numbers]
-        return {"handles": [json.dumps(plain)], "bytes": self.bytes, "names": names}
+        return {"handles": [json.dumps(plain)], "names": names}
 
     def prepare(self, terms: dict[str, Any]) -> dict[str, Any]:
         """Store the terms; the first staged sync of a link also allocates and exports the shadows."""
@@ -322,11 +322,10 @@ class IpcRank:
         self._verify = terms["verify"]
         self._arrived = False
         if self._mode == "direct" or self._shadows_exported:
-            return {"need": 0, "handles": []}
-        need = self._export.shadow_bytes
+            return {}
         plain = self._export.export(True)
         self._shadows_exported = True
-        return {"need": need, "handles": [json.dumps(plain)]}
+        return {"handles": [json.dumps(plain)]}
 
     def move(self) -> dict[str, Any]:
         """The device is idle and the trainer may write."""
@@ -381,7 +380,7 @@ class IpcRank:
             if self._sums is not None:
                 self._compare(self._export.sums(False), self._sums)
         self._arrived = False
-        return {"bytes": self.bytes}
+        return {}
 
     def _check_live_memory(self) -> None:
         """Raise unless the exported memory is still the model's: a reload or a wake-up may have replaced it."""
@@ -410,7 +409,7 @@ class IpcRank:
         """Stop writes; shadows stay, as the trainer maps them."""
         self._export.revoke()
         self._arrived = False
-        return {"closed": False}
+        return {}
 
     def release_shadows(self) -> None:
         """Free the shadows; the next staged sync allocates and exports new ones."""

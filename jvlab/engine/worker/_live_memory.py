@@ -58,11 +58,8 @@ def scatter(
         _scatter_on_device(box, data, target)
         return
     count = box.nbytes // target.element_size()
-    # torch warns about read-only buffers; this view of the same bytes avoids it
-    if data.readonly:
-        data = memoryview(_writable(data))
     source = torch.frombuffer(
-        data, dtype=target.dtype, count=count, offset=box.at
+        _writable(data), dtype=target.dtype, count=count, offset=box.at
     ).view(box.shape)
     _copy(
         target.as_strided(box.shape, box.strides, target.storage_offset() + box.offset),
@@ -84,8 +81,7 @@ def patch(
             continue
         if not part.count:
             continue
-        # writable, as the scatter is compiled for
-        memory = np.frombuffer(memoryview(_writable(data)), np.uint8)
+        memory = np.frombuffer(_writable(data), np.uint8)
         _sparse.put(
             bits(target).view(f"u{part.item}"),
             _sparse.positions_of(part, memory),
@@ -97,7 +93,7 @@ def patch(
 
 
 def _writable(data: memoryview) -> ctypes.Array[Any]:
-    """The same memory, for reading; the caller keeps `data` alive meanwhile."""
+    """The same memory, for reading, as torch and compiled loops take no other; the caller keeps `data` alive."""
     start = np.frombuffer(data, np.uint8).ctypes.data
     return (ctypes.c_char * data.nbytes).from_address(start)
 
@@ -299,19 +295,11 @@ def experts_in_order(
         or getattr(kernel, "_use_zentorch", True)
     ):
         return None
-    order = _panel(isa, packed.shape[2], packed.dtype)
-    if order is None or packed.shape[1] % PANEL:
+    back = _panel(isa, packed.shape[2], packed.dtype)
+    if back is None or packed.shape[1] % PANEL:
         return None
-    sizes, strides = order
-    experts, outputs, inputs = packed.shape
-    panels = packed.detach().contiguous().view(-1)
-    spread = torch.as_strided(
-        panels,
-        (experts * outputs // PANEL, *sizes),
-        (PANEL * inputs, *strides),
-        panels.storage_offset(),
-    )
-    return _without_padding(spread.reshape(experts, outputs, inputs), name, shape)
+    panels = packed.detach().reshape(-1, len(back))
+    return _without_padding(panels[:, back].view(packed.shape), name, shape)
 
 
 def _without_padding(
@@ -334,12 +322,10 @@ def _without_padding(
 
 
 @functools.lru_cache(maxsize=64)
-def _panel(
-    isa: str, inputs: int, dtype: torch.dtype
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Sizes and strides that unpack a panel of packed outputs; None if no strides do.
+def _panel(isa: str, inputs: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """For each element of a panel of outputs its place in the packed panel; None if panels are not packed alike.
 
-    Found by packing numbered elements, one base-256 digit at a time (every dtype has those); tested on a random panel.
+    Found by packing numbered elements, one base-256 digit at a time (every dtype has those); tested on random panels.
     """
     from vllm._custom_ops import cpu_prepack_moe_weight
 
@@ -351,40 +337,10 @@ def _panel(
         digit = (index // unit % 256).to(dtype).view(1, PANEL, inputs)
         place += cpu_prepack_moe_weight(digit, isa).reshape(-1).to(torch.int64) * unit
         unit *= 256
-    if not torch.equal(torch.sort(place).values, index):
-        return None
-    # position of each element of the plain panel in the packed one
     back = torch.argsort(place)
-    found = _as_strides(back)
     test = torch.randn(2, 2 * PANEL, inputs).to(dtype)
-    if found is None:
-        return None
-    packed = cpu_prepack_moe_weight(test, isa)
-    spread = torch.as_strided(packed, (4, *found[0]), (count, *found[1]))
-    return found if torch.equal(spread.reshape(test.shape), test) else None
-
-
-def _as_strides(places: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """places[i] as Σ digits(i)·strides, innermost last; None if it is no such sum."""
-    sizes: list[int] = []
-    strides: list[int] = []
-    rest = places
-    while len(rest) > 1:
-        step = int(rest[1] - rest[0])
-        run = 2
-        while run < len(rest) and int(rest[run] - rest[run - 1]) == step:
-            run += 1
-        while len(rest) % run:
-            run -= 1
-        lines = rest.view(-1, run)
-        if run < 2 or not torch.equal(
-            lines - lines[:, :1], (torch.arange(run) * step).expand_as(lines)
-        ):
-            return None
-        sizes.insert(0, run)
-        strides.insert(0, step)
-        rest = lines[:, 0]
-    return tuple(sizes), tuple(strides)
+    packed = cpu_prepack_moe_weight(test, isa).reshape(-1, count)
+    return back if torch.equal(packed[:, back].view(test.shape), test) else None
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from jvlab._errors import JvlabError, SyncError, TransportError, Unsupported
 from jvlab._files import Plain
 from jvlab.engine.tracing import _lora_slots, _vllm_model
 from jvlab.engine.tracing._lora_slots import AdapterSlot
-from jvlab.engine.tracing._trace import trace_worker_draft
+from jvlab.engine.tracing._trace import trace_worker, trace_worker_draft
 from jvlab.engine.tracing._vllm_model import DRAFT, DraftWeights, bare_model
 from jvlab.engine.worker import _fault_injection, _poison
 from jvlab.engine.worker._live_memory import peek
@@ -159,18 +159,14 @@ class BucketRank:
 
     def _unbind(self) -> None:
         """Let this thread use all cores of the process: vLLM binds its main thread to one, and threads inherit that."""
-        if self._cores:
-            os.sched_setaffinity(0, self._cores)
+        os.sched_setaffinity(0, self._cores)
         if self.weights.device.type == "cuda":
             # a new thread starts with device 0
             torch.cuda.set_device(self.weights.device)
 
     def open(self) -> Plain:
-        """The number of bytes that a sync moves to this rank."""
-        return {
-            "handles": [],
-            "bytes": sum(b.nbytes for b in self._receivers.ledger.buckets.values()),
-        }
+        """Nothing is exported: the trainer sends."""
+        return {}
 
     def prepare(self, terms: Plain) -> Plain:
         """Allocate what a sync needs."""
@@ -181,7 +177,7 @@ class BucketRank:
             free = torch.cuda.mem_get_info(self.weights.device)[0]
         else:  # ranks on a CPU share one memory
             free = available_bytes() // max(1, self.plan.ranks)
-        need = self.weights.prepare(
+        self.weights.prepare(
             self._version,
             terms["mode"],
             terms["verify"],
@@ -189,11 +185,10 @@ class BucketRank:
             terms.get("base", ""),
             terms.get("mark", ""),
         )
+        if not terms.get("mark"):
+            return {}
         holds = {"rank": self.rank, "holds_base": self.weights.sparse}
-        return {
-            "need": need,
-            "handles": [json.dumps(holds)] if terms.get("mark") else [],
-        }
+        return {"handles": [json.dumps(holds)]}
 
     def move(self) -> Plain:
         """Receive buckets from now on; returns at once."""
@@ -217,11 +212,10 @@ class BucketRank:
         return {
             "done": done,
             "digests": weights.digests(weights.found) if done else [],
-            "evidence": weights.evidence.counts() if done else {},
+            "evidence": dict(Counter(weights.how.values())) if done else {},
             "seconds": {**receivers.clock.seconds, **weights.clock.seconds},
             "bytes": receivers.ledger.bytes,
             "missing": describe_missing(receivers.ledger.missing()),
-            "dropped": receivers.dropped,
         }
 
     def commit(self) -> Plain:
@@ -233,15 +227,12 @@ class BucketRank:
                 f"rank {self.rank}: commit without all weights: {missing} did not arrive"
             )
         self.weights.commit()
-        return {
-            "bytes": receivers.ledger.bytes,
-            "reloaded": self.weights.reloads.seconds,
-        }
+        return {"reloaded": self.weights.reloads.seconds}
 
     def abandon(self) -> Plain:
         """End the threads and free the shadows; channels in use are closed."""
         self._stop()
-        return {"closed": self._receivers.closed}
+        return {}
 
     def release_shadows(self) -> None:
         """Free the shadows; the next staged sync allocates new ones."""
@@ -312,8 +303,6 @@ def _open_channels(
 
 def cores_of_process() -> set[int]:
     """The cores of all threads of this process: OpenMP has bound each of its threads to one."""
-    if not hasattr(os, "sched_getaffinity"):
-        return set()
     cores: set[int] = set()
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
@@ -489,14 +478,17 @@ class WorkerSync:
         return self._drafter
 
     @returns_errors
-    def trace_draft(self, tensors: list[list[Any]]) -> Plain:
-        """Where the draft model's tensors go on this rank."""
-        return trace_worker_draft(self._worker, tensors)
+    def trace(self, tensors: list[list[Any]]) -> Plain:
+        """Where this rank's loader puts every checkpoint element; moves nothing.
 
-    @returns_errors
-    def trace_adapter(self, tensors: list[list[Any]]) -> Plain:
-        """Where an adapter's tensors go in a slot of this rank."""
-        return _lora_slots.trace_worker_adapter(self._worker, tensors)
+        The names say whether they are the model's tensors, an adapter's or the draft model's.
+        """
+        names = [tensor[0] for tensor in tensors]
+        if _lora_slots.is_adapter(names):
+            return _lora_slots.trace_worker_adapter(self._worker, tensors)
+        if names and all(name.startswith(DRAFT) for name in names):
+            return trace_worker_draft(self._worker, tensors)
+        return trace_worker(self._worker, tensors)
 
     def _close(self) -> None:
         if self.link is not None:
@@ -582,8 +574,8 @@ class WorkerSync:
 
     @returns_errors
     def abandon(self) -> Plain:
-        """Abandon the sync. "closed": whether the link must be opened again."""
-        return {"closed": True} if self.link is None else self.link.abandon()
+        """Abandon the sync, if there is one."""
+        return {} if self.link is None else self.link.abandon()
 
     @returns_errors
     def release_shadows(self) -> Plain:
@@ -633,11 +625,9 @@ class WorkerSync:
         """Return the experts of each token with its request's output; rank 0 only: all choose the same."""
         from jvlab.engine.worker._routes import RouteCapture
 
-        return {
-            "layers": len(RouteCapture(self._worker.model_runner))
-            if self.rank == 0
-            else 0
-        }
+        if self.rank == 0:
+            RouteCapture(self._worker.model_runner)
+        return {}
 
     @returns_errors
     def begin_hidden(self) -> Plain:

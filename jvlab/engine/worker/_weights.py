@@ -14,7 +14,6 @@ import copy
 import threading
 import time
 import zlib
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -265,107 +264,14 @@ class WeightSlot:
 
 # multiplications that a check may spend on reading kernels back whole; seconds on two cores
 MAX_PRODUCTS = 4e10
-CHUNK = 1 << 20  # elements searched at once for negative zeros
-
-
-@dataclass
-class KernelCheck:
-    """A pending check that a kernel holds what arrived."""
-
-    number: int
-    name: str
-    packed: PackedLayer
-    expected: _live_memory.Expected
-
-    def passes(self) -> bool:
-        kernel = packed_kernel({**self.packed.layer.__dict__, **self.packed.attributes})
-        return kernel is not None and self.expected.agrees(
-            kernel, self.packed.holds(self.name)
-        )
 
 
 @dataclass
 class KernelRecord:
-    """What a kernel was found to hold."""
+    """What a packed kernel was found to hold."""
 
     expected: _live_memory.Expected
     zeros: int  # what negative zeros add to the digest; kernels lose their sign
-
-
-@dataclass
-class Evidence:
-    """A rank's evidence about its targets: how each digest was obtained, and pending checks of packed kernels."""
-
-    how: dict[int, str] = field(default_factory=dict)
-    pending: list[KernelCheck] = field(default_factory=list)
-    # of the last commit, for later checks
-    kernels: dict[int, KernelRecord] = field(default_factory=dict)
-    arrived: dict[int, KernelRecord] = field(default_factory=dict)  # of this sync
-    checks: int = 0
-
-    def begin(self) -> None:
-        """Start a new sync; the records of earlier commits stay."""
-        self.how = {}
-        self.pending = []
-        self.arrived = {}
-
-    def commit(self) -> None:
-        """The kernels now hold what arrived."""
-        self.kernels |= self.arrived
-        self.arrived = {}
-
-    def run_checks(self, until: float) -> list[int]:
-        """Check kernels until that time; returns the targets whose kernel does not hold what arrived."""
-        wrong = []
-        while self.pending:
-            check = self.pending.pop()
-            if not check.passes():
-                wrong.append(check.number)
-            if time.monotonic() >= until:
-                break
-        return wrong
-
-    def counts(self) -> dict[str, int]:
-        """Number of targets by kind of evidence."""
-        return dict(Counter(self.how.values()))
-
-
-def record(
-    weights: Weights,
-    slot: WeightSlot,
-    name: str,
-    packed: PackedLayer,
-    raw: torch.Tensor,
-) -> None:
-    """A layer was reprocessed: record the digest of what it holds for this target; a packed kernel is checked later."""
-    number = slot.number
-    evidence = weights.evidence
-    kernel = packed_kernel(packed.attributes) if name == "weight" else None
-    if kernel is not None:
-        weights.found[number] = found = weights.digest(slot, raw)
-        weights.pointers[number] = raw.data_ptr()
-        evidence.how[number] = "sampled"
-        seed = zlib.crc32(slot.info.name.encode()) ^ weights.version
-        expected = _live_memory.expected(raw, seed)
-        zeros = (
-            (found - weights.digest(slot, raw + 0)) & MASK
-            if _has_signed_zero(raw)
-            else 0
-        )
-        evidence.arrived[number] = KernelRecord(expected, zeros)
-        evidence.pending.append(KernelCheck(number, name, packed, expected))
-        return
-    evidence.how.pop(number, None)
-    memory, how = _unpacked(packed.layer, name, packed.holds(name), slot)
-    if memory is None:
-        weights.found[number] = weights.digest(slot, raw)
-        evidence.how[number] = "unread"
-    # else it is missing, and has no digest
-    elif tuple(memory.shape) == slot.info.shape:
-        weights.found[number] = weights.digest(slot, memory)
-        evidence.how[number] = how
-        if slot.live is not None:
-            weights.pointers[number] = memory.data_ptr()
 
 
 def _unpacked(
@@ -397,116 +303,7 @@ def _unpacked(
 
 def _has_signed_zero(raw: torch.Tensor) -> bool:
     values = bits(flat(raw))
-    sign = np.iinfo(values.dtype).min
-    return any(
-        bool((values[at : at + CHUNK] == sign).any())
-        for at in range(0, values.size, CHUNK)
-    )
-
-
-# Between syncs -----------------------------------------------------------------------------------------------------
-
-
-def check(weights: Weights) -> tuple[dict[int, int], dict[int, str]]:
-    """(digests of what the engine computes with now, how each was obtained); none for a target that is missing."""
-    found: dict[int, int] = {}
-    how: dict[int, str] = {}
-    now = _live_memory.by_name(weights.model)
-    left = MAX_PRODUCTS
-    # reloaded layers: do they hold what the reload left there?
-    held: dict[Any, bool] = {}
-    numbers = list(weights.slots)
-    weights.evidence.checks += 1
-    # if not all can be read back whole, rotate
-    first = weights.evidence.checks * 7 % max(1, len(numbers))
-    for number in numbers[first:] + numbers[:first]:
-        slot = weights.slots[number]
-        groups = [g for g in slot.groups if not g.derived]
-        live = now.get(slot.info.name) if slot.live is not None else None
-        if live is not None and format_of(live) == slot.format:
-            found[number] = weights.digest(slot, live)
-            how[number] = "live"
-        for group in groups:
-            if not group.reloaded:
-                left -= _check_packed(weights, slot, group, left, found, how)
-                continue
-            if group.layer not in held:
-                held[group.layer] = weights.reloads.unchanged(group.layer)
-            if held[group.layer] and number in weights.committed:
-                found[number] = weights.committed[number]
-                how[number] = "reloaded"
-        if slot.kind == OPAQUE and number in weights.committed:
-            found[number] = weights.committed[number]
-            how[number] = "loader"
-    return found, how
-
-
-def _check_packed(
-    weights: Weights,
-    slot: WeightSlot,
-    group: PackGroup,
-    left: float,
-    found: dict[int, int],
-    how: dict[int, str],
-) -> float:
-    """Check what one packed layer holds of a target; returns the multiplications it took."""
-    number = slot.number
-    layer = group.layer
-    name = next(n for n, k in group.names.items() if k == number)
-    kernel = packed_kernel(layer.__dict__) if name == "weight" else None
-    if kernel is None:
-        memory, way = _unpacked(layer, name, own_parameters(layer).get(name), slot)
-        if memory is None and number in weights.committed:
-            found[number] = weights.committed[number]
-            how[number] = "unread"
-        elif memory is not None and tuple(memory.shape) == slot.info.shape:
-            found[number] = weights.digest(slot, memory)
-            how[number] = way
-        return 0.0
-    shape = slot.info.shape
-    parameter = own_parameters(layer).get(name)
-    cost = float(shape[0]) * shape[1] * shape[1]
-    known = weights.evidence.kernels.get(number)
-    finite = known is None or bool(torch.isfinite(known.expected.product).all())
-    if finite and cost <= left:
-        held = _live_memory.whole(kernel, parameter, shape, slot.dtype)
-        _compare_whole(weights, slot, held, found, how)
-        return cost
-    if (
-        known is not None
-        and number in weights.committed
-        and known.expected.agrees(kernel, parameter)
-    ):
-        found.setdefault(number, weights.committed[number])
-        how[number] = "sampled"
-    else:
-        found.pop(number, None)
-    return 0.0
-
-
-def _compare_whole(
-    weights: Weights,
-    slot: WeightSlot,
-    held: torch.Tensor | None,
-    found: dict[int, int],
-    how: dict[int, str],
-) -> None:
-    number = slot.number
-    if held is None:
-        found.pop(number, None)
-        return
-    how[number] = "read back"
-    plain = weights.digest(slot, held)
-    # it has live memory too (a tied head): the kernel must hold the same
-    if number in found:
-        live = _live_memory.by_name(weights.model)[slot.info.name]
-        if not torch.equal(held, live.detach().reshape(held.shape)):
-            found.pop(number)
-    elif number in weights.evidence.kernels:
-        found[number] = (plain + weights.evidence.kernels[number].zeros) & MASK
-    # not synced over this link: zeros are assumed to be positive, as their sign can't be read back
-    else:
-        found[number] = plain
+    return bool((values == np.iinfo(values.dtype).min).any())
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -546,7 +343,14 @@ class Weights:
         self.found: dict[int, int] = {}
         self.pointers: dict[int, int] = {}  # of the memory that was digested
         self.committed: dict[int, int] = {}
-        self.evidence = Evidence()
+        self.how: dict[int, str] = {}  # by target: the kind of evidence
+        # packed kernels that hold what arrived, if a check passes
+        self._pending: list[tuple[int, PackedLayer, _live_memory.Expected]] = []
+        self._kernels: dict[
+            int, KernelRecord
+        ] = {}  # of the last commit, for later checks
+        self._arrived: dict[int, KernelRecord] = {}  # of this sync
+        self._checks = 0
         # the mark of the sync that left what is here now; empty: unknown, or written to since
         self.base = ""
         self._mark = ""  # of this sync
@@ -732,7 +536,9 @@ class Weights:
         if any(slot.kept is None for slot in self._packed_slots()):
             self.sparse = False
         self._renewed = set()
-        self.evidence.begin()
+        self.how = {}
+        self._pending = []
+        self._arrived = {}
         for group in self.groups:
             group.left = set(group.names.values())
         if mode == "staged":
@@ -873,7 +679,34 @@ class Weights:
         """Record this memory's digest as the target's."""
         self.found[slot.number] = self.digest(slot, memory)
         self.pointers[slot.number] = memory.data_ptr()
-        self.evidence.how[slot.number] = how
+        self.how[slot.number] = how
+
+    def _record_packed(
+        self, slot: WeightSlot, name: str, packed: PackedLayer, raw: torch.Tensor
+    ) -> None:
+        """A layer was reprocessed: record the digest of what it holds for this target; a kernel is checked later."""
+        number = slot.number
+        if name == "weight" and packed_kernel(packed.attributes) is not None:
+            self._record(slot, raw, "sampled")
+            seed = zlib.crc32(slot.info.name.encode()) ^ self.version
+            expected = _live_memory.expected(raw, seed)
+            zeros = 0
+            if _has_signed_zero(raw):
+                zeros = (self.found[number] - self.digest(slot, raw + 0)) & MASK
+            self._arrived[number] = KernelRecord(expected, zeros)
+            self._pending.append((number, packed, expected))
+            return
+        memory, how = _unpacked(packed.layer, name, packed.holds(name), slot)
+        self.how.pop(number, None)
+        if memory is None:
+            self.found[number] = self.digest(slot, raw)
+            self.how[number] = "unread"
+        # else it is missing, and has no digest
+        elif tuple(memory.shape) == slot.info.shape:
+            self.found[number] = self.digest(slot, memory)
+            self.how[number] = how
+            if slot.live is not None:
+                self.pointers[number] = memory.data_ptr()
 
     def digest(self, slot: WeightSlot, memory: torch.Tensor) -> int:
         """The digest of the elements that boxes write, in memory of the target's format."""
@@ -915,7 +748,7 @@ class Weights:
         for name, number in group.names.items():
             if self.wanted(self.slots[number]):
                 with self.clock.timed("digest"):
-                    record(self, self.slots[number], name, packed, raw[name])
+                    self._record_packed(self.slots[number], name, packed, raw[name])
         for number in group.names.values():
             slot = self.slots[number]
             if not any(g.left for g in slot.groups):
@@ -940,13 +773,21 @@ class Weights:
 
     def confirm(self, until: float) -> bool:
         """Check what packed kernels hold, in the engine's own thread; False if there are more to check."""
-        if not self.evidence.pending:
+        if not self._pending:
             return True
         with self.clock.timed("digest"):
-            for number in self.evidence.run_checks(until):
-                # the kernel does not hold what was digested
-                self.found.pop(number, None)
-        return not self.evidence.pending
+            while self._pending:
+                number, packed, expected = self._pending.pop()
+                layer = packed.layer
+                kernel = packed_kernel({**layer.__dict__, **packed.attributes})
+                if kernel is None or not expected.agrees(
+                    kernel, packed.holds("weight")
+                ):
+                    # it does not hold what was digested
+                    self.found.pop(number, None)
+                if time.monotonic() >= until:
+                    break
+        return not self._pending
 
     def end(self) -> None:
         """Everything has arrived; in direct mode, load and derive what needs whole tensors."""
@@ -988,7 +829,7 @@ class Weights:
                 f"rank {self.rank}: {self.slots[waiting[0]].info.name} did not arrive",
                 remedy="sync again",
             )
-        if self.evidence.pending:
+        if self._pending:
             raise SyncError(
                 f"rank {self.rank}: commit before verify was done",
                 remedy="verify comes first",
@@ -1009,7 +850,8 @@ class Weights:
         self._check_live_memory()
         self.committed = dict(self.found)
         self.base = self._mark
-        self.evidence.commit()
+        self._kernels |= self._arrived
+        self._arrived = {}
         self._packed = []
 
     def _check_live_memory(self) -> None:
@@ -1097,8 +939,98 @@ class Weights:
         return found
 
     def check(self) -> tuple[dict[int, int], dict[int, str]]:
-        """Digests of what the engine computes with now, and how each was obtained (`_live_memory`)."""
-        return check(self)
+        """(digests of what the engine computes with now, how each was obtained); none for a target that is missing."""
+        found: dict[int, int] = {}
+        how: dict[int, str] = {}
+        now = _live_memory.by_name(self.model)
+        left = MAX_PRODUCTS
+        numbers = list(self.slots)
+        self._checks += 1
+        # if not all can be read back whole, rotate
+        first = self._checks * 7 % max(1, len(numbers))
+        for number in numbers[first:] + numbers[:first]:
+            slot = self.slots[number]
+            live = now.get(slot.info.name) if slot.live is not None else None
+            if live is not None and format_of(live) == slot.format:
+                found[number] = self.digest(slot, live)
+                how[number] = "live"
+            for group in slot.groups:
+                if group.derived:
+                    continue
+                if not group.reloaded:
+                    left -= self._check_packed(slot, group, left, found, how)
+                elif number in self.committed and self.reloads.unchanged(group.layer):
+                    found[number] = self.committed[number]
+                    how[number] = "reloaded"
+            if slot.kind == OPAQUE and number in self.committed:
+                found[number] = self.committed[number]
+                how[number] = "loader"
+        return found, how
+
+    def _check_packed(
+        self,
+        slot: WeightSlot,
+        group: PackGroup,
+        left: float,
+        found: dict[int, int],
+        how: dict[int, str],
+    ) -> float:
+        """Check what one packed layer holds of a target; returns the multiplications it took."""
+        number = slot.number
+        layer = group.layer
+        name = next(n for n, k in group.names.items() if k == number)
+        parameter = own_parameters(layer).get(name)
+        kernel = packed_kernel(layer.__dict__) if name == "weight" else None
+        if kernel is None:
+            memory, way = _unpacked(layer, name, parameter, slot)
+            if memory is None and number in self.committed:
+                found[number] = self.committed[number]
+                how[number] = "unread"
+            elif memory is not None and tuple(memory.shape) == slot.info.shape:
+                found[number] = self.digest(slot, memory)
+                how[number] = way
+            return 0.0
+        shape = slot.info.shape
+        cost = float(shape[0]) * shape[1] * shape[1]
+        known = self._kernels.get(number)
+        finite = known is None or bool(torch.isfinite(known.expected.product).all())
+        if finite and cost <= left:
+            held = _live_memory.whole(kernel, parameter, shape, slot.dtype)
+            self._compare_whole(slot, held, found, how)
+            return cost
+        if (
+            known is not None
+            and number in self.committed
+            and known.expected.agrees(kernel, parameter)
+        ):
+            found.setdefault(number, self.committed[number])
+            how[number] = "sampled"
+        else:
+            found.pop(number, None)
+        return 0.0
+
+    def _compare_whole(
+        self,
+        slot: WeightSlot,
+        held: torch.Tensor | None,
+        found: dict[int, int],
+        how: dict[int, str],
+    ) -> None:
+        number = slot.number
+        if held is None:
+            found.pop(number, None)
+            return
+        how[number] = "read back"
+        # it has live memory too (a tied head): the kernel must hold the same
+        if number in found:
+            live = _live_memory.by_name(self.model)[slot.info.name]
+            if not torch.equal(held, live.detach().reshape(held.shape)):
+                found.pop(number)
+            return
+        # not synced over this link: zeros are assumed to be positive, as their sign can't be read back
+        known = self._kernels.get(number)
+        zeros = 0 if known is None else known.zeros
+        found[number] = (self.digest(slot, held) + zeros) & MASK
 
 
 def _required(tensor: torch.Tensor | None) -> torch.Tensor:

@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 import torch
 
 from jvlab._errors import CoverageError, TraceError
-from jvlab.engine.tracing._trace import model_digest, parameter_aliases, trace_model
+from jvlab.engine.tracing._trace import parameter_aliases, trace_model
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import LIVE, OPAQUE
@@ -21,6 +21,7 @@ from jvlab.layout._proof import prove
 from jvlab.layout._tree import MeshSpec, leaf_from_spec
 from jvlab.layout._types import Axis, Binding, CheckpointTensor, RankLayout
 from tests.engine.tracing import trace_oracle as oracle
+from tests.engine.tracing.model_digest import model_digest
 
 pytestmark = pytest.mark.vllm
 
