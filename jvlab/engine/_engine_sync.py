@@ -24,6 +24,7 @@ from jvlab._errors import (
 from jvlab._files import Plain
 from jvlab.engine import _vllm
 from jvlab.engine.worker import _fault_injection
+from jvlab.engine.worker._ipc_core import handles_of, values_of
 from jvlab.wire import _core_channel
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._sync_words import (
@@ -75,14 +76,6 @@ class SyncState:
         if self.terms is not None:
             return "ready"
         return "dirty" if self.dirty else "old"
-
-    def opened(self, link: str) -> None:
-        """A link was opened; it replaces an older one."""
-        self.link = link
-
-    def closed(self) -> None:
-        """The link was closed."""
-        self.link = ""
 
     def check_link(self, link: str) -> None:
         """Refuse orders of a link that is not this replica's."""
@@ -176,7 +169,8 @@ class SyncState:
 
     def discard(self) -> None:
         """The weights are gone (sleep level 2): what memory holds after a wake is not a version."""
-        self.dirty = self.discarded = True
+        self.dirty = True
+        self.discarded = True
 
     def need_clean(self) -> None:
         """Raise if generation would read parts of two versions, or no weights at all."""
@@ -217,9 +211,11 @@ async def core_order(sync: EngineSync, request: pb.RolloutSyncRequest) -> None:
     """An order that the trainer gave the core too. Raises on failure; `sync.at` names the phase."""
     match tuple(request.phases):
         case phases if phases == ORDER["direct"]:
-            await direct_sync(sync, Terms.read(request.terms).check(), request)
+            terms = Terms.read(request.terms).check()
+            await _before_bytes(sync, terms)
+            await sync.run_to_completion(_core_sync(sync, terms, request))
         case phases if phases == BEFORE_BYTES["staged"]:
-            await prepare_staged(sync, Terms.read(request.terms).check(), request)
+            await prepare_staged(sync, request)
         case phases if phases == (Phase.VERIFY, *SWAP):
             await verify_and_swap(sync, request)
         case _:
@@ -242,9 +238,9 @@ async def _ask_core(
     return reply
 
 
-async def _before_bytes(sync: EngineSync, mode: str, terms: Terms) -> None:
-    """Enter and note the phases of a mode until the first byte is written."""
-    for phase in (phase.word for phase in BEFORE_BYTES[mode]):
+async def _before_bytes(sync: EngineSync, terms: Terms) -> None:
+    """Enter and note the phases until the first byte is written."""
+    for phase in (phase.word for phase in BEFORE_BYTES[terms.mode]):
         given = terms if phase == "prepare" else None
         sync.at = phase
         sync.state.check(phase, given)
@@ -254,11 +250,10 @@ async def _before_bytes(sync: EngineSync, mode: str, terms: Terms) -> None:
         sync.state.did(phase, given)
 
 
-async def prepare_staged(
-    sync: EngineSync, terms: Terms, request: pb.RolloutSyncRequest
-) -> None:
+async def prepare_staged(sync: EngineSync, request: pb.RolloutSyncRequest) -> None:
     """PREPARE and MOVE of a staged sync."""
-    await _before_bytes(sync, "staged", terms)
+    terms = Terms.read(request.terms).check()
+    await _before_bytes(sync, terms)
     reply = await _ask_core(sync, "prepare", terms, request)
     sync.at = reply["stage"] or sync.at
     checked(reply["answers"])
@@ -286,7 +281,7 @@ async def swap(
 
     `before`: the state before VERIFY, for when they differ.
     """
-    for phase in (phase.word for phase in SWAP[:2]):
+    for phase in ("halt", "commit"):
         sync.at = phase
         sync.state.check(phase)
         await sync.enter(phase)
@@ -349,17 +344,10 @@ async def _go_on(sync: EngineSync, resumed: bool) -> None:
     sync.state.did("go_on")
 
 
-async def direct_sync(
-    sync: EngineSync, terms: Terms, request: pb.RolloutSyncRequest
-) -> None:
-    """Run every phase. Raises on failure; `sync.at` names the phase."""
-    await _before_bytes(sync, "direct", terms)
-    await sync.run_to_completion(_core_sync(sync, terms, request))
-
-
 async def _core_sync(
     sync: EngineSync, terms: Terms, request: pb.RolloutSyncRequest
 ) -> None:
+    """All of a direct sync, in the core. Raises on failure; `sync.at` names the phase."""
     resume = sync.core_may_resume
     reply = await _ask_core(sync, "direct", terms, request)
     sync.at = "verify" if reply["stage"] == "verify" else "move"
@@ -484,9 +472,6 @@ class EngineSync:
         # what the ranks exported in this call, for the trainer to attach
         self.exports: list[str] = []
         self.wanted: Plain = {}
-        self._admitted = 0.0
-        # VERIFY has already applied the commit to the engine
-        self._engine_labelled = False
         # of each rank's digests, where it returns bare values
         self.names: dict[int, list[str]] = {}
         self.linked = LinkedAdapter()
@@ -506,9 +491,7 @@ class EngineSync:
             self.exports = []
             self._evidence = Counter()
             self._reloaded = {}
-            self._whole = {pb.VERIFY, pb.COMMIT} <= set(request.phases)
             self.nonfinite = request.nonfinite
-            self._moves = {pb.HALT, pb.MOVE} <= set(request.phases)
             self.at = "open"
             outcome = pb.ReplicaOutcome(replica=self._replica)
             try:
@@ -582,17 +565,6 @@ class EngineSync:
         """Call every worker; raises the first error that one of them returns, as its own class."""
         return checked(await self.llm.collective_rpc(method, args=args))
 
-    async def _ask_and_label(
-        self, method: str, args: tuple[Any, ...], terms: Terms
-    ) -> list[Plain]:
-        """The same, and apply the commit to the engine, in one round trip."""
-        recompute = terms.kv == "recompute"
-        return checked(
-            await _vllm.finish(
-                self.llm, method, args, terms.version, recompute, self.nonfinite
-            )
-        )
-
     # A link -------------------------------------------------------------------------------------------------------
 
     async def _open(self, link: str, order: pb.RolloutOpen, seconds: float) -> None:
@@ -625,7 +597,7 @@ class EngineSync:
         self.linked.open = self.linked.open or self.drafts
         self._ipc = order.transport == "ipc"
         await self._open_core_channel(self._ipc)
-        self.state.opened(link)
+        self.state.link = link
 
     async def _close(self, link: str) -> None:
         self.state.check_link(link)
@@ -633,7 +605,7 @@ class EngineSync:
             await self._abandon()
         await self._open_core_channel(False)
         await self.ask("jv_close")
-        self.state.closed()
+        self.state.link = ""
 
     async def _open_core_channel(self, wanted: bool) -> None:
         if wanted or self.core_channel:
@@ -658,7 +630,7 @@ class EngineSync:
         terms = Terms.read(request.terms).check() if phase == "prepare" else None
         self.state.check(phase, terms)
         run = {
-            "prepare": lambda: self.prepare(terms),
+            "prepare": lambda: self._prepare(terms),
             "halt": self._halt,
             "move": self._move,
             "verify": lambda: self._verify(
@@ -667,14 +639,9 @@ class EngineSync:
             "commit": lambda: self.run_to_completion(self._commit()),
             "go_on": self._go_on,
             "check": lambda: self._check(request.digests),
-        }.get(phase)
-        if run is None:
-            raise SyncError(
-                f"no such phase: {phase}",
-                remedy="install the same jvlab version for gateway and replica",
-            )
+        }
         await self.enter(phase)
-        await self._timed(phase, run())
+        await self._timed(phase, run[phase]())
         if phase != "commit":
             self.state.did(phase, terms)
 
@@ -688,13 +655,11 @@ class EngineSync:
         """A new sync: raises if the weights have no memory."""
         self.need_weights()
         self._bytes = 0
-        self._admitted = 0.0
-        self._engine_labelled = False
         self.wanted = for_workers(terms)
         if self.state.dirty:  # it holds no base that changes could be added to
             self.wanted["base"] = ""
 
-    async def prepare(self, terms: Terms | None) -> None:
+    async def _prepare(self, terms: Terms | None) -> None:
         assert terms is not None  # checked before
         self.begin(terms)
         # a direct ipc sync allocates nothing, and MOVE carries the terms
@@ -704,33 +669,16 @@ class EngineSync:
     async def _halt(self) -> None:
         assert self.state.terms is not None
         self._halted = time.perf_counter()
-        pause = _vllm.pause(self.llm, self.state.terms.pause, False)
-        if not (self._ipc and self._moves):
-            await pause
-            return
-        # Both calls are sent together: the trainer writes after our reply, when the pause is complete.
-        _, admitted = await asyncio.gather(pause, self.ask("jv_move", self.wanted))
-        self._admitted = max(a["seconds"] for a in admitted)
+        await _vllm.pause(self.llm, self.state.terms.pause, False)
 
     async def _move(self) -> None:
-        if self._admitted:  # its time was part of the halt's: subtract it there
-            at = next(k for k, (name, _) in enumerate(self._seconds) if name == "halt")
-            self._seconds[at] = ("halt", self._seconds[at][1] - self._admitted)
-            self._seconds.append(("admit", self._admitted))
-            self._admitted = 0.0
-            return
         await self.ask("jv_move", *([self.wanted] if self._ipc else []))
 
     async def _verify(self, expected: pb.ReplicaDigests, seconds: float) -> None:
         """Collect the workers' digests. Polls: a worker that waits keeps the engine from generating."""
         terms = self.state.terms
         assert terms is not None
-        if early := self._ipc and self._whole and terms.mode == "direct":
-            # Live memory is already written and generation is halted: the commit is applied to the engine in the same
-            # round trip. If digests differ, the replica is dirty, and the next commit is applied again.
-            answers = await self._ask_and_label("jv_verify", (POLL_SECONDS,), terms)
-        else:
-            answers = await self._verified(seconds)
+        answers = await self._verified(seconds)
         parts = ("scatter", "digest", "repack", "load")
         self.note(
             {
@@ -738,14 +686,10 @@ class EngineSync:
                 for part in parts
             }
         )
-        one_rank = len(answers) == 1 and list(expected.parameters) == self.names.get(0)
-        values = np.array(expected.values, np.uint64).tobytes() if one_rank else b""
         self.take(
             answers,
             None if terms.verify == "off" else lambda: claimed_digests(expected),
-            values,
         )
-        self._engine_labelled = early
 
     async def _verified(self, seconds: float) -> list[Plain]:
         end = time.monotonic() + seconds
@@ -771,7 +715,7 @@ class EngineSync:
         """Compare the workers' digests with the trainer's; `values`: the trainer's, in the order of ranks."""
         self._bytes = sum(a["bytes"] for a in answers)
         self._note_evidence(answers)
-        if expected is not None and not (values and values == _values(answers)):
+        if expected is not None and not (values and values == values_of(answers)):
             self._found = digests_of(answers, self.names)
             self._compare(expected(), whole=True)
         self._moved = lambda: digests_of(answers, self.names)
@@ -786,13 +730,8 @@ class EngineSync:
             wrong += [k for k in self._found if k not in expected]
         self._differing = [f"{name} (rank {rank})" for name, rank in sorted(set(wrong))]
         if self._differing:
-            more = (
-                f" and {len(self._differing) - 3} more"
-                if len(self._differing) > 3
-                else ""
-            )
             raise errors.VerifyError(
-                f"{self._replica} does not hold the trainer's bits: {', '.join(self._differing[:3])}{more} differ",
+                f"{self._replica} does not hold the trainer's bits: {first_names(self._differing)} differ",
                 remedy="sync again; if it differs again, look at report.differing and pool.peek",
             )
 
@@ -834,14 +773,17 @@ class EngineSync:
     async def _commit(self) -> None:
         terms = self.state.terms
         assert terms is not None
-        if self._ipc and not self._engine_labelled:
-            await self._ask_and_label("jv_commit", (), terms)
-        elif not self._ipc:
+        recompute = terms.kv == "recompute"
+        if self._ipc:
+            # in one round trip
+            finish = _vllm.finish(self.llm, terms.version, recompute, self.nonfinite)
+            checked(await finish)
+        else:
             for answer in await self.ask("jv_commit"):
                 for layer, seconds in answer["reloaded"].items():
                     self._reloaded[layer] = max(seconds, self._reloaded.get(layer, 0.0))
             self.note({"reload": sum(self._reloaded.values())})
-            await _vllm.invalidate_kv(self.llm, recompute=terms.kv == "recompute")
+            await _vllm.invalidate_kv(self.llm, recompute)
             await self.llm.update_weight_version(str(terms.version))
             if self.nonfinite:
                 await _vllm.poison(self.llm)
@@ -898,12 +840,9 @@ def checked(answers: list[Plain]) -> list[Plain]:
     """The answers; raises the first error that a worker returned, as its own class."""
     failed = [a for a in answers if a.get("error")]
     if failed:
-        kind = getattr(errors, failed[0].get("kind", ""), SyncError)
-        kind = (
-            kind
-            if isinstance(kind, type) and issubclass(kind, JvlabError)
-            else SyncError
-        )
+        kind = getattr(errors, failed[0].get("kind", ""), None)
+        if not (isinstance(kind, type) and issubclass(kind, JvlabError)):
+            kind = SyncError
         text = "; ".join(dict.fromkeys(a["error"] for a in failed))
         raise kind(
             text, remedy=failed[0].get("remedy", ""), ranks=[a["rank"] for a in failed]
@@ -911,20 +850,10 @@ def checked(answers: list[Plain]) -> list[Plain]:
     return answers
 
 
-def handles_of(answers: list[Plain]) -> list[str]:
-    """The ranks' exports, in order of ranks."""
-    return [
-        text
-        for a in sorted(answers, key=lambda a: a["rank"])
-        for text in a.get("handles", ())
-    ]
-
-
-def _values(answers: list[Plain]) -> bytes:
-    """Digests of ranks that returned bare values, in order of ranks."""
-    return b"".join(
-        a.get("values", b"") for a in sorted(answers, key=lambda a: a["rank"])
-    )
+def first_names(names: list[str]) -> str:
+    """The first three, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def digests_of(answers: list[Plain], names: dict[int, list[str]]) -> Digests:

@@ -138,27 +138,22 @@ class ReplicaGate:
             return
         seen: list[int] = []
         progress = _Progress()
-        dropped = asyncio.Event()
         _seen.set(seen)  # this task's own context, which vLLM's tasks inherit
         # Among the engine's tasks in flight, so that a fenced replica drops it with the others.
-        # no deadline: it is cancelled below
-        watch = self._engine.spawn(asyncio.Event().wait())
-        watch.add_done_callback(lambda _: dropped.set())
+        # no deadline: it ends when it is cancelled, below or by the engine
+        dropped = self._engine.spawn(asyncio.Event().wait())
+        if scope["path"] == TOKENS:
+            send = naming_tokens(send)
         work = asyncio.ensure_future(
             self._app(
                 scope,
                 _until(dropped, body, receive),
-                self._labelling(
-                    naming_tokens(send) if scope["path"] == TOKENS else send,
-                    seen,
-                    progress,
-                ),
+                self._labelling(send, seen, progress),
             )
         )
-        dropping = asyncio.create_task(dropped.wait())
         try:
             # no deadline: a client waits as long as it likes; leaving ends it
-            await asyncio.wait({work, dropping}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work, dropped}, return_when=asyncio.FIRST_COMPLETED)
             # vLLM is told that the client disconnected, and aborts the request in the engine
             if not work.done():
                 await asyncio.wait({work}, timeout=DROP_SECONDS)
@@ -176,8 +171,7 @@ class ReplicaGate:
                 return
             await work
         finally:
-            watch.cancel()
-            dropping.cancel()
+            dropped.cancel()
             work.cancel()
 
     def _check(self, body: bytes) -> None:
@@ -265,7 +259,7 @@ class _Progress:
         return self.is_stream
 
 
-def _until(dropped: asyncio.Event, body: bytes, receive: Any) -> Any:
+def _until(dropped: asyncio.Task[Any], body: bytes, receive: Any) -> Any:
     """`receive` for vLLM's app: the body that was read, then what follows, a disconnect once the request is dropped."""
     given = False
 
@@ -275,14 +269,12 @@ def _until(dropped: asyncio.Event, body: bytes, receive: Any) -> Any:
             given = True
             return {"type": "http.request", "body": body, "more_body": False}
         incoming = asyncio.ensure_future(receive())
-        gone = asyncio.ensure_future(dropped.wait())
         try:
             # no deadline: vLLM listens for a disconnect; the request's end cancels it
-            await asyncio.wait({incoming, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({incoming, dropped}, return_when=asyncio.FIRST_COMPLETED)
             # no deadline: the task is done
             return incoming.result() if incoming.done() else {"type": "http.disconnect"}
         finally:
-            gone.cancel()
             incoming.cancel()
 
     return received
@@ -469,6 +461,5 @@ def _arguments(engine: Engine, token: str) -> Any:
     parsed.served_model_name = list(
         dict.fromkeys([names] if isinstance(names, str) else names)
     )
-    parsed.chat_template = None
     parsed.enable_scale_out = True  # /inference/v1/generate: tokens in, tokens out
     return parsed

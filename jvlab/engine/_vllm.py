@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 import time
 from collections import deque
 from typing import Any
@@ -50,10 +49,8 @@ class Meter:
 
     def reset(self) -> None:
         """Count from 0 again."""
-        self.running = self.waiting = self.generated = self.prompt = self.queries = (
-            self.hits
-        ) = 0
-        self.drafted = self.accepted = 0
+        self.running = self.waiting = self.generated = self.prompt = 0
+        self.queries = self.hits = self.drafted = self.accepted = 0
         # version -> tokens drafted, accepted; of the newest versions
         self.drafts: dict[int, tuple[int, int]] = {}
         self.kv_use = 0.0
@@ -158,9 +155,8 @@ def start_engine(arguments: dict[str, Any], meter: Meter) -> Any:
         for logger in manager.stat_loggers
         if isinstance(logger, PrometheusStatLogger)
     ]
-    manager.stat_loggers = [
-        logger for logger in manager.stat_loggers if logger not in exporters
-    ]
+    for exporter in exporters:
+        manager.stat_loggers.remove(exporter)
     setattr(engine, EXPORTERS, exporters)
     labelling_stats(engine.engine_core)
     return engine
@@ -202,22 +198,17 @@ async def invalidate_kv(engine: Any, recompute: bool) -> None:
         raise SyncError(
             "vLLM did not reset its prefix cache", remedy='sync with pause="abort"'
         )
-    if engine.vllm_config.model_config.is_multimodal_model:
+    if is_multimodal(engine):
         await engine.reset_encoder_cache()
 
 
 async def finish(
-    engine: Any,
-    method: str,
-    args: tuple[Any, ...],
-    version: int,
-    recompute: bool,
-    nonfinite: bool,
+    engine: Any, version: int, recompute: bool, nonfinite: bool
 ) -> list[Any]:
-    """Call a worker method, invalidate KV of older weights and set the new version, in one round trip."""
-    arguments = (method, list(args), str(version), recompute, nonfinite)
+    """Commit in the workers, invalidate KV of older weights and set the new version, in one round trip."""
+    arguments = (str(version), recompute, nonfinite)
     answers = await engine.engine_core.call_utility_async("jv_finish", *arguments)
-    if engine.vllm_config.model_config.is_multimodal_model:
+    if is_multimodal(engine):
         await engine.reset_encoder_cache()
     return answers
 
@@ -232,14 +223,10 @@ async def core_channel(engine: Any, wanted: bool) -> tuple[list[str], bool]:
 
     And whether the core began a sync over the previous channel that no order of ours followed.
     """
-    # one core of several
-    if (
-        sys.platform != "linux"
-        or engine.vllm_config.parallel_config.data_parallel_size > 1
+    # one core of several, or one in its trainer's process
+    if engine.vllm_config.parallel_config.data_parallel_size > 1 or getattr(
+        engine.engine_core, "in_process", False
     ):
-        return [], False
-    # its trainer is in this process
-    if getattr(engine.engine_core, "in_process", False):
         return [], False
     invitation, unheard = await engine.engine_core.call_utility_async(
         "jv_open_core_channel", wanted
@@ -275,13 +262,9 @@ def sampling(values: dict[str, Any], has_tokenizer: bool) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    if isinstance(values.get("logit_bias"), dict):  # JSON turned its keys into strings
-        values = {
-            **values,
-            "logit_bias": {
-                int(token): bias for token, bias in values["logit_bias"].items()
-            },
-        }
+    if isinstance(bias := values.get("logit_bias"), dict):
+        # JSON turned its keys into strings
+        values = {**values, "logit_bias": {int(k): v for k, v in bias.items()}}
     # Stop strings need vLLM's incremental detokenizer; otherwise one decode at the end is cheaper.
     detokenize = has_tokenizer and bool(values.get("stop") or values.get("bad_words"))
     ours = {
@@ -382,6 +365,8 @@ def facts(engine: Any) -> dict[str, Any]:
     config = engine.vllm_config
     name, version = _vllm_versions.build()
     drafting = config.speculative_config
+    drafter = getattr(drafting, "draft_model_config", None)
+    drafts = bool(drafting) and not drafting.method.startswith(DRAFTS_FROM_TEXT)
     lora = config.lora_config
     return {
         "vllm_version": version,
@@ -397,9 +382,9 @@ def facts(engine: Any) -> dict[str, Any]:
         "has_tokenizer": not config.model_config.skip_tokenizer_init,
         "architecture": config.model_config.architecture,
         "speculative": str(drafting.method) if drafting else "",
-        "draft_weights": bool(drafting)
-        and not str(drafting.method).startswith(DRAFTS_FROM_TEXT),
-        "draft_model": _draft_folder(drafting),
+        "draft_weights": drafts,
+        # where its weights were read from; some are the model's own
+        "draft_model": str(drafter.model) if drafts and drafter is not None else "",
         "max_adapters": (lora.max_cpu_loras or lora.max_loras) if lora else 0,
         "block_size": config.cache_config.block_size,
         "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1",
@@ -407,24 +392,14 @@ def facts(engine: Any) -> dict[str, Any]:
         or "",
         "graph_tokens": _graph_tokens(config),
         "quantization": str(config.model_config.quantization or ""),
-        "routed_experts": "ids"
-        if getattr(getattr(config, "aux_output_config", None), "enabled", False)
-        else "",
+        "routed_experts": "ids" if config.aux_output_config.enabled else "",
     }
-
-
-def _draft_folder(drafting: Any) -> str:
-    """Where the draft model's weights were read from; empty if it has none."""
-    model = getattr(drafting, "draft_model_config", None)
-    text = drafting and str(drafting.method).startswith(DRAFTS_FROM_TEXT)
-    return str(model.model) if model is not None and not text else ""
 
 
 def _graph_tokens(config: Any) -> int:
     """The largest step, in tokens, that a CUDA graph was captured for; 0 if there are no graphs."""
     compiled = config.compilation_config
     mode = getattr(compiled.cudagraph_mode, "name", "NONE")
-    cuda = str(config.device_config.device_type) == "cuda"
-    return (
-        int(compiled.max_cudagraph_capture_size or 0) if cuda and mode != "NONE" else 0
-    )
+    if config.device_config.device_type != "cuda" or mode == "NONE":
+        return 0
+    return int(compiled.max_cudagraph_capture_size or 0)

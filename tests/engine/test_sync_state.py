@@ -130,9 +130,9 @@ def test_refusals_change_nothing():
             Terms(version=1, **{field: value}).check()
     with pytest.raises(SyncError, match="linked to nobody"):
         state.check_link("a")
-    state.opened("a")
+    state.link = "a"
     state.check_link("a")
-    state.opened("b")
+    state.link = "b"
     with pytest.raises(SyncError, match="linked to b"):
         state.check_link("a")
 
