@@ -493,7 +493,7 @@ class EngineSync:
             self._reloaded = {}
             self.nonfinite = request.nonfinite
             self.at = "open"
-            outcome = pb.ReplicaOutcome(replica=self._replica)
+            failure: dict[str, str] = {}
             try:
                 if request.HasField("open"):
                     await self._open(
@@ -507,43 +507,44 @@ class EngineSync:
                     await core_order(self, request)
                 else:
                     swaps = self._ipc and is_swap(self, request)
-                    for number in (
-                        request.phases[: -len(SWAP)] if swaps else request.phases
-                    ):
+                    steps = request.phases[: -len(SWAP)] if swaps else request.phases
+                    for number in steps:
                         self.at = Phase(number).word
                         await self._phase(self.at, request)
                     if swaps:
                         self.state.check_link(request.link)
                         await swap(self, request)
             except JvlabError as error:
-                outcome.failed = self.at
-                outcome.error = str(error)
-                outcome.kind = type(error).__name__
+                kind = type(error).__name__
+                failure = {"failed": self.at, "error": str(error), "kind": kind}
             except Exception as error:
                 if isinstance(error, _vllm.dead_errors()) or await self._is_dying():
                     raise  # reported as a lost replica, not as a phase that failed
-                outcome.failed = self.at
-                outcome.error = f"{type(error).__name__}: {error}"
-            committed = pb.COMMIT in request.phases and not outcome.failed
-            outcome.state = "committed" if committed else self.state.standing
-            outcome.version = self.state.version
-            outcome.bytes = self._bytes
-            outcome.seconds.extend(
-                pb.PhaseSeconds(name=n, seconds=s) for n, s in self._seconds
+                text = f"{type(error).__name__}: {error}"
+                failure = {"failed": self.at, "error": text}
+            committed = pb.COMMIT in request.phases and not failure
+            # if nothing differs, they equal the trainer's
+            told = pb.CHECK in request.phases or self._differing
+            found = sorted(self._found.items()) if told else []
+            outcome = pb.ReplicaOutcome(
+                replica=self._replica,
+                state="committed" if committed else self.state.standing,
+                version=self.state.version,
+                bytes=self._bytes,
+                seconds=[pb.PhaseSeconds(name=n, seconds=s) for n, s in self._seconds],
+                found=pb.ReplicaDigests(
+                    replica=self._replica,
+                    parameters=[name for (name, _), _ in found],
+                    ranks=[rank for (_, rank), _ in found],
+                    values=[value for _, value in found],
+                ),
+                exports_json=self.exports,
+                core_channel=self.core_channel if request.HasField("open") else [],
+                differing=self._differing,
+                evidence=self._evidence,
+                reloaded=self._reloaded,
+                **failure,
             )
-            # else they equal the trainer's
-            if pb.CHECK in request.phases or self._differing:
-                rows = sorted(self._found.items())
-                outcome.found.parameters.extend(name for (name, _), _ in rows)
-                outcome.found.ranks.extend(rank for (_, rank), _ in rows)
-                outcome.found.values.extend(value for _, value in rows)
-            outcome.found.replica = self._replica
-            outcome.exports_json.extend(self.exports)
-            if request.HasField("open"):
-                outcome.core_channel.extend(self.core_channel)
-            outcome.differing.extend(self._differing)
-            outcome.evidence.update(self._evidence)
-            outcome.reloaded.update(self._reloaded)
             return pb.RolloutSyncReply(outcome=outcome)
 
     async def _is_dying(self) -> bool:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
-from jvlab._errors import LayoutError, SyncError, Unsupported, VerifyError
+from jvlab._errors import LayoutError, Unsupported, VerifyError
 from jvlab.engine._modules import format_of
 from jvlab.engine.worker._live_memory import Addresses, by_name, flat, some
 from jvlab.layout._digest import in_sample
@@ -87,9 +86,7 @@ class IpcExport:
         self._token = secrets.randbits(61)
         self._pinned = cupy().cuda.alloc_pinned_memory(8)
         self._permit_value = np.frombuffer(self._pinned, np.uint64, 1)
-        self._permit: torch.Tensor | None = torch.zeros(
-            1, dtype=torch.int64, device=f"cuda:{self.device}"
-        )
+        self._permit = torch.zeros(1, dtype=torch.int64, device=f"cuda:{self.device}")
         self._room: torch.Tensor | None = None
         self._shadows: dict[int, torch.Tensor] = {}
         self._pointers: dict[bool, Any] = {}
@@ -113,15 +110,6 @@ class IpcExport:
 
     # Export -------------------------------------------------------------------------------------------------------
 
-    @property
-    def shadow_bytes(self) -> int:
-        """Bytes that the shadows would take; 0 once they are allocated."""
-        return (
-            0
-            if self._room is not None
-            else sum(-(-flat(t).nbytes // ALIGN) * ALIGN for t in self.live.values())
-        )
-
     def export(self, staged: bool) -> dict[str, Any]:
         """Handles and offsets of live memory, or of the shadows; plain values only."""
         memory = self._memory(staged)
@@ -135,7 +123,7 @@ class IpcExport:
             ]
             for t in self.numbers
         ]
-        permit = exports.add(self._own_permit().data_ptr(), 8, "the permit")
+        permit = exports.add(self._permit.data_ptr(), 8, "the permit")
         torch.cuda.synchronize(self.device)
         return {
             **exports.plain(),
@@ -155,7 +143,8 @@ class IpcExport:
         return self._shadows
 
     def _make_shadows(self) -> None:
-        need = self.shadow_bytes
+        sizes = {t: flat(tensor).nbytes for t, tensor in self.live.items()}
+        need = sum(-(-size // ALIGN) * ALIGN for size in sizes.values())
         free, _ = torch.cuda.mem_get_info(self.device)
         try:
             self._room = torch.empty(
@@ -171,54 +160,43 @@ class IpcExport:
             ) from e
         at = 0
         for t, tensor in self.live.items():
-            size = flat(tensor).nbytes
+            size = sizes[t]
             room = self._room[at : at + size].view(tensor.dtype)
             self._shadows[t] = torch.as_strided(
                 room, tensor.size(), tensor.stride(), room.storage_offset()
             )
             at += -(-size // ALIGN) * ALIGN
 
-    def _own_permit(self) -> torch.Tensor:
-        if self._permit is None:
-            raise SyncError(
-                f"rank {self.rank}: this export is closed", remedy="open the link again"
-            )
-        return self._permit
-
     # One sync -----------------------------------------------------------------------------------------------------
 
     def admit(self, version: int) -> None:
         """Writers of this version may write from now on; our own kernels on the device have ended."""
         torch.cuda.synchronize(self.device)
-        self._grant(self._own_permit(), self._token + version)
+        self._grant(self._token + version)
         self._stream.synchronize()
 
     def revoke(self, wait: bool = True) -> None:
         """No writer may write from now on; without `wait`, from before the digests on."""
-        if self._permit is not None:
-            self._grant(self._permit, 0)
-            if wait:
-                self._stream.synchronize()
+        self._grant(0)
+        if wait:
+            self._stream.synchronize()
 
-    def _grant(self, permit: torch.Tensor, value: int) -> None:
+    def _grant(self, value: int) -> None:
         """By a copy, not a kernel: that would need a context switch from the trainer's process to ours."""
         self._permit_value[0] = value
         runtime = cupy().cuda.runtime
         with cupy().cuda.Device(self.device):
             runtime.memcpyAsync(
-                permit.data_ptr(),
+                self._permit.data_ptr(),
                 self._pinned.ptr,
                 8,
                 runtime.memcpyHostToDevice,
                 self._stream.ptr,
             )
 
-    def digests(
-        self, staged: bool = False, chosen: Iterable[int] | None = None
-    ) -> dict[int, int]:
+    def digests(self, staged: bool = False) -> dict[int, int]:
         """Digests by target, of live memory or of the shadows; elements that no box writes are left out."""
-        found = dict(zip(self.numbers, self.sums(staged).tolist(), strict=True))
-        return found if chosen is None else {t: found[t] for t in chosen}
+        return dict(zip(self.numbers, self.sums(staged).tolist(), strict=True))
 
     def sums(self, staged: bool = False) -> np.ndarray:
         """The digests alone, in the order of `numbers`."""
@@ -228,11 +206,6 @@ class IpcExport:
 
     def swap(self) -> None:
         """Copy the shadows into live memory: the addresses that CUDA graphs hold stay valid."""
-        if self._room is None:
-            raise SyncError(
-                f"rank {self.rank}: no shadow to swap in",
-                remedy="export with staged=True, then move",
-            )
         torch.cuda.synchronize(self.device)
         self._writer.launch(
             self._stream,
@@ -256,7 +229,6 @@ class IpcExport:
     def close(self) -> None:
         """Stop writers and free the shadows. Can be called twice."""
         self.revoke()
-        self._permit = None
         self.release_shadows()
 
     def release_shadows(self) -> None:
@@ -300,7 +272,6 @@ class IpcRank:
         self._version = 0
         self._mode = "direct"
         self._verify = "full"
-        self._arrived = False
 
     def open(self) -> dict[str, Any]:
         """Handles of live memory; if it can't be exported (sleep mode's allocator), why: then only staged syncs."""
@@ -320,7 +291,6 @@ class IpcRank:
         self._version = int(terms["version"])
         self._mode = terms["mode"]
         self._verify = terms["verify"]
-        self._arrived = False
         if self._mode == "direct" or self._shadows_exported:
             return {}
         plain = self._export.export(True)
@@ -364,22 +334,16 @@ class IpcRank:
             out["evidence"] = {"live": len(out["digests"])}
         if self._verify != "off":
             out["seconds"] = {"digest": time.perf_counter() - start}
-        self._arrived = True
         return out
 
     def commit(self) -> dict[str, Any]:
         """Staged: swap the shadows in. Direct: the weights are in live memory already."""
-        if not self._arrived:
-            raise SyncError(
-                f"rank {self.rank}: commit without verify", remedy="verify comes first"
-            )
         if self._mode == "staged":
             self._export.swap()
             if self._verify != "off":
                 self._check_live_memory()
             if self._sums is not None:
                 self._compare(self._export.sums(False), self._sums)
-        self._arrived = False
         return {}
 
     def _check_live_memory(self) -> None:
@@ -408,7 +372,6 @@ class IpcRank:
     def abandon(self) -> dict[str, Any]:
         """Stop writes; shadows stay, as the trainer maps them."""
         self._export.revoke()
-        self._arrived = False
         return {}
 
     def release_shadows(self) -> None:

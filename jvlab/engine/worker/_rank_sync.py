@@ -182,10 +182,10 @@ class BucketRank:
             terms["mode"],
             terms["verify"],
             free,
-            terms.get("base", ""),
-            terms.get("mark", ""),
+            terms["base"],
+            terms["mark"],
         )
-        if not terms.get("mark"):
+        if not terms["mark"]:
             return {}
         holds = {"rank": self.rank, "holds_base": self.weights.sparse}
         return {"handles": [json.dumps(holds)]}

@@ -14,7 +14,7 @@ import copy
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -355,7 +355,9 @@ class Weights:
         self.base = ""
         self._mark = ""  # of this sync
         self.sparse = False  # changes to `base` may arrive in this sync
-        self._renewed: set[int] = set()  # shadows that hold what is live
+        self._outdated = (
+            False  # changes may go to shadows that do not hold what is live
+        )
         self._packed: list[PackedLayer] = []  # in direct mode already in place
         self.clock = PhaseClock()
         self.slots = self._slots(ledger)
@@ -535,7 +537,7 @@ class Weights:
         self.sparse = bool(base) and base == self.base
         if any(slot.kept is None for slot in self._packed_slots()):
             self.sparse = False
-        self._renewed = set()
+        self._outdated = self.sparse and mode == "staged"
         self.how = {}
         self._pending = []
         self._arrived = {}
@@ -585,30 +587,24 @@ class Weights:
         if slot.live is not None:
             if self.mode == "direct":
                 return slot.live
-            shadow = _required(slot.shadow)
-            with self._lock:
-                self._renew([slot])
-            return shadow
+            self._renew()
+            return _required(slot.shadow)
         with self._lock:
             if slot.raw is None:
                 slot.raw = self._raw(slot)
                 self._synchronize()
             return slot.raw
 
-    def _renew(self, slots: Iterable[WeightSlot]) -> None:
-        """Bring the shadows that changes go to up to what is live. Call it with the lock."""
-        if not self.sparse or self.mode == "direct":
-            return
-        old = {
-            slot.number: slot
-            for slot in slots
-            if slot.live is not None and slot.number not in self._renewed
-        }
-        for slot in old.values():
-            flat(_required(slot.shadow)).copy_(flat(_required(slot.live)))
-        if old:
+    def _renew(self) -> None:
+        """Bring the shadows that changes go to up to what is live."""
+        with self._lock:
+            if not self._outdated:
+                return
+            for slot in self.slots.values():
+                if slot.live is not None:
+                    flat(_required(slot.shadow)).copy_(flat(slot.live))
             self._synchronize()
-        self._renewed |= old.keys()
+            self._outdated = False
 
     def _raw(self, slot: WeightSlot) -> torch.Tensor:
         kept = slot.kept
@@ -630,8 +626,6 @@ class Weights:
         """Write what changed in the boxes of a bucket."""
         slots = [self.slots[box.target] for box in boxes]
         with torch.no_grad():
-            with self._lock:
-                self._renew(slots)
             patch(
                 [
                     (
@@ -823,17 +817,6 @@ class Weights:
 
     def commit(self) -> None:
         """The engine computes with the new weights from now on."""
-        waiting = [n for g in self.groups if not g.derived for n in g.left]
-        if waiting:
-            raise SyncError(
-                f"rank {self.rank}: {self.slots[waiting[0]].info.name} did not arrive",
-                remedy="sync again",
-            )
-        if self._pending:
-            raise SyncError(
-                f"rank {self.rank}: commit before verify was done",
-                remedy="verify comes first",
-            )
         self.base = ""
         if self.mode == "staged":
             for packed in self._packed:

@@ -24,6 +24,7 @@ from jvlab.engine.worker._weights import Weights
 from jvlab.layout._checkpoint import checkpoint_tensors
 from jvlab.layout._types import RELOADED, CheckpointTensor, RankLayout
 from jvlab.trainer.models import tiny
+from jvlab.wire._sync_words import Terms, for_workers
 from tests.engine.tracing import fp8_model
 from tests.engine.worker import row_quant
 from tests.engine.worker.fake_trainer import FakeTrainer, checkpoint
@@ -293,7 +294,7 @@ def test_a_worker_replies_with_seconds_and_a_new_link_still_checks(
         )
     )
     trainer = FakeTrainer.of([trace_model(model, checkpoint_tensors(one))])
-    terms = {"version": 1, "mode": "direct", "verify": "full", "bucket_seconds": 20.0}
+    terms = for_workers(Terms(version=1, bucket_seconds=20.0))
     for again in (False, True):  # the second time nothing is sent
         sender = listen("loopback")
         opened = sync.open(
