@@ -94,33 +94,34 @@ def replacing(*new: tuple[Any, str, Any]) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def _wrap(owner: Any, name: str, around: Callable[[Any], Any]) -> None:
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """From now on `around` is called instead, with the method before its arguments."""
     method = getattr(owner, name)
-    setattr(owner, name, functools.wraps(method)(around(method)))
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **options: Any) -> Any:
+        return around(method, *args, **options)
+
+    setattr(owner, name, wrapped)
 
 
 # Workers on a CPU -----------------------------------------------------------------------------------------------------
 
 
-def own_experts_only(apply: Any) -> Any:
+def own_experts_only(apply: Any, *args: Any, **options: Any) -> None:
     """The method, given places on this rank instead of numbers of experts; those of other ranks get the weight 0.
 
     `expert_map` has each expert's place on a rank, or -1. vLLM adds the ranks' results up itself.
     """
-    signature = inspect.signature(apply)
+    import torch
 
-    def apply_own(*args: Any, **options: Any) -> None:
-        import torch
-
-        given = signature.bind(*args, **options).arguments
-        if given["expert_map"] is not None:
-            ids = given["topk_ids"]
-            places = given["expert_map"].to(torch.int64)[ids.to(torch.int64)]
-            given["topk_weights"] = torch.where(places >= 0, given["topk_weights"], 0)
-            given["topk_ids"] = places.clamp(min=0).to(ids.dtype)
-        apply(**given)
-
-    return apply_own
+    given = inspect.signature(apply).bind(*args, **options).arguments
+    if given["expert_map"] is not None:
+        ids = given["topk_ids"]
+        places = given["expert_map"].to(torch.int64)[ids.to(torch.int64)]
+        given["topk_weights"] = torch.where(places >= 0, given["topk_weights"], 0)
+        given["topk_ids"] = places.clamp(min=0).to(ids.dtype)
+    apply(**given)
 
 
 @patch("CPU worker", f"{_MOE}.experts.cpu_moe:CPUUnquantizedExperts.apply")
@@ -135,17 +136,12 @@ def cpu_experts() -> None:
     _wrap(cpu_moe.CPUUnquantizedExperts, "apply", own_experts_only)
 
 
-def no_adapter_is_zero(shrink: Any) -> Any:
+def no_adapter_is_zero(
+    shrink: Any, inputs: Any, weights: Any, output: Any, slots: Any, *more: Any
+) -> None:
     """The kernel, the first of two products, with rows of zeros where the slot is negative."""
-
-    @functools.wraps(shrink)
-    def shrink_or_zero(
-        inputs: Any, weights: Any, output: Any, slots: Any, *args: Any, **options: Any
-    ) -> None:
-        shrink(inputs, weights, output, slots, *args, **options)
-        output[: slots.shape[0]][slots < 0] = 0
-
-    return shrink_or_zero
+    shrink(inputs, weights, output, slots, *more)
+    output[: slots.shape[0]][slots < 0] = 0
 
 
 @patch(
@@ -162,38 +158,29 @@ def cpu_lora() -> None:
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
 
-    shrink = no_adapter_is_zero(lora_ops.bgmv_shrink)
-    lora_ops.bgmv_shrink = shrink  # sgmv_shrink calls it too
-    punica_cpu.bgmv_shrink = shrink
+    _wrap(lora_ops, "bgmv_shrink", no_adapter_is_zero)  # sgmv_shrink calls it too
+    punica_cpu.bgmv_shrink = lora_ops.bgmv_shrink
 
 
-def restoring_generators(sample: Any) -> Any:
+def restoring_generators(sample: Any, runner: Any, *args: Any) -> Any:
     """The runner's method; a token that will be discarded leaves its request's generator as it was."""
-
-    def sample_and_restore(self: Any, *args: Any, **options: Any) -> Any:
-        before = [(g, g.get_state()) for g in _discarded(self).values()]
-        out = sample(self, *args, **options)
-        for generator, state in before:
-            generator.set_state(state)
-        return out
-
-    return sample_and_restore
+    before = [(g, g.get_state()) for g in _discarded(runner).values()]
+    out = sample(runner, *args)
+    for generator, state in before:
+        generator.set_state(state)
+    return out
 
 
-def without_rewinding(bookkeeping: Any) -> Any:
+def without_rewinding(bookkeeping: Any, runner: Any, *args: Any) -> Any:
     """The runner's method, which finds no generator to rewind."""
-
-    def without(self: Any, *args: Any, **options: Any) -> Any:
-        generators = self.input_batch.generators
-        hidden = _discarded(self)
-        for row in hidden:
-            del generators[row]
-        try:
-            return bookkeeping(self, *args, **options)
-        finally:
-            generators.update(hidden)
-
-    return without
+    generators = runner.input_batch.generators
+    hidden = _discarded(runner)
+    for row in hidden:
+        del generators[row]
+    try:
+        return bookkeeping(runner, *args)
+    finally:
+        generators.update(hidden)
 
 
 def _discarded(runner: Any) -> dict[int, Any]:
@@ -308,20 +295,17 @@ def allow_amx() -> None:
 # Every worker ---------------------------------------------------------------------------------------------------------
 
 
-def adapting_sampled_rows(original: Any) -> Any:
+def adapting_sampled_rows(
+    get_logits: Any, layer: Any, hidden_states: Any, *args: Any, **options: Any
+) -> Any:
     """The layer's method; rows other than one for each request are computed without adapters."""
-    without = SimpleNamespace(add_lora_logits=lambda y, *_: y)
-
-    def get_logits(self: Any, hidden_states: Any, *args: Any, **options: Any) -> Any:
-        kernels = self.punica_wrapper
-        if hidden_states.shape[0] != kernels.sampler_indices.shape[0]:
-            self.punica_wrapper = without
-        try:
-            return original(self, hidden_states, *args, **options)
-        finally:
-            self.punica_wrapper = kernels
-
-    return get_logits
+    kernels = layer.punica_wrapper
+    if hidden_states.shape[0] != kernels.sampler_indices.shape[0]:
+        layer.punica_wrapper = SimpleNamespace(add_lora_logits=lambda y, *_: y)
+    try:
+        return get_logits(layer, hidden_states, *args, **options)
+    finally:
+        layer.punica_wrapper = kernels
 
 
 @patch("worker", "vllm.lora.layers:LogitsProcessorWithLoRA._get_logits")
@@ -340,37 +324,32 @@ def prompt_scores() -> None:
 # The engine core ------------------------------------------------------------------------------------------------------
 
 
-def sending_held(method: Any) -> Any:
+def sending_held(method: Any, self: Any, *args: Any, **options: Any) -> Any:
     """The core's method; held tokens are sent first, labelled with the weight version that generated them."""
-
-    def send_first(self: Any, *args: Any, **options: Any) -> Any:
-        # the scheduler may be the user's own
-        held = getattr(self.scheduler, "jv_held", None)
-        if held is not None:
-            groups = held.release()
-            self._attach_weight_version(groups)
-            for group in groups.items():
-                self.output_queue.put_nowait(group)
-        return method(self, *args, **options)
-
-    return send_first
+    # the scheduler may be the user's own
+    held = getattr(self.scheduler, "jv_held", None)
+    if held is not None:
+        groups = held.release()
+        self._attach_weight_version(groups)
+        for group in groups.items():
+            self.output_queue.put_nowait(group)
+    return method(self, *args, **options)
 
 
-def clearing_poison(method: Any) -> Any:
+def clearing_poison(
+    reset: Any,
+    core: Any,
+    reset_running_requests: bool = False,
+    reset_connector: bool = False,
+) -> bool:
     """The core's `reset_prefix_cache`; if KV is poisoned, requests in flight lose theirs and all of it is zeroed."""
+    poisoned = getattr(core.scheduler, "jv_poisoned", False)
+    done = reset(core, reset_running_requests or poisoned, reset_connector)
+    if poisoned and done:
+        from jvlab.engine.worker import _poison
 
-    def reset_prefix_cache(
-        self: Any, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> bool:
-        poisoned = getattr(self.scheduler, "jv_poisoned", False)
-        done = method(self, reset_running_requests or poisoned, reset_connector)
-        if poisoned and done:
-            from jvlab.engine.worker import _poison
-
-            _poison.clear_awake(self)
-        return done
-
-    return reset_prefix_cache
+        _poison.clear_awake(core)
+    return done
 
 
 @patch(
@@ -395,12 +374,9 @@ def core_methods() -> None:
         self.model_executor.wake_up(list(tags))
         _poison.clear_awake(self)
 
-    def checking_nan(method: Any) -> Any:
-        def post_step(self: Any, *args: Any, **options: Any) -> None:
-            method(self, *args, **options)
-            _poison.after_step(self)
-
-        return post_step
+    def check_nan(post_step: Any, core: Any, model_executed: bool) -> None:
+        post_step(core, model_executed)
+        _poison.after_step(core)
 
     added: dict[str, Any] = {
         "jv_wake": jv_wake,
@@ -411,7 +387,7 @@ def core_methods() -> None:
     }
     for name, value in added.items():
         setattr(EngineCore, name, value)
-    _wrap(EngineCore, "post_step", checking_nan)
+    _wrap(EngineCore, "post_step", check_nan)
     _wrap(EngineCore, "reset_prefix_cache", clearing_poison)
     _wrap(EngineCoreProc, "set_weight_version", sending_held)
     _wrap(EngineCoreProc, "pause_scheduler", sending_held)
@@ -574,12 +550,9 @@ def kernel_table() -> None:
 
     registered = vars(dispatcher)["_registry"]
 
-    def once(register: Any) -> Any:
-        def register_kernels(overrides: Mapping[str, Any]) -> None:
-            if fresh := {k: v for k, v in overrides.items() if k not in registered}:
-                register(fresh)
-
-        return register_kernels
+    def once(register: Any, overrides: Mapping[str, Any]) -> None:
+        if fresh := {k: v for k, v in overrides.items() if k not in registered}:
+            register(fresh)
 
     def attributes(value: object) -> Mapping[str, Any]:
         found = vars(value)

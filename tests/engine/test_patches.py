@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,7 +106,7 @@ def test_ranks_add_up_to_all_experts():
         torch.int32
     )
     weights, whole = torch.rand(6, 2, generator=random), torch.empty(6, 4)
-    patched: Any = _patches.own_experts_only(apply)
+    patched: Any = partial(_patches.own_experts_only, apply)
     patched(whole, x, experts, weights, ids, None)
     parts = []
     for rank in range(2):
@@ -154,7 +155,8 @@ def test_slot_minus_one_is_no_slot():
     slots = torch.tensor([0, -1, 1, -1])
     plain = getattr(lora_ops.bgmv_shrink, "__wrapped__", lora_ops.bgmv_shrink)
     theirs = product(plain, lora_ops.bgmv_expand, slots)
-    ours = product(_patches.no_adapter_is_zero(plain), lora_ops.bgmv_expand, slots)
+    zeroing = partial(_patches.no_adapter_is_zero, plain)
+    ours = product(zeroing, lora_ops.bgmv_expand, slots)
     assert theirs[1].any(), "the bug that this works around is still there"
     assert not ours[[1, 3]].any()
     assert torch.equal(ours[[0, 2]], theirs[[0, 2]])
@@ -339,7 +341,7 @@ class Head:
 
 def test_rows_of_prompts_are_not_adapted_and_sampled_rows_are():
     head, kernels = Head(3), Head(3)
-    patched = _patches.adapting_sampled_rows(Head._get_logits)
+    patched = partial(_patches.adapting_sampled_rows, Head._get_logits)
     with pytest.raises(RuntimeError):
         head._get_logits(torch.ones(7, 4))
     assert torch.equal(

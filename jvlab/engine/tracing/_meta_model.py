@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from vllm.model_executor.model_loader.utils import get_model_cls, initialize_mod
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from jvlab._errors import TraceError
-from jvlab.engine import _patches
+from jvlab.engine import _defaults, _patches
 from jvlab.engine._modules import own_parameters
 from jvlab.engine.tracing import _vllm_model
 
@@ -110,22 +109,17 @@ class StandInGroup:
 @contextmanager
 def vllm_globals() -> Iterator[None]:
     """Restores vLLM's process-wide state on exit: groups, caches keyed by model, the environment."""
-    groups = {
-        name: getattr(_groups, name) for name in _GLOBALS if hasattr(_groups, name)
-    }
+    groups = {name: getattr(_groups, name) for name in _GLOBALS}
     cached = [dict(cache) for cache in _caches()]
-    environment = dict(os.environ)
     try:
-        yield
+        with _defaults.variables({}):
+            yield
     finally:
         for name, value in groups.items():
             setattr(_groups, name, value)
         for cache, before in zip(_caches(), cached, strict=True):
             cache.clear()
             cache.update(before)
-        if dict(os.environ) != environment:
-            os.environ.clear()
-            os.environ.update(environment)
 
 
 def _caches() -> tuple[dict[Any, Any], ...]:
@@ -148,8 +142,7 @@ def stand_in(tensor_parallel: int, pipeline_parallel: int, rank: int) -> None:
         "_NODE_COUNT": 1,
     }
     for name, value in values.items():
-        if hasattr(_groups, name):
-            setattr(_groups, name, value)
+        setattr(_groups, name, value)
     for cache in _caches():
         cache.clear()
 

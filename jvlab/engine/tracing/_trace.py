@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -279,9 +280,7 @@ def known_values(
     shape: tuple[int, ...], dtype: torch.dtype, device: Any, place: int = 0
 ) -> torch.Tensor:
     """Values whose largest differs from row to row, from expert to expert and, by powers of two, from rank to rank."""
-    count = 1
-    for n in shape:
-        count *= n
+    count = math.prod(shape)
     pattern = torch.arange(PATTERN, device=device, dtype=torch.int64)
     base = (((pattern * 7919 + 13) % 2003 - 1001).float() / 40000).to(dtype)
     out = base.repeat(-(-count // PATTERN))[:count].view(shape)
@@ -364,10 +363,8 @@ def trace_model(
     The model may be on any device or on meta. Layers that were re-packed after loading are traced in the format their
     loader writes, and listed in `repacked` with the reason.
     """
-    if len({t.name for t in tensors}) != len(tensors):
-        twice = sorted(
-            {t.name for t in tensors if sum(o.name == t.name for o in tensors) > 1}
-        )
+    counts = Counter(t.name for t in tensors)
+    if twice := sorted(name for name, count in counts.items() if count > 1):
         raise TraceError(
             f"checkpoint tensors listed twice: {', '.join(twice[:5])}",
             remedy="list each name once",
@@ -430,10 +427,7 @@ def _with_formats(layout: RankLayout, formats: Formats) -> RankLayout:
 
 def tensors_of(plain: Sequence[Sequence[Any]]) -> list[CheckpointTensor]:
     """Of [name, shape, dtype] lists."""
-    return [
-        CheckpointTensor(str(n), tuple(int(i) for i in shape), str(dtype))
-        for n, shape, dtype in plain
-    ]
+    return [CheckpointTensor(n, tuple(shape), dtype) for n, shape, dtype in plain]
 
 
 def meta_tensors(tensors: Sequence[CheckpointTensor]) -> list[torch.Tensor]:
@@ -631,7 +625,7 @@ def _layout(
 
     return RankLayout(
         rank=rank,
-        coords=tuple((str(axis), int(at)) for axis, at in coords),
+        coords=tuple(coords),
         tensors=tuple(tensors),
         parameters=tuple(
             Parameter(t.name, t.shape, dtype_name(t), t.strides) for t in kept

@@ -9,6 +9,7 @@ import faulthandler
 import os
 from typing import TYPE_CHECKING, Any
 
+from jvlab._files import Plain
 from jvlab.engine import _patches
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ CALLS = (
 
 
 def _forwarding(name: str) -> Any:
-    def forward(self: WorkerExtension, *args: Any) -> dict[str, Any]:
+    def forward(self: WorkerExtension, *args: Any) -> Plain:
         return getattr(self._jv(), name)(*args)
 
     return forward

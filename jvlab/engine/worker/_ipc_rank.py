@@ -10,9 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from jvlab._errors import LayoutError, Unsupported, VerifyError
-from jvlab.engine._modules import format_of
-from jvlab.engine.worker._live_memory import Addresses, by_name, flat, some
+from jvlab._errors import Unsupported, VerifyError
+from jvlab._files import Plain
+from jvlab.engine.worker._live_memory import (
+    Addresses,
+    by_name,
+    check_format,
+    flat,
+    some,
+)
 from jvlab.layout._digest import in_sample
 from jvlab.layout._plan import TransferPlan
 from jvlab.transport._ipc_kernels import Launcher, cupy
@@ -95,14 +101,8 @@ class IpcExport:
 
     def _checked(self, number: int, tensor: torch.Tensor | None) -> torch.Tensor:
         info = self.plan.parameters[int(self.plan.target_parameter[number])]
-        have = None if tensor is None else format_of(tensor)
-        if tensor is None or have != (info.shape, info.dtype, info.strides):
-            raise LayoutError(
-                f"rank {self.rank}: the plan writes {info.name} {info.shape} {info.dtype} {info.strides}; this engine "
-                f"has {have or 'no such live memory'}",
-                remedy="the plan was made for another engine: connect again",
-                parameter=info.name,
-            )
+        check_format(tensor, info, self.rank)
+        assert tensor is not None
         return tensor.detach()
 
     def _name(self, number: int) -> str:
@@ -110,7 +110,7 @@ class IpcExport:
 
     # Export -------------------------------------------------------------------------------------------------------
 
-    def export(self, staged: bool) -> dict[str, Any]:
+    def export(self, staged: bool) -> Plain:
         """Handles and offsets of live memory, or of the shadows; plain values only."""
         memory = self._memory(staged)
         exports = Exports(self.device)
@@ -259,13 +259,9 @@ class IpcRank:
         self._export = IpcExport(
             plan, rank, index, {t: live.get(self._names[t]) for t in mine}
         )
-        self._addresses = Addresses(
-            model,
-            {
-                self._names[t]: tensor.data_ptr()
-                for t, tensor in self._export.live.items()
-            },
-        )
+        exported = self._export.live.items()
+        pointers = {self._names[t]: tensor.data_ptr() for t, tensor in exported}
+        self._addresses = Addresses(model, pointers)
         self._sums: np.ndarray | None = None  # of the shadows, when they were verified
         self.bytes = sum(link.total_bytes for link in whole_links(plan, rank, index))
         self._shadows_exported = False
@@ -273,7 +269,7 @@ class IpcRank:
         self._mode = "direct"
         self._verify = "full"
 
-    def open(self) -> dict[str, Any]:
+    def open(self) -> Plain:
         """Handles of live memory; if it can't be exported (sleep mode's allocator), why: then only staged syncs."""
         try:
             plain = self._export.export(False)
@@ -286,7 +282,7 @@ class IpcRank:
         names = [self._names[t] for t in self._export.numbers]
         return {"handles": [json.dumps(plain)], "names": names}
 
-    def prepare(self, terms: dict[str, Any]) -> dict[str, Any]:
+    def prepare(self, terms: Plain) -> Plain:
         """Store the terms; the first staged sync of a link also allocates and exports the shadows."""
         self._version = int(terms["version"])
         self._mode = terms["mode"]
@@ -297,23 +293,22 @@ class IpcRank:
         self._shadows_exported = True
         return {"handles": [json.dumps(plain)]}
 
-    def move(self) -> dict[str, Any]:
+    def move(self) -> Plain:
         """The device is idle and the trainer may write."""
         start = time.perf_counter()
         self._export.admit(self._version)
         return {"seconds": time.perf_counter() - start}
 
-    def verify(self, wait: float) -> dict[str, Any]:
+    def verify(self, wait: float) -> Plain:
         """Stop writes; digests of what the memory holds."""
         # the trainer is done: only a writer of an abandoned sync could be late
         self._export.revoke(wait=False)
         start = time.perf_counter()
-        out: dict[str, Any] = {
+        out: Plain = {
             "done": True,
             "digests": [],
             "seconds": {},
             "bytes": self.bytes,
-            "missing": "",
         }
         self._sums = None
         if self._verify != "off" and self._mode == "direct":
@@ -323,20 +318,17 @@ class IpcRank:
             out["values"] = self._sums.tobytes()
             out["evidence"] = {"live": len(self._sums)}
         elif self._verify == "sampled":
-            found = self._export.digests(self._mode == "staged")
-            out["digests"] = self._named(
-                {
-                    t: v
-                    for t, v in found.items()
-                    if in_sample(self._names[t], self._version)
-                }
-            )
+            out["digests"] = [
+                [name, value]
+                for name, value in self._digests(self._mode == "staged")
+                if in_sample(name, self._version)
+            ]
             out["evidence"] = {"live": len(out["digests"])}
         if self._verify != "off":
             out["seconds"] = {"digest": time.perf_counter() - start}
         return out
 
-    def commit(self) -> dict[str, Any]:
+    def commit(self) -> Plain:
         """Staged: swap the shadows in. Direct: the weights are in live memory already."""
         if self._mode == "staged":
             self._export.swap()
@@ -369,7 +361,7 @@ class IpcRank:
                 parameters=wrong,
             )
 
-    def abandon(self) -> dict[str, Any]:
+    def abandon(self) -> Plain:
         """Stop writes; shadows stay, as the trainer maps them."""
         self._export.revoke()
         return {}
@@ -379,12 +371,14 @@ class IpcRank:
         self._export.release_shadows()
         self._shadows_exported = False
 
-    def check(self, midway: bool) -> dict[str, Any]:
+    def check(self, midway: bool) -> Plain:
         """Digests of live memory, or, midway in a sync, of what it writes."""
-        found = self._export.digests(midway and self._mode == "staged")
-        return {"digests": self._named(found), "evidence": {"live": len(found)}}
+        found = self._digests(midway and self._mode == "staged")
+        return {"digests": found, "evidence": {"live": len(found)}}
 
-    def _named(self, found: dict[int, int]) -> list[list[Any]]:
+    def _digests(self, staged: bool) -> list[list[Any]]:
+        """[name, value] of each target, as plain values."""
+        found = self._export.digests(staged)
         return [[self._names[t], value] for t, value in sorted(found.items())]
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ import torch
 from jvlab._errors import LayoutError, Unsupported
 from jvlab.engine._modules import (
     as_integers,
+    format_of,
     memory_of,
     own_buffers,
     own_parameters,
@@ -24,7 +25,7 @@ from jvlab.engine._modules import (
 )
 from jvlab.engine.worker._receivers import ReceivedBox
 from jvlab.layout import _sparse
-from jvlab.layout._plan_types import storage_elements
+from jvlab.layout._plan_types import TargetInfo, storage_elements
 from jvlab.layout._sparse import Section
 from jvlab.transport import _ipc_kernels, _sparse_kernels
 from jvlab.transport._device_bytes import DeviceBytes
@@ -247,13 +248,8 @@ def _product(raw: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=32)
 def _signs(width: int) -> torch.Tensor:
-    return (
-        torch.randint(
-            0, 2, (width,), generator=torch.Generator().manual_seed(width)
-        ).float()
-        * 2
-        - 1
-    )
+    drawn = torch.Generator().manual_seed(width)
+    return torch.randint(0, 2, (width,), generator=drawn).float() * 2 - 1
 
 
 def whole(
@@ -353,11 +349,22 @@ def by_name(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_buffers()), **dict(model.named_parameters())}
 
 
+def check_format(tensor: torch.Tensor | None, info: TargetInfo, rank: int) -> None:
+    """Raise unless a rank's live memory has the format of the plan."""
+    have = None if tensor is None else format_of(tensor)
+    if have != (info.shape, info.dtype, info.strides):
+        raise LayoutError(
+            f"rank {rank}: the plan writes {info.name} {info.shape} {info.dtype} {info.strides}; this engine has "
+            f"{have or 'no such live memory'}",
+            remedy="the plan was made for another engine: connect again",
+            parameter=info.name,
+        )
+
+
 def some(names: list[str]) -> str:
     """The first names, and how many more there are."""
-    return ", ".join(names[:3]) + (
-        f" and {len(names) - 3} more" if len(names) > 3 else ""
-    )
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def holders(model: torch.nn.Module) -> dict[int, dict[int, torch.Tensor]]:

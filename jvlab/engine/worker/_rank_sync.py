@@ -75,23 +75,24 @@ class HiddenStates:
     def rows(self, index: int) -> bytes:
         """The layer's output so far, float32 [tokens, width]."""
         kept = self._rows[index]
-        return torch.cat(kept).contiguous().numpy().tobytes() if kept else b""
+        return torch.cat(kept).numpy().tobytes() if kept else b""
 
     def end(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._rows = [[] for _ in self._layers]
 
 
 def decoder_layers(model: Any) -> list[Any]:
     """The decoder's layers: the only module list called `layers` (gpt2: `h`)."""
-    lists = {
-        n: m for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList)
-    }
-    found = [m for n, m in lists.items() if n.rpartition(".")[2] in ("layers", "h")]
+    found = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList)
+        and name.rpartition(".")[2] in ("layers", "h")
+    ]
     if len(found) != 1:
         raise Unsupported(
-            f"{len(found)} lists of layers in this model ({', '.join(lists) or 'no list at all'})",
+            f"{len(found)} lists of layers in this model",
             remedy="only plain decoders have hidden states to read",
         )
     return list(found[0])
@@ -132,6 +133,9 @@ class BucketRank:
         devices = sorted(table.device[table.rank == rank].tolist())
         links = [source_order(plan.link(device, rank, index)) for device in devices]
         ledger = Ledger(links)
+        digest = None
+        if kind == "cuda":
+            digest = DeviceDigest(plan, links, torch.cuda.current_device())
         self.weights = Weights(
             worker,
             model,
@@ -139,9 +143,7 @@ class BucketRank:
             rank,
             ledger,
             zero_padding=zero_padding,
-            digest=DeviceDigest(plan, links, torch.cuda.current_device())
-            if kind == "cuda"
-            else None,
+            digest=digest,
         )
         self._cores = cores_of_process()
         channels = _open_channels(plan, devices, endpoints, transport, seconds)
@@ -648,5 +650,5 @@ class WorkerSync:
         """Stop recording, and drop what was recorded."""
         if self._hidden_states is not None:
             self._hidden_states.end()
-        self._hidden_states = None
+            self._hidden_states = None
         return {}

@@ -303,16 +303,15 @@ class Receivers:
         self, error: Exception, channel: ReceivingChannel, bucket_seconds: float
     ) -> Exception:
         missing = self.ledger.missing(channel.devices)
-        if isinstance(error, TimeoutError | DeadlineExceeded) or (
-            isinstance(error, TransportError) and missing
-        ):
-            return TransportError(
-                f"{getattr(error, 'message', error)} (trainer process {channel.process}; {describe_missing(missing)} "
-                "did not arrive)",
-                remedy=getattr(error, "remedy", "")
-                or f"a bucket may take {bucket_seconds:g} s: see bucket_seconds",
-            )
-        return error
+        late = isinstance(error, TimeoutError | DeadlineExceeded)
+        if not late and not (isinstance(error, TransportError) and missing):
+            return error
+        return TransportError(
+            f"{getattr(error, 'message', error)} (trainer process {channel.process}; {describe_missing(missing)} "
+            "did not arrive)",
+            remedy=getattr(error, "remedy", "")
+            or f"a bucket may take {bucket_seconds:g} s: see bucket_seconds",
+        )
 
     def _receive_one(self, channel: ReceivingChannel, bucket_seconds: float) -> int:
         """Receive one bucket; 1 if it was expected, 0 if it was dropped."""

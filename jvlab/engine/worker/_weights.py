@@ -381,16 +381,10 @@ class Weights:
             info = self.plan.parameters[int(self.plan.target_parameter[number])]
             kind = int(self.plan.target_kind[number])
             found = None if kind == OPAQUE else live.get(info.name)
+            if kind not in (OPAQUE, REPACKED):
+                _live_memory.check_format(found, info, self.rank)
             wanted = (info.shape, info.dtype, info.strides)
             same = found is not None and format_of(found) == wanted
-            if kind not in (OPAQUE, REPACKED) and not same:
-                have = "not there" if found is None else f"{format_of(found)}"
-                raise LayoutError(
-                    f"rank {self.rank}: the plan writes {info.name} {info.shape} {info.dtype} {info.strides}, "
-                    f"which is {have} in this engine",
-                    remedy="the plan was made for another engine: connect again",
-                    parameter=info.name,
-                )
             padded = bool(self.plan.target_padding[number])
             slots[number] = WeightSlot(
                 number,

@@ -46,8 +46,8 @@ TENSORS = [
 
 
 def worker(model: Any, drafter: Any) -> Any:
-    runner = SimpleNamespace(model=model, get_draft_model=lambda: drafter)
-    return SimpleNamespace(model_runner=runner)
+    runner = SimpleNamespace(get_draft_model=lambda: drafter)
+    return SimpleNamespace(model_runner=runner, get_model=lambda: model)
 
 
 @pytest.mark.parametrize("shares", [False, True])

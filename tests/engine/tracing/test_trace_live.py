@@ -51,7 +51,7 @@ class Live:
                 self.model, self.config.model_config, torch.device("cpu")
             )
         self.worker = SimpleNamespace(
-            model_runner=SimpleNamespace(model=self.model), vllm_config=self.config
+            get_model=lambda: self.model, vllm_config=self.config
         )
 
 
