@@ -71,11 +71,9 @@ class Host:
                 remedy="give the fingerprint that the gateway printed, --fingerprint sha256:…, or its certificate, "
                 "--tls-ca FILE or --tls-dir FOLDER",
             )
-        bind = self.bind or (
-            _channels.address_towards(_channels.host_of(self.gateway))
-            if far
-            else "127.0.0.1"
-        )
+        bind = self.bind or "127.0.0.1"
+        if far and not self.bind:
+            bind = _channels.address_towards(_channels.host_of(self.gateway))
         if far and _security.is_loopback(bind) and self.bind:
             raise ConfigError(
                 f"--bind {bind}: the gateway at {self.gateway} could not reach this replica",
@@ -205,14 +203,9 @@ class Agent:
         if self._ask_warm and path is not None and path.is_socket():
             self._warm = WarmProcesses(self._folder, joined=True)
         self._away = order.get("away", self._away)
-        own = {
-            "gateway": host.gateway,
-            "bind": self._bind,
-            "tls_ca": host.tls_ca,
-            "tls_cert": host.tls_cert,
-            "tls_key": host.tls_key,
-            "tls_name": host.tls_name,
-        }
+        names = ("gateway", "tls_ca", "tls_cert", "tls_key", "tls_name")
+        own = {name: getattr(host, name) for name in names}
+        own["bind"] = self._bind
         if host.alone:
             own |= {"index": 0, "replicas": 1}
         process = self.process = RolloutProcess.of_order(

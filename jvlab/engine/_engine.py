@@ -26,7 +26,7 @@ import grpc.aio
 
 from jvlab._errors import ConfigError, SamplingError, SyncError, Unsupported
 from jvlab.engine import _vllm
-from jvlab.engine._engine_sync import EngineSync, LinkedAdapter, SyncState, checked
+from jvlab.engine._engine_sync import EngineSync, SyncState, checked
 from jvlab.engine._requests import PromptReader, Queue, RequestGroup
 from jvlab.engine.worker._routes import read_routes
 from jvlab.layout._layout_codec import plain_to_bytes
@@ -305,21 +305,17 @@ class Engine:
         # of a cancelled pause; kept so that it runs
         self._undoing: asyncio.Future[None] | None = None
         self.state = SyncState()
-        self._sync = EngineSync(self.llm, self.state, replica, device)
+        self._sync = EngineSync(self.llm, self.state, replica)
         self.adapters = EngineAdapters(
             self.llm, facts["max_adapters"], _vllm.adapter_slots(self.llm)
         )
         self._sync.reserve_slot = self.adapters.reserve_slot
+        self.linked = self._sync.linked
 
     @property
     def version(self) -> int:
         """The version of the weights that were committed last."""
         return self.state.version
-
-    @property
-    def linked(self) -> LinkedAdapter:
-        """The adapter that a link syncs."""
-        return self._sync.linked
 
     def say(self, text: str) -> None:
         """Something that its user should know: `pool.wait()` warns of it, and the log has it."""
@@ -662,29 +658,21 @@ class Engine:
     # Inspection ---------------------------------------------------------------------------------------------------
 
     async def stats(self) -> pb.ReplicaStats:
-        m = self.meter
-        return pb.ReplicaStats(
-            running=m.running,
-            waiting=m.waiting,
-            kv_use=m.kv_use,
-            prefix_queries=m.queries,
-            prefix_hits=m.hits,
-            generated_tokens=m.generated,
-            prompt_tokens=m.prompt,
-            tokens_per_s=m.tokens_per_s(),
+        stats = pb.ReplicaStats(
+            tokens_per_s=self.meter.tokens_per_s(),
             weight_version=self.version,
             paused=self.paused,
             sleeping=bool(self._sync.asleep),
             dirty=self.state.dirty,
-            draft_tokens=m.drafted,
-            accepted_tokens=m.accepted,
             adapters=self.adapters.listed(),
             draft_version=self._sync.draft_version,
             drafts=[
                 pb.DraftCount(version=version, drafted=drafted, accepted=accepted)
-                for version, (drafted, accepted) in sorted(m.drafts.items())
+                for version, (drafted, accepted) in sorted(self.meter.drafts.items())
             ],
         )
+        stats.MergeFrom(self.meter.stats)
+        return stats
 
     async def trace(self, tensors: list[list[Any]]) -> list[dict[str, Any]]:
         """Each rank's layout, as plain values: of the model's tensors, an adapter's or the draft model's."""

@@ -95,10 +95,7 @@ class SyncState:
                     f"version {self.terms.version} is still {self.stage}",
                     remedy="commit or abandon that sync first",
                 )
-            if terms is None:
-                raise SyncError(
-                    "a prepare without terms", remedy="send SyncTerms with PREPARE"
-                )
+            assert terms is not None
             if terms.version <= self.version:
                 raise SyncError(
                     f"version {terms.version} is not newer than the {self.version} that this replica holds",
@@ -156,12 +153,6 @@ class SyncState:
         self.halted = self.halted and self.dirty
         return go_on
 
-    def swap_refused(self, before: SyncState) -> None:
-        """The core ended a swap before it halted anything: as `before`, and the sync is still open."""
-        self.dirty = before.dirty
-        self.halted = before.halted
-        self.done = before.done
-
     def unheard(self) -> None:
         """The core began a sync that we know nothing of: it may have halted, and written part of it."""
         self.dirty = True
@@ -209,17 +200,25 @@ def is_swap(sync: EngineSync, request: pb.RolloutSyncRequest) -> bool:
 
 async def core_order(sync: EngineSync, request: pb.RolloutSyncRequest) -> None:
     """An order that the trainer gave the core too. Raises on failure; `sync.at` names the phase."""
-    match tuple(request.phases):
-        case phases if phases == ORDER["direct"]:
-            terms = Terms.read(request.terms).check()
-            await _before_bytes(sync, terms)
-            await sync.run_to_completion(_core_sync(sync, terms, request))
-        case phases if phases == BEFORE_BYTES["staged"]:
-            await prepare_staged(sync, request)
-        case phases if phases == (Phase.VERIFY, *SWAP):
-            await verify_and_swap(sync, request)
-        case _:
-            raise SyncError("the core takes no such order", remedy="sync again")
+    phases = tuple(request.phases)
+    if phases == (Phase.VERIFY, *SWAP):
+        await verify_and_swap(sync, request)
+        return
+    terms = Terms.read(request.terms).check()
+    if phases not in (ORDER["direct"], BEFORE_BYTES["staged"]):
+        raise SyncError("the core takes no such order", remedy="sync again")
+    for phase in BEFORE_BYTES[terms.mode]:
+        await sync.enter(phase.word, terms)
+        if phase == Phase.PREPARE:
+            sync.begin(terms)
+        sync.state.did(phase.word, terms)
+    if terms.mode == "direct":
+        await sync.run_to_completion(_core_sync(sync, terms, request))
+        return
+    reply = await _ask_core(sync, "prepare", terms, request)
+    sync.at = reply["stage"] or sync.at
+    checked(reply["answers"])
+    sync.exports = reply["handles"]
 
 
 async def _ask_core(
@@ -238,33 +237,9 @@ async def _ask_core(
     return reply
 
 
-async def _before_bytes(sync: EngineSync, terms: Terms) -> None:
-    """Enter and note the phases until the first byte is written."""
-    for phase in (phase.word for phase in BEFORE_BYTES[terms.mode]):
-        given = terms if phase == "prepare" else None
-        sync.at = phase
-        sync.state.check(phase, given)
-        await sync.enter(phase)
-        if given is not None:
-            sync.begin(given)
-        sync.state.did(phase, given)
-
-
-async def prepare_staged(sync: EngineSync, request: pb.RolloutSyncRequest) -> None:
-    """PREPARE and MOVE of a staged sync."""
-    terms = Terms.read(request.terms).check()
-    await _before_bytes(sync, terms)
-    reply = await _ask_core(sync, "prepare", terms, request)
-    sync.at = reply["stage"] or sync.at
-    checked(reply["answers"])
-    sync.exports = reply["handles"]
-
-
 async def verify_and_swap(sync: EngineSync, request: pb.RolloutSyncRequest) -> None:
     """VERIFY of a staged sync, and the swap."""
     before = replace(sync.state)
-    sync.at = "verify"
-    sync.state.check("verify")
     await sync.enter("verify")
     sync.state.did("verify")
     claimed = in_order(claimed_digests(request.digests), sync.names)
@@ -281,12 +256,9 @@ async def swap(
 
     `before`: the state before VERIFY, for when they differ.
     """
-    for phase in ("halt", "commit"):
-        sync.at = phase
-        sync.state.check(phase)
-        await sync.enter(phase)
-        if phase == "halt":
-            sync.state.did(phase)
+    await sync.enter("halt")
+    sync.state.did("halt")
+    await sync.enter("commit")
     await sync.run_to_completion(_core_swap(sync, request, claimed, before))
 
 
@@ -309,8 +281,9 @@ async def _core_swap(
     )
     if before is not None:
         if reply["stage"] == "verify":
+            # nothing was halted, and the sync is still open
             sync.at = "verify"
-            sync.state.swap_refused(before)
+            vars(sync.state).update(vars(before))
         _take_claimed(sync, terms, reply)
     else:
         checked(reply["answers"])
@@ -320,7 +293,6 @@ async def _core_swap(
 def _take_claimed(sync: EngineSync, terms: Terms, reply: Plain) -> None:
     """Compare what the core found with what the trainer told it; raises if they differ."""
     answers = checked(reply["answers"])
-    at = sync.at
     sync.at = "verify"
     claimed: bytes = reply["claimed"]
     sync.take(
@@ -328,18 +300,19 @@ def _take_claimed(sync: EngineSync, terms: Terms, reply: Plain) -> None:
         None if terms.verify == "off" else lambda: claims(claimed, sync.names),
         claimed,
     )
-    sync.at = at
 
 
 async def _go_on(sync: EngineSync, resumed: bool) -> None:
     """The commit is done; resume generation, unless the core has."""
+    sync.at = "commit"
     sync.state.did("commit")
     sync.committed()
-    sync.at = "go_on"
     await sync.enter("go_on")
     start = time.perf_counter()
     if not resumed:
-        await sync.resume_after_sync()
+        if _vllm.is_multimodal(sync.llm):
+            await sync.llm.reset_encoder_cache()
+        await sync.resume()
     sync.note({"go_on": time.perf_counter() - start})
     sync.state.did("go_on")
 
@@ -353,16 +326,19 @@ async def _core_sync(
     sync.at = "verify" if reply["stage"] == "verify" else "move"
     _take_claimed(sync, terms, reply)
     sync.state.did("verify")
-    sync.at = "commit"
     await _go_on(sync, resume)
 
 
-def claims(claimed: bytes, names: dict[int, list[str]]) -> dict[tuple[str, int], int]:
+def _keys(names: dict[int, list[str]]) -> list[tuple[str, int]]:
+    return [(name, rank) for rank in sorted(names) for name in names[rank]]
+
+
+def claims(claimed: bytes, names: dict[int, list[str]]) -> Digests:
     """The trainer's digests of what it wrote, by parameter and rank; sent in the order of the ranks' names."""
-    keys = [(name, rank) for rank in sorted(names) for name in names[rank]]
+    keys = _keys(names)
     values = np.frombuffer(claimed, np.uint64).tolist()
     if len(values) != len(keys):
-        raise errors.SyncError(
+        raise SyncError(
             f"the trainer sent {len(values)} digests, this engine has {len(keys)} parameters",
             remedy="connect again",
         )
@@ -371,7 +347,7 @@ def claims(claimed: bytes, names: dict[int, list[str]]) -> dict[tuple[str, int],
 
 def in_order(digests: Digests, names: dict[int, list[str]]) -> bytes:
     """Digests in the order of the ranks' names; those that are missing are left out."""
-    keys = [(name, rank) for rank in sorted(names) for name in names[rank]]
+    keys = _keys(names)
     return np.array([digests[k] for k in keys if k in digests], np.uint64).tobytes()
 
 
@@ -440,12 +416,10 @@ POLL_SECONDS = 0.02  # that a worker may wait inside one call: no generation mea
 class EngineSync:
     """Runs the phases on an AsyncLLM. One call at a time."""
 
-    def __init__(self, llm: Any, state: SyncState, replica: str, device: str) -> None:
+    def __init__(self, llm: Any, state: SyncState, replica: str) -> None:
         self.llm = llm
         self.state = state
         self._replica = replica
-        self._device = device
-        self.at = "open"  # the current phase
         # path and key of the engine core's channel, while an ipc link is open
         self.core_channel: list[str] = []
         self.lock = asyncio.Lock()
@@ -453,30 +427,34 @@ class EngineSync:
         self._committed: dict[bool, Callable[[], Digests]] = {}
         self.drafts = False  # whether the open link is the draft model's
         self.draft_version = 0  # whose sync wrote the draft model last
-        # this sync's weights are not all finite, and the trainer allows it
-        self.nonfinite = False
-        self._found: Digests = {}
         self._moved: Callable[[], Digests] = dict
-        self._differing: list[str] = []
-        # of this call: number of parameters by evidence
-        self._evidence: Counter[str] = Counter()
-        # of this call: seconds of layers that vLLM's own reload processed
-        self._reloaded: dict[str, float] = {}
         self._bytes = 0
-        self._seconds: list[tuple[str, float]] = []
         self._committing: asyncio.Task[None] | None = None
         self.user_paused = False
         self._halted = 0.0  # when generation was paused for this sync
         self.asleep: set[str] = set()  # "weights", "kv_cache": released memory
         self._ipc = False
-        # what the ranks exported in this call, for the trainer to attach
-        self.exports: list[str] = []
         self.wanted: Plain = {}
         # of each rank's digests, where it returns bare values
         self.names: dict[int, list[str]] = {}
         self.linked = LinkedAdapter()
         # raises if adapters of folders leave no slot for a link's
         self.reserve_slot: Callable[[], None] = lambda: None
+        self._begin_call(False)
+
+    def _begin_call(self, nonfinite: bool) -> None:
+        """`nonfinite`: this sync's weights are not all finite, and the trainer allows it."""
+        self.at = "open"  # the current phase
+        self.nonfinite = nonfinite
+        # what the ranks exported, for the trainer to attach
+        self.exports: list[str] = []
+        self._found: Digests = {}
+        self._differing: list[str] = []
+        # number of parameters by evidence
+        self._evidence: Counter[str] = Counter()
+        # seconds of layers that vLLM's own reload processed
+        self._reloaded: dict[str, float] = {}
+        self._seconds: list[tuple[str, float]] = []
 
     async def run(self, request: pb.RolloutSyncRequest) -> pb.RolloutSyncReply:
         """Open, close, or phases; a failure is reported in the outcome, with the phase in which it happened."""
@@ -485,14 +463,7 @@ class EngineSync:
             if self._committing is not None:
                 await asyncio.gather(self._committing, return_exceptions=True)
                 self._committing = None
-            self._seconds = []
-            self._found = {}
-            self._differing = []
-            self.exports = []
-            self._evidence = Counter()
-            self._reloaded = {}
-            self.nonfinite = request.nonfinite
-            self.at = "open"
+            self._begin_call(request.nonfinite)
             failure: dict[str, str] = {}
             try:
                 if request.HasField("open"):
@@ -509,8 +480,7 @@ class EngineSync:
                     swaps = self._ipc and is_swap(self, request)
                     steps = request.phases[: -len(SWAP)] if swaps else request.phases
                     for number in steps:
-                        self.at = Phase(number).word
-                        await self._phase(self.at, request)
+                        await self._phase(Phase(number).word, request)
                     if swaps:
                         self.state.check_link(request.link)
                         await swap(self, request)
@@ -624,12 +594,12 @@ class EngineSync:
             self._seconds.append((name, time.perf_counter() - start))
 
     async def _phase(self, phase: str, request: pb.RolloutSyncRequest) -> None:
+        self.at = phase
         if phase == "abandon":  # also from a gateway that lost track of the link
             await self._timed(phase, self._abandon())
             return
         self.state.check_link(request.link)
         terms = Terms.read(request.terms).check() if phase == "prepare" else None
-        self.state.check(phase, terms)
         run = {
             "prepare": lambda: self._prepare(terms),
             "halt": self._halt,
@@ -641,13 +611,15 @@ class EngineSync:
             "go_on": self._go_on,
             "check": lambda: self._check(request.digests),
         }
-        await self.enter(phase)
+        await self.enter(phase, terms)
         await self._timed(phase, run[phase]())
         if phase != "commit":
             self.state.did(phase, terms)
 
-    async def enter(self, phase: str) -> None:
-        """Called before the phase runs."""
+    async def enter(self, phase: str, terms: Terms | None = None) -> None:
+        """Called before the phase runs; raises if it may not."""
+        self.at = phase
+        self.state.check(phase, terms)
         self.state.enter(phase)
         if _fault_injection.VARIABLE in os.environ:
             await asyncio.to_thread(_fault_injection.inject_fault, "rollout", phase)
@@ -760,13 +732,7 @@ class EngineSync:
         """Whether the core may resume generation by itself after a commit."""
         return not (self.user_paused or self.asleep or _vllm.is_multimodal(self.llm))
 
-    async def resume_after_sync(self) -> None:
-        """Resume generation, if the core was not allowed to."""
-        if _vllm.is_multimodal(self.llm):
-            await self.llm.reset_encoder_cache()
-        await self._resume()
-
-    async def _resume(self) -> None:
+    async def resume(self) -> None:
         """Generation goes on, unless the user has paused it or put memory to sleep."""
         if not self.user_paused and not self.asleep:
             await self.llm.resume_generation()
@@ -792,7 +758,7 @@ class EngineSync:
         self.committed()
 
     async def _go_on(self) -> None:
-        await self._resume()
+        await self.resume()
         if self._halted:
             self._seconds.append(("pause", time.perf_counter() - self._halted))
         self._halted = 0.0
@@ -803,7 +769,7 @@ class EngineSync:
             await self.ask("jv_abandon")
         finally:
             if go_on:
-                await self._resume()
+                await self.resume()
 
     async def _check(self, expected: pb.ReplicaDigests) -> None:
         """Digests of live memory, compared with those given, or with those of the last commit.
@@ -833,8 +799,8 @@ def _is_adapters(plan: bytes) -> bool:
     """Whether a plan writes an adapter's slot."""
     from jvlab.layout._plan import TransferPlan
 
-    names = [p.name for p in TransferPlan.from_bytes(plan).parameters]
-    return bool(names) and names[0].startswith(LINKED_PREFIX)
+    parameters = TransferPlan.from_bytes(plan).parameters
+    return any(p.name.startswith(LINKED_PREFIX) for p in parameters)
 
 
 def checked(answers: list[Plain]) -> list[Plain]:

@@ -211,14 +211,16 @@ class ReplicaGate:
 
     def _labelling(self, send: Any, seen: list[int], progress: _Progress) -> Any:
         engine = self._engine
-        at_start = engine.version
 
         async def labelled(message: Any) -> None:
             if message["type"] == "http.response.start":
                 progress.started = True
-                versions = seen or [
-                    engine.version if progress.streams(message) else at_start
-                ]
+                progress.is_stream = any(
+                    name.lower() == b"content-type"
+                    and value.startswith(b"text/event-stream")
+                    for name, value in message["headers"]
+                )
+                versions = seen or [engine.version]
                 added = [
                     (VERSION, versions[0]),
                     (VERSIONS, ",".join(map(str, versions))),
@@ -233,12 +235,9 @@ class ReplicaGate:
                 ]
             elif progress.is_stream and not message.get("more_body", False):
                 # A stream's headers are sent before its tokens, so its versions follow in a final comment.
-                tail = (
-                    f": {VERSIONS} {','.join(map(str, seen))}\n\n".encode()
-                    if seen
-                    else b""
-                )
-                message = {**message, "body": message.get("body", b"") + tail}
+                tail = f": {VERSIONS} {','.join(map(str, seen))}\n\n" if seen else ""
+                body = message.get("body", b"") + tail.encode()
+                message = {**message, "body": body}
             await send(message)
 
         return labelled
@@ -250,13 +249,6 @@ class _Progress:
 
     started: bool = False
     is_stream: bool = False
-
-    def streams(self, start: Any) -> bool:
-        kind = next(
-            (v for k, v in start["headers"] if k.lower() == b"content-type"), b""
-        )
-        self.is_stream = kind.startswith(b"text/event-stream")
-        return self.is_stream
 
 
 def _until(dropped: asyncio.Task[Any], body: bytes, receive: Any) -> Any:
@@ -305,16 +297,11 @@ def naming_tokens(send: Any) -> Any:
 def unknown_token(prompt: Any, vocabulary: int) -> int | None:
     """A token id outside the vocabulary, in the prompt or in one of several: the engine does not check."""
     parts = prompt if isinstance(prompt, list) else []
-    lists = [part for part in parts if isinstance(part, list)] or [parts]
-    return next(
-        (
-            t
-            for part in lists
-            for t in part
-            if isinstance(t, int) and not 0 <= t < vocabulary
-        ),
-        None,
-    )
+    for part in parts:
+        for token in part if isinstance(part, list) else [part]:
+            if isinstance(token, int) and not 0 <= token < vocabulary:
+                return token
+    return None
 
 
 async def _read_body(receive: Any) -> bytes | None:

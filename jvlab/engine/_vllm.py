@@ -15,6 +15,7 @@ from typing import Any
 
 from jvlab._errors import ConfigError, SyncError
 from jvlab.engine import _patches, _vllm_versions
+from jvlab.wire import jvlab_pb2 as pb
 
 STATS_VERSION = "jv_version"  # attribute of a step's stats: the version that made them
 EXPORTERS = "jv_exporters"  # attribute of an engine: loggers that were removed from it
@@ -49,33 +50,32 @@ class Meter:
 
     def reset(self) -> None:
         """Count from 0 again."""
-        self.running = self.waiting = self.generated = self.prompt = 0
-        self.queries = self.hits = self.drafted = self.accepted = 0
+        self.stats = pb.ReplicaStats()  # what vLLM counts
         # version -> tokens drafted, accepted; of the newest versions
         self.drafts: dict[int, tuple[int, int]] = {}
-        self.kv_use = 0.0
         self._recent: deque[tuple[float, int]] = deque()
 
     def record(self, scheduler: Any, iteration: Any) -> None:
+        stats = self.stats
         if scheduler is not None:
-            self.running = scheduler.num_running_reqs
-            self.waiting = scheduler.num_waiting_reqs
-            self.kv_use = scheduler.kv_cache_usage
-            self.queries += scheduler.prefix_cache_stats.queries
-            self.hits += scheduler.prefix_cache_stats.hits
+            stats.running = scheduler.num_running_reqs
+            stats.waiting = scheduler.num_waiting_reqs
+            stats.kv_use = scheduler.kv_cache_usage
+            stats.prefix_queries += scheduler.prefix_cache_stats.queries
+            stats.prefix_hits += scheduler.prefix_cache_stats.hits
             if scheduler.spec_decoding_stats is not None:
                 self._count_drafts(scheduler)
         if iteration is not None:
-            self.generated += iteration.num_generation_tokens
-            self.prompt += iteration.num_prompt_tokens
+            stats.generated_tokens += iteration.num_generation_tokens
+            stats.prompt_tokens += iteration.num_prompt_tokens
             self._recent.append((time.monotonic(), iteration.num_generation_tokens))
 
     def _count_drafts(self, scheduler: Any) -> None:
         """Of one step, for the version that checked them: the message says which (`labelling_stats`)."""
         drafted = scheduler.spec_decoding_stats.num_draft_tokens
         accepted = scheduler.spec_decoding_stats.num_accepted_tokens
-        self.drafted += drafted
-        self.accepted += accepted
+        self.stats.draft_tokens += drafted
+        self.stats.accepted_tokens += accepted
         version = int(getattr(scheduler, STATS_VERSION, None) or 0)
         before = self.drafts.pop(version, (0, 0))
         self.drafts[version] = (before[0] + drafted, before[1] + accepted)
@@ -250,10 +250,8 @@ def sampling_names() -> list[str]:
     """The sampling parameters that a user may pass."""
     from vllm import SamplingParams
 
-    names = [
-        field for field in SamplingParams.__struct_fields__ if not field.startswith("_")
-    ]
-    return sorted(set(names) - set(RESERVED))
+    names = set(SamplingParams.__struct_fields__) - RESERVED.keys()
+    return sorted(name for name in names if not name.startswith("_"))
 
 
 def sampling(values: dict[str, Any], has_tokenizer: bool) -> Any:

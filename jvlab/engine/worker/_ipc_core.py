@@ -305,17 +305,15 @@ def direct_sync(core: Any, order: Plain, began: float, since: float | None) -> P
             # sent while the digests were computed
             message = _await_message(channel, CLAIMED, version, until)
             out["claimed"] = message[1:]
-    except TimeoutError:
-        core_channel.disconnect()
-        return out | _failed(
-            "the trainer did not report in time that it has written", "DeadlineExceeded"
-        )
     except OSError as error:
         core_channel.disconnect()
-        return out | _failed(
-            f"the trainer closed its connection while it wrote: {error}",
-            "TransportError",
-        )
+        why = f"the trainer closed its connection while it wrote: {error}"
+        kind = "TransportError"
+        if isinstance(error, TimeoutError):
+            why = "the trainer did not report in time that it has written"
+            kind = "DeadlineExceeded"
+        failed = {"rank": 0, "error": why, "kind": kind, "remedy": "sync again"}
+        return out | {"answers": [failed]}
     out["stage"] = "verify"
     out["answers"] = answers
     seconds["verify"] = time.perf_counter() - start
@@ -352,13 +350,6 @@ def values_of(answers: list[Plain]) -> bytes:
 
 def _digest_seconds(answers: list[Plain]) -> float:
     return max(a["seconds"].get("digest", 0.0) for a in answers)
-
-
-def _failed(error: str, kind: str) -> Plain:
-    """An error in the form in which workers report one."""
-    return {
-        "answers": [{"rank": 0, "error": error, "kind": kind, "remedy": "sync again"}]
-    }
 
 
 def _await_message(

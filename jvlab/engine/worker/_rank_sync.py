@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from jvlab._errors import JvlabError, SyncError, TransportError, Unsupported
+from jvlab._errors import JvlabError, SyncError, Unsupported
 from jvlab._files import Plain
 from jvlab.engine.tracing import _lora_slots, _vllm_model
 from jvlab.engine.tracing._lora_slots import AdapterSlot
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
 # Hidden states of a live engine: hooks on its decoder layers while one sequence is scored, for `link.bisect`.
 
-MAX_ROWS = 1 << 16  # per layer, so that forgotten hooks do not fill the memory
-
 
 class HiddenStates:
     """Records the output of each decoder layer."""
@@ -53,7 +51,6 @@ class HiddenStates:
     def __init__(self, model: Any) -> None:
         self._layers = decoder_layers(model)
         self._rows: list[list[Any]] = [[] for _ in self._layers]
-        self._count = 0
         self._hooks = [
             layer.register_forward_hook(partial(self._keep, i))
             for i, layer in enumerate(self._layers)
@@ -63,13 +60,10 @@ class HiddenStates:
         return len(self._layers)
 
     def _keep(self, index: int, _module: Any, _inputs: Any, output: Any) -> None:
-        if self._count > MAX_ROWS * len(self._layers):
-            return
         states, *rest = output if isinstance(output, tuple) else (output,)
         # vLLM adds a layer's output to the residual in the next layer's norm
         if rest and rest[0] is not None:
             states = states + rest[0]
-        self._count += len(states)
         self._rows[index].append(states.detach().float().cpu())
 
     def rows(self, index: int) -> bytes:
@@ -146,7 +140,7 @@ class BucketRank:
             digest=digest,
         )
         self._cores = cores_of_process()
-        channels = _open_channels(plan, devices, endpoints, transport, seconds)
+        channels = _open_channels(plan, devices, endpoints, seconds)
         self._receivers = Receivers(
             channels,
             ledger,
@@ -255,7 +249,8 @@ class BucketRank:
         """Close the channels and free the shadows; `check` still works."""
         self._receivers.close()
         self._stop()
-        self.weights.free_kept()
+        if self.weights.keeps():
+            self.weights.forget_base()
 
     def _stop(self) -> None:
         if not self._receivers.stop(STOP_SECONDS):
@@ -270,7 +265,6 @@ def _open_channels(
     plan: TransferPlan,
     devices: list[int],
     endpoints: list[Plain],
-    transport: str,
     seconds: float,
 ) -> list[ReceivingChannel]:
     """One per trainer process, in order; processes that send nothing to this rank are left out."""
@@ -290,10 +284,6 @@ def _open_channels(
     channels: list[ReceivingChannel] = []
     try:
         for (process, mine), endpoint in zip(groups, endpoints, strict=True):
-            if endpoint.get("transport", transport) != transport:
-                raise TransportError(
-                    f"an endpoint of {endpoint.get('transport')!r} on a link by {transport!r}"
-                )
             receiver = open_receiver(endpoint, max(0.1, deadline - time.monotonic()))
             channels.append(ReceivingChannel(receiver, tuple(mine), process))
     except BaseException:

@@ -147,12 +147,12 @@ class PackedLayer:
 def pack(
     layer: torch.nn.Module,
     raw: Mapping[str, torch.Tensor],
-    own: Collection[str] | None = None,
-    experts: bool = False,
+    own: Collection[str],
+    experts: bool,
 ) -> PackedLayer:
     """Run the layer's processing after loading on a stand-in that holds `raw`; the layer itself is not changed.
 
-    Those in `own` (by default all) are copies that only `place` puts into the layer, whether or not processing changed
+    Those in `own` are copies that only `place` puts into the layer, whether or not processing changed
     them; the others are in live memory, or will be.
 
     The stand-in shares everything with the layer except its tables of parameters, buffers and modules and, for experts,
@@ -182,7 +182,7 @@ def pack(
         live = own_parameters(layer).get(name)
         if new is None or (new.numel() == 0 and live is not None and live.numel() == 0):
             continue  # vLLM empties a parameter of which its kernel holds a packed copy
-        if name in (raw if own is None else own) or new.data_ptr() != given.get(name):
+        if name in own or new.data_ptr() != given.get(name):
             done.tensors[name] = new.data
     if not experts:  # the experts' kernel gets its weights at each call, so it stays
         done.attributes = {
@@ -337,29 +337,14 @@ class Weights:
         self.rank = rank
         self._zero_padding = zero_padding
         self._lock = threading.Lock()
-        self.version = 0
-        self.mode = "direct"
-        self.verify = "full"
-        self.found: dict[int, int] = {}
-        self.pointers: dict[int, int] = {}  # of the memory that was digested
         self.committed: dict[int, int] = {}
-        self.how: dict[int, str] = {}  # by target: the kind of evidence
-        # packed kernels that hold what arrived, if a check passes
-        self._pending: list[tuple[int, PackedLayer, _live_memory.Expected]] = []
-        self._kernels: dict[
-            int, KernelRecord
-        ] = {}  # of the last commit, for later checks
-        self._arrived: dict[int, KernelRecord] = {}  # of this sync
+        # of the last commit, for later checks
+        self._kernels: dict[int, KernelRecord] = {}
         self._checks = 0
         # the mark of the sync that left what is here now; empty: unknown, or written to since
         self.base = ""
-        self._mark = ""  # of this sync
         self.sparse = False  # changes to `base` may arrive in this sync
-        self._outdated = (
-            False  # changes may go to shadows that do not hold what is live
-        )
-        self._packed: list[PackedLayer] = []  # in direct mode already in place
-        self.clock = PhaseClock()
+        self._begin(0, "direct", "full", "")
         self.slots = self._slots(ledger)
         self.reloads = _reload.Reloads(
             {layer: name for name, layer in model.named_modules()}
@@ -371,6 +356,23 @@ class Weights:
             warm_put(items)
         elif digest is not None:
             _sparse_kernels.warm(sorted(items), torch.cuda.current_device())
+
+    def _begin(self, version: int, mode: str, verify: str, mark: str) -> None:
+        """The state of one sync."""
+        self.version = version
+        self.mode = mode
+        self.verify = verify
+        self._mark = mark
+        self.found: dict[int, int] = {}
+        self.how: dict[int, str] = {}  # by target: the kind of evidence
+        self.pointers: dict[int, int] = {}  # of the memory that was digested
+        # packed kernels that hold what arrived, if a check passes
+        self._pending: list[tuple[int, PackedLayer, _live_memory.Expected]] = []
+        self._arrived: dict[int, KernelRecord] = {}
+        self._packed: list[PackedLayer] = []  # in direct mode already in place
+        # changes may go to shadows, which do not hold what is live yet
+        self._outdated = False
+        self.clock = PhaseClock()
 
     # Opening ------------------------------------------------------------------------------------------------------
 
@@ -407,9 +409,7 @@ class Weights:
             if why := _vllm_model.not_repackable(item):
                 raise Unsupported(
                     f"{item.parameter} cannot be synced: {why} after loading ({item.why})",
-                    remedy=LIVE_REMEDY
-                    if item.kind == "packed"
-                    else "launch without that kernel",
+                    remedy="launch without that kernel",
                     parameter=item.parameter,
                 )
             again = item.kind == "reloaded"
@@ -519,22 +519,12 @@ class Weights:
                 need=need,
                 available=available,
             )
-        self.version = version
-        self.mode = mode
-        self.verify = verify
-        self.found = {}
-        self._packed = []
-        self.clock = PhaseClock()
+        self._begin(version, mode, verify, mark)
         self.reloads.seconds = {}
-        self.pointers = {}
-        self._mark = mark
         self.sparse = bool(base) and base == self.base
         if any(slot.kept is None for slot in self._packed_slots()):
             self.sparse = False
         self._outdated = self.sparse and mode == "staged"
-        self.how = {}
-        self._pending = []
-        self._arrived = {}
         for group in self.groups:
             group.left = set(group.names.values())
         if mode == "staged":
@@ -563,18 +553,15 @@ class Weights:
         for slot in self.slots.values():
             slot.kept = None
 
-    def free_kept(self) -> None:
-        """Free the kept raw copies; without them nothing here is a base any more."""
-        if any(slot.kept is not None for slot in self.slots.values()):
-            self.forget_base()
-
     def move(self) -> None:
         """Memory is written from now on."""
         # a staged sync writes what is kept of packed layers, and no live memory
-        if self.mode == "direct" or any(
-            s.kept is not None for s in self._packed_slots()
-        ):
+        if self.mode == "direct" or self.keeps():
             self.base = ""
+
+    def keeps(self) -> bool:
+        """Whether raw copies are kept of what is packed: without them nothing here is a base any more."""
+        return any(slot.kept is not None for slot in self.slots.values())
 
     def _destination(self, slot: WeightSlot) -> torch.Tensor:
         """The memory that this sync writes for a target; if changes may arrive, it holds what they are changes to."""
@@ -833,13 +820,9 @@ class Weights:
 
     def _check_live_memory(self) -> None:
         """Raise unless the model has what was digested: the same address, else the same bits."""
-        lost = {
-            name
-            for packed in self._packed
-            for name in _lost(packed, self.groups, self.slots)
-        }
+        lost = {name for packed in self._packed for name in self._lost(packed)}
         now = _live_memory.by_name(self.model)
-        copied = []
+        copied: dict[str, torch.Tensor] = {}  # whether they differ
         for number, pointer in self.pointers.items():
             slot = self.slots[number]
             if slot.live is None:
@@ -848,19 +831,12 @@ class Weights:
             if there is None or there.data_ptr() != slot.live.data_ptr():
                 lost.add(slot.info.name)
             elif there.data_ptr() != pointer:
-                copied.append(
-                    (
-                        slot.info.name,
-                        torch.any(
-                            as_integers(flat(there))
-                            != as_integers(flat(_required(slot.shadow)))
-                        ),
-                    )
-                )
+                shadow = as_integers(flat(_required(slot.shadow)))
+                copied[slot.info.name] = torch.any(as_integers(flat(there)) != shadow)
         for group in self.groups:
             if group.derived and not _vllm_model.derived_well(group.layer):
                 lost |= {self.slots[n].info.name for n in group.names.values()}
-        lost |= {name for name, differs in copied if bool(differs)}
+        lost |= {name for name, differs in copied.items() if differs}
         if lost and self.verify != "off":
             shown = _live_memory.some(sorted(lost))
             raise VerifyError(
@@ -868,6 +844,14 @@ class Weights:
                 remedy="sync again; if it happens again, something replaces the engine's weights: restart the pool",
                 parameters=sorted(lost),
             )
+
+    def _lost(self, packed: PackedLayer) -> list[str]:
+        """Full names of what was replaced in a packed layer since it was placed."""
+        names = next(g.names for g in self.groups if g.layer is packed.layer)
+        return [
+            self.slots[names[name]].info.name if name in names else name
+            for name in packed.lost()
+        ]
 
     def _swap(self, slot: WeightSlot) -> None:
         """Swap shadow and live memory; every tensor that was a view of the old memory becomes one of the new."""
@@ -1016,14 +1000,3 @@ def _required(tensor: torch.Tensor | None) -> torch.Tensor:
             "a phase ran without the one before it", remedy="prepare, move, then commit"
         )
     return tensor
-
-
-def _lost(
-    packed: PackedLayer, groups: list[PackGroup], slots: dict[int, WeightSlot]
-) -> list[str]:
-    """Full names of what was replaced in a packed layer since it was placed."""
-    group = next(g for g in groups if g.layer is packed.layer)
-    return [
-        slots[group.names[name]].info.name if name in group.names else name
-        for name in packed.lost()
-    ]

@@ -364,7 +364,7 @@ def test_packing_again_equals_vllms_own_load(one_rank, bias: bool):
     )
     was, target = layer(x)[0], fresh(x)[0]
     assert not torch.equal(was, target)
-    packed = _weights.pack(layer, {"weight": new.clone()})
+    packed = _weights.pack(layer, {"weight": new.clone()}, ["weight"], False)
     assert torch.equal(layer(x)[0], was), (
         "the live layer was touched before it was placed"
     )
@@ -373,7 +373,7 @@ def test_packing_again_equals_vllms_own_load(one_rank, bias: bool):
     assert torch.equal(layer(x)[0], target)
     assert layer.weight is parameter
     assert layer.quant_method is method
-    again = _weights.pack(layer, {"weight": old.clone()})
+    again = _weights.pack(layer, {"weight": old.clone()}, ["weight"], False)
     again.place()
     assert torch.equal(layer(x)[0], was)
     assert [i.parameter for i in _vllm_model.repacked_layers(layer)] == ["weight"], (
