@@ -153,8 +153,7 @@ def _formats(prefix: str, layer: Any, repacked: list[str], added: list[str]) -> 
         else _processed(layer, known)
     )
     pairs = {n: f"{n}_scale" for n in repacked}
-    if why := _unlike(layer, made, set(pairs.values()), set(added)):
-        raise _NoFormat(why)
+    _check_alike(layer, made, set(pairs.values()), set(added))
     out.others |= {f"{prefix}.{n}" for n in own if n not in known and n not in added}
     for name, scale in pairs.items():
         loaded = built[name]
@@ -208,8 +207,7 @@ def _as_loaded(prefix: str, layer: Any) -> Formats:
             t.dtype
         )
     made = _processed(layer, {n: t.clone() for n, t in known.items()})
-    if why := _unlike(layer, made, set(), set(_vllm_model.changed_later(layer)[1])):
-        raise _NoFormat(why)
+    _check_alike(layer, made, set(), set(_vllm_model.changed_later(layer)[1]))
     for name, tensor in known.items():
         held = made.get(name)
         if held is None or _form(held) != _form(tensor):
@@ -234,35 +232,31 @@ def _form(t: torch.Tensor) -> str:
     return f"{shape} {dtype} strides {strides}"
 
 
-def _unlike(
+def _check_alike(
     layer: Any, made: dict[str, torch.Tensor], scales: set[str], added: set[str]
-) -> str:
-    """Why the kernel's tensors are not weights with a scale tensor each, held alike in the live layer; '' if so."""
+) -> None:
+    """Raise unless the kernel's tensors are weights with a scale tensor each, held alike in the live layer."""
     if added != scales:
-        return f"it adds {', '.join(sorted(added)) or 'no scales'}"
+        raise _NoFormat(f"it adds {', '.join(sorted(added)) or 'no scales'}")
+    own = own_parameters(layer)
     for name, tensor in made.items():
-        live = own_parameters(layer).get(name)
+        live = own.get(name)
         if live is None or _form(live) != _form(tensor):
-            return f"{name} is {_form(tensor)} for known values, and {_form(live) if live is not None else 'gone'} live"
+            raise _NoFormat(
+                f"{name} is {_form(tensor)} for known values, and {_form(live) if live is not None else 'gone'} live"
+            )
     kernel = getattr(layer.quant_method, "moe_quant_config", None)
     for name, of in _MOE_SCALES.items():
         held = getattr(kernel, of, None)
-        if name in made and (
-            held is None or held.data_ptr() != own_parameters(layer)[name].data_ptr()
-        ):
-            return f"its kernel computes with a copy of {name}"
-    return ""
+        if name in made and (held is None or held.data_ptr() != own[name].data_ptr()):
+            raise _NoFormat(f"its kernel computes with a copy of {name}")
 
 
 def _placed(
     live: torch.Tensor, shape: tuple[int, ...]
 ) -> tuple[tuple[int, ...] | None, str]:
     """Strides of the loader's elements in the kernel's storage, and how that differs from the loader's, in words."""
-    if (
-        str(live.dtype) != "torch.float8_e4m3fn"
-        or live.storage_offset()
-        or live.element_size() != 1
-    ):
+    if live.dtype != torch.float8_e4m3fn or live.storage_offset():
         return None, ""
     if tuple(live.shape) == shape and live.is_contiguous():
         return tuple(live.stride()), ""

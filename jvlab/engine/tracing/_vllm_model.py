@@ -193,14 +193,12 @@ def _repacked(layer: torch.nn.Module) -> dict[str, str]:
 
 def _replaced(layer: torch.nn.Module) -> list[str]:
     """Parameters that processing after loading made anew, as plain ones: without what their loader asks them for."""
-    pairs = [
-        (n, built, own_parameters(layer).get(n)) for n, built in as_built(layer).items()
-    ]
-    plain = lambda live, built: (
-        type(live) is not type(built) or built.__dict__.keys() - live.__dict__.keys()
-    )
+    own = own_parameters(layer)
     return [
-        name for name, built, live in pairs if live is not None and plain(live, built)
+        name
+        for name, built in as_built(layer).items()
+        if (live := own.get(name)) is not None
+        and (type(live) is not type(built) or vars(built).keys() - vars(live).keys())
     ]
 
 

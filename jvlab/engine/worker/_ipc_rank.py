@@ -26,7 +26,6 @@ from jvlab.transport._ipc_memory import Exports
 from jvlab.transport._ipc_tables import (
     Table,
     digest_pieces,
-    program_of,
     refuse_other_kinds,
     tables,
     whole_links,
@@ -62,13 +61,6 @@ class IpcExport:
         self.numbers = sorted({int(t) for link in links for t in link.target})
         refuse_other_kinds(plan, self.numbers)
         self.live = {t: self._checked(t, live.get(t)) for t in self.numbers}
-        for transform in {
-            plan.transforms[int(k)]
-            for link in links
-            for k in np.unique(link.transform).tolist()
-        }:
-            # raises at connect if no kernel can convert it
-            program_of(transform, "rows")
         devices = {tensor.device for tensor in self.live.values()}
         if len(devices) != 1 or next(iter(devices)).type != "cuda":
             raise Unsupported(
@@ -328,7 +320,7 @@ class IpcRank:
             out["seconds"] = {"digest": time.perf_counter() - start}
         return out
 
-    def commit(self) -> Plain:
+    def commit(self) -> None:
         """Staged: swap the shadows in. Direct: the weights are in live memory already."""
         if self._mode == "staged":
             self._export.swap()
@@ -336,7 +328,6 @@ class IpcRank:
                 self._check_live_memory()
             if self._sums is not None:
                 self._compare(self._export.sums(False), self._sums)
-        return {}
 
     def _check_live_memory(self) -> None:
         """Raise unless the exported memory is still the model's: a reload or a wake-up may have replaced it."""
@@ -361,10 +352,9 @@ class IpcRank:
                 parameters=wrong,
             )
 
-    def abandon(self) -> Plain:
+    def abandon(self) -> None:
         """Stop writes; shadows stay, as the trainer maps them."""
         self._export.revoke()
-        return {}
 
     def release_shadows(self) -> None:
         """Free the shadows; the next staged sync allocates and exports new ones."""

@@ -160,10 +160,6 @@ class BucketRank:
             # a new thread starts with device 0
             torch.cuda.set_device(self.weights.device)
 
-    def open(self) -> Plain:
-        """Nothing is exported: the trainer sends."""
-        return {}
-
     def prepare(self, terms: Plain) -> Plain:
         """Allocate what a sync needs."""
         self._receivers.check()
@@ -186,14 +182,13 @@ class BucketRank:
         holds = {"rank": self.rank, "holds_base": self.weights.sparse}
         return {"handles": [json.dumps(holds)]}
 
-    def move(self) -> Plain:
+    def move(self) -> None:
         """Receive buckets from now on; returns at once."""
         if self.weights.device.type == "cuda" and self.weights.mode == "direct":
             # the last step may still be reading
             torch.cuda.synchronize(self.weights.device)
         self.weights.move()
         self._receivers.start(self._version, self._bucket_seconds, self.weights.sparse)
-        return {}
 
     def verify(self, wait: float) -> Plain:
         """Digests of what arrived; "done" is false if not all did within `wait` seconds."""
@@ -225,10 +220,9 @@ class BucketRank:
         self.weights.commit()
         return {"reloaded": self.weights.reloads.seconds}
 
-    def abandon(self) -> Plain:
+    def abandon(self) -> None:
         """End the threads and free the shadows; channels in use are closed."""
         self._stop()
-        return {}
 
     def release_shadows(self) -> None:
         """Free the shadows; the next staged sync allocates new ones."""
@@ -271,15 +265,10 @@ def _open_channels(
     processes = sorted({int(p) for p in plan.processes})
     if len(endpoints) == 1:
         groups = [(processes[0], devices)]
-    elif len(endpoints) == len(processes):
+    else:
         groups = [
             (p, [d for d in devices if plan.process_of(d) == p]) for p in processes
         ]
-    else:
-        raise SyncError(
-            f"{len(endpoints)} endpoints for {len(processes)} trainer processes",
-            remedy="connect again",
-        )
     deadline = time.monotonic() + seconds
     channels: list[ReceivingChannel] = []
     try:
@@ -348,15 +337,13 @@ class DeviceDigest:
 # ----------------------------------------------------------------------------------------------------
 
 
-def returns_errors(
-    method: Callable[..., Plain],
-) -> Callable[..., Plain]:
+def returns_errors(method: Callable[..., Plain | None]) -> Callable[..., Plain]:
     """Return errors instead of raising: an exception in a worker reaches the engine only as text, or kills it."""
 
     @functools.wraps(method)
     def guarded(self: WorkerSync, *args: Any) -> Plain:
         try:
-            return {"rank": self.rank, **method(self, *args)}
+            return {"rank": self.rank, **(method(self, *args) or {})}
         except Exception as error:  # ours, or from vLLM, torch or a transport
             if not isinstance(error, JvlabError):
                 text = f"{type(error).__name__}: {error}"
@@ -382,7 +369,6 @@ class WorkerSync:
         self.model = bare_model(self._whole)
         self.slot: AdapterSlot | None = None  # once a link has synced an adapter
         self._adapter: Any = None  # its memory, while the open link is an adapter's
-        self._drafter: DraftWeights | None = None  # once a link has asked for it
         self._drafts = False  # whether the open link is the draft model's
         self._stale = True  # the slot may hold what an earlier link left there
         self._mode = "direct"
@@ -406,16 +392,15 @@ class WorkerSync:
         self._close()
         plan = TransferPlan.from_bytes(plan_bytes)
         model = self._model_of(plan)
-        if not self.rank < min(plan.ranks, len(ranks_json)):
-            raise SyncError(
-                f"this is rank {self.rank}; the plan has {plan.ranks} ranks, {len(ranks_json)} have endpoints",
-                remedy="the plan was made for another engine: connect again",
-            )
         last = self._last
+        answer: Plain = {"drafts": self._drafts}
+        if self._adapter is not None:
+            answer["adapter"] = _lora_slots.NUMBER
         if transport == "ipc":
             from jvlab.engine.worker._ipc_rank import IpcRank
 
-            self.link = IpcRank(model, plan, self.rank, index)
+            self.link = link = IpcRank(model, plan, self.rank, index)
+            answer |= link.open()
             if last is not None:
                 last.weights.forget_base()
         else:
@@ -436,11 +421,7 @@ class WorkerSync:
                 if self._adapter is None:  # an adapter's slot is cleared at first
                     link.weights.base = last.weights.base
             self.link = self._lasts[self._drafts] = link
-        return {
-            **self.link.open(),
-            "adapter": _lora_slots.NUMBER if self._adapter is not None else 0,
-            "drafts": self._drafts,
-        }
+        return answer
 
     @property
     def _last(self) -> BucketRank | None:
@@ -455,7 +436,7 @@ class WorkerSync:
         # drafts leave the model as it is, and its adapter too
         self._stale = not self._drafts
         if self._drafts:
-            return self._draft_weights()
+            return self._drafter
         if not names or not names[0].startswith(_lora_slots.PREFIX):
             return self.model
         self.slot = self.slot or AdapterSlot(self._worker)
@@ -464,10 +445,10 @@ class WorkerSync:
         self._adapter = self.slot.memory(sorted(mine))
         return self._adapter
 
-    def _draft_weights(self) -> DraftWeights:
-        if self._drafter is None:
-            self._drafter = DraftWeights(_vllm_model.draft_model(self._worker))
-        return self._drafter
+    @functools.cached_property
+    def _drafter(self) -> DraftWeights:
+        """The draft model's weights, once a link has asked for them."""
+        return DraftWeights(_vllm_model.draft_model(self._worker))
 
     @returns_errors
     def trace(self, tensors: list[list[Any]]) -> Plain:
@@ -488,10 +469,9 @@ class WorkerSync:
             self.link = None
 
     @returns_errors
-    def close(self) -> Plain:
+    def close(self) -> None:
         """Close the link and free its shadows."""
         self._close()
-        return {}
 
     def _open_link(self) -> BucketRank | IpcRank:
         if self.link is None:
@@ -511,7 +491,7 @@ class WorkerSync:
         return self._open_link().prepare(terms)
 
     @returns_errors
-    def move(self, terms: Plain | None = None) -> Plain:
+    def move(self, terms: Plain | None = None) -> Plain | None:
         """Accept weights from now on; returns at once. With `terms`: prepare first."""
         self._fault("move")
         link = self._open_link()
@@ -530,7 +510,7 @@ class WorkerSync:
         return self._open_link().verify(wait)
 
     @returns_errors
-    def commit(self) -> Plain:
+    def commit(self) -> Plain | None:
         """The model computes with the new weights from now on."""
         self._fault("commit")
         link = self._open_link()
@@ -544,7 +524,7 @@ class WorkerSync:
     @property
     def _written(self) -> Any:
         """The weights that the open link writes, or that the last one wrote; an adapter's count as the model's."""
-        return self._draft_weights() if self._drafts else self.model
+        return self._drafter if self._drafts else self.model
 
     def _fault(self, phase: str, model: Any = None) -> None:
         if _fault_injection.VARIABLE in os.environ:
@@ -565,22 +545,21 @@ class WorkerSync:
             self._stale = False
 
     @returns_errors
-    def abandon(self) -> Plain:
+    def abandon(self) -> None:
         """Abandon the sync, if there is one."""
-        return {} if self.link is None else self.link.abandon()
+        if self.link is not None:
+            self.link.abandon()
 
     @returns_errors
-    def release_shadows(self) -> Plain:
+    def release_shadows(self) -> None:
         """Free the shadows between syncs; the next staged sync allocates new ones."""
         if self.link is not None:
             self.link.release_shadows()
-        return {}
 
     @returns_errors
-    def clear_kv(self) -> Plain:
+    def clear_kv(self) -> None:
         """Zero all KV memory: it may have held values that are not finite."""
         _poison.clear_kv(self._worker)
-        return {}
 
     @returns_errors
     def clears_new_blocks(self) -> Plain:
@@ -606,20 +585,19 @@ class WorkerSync:
             return {"data": b"", "total": 0}
         ours = self._adapter if parameter.startswith(_lora_slots.PREFIX) else None
         if parameter.startswith(DRAFT):
-            ours = self._draft_weights()
+            ours = self._drafter
         data, total = peek(
             self.model if ours is None else ours, parameter, start, count
         )
         return {"data": data, "total": total}
 
     @returns_errors
-    def capture_routes(self) -> Plain:
+    def capture_routes(self) -> None:
         """Return the experts of each token with its request's output; rank 0 only: all choose the same."""
         from jvlab.engine.worker._routes import RouteCapture
 
         if self.rank == 0:
             RouteCapture(self._worker.model_runner)
-        return {}
 
     @returns_errors
     def begin_hidden(self) -> Plain:
@@ -636,9 +614,8 @@ class WorkerSync:
         return {"data": data[start : start + count], "total": len(data)}
 
     @returns_errors
-    def end_hidden(self) -> Plain:
+    def end_hidden(self) -> None:
         """Stop recording, and drop what was recorded."""
         if self._hidden_states is not None:
             self._hidden_states.end()
             self._hidden_states = None
-        return {}
