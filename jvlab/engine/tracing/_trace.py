@@ -351,9 +351,11 @@ def trace_model(
     tensors: Sequence[CheckpointTensor],
     rank: int = 0,
     coords: Coords = (("tp", 0),),
+    without: Container[str] = (),
 ) -> RankLayout:
     """Where this model's own loader puts every element of `tensors` on this rank. Leaves the model as it was.
 
+    `without`: parameters that are left out, with what goes there.
     The model may be on any device or on meta. Layers that were re-packed after loading are traced in the format their
     loader writes, and listed in `repacked` with the reason.
     """
@@ -365,6 +367,8 @@ def trace_model(
             tensors=twice,
         )
     formats = find_formats(model)
+    formats.found = [f for f in formats.found if f.parameter not in without]
+    formats.padding = [n for n in formats.padding if n.name not in without]
     repacked = _repacked(model, formats)
     opaque: dict[str, str] = {}
     with _vllm_model.loader_format(model, formats.strides):
@@ -382,7 +386,7 @@ def trace_model(
                     if n not in opaque
                 }
     return _with_formats(
-        _layout(recorder, tensors, rank, coords, opaque, repacked), formats
+        _layout(recorder, tensors, rank, coords, opaque, repacked, without), formats
     )
 
 
@@ -450,52 +454,17 @@ def trace_worker_draft(worker: Any, tensors: Sequence[Sequence[Any]]) -> dict[st
     """
     prefix = _vllm_model.DRAFT
     wanted = [replace(t, name=t.name.removeprefix(prefix)) for t in tensors_of(tensors)]
-    drafter = _vllm_model.draft_model(worker)
+    drafter = _vllm_model.DraftWeights(_vllm_model.draft_model(worker))
     theirs = {memory_of(p) for p in _vllm_model.worker_model(worker).parameters()}
     shared = {
         n for n, p in drafter.named_parameters() if p.numel() and memory_of(p) in theirs
     }
     with _vllm_model.current_config(worker):
         rank, coords = _vllm_model.coordinates()
-        layout = trace_model(drafter, wanted, rank, coords)
-    plain = layout_to_plain(own_part(layout, prefix, shared))
-    plain["aliases"] = [
-        [prefix + name for name in pair]
-        for pair in parameter_aliases(drafter)
-        if pair[1] not in shared
-    ]
+        plain = layout_to_plain(trace_model(drafter, wanted, rank, coords, shared))
+    pairs = parameter_aliases(drafter)
+    plain["aliases"] = [list(pair) for pair in pairs if pair[1] not in shared]
     return plain
-
-
-def own_part(layout: RankLayout, prefix: str, without: Container[str]) -> RankLayout:
-    """The layout without some parameters, the names of the others prefixed."""
-    keeps = [p.name not in without for p in layout.parameters]
-    # old number of a parameter -> its new one
-    place = np.cumsum(keeps, dtype=np.int32) - 1
-    rows = np.array(keeps, bool)[layout.parameter]
-    columns = ("tensor", "shape", "src_offset", "src_strides", "dst_offset")
-    used = {layout.tensors[int(t)].name for t in layout.tensor[rows]}
-    used |= {note.name for note in layout.opaque}
-    named = lambda notes: tuple(
-        replace(note, name=prefix + note.name)
-        for note in notes
-        if note.name not in without
-    )
-    return replace(
-        layout,
-        parameters=named(layout.parameters),
-        parameter=place[layout.parameter[rows]],
-        dst_strides=layout.dst_strides[rows],
-        **{name: getattr(layout, name)[rows] for name in columns},
-        padding=named(layout.padding),
-        repacked=named(layout.repacked),
-        unused=tuple(t.name for t in layout.tensors if t.name not in used),
-        formats=tuple(
-            replace(f, parameter=prefix + f.parameter, scale=prefix + f.scale)
-            for f in layout.formats
-            if f.parameter not in without
-        ),
-    )
 
 
 def parameter_aliases(model: torch.nn.Module) -> list[tuple[str, str]]:
@@ -590,6 +559,7 @@ def _layout(
     coords: Coords,
     opaque: dict[str, str],
     repacked: dict[str, tuple[str, str]],
+    without: Container[str] = (),
 ) -> RankLayout:
     opaque = {**opaque, **recorder.opaque}
     rows = _last_writes(recorder, opaque)
@@ -603,10 +573,16 @@ def _layout(
             recorder.opaque_writes.setdefault(r.target, []).append(
                 ({recorder.names[r.source]}, place)
             )
-    rows = joined(r for r in rows if recorder.names[r.source] not in opaque)
+    kept = [t for t in recorder.targets if t.name not in without]
+    numbers = {t.number for t in kept}
+    rows = joined(
+        r
+        for r in rows
+        if recorder.names[r.source] not in opaque and r.target in numbers
+    )
     rows.sort(key=lambda r: r.source)  # independent of the loader's order
     filled = {r.target for r in rows}
-    kept = [t for t in recorder.targets if not t.buffer or t.number in filled]
+    kept = [t for t in kept if not t.buffer or t.number in filled]
     place = {t.number: i for i, t in enumerate(kept)}
     index = {t.name: i for i, t in enumerate(tensors)}
     used = {recorder.names[r.source] for r in rows}
