@@ -15,7 +15,7 @@ import os
 import re
 import socket
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jvlab._errors import ConfigError, SyncError
@@ -106,24 +106,19 @@ class ReplicaGate:
         path = scope["path"]
         # vLLM's middleware guards /v1 and a few more, but not /invocations, /tokenize or /scale_elastic_ep.
         if path not in OPEN_PATHS and not self._verify(headers):
-            await _refuse(
-                send,
-                401,
-                "the lab's token is missing or wrong",
-                "send Authorization: Bearer <token>",
-            )
+            text = "the lab's token is missing or wrong"
+            remedy = "send Authorization: Bearer <token>"
+            await _refuse(send, 401, "unauthorized", text, remedy)
             return
         if scope["method"] == "POST":
             await self._answer(scope, receive, send, headers)
         else:
-            await self._app(scope, receive, self._labelling(send, [], _Progress()))
+            await self._app(scope, receive, self._labelling(send, _Progress()))
 
     async def _answer(self, scope: Any, receive: Any, send: Any, headers: Any) -> None:
         """One request that may reach the engine."""
-        problem = await self._problem(headers.get(EPOCH))
-        if problem is not None:
-            kind, text, remedy = problem
-            await _refuse(send, 503, text, remedy, kind)
+        if problem := await self._problem(headers.get(EPOCH)):
+            await _refuse(send, 503, *problem)
             return
         try:
             body = await _read_body(receive)
@@ -132,13 +127,11 @@ class ReplicaGate:
             if not headers.get("content-type", "").startswith("multipart/"):
                 self._check(body)
         except ConfigError as error:
-            await _refuse(
-                send, 400, error.message, error.remedy, reason=type(error).__name__
-            )
+            kind = type(error).__name__
+            await _refuse(send, 400, kind, error.message, error.remedy)
             return
-        seen: list[int] = []
         progress = _Progress()
-        _seen.set(seen)  # this task's own context, which vLLM's tasks inherit
+        _seen.set(progress.seen)  # this task's own context, which vLLM's tasks inherit
         # Among the engine's tasks in flight, so that a fenced replica drops it with the others.
         # no deadline: it ends when it is cancelled, below or by the engine
         dropped = self._engine.spawn(asyncio.Event().wait())
@@ -148,7 +141,7 @@ class ReplicaGate:
             self._app(
                 scope,
                 _until(dropped, body, receive),
-                self._labelling(send, seen, progress),
+                self._labelling(send, progress),
             )
         )
         try:
@@ -160,13 +153,8 @@ class ReplicaGate:
                 work.cancel()
                 await asyncio.wait({work})  # no deadline: it was cancelled
                 if not progress.started:
-                    await _refuse(
-                        send,
-                        503,
-                        "this replica was fenced; its work was dropped",
-                        "ask again",
-                        "fenced",
-                    )
+                    text = "this replica was fenced; its work was dropped"
+                    await _refuse(send, 503, "fenced", text, "ask again")
                 # without an end: the server breaks the connection, so that the answer is seen to be incomplete
                 return
             await work
@@ -209,8 +197,9 @@ class ReplicaGate:
             return "dirty", error.message, error.remedy
         return None
 
-    def _labelling(self, send: Any, seen: list[int], progress: _Progress) -> Any:
+    def _labelling(self, send: Any, progress: _Progress) -> Any:
         engine = self._engine
+        seen = progress.seen
 
         async def labelled(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -245,8 +234,9 @@ class ReplicaGate:
 
 @dataclass
 class _Progress:
-    """Whether one answer has started, and is a stream."""
+    """Which versions one answer has tokens of, and whether it has started, and is a stream."""
 
+    seen: list[int] = field(default_factory=list)
     started: bool = False
     is_stream: bool = False
 
@@ -324,26 +314,20 @@ async def _read_body(receive: Any) -> bytes | None:
             return b"".join(parts)
 
 
-async def _refuse(
-    send: Any,
-    status: int,
-    message: str,
-    remedy: str,
-    kind: str = "",
-    reason: str = "unauthorized",
-) -> None:
+async def _refuse(send: Any, status: int, kind: str, message: str, remedy: str) -> None:
     body = {
         "message": f"{message}\n  → {remedy}",
-        "type": kind or reason,
+        "type": kind,
         "param": None,
         "code": status,
+        "remedy": remedy,
     }
-    content = json.dumps({"error": {**body, "remedy": remedy}}).encode()
+    content = json.dumps({"error": body}).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(content)).encode()),
     ]
-    if kind:
+    if status == 503:
         headers.append((REFUSED.encode(), kind.encode()))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": content})

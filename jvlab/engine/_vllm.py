@@ -361,6 +361,7 @@ async def wake(engine: Any, tags: list[str]) -> None:
 def facts(engine: Any) -> dict[str, Any]:
     """Constants of the engine."""
     config = engine.vllm_config
+    model = config.model_config
     name, version = _vllm_versions.build()
     drafting = config.speculative_config
     drafter = getattr(drafting, "draft_model_config", None)
@@ -370,15 +371,15 @@ def facts(engine: Any) -> dict[str, Any]:
         "vllm_version": version,
         "vllm_build": name,
         "vllm_warning": _vllm_versions.warning(full=True),
-        "dtype": str(config.model_config.dtype).removeprefix("torch."),
-        "max_model_len": config.model_config.max_model_len,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "max_model_len": model.max_model_len,
         "max_num_seqs": config.scheduler_config.max_num_seqs,
-        "logprobs_mode": str(config.model_config.logprobs_mode),
+        "logprobs_mode": str(model.logprobs_mode),
         "sampling_names": sampling_names(),
-        "vocab_size": config.model_config.get_vocab_size(),
+        "vocab_size": model.get_vocab_size(),
         "prefix_caching": bool(config.cache_config.enable_prefix_caching),
-        "has_tokenizer": not config.model_config.skip_tokenizer_init,
-        "architecture": config.model_config.architecture,
+        "has_tokenizer": not model.skip_tokenizer_init,
+        "architecture": model.architecture,
         "speculative": str(drafting.method) if drafting else "",
         "draft_weights": drafts,
         # where its weights were read from; some are the model's own
@@ -389,7 +390,7 @@ def facts(engine: Any) -> dict[str, Any]:
         "attention_backend": getattr(config.attention_config.backend, "name", None)
         or "",
         "graph_tokens": _graph_tokens(config),
-        "quantization": str(config.model_config.quantization or ""),
+        "quantization": str(model.quantization or ""),
         "routed_experts": "ids" if config.aux_output_config.enabled else "",
     }
 

@@ -90,10 +90,6 @@ class StandInGroup:
         self.rank_in_group = rank
         self.ranks = ranks
         self.rank = self.local_rank = ranks[rank]
-        self.first_rank = ranks[0]
-        self.last_rank = ranks[-1]
-        self.next_rank = ranks[(rank + 1) % size]
-        self.prev_rank = ranks[rank - 1]
         self.is_first_rank = rank == 0
         self.is_last_rank = rank == size - 1
         # the part of a torch process group that vLLM's constructors use
@@ -102,8 +98,7 @@ class StandInGroup:
         )
         self.device = torch.device("cpu")
         self.unique_name = "jvlab-stand-in"
-        self.device_communicator = self.mq_broadcaster = None
-        self.use_device_communicator = False
+        self.device_communicator = None
 
 
 @contextmanager

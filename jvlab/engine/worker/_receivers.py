@@ -246,20 +246,16 @@ class Receivers:
         self._done.clear()
         self._work = queue.Queue(QUEUE_SIZE)
         self._participants = len(self.channels)
-        self._threads = [
-            threading.Thread(
-                target=self._receive,
-                args=(c, bucket_seconds),
-                name=f"jvlab-receive-{c.process}",
-                daemon=True,
-            )
-            for c in self.channels
-        ]
-        self._threads.append(
-            threading.Thread(target=self._finish_all, name="jvlab-finish", daemon=True)
-        )
-        for thread in self._threads:
-            thread.start()
+        self._threads = []
+        for channel in self.channels:
+            name = f"jvlab-receive-{channel.process}"
+            self._start(name, self._receive, channel, bucket_seconds)
+        self._start("jvlab-finish", self._finish_all)
+
+    def _start(self, name: str, work: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=work, args=args, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def stop(self, seconds: float) -> bool:
         """End the threads; True if all ended in time. Channels in use are closed: half a sync can't be continued."""
