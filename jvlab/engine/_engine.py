@@ -529,7 +529,7 @@ class Engine:
                 0.0, metrics.first_token_ts - metrics.queued_ts
             )
             message.total_seconds = max(0.0, metrics.last_token_ts - metrics.queued_ts)
-        if (found := getattr(result, "routed_experts", None)) is not None:
+        if (found := result.routed_experts) is not None:
             ids, weights = read_routes(
                 found, len(output.prompt_token_ids) + len(result.token_ids)
             )

@@ -18,7 +18,6 @@ from jvlab.engine import _patches, _vllm_versions
 from jvlab.wire import jvlab_pb2 as pb
 
 STATS_VERSION = "jv_version"  # attribute of a step's stats: the version that made them
-EXPORTERS = "jv_exporters"  # attribute of an engine: loggers that were removed from it
 # methods whose drafts come from the text alone; all others have weights of their own
 DRAFTS_FROM_TEXT = ("ngram", "suffix")
 VERSIONS_KEPT = 32  # whose drafts are counted
@@ -141,7 +140,7 @@ def start_engine(arguments: dict[str, Any], meter: Meter) -> Any:
         )
         config.scheduler_config.scheduler_cls = f"jvlab.engine.worker._scheduler.{kind}"
     with _patches.forked(config.device_config.device_type):
-        engine = AsyncLLM(
+        engine: Any = AsyncLLM(
             config,
             Executor.get_class(config),
             log_stats=False,
@@ -149,7 +148,7 @@ def start_engine(arguments: dict[str, Any], meter: Meter) -> Any:
             stat_loggers=[_stat_logger(meter)],
         )
     # vLLM always adds its Prometheus exporter, which costs more per sample than everything else here.
-    manager: Any = engine.logger_manager
+    manager = engine.logger_manager
     exporters = [
         logger
         for logger in manager.stat_loggers
@@ -157,7 +156,7 @@ def start_engine(arguments: dict[str, Any], meter: Meter) -> Any:
     ]
     for exporter in exporters:
         manager.stat_loggers.remove(exporter)
-    setattr(engine, EXPORTERS, exporters)
+    engine.jv_exporters = exporters
     labelling_stats(engine.engine_core)
     return engine
 
@@ -181,8 +180,8 @@ def labelling_stats(client: Any) -> None:
 
 def export_metrics(engine: Any) -> None:
     """Collect vLLM's own Prometheus metrics from now on, for HTTP."""
-    engine.logger_manager.stat_loggers += getattr(engine, EXPORTERS)
-    setattr(engine, EXPORTERS, [])
+    engine.logger_manager.stat_loggers += engine.jv_exporters
+    engine.jv_exporters = []
 
 
 def has_our_scheduler(engine: Any) -> bool:
@@ -337,9 +336,7 @@ def dead_errors() -> tuple[type[Exception], ...]:
 
 def core_signal(engine: Any) -> int:
     """The signal that ended the engine's core; 0 if none did, or its core is in this process."""
-    manager: Any = getattr(
-        getattr(engine.engine_core, "resources", None), "engine_manager", None
-    )
+    manager: Any = getattr(engine.engine_core.resources, "engine_manager", None)
     finished = manager.finished_procs() if hasattr(manager, "finished_procs") else {}
     return next((-code for code in finished.values() if code < 0), 0)
 

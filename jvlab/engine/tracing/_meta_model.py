@@ -40,7 +40,7 @@ def process(model: torch.nn.Module) -> None:
                 method.process_weights_after_loading(layer)
             for parameter in layer.parameters(recurse=False):
                 _vllm_model.own_loader(parameter)
-        elif isinstance(getattr(layer, "quant_method", None), BaseKVCacheMethod):
+        elif isinstance(_vllm_model.method_of(layer), BaseKVCacheMethod):
             # read once after loading, then removed
             for name in ("q_scale", "k_scale", "v_scale", "prob_scale"):
                 own_parameters(layer).pop(name, None)

@@ -89,9 +89,8 @@ _IN_PLACE_MOE = ("TRITON", "BATCHED_TRITON")
 
 
 def worker_model(worker: Any) -> torch.nn.Module:
-    """The model a worker runs."""
-    # no deadline: vLLM's getter of a model
-    return worker.get_model()  # without CUDA graph wrappers
+    """The model a worker runs, without CUDA graph wrappers."""
+    return worker.get_model()
 
 
 # of a drafter's tensors in an order to trace, and of its parameters in a plan; vLLM's own prefix for them

@@ -407,7 +407,6 @@ class Recorder(TorchDispatchMode):
             _aten.clone.default: self._clone,
             _aten._to_copy.default: self._clone,
             _aten.cat.default: self._cat,
-            _aten.stack.default: self._stack,
             _aten._local_scalar_dense.default: self._item,
         }
 
@@ -599,15 +598,6 @@ class Recorder(TorchDispatchMode):
             out, WriteOrigin(out.dtype, names, digits=digits, via=via, reason=reason)
         )
         return out
-
-    def _stack(self, func: Any, args: Any, kwargs: Any) -> Any:
-        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-        if not self._origins_in(args[0], ()):
-            return func(*args, **kwargs)
-        dim %= args[0][0].ndim + 1
-        return self._cat(
-            _aten.cat.default, ([t.unsqueeze(dim) for t in args[0]], dim), {}
-        )
 
     def _copy(self, func: Any, args: Any, kwargs: Any) -> Any:
         target, source = args[:2]

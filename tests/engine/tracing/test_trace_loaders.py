@@ -107,8 +107,6 @@ REORDERINGS = (
     "contiguous",
     "cat",
     "cat1",
-    "interleave",
-    "stack",
     "reversed",
     "rows",
     "widen",
@@ -131,12 +129,6 @@ def regroup(p: torch.nn.Parameter, w: torch.Tensor) -> None:
         lambda p, w: p.data.copy_(w.t().contiguous().t()),
         lambda p, w: p.data.copy_(torch.cat([w[9:], w[:9]])),
         lambda p, w: p.data.copy_(torch.cat([w[:, 2:], w[:, :2]], dim=1)),
-        lambda p, w: p.data.copy_(
-            torch.stack([w[0::2], w[1::2]], dim=1).reshape(w.shape)
-        ),
-        lambda p, w: p.data.copy_(
-            torch.stack([w[:9], w[9:]]).transpose(0, 1).reshape(w.shape)
-        ),
         lambda p, w: [p.data[i].copy_(w[17 - i]) for i in range(18)],
         lambda p, w: [p.data[i].copy_(w[i]) for i in range(18)],
         lambda p, w: p.data.copy_(w.to(torch.float64)),
