@@ -18,7 +18,6 @@ from typing import Any
 from jvlab._errors import ConfigError, JvlabError
 from jvlab._version import __version__
 from jvlab.analysis.certification._certificate import CHECKS
-from jvlab.engine._agent import add_join_arguments
 from jvlab.gateway.cluster import _slurm
 from jvlab.sync._plan import add_plan_arguments, run_plan
 from jvlab.wire.processes._labs import list_labs, stop_lab
@@ -135,6 +134,43 @@ ROLLOUT = (
     ("--model", str, "with --follow: the model folder, or tiny:FAMILY"),
     ("--replicas", 1, "with --follow: engines"),
     ("--device", DEVICES, "with --follow: where engines run"),
+    ("--gateway", str, "HOST:PORT of a running gateway: offer this host to it"),
+    (
+        "--fingerprint",
+        "",
+        "of the gateway's certificate, as the gateway printed it: instead of the files",
+    ),
+    (
+        "--token-file",
+        str,
+        "with --gateway: the lab's token (lab.write_token(FILE) writes it); default: JVLAB_TOKEN, or asked for",
+    ),
+    ("--invited", False, "read token and certificate from standard input"),
+    (
+        "--name",
+        "",
+        "the pool, or the replica POOL/N, to run; default: any that is waiting",
+    ),
+    (
+        "--bind",
+        "",
+        "the address to listen on; default: the one that reaches the gateway",
+    ),
+    ("--tls-ca", str, "the gateway's certificate, or its CA's, PEM"),
+    ("--tls-cert", str, "this host's own certificate chain, PEM"),
+    ("--tls-key", str, "its private key, PEM"),
+    (
+        "--tls-dir",
+        str,
+        "the folder that `jvlab gateway --tls-dir` filled, instead of the three",
+    ),
+    ("--patience", 300.0, "seconds to wait for the gateway to come up"),
+    ("--folder", str, "where the replica's log goes; default: a temporary one"),
+    (
+        "--share-host",
+        False,
+        "other replicas of the pool are on this host: share its cores and GPUs",
+    ),
 )
 BENCH = (
     ("--rounds", 5, "rollout, launch, sync, lora, topology: number of rounds"),
@@ -241,8 +277,6 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--json", action="store_true", help=json_help)
         _add_options(command, options)
         match name:
-            case "rollout":
-                add_join_arguments(command)
             case "plan":
                 add_plan_arguments(command)
             case "bench":

@@ -21,22 +21,24 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import grpc
 
 from jvlab._deadline import Deadline
 from jvlab._errors import AuthError, ConfigError, GatewayUnreachable
 from jvlab._names import check_name, check_replica, own_name
+from jvlab.wire import _channels, _security
+from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire import jvlab_pb2_grpc as rpc
+from jvlab.wire.processes import _supervisor
 from jvlab.wire.processes._identity import read_secret
 from jvlab.wire.processes._pool_spec import AWAY_SECONDS
-
-if TYPE_CHECKING:
-    from jvlab.wire import jvlab_pb2 as pb
-    from jvlab.wire.processes._rollout_process import RolloutProcess
-    from jvlab.wire.processes._warm import WarmProcesses
+from jvlab.wire.processes._rollout_process import GRACE_SECONDS, RolloutProcess
+from jvlab.wire.processes._warm import WarmProcesses, shared_socket
 
 PATIENCE = 300.0  # for a gateway that is not up yet
 RETRY_SECONDS = 1.0
@@ -62,8 +64,6 @@ class Host:
 
     def check(self) -> str:
         """The address to listen on; raises if the token would go in clear text, or the gateway could not reach us."""
-        from jvlab.wire import _channels, _security
-
         far = not _security.is_loopback(_channels.host_of(self.gateway))
         if far and self.tls_ca is None:
             raise ConfigError(
@@ -71,11 +71,9 @@ class Host:
                 remedy="give the fingerprint that the gateway printed, --fingerprint sha256:…, or its certificate, "
                 "--tls-ca FILE or --tls-dir FOLDER",
             )
-        bind = self.bind or (
-            _channels.address_towards(_channels.host_of(self.gateway))
-            if far
-            else "127.0.0.1"
-        )
+        bind = self.bind or "127.0.0.1"
+        if far and not self.bind:
+            bind = _channels.address_towards(_channels.host_of(self.gateway))
         if far and _security.is_loopback(bind) and self.bind:
             raise ConfigError(
                 f"--bind {bind}: the gateway at {self.gateway} could not reach this replica",
@@ -115,12 +113,10 @@ class Agent:
 
     async def run(self) -> int:
         """Offer, run and report; 0 if the gateway ended it, 1 if it ended otherwise."""
-        from jvlab.wire._channels import Trust, open_channel
-
         stopping = asyncio.create_task(self._stop.wait())
-        trust = Trust.of_file(self._host.tls_ca, self._host.tls_name)
+        trust = _channels.Trust.of_file(self._host.tls_ca, self._host.tls_name)
         try:
-            async with open_channel(self._host.gateway, trust) as channel:
+            async with _channels.open_channel(self._host.gateway, trust) as channel:
                 last_contact = time.monotonic()
                 while True:
                     began = time.monotonic()
@@ -144,8 +140,6 @@ class Agent:
         finally:
             stopping.cancel()
             if self.process is not None:
-                from jvlab.wire.processes._rollout_process import GRACE_SECONDS
-
                 await self.process.end(GRACE_SECONDS + 5)
             if self._warm is not None:
                 await self._warm.close()
@@ -160,12 +154,6 @@ class Agent:
 
     async def _join(self, channel: Any) -> int | None:
         """One Join stream: the exit code, or None if the connection broke."""
-        import grpc
-
-        from jvlab.wire import _security
-        from jvlab.wire import jvlab_pb2 as pb
-        from jvlab.wire import jvlab_pb2_grpc as rpc
-
         running = "" if self.process is None else self.process.replica
         offer = pb.JoinOffer(name=self._host.name, agent=own_name(), running=running)
         self._reports = asyncio.Queue()
@@ -210,23 +198,14 @@ class Agent:
                 await self._end()
 
     async def _start(self, order: dict[str, Any]) -> None:
-        from jvlab.wire import jvlab_pb2 as pb
-        from jvlab.wire.processes._rollout_process import RolloutProcess
-        from jvlab.wire.processes._warm import WarmProcesses, shared_socket
-
         host = self._host
         path = shared_socket()
         if self._ask_warm and path is not None and path.is_socket():
             self._warm = WarmProcesses(self._folder, joined=True)
         self._away = order.get("away", self._away)
-        own = {
-            "gateway": host.gateway,
-            "bind": self._bind,
-            "tls_ca": host.tls_ca,
-            "tls_cert": host.tls_cert,
-            "tls_key": host.tls_key,
-            "tls_name": host.tls_name,
-        }
+        names = ("gateway", "tls_ca", "tls_cert", "tls_key", "tls_name")
+        own = {name: getattr(host, name) for name in names}
+        own["bind"] = self._bind
         if host.alone:
             own |= {"index": 0, "replicas": 1}
         process = self.process = RolloutProcess.of_order(
@@ -244,8 +223,6 @@ class Agent:
             self._report_exit(f"the rollout process could not be started: {error}")
 
     def _report_exit(self, cause: str) -> None:
-        from jvlab.wire import jvlab_pb2 as pb
-
         assert self.process is not None
         if not self._ended_by_order:
             print(
@@ -259,8 +236,6 @@ class Agent:
         self._reports.put_nowait(None)
 
     async def _end(self) -> None:
-        from jvlab.wire.processes._rollout_process import GRACE_SECONDS
-
         if self.process is not None:
             await self.process.end(GRACE_SECONDS + 5)
             # no deadline: `end` killed what did not end
@@ -269,16 +244,12 @@ class Agent:
             self._reports.put_nowait(None)
 
     def _news(self) -> pb.JoinNews:
-        from jvlab.wire import jvlab_pb2 as pb
-
         assert self.process is not None
         return pb.JoinNews(
             stage=self.process.stage(), log_tail=self.process.tail(NEWS_LINES)
         )
 
     async def _report_news(self) -> None:
-        from jvlab.wire import jvlab_pb2 as pb
-
         last = None
         while True:
             await asyncio.sleep(NEWS_SECONDS)
@@ -309,28 +280,18 @@ def _stop_with_parent(agent: Agent, loop: asyncio.AbstractEventLoop) -> None:
     threading.Thread(target=watch, name="watch-parent", daemon=True).start()
 
 
-def run_agent(
-    host: Host,
-    folder: Path,
-    on_agent: Callable[[Agent], None] | None = None,
-    supervised: bool = False,
-) -> int:
-    """Offer this host until it ends: by SIGTERM, Ctrl-C or, with `supervised`, the end of standard input.
-
-    `on_agent` gets the agent, instead of signal handlers, where this is not the main thread.
-    """
+def run_agent(host: Host, folder: Path, supervised: bool) -> int:
+    """Offer this host until it ends: by SIGTERM, Ctrl-C or, with `supervised`, the end of standard input."""
 
     async def run() -> int:
         # what Ray or SLURM started stays among its processes, with its limits
-        own = on_agent is None and not supervised and "SLURM_JOB_ID" not in os.environ
+        own = not supervised and "SLURM_JOB_ID" not in os.environ
         agent = Agent(host, folder, ask_warm=own)
-        if on_agent is None:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                asyncio.get_running_loop().add_signal_handler(number, agent.stop)
-            if supervised:
-                _stop_with_parent(agent, asyncio.get_running_loop())
-        else:
-            on_agent(agent)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, agent.stop)
+        if supervised:
+            _stop_with_parent(agent, loop)
         return await agent.run()
 
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -340,70 +301,16 @@ def run_agent(
 # The command -----------------------------------------------------------------------------------------------------
 
 
-def add_join_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--gateway",
-        metavar="HOST:PORT",
-        help="offer this host to a running gateway",
-    )
-    parser.add_argument(
-        "--fingerprint",
-        default="",
-        help="of the gateway's certificate, as the gateway printed it: instead of the files",
-    )
-    parser.add_argument(
-        "--token-file",
-        help="with --gateway: the lab's token (lab.write_token(FILE) writes it); default: JVLAB_TOKEN, or asked for",
-    )
-    parser.add_argument(
-        "--invited",
-        action="store_true",
-        help="read token and certificate from standard input",
-    )
-    parser.add_argument(
-        "--name",
-        default="",
-        help="the pool, or the replica POOL/N, to run; default: any that is waiting",
-    )
-    parser.add_argument(
-        "--bind",
-        default="",
-        help="the address to listen on; default: the one that reaches the gateway",
-    )
-    parser.add_argument("--tls-ca", help="the gateway's certificate, or its CA's, PEM")
-    parser.add_argument("--tls-cert", help="this host's own certificate chain, PEM")
-    parser.add_argument("--tls-key", help="its private key, PEM")
-    parser.add_argument(
-        "--tls-dir",
-        help="the folder that `jvlab gateway --tls-dir` filled, instead of the three",
-    )
-    parser.add_argument(
-        "--patience",
-        type=float,
-        default=PATIENCE,
-        help="seconds to wait for the gateway to come up",
-    )
-    parser.add_argument(
-        "--folder", help="where the replica's log goes; default: a temporary one"
-    )
-    parser.add_argument(
-        "--share-host",
-        action="store_true",
-        help="other replicas of the pool are on this host: share its cores and GPUs",
-    )
-
-
 def host_from(arguments: argparse.Namespace, folder: Path) -> Host:
     """The command's arguments, checked. Certificates of this process go into the folder."""
-    from jvlab.wire import _channels
-
     _channels.host_of(arguments.gateway)
     if arguments.fingerprint:
         _channels.digest_of(arguments.fingerprint)
     if arguments.name:
-        (check_replica if "/" in arguments.name else partial(check_name, "pool"))(
-            arguments.name
-        )
+        if "/" in arguments.name:
+            check_replica(arguments.name)
+        else:
+            check_name("pool", arguments.name)
     authority = arguments.tls_ca
     certificate = arguments.tls_cert
     key = arguments.tls_key
@@ -435,8 +342,6 @@ def host_from(arguments: argparse.Namespace, folder: Path) -> Host:
 
 def _token(arguments: argparse.Namespace) -> str:
     """The lab's token: from a file, the environment or the keyboard, but not from the command line."""
-    from jvlab.wire import _channels, _security
-
     if arguments.token_file:
         wait_for([arguments.token_file], arguments.patience)
         return _channels.read_token(arguments.token_file)
@@ -455,8 +360,6 @@ def _token(arguments: argparse.Namespace) -> str:
 
 def _pinned(host: Host, fingerprint: str, folder: Path) -> Host:
     """Trusting the certificate with this fingerprint, with one of this host's own, both as files in the folder."""
-    from jvlab.wire import _channels, _security
-
     deadline = Deadline(host.patience)
     while True:
         try:
@@ -494,20 +397,18 @@ def _store_invitation(
     invitation: dict[str, str], folder: Path, arguments: argparse.Namespace
 ) -> None:
     """Write token and certificate to files of this process."""
-    from jvlab.wire._channels import write_private
-
-    arguments.token_file = str(write_private(folder / "token", invitation["token"]))
+    arguments.token_file = str(
+        _channels.write_private(folder / "token", invitation["token"])
+    )
     if invitation["certificate"]:
-        write_private(folder / "key.pem", invitation["key"])
-        write_private(folder / "cert.pem", invitation["certificate"])
+        _channels.write_private(folder / "key.pem", invitation["key"])
+        _channels.write_private(folder / "cert.pem", invitation["certificate"])
         arguments.tls_dir = str(folder)
 
 
 @contextlib.contextmanager
 def own_scratch() -> Iterator[str]:
     """A temporary folder of this process. If this is killed, the next process that starts a replica here removes it."""
-    from jvlab.wire.processes import _supervisor
-
     _supervisor.sweep_scratch()
     made, handle = _supervisor.make_locked(tempfile.gettempdir())
     try:
@@ -527,7 +428,7 @@ def run_join(arguments: argparse.Namespace) -> dict[str, Any]:
             _store_invitation(json.loads(invitation), Path(made), arguments)
         folder = Path(arguments.folder or made)
         host = host_from(arguments, Path(made))
-        code = run_agent(host, folder, supervised=arguments.supervised)
+        code = run_agent(host, folder, arguments.supervised)
     if code:  # SLURM and Ray check the exit status
         if arguments.json:
             print(json.dumps({"exit": code}), flush=True)

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -141,9 +141,7 @@ def _decoded(text: str) -> dict[str, Tried]:
     """Raises ValueError for text that is not what `_try_all` found."""
     try:
         found = json.loads(text)
-        return {
-            kind: Tried(found[kind]["works"], str(found[kind]["why"])) for kind in KINDS
-        }
+        return {kind: Tried(**found[kind]) for kind in KINDS}
     except (KeyError, TypeError) as error:
         raise ValueError(f"the trial printed {text[:80]!r}") from error
 
@@ -151,19 +149,14 @@ def _decoded(text: str) -> dict[str, Tried]:
 def _cache_file() -> Path:
     """One for each CPU, host and build: a home folder may be shared."""
     try:
-        flags = re.findall(
-            r"^(?:flags|Features)\s*:.*$",
-            Path("/proc/cpuinfo").read_text(),
-            re.MULTILINE,
-        )[:1]
+        text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        flags = []
+        text = ""
+    flags = re.findall(r"^(?:flags|Features)\s*:.*$", text, re.MULTILINE)[:1]
     about = [platform.machine(), platform.node(), sys.prefix, *_builds(), *flags]
     key = hashlib.sha256("\n".join(about).encode()).hexdigest()[:12]
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (
-        (Path(base) if base else Path.home() / ".cache") / "jvlab" / f"cpu-{key}.json"
-    )
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base, "jvlab", f"cpu-{key}.json")
 
 
 def _builds() -> list[str]:
@@ -279,10 +272,7 @@ def _try_all() -> dict[str, dict[str, Any]]:
         "float16": lambda: _sixteen_bits(torch.float16),
         "int8": _int8,
     }
-    found = {kind: _in_a_fork(trial) for kind, trial in trials.items()}
-    return {
-        kind: {"works": tried.works, "why": tried.why} for kind, tried in found.items()
-    }
+    return {kind: asdict(_in_a_fork(trial)) for kind, trial in trials.items()}
 
 
 if __name__ == "__main__":

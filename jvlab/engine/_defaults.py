@@ -28,11 +28,7 @@ GIB = 1 << 30
 
 def usable_cores() -> list[int]:
     """The cores this process may run on."""
-    return (
-        sorted(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else list(range(os.cpu_count() or 1))
-    )
+    return sorted(os.sched_getaffinity(0))
 
 
 def thread_binding(
@@ -107,18 +103,13 @@ def kv_cache_bytes(model: str, given: Mapping[str, Any], replicas: int) -> int:
             or config["hidden_size"] // config["num_attention_heads"]
         )
         asked = _cpu.plain_dtype(given.get("dtype"))
-        named = (
-            asked
-            if asked != "auto"
-            else _cpu.plain_dtype(config.get("dtype") or config.get("torch_dtype"))
-        )
-        item = 2 if named in ("bfloat16", "float16") else 4
+        if asked == "auto":
+            asked = _cpu.plain_dtype(config.get("dtype") or config.get("torch_dtype"))
+        item = 2 if asked in ("bfloat16", "float16") else 4
         token = 2 * config["num_hidden_layers"] * heads * width * item
         length = given.get("max_model_len") or config["max_position_embeddings"]
-        return min(
-            room,
-            max(64 << 20, int(given.get("max_num_seqs") or 64) * int(length) * token),
-        )
+        needed = int(given.get("max_num_seqs") or 64) * int(length) * token
+        return min(room, max(64 << 20, needed))
     except (ValueError, KeyError, TypeError):
         return room  # not a local checkpoint, or one that does not say
 

@@ -26,7 +26,7 @@ import grpc.aio
 
 from jvlab._errors import ConfigError, SamplingError, SyncError, Unsupported
 from jvlab.engine import _vllm
-from jvlab.engine._engine_sync import EngineSync, LinkedAdapter, SyncState, checked
+from jvlab.engine._engine_sync import EngineSync, SyncState, checked
 from jvlab.engine._requests import PromptReader, Queue, RequestGroup
 from jvlab.engine.worker._routes import read_routes
 from jvlab.layout._layout_codec import plain_to_bytes
@@ -76,14 +76,17 @@ class EngineAdapters:
         vLLM must never need that slot for another, so that from now on no more adapters are loaded than have a slot.
         """
         if len(self._loaded) > self._slots - 1:
-            held = ", ".join(
-                f"{a.name} (version {a.version})" for a in self._loaded.values()
-            )
             raise ConfigError(
-                f"no slot is left for a synced adapter: the engine has {self._slots}, and holds {held}",
+                f"no slot is left for a synced adapter: the engine has {self._slots}, and holds {self._held()}",
                 remedy=f"pool.unload_adapter(name), or launch(..., engine={{'max_loras': {len(self._loaded) + 1}}})",
             )
         self._reserved = True
+
+    def _held(self) -> str:
+        return ", ".join(
+            f"{a.name} (version {a.version}, {a.users} in flight)"
+            for a in self._loaded.values()
+        )
 
     async def load(self, adapter: pb.Adapter) -> Loaded:
         """Load a version beside the others, unless it is loaded already."""
@@ -104,17 +107,13 @@ class EngineAdapters:
         if self._reserved and len(self._loaded) >= self._slots - 1:
             raise ConfigError(
                 f"no slot for adapter {adapter.name!r}: the engine has {self._slots}, one of them belongs to the "
-                f"adapter that a link syncs, and {len(self._loaded)} are loaded",
-                remedy=f"launch(..., engine={{'max_loras': {self._slots + 1}}}), or pool.unload_adapter(name); "
+                f"adapter that a link syncs, and it holds {self._held()}",
+                remedy=f"pool.unload_adapter(name), or launch(..., engine={{'max_loras': {self._slots + 1}}}); "
                 "a new version of an adapter needs a slot beside the old one",
             )
         if len(self._loaded) >= self._max:
-            held = ", ".join(
-                f"{a.name} (version {a.version}, {a.users} in flight)"
-                for a in self._loaded.values()
-            )
             raise ConfigError(
-                f"no room for adapter {adapter.name!r}: the engine holds {self._max} at most, and has {held}",
+                f"no room for adapter {adapter.name!r}: the engine holds {self._max} at most, and has {self._held()}",
                 remedy="pool.unload_adapter(name), or launch(..., engine={'max_cpu_loras': ...}); "
                 "a new version of an adapter needs room beside the old one",
             )
@@ -306,26 +305,17 @@ class Engine:
         # of a cancelled pause; kept so that it runs
         self._undoing: asyncio.Future[None] | None = None
         self.state = SyncState()
-        self._sync = EngineSync(self.llm, self.state, replica, device)
+        self._sync = EngineSync(self.llm, self.state, replica)
         self.adapters = EngineAdapters(
             self.llm, facts["max_adapters"], _vllm.adapter_slots(self.llm)
         )
         self._sync.reserve_slot = self.adapters.reserve_slot
+        self.linked = self._sync.linked
 
     @property
     def version(self) -> int:
         """The version of the weights that were committed last."""
         return self.state.version
-
-    @property
-    def linked(self) -> LinkedAdapter:
-        """The adapter that a link syncs."""
-        return self._sync.linked
-
-    @property
-    def sleeping(self) -> bool:
-        """Whether part of its memory is released."""
-        return bool(self._sync.asleep)
 
     def say(self, text: str) -> None:
         """Something that its user should know: `pool.wait()` warns of it, and the log has it."""
@@ -369,55 +359,46 @@ class Engine:
         work: Sequence[pb.PromptWork],
         sampling_json: str,
         adapter: pb.Adapter | None = None,
-    ) -> AsyncIterator[list[pb.Sample]]:
+    ) -> AsyncGenerator[list[pb.Sample], None]:
         """Samples as they finish, those of one engine step together. Leaving early aborts the rest in the engine."""
         await self.wait_clean()
-        async with (
-            self.adapters.use(adapter) as loaded,
-            contextlib.aclosing(self._generate(work, sampling_json, loaded)) as parts,
-        ):
-            async for part in parts:
-                yield part
-
-    async def _generate(
-        self, work: Sequence[pb.PromptWork], sampling_json: str, adapter: Loaded | None
-    ) -> AsyncGenerator[list[pb.Sample], None]:
         values = read_object(sampling_json, "sampling_json")
-        self._check_limits(work, values, {})
-        prompts = await self._reader.read(
-            [(item.prompt_index, item.prompt) for item in work]
-        )
-        self._check_limits(work, values, prompts)
-        params = self._sampling(values)
-        linked = self.linked.request if adapter is None else None
         group = RequestGroup(self.llm, self._ids)
-        lora = linked if adapter is None else adapter.request
-        queue = Queue(
-            work, prompts, self._max_queued(max(map(len, prompts.values()), default=1))
-        )
-        self._request_groups.add(group)
-        try:
-            await queue.feed(group, params, lora)
-            while len(group):
-                finished = await group.take()
-                if queue.is_partial and any(
-                    output.outputs[0].finish_reason == "abort" for _, output in finished
-                ):
-                    # A pause aborts what the engine has. What is still queued ends too, and what the engine got during
-                    # the pause, which would otherwise wait until a resume.
-                    for part in _chunks(self._aborted(queue.drain())):
-                        yield part
-                    await group.abort()
+        async with self.adapters.use(adapter) as loaded:
+            self._check_limits(work, values, {})
+            prompts = await self._reader.read(
+                [(item.prompt_index, item.prompt) for item in work]
+            )
+            self._check_limits(work, values, prompts)
+            params = self._sampling(values)
+            lora = self.linked.request if loaded is None else loaded.request
+            linked = loaded is None and lora is not None
+            longest = max(map(len, prompts.values()), default=1)
+            queue = Queue(work, prompts, self._max_queued(longest))
+            self._request_groups.add(group)
+            try:
                 await queue.feed(group, params, lora)
-                made = [
-                    self._sample(output, i, k, params, adapter, linked is not None)
-                    for (i, k), output in finished
-                ]
-                for part in _chunks(made):
-                    yield part
-        finally:
-            self._request_groups.discard(group)
-            await group.drop()
+                while len(group):
+                    finished = await group.take()
+                    if queue.is_partial and any(
+                        output.outputs[0].finish_reason == "abort"
+                        for _, output in finished
+                    ):
+                        # A pause aborts what the engine has. What is still queued ends too, and what the engine got
+                        # during the pause, which would otherwise wait until a resume.
+                        for part in _chunks(self._aborted(queue.drain())):
+                            yield part
+                        await group.abort()
+                    await queue.feed(group, params, lora)
+                    made = [
+                        self._sample(output, i, k, params, loaded, linked)
+                        for (i, k), output in finished
+                    ]
+                    for part in _chunks(made):
+                        yield part
+            finally:
+                self._request_groups.discard(group)
+                await group.drop()
 
     def _check_limits(
         self,
@@ -483,11 +464,9 @@ class Engine:
     async def _final(self, ids: list[int], params: Any) -> Any:
         last = None
         lora = self.linked.request
+        name = f"jv-{next(self._ids)}"
         async for output in self.llm.generate(
-            _vllm.prompt(ids),
-            params,
-            f"jv-{next(self._ids)}",
-            **({"lora_request": lora} if lora is not None else {}),
+            _vllm.prompt(ids), params, name, lora_request=lora
         ):
             last = output
         return last
@@ -550,7 +529,7 @@ class Engine:
                 0.0, metrics.first_token_ts - metrics.queued_ts
             )
             message.total_seconds = max(0.0, metrics.last_token_ts - metrics.queued_ts)
-        if (found := getattr(result, "routed_experts", None)) is not None:
+        if (found := result.routed_experts) is not None:
             ids, weights = read_routes(
                 found, len(output.prompt_token_ids) + len(result.token_ids)
             )
@@ -566,7 +545,7 @@ class Engine:
 
     async def score(
         self, sequences: Sequence[Sequence[int]], indexes: Sequence[int], top: int
-    ) -> AsyncIterator[pb.Scored]:
+    ) -> AsyncGenerator[pb.Scored, None]:
         """log P of every token given its prefix, in one prefill pass each, in the order they finish."""
         await self.wait_clean()
         lengths = [len(ids) for ids in sequences]
@@ -679,29 +658,21 @@ class Engine:
     # Inspection ---------------------------------------------------------------------------------------------------
 
     async def stats(self) -> pb.ReplicaStats:
-        m = self.meter
-        return pb.ReplicaStats(
-            running=m.running,
-            waiting=m.waiting,
-            kv_use=m.kv_use,
-            prefix_queries=m.queries,
-            prefix_hits=m.hits,
-            generated_tokens=m.generated,
-            prompt_tokens=m.prompt,
-            tokens_per_s=m.tokens_per_s(),
+        stats = pb.ReplicaStats(
+            tokens_per_s=self.meter.tokens_per_s(),
             weight_version=self.version,
             paused=self.paused,
-            sleeping=self.sleeping,
+            sleeping=bool(self._sync.asleep),
             dirty=self.state.dirty,
-            draft_tokens=m.drafted,
-            accepted_tokens=m.accepted,
             adapters=self.adapters.listed(),
             draft_version=self._sync.draft_version,
             drafts=[
                 pb.DraftCount(version=version, drafted=drafted, accepted=accepted)
-                for version, (drafted, accepted) in sorted(m.drafts.items())
+                for version, (drafted, accepted) in sorted(self.meter.drafts.items())
             ],
         )
+        stats.MergeFrom(self.meter.stats)
+        return stats
 
     async def trace(self, tensors: list[list[Any]]) -> list[dict[str, Any]]:
         """Each rank's layout, as plain values: of the model's tensors, an adapter's or the draft model's."""
@@ -793,14 +764,11 @@ class RolloutServicer(rpc.RolloutServicer):
         self.engine = engine
         self.epoch = 0
 
-    async def _registered(self) -> None:
-        """Wait for our epoch: the gateway's first order may overtake its reply to our registration."""
+    async def _check(self, epoch: int) -> None:
+        # the gateway's first order may overtake its reply to our registration
         until = time.monotonic() + REGISTER_SECONDS
         while self.epoch == 0 and time.monotonic() < until:
             await asyncio.sleep(0.005)
-
-    async def _check(self, epoch: int) -> None:
-        await self._registered()
         if epoch != self.epoch:
             text = f"order of epoch {epoch}, this replica is at epoch {self.epoch}"
             raise CallFailed(grpc.StatusCode.ABORTED, text)
@@ -819,25 +787,22 @@ class RolloutServicer(rpc.RolloutServicer):
     ) -> AsyncIterator[pb.SampleBatch]:
         await self._check(request.epoch)
         adapter = request.adapter if request.HasField("adapter") else None
-        samples = self.engine.generate(request.work, request.sampling_json, adapter)
-        try:
-            async for batch in samples:
+        async with contextlib.aclosing(
+            self.engine.generate(request.work, request.sampling_json, adapter)
+        ) as batches:
+            async for batch in batches:
                 yield pb.SampleBatch(samples=batch)
-        finally:
-            await samples.aclose()  # type: ignore[attr-defined]
 
     async def Score(
         self, request: pb.RolloutScoreRequest, context: Context
     ) -> AsyncIterator[pb.ScoreBatch]:
         await self._check(request.epoch)
-        scores = self.engine.score(
-            [s.ids for s in request.sequences], request.indexes, request.top
-        )
-        try:
+        sequences = [s.ids for s in request.sequences]
+        async with contextlib.aclosing(
+            self.engine.score(sequences, request.indexes, request.top)
+        ) as scores:
             async for scored in scores:
                 yield pb.ScoreBatch(scored=[scored])
-        finally:
-            await scores.aclose()  # type: ignore[attr-defined]
 
     async def Steer(
         self, request: pb.RolloutSteerRequest, context: Context

@@ -24,6 +24,7 @@ from jvlab._errors import (
 from jvlab._files import Plain
 from jvlab.engine import _vllm
 from jvlab.engine.worker import _fault_injection
+from jvlab.engine.worker._ipc_core import handles_of, values_of
 from jvlab.wire import _core_channel
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._sync_words import (
@@ -76,14 +77,6 @@ class SyncState:
             return "ready"
         return "dirty" if self.dirty else "old"
 
-    def opened(self, link: str) -> None:
-        """A link was opened; it replaces an older one."""
-        self.link = link
-
-    def closed(self) -> None:
-        """The link was closed."""
-        self.link = ""
-
     def check_link(self, link: str) -> None:
         """Refuse orders of a link that is not this replica's."""
         if link != self.link:
@@ -102,10 +95,7 @@ class SyncState:
                     f"version {self.terms.version} is still {self.stage}",
                     remedy="commit or abandon that sync first",
                 )
-            if terms is None:
-                raise SyncError(
-                    "a prepare without terms", remedy="send SyncTerms with PREPARE"
-                )
+            assert terms is not None
             if terms.version <= self.version:
                 raise SyncError(
                     f"version {terms.version} is not newer than the {self.version} that this replica holds",
@@ -163,12 +153,6 @@ class SyncState:
         self.halted = self.halted and self.dirty
         return go_on
 
-    def swap_refused(self, before: SyncState) -> None:
-        """The core ended a swap before it halted anything: as `before`, and the sync is still open."""
-        self.dirty = before.dirty
-        self.halted = before.halted
-        self.done = before.done
-
     def unheard(self) -> None:
         """The core began a sync that we know nothing of: it may have halted, and written part of it."""
         self.dirty = True
@@ -176,7 +160,8 @@ class SyncState:
 
     def discard(self) -> None:
         """The weights are gone (sleep level 2): what memory holds after a wake is not a version."""
-        self.dirty = self.discarded = True
+        self.dirty = True
+        self.discarded = True
 
     def need_clean(self) -> None:
         """Raise if generation would read parts of two versions, or no weights at all."""
@@ -215,15 +200,25 @@ def is_swap(sync: EngineSync, request: pb.RolloutSyncRequest) -> bool:
 
 async def core_order(sync: EngineSync, request: pb.RolloutSyncRequest) -> None:
     """An order that the trainer gave the core too. Raises on failure; `sync.at` names the phase."""
-    match tuple(request.phases):
-        case phases if phases == ORDER["direct"]:
-            await direct_sync(sync, Terms.read(request.terms).check(), request)
-        case phases if phases == BEFORE_BYTES["staged"]:
-            await prepare_staged(sync, Terms.read(request.terms).check(), request)
-        case phases if phases == (Phase.VERIFY, *SWAP):
-            await verify_and_swap(sync, request)
-        case _:
-            raise SyncError("the core takes no such order", remedy="sync again")
+    phases = tuple(request.phases)
+    if phases == (Phase.VERIFY, *SWAP):
+        await verify_and_swap(sync, request)
+        return
+    terms = Terms.read(request.terms).check()
+    if phases not in (ORDER["direct"], BEFORE_BYTES["staged"]):
+        raise SyncError("the core takes no such order", remedy="sync again")
+    for phase in BEFORE_BYTES[terms.mode]:
+        await sync.enter(phase.word, terms)
+        if phase == Phase.PREPARE:
+            sync.begin(terms)
+        sync.state.did(phase.word, terms)
+    if terms.mode == "direct":
+        await sync.run_to_completion(_core_sync(sync, terms, request))
+        return
+    reply = await _ask_core(sync, "prepare", terms, request)
+    sync.at = reply["stage"] or sync.at
+    checked(reply["answers"])
+    sync.exports = reply["handles"]
 
 
 async def _ask_core(
@@ -242,34 +237,9 @@ async def _ask_core(
     return reply
 
 
-async def _before_bytes(sync: EngineSync, mode: str, terms: Terms) -> None:
-    """Enter and note the phases of a mode until the first byte is written."""
-    for phase in (phase.word for phase in BEFORE_BYTES[mode]):
-        given = terms if phase == "prepare" else None
-        sync.at = phase
-        sync.state.check(phase, given)
-        await sync.enter(phase)
-        if given is not None:
-            sync.begin(given)
-        sync.state.did(phase, given)
-
-
-async def prepare_staged(
-    sync: EngineSync, terms: Terms, request: pb.RolloutSyncRequest
-) -> None:
-    """PREPARE and MOVE of a staged sync."""
-    await _before_bytes(sync, "staged", terms)
-    reply = await _ask_core(sync, "prepare", terms, request)
-    sync.at = reply["stage"] or sync.at
-    checked(reply["answers"])
-    sync.exports = reply["handles"]
-
-
 async def verify_and_swap(sync: EngineSync, request: pb.RolloutSyncRequest) -> None:
     """VERIFY of a staged sync, and the swap."""
     before = replace(sync.state)
-    sync.at = "verify"
-    sync.state.check("verify")
     await sync.enter("verify")
     sync.state.did("verify")
     claimed = in_order(claimed_digests(request.digests), sync.names)
@@ -286,12 +256,9 @@ async def swap(
 
     `before`: the state before VERIFY, for when they differ.
     """
-    for phase in (phase.word for phase in SWAP[:2]):
-        sync.at = phase
-        sync.state.check(phase)
-        await sync.enter(phase)
-        if phase == "halt":
-            sync.state.did(phase)
+    await sync.enter("halt")
+    sync.state.did("halt")
+    await sync.enter("commit")
     await sync.run_to_completion(_core_swap(sync, request, claimed, before))
 
 
@@ -314,8 +281,9 @@ async def _core_swap(
     )
     if before is not None:
         if reply["stage"] == "verify":
+            # nothing was halted, and the sync is still open
             sync.at = "verify"
-            sync.state.swap_refused(before)
+            vars(sync.state).update(vars(before))
         _take_claimed(sync, terms, reply)
     else:
         checked(reply["answers"])
@@ -325,7 +293,6 @@ async def _core_swap(
 def _take_claimed(sync: EngineSync, terms: Terms, reply: Plain) -> None:
     """Compare what the core found with what the trainer told it; raises if they differ."""
     answers = checked(reply["answers"])
-    at = sync.at
     sync.at = "verify"
     claimed: bytes = reply["claimed"]
     sync.take(
@@ -333,48 +300,45 @@ def _take_claimed(sync: EngineSync, terms: Terms, reply: Plain) -> None:
         None if terms.verify == "off" else lambda: claims(claimed, sync.names),
         claimed,
     )
-    sync.at = at
 
 
 async def _go_on(sync: EngineSync, resumed: bool) -> None:
     """The commit is done; resume generation, unless the core has."""
+    sync.at = "commit"
     sync.state.did("commit")
     sync.committed()
-    sync.at = "go_on"
     await sync.enter("go_on")
     start = time.perf_counter()
     if not resumed:
-        await sync.resume_after_sync()
+        if _vllm.is_multimodal(sync.llm):
+            await sync.llm.reset_encoder_cache()
+        await sync.resume()
     sync.note({"go_on": time.perf_counter() - start})
     sync.state.did("go_on")
-
-
-async def direct_sync(
-    sync: EngineSync, terms: Terms, request: pb.RolloutSyncRequest
-) -> None:
-    """Run every phase. Raises on failure; `sync.at` names the phase."""
-    await _before_bytes(sync, "direct", terms)
-    await sync.run_to_completion(_core_sync(sync, terms, request))
 
 
 async def _core_sync(
     sync: EngineSync, terms: Terms, request: pb.RolloutSyncRequest
 ) -> None:
+    """All of a direct sync, in the core. Raises on failure; `sync.at` names the phase."""
     resume = sync.core_may_resume
     reply = await _ask_core(sync, "direct", terms, request)
     sync.at = "verify" if reply["stage"] == "verify" else "move"
     _take_claimed(sync, terms, reply)
     sync.state.did("verify")
-    sync.at = "commit"
     await _go_on(sync, resume)
 
 
-def claims(claimed: bytes, names: dict[int, list[str]]) -> dict[tuple[str, int], int]:
+def _keys(names: dict[int, list[str]]) -> list[tuple[str, int]]:
+    return [(name, rank) for rank in sorted(names) for name in names[rank]]
+
+
+def claims(claimed: bytes, names: dict[int, list[str]]) -> Digests:
     """The trainer's digests of what it wrote, by parameter and rank; sent in the order of the ranks' names."""
-    keys = [(name, rank) for rank in sorted(names) for name in names[rank]]
+    keys = _keys(names)
     values = np.frombuffer(claimed, np.uint64).tolist()
     if len(values) != len(keys):
-        raise errors.SyncError(
+        raise SyncError(
             f"the trainer sent {len(values)} digests, this engine has {len(keys)} parameters",
             remedy="connect again",
         )
@@ -383,7 +347,7 @@ def claims(claimed: bytes, names: dict[int, list[str]]) -> dict[tuple[str, int],
 
 def in_order(digests: Digests, names: dict[int, list[str]]) -> bytes:
     """Digests in the order of the ranks' names; those that are missing are left out."""
-    keys = [(name, rank) for rank in sorted(names) for name in names[rank]]
+    keys = _keys(names)
     return np.array([digests[k] for k in keys if k in digests], np.uint64).tobytes()
 
 
@@ -452,12 +416,10 @@ POLL_SECONDS = 0.02  # that a worker may wait inside one call: no generation mea
 class EngineSync:
     """Runs the phases on an AsyncLLM. One call at a time."""
 
-    def __init__(self, llm: Any, state: SyncState, replica: str, device: str) -> None:
+    def __init__(self, llm: Any, state: SyncState, replica: str) -> None:
         self.llm = llm
         self.state = state
         self._replica = replica
-        self._device = device
-        self.at = "open"  # the current phase
         # path and key of the engine core's channel, while an ipc link is open
         self.core_channel: list[str] = []
         self.lock = asyncio.Lock()
@@ -465,33 +427,34 @@ class EngineSync:
         self._committed: dict[bool, Callable[[], Digests]] = {}
         self.drafts = False  # whether the open link is the draft model's
         self.draft_version = 0  # whose sync wrote the draft model last
-        # this sync's weights are not all finite, and the trainer allows it
-        self.nonfinite = False
-        self._found: Digests = {}
         self._moved: Callable[[], Digests] = dict
-        self._differing: list[str] = []
-        # of this call: number of parameters by evidence
-        self._evidence: Counter[str] = Counter()
-        # of this call: seconds of layers that vLLM's own reload processed
-        self._reloaded: dict[str, float] = {}
         self._bytes = 0
-        self._seconds: list[tuple[str, float]] = []
         self._committing: asyncio.Task[None] | None = None
         self.user_paused = False
         self._halted = 0.0  # when generation was paused for this sync
         self.asleep: set[str] = set()  # "weights", "kv_cache": released memory
         self._ipc = False
-        # what the ranks exported in this call, for the trainer to attach
-        self.exports: list[str] = []
         self.wanted: Plain = {}
-        self._admitted = 0.0
-        # VERIFY has already applied the commit to the engine
-        self._engine_labelled = False
         # of each rank's digests, where it returns bare values
         self.names: dict[int, list[str]] = {}
         self.linked = LinkedAdapter()
         # raises if adapters of folders leave no slot for a link's
         self.reserve_slot: Callable[[], None] = lambda: None
+        self._begin_call(False)
+
+    def _begin_call(self, nonfinite: bool) -> None:
+        """`nonfinite`: this sync's weights are not all finite, and the trainer allows it."""
+        self.at = "open"  # the current phase
+        self.nonfinite = nonfinite
+        # what the ranks exported, for the trainer to attach
+        self.exports: list[str] = []
+        self._found: Digests = {}
+        self._differing: list[str] = []
+        # number of parameters by evidence
+        self._evidence: Counter[str] = Counter()
+        # seconds of layers that vLLM's own reload processed
+        self._reloaded: dict[str, float] = {}
+        self._seconds: list[tuple[str, float]] = []
 
     async def run(self, request: pb.RolloutSyncRequest) -> pb.RolloutSyncReply:
         """Open, close, or phases; a failure is reported in the outcome, with the phase in which it happened."""
@@ -500,17 +463,8 @@ class EngineSync:
             if self._committing is not None:
                 await asyncio.gather(self._committing, return_exceptions=True)
                 self._committing = None
-            self._seconds = []
-            self._found = {}
-            self._differing = []
-            self.exports = []
-            self._evidence = Counter()
-            self._reloaded = {}
-            self._whole = {pb.VERIFY, pb.COMMIT} <= set(request.phases)
-            self.nonfinite = request.nonfinite
-            self._moves = {pb.HALT, pb.MOVE} <= set(request.phases)
-            self.at = "open"
-            outcome = pb.ReplicaOutcome(replica=self._replica)
+            self._begin_call(request.nonfinite)
+            failure: dict[str, str] = {}
             try:
                 if request.HasField("open"):
                     await self._open(
@@ -524,43 +478,43 @@ class EngineSync:
                     await core_order(self, request)
                 else:
                     swaps = self._ipc and is_swap(self, request)
-                    for number in (
-                        request.phases[: -len(SWAP)] if swaps else request.phases
-                    ):
-                        self.at = Phase(number).word
-                        await self._phase(self.at, request)
+                    steps = request.phases[: -len(SWAP)] if swaps else request.phases
+                    for number in steps:
+                        await self._phase(Phase(number).word, request)
                     if swaps:
                         self.state.check_link(request.link)
                         await swap(self, request)
             except JvlabError as error:
-                outcome.failed = self.at
-                outcome.error = str(error)
-                outcome.kind = type(error).__name__
+                kind = type(error).__name__
+                failure = {"failed": self.at, "error": str(error), "kind": kind}
             except Exception as error:
                 if isinstance(error, _vllm.dead_errors()) or await self._is_dying():
                     raise  # reported as a lost replica, not as a phase that failed
-                outcome.failed = self.at
-                outcome.error = f"{type(error).__name__}: {error}"
-            committed = pb.COMMIT in request.phases and not outcome.failed
-            outcome.state = "committed" if committed else self.state.standing
-            outcome.version = self.state.version
-            outcome.bytes = self._bytes
-            outcome.seconds.extend(
-                pb.PhaseSeconds(name=n, seconds=s) for n, s in self._seconds
+                text = f"{type(error).__name__}: {error}"
+                failure = {"failed": self.at, "error": text}
+            committed = pb.COMMIT in request.phases and not failure
+            # if nothing differs, they equal the trainer's
+            told = pb.CHECK in request.phases or self._differing
+            found = sorted(self._found.items()) if told else []
+            outcome = pb.ReplicaOutcome(
+                replica=self._replica,
+                state="committed" if committed else self.state.standing,
+                version=self.state.version,
+                bytes=self._bytes,
+                seconds=[pb.PhaseSeconds(name=n, seconds=s) for n, s in self._seconds],
+                found=pb.ReplicaDigests(
+                    replica=self._replica,
+                    parameters=[name for (name, _), _ in found],
+                    ranks=[rank for (_, rank), _ in found],
+                    values=[value for _, value in found],
+                ),
+                exports_json=self.exports,
+                core_channel=self.core_channel if request.HasField("open") else [],
+                differing=self._differing,
+                evidence=self._evidence,
+                reloaded=self._reloaded,
+                **failure,
             )
-            # else they equal the trainer's
-            if pb.CHECK in request.phases or self._differing:
-                rows = sorted(self._found.items())
-                outcome.found.parameters.extend(name for (name, _), _ in rows)
-                outcome.found.ranks.extend(rank for (_, rank), _ in rows)
-                outcome.found.values.extend(value for _, value in rows)
-            outcome.found.replica = self._replica
-            outcome.exports_json.extend(self.exports)
-            if request.HasField("open"):
-                outcome.core_channel.extend(self.core_channel)
-            outcome.differing.extend(self._differing)
-            outcome.evidence.update(self._evidence)
-            outcome.reloaded.update(self._reloaded)
             return pb.RolloutSyncReply(outcome=outcome)
 
     async def _is_dying(self) -> bool:
@@ -581,17 +535,6 @@ class EngineSync:
     async def ask(self, method: str, *args: Any) -> list[Plain]:
         """Call every worker; raises the first error that one of them returns, as its own class."""
         return checked(await self.llm.collective_rpc(method, args=args))
-
-    async def _ask_and_label(
-        self, method: str, args: tuple[Any, ...], terms: Terms
-    ) -> list[Plain]:
-        """The same, and apply the commit to the engine, in one round trip."""
-        recompute = terms.kv == "recompute"
-        return checked(
-            await _vllm.finish(
-                self.llm, method, args, terms.version, recompute, self.nonfinite
-            )
-        )
 
     # A link -------------------------------------------------------------------------------------------------------
 
@@ -625,7 +568,7 @@ class EngineSync:
         self.linked.open = self.linked.open or self.drafts
         self._ipc = order.transport == "ipc"
         await self._open_core_channel(self._ipc)
-        self.state.opened(link)
+        self.state.link = link
 
     async def _close(self, link: str) -> None:
         self.state.check_link(link)
@@ -633,7 +576,7 @@ class EngineSync:
             await self._abandon()
         await self._open_core_channel(False)
         await self.ask("jv_close")
-        self.state.closed()
+        self.state.link = ""
 
     async def _open_core_channel(self, wanted: bool) -> None:
         if wanted or self.core_channel:
@@ -651,14 +594,14 @@ class EngineSync:
             self._seconds.append((name, time.perf_counter() - start))
 
     async def _phase(self, phase: str, request: pb.RolloutSyncRequest) -> None:
+        self.at = phase
         if phase == "abandon":  # also from a gateway that lost track of the link
             await self._timed(phase, self._abandon())
             return
         self.state.check_link(request.link)
         terms = Terms.read(request.terms).check() if phase == "prepare" else None
-        self.state.check(phase, terms)
         run = {
-            "prepare": lambda: self.prepare(terms),
+            "prepare": lambda: self._prepare(terms),
             "halt": self._halt,
             "move": self._move,
             "verify": lambda: self._verify(
@@ -667,19 +610,16 @@ class EngineSync:
             "commit": lambda: self.run_to_completion(self._commit()),
             "go_on": self._go_on,
             "check": lambda: self._check(request.digests),
-        }.get(phase)
-        if run is None:
-            raise SyncError(
-                f"no such phase: {phase}",
-                remedy="install the same jvlab version for gateway and replica",
-            )
-        await self.enter(phase)
-        await self._timed(phase, run())
+        }
+        await self.enter(phase, terms)
+        await self._timed(phase, run[phase]())
         if phase != "commit":
             self.state.did(phase, terms)
 
-    async def enter(self, phase: str) -> None:
-        """Called before the phase runs."""
+    async def enter(self, phase: str, terms: Terms | None = None) -> None:
+        """Called before the phase runs; raises if it may not."""
+        self.at = phase
+        self.state.check(phase, terms)
         self.state.enter(phase)
         if _fault_injection.VARIABLE in os.environ:
             await asyncio.to_thread(_fault_injection.inject_fault, "rollout", phase)
@@ -688,13 +628,11 @@ class EngineSync:
         """A new sync: raises if the weights have no memory."""
         self.need_weights()
         self._bytes = 0
-        self._admitted = 0.0
-        self._engine_labelled = False
         self.wanted = for_workers(terms)
         if self.state.dirty:  # it holds no base that changes could be added to
             self.wanted["base"] = ""
 
-    async def prepare(self, terms: Terms | None) -> None:
+    async def _prepare(self, terms: Terms | None) -> None:
         assert terms is not None  # checked before
         self.begin(terms)
         # a direct ipc sync allocates nothing, and MOVE carries the terms
@@ -704,33 +642,16 @@ class EngineSync:
     async def _halt(self) -> None:
         assert self.state.terms is not None
         self._halted = time.perf_counter()
-        pause = _vllm.pause(self.llm, self.state.terms.pause, False)
-        if not (self._ipc and self._moves):
-            await pause
-            return
-        # Both calls are sent together: the trainer writes after our reply, when the pause is complete.
-        _, admitted = await asyncio.gather(pause, self.ask("jv_move", self.wanted))
-        self._admitted = max(a["seconds"] for a in admitted)
+        await _vllm.pause(self.llm, self.state.terms.pause, False)
 
     async def _move(self) -> None:
-        if self._admitted:  # its time was part of the halt's: subtract it there
-            at = next(k for k, (name, _) in enumerate(self._seconds) if name == "halt")
-            self._seconds[at] = ("halt", self._seconds[at][1] - self._admitted)
-            self._seconds.append(("admit", self._admitted))
-            self._admitted = 0.0
-            return
         await self.ask("jv_move", *([self.wanted] if self._ipc else []))
 
     async def _verify(self, expected: pb.ReplicaDigests, seconds: float) -> None:
         """Collect the workers' digests. Polls: a worker that waits keeps the engine from generating."""
         terms = self.state.terms
         assert terms is not None
-        if early := self._ipc and self._whole and terms.mode == "direct":
-            # Live memory is already written and generation is halted: the commit is applied to the engine in the same
-            # round trip. If digests differ, the replica is dirty, and the next commit is applied again.
-            answers = await self._ask_and_label("jv_verify", (POLL_SECONDS,), terms)
-        else:
-            answers = await self._verified(seconds)
+        answers = await self._verified(seconds)
         parts = ("scatter", "digest", "repack", "load")
         self.note(
             {
@@ -738,14 +659,10 @@ class EngineSync:
                 for part in parts
             }
         )
-        one_rank = len(answers) == 1 and list(expected.parameters) == self.names.get(0)
-        values = np.array(expected.values, np.uint64).tobytes() if one_rank else b""
         self.take(
             answers,
             None if terms.verify == "off" else lambda: claimed_digests(expected),
-            values,
         )
-        self._engine_labelled = early
 
     async def _verified(self, seconds: float) -> list[Plain]:
         end = time.monotonic() + seconds
@@ -771,7 +688,7 @@ class EngineSync:
         """Compare the workers' digests with the trainer's; `values`: the trainer's, in the order of ranks."""
         self._bytes = sum(a["bytes"] for a in answers)
         self._note_evidence(answers)
-        if expected is not None and not (values and values == _values(answers)):
+        if expected is not None and not (values and values == values_of(answers)):
             self._found = digests_of(answers, self.names)
             self._compare(expected(), whole=True)
         self._moved = lambda: digests_of(answers, self.names)
@@ -786,13 +703,8 @@ class EngineSync:
             wrong += [k for k in self._found if k not in expected]
         self._differing = [f"{name} (rank {rank})" for name, rank in sorted(set(wrong))]
         if self._differing:
-            more = (
-                f" and {len(self._differing) - 3} more"
-                if len(self._differing) > 3
-                else ""
-            )
             raise errors.VerifyError(
-                f"{self._replica} does not hold the trainer's bits: {', '.join(self._differing[:3])}{more} differ",
+                f"{self._replica} does not hold the trainer's bits: {first_names(self._differing)} differ",
                 remedy="sync again; if it differs again, look at report.differing and pool.peek",
             )
 
@@ -820,13 +732,7 @@ class EngineSync:
         """Whether the core may resume generation by itself after a commit."""
         return not (self.user_paused or self.asleep or _vllm.is_multimodal(self.llm))
 
-    async def resume_after_sync(self) -> None:
-        """Resume generation, if the core was not allowed to."""
-        if _vllm.is_multimodal(self.llm):
-            await self.llm.reset_encoder_cache()
-        await self._resume()
-
-    async def _resume(self) -> None:
+    async def resume(self) -> None:
         """Generation goes on, unless the user has paused it or put memory to sleep."""
         if not self.user_paused and not self.asleep:
             await self.llm.resume_generation()
@@ -834,14 +740,17 @@ class EngineSync:
     async def _commit(self) -> None:
         terms = self.state.terms
         assert terms is not None
-        if self._ipc and not self._engine_labelled:
-            await self._ask_and_label("jv_commit", (), terms)
-        elif not self._ipc:
+        recompute = terms.kv == "recompute"
+        if self._ipc:
+            # in one round trip
+            finish = _vllm.finish(self.llm, terms.version, recompute, self.nonfinite)
+            checked(await finish)
+        else:
             for answer in await self.ask("jv_commit"):
                 for layer, seconds in answer["reloaded"].items():
                     self._reloaded[layer] = max(seconds, self._reloaded.get(layer, 0.0))
             self.note({"reload": sum(self._reloaded.values())})
-            await _vllm.invalidate_kv(self.llm, recompute=terms.kv == "recompute")
+            await _vllm.invalidate_kv(self.llm, recompute)
             await self.llm.update_weight_version(str(terms.version))
             if self.nonfinite:
                 await _vllm.poison(self.llm)
@@ -849,7 +758,7 @@ class EngineSync:
         self.committed()
 
     async def _go_on(self) -> None:
-        await self._resume()
+        await self.resume()
         if self._halted:
             self._seconds.append(("pause", time.perf_counter() - self._halted))
         self._halted = 0.0
@@ -860,7 +769,7 @@ class EngineSync:
             await self.ask("jv_abandon")
         finally:
             if go_on:
-                await self._resume()
+                await self.resume()
 
     async def _check(self, expected: pb.ReplicaDigests) -> None:
         """Digests of live memory, compared with those given, or with those of the last commit.
@@ -890,20 +799,17 @@ def _is_adapters(plan: bytes) -> bool:
     """Whether a plan writes an adapter's slot."""
     from jvlab.layout._plan import TransferPlan
 
-    names = [p.name for p in TransferPlan.from_bytes(plan).parameters]
-    return bool(names) and names[0].startswith(LINKED_PREFIX)
+    parameters = TransferPlan.from_bytes(plan).parameters
+    return any(p.name.startswith(LINKED_PREFIX) for p in parameters)
 
 
 def checked(answers: list[Plain]) -> list[Plain]:
     """The answers; raises the first error that a worker returned, as its own class."""
     failed = [a for a in answers if a.get("error")]
     if failed:
-        kind = getattr(errors, failed[0].get("kind", ""), SyncError)
-        kind = (
-            kind
-            if isinstance(kind, type) and issubclass(kind, JvlabError)
-            else SyncError
-        )
+        kind = getattr(errors, failed[0].get("kind", ""), None)
+        if not (isinstance(kind, type) and issubclass(kind, JvlabError)):
+            kind = SyncError
         text = "; ".join(dict.fromkeys(a["error"] for a in failed))
         raise kind(
             text, remedy=failed[0].get("remedy", ""), ranks=[a["rank"] for a in failed]
@@ -911,20 +817,10 @@ def checked(answers: list[Plain]) -> list[Plain]:
     return answers
 
 
-def handles_of(answers: list[Plain]) -> list[str]:
-    """The ranks' exports, in order of ranks."""
-    return [
-        text
-        for a in sorted(answers, key=lambda a: a["rank"])
-        for text in a.get("handles", ())
-    ]
-
-
-def _values(answers: list[Plain]) -> bytes:
-    """Digests of ranks that returned bare values, in order of ranks."""
-    return b"".join(
-        a.get("values", b"") for a in sorted(answers, key=lambda a: a["rank"])
-    )
+def first_names(names: list[str]) -> str:
+    """The first three, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def digests_of(answers: list[Plain], names: dict[int, list[str]]) -> Digests:

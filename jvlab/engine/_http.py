@@ -15,7 +15,7 @@ import os
 import re
 import socket
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jvlab._errors import ConfigError, SyncError
@@ -106,24 +106,19 @@ class ReplicaGate:
         path = scope["path"]
         # vLLM's middleware guards /v1 and a few more, but not /invocations, /tokenize or /scale_elastic_ep.
         if path not in OPEN_PATHS and not self._verify(headers):
-            await _refuse(
-                send,
-                401,
-                "the lab's token is missing or wrong",
-                "send Authorization: Bearer <token>",
-            )
+            text = "the lab's token is missing or wrong"
+            remedy = "send Authorization: Bearer <token>"
+            await _refuse(send, 401, "unauthorized", text, remedy)
             return
         if scope["method"] == "POST":
             await self._answer(scope, receive, send, headers)
         else:
-            await self._app(scope, receive, self._labelling(send, [], _Progress()))
+            await self._app(scope, receive, self._labelling(send, _Progress()))
 
     async def _answer(self, scope: Any, receive: Any, send: Any, headers: Any) -> None:
         """One request that may reach the engine."""
-        problem = await self._problem(headers.get(EPOCH))
-        if problem is not None:
-            kind, text, remedy = problem
-            await _refuse(send, 503, text, remedy, kind)
+        if problem := await self._problem(headers.get(EPOCH)):
+            await _refuse(send, 503, *problem)
             return
         try:
             body = await _read_body(receive)
@@ -132,52 +127,39 @@ class ReplicaGate:
             if not headers.get("content-type", "").startswith("multipart/"):
                 self._check(body)
         except ConfigError as error:
-            await _refuse(
-                send, 400, error.message, error.remedy, reason=type(error).__name__
-            )
+            kind = type(error).__name__
+            await _refuse(send, 400, kind, error.message, error.remedy)
             return
-        seen: list[int] = []
         progress = _Progress()
-        dropped = asyncio.Event()
-        _seen.set(seen)  # this task's own context, which vLLM's tasks inherit
+        _seen.set(progress.seen)  # this task's own context, which vLLM's tasks inherit
         # Among the engine's tasks in flight, so that a fenced replica drops it with the others.
-        # no deadline: it is cancelled below
-        watch = self._engine.spawn(asyncio.Event().wait())
-        watch.add_done_callback(lambda _: dropped.set())
+        # no deadline: it ends when it is cancelled, below or by the engine
+        dropped = self._engine.spawn(asyncio.Event().wait())
+        if scope["path"] == TOKENS:
+            send = naming_tokens(send)
         work = asyncio.ensure_future(
             self._app(
                 scope,
                 _until(dropped, body, receive),
-                self._labelling(
-                    naming_tokens(send) if scope["path"] == TOKENS else send,
-                    seen,
-                    progress,
-                ),
+                self._labelling(send, progress),
             )
         )
-        dropping = asyncio.create_task(dropped.wait())
         try:
             # no deadline: a client waits as long as it likes; leaving ends it
-            await asyncio.wait({work, dropping}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work, dropped}, return_when=asyncio.FIRST_COMPLETED)
             # vLLM is told that the client disconnected, and aborts the request in the engine
             if not work.done():
                 await asyncio.wait({work}, timeout=DROP_SECONDS)
                 work.cancel()
                 await asyncio.wait({work})  # no deadline: it was cancelled
                 if not progress.started:
-                    await _refuse(
-                        send,
-                        503,
-                        "this replica was fenced; its work was dropped",
-                        "ask again",
-                        "fenced",
-                    )
+                    text = "this replica was fenced; its work was dropped"
+                    await _refuse(send, 503, "fenced", text, "ask again")
                 # without an end: the server breaks the connection, so that the answer is seen to be incomplete
                 return
             await work
         finally:
-            watch.cancel()
-            dropping.cancel()
+            dropped.cancel()
             work.cancel()
 
     def _check(self, body: bytes) -> None:
@@ -215,16 +197,19 @@ class ReplicaGate:
             return "dirty", error.message, error.remedy
         return None
 
-    def _labelling(self, send: Any, seen: list[int], progress: _Progress) -> Any:
+    def _labelling(self, send: Any, progress: _Progress) -> Any:
         engine = self._engine
-        at_start = engine.version
+        seen = progress.seen
 
         async def labelled(message: Any) -> None:
             if message["type"] == "http.response.start":
                 progress.started = True
-                versions = seen or [
-                    engine.version if progress.streams(message) else at_start
-                ]
+                progress.is_stream = any(
+                    name.lower() == b"content-type"
+                    and value.startswith(b"text/event-stream")
+                    for name, value in message["headers"]
+                )
+                versions = seen or [engine.version]
                 added = [
                     (VERSION, versions[0]),
                     (VERSIONS, ",".join(map(str, versions))),
@@ -239,12 +224,9 @@ class ReplicaGate:
                 ]
             elif progress.is_stream and not message.get("more_body", False):
                 # A stream's headers are sent before its tokens, so its versions follow in a final comment.
-                tail = (
-                    f": {VERSIONS} {','.join(map(str, seen))}\n\n".encode()
-                    if seen
-                    else b""
-                )
-                message = {**message, "body": message.get("body", b"") + tail}
+                tail = f": {VERSIONS} {','.join(map(str, seen))}\n\n" if seen else ""
+                body = message.get("body", b"") + tail.encode()
+                message = {**message, "body": body}
             await send(message)
 
         return labelled
@@ -252,20 +234,14 @@ class ReplicaGate:
 
 @dataclass
 class _Progress:
-    """Whether one answer has started, and is a stream."""
+    """Which versions one answer has tokens of, and whether it has started, and is a stream."""
 
+    seen: list[int] = field(default_factory=list)
     started: bool = False
     is_stream: bool = False
 
-    def streams(self, start: Any) -> bool:
-        kind = next(
-            (v for k, v in start["headers"] if k.lower() == b"content-type"), b""
-        )
-        self.is_stream = kind.startswith(b"text/event-stream")
-        return self.is_stream
 
-
-def _until(dropped: asyncio.Event, body: bytes, receive: Any) -> Any:
+def _until(dropped: asyncio.Task[Any], body: bytes, receive: Any) -> Any:
     """`receive` for vLLM's app: the body that was read, then what follows, a disconnect once the request is dropped."""
     given = False
 
@@ -275,14 +251,12 @@ def _until(dropped: asyncio.Event, body: bytes, receive: Any) -> Any:
             given = True
             return {"type": "http.request", "body": body, "more_body": False}
         incoming = asyncio.ensure_future(receive())
-        gone = asyncio.ensure_future(dropped.wait())
         try:
             # no deadline: vLLM listens for a disconnect; the request's end cancels it
-            await asyncio.wait({incoming, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({incoming, dropped}, return_when=asyncio.FIRST_COMPLETED)
             # no deadline: the task is done
             return incoming.result() if incoming.done() else {"type": "http.disconnect"}
         finally:
-            gone.cancel()
             incoming.cancel()
 
     return received
@@ -313,16 +287,11 @@ def naming_tokens(send: Any) -> Any:
 def unknown_token(prompt: Any, vocabulary: int) -> int | None:
     """A token id outside the vocabulary, in the prompt or in one of several: the engine does not check."""
     parts = prompt if isinstance(prompt, list) else []
-    lists = [part for part in parts if isinstance(part, list)] or [parts]
-    return next(
-        (
-            t
-            for part in lists
-            for t in part
-            if isinstance(t, int) and not 0 <= t < vocabulary
-        ),
-        None,
-    )
+    for part in parts:
+        for token in part if isinstance(part, list) else [part]:
+            if isinstance(token, int) and not 0 <= token < vocabulary:
+                return token
+    return None
 
 
 async def _read_body(receive: Any) -> bytes | None:
@@ -345,26 +314,20 @@ async def _read_body(receive: Any) -> bytes | None:
             return b"".join(parts)
 
 
-async def _refuse(
-    send: Any,
-    status: int,
-    message: str,
-    remedy: str,
-    kind: str = "",
-    reason: str = "unauthorized",
-) -> None:
+async def _refuse(send: Any, status: int, kind: str, message: str, remedy: str) -> None:
     body = {
         "message": f"{message}\n  → {remedy}",
-        "type": kind or reason,
+        "type": kind,
         "param": None,
         "code": status,
+        "remedy": remedy,
     }
-    content = json.dumps({"error": {**body, "remedy": remedy}}).encode()
+    content = json.dumps({"error": body}).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(content)).encode()),
     ]
-    if kind:
+    if status == 503:
         headers.append((REFUSED.encode(), kind.encode()))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": content})
@@ -469,6 +432,5 @@ def _arguments(engine: Engine, token: str) -> Any:
     parsed.served_model_name = list(
         dict.fromkeys([names] if isinstance(names, str) else names)
     )
-    parsed.chat_template = None
     parsed.enable_scale_out = True  # /inference/v1/generate: tokens in, tokens out
     return parsed

@@ -201,22 +201,19 @@ class ThreadClient(AsyncMPClient):
             )
 
 
-class _Clients:
-    """Replaces vLLM's EngineCoreClient while an AsyncLLM is created."""
-
-    @staticmethod
-    def make_async_mp_client(
-        vllm_config: Any, executor_class: Any, log_stats: bool, **_: Any
-    ) -> ThreadClient:
-        if not issubclass(executor_class, UniProcExecutor):
-            raise Unsupported(
-                f"these engine arguments need {executor_class.__name__}, whose workers are processes of their own",
-                remedy="leave distributed_executor_backend out, or use lab.launch(...)",
-            )
-        return ThreadClient(vllm_config, executor_class, log_stats)
+def _client(
+    vllm_config: Any, executor_class: Any, log_stats: bool, **_: Any
+) -> ThreadClient:
+    if not issubclass(executor_class, UniProcExecutor):
+        raise Unsupported(
+            f"these engine arguments need {executor_class.__name__}, whose workers are processes of their own",
+            remedy="leave distributed_executor_backend out, or use lab.launch(...)",
+        )
+    return ThreadClient(vllm_config, executor_class, log_stats)
 
 
 def start(arguments: dict[str, Any], meter: _vllm.Meter) -> Any:
     """As `_vllm.start_engine`, with the core in this process. Called on the loop that the engine will use."""
-    with _patches.clients_of(_Clients):
+    clients = SimpleNamespace(make_async_mp_client=_client)
+    with _patches.clients_of(clients):
         return _vllm.start_engine(arguments, meter)

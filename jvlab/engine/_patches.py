@@ -1,14 +1,15 @@
-"""What jvlab changes of vLLM: a table, `PATCHES`, and the functions that do it. Checked against vLLM 0.32.0.
+"""What jvlab changes of vLLM, a function for each change, listed in `PATCHES`. Checked against vLLM 0.32.0.
 
-A row says what it replaces, why, and when it can go; a test checks that what it replaces is there.
+Each says what it replaces, why, and until when; a test checks that what it replaces is there.
 Those that stay are installed once in a process, by their place (`install`):
 
     worker, CPU worker      `worker/_extension.py`, which vLLM imports before it builds a model
     core                    `worker/_scheduler.py`, which the engine core loads
     Pool.in_process         `_in_process.py`
 
-Others last for one call (`replacing`), or change one object and not a class (`install` is None: `why` says where).
-Nothing here imports vLLM before a function is called.
+Those of other places last for one call (`replacing`). Nothing here imports vLLM before a function is called.
+What changes one object and not a class is not here: in `_vllm.start_engine` the loggers and the client, in
+`_requests.py` a request, in `worker/_poison.py` and `worker/_routes.py` the runner; each says why and until when.
 """
 
 from __future__ import annotations
@@ -25,37 +26,48 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkContext, ForkProcess
 from types import SimpleNamespace
-from typing import Any
-
-from jvlab._errors import MissingDependency
+from typing import Any, TypeVar
 
 ARCH_PRCTL, REQUEST_PERMISSION, TILES = 158, 0x1023, 18  # of Linux on x86-64
 SPIN_SECONDS = 0.005  # that core and worker spin for the next message on a CPU
 
+_CORE = "vllm.v1.engine.core"
+_FP8 = "vllm.model_executor.layers.quantization"
+_MOE = "vllm.model_executor.layers.fused_moe"
+
 
 @dataclass(frozen=True)
 class Patch:
-    """One change of vLLM."""
+    """One change of vLLM; its reason is the docstring of `install`."""
 
-    name: str
     place: str
-    # module, attribute, as in `_vllm_versions`; empty: a call that must come first
-    replaces: tuple[tuple[str, str], ...]
-    why: str
-    until: str  # it can go when
-    install: Callable[..., AbstractContextManager[None] | None] | None
-    lasts: bool = True  # else `install` is a context manager
+    replaces: tuple[str, ...]  # module:attribute; empty: a call that must come first
+    install: Callable[..., Any]
+
+
+PATCHES: list[Patch] = []
+_Install = TypeVar("_Install", bound=Callable[..., Any])
+
+
+def patch(place: str, *replaces: str) -> Callable[[_Install], _Install]:
+    """Enter a function into `PATCHES`."""
+
+    def enter(install: _Install) -> _Install:
+        PATCHES.append(Patch(place, replaces, install))
+        return install
+
+    return enter
 
 
 @functools.cache
 def install(place: str) -> None:
-    """Install what stays in this process, once."""
+    """Make the changes of a place in this process, once."""
     for patch in PATCHES:
-        if patch.place == place and patch.lasts and patch.install is not None:
+        if patch.place == place:
             patch.install()
 
 
-def patched(place: str) -> tuple[tuple[str, str], ...]:
+def patched(place: str) -> tuple[str, ...]:
     """What is replaced there."""
     return tuple(
         name for patch in PATCHES if patch.place == place for name in patch.replaces
@@ -65,18 +77,14 @@ def patched(place: str) -> tuple[tuple[str, str], ...]:
 Values = list[tuple[Any, str, Any]]
 
 
-def replacing(*new: tuple[Any, str, Any]) -> AbstractContextManager[None]:
+@contextmanager
+def replacing(*new: tuple[Any, str, Any]) -> Iterator[None]:
     """Inside, these attributes (owner, name, value) have other values; AttributeError if one is not there."""
     # as they lie there: a class's static method is not what reading it gives
     before = [
         (owner, name, vars(owner).get(name, getattr(owner, name)))
         for owner, name, _ in new
     ]
-    return _replaced(list(new), before)
-
-
-@contextmanager
-def _replaced(new: Values, before: Values) -> Iterator[None]:
     try:
         for owner, name, value in new:
             setattr(owner, name, value)
@@ -86,90 +94,93 @@ def _replaced(new: Values, before: Values) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def _wrap(owner: Any, name: str, around: Callable[[Any], Any]) -> None:
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """From now on `around` is called instead, with the method before its arguments."""
     method = getattr(owner, name)
-    setattr(owner, name, functools.wraps(method)(around(method)))
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **options: Any) -> Any:
+        return around(method, *args, **options)
+
+    setattr(owner, name, wrapped)
 
 
 # Workers on a CPU -----------------------------------------------------------------------------------------------------
 
 
-def own_experts_only(apply: Any) -> Any:
+def own_experts_only(apply: Any, *args: Any, **options: Any) -> None:
     """The method, given places on this rank instead of numbers of experts; those of other ranks get the weight 0.
 
     `expert_map` has each expert's place on a rank, or -1. vLLM adds the ranks' results up itself.
     """
-    signature = inspect.signature(apply)
+    import torch
 
-    def apply_own(*args: Any, **options: Any) -> None:
-        import torch
-
-        given = signature.bind(*args, **options).arguments
-        if given["expert_map"] is not None:
-            ids = given["topk_ids"]
-            places = given["expert_map"].to(torch.int64)[ids.to(torch.int64)]
-            given["topk_weights"] = torch.where(places >= 0, given["topk_weights"], 0)
-            given["topk_ids"] = places.clamp(min=0).to(ids.dtype)
-        apply(**given)
-
-    return apply_own
+    given = inspect.signature(apply).bind(*args, **options).arguments
+    if given["expert_map"] is not None:
+        ids = given["topk_ids"]
+        places = given["expert_map"].to(torch.int64)[ids.to(torch.int64)]
+        given["topk_weights"] = torch.where(places >= 0, given["topk_weights"], 0)
+        given["topk_ids"] = places.clamp(min=0).to(ids.dtype)
+    apply(**given)
 
 
+@patch("CPU worker", f"{_MOE}.experts.cpu_moe:CPUUnquantizedExperts.apply")
 def cpu_experts() -> None:
+    """With expert parallelism the first token crashes: the kernels take an expert's number for its place on the rank,
+    and read past the end of its memory.
+
+    Until CPUUnquantizedExperts.apply uses its expert_map.
+    """
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
     _wrap(cpu_moe.CPUUnquantizedExperts, "apply", own_experts_only)
 
 
-def no_adapter_is_zero(shrink: Any) -> Any:
+def no_adapter_is_zero(
+    shrink: Any, inputs: Any, weights: Any, output: Any, slots: Any, *more: Any
+) -> None:
     """The kernel, the first of two products, with rows of zeros where the slot is negative."""
-
-    @functools.wraps(shrink)
-    def shrink_or_zero(
-        inputs: Any, weights: Any, output: Any, slots: Any, *args: Any, **options: Any
-    ) -> None:
-        shrink(inputs, weights, output, slots, *args, **options)
-        output[: slots.shape[0]][slots < 0] = 0
-
-    return shrink_or_zero
+    shrink(inputs, weights, output, slots, *more)
+    output[: slots.shape[0]][slots < 0] = 0
 
 
+@patch(
+    "CPU worker",
+    "vllm.lora.ops.torch_ops.lora_ops:bgmv_shrink",
+    "vllm.lora.punica_wrapper.punica_cpu:bgmv_shrink",
+)
 def cpu_lora() -> None:
+    """A request without an adapter has the slot -1, and the kernels index with it: it is computed with the last slot's
+    adapter, in every decoding step and in prefills beside an adapted one.
+
+    Until bgmv_shrink in torch_ops gives zeros for slot -1.
+    """
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
 
-    shrink = no_adapter_is_zero(lora_ops.bgmv_shrink)
-    lora_ops.bgmv_shrink = shrink  # sgmv_shrink calls it too
-    punica_cpu.bgmv_shrink = shrink
+    _wrap(lora_ops, "bgmv_shrink", no_adapter_is_zero)  # sgmv_shrink calls it too
+    punica_cpu.bgmv_shrink = lora_ops.bgmv_shrink
 
 
-def restoring_generators(sample: Any) -> Any:
+def restoring_generators(sample: Any, runner: Any, *args: Any) -> Any:
     """The runner's method; a token that will be discarded leaves its request's generator as it was."""
-
-    def sample_and_restore(self: Any, *args: Any, **options: Any) -> Any:
-        before = [(g, g.get_state()) for g in _discarded(self).values()]
-        out = sample(self, *args, **options)
-        for generator, state in before:
-            generator.set_state(state)
-        return out
-
-    return sample_and_restore
+    before = [(g, g.get_state()) for g in _discarded(runner).values()]
+    out = sample(runner, *args)
+    for generator, state in before:
+        generator.set_state(state)
+    return out
 
 
-def without_rewinding(bookkeeping: Any) -> Any:
+def without_rewinding(bookkeeping: Any, runner: Any, *args: Any) -> Any:
     """The runner's method, which finds no generator to rewind."""
-
-    def without(self: Any, *args: Any, **options: Any) -> Any:
-        generators = self.input_batch.generators
-        hidden = _discarded(self)
-        for row in hidden:
-            del generators[row]
-        try:
-            return bookkeeping(self, *args, **options)
-        finally:
-            generators.update(hidden)
-
-    return without
+    generators = runner.input_batch.generators
+    hidden = _discarded(runner)
+    for row in hidden:
+        del generators[row]
+    try:
+        return bookkeeping(runner, *args)
+    finally:
+        generators.update(hidden)
 
 
 def _discarded(runner: Any) -> dict[int, Any]:
@@ -185,7 +196,17 @@ def patch_runner(runner: Any) -> None:
     _wrap(runner, "_bookkeeping_sync", without_rewinding)
 
 
+@patch(
+    "CPU worker",
+    "vllm.v1.worker.cpu_model_runner:CPUModelRunner._sample",
+    "vllm.v1.worker.cpu_model_runner:CPUModelRunner._bookkeeping_sync",
+)
 def cpu_seeds() -> None:
+    """A step that prefills a part of a prompt samples all the same, and rewinds the generator with set_offset, which
+    CPU generators do not have: the engine dies. Restored, a seed gives the same tokens however its prompt was chunked.
+
+    Until CPUModelRunner restores its generators.
+    """
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     patch_runner(CPUModelRunner)
@@ -205,7 +226,14 @@ def expanded(
     return found.repeat_interleave(numbers, output_size=count)
 
 
+@patch("CPU worker", "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens")
 def cpu_drafts() -> None:
+    """The kernel that gives each drafted token its request's temperature, top-k and top-p writes a copy in int64, which
+    is then dropped: drafted tokens are accepted, replaced and given log-probabilities by uninitialised memory. It may
+    hold the right numbers, left there by an earlier tensor of that size.
+
+    Until _expand_kernel_impl of cpu_triton_utils copies its result back, in the dtype of the values.
+    """
     from vllm.v1.sample import rejection_sampler
 
     rejection_sampler.expand_batch_to_tokens = expanded
@@ -222,25 +250,44 @@ def without_packing() -> Values:
     ]
 
 
+@patch(
+    "CPU worker",
+    "vllm._custom_ops:_supports_onednn",
+    "vllm.model_executor.layers.utils:check_cpu_sgl_kernel",
+)
 def live_weights() -> None:
-    """CPU linear layers compute from `layer.weight` itself, if JVLAB_LIVE_WEIGHTS=1 asks for that."""
+    """CPU linear layers compute from `layer.weight` itself, if JVLAB_LIVE_WEIGHTS=1 asks for that; from a packed copy
+    of it otherwise.
+
+    Until vLLM has a setting for it.
+    """
     if os.environ.get("JVLAB_LIVE_WEIGHTS") == "1":
         for owner, name, value in without_packing():
             setattr(owner, name, value)
 
 
+@patch("CPU worker")
 def settle_vector_math() -> None:
     """Make this process's first call of MKL's vector functions, in one thread: torch's cos and sin are made of them.
 
-    If several threads make it at once, one of them may compute with 13 bits instead of 24, once.
+    If several threads make it at once, one of them may compute with 13 bits instead of 24, once. In a worker the rotary
+    table is made first: in up to four of a hundred processes a part of it had errors of 1.5e-4, and all
+    log-probabilities of that engine were 1e-3 off for as long as it lived.
+    Until MKL's first call can be made by several threads.
     """
     import torch
 
     torch.ones(1).cos()
 
 
+@patch("CPU worker")
 def allow_amx() -> None:
-    """Ask Linux for AMX's tiles; an error, which nobody reads, where the CPU has none."""
+    """Ask Linux for AMX's tiles, which it gives to processes that asked; an error, which nobody reads, without AMX.
+
+    vLLM's attention in bfloat16 takes them for granted: it dies of SIGILL unless a product of oneDNN's asked before,
+    which that of a small layer does not.
+    Until vLLM's attention asks.
+    """
     if platform.machine() == "x86_64":
         ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILES)
 
@@ -248,23 +295,27 @@ def allow_amx() -> None:
 # Every worker ---------------------------------------------------------------------------------------------------------
 
 
-def adapting_sampled_rows(original: Any) -> Any:
+def adapting_sampled_rows(
+    get_logits: Any, layer: Any, hidden_states: Any, *args: Any, **options: Any
+) -> Any:
     """The layer's method; rows other than one for each request are computed without adapters."""
-    without = SimpleNamespace(add_lora_logits=lambda y, *_: y)
-
-    def get_logits(self: Any, hidden_states: Any, *args: Any, **options: Any) -> Any:
-        kernels = self.punica_wrapper
-        if hidden_states.shape[0] != kernels.sampler_indices.shape[0]:
-            self.punica_wrapper = without
-        try:
-            return original(self, hidden_states, *args, **options)
-        finally:
-            self.punica_wrapper = kernels
-
-    return get_logits
+    kernels = layer.punica_wrapper
+    if hidden_states.shape[0] != kernels.sampler_indices.shape[0]:
+        layer.punica_wrapper = SimpleNamespace(add_lora_logits=lambda y, *_: y)
+    try:
+        return get_logits(layer, hidden_states, *args, **options)
+    finally:
+        layer.punica_wrapper = kernels
 
 
+@patch("worker", "vllm.lora.layers:LogitsProcessorWithLoRA._get_logits")
 def prompt_scores() -> None:
+    """The output head adapts one row for each request that samples; given the rows of prompts, as pool.score asks for,
+    it fails, on a CPU with an error that ends the engine. Scores are of the base or of a linked adapter, neither of
+    which adapts the head.
+
+    Until LogitsProcessorWithLoRA takes rows of prompts.
+    """
     from vllm.lora.layers import LogitsProcessorWithLoRA
 
     _wrap(LogitsProcessorWithLoRA, "_get_logits", adapting_sampled_rows)
@@ -273,41 +324,46 @@ def prompt_scores() -> None:
 # The engine core ------------------------------------------------------------------------------------------------------
 
 
-def sending_held(method: Any) -> Any:
+def sending_held(method: Any, self: Any, *args: Any, **options: Any) -> Any:
     """The core's method; held tokens are sent first, labelled with the weight version that generated them."""
-
-    def send_first(self: Any, *args: Any, **options: Any) -> Any:
-        # the scheduler may be the user's own
-        held = getattr(self.scheduler, "jv_held", None)
-        if held is not None:
-            groups = held.release()
-            self._attach_weight_version(groups)
-            for group in groups.items():
-                self.output_queue.put_nowait(group)
-        return method(self, *args, **options)
-
-    return send_first
+    # the scheduler may be the user's own
+    held = getattr(self.scheduler, "jv_held", None)
+    if held is not None:
+        groups = held.release()
+        self._attach_weight_version(groups)
+        for group in groups.items():
+            self.output_queue.put_nowait(group)
+    return method(self, *args, **options)
 
 
-def clearing_poison(method: Any) -> Any:
+def clearing_poison(
+    reset: Any,
+    core: Any,
+    reset_running_requests: bool = False,
+    reset_connector: bool = False,
+) -> bool:
     """The core's `reset_prefix_cache`; if KV is poisoned, requests in flight lose theirs and all of it is zeroed."""
+    poisoned = getattr(core.scheduler, "jv_poisoned", False)
+    done = reset(core, reset_running_requests or poisoned, reset_connector)
+    if poisoned and done:
+        from jvlab.engine.worker import _poison
 
-    def reset_prefix_cache(
-        self: Any, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> bool:
-        poisoned = getattr(self.scheduler, "jv_poisoned", False)
-        done = method(self, reset_running_requests or poisoned, reset_connector)
-        if poisoned and done:
-            from jvlab.engine.worker import _poison
-
-            _poison.clear_awake(self)
-        return done
-
-    return reset_prefix_cache
+        _poison.clear_awake(core)
+    return done
 
 
+@patch(
+    "core",
+    f"{_CORE}:EngineCore.post_step",
+    f"{_CORE}:EngineCore.reset_prefix_cache",
+    f"{_CORE}:EngineCore.set_weight_version",
+    f"{_CORE}:EngineCoreProc.pause_scheduler",
+)
 def core_methods() -> None:
-    """The calls that our front end makes (`jv_…`), held tokens, and the check for NaN (`worker/_poison.py`)."""
+    """The calls that our front end makes (`jv_…`), held tokens, and the check for NaN (`worker/_poison.py`).
+
+    Until vLLM's core can be extended, as its workers can.
+    """
     from vllm.v1.engine import EngineCoreRequestType
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
@@ -318,12 +374,9 @@ def core_methods() -> None:
         self.model_executor.wake_up(list(tags))
         _poison.clear_awake(self)
 
-    def checking_nan(method: Any) -> Any:
-        def post_step(self: Any, *args: Any, **options: Any) -> None:
-            method(self, *args, **options)
-            _poison.after_step(self)
-
-        return post_step
+    def check_nan(post_step: Any, core: Any, model_executed: bool) -> None:
+        post_step(core, model_executed)
+        _poison.after_step(core)
 
     added: dict[str, Any] = {
         "jv_wake": jv_wake,
@@ -334,7 +387,7 @@ def core_methods() -> None:
     }
     for name, value in added.items():
         setattr(EngineCore, name, value)
-    _wrap(EngineCore, "post_step", checking_nan)
+    _wrap(EngineCore, "post_step", check_nan)
     _wrap(EngineCore, "reset_prefix_cache", clearing_poison)
     _wrap(EngineCoreProc, "set_weight_version", sending_held)
     _wrap(EngineCoreProc, "pause_scheduler", sending_held)
@@ -363,6 +416,13 @@ class _ForkContext(ForkContext):
     Process = _ForkedProcess  # type: ignore[assignment]
 
 
+@patch(
+    "front end",
+    "vllm.v1.engine.utils:get_mp_context",
+    "vllm.v1.executor.multiproc_executor:get_mp_context",
+    "vllm.v1.executor.multiproc_executor:WorkerProc.worker_main",
+    "vllm.distributed.device_communicators.shm_broadcast:SpinCondition.__init__",
+)
 @contextmanager
 def forked(device: str) -> Iterator[None]:
     """On a CPU, fork engine core and workers instead of starting Python again: vLLM is imported once, not three times.
@@ -371,6 +431,7 @@ def forked(device: str) -> Iterator[None]:
     `_worker_threads`). The core is forked from here, where only one other thread may be running and gRPC must not have
     started, and forks its workers as vLLM does on a GPU. A core that stays in this process (see `_in_process.py`) still
     spawns them, as other threads may be running here.
+    Until vLLM forks on CPUs, and has a setting for the spinning.
     """
     if device != "cpu":
         yield
@@ -473,18 +534,25 @@ def _worker_threads() -> None:
 # An engine in this process --------------------------------------------------------------------------------------------
 
 
+@patch(
+    "Pool.in_process",
+    "vllm.triton_utils.dispatcher:register_kernels",
+    "vllm.triton_utils.dispatcher:_registry",
+)
 def kernel_table() -> None:
-    """vLLM's table of CPU kernels tolerates every loaded module, and being filled twice."""
+    """vLLM's table of CPU kernels tolerates every loaded module, and being filled twice.
+
+    It looks for kernels in every loaded module and fails at llvmlite's (of numba, which digests use), whose __dict__ is
+    not a dict; and a second engine in this process would wrap the first one's wrappers.
+    Until _rebind_kernels tolerates such objects and register_kernels can be called twice.
+    """
     from vllm.triton_utils import dispatcher
 
     registered = vars(dispatcher)["_registry"]
 
-    def once(register: Any) -> Any:
-        def register_kernels(overrides: Mapping[str, Any]) -> None:
-            if fresh := {k: v for k, v in overrides.items() if k not in registered}:
-                register(fresh)
-
-        return register_kernels
+    def once(register: Any, overrides: Mapping[str, Any]) -> None:
+        if fresh := {k: v for k, v in overrides.items() if k not in registered}:
+            register(fresh)
 
     def attributes(value: object) -> Mapping[str, Any]:
         found = vars(value)
@@ -494,8 +562,12 @@ def kernel_table() -> None:
     _wrap(dispatcher, "register_kernels", once)
 
 
+@patch("a core in a thread", "vllm.v1.engine.async_llm:EngineCoreClient")
 def clients_of(clients: Any) -> AbstractContextManager[None]:
-    """Inside, an AsyncLLM gets its client from this class."""
+    """Inside, an AsyncLLM gets its client from this class; it accepts only those of a core in another process.
+
+    Until vLLM offers AsyncLLM without multiprocessing.
+    """
     from vllm.v1.engine import async_llm
 
     return replacing((async_llm, "EngineCoreClient", clients))
@@ -504,24 +576,41 @@ def clients_of(clients: Any) -> AbstractContextManager[None]:
 # A plan without an engine ---------------------------------------------------------------------------------------------
 
 
+@patch("jv.plan", "vllm.model_executor.models.registry:_run_in_subprocess")
 def classes_imported_here() -> AbstractContextManager[None]:
-    """Inside, vLLM imports a model's class in this process."""
+    """Inside, vLLM imports a model's class in this process only, not in a subprocess first (13 s on two cores), so that
+    CUDA need not be initialised here.
+
+    Until vLLM has a setting for it.
+    """
     import vllm.model_executor.models.registry as registry
 
-    return replacing(
-        (registry, "_run_in_subprocess", lambda question: question()),
-    )
+    return replacing((registry, "_run_in_subprocess", lambda question: question()))
 
 
+@patch(
+    "jv.plan",
+    "vllm.model_executor.models.transformers.base:Base._decorate_for_torch_compile",
+)
 def undecorated_classes(model_class: type) -> AbstractContextManager[None]:
-    """Inside, vLLM's Transformers backend does not decorate transformers' classes."""
+    """Inside, vLLM's Transformers backend does not decorate transformers' classes: that would outlast a trace.
+
+    Until it decorates instances.
+    """
     name = "_decorate_for_torch_compile"
     owners = [owner for owner in model_class.__mro__ if name in vars(owner)]
     return replacing(*((owner, name, lambda model: None) for owner in owners))
 
 
+@patch(
+    "jv.plan",
+    f"{_MOE}.expert_map_manager:ExpertMapManager.__init__",
+)
 def expert_maps_on_cpu() -> AbstractContextManager[None]:
-    """Inside, expert maps are real also in a model on meta."""
+    """Inside, expert maps are real also in a model on meta: the loader reads from them which experts are local.
+
+    Until vLLM makes them on the CPU.
+    """
     import torch
     from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
 
@@ -534,8 +623,12 @@ def expert_maps_on_cpu() -> AbstractContextManager[None]:
     return replacing((ExpertMapManager, "__init__", on_cpu))
 
 
+@patch("jv.plan", "vllm.distributed.utils:get_pp_indices")
 def only_layers(stage: int, count: int) -> AbstractContextManager[None]:
-    """Inside, this pipeline stage builds only its first `count` layers; the rest are treated as another stage's."""
+    """Inside, this pipeline stage builds only its first `count` layers; the rest are treated as another stage's.
+
+    One layer of each kind is enough for a trace. Until vLLM can build a part of a stage.
+    """
     import vllm.distributed.utils as distributed
 
     original = distributed.get_pp_indices
@@ -571,6 +664,17 @@ def linear_kernel(module_name: str = "", **options: Any) -> Any:
     )
 
 
+@patch(
+    "jv.plan",
+    f"{_FP8}.fp8:init_fp8_linear_kernel",
+    f"{_FP8}.fp8:select_fp8_moe_backend",
+    f"{_FP8}.online.fp8:init_fp8_linear_kernel",
+    f"{_FP8}.online.fp8:select_fp8_moe_backend",
+    f"{_FP8}.online.fp8:amax_for_tp_weight_quant",
+    f"{_FP8}.online.fp8:amax_for_moe_weight_quant",
+    f"{_MOE}.oracle.fp8:make_fp8_moe_kernel",
+    "vllm._custom_ops:scaled_fp8_quant",
+)
 def card_kernels() -> AbstractContextManager[None]:
     """Inside, fp8 models on meta are built and processed as on a GPU: vLLM's own classes, its kernels named.
 
@@ -578,286 +682,29 @@ def card_kernels() -> AbstractContextManager[None]:
     are those that an H200 was seen to take (CUTLASS for linear maps, Triton for experts), and quantising gives shapes
     alone. Which arithmetic it is follows from the class; connecting to the engine proves it, on known values
     (`tracing/_trace.py`).
+    Until vLLM can build a model for another device than this machine's.
     """
-    try:
-        from vllm import _custom_ops as ops
-        from vllm.model_executor.layers.fused_moe.oracle import fp8 as moe
-        from vllm.model_executor.layers.quantization import fp8
-        from vllm.model_executor.layers.quantization.online import fp8 as online
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers.fused_moe.oracle import fp8 as moe
+    from vllm.model_executor.layers.quantization import fp8
+    from vllm.model_executor.layers.quantization.online import fp8 as online
 
-        triton = moe.Fp8MoeBackend.TRITON
-        # the maximum over ranks has the shape of each
-        of_rank = lambda amax, _: amax
-        return replacing(
-            (fp8, "init_fp8_linear_kernel", linear_kernel),
-            (online, "init_fp8_linear_kernel", linear_kernel),
-            (fp8, "select_fp8_moe_backend", lambda **_: (triton, SimpleNamespace)),
-            (online, "select_fp8_moe_backend", lambda **_: (triton, SimpleNamespace)),
-            (online, "amax_for_tp_weight_quant", of_rank),
-            (online, "amax_for_moe_weight_quant", of_rank),
-            (moe, "make_fp8_moe_kernel", lambda **_: SimpleNamespace()),
-            (ops, "scaled_fp8_quant", _quantised),
-        )
-    except (ImportError, AttributeError) as error:
-        raise MissingDependency(
-            f"this vLLM quantises to fp8 differently from what jvlab can plan without an engine: {error}",
-            remedy="install vLLM 0.32.0, or plan with a running pool: jv.plan(params, pool)",
-        ) from error
+    triton = moe.Fp8MoeBackend.TRITON
+    # the maximum over ranks has the shape of each
+    of_rank = lambda amax, _: amax
+    return replacing(
+        (fp8, "init_fp8_linear_kernel", linear_kernel),
+        (online, "init_fp8_linear_kernel", linear_kernel),
+        (fp8, "select_fp8_moe_backend", lambda **_: (triton, SimpleNamespace)),
+        (online, "select_fp8_moe_backend", lambda **_: (triton, SimpleNamespace)),
+        (online, "amax_for_tp_weight_quant", of_rank),
+        (online, "amax_for_moe_weight_quant", of_rank),
+        (moe, "make_fp8_moe_kernel", lambda **_: SimpleNamespace()),
+        (ops, "scaled_fp8_quant", _quantised),
+    )
 
 
 def _quantised(values: Any, scale: Any, **_: Any) -> tuple[Any, Any]:
     import torch
 
     return torch.empty_like(values, dtype=torch.float8_e4m3fn), scale
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-
-_CORE = "vllm.v1.engine.core"
-_FP8 = "vllm.model_executor.layers.quantization"
-_MOE = "vllm.model_executor.layers.fused_moe"
-_RUNNER = "vllm.v1.worker.gpu_model_runner"
-
-PATCHES = (
-    Patch(
-        "experts of several ranks on a CPU",
-        "CPU worker",
-        ((f"{_MOE}.experts.cpu_moe", "CPUUnquantizedExperts.apply"),),
-        "with expert parallelism the first token crashes: the kernels take an expert's number for its place on the "
-        "rank, and read past the end of its memory",
-        "CPUUnquantizedExperts.apply uses its expert_map",
-        cpu_experts,
-    ),
-    Patch(
-        "no adapter on a CPU",
-        "CPU worker",
-        (
-            ("vllm.lora.ops.torch_ops.lora_ops", "bgmv_shrink"),
-            ("vllm.lora.punica_wrapper.punica_cpu", "bgmv_shrink"),
-        ),
-        "a request without an adapter has the slot -1, and the kernels index with it: it is computed with the last "
-        "slot's adapter, in every decoding step and in prefills beside an adapted one",
-        "bgmv_shrink in torch_ops gives zeros for slot -1",
-        cpu_lora,
-    ),
-    Patch(
-        "seeds with chunked prefill on a CPU",
-        "CPU worker",
-        (
-            ("vllm.v1.worker.cpu_model_runner", "CPUModelRunner._sample"),
-            ("vllm.v1.worker.cpu_model_runner", "CPUModelRunner._bookkeeping_sync"),
-        ),
-        "a step that prefills a part of a prompt samples all the same, and rewinds the generator with set_offset, "
-        "which CPU generators do not have: the engine dies. Restored, a seed gives the same tokens however its prompt "
-        "was chunked",
-        "CPUModelRunner restores its generators",
-        cpu_seeds,
-    ),
-    Patch(
-        "sampling with drafts on a CPU",
-        "CPU worker",
-        (("vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens"),),
-        "the kernel that gives each drafted token its request's temperature, top-k and top-p writes a copy in int64, "
-        "which is then dropped: drafted tokens are accepted, replaced and given log-probabilities by uninitialised "
-        "memory. It may hold the right numbers, left there by an earlier tensor of that size",
-        "_expand_kernel_impl of cpu_triton_utils copies its result back, in the dtype of the values",
-        cpu_drafts,
-    ),
-    Patch(
-        "live weights",
-        "CPU worker",
-        (
-            ("vllm._custom_ops", "_supports_onednn"),
-            ("vllm.model_executor.layers.utils", "check_cpu_sgl_kernel"),
-        ),
-        "asked for by JVLAB_LIVE_WEIGHTS: linear layers compute from a packed copy of their weight otherwise",
-        "vLLM has a setting for it",
-        live_weights,
-    ),
-    Patch(
-        "rotary tables on a CPU",
-        "CPU worker",
-        (),
-        "the table is the first thing that a worker's threads compute with MKL's vector functions, and two first calls "
-        "at once race: in up to four of a hundred processes a part of the table had errors of 1.5e-4, and all "
-        "log-probabilities of that engine were 1e-3 off for as long as it lived",
-        "MKL's first call can be made by several threads",
-        settle_vector_math,
-    ),
-    Patch(
-        "AMX on a CPU",
-        "CPU worker",
-        (),
-        "Linux gives AMX's tiles to processes that asked. vLLM's attention in bfloat16 takes them for granted: it dies "
-        "of SIGILL unless a product of oneDNN's asked before, which that of a small layer does not",
-        "vLLM's attention asks",
-        allow_amx,
-    ),
-    Patch(
-        "log-probabilities of prompts with LoRA",
-        "worker",
-        (("vllm.lora.layers", "LogitsProcessorWithLoRA._get_logits"),),
-        "the output head adapts one row for each request that samples; given the rows of prompts, as pool.score asks "
-        "for, it fails, on a CPU with an error that ends the engine. Scores are of the base or of a linked adapter, "
-        "neither of which adapts the head",
-        "LogitsProcessorWithLoRA takes rows of prompts",
-        prompt_scores,
-    ),
-    Patch(
-        "calls of the core",
-        "core",
-        (
-            (_CORE, "EngineCore.post_step"),
-            (_CORE, "EngineCore.reset_prefix_cache"),
-            (_CORE, "EngineCore.set_weight_version"),
-            (_CORE, "EngineCoreProc.pause_scheduler"),
-        ),
-        "syncs in one call, tokens held until they are needed, NaN kept from other requests",
-        "vLLM's core can be extended, as its workers can",
-        core_methods,
-    ),
-    Patch(
-        "forks on a CPU",
-        "front end",
-        (
-            ("vllm.v1.engine.utils", "get_mp_context"),
-            ("vllm.v1.executor.multiproc_executor", "get_mp_context"),
-            ("vllm.v1.executor.multiproc_executor", "WorkerProc.worker_main"),
-            (
-                "vllm.distributed.device_communicators.shm_broadcast",
-                "SpinCondition.__init__",
-            ),
-        ),
-        "vLLM spawns core and workers, which import it again, and lets them spin for a second after each message",
-        "vLLM forks on CPUs, and has a setting for the spinning",
-        forked,
-        lasts=False,
-    ),
-    Patch(
-        "exporters",
-        "front end",
-        (("vllm.v1.metrics.loggers", "PrometheusStatLogger"),),
-        "of one engine, in _vllm.start_engine: vLLM's Prometheus exporter costs more per sample than all else there",
-        "AsyncLLM can be made without it",
-        None,
-    ),
-    Patch(
-        "versions of stats",
-        "front end",
-        (("vllm.v1.engine.core_client", "AsyncMPClient.get_output_async"),),
-        "of one engine's client, in _vllm.start_engine: a step's stats reach the loggers without the message that they "
-        "came in, and only the message says which weights the step was made with",
-        "loggers get the weight version",
-        None,
-    ),
-    Patch(
-        "log-probabilities of sampled tokens",
-        "front end",
-        (("vllm.v1.engine.logprobs", "LogprobsProcessor.update_from_output"),),
-        "of one request, in _requests.py: only the sampled token's is kept",
-        "vLLM can return that alone",
-        None,
-    ),
-    Patch(
-        "zeroed blocks",
-        "core",
-        ((_RUNNER, "GPUModelRunner._init_kv_zero_meta"),),
-        "of one runner, in worker/_poison.py: a CPU's zeroes no block of a sliding window",
-        "it does",
-        None,
-    ),
-    Patch(
-        "routers",
-        "enable_return_routed_experts",
-        (
-            (f"{_MOE}.router.fused_moe_router", "FusedMoERouter.select_experts"),
-            (_RUNNER, "GPUModelRunner.execute_model"),
-            (_RUNNER, "GPUModelRunner.sample_tokens"),
-        ),
-        "of one runner, in worker/_routes.py: vLLM returns no experts on CPUs, and no weights",
-        "it does",
-        None,
-    ),
-    Patch(
-        "table of CPU kernels",
-        "Pool.in_process",
-        (
-            ("vllm.triton_utils.dispatcher", "register_kernels"),
-            ("vllm.triton_utils.dispatcher", "_registry"),
-        ),
-        "in a process that is not one engine's alone: it looks for kernels in every loaded module and fails at "
-        "llvmlite's (of numba, which digests use), whose __dict__ is not a dict; and a second engine would wrap the "
-        "first one's wrappers",
-        "_rebind_kernels tolerates such objects and register_kernels can be called twice",
-        kernel_table,
-    ),
-    Patch(
-        "a core in a thread",
-        "Pool.in_process",
-        (("vllm.v1.engine.async_llm", "EngineCoreClient"),),
-        "AsyncLLM accepts only clients of a core in another process",
-        "vLLM offers AsyncLLM without multiprocessing",
-        clients_of,
-        lasts=False,
-    ),
-    Patch(
-        "model classes",
-        "jv.plan",
-        (("vllm.model_executor.models.registry", "_run_in_subprocess"),),
-        "vLLM imports the class in a subprocess first (13 s on two cores), so that CUDA need not be initialised here; "
-        "here it is imported anyway",
-        "vLLM has a setting for it",
-        classes_imported_here,
-        lasts=False,
-    ),
-    Patch(
-        "decorated classes",
-        "jv.plan",
-        (
-            (
-                "vllm.model_executor.models.transformers.base",
-                "Base._decorate_for_torch_compile",
-            ),
-        ),
-        "what vLLM's Transformers backend decorates outlasts a trace",
-        "it decorates instances",
-        undecorated_classes,
-        lasts=False,
-    ),
-    Patch(
-        "expert maps",
-        "jv.plan",
-        ((f"{_MOE}.expert_map_manager", "ExpertMapManager.__init__"),),
-        "with expert parallelism the loader reads from them which experts are local, and on meta there is nothing",
-        "vLLM makes them on the CPU",
-        expert_maps_on_cpu,
-        lasts=False,
-    ),
-    Patch(
-        "some layers only",
-        "jv.plan",
-        (("vllm.distributed.utils", "get_pp_indices"),),
-        "one layer of each kind is enough for a trace",
-        "vLLM can build a part of a stage",
-        only_layers,
-        lasts=False,
-    ),
-    Patch(
-        "fp8 without a GPU",
-        "jv.plan",
-        (
-            (f"{_FP8}.fp8", "init_fp8_linear_kernel"),
-            (f"{_FP8}.fp8", "select_fp8_moe_backend"),
-            (f"{_FP8}.online.fp8", "init_fp8_linear_kernel"),
-            (f"{_FP8}.online.fp8", "select_fp8_moe_backend"),
-            (f"{_FP8}.online.fp8", "amax_for_tp_weight_quant"),
-            (f"{_FP8}.online.fp8", "amax_for_moe_weight_quant"),
-            (f"{_MOE}.oracle.fp8", "make_fp8_moe_kernel"),
-            ("vllm._custom_ops", "scaled_fp8_quant"),
-        ),
-        "vLLM finds no kernel there, and quantises values alone",
-        "vLLM can build a model for another device than this machine's",
-        card_kernels,
-        lasts=False,
-    ),
-)

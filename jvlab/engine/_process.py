@@ -17,8 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
+import grpc.aio
+
 from jvlab._errors import ConfigError
 from jvlab.engine import _defaults
+from jvlab.wire import _channels as channels
+from jvlab.wire import _security as security
+from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire import jvlab_pb2_grpc as rpc
+from jvlab.wire._rpc_errors import received
 from jvlab.wire.processes._identity import read_secret
 from jvlab.wire.processes._pool_spec import AWAY_SECONDS
 from jvlab.wire.processes._supervisor import SCRATCH_NAME
@@ -120,15 +128,10 @@ def set_environment(order: Order) -> None:
         order.model,
         _visible_gpus(),
     )
-    # chosen among those visible, so it replaces what is set
-    chosen = {"CUDA_VISIBLE_DEVICES"}
-    os.environ.update(
-        {
-            name: value
-            for name, value in ours.items()
-            if name in chosen or name not in os.environ
-        }
-    )
+    for name, value in ours.items():
+        # GPUs are chosen among those visible, so they replace what is set
+        if name == "CUDA_VISIBLE_DEVICES" or name not in os.environ:
+            os.environ[name] = value
     os.environ.update(order.env)
     if (
         order.device == "cpu"
@@ -189,12 +192,7 @@ def switch_compiler_off() -> None:
 
 
 async def _serve_engine(engine: Any, order: Order, token: str) -> None:
-    import grpc.aio
-
     from jvlab.engine._engine import RolloutServicer
-    from jvlab.wire import _security as security
-    from jvlab.wire import jvlab_pb2_grpc as rpc
-    from jvlab.wire._channels import Trust, open_channel
 
     servicer = RolloutServicer(engine)
     server = grpc.aio.server(
@@ -212,9 +210,8 @@ async def _serve_engine(engine: Any, order: Order, token: str) -> None:
         engine.facts.http_url = web.url
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
-    async with open_channel(
-        order.gateway, Trust.of_file(order.tls_ca, order.tls_name)
-    ) as channel:
+    trust = channels.Trust.of_file(order.tls_ca, order.tls_name)
+    async with channels.open_channel(order.gateway, trust) as channel:
         beating = asyncio.create_task(
             _beat_forever(servicer, channel, order, token, address, pem)
         )
@@ -235,9 +232,6 @@ async def _serve_engine(engine: Any, order: Order, token: str) -> None:
 
 def _listen(server: Any, order: Order) -> tuple[str, str]:
     """(the address for the gateway, the certificate used there)."""
-    from jvlab.wire import _channels as channels
-    from jvlab.wire import _security as security
-
     if security.is_loopback(order.bind):
         return f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", ""
     if order.tls_cert is None or order.tls_key is None:
@@ -287,16 +281,9 @@ class Pulse:
 
 
 async def _beat_forever(
-    servicer: Any, channel: Any, order: Order, token: str, address: str, pem: str = ""
+    servicer: Any, channel: Any, order: Order, token: str, address: str, pem: str
 ) -> None:
     """Register, then beat; when fenced, drop all work and register again; without a gateway, end."""
-    import grpc
-
-    from jvlab.wire import _security as security
-    from jvlab.wire import jvlab_pb2 as pb
-    from jvlab.wire import jvlab_pb2_grpc as rpc
-    from jvlab.wire._rpc_errors import received
-
     stub = rpc.RegistryStub(channel)
     metadata = security.authorization(token)
     engine = servicer.engine
@@ -339,9 +326,8 @@ async def _beat_forever(
                     epoch=servicer.epoch,
                     stats=await engine.stats(),
                 )
-                if (
-                    await stub.Beat(beat, timeout=BEAT_DEADLINE, metadata=metadata)
-                ).fenced:
+                answer = await stub.Beat(beat, timeout=BEAT_DEADLINE, metadata=metadata)
+                if answer.fenced:
                     print(
                         f"jvlab: fenced at epoch {servicer.epoch}; dropping all work",
                         flush=True,

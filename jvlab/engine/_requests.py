@@ -274,12 +274,10 @@ class RequestGroup:
     async def drop(self) -> None:
         """Abort what has not finished, and discard all outputs."""
         self._over = True
-        names = list(self._keys)
+        self._changed.set()
+        await self.abort()
         self._keys = {}
         self._done = []
-        self._changed.set()
-        if names and not self._llm.errored:
-            await self._llm.abort(names, internal=True)
 
 
 class Queue:

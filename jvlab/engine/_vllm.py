@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 import time
 from collections import deque
 from typing import Any
 
 from jvlab._errors import ConfigError, SyncError
 from jvlab.engine import _patches, _vllm_versions
+from jvlab.wire import jvlab_pb2 as pb
 
 STATS_VERSION = "jv_version"  # attribute of a step's stats: the version that made them
-EXPORTERS = "jv_exporters"  # attribute of an engine: loggers that were removed from it
 # methods whose drafts come from the text alone; all others have weights of their own
 DRAFTS_FROM_TEXT = ("ngram", "suffix")
 VERSIONS_KEPT = 32  # whose drafts are counted
@@ -50,35 +49,32 @@ class Meter:
 
     def reset(self) -> None:
         """Count from 0 again."""
-        self.running = self.waiting = self.generated = self.prompt = self.queries = (
-            self.hits
-        ) = 0
-        self.drafted = self.accepted = 0
+        self.stats = pb.ReplicaStats()  # what vLLM counts
         # version -> tokens drafted, accepted; of the newest versions
         self.drafts: dict[int, tuple[int, int]] = {}
-        self.kv_use = 0.0
         self._recent: deque[tuple[float, int]] = deque()
 
     def record(self, scheduler: Any, iteration: Any) -> None:
+        stats = self.stats
         if scheduler is not None:
-            self.running = scheduler.num_running_reqs
-            self.waiting = scheduler.num_waiting_reqs
-            self.kv_use = scheduler.kv_cache_usage
-            self.queries += scheduler.prefix_cache_stats.queries
-            self.hits += scheduler.prefix_cache_stats.hits
+            stats.running = scheduler.num_running_reqs
+            stats.waiting = scheduler.num_waiting_reqs
+            stats.kv_use = scheduler.kv_cache_usage
+            stats.prefix_queries += scheduler.prefix_cache_stats.queries
+            stats.prefix_hits += scheduler.prefix_cache_stats.hits
             if scheduler.spec_decoding_stats is not None:
                 self._count_drafts(scheduler)
         if iteration is not None:
-            self.generated += iteration.num_generation_tokens
-            self.prompt += iteration.num_prompt_tokens
+            stats.generated_tokens += iteration.num_generation_tokens
+            stats.prompt_tokens += iteration.num_prompt_tokens
             self._recent.append((time.monotonic(), iteration.num_generation_tokens))
 
     def _count_drafts(self, scheduler: Any) -> None:
         """Of one step, for the version that checked them: the message says which (`labelling_stats`)."""
         drafted = scheduler.spec_decoding_stats.num_draft_tokens
         accepted = scheduler.spec_decoding_stats.num_accepted_tokens
-        self.drafted += drafted
-        self.accepted += accepted
+        self.stats.draft_tokens += drafted
+        self.stats.accepted_tokens += accepted
         version = int(getattr(scheduler, STATS_VERSION, None) or 0)
         before = self.drafts.pop(version, (0, 0))
         self.drafts[version] = (before[0] + drafted, before[1] + accepted)
@@ -144,7 +140,7 @@ def start_engine(arguments: dict[str, Any], meter: Meter) -> Any:
         )
         config.scheduler_config.scheduler_cls = f"jvlab.engine.worker._scheduler.{kind}"
     with _patches.forked(config.device_config.device_type):
-        engine = AsyncLLM(
+        engine: Any = AsyncLLM(
             config,
             Executor.get_class(config),
             log_stats=False,
@@ -152,16 +148,15 @@ def start_engine(arguments: dict[str, Any], meter: Meter) -> Any:
             stat_loggers=[_stat_logger(meter)],
         )
     # vLLM always adds its Prometheus exporter, which costs more per sample than everything else here.
-    manager: Any = engine.logger_manager
+    manager = engine.logger_manager
     exporters = [
         logger
         for logger in manager.stat_loggers
         if isinstance(logger, PrometheusStatLogger)
     ]
-    manager.stat_loggers = [
-        logger for logger in manager.stat_loggers if logger not in exporters
-    ]
-    setattr(engine, EXPORTERS, exporters)
+    for exporter in exporters:
+        manager.stat_loggers.remove(exporter)
+    engine.jv_exporters = exporters
     labelling_stats(engine.engine_core)
     return engine
 
@@ -185,8 +180,8 @@ def labelling_stats(client: Any) -> None:
 
 def export_metrics(engine: Any) -> None:
     """Collect vLLM's own Prometheus metrics from now on, for HTTP."""
-    engine.logger_manager.stat_loggers += getattr(engine, EXPORTERS)
-    setattr(engine, EXPORTERS, [])
+    engine.logger_manager.stat_loggers += engine.jv_exporters
+    engine.jv_exporters = []
 
 
 def has_our_scheduler(engine: Any) -> bool:
@@ -202,22 +197,17 @@ async def invalidate_kv(engine: Any, recompute: bool) -> None:
         raise SyncError(
             "vLLM did not reset its prefix cache", remedy='sync with pause="abort"'
         )
-    if engine.vllm_config.model_config.is_multimodal_model:
+    if is_multimodal(engine):
         await engine.reset_encoder_cache()
 
 
 async def finish(
-    engine: Any,
-    method: str,
-    args: tuple[Any, ...],
-    version: int,
-    recompute: bool,
-    nonfinite: bool,
+    engine: Any, version: int, recompute: bool, nonfinite: bool
 ) -> list[Any]:
-    """Call a worker method, invalidate KV of older weights and set the new version, in one round trip."""
-    arguments = (method, list(args), str(version), recompute, nonfinite)
+    """Commit in the workers, invalidate KV of older weights and set the new version, in one round trip."""
+    arguments = (str(version), recompute, nonfinite)
     answers = await engine.engine_core.call_utility_async("jv_finish", *arguments)
-    if engine.vllm_config.model_config.is_multimodal_model:
+    if is_multimodal(engine):
         await engine.reset_encoder_cache()
     return answers
 
@@ -232,14 +222,10 @@ async def core_channel(engine: Any, wanted: bool) -> tuple[list[str], bool]:
 
     And whether the core began a sync over the previous channel that no order of ours followed.
     """
-    # one core of several
-    if (
-        sys.platform != "linux"
-        or engine.vllm_config.parallel_config.data_parallel_size > 1
+    # one core of several, or one in its trainer's process
+    if engine.vllm_config.parallel_config.data_parallel_size > 1 or getattr(
+        engine.engine_core, "in_process", False
     ):
-        return [], False
-    # its trainer is in this process
-    if getattr(engine.engine_core, "in_process", False):
         return [], False
     invitation, unheard = await engine.engine_core.call_utility_async(
         "jv_open_core_channel", wanted
@@ -263,10 +249,8 @@ def sampling_names() -> list[str]:
     """The sampling parameters that a user may pass."""
     from vllm import SamplingParams
 
-    names = [
-        field for field in SamplingParams.__struct_fields__ if not field.startswith("_")
-    ]
-    return sorted(set(names) - set(RESERVED))
+    names = set(SamplingParams.__struct_fields__) - RESERVED.keys()
+    return sorted(name for name in names if not name.startswith("_"))
 
 
 def sampling(values: dict[str, Any], has_tokenizer: bool) -> Any:
@@ -275,13 +259,9 @@ def sampling(values: dict[str, Any], has_tokenizer: bool) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    if isinstance(values.get("logit_bias"), dict):  # JSON turned its keys into strings
-        values = {
-            **values,
-            "logit_bias": {
-                int(token): bias for token, bias in values["logit_bias"].items()
-            },
-        }
+    if isinstance(bias := values.get("logit_bias"), dict):
+        # JSON turned its keys into strings
+        values = {**values, "logit_bias": {int(k): v for k, v in bias.items()}}
     # Stop strings need vLLM's incremental detokenizer; otherwise one decode at the end is cheaper.
     detokenize = has_tokenizer and bool(values.get("stop") or values.get("bad_words"))
     ours = {
@@ -356,9 +336,7 @@ def dead_errors() -> tuple[type[Exception], ...]:
 
 def core_signal(engine: Any) -> int:
     """The signal that ended the engine's core; 0 if none did, or its core is in this process."""
-    manager: Any = getattr(
-        getattr(engine.engine_core, "resources", None), "engine_manager", None
-    )
+    manager: Any = getattr(engine.engine_core.resources, "engine_manager", None)
     finished = manager.finished_procs() if hasattr(manager, "finished_procs") else {}
     return next((-code for code in finished.values() if code < 0), 0)
 
@@ -380,51 +358,44 @@ async def wake(engine: Any, tags: list[str]) -> None:
 def facts(engine: Any) -> dict[str, Any]:
     """Constants of the engine."""
     config = engine.vllm_config
+    model = config.model_config
     name, version = _vllm_versions.build()
     drafting = config.speculative_config
+    drafter = getattr(drafting, "draft_model_config", None)
+    drafts = bool(drafting) and not drafting.method.startswith(DRAFTS_FROM_TEXT)
     lora = config.lora_config
     return {
         "vllm_version": version,
         "vllm_build": name,
         "vllm_warning": _vllm_versions.warning(full=True),
-        "dtype": str(config.model_config.dtype).removeprefix("torch."),
-        "max_model_len": config.model_config.max_model_len,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "max_model_len": model.max_model_len,
         "max_num_seqs": config.scheduler_config.max_num_seqs,
-        "logprobs_mode": str(config.model_config.logprobs_mode),
+        "logprobs_mode": str(model.logprobs_mode),
         "sampling_names": sampling_names(),
-        "vocab_size": config.model_config.get_vocab_size(),
+        "vocab_size": model.get_vocab_size(),
         "prefix_caching": bool(config.cache_config.enable_prefix_caching),
-        "has_tokenizer": not config.model_config.skip_tokenizer_init,
-        "architecture": config.model_config.architecture,
+        "has_tokenizer": not model.skip_tokenizer_init,
+        "architecture": model.architecture,
         "speculative": str(drafting.method) if drafting else "",
-        "draft_weights": bool(drafting)
-        and not str(drafting.method).startswith(DRAFTS_FROM_TEXT),
-        "draft_model": _draft_folder(drafting),
+        "draft_weights": drafts,
+        # where its weights were read from; some are the model's own
+        "draft_model": str(drafter.model) if drafts and drafter is not None else "",
         "max_adapters": (lora.max_cpu_loras or lora.max_loras) if lora else 0,
         "block_size": config.cache_config.block_size,
         "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1",
         "attention_backend": getattr(config.attention_config.backend, "name", None)
         or "",
         "graph_tokens": _graph_tokens(config),
-        "quantization": str(config.model_config.quantization or ""),
-        "routed_experts": "ids"
-        if getattr(getattr(config, "aux_output_config", None), "enabled", False)
-        else "",
+        "quantization": str(model.quantization or ""),
+        "routed_experts": "ids" if config.aux_output_config.enabled else "",
     }
-
-
-def _draft_folder(drafting: Any) -> str:
-    """Where the draft model's weights were read from; empty if it has none."""
-    model = getattr(drafting, "draft_model_config", None)
-    text = drafting and str(drafting.method).startswith(DRAFTS_FROM_TEXT)
-    return str(model.model) if model is not None and not text else ""
 
 
 def _graph_tokens(config: Any) -> int:
     """The largest step, in tokens, that a CUDA graph was captured for; 0 if there are no graphs."""
     compiled = config.compilation_config
     mode = getattr(compiled.cudagraph_mode, "name", "NONE")
-    cuda = str(config.device_config.device_type) == "cuda"
-    return (
-        int(compiled.max_cudagraph_capture_size or 0) if cuda and mode != "NONE" else 0
-    )
+    if config.device_config.device_type != "cuda" or mode == "NONE":
+        return 0
+    return int(compiled.max_cudagraph_capture_size or 0)

@@ -361,7 +361,8 @@ class _Facts:
         self._began = began
         self._files = _vllm_versions.build()
         # vLLM sets some itself when imported: whoever has imported it in their own process passes them on
-        self._environments = _relevant(environment), _relevant(dict(os.environ))
+        self._before = _relevant(environment)
+        self._after = _relevant(dict(os.environ))
 
     def difference(self, request: dict[str, Any], user: int) -> str:
         """Why a gateway must not use these imports; empty if it may."""
@@ -383,16 +384,12 @@ class _Facts:
             p.stat().st_mtime > self._began for p in ROOT.rglob("*.py")
         ):
             return "jvlab or vLLM has changed since it imported them; start it again"
-        before, after = self._environments
         theirs = _relevant(request["environment"])
-        known = before | {
-            name: value for name, value in theirs.items() if after.get(name) == value
-        }
-        differ = sorted(
-            name
-            for name in known.keys() | theirs.keys()
-            if known.get(name) != theirs.get(name)
-        )
+        known = dict(self._before)
+        for name, value in theirs.items():
+            if self._after.get(name) == value:
+                known[name] = value
+        differ = sorted({name for name, _ in known.items() ^ theirs.items()})
         return f"other values of {', '.join(differ)}" if differ else ""
 
 

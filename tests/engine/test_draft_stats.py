@@ -51,7 +51,7 @@ def test_a_steps_drafts_are_counted_for_the_version_that_checked_them():
 
     asyncio.run(all_of_them())
     assert meter.drafts == {0: (12, 3), 1: (6, 6)}
-    assert (meter.drafted, meter.accepted) == (18, 9)
+    assert (meter.stats.draft_tokens, meter.stats.accepted_tokens) == (18, 9)
     for version in range(2, _vllm.VERSIONS_KEPT + 5):
         stats = message(str(version), 1, 1).scheduler_stats
         setattr(stats, _vllm.STATS_VERSION, str(version))

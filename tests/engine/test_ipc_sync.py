@@ -164,7 +164,7 @@ class Replica:
             collective_rpc=self.rpc,
             resume_generation=self.resume,
         )
-        self.sync = EngineSync(self.llm, self.state, "p/0", "cuda")
+        self.sync = EngineSync(self.llm, self.state, "p/0")
         self.sync._ipc, self.sync.names = True, {0: NAMES}
         self.streams: list[OneReplica] = []
         self.trainers: list[CoreOrders] = []

@@ -47,7 +47,7 @@ class World:
 
     def __init__(self, link: str = "") -> None:
         self.llm = FakeLlm()
-        self.sync = EngineSync(self.llm, SyncState(version=3, link=link), "p/0", "cuda")
+        self.sync = EngineSync(self.llm, SyncState(version=3, link=link), "p/0")
 
     def sleep(self, level: int) -> None:
         asyncio.run(_engine.sleep(self.llm, self.sync, level))

@@ -108,7 +108,6 @@ def test_refusals_change_nothing():
     state = SyncState(version=4)
     for phase, terms, words in [
         ("halt", None, "without a prepare"),
-        ("prepare", None, "without terms"),
         ("prepare", Terms(version=4), "not newer than the 4"),
     ]:
         with pytest.raises(SyncError, match=words):
@@ -130,9 +129,9 @@ def test_refusals_change_nothing():
             Terms(version=1, **{field: value}).check()
     with pytest.raises(SyncError, match="linked to nobody"):
         state.check_link("a")
-    state.opened("a")
+    state.link = "a"
     state.check_link("a")
-    state.opened("b")
+    state.link = "b"
     with pytest.raises(SyncError, match="linked to b"):
         state.check_link("a")
 

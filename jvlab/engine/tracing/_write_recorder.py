@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -183,15 +183,9 @@ def reordered(
         ranges = tuple(_range(part, dims) for part in parts)
         if any(r is None for r in ranges):
             return None
-    dense = (
-        all(
-            a == b * n
-            for (a, b), n in zip(pairwise((*steps, 1)), (*sizes[1:], 1), strict=True)
-        )
-        if steps
-        else True
-    )
-    if not dense:
+    # each stride is that of the next digit times its size; that of the last is 1
+    inner = zip(pairwise((*steps, 1)), (*sizes[1:], 1), strict=True) if steps else ()
+    if any(a != b * n for (a, b), n in inner):
         return None
     return Digits(sizes, steps, tuple(r for r in ranges if r is not None))
 
@@ -257,16 +251,10 @@ def joined(rows: Iterable[Row]) -> list[Row]:
             and r.dst_offset - p.dst_offset == p.shape[0] * p.dst_strides[0]
             and p.dst_strides[0] > 0
         ):
-            out[-1] = Row(
-                p.source, p.target, (p.shape[0] + r.shape[0], *p.shape[1:]), *_places(p)
-            )
+            out[-1] = replace(p, shape=(p.shape[0] + r.shape[0], *p.shape[1:]))
         else:
             out.append(r)
     return out
-
-
-def _places(r: Row) -> tuple[int, tuple[int, ...], int, tuple[int, ...]]:
-    return r.src_offset, r.src_strides, r.dst_offset, r.dst_strides
 
 
 def runs(offset: int, shape: Sequence[int], strides: Sequence[int]) -> np.ndarray:
@@ -294,14 +282,9 @@ def covered(pieces: Sequence[np.ndarray]) -> tuple[int, int]:
     """How many addresses the runs cover, and how many of these more than once."""
     if not pieces:
         return 0, 0
-    ends = np.concatenate(
-        [
-            np.concatenate([p[:, 0] for p in pieces]),
-            np.concatenate([p[:, 1] for p in pieces]),
-        ]
-    )
-    change = np.ones(len(ends), np.int64)
-    change[len(ends) // 2 :] = -1
+    runs_of_all = np.concatenate(pieces)
+    ends = runs_of_all.T.reshape(-1)
+    change = np.repeat(np.array([1, -1]), len(runs_of_all))
     order = np.argsort(ends, kind="stable")
     depth = np.cumsum(change[order])[:-1]
     width = np.diff(ends[order])
@@ -357,23 +340,19 @@ class Target:
         self.buffer = buffer
         self.tensor = tensor
         self.data = tensor.data
-        self.shape, self.strides, self.dtype = (
-            tuple(tensor.shape),
-            tuple(tensor.stride()),
-            tensor.dtype,
-        )
-        self.storage, self.offset, self.elements = (
-            memory_of(tensor),
-            int(tensor.storage_offset()),
-            tensor.numel(),
-        )
+        self.shape = tuple(tensor.shape)
+        self.strides = tuple(tensor.stride())
+        self.dtype = tensor.dtype
+        self.storage = memory_of(tensor)
+        self.offset = int(tensor.storage_offset())
+        self.elements = tensor.numel()
         self.end = (
             self.offset
             + 1
             + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
         )
 
-    def runs(self, view: torch.Tensor | None = None) -> np.ndarray:
+    def runs(self, view: torch.Tensor | None) -> np.ndarray:
         """The elements of a view of this tensor, as runs; all of them for no view, or one of another dtype."""
         if view is None or view.dtype != self.dtype:
             return runs(0, self.shape, self.strides)
@@ -428,7 +407,6 @@ class Recorder(TorchDispatchMode):
             _aten.clone.default: self._clone,
             _aten._to_copy.default: self._clone,
             _aten.cat.default: self._cat,
-            _aten.stack.default: self._stack,
             _aten._local_scalar_dense.default: self._item,
         }
 
@@ -620,15 +598,6 @@ class Recorder(TorchDispatchMode):
             out, WriteOrigin(out.dtype, names, digits=digits, via=via, reason=reason)
         )
         return out
-
-    def _stack(self, func: Any, args: Any, kwargs: Any) -> Any:
-        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-        if not self._origins_in(args[0], ()):
-            return func(*args, **kwargs)
-        dim %= args[0][0].ndim + 1
-        return self._cat(
-            _aten.cat.default, ([t.unsqueeze(dim) for t in args[0]], dim), {}
-        )
 
     def _copy(self, func: Any, args: Any, kwargs: Any) -> Any:
         target, source = args[:2]

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import faulthandler
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jvlab.engine import _patches
-
-if TYPE_CHECKING:
-    from jvlab.engine.worker._rank_sync import WorkerSync
 
 _patches.install("worker")
 if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
@@ -23,58 +20,16 @@ if not faulthandler.is_enabled():
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker class; `self` is the worker. Names start with jv_ so that they can't collide."""
+    """Mixed into vLLM's worker class; `self` is the worker.
 
-    if TYPE_CHECKING:  # those of CALLS, and the worker's own
+    `jv_open` is `open` of its `WorkerSync`, and so on: names start with jv_ so that they can't collide.
+    """
 
-        def __getattr__(self, name: str) -> Any: ...
-
-    def jv_trace(self, tensors: list[list[Any]]) -> dict[str, Any]:
-        """Where this rank's loader puts every checkpoint element; moves nothing.
-
-        The names say whether they are the model's tensors, an adapter's or the draft model's; errors of the last two
-        are returned, as below.
-        """
-        from jvlab.engine.tracing._lora_slots import is_adapter
-        from jvlab.engine.tracing._trace import trace_worker
-        from jvlab.engine.tracing._vllm_model import DRAFT
-
-        names = [t[0] for t in tensors]
-        if is_adapter(names):
-            return self._jv().trace_adapter(tensors)
-        if names and all(name.startswith(DRAFT) for name in names):
-            return self._jv().trace_draft(tensors)
-        return trace_worker(self, tensors)
-
-    def jv_digest(self) -> str:
-        """A digest over every parameter and buffer of the live model."""
-        from jvlab.engine.tracing._trace import model_digest
-
-        return model_digest(self.get_model())  # type: ignore[attr-defined]
-
-    def _jv(self) -> WorkerSync:
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("jv_"):
+            raise AttributeError(f"{type(self).__name__} has no {name}")
         from jvlab.engine.worker._rank_sync import WorkerSync
 
-        found = self.__dict__.get("_jv_sync")
-        if found is None:
-            found = self.__dict__["_jv_sync"] = WorkerSync(self)
-        return found
-
-
-# methods of `WorkerSync`, which says what they do: `jv_open` of a worker calls its `open`, and so on
-CALLS = (
-    *("open", "prepare", "move", "verify", "commit", "abandon", "check", "close"),
-    *("peek", "begin_hidden", "hidden", "end_hidden", "capture_routes"),
-    *("release_shadows", "clear_kv", "clears_new_blocks"),
-)
-
-
-def _forwarding(name: str) -> Any:
-    def forward(self: WorkerExtension, *args: Any) -> dict[str, Any]:
-        return getattr(self._jv(), name)(*args)
-
-    return forward
-
-
-for _name in CALLS:
-    setattr(WorkerExtension, f"jv_{_name}", _forwarding(_name))
+        if "_jv_sync" not in self.__dict__:
+            self.__dict__["_jv_sync"] = WorkerSync(self)
+        return getattr(self.__dict__["_jv_sync"], name.removeprefix("jv_"))

@@ -25,10 +25,7 @@ VARIABLE = "JVLAB_FAULT"
 
 def inject_fault(who: str, phase: str, rank: int = 0, model: Any = None) -> None:
     """Die, sleep or corrupt a weight of `model`, if the file says so."""
-    name = os.environ.get(VARIABLE)
-    if not name:
-        return
-    file = Path(name)
+    file = Path(os.environ[VARIABLE])
     try:
         order = json.loads(file.read_text())
     # no fault ordered, or the file is being written
@@ -40,13 +37,13 @@ def inject_fault(who: str, phase: str, rank: int = 0, model: Any = None) -> None
     print(f"jvlab: injected fault in {who}, {phase}: {order['do']}", flush=True)
     if order["do"] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if order["do"] == "negate":
-        model.get_parameter(order["parameter"]).data.neg_()
-        return
-    if order["do"] == "flip":
+    if order["do"] in ("negate", "flip"):
         import torch
 
-        first = model.get_parameter(order["parameter"]).data
-        first.as_strided((1,), (1,)).view(torch.uint8)[:1].bitwise_xor_(1)
+        live = model.get_parameter(order["parameter"]).data
+        if order["do"] == "negate":
+            live.neg_()
+        else:
+            live.as_strided((1,), (1,)).view(torch.uint8)[:1].bitwise_xor_(1)
         return
     time.sleep(order.get("seconds", 3.0))

@@ -163,16 +163,9 @@ def jv_core_order(self: Any, order: Any) -> Any:
     return answer
 
 
-def jv_finish(
-    self: Any,
-    method: Any,
-    args: Any,
-    version: Any,
-    recompute: Any,
-    nonfinite: Any = False,
-) -> Any:
-    """Call a worker method, then apply a commit to the engine (`label`)."""
-    answers = self.collective_rpc(method, args=tuple(args))
+def jv_finish(self: Any, version: Any, recompute: Any, nonfinite: Any) -> Any:
+    """Commit in the workers, then apply it to the engine (`label`)."""
+    answers = self.collective_rpc("jv_commit")
     label(self, version, recompute, nonfinite)
     return answers
 
@@ -224,9 +217,7 @@ def prepare(core: Any, order: Plain) -> Plain:
         seconds[stage] = time.perf_counter() - start
         if _has_error(out["answers"]):
             return out
-        out["handles"] += [
-            text for a in _by_rank(out["answers"]) for text in a.get("handles", ())
-        ]
+        out["handles"] += handles_of(out["answers"])
     core.jv_prepared = int(wanted["version"])
     out["stage"] = ""
     exported = {"handles": out["handles"], "seconds": seconds}
@@ -250,7 +241,7 @@ def swap(core: Any, order: Plain) -> Any:
             return out
         seconds["verify"] = time.perf_counter() - start
         seconds["digest"] = _digest_seconds(out["answers"])
-        if order["verify"] != "off" and _values(out["answers"]) != out["claimed"]:
+        if order["verify"] != "off" and values_of(out["answers"]) != out["claimed"]:
             return out
     return _when_idle(
         core, order["pause"], lambda began: _swap_in(core, order, out, began)
@@ -314,21 +305,19 @@ def direct_sync(core: Any, order: Plain, began: float, since: float | None) -> P
             # sent while the digests were computed
             message = _await_message(channel, CLAIMED, version, until)
             out["claimed"] = message[1:]
-    except TimeoutError:
-        core_channel.disconnect()
-        return out | _failed(
-            "the trainer did not report in time that it has written", "DeadlineExceeded"
-        )
     except OSError as error:
         core_channel.disconnect()
-        return out | _failed(
-            f"the trainer closed its connection while it wrote: {error}",
-            "TransportError",
-        )
+        why = f"the trainer closed its connection while it wrote: {error}"
+        kind = "TransportError"
+        if isinstance(error, TimeoutError):
+            why = "the trainer did not report in time that it has written"
+            kind = "DeadlineExceeded"
+        failed = {"rank": 0, "error": why, "kind": kind, "remedy": "sync again"}
+        return out | {"answers": [failed]}
     out["stage"] = "verify"
     out["answers"] = answers
     seconds["verify"] = time.perf_counter() - start
-    if order["verify"] != "off" and _values(answers) != out["claimed"]:
+    if order["verify"] != "off" and values_of(answers) != out["claimed"]:
         return out
     _commit(core, order, version, seconds, message[:1] == NON_FINITE)
     seconds["digest"] = _digest_seconds(answers)
@@ -349,20 +338,18 @@ def _by_rank(answers: list[Plain]) -> list[Plain]:
     return sorted(answers, key=lambda a: a["rank"])
 
 
-def _values(answers: list[Plain]) -> bytes:
-    """The ranks' digests, in order of ranks."""
+def handles_of(answers: list[Plain]) -> list[str]:
+    """The ranks' exports, in order of ranks."""
+    return [text for a in _by_rank(answers) for text in a.get("handles", ())]
+
+
+def values_of(answers: list[Plain]) -> bytes:
+    """Digests of ranks that returned bare values, in order of ranks."""
     return b"".join(a.get("values", b"") for a in _by_rank(answers))
 
 
 def _digest_seconds(answers: list[Plain]) -> float:
     return max(a["seconds"].get("digest", 0.0) for a in answers)
-
-
-def _failed(error: str, kind: str) -> Plain:
-    """An error in the form in which workers report one."""
-    return {
-        "answers": [{"rank": 0, "error": error, "kind": kind, "remedy": "sync again"}]
-    }
 
 
 def _await_message(

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
-from jvlab._errors import LayoutError, SyncError, Unsupported, VerifyError
-from jvlab.engine._modules import format_of
-from jvlab.engine.worker._live_memory import Addresses, by_name, flat, some
+from jvlab._errors import Unsupported, VerifyError
+from jvlab._files import Plain
+from jvlab.engine.worker._live_memory import (
+    Addresses,
+    by_name,
+    check_format,
+    flat,
+    some,
+)
 from jvlab.layout._digest import in_sample
 from jvlab.layout._plan import TransferPlan
 from jvlab.transport._ipc_kernels import Launcher, cupy
@@ -21,7 +26,6 @@ from jvlab.transport._ipc_memory import Exports
 from jvlab.transport._ipc_tables import (
     Table,
     digest_pieces,
-    program_of,
     refuse_other_kinds,
     tables,
     whole_links,
@@ -57,13 +61,6 @@ class IpcExport:
         self.numbers = sorted({int(t) for link in links for t in link.target})
         refuse_other_kinds(plan, self.numbers)
         self.live = {t: self._checked(t, live.get(t)) for t in self.numbers}
-        for transform in {
-            plan.transforms[int(k)]
-            for link in links
-            for k in np.unique(link.transform).tolist()
-        }:
-            # raises at connect if no kernel can convert it
-            program_of(transform, "rows")
         devices = {tensor.device for tensor in self.live.values()}
         if len(devices) != 1 or next(iter(devices)).type != "cuda":
             raise Unsupported(
@@ -87,9 +84,7 @@ class IpcExport:
         self._token = secrets.randbits(61)
         self._pinned = cupy().cuda.alloc_pinned_memory(8)
         self._permit_value = np.frombuffer(self._pinned, np.uint64, 1)
-        self._permit: torch.Tensor | None = torch.zeros(
-            1, dtype=torch.int64, device=f"cuda:{self.device}"
-        )
+        self._permit = torch.zeros(1, dtype=torch.int64, device=f"cuda:{self.device}")
         self._room: torch.Tensor | None = None
         self._shadows: dict[int, torch.Tensor] = {}
         self._pointers: dict[bool, Any] = {}
@@ -98,14 +93,8 @@ class IpcExport:
 
     def _checked(self, number: int, tensor: torch.Tensor | None) -> torch.Tensor:
         info = self.plan.parameters[int(self.plan.target_parameter[number])]
-        have = None if tensor is None else format_of(tensor)
-        if tensor is None or have != (info.shape, info.dtype, info.strides):
-            raise LayoutError(
-                f"rank {self.rank}: the plan writes {info.name} {info.shape} {info.dtype} {info.strides}; this engine "
-                f"has {have or 'no such live memory'}",
-                remedy="the plan was made for another engine: connect again",
-                parameter=info.name,
-            )
+        check_format(tensor, info, self.rank)
+        assert tensor is not None
         return tensor.detach()
 
     def _name(self, number: int) -> str:
@@ -113,16 +102,7 @@ class IpcExport:
 
     # Export -------------------------------------------------------------------------------------------------------
 
-    @property
-    def shadow_bytes(self) -> int:
-        """Bytes that the shadows would take; 0 once they are allocated."""
-        return (
-            0
-            if self._room is not None
-            else sum(-(-flat(t).nbytes // ALIGN) * ALIGN for t in self.live.values())
-        )
-
-    def export(self, staged: bool) -> dict[str, Any]:
+    def export(self, staged: bool) -> Plain:
         """Handles and offsets of live memory, or of the shadows; plain values only."""
         memory = self._memory(staged)
         exports = Exports(self.device)
@@ -135,7 +115,7 @@ class IpcExport:
             ]
             for t in self.numbers
         ]
-        permit = exports.add(self._own_permit().data_ptr(), 8, "the permit")
+        permit = exports.add(self._permit.data_ptr(), 8, "the permit")
         torch.cuda.synchronize(self.device)
         return {
             **exports.plain(),
@@ -155,7 +135,8 @@ class IpcExport:
         return self._shadows
 
     def _make_shadows(self) -> None:
-        need = self.shadow_bytes
+        sizes = {t: flat(tensor).nbytes for t, tensor in self.live.items()}
+        need = sum(-(-size // ALIGN) * ALIGN for size in sizes.values())
         free, _ = torch.cuda.mem_get_info(self.device)
         try:
             self._room = torch.empty(
@@ -171,54 +152,43 @@ class IpcExport:
             ) from e
         at = 0
         for t, tensor in self.live.items():
-            size = flat(tensor).nbytes
+            size = sizes[t]
             room = self._room[at : at + size].view(tensor.dtype)
             self._shadows[t] = torch.as_strided(
                 room, tensor.size(), tensor.stride(), room.storage_offset()
             )
             at += -(-size // ALIGN) * ALIGN
 
-    def _own_permit(self) -> torch.Tensor:
-        if self._permit is None:
-            raise SyncError(
-                f"rank {self.rank}: this export is closed", remedy="open the link again"
-            )
-        return self._permit
-
     # One sync -----------------------------------------------------------------------------------------------------
 
     def admit(self, version: int) -> None:
         """Writers of this version may write from now on; our own kernels on the device have ended."""
         torch.cuda.synchronize(self.device)
-        self._grant(self._own_permit(), self._token + version)
+        self._grant(self._token + version)
         self._stream.synchronize()
 
     def revoke(self, wait: bool = True) -> None:
         """No writer may write from now on; without `wait`, from before the digests on."""
-        if self._permit is not None:
-            self._grant(self._permit, 0)
-            if wait:
-                self._stream.synchronize()
+        self._grant(0)
+        if wait:
+            self._stream.synchronize()
 
-    def _grant(self, permit: torch.Tensor, value: int) -> None:
+    def _grant(self, value: int) -> None:
         """By a copy, not a kernel: that would need a context switch from the trainer's process to ours."""
         self._permit_value[0] = value
         runtime = cupy().cuda.runtime
         with cupy().cuda.Device(self.device):
             runtime.memcpyAsync(
-                permit.data_ptr(),
+                self._permit.data_ptr(),
                 self._pinned.ptr,
                 8,
                 runtime.memcpyHostToDevice,
                 self._stream.ptr,
             )
 
-    def digests(
-        self, staged: bool = False, chosen: Iterable[int] | None = None
-    ) -> dict[int, int]:
+    def digests(self, staged: bool = False) -> dict[int, int]:
         """Digests by target, of live memory or of the shadows; elements that no box writes are left out."""
-        found = dict(zip(self.numbers, self.sums(staged).tolist(), strict=True))
-        return found if chosen is None else {t: found[t] for t in chosen}
+        return dict(zip(self.numbers, self.sums(staged).tolist(), strict=True))
 
     def sums(self, staged: bool = False) -> np.ndarray:
         """The digests alone, in the order of `numbers`."""
@@ -228,11 +198,6 @@ class IpcExport:
 
     def swap(self) -> None:
         """Copy the shadows into live memory: the addresses that CUDA graphs hold stay valid."""
-        if self._room is None:
-            raise SyncError(
-                f"rank {self.rank}: no shadow to swap in",
-                remedy="export with staged=True, then move",
-            )
         torch.cuda.synchronize(self.device)
         self._writer.launch(
             self._stream,
@@ -256,7 +221,6 @@ class IpcExport:
     def close(self) -> None:
         """Stop writers and free the shadows. Can be called twice."""
         self.revoke()
-        self._permit = None
         self.release_shadows()
 
     def release_shadows(self) -> None:
@@ -287,22 +251,17 @@ class IpcRank:
         self._export = IpcExport(
             plan, rank, index, {t: live.get(self._names[t]) for t in mine}
         )
-        self._addresses = Addresses(
-            model,
-            {
-                self._names[t]: tensor.data_ptr()
-                for t, tensor in self._export.live.items()
-            },
-        )
+        exported = self._export.live.items()
+        pointers = {self._names[t]: tensor.data_ptr() for t, tensor in exported}
+        self._addresses = Addresses(model, pointers)
         self._sums: np.ndarray | None = None  # of the shadows, when they were verified
         self.bytes = sum(link.total_bytes for link in whole_links(plan, rank, index))
         self._shadows_exported = False
         self._version = 0
         self._mode = "direct"
         self._verify = "full"
-        self._arrived = False
 
-    def open(self) -> dict[str, Any]:
+    def open(self) -> Plain:
         """Handles of live memory; if it can't be exported (sleep mode's allocator), why: then only staged syncs."""
         try:
             plain = self._export.export(False)
@@ -313,38 +272,35 @@ class IpcRank:
                 "no_direct": error.message,
             }
         names = [self._names[t] for t in self._export.numbers]
-        return {"handles": [json.dumps(plain)], "bytes": self.bytes, "names": names}
+        return {"handles": [json.dumps(plain)], "names": names}
 
-    def prepare(self, terms: dict[str, Any]) -> dict[str, Any]:
+    def prepare(self, terms: Plain) -> Plain:
         """Store the terms; the first staged sync of a link also allocates and exports the shadows."""
         self._version = int(terms["version"])
         self._mode = terms["mode"]
         self._verify = terms["verify"]
-        self._arrived = False
         if self._mode == "direct" or self._shadows_exported:
-            return {"need": 0, "handles": []}
-        need = self._export.shadow_bytes
+            return {}
         plain = self._export.export(True)
         self._shadows_exported = True
-        return {"need": need, "handles": [json.dumps(plain)]}
+        return {"handles": [json.dumps(plain)]}
 
-    def move(self) -> dict[str, Any]:
+    def move(self) -> Plain:
         """The device is idle and the trainer may write."""
         start = time.perf_counter()
         self._export.admit(self._version)
         return {"seconds": time.perf_counter() - start}
 
-    def verify(self, wait: float) -> dict[str, Any]:
+    def verify(self, wait: float) -> Plain:
         """Stop writes; digests of what the memory holds."""
         # the trainer is done: only a writer of an abandoned sync could be late
         self._export.revoke(wait=False)
         start = time.perf_counter()
-        out: dict[str, Any] = {
+        out: Plain = {
             "done": True,
             "digests": [],
             "seconds": {},
             "bytes": self.bytes,
-            "missing": "",
         }
         self._sums = None
         if self._verify != "off" and self._mode == "direct":
@@ -354,34 +310,24 @@ class IpcRank:
             out["values"] = self._sums.tobytes()
             out["evidence"] = {"live": len(self._sums)}
         elif self._verify == "sampled":
-            found = self._export.digests(self._mode == "staged")
-            out["digests"] = self._named(
-                {
-                    t: v
-                    for t, v in found.items()
-                    if in_sample(self._names[t], self._version)
-                }
-            )
+            out["digests"] = [
+                [name, value]
+                for name, value in self._digests(self._mode == "staged")
+                if in_sample(name, self._version)
+            ]
             out["evidence"] = {"live": len(out["digests"])}
         if self._verify != "off":
             out["seconds"] = {"digest": time.perf_counter() - start}
-        self._arrived = True
         return out
 
-    def commit(self) -> dict[str, Any]:
+    def commit(self) -> None:
         """Staged: swap the shadows in. Direct: the weights are in live memory already."""
-        if not self._arrived:
-            raise SyncError(
-                f"rank {self.rank}: commit without verify", remedy="verify comes first"
-            )
         if self._mode == "staged":
             self._export.swap()
             if self._verify != "off":
                 self._check_live_memory()
             if self._sums is not None:
                 self._compare(self._export.sums(False), self._sums)
-        self._arrived = False
-        return {"bytes": self.bytes}
 
     def _check_live_memory(self) -> None:
         """Raise unless the exported memory is still the model's: a reload or a wake-up may have replaced it."""
@@ -406,23 +352,23 @@ class IpcRank:
                 parameters=wrong,
             )
 
-    def abandon(self) -> dict[str, Any]:
+    def abandon(self) -> None:
         """Stop writes; shadows stay, as the trainer maps them."""
         self._export.revoke()
-        self._arrived = False
-        return {"closed": False}
 
     def release_shadows(self) -> None:
         """Free the shadows; the next staged sync allocates and exports new ones."""
         self._export.release_shadows()
         self._shadows_exported = False
 
-    def check(self, midway: bool) -> dict[str, Any]:
+    def check(self, midway: bool) -> Plain:
         """Digests of live memory, or, midway in a sync, of what it writes."""
-        found = self._export.digests(midway and self._mode == "staged")
-        return {"digests": self._named(found), "evidence": {"live": len(found)}}
+        found = self._digests(midway and self._mode == "staged")
+        return {"digests": found, "evidence": {"live": len(found)}}
 
-    def _named(self, found: dict[int, int]) -> list[list[Any]]:
+    def _digests(self, staged: bool) -> list[list[Any]]:
+        """[name, value] of each target, as plain values."""
+        found = self._export.digests(staged)
         return [[self._names[t], value] for t, value in sorted(found.items())]
 
     def close(self) -> None:

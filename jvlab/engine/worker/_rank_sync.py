@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from jvlab._errors import JvlabError, SyncError, TransportError, Unsupported
+from jvlab._errors import JvlabError, SyncError, Unsupported
 from jvlab._files import Plain
 from jvlab.engine.tracing import _lora_slots, _vllm_model
 from jvlab.engine.tracing._lora_slots import AdapterSlot
-from jvlab.engine.tracing._trace import trace_worker_draft
+from jvlab.engine.tracing._trace import trace_worker, trace_worker_draft
 from jvlab.engine.tracing._vllm_model import DRAFT, DraftWeights, bare_model
 from jvlab.engine.worker import _fault_injection, _poison
 from jvlab.engine.worker._live_memory import peek
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
 # Hidden states of a live engine: hooks on its decoder layers while one sequence is scored, for `link.bisect`.
 
-MAX_ROWS = 1 << 16  # per layer, so that forgotten hooks do not fill the memory
-
 
 class HiddenStates:
     """Records the output of each decoder layer."""
@@ -53,7 +51,6 @@ class HiddenStates:
     def __init__(self, model: Any) -> None:
         self._layers = decoder_layers(model)
         self._rows: list[list[Any]] = [[] for _ in self._layers]
-        self._count = 0
         self._hooks = [
             layer.register_forward_hook(partial(self._keep, i))
             for i, layer in enumerate(self._layers)
@@ -63,35 +60,33 @@ class HiddenStates:
         return len(self._layers)
 
     def _keep(self, index: int, _module: Any, _inputs: Any, output: Any) -> None:
-        if self._count > MAX_ROWS * len(self._layers):
-            return
         states, *rest = output if isinstance(output, tuple) else (output,)
         # vLLM adds a layer's output to the residual in the next layer's norm
         if rest and rest[0] is not None:
             states = states + rest[0]
-        self._count += len(states)
         self._rows[index].append(states.detach().float().cpu())
 
     def rows(self, index: int) -> bytes:
         """The layer's output so far, float32 [tokens, width]."""
         kept = self._rows[index]
-        return torch.cat(kept).contiguous().numpy().tobytes() if kept else b""
+        return torch.cat(kept).numpy().tobytes() if kept else b""
 
     def end(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._rows = [[] for _ in self._layers]
 
 
 def decoder_layers(model: Any) -> list[Any]:
     """The decoder's layers: the only module list called `layers` (gpt2: `h`)."""
-    lists = {
-        n: m for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList)
-    }
-    found = [m for n, m in lists.items() if n.rpartition(".")[2] in ("layers", "h")]
+    found = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList)
+        and name.rpartition(".")[2] in ("layers", "h")
+    ]
     if len(found) != 1:
         raise Unsupported(
-            f"{len(found)} lists of layers in this model ({', '.join(lists) or 'no list at all'})",
+            f"{len(found)} lists of layers in this model",
             remedy="only plain decoders have hidden states to read",
         )
     return list(found[0])
@@ -132,6 +127,9 @@ class BucketRank:
         devices = sorted(table.device[table.rank == rank].tolist())
         links = [source_order(plan.link(device, rank, index)) for device in devices]
         ledger = Ledger(links)
+        digest = None
+        if kind == "cuda":
+            digest = DeviceDigest(plan, links, torch.cuda.current_device())
         self.weights = Weights(
             worker,
             model,
@@ -139,12 +137,10 @@ class BucketRank:
             rank,
             ledger,
             zero_padding=zero_padding,
-            digest=DeviceDigest(plan, links, torch.cuda.current_device())
-            if kind == "cuda"
-            else None,
+            digest=digest,
         )
         self._cores = cores_of_process()
-        channels = _open_channels(plan, devices, endpoints, transport, seconds)
+        channels = _open_channels(plan, devices, endpoints, seconds)
         self._receivers = Receivers(
             channels,
             ledger,
@@ -159,18 +155,10 @@ class BucketRank:
 
     def _unbind(self) -> None:
         """Let this thread use all cores of the process: vLLM binds its main thread to one, and threads inherit that."""
-        if self._cores:
-            os.sched_setaffinity(0, self._cores)
+        os.sched_setaffinity(0, self._cores)
         if self.weights.device.type == "cuda":
             # a new thread starts with device 0
             torch.cuda.set_device(self.weights.device)
-
-    def open(self) -> Plain:
-        """The number of bytes that a sync moves to this rank."""
-        return {
-            "handles": [],
-            "bytes": sum(b.nbytes for b in self._receivers.ledger.buckets.values()),
-        }
 
     def prepare(self, terms: Plain) -> Plain:
         """Allocate what a sync needs."""
@@ -181,28 +169,26 @@ class BucketRank:
             free = torch.cuda.mem_get_info(self.weights.device)[0]
         else:  # ranks on a CPU share one memory
             free = available_bytes() // max(1, self.plan.ranks)
-        need = self.weights.prepare(
+        self.weights.prepare(
             self._version,
             terms["mode"],
             terms["verify"],
             free,
-            terms.get("base", ""),
-            terms.get("mark", ""),
+            terms["base"],
+            terms["mark"],
         )
+        if not terms["mark"]:
+            return {}
         holds = {"rank": self.rank, "holds_base": self.weights.sparse}
-        return {
-            "need": need,
-            "handles": [json.dumps(holds)] if terms.get("mark") else [],
-        }
+        return {"handles": [json.dumps(holds)]}
 
-    def move(self) -> Plain:
+    def move(self) -> None:
         """Receive buckets from now on; returns at once."""
         if self.weights.device.type == "cuda" and self.weights.mode == "direct":
             # the last step may still be reading
             torch.cuda.synchronize(self.weights.device)
         self.weights.move()
         self._receivers.start(self._version, self._bucket_seconds, self.weights.sparse)
-        return {}
 
     def verify(self, wait: float) -> Plain:
         """Digests of what arrived; "done" is false if not all did within `wait` seconds."""
@@ -217,11 +203,10 @@ class BucketRank:
         return {
             "done": done,
             "digests": weights.digests(weights.found) if done else [],
-            "evidence": weights.evidence.counts() if done else {},
+            "evidence": dict(Counter(weights.how.values())) if done else {},
             "seconds": {**receivers.clock.seconds, **weights.clock.seconds},
             "bytes": receivers.ledger.bytes,
             "missing": describe_missing(receivers.ledger.missing()),
-            "dropped": receivers.dropped,
         }
 
     def commit(self) -> Plain:
@@ -233,15 +218,11 @@ class BucketRank:
                 f"rank {self.rank}: commit without all weights: {missing} did not arrive"
             )
         self.weights.commit()
-        return {
-            "bytes": receivers.ledger.bytes,
-            "reloaded": self.weights.reloads.seconds,
-        }
+        return {"reloaded": self.weights.reloads.seconds}
 
-    def abandon(self) -> Plain:
+    def abandon(self) -> None:
         """End the threads and free the shadows; channels in use are closed."""
         self._stop()
-        return {"closed": self._receivers.closed}
 
     def release_shadows(self) -> None:
         """Free the shadows; the next staged sync allocates new ones."""
@@ -262,7 +243,8 @@ class BucketRank:
         """Close the channels and free the shadows; `check` still works."""
         self._receivers.close()
         self._stop()
-        self.weights.free_kept()
+        if self.weights.keeps():
+            self.weights.forget_base()
 
     def _stop(self) -> None:
         if not self._receivers.stop(STOP_SECONDS):
@@ -277,30 +259,20 @@ def _open_channels(
     plan: TransferPlan,
     devices: list[int],
     endpoints: list[Plain],
-    transport: str,
     seconds: float,
 ) -> list[ReceivingChannel]:
     """One per trainer process, in order; processes that send nothing to this rank are left out."""
     processes = sorted({int(p) for p in plan.processes})
     if len(endpoints) == 1:
         groups = [(processes[0], devices)]
-    elif len(endpoints) == len(processes):
+    else:
         groups = [
             (p, [d for d in devices if plan.process_of(d) == p]) for p in processes
         ]
-    else:
-        raise SyncError(
-            f"{len(endpoints)} endpoints for {len(processes)} trainer processes",
-            remedy="connect again",
-        )
     deadline = time.monotonic() + seconds
     channels: list[ReceivingChannel] = []
     try:
         for (process, mine), endpoint in zip(groups, endpoints, strict=True):
-            if endpoint.get("transport", transport) != transport:
-                raise TransportError(
-                    f"an endpoint of {endpoint.get('transport')!r} on a link by {transport!r}"
-                )
             receiver = open_receiver(endpoint, max(0.1, deadline - time.monotonic()))
             channels.append(ReceivingChannel(receiver, tuple(mine), process))
     except BaseException:
@@ -312,8 +284,6 @@ def _open_channels(
 
 def cores_of_process() -> set[int]:
     """The cores of all threads of this process: OpenMP has bound each of its threads to one."""
-    if not hasattr(os, "sched_getaffinity"):
-        return set()
     cores: set[int] = set()
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
@@ -367,15 +337,13 @@ class DeviceDigest:
 # ----------------------------------------------------------------------------------------------------
 
 
-def returns_errors(
-    method: Callable[..., Plain],
-) -> Callable[..., Plain]:
+def returns_errors(method: Callable[..., Plain | None]) -> Callable[..., Plain]:
     """Return errors instead of raising: an exception in a worker reaches the engine only as text, or kills it."""
 
     @functools.wraps(method)
     def guarded(self: WorkerSync, *args: Any) -> Plain:
         try:
-            return {"rank": self.rank, **method(self, *args)}
+            return {"rank": self.rank, **(method(self, *args) or {})}
         except Exception as error:  # ours, or from vLLM, torch or a transport
             if not isinstance(error, JvlabError):
                 text = f"{type(error).__name__}: {error}"
@@ -401,7 +369,6 @@ class WorkerSync:
         self.model = bare_model(self._whole)
         self.slot: AdapterSlot | None = None  # once a link has synced an adapter
         self._adapter: Any = None  # its memory, while the open link is an adapter's
-        self._drafter: DraftWeights | None = None  # once a link has asked for it
         self._drafts = False  # whether the open link is the draft model's
         self._stale = True  # the slot may hold what an earlier link left there
         self._mode = "direct"
@@ -425,16 +392,15 @@ class WorkerSync:
         self._close()
         plan = TransferPlan.from_bytes(plan_bytes)
         model = self._model_of(plan)
-        if not self.rank < min(plan.ranks, len(ranks_json)):
-            raise SyncError(
-                f"this is rank {self.rank}; the plan has {plan.ranks} ranks, {len(ranks_json)} have endpoints",
-                remedy="the plan was made for another engine: connect again",
-            )
         last = self._last
+        answer: Plain = {"drafts": self._drafts}
+        if self._adapter is not None:
+            answer["adapter"] = _lora_slots.NUMBER
         if transport == "ipc":
             from jvlab.engine.worker._ipc_rank import IpcRank
 
-            self.link = IpcRank(model, plan, self.rank, index)
+            self.link = link = IpcRank(model, plan, self.rank, index)
+            answer |= link.open()
             if last is not None:
                 last.weights.forget_base()
         else:
@@ -455,11 +421,7 @@ class WorkerSync:
                 if self._adapter is None:  # an adapter's slot is cleared at first
                     link.weights.base = last.weights.base
             self.link = self._lasts[self._drafts] = link
-        return {
-            **self.link.open(),
-            "adapter": _lora_slots.NUMBER if self._adapter is not None else 0,
-            "drafts": self._drafts,
-        }
+        return answer
 
     @property
     def _last(self) -> BucketRank | None:
@@ -474,7 +436,7 @@ class WorkerSync:
         # drafts leave the model as it is, and its adapter too
         self._stale = not self._drafts
         if self._drafts:
-            return self._draft_weights()
+            return self._drafter
         if not names or not names[0].startswith(_lora_slots.PREFIX):
             return self.model
         self.slot = self.slot or AdapterSlot(self._worker)
@@ -483,20 +445,23 @@ class WorkerSync:
         self._adapter = self.slot.memory(sorted(mine))
         return self._adapter
 
-    def _draft_weights(self) -> DraftWeights:
-        if self._drafter is None:
-            self._drafter = DraftWeights(_vllm_model.draft_model(self._worker))
-        return self._drafter
+    @functools.cached_property
+    def _drafter(self) -> DraftWeights:
+        """The draft model's weights, once a link has asked for them."""
+        return DraftWeights(_vllm_model.draft_model(self._worker))
 
     @returns_errors
-    def trace_draft(self, tensors: list[list[Any]]) -> Plain:
-        """Where the draft model's tensors go on this rank."""
-        return trace_worker_draft(self._worker, tensors)
+    def trace(self, tensors: list[list[Any]]) -> Plain:
+        """Where this rank's loader puts every checkpoint element; moves nothing.
 
-    @returns_errors
-    def trace_adapter(self, tensors: list[list[Any]]) -> Plain:
-        """Where an adapter's tensors go in a slot of this rank."""
-        return _lora_slots.trace_worker_adapter(self._worker, tensors)
+        The names say whether they are the model's tensors, an adapter's or the draft model's.
+        """
+        names = [tensor[0] for tensor in tensors]
+        if _lora_slots.is_adapter(names):
+            return _lora_slots.trace_worker_adapter(self._worker, tensors)
+        if names and all(name.startswith(DRAFT) for name in names):
+            return trace_worker_draft(self._worker, tensors)
+        return trace_worker(self._worker, tensors)
 
     def _close(self) -> None:
         if self.link is not None:
@@ -504,10 +469,9 @@ class WorkerSync:
             self.link = None
 
     @returns_errors
-    def close(self) -> Plain:
+    def close(self) -> None:
         """Close the link and free its shadows."""
         self._close()
-        return {}
 
     def _open_link(self) -> BucketRank | IpcRank:
         if self.link is None:
@@ -527,7 +491,7 @@ class WorkerSync:
         return self._open_link().prepare(terms)
 
     @returns_errors
-    def move(self, terms: Plain | None = None) -> Plain:
+    def move(self, terms: Plain | None = None) -> Plain | None:
         """Accept weights from now on; returns at once. With `terms`: prepare first."""
         self._fault("move")
         link = self._open_link()
@@ -546,7 +510,7 @@ class WorkerSync:
         return self._open_link().verify(wait)
 
     @returns_errors
-    def commit(self) -> Plain:
+    def commit(self) -> Plain | None:
         """The model computes with the new weights from now on."""
         self._fault("commit")
         link = self._open_link()
@@ -560,7 +524,7 @@ class WorkerSync:
     @property
     def _written(self) -> Any:
         """The weights that the open link writes, or that the last one wrote; an adapter's count as the model's."""
-        return self._draft_weights() if self._drafts else self.model
+        return self._drafter if self._drafts else self.model
 
     def _fault(self, phase: str, model: Any = None) -> None:
         if _fault_injection.VARIABLE in os.environ:
@@ -581,22 +545,21 @@ class WorkerSync:
             self._stale = False
 
     @returns_errors
-    def abandon(self) -> Plain:
-        """Abandon the sync. "closed": whether the link must be opened again."""
-        return {"closed": True} if self.link is None else self.link.abandon()
+    def abandon(self) -> None:
+        """Abandon the sync, if there is one."""
+        if self.link is not None:
+            self.link.abandon()
 
     @returns_errors
-    def release_shadows(self) -> Plain:
+    def release_shadows(self) -> None:
         """Free the shadows between syncs; the next staged sync allocates new ones."""
         if self.link is not None:
             self.link.release_shadows()
-        return {}
 
     @returns_errors
-    def clear_kv(self) -> Plain:
+    def clear_kv(self) -> None:
         """Zero all KV memory: it may have held values that are not finite."""
         _poison.clear_kv(self._worker)
-        return {}
 
     @returns_errors
     def clears_new_blocks(self) -> Plain:
@@ -622,22 +585,19 @@ class WorkerSync:
             return {"data": b"", "total": 0}
         ours = self._adapter if parameter.startswith(_lora_slots.PREFIX) else None
         if parameter.startswith(DRAFT):
-            ours = self._draft_weights()
+            ours = self._drafter
         data, total = peek(
             self.model if ours is None else ours, parameter, start, count
         )
         return {"data": data, "total": total}
 
     @returns_errors
-    def capture_routes(self) -> Plain:
+    def capture_routes(self) -> None:
         """Return the experts of each token with its request's output; rank 0 only: all choose the same."""
         from jvlab.engine.worker._routes import RouteCapture
 
-        return {
-            "layers": len(RouteCapture(self._worker.model_runner))
-            if self.rank == 0
-            else 0
-        }
+        if self.rank == 0:
+            RouteCapture(self._worker.model_runner)
 
     @returns_errors
     def begin_hidden(self) -> Plain:
@@ -654,9 +614,8 @@ class WorkerSync:
         return {"data": data[start : start + count], "total": len(data)}
 
     @returns_errors
-    def end_hidden(self) -> Plain:
+    def end_hidden(self) -> None:
         """Stop recording, and drop what was recorded."""
         if self._hidden_states is not None:
             self._hidden_states.end()
-        self._hidden_states = None
-        return {}
+            self._hidden_states = None

@@ -246,20 +246,16 @@ class Receivers:
         self._done.clear()
         self._work = queue.Queue(QUEUE_SIZE)
         self._participants = len(self.channels)
-        self._threads = [
-            threading.Thread(
-                target=self._receive,
-                args=(c, bucket_seconds),
-                name=f"jvlab-receive-{c.process}",
-                daemon=True,
-            )
-            for c in self.channels
-        ]
-        self._threads.append(
-            threading.Thread(target=self._finish_all, name="jvlab-finish", daemon=True)
-        )
-        for thread in self._threads:
-            thread.start()
+        self._threads = []
+        for channel in self.channels:
+            name = f"jvlab-receive-{channel.process}"
+            self._start(name, self._receive, channel, bucket_seconds)
+        self._start("jvlab-finish", self._finish_all)
+
+    def _start(self, name: str, work: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=work, args=args, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def stop(self, seconds: float) -> bool:
         """End the threads; True if all ended in time. Channels in use are closed: half a sync can't be continued."""
@@ -303,16 +299,15 @@ class Receivers:
         self, error: Exception, channel: ReceivingChannel, bucket_seconds: float
     ) -> Exception:
         missing = self.ledger.missing(channel.devices)
-        if isinstance(error, TimeoutError | DeadlineExceeded) or (
-            isinstance(error, TransportError) and missing
-        ):
-            return TransportError(
-                f"{getattr(error, 'message', error)} (trainer process {channel.process}; {describe_missing(missing)} "
-                "did not arrive)",
-                remedy=getattr(error, "remedy", "")
-                or f"a bucket may take {bucket_seconds:g} s: see bucket_seconds",
-            )
-        return error
+        late = isinstance(error, TimeoutError | DeadlineExceeded)
+        if not late and not (isinstance(error, TransportError) and missing):
+            return error
+        return TransportError(
+            f"{getattr(error, 'message', error)} (trainer process {channel.process}; {describe_missing(missing)} "
+            "did not arrive)",
+            remedy=getattr(error, "remedy", "")
+            or f"a bucket may take {bucket_seconds:g} s: see bucket_seconds",
+        )
 
     def _receive_one(self, channel: ReceivingChannel, bucket_seconds: float) -> int:
         """Receive one bucket; 1 if it was expected, 0 if it was dropped."""

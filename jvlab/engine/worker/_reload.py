@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from jvlab._errors import Unsupported, VerifyError
-from jvlab.engine import _vllm_versions
 from jvlab.engine._modules import (
     as_integers,
     format_of,
@@ -34,6 +33,7 @@ from jvlab.engine.worker._live_memory import flat
 
 _DONE = "_already_called_process_weights_after_loading"
 CHUNK = 1 << 22  # elements widened at once
+Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Reloads:
     def run(
         self,
         layer: torch.nn.Module,
-        raw: Mapping[str, torch.Tensor],
+        raw: Tensors,
         config: AbstractContextManager[Any],
     ) -> None:
         """Reload one layer; `config`: vLLM's current config, which some methods read."""
@@ -69,17 +69,7 @@ class Reloads:
         )
 
 
-def unable() -> str:
-    """Why layers can't be reloaded with the installed vLLM; empty if they can."""
-    lacking = _vllm_versions.missing(_vllm_versions.RELOADED)
-    if not lacking:
-        return ""
-    return f"this vLLM has no layerwise reload that jvlab knows: {', '.join(lacking)}"
-
-
-def reload_layer(
-    layer: Any, raw: Mapping[str, torch.Tensor], name: str
-) -> list[torch.Tensor]:
+def reload_layer(layer: Any, raw: Tensors, name: str) -> list[torch.Tensor]:
     """Process `raw`, all that the layer's loader fills, with the layer's own method; results go to its own memory.
 
     Returns the tensors that processing made.
@@ -131,8 +121,8 @@ def reload_layer(
 
 def _fill(
     layer: Any,
-    raw: Mapping[str, torch.Tensor],
-    buffers: Mapping[str, torch.Tensor],
+    raw: Tensors,
+    buffers: Tensors,
     name: str,
 ) -> None:
     """Give the layer what arrived; buffers, which no sync fills, keep their values."""
@@ -160,7 +150,7 @@ def _fill(
             made.copy_(kept)
 
 
-def _check(layer: Any, kernel: Mapping[str, torch.Tensor], name: str) -> None:
+def _check(layer: Any, kernel: Tensors, name: str) -> None:
     """Raise unless processing made tensors that fit the layer's own memory: copying would broadcast or cast."""
     for key, live in kernel.items():
         made = own_parameters(layer).get(key)

@@ -15,6 +15,7 @@ unless the caller asks for one. To be removed when vLLM's output comes on CPUs t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,52 +38,41 @@ class RouteCapture:
         self._step: list[Chosen | None] | None = None  # None: between steps
         self._done: list[Rows] | None = None
         for index, layer in enumerate(self._layers):
-            layer.router.select_experts = self._keeping(
-                layer.router.select_experts, index
-            )
-        runner.execute_model = self._recording(runner.execute_model)
-        runner.sample_tokens = self._attaching(runner.sample_tokens)
+            router = layer.router
+            router.select_experts = partial(self._select, router.select_experts, index)
+        runner.execute_model = partial(self._execute, runner.execute_model)
+        runner.sample_tokens = partial(self._sample, runner.sample_tokens)
 
-    def __len__(self) -> int:
-        return len(self._layers)
+    def _select(
+        self, select: Callable[..., Any], index: int, *args: Any, **options: Any
+    ) -> Any:
+        weights, ids = select(*args, **options)
+        if self._step is not None:
+            chosen = ids.short().numpy().copy(), weights.float().numpy().copy()
+            self._step[index] = chosen
+        return weights, ids
 
-    def _keeping(self, select: Callable[..., Any], index: int) -> Callable[..., Any]:
-        def select_experts(*args: Any, **options: Any) -> Any:
-            weights, ids = select(*args, **options)
-            if self._step is not None:
-                self._step[index] = (
-                    ids.short().numpy().copy(),
-                    weights.float().numpy().copy(),
-                )
-            return weights, ids
+    def _execute(
+        self, execute: Callable[..., Any], scheduled: Any, *args: Any, **options: Any
+    ) -> Any:
+        step: list[Chosen | None] = [None] * len(self._layers)
+        self._step = step
+        self._done = None
+        try:
+            out = execute(scheduled, *args, **options)
+            if out is None:  # its tokens are sampled by the next call
+                self._done = self._by_request(scheduled, step)
+        finally:
+            self._step = None
+        return out
 
-        return select_experts
-
-    def _recording(self, execute: Callable[..., Any]) -> Callable[..., Any]:
-        def execute_model(scheduled: Any, *args: Any, **options: Any) -> Any:
-            step: list[Chosen | None] = [None] * len(self._layers)
-            self._step = step
-            self._done = None
-            try:
-                out = execute(scheduled, *args, **options)
-                if out is None:  # its tokens are sampled by the next call
-                    self._done = self._by_request(scheduled, step)
-            finally:
-                self._step = None
-            return out
-
-        return execute_model
-
-    def _attaching(self, sample: Callable[..., Any]) -> Callable[..., Any]:
-        def sample_tokens(*args: Any, **options: Any) -> Any:
-            out = sample(*args, **options)
-            done = self._done
-            self._done = None
-            if done is not None and out is not None:
-                setattr(out, ATTRIBUTE, done)
-            return out
-
-        return sample_tokens
+    def _sample(self, sample: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        out = sample(*args, **options)
+        done = self._done
+        self._done = None
+        if done is not None and out is not None:
+            setattr(out, ATTRIBUTE, done)
+        return out
 
     def _by_request(self, scheduled: Any, step: Sequence[Chosen | None]) -> list[Rows]:
         """The rows of a step, which lie in the order of the runner's batch."""

@@ -14,8 +14,7 @@ import copy
 import threading
 import time
 import zlib
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -148,12 +147,12 @@ class PackedLayer:
 def pack(
     layer: torch.nn.Module,
     raw: Mapping[str, torch.Tensor],
-    own: Collection[str] | None = None,
-    experts: bool = False,
+    own: Collection[str],
+    experts: bool,
 ) -> PackedLayer:
     """Run the layer's processing after loading on a stand-in that holds `raw`; the layer itself is not changed.
 
-    Those in `own` (by default all) are copies that only `place` puts into the layer, whether or not processing changed
+    Those in `own` are copies that only `place` puts into the layer, whether or not processing changed
     them; the others are in live memory, or will be.
 
     The stand-in shares everything with the layer except its tables of parameters, buffers and modules and, for experts,
@@ -183,7 +182,7 @@ def pack(
         live = own_parameters(layer).get(name)
         if new is None or (new.numel() == 0 and live is not None and live.numel() == 0):
             continue  # vLLM empties a parameter of which its kernel holds a packed copy
-        if name in (raw if own is None else own) or new.data_ptr() != given.get(name):
+        if name in own or new.data_ptr() != given.get(name):
             done.tensors[name] = new.data
     if not experts:  # the experts' kernel gets its weights at each call, so it stays
         done.attributes = {
@@ -265,107 +264,14 @@ class WeightSlot:
 
 # multiplications that a check may spend on reading kernels back whole; seconds on two cores
 MAX_PRODUCTS = 4e10
-CHUNK = 1 << 20  # elements searched at once for negative zeros
-
-
-@dataclass
-class KernelCheck:
-    """A pending check that a kernel holds what arrived."""
-
-    number: int
-    name: str
-    packed: PackedLayer
-    expected: _live_memory.Expected
-
-    def passes(self) -> bool:
-        kernel = packed_kernel({**self.packed.layer.__dict__, **self.packed.attributes})
-        return kernel is not None and self.expected.agrees(
-            kernel, self.packed.holds(self.name)
-        )
 
 
 @dataclass
 class KernelRecord:
-    """What a kernel was found to hold."""
+    """What a packed kernel was found to hold."""
 
     expected: _live_memory.Expected
     zeros: int  # what negative zeros add to the digest; kernels lose their sign
-
-
-@dataclass
-class Evidence:
-    """A rank's evidence about its targets: how each digest was obtained, and pending checks of packed kernels."""
-
-    how: dict[int, str] = field(default_factory=dict)
-    pending: list[KernelCheck] = field(default_factory=list)
-    # of the last commit, for later checks
-    kernels: dict[int, KernelRecord] = field(default_factory=dict)
-    arrived: dict[int, KernelRecord] = field(default_factory=dict)  # of this sync
-    checks: int = 0
-
-    def begin(self) -> None:
-        """Start a new sync; the records of earlier commits stay."""
-        self.how = {}
-        self.pending = []
-        self.arrived = {}
-
-    def commit(self) -> None:
-        """The kernels now hold what arrived."""
-        self.kernels |= self.arrived
-        self.arrived = {}
-
-    def run_checks(self, until: float) -> list[int]:
-        """Check kernels until that time; returns the targets whose kernel does not hold what arrived."""
-        wrong = []
-        while self.pending:
-            check = self.pending.pop()
-            if not check.passes():
-                wrong.append(check.number)
-            if time.monotonic() >= until:
-                break
-        return wrong
-
-    def counts(self) -> dict[str, int]:
-        """Number of targets by kind of evidence."""
-        return dict(Counter(self.how.values()))
-
-
-def record(
-    weights: Weights,
-    slot: WeightSlot,
-    name: str,
-    packed: PackedLayer,
-    raw: torch.Tensor,
-) -> None:
-    """A layer was reprocessed: record the digest of what it holds for this target; a packed kernel is checked later."""
-    number = slot.number
-    evidence = weights.evidence
-    kernel = packed_kernel(packed.attributes) if name == "weight" else None
-    if kernel is not None:
-        weights.found[number] = found = weights.digest(slot, raw)
-        weights.pointers[number] = raw.data_ptr()
-        evidence.how[number] = "sampled"
-        seed = zlib.crc32(slot.info.name.encode()) ^ weights.version
-        expected = _live_memory.expected(raw, seed)
-        zeros = (
-            (found - weights.digest(slot, raw + 0)) & MASK
-            if _has_signed_zero(raw)
-            else 0
-        )
-        evidence.arrived[number] = KernelRecord(expected, zeros)
-        evidence.pending.append(KernelCheck(number, name, packed, expected))
-        return
-    evidence.how.pop(number, None)
-    memory, how = _unpacked(packed.layer, name, packed.holds(name), slot)
-    if memory is None:
-        weights.found[number] = weights.digest(slot, raw)
-        evidence.how[number] = "unread"
-    # else it is missing, and has no digest
-    elif tuple(memory.shape) == slot.info.shape:
-        weights.found[number] = weights.digest(slot, memory)
-        evidence.how[number] = how
-        if slot.live is not None:
-            weights.pointers[number] = memory.data_ptr()
 
 
 def _unpacked(
@@ -397,116 +303,7 @@ def _unpacked(
 
 def _has_signed_zero(raw: torch.Tensor) -> bool:
     values = bits(flat(raw))
-    sign = np.iinfo(values.dtype).min
-    return any(
-        bool((values[at : at + CHUNK] == sign).any())
-        for at in range(0, values.size, CHUNK)
-    )
-
-
-# Between syncs -----------------------------------------------------------------------------------------------------
-
-
-def check(weights: Weights) -> tuple[dict[int, int], dict[int, str]]:
-    """(digests of what the engine computes with now, how each was obtained); none for a target that is missing."""
-    found: dict[int, int] = {}
-    how: dict[int, str] = {}
-    now = _live_memory.by_name(weights.model)
-    left = MAX_PRODUCTS
-    # reloaded layers: do they hold what the reload left there?
-    held: dict[Any, bool] = {}
-    numbers = list(weights.slots)
-    weights.evidence.checks += 1
-    # if not all can be read back whole, rotate
-    first = weights.evidence.checks * 7 % max(1, len(numbers))
-    for number in numbers[first:] + numbers[:first]:
-        slot = weights.slots[number]
-        groups = [g for g in slot.groups if not g.derived]
-        live = now.get(slot.info.name) if slot.live is not None else None
-        if live is not None and format_of(live) == slot.format:
-            found[number] = weights.digest(slot, live)
-            how[number] = "live"
-        for group in groups:
-            if not group.reloaded:
-                left -= _check_packed(weights, slot, group, left, found, how)
-                continue
-            if group.layer not in held:
-                held[group.layer] = weights.reloads.unchanged(group.layer)
-            if held[group.layer] and number in weights.committed:
-                found[number] = weights.committed[number]
-                how[number] = "reloaded"
-        if slot.kind == OPAQUE and number in weights.committed:
-            found[number] = weights.committed[number]
-            how[number] = "loader"
-    return found, how
-
-
-def _check_packed(
-    weights: Weights,
-    slot: WeightSlot,
-    group: PackGroup,
-    left: float,
-    found: dict[int, int],
-    how: dict[int, str],
-) -> float:
-    """Check what one packed layer holds of a target; returns the multiplications it took."""
-    number = slot.number
-    layer = group.layer
-    name = next(n for n, k in group.names.items() if k == number)
-    kernel = packed_kernel(layer.__dict__) if name == "weight" else None
-    if kernel is None:
-        memory, way = _unpacked(layer, name, own_parameters(layer).get(name), slot)
-        if memory is None and number in weights.committed:
-            found[number] = weights.committed[number]
-            how[number] = "unread"
-        elif memory is not None and tuple(memory.shape) == slot.info.shape:
-            found[number] = weights.digest(slot, memory)
-            how[number] = way
-        return 0.0
-    shape = slot.info.shape
-    parameter = own_parameters(layer).get(name)
-    cost = float(shape[0]) * shape[1] * shape[1]
-    known = weights.evidence.kernels.get(number)
-    finite = known is None or bool(torch.isfinite(known.expected.product).all())
-    if finite and cost <= left:
-        held = _live_memory.whole(kernel, parameter, shape, slot.dtype)
-        _compare_whole(weights, slot, held, found, how)
-        return cost
-    if (
-        known is not None
-        and number in weights.committed
-        and known.expected.agrees(kernel, parameter)
-    ):
-        found.setdefault(number, weights.committed[number])
-        how[number] = "sampled"
-    else:
-        found.pop(number, None)
-    return 0.0
-
-
-def _compare_whole(
-    weights: Weights,
-    slot: WeightSlot,
-    held: torch.Tensor | None,
-    found: dict[int, int],
-    how: dict[int, str],
-) -> None:
-    number = slot.number
-    if held is None:
-        found.pop(number, None)
-        return
-    how[number] = "read back"
-    plain = weights.digest(slot, held)
-    # it has live memory too (a tied head): the kernel must hold the same
-    if number in found:
-        live = _live_memory.by_name(weights.model)[slot.info.name]
-        if not torch.equal(held, live.detach().reshape(held.shape)):
-            found.pop(number)
-    elif number in weights.evidence.kernels:
-        found[number] = (plain + weights.evidence.kernels[number].zeros) & MASK
-    # not synced over this link: zeros are assumed to be positive, as their sign can't be read back
-    else:
-        found[number] = plain
+    return bool((values == np.iinfo(values.dtype).min).any())
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -540,20 +337,14 @@ class Weights:
         self.rank = rank
         self._zero_padding = zero_padding
         self._lock = threading.Lock()
-        self.version = 0
-        self.mode = "direct"
-        self.verify = "full"
-        self.found: dict[int, int] = {}
-        self.pointers: dict[int, int] = {}  # of the memory that was digested
         self.committed: dict[int, int] = {}
-        self.evidence = Evidence()
+        # of the last commit, for later checks
+        self._kernels: dict[int, KernelRecord] = {}
+        self._checks = 0
         # the mark of the sync that left what is here now; empty: unknown, or written to since
         self.base = ""
-        self._mark = ""  # of this sync
         self.sparse = False  # changes to `base` may arrive in this sync
-        self._renewed: set[int] = set()  # shadows that hold what is live
-        self._packed: list[PackedLayer] = []  # in direct mode already in place
-        self.clock = PhaseClock()
+        self._begin(0, "direct", "full", "")
         self.slots = self._slots(ledger)
         self.reloads = _reload.Reloads(
             {layer: name for name, layer in model.named_modules()}
@@ -566,6 +357,23 @@ class Weights:
         elif digest is not None:
             _sparse_kernels.warm(sorted(items), torch.cuda.current_device())
 
+    def _begin(self, version: int, mode: str, verify: str, mark: str) -> None:
+        """The state of one sync."""
+        self.version = version
+        self.mode = mode
+        self.verify = verify
+        self._mark = mark
+        self.found: dict[int, int] = {}
+        self.how: dict[int, str] = {}  # by target: the kind of evidence
+        self.pointers: dict[int, int] = {}  # of the memory that was digested
+        # packed kernels that hold what arrived, if a check passes
+        self._pending: list[tuple[int, PackedLayer, _live_memory.Expected]] = []
+        self._arrived: dict[int, KernelRecord] = {}
+        self._packed: list[PackedLayer] = []  # in direct mode already in place
+        # changes may go to shadows, which do not hold what is live yet
+        self._outdated = False
+        self.clock = PhaseClock()
+
     # Opening ------------------------------------------------------------------------------------------------------
 
     def _slots(self, ledger: Ledger) -> dict[int, WeightSlot]:
@@ -575,16 +383,10 @@ class Weights:
             info = self.plan.parameters[int(self.plan.target_parameter[number])]
             kind = int(self.plan.target_kind[number])
             found = None if kind == OPAQUE else live.get(info.name)
+            if kind not in (OPAQUE, REPACKED):
+                _live_memory.check_format(found, info, self.rank)
             wanted = (info.shape, info.dtype, info.strides)
             same = found is not None and format_of(found) == wanted
-            if kind not in (OPAQUE, REPACKED) and not same:
-                have = "not there" if found is None else f"{format_of(found)}"
-                raise LayoutError(
-                    f"rank {self.rank}: the plan writes {info.name} {info.shape} {info.dtype} {info.strides}, "
-                    f"which is {have} in this engine",
-                    remedy="the plan was made for another engine: connect again",
-                    parameter=info.name,
-                )
             padded = bool(self.plan.target_padding[number])
             slots[number] = WeightSlot(
                 number,
@@ -607,9 +409,7 @@ class Weights:
             if why := _vllm_model.not_repackable(item):
                 raise Unsupported(
                     f"{item.parameter} cannot be synced: {why} after loading ({item.why})",
-                    remedy=LIVE_REMEDY
-                    if item.kind == "packed"
-                    else "launch without that kernel",
+                    remedy="launch without that kernel",
                     parameter=item.parameter,
                 )
             again = item.kind == "reloaded"
@@ -634,8 +434,6 @@ class Weights:
                 # rearranged: perhaps of the same shape, but not as the loader writes it
                 slot.live = None
         self.groups = list(groups.values())
-        if any(g.reloaded for g in self.groups) and (why := _reload.unable()):
-            raise Unsupported(why, remedy="launch without quantization")
         for slot in by_name.values():
             if not slot.groups:
                 raise Unsupported(
@@ -721,20 +519,12 @@ class Weights:
                 need=need,
                 available=available,
             )
-        self.version = version
-        self.mode = mode
-        self.verify = verify
-        self.found = {}
-        self._packed = []
-        self.clock = PhaseClock()
+        self._begin(version, mode, verify, mark)
         self.reloads.seconds = {}
-        self.pointers = {}
-        self._mark = mark
         self.sparse = bool(base) and base == self.base
         if any(slot.kept is None for slot in self._packed_slots()):
             self.sparse = False
-        self._renewed = set()
-        self.evidence.begin()
+        self._outdated = self.sparse and mode == "staged"
         for group in self.groups:
             group.left = set(group.names.values())
         if mode == "staged":
@@ -763,48 +553,39 @@ class Weights:
         for slot in self.slots.values():
             slot.kept = None
 
-    def free_kept(self) -> None:
-        """Free the kept raw copies; without them nothing here is a base any more."""
-        if any(slot.kept is not None for slot in self.slots.values()):
-            self.forget_base()
-
     def move(self) -> None:
         """Memory is written from now on."""
         # a staged sync writes what is kept of packed layers, and no live memory
-        if self.mode == "direct" or any(
-            s.kept is not None for s in self._packed_slots()
-        ):
+        if self.mode == "direct" or self.keeps():
             self.base = ""
+
+    def keeps(self) -> bool:
+        """Whether raw copies are kept of what is packed: without them nothing here is a base any more."""
+        return any(slot.kept is not None for slot in self.slots.values())
 
     def _destination(self, slot: WeightSlot) -> torch.Tensor:
         """The memory that this sync writes for a target; if changes may arrive, it holds what they are changes to."""
         if slot.live is not None:
             if self.mode == "direct":
                 return slot.live
-            shadow = _required(slot.shadow)
-            with self._lock:
-                self._renew([slot])
-            return shadow
+            self._renew()
+            return _required(slot.shadow)
         with self._lock:
             if slot.raw is None:
                 slot.raw = self._raw(slot)
                 self._synchronize()
             return slot.raw
 
-    def _renew(self, slots: Iterable[WeightSlot]) -> None:
-        """Bring the shadows that changes go to up to what is live. Call it with the lock."""
-        if not self.sparse or self.mode == "direct":
-            return
-        old = {
-            slot.number: slot
-            for slot in slots
-            if slot.live is not None and slot.number not in self._renewed
-        }
-        for slot in old.values():
-            flat(_required(slot.shadow)).copy_(flat(_required(slot.live)))
-        if old:
+    def _renew(self) -> None:
+        """Bring the shadows that changes go to up to what is live."""
+        with self._lock:
+            if not self._outdated:
+                return
+            for slot in self.slots.values():
+                if slot.live is not None:
+                    flat(_required(slot.shadow)).copy_(flat(slot.live))
             self._synchronize()
-        self._renewed |= old.keys()
+            self._outdated = False
 
     def _raw(self, slot: WeightSlot) -> torch.Tensor:
         kept = slot.kept
@@ -826,8 +607,6 @@ class Weights:
         """Write what changed in the boxes of a bucket."""
         slots = [self.slots[box.target] for box in boxes]
         with torch.no_grad():
-            with self._lock:
-                self._renew(slots)
             patch(
                 [
                     (
@@ -875,7 +654,34 @@ class Weights:
         """Record this memory's digest as the target's."""
         self.found[slot.number] = self.digest(slot, memory)
         self.pointers[slot.number] = memory.data_ptr()
-        self.evidence.how[slot.number] = how
+        self.how[slot.number] = how
+
+    def _record_packed(
+        self, slot: WeightSlot, name: str, packed: PackedLayer, raw: torch.Tensor
+    ) -> None:
+        """A layer was reprocessed: record the digest of what it holds for this target; a kernel is checked later."""
+        number = slot.number
+        if name == "weight" and packed_kernel(packed.attributes) is not None:
+            self._record(slot, raw, "sampled")
+            seed = zlib.crc32(slot.info.name.encode()) ^ self.version
+            expected = _live_memory.expected(raw, seed)
+            zeros = 0
+            if _has_signed_zero(raw):
+                zeros = (self.found[number] - self.digest(slot, raw + 0)) & MASK
+            self._arrived[number] = KernelRecord(expected, zeros)
+            self._pending.append((number, packed, expected))
+            return
+        memory, how = _unpacked(packed.layer, name, packed.holds(name), slot)
+        self.how.pop(number, None)
+        if memory is None:
+            self.found[number] = self.digest(slot, raw)
+            self.how[number] = "unread"
+        # else it is missing, and has no digest
+        elif tuple(memory.shape) == slot.info.shape:
+            self.found[number] = self.digest(slot, memory)
+            self.how[number] = how
+            if slot.live is not None:
+                self.pointers[number] = memory.data_ptr()
 
     def digest(self, slot: WeightSlot, memory: torch.Tensor) -> int:
         """The digest of the elements that boxes write, in memory of the target's format."""
@@ -917,7 +723,7 @@ class Weights:
         for name, number in group.names.items():
             if self.wanted(self.slots[number]):
                 with self.clock.timed("digest"):
-                    record(self, self.slots[number], name, packed, raw[name])
+                    self._record_packed(self.slots[number], name, packed, raw[name])
         for number in group.names.values():
             slot = self.slots[number]
             if not any(g.left for g in slot.groups):
@@ -942,13 +748,21 @@ class Weights:
 
     def confirm(self, until: float) -> bool:
         """Check what packed kernels hold, in the engine's own thread; False if there are more to check."""
-        if not self.evidence.pending:
+        if not self._pending:
             return True
         with self.clock.timed("digest"):
-            for number in self.evidence.run_checks(until):
-                # the kernel does not hold what was digested
-                self.found.pop(number, None)
-        return not self.evidence.pending
+            while self._pending:
+                number, packed, expected = self._pending.pop()
+                layer = packed.layer
+                kernel = packed_kernel({**layer.__dict__, **packed.attributes})
+                if kernel is None or not expected.agrees(
+                    kernel, packed.holds("weight")
+                ):
+                    # it does not hold what was digested
+                    self.found.pop(number, None)
+                if time.monotonic() >= until:
+                    break
+        return not self._pending
 
     def end(self) -> None:
         """Everything has arrived; in direct mode, load and derive what needs whole tensors."""
@@ -984,17 +798,6 @@ class Weights:
 
     def commit(self) -> None:
         """The engine computes with the new weights from now on."""
-        waiting = [n for g in self.groups if not g.derived for n in g.left]
-        if waiting:
-            raise SyncError(
-                f"rank {self.rank}: {self.slots[waiting[0]].info.name} did not arrive",
-                remedy="sync again",
-            )
-        if self.evidence.pending:
-            raise SyncError(
-                f"rank {self.rank}: commit before verify was done",
-                remedy="verify comes first",
-            )
         self.base = ""
         if self.mode == "staged":
             for packed in self._packed:
@@ -1011,18 +814,15 @@ class Weights:
         self._check_live_memory()
         self.committed = dict(self.found)
         self.base = self._mark
-        self.evidence.commit()
+        self._kernels |= self._arrived
+        self._arrived = {}
         self._packed = []
 
     def _check_live_memory(self) -> None:
         """Raise unless the model has what was digested: the same address, else the same bits."""
-        lost = {
-            name
-            for packed in self._packed
-            for name in _lost(packed, self.groups, self.slots)
-        }
+        lost = {name for packed in self._packed for name in self._lost(packed)}
         now = _live_memory.by_name(self.model)
-        copied = []
+        copied: dict[str, torch.Tensor] = {}  # whether they differ
         for number, pointer in self.pointers.items():
             slot = self.slots[number]
             if slot.live is None:
@@ -1031,19 +831,12 @@ class Weights:
             if there is None or there.data_ptr() != slot.live.data_ptr():
                 lost.add(slot.info.name)
             elif there.data_ptr() != pointer:
-                copied.append(
-                    (
-                        slot.info.name,
-                        torch.any(
-                            as_integers(flat(there))
-                            != as_integers(flat(_required(slot.shadow)))
-                        ),
-                    )
-                )
+                shadow = as_integers(flat(_required(slot.shadow)))
+                copied[slot.info.name] = torch.any(as_integers(flat(there)) != shadow)
         for group in self.groups:
             if group.derived and not _vllm_model.derived_well(group.layer):
                 lost |= {self.slots[n].info.name for n in group.names.values()}
-        lost |= {name for name, differs in copied if bool(differs)}
+        lost |= {name for name, differs in copied.items() if differs}
         if lost and self.verify != "off":
             shown = _live_memory.some(sorted(lost))
             raise VerifyError(
@@ -1051,6 +844,14 @@ class Weights:
                 remedy="sync again; if it happens again, something replaces the engine's weights: restart the pool",
                 parameters=sorted(lost),
             )
+
+    def _lost(self, packed: PackedLayer) -> list[str]:
+        """Full names of what was replaced in a packed layer since it was placed."""
+        names = next(g.names for g in self.groups if g.layer is packed.layer)
+        return [
+            self.slots[names[name]].info.name if name in names else name
+            for name in packed.lost()
+        ]
 
     def _swap(self, slot: WeightSlot) -> None:
         """Swap shadow and live memory; every tensor that was a view of the old memory becomes one of the new."""
@@ -1099,8 +900,98 @@ class Weights:
         return found
 
     def check(self) -> tuple[dict[int, int], dict[int, str]]:
-        """Digests of what the engine computes with now, and how each was obtained (`_live_memory`)."""
-        return check(self)
+        """(digests of what the engine computes with now, how each was obtained); none for a target that is missing."""
+        found: dict[int, int] = {}
+        how: dict[int, str] = {}
+        now = _live_memory.by_name(self.model)
+        left = MAX_PRODUCTS
+        numbers = list(self.slots)
+        self._checks += 1
+        # if not all can be read back whole, rotate
+        first = self._checks * 7 % max(1, len(numbers))
+        for number in numbers[first:] + numbers[:first]:
+            slot = self.slots[number]
+            live = now.get(slot.info.name) if slot.live is not None else None
+            if live is not None and format_of(live) == slot.format:
+                found[number] = self.digest(slot, live)
+                how[number] = "live"
+            for group in slot.groups:
+                if group.derived:
+                    continue
+                if not group.reloaded:
+                    left -= self._check_packed(slot, group, left, found, how)
+                elif number in self.committed and self.reloads.unchanged(group.layer):
+                    found[number] = self.committed[number]
+                    how[number] = "reloaded"
+            if slot.kind == OPAQUE and number in self.committed:
+                found[number] = self.committed[number]
+                how[number] = "loader"
+        return found, how
+
+    def _check_packed(
+        self,
+        slot: WeightSlot,
+        group: PackGroup,
+        left: float,
+        found: dict[int, int],
+        how: dict[int, str],
+    ) -> float:
+        """Check what one packed layer holds of a target; returns the multiplications it took."""
+        number = slot.number
+        layer = group.layer
+        name = next(n for n, k in group.names.items() if k == number)
+        parameter = own_parameters(layer).get(name)
+        kernel = packed_kernel(layer.__dict__) if name == "weight" else None
+        if kernel is None:
+            memory, way = _unpacked(layer, name, parameter, slot)
+            if memory is None and number in self.committed:
+                found[number] = self.committed[number]
+                how[number] = "unread"
+            elif memory is not None and tuple(memory.shape) == slot.info.shape:
+                found[number] = self.digest(slot, memory)
+                how[number] = way
+            return 0.0
+        shape = slot.info.shape
+        cost = float(shape[0]) * shape[1] * shape[1]
+        known = self._kernels.get(number)
+        finite = known is None or bool(torch.isfinite(known.expected.product).all())
+        if finite and cost <= left:
+            held = _live_memory.whole(kernel, parameter, shape, slot.dtype)
+            self._compare_whole(slot, held, found, how)
+            return cost
+        if (
+            known is not None
+            and number in self.committed
+            and known.expected.agrees(kernel, parameter)
+        ):
+            found.setdefault(number, self.committed[number])
+            how[number] = "sampled"
+        else:
+            found.pop(number, None)
+        return 0.0
+
+    def _compare_whole(
+        self,
+        slot: WeightSlot,
+        held: torch.Tensor | None,
+        found: dict[int, int],
+        how: dict[int, str],
+    ) -> None:
+        number = slot.number
+        if held is None:
+            found.pop(number, None)
+            return
+        how[number] = "read back"
+        # it has live memory too (a tied head): the kernel must hold the same
+        if number in found:
+            live = _live_memory.by_name(self.model)[slot.info.name]
+            if not torch.equal(held, live.detach().reshape(held.shape)):
+                found.pop(number)
+            return
+        # not synced over this link: zeros are assumed to be positive, as their sign can't be read back
+        known = self._kernels.get(number)
+        zeros = 0 if known is None else known.zeros
+        found[number] = (self.digest(slot, held) + zeros) & MASK
 
 
 def _required(tensor: torch.Tensor | None) -> torch.Tensor:
@@ -1109,14 +1000,3 @@ def _required(tensor: torch.Tensor | None) -> torch.Tensor:
             "a phase ran without the one before it", remedy="prepare, move, then commit"
         )
     return tensor
-
-
-def _lost(
-    packed: PackedLayer, groups: list[PackGroup], slots: dict[int, WeightSlot]
-) -> list[str]:
-    """Full names of what was replaced in a packed layer since it was placed."""
-    group = next(g for g in groups if g.layer is packed.layer)
-    return [
-        slots[group.names[name]].info.name if name in group.names else name
-        for name in packed.lost()
-    ]

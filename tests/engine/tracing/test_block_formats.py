@@ -14,7 +14,7 @@ import torch
 
 from jvlab._errors import CoverageError
 from jvlab.engine.tracing import _meta_model
-from jvlab.engine.tracing._trace import model_digest, trace_model
+from jvlab.engine.tracing._trace import trace_model
 from jvlab.layout._checkpoint import read_config
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import SCALES
@@ -24,6 +24,7 @@ from jvlab.sync._mapping import Mapping
 from jvlab.trainer.models import tiny
 from jvlab.views._mapping_view import detail_html
 from tests.engine.tracing import fp8_model
+from tests.engine.tracing.model_digest import model_digest
 from tests.engine.tracing.test_formats import differing, params_of
 from tests.engine.tracing.test_formats import send as send_live
 

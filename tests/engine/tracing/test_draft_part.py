@@ -13,8 +13,8 @@ pytest.importorskip("vllm")
 import torch
 
 from jvlab import errors
-from jvlab.engine.tracing import _trace
-from jvlab.engine.tracing._offline import trace_offline
+from jvlab.engine.tracing import _meta_model, _trace
+from jvlab.engine.tracing._offline import build_rank
 from jvlab.engine.tracing._vllm_model import DraftWeights
 from jvlab.layout._layout_codec import layout_from_plain
 from jvlab.layout._types import CheckpointTensor, RankLayout
@@ -46,8 +46,8 @@ TENSORS = [
 
 
 def worker(model: Any, drafter: Any) -> Any:
-    runner = SimpleNamespace(model=model, get_draft_model=lambda: drafter)
-    return SimpleNamespace(model_runner=runner)
+    runner = SimpleNamespace(get_draft_model=lambda: drafter)
+    return SimpleNamespace(model_runner=runner, get_model=lambda: model)
 
 
 @pytest.mark.parametrize("shares", [False, True])
@@ -111,6 +111,23 @@ QWEN = {
     "dtype": "bfloat16",
 }
 SHARED = {"model.embed_tokens.weight", "lm_head.weight"}
+HEADS = {**QWEN, "architectures": ["Qwen3NextMTP"]}
+
+
+def layouts_of(ranks: int, tensors: list[CheckpointTensor]) -> list[RankLayout]:
+    """Of the heads alone, on each rank, without what they share with the model."""
+    shared = {f"draft.{name}" for name in SHARED}
+    with _meta_model.vllm_globals(), _meta_model.config_directory(HEADS) as folder:
+        config = _meta_model.engine_config(folder, ranks, 1, False, "auto")
+        out = []
+        for rank in range(ranks):
+            model = DraftWeights(build_rank(config, rank))
+            coords = (("tp", rank), ("pp", 0), ("ep", 0))
+            with _meta_model.config_in_force(config):
+                out.append(
+                    _trace.trace_model(model, tensors, rank, coords, without=shared)
+                )
+        return out
 
 
 def mtp_tensors() -> list[CheckpointTensor]:
@@ -147,13 +164,9 @@ def mtp_tensors() -> list[CheckpointTensor]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_mtp_heads_are_covered_by_their_own_tensors(ranks: int):
-    heads = {**QWEN, "architectures": ["Qwen3NextMTP"]}
-    layouts = trace_offline(
-        heads, tensor_parallel=ranks, tensors=mtp_tensors(), expand=False
-    )
+    layouts = layouts_of(ranks, mtp_tensors())
     assert len(layouts) == ranks
-    for layout in layouts:
-        own = _trace.own_part(layout, "draft.", SHARED)
+    for own in layouts:
         assert not [n for n in own.padding if n.kind == "gap"], own.padding
         assert not own.opaque
         assert {"model.embed_tokens.weight", "lm_head.weight"} <= set(own.unused)
@@ -165,19 +178,13 @@ def test_mtp_heads_are_covered_by_their_own_tensors(ranks: int):
 
 
 def test_a_tree_of_mtp_heads_alone_gets_a_proven_plan():
-    heads = {**QWEN, "architectures": ["Qwen3NextMTP"]}
-
-    def layouts_of(tensors: list[CheckpointTensor]) -> list[RankLayout]:
-        found = trace_offline(heads, tensor_parallel=2, tensors=tensors, expand=False)
-        return [_trace.own_part(layout, "draft.", SHARED) for layout in found]
-
     whole = mtp_tensors()
-    tensors = taken(whole, layouts_of(whole))
+    tensors = taken(whole, layouts_of(2, whole))
     assert {t.name for t in whole} - {t.name for t in tensors} == {
         *SHARED,
         "model.layers.0.input_layernorm.weight",
     }
-    layouts = layouts_of(tensors)
+    layouts = layouts_of(2, tensors)
     tree = {
         t.name: np.zeros(t.shape, np.float32)
         for t in tensors

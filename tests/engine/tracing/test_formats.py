@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.tracing.model_digest import model_digest
 from tests.fuzzing import soak_but
 
 pytest.importorskip("vllm")
@@ -22,7 +23,7 @@ from jvlab.analysis.certification._subject import (
     values_held,
 )
 from jvlab.engine.tracing import _meta_model
-from jvlab.engine.tracing._trace import model_digest, trace_model
+from jvlab.engine.tracing._trace import trace_model
 from jvlab.engine.worker._receivers import Ledger
 from jvlab.engine.worker._weights import Weights
 from jvlab.layout._checkpoint import checkpoint_tensors, read_config

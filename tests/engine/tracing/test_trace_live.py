@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engine.tracing.model_digest import model_digest
 from tests.fuzzing import in_turn
 
 pytest.importorskip("vllm")
@@ -18,7 +19,7 @@ import torch
 
 from jvlab.engine.tracing import _meta_model
 from jvlab.engine.tracing._offline import trace_offline
-from jvlab.engine.tracing._trace import model_digest, trace_model, trace_worker
+from jvlab.engine.tracing._trace import trace_model, trace_worker
 from jvlab.layout._checkpoint import checkpoint_tensors
 from jvlab.layout._layout_codec import layout_from_plain
 from jvlab.trainer.models import tiny
@@ -50,7 +51,7 @@ class Live:
                 self.model, self.config.model_config, torch.device("cpu")
             )
         self.worker = SimpleNamespace(
-            model_runner=SimpleNamespace(model=self.model), vllm_config=self.config
+            get_model=lambda: self.model, vllm_config=self.config
         )
 
 

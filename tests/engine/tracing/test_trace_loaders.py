@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 import torch
 
 from jvlab._errors import CoverageError, TraceError
-from jvlab.engine.tracing._trace import model_digest, parameter_aliases, trace_model
+from jvlab.engine.tracing._trace import parameter_aliases, trace_model
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import LIVE, OPAQUE
@@ -21,6 +21,7 @@ from jvlab.layout._proof import prove
 from jvlab.layout._tree import MeshSpec, leaf_from_spec
 from jvlab.layout._types import Axis, Binding, CheckpointTensor, RankLayout
 from tests.engine.tracing import trace_oracle as oracle
+from tests.engine.tracing.model_digest import model_digest
 
 pytestmark = pytest.mark.vllm
 
@@ -106,8 +107,6 @@ REORDERINGS = (
     "contiguous",
     "cat",
     "cat1",
-    "interleave",
-    "stack",
     "reversed",
     "rows",
     "widen",
@@ -130,12 +129,6 @@ def regroup(p: torch.nn.Parameter, w: torch.Tensor) -> None:
         lambda p, w: p.data.copy_(w.t().contiguous().t()),
         lambda p, w: p.data.copy_(torch.cat([w[9:], w[:9]])),
         lambda p, w: p.data.copy_(torch.cat([w[:, 2:], w[:, :2]], dim=1)),
-        lambda p, w: p.data.copy_(
-            torch.stack([w[0::2], w[1::2]], dim=1).reshape(w.shape)
-        ),
-        lambda p, w: p.data.copy_(
-            torch.stack([w[:9], w[9:]]).transpose(0, 1).reshape(w.shape)
-        ),
         lambda p, w: [p.data[i].copy_(w[17 - i]) for i in range(18)],
         lambda p, w: [p.data[i].copy_(w[i]) for i in range(18)],
         lambda p, w: p.data.copy_(w.to(torch.float64)),

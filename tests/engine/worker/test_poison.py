@@ -39,8 +39,8 @@ class Core:
 
     def forget(self, recompute: bool = False) -> bool:
         """A commit's reset of the prefix cache."""
-        reset = clearing_poison(lambda core, running, _: core._forgot(running))
-        return reset(self, recompute)
+        reset = lambda core, running, _: core._forgot(running)
+        return clearing_poison(reset, self, recompute)
 
     def _forgot(self, running: bool) -> bool:
         self.asked.append("recompute" if running else "keep")

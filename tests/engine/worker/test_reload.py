@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from jvlab.engine.worker._weights import Weights
 from jvlab.layout._checkpoint import checkpoint_tensors
 from jvlab.layout._types import RELOADED, CheckpointTensor, RankLayout
 from jvlab.trainer.models import tiny
+from jvlab.wire._sync_words import Terms, for_workers
 from tests.engine.tracing import fp8_model
 from tests.engine.worker import row_quant
 from tests.engine.worker.fake_trainer import FakeTrainer, checkpoint
@@ -147,7 +149,7 @@ def test_bytes_are_those_of_vllms_reload_and_memory_stays(tmp_path: Path) -> Non
         ] == [], "the same storage"
         assert weights.reloads.seconds.keys() == set(names)
         assert all(0 < s < 60 for s in weights.reloads.seconds.values())
-        assert weights.evidence.counts()["reloaded"] == 6
+        assert Counter(weights.how.values())["reloaded"] == 6
         assert all(s.raw is None for s in weights.slots.values()), (
             "raw copies were kept"
         )
@@ -292,7 +294,7 @@ def test_a_worker_replies_with_seconds_and_a_new_link_still_checks(
         )
     )
     trainer = FakeTrainer.of([trace_model(model, checkpoint_tensors(one))])
-    terms = {"version": 1, "mode": "direct", "verify": "full", "bucket_seconds": 20.0}
+    terms = for_workers(Terms(version=1, bucket_seconds=20.0))
     for again in (False, True):  # the second time nothing is sent
         sender = listen("loopback")
         opened = sync.open(
@@ -304,7 +306,7 @@ def test_a_worker_replies_with_seconds_and_a_new_link_still_checks(
         )
         assert "error" not in opened, opened
         if not again:
-            assert sync.prepare(terms)["need"] > 0
+            assert "error" not in sync.prepare(terms)
             sync.move()
             sending = threading.Thread(
                 target=trainer.send, args=([sender], checkpoint(other), 1)

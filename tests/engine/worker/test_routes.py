@@ -72,7 +72,7 @@ class Runner:
 def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
     monkeypatch.setattr(_routes, "expert_layers", lambda runner: runner.layers)
     made = Runner()
-    assert len(RouteCapture(made)) == LAYERS
+    assert len(RouteCapture(made)._layers) == LAYERS
     return made
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -363,7 +364,7 @@ def test_packing_again_equals_vllms_own_load(one_rank, bias: bool):
     )
     was, target = layer(x)[0], fresh(x)[0]
     assert not torch.equal(was, target)
-    packed = _weights.pack(layer, {"weight": new.clone()})
+    packed = _weights.pack(layer, {"weight": new.clone()}, ["weight"], False)
     assert torch.equal(layer(x)[0], was), (
         "the live layer was touched before it was placed"
     )
@@ -372,7 +373,7 @@ def test_packing_again_equals_vllms_own_load(one_rank, bias: bool):
     assert torch.equal(layer(x)[0], target)
     assert layer.weight is parameter
     assert layer.quant_method is method
-    again = _weights.pack(layer, {"weight": old.clone()})
+    again = _weights.pack(layer, {"weight": old.clone()}, ["weight"], False)
     again.place()
     assert torch.equal(layer(x)[0], was)
     assert [i.parameter for i in _vllm_model.repacked_layers(layer)] == ["weight"], (
@@ -592,7 +593,7 @@ def test_biases_of_experts_arrive(one_rank, inner: int, dtype: torch.dtype, mode
         assert weights.check()[0] == wanted
         kernel = layer.quant_method.moe_kernel.fused_experts
         assert torch.equal(kernel.w2_bias, values["w2_bias"]), "what the kernel reads"
-        assert weights.evidence.counts() == {"read back": 4}
+        assert Counter(weights.how.values()) == {"read back": 4}
         whole = values["w13_weight"].contiguous().view(torch.uint8).numpy().tobytes()
         assert peek(layer, "w13_weight", 0, len(whole))[0] == whole
 

@@ -27,7 +27,7 @@ import jvlab as jv
 from jvlab import errors
 from jvlab.cli._cli import main
 from jvlab.engine import _agent
-from jvlab.engine._agent import Agent, Host, host_from, run_agent
+from jvlab.engine._agent import Agent, Host, host_from
 from jvlab.gateway import _registry as reg
 from jvlab.gateway import _replica_processes
 from jvlab.gateway._registry import ReplicaState
@@ -57,12 +57,14 @@ class Running:
         self.thread.start()
 
     def _run(self) -> None:
-        def take(agent: Agent) -> None:
+        async def run() -> int:
             self.loops.append(asyncio.get_running_loop())
-            self.agents.append(agent)
+            self.agents.append(Agent(self._host, self._folder))
+            return await self.agents[0].run()
 
+        self._folder.mkdir(parents=True, exist_ok=True)
         try:
-            self.code = run_agent(self._host, self._folder, take)
+            self.code = asyncio.run(run())
         except BaseException as error:
             self.error = error
 
