@@ -397,10 +397,9 @@ class Publisher:
         self._export = export
         self.options = options
         self._model = model_of(export.shapes)
-        store = open_store(path, options.storage_options)
-        self._store = store
-        self._calls = Patient(store)
-        self._shelf = Shelf(store, self._calls)
+        self._store = open_store(path, options.storage_options)
+        self._calls = Patient(self._store)
+        self._shelf = Shelf(self._calls)
         # what the newest version that this publisher wrote holds; None: nothing is known
         self._held: Copy | None = None
         # version -> whether it is full, of those that are visible
@@ -411,7 +410,7 @@ class Publisher:
         self.version = 0
         self.last: PublishReport | None = None
         self._check_model(deadline)
-        self._lease = Lease(store, float(options.lease))
+        self._lease = Lease(self._store, float(options.lease))
         self._lease.claim(deadline)
         # a publisher that nobody kept blocks nobody
         self._release = weakref.finalize(self, self._lease.release, RELEASE_SECONDS)
@@ -860,7 +859,7 @@ class Follower:
         self._closing = threading.Event()
         self._news = threading.Condition()
         self._calls = Patient(open_store(path, storage_options), self._closing.is_set)
-        self._shelf = Shelf(self._calls.store, self._calls)
+        self._shelf = Shelf(self._calls)
         self._copy: Copy | None = None
         self._link: Any = None
         # version -> how often it failed, and when it is tried again

@@ -504,12 +504,16 @@ def ambiguities_of(mapping: Any) -> dict[str, tuple[tuple[str, str], ...]]:
     return cache["_ambiguities"]
 
 
+def in_words(known: Mapping[str, tuple[tuple[str, str], ...]]) -> dict[str, str]:
+    """Leaf -> its alternatives in one text."""
+    return {
+        leaf: "; ".join(reason for _, reason in found) for leaf, found in known.items()
+    }
+
+
 def unsettled(mapping: Any) -> dict[str, str]:
     """Leaf -> ambiguities not settled yet; what its link settled also counts for leaves that are bound the same."""
-    known = {
-        leaf: "; ".join(reason for _, reason in found)
-        for leaf, found in ambiguities_of(mapping).items()
-    }
+    known = in_words(ambiguities_of(mapping))
     link = mapping._link() if mapping._link is not None else None
     settled = getattr(link, "meaning", None)
     if link is None or settled is None or settled.state != "checked":

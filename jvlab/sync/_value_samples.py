@@ -18,8 +18,14 @@ from jvlab._units import how_many
 from jvlab.layout._checkpoint import CheckpointValues
 from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._slices import layer_number, slice_name, stacked_dims, without_slice
-from jvlab.layout._tree import leaf_from_array
+from jvlab.layout._tree import flatten, leaf_from_array
 from jvlab.layout._types import Binding
+from jvlab.layout.rules._alternatives import (
+    Alternative,
+    alternatives_of,
+    joint,
+    reread,
+)
 from jvlab.layout.rules._roles import classify, templates
 from jvlab.sync._value_check import (
     COLUMNS,
@@ -32,6 +38,7 @@ from jvlab.sync._value_check import (
     LeafEvidence,
     chosen,
     close_to,
+    in_words,
     is_flat,
     judge,
     needs_more,
@@ -149,17 +156,15 @@ def compare(
         )
     half = _half(str(facts.dtype), params)
     found = judge_scores(engine, trainer, half, known, params, ask)
+    if found.state == "failed":
+        return explain(found, engine, half, params, ask, mapping, until)
     if found.state == "checked":
         gap = max(gap_of(engine, trainer, half), (HALF if half else FULL)[0] / 10)
         blind = blind_spots(
             params, mapping, lambda tree: gap_of(ask(tree), trainer, half), gap, until
         )
         return replace(found, ambiguous={**blind, **found.ambiguous})
-    return (
-        explain(found, engine, half, params, ask, mapping, until)
-        if found.state == "failed"
-        else found
-    )
+    return found
 
 
 def _is_paused(pool: PoolView, until: float) -> bool:
@@ -196,12 +201,11 @@ def judge_scores(
     text = (
         f"{gap:.2g} nats apart ({measure} of {engine.size} tokens scored on both sides)"
     )
-    everything = {
-        leaf: "; ".join(reason for _, reason in reasons)
-        for leaf, reasons in known.items()
-    }
+    everything = in_words(known)
     if not gap <= bad:
-        return ScoreGap("failed", text, everything, tuple(_most_ambiguous(known)))
+        # leaves with the most alternatives first
+        suspects = sorted(known, key=lambda leaf: -len(known[leaf]))
+        return ScoreGap("failed", text, everything, tuple(suspects))
     if gap > fine:
         return ScoreGap(
             "unchecked",
@@ -237,8 +241,6 @@ def gap_of(one: np.ndarray, other: np.ndarray, half: bool) -> float:
 
 def _half(engine: str, params: Any) -> bool:
     """Are 16-bit floats involved on either side?"""
-    from jvlab.layout._tree import flatten
-
     kinds = {engine, *(np.dtype(a.dtype).name for a in flatten(params).arrays.values())}
     return bool(kinds & {"bfloat16", "float16"})
 
@@ -251,11 +253,6 @@ def _tokens(vocabulary: int, longest: int) -> np.ndarray:
     return np.random.default_rng(0).integers(low, min(high, vocabulary), shape)
 
 
-def _most_ambiguous(known: Mapping[str, tuple[tuple[str, str], ...]]) -> list[str]:
-    """Leaves with the most alternatives first."""
-    return sorted(known, key=lambda leaf: -len(known[leaf]))
-
-
 def explain(
     found: ScoreGap,
     engine: np.ndarray,
@@ -266,9 +263,6 @@ def explain(
     until: float,
 ) -> ScoreGap:
     """Look for an alternative rule under which the trainer computes what the engine does, while time is left."""
-    from jvlab.layout._tree import flatten
-    from jvlab.layout.rules._alternatives import alternatives_of, joint, reread
-
     arrays = flatten(params).arrays
     if sum(a.nbytes for a in arrays.values()) > MAX_EXPLAIN_BYTES:
         return found
@@ -276,14 +270,9 @@ def explain(
     for other in [*single, *joint(single)]:
         if time.monotonic() > until:
             break
-        tree = replace_leaves(
-            params,
-            {id(arrays[leaf]): value for leaf, value in reread(other, arrays).items()},
-        )
-        if (
-            tree is not None
-            and gap_of(ask(tree), engine, half) <= (HALF if half else FULL)[0]
-        ):
+        tree = read_by(other, params, arrays)
+        near = (HALF if half else FULL)[0]
+        if tree is not None and gap_of(ask(tree), engine, half) <= near:
             return replace(found, suspects=other.leaves, rule=other.rule_text)
     return found
 
@@ -298,37 +287,22 @@ def blind_spots(
 
     That they depend on a leaf is not enough: two leaves that are nearly equal can still be exchanged.
     """
-    from jvlab.layout._tree import flatten
-    from jvlab.layout.rules._alternatives import alternatives_of, reread
-
     arrays = flatten(params).arrays
     out = untold(mapping.bindings, arrays)
-    swaps = (
-        [other for other in alternatives_of(mapping) if other.kind == "swapped"]
-        if len(arrays) < MANY
-        else []
-    )
-    for other in swaps:
+    same = "exchanged with a leaf of its shape, it computes nearly the same"
+    for other in alternatives_of(mapping) if len(arrays) < MANY else ():
         leaves = [leaf for leaf in other.leaves if leaf not in out]
-        size = sum(arrays[leaf].nbytes for leaf in other.leaves if leaf in arrays)
-        if not leaves or size > MAX_PERTURB_BYTES or time.monotonic() > until:
+        if other.kind != "swapped" or not leaves or time.monotonic() > until:
+            continue
+        if sum(arrays[leaf].nbytes for leaf in other.leaves) > MAX_PERTURB_BYTES:
             continue
         try:
-            new = {
-                id(arrays[leaf]): value for leaf, value in reread(other, arrays).items()
-            }
-            tree = replace_leaves(params, new)
+            tree = read_by(other, params, arrays)
             seen = tree is None or moved(tree) >= SENSITIVE * gap
         except Exception:  # as for `insensitive`
             seen = False
-        out |= (
-            {}
-            if seen
-            else dict.fromkeys(
-                leaves,
-                "exchanged with a leaf of its shape, it computes nearly the same",
-            )
-        )
+        if not seen:
+            out |= dict.fromkeys(leaves, same)
     return out
 
 
@@ -360,26 +334,28 @@ def perturb(params: Any, leaves: list[str], offset: bool) -> Any:
     """The same tree with these leaves flipped, or plus one; None if it is not a JAX pytree."""
     import jax.numpy as jnp
 
-    from jvlab.layout._tree import flatten
-
     arrays = flatten(params).arrays
-    wanted = {id(arrays[leaf]) for leaf in leaves if leaf in arrays}
-    if (
-        sum(arrays[leaf].nbytes for leaf in leaves if leaf in arrays)
-        > MAX_PERTURB_BYTES
-    ):
-        wanted = {id(arrays[leaves[len(leaves) // 2]])}
+    if sum(arrays[leaf].nbytes for leaf in leaves) > MAX_PERTURB_BYTES:
+        leaves = [leaves[len(leaves) // 2]]
     change = lambda a: a + 1 if offset else jnp.flip(a)
     return replace_leaves(
-        params, {id(a): change(a) for a in arrays.values() if id(a) in wanted}
+        params, {leaf: change(arrays[leaf]) for leaf in leaves}, arrays
     )
 
 
-def replace_leaves(params: Any, new: Mapping[int, Any]) -> Any:
-    """The same tree with arrays replaced by id; None if these ids are not leaves of the JAX pytree."""
+def read_by(other: Alternative, params: Any, arrays: Mapping[str, Any]) -> Any:
+    """The tree that the engine's values amount to if the alternative is right; None as for `replace_leaves`."""
+    return replace_leaves(params, reread(other, arrays), arrays)
+
+
+def replace_leaves(
+    params: Any, given: Mapping[str, Any], arrays: Mapping[str, Any]
+) -> Any:
+    """The same tree with some of its `arrays` replaced; None if these are not leaves of the JAX pytree."""
     import jax
 
     flat, tree = jax.tree.flatten(params)
+    new = {id(arrays[leaf]): value for leaf, value in given.items()}
     if not new.keys() <= {id(a) for a in flat}:
         return None
     like = lambda a, b: jax.device_put(b, a.sharding) if hasattr(a, "sharding") else b

@@ -20,10 +20,10 @@ from jvlab.layout.rules._alternatives import (
     Match,
     joint,
     match,
-    reread,
     together,
 )
 from jvlab.layout.rules._roles import templates
+from jvlab.sync._value_samples import read_by
 from jvlab.sync.diagnose._bisection import largest
 
 ROUNDS = 4  # greedy search: wrong rules of different kinds, found one after the other
@@ -254,11 +254,7 @@ class ByFunction:
     def _row(self, reading: Alternative | None) -> np.ndarray | None:
         """The trainer's log-probabilities under an alternative, of all tokens but the first."""
         found = self._run(self.policy.logprobs, reading)
-        if found is None:
-            return None
-        row = np.asarray(found, np.float32)[0].copy()
-        row[0] = np.nan
-        return row
+        return None if found is None else logprobs_of(found)
 
     def states_apart(self, reading: Alternative | None) -> float | None:
         """The difference of the hidden states after the first layer, where errors have not spread yet."""
@@ -281,18 +277,16 @@ class ByFunction:
             return None
         if reading is None:
             return compute(self.params, self.tokens[None, :])
-        import jax
-
         self.tried += 1
-        new = {
-            id(self._arrays[path]): value
-            for path, value in reread(reading, self._arrays).items()
-        }
-        like = lambda old, array: (
-            jax.device_put(array, old.sharding) if hasattr(old, "sharding") else array
-        )
-        put = lambda leaf: like(leaf, new[id(leaf)]) if id(leaf) in new else leaf
-        return compute(jax.tree.map(put, self.params), self.tokens[None, :])
+        tree = read_by(reading, self.params, self._arrays)
+        return compute(tree, self.tokens[None, :])
+
+
+def logprobs_of(scored: Any) -> np.ndarray:
+    """A trainer's log-probabilities of one row of tokens; of the first there is none."""
+    row = np.asarray(scored, np.float32)[0].copy()
+    row[0] = np.nan
+    return row
 
 
 def _nearest(
