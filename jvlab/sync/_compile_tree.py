@@ -15,11 +15,41 @@ from typing import TYPE_CHECKING, Any
 from jvlab._errors import ConfigError
 from jvlab._names import model_words
 from jvlab._progress import importing
-from jvlab.layout._checkpoint import read_config
+from jvlab.layout._checkpoint import (
+    CheckpointValues,
+    checkpoint_tensors,
+    read_config,
+)
+from jvlab.layout._compile import compile_plan
+from jvlab.layout._formats import (
+    before_blocks,
+    block_scales,
+    expand_blocks,
+    expand_formats,
+    with_block_scales,
+)
+from jvlab.layout._tree import (
+    FlatTree,
+    MeshSpec,
+    checkpoint_names,
+    device_processes,
+    flatten,
+    leaves_of,
+    mesh_processes,
+)
+from jvlab.layout.rules._auto import infer
+from jvlab.layout.rules._builtin import (
+    fit_leaves,
+    leaf_shapes_for,
+    numbers_layers,
+    policy_rules,
+    preset_rules,
+)
+from jvlab.layout.rules._ruleset import Rules
+from jvlab.sync._rebind import Origin
 
 if TYPE_CHECKING:
     from jvlab.layout._types import Binding, CheckpointTensor, RankLayout
-    from jvlab.layout.rules._ruleset import Rules
     from jvlab.sync._mapping import Mapping
     from jvlab.wire._pool_view import PoolView
 
@@ -48,9 +78,6 @@ def bind_rules(
     checkpoint: Dict[str, Any] | None = None,
 ) -> tuple[Rules, list[Binding]]:
     """The rules in force, declared or inferred, and their bindings; "auto" compares `values` with `checkpoint`."""
-    from jvlab.layout.rules._auto import infer
-    from jvlab.layout.rules._ruleset import Rules
-
     auto, listed = _listed(rules)
     given = Rules(())
     for part in listed:
@@ -83,8 +110,6 @@ def _listed(rules: Any) -> tuple[bool, list[Any]]:
 
 def _is_set(rules: Any) -> bool:
     """Is it the name of a set for many models, or one of these sets? Not all of its rules concern every model."""
-    from jvlab.layout.rules._ruleset import Rules
-
     if isinstance(rules, str):
         return "->" not in rules and not _is_file(rules)
     return any(rules is Rules.named(name) for name in Rules.names())
@@ -100,14 +125,6 @@ def rules_of(
 
     A named set is adapted to the model's family and to the prefixes of the checkpoint and the `leaves`.
     """
-    from jvlab.layout.rules._builtin import (
-        fit_leaves,
-        numbers_layers,
-        policy_rules,
-        preset_rules,
-    )
-    from jvlab.layout.rules._ruleset import Rules
-
     if isinstance(rules, Rules):
         return rules
     if isinstance(rules, (tuple, list)):
@@ -153,8 +170,6 @@ def shapes_for(
     rules: Any, config: Dict[str, Any], tensors: list[CheckpointTensor]
 ) -> Dict[str, Any]:
     """Leaf shapes for a plan without parameters: those that declared rules imply; for "auto", the Policy's."""
-    from jvlab.layout.rules._builtin import leaf_shapes_for
-
     if _listed(rules)[0]:
         try:
             return policy_shapes(config, tensors)
@@ -174,8 +189,6 @@ def policy_shapes(
     scanned: bool | None = None,
 ) -> Dict[str, Any]:
     """Leaf shapes of jvlab's own Policy for a model, from its config and tensors alone."""
-    from jvlab.layout.rules._builtin import leaf_shapes_for, policy_rules
-
     return leaf_shapes_for(
         policy_rules(config, [t.name for t in tensors], scanned), tensors, config, dtype
     )
@@ -209,43 +222,47 @@ def trace_and_compile(
 
     The seconds of each step are written into `timing`.
     """
-    from jvlab.layout._checkpoint import CheckpointValues, checkpoint_tensors
-    from jvlab.layout._formats import before_blocks, with_block_scales
-    from jvlab.layout._tree import MeshSpec
-
     clock = _Clock(timing)
-    # a running pool: trace its engine
-    if not isinstance(model, (str, os.PathLike, Dict)):
-        return _for_pool(into, model, params, mesh, rules, bucket_mib, link_gbps, clock)
-    config = read_config(model)
-    tensors = checkpoint_tensors(model)
-    if params is None:
-        # raises before tracing if there is no tree to plan for
-        shapes_for(rules, config, before_blocks(tensors, config))
-    if mesh is not None:
-        MeshSpec.of(mesh)
-    clock.lap("checkpoint_s")
-    with _quiet_vllm():
-        trace_offline = _import_tracer()
-        clock.lap("import_vllm_s")
-        options = {
-            "tensor_parallel": tensor_parallel,
-            "pipeline_parallel": pipeline_parallel,
-            "expert_parallel": expert_parallel,
-            "dtype": _engine_dtype(dtype, config),
-            "quantization": quantization,
-        }
-        layouts = trace_offline(model, tensors=tensors, **options)
-        # from config.json alone
-        if (in_blocks := with_block_scales(tensors, config, layouts)) != tensors:
-            tensors = in_blocks
+    is_folder = isinstance(model, (str, os.PathLike))
+    # else it is a running pool, whose ranks are traced in place, with the engine's own parallelism
+    pool: Any = None if is_folder or isinstance(model, Dict) else model
+    if pool is not None and not hasattr(pool, "trace"):
+        raise ConfigError(
+            f"model must be a model folder, a config or a pool, not {type(pool).__name__}",
+            remedy="pass a path, a dict, or what lab.launch returned",
+        )
+    folder = model if pool is None else pool.model
+    config = read_config(folder)
+    tensors = checkpoint_tensors(folder)
+    if pool is not None:
+        layouts = pool.trace(tensors)
+        replicas = pool.replicas
+        if link_gbps is None and pool.snapshot.device == "cpu":
+            link_gbps = CPU_GBPS
+    else:
+        if params is None:
+            # raises before tracing if there is no tree to plan for
+            shapes_for(rules, config, before_blocks(tensors, config))
+        if mesh is not None:
+            MeshSpec.of(mesh)
+        clock.lap("checkpoint_s")
+        with _quiet_vllm():
+            trace_offline = _import_tracer()
+            clock.lap("import_vllm_s")
+            options = {
+                "tensor_parallel": tensor_parallel,
+                "pipeline_parallel": pipeline_parallel,
+                "expert_parallel": expert_parallel,
+                "dtype": _engine_dtype(dtype, config),
+                "quantization": quantization,
+            }
             layouts = trace_offline(model, tensors=tensors, **options)
+            # from config.json alone
+            if (in_blocks := with_block_scales(tensors, config, layouts)) != tensors:
+                tensors = in_blocks
+                layouts = trace_offline(model, tensors=tensors, **options)
     clock.lap("trace_s")
-    title = (
-        model_words(str(model))
-        if not isinstance(model, Dict)
-        else str(config.get("model_type", ""))
-    )
+    of_config = str(config.get("model_type", ""))
     return compile_tree(
         into,
         params,
@@ -257,50 +274,9 @@ def trace_and_compile(
         rules=rules,
         bucket_mib=bucket_mib,
         link_gbps=link_gbps,
-        title=title,
+        title=of_config if isinstance(folder, Dict) else model_words(str(folder)),
         clock=clock,
-        checkpoint=CheckpointValues.of(model),
-    )
-
-
-def _for_pool(
-    into: MakeMapping,
-    pool: Any,
-    params: Any,
-    mesh: object,
-    rules: Any,
-    bucket_mib: float,
-    link_gbps: float | None,
-    clock: _Clock,
-) -> Mapping:
-    """The same for a running pool, whose ranks are traced in place, with the engine's own parallelism."""
-    from jvlab.layout._checkpoint import CheckpointValues, checkpoint_tensors
-
-    if not hasattr(pool, "trace"):
-        raise ConfigError(
-            f"model must be a model folder, a config or a pool, not {type(pool).__name__}",
-            remedy="pass a path, a dict, or what lab.launch returned",
-        )
-    config = read_config(pool.model)
-    tensors = checkpoint_tensors(pool.model)
-    layouts = pool.trace(tensors)
-    clock.lap("trace_s")
-    return compile_tree(
-        into,
-        params,
-        config,
-        tensors,
-        layouts,
-        replicas=pool.replicas,
-        mesh=mesh,
-        rules=rules,
-        bucket_mib=bucket_mib,
-        link_gbps=CPU_GBPS
-        if link_gbps is None and pool.snapshot.device == "cpu"
-        else link_gbps,
-        title=model_words(pool.model),
-        clock=clock,
-        checkpoint=CheckpointValues.of(pool.model),
+        checkpoint=CheckpointValues.of(folder),
     )
 
 
@@ -355,23 +331,6 @@ def compile_tree(
     checkpoint: Dict[str, Any] | None = None,
 ) -> Mapping:
     """Bind rules, compile and prove the plan, for ranks that were traced already (offline or in a live engine)."""
-    from jvlab.layout._compile import compile_plan
-    from jvlab.layout._formats import (
-        before_blocks,
-        block_scales,
-        expand_blocks,
-        expand_formats,
-    )
-    from jvlab.layout._tree import (
-        FlatTree,
-        checkpoint_names,
-        device_processes,
-        flatten,
-        leaves_of,
-        mesh_processes,
-    )
-    from jvlab.sync._rebind import Origin
-
     clock = clock or _Clock(None)
     if params is None:
         flat = FlatTree(shapes_for(rules, config, before_blocks(tensors, config)))

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, LayoutError, SyncError, Unsupported
 from jvlab._names import model_words
 from jvlab._version import __version__
+from jvlab.layout._checkpoint import (
+    CheckpointValues,
+    checkpoint_tensors,
+    read_config,
+)
 from jvlab.layout._layout_codec import layout_to_plain, plain_to_bytes
-from jvlab.layout._tree import cuda_ordinals, flatten
+from jvlab.layout._tree import TorchLeaf, cuda_ordinals, device_processes, flatten
+from jvlab.layout.rules._ruleset import Rules
+from jvlab.sync._compile_tree import CPU_GBPS, compile_tree
 from jvlab.sync._coordinator import DRAFT, MODEL, PARTS, SLOTS, ready_replicas
+from jvlab.sync._mapping import Mapping
 from jvlab.sync._meaning import MeaningCheck
+from jvlab.transport._choose import choose, in_one_process
+from jvlab.transport._ipc_tables import program_of, refuse_other_kinds
+from jvlab.transport._shm import available_bytes
 
 if TYPE_CHECKING:
     from jvlab.layout._plan import TransferPlan
     from jvlab.layout._types import RankLayout
-    from jvlab.sync._mapping import Mapping
     from jvlab.wire._pool_view import PoolView
 
 # of tensors in an order to trace the draft model; as in engine/tracing/_vllm_model.py, which imports torch
@@ -57,7 +68,8 @@ class Agreement:
             return
         theirs = facts_of(pool, name)
         compare(self.facts, theirs, f"the pool's first replica and {name}")
-        layouts = trace_part(pool, self.part, self.mapping_tensors, name, deadline)
+        tensors = list(self.mapping.tensors)
+        layouts = trace_part(pool, self.part, tensors, name, deadline)
         if layouts_bytes(layouts) != self.layouts:
             raise LayoutError(
                 f"{name} has a different parameter layout than the replica this link was planned for",
@@ -65,10 +77,6 @@ class Agreement:
                 replica=name,
             )
         self.checked[name] = epoch
-
-    @property
-    def mapping_tensors(self) -> list[Any]:
-        return list(self.mapping.tensors)
 
 
 def layouts_bytes(layouts: list[RankLayout]) -> bytes:
@@ -109,20 +117,10 @@ def negotiate(
     cache: dict[Any, Agreement],
     gateway_version: str,
     same_host: bool,
-    alone: bool,
     deadline: Deadline,
     part: str = MODEL,
 ) -> Agreement:
     """Settle everything that can be settled before any byte moves; one error lists what does not match."""
-    from jvlab.layout._checkpoint import (
-        CheckpointValues,
-        checkpoint_tensors,
-        read_config,
-    )
-    from jvlab.layout.rules._ruleset import Rules
-    from jvlab.sync._compile_tree import CPU_GBPS, compile_tree
-    from jvlab.sync._mapping import Mapping
-
     compare(
         {"jvlab": __version__},
         {"jvlab": gateway_version},
@@ -131,6 +129,7 @@ def negotiate(
     flat = flatten(params)
     replicas = ready_replicas(pool, deadline)
     first = next(iter(replicas))
+    alone = len(set(device_processes(flat.arrays).values())) < 2
     key = _key(
         flat.arrays, pool, replicas, rules, transport, bucket_mib, options, alone, part
     )
@@ -139,11 +138,12 @@ def negotiate(
     # of `policy.with_lora()`; trainer/decoder/_lora.py
     adapter = hasattr(params, "peft_tensors")
     folder = _folder_of(part, adapter, pool, deadline)
-    tensors = (
-        _adapter_tensors(params, pool, deadline)
-        if adapter
-        else checkpoint_tensors(folder)
-    )
+    if adapter:
+        tensors = _adapter_tensors(params, pool, deadline)
+        if rules == "auto":
+            rules = Rules.parse(params.peft_rules())
+    else:
+        tensors = checkpoint_tensors(folder)
     layouts = trace_part(pool, part, tensors, first, deadline)
     if part == DRAFT and pool.facts(deadline).speculative != "draft_model":
         # heads on top of the model: their checkpoint is the model's own, or repeats what they share with it
@@ -157,9 +157,7 @@ def negotiate(
         tensors,
         layouts,
         replicas=pool.replicas,
-        rules=Rules.parse(params.peft_rules())
-        if adapter and rules == "auto"
-        else rules,
+        rules=rules,
         bucket_mib=bucket_mib,
         link_gbps=CPU_GBPS if pool.snapshot.device == "cpu" else None,
         title=model_words(folder) + kind,
@@ -167,14 +165,7 @@ def negotiate(
     )
     plan = mapping.plan
     name, reason = _choose(
-        transport,
-        same_host,
-        flat.arrays,
-        plan,
-        len(replicas),
-        pool.snapshot.device,
-        pool.one_process,
-        alone,
+        transport, same_host, flat.arrays, plan, len(replicas), pool, alone
     )
     agreed = Agreement(
         plan,
@@ -276,15 +267,11 @@ def _choose(
     arrays: Any,
     plan: TransferPlan,
     replicas: int,
-    engine: str,
-    one_process: bool,
-    alone: bool = True,
+    pool: PoolView,
+    alone: bool,
 ) -> tuple[str, str]:
     """The transport's name and the reason; raises if the wanted one can't work here."""
-    from jvlab.layout._tree import TorchLeaf
-    from jvlab.transport._choose import choose, in_one_process
-    from jvlab.transport._shm import available_bytes
-
+    engine = pool.snapshot.device
     platforms = {kind for a in arrays.values() for kind in _kinds(a)}
     device = next(iter(platforms - {"cpu"}), "cpu")
     need = plan.bucket_bytes * SLOTS * plan.ranks * replicas
@@ -304,30 +291,18 @@ def _choose(
             )
     if not alone:
         no_ipc = "the parameters are spread over several trainer processes, and ipc writes from one"
-        if one_process:
+        if pool.one_process:
             raise ConfigError(
                 "an engine in the trainer's own process can't be used by a trainer of several processes",
                 remedy="launch the engine in a lab: lab.launch(model)",
             )
-    if one_process:
+    if pool.one_process:
         return in_one_process(wanted, device, engine, no_ipc)
-    return choose(
-        wanted,
-        same_host,
-        device,
-        available_bytes(),
-        need,
-        engine,
-        no_ipc,
-    )
+    return choose(wanted, same_host, device, available_bytes(), need, engine, no_ipc)
 
 
 def _no_ipc(plan: TransferPlan) -> str:
     """Why the ipc kernels can't execute this plan; empty if they can."""
-    from importlib.util import find_spec
-
-    from jvlab.transport._ipc_tables import program_of, refuse_other_kinds
-
     if find_spec("cupy") is None:
         return "cupy is not installed here (pip install cupy-cuda12x or cupy-cuda13x)"
     try:

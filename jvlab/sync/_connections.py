@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, Unsupported
-from jvlab.layout._tree import device_processes, flatten
+from jvlab.layout._tree import flatten
 from jvlab.sync._connect import Agreement, negotiate
 from jvlab.sync._coordinator import DRAFT, MODEL
 from jvlab.sync._link import Link
@@ -22,13 +22,8 @@ from jvlab.wire import jvlab_pb2 as pb
 if TYPE_CHECKING:
     from jvlab.lab._pool import Pool
 
-TRANSPORT_OPTIONS = (
-    "host",
-    "directory",
-    "fsync",
-    "streams",
-    "tls",
-)  # of `jv.transport.listen`
+# of `jv.transport.listen`
+TRANSPORT_OPTIONS = ("host", "directory", "fsync", "streams", "tls")
 
 
 class ConnectOptions(TypedDict, total=False):
@@ -105,7 +100,6 @@ class Connections:
                 cache=self._agreements,
                 gateway_version=gateway.version,
                 same_host=near,
-                alone=len(set(device_processes(arrays).values())) < 2,
                 deadline=deadline,
                 part=part,
             )
@@ -117,15 +111,14 @@ class Connections:
                     )
                 team.agree(agreed)
             links = [link for link in self._links if link.pool is pool]
-            earlier = [link for link in links if link.part == part]
             beside = [link for link in links if link.part != part]
-            for link in earlier:
-                same = link.matches(pool, agreed, mode, nonfinite)
+            for link in links:
+                same = link.matches(agreed, mode, nonfinite)
                 if same and faults is None and team is None:
                     link.remembered.take(params)
                     return link
-            for link in earlier:
-                link.close()  # replaced by the new one
+                if link.part == part:
+                    link.close()  # replaced by the new one
             link = Link(
                 pool,
                 agreed,
@@ -199,11 +192,8 @@ def check_pool(pool: Any, call: str) -> None:
 def on_this_host(snapshot: pb.PoolStatus, gateway: str) -> bool:
     """Whether every ready replica runs on this machine. `gateway`: its host."""
     ready = [r for r in snapshot.replicas if r.state == pb.READY]
-    return (
-        all((r.facts.host or gateway) == platform.node() for r in ready)
-        if ready
-        else gateway == platform.node()
-    )
+    hosts = {r.facts.host or gateway for r in ready} or {gateway}
+    return hosts == {platform.node()}
 
 
 def reachable(options: dict[str, Any], *gateway: str) -> dict[str, Any]:

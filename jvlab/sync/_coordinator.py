@@ -380,16 +380,10 @@ class Coordinator:
         self, senders: Senders, digests: dict[int, int]
     ) -> list[pb.ReplicaDigests]:
         """The digests every replica should report; empty if `digests` is."""
-        targets = tuple(sorted(digests))
-        rows = [
-            (*pair, digests[t])
-            for t, pair in zip(targets, senders.named(targets), strict=True)
-        ]
-        return (
-            [replica_digests(replica, rows) for replica in senders.replicas]
-            if rows
-            else []
-        )
+        rows = senders.rows(digests)
+        if not rows:
+            return []
+        return [replica_digests(replica, rows) for replica in senders.replicas]
 
     def check(
         self, digests: list[pb.ReplicaDigests], deadline: Deadline
@@ -656,14 +650,7 @@ class Coordinator:
 
     def check_sent(self, transaction: Transaction, names: set[str]) -> CheckReport:
         """A check during a sync, of the parameters that have fully arrived."""
-        wanted = []
-        for d in transaction.expected():
-            rows = [
-                row
-                for row in zip(d.parameters, d.ranks, d.values, strict=True)
-                if row[0] in names
-            ]
-            wanted.append(replica_digests(d.replica, rows))
+        wanted = transaction.expected(names)
         return self.check(wanted, Deadline(transaction.terms.bucket_seconds))
 
     def release_shadows(self, deadline: Deadline) -> None:

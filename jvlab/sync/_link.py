@@ -205,13 +205,10 @@ class Link:
         """Why this transport was chosen."""
         return self._agreed.reason
 
-    def matches(self, pool: Pool, agreed: Agreement, mode: str, nonfinite: str) -> bool:
+    def matches(self, agreed: Agreement, mode: str, nonfinite: str) -> bool:
         """Would connecting with these arguments give the same link?"""
-        return (
-            self.pool is pool
-            and self._agreed is agreed
-            and (self.mode, self.nonfinite) == (mode, nonfinite)
-        )
+        given = (mode, nonfinite)
+        return self._agreed is agreed and (self.mode, self.nonfinite) == given
 
     def stream_beside(self, purpose: str) -> TeamStream | None:
         """A stream between the processes of this trainer, for something else than syncs; None if it is one process.
@@ -285,12 +282,12 @@ class Link:
         A multi-process trainer calls it in every process with the same arguments: all return, or all raise.
         """
         options = self._options(
-            mode=mode,
+            mode,
+            nonfinite,
             verify=verify,
             require=require,
             pause=pause,
             kv=kv,
-            nonfinite=nonfinite,
             delta=delta,
         )
         return self._sync(params, version, options, Deadline.of(timeout), progress)
@@ -313,25 +310,13 @@ class Link:
         return report
 
     def _options(
-        self,
-        *,
-        mode: str | None = None,
-        verify: str = "full",
-        require: str = "all",
-        pause: str = "keep",
-        kv: str = "keep",
-        nonfinite: str | None = None,
-        delta: str = "never",
+        self, mode: str | None = None, nonfinite: str | None = None, **others: str
     ) -> Terms:
         """The given options; mode and nonfinite default to those of connect. Checked when the sync begins."""
         return Terms(
             mode=mode or self.mode,
-            verify=verify,
-            require=require,
-            pause=pause,
-            kv=kv,
             nonfinite=nonfinite or self.nonfinite,
-            delta=delta,
+            **others,  # type: ignore[arg-type]
         )
 
     def require_one_process(self, what: str, instead: str) -> None:

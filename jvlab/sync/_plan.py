@@ -54,11 +54,6 @@ def plan(
     >>> jv.plan(None, model, tensor_parallel=2, mesh="fsdp=3")
     TransferPlan(llama: 3 devices → 1 × 2 ranks, ...)
     """
-    options = {"bucket_mib": bucket_mib, "link_gbps": link_gbps}
-    parallel = {
-        "pipeline_parallel": pipeline_parallel,
-        "expert_parallel": expert_parallel,
-    }
     return Mapping.of(
         params,
         model,
@@ -68,8 +63,10 @@ def plan(
         rules=rules,
         dtype=dtype,
         quantization=quantization,
-        **options,
-        **parallel,
+        bucket_mib=bucket_mib,
+        link_gbps=link_gbps,
+        pipeline_parallel=pipeline_parallel,
+        expert_parallel=expert_parallel,
     ).plan
 
 

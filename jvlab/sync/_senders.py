@@ -26,6 +26,7 @@ from jvlab.wire import jvlab_pb2 as pb
 # ruff: noqa: B027 (hooks that only ipc needs do nothing elsewhere)
 
 
+DigestRow = tuple[str, int, int]  # parameter, rank, digest
 Exports = Mapping[str, Iterable[dict[str, Any]]]  # replica -> what each rank exported
 
 
@@ -98,6 +99,12 @@ class Senders(ABC):
         if targets not in self._named:
             self._named[targets] = by_parameter(self.plan, targets)
         return self._named[targets]
+
+    def rows(self, digests: Mapping[int, int]) -> list[DigestRow]:
+        """These digests by parameter and rank, in order of targets."""
+        targets = tuple(sorted(digests))
+        named = zip(targets, self.named(targets), strict=True)
+        return [(*pair, digests[t]) for t, pair in named]
 
     @property
     @abstractmethod

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jvlab import _errors as errors
 from jvlab._deadline import Deadline
@@ -203,26 +203,25 @@ class Team:
 
     def _find_error(self) -> JvlabError | None:
         """An error reported by another process in this round; a cause before secondary failures."""
-        return self._cause() or next(iter(self._errors(echo=True)), None)
+        return self._cause() or self._reported(echo=True)
 
     def _cause(self) -> JvlabError | None:
         with self._stream.changed:
-            found = next(iter(self._errors(echo=False)), None)
+            found = self._reported(echo=False)
             if found is None and self._stream.over:
                 why = f"the trainer's processes are no longer connected: {self._stream.over}"
                 found = SyncError(why, remedy=RESTART, reported=True)
             return found
 
-    def _errors(self, echo: bool) -> list[JvlabError]:
+    def _reported(self, echo: bool) -> JvlabError | None:
         with self._stream.changed:
-            return [
-                self._error_of(member, message["error"])
-                for member in range(self.size)
-                for message in self._stream.messages(member)
-                if message["round"] == self._round
-                and message["step"] == "error"
-                and message["error"]["echo"] == echo
-            ]
+            for member in range(self.size):
+                for message in self._stream.messages(member):
+                    if message["round"] != self._round or message["step"] != "error":
+                        continue
+                    if message["error"]["echo"] == echo:
+                        return self._error_of(member, message["error"])
+        return None
 
     def _error_of(self, member: int, report: Mapping[str, Any]) -> JvlabError:
         kind = getattr(errors, str(report["kind"]), SyncError)
@@ -261,14 +260,10 @@ class Team:
 
     def _await(self, members: list[int], step: str, seconds: float) -> list[Message]:
         def done() -> list[Message] | None:
-            if self._errors(echo=False) or self._errors(echo=True):
+            if self._reported(echo=False) or self._reported(echo=True):
                 return [{}]
-            received = [self._next(m, step) for m in members]
-            return (
-                [m for m in received if m is not None]
-                if all(m is not None for m in received)
-                else None
-            )
+            received = [m for m in (self._next(m, step) for m in members) if m]
+            return received if len(received) == len(members) else None
 
         found = self._stream.wait(done, seconds)
         # a received message counts, even if its sender has left since
@@ -543,9 +538,8 @@ class TeamCoordinator(Coordinator):
                 sum_of_parts.add_digests(senders.digests(senders.source(params)))
             if not team.leads:
                 team.send("digests", digests=list(sum_of_parts.digests.items()))
-                return _check_from_plain(
-                    team.receive("checked", deadline.left() + SLACK)["report"]
-                )
+                done = team.receive("checked", deadline.left() + SLACK)
+                return _from_plain(CheckReport, done["report"])
             for other in team.gather("digests", deadline.left()):
                 sum_of_parts.add_digests(
                     {int(target): int(value) for target, value in other["digests"]}
@@ -554,10 +548,7 @@ class TeamCoordinator(Coordinator):
                 report = self.check(
                     self.expected(senders, sum_of_parts.digests), deadline
                 )
-            team.send(
-                "checked",
-                report={**asdict(report), "digests": _digests_to_plain(report.digests)},
-            )
+            team.send("checked", report=_to_plain(report))
             return report
 
 
@@ -607,7 +598,7 @@ class Leading(Shared):
 
     def finish(self) -> SyncReport:
         report = super().finish()
-        self._team.send("committed", report=_report_to_plain(report))
+        self._team.send("committed", report=_to_plain(report))
         return report
 
 
@@ -631,9 +622,8 @@ class Following(Shared):
         )
 
     def finish(self) -> SyncReport:
-        return _report_from_plain(
-            self._team.receive("committed", self._seconds_left)["report"]
-        )
+        done = self._team.receive("committed", self._seconds_left)
+        return _from_plain(SyncReport, done["report"])
 
     def abandon(self, error: BaseException | None = None) -> None:
         """Close the channels; the leader abandons the sync and knows each replica's state."""
@@ -656,41 +646,27 @@ def _add(sent: Sent, other: Mapping[str, Any]) -> None:
     sent.add_digests({int(target): int(value) for target, value in other["digests"]})
 
 
+Report = TypeVar("Report", SyncReport, CheckReport)
+
+
 # Reports --------------------------------------------------------------------------------------------------------------
 
 
-def _digests_to_plain(digests: Mapping[tuple[str, int], int]) -> list[list[Any]]:
-    return [[name, rank, value] for (name, rank), value in digests.items()]
+def _to_plain(report: SyncReport | CheckReport) -> dict[str, Any]:
+    """A report as JSON can hold it."""
+    digests = [[*key, value] for key, value in report.digests.items()]
+    return {**asdict(report), "digests": digests}
 
 
-def _shared_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that both reports share, from JSON."""
-    outcomes = [
-        Outcome(**{**o, "differing": tuple(o["differing"])}) for o in plain["outcomes"]
-    ]
-    digests = {(name, int(rank)): int(value) for name, rank, value in plain["digests"]}
-    return {
-        "outcomes": tuple(outcomes),
-        "digests": digests,
-        "notes": tuple(plain["notes"]),
+def _from_plain(kind: type[Report], plain: Mapping[str, Any]) -> Report:
+    """The report that `_to_plain` was given."""
+    tuples: dict[str, Any] = {
+        k: tuple(v) for k, v in plain.items() if isinstance(v, list)
     }
-
-
-def _report_to_plain(report: SyncReport) -> dict[str, Any]:
-    return {**asdict(report), "digests": _digests_to_plain(report.digests)}
-
-
-def _report_from_plain(plain: Mapping[str, Any]) -> SyncReport:
-    spans = {name: tuple(times) for name, times in plain["spans"].items()}
-    return SyncReport(
-        **{
-            **plain,
-            **_shared_fields(plain),
-            "nonfinite": tuple(plain["nonfinite"]),
-            "spans": spans,
-        }
+    if "spans" in plain:
+        tuples["spans"] = {name: tuple(at) for name, at in plain["spans"].items()}
+    tuples["outcomes"] = tuple(
+        Outcome(**{**o, "differing": tuple(o["differing"])}) for o in plain["outcomes"]
     )
-
-
-def _check_from_plain(plain: Mapping[str, Any]) -> CheckReport:
-    return CheckReport(**{**plain, **_shared_fields(plain)})
+    digests = {(name, int(rank)): int(value) for name, rank, value in plain["digests"]}
+    return kind(**{**plain, **tuples, "digests": digests})

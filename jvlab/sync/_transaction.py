@@ -18,7 +18,7 @@ from jvlab._deadline import Deadline
 from jvlab._errors import JvlabError, NonFiniteError, SyncError
 from jvlab.layout._digest import NAMED, NonFinite, examine, in_sample
 from jvlab.layout._slices import distinct_leaves
-from jvlab.sync._senders import Senders, Sent
+from jvlab.sync._senders import DigestRow, Senders, Sent
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._sync_words import AFTER_VERIFY, BEFORE_BYTES, ORDER, Phase, Terms
 
@@ -199,8 +199,6 @@ def _sum(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 # Converts a sync's protobuf messages to and from plain values.
-
-DigestRow = tuple[str, int, int]  # parameter, rank, digest
 
 
 def replica_digests(replica: str, rows: list[DigestRow]) -> pb.ReplicaDigests:
@@ -419,31 +417,23 @@ class Transaction:
             raise refusal(found, self.terms.mode)
         self.nonfinite = found
 
-    def expected(self) -> list[pb.ReplicaDigests]:
-        """The digests each replica must hold, taken from what was sent; with "sampled", of this version's sample."""
-        if self.terms.verify == "full":
-            targets = tuple(sorted(self.sent.digests))
-            pairs = self.senders.named(targets)
-            columns: dict[str, Any] = {
-                "parameters": [name for name, _ in pairs],
-                "ranks": [rank for _, rank in pairs],
-                "values": [self.sent.digests[t] for t in targets],
-            }
-            return [
-                pb.ReplicaDigests(replica=replica, **columns)
-                for replica in self.senders.replicas
-            ]
-        rows = [(*pair, value) for pair, value in self._named()]
+    def expected(self, only: set[str] | None = None) -> list[pb.ReplicaDigests]:
+        """The digests each replica must hold, taken from what was sent; with "sampled", of this version's sample.
+
+        `only`: of these parameters.
+        """
+        rows = self.senders.rows(self.sent.digests)
+        if only is not None:
+            rows = [row for row in rows if row[0] in only]
         if self.terms.verify == "sampled":
             rows = [row for row in rows if in_sample(row[0], self.terms.version)]
         return [replica_digests(replica, rows) for replica in self.senders.replicas]
 
-    def _named(self) -> list[tuple[tuple[str, int], int]]:
-        targets = sorted(self.sent.digests)
-        names = self.senders.named(tuple(targets))
-        return [
-            (pair, self.sent.digests[t]) for t, pair in zip(targets, names, strict=True)
-        ]
+    @property
+    def _found(self) -> dict[tuple[str, int], int]:
+        """(parameter, rank) -> digest of what was sent."""
+        rows = self.senders.rows(self.sent.digests)
+        return {(name, rank): value for name, rank, value in rows}
 
     def run(self, progress: Callable[[Sent], None]) -> SyncReport:
         """Run the whole sync; the engine core carries out its orders, if it can."""
@@ -474,7 +464,7 @@ class Transaction:
         def claims() -> bytes:  # runs while the engine digests its memory
             self.senders.collect(self.sent)
             self.check_finite()
-            self._digests = dict(self._named())
+            self._digests = self._found
             return self.senders.claims(self.sent)
 
         start = time.perf_counter()
@@ -604,7 +594,7 @@ class Transaction:
             default=0.0,
         )
         seconds["control"] = max(0.0, sum(self.seconds.values()) - inside)
-        digests = dict(self._named()) if self._digests is None else self._digests
+        digests = self._found if self._digests is None else self._digests
         notes = [
             f"{o.replica} stayed behind: {o.error or o.state}"
             for o in merged.values()

@@ -7,7 +7,7 @@ import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -390,24 +390,15 @@ class Sampled:
 
 
 def sample(
-    bindings: Iterable[Binding],
+    bindings: Sequence[Binding],
     arrays: Mapping[str, Any],
     checkpoint: CheckpointValues,
-    stacked: Mapping[str, int] | None = None,
 ) -> Sampled:
-    """Sample every leaf that `bindings` name, and compare with the checkpoint.
-
-    `stacked`: leaf → the dimension of its layers; default: what the bindings show.
-    """
-    bindings = list(bindings)
-    stacked = stacked_dims(bindings) if stacked is None else stacked
-    by_name: dict[str, list[Binding]] = defaultdict(list)
-    for b in bindings:
-        by_name[slice_name(b, stacked)].append(b)
+    """Sample every leaf that `bindings` name, and compare with the checkpoint."""
     tables = _tables(bindings)
     seen: dict[str, LeafEvidence] = {}
-    prints: dict[tuple[tuple[int, ...], bytes], set[str]] = defaultdict(set)
-    for name, bound in by_name.items():
+    prints: Prints = defaultdict(set)
+    for name, bound in _by_name(bindings).items():
         array = arrays.get(bound[0].leaf)
         got, want, dtypes = both_sides(bound, array, checkpoint)
         found = judge(got, want, dtypes, bound[0].rule)
@@ -424,23 +415,32 @@ def sample(
             more, theirs, _ = both_sides(bound, array, checkpoint, times=4)
             found = judge(more, theirs, dtypes, bound[0].rule)
         # an exact multiple is no other weight, whatever its name
-        seen[name] = (
-            replace(found, kind="named")
-            if found.kind == "different" and under_its_name(bound)
-            else found
-        )
+        if found.kind == "different" and under_its_name(bound):
+            found = replace(found, kind="named")
+        seen[name] = found
         if len(want):
             prints[bound[0].tensor_shape, want.tobytes()].add(name)
     return Sampled(seen, _doubles(prints))
 
 
-def _doubles(prints: Mapping[Any, set[str]]) -> frozenset[str]:
-    return frozenset(
-        name for names in prints.values() if len(names) > 1 for name in names
-    )
+# shape and values -> who has them
+Prints = dict[tuple[tuple[int, ...], bytes], set[str]]
 
 
-def _tables(bindings: list[Binding]) -> set[str]:
+def _doubles(prints: Prints) -> frozenset[str]:
+    return frozenset().union(*(names for names in prints.values() if len(names) > 1))
+
+
+def _by_name(bindings: Sequence[Binding]) -> dict[str, list[Binding]]:
+    """The bindings of each leaf, or of each slice of a stacked one."""
+    stacked = stacked_dims(bindings)
+    out: dict[str, list[Binding]] = defaultdict(list)
+    for b in bindings:
+        out[slice_name(b, stacked)].append(b)
+    return out
+
+
+def _tables(bindings: Sequence[Binding]) -> set[str]:
     """Tensors with a row for each token: embeddings and output heads."""
     # not in a layer
     flat = [
@@ -472,14 +472,15 @@ def every_row(
         return found
     rows = min(tall, MAX_ROWS)
     columns = COLUMNS if rows <= MANY_ROWS else COLUMNS // 2
-    got, want, at = _values_at(b, points(b, rows, columns), array, checkpoint)
+    at, where = points(b, rows, columns)
+    got, want = _values_at(b, at, where, array, checkpoint)
     good = np.isfinite(got) & np.isfinite(want)
     close = close_to(got, want, dtypes)
     seen = replace(found, compared=int(good.sum()), equal=int((good & close).sum()))
     apart = np.where(good & ~close, np.abs(got - want), 0.0)
     if not apart.any():
         return replace(seen, kind="equal", r=None)
-    changed, place = np.unique(at[apart > 0, 0], return_inverse=True)
+    changed, place = np.unique(where[apart > 0, 0], return_inverse=True)
     worst = np.zeros(len(changed))
     np.maximum.at(worst, place.reshape(-1), apart[apart > 0])
     odd = np.sort(changed[np.argsort(-worst, kind="stable")[:ODD_ROWS]]).tolist()
@@ -495,13 +496,8 @@ def _odd_rows(
     checkpoint: CheckpointValues,
 ) -> LeafEvidence:
     """Whether rows that are not the checkpoint's were trained, hold other numbers, or each other's."""
-    columns = np.unique(
-        np.linspace(0, b.tensor_shape[1] - 1, WIDE).round().astype(np.int64)
-    )
-    where = np.stack(
-        np.meshgrid(np.asarray(odd), columns, indexing="ij"), axis=-1
-    ).reshape(-1, 2)
-    got, want, _ = _values_at(b, (_leaf_index(b, where), where), array, checkpoint)
+    where = _grid(np.asarray(odd), _some(b.tensor_shape[1]))
+    got, want = _values_at(b, _leaf_index(b, where), where, array, checkpoint)
     here = np.isfinite(got) & np.isfinite(want)  # another process may hold some columns
     got, want = (
         np.where(here, side, 0.0).reshape(len(odd), -1) for side in (got, want)
@@ -521,12 +517,10 @@ def _odd_rows(
             seen, kind="exchanged", note=f"rows {names} hold each other's numbers"
         )
     other = int((~(own <= MOVED * np.linalg.norm(want, axis=1))).sum())
+    if not other and seen.agrees:
+        return seen
     if not other:
-        return (
-            seen
-            if seen.agrees
-            else replace(seen, kind="correlated", r=_correlation(got, want))
-        )
+        return replace(seen, kind="correlated", r=_correlation(got, want))
     if other == len(odd) and many:
         return replace(seen, kind="different", r=_correlation(got, want))
     rows = how_many(other, "row holds", "rows hold")
@@ -537,7 +531,7 @@ def _odd_rows(
 
 def rearranged(
     name: str,
-    bindings: Iterable[Binding],
+    bindings: Sequence[Binding],
     arrays: Mapping[str, Any],
     checkpoint: CheckpointValues,
 ) -> bool:
@@ -555,15 +549,13 @@ def rearranged(
     for dim in (0, 1):
         lines = b.tensor_shape[dim]
         across = b.tensor_shape[1 - dim]
-        columns = np.unique(np.linspace(0, across - 1, WIDE).round().astype(np.int64))
-        grid = np.stack(
-            np.meshgrid(np.arange(lines), columns, indexing="ij"), axis=-1
-        ).reshape(-1, 2)
+        columns = _some(across)
+        grid = _grid(np.arange(lines), columns)
         where = grid if dim == 0 else grid[:, ::-1]
-        got, want, _ = _values_at(b, (_leaf_index(b, where), where), array, checkpoint)
+        got, want = _values_at(b, _leaf_index(b, where), where, array, checkpoint)
         got = got.reshape(lines, -1)
         want = want.reshape(lines, -1)
-        picked = np.unique(np.linspace(0, lines - 1, WIDE).round().astype(np.int64))
+        picked = _some(lines)
         size = (want**2).sum(1)
         distance = (got[picked] ** 2).sum(1)[:, None] + size - 2 * got[picked] @ want.T
         if (
@@ -572,6 +564,17 @@ def rearranged(
         ):
             return True
     return False
+
+
+def _some(size: int) -> np.ndarray:
+    """Up to `WIDE` indices, evenly spread."""
+    return np.unique(np.linspace(0, size - 1, WIDE).round().astype(np.int64))
+
+
+def _grid(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """The indices [n, 2] of every column in every row."""
+    both = np.meshgrid(rows, columns, indexing="ij")
+    return np.stack(both, axis=-1).reshape(-1, 2)
 
 
 def _correlation(got: np.ndarray, want: np.ndarray) -> float:
@@ -591,43 +594,32 @@ def _leaf_index(b: Binding, tensor: np.ndarray) -> np.ndarray:
 
 def _values_at(
     b: Binding,
-    at: tuple[np.ndarray, np.ndarray],
+    leaf: np.ndarray,
+    tensor: np.ndarray,
     array: Any,
     checkpoint: CheckpointValues,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The leaf's values under its binding and the checkpoint's at (leaf, tensor) indices; and the tensor's indices."""
-    leaf, tensor = at
-    got = leaf_values(array, leaf) + b.add
+) -> tuple[np.ndarray, np.ndarray]:
+    """The leaf's values under its binding, and the checkpoint's, at these indices of leaf and tensor."""
+    return _bound(b, leaf_values(array, leaf)), checkpoint.at(b.tensor, tensor)
+
+
+def _bound(b: Binding, values: np.ndarray) -> np.ndarray:
+    """A leaf's values as its binding sends them."""
+    values = values + b.add
     if b.cast:
-        got = got.astype(numpy_dtype(b.cast)).astype(np.float64)
-    return got, checkpoint.at(b.tensor, tensor), tensor
+        values = values.astype(numpy_dtype(b.cast)).astype(np.float64)
+    return values
 
 
-def untold(bindings: Iterable[Binding], arrays: Mapping[str, Any]) -> dict[str, str]:
+def untold(bindings: Sequence[Binding], arrays: Mapping[str, Any]) -> dict[str, str]:
     """Leaf → why its values cannot be told from others': one number everywhere, or the same as another leaf's."""
-    bindings = list(bindings)
-    stacked = stacked_dims(bindings)
-    by_name: dict[str, list[Binding]] = defaultdict(list)
-    for b in bindings:
-        by_name[slice_name(b, stacked)].append(b)
     out: dict[str, str] = {}
-    prints: dict[tuple[tuple[int, ...], bytes], set[str]] = defaultdict(set)
-    for name, bound in by_name.items():
-        array = arrays.get(bound[0].leaf)
-        if (
-            array is None
-            or not _has_numbers(array)
-            or tuple(array.shape) != tuple(bound[0].leaf_shape)
-        ):
+    prints: Prints = defaultdict(set)
+    for name, bound in _by_name(bindings).items():
+        found = _sampled(chosen(bound), arrays.get(bound[0].leaf))
+        if found is None:
             continue
-        picked = chosen(bound)
-        index = np.concatenate(
-            [points(b, max(8, ROWS // len(picked)))[0] for b in picked]
-        )
-        try:
-            values = leaf_values(array, index)
-        except LayoutError:  # torch's meta device: a shape without values
-            continue
+        values = found[0]
         if is_flat(values[np.isfinite(values)]):
             out.setdefault(bound[0].leaf, ONE_NUMBER)
         else:
@@ -635,6 +627,29 @@ def untold(bindings: Iterable[Binding], arrays: Mapping[str, Any]) -> dict[str, 
     for name in sorted(_doubles(prints)):
         out.setdefault(name if name in arrays else without_slice(name), SAME_NUMBERS)
     return out
+
+
+Places = list[tuple[np.ndarray, np.ndarray]]  # indices in the leaf, in the tensor
+
+
+def _sampled(
+    picked: list[Binding], array: Any, times: int = 1
+) -> tuple[np.ndarray, Places] | None:
+    """A leaf's values at points of these bindings of it; None if it has none that can be read."""
+    if (
+        array is None
+        or not picked
+        or not _has_numbers(array)
+        or tuple(array.shape) != tuple(picked[0].leaf_shape)
+    ):
+        return None
+    rows = max(8, ROWS // len(picked))
+    places = [points(b, times * rows, times * COLUMNS) for b in picked]
+    try:
+        values = leaf_values(array, np.concatenate([leaf for leaf, _ in places]))
+    except LayoutError:  # torch's meta device: a shape without values
+        return None
+    return values, places
 
 
 def slice_order(
@@ -675,43 +690,18 @@ def both_sides(
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """One leaf's values under its bindings, the checkpoint's at the same indices, and the dtypes they were cast to."""
     picked = chosen([b for b in bound if b.tensor in checkpoint])
-    if (
-        array is None
-        or not picked
-        or not _has_numbers(array)
-        or tuple(array.shape) != tuple(picked[0].leaf_shape)
-    ):
+    found = _sampled(picked, array, times)
+    if found is None:
         return np.zeros(0), np.zeros(0), []
-    rows = max(8, ROWS // len(picked))
-    places = [points(b, times * rows, times * COLUMNS) for b in picked]
-    index = np.concatenate([leaf for leaf, _ in places])
-    try:
-        values = leaf_values(array, index)
-    except LayoutError:  # torch's meta device: a shape without values
-        return np.zeros(0), np.zeros(0), []
-    want = np.concatenate(
-        [
-            checkpoint.at(b.tensor, tensor)
-            for b, (_, tensor) in zip(picked, places, strict=True)
-        ]
-    )
-    counts = [len(leaf) for leaf, _ in places]
-    got = values + np.repeat([b.add for b in picked], counts)
-    for b, (start, stop) in zip(picked, _ranges(counts), strict=True):
-        if b.cast:
-            got[start:stop] = (
-                got[start:stop].astype(numpy_dtype(b.cast)).astype(np.float64)
-            )
-    return (
-        got,
-        want,
-        sorted({np.dtype(array.dtype).name, *(b.cast or "" for b in picked)}),
-    )
-
-
-def _ranges(counts: list[int]) -> list[tuple[int, int]]:
-    ends = np.cumsum(counts).tolist()
-    return list(zip([0, *ends[:-1]], ends, strict=True))
+    values, places = found
+    parts = np.split(values, np.cumsum([len(leaf) for leaf, _ in places])[:-1])
+    tensors = [
+        checkpoint.at(b.tensor, tensor)
+        for b, (_, tensor) in zip(picked, places, strict=True)
+    ]
+    dtypes = {np.dtype(array.dtype).name, *(b.cast or "" for b in picked)}
+    got = [_bound(b, part) for b, part in zip(picked, parts, strict=True)]
+    return np.concatenate(got), np.concatenate(tensors), sorted(dtypes)
 
 
 def _has_numbers(array: Any) -> bool:
