@@ -15,7 +15,6 @@ from jvlab._errors import ConfigError, DeadlineExceeded, Unsupported
 from jvlab._names import model_words
 from jvlab._tracebacks import brief
 from jvlab._units import human_bytes
-from jvlab.layout._tree import flatten
 from jvlab.record._events import clock, note, sync_event
 from jvlab.sync._coordinator import Coordinator
 from jvlab.sync._meaning import RememberedParams
@@ -457,19 +456,10 @@ class Link:
 
         Raises a `MeaningError` if they contradict it, as `lab.connect` with these rules would.
         """
-        given = (
-            None
-            if params is None
-            else flatten(getattr(params, "params", params)).arrays
+        remedy = (
+            "link.meaning_of(mapping, policy.params), or link.mapping.panel(policy)"
         )
-        arrays = self.remembered.arrays() if given is None else given
-        if arrays is None:
-            raise ConfigError(
-                "the parameters that this link was connected with are gone: training reused their memory, or nobody "
-                "kept them",
-                remedy="link.meaning_of(mapping, policy.params), or link.mapping.panel(policy)",
-                ask="params",
-            )
+        arrays = self.remembered.or_given(params, remedy)
         return self._agreed.meaning.of_rules(mapping, arrays, self.pool.model)
 
     @brief

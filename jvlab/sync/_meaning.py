@@ -24,7 +24,7 @@ from jvlab import _faces
 from jvlab._errors import ConfigError, JvlabError, MeaningError, ModelError
 from jvlab._units import how_many
 from jvlab.layout._slices import stacked_dims, without_slice
-from jvlab.layout._tree import flatten
+from jvlab.layout._tree import as_sent, flatten
 from jvlab.sync._value_check import (
     LeafEvidence,
     ambiguities_of,
@@ -73,6 +73,20 @@ class RememberedParams:
             for a in found.values()
         )
         return found if found and alive else None
+
+    def or_given(self, params: Any, remedy: str) -> Mapping[str, Any]:
+        """The arrays of this tree, or Policy, if one is given, else the remembered ones; raises if they are gone."""
+        if params is not None:
+            return flatten(as_sent(getattr(params, "params", params))).arrays
+        arrays = self.arrays()
+        if arrays is None:
+            raise ConfigError(
+                "the parameters that this link was connected with are gone: training reused their memory, or nobody "
+                "kept them",
+                remedy=remedy,
+                ask="params",  # an inspector asks for them in place
+            )
+        return arrays
 
     def holds(self, arrays: Mapping[str, Any]) -> bool:
         """Are these the same arrays, with the same values? Only JAX's can be known to be: others change in place."""

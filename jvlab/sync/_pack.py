@@ -36,7 +36,13 @@ from jvlab.layout._plan_types import (
     source_order,
 )
 from jvlab.layout._tree import as_sent, flatten, leaf_from_array
-from jvlab.sync._quantise import Naming, sent_arrays, unchanged
+from jvlab.sync._quantise import (
+    Naming,
+    refuse_unlike,
+    sent_arrays,
+    unchanged,
+    unlike,
+)
 
 # A box as static slices, reshapes and one transpose: what a compiled pack program is made of. numpy only.
 
@@ -161,8 +167,6 @@ class Source:
     @classmethod
     def of_arrays(cls, plan: TransferPlan, given: Mapping[str, Any]) -> Source:
         """From the trainer's arrays by path; those that feed a quantised engine are quantised here."""
-        if not plan.quantised:
-            return cls(plan, given)
         arrays, naming = sent_arrays(plan, given)
         source = cls(plan, arrays)
         source.by_path = given
@@ -192,53 +196,30 @@ def check_like_connected(plan: TransferPlan, arrays: Mapping[str, Any]) -> None:
     """Raise one error listing every path, shape, dtype or sharding that differs from what the plan was compiled for."""
     planned = {info.path: info for info in plan.leaves}
     problems = [
-        f"{path}: was connected, is missing now"
-        for path in planned.keys() - arrays.keys()
-    ]
-    problems += [
         f"{path}: is new, was not connected"
         for path in arrays.keys() - planned.keys() - plan._connected
     ]
     cache_: dict[object, tuple[np.ndarray, ...]] = {}
     for path, info in planned.items():
-        if path not in arrays:
-            continue
-        array = arrays[path]
-        if getattr(array, "is_deleted", bool)():
-            problems.append(f"{path}: its buffer was deleted or donated")
-            continue
-        leaf = leaf_from_array(path, array, cache_)
-        if leaf.shape != info.shape or leaf.dtype != info.dtype:
-            problems.append(
-                f"{path}: connected as {info.dtype}{info.shape}, now {leaf.dtype}{leaf.shape}"
-            )
-        elif not _same_cells(plan, info.sharding, leaf):
-            problems.append(
-                f"{path}: connected with another sharding than {getattr(array, 'sharding', 'none')}"
-            )
-    if problems:
-        more = f"\n  … and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise LayoutError(
-            f"{len(problems)} of {len(planned.keys() | arrays.keys())} leaves differ from what was connected:\n  "
-            + "\n  ".join(sorted(problems)[:8])
-            + more,
-            remedy="pass the same tree, or connect again: link = lab.connect(params, pool)",
-            problems=problems,
-        )
+        array = arrays.get(path)
+        problem = unlike(path, array, info.dtype, info.shape)
+        if not problem:
+            leaf = leaf_from_array(path, array, cache_)
+            if not _same_cells(plan, info.sharding, leaf):
+                problem = f"{path}: connected with another sharding than {getattr(array, 'sharding', 'none')}"
+        problems.append(problem)
+    refuse_unlike(problems, planned.keys() | arrays.keys())
 
 
 def _same_cells(plan: TransferPlan, index: int, leaf: Any) -> bool:
     sharding = plan.shardings[index]
     cell = np.repeat(np.arange(len(sharding.starts)), np.diff(sharding.owner_ptr))
     order = np.argsort(sharding.owners, kind="stable")
+    theirs = np.argsort(leaf.devices)
     return (
-        np.array_equal(sharding.owners[order], np.sort(leaf.devices))
-        and np.array_equal(
-            sharding.starts[cell[order]], leaf.starts[np.argsort(leaf.devices)]
-        )
-        and np.array_equal(
-            sharding.stops[cell[order]], leaf.stops[np.argsort(leaf.devices)]
-        )
+        np.array_equal(sharding.owners[order], leaf.devices[theirs])
+        and np.array_equal(sharding.starts[cell[order]], leaf.starts[theirs])
+        and np.array_equal(sharding.stops[cell[order]], leaf.stops[theirs])
     )
 
 

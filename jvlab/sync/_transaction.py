@@ -304,52 +304,45 @@ def refusal(found: Sequence[NonFinite], mode: str) -> NonFiniteError:
     )
 
 
+@dataclass(eq=False)
 class Transaction:
     """prepare() → send … → finish(), or abandon() from anywhere. Used by one thread."""
 
-    def __init__(
-        self,
-        stream: LinkStream,
-        senders: Senders,
-        source: Any,
-        terms: Terms,
-        *,
-        transport: str,
-        deadline: Deadline,
-        began: float,
-    ) -> None:
-        # of the current call: each step of a stepper has its own
-        self.deadline = deadline
-        self.stream = stream
-        self.senders = senders
-        self.source = source
-        self.terms = terms
-        self._transport = transport
-        # if set, the engine core carries out orders at once
-        self.core: CoreOrders | None = None
-        self.replies: list[pb.LinkReply] = []
-        self.seconds: dict[str, float] = {}
-        # start and stop of each part, since the sync began
-        self.spans: dict[str, tuple[float, float]] = {}
-        self.sent = Sent()
-        self.state = "idle"
-        self._began = began
-        self._ended = 0.0
-        # for the report, if computed already
-        self._digests: dict[tuple[str, int], int] | None = None
-        self.nonfinite: list[NonFinite] = []  # found and allowed
-        self.why_full = ""  # why changes were not sought
-        # leaf → the dimension of its layers, to name a layer
-        self.stacked: Callable[[], Mapping[str, int]] = dict
+    stream: LinkStream
+    senders: Senders
+    source: Any
+    terms: Terms
+    transport: str
+    deadline: Deadline  # of the current call: each step of a stepper has its own
+    began: float
+    # if set, the engine core carries out orders at once, where it can
+    core: CoreOrders | None = None
+    replies: list[pb.LinkReply] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    # start and stop of each part, since the sync began
+    spans: dict[str, tuple[float, float]] = field(default_factory=dict)
+    sent: Sent = field(default_factory=Sent)
+    state: str = "idle"
+    _ended: float = 0.0
+    # for the report, if computed already
+    _digests: dict[tuple[str, int], int] | None = None
+    # found and allowed
+    nonfinite: list[NonFinite] = field(default_factory=list)
+    why_full: str = ""  # why changes were not sought
+    # leaf → the dimension of its layers, to name a layer
+    stacked: Callable[[], Mapping[str, int]] = dict
 
     @property
     def digesting(self) -> bool:
         return self.terms.verify != "off"
 
     def _steps(self, name: str, phases: Sequence[Phase], **more: Any) -> pb.LinkReply:
+        return self._order(name, lambda left: self.stream.steps(phases, left, **more))
+
+    def _order(self, name: str, order: Callable[[float], pb.LinkReply]) -> pb.LinkReply:
         start = time.perf_counter()
         with self._noticing_the_end():
-            reply = self.stream.steps(phases, self.deadline.left(), **more)
+            reply = order(self.deadline.left())
         self.seconds[name] = time.perf_counter() - start
         self._span(name, start)
         return self._take(reply)
@@ -370,7 +363,7 @@ class Transaction:
         return reply
 
     def _span(self, name: str, start: float) -> None:
-        self.spans[name] = (start - self._began, time.perf_counter() - self._began)
+        self.spans[name] = (start - self.began, time.perf_counter() - self.began)
 
     def prepare(self) -> None:
         """Prepare the engines to receive bytes; in direct mode they are paused from now on."""
@@ -379,9 +372,15 @@ class Transaction:
         self.senders.settle(self.source, mode == "staged")
         if self.senders.changes is not None:
             self._span("find", start)
-        reply = self._steps(
-            "prepare", BEFORE_BYTES[mode], terms=self._message, meanwhile=self._gather
-        )
+        terms = self._message
+        if (core := self.core) is not None:
+            reply = self._order(
+                "prepare", lambda left: core.prepare(terms, left, self._gather)
+            )
+        else:
+            reply = self._steps(
+                "prepare", BEFORE_BYTES[mode], terms=terms, meanwhile=self._gather
+            )
         self.senders.attach(exports_of(reply))
 
     @property
@@ -439,18 +438,14 @@ class Transaction:
         """Run the whole sync; the engine core carries out its orders, if it can."""
         # Not with pause="wait": while requests finish the caller may still give up with nothing written. The core
         # compares all digests or none.
-        core = self.core
-        if (
-            core is not None
-            and core.is_open
-            and self.terms.verify in ("full", "off")
-            and self.terms.pause != "wait"
-        ):
+        # Not with pause="wait": while requests finish the caller may still give up with nothing written. The core
+        # compares all digests or none.
+        able = self.terms.verify != "sampled" and self.terms.pause != "wait"
+        if self.core is not None and not (able and self.core.is_open):
+            self.core = None
+        if self.core is not None and self.terms.mode == "direct":
             with self._noticing_the_end():
-                if self.terms.mode == "direct":
-                    self._write_live(core, progress)
-                else:
-                    self._write_shadows(core, progress)
+                self._write_live(self.core, progress)
             return self.report()
         self.prepare()
         self.send_all(progress)
@@ -482,31 +477,6 @@ class Transaction:
         self.seconds["exchange"] = self._ended - start - self.sent.seconds["move"]
         self._take(reply)
 
-    def _write_shadows(
-        self, core: CoreOrders, progress: Callable[[Sent], None]
-    ) -> None:
-        """A staged sync, in two orders."""
-        self.senders.settle(self.source, staged=True)
-        start = time.perf_counter()
-        reply = core.prepare(self._message, self.deadline.left(), self._gather)
-        self.seconds["prepare"] = time.perf_counter() - start
-        self._span("prepare", start)
-        self.senders.attach(exports_of(self._take(reply)))
-        self.send_all(progress)
-        start = time.perf_counter()
-        reply = core.swap(
-            self._message,
-            self.deadline.left(),
-            self.expected() if self.digesting else [],
-            self.senders.claims(self.sent) if self.digesting else b"",
-            bool(self.nonfinite),
-        )
-        self._ended = time.perf_counter()
-        self.seconds["finish"] = self._ended - start
-        self._span("finish", start)
-        reply.outcomes[0].bytes = self.sent.bytes
-        self._take(reply)
-
     @property
     def _claimed(self) -> dict[str, Any]:
         """The arguments of a verify order."""
@@ -527,9 +497,18 @@ class Transaction:
 
     def finish(self) -> SyncReport:
         """Verify and commit in one order, and make the report."""
-        self._steps(
-            "finish", [Phase.VERIFY, *AFTER_VERIFY[self.terms.mode]], **self._claimed
-        )
+        if (core := self.core) is not None:
+            claims = self.senders.claims(self.sent) if self.digesting else b""
+            reply = self._order(
+                "finish",
+                lambda left: core.swap(
+                    self._message, left, claimed=claims, **self._claimed
+                ),
+            )
+            reply.outcomes[0].bytes = self.sent.bytes
+        else:
+            phases = [Phase.VERIFY, *AFTER_VERIFY[self.terms.mode]]
+            self._steps("finish", phases, **self._claimed)
         self._ended = time.perf_counter()
         return self.report()
 
@@ -587,7 +566,7 @@ class Transaction:
         seconds["copy"] = self.sent.seconds["copy"]
         seconds["trainer_digest"] = self.sent.seconds["digest"]
         seconds["digest"] = max(seconds.get("digest", 0.0), self.sent.seconds["digest"])
-        seconds["total"] = (self._ended or time.perf_counter()) - self._began
+        seconds["total"] = (self._ended or time.perf_counter()) - self.began
         phases = (*PHASES, "admit") if "exchange" in self.seconds else PHASES
         inside = max(
             (sum(o.seconds.get(p, 0.0) for p in phases) for o in merged.values()),
@@ -615,7 +594,7 @@ class Transaction:
             digests=digests,
             verify=self.terms.verify,
             mode=self.terms.mode,
-            transport=self._transport,
+            transport=self.transport,
             buckets=self.sent.buckets,
             notes=tuple(notes),
             nonfinite=flawed,

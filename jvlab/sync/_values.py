@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jvlab import _faces
-from jvlab._errors import ConfigError
 from jvlab.sync._diff import TensorDiff, both_sides, difference, targets_named
 from jvlab.sync._pack import Source
 
@@ -56,17 +55,9 @@ def values_of(
 ) -> list[Values]:
     """Histograms of every rank's part of a leaf or parameter. `params`: a tree of arrays, or has `.params`; None: those
     that the link was connected with."""
-    if params is not None:
-        source = Source.of(link.plan, getattr(params, "params", params))
-    elif (arrays := link.remembered.arrays()) is not None:
-        source = Source.of_arrays(link.plan, arrays)
-    else:
-        raise ConfigError(
-            "the parameters that this link was connected with are gone: training reused their memory, or nobody kept "
-            "them",
-            remedy="link.mapping.values(name, policy.params), or link.mapping.panel(policy)",
-            ask="params",  # an inspector asks for them in place
-        )
+    remedy = "link.mapping.values(name, policy.params), or link.mapping.panel(policy)"
+    arrays = link.remembered.or_given(params, remedy)
+    source = Source.of_arrays(link.plan, arrays)
     out = []
     for target in targets_named(link.plan, name):
         info, rank, now, new = both_sides(link, target, source, replica)

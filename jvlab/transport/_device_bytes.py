@@ -6,19 +6,14 @@ like a memoryview, which copies and waits.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-
-class Copies(Protocol):
-    """Copies between host and device memory; both wait for completion."""
-
-    def put(self, pointer: int, data: Any, stream: Any) -> None: ...
-
-    def get(self, pointer: int, nbytes: int, stream: Any) -> bytes: ...
+if TYPE_CHECKING:
+    from jvlab.transport._nccl import CudaGpu
 
 
 class DeviceBytes:
-    """`nbytes` at `pointer` on CUDA device `device`. Work on it is ordered by `stream`."""
+    """`nbytes` at `pointer` on a GPU. Work on it is ordered by `stream`."""
 
     readonly = False
 
@@ -26,17 +21,17 @@ class DeviceBytes:
         self,
         pointer: int,
         nbytes: int,
-        device: int,
+        gpu: CudaGpu,
         stream: Any,
-        copies: Copies,
-        owner: Any = None,
+        owner: Any,
     ) -> None:
+        """`owner`: kept alive with it."""
         self.pointer = pointer
         self.nbytes = nbytes
-        self.device = device
+        self.device = gpu.ordinal
         self.stream = stream
         self.view: Any = None  # the consumer's cached view of it
-        self._copies = copies
+        self._gpu = gpu
         self._owner = owner
 
     @property
@@ -54,7 +49,7 @@ class DeviceBytes:
 
     def __bytes__(self) -> bytes:
         return (
-            self._copies.get(self.pointer, self.nbytes, self.stream)
+            self._gpu.get(self.pointer, self.nbytes, self.stream)
             if self.nbytes
             else b""
         )
@@ -70,21 +65,15 @@ class DeviceBytes:
         if len(data) != part.nbytes:
             raise ValueError(f"{len(data)} bytes for a slice of {part.nbytes}")
         if data:
-            self._copies.put(part.pointer, data, self.stream)
+            self._gpu.put(part.pointer, data, self.stream)
 
     def _part(self, key: slice) -> DeviceBytes:
         start, stop, step = key.indices(self.nbytes)
         if step != 1:
             raise ValueError("device memory takes contiguous slices only")
         size = max(0, stop - start)
-        return DeviceBytes(
-            self.pointer + start,
-            size,
-            self.device,
-            self.stream,
-            self._copies,
-            self._owner,
-        )
+        pointer = self.pointer + start
+        return DeviceBytes(pointer, size, self._gpu, self.stream, self._owner)
 
     def release(self) -> None:
         """Drop the consumer's view; the transport owns the memory."""

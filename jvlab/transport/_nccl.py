@@ -27,7 +27,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -194,22 +194,15 @@ class Communicator:
         return check(state.value, "a transfer") == SUCCESS
 
     def send(self, pointer: int, nbytes: int, stream: int) -> None:
-        with self._lock:
-            check(
-                library().ncclSend(
-                    pointer, nbytes, UINT8, self._peer, self._alive(), stream
-                ),
-                "ncclSend",
-            )
+        self._transfer("ncclSend", pointer, nbytes, stream)
 
     def recv(self, pointer: int, nbytes: int, stream: int) -> None:
+        self._transfer("ncclRecv", pointer, nbytes, stream)
+
+    def _transfer(self, name: str, pointer: int, nbytes: int, stream: int) -> None:
+        call = getattr(library(), name)
         with self._lock:
-            check(
-                library().ncclRecv(
-                    pointer, nbytes, UINT8, self._peer, self._alive(), stream
-                ),
-                "ncclRecv",
-            )
+            check(call(pointer, nbytes, UINT8, self._peer, self._alive(), stream), name)
 
     def _alive(self) -> ctypes.c_void_p:
         if self._comm is None:
@@ -232,44 +225,10 @@ class Communicator:
 # The GPU interface of the nccl transport: memory, streams, events (by cupy) and communicators (libnccl).
 
 
-class DevicePair(Protocol):
-    """One end of a communicator of two; no call waits for the peer."""
-
-    def ready(self) -> bool: ...
-
-    def send(self, pointer: int, nbytes: int, stream: int) -> None: ...
-
-    def recv(self, pointer: int, nbytes: int, stream: int) -> None: ...
-
-    def abort(self) -> None: ...
-
-
-class Gpu(Protocol):
-    """One GPU of this process; tests have one made of numpy arrays. Streams and events have cupy's interface."""
-
-    ordinal: int
-
-    def version(self) -> int: ...
-
-    def unique_id(self) -> bytes: ...
-
-    def pair(self, identity: bytes, rank: int) -> DevicePair: ...
-
-    def current(self) -> AbstractContextManager[Any]: ...
-
-    def stream(self) -> Any: ...
-
-    def allocate(self, nbytes: int) -> Any: ...
-
-    def put(self, pointer: int, data: Any, stream: Any) -> None: ...
-
-    def get(self, pointer: int, nbytes: int, stream: Any) -> bytes: ...
-
-
 class CudaGpu:
-    """The real one. `ordinal`: the CUDA device; default: the calling thread's current one."""
+    """The calling thread's current GPU; tests have one made of numpy arrays. Streams and events are cupy's."""
 
-    def __init__(self, ordinal: int | None = None) -> None:
+    def __init__(self) -> None:
         try:
             import cupy
         except ImportError as e:
@@ -278,7 +237,7 @@ class CudaGpu:
                 remedy="pip install cupy-cuda12x or cupy-cuda13x",
             ) from e
         self._cupy = cupy
-        self.ordinal = cupy.cuda.runtime.getDevice() if ordinal is None else ordinal
+        self.ordinal = int(cupy.cuda.runtime.getDevice())
 
     def version(self) -> int:
         return version()
@@ -286,7 +245,7 @@ class CudaGpu:
     def unique_id(self) -> bytes:
         return unique_id()
 
-    def pair(self, identity: bytes, rank: int) -> DevicePair:
+    def pair(self, identity: bytes, rank: int) -> Communicator:
         with self.current():
             return Communicator(identity, rank)
 
@@ -379,14 +338,14 @@ def wait_for(
 class Wire:
     """One end's communicator, streams and slots; closes them together, without waiting for the peer."""
 
-    def __init__(self, gpu: Gpu, slot_bytes: int, slots: int) -> None:
+    def __init__(self, gpu: CudaGpu, slot_bytes: int, slots: int) -> None:
         self.gpu = gpu
         # for NCCL; for filling or emptying slots
         self.stream, self.use = gpu.stream(), gpu.stream()
         self._memory = [
             gpu.allocate(max(slot_bytes, HELLO_BYTES)) for _ in range(slots)
         ]
-        self._pair: DevicePair | None = None
+        self._pair: Communicator | None = None
         self._lock = threading.Lock()
         self.ended = False
 
@@ -413,10 +372,7 @@ class Wire:
         memory = self._memory
         if not memory:
             raise closed_here("nccl")
-        gpu = self.gpu
-        return DeviceBytes(
-            memory[slot].ptr, nbytes, gpu.ordinal, self.use, gpu, memory[slot]
-        )
+        return DeviceBytes(memory[slot].ptr, nbytes, self.gpu, self.use, memory[slot])
 
     def move(
         self, what: str, slot: int, nbytes: int, framed: FramedSocket, clock: Clock
@@ -492,10 +448,10 @@ class NcclSender(SlotSender):
         peer: str,
         label: str,
         host: str,
-        gpu: Gpu | None = None,
+        gpu: CudaGpu | None = None,
     ) -> None:
         check_ring(self.name, slot_bytes, slots)
-        self._gpu: Gpu = gpu if gpu is not None else CudaGpu()
+        self._gpu = gpu or CudaGpu()
         self._host = host
         self._identity = b""
         self._version = self._gpu.version()
@@ -571,9 +527,13 @@ class NcclReceiver(SlotReceiver):
     name = "nccl"
 
     def __init__(
-        self, endpoint: dict[str, Any], clock: Clock, label: str, gpu: Gpu | None = None
+        self,
+        endpoint: dict[str, Any],
+        clock: Clock,
+        label: str,
+        gpu: CudaGpu | None = None,
     ) -> None:
-        self._gpu: Gpu = gpu if gpu is not None else CudaGpu()
+        self._gpu = gpu or CudaGpu()
         sender = Peer.read(endpoint["sender"])
         check_versions(endpoint.get("nccl"), self._gpu.version(), sender)
         self._posted: deque[tuple[int, Header, Any]] = deque()
