@@ -23,8 +23,7 @@ from jvlab._names import own_name
 from jvlab._progress import Progress
 from jvlab._tracebacks import shorten
 from jvlab.layout._digest import compiled_scan
-from jvlab.sync._delta import Changes, Held, no_room
-from jvlab.sync._senders import BucketSenders, Senders, Sent
+from jvlab.sync._senders import BucketSenders, Changes, Held, Senders, Sent, no_room
 from jvlab.sync._transaction import (
     ORDER_SECONDS,
     CheckReport,
@@ -39,7 +38,7 @@ from jvlab.wire._sync_words import BEFORE_BYTES, Phase, Terms
 
 if TYPE_CHECKING:
     from jvlab.layout._plan import TransferPlan
-    from jvlab.sync._connect import Agreement
+    from jvlab.sync._connections import Agreement
     from jvlab.sync._ipc_lanes import Port
     from jvlab.sync._senders import SendingChannel
     from jvlab.sync._stepper import Stepper
@@ -58,6 +57,7 @@ Ready = dict[str, tuple[int, int]]  # replica -> its index in the plan, its epoc
 SLOTS = 3
 DIRTY_SECONDS = 1.0  # minimum time to mark a pool dirty
 STATE_SECONDS = 5.0  # to ask what an interrupted sync left behind
+Wrap = Callable[["Sender"], "Sender"] | None  # of each channel: injects faults
 Listener = Callable[[float], None]  # called with the bytes sent so far
 
 
@@ -100,7 +100,7 @@ class Coordinator:
         self,
         pool: PoolView,
         agreed: Agreement,
-        wrap: Callable[[Sender], Sender] | None,
+        wrap: Wrap,
     ) -> None:
         self.pool = pool
         self.agreed = agreed

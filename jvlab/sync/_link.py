@@ -16,26 +16,25 @@ from jvlab._names import model_words
 from jvlab._tracebacks import brief
 from jvlab._units import human_bytes
 from jvlab.record._events import clock, note, sync_event
-from jvlab.sync._coordinator import Coordinator
+from jvlab.sync._coordinator import Coordinator, Wrap
+from jvlab.sync._diff import Values, values_of
 from jvlab.sync._meaning import RememberedParams
 from jvlab.sync._pack import Source
 from jvlab.sync._team import TeamCoordinator
 from jvlab.sync._transaction import ORDER_SECONDS, CheckReport, SyncReport
-from jvlab.sync._values import Values, values_of
 from jvlab.transport._storage import FULL_EVERY, KEEP
 from jvlab.wire._sync_words import Terms
 
 if TYPE_CHECKING:
     from jvlab.lab._pool import Pool
     from jvlab.layout._plan import TransferPlan
-    from jvlab.sync._connect import Agreement
+    from jvlab.sync._connections import Agreement
     from jvlab.sync._mapping import Mapping
     from jvlab.sync._meaning import Meaning
     from jvlab.sync._publish import Publisher, PublishReport
     from jvlab.sync._stepper import Stepper
     from jvlab.sync._team import Team
-    from jvlab.sync.diagnose._bisection import Bisection
-    from jvlab.transport._peer import Sender
+    from jvlab.sync.diagnose._bisect import Bisection
     from jvlab.wire._client import TeamStream
 
 
@@ -126,7 +125,7 @@ class Link:
         pool: Pool,
         agreed: Agreement,
         mode: str,
-        wrap: Callable[[Sender], Sender] | None,
+        wrap: Wrap,
         on_close: Callable[[Link], None],
         team: Team | None = None,
         nonfinite: str = "refuse",
@@ -224,9 +223,7 @@ class Link:
         """Close the channels, so that another link can hold the pool; the next call opens them again."""
         self._coordinator.let_go(deadline)
 
-    def inject(
-        self, faults: Callable[[Sender], Sender] | None
-    ) -> Callable[[Sender], Sender] | None:
+    def inject(self, faults: Wrap) -> Wrap:
         """From the next call on the channels are wrapped so, as by `faults=` of connect; returns what wrapped them."""
         before = self._coordinator.wrap
         self.let_go(Deadline(ORDER_SECONDS))

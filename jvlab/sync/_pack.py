@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -98,7 +99,7 @@ def box_recipe(plan: TransferPlan, link: LinkPlan, i: int) -> Recipe:
         place |= {k: len(factors) + j for j, k in enumerate(axes)}
         factors += [w for w, _ in split]
         picks += [p for _, p in split]
-        reach = int(np.prod([w for w, _ in split], dtype=np.int64))
+        reach = math.prod(w for w, _ in split)
         pad.append(max(start + reach - size, 0))
         window.append((start, start + reach))
     moved = [place[k] for k in range(len(shape)) if k in place]
@@ -351,7 +352,7 @@ class LinkPack:
         """Each box of a bucket, its elements, and the bytes of one."""
         out = []
         for _, box in self.buckets[bucket]:
-            elements = int(np.prod(box.shape, dtype=np.int64))
+            elements = math.prod(box.shape)
             out.append((box, elements, box.nbytes // elements))
         return out
 

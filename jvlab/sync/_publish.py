@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import threading
@@ -200,12 +201,10 @@ class Export:
 
     @property
     def total_bytes(self) -> int:
-        sizes = (
-            int(np.prod(shape, dtype=np.int64))
-            * numpy_dtype(self._types[name]).itemsize
+        return sum(
+            math.prod(shape) * numpy_dtype(self._types[name]).itemsize
             for name, shape in self.shapes.items()
         )
-        return sum(sizes)
 
     def files(self) -> dict[str, bytes]:
         """What makes a full version a checkpoint: config and tokenizer, the config with the dtype that is written."""

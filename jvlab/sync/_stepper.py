@@ -94,8 +94,10 @@ class Stepper:
         self._thread = threading.get_ident()  # of the one who opened it
         # kept until the end: the first commit may check their meaning
         self._params: Any = params
-        self._units = _units(self._transaction.senders.channels, link.plan, unit)
-        self._next, self._stop = 0, threading.Event()
+        # what it sends, in order: each names its tensors and its bytes
+        self.units = _units(self._transaction.senders.channels, link.plan, unit)
+        self.position = 0  # how many units have been sent
+        self._stop = threading.Event()
         self._stepping = threading.RLock()  # one step at a time, from any thread
         self.busy = False  # a step or a run is in progress
         # the tensor ahead at which the last run stopped; empty again after the next step
@@ -117,24 +119,14 @@ class Stepper:
         return self._transaction.terms.mode
 
     @property
-    def units(self) -> Sequence[_Unit]:
-        """What it sends, in order: each names its tensors and its bytes."""
-        return self._units
-
-    @property
-    def position(self) -> int:
-        """How many units have been sent."""
-        return self._next
-
-    @property
     def upcoming(self) -> str:
         """The name of the next step: its first tensor, or the one at which a run stopped."""
         if self.state in ("committed", "aborted"):
             return "nothing: it is over"
         if self.stopped_at:
             return self.stopped_at
-        if self._next < len(self._units):
-            return self._units[self._next].name
+        if self.position < len(self.units):
+            return self.units[self.position].name
         return "commit" if self.state == "verified" else "verify"
 
     @property
@@ -150,7 +142,7 @@ class Stepper:
         return halted and threading.get_ident() == self._thread
 
     def __len__(self) -> int:
-        return len(self._units) + 2
+        return len(self.units) + 2
 
     # Stepping -----------------------------------------------------------------------------------------------------
 
@@ -177,13 +169,13 @@ class Stepper:
             if self.state == "ready":
                 self._transaction.prepare()
                 self.state = "moving"
-            if self._next < len(self._units):
-                unit = self._units[self._next]
+            if self.position < len(self.units):
+                unit = self.units[self.position]
                 size = self._send(unit)
-                self._next += 1
+                self.position += 1
                 self.stopped_at = ""
                 step = self._record_step(unit.name, unit.parameters, size, start)
-                if self._next == len(self._units):
+                if self.position == len(self.units):
                     self.state = "moved"
             elif self.state == "moved":
                 self._verify_all()
@@ -307,7 +299,7 @@ class Stepper:
             )
             if found is not None:
                 self._at_break = True
-                self.stopped_at = found if self._next < len(self._units) else ""
+                self.stopped_at = found if self.position < len(self.units) else ""
                 break
             self._at_break = False
             with self._stepping:
@@ -322,8 +314,8 @@ class Stepper:
     @property
     def ahead(self) -> tuple[str, ...]:
         """The tensors that the next step sends, in whole or in part: small ones share a bucket."""
-        if self._next < len(self._units):
-            unit = self._units[self._next]
+        if self.position < len(self.units):
+            unit = self.units[self.position]
             return (unit.name, *unit.parameters)
         return (self.upcoming,)
 
@@ -338,10 +330,10 @@ class Stepper:
         """Compare the tensors that have fully arrived with what was sent."""
         with self._stepping:
             done = {
-                name for unit in self._units[: self._next] for name in unit.parameters
+                name for unit in self.units[: self.position] for name in unit.parameters
             }
             done -= {
-                name for unit in self._units[self._next :] for name in unit.parameters
+                name for unit in self.units[self.position :] for name in unit.parameters
             }
             report = self._coordinator.check_sent(self._transaction, done)
         names = {name for name, _ in report.digests} & done
@@ -404,7 +396,7 @@ class Stepper:
 
     def __repr__(self) -> str:
         state = "digests equal" if self.state == "verified" else self.state
-        return f"Stepper(version {self.version}, {state}, {self._next}/{len(self._units)}, next: {self.upcoming})"
+        return f"Stepper(version {self.version}, {state}, {self.position}/{len(self.units)}, next: {self.upcoming})"
 
     def _repr_html_(self) -> str:
         return _faces.draw(self, "html")

@@ -35,9 +35,9 @@ from jvlab._errors import (
 from jvlab._names import own_name
 from jvlab.layout._digest import NonFinite, merged
 from jvlab.layout._tree import device_processes
-from jvlab.sync._coordinator import Coordinator
+from jvlab.sync._coordinator import Coordinator, Wrap
 from jvlab.sync._pack import Source
-from jvlab.sync._senders import Senders, Sent
+from jvlab.sync._senders import Progress, Senders, Sent
 from jvlab.sync._transaction import (
     ORDER_SECONDS,
     CheckReport,
@@ -50,8 +50,7 @@ from jvlab.wire._client import Message, TeamStream
 from jvlab.wire._sync_words import CHOICES, Terms
 
 if TYPE_CHECKING:
-    from jvlab.sync._connect import Agreement
-    from jvlab.transport._peer import Sender
+    from jvlab.sync._connections import Agreement
     from jvlab.wire._client import Client
     from jvlab.wire._pool_view import PoolView
 
@@ -406,7 +405,7 @@ class TeamCoordinator(Coordinator):
         self,
         pool: PoolView,
         agreed: Agreement,
-        wrap: Callable[[Sender], Sender] | None,
+        wrap: Wrap,
         team: Team,
     ) -> None:
         super().__init__(pool, agreed, wrap)
@@ -570,7 +569,7 @@ class Shared(Transaction):
         super().__init__(*of_transaction, **timing)
         self._team = team
 
-    def send_all(self, progress: Callable[[Sent], None], collect: bool = True) -> None:
+    def send_all(self, progress: Progress, collect: bool = True) -> None:
         with self._team.watching(self.senders.close):
             # non-finite values in one process fail all of them
             super().send_all(progress, collect)
@@ -588,7 +587,7 @@ class Leading(Shared):
             super().prepare()
         self._team.send("move")
 
-    def send_all(self, progress: Callable[[Sent], None], collect: bool = True) -> None:
+    def send_all(self, progress: Progress, collect: bool = True) -> None:
         super().send_all(progress, collect)
         for other in self._team.gather("sent", self.deadline.left()):
             _add(self.sent, other)
@@ -608,7 +607,7 @@ class Following(Shared):
     def prepare(self) -> None:
         self._team.receive("move", self._seconds_left)
 
-    def send_all(self, progress: Callable[[Sent], None], collect: bool = True) -> None:
+    def send_all(self, progress: Progress, collect: bool = True) -> None:
         super().send_all(progress, collect)
         sent = self.sent
         digests = [[target, value] for target, value in sent.digests.items()]

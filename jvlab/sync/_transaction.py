@@ -18,7 +18,7 @@ from jvlab._deadline import Deadline
 from jvlab._errors import JvlabError, NonFiniteError, SyncError
 from jvlab.layout._digest import NAMED, NonFinite, examine, in_sample
 from jvlab.layout._slices import distinct_leaves
-from jvlab.sync._senders import DigestRow, Senders, Sent
+from jvlab.sync._senders import DigestRow, Progress, Senders, Sent
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._sync_words import AFTER_VERIFY, BEFORE_BYTES, ORDER, Phase, Terms
 
@@ -393,7 +393,7 @@ class Transaction:
     def _gather(self) -> None:
         self.senders.gather(self.source, self.digesting)
 
-    def send_all(self, progress: Callable[[Sent], None], collect: bool = True) -> None:
+    def send_all(self, progress: Progress, collect: bool = True) -> None:
         """Send everything, until it is in the engines' memory. Without `collect`, ipc's results are left for later."""
         left = max(self.deadline.left(), 0.1)
         version = self.terms.version
@@ -434,7 +434,7 @@ class Transaction:
         rows = self.senders.rows(self.sent.digests)
         return {(name, rank): value for name, rank, value in rows}
 
-    def run(self, progress: Callable[[Sent], None]) -> SyncReport:
+    def run(self, progress: Progress) -> SyncReport:
         """Run the whole sync; the engine core carries out its orders, if it can."""
         # Not with pause="wait": while requests finish the caller may still give up with nothing written. The core
         # compares all digests or none.
@@ -451,7 +451,7 @@ class Transaction:
         self.send_all(progress)
         return self.finish()
 
-    def _write_live(self, core: CoreOrders, progress: Callable[[Sent], None]) -> None:
+    def _write_live(self, core: CoreOrders, progress: Progress) -> None:
         """A direct sync, in one order."""
         # wait for JAX before the engine pauses
         self.senders.settle(self.source, staged=False)

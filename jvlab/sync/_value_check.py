@@ -51,6 +51,11 @@ SAME_NUMBERS = "another leaf holds the same numbers"
 SAME_SHAPE = (("q", "k"), ("k", "v"), ("q", "v"), ("gate", "up"))
 
 
+Arrays = Mapping[str, Any]  # a tree's, by path
+# leaf -> (kind, reason) of each alternative that names and shapes allow
+Known = Mapping[str, tuple[tuple[str, str], ...]]
+
+
 @dataclass(frozen=True)
 class LeafEvidence:
     """What a sample of the values of one leaf, or of one slice of a stacked leaf, showed.
@@ -385,7 +390,7 @@ def decide(
 
 def ambiguities(
     bindings: Sequence[Binding], config: Mapping[str, Any] | None = None
-) -> dict[str, tuple[tuple[str, str], ...]]:
+) -> Known:
     """Leaf → (kind, reason) of each alternative that names and shapes allow: square, sibling, rotary, offset."""
     shapes = {b.tensor: b.tensor_shape for b in bindings}
     roles = {
@@ -443,7 +448,7 @@ def _rotary(role: Role, config: Mapping[str, Any] | None) -> bool:
 
 
 def still_ambiguous(
-    known: Mapping[str, tuple[tuple[str, str], ...]],
+    known: Known,
     seen: Mapping[str, LeafEvidence],
     checked: bool,
     alike: Collection[str] = (),
@@ -493,7 +498,7 @@ def _untold(seen: LeafEvidence, alike: bool) -> str:
 # The ambiguities that names and shapes leave in a mapping, less what a link has settled.
 
 
-def ambiguities_of(mapping: Any) -> dict[str, tuple[tuple[str, str], ...]]:
+def ambiguities_of(mapping: Any) -> Known:
     """Leaf -> the alternatives that names and shapes allow; cached on the mapping."""
     cache = mapping.__dict__
     if "_ambiguities" not in cache:
@@ -504,7 +509,7 @@ def ambiguities_of(mapping: Any) -> dict[str, tuple[tuple[str, str], ...]]:
     return cache["_ambiguities"]
 
 
-def in_words(known: Mapping[str, tuple[tuple[str, str], ...]]) -> dict[str, str]:
+def in_words(known: Known) -> dict[str, str]:
     """Leaf -> its alternatives in one text."""
     return {
         leaf: "; ".join(reason for _, reason in found) for leaf, found in known.items()

@@ -35,6 +35,8 @@ from jvlab.sync._value_check import (
     ROWS,
     SAME_NUMBERS,
     SLIGHT,
+    Arrays,
+    Known,
     LeafEvidence,
     chosen,
     close_to,
@@ -126,7 +128,7 @@ def compare(
     pool: PoolView,
     params: Any,
     scorer: Scorer,
-    known: Mapping[str, tuple[tuple[str, str], ...]],
+    known: Known,
     mapping: Any,
     seconds: float,
 ) -> ScoreGap:
@@ -186,7 +188,7 @@ def judge_scores(
     engine: np.ndarray,
     trainer: np.ndarray,
     half: bool,
-    known: Mapping[str, tuple[tuple[str, str], ...]],
+    known: Known,
     params: Any,
     ask: Callable[[Any], np.ndarray],
 ) -> ScoreGap:
@@ -308,7 +310,7 @@ def blind_spots(
 
 def insensitive(
     params: Any,
-    known: Mapping[str, tuple[tuple[str, str], ...]],
+    known: Known,
     moved: Callable[[Any], float],
     gap: float,
 ) -> list[str]:
@@ -343,14 +345,12 @@ def perturb(params: Any, leaves: list[str], offset: bool) -> Any:
     )
 
 
-def read_by(other: Alternative, params: Any, arrays: Mapping[str, Any]) -> Any:
+def read_by(other: Alternative, params: Any, arrays: Arrays) -> Any:
     """The tree that the engine's values amount to if the alternative is right; None as for `replace_leaves`."""
     return replace_leaves(params, reread(other, arrays), arrays)
 
 
-def replace_leaves(
-    params: Any, given: Mapping[str, Any], arrays: Mapping[str, Any]
-) -> Any:
+def replace_leaves(params: Any, given: Mapping[str, Any], arrays: Arrays) -> Any:
     """The same tree with some of its `arrays` replaced; None if these are not leaves of the JAX pytree."""
     import jax
 
@@ -391,7 +391,7 @@ class Sampled:
 
 def sample(
     bindings: Sequence[Binding],
-    arrays: Mapping[str, Any],
+    arrays: Arrays,
     checkpoint: CheckpointValues,
 ) -> Sampled:
     """Sample every leaf that `bindings` name, and compare with the checkpoint."""
@@ -532,7 +532,7 @@ def _odd_rows(
 def rearranged(
     name: str,
     bindings: Sequence[Binding],
-    arrays: Mapping[str, Any],
+    arrays: Arrays,
     checkpoint: CheckpointValues,
 ) -> bool:
     """Does this leaf, which is a tensor by name, hold the tensor's rows or columns in another order?"""
@@ -611,7 +611,7 @@ def _bound(b: Binding, values: np.ndarray) -> np.ndarray:
     return values
 
 
-def untold(bindings: Sequence[Binding], arrays: Mapping[str, Any]) -> dict[str, str]:
+def untold(bindings: Sequence[Binding], arrays: Arrays) -> dict[str, str]:
     """Leaf → why its values cannot be told from others': one number everywhere, or the same as another leaf's."""
     out: dict[str, str] = {}
     prints: Prints = defaultdict(set)

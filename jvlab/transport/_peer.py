@@ -315,7 +315,7 @@ class LoopbackSender:
         self.label = label
         self.changed = threading.Condition()
         self.queue: deque[tuple[Header, bytearray]] = deque()
-        self.filling = self.sent = self.released = 0
+        self.sent = self.released = 0
         self.opened = self.closed = self.receiver_closed = False
         self.failure = ""
         self._key = secrets.token_hex(8)

@@ -16,6 +16,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from jvlab._errors import ConfigError, TransportError
@@ -430,8 +431,7 @@ class SlotSender:
         if not known:
             framed.close()
             return
-        peer = Peer.read(hello["peer"])
-        framed.peer = Peer(peer.pid, peer.start, peer.place, peer.host, self._expected)
+        framed.peer = replace(Peer.read(hello["peer"]), label=self._expected)
         self._send_welcome(framed, clock)
         self._join(framed, clock)
         kind, body = framed.get(clock, "open its end")

@@ -708,10 +708,6 @@ class Lease:
     def epoch(self) -> int:
         return self._lock.epoch
 
-    @property
-    def fences(self) -> tuple[tuple[int, int], ...]:
-        return self._lock.fences
-
     def claim(self, deadline: Deadline) -> None:
         """Become the writer; LinkBusy names the one there is."""
         before = self._wait_for_the_last(deadline)

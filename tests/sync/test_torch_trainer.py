@@ -14,7 +14,7 @@ from jvlab.layout._plan import TransferPlan
 from jvlab.layout._tree import checkpoint_names, cuda_ordinals, flatten, leaves_of
 from jvlab.layout._types import CheckpointTensor, Parameter, RankLayout
 from jvlab.sync._compile_tree import bind_rules
-from jvlab.sync._connect import _choose, _key
+from jvlab.sync._connections import _choose, _key
 from jvlab.sync._ipc_senders import KnownTensors
 from jvlab.sync._pack import Source
 

@@ -24,7 +24,6 @@ from jvlab.layout.rules._alternatives import (
 )
 from jvlab.layout.rules._roles import templates
 from jvlab.sync._value_samples import read_by
-from jvlab.sync.diagnose._bisection import largest
 
 ROUNDS = 4  # greedy search: wrong rules of different kinds, found one after the other
 BETTER = 0.98  # each step must reduce the remaining distance at least by this factor
@@ -32,6 +31,10 @@ CLEAR = 3.0  # an alternative explains a gap if it reduces it by this factor
 BEAM = 4  # partial solutions kept per round: the best one need not lead to a full one
 SMALL = 1 << 26  # models with up to this many elements are compared in every layer
 CACHE_BYTES = 1 << 30  # checkpoint tensors cached while alternatives are compared
+
+
+# how far it is from the engine, with which alternatives
+Step = tuple[float, tuple[Alternative, ...]]
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,13 @@ class WrongRule:
             "leaves": list(found.leaves),
             "left": self.gap,
         }
+
+
+def largest(one: np.ndarray, other: np.ndarray) -> float:
+    """The largest difference, ignoring NaN."""
+    both = np.abs(np.asarray(one, np.float64) - np.asarray(other, np.float64))
+    known = both[~np.isnan(both)]
+    return float(known.max()) if known.size else 0.0
 
 
 # By value -----------------------------------------------------------------------------------------------------------
@@ -217,11 +227,9 @@ class ByFunction:
         self._states = self._fetch_states()
         measure = self.states_apart if self._states is not None else self.mean_gap
         left = measure(None)
-        beam: list[tuple[float, tuple[Alternative, ...]]] = (
-            [] if left is None else [(left, ())]
-        )
+        beam: list[Step] = [] if left is None else [(left, ())]
         for _ in range(ROUNDS):
-            steps: list[tuple[float, tuple[Alternative, ...]]] = []
+            steps: list[Step] = []
             for left, chosen in beam:
                 for a in listed:
                     both = together([*chosen, a])
@@ -290,10 +298,10 @@ def logprobs_of(scored: Any) -> np.ndarray:
 
 
 def _nearest(
-    steps: Sequence[tuple[float, tuple[Alternative, ...]]],
-) -> list[tuple[float, tuple[Alternative, ...]]]:
+    steps: Sequence[Step],
+) -> list[Step]:
     """The `BEAM` nearest steps, without permutations of the same alternatives."""
-    seen: dict[frozenset[int], tuple[float, tuple[Alternative, ...]]] = {}
+    seen: dict[frozenset[int], Step] = {}
     for step in sorted(steps, key=lambda s: s[0]):
         seen.setdefault(frozenset(map(id, step[1])), step)
     return list(seen.values())[:BEAM]

@@ -12,8 +12,7 @@ import pytest
 import jvlab as jv
 from jvlab._errors import ConfigError, Unsupported
 from jvlab.sync._transaction import CheckReport, Outcome
-from jvlab.sync.diagnose._bisect import CAUSES, bisect, compare_layers
-from jvlab.sync.diagnose._bisection import Check
+from jvlab.sync.diagnose._bisect import CAUSES, Check, bisect, compare_layers
 
 IDS = np.array([5, 6, 7, 8], np.int32)
 

@@ -15,13 +15,12 @@ from jvlab.layout.rules._alternatives import alternatives
 from jvlab.layout.rules._builtin import policy_rules
 from jvlab.layout.rules._rules import apply_binding, invert_binding
 from jvlab.layout.rules._ruleset import Rules
-from jvlab.sync._compile_tree import policy_shapes
-from jvlab.sync._rebind import changed_rules
-from jvlab.sync.diagnose._bisection import largest
+from jvlab.sync._compile_tree import changed_rules, policy_shapes
 from jvlab.sync.diagnose._rule_search import (
     ByFunction,
     SomeTensors,
     by_value,
+    largest,
     verdict_of,
 )
 from tests.fuzzing import soak_but
