@@ -60,18 +60,6 @@ ByName = Dict[str, Any]
 # Binds rules, declared or inferred, to a tree: what `rules=` accepts, and the leaf shapes that rules imply.
 
 
-def bind(
-    rules: Any,
-    shapes: ByName,
-    tensors: list[CheckpointTensor],
-    config: ByName,
-    values: ByName | None = None,
-    checkpoint: ByName | None = None,
-) -> list[Binding]:
-    """The bindings of `bind_rules`."""
-    return bind_rules(rules, shapes, tensors, config, values, checkpoint)[1]
-
-
 def bind_rules(
     rules: Any,
     shapes: ByName,
@@ -559,25 +547,20 @@ def changed_rules(rules: Rules, text: str, replaced: str = "") -> Rules:
                 "an empty rule removes one, but none is named",
                 remedy="pass the text of the old rule as replace=",
             )
-        kept = tuple(r for r in rules if r is not old)
+        kept = [r for r in rules if r is not old]
     else:
         new = parsed[0]
-        old = old or next(
-            (
-                r
-                for r in rules
-                if r.leaf and new.leaf and name_text(r.leaf) == name_text(new.leaf)
-            ),
-            None,
-        )
-        kept = (
-            (*rules, new)
-            if old is None
-            else tuple(replace(new, line=r.line) if r is old else r for r in rules)
-        )
+        leaf = new.leaf and name_text(new.leaf)
+        same = (r for r in rules if leaf and r.leaf and name_text(r.leaf) == leaf)
+        old = old or next(same, None)
+        kept = [replace(new, line=r.line) if r is old else r for r in rules]
+        if old is None:
+            kept.append(new)
     texts = {str(r) for r in kept}
     notes = {k: v for k, v in rules.notes.items() if k in texts}
-    return Rules(kept, notes, {k: v for k, v in rules.warnings.items() if k in texts})
+    return Rules(
+        tuple(kept), notes, {k: v for k, v in rules.warnings.items() if k in texts}
+    )
 
 
 def _find(rules: Rules, text: str) -> Rule:

@@ -51,7 +51,7 @@ from jvlab.layout._sparse import changed
 from jvlab.layout._tree import FlatTree, checkpoint_names, flatten
 from jvlab.layout.rules._rules import apply_binding
 from jvlab.sync._compile_tree import bind_rules
-from jvlab.sync._coordinator import behind
+from jvlab.sync._coordinator import behind, version_after
 from jvlab.sync._meaning import owner_of, unpack
 from jvlab.trainer.models import resolve
 from jvlab.transport._storage import (
@@ -531,14 +531,7 @@ class Publisher:
     def _number(self, version: int | None, names: Sequence[str]) -> int:
         # incomplete ones too: their names are taken
         last = max([self.version, *versions_in(names)])
-        if version is None:
-            return last + 1
-        if not isinstance(version, int) or isinstance(version, bool) or version <= last:
-            raise ConfigError(
-                f"version must be an integer larger than {last}, which {self.path} holds, not {version!r}",
-                remedy="leave it out to use the next one",
-            )
-        return version
+        return version_after(last, version, self.path)
 
     def _why_full(self, full: bool, visible: Index | None) -> str:
         """Why everything must be written; empty if changes may be."""

@@ -209,39 +209,26 @@ class Stepper:
             reply = self._transaction.verify()
         except VerifyError as error:
             failed: Any = error.fields.get("reply")
-            self._record_checks(
-                self._compared(),
-                [n for o in getattr(failed, "outcomes", ()) for n in o.differing],
-            )
+            self._record_checks(self._compared(), getattr(failed, "outcomes", ()))
             raise
-        self._record_checks(
-            self._compared(), [n for o in reply.outcomes for n in o.differing]
-        )
+        self._record_checks(self._compared(), reply.outcomes)
 
     def _compared(self) -> set[str]:
-        if not self._transaction.digesting:
-            return set()
-        return {
-            name
-            for digests in self._transaction.expected()
-            for name in digests.parameters
-        }
+        t = self._transaction
+        expected = t.expected() if t.digesting else ()
+        return {name for digests in expected for name in digests.parameters}
 
-    def _record_checks(self, names: Iterable[str], differing: Iterable[str]) -> None:
-        wrong = {name.partition(" (")[0] for name in differing}  # "parameter (rank r)"
+    def _record_checks(self, names: Iterable[str], outcomes: Iterable[Any]) -> None:
+        # "parameter (rank r)"
+        wrong = {name.partition(" (")[0] for o in outcomes for name in o.differing}
         self.checked |= {name: name not in wrong for name in names}
 
     def _record_step(
         self, name: str, parameters: tuple[str, ...], size: int, start: float
     ) -> Step:
-        step = Step(
-            len(self.steps) + 1,
-            len(self),
-            name,
-            parameters,
-            size,
-            time.perf_counter() - start,
-        )
+        seconds = time.perf_counter() - start
+        number = len(self.steps) + 1
+        step = Step(number, len(self), name, parameters, size, seconds)
         self.steps.append(step)
         return step
 
@@ -289,17 +276,13 @@ class Stepper:
     def _run(self, patterns: list[str]) -> None:
         taken = 0
         while self.state not in ("committed", "aborted") and not self._stop.is_set():
-            stop_here = [
-                *patterns,
-                *(self.breakpoints if taken or not self._at_break else []),
-            ]
-            found = next(
-                (name for name in self.ahead for p in stop_here if re.search(p, name)),
-                None,
-            )
-            if found is not None:
+            stop_here = list(patterns)
+            if taken or not self._at_break:
+                stop_here += self.breakpoints
+            found = [n for n in self.ahead if any(re.search(p, n) for p in stop_here)]
+            if found:
                 self._at_break = True
-                self.stopped_at = found if self.position < len(self.units) else ""
+                self.stopped_at = found[0] if self.position < len(self.units) else ""
                 break
             self._at_break = False
             with self._stepping:
@@ -337,7 +320,7 @@ class Stepper:
             }
             report = self._coordinator.check_sent(self._transaction, done)
         names = {name for name, _ in report.digests} & done
-        self._record_checks(names, [n for o in report.outcomes for n in o.differing])
+        self._record_checks(names, report.outcomes)
         return report
 
     @brief
@@ -421,28 +404,19 @@ def _regex(pattern: str) -> str:
 
 def _units(channels: Sequence[Any], plan: Any, unit: str) -> list[_Unit]:
     """One unit per bucket; or one per tensor, with all buckets that hold parts of it and are in no earlier unit."""
-    named = [
-        (
-            channel,
-            job,
-            tuple(
-                dict.fromkeys(
-                    n
-                    for n, _ in by_parameter(plan, sorted(job.pack.targets(job.bucket)))
-                )
-            ),
-        )
-        for channel in channels
-        for job in channel.jobs
-    ]
+    buckets = []
+    for channel in channels:
+        for job in channel.jobs:
+            of = by_parameter(plan, sorted(job.pack.targets(job.bucket)))
+            names = tuple(dict.fromkeys(name for name, _ in of))
+            buckets.append(_Unit(names[0], names, [(channel, job)]))
     if unit == "bucket":
-        return [
-            _Unit(names[0], names, [(channel, job)]) for channel, job, names in named
-        ]
-    order = list(dict.fromkeys(name for _, _, names in named for name in names))
+        return buckets
+    order = list(dict.fromkeys(name for b in buckets for name in b.parameters))
     units = {name: _Unit(name, (name,)) for name in order}
-    for channel, job, names in named:
-        home = min(names, key=order.index)
-        units[home].work.append((channel, job))
-        units[home].parameters = tuple(dict.fromkeys((*units[home].parameters, *names)))
+    for bucket in buckets:
+        home = units[min(bucket.parameters, key=order.index)]
+        home.work += bucket.work
+        names = (*home.parameters, *bucket.parameters)
+        home.parameters = tuple(dict.fromkeys(names))
     return [u for u in units.values() if u.work]

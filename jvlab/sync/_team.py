@@ -520,9 +520,9 @@ class TeamCoordinator(Coordinator):
             senders,
             source,
             self._terms(options, version, deadline),
-            transport=self.transport,
-            deadline=deadline,
-            began=began,
+            self.transport,
+            deadline,
+            began,
         )
 
     def _verify(self, params: Any, deadline: Deadline) -> CheckReport:
@@ -565,8 +565,8 @@ def _endpoints(senders: Senders) -> dict[str, list[dict[str, Any]]]:
 class Shared(Transaction):
     """One process's part of a transaction."""
 
-    def __init__(self, team: Team, *of_transaction: Any, **timing: Any) -> None:
-        super().__init__(*of_transaction, **timing)
+    def __init__(self, team: Team, *of_transaction: Any) -> None:
+        super().__init__(*of_transaction)
         self._team = team
 
     def send_all(self, progress: Progress, collect: bool = True) -> None:

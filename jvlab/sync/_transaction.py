@@ -133,12 +133,7 @@ class SyncReport:
         """Everything but the digests as plain values."""
         plain = asdict(self)
         del plain["digests"]
-        return {
-            **plain,
-            "verified": self.verified,
-            "notes": list(self.notes),
-            "seconds": dict(self.seconds),
-        }
+        return {**plain, "verified": self.verified, "notes": list(self.notes)}
 
     def __repr__(self) -> str:
         return _faces.draw(self, "text")
@@ -222,20 +217,16 @@ def exports_of(reply: pb.LinkReply) -> dict[str, list[dict[str, Any]]]:
 
 def outcome_of(o: pb.ReplicaOutcome) -> Outcome:
     """A replica's outcome as plain values."""
-    seconds = {part.name: part.seconds for part in o.seconds}
-    evidence = {how: int(count) for how, count in o.evidence.items()}
-    differing = tuple(o.differing)
-    reloaded = dict(o.reloaded)
     return Outcome(
         o.replica,
         o.state,
-        int(o.version),
-        int(o.bytes),
-        seconds,
+        o.version,
+        o.bytes,
+        {part.name: part.seconds for part in o.seconds},
         o.error,
-        differing,
-        evidence,
-        reloaded,
+        tuple(o.differing),
+        dict(o.evidence),
+        dict(o.reloaded),
     )
 
 
@@ -245,13 +236,8 @@ def check_report(
     """The report of a check; `version` is the fallback if no replica replied."""
     found: dict[tuple[str, int], int] = {}
     for o in outcomes:
-        found |= dict(
-            zip(
-                zip(o.found.parameters, o.found.ranks, strict=True),
-                o.found.values,
-                strict=True,
-            )
-        )
+        keys = zip(o.found.parameters, o.found.ranks, strict=True)
+        found |= dict(zip(keys, o.found.values, strict=True))
     listed = tuple(map(outcome_of, outcomes))
     return CheckReport(
         max((o.version for o in listed), default=version), listed, found, seconds
@@ -289,11 +275,9 @@ def refusal(found: Sequence[NonFinite], mode: str) -> NonFiniteError:
         "direct": "Live memory was written and nothing committed: replicas refuse to generate until a sync commits",
     }[mode]
     overflow = next((f for f in found if f.overflow), None)
-    cast = (
-        f"; or launch with a dtype that holds {overflow.leaf} ({overflow.wire} does not)"
-        if overflow
-        else ""
-    )
+    cast = ""
+    if overflow:
+        cast = f"; or launch with a dtype that holds {overflow.leaf} ({overflow.wire} does not)"
     return NonFiniteError(
         f"{count}:\n  " + "\n  ".join(map(str, found[:NAMED])) + f"{more}\n  {state}.",
         remedy=f'sync finite parameters, e.g. those of the step before{cast}; nonfinite="allow" sends them as they are',
@@ -546,60 +530,56 @@ class Transaction:
         for reply in self.replies:
             for o in map(outcome_of, reply.outcomes):
                 before = merged.get(o.replica, o)
-                kept = {
-                    "evidence": o.evidence or before.evidence,
-                    "reloaded": o.reloaded or before.reloaded,
-                }
                 merged[o.replica] = replace(
-                    o, seconds={**before.seconds, **o.seconds}, **kept
+                    o,
+                    seconds={**before.seconds, **o.seconds},
+                    evidence=o.evidence or before.evidence,
+                    reloaded=o.reloaded or before.reloaded,
                 )
-        seconds = {name: self.sent.seconds[name] for name in ("pack", "move")}
+        outcomes = tuple(merged.values())
+
+        def slowest(*parts: str) -> float:
+            sums = (sum(o.seconds.get(p, 0.0) for p in parts) for o in outcomes)
+            return max(sums, default=0.0)
+
+        sent = self.sent
+        seconds = {name: sent.seconds[name] for name in ("pack", "move")}
         if "find" in self.spans:
             start, stop = self.spans["find"]
             seconds["find"] = stop - start
-        for part in WORKER_PARTS:
-            slowest = max(
-                (o.seconds.get(part, 0.0) for o in merged.values()), default=0.0
-            )
-            if slowest:
-                seconds[part] = slowest
-        seconds["copy"] = self.sent.seconds["copy"]
-        seconds["trainer_digest"] = self.sent.seconds["digest"]
-        seconds["digest"] = max(seconds.get("digest", 0.0), self.sent.seconds["digest"])
+        seconds |= {part: s for part in WORKER_PARTS if (s := slowest(part))}
+        seconds["copy"] = sent.seconds["copy"]
+        seconds["trainer_digest"] = sent.seconds["digest"]
+        seconds["digest"] = max(seconds.get("digest", 0.0), sent.seconds["digest"])
         seconds["total"] = (self._ended or time.perf_counter()) - self.began
         phases = (*PHASES, "admit") if "exchange" in self.seconds else PHASES
-        inside = max(
-            (sum(o.seconds.get(p, 0.0) for p in phases) for o in merged.values()),
-            default=0.0,
-        )
-        seconds["control"] = max(0.0, sum(self.seconds.values()) - inside)
-        digests = self._found if self._digests is None else self._digests
+        seconds["control"] = max(0.0, sum(self.seconds.values()) - slowest(*phases))
         notes = [
             f"{o.replica} stayed behind: {o.error or o.state}"
-            for o in merged.values()
+            for o in outcomes
             if o.state != "committed"
         ]
         changes = self.senders.changes
         why_full = self.why_full
         if changes is not None:
-            why_full = changes.why_full(self.sent.sparse, self.sent.buckets)
+            why_full = changes.why_full(sent.sparse, sent.buckets)
         flawed = tuple(map(str, self.nonfinite))
         notes += [f"not finite, and allowed: {line}" for line in flawed]
         return SyncReport(
             version=self.terms.version,
-            bytes=self.sent.bytes,
+            bytes=sent.bytes,
             seconds=seconds,
             spans=dict(sorted(self.spans.items(), key=lambda item: item[1])),
-            outcomes=tuple(merged.values()),
-            digests=digests,
+            outcomes=outcomes,
+            digests=self._found if self._digests is None else self._digests,
             verify=self.terms.verify,
             mode=self.terms.mode,
             transport=self.transport,
-            buckets=self.sent.buckets,
+            buckets=sent.buckets,
             notes=tuple(notes),
             nonfinite=flawed,
-            delta=self.sent.sparse > 0,
+            delta=sent.sparse > 0,
             changed=None if changes is None else changes.share,
-            full_bytes=self.sent.full_bytes or self.sent.bytes,
+            full_bytes=sent.full_bytes or sent.bytes,
             why_full=why_full,
         )

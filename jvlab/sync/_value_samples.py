@@ -723,14 +723,7 @@ def leaf_values(array: Any, index: np.ndarray) -> np.ndarray:
     out = np.full(len(index), np.nan)
     open_ = np.ones(len(index), bool)
     for piece in pieces:
-        start, stop = boxes.get(
-            int(piece.device.id), (np.zeros(0), np.asarray(leaf.shape))
-        )
-        start = (
-            start
-            if len(start) == index.shape[1]
-            else np.zeros(index.shape[1], np.int64)
-        )
+        start, stop = boxes[int(piece.device.id)]
         inside = open_ & ((index >= start) & (index < stop)).all(axis=1)
         if inside.any():
             # clip instead of selecting: a fixed index shape compiles to one program per device

@@ -18,7 +18,6 @@ from jvlab.layout.rules._ruleset import Rules
 from jvlab.sync._compile_tree import changed_rules, policy_shapes
 from jvlab.sync.diagnose._rule_search import (
     ByFunction,
-    SomeTensors,
     by_value,
     largest,
     verdict_of,
@@ -159,20 +158,19 @@ def test_meaning_of_several_wrong_rules_by_value(world: World):
     }
     for b in world.right.bind(world.shapes, world.tensors, world.config):
         apply_binding(b, np.asarray(world.arrays[b.leaf]), checkpoint[b.tensor])
-    some = SomeTensors(checkpoint, {t.name: tuple(t.shape) for t in world.tensors})
     for texts in SEVERAL.values():
         wrong = rules_with(world.right, *texts)
         found, _ = by_value(
             alternatives(wrong, world.shapes, world.tensors, world.config),
             world.arrays,
-            some,
+            checkpoint,
         )
         assert found is not None
         assert bound(world, found.alternative.apply(wrong)) == bound(world, world.right)
     right, seen = by_value(
         alternatives(world.right, world.shapes, world.tensors, world.config),
         world.arrays,
-        some,
+        checkpoint,
     )
     assert right is None
     assert "are related to" in seen
