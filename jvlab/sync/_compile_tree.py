@@ -235,8 +235,12 @@ def trace_and_compile(
         if mesh is not None:
             MeshSpec.of(mesh)
         clock.lap("checkpoint_s")
+        from jvlab.engine import _vllm_versions
+
         with _quiet_vllm():
-            trace_offline = _import_tracer()
+            _vllm_versions.build()  # raises with the install command if vLLM is missing
+            with importing("vLLM"):
+                from jvlab.engine.tracing._offline import trace_offline
             clock.lap("import_vllm_s")
             options = {
                 "tensor_parallel": tensor_parallel,
@@ -286,17 +290,6 @@ def _quiet_vllm() -> Iterator[None]:
         yield
 
 
-def _import_tracer() -> Any:
-    """`trace_offline`."""
-    from jvlab.engine import _vllm_versions
-
-    _vllm_versions.build()  # raises with the install command if vLLM is missing
-    with importing("vLLM"):
-        from jvlab.engine.tracing._offline import trace_offline
-
-    return trace_offline
-
-
 def _engine_dtype(dtype: str, config: ByName) -> str:
     """The dtype as `lab.launch` chooses it: a float32 checkpoint stays float32, the rest is vLLM's choice."""
     given = config.get("dtype") or config.get("torch_dtype")
@@ -333,11 +326,10 @@ def compile_tree(
         raise ConfigError(
             "the tree holds no array", remedy="pass the parameters, e.g. policy.params"
         )
-    scales = (
-        block_scales(tensors, config)
-        if not any(_is_fp8(x) for x in flat.arrays.values())
-        else {}
-    )
+    dtypes = [str(getattr(x, "dtype", "")) for x in flat.arrays.values()]
+    # a tree that holds fp8 values already has their scales, as the checkpoint does
+    has_scales = any(dtype.endswith("float8_e4m3fn") for dtype in dtypes)
+    scales = {} if has_scales else block_scales(tensors, config)
     # filled by the scales that quantising makes
     hidden = {scale.tensor.name for scale in scales.values()}
     tensors = [t for t in tensors if t.name not in hidden]
@@ -389,11 +381,6 @@ def compile_tree(
     mapping = make(in_force, bindings)
     clock.lap("compile_and_prove_s")
     return mapping
-
-
-def _is_fp8(array: Any) -> bool:
-    """Whether the trainer's tree holds fp8 values already: then it has their scales, as the checkpoint does."""
-    return str(getattr(array, "dtype", "")).endswith("float8_e4m3fn")
 
 
 def _readable(array: Any) -> bool:

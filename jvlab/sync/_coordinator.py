@@ -480,9 +480,15 @@ class Coordinator:
                 sparse = transaction.sent.sparse > 0
                 self.give_up(transaction, error)
                 if isinstance(error, VerifyError) and sparse:
-                    return self._sync_whole(
-                        params, version, options, deadline, progress, listener, error
+                    # changes led to other values than the trainer's: everything, to every replica
+                    self._held.clear()
+                    report = self.sync(
+                        params, version, options, deadline, progress, listener
                     )
+                    why = f"a sparse sync was not proven, so everything was sent: {error.message}"
+                    notes = (*report.notes, why)
+                    self.last = replace(report, why_full=why, notes=notes)
+                    return self.last
                 if isinstance(error, KeyboardInterrupt):
                     version = transaction.terms.version
                     self.explain(error, f"the sync of version {version}", version)
@@ -526,23 +532,6 @@ class Coordinator:
             nbytes = senders.total_bytes // max(1, len(senders.replicas))
             return no_room(self._held, nbytes, self.transport == "nccl")
         return ""
-
-    def _sync_whole(
-        self,
-        params: Any,
-        version: int | None,
-        options: Terms,
-        deadline: Deadline,
-        progress: bool | None,
-        listener: Listener | None,
-        error: VerifyError,
-    ) -> SyncReport:
-        """After changes that led to other values than the trainer's: everything, to every replica."""
-        self._held.clear()
-        report = self.sync(params, version, options, deadline, progress, listener)
-        why = f"a sparse sync was not proven, so everything was sent: {error.message}"
-        self.last = report = replace(report, why_full=why, notes=(*report.notes, why))
-        return report
 
     def give_up(
         self, transaction: Transaction, error: BaseException | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -65,23 +66,16 @@ def differences(
     link: Link, name: str, source: Source, replica: int = 0
 ) -> list[TensorDiff]:
     """For every rank's part of a tensor: what the engine holds now against what a sync would write."""
+    names = [name]
+    # unless several leaves make up this parameter, or there is none: `targets_named` says so
+    with suppress(ConfigError):
+        # the parameters of one layer of a stacked leaf, if the name means that
+        names = targets(link.mapping, find(link.mapping, name)) or names
     out = []
-    for target in (
-        t for one in _of_slice(link, name) for t in targets_named(link.plan, one)
-    ):
+    for target in (t for one in names for t in targets_named(link.plan, one)):
         info, rank, now, new = both_sides(link, target, source, replica)
         out.append(difference(info.name, rank, info.shape, now, new))
     return out
-
-
-def _of_slice(link: Link, name: str) -> list[str]:
-    """The parameters of one layer of a stacked leaf, if the name means that; else the name itself."""
-    try:
-        place = find(link.mapping, name)
-    # several leaves make up this parameter, or there is none: the caller says so
-    except ConfigError:
-        return [name]
-    return targets(link.mapping, place) or [name]
 
 
 def both_sides(

@@ -378,7 +378,10 @@ class MeaningCheck:
             leaves = {without_slice(name) for name in names}
             mixed = [leaf for leaf in orders if leaf in leaves]
             for leaf in mixed[:NAMED]:
-                lines.append(f"    {leaf}: {_order_words(orders[leaf])}")
+                order = orders[leaf].items()
+                words = [f"[{i}] holds the values of layer [{j}]" for i, j in order]
+                shown = ", ".join(words[:NAMED]) + (" …" if len(words) > NAMED else "")
+                lines.append(f"    {leaf}: its layers are in another order: {shown}")
         text = "\n".join(lines)
         rules = list(dict.fromkeys(readings.values()))
         remedy = "correct the rules of these leaves"
@@ -571,12 +574,6 @@ def whole_leaves(
         leaf = without_slice(name)
         out.setdefault(leaf if set(slices[leaf]) <= set(wrong) else name, seen[name])
     return out
-
-
-def _order_words(order: Mapping[int, int]) -> str:
-    words = [f"[{i}] holds the values of layer [{j}]" for i, j in order.items()]
-    shown = ", ".join(words[:NAMED]) + (" …" if len(words) > NAMED else "")
-    return f"its layers are in another order: {shown}"
 
 
 def _dirty(mark_dirty: Callable[[], None]) -> str:

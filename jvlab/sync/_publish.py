@@ -408,24 +408,19 @@ class Publisher:
         self._closed = False
         self.version = 0
         self.last: PublishReport | None = None
-        self._check_model(deadline)
+        found = self._newest(deadline)
+        if found is not None:
+            self.version = found.version
+            if found.model != self._model:
+                raise ConfigError(
+                    f"{self.path} holds versions of another model: {found.name} has other tensors",
+                    remedy="one model to a folder: choose another, or remove what is there",
+                    path=self.path,
+                )
         self._lease = Lease(self._store, float(options.lease))
         self._lease.claim(deadline)
         # a publisher that nobody kept blocks nobody
         self._release = weakref.finalize(self, self._lease.release, RELEASE_SECONDS)
-
-    def _check_model(self, deadline: Deadline) -> None:
-        """Raise if the folder holds another model's versions."""
-        found = self._newest(deadline)
-        if found is None:
-            return
-        self.version = found.version
-        if found.model != self._model:
-            raise ConfigError(
-                f"{self.path} holds versions of another model: {found.name} has other tensors",
-                remedy="one model to a folder: choose another, or remove what is there",
-                path=self.path,
-            )
 
     def _newest(self, deadline: Deadline) -> Index | None:
         """The newest version that readers would take; None if there is none."""
@@ -709,8 +704,15 @@ class Publisher:
             names = self._shelf.names(deadline)
             versions = versions_in(names)
             for version in versions:
-                if version not in self._full and version <= newest:
-                    self._full[version] = self._is_full(version, names, deadline)
+                if version in self._full or version > newest:
+                    continue
+                try:
+                    index = self._shelf.complete(version, names, deadline)
+                    self._full[version] = index.base is None
+                except StorageError as error:
+                    if "why" not in error.fields:
+                        raise
+                    self._full[version] = False  # damaged: nobody can start from it
             full = [v for v in versions if self._full.get(v)]
             if len(full) > self.options.keep:
                 floor = full[self.options.keep - 1]
@@ -725,14 +727,6 @@ class Publisher:
         except (StorageError, DeadlineExceeded) as error:
             return tuple(gone), [f"older versions were not removed: {error.message}"]
         return tuple(gone), []
-
-    def _is_full(self, version: int, names: Sequence[str], deadline: Deadline) -> bool:
-        try:
-            return self._shelf.complete(version, names, deadline).base is None
-        except StorageError as error:
-            if "why" not in error.fields:
-                raise
-            return False  # damaged: nobody can start from it
 
     def close(self) -> None:
         """Let another publisher write there at once. Can be called twice."""
@@ -939,15 +933,12 @@ class Follower:
                 if failed is not None:
                     self.error = failed
                 self._news.notify_all()
-            if self._pool_is_gone():
+            if self.pool is not None and self.pool.snapshot.closed:
                 self._closing.set()
             pause = min(2 * pause, LONGEST_PAUSE) if failed is not None else self._poll
             self._closing.wait(pause)
         with self._news:
             self._news.notify_all()
-
-    def _pool_is_gone(self) -> bool:
-        return self.pool is not None and bool(self.pool.snapshot.closed)
 
     def _step(self) -> None:
         """Look once: read what is new, sync it, bring newcomers to it."""

@@ -356,7 +356,9 @@ def together(
     if len(processes) < 2:
         yield None
         return
-    own = {int(d.process_index) for a in arrays.values() for d in _addressable(a)}
+    shardings = [getattr(a, "sharding", None) for a in arrays.values()]
+    here = [getattr(s, "addressable_devices", ()) for s in shardings]
+    own = {int(d.process_index) for devices in here for d in devices}
     if not own:
         raise ConfigError(
             f"this process holds none of these parameters; processes {processes} do",
@@ -370,10 +372,6 @@ def together(
     except BaseException:
         team.close()
         raise
-
-
-def _addressable(array: Any) -> Any:
-    return getattr(getattr(array, "sharding", None), "addressable_devices", ())
 
 
 def _job(arrays: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jvlab.layout._slices import distinct_leaves, without_slice
-from jvlab.layout._types import Axis, Binding
+from jvlab.layout._types import Binding
 from jvlab.layout.rules._roles import Role, classify, templates
 
 # sample size per leaf: values of one row are close together in a file, rows are far apart
@@ -165,11 +165,11 @@ def points(
         far = np.repeat(_spread(tall, rows, random), columns)
         near = random.permutation(_spread(wide, rows * columns, random))
     count = len(far)
-    at = {
-        id(a): i
-        for axes, flat in ((slow, far), (fast, near))
-        for a, i in _unravelled(axes, flat)
-    }
+    at: dict[int, np.ndarray] = {}
+    for axes, flat in ((slow, far), (fast, near)):
+        if axes:
+            indices = np.unravel_index(flat, [a.size for a in axes])
+            at |= zip(map(id, axes), indices, strict=True)
     leaf = np.tile(np.asarray(binding.leaf_start, np.int64), (count, 1))
     tensor = np.tile(np.asarray(binding.tensor_start, np.int64), (count, 1))
     for axis in binding.axes:
@@ -183,16 +183,6 @@ def _spread(size: int, count: int, random: np.random.Generator) -> np.ndarray:
     return np.minimum(
         ((np.arange(count) + random.random(count)) * (size / count)).astype(np.int64),
         size - 1,
-    )
-
-
-def _unravelled(
-    axes: Sequence[Axis], flat: np.ndarray
-) -> list[tuple[Axis, np.ndarray]]:
-    return (
-        list(zip(axes, np.unravel_index(flat, [a.size for a in axes]), strict=True))
-        if axes
-        else []
     )
 
 
@@ -406,9 +396,8 @@ def ambiguities(
         role = roles[b.tensor]
         found = out[b.leaf]
         if len(b.tensor_shape) == 2 and b.tensor_shape[0] == b.tensor_shape[1] > 1:
-            found["square"] = (
-                f"square ({b.tensor_shape[0]} × {b.tensor_shape[1]}): its transpose fits as well"
-            )
+            size = " × ".join(map(str, b.tensor_shape))
+            found["square"] = f"square ({size}): its transpose fits as well"
         beside = layers[_parent(b.tensor), role.bias, b.tensor_shape]
         similar = [
             y if x == role.base else x for x, y in SAME_SHAPE if role.base in (x, y)
@@ -422,9 +411,8 @@ def ambiguities(
             if t in beside and beside[t] != b.tensor
         ]
         if names:
-            found["sibling"] = (
-                f"{' and '.join(names)} {'has' if len(names) == 1 else 'have'} the same shape"
-            )
+            have = "has" if len(names) == 1 else "have"
+            found["sibling"] = f"{' and '.join(names)} {have} the same shape"
         if _rotary(role, config):
             found["rotary"] = "rotary order: halves or pairs, which shapes do not show"
         norm = role.base.startswith("norm") or (

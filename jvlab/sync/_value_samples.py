@@ -156,7 +156,9 @@ def compare(
         return ScoreGap(
             "unchecked", f"the trainer scored no token: {type(error).__name__}: {error}"
         )
-    half = _half(str(facts.dtype), params)
+    kinds = [np.dtype(a.dtype).name for a in flatten(params).arrays.values()]
+    # are 16-bit floats involved on either side?
+    half = not {"bfloat16", "float16"}.isdisjoint([str(facts.dtype), *kinds])
     found = judge_scores(engine, trainer, half, known, params, ask)
     if found.state == "failed":
         return explain(found, engine, half, params, ask, mapping, until)
@@ -239,12 +241,6 @@ def gap_of(one: np.ndarray, other: np.ndarray, half: bool) -> float:
         if np.isfinite(apart).all()
         else float("inf")
     )
-
-
-def _half(engine: str, params: Any) -> bool:
-    """Are 16-bit floats involved on either side?"""
-    kinds = {engine, *(np.dtype(a.dtype).name for a in flatten(params).arrays.values())}
-    return bool(kinds & {"bfloat16", "float16"})
 
 
 def _tokens(vocabulary: int, longest: int) -> np.ndarray:

@@ -62,16 +62,6 @@ def _read_peer(path: Path) -> Peer:
     return Peer.read(json.loads(path.read_text()))
 
 
-def _head(header: Header) -> bytes:
-    """The header of a safetensors file that holds one uint8 tensor."""
-    names = {
-        "version": str(header.version),
-        "device": str(header.device),
-        "bucket": str(header.bucket),
-    }
-    return encode_header([("bucket", (header.nbytes,))], "uint8", names, align=64)
-
-
 def _wait(
     clock: Clock,
     who: Peer | str,
@@ -171,7 +161,13 @@ class DiskSender:
         self._sent += 1
 
     def _store(self, part: Path, header: Header, fill: Fill) -> None:
-        head = _head(header)
+        names = {
+            "version": str(header.version),
+            "device": str(header.device),
+            "bucket": str(header.bucket),
+        }
+        tensor = ("bucket", (header.nbytes,))
+        head = encode_header([tensor], "uint8", names, align=64)
         size = len(head) + header.nbytes
         fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:

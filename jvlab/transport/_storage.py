@@ -377,18 +377,14 @@ class Folder:
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            return self._create_exclusively(path, content)
+            # no hard links here; who reads it half written reads it again
+            try:
+                with (self._root / path).open("xb") as file:
+                    file.write(content)
+            except FileExistsError:
+                return False
         finally:
             part.unlink(missing_ok=True)
-        return True
-
-    def _create_exclusively(self, path: str, content: bytes) -> bool:
-        """On a file system without hard links; who reads it half written reads it again."""
-        try:
-            with (self._root / path).open("xb") as file:
-                file.write(content)
-        except FileExistsError:
-            return False
         return True
 
     def replace(self, path: str, content: bytes) -> None:
@@ -747,10 +743,12 @@ class Lease:
         unfinished: list[str] = []
         newest = 0
         for version in versions_in(names):
-            if self._is_complete(version, deadline):
+            name = version_name(version)
+            listed = self._calls.call("list it", deadline, self._store.names, name)
+            if INDEX in listed:
                 newest = version
                 break
-            unfinished.append(version_name(version))
+            unfinished.append(name)
         fences = (*self._lock.fences, (self.epoch, newest))[-FENCES:]
         self._write(deadline, beat=1, fences=fences)
         parts = (name for name in names if name.endswith(_PART))
@@ -758,12 +756,6 @@ class Lease:
         left += [lock_name(old) for old in epochs_in(names) if old < self.epoch]
         for name in left:
             self._calls.call(f"remove {name}", deadline, self._store.remove, name)
-
-    def _is_complete(self, version: int, deadline: Deadline) -> bool:
-        found = self._calls.call(
-            "list a version", deadline, self._store.names, version_name(version)
-        )
-        return INDEX in found
 
     def _wait_for_the_last(self, deadline: Deadline) -> Lock | None:
         """The last writer, once it has ended; None if there was none."""

@@ -151,10 +151,6 @@ class _Stream:
         self._sock.close()
 
 
-def _send_all(sock: socket.socket, memory: memoryview) -> None:
-    sock.sendall(memory)
-
-
 def _receive_all(
     sock: socket.socket, memory: memoryview, clock: Clock | None = None
 ) -> None:
@@ -227,8 +223,8 @@ class TcpSender(SlotSender):
                 else:
                     found[index] = sock
             for index in range(self._count):
-                stream = _Stream(found.pop(index), _send_all, self._moved)
-                self._streams.append(stream)
+                send = lambda sock, memory: sock.sendall(memory)
+                self._streams.append(_Stream(found.pop(index), send, self._moved))
         finally:
             for sock in found.values():
                 sock.close()
