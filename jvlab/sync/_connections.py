@@ -48,7 +48,7 @@ SHARED_FACTS = ("vllm_version", "vllm_build", "dtype", "architecture", "vocab_si
 
 @dataclass
 class Agreement:
-    """The result of `negotiate`; replicas that join later must match it."""
+    """The result of `agree`; replicas that join later must match it."""
 
     plan: TransferPlan
     mapping: Mapping
@@ -113,87 +113,6 @@ def compare(one: dict[str, str], other: dict[str, str], who: str) -> None:
             f"{who} do not fit together: " + "; ".join(differing),
             remedy="launch both sides with the same versions",
         )
-
-
-def negotiate(
-    params: Any,
-    pool: PoolView,
-    rules: Any,
-    transport: str,
-    *,
-    bucket_mib: float,
-    options: dict[str, Any],
-    cache: dict[Any, Agreement],
-    gateway_version: str,
-    same_host: bool,
-    deadline: Deadline,
-    part: str = MODEL,
-) -> Agreement:
-    """Settle everything that can be settled before any byte moves; one error lists what does not match."""
-    compare(
-        {"jvlab": __version__},
-        {"jvlab": gateway_version},
-        "this process and the gateway",
-    )
-    flat = flatten(params)
-    replicas = ready_replicas(pool, deadline)
-    first = next(iter(replicas))
-    alone = len(set(device_processes(flat.arrays).values())) < 2
-    key = _key(
-        flat.arrays, pool, replicas, rules, transport, bucket_mib, options, alone, part
-    )
-    if key is not None and key in cache:
-        return cache[key]
-    # of `policy.with_lora()`; trainer/decoder/_lora.py
-    adapter = hasattr(params, "peft_tensors")
-    folder = _folder_of(part, adapter, pool, deadline)
-    if adapter:
-        tensors = _adapter_tensors(params, pool, deadline)
-        if rules == "auto":
-            rules = Rules.parse(params.peft_rules())
-    else:
-        tensors = checkpoint_tensors(folder)
-    layouts = trace_part(pool, part, tensors, first, deadline)
-    if part == DRAFT and pool.facts(deadline).speculative != "draft_model":
-        # heads on top of the model: their checkpoint is the model's own, or repeats what they share with it
-        tensors = taken(tensors, layouts)
-        layouts = trace_part(pool, part, tensors, first, deadline)
-    kind = " (LoRA)" if adapter else " (drafts)" if part == DRAFT else ""
-    mapping = compile_tree(
-        Mapping,
-        params,
-        read_config(folder),
-        tensors,
-        layouts,
-        replicas=pool.replicas,
-        rules=rules,
-        bucket_mib=bucket_mib,
-        link_gbps=CPU_GBPS if pool.snapshot.device == "cpu" else None,
-        title=model_words(folder) + kind,
-        checkpoint=None if adapter else CheckpointValues.of(folder),
-    )
-    plan = mapping.plan
-    name, reason = _choose(
-        transport, same_host, flat.arrays, plan, len(replicas), pool, alone
-    )
-    agreed = Agreement(
-        plan,
-        mapping,
-        name,
-        reason,
-        layouts_bytes(layouts),
-        facts_of(pool, first),
-        options,
-        {first: replicas[first][1]},
-        cuda_ordinals(flat.arrays),
-        part,
-        folder,
-    )
-    for other, (_, epoch) in replicas.items():
-        agreed.check_replica(pool, other, epoch, deadline)
-    if key is not None:
-        cache[key] = agreed
-    return agreed
 
 
 def trace_part(
@@ -384,7 +303,7 @@ class Connections:
         near = pool.one_process or on_this_host(pool.snapshot, gateway.host)
         if not near:
             options = reachable(options, pool.client.address, gateway.public_address)
-        # with a pool in this process nobody else could meet; `negotiate` says so
+        # with a pool in this process nobody else could meet; `agree` says so
         meeting = (
             contextlib.nullcontext()
             if pool.one_process
@@ -453,16 +372,84 @@ def agree(
     *,
     meaning: str,
     checkpoint: str | os.PathLike[str] | None,
-    **how: Any,
+    bucket_mib: float,
+    options: dict[str, Any],
+    cache: dict[Any, Agreement],
+    gateway_version: str,
+    same_host: bool,
+    deadline: Deadline,
+    part: str = MODEL,
 ) -> Agreement:
-    """`negotiate`, and compare values before anything is written.
+    """Settle everything that can be settled before any byte moves; one error lists what does not match.
 
     A verdict is about values: an agreement is found again by shapes and rules, its meaning is not.
     """
-    agreed = negotiate(params, pool, rules, transport, **how)
+    compare(
+        {"jvlab": __version__},
+        {"jvlab": gateway_version},
+        "this process and the gateway",
+    )
+    flat = flatten(params)
+    replicas = ready_replicas(pool, deadline)
+    first = next(iter(replicas))
+    alone = len(set(device_processes(flat.arrays).values())) < 2
+    key = _key(
+        flat.arrays, pool, replicas, rules, transport, bucket_mib, options, alone, part
+    )
+    agreed = cache.get(key)
+    if agreed is None:
+        # of `policy.with_lora()`; trainer/decoder/_lora.py
+        adapter = hasattr(params, "peft_tensors")
+        folder = _folder_of(part, adapter, pool, deadline)
+        if adapter:
+            tensors = _adapter_tensors(params, pool, deadline)
+            if rules == "auto":
+                rules = Rules.parse(params.peft_rules())
+        else:
+            tensors = checkpoint_tensors(folder)
+        layouts = trace_part(pool, part, tensors, first, deadline)
+        if part == DRAFT and pool.facts(deadline).speculative != "draft_model":
+            # heads on top of the model: their checkpoint is the model's own, or repeats what they share with it
+            tensors = taken(tensors, layouts)
+            layouts = trace_part(pool, part, tensors, first, deadline)
+        kind = " (LoRA)" if adapter else " (drafts)" if part == DRAFT else ""
+        mapping = compile_tree(
+            Mapping,
+            params,
+            read_config(folder),
+            tensors,
+            layouts,
+            replicas=pool.replicas,
+            rules=rules,
+            bucket_mib=bucket_mib,
+            link_gbps=CPU_GBPS if pool.snapshot.device == "cpu" else None,
+            title=model_words(folder) + kind,
+            checkpoint=None if adapter else CheckpointValues.of(folder),
+        )
+        plan = mapping.plan
+        name, reason = _choose(
+            transport, same_host, flat.arrays, plan, len(replicas), pool, alone
+        )
+        agreed = Agreement(
+            plan,
+            mapping,
+            name,
+            reason,
+            layouts_bytes(layouts),
+            facts_of(pool, first),
+            options,
+            {first: replicas[first][1]},
+            cuda_ordinals(flat.arrays),
+            part,
+            folder,
+        )
+        for other, (_, epoch) in replicas.items():
+            agreed.check_replica(pool, other, epoch, deadline)
+        if key is not None:
+            cache[key] = agreed
     check = MeaningCheck(agreed)
     check.configure(meaning, checkpoint, scorer)
-    check.by_value(flatten(params).arrays, agreed.folder)
+    check.by_value(flat.arrays, agreed.folder)
     agreed.meaning = check  # not if that raised: an open link keeps its own
     return agreed
 

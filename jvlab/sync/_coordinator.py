@@ -274,19 +274,15 @@ class Coordinator:
         reply = senders.open(
             lambda: self.stream.open(request, deadline.left()), deadline
         )
-        self.core = self._core_of(reply.outcomes)
+        opened = reply.outcomes[0] if len(reply.outcomes) == 1 else None
+        if opened is not None and opened.core_channel:
+            invitation = list(opened.core_channel)
+            # OSError: another mount namespace, where its path does not exist; the gateway will do
+            with suppress(OSError):
+                self.core = CoreOrders(self.stream, opened.replica, invitation)
         # the pool's version counts too: restarted replicas hold none of its versions
         versions = [self.pool.snapshot, *reply.outcomes]
         self.version = max(self.version, *(int(v.version) for v in versions))
-
-    def _core_of(self, outcomes: Sequence[pb.ReplicaOutcome]) -> CoreOrders | None:
-        if len(outcomes) != 1 or not outcomes[0].core_channel:
-            return None
-        # OSError: another mount namespace, where its path does not exist; the gateway will do
-        with suppress(OSError):
-            opened = outcomes[0]
-            return CoreOrders(self.stream, opened.replica, list(opened.core_channel))
-        return None
 
     def drop(self) -> None:
         """Close every channel; the next call opens them again."""
@@ -616,11 +612,6 @@ class Coordinator:
         """See `Link.verify`."""
         with self.exclusive(deadline):
             return self._verify(params, deadline)
-
-    def check_sent(self, transaction: Transaction, names: set[str]) -> CheckReport:
-        """A check during a sync, of the parameters that have fully arrived."""
-        wanted = transaction.expected(names)
-        return self.check(wanted, Deadline(transaction.terms.bucket_seconds))
 
     def release_shadows(self, deadline: Deadline) -> None:
         """Unmap the shadow buffers of staged syncs before the engines free them."""

@@ -96,15 +96,6 @@ def targets(mapping: Mapping, place: Place) -> list[str]:
     return list(dict.fromkeys(r.parameter for r in rows))
 
 
-def bindings_at(mapping: Mapping, place: Place) -> list[Binding]:
-    """The bindings of a leaf, or of one of its slices."""
-    return [
-        b
-        for b in mapping.bindings
-        if b.leaf == place.leaf and place.part in (None, slice_of(b, mapping.stacked))
-    ]
-
-
 def _near(paths: Sequence[str], name: str) -> list[str]:
     """The leaf with this path, else those whose path begins with it, else those whose path ends with it."""
     if name in paths:
@@ -226,8 +217,11 @@ class Explanation:
         """The tensors and parameters that the leaf goes to; what is the same for all slices is said once."""
         whole = self.place.part is None
         said: set[tuple[str, ...]] = set()
-        for b in bindings_at(self.mapping, self.place):
-            part = slice_of(b, self.mapping.stacked) if whole else None
+        for b in self.mapping.bindings:
+            part = slice_of(b, self.mapping.stacked)
+            if b.leaf != self.leaf or self.place.part not in (None, part):
+                continue
+            part = part if whole else None
             yield f"  {f'{part} ' if part else ''}→ {b.tensor} {list(b.tensor_shape)}"
             how = tuple(_how(b))
             if part is None or how not in said:

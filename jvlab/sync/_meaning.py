@@ -400,18 +400,14 @@ class MeaningCheck:
 
     # By function --------------------------------------------------------------------------------------------------
 
-    def refuse_failed(self) -> None:
-        """Refuse to sync with a mapping that was found wrong."""
+    def before_sync(self, params: Any, model: Any) -> None:
+        """Refuse a mapping found wrong; check the values of the first sync too, unless they are the connect's."""
         if self.meaning.state == "failed":
             raise MeaningError(
                 f"this mapping was found wrong, and nothing was written: {self.meaning.why}",
                 remedy='connect with corrected rules or values; meaning="off" skips the check',
                 meaning=self.meaning,
             )
-
-    def before_sync(self, params: Any, model: Any) -> None:
-        """Check the values of the first sync too, unless they are those of the connect."""
-        self.refuse_failed()
         if self.way != "auto" or self._version is not None:
             return
         arrays = flatten(params).arrays

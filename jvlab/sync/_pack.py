@@ -178,10 +178,6 @@ class Source:
         """The shard as a JAX, torch or numpy array on its device."""
         return self._shards[path, device]
 
-    def is_jax(self, path: str, device: int) -> bool:
-        """Is it a JAX array? Torch and numpy arrays would be copied whole for every box."""
-        return hasattr(self._shards[path, device], "devices")
-
     def memory(self, path: str, device: int) -> np.ndarray | None:
         """The shard as flat host memory, without a copy; None if it is not in host memory."""
         key = path, device
@@ -308,7 +304,9 @@ class LinkPack:
         return [self._values(i, box, source) for i, box in self.buckets[bucket]]
 
     def _values(self, i: int, box: Box, source: Source) -> np.ndarray:
-        if plain(box.transform) or not source.is_jax(box.leaf, self.device):
+        # torch and numpy arrays would be copied whole for every box
+        is_jax = hasattr(source.shard(box.leaf, self.device), "devices")
+        if plain(box.transform) or not is_jax:
             flat = source.memory(box.leaf, self.device)
             if flat is not None:
                 size = flat.itemsize

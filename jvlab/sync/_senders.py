@@ -68,7 +68,7 @@ class Changes:
         self._held = held
         self._deadline = deadline
         self._found: dict[Key, Found] = {}
-        self._holders: set[tuple[str, int]] = set()
+        self.holders: set[tuple[str, int]] = set()
         self.without: list[str] = []  # replicas that hold another base, or none
 
     def find(self, jobs: Iterable[tuple[LinkPack, int, bool]], source: Any) -> None:
@@ -101,16 +101,12 @@ class Changes:
         """Take the ranks' replies to PREPARE: who holds the base."""
         for replica, ranks in replies.items():
             held = {int(r["rank"]): bool(r["holds_base"]) for r in ranks}
-            self._holders |= {(replica, rank) for rank, holds in held.items() if holds}
+            self.holders |= {(replica, rank) for rank, holds in held.items() if holds}
             if not all(held.values()):
                 self.without.append(replica)
 
     def found(self, pack: LinkPack, bucket: int) -> Found:
         return self._found[pack.fingerprint, bucket]
-
-    def sparse_for(self, found: Found, replica: str, rank: int) -> bool:
-        """Whether this rank gets only what changed in this bucket."""
-        return found.encoded.sparse and (replica, rank) in self._holders
 
     @property
     def share(self) -> float | None:
@@ -481,8 +477,8 @@ class BucketSenders(Senders):
                 sent.add_digests(found.digests)
                 sent.add_flawed(found.flawed)
                 digest = False  # it is taken already
-            sparse = self.changes.sparse_for(found, channel.replica, channel.rank)
-            if sparse or not found.encoded.sparse:
+            holds = (channel.replica, channel.rank) in self.changes.holders
+            if holds or not found.encoded.sparse:
                 self._send_found(found, job, channel, version, seconds, sent)
                 return None
         with sent.timed("pack"):

@@ -318,7 +318,9 @@ class Stepper:
             done -= {
                 name for unit in self.units[self.position :] for name in unit.parameters
             }
-            report = self._coordinator.check_sent(self._transaction, done)
+            t = self._transaction
+            deadline = Deadline(t.terms.bucket_seconds)
+            report = self._coordinator.check(t.expected(done), deadline)
         names = {name for name, _ in report.digests} & done
         self._record_checks(names, report.outcomes)
         return report
