@@ -734,21 +734,13 @@ def run_plan(args: argparse.Namespace) -> dict[str, Any]:
     from jvlab.views._plan_view import plan_lines, plan_summary
 
     timing: dict[str, float] = {}
-    mapping = Mapping.of(
-        None,
-        args.model,
-        tensor_parallel=args.tensor_parallel,
-        replicas=args.replicas,
-        mesh=args.mesh,
-        rules=args.rules,
-        bucket_mib=args.bucket_mib,
-        link_gbps=args.link_gbps[0],
-        pipeline_parallel=args.pipeline_parallel,
-        expert_parallel=args.expert_parallel,
-        dtype=args.dtype,
-        quantization=args.quantization,
-        timing=timing,
+    names = (
+        *("tensor_parallel", "replicas", "mesh", "rules", "bucket_mib"),
+        *("pipeline_parallel", "expert_parallel", "dtype", "quantization"),
     )
+    given = {name: getattr(args, name) for name in names}
+    link_gbps = args.link_gbps[0]
+    mapping = Mapping.of(None, args.model, link_gbps=link_gbps, timing=timing, **given)
     made = mapping.plan
     print("\n".join(plan_lines(made, args.link_gbps)))
     for warning in mapping.warnings:

@@ -454,9 +454,9 @@ class BucketSenders(Senders):
         return reply
 
     def ready(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
+        deadline = Deadline(seconds)
         for channel in self.channels:
-            channel.sender.ready(max(0.1, until - time.monotonic()))
+            channel.sender.ready(max(0.1, deadline.left()))
 
     def send(
         self,
@@ -546,7 +546,7 @@ class BucketSenders(Senders):
         An error on one channel, or a KeyboardInterrupt here, closes all of them.
         """
         sent = Sent()
-        until = time.monotonic() + seconds
+        until = Deadline(seconds)
         stop = threading.Event()
         start = time.perf_counter()
         # One thread more than there are channels: it computes digests. A thread here waits for nothing but its channel,
@@ -622,18 +622,17 @@ def _count(
         sent.sparse += sparse
 
 
-def _left(until: float, channel: SendingChannel) -> float:
-    left = until - time.monotonic()
-    if left <= 0:
+def _left(until: Deadline, channel: SendingChannel) -> float:
+    if until.over:
         raise DeadlineExceeded(
             f"the sync's deadline passed while waiting for rank {channel.rank} of {channel.replica}",
             remedy="pass a larger timeout=, or look at pool.logs()",
         )
-    return left
+    return until.left()
 
 
 def _wait_for_digest(
-    digesting: Future[None] | None, until: float, channel: SendingChannel
+    digesting: Future[None] | None, until: Deadline, channel: SendingChannel
 ) -> None:
     if digesting is None:
         return

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jvlab._deadline import Deadline
 from jvlab._errors import JvlabError, LayoutError
 from jvlab._units import how_many
 from jvlab.layout._checkpoint import CheckpointValues
@@ -133,9 +134,9 @@ def compare(
     seconds: float,
 ) -> ScoreGap:
     """Score the same tokens on both sides; if they differ, look for an alternative rule under which they agree."""
-    until = time.monotonic() + max(0.1, min(seconds, SCORE_SECONDS))
+    until = Deadline(max(0.1, min(seconds, SCORE_SECONDS)))
     try:
-        facts = pool.facts(max(0.1, until - time.monotonic()))
+        facts = pool.facts(until)
     except JvlabError as error:
         return ScoreGap("unchecked", f"no replica could be asked: {error.message}")
     if _is_paused(pool, until):
@@ -144,7 +145,7 @@ def compare(
         )
     tokens = _tokens(int(facts.vocab_size), int(facts.max_model_len))
     try:
-        scored = pool.score(tokens.tolist(), timeout=max(0.1, until - time.monotonic()))
+        scored = pool.score(tokens.tolist(), timeout=until)
     except JvlabError as error:
         return ScoreGap("unchecked", f"the engine scored no token: {error.message}")
     engine = np.stack([np.asarray(row, np.float64) for row in scored.logprobs])[:, 1:]
@@ -171,15 +172,15 @@ def compare(
     return found
 
 
-def _is_paused(pool: PoolView, until: float) -> bool:
+def _is_paused(pool: PoolView, until: Deadline) -> bool:
     """Is the pool paused or asleep, even after the next heartbeat? The last one may have come during the sync."""
-    until = min(until, time.monotonic() + HEARTBEAT_SECONDS)
+    until = Deadline(until.within(HEARTBEAT_SECONDS))
     while any(
         r.stats.paused or r.stats.sleeping
         for r in pool.snapshot.replicas
         if r.state == pb.READY
     ):
-        if time.monotonic() > until:
+        if until.over:
             return True
         time.sleep(0.1)
         pool.status()
@@ -258,7 +259,7 @@ def explain(
     params: Any,
     ask: Callable[[Any], np.ndarray],
     mapping: Any,
-    until: float,
+    until: Deadline,
 ) -> ScoreGap:
     """Look for an alternative rule under which the trainer computes what the engine does, while time is left."""
     arrays = flatten(params).arrays
@@ -266,7 +267,7 @@ def explain(
         return found
     single = alternatives_of(mapping)
     for other in [*single, *joint(single)]:
-        if time.monotonic() > until:
+        if until.over:
             break
         tree = read_by(other, params, arrays)
         near = (HALF if half else FULL)[0]
@@ -279,7 +280,11 @@ def explain(
 
 
 def blind_spots(
-    params: Any, mapping: Any, moved: Callable[[Any], float], gap: float, until: float
+    params: Any,
+    mapping: Any,
+    moved: Callable[[Any], float],
+    gap: float,
+    until: Deadline,
 ) -> dict[str, str]:
     """Leaf -> why log-probabilities cannot tell it from another: its values show no order, or both compute the same.
 
@@ -290,7 +295,7 @@ def blind_spots(
     same = "exchanged with a leaf of its shape, it computes nearly the same"
     for other in alternatives_of(mapping) if len(arrays) < MANY else ():
         leaves = [leaf for leaf in other.leaves if leaf not in out]
-        if other.kind != "swapped" or not leaves or time.monotonic() > until:
+        if other.kind != "swapped" or not leaves or until.over:
             continue
         if sum(arrays[leaf].nbytes for leaf in other.leaves) > MAX_PERTURB_BYTES:
             continue

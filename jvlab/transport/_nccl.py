@@ -25,6 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -52,27 +53,23 @@ from jvlab.transport._slots import (
 )
 
 
+@dataclass(eq=False)
 class DeviceBytes:
     """`nbytes` at `pointer` on a GPU. Work on it is ordered by `stream`."""
 
     readonly = False
 
-    def __init__(
-        self,
-        pointer: int,
-        nbytes: int,
-        gpu: CudaGpu,
-        stream: Any,
-        owner: Any,
-    ) -> None:
-        """`owner`: kept alive with it."""
-        self.pointer = pointer
-        self.nbytes = nbytes
-        self.device = gpu.ordinal
-        self.stream = stream
-        self.view: Any = None  # the consumer's cached view of it
-        self._gpu = gpu
-        self._owner = owner
+    pointer: int
+    nbytes: int
+    gpu: CudaGpu
+    stream: Any
+    owner: Any  # kept alive with it
+    view: Any = None  # the consumer's cached view of it
+
+    @property
+    def device(self) -> int:
+        """The GPU's ordinal."""
+        return self.gpu.ordinal
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -89,9 +86,7 @@ class DeviceBytes:
 
     def __bytes__(self) -> bytes:
         return (
-            self._gpu.get(self.pointer, self.nbytes, self.stream)
-            if self.nbytes
-            else b""
+            self.gpu.get(self.pointer, self.nbytes, self.stream) if self.nbytes else b""
         )
 
     def __getitem__(self, key: int | slice) -> Any:
@@ -105,7 +100,7 @@ class DeviceBytes:
         if len(data) != part.nbytes:
             raise ValueError(f"{len(data)} bytes for a slice of {part.nbytes}")
         if data:
-            self._gpu.put(part.pointer, data, self.stream)
+            self.gpu.put(part.pointer, data, self.stream)
 
     def _part(self, key: slice) -> DeviceBytes:
         start, stop, step = key.indices(self.nbytes)
@@ -113,7 +108,7 @@ class DeviceBytes:
             raise ValueError("device memory takes contiguous slices only")
         size = max(0, stop - start)
         pointer = self.pointer + start
-        return DeviceBytes(pointer, size, self._gpu, self.stream, self._owner)
+        return DeviceBytes(pointer, size, self.gpu, self.stream, self.owner)
 
     def release(self) -> None:
         """Drop the consumer's view; the transport owns the memory."""

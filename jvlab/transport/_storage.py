@@ -117,7 +117,7 @@ def raw(array: np.ndarray) -> np.ndarray:
 
 
 def checksum(*parts: Any) -> str:
-    """Of these bytes, one after the other: xxh3-128, which slime's readers know too; ten times as fast as SHA-256."""
+    """Of these bytes, one after the other: xxh3-128, which slime's readers know too and is fast."""
     try:
         import xxhash
     except ImportError as error:

@@ -181,16 +181,14 @@ def names(listed: Any) -> str:
     return ", ".join(str(name) for name in listed[:NAMED]) + more
 
 
+@dataclass(eq=False)
 class Found(Exception):
     """Raised by a check that found the cause: `cause` if it is not its own, but another check's."""
 
-    def __init__(
-        self, evidence: str, verdict: str, remedy: str, cause: str = ""
-    ) -> None:
-        self.evidence = evidence
-        self.verdict = verdict
-        self.remedy = remedy
-        self.cause = cause
+    evidence: str
+    verdict: str
+    remedy: str
+    cause: str = ""
 
 
 class Skipped(Exception):
@@ -685,7 +683,7 @@ class _Search:
             self.tokens,
             self.engine,
             self._rounding_gap(),
-            SEARCH_SHARE * self.timeout.left(),
+            Deadline(SEARCH_SHARE * self.timeout.left()),
             self._states,
         )
 

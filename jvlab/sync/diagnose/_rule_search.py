@@ -8,13 +8,13 @@ those reproduces the engine's log-probabilities. Nothing in the engine is change
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jvlab._deadline import Deadline
 from jvlab.layout._checkpoint import CheckpointValues
 from jvlab.layout._tree import flatten
 from jvlab.layout.rules._alternatives import (
@@ -146,14 +146,13 @@ class ByFunction:
     tokens: np.ndarray
     engine: np.ndarray
     allowed: float
-    seconds: float
+    until: Deadline
     states: Callable[[], np.ndarray | None] = lambda: None
     tried: int = 0
     # the engine's hidden states, if available; fetched when needed
     _states: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        self._until = time.monotonic() + self.seconds
         self._arrays = flatten(self.params).arrays
         # must explain most of the gap: with rounding allowed for, an irrelevant alternative might pass
         if (gap := self.gap(None)) is not None:
@@ -170,7 +169,7 @@ class ByFunction:
 
     @property
     def out_of_time(self) -> bool:
-        return time.monotonic() > self._until
+        return self.until.over
 
     def search(self, found: Sequence[Alternative]) -> WrongRule | None:
         """Try single alternatives, the same change in several rules, then different ones in combination."""

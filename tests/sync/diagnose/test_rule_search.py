@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jvlab as jv
+from jvlab._deadline import Deadline
 from jvlab.layout._checkpoint import checkpoint_tensors, read_config
 from jvlab.layout._tree import flatten
 from jvlab.layout.rules._alternatives import alternatives
@@ -67,7 +68,13 @@ class World:
             np.asarray(self.policy.hidden(held, TOKENS[None]))[:, 0] if states else None
         )
         search = ByFunction(
-            self.policy, self.policy.params, TOKENS, numbers, 1e-3, seconds, seen
+            self.policy,
+            self.policy.params,
+            TOKENS,
+            numbers,
+            1e-3,
+            Deadline(seconds),
+            seen,
         )
         found = alternatives(wrong, self.shapes, self.tensors, self.config)
         return search.search(found), largest(numbers, self.trainer)
@@ -141,7 +148,7 @@ def test_meaning_right_or_out_of_time_names_nothing(world: World):
     numbers = np.asarray(other.logprobs(other.params, TOKENS[None]))[0].copy()
     numbers[0] = np.nan
     search = OutOfTimeAfter30(
-        world.policy, world.policy.params, TOKENS, numbers, 1e-3, 6.0
+        world.policy, world.policy.params, TOKENS, numbers, 1e-3, Deadline(6)
     )
     assert (
         search.search(
