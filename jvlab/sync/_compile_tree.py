@@ -220,7 +220,7 @@ def trace_and_compile(
             f"model must be a model folder, a config or a pool, not {type(pool).__name__}",
             remedy="pass a path, a dict, or what lab.launch returned",
         )
-    folder = model if pool is None else pool.model
+    folder: Any = model if pool is None else pool.model
     config = read_config(folder)
     tensors = checkpoint_tensors(folder)
     if pool is not None:
@@ -249,11 +249,11 @@ def trace_and_compile(
                 "dtype": _engine_dtype(dtype, config),
                 "quantization": quantization,
             }
-            layouts = trace_offline(model, tensors=tensors, **options)
+            layouts = trace_offline(folder, tensors=tensors, **options)
             # from config.json alone
             if (in_blocks := with_block_scales(tensors, config, layouts)) != tensors:
                 tensors = in_blocks
-                layouts = trace_offline(model, tensors=tensors, **options)
+                layouts = trace_offline(folder, tensors=tensors, **options)
     clock.lap("trace_s")
     of_config = str(config.get("model_type", ""))
     return compile_tree(

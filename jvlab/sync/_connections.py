@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, LayoutError, SyncError, Unsupported
+from jvlab._files import Plain
 from jvlab._names import model_words
 from jvlab._version import __version__
 from jvlab.layout._checkpoint import (
@@ -56,7 +57,7 @@ class Agreement:
     reason: str
     layouts: bytes = field(repr=False)  # of the first replica, serialized
     facts: dict[str, str]
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Plain = field(default_factory=dict)
     # replica -> epoch at which it was found to match
     checked: dict[str, int] = field(default_factory=dict)
     # of torch's tensors on a GPU: device of the plan -> its CUDA ordinal here
@@ -373,7 +374,7 @@ def agree(
     meaning: str,
     checkpoint: str | os.PathLike[str] | None,
     bucket_mib: float,
-    options: dict[str, Any],
+    options: Plain,
     cache: dict[Any, Agreement],
     gateway_version: str,
     same_host: bool,
@@ -454,7 +455,7 @@ def agree(
     return agreed
 
 
-def check_options(params: Any, options: dict[str, Any]) -> None:
+def check_options(params: Any, options: Plain) -> None:
     """Raise for arguments of `connect` that no transport and no trainer has."""
     if params is None:
         raise ConfigError(
@@ -487,7 +488,7 @@ def on_this_host(snapshot: pb.PoolStatus, gateway: str) -> bool:
     return hosts == {platform.node()}
 
 
-def reachable(options: dict[str, Any], *gateway: str) -> dict[str, Any]:
+def reachable(options: Plain, *gateway: str) -> Plain:
     """Transport options for other hosts: by default, bind to our address on the route to the gateway.
 
     `gateway`: its address as we know it, which on its own host is loopback, then as other hosts do.

@@ -471,6 +471,7 @@ class BucketSenders(Senders):
         pack = job.pack
         bucket = job.bucket
         digested = channel.replica == self.digest_replica
+        encoded: Encoded | None = None
         if self.changes is not None:
             found = self.changes.found(pack, bucket)
             if digested:
@@ -479,21 +480,32 @@ class BucketSenders(Senders):
                 digest = False  # it is taken already
             holds = (channel.replica, channel.rank) in self.changes.holders
             if holds or not found.encoded.sparse:
-                self._send_found(found, job, channel, version, seconds, sent)
-                return None
-        with sent.timed("pack"):
-            values = pack.values(bucket, source)
+                encoded = found.encoded
+        nbytes = job.nbytes
+        values: list[np.ndarray] = []
+        if encoded is not None:
+            nbytes = int(encoded.payload.nbytes)
+        else:
+            with sent.timed("pack"):
+                values = pack.values(bucket, source)
 
         def fill(slot: memoryview) -> None:
             with sent.timed("copy"):
+                if encoded is not None:
+                    pack.copy_out(encoded, slot)
+                    return
                 check = digested and not digest and self.changes is None
                 pack.write(bucket, values, slot, check_finite=check)
 
-        channel.sender.send(
-            Header(version, pack.device, bucket, job.nbytes), fill, seconds
-        )
-        _count(sent, channel, job.nbytes, job.nbytes)
-        if not digest or not digested:
+        header = Header(version, pack.device, bucket, nbytes)
+        channel.sender.send(header, fill, seconds)
+        channel.sent += 1
+        with sent.lock:
+            sent.bytes += nbytes
+            sent.full_bytes += job.nbytes
+            sent.buckets += 1
+            sent.sparse += encoded is not None and encoded.sparse
+        if encoded is not None or not digest or not digested:
             return None
 
         def compute_digests() -> None:
@@ -503,27 +515,6 @@ class BucketSenders(Senders):
             sent.add_flawed(flawed)
 
         return compute_digests
-
-    def _send_found(
-        self,
-        found: Found,
-        job: Job,
-        channel: SendingChannel,
-        version: int,
-        seconds: float,
-        sent: Sent,
-    ) -> None:
-        """Send a bucket that is encoded already."""
-        encoded = found.encoded
-        nbytes = int(encoded.payload.nbytes)
-
-        def fill(slot: memoryview) -> None:
-            with sent.timed("copy"):
-                job.pack.copy_out(encoded, slot)
-
-        header = Header(version, job.pack.device, job.bucket, nbytes)
-        channel.sender.send(header, fill, seconds)
-        _count(sent, channel, nbytes, job.nbytes, encoded.sparse)
 
     def settle_jobs(
         self, jobs: Iterable[Job], channel: SendingChannel, sent: Sent, seconds: float
@@ -601,9 +592,8 @@ class BucketSenders(Senders):
         sent = Sent()
         for channel in self.replicas.get(self.digest_replica, ()):
             for job in channel.jobs:
-                sent.add_digests(
-                    job.pack.digests(job.bucket, job.pack.values(job.bucket, source))
-                )
+                values = job.pack.values(job.bucket, source)
+                sent.add_digests(job.pack.digests(job.bucket, values))
         return sent.digests
 
     def close(self) -> None:
@@ -611,24 +601,14 @@ class BucketSenders(Senders):
             channel.sender.close()
 
 
-def _count(
-    sent: Sent, channel: SendingChannel, nbytes: int, whole: int, sparse: bool = False
-) -> None:
-    channel.sent += 1
-    with sent.lock:
-        sent.bytes += nbytes
-        sent.full_bytes += whole
-        sent.buckets += 1
-        sent.sparse += sparse
-
-
 def _left(until: Deadline, channel: SendingChannel) -> float:
-    if until.over:
+    left = until.left()
+    if not left:
         raise DeadlineExceeded(
             f"the sync's deadline passed while waiting for rank {channel.rank} of {channel.replica}",
             remedy="pass a larger timeout=, or look at pool.logs()",
         )
-    return until.left()
+    return left
 
 
 def _wait_for_digest(

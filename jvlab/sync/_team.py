@@ -32,6 +32,7 @@ from jvlab._errors import (
     SyncError,
     TransportError,
 )
+from jvlab._files import Plain
 from jvlab._names import own_name
 from jvlab.layout._digest import NonFinite, merged
 from jvlab.layout._tree import device_processes
@@ -505,7 +506,7 @@ class TeamCoordinator(Coordinator):
         began = time.perf_counter()
         self.next_version(version)
         # None: the next version
-        wanted: dict[str, Any] = {name: getattr(options, name) for name in CHOICES}
+        wanted: Plain = {name: getattr(options, name) for name in CHOICES}
         wanted |= {"timeout": deadline.seconds, "version": version}
         is_open = self._agree(wanted, deadline)
         # raises on a mismatch, before anything is opened
@@ -549,7 +550,7 @@ class TeamCoordinator(Coordinator):
             return report
 
 
-def _endpoints(senders: Senders) -> dict[str, list[dict[str, Any]]]:
+def _endpoints(senders: Senders) -> dict[str, list[Plain]]:
     """By replica, this process's endpoint for each rank."""
     return {
         name: [channel.sender.endpoint() for channel in of]
@@ -649,7 +650,7 @@ Report = TypeVar("Report", SyncReport, CheckReport)
 # Reports --------------------------------------------------------------------------------------------------------------
 
 
-def _to_plain(report: SyncReport | CheckReport) -> dict[str, Any]:
+def _to_plain(report: SyncReport | CheckReport) -> Plain:
     """A report as JSON can hold it."""
     digests = [[*key, value] for key, value in report.digests.items()]
     return {**asdict(report), "digests": digests}
@@ -657,9 +658,7 @@ def _to_plain(report: SyncReport | CheckReport) -> dict[str, Any]:
 
 def _from_plain(kind: type[Report], plain: Mapping[str, Any]) -> Report:
     """The report that `_to_plain` was given."""
-    tuples: dict[str, Any] = {
-        k: tuple(v) for k, v in plain.items() if isinstance(v, list)
-    }
+    tuples: Plain = {k: tuple(v) for k, v in plain.items() if isinstance(v, list)}
     if "spans" in plain:
         tuples["spans"] = {name: tuple(at) for name, at in plain["spans"].items()}
     tuples["outcomes"] = tuple(

@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from jvlab._errors import MissingDependency, TransportError
+from jvlab._files import Plain
 from jvlab.transport._peer import (
     Bucket,
     Clock,
@@ -72,7 +73,7 @@ class DeviceBytes:
         return self.gpu.ordinal
 
     @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
+    def __cuda_array_interface__(self) -> Plain:
         return {
             "shape": (self.nbytes,),
             "typestr": "|u1",
@@ -532,7 +533,7 @@ class NcclSender(SlotSender):
         self._sends: dict[int, Any] = {}
         self._clock = Clock(1.0)
 
-    def _address(self) -> dict[str, Any]:
+    def _address(self) -> Plain:
         # created late: it holds a thread and a port until both have joined
         if not self._identity:
             self._identity = self._gpu.unique_id()
@@ -594,7 +595,7 @@ class NcclReceiver(SlotReceiver):
 
     def __init__(
         self,
-        endpoint: dict[str, Any],
+        endpoint: Plain,
         clock: Clock,
         label: str,
         gpu: CudaGpu | None = None,
@@ -610,7 +611,7 @@ class NcclReceiver(SlotReceiver):
         sock = connect(family, (host, int(endpoint["port"])), self.name, sender, clock)
         super().__init__(endpoint, sock, clock, label)
 
-    def _join(self, endpoint: dict[str, Any], clock: Clock) -> None:
+    def _join(self, endpoint: Plain, clock: Clock) -> None:
         identity = bytes.fromhex(str(endpoint["identity"]))
         if len(identity) != ID_BYTES:
             raise TransportError(

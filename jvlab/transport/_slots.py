@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from jvlab._errors import ConfigError, TransportError
+from jvlab._files import Plain
 from jvlab.transport._peer import (
     Bucket,
     Clock,
@@ -264,7 +265,7 @@ class SlotSender:
         # held by send and flush, which handle messages; `arrived` never waits for it
         self._busy = threading.RLock()
 
-    def endpoint(self) -> dict[str, Any]:
+    def endpoint(self) -> Plain:
         return {
             "transport": self.name,
             "token": self._token,
@@ -359,7 +360,7 @@ class SlotSender:
 
     # ---- for subclasses -------------------------------------------------------------------------------------
 
-    def _address(self) -> dict[str, Any]:
+    def _address(self) -> Plain:
         """The transport's own part of the endpoint."""
         raise NotImplementedError
 
@@ -500,7 +501,7 @@ class SlotReceiver:
     name = "slots"
 
     def __init__(
-        self, endpoint: dict[str, Any], sock: socket.socket, clock: Clock, label: str
+        self, endpoint: Plain, sock: socket.socket, clock: Clock, label: str
     ) -> None:
         self.slot_bytes = int(endpoint["slot_bytes"])
         self.slots = int(endpoint["slots"])
@@ -566,7 +567,7 @@ class SlotReceiver:
 
     # ---- for subclasses -------------------------------------------------------------------------------------
 
-    def _join(self, endpoint: dict[str, Any], clock: Clock) -> None:
+    def _join(self, endpoint: Plain, clock: Clock) -> None:
         """Map or build what WELCOME described."""
         raise NotImplementedError
 

@@ -12,6 +12,7 @@ import numpy as np
 from jvlab import _faces
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, JvlabError
+from jvlab._files import Plain
 from jvlab.layout._plan_types import is_scales
 from jvlab.layout._tree import flatten
 from jvlab.layout.rules._alternatives import Alternative, alternatives_of
@@ -87,7 +88,7 @@ class Bisection:
             else largest(self.engine, self.trainer)
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Plain:
         """Everything as plain values."""
         listed = lambda row: (
             None
@@ -151,7 +152,7 @@ CAUSES = (
     "dtype",
     "model",
 )
-NEUTRAL: dict[str, Any] = {  # sampler settings that leave log-probabilities unchanged
+NEUTRAL: Plain = {  # sampler settings that leave log-probabilities unchanged
     "temperature": 1.0,
     "top_p": 1.0,
     "top_k": 0,
@@ -296,9 +297,9 @@ class _Search:
     timeout: Deadline
     sampling: Mapping[str, Any]
     noise: float = 0.0  # between the engine's drawn and scored log-probabilities
-    facts: dict[str, Any] = field(default_factory=dict)  # of the check in progress
+    facts: Plain = field(default_factory=dict)  # of the check in progress
     # of the pool, set by the first check
-    status: dict[str, Any] = field(default_factory=dict)
+    status: Plain = field(default_factory=dict)
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     engine: np.ndarray | None = None
     trainer: np.ndarray | None = None
