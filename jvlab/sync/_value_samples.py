@@ -715,7 +715,7 @@ def leaf_values(array: Any, index: np.ndarray) -> np.ndarray:
     """The elements at `index` [n, dimensions] as float64; NaN where another process holds them."""
     pieces = getattr(array, "addressable_shards", None)
     if pieces is None:
-        return np.asarray(np.asarray(array)[tuple(index.T)], np.float64)
+        return _take(array, index)
     leaf = leaf_from_array("", array)
     boxes = {
         int(d): (a, b)
@@ -739,5 +739,7 @@ def leaf_values(array: Any, index: np.ndarray) -> np.ndarray:
 def _take(data: Any, index: np.ndarray) -> np.ndarray:
     """Index in host memory without copying the rest; gather on the device otherwise."""
     if any(d.platform != "cpu" for d in getattr(data, "devices", set)()):
-        return np.asarray(data[tuple(index.astype(np.int32).T)]).astype(np.float64)
-    return np.asarray(np.asarray(data)[tuple(index.T)]).astype(np.float64)
+        index = index.astype(np.int32)
+    else:
+        data = np.asarray(data)
+    return np.asarray(data[tuple(index.T)]).astype(np.float64)

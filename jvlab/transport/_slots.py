@@ -137,7 +137,7 @@ class FramedSocket:
         """Whether the peer closed its end or is dead; for any thread, reads nothing."""
         waiter = select.poll()
         # reported even with unread messages
-        waiter.register(self.sock, getattr(select, "POLLRDHUP", 0))
+        waiter.register(self.sock, select.POLLRDHUP)
         if waiter.poll(0):
             return True
         return isinstance(self.peer, Peer) and self.peer.dead()
@@ -216,14 +216,13 @@ def tune_tcp(sock: socket.socket) -> None:
     """No delay for small messages; a vanished host is noticed in about 10 s, whether or not something is on its way."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", 4),
-        ("TCP_KEEPINTVL", 2),
-        ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", 10_000),
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 4),
+        (socket.TCP_KEEPINTVL, 2),
+        (socket.TCP_KEEPCNT, 3),
+        (socket.TCP_USER_TIMEOUT, 10_000),
     ):
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 # ----------------------------------------------------------------------------------------------------

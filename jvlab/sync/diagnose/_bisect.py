@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from jvlab.layout.rules._ruleset import Rules
     from jvlab.sync._diff import TensorDiff
     from jvlab.sync._link import Link
+
+
+TENSOR_FIELDS = ("parameter", "rank", "share_changed", "max_change")
 
 
 @dataclass(frozen=True)
@@ -100,23 +103,9 @@ class Bisection:
             "verdict": self.verdict,
             "remedy": self.remedy,
             "gap": self.gap,
-            "checks": [
-                {
-                    "name": c.name,
-                    "state": c.state,
-                    "evidence": c.evidence,
-                    "facts": dict(c.facts),
-                }
-                for c in self.checks
-            ],
+            "checks": [asdict(check) for check in self.checks],
             "tensors": [
-                {
-                    "parameter": t.parameter,
-                    "rank": t.rank,
-                    "share_changed": t.share_changed,
-                    "max_change": t.max_change,
-                }
-                for t in self.tensors
+                {name: getattr(t, name) for name in TENSOR_FIELDS} for t in self.tensors
             ],
             "rules": None if self.rules is None else self.rules.to_text(),
             "tokens": self.tokens.tolist(),
@@ -436,12 +425,12 @@ class _Search:
 
     def _dirty_by_meaning(self, replica: str) -> None:
         """A failed meaning check marks replicas dirty too: then the cause is the mapping."""
-        meaning = getattr(self.link, "meaning", None)
-        if getattr(meaning, "state", "") != "failed":
+        meaning = self.link.meaning
+        if meaning.state != "failed":
             return
         if (wrong := self._by_value()) is not None:
             raise self._wrong_rule(wrong, None)
-        text = f"{replica} is dirty because it does not compute what the trainer does: {getattr(meaning, 'why', '')}"
+        text = f"{replica} is dirty because it does not compute what the trainer does: {meaning.why}"
         self.facts = {"how": "function"}
         raise Found(
             text,
