@@ -19,7 +19,6 @@ from jvlab.sync._senders import jobs_of
 
 if TYPE_CHECKING:
     from jvlab.layout._plan import TransferPlan
-    from jvlab.layout._plan_types import TargetInfo
     from jvlab.sync._link import Link
 
 
@@ -71,17 +70,17 @@ def differences(
     with suppress(ConfigError):
         # the parameters of one layer of a stacked leaf, if the name means that
         names = targets(link.mapping, find(link.mapping, name)) or names
-    out = []
-    for target in (t for one in names for t in targets_named(link.plan, one)):
-        info, rank, now, new = both_sides(link, target, source, replica)
-        out.append(difference(info.name, rank, info.shape, now, new))
-    return out
+    return [
+        difference(link, target, source, replica)[0]
+        for one in names
+        for target in targets_named(link.plan, one)
+    ]
 
 
-def both_sides(
-    link: Link, target: int, source: Source, replica: int = 0
-) -> tuple[TargetInfo, int, np.ndarray, np.ndarray]:
-    """A target's parameter and rank, the values its engine holds, and those that a sync of `source` would write."""
+def difference(
+    link: Link, target: int, source: Source, replica: int
+) -> tuple[TensorDiff, np.ndarray, np.ndarray]:
+    """A target's difference, the values its engine holds, and those that a sync of `source` would write."""
     plan = link.plan
     info = plan.parameters[plan.target_parameter[target]]
     rank = int(plan.target_rank[target])
@@ -107,27 +106,22 @@ def both_sides(
             if box.target == target:
                 strides = [s * dtype.itemsize for s in box.dst_strides]
                 as_strided(new[box.dst_offset :], box.shape, strides)[...] = values
-    return info, rank, now, new
-
-
-def difference(
-    name: str, rank: int, shape: tuple[int, ...], now: np.ndarray, new: np.ndarray
-) -> TensorDiff:
     bits = np.dtype(f"u{now.itemsize}")
     changed = now.view(bits) != new.view(bits)
     before = now.astype(np.float64)
     after = new.astype(np.float64)
     change = after - before
-    return TensorDiff(
-        name,
+    found = TensorDiff(
+        info.name,
         rank,
-        shape,
+        info.shape,
         float(np.linalg.norm(before)),
         float(np.linalg.norm(after)),
         float(np.linalg.norm(change)),
         float(np.abs(change).max(initial=0.0)),
         float(changed.mean()) if changed.size else 0.0,
     )
+    return found, now, new
 
 
 # Value histograms of a parameter: the engine's, the trainer's, and their difference ----------------------------------
@@ -176,13 +170,11 @@ def values_of(
     remedy = "link.mapping.values(name, policy.params), or link.mapping.panel(policy)"
     arrays = link.remembered.or_given(params, remedy)
     source = Source.of_arrays(link.plan, arrays)
-    out = []
-    for target in targets_named(link.plan, name):
-        info, rank, now, new = both_sides(link, target, source, replica)
-        out.append(
-            histogram(difference(info.name, rank, info.shape, now, new), now, new, bins)
-        )
-    return out
+    found = (
+        difference(link, target, source, replica)
+        for target in targets_named(link.plan, name)
+    )
+    return [histogram(*sides, bins) for sides in found]
 
 
 def histogram(

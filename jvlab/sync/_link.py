@@ -21,7 +21,7 @@ from jvlab.sync._diff import Values, values_of
 from jvlab.sync._meaning import RememberedParams
 from jvlab.sync._pack import Source
 from jvlab.sync._team import TeamCoordinator
-from jvlab.sync._transaction import ORDER_SECONDS, CheckReport, SyncReport
+from jvlab.sync._transaction import ORDER_SECONDS, CheckReport, Closing, SyncReport
 from jvlab.transport._storage import FULL_EVERY, KEEP
 from jvlab.wire._sync_words import Terms
 
@@ -105,7 +105,7 @@ SYNC_SECONDS = 600.0
 STEP_SECONDS = 3600.0
 
 
-class Link:
+class Link(Closing):
     """A connected tree of parameters: `link.sync(params)` makes every replica of the pool hold them, bit for bit.
 
     Made by `lab.connect(params, pool)`. `link.mapping` and `link.plan` show where each value goes, `link.meaning`
@@ -525,12 +525,6 @@ class Link:
                 publisher.close()
             self.pool.links.discard(self)
             self._on_close(self)
-
-    def __enter__(self) -> Link:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"version {self.version}"

@@ -53,6 +53,7 @@ from jvlab.layout.rules._rules import apply_binding
 from jvlab.sync._compile_tree import bind_rules
 from jvlab.sync._coordinator import behind, version_after
 from jvlab.sync._meaning import owner_of, unpack
+from jvlab.sync._transaction import Closing
 from jvlab.trainer.models import resolve
 from jvlab.transport._storage import (
     FULL_EVERY,
@@ -315,7 +316,7 @@ class _Change:
     checksum: str
 
 
-class Publisher:
+class Publisher(Closing):
     """Writes a trainer's versions into a folder or a bucket, for engines that share nothing else with it.
 
     path            a folder that both sides see, or a URL that fsspec knows: "s3://bucket/run"
@@ -548,9 +549,7 @@ class Publisher:
         total = self._export.total_bytes
         size = 0
         out: dict[str, _Change] = {}
-        bad: list[str] = []
-        for name, new in self._export.tensors(params):
-            self._note_flaw(name, new, bad)
+        for name, new in self._tensors(params):
             flat = raw(new)
             if len(flat) > LONGEST_TENSOR:
                 return f"{name} has more than {human_bytes(LONGEST_TENSOR)}"
@@ -561,19 +560,15 @@ class Publisher:
             if size >= total:
                 return "a delta would not be smaller"
             out[name] = _Change(positions, flat[positions], checksum(flat))
-        self._refuse(bad)
         return out
 
     def _all(self, params: Any) -> Copy:
         """Every tensor. Nothing is held until they are published: their memory would be needed twice."""
         self._held = None
         copy = Copy()
-        bad: list[str] = []
-        for name, new in self._export.tensors(params):
-            self._note_flaw(name, new, bad)
+        for name, new in self._tensors(params):
             copy.tensors[name] = new
             copy.checksums[name] = checksum(raw(new))
-        self._refuse(bad)
         return copy
 
     def _changed(self, changes: Mapping[str, _Change]) -> Copy:
@@ -583,11 +578,13 @@ class Publisher:
         new = {name: change.checksum for name, change in changes.items()}
         return Copy(tensors=held.tensors, checksums={**held.checksums, **new})
 
-    def _note_flaw(self, name: str, values: np.ndarray, bad: list[str]) -> None:
-        if self.options.nonfinite == "refuse" and flawed(values, values.dtype.name):
-            bad.append(name)
-
-    def _refuse(self, bad: list[str]) -> None:
+    def _tensors(self, params: Any) -> Iterator[tuple[str, np.ndarray]]:
+        """Name and values of each tensor; raises after the last one if some are not finite, and may not be."""
+        bad: list[str] = []
+        for name, new in self._export.tensors(params):
+            if self.options.nonfinite == "refuse" and flawed(new, new.dtype.name):
+                bad.append(name)
+            yield name, new
         if bad:
             raise NonFiniteError(
                 f"{how_many(len(bad), 'tensor')} hold NaN or Inf: {', '.join(bad[:NAMED])}",
@@ -735,12 +732,6 @@ class Publisher:
             self._release()
             self._held = None
 
-    def __enter__(self) -> Publisher:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"version {self.version}"
         size = human_bytes(self._export.total_bytes)
@@ -802,7 +793,7 @@ class Applied:
     seconds: Mapping[str, float] = field(default_factory=dict, repr=False)
 
 
-class Follower:
+class Follower(Closing):
     """Keeps a pool at the newest complete version of a folder or bucket; made by `lab.follow(pool, path)`.
 
     `follower.version` is the published version that the pool serves, 0 before the first; `.last` says how it got there.
@@ -1097,12 +1088,6 @@ class Follower:
             link.close()  # ends a sync that is still under way
         if self._on_close is not None:
             self._on_close(self)
-
-    def __enter__(self) -> Follower:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "following"

@@ -15,7 +15,7 @@ from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, ControlError, SyncError, VerifyError
 from jvlab._tracebacks import brief
 from jvlab.sync._senders import by_parameter
-from jvlab.sync._transaction import ABANDON_SECONDS, CheckReport, SyncReport
+from jvlab.sync._transaction import ABANDON_SECONDS, CheckReport, Closing, SyncReport
 
 if TYPE_CHECKING:
     from jvlab.sync._coordinator import Coordinator
@@ -55,7 +55,7 @@ class _Unit:
         return sum(job.nbytes for _, job in self.work)
 
 
-class Stepper:
+class Stepper(Closing):
     """The transaction of `link.sync`, held open. End it with `run()` (commits), `abort()` or `close()`.
 
     The first step prepares the engine: in direct mode it is paused from then on, in staged mode it serves its old
@@ -370,12 +370,6 @@ class Stepper:
     def close(self) -> None:
         """`abort()`, unless it has ended already. Can be called twice."""
         self.abort()
-
-    def __enter__(self) -> Stepper:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # Display ------------------------------------------------------------------------------------------------------
 

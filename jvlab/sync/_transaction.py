@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from jvlab import _faces
 from jvlab._deadline import Deadline
@@ -25,6 +26,20 @@ from jvlab.wire._sync_words import AFTER_VERIFY, BEFORE_BYTES, ORDER, Phase, Ter
 if TYPE_CHECKING:
     from jvlab.wire._client import LinkStream
     from jvlab.wire._core_channel import CoreOrders
+
+
+class Closing(ABC):
+    """What a `with` block closes."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 # What a sync or a check of live memory resulted in.
 

@@ -347,27 +347,19 @@ class CudaGpu:
     def put(self, pointer: int, data: Any, stream: Any) -> None:
         """Copy host bytes into device memory and wait."""
         held = np.frombuffer(bytes(data), np.uint8)
-        runtime = self._cupy.cuda.runtime
-        with self.current():
-            runtime.memcpyAsync(
-                pointer,
-                held.ctypes.data,
-                held.nbytes,
-                runtime.memcpyHostToDevice,
-                stream.ptr,
-            )
-            stream.synchronize()
+        self._copy(pointer, held.ctypes.data, held.nbytes, "memcpyHostToDevice", stream)
 
     def get(self, pointer: int, nbytes: int, stream: Any) -> bytes:
         """Device memory as host bytes, after the stream's pending work."""
         out = np.empty(nbytes, np.uint8)
+        self._copy(out.ctypes.data, pointer, nbytes, "memcpyDeviceToHost", stream)
+        return out.tobytes()
+
+    def _copy(self, to: int, of: int, nbytes: int, kind: str, stream: Any) -> None:
         runtime = self._cupy.cuda.runtime
         with self.current():
-            runtime.memcpyAsync(
-                out.ctypes.data, pointer, nbytes, runtime.memcpyDeviceToHost, stream.ptr
-            )
+            runtime.memcpyAsync(to, of, nbytes, getattr(runtime, kind), stream.ptr)
             stream.synchronize()
-        return out.tobytes()
 
 
 # ----------------------------------------------------------------------------------------------------

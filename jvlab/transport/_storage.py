@@ -104,7 +104,11 @@ def version_name(version: int) -> str:
 
 def versions_in(names: Iterable[str]) -> list[int]:
     """The versions among these names, newest first; an index may still be missing."""
-    found = (_VERSION.fullmatch(name) for name in names)
+    return _numbers(_VERSION, names)
+
+
+def _numbers(pattern: re.Pattern[str], names: Iterable[str]) -> list[int]:
+    found = (pattern.fullmatch(name) for name in names)
     return sorted((int(m[1]) for m in found if m is not None), reverse=True)
 
 
@@ -392,8 +396,7 @@ class Folder:
     def put(self, path: str, parts: Iterable[Any]) -> None:
         """Write a file, buffer after buffer."""
         with (self._root / path).open("xb") as file:
-            for part in parts:
-                file.write(part)
+            file.writelines(parts)
 
     def show(self, staged: str, version: str, index: bytes) -> bool:
         """Make a finished version visible, in one step; False if another has its name."""
@@ -500,8 +503,7 @@ class Bucket:
 
     def put(self, path: str, parts: Iterable[Any]) -> None:
         with self._fs.open(self._at(path), "wb") as file:
-            for part in parts:
-                file.write(part)
+            file.writelines(parts)
 
     def show(self, staged: str, version: str, index: bytes) -> bool:
         return self.create(f"{version}/{INDEX}", index)
@@ -664,8 +666,7 @@ def lock_name(epoch: int) -> str:
 
 def epochs_in(names: Iterable[str]) -> list[int]:
     """The writers among these names, newest first."""
-    found = (_WRITER.fullmatch(name) for name in names)
-    return sorted((int(m[1]) for m in found if m is not None), reverse=True)
+    return _numbers(_WRITER, names)
 
 
 class Lease:
