@@ -371,7 +371,7 @@ class Link(Closing):
         By this link's rules, in its engine's dtypes: a pool that follows gets what `link.sync(params)` would send it.
         The link keeps the folder open for itself until it is closed.
         """
-        from jvlab.sync._publish import Publisher, PublishOptions
+        from jvlab.sync._publish import Export, Publisher, PublishOptions
 
         self.require_one_process("publish", "gather the parameters into one")
         deadline = Deadline.of(timeout)
@@ -385,7 +385,8 @@ class Link(Closing):
         publisher = self._publishers.get(name)
         if publisher is None or publisher.closed:
             folder = self._agreed.folder or self.pool.model
-            publisher = Publisher.of_link(path, self, folder, options, deadline)
+            export = Export.of_link(self, folder)
+            publisher = Publisher(path, export, timeout=deadline, **vars(options))
             self._publishers[name] = publisher
         if publisher.options != options:
             raise ConfigError(

@@ -368,35 +368,12 @@ class Publisher(Closing):
             shard_mib=shard_mib,
             storage_options=storage_options,
         ).check()
-        export = Export.of_tree(params, like, rules, dtype)
-        self._open(path, export, options, deadline)
-
-    @classmethod
-    def of_link(
-        cls,
-        path: str | os.PathLike[str],
-        link: Link,
-        folder: str,
-        options: PublishOptions,
-        deadline: Deadline,
-    ) -> Publisher:
-        """The publisher of `link.publish`: by its mapping, in its engine's dtypes; `folder` has its checkpoint."""
-        made = cls.__new__(cls)
-        export = Export.of_link(link, folder)
-        made._open(path, export, options.check(), deadline)
-        return made
-
-    def _open(
-        self,
-        path: str | os.PathLike[str],
-        export: Export,
-        options: PublishOptions,
-        deadline: Deadline,
-    ) -> None:
+        if not isinstance(params, Export):  # as `link.publish` gives one
+            params = Export.of_tree(params, like, rules, dtype)
         self.path = os.fspath(path)
-        self._export = export
+        self._export: Export = params
         self.options = options
-        self._model = model_of(export.shapes)
+        self._model = model_of(params.shapes)
         self._store = open_store(path, options.storage_options)
         self._calls = Patient(self._store)
         self._shelf = Shelf(self._calls)
