@@ -476,7 +476,8 @@ class Coverage:
     tensors_filled: int
     problems: tuple[str, ...]
     rows: tuple[MappingRow, ...] = field(repr=False)
-    made: Mapping | None = field(repr=False, default=None)
+    made: Mapping | None = field(repr=False)
+    tried_on: Mapping = field(repr=False)
 
     @property
     def complete(self) -> bool:
@@ -496,14 +497,12 @@ class Coverage:
 
     def edit(self, rule: str, *, replace: str = "") -> Coverage:
         """Edit another rule on top of this one: rules are often wrong in pairs."""
-        return self._again(changed_rules(self.rules, rule, replace))
+        return coverage_of(self.tried_on, changed_rules(self.rules, rule, replace))
 
     def save_rules(self, path: str | Path) -> Path:
         """Write these rules, complete or not, to a file for `rules=path`."""
         self.rules.save(path)
         return Path(path)
-
-    _again: Callable[[Rules], Coverage] = field(repr=False, default=None)  # type: ignore[assignment]
 
     @property
     def line(self) -> str:
@@ -593,7 +592,7 @@ def coverage_of(mapping: Mapping, rules: Rules) -> Coverage:
         tuple(texts),
         rows,
         made,
-        _again=lambda other: coverage_of(mapping, other),
+        mapping,
     )
 
 

@@ -462,11 +462,7 @@ class Publisher(Closing):
         why = self._why_full(full, visible)
         changes: dict[str, _Change] | None = None
         if not why:
-            found = self._changes(params)
-            if isinstance(found, str):
-                why = found
-            else:
-                changes = found
+            changes, why = self._changes(params)
         if changes is None:
             base = None
             copy = self._all(params)
@@ -519,8 +515,8 @@ class Publisher(Closing):
             return f"{self._since_full} deltas were written since the last"
         return ""
 
-    def _changes(self, params: Any) -> dict[str, _Change] | str:
-        """What differs from the version that is held; or why everything must be written."""
+    def _changes(self, params: Any) -> tuple[dict[str, _Change] | None, str]:
+        """What differs from the version that is held; or None, and why everything must be written."""
         held = self._held
         assert held is not None
         total = self._export.total_bytes
@@ -529,15 +525,15 @@ class Publisher(Closing):
         for name, new in self._tensors(params):
             flat = raw(new)
             if len(flat) > LONGEST_TENSOR:
-                return f"{name} has more than {human_bytes(LONGEST_TENSOR)}"
+                return None, f"{name} has more than {human_bytes(LONGEST_TENSOR)}"
             positions = _differing(flat, raw(held.tensors[name]))
             if not len(positions):
                 continue
             size += encoded_bytes(len(positions))
             if size >= total:
-                return "a delta would not be smaller"
+                return None, "a delta would not be smaller"
             out[name] = _Change(positions, flat[positions], checksum(flat))
-        return out
+        return out, ""
 
     def _all(self, params: Any) -> Copy:
         """Every tensor. Nothing is held until they are published: their memory would be needed twice."""
