@@ -437,8 +437,6 @@ class Transaction:
         """Run the whole sync; the engine core carries out its orders, if it can."""
         # Not with pause="wait": while requests finish the caller may still give up with nothing written. The core
         # compares all digests or none.
-        # Not with pause="wait": while requests finish the caller may still give up with nothing written. The core
-        # compares all digests or none.
         able = self.terms.verify != "sampled" and self.terms.pause != "wait"
         if self.core is not None and not (able and self.core.is_open):
             self.core = None
