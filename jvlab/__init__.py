@@ -20,7 +20,7 @@ from jvlab._version import __version__ as __version__
 
 _WHERE = {  # public name -> module that defines it
     "Algorithm": "jvlab.trainer._losses",
-    "Bisection": "jvlab.sync.diagnose._bisection",
+    "Bisection": "jvlab.sync.diagnose._bisect",
     "Certificate": "jvlab.analysis.certification._certificate",
     "ChaosReport": "jvlab.analysis._chaos",
     "CheckReport": "jvlab.sync._transaction",
@@ -53,7 +53,7 @@ _WHERE = {  # public name -> module that defines it
     "chaos": "jvlab.analysis._chaos",
     "grpo": "jvlab.trainer._grpo",
     "mesh": "jvlab.trainer.decoder._sharding",
-    "plan": "jvlab.sync._plan",
+    "plan": "jvlab.sync._mapping",
     "whatif": "jvlab.analysis.forecast._whatif",
 }
 _MODULES = {  # public name -> module itself
@@ -128,13 +128,12 @@ if TYPE_CHECKING:
     from jvlab.record._record import Record
     from jvlab.record._sample import Sample
     from jvlab.sync._link import Link
-    from jvlab.sync._mapping import Mapping
+    from jvlab.sync._mapping import Mapping, plan
     from jvlab.sync._meaning import Meaning
-    from jvlab.sync._plan import plan
     from jvlab.sync._publish import Follower, Publisher, PublishReport
     from jvlab.sync._stepper import Stepper
     from jvlab.sync._transaction import CheckReport, SyncReport
-    from jvlab.sync.diagnose._bisection import Bisection
+    from jvlab.sync.diagnose._bisect import Bisection
     from jvlab.trainer import _reward_library as rewards
     from jvlab.trainer import _task_library as tasks
     from jvlab.trainer import models

@@ -178,7 +178,7 @@ def _plan(name: str, case: PlanCase, folder: Path) -> dict[str, Any]:
     from jvlab.layout._tree import leaves_of
     from jvlab.layout.rules._builtin import leaf_shapes_for
     from jvlab.layout.rules._ruleset import Rules
-    from jvlab.sync._compile_tree import bind, policy_shapes
+    from jvlab.sync._compile_tree import bind_rules, policy_shapes
 
     layouts = load_layouts(folder / case.model)
     tensors = list(layouts[0].tensors)
@@ -190,7 +190,7 @@ def _plan(name: str, case: PlanCase, folder: Path) -> dict[str, Any]:
         )
     # after the shapes: a real trainer has its tree already
     started = time.perf_counter()
-    bindings = bind(case.rules, shapes, tensors, case.config)
+    _, bindings = bind_rules(case.rules, shapes, tensors, case.config)
     leaves = leaves_of(shapes, case.mesh)
     bound = time.perf_counter()
     plan = compile_plan(leaves, bindings, layouts, replicas=case.replicas, title=name)

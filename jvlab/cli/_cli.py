@@ -19,7 +19,7 @@ from jvlab._errors import ConfigError, JvlabError
 from jvlab._version import __version__
 from jvlab.analysis.certification._certificate import CHECKS
 from jvlab.gateway.cluster import _slurm
-from jvlab.sync._plan import add_plan_arguments, run_plan
+from jvlab.sync._mapping import add_plan_arguments, run_plan
 from jvlab.wire.processes._labs import list_labs, stop_lab
 from jvlab.wire.processes._pool_spec import AWAY_SECONDS
 

@@ -907,7 +907,6 @@ def open_link(
             cache={},
             gateway_version=pool.jvlab,
             same_host=True,
-            alone=True,
             deadline=deadline,
         )
         forget = lambda link: None

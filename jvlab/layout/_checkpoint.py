@@ -287,12 +287,13 @@ class CheckpointValues(Mapping[str, np.ndarray]):
         found = cls(Path(str(model)))
         return found if len(found) else None
 
-    def _stored(self, name: str) -> np.ndarray:
+    def stored(self, name: str) -> np.ndarray:
+        """A tensor in the dtype of its file, which is read where the array is."""
         file, entry = self._files[name]
         return entry.array(np.memmap(file, np.uint8, "r"))
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self._stored(name).astype(np.float32)
+        return self.stored(name).astype(np.float32)
 
     def dtype(self, name: str) -> str:
         """The dtype it is stored in, as jax spells it; empty if it is not a float."""
@@ -300,7 +301,7 @@ class CheckpointValues(Mapping[str, np.ndarray]):
 
     def at(self, name: str, index: np.ndarray) -> np.ndarray:
         """The elements at `index` [n, dimensions] as float64, without reading the rest of the tensor."""
-        stored = self._stored(name)
+        stored = self.stored(name)
         if not stored.ndim:
             return np.full(len(index), stored, np.float64)
         return stored[tuple(index.T)].astype(np.float64)

@@ -6,51 +6,69 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Mapping as Dict
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jvlab._errors import ConfigError
+from jvlab._errors import ConfigError, CoverageError
 from jvlab._names import model_words
 from jvlab._progress import importing
-from jvlab.layout._checkpoint import read_config
+from jvlab.layout._checkpoint import (
+    CheckpointValues,
+    checkpoint_tensors,
+    read_config,
+)
+from jvlab.layout._compile import compile_plan
+from jvlab.layout._formats import (
+    before_blocks,
+    block_scales,
+    expand_blocks,
+    expand_formats,
+    with_block_scales,
+)
+from jvlab.layout._tree import (
+    FlatTree,
+    MeshSpec,
+    checkpoint_names,
+    device_processes,
+    flatten,
+    leaves_of,
+    mesh_processes,
+)
+from jvlab.layout._types import Binding, CheckpointTensor
+from jvlab.layout.rules._auto import infer
+from jvlab.layout.rules._builtin import (
+    fit_leaves,
+    leaf_shapes_for,
+    numbers_layers,
+    policy_rules,
+    preset_rules,
+)
+from jvlab.layout.rules._rules import HasShape, RuleProblem
+from jvlab.layout.rules._ruleset import Rules
+from jvlab.layout.rules._syntax import Rule, name_text
 
 if TYPE_CHECKING:
-    from jvlab.layout._types import Binding, CheckpointTensor, RankLayout
-    from jvlab.layout.rules._ruleset import Rules
+    from jvlab.layout._types import RankLayout
     from jvlab.sync._mapping import Mapping
     from jvlab.wire._pool_view import PoolView
 
+ByName = Dict[str, Any]
 
 # Binds rules, declared or inferred, to a tree: what `rules=` accepts, and the leaf shapes that rules imply.
 
 
-def bind(
-    rules: Any,
-    shapes: Dict[str, Any],
-    tensors: list[CheckpointTensor],
-    config: Dict[str, Any],
-    values: Dict[str, Any] | None = None,
-    checkpoint: Dict[str, Any] | None = None,
-) -> list[Binding]:
-    """The bindings of `bind_rules`."""
-    return bind_rules(rules, shapes, tensors, config, values, checkpoint)[1]
-
-
 def bind_rules(
     rules: Any,
-    shapes: Dict[str, Any],
+    shapes: ByName,
     tensors: list[CheckpointTensor],
-    config: Dict[str, Any],
-    values: Dict[str, Any] | None = None,
-    checkpoint: Dict[str, Any] | None = None,
+    config: ByName,
+    values: ByName | None = None,
+    checkpoint: ByName | None = None,
 ) -> tuple[Rules, list[Binding]]:
     """The rules in force, declared or inferred, and their bindings; "auto" compares `values` with `checkpoint`."""
-    from jvlab.layout.rules._auto import infer
-    from jvlab.layout.rules._ruleset import Rules
-
     auto, listed = _listed(rules)
     given = Rules(())
     for part in listed:
@@ -83,8 +101,6 @@ def _listed(rules: Any) -> tuple[bool, list[Any]]:
 
 def _is_set(rules: Any) -> bool:
     """Is it the name of a set for many models, or one of these sets? Not all of its rules concern every model."""
-    from jvlab.layout.rules._ruleset import Rules
-
     if isinstance(rules, str):
         return "->" not in rules and not _is_file(rules)
     return any(rules is Rules.named(name) for name in Rules.names())
@@ -93,21 +109,13 @@ def _is_set(rules: Any) -> bool:
 def rules_of(
     rules: Any,
     tensors: list[CheckpointTensor],
-    config: Dict[str, Any],
-    leaves: Dict[str, Any] | None = None,
+    config: ByName,
+    leaves: ByName | None = None,
 ) -> Rules:
     """Declared rules: "policy", the name of a set, a file, rule text, or a Rules object; or a list of these.
 
     A named set is adapted to the model's family and to the prefixes of the checkpoint and the `leaves`.
     """
-    from jvlab.layout.rules._builtin import (
-        fit_leaves,
-        numbers_layers,
-        policy_rules,
-        preset_rules,
-    )
-    from jvlab.layout.rules._ruleset import Rules
-
     if isinstance(rules, Rules):
         return rules
     if isinstance(rules, (tuple, list)):
@@ -149,12 +157,8 @@ def _is_file(path: str) -> bool:
         return False
 
 
-def shapes_for(
-    rules: Any, config: Dict[str, Any], tensors: list[CheckpointTensor]
-) -> Dict[str, Any]:
+def shapes_for(rules: Any, config: ByName, tensors: list[CheckpointTensor]) -> ByName:
     """Leaf shapes for a plan without parameters: those that declared rules imply; for "auto", the Policy's."""
-    from jvlab.layout.rules._builtin import leaf_shapes_for
-
     if _listed(rules)[0]:
         try:
             return policy_shapes(config, tensors)
@@ -168,14 +172,12 @@ def shapes_for(
 
 
 def policy_shapes(
-    config: Dict[str, Any],
+    config: ByName,
     tensors: list[CheckpointTensor],
     dtype: str | None = None,
     scanned: bool | None = None,
-) -> Dict[str, Any]:
+) -> ByName:
     """Leaf shapes of jvlab's own Policy for a model, from its config and tensors alone."""
-    from jvlab.layout.rules._builtin import leaf_shapes_for, policy_rules
-
     return leaf_shapes_for(
         policy_rules(config, [t.name for t in tensors], scanned), tensors, config, dtype
     )
@@ -192,7 +194,7 @@ CPU_GBPS = 2.0
 def trace_and_compile(
     into: MakeMapping,
     params: Any,
-    model: str | os.PathLike[str] | Dict[str, Any] | PoolView,
+    model: str | os.PathLike[str] | ByName | PoolView,
     tensor_parallel: int = 1,
     replicas: int = 1,
     mesh: object = None,
@@ -209,43 +211,51 @@ def trace_and_compile(
 
     The seconds of each step are written into `timing`.
     """
-    from jvlab.layout._checkpoint import CheckpointValues, checkpoint_tensors
-    from jvlab.layout._formats import before_blocks, with_block_scales
-    from jvlab.layout._tree import MeshSpec
-
     clock = _Clock(timing)
-    # a running pool: trace its engine
-    if not isinstance(model, (str, os.PathLike, Dict)):
-        return _for_pool(into, model, params, mesh, rules, bucket_mib, link_gbps, clock)
-    config = read_config(model)
-    tensors = checkpoint_tensors(model)
-    if params is None:
-        # raises before tracing if there is no tree to plan for
-        shapes_for(rules, config, before_blocks(tensors, config))
-    if mesh is not None:
-        MeshSpec.of(mesh)
-    clock.lap("checkpoint_s")
-    with _quiet_vllm():
-        trace_offline = _import_tracer()
-        clock.lap("import_vllm_s")
-        options = {
-            "tensor_parallel": tensor_parallel,
-            "pipeline_parallel": pipeline_parallel,
-            "expert_parallel": expert_parallel,
-            "dtype": _engine_dtype(dtype, config),
-            "quantization": quantization,
-        }
-        layouts = trace_offline(model, tensors=tensors, **options)
-        # from config.json alone
-        if (in_blocks := with_block_scales(tensors, config, layouts)) != tensors:
-            tensors = in_blocks
-            layouts = trace_offline(model, tensors=tensors, **options)
+    is_folder = isinstance(model, (str, os.PathLike))
+    # else it is a running pool, whose ranks are traced in place, with the engine's own parallelism
+    pool: Any = None if is_folder or isinstance(model, Dict) else model
+    if pool is not None and not hasattr(pool, "trace"):
+        raise ConfigError(
+            f"model must be a model folder, a config or a pool, not {type(pool).__name__}",
+            remedy="pass a path, a dict, or what lab.launch returned",
+        )
+    folder: Any = model if pool is None else pool.model
+    config = read_config(folder)
+    tensors = checkpoint_tensors(folder)
+    if pool is not None:
+        layouts = pool.trace(tensors)
+        replicas = pool.replicas
+        if link_gbps is None and pool.snapshot.device == "cpu":
+            link_gbps = CPU_GBPS
+    else:
+        if params is None:
+            # raises before tracing if there is no tree to plan for
+            shapes_for(rules, config, before_blocks(tensors, config))
+        if mesh is not None:
+            MeshSpec.of(mesh)
+        clock.lap("checkpoint_s")
+        from jvlab.engine import _vllm_versions
+
+        with _quiet_vllm():
+            _vllm_versions.build()  # raises with the install command if vLLM is missing
+            with importing("vLLM"):
+                from jvlab.engine.tracing._offline import trace_offline
+            clock.lap("import_vllm_s")
+            options = {
+                "tensor_parallel": tensor_parallel,
+                "pipeline_parallel": pipeline_parallel,
+                "expert_parallel": expert_parallel,
+                "dtype": _engine_dtype(dtype, config),
+                "quantization": quantization,
+            }
+            layouts = trace_offline(folder, tensors=tensors, **options)
+            # from config.json alone
+            if (in_blocks := with_block_scales(tensors, config, layouts)) != tensors:
+                tensors = in_blocks
+                layouts = trace_offline(folder, tensors=tensors, **options)
     clock.lap("trace_s")
-    title = (
-        model_words(str(model))
-        if not isinstance(model, Dict)
-        else str(config.get("model_type", ""))
-    )
+    of_config = str(config.get("model_type", ""))
     return compile_tree(
         into,
         params,
@@ -257,50 +267,9 @@ def trace_and_compile(
         rules=rules,
         bucket_mib=bucket_mib,
         link_gbps=link_gbps,
-        title=title,
+        title=of_config if isinstance(folder, Dict) else model_words(str(folder)),
         clock=clock,
-        checkpoint=CheckpointValues.of(model),
-    )
-
-
-def _for_pool(
-    into: MakeMapping,
-    pool: Any,
-    params: Any,
-    mesh: object,
-    rules: Any,
-    bucket_mib: float,
-    link_gbps: float | None,
-    clock: _Clock,
-) -> Mapping:
-    """The same for a running pool, whose ranks are traced in place, with the engine's own parallelism."""
-    from jvlab.layout._checkpoint import CheckpointValues, checkpoint_tensors
-
-    if not hasattr(pool, "trace"):
-        raise ConfigError(
-            f"model must be a model folder, a config or a pool, not {type(pool).__name__}",
-            remedy="pass a path, a dict, or what lab.launch returned",
-        )
-    config = read_config(pool.model)
-    tensors = checkpoint_tensors(pool.model)
-    layouts = pool.trace(tensors)
-    clock.lap("trace_s")
-    return compile_tree(
-        into,
-        params,
-        config,
-        tensors,
-        layouts,
-        replicas=pool.replicas,
-        mesh=mesh,
-        rules=rules,
-        bucket_mib=bucket_mib,
-        link_gbps=CPU_GBPS
-        if link_gbps is None and pool.snapshot.device == "cpu"
-        else link_gbps,
-        title=model_words(pool.model),
-        clock=clock,
-        checkpoint=CheckpointValues.of(pool.model),
+        checkpoint=CheckpointValues.of(folder),
     )
 
 
@@ -321,18 +290,7 @@ def _quiet_vllm() -> Iterator[None]:
         yield
 
 
-def _import_tracer() -> Any:
-    """`trace_offline`."""
-    from jvlab.engine import _vllm_versions
-
-    _vllm_versions.build()  # raises with the install command if vLLM is missing
-    with importing("vLLM"):
-        from jvlab.engine.tracing._offline import trace_offline
-
-    return trace_offline
-
-
-def _engine_dtype(dtype: str, config: Dict[str, Any]) -> str:
+def _engine_dtype(dtype: str, config: ByName) -> str:
     """The dtype as `lab.launch` chooses it: a float32 checkpoint stays float32, the rest is vLLM's choice."""
     given = config.get("dtype") or config.get("torch_dtype")
     return "float32" if dtype == "auto" and given == "float32" else dtype
@@ -341,7 +299,7 @@ def _engine_dtype(dtype: str, config: Dict[str, Any]) -> str:
 def compile_tree(
     into: MakeMapping,
     params: Any,
-    config: Dict[str, Any],
+    config: ByName,
     tensors: list[CheckpointTensor],
     layouts: list[RankLayout],
     *,
@@ -352,26 +310,9 @@ def compile_tree(
     link_gbps: float | None = None,
     title: str = "",
     clock: _Clock | None = None,
-    checkpoint: Dict[str, Any] | None = None,
+    checkpoint: ByName | None = None,
 ) -> Mapping:
     """Bind rules, compile and prove the plan, for ranks that were traced already (offline or in a live engine)."""
-    from jvlab.layout._compile import compile_plan
-    from jvlab.layout._formats import (
-        before_blocks,
-        block_scales,
-        expand_blocks,
-        expand_formats,
-    )
-    from jvlab.layout._tree import (
-        FlatTree,
-        checkpoint_names,
-        device_processes,
-        flatten,
-        leaves_of,
-        mesh_processes,
-    )
-    from jvlab.sync._rebind import Origin
-
     clock = clock or _Clock(None)
     if params is None:
         flat = FlatTree(shapes_for(rules, config, before_blocks(tensors, config)))
@@ -385,11 +326,10 @@ def compile_tree(
         raise ConfigError(
             "the tree holds no array", remedy="pass the parameters, e.g. policy.params"
         )
-    scales = (
-        block_scales(tensors, config)
-        if not any(_is_fp8(x) for x in flat.arrays.values())
-        else {}
-    )
+    dtypes = [str(getattr(x, "dtype", "")) for x in flat.arrays.values()]
+    # a tree that holds fp8 values already has their scales, as the checkpoint does
+    has_scales = any(dtype.endswith("float8_e4m3fn") for dtype in dtypes)
+    scales = {} if has_scales else block_scales(tensors, config)
     # filled by the scales that quantising makes
     hidden = {scale.tensor.name for scale in scales.values()}
     tensors = [t for t in tensors if t.name not in hidden]
@@ -443,11 +383,6 @@ def compile_tree(
     return mapping
 
 
-def _is_fp8(array: Any) -> bool:
-    """Whether the trainer's tree holds fp8 values already: then it has their scales, as the checkpoint does."""
-    return str(getattr(array, "dtype", "")).endswith("float8_e4m3fn")
-
-
 def _readable(array: Any) -> bool:
     """Can this process read the whole array? It may span processes."""
     return hasattr(array, "__array__") and bool(
@@ -465,3 +400,212 @@ class _Clock:
         now = time.perf_counter()
         self.out[name] = round(now - self.at, 4)
         self.at = now
+
+
+# What edited rules would cover ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MappingRow:
+    """A leaf, the checkpoint tensor it corresponds to, the parameter it fills, and the ranks where it does."""
+
+    leaf: str
+    rule: str
+    reason: str
+    confidence: float
+    tensor: str
+    parameter: str
+    ranks: tuple[int, ...]
+    leaf_dtype: str
+    dtype: str
+    nbytes: int  # on the wire, over all its ranks
+    status: str  # direct, cast, quantised, staged, opaque, unused
+    warning: str = ""  # what was assumed without evidence
+    part: str = ""  # the slice of a stacked leaf, `[1]`
+    # the same slice named as a layer of its own, `layers.1.attn.q.kernel`
+    numbered: str = ""
+
+    @property
+    def name(self) -> str:
+        """The leaf, with its slice where layers are stacked: `layers.attn.q.kernel[1]`."""
+        return self.leaf + self.part
+
+    @property
+    def rank_text(self) -> str:
+        """The ranks with runs shortened: 0-3, 6."""
+        return rank_runs(self.ranks)
+
+
+def rank_runs(ranks: Sequence[int]) -> str:
+    """0, 1, 2, 5 → `0-2, 5`."""
+    runs: list[list[int]] = []
+    for r in sorted(ranks):
+        if runs and r == runs[-1][1] + 1:
+            runs[-1][1] = r
+        else:
+            runs.append([r, r])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+# Edited rules ---------------------------------------------------------------------------------------------------------
+
+
+PROBLEM = "problem"  # the status of a row for something that is not covered
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The inputs of a mapping; shapes and names only, so that it keeps no parameter alive."""
+
+    rules: Rules
+    shapes: Dict[str, HasShape] = field(repr=False)
+    tensors: Sequence[CheckpointTensor] = field(repr=False)
+    config: ByName = field(repr=False)
+    # compiles and proves
+    make: Callable[[Rules, list[Binding]], Mapping] = field(repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Coverage:
+    """What a set of rules covers: complete, or with its problems. Made by `mapping.edit(rule)`."""
+
+    rules: Rules
+    leaves: int
+    leaves_bound: int
+    tensors: int
+    tensors_filled: int
+    problems: tuple[str, ...]
+    rows: tuple[MappingRow, ...] = field(repr=False)
+    made: Mapping | None = field(repr=False)
+    tried_on: Mapping = field(repr=False)
+
+    @property
+    def complete(self) -> bool:
+        """Is every leaf used, and every element of every tensor and parameter written once? Not: is the value right?"""
+        return self.made is not None
+
+    @property
+    def mapping(self) -> Mapping:
+        """The mapping that these rules make; a CoverageError if they do not cover the model."""
+        if self.made is None:
+            raise CoverageError(
+                f"these rules leave {len(self.problems)} problems: {'; '.join(self.problems[:3])}",
+                remedy="edit another rule with coverage.edit(rule); coverage.problems lists all",
+                problems=self.problems,
+            )
+        return self.made
+
+    def edit(self, rule: str, *, replace: str = "") -> Coverage:
+        """Edit another rule on top of this one: rules are often wrong in pairs."""
+        return coverage_of(self.tried_on, changed_rules(self.rules, rule, replace))
+
+    def save_rules(self, path: str | Path) -> Path:
+        """Write these rules, complete or not, to a file for `rules=path`."""
+        self.rules.save(path)
+        return Path(path)
+
+    @property
+    def line(self) -> str:
+        """The coverage in one line."""
+        state = (
+            "complete"
+            if self.complete
+            else f"{len(self.problems)} problem{'s' * (len(self.problems) != 1)}"
+        )
+        return f"{self.leaves_bound}/{self.leaves} leaves, {self.tensors_filled}/{self.tensors} tensors, {state}"
+
+    def __repr__(self) -> str:
+        return f"Coverage({self.line})"
+
+
+def changed_rules(rules: Rules, text: str, replaced: str = "") -> Rules:
+    """The rules with one added, replaced or removed; the notes of the others are kept."""
+    old = _find(rules, replaced) if replaced.strip() else None
+    parsed = Rules.parse(text).rules
+    if len(parsed) > 1:
+        raise ConfigError(
+            f"edit takes one rule, not {len(parsed)}",
+            remedy="call it per rule, or use jv.Rules.parse",
+        )
+    if not parsed:
+        if old is None:
+            raise ConfigError(
+                "an empty rule removes one, but none is named",
+                remedy="pass the text of the old rule as replace=",
+            )
+        kept = [r for r in rules if r is not old]
+    else:
+        new = parsed[0]
+        leaf = new.leaf and name_text(new.leaf)
+        same = (r for r in rules if leaf and r.leaf and name_text(r.leaf) == leaf)
+        old = old or next(same, None)
+        kept = [replace(new, line=r.line) if r is old else r for r in rules]
+        if old is None:
+            kept.append(new)
+    texts = {str(r) for r in kept}
+    notes = {k: v for k, v in rules.notes.items() if k in texts}
+    return Rules(
+        tuple(kept), notes, {k: v for k, v in rules.warnings.items() if k in texts}
+    )
+
+
+def _find(rules: Rules, text: str) -> Rule:
+    wanted = str(Rules.parse(text).rules[0])
+    found = next((r for r in rules if str(r) == wanted), None)
+    if found is None:
+        raise ConfigError(
+            f"no rule in force reads `{wanted}`",
+            remedy="print(mapping.rules) shows them",
+        )
+    return found
+
+
+def coverage_of(mapping: Mapping, rules: Rules) -> Coverage:
+    """What `rules` would cover, applied to the inputs of `mapping`."""
+    origin = mapping._source()
+    bindings, problems = rules.attempt(origin.shapes, origin.tensors, origin.config)
+    texts = [p.what for p in problems]
+    made = None
+    if not problems:
+        try:
+            made = origin.make(rules, bindings)
+            made._link = mapping._link
+        # the rules bind, but some elements on a rank would not be written
+        except CoverageError as error:
+            texts = list(error.problems) or [error.message]
+    trouble = {p.leaf for p in problems} - {""}
+    bound = {b.leaf for b in bindings} - trouble
+    # `leaf -> ~` leaves no trace
+    ignored = {p for p in origin.shapes if p not in bound and p not in trouble}
+    unfilled = {p.tensor for p in problems} - {""}
+    rows = (
+        made.rows
+        if made is not None
+        else (*_rows_of(problems, texts), *mapping._rows_of(bindings))
+    )
+    return Coverage(
+        rules,
+        len(origin.shapes),
+        len(bound) + len(ignored),
+        len(origin.tensors),
+        len(origin.tensors) - len(unfilled),
+        tuple(texts),
+        rows,
+        made,
+        mapping,
+    )
+
+
+def _rows_of(
+    problems: Sequence[RuleProblem], texts: Sequence[str]
+) -> tuple[MappingRow, ...]:
+    """One table row per problem."""
+    if not problems:
+        return tuple(
+            MappingRow("", "", text, 0.0, "", "", (), "", "", 0, PROBLEM)
+            for text in texts
+        )
+    return tuple(
+        MappingRow(p.leaf, p.rule, p.what, 0.0, p.tensor, "", (), "", "", 0, PROBLEM)
+        for p in problems
+    )

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,7 @@ from jvlab._names import own_name
 from jvlab._progress import Progress
 from jvlab._tracebacks import shorten
 from jvlab.layout._digest import compiled_loop
-from jvlab.sync._delta import Changes, Held, no_room
-from jvlab.sync._senders import BucketSenders, Senders, Sent
+from jvlab.sync._senders import BucketSenders, Changes, Held, Senders, Sent, no_room
 from jvlab.sync._transaction import (
     ORDER_SECONDS,
     CheckReport,
@@ -39,7 +38,7 @@ from jvlab.wire._sync_words import BEFORE_BYTES, Phase, Terms
 
 if TYPE_CHECKING:
     from jvlab.layout._plan import TransferPlan
-    from jvlab.sync._connect import Agreement
+    from jvlab.sync._connections import Agreement
     from jvlab.sync._ipc_lanes import Port
     from jvlab.sync._senders import SendingChannel
     from jvlab.sync._stepper import Stepper
@@ -58,6 +57,7 @@ Ready = dict[str, tuple[int, int]]  # replica -> its index in the plan, its epoc
 SLOTS = 3
 DIRTY_SECONDS = 1.0  # minimum time to mark a pool dirty
 STATE_SECONDS = 5.0  # to ask what an interrupted sync left behind
+Wrap = Callable[["Sender"], "Sender"] | None  # of each channel: injects faults
 Listener = Callable[[float], None]  # called with the bytes sent so far
 
 
@@ -70,6 +70,18 @@ def behind(snapshot: pb.PoolStatus) -> frozenset[str]:
     )
 
 
+def version_after(last: int, wanted: int | None, who: str) -> int:
+    """`wanted`, or the last version plus one; raises if it is not larger than the last, which `who` holds."""
+    if wanted is None:
+        return last + 1
+    if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted <= last:
+        raise ConfigError(
+            f"version must be an integer larger than {last}, which {who} holds, not {wanted!r}",
+            remedy="leave it out to use the next one",
+        )
+    return wanted
+
+
 def ready_replicas(pool: PoolView, deadline: Deadline) -> Ready:
     """Name -> (index in the pool, epoch) of every ready replica; waits for a pool that is still starting."""
     pool.facts(deadline)
@@ -79,6 +91,10 @@ def ready_replicas(pool: PoolView, deadline: Deadline) -> Ready:
         for i, r in enumerate(snapshot.replicas)
         if r.state == pb.READY
     }
+
+
+def _epochs_of(ready: Ready) -> dict[str, int]:
+    return {name: epoch for name, (_, epoch) in ready.items()}
 
 
 def ranks_json(channels: Sequence[SendingChannel | Port]) -> list[str]:
@@ -100,7 +116,7 @@ class Coordinator:
         self,
         pool: PoolView,
         agreed: Agreement,
-        wrap: Callable[[Sender], Sender] | None,
+        wrap: Wrap,
     ) -> None:
         self.pool = pool
         self.agreed = agreed
@@ -169,20 +185,14 @@ class Coordinator:
     def _ready_now(self, only: frozenset[str] | None, deadline: Deadline) -> Ready:
         # Every replica gets the same values; its index only picks which copy of a leaf they are read from. So a
         # replica that joined after planning reuses an earlier replica's index.
-        ready = {
-            n: r
-            for n, r in ready_replicas(self.pool, deadline).items()
-            if only is None or n in only
-        }
         return {
             name: (index % self.plan.replicas, epoch)
-            for name, (index, epoch) in ready.items()
+            for name, (index, epoch) in ready_replicas(self.pool, deadline).items()
+            if only is None or name in only
         }
 
     def _is_open_to(self, ready: Ready) -> bool:
-        return self.stream.is_open and self._epochs == {
-            name: epoch for name, (_, epoch) in ready.items()
-        }
+        return self.stream.is_open and self._epochs == _epochs_of(ready)
 
     def _check_replicas(self, ready: Ready, deadline: Deadline) -> None:
         """Drop open channels; check that new replicas have the same layout as the first."""
@@ -193,19 +203,16 @@ class Coordinator:
     @contextmanager
     def _opening(self, ready: Ready, process: int | None = None) -> Iterator[Senders]:
         """New senders, put in use when the block ends; closed if it fails."""
-        senders = self._make_senders(
-            {name: index for name, (index, _) in ready.items()}, process
-        )
+        indices = {name: index for name, (index, _) in ready.items()}
+        senders = self._make_senders(indices, process)
         try:
             yield senders
         except BaseException:
             senders.close()
             self.drop()
             raise
-        self.senders, self._epochs = (
-            senders,
-            {name: epoch for name, (_, epoch) in ready.items()},
-        )
+        self.senders = senders
+        self._epochs = _epochs_of(ready)
 
     def _make_senders(
         self, replicas: dict[str, int], process: int | None = None
@@ -228,11 +235,9 @@ class Coordinator:
             )
         from jvlab.sync._ipc_senders import IpcSenders
 
-        ordinals = self.agreed.ordinals
-        if ordinals:  # torch's tensors
-            return IpcSenders(
-                self.plan, replicas, ordinal=ordinals.__getitem__, torch=True
-            )
+        if ordinals := self.agreed.ordinals:  # torch's tensors
+            find = ordinals.__getitem__
+            return IpcSenders(self.plan, replicas, ordinal=find, torch=True)
         return IpcSenders(self.plan, replicas)
 
     @property
@@ -276,22 +281,15 @@ class Coordinator:
         reply = senders.open(
             lambda: self.stream.open(request, deadline.left()), deadline
         )
-        self.core = self._core_of(reply.outcomes)
+        opened = reply.outcomes[0] if len(reply.outcomes) == 1 else None
+        if opened is not None and opened.core_channel:
+            invitation = list(opened.core_channel)
+            # OSError: another mount namespace, where its path does not exist; the gateway will do
+            with suppress(OSError):
+                self.core = CoreOrders(self.stream, opened.replica, invitation)
         # the pool's version counts too: restarted replicas hold none of its versions
-        replica_versions = (int(o.version) for o in reply.outcomes)
-        self.version = max(
-            [self.version, int(self.pool.snapshot.version), *replica_versions]
-        )
-
-    def _core_of(self, outcomes: Sequence[pb.ReplicaOutcome]) -> CoreOrders | None:
-        if len(outcomes) != 1 or not outcomes[0].core_channel:
-            return None
-        try:
-            opened = outcomes[0]
-            return CoreOrders(self.stream, opened.replica, list(opened.core_channel))
-        except OSError:
-            # another mount namespace, where its path does not exist: the gateway will do
-            return None
+        versions = [self.pool.snapshot, *reply.outcomes]
+        self.version = max(self.version, *(int(v.version) for v in versions))
 
     def drop(self) -> None:
         """Close every channel; the next call opens them again."""
@@ -327,11 +325,8 @@ class Coordinator:
 
     def wake_up(self, options: Terms) -> None:
         """Wake the engine core ahead of a sync, while this process checks the parameters."""
-        if (
-            self.core is not None
-            and options.mode == "direct"
-            and options.pause != "wait"
-        ):
+        at_once = options.mode == "direct" and options.pause != "wait"
+        if self.core is not None and at_once:
             self.core.wake_up()
 
     def _open_transaction(
@@ -345,15 +340,14 @@ class Coordinator:
                 f"a direct sync writes live memory, but this engine's can't be mapped: {senders.no_direct}",
                 remedy='sync with mode="staged", which writes buffers that can be; or launch without sleep mode',
             )
-        source = senders.source(params)
         return Transaction(
             self.stream,
             senders,
-            source,
+            senders.source(params),
             self._terms(options, version, deadline),
-            transport=self.transport,
-            deadline=deadline,
-            began=began,
+            self.transport,
+            deadline,
+            began,
         )
 
     def _terms(self, options: Terms, version: int | None, deadline: Deadline) -> Terms:
@@ -366,17 +360,7 @@ class Coordinator:
 
     def next_version(self, version: int | None) -> int:
         """`version`, or the last version plus one."""
-        wanted = self.version + 1 if version is None else version
-        if (
-            not isinstance(wanted, int)
-            or isinstance(wanted, bool)
-            or wanted <= self.version
-        ):
-            raise ConfigError(
-                f"version must be an integer larger than {self.version}, which the pool holds, not {wanted!r}",
-                remedy="leave it out to use the next one",
-            )
-        return wanted
+        return version_after(self.version, version, "the pool")
 
     def _verify(self, params: Any, deadline: Deadline) -> CheckReport:
         senders = self.ensure_open(deadline)
@@ -387,16 +371,10 @@ class Coordinator:
         self, senders: Senders, digests: dict[int, int]
     ) -> list[pb.ReplicaDigests]:
         """The digests every replica should report; empty if `digests` is."""
-        targets = tuple(sorted(digests))
-        rows = [
-            (*pair, digests[t])
-            for t, pair in zip(targets, senders.named(targets), strict=True)
-        ]
-        return (
-            [replica_digests(replica, rows) for replica in senders.replicas]
-            if rows
-            else []
-        )
+        rows = senders.rows(digests)
+        if not rows:
+            return []
+        return [replica_digests(replica, rows) for replica in senders.replicas]
 
     def check(
         self, digests: list[pb.ReplicaDigests], deadline: Deadline
@@ -505,9 +483,15 @@ class Coordinator:
                 sparse = transaction.sent.sparse > 0
                 self.give_up(transaction, error)
                 if isinstance(error, VerifyError) and sparse:
-                    return self._sync_whole(
-                        params, version, options, deadline, progress, listener, error
+                    # changes led to other values than the trainer's: everything, to every replica
+                    self._held.clear()
+                    report = self.sync(
+                        params, version, options, deadline, progress, listener
                     )
+                    why = f"a sparse sync was not proven, so everything was sent: {error.message}"
+                    notes = (*report.notes, why)
+                    self.last = replace(report, why_full=why, notes=notes)
+                    return self.last
                 if isinstance(error, KeyboardInterrupt):
                     version = transaction.terms.version
                     self.explain(error, f"the sync of version {version}", version)
@@ -552,23 +536,6 @@ class Coordinator:
             return no_room(self._held, nbytes, self._on_gpu)
         return ""
 
-    def _sync_whole(
-        self,
-        params: Any,
-        version: int | None,
-        options: Terms,
-        deadline: Deadline,
-        progress: bool | None,
-        listener: Listener | None,
-        error: VerifyError,
-    ) -> SyncReport:
-        """After changes that led to other values than the trainer's: everything, to every replica."""
-        self._held.clear()
-        report = self.sync(params, version, options, deadline, progress, listener)
-        why = f"a sparse sync was not proven, so everything was sent: {error.message}"
-        self.last = report = replace(report, why_full=why, notes=(*report.notes, why))
-        return report
-
     def give_up(
         self, transaction: Transaction, error: BaseException | None = None
     ) -> None:
@@ -608,27 +575,21 @@ class Coordinator:
         check.committed(report.version, arrays)
 
         def mark_dirty() -> None:
-            self.mark_dirty(
-                Deadline(max(DIRTY_SECONDS, deadline.within(ORDER_SECONDS)))
-            )
+            seconds = max(DIRTY_SECONDS, deadline.within(ORDER_SECONDS))
+            self.mark_dirty(Deadline(seconds))
 
+        version = report.version
         try:
-            if check.is_open and self.processes > 1:
+            if self.processes > 1:
                 check.give_up(
                     "the trainer's log-probabilities are spread over several processes"
                 )
-            elif check.is_open:
-                check.after_sync(
-                    self.pool, report.version, params, deadline.left(), mark_dirty
-                )
-            elif self.processes == 1:
-                check.again(
-                    self.pool, report.version, params, deadline.left(), mark_dirty
-                )
+            else:
+                compare = check.after_sync if check.is_open else check.again
+                compare(self.pool, version, params, deadline.left(), mark_dirty)
         finally:
-            self.last = report = replace(
-                report, meaning=_meaning_of(check.text_of(report.version, arrays))
-            )
+            text = check.text_of(version, arrays)
+            self.last = report = replace(report, meaning=_meaning_of(text))
             self.plan._reports.append(report)
         return report
 
@@ -648,11 +609,9 @@ class Coordinator:
                 raise
             if report is None:
                 return None
-            known = (
-                self.last.meaning
-                if self.last is not None
-                else self.agreed.meaning.meaning.text
-            )
+            known = self.agreed.meaning.meaning.text
+            if self.last is not None:
+                known = self.last.meaning
             # the bits of the last sync, compared by digest
             return replace(report, meaning=_meaning_of(known))
 
@@ -660,18 +619,6 @@ class Coordinator:
         """See `Link.verify`."""
         with self.exclusive(deadline):
             return self._verify(params, deadline)
-
-    def check_sent(self, transaction: Transaction, names: set[str]) -> CheckReport:
-        """A check during a sync, of the parameters that have fully arrived."""
-        wanted = []
-        for d in transaction.expected():
-            rows = [
-                row
-                for row in zip(d.parameters, d.ranks, d.values, strict=True)
-                if row[0] in names
-            ]
-            wanted.append(replica_digests(d.replica, rows))
-        return self.check(wanted, Deadline(transaction.terms.bucket_seconds))
 
     def release_shadows(self, deadline: Deadline) -> None:
         """Unmap the shadow buffers of staged syncs before the engines free them."""
@@ -703,24 +650,19 @@ class Coordinator:
         if self._held.of_version(version):  # the same bits: later changes fit them too
             terms = replace(terms, mark=self._held.mark)
         senders = self.ensure_open(deadline, late)
-        source = senders.source(params)
         transaction = Transaction(
             self.stream,
             senders,
-            source,
+            senders.source(params),
             terms,
-            transport=self.transport,
-            deadline=deadline,
-            began=began,
+            self.transport,
+            deadline,
+            began,
         )
+        total = senders.total_bytes
+        title = f"catch up to {version}"
         try:
-            with Progress(
-                senders.total_bytes,
-                f"catch up to {version}",
-                unit="B",
-                show=None,
-                after=1.0,
-            ) as bar:
+            with Progress(total, title, unit="B", show=None, after=1.0) as bar:
                 return transaction.run(lambda sent: bar.to(sent.bytes))
         # KeyboardInterrupt included: no engine may be left waiting
         except BaseException as error:
@@ -742,8 +684,8 @@ class Coordinator:
         wanted = [of for of in digests if of.replica not in late]
         if wanted:
             report = self.check(wanted, deadline)
-            well = report.ok
             differing = report.differing
+            well = report.ok
         else:  # all were started again: this link may know what they held
             differing = self._other_than_last(digests[0], version)
             well = not differing

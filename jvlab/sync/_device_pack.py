@@ -18,9 +18,9 @@ from jvlab.layout._plan import TransferPlan
 from jvlab.sync._ipc_lanes import check_layouts, cuda_ordinal
 from jvlab.sync._pack import Box, Encoded, LinkPack, Source
 from jvlab.transport import _sparse_kernels
-from jvlab.transport._device_bytes import DeviceBytes
 from jvlab.transport._ipc_kernels import Launcher, cupy
 from jvlab.transport._ipc_tables import IpcBox, program_of, tables
+from jvlab.transport._nccl import DeviceBytes
 
 
 class DeviceShards:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from jvlab import _faces
 from jvlab._errors import ConfigError
 from jvlab.layout._plan_types import OPAQUE, numpy_dtype
 from jvlab.sync._mapping import find, targets
@@ -17,7 +19,6 @@ from jvlab.sync._senders import jobs_of
 
 if TYPE_CHECKING:
     from jvlab.layout._plan import TransferPlan
-    from jvlab.layout._plan_types import TargetInfo
     from jvlab.sync._link import Link
 
 
@@ -64,29 +65,22 @@ def differences(
     link: Link, name: str, source: Source, replica: int = 0
 ) -> list[TensorDiff]:
     """For every rank's part of a tensor: what the engine holds now against what a sync would write."""
-    out = []
-    for target in (
-        t for one in _of_slice(link, name) for t in targets_named(link.plan, one)
-    ):
-        info, rank, now, new = both_sides(link, target, source, replica)
-        out.append(difference(info.name, rank, info.shape, now, new))
-    return out
+    names = [name]
+    # unless several leaves make up this parameter, or there is none: `targets_named` says so
+    with suppress(ConfigError):
+        # the parameters of one layer of a stacked leaf, if the name means that
+        names = targets(link.mapping, find(link.mapping, name)) or names
+    return [
+        difference(link, target, source, replica)[0]
+        for one in names
+        for target in targets_named(link.plan, one)
+    ]
 
 
-def _of_slice(link: Link, name: str) -> list[str]:
-    """The parameters of one layer of a stacked leaf, if the name means that; else the name itself."""
-    try:
-        place = find(link.mapping, name)
-    # several leaves make up this parameter, or there is none: the caller says so
-    except ConfigError:
-        return [name]
-    return targets(link.mapping, place) or [name]
-
-
-def both_sides(
-    link: Link, target: int, source: Source, replica: int = 0
-) -> tuple[TargetInfo, int, np.ndarray, np.ndarray]:
-    """A target's parameter and rank, the values its engine holds, and those that a sync of `source` would write."""
+def difference(
+    link: Link, target: int, source: Source, replica: int
+) -> tuple[TensorDiff, np.ndarray, np.ndarray]:
+    """A target's difference, the values its engine holds, and those that a sync of `source` would write."""
     plan = link.plan
     info = plan.parameters[plan.target_parameter[target]]
     rank = int(plan.target_rank[target])
@@ -112,24 +106,110 @@ def both_sides(
             if box.target == target:
                 strides = [s * dtype.itemsize for s in box.dst_strides]
                 as_strided(new[box.dst_offset :], box.shape, strides)[...] = values
-    return info, rank, now, new
-
-
-def difference(
-    name: str, rank: int, shape: tuple[int, ...], now: np.ndarray, new: np.ndarray
-) -> TensorDiff:
     bits = np.dtype(f"u{now.itemsize}")
     changed = now.view(bits) != new.view(bits)
     before = now.astype(np.float64)
     after = new.astype(np.float64)
     change = after - before
-    return TensorDiff(
-        name,
+    found = TensorDiff(
+        info.name,
         rank,
-        shape,
+        info.shape,
         float(np.linalg.norm(before)),
         float(np.linalg.norm(after)),
         float(np.linalg.norm(change)),
         float(np.abs(change).max(initial=0.0)),
         float(changed.mean()) if changed.size else 0.0,
     )
+    return found, now, new
+
+
+# Value histograms of a parameter: the engine's, the trainer's, and their difference ----------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Values:
+    """One parameter on one rank: counts per bin. `engine` and `trainer` share `edges`; `change` is trainer − engine."""
+
+    change_summary: TensorDiff
+    edges: np.ndarray = field(repr=False)
+    engine: np.ndarray = field(repr=False)
+    trainer: np.ndarray = field(repr=False)
+    change_edges: np.ndarray = field(repr=False)
+    change: np.ndarray = field(repr=False)
+    not_finite: int = 0  # positions that are NaN or infinite on either side; in no bin
+
+    @property
+    def parameter(self) -> str:
+        return self.change_summary.parameter
+
+    @property
+    def rank(self) -> int:
+        return self.change_summary.rank
+
+    @property
+    def equal(self) -> bool:
+        """Bit for bit."""
+        return self.change_summary.share_changed == 0
+
+    def __repr__(self) -> str:
+        state = (
+            "equal" if self.equal else f"{self.change_summary.share_changed:.1%} differ"
+        )
+        return f"Values({self.parameter} on rank {self.rank}, {state})"
+
+    def _repr_html_(self) -> str:
+        return _faces.draw(self, "html")
+
+
+def values_of(
+    link: Link, name: str, params: Any, replica: int = 0, bins: int = 48
+) -> list[Values]:
+    """Histograms of every rank's part of a leaf or parameter. `params`: a tree of arrays, or has `.params`; None: those
+    that the link was connected with."""
+    remedy = "link.mapping.values(name, policy.params), or link.mapping.panel(policy)"
+    arrays = link.remembered.or_given(params, remedy)
+    source = Source.of_arrays(link.plan, arrays)
+    found = (
+        difference(link, target, source, replica)
+        for target in targets_named(link.plan, name)
+    )
+    return [histogram(*sides, bins) for sides in found]
+
+
+def histogram(
+    summary: TensorDiff, engine: np.ndarray, trainer: np.ndarray, bins: int = 48
+) -> Values:
+    """Both sides with shared bins, the difference with its own."""
+    a = engine.astype(np.float64).reshape(-1)
+    b = trainer.astype(np.float64).reshape(-1)
+    good = np.isfinite(a) & np.isfinite(b)
+    a = a[good]
+    b = b[good]
+    edges = _edges(np.concatenate([a, b]), bins)
+    change = b - a
+    change_edges = _edges(np.append(change, 0.0), bins)
+    counts = [
+        np.histogram(x, e)[0]
+        for x, e in ((a, edges), (b, edges), (change, change_edges))
+    ]
+    return Values(
+        summary,
+        edges,
+        counts[0],
+        counts[1],
+        change_edges,
+        counts[2],
+        int((~good).sum()),
+    )
+
+
+def _edges(values: np.ndarray, bins: int) -> np.ndarray:
+    low, high = (
+        (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
+    )
+    if high <= low:  # a single value
+        reach = abs(low) * 0.5 or 1.0
+        low = low - reach
+        high = high + reach
+    return np.linspace(low, high, bins + 1)

@@ -15,28 +15,26 @@ from jvlab._errors import ConfigError, DeadlineExceeded, Unsupported
 from jvlab._names import model_words
 from jvlab._tracebacks import brief
 from jvlab._units import human_bytes
-from jvlab.layout._tree import flatten
 from jvlab.record._events import clock, note, sync_event
-from jvlab.sync._coordinator import Coordinator
+from jvlab.sync._coordinator import Coordinator, Wrap
+from jvlab.sync._diff import Values, values_of
 from jvlab.sync._meaning import RememberedParams
 from jvlab.sync._pack import Source
 from jvlab.sync._team import TeamCoordinator
-from jvlab.sync._transaction import ORDER_SECONDS, CheckReport, SyncReport
-from jvlab.sync._values import Values, values_of
+from jvlab.sync._transaction import ORDER_SECONDS, CheckReport, Closing, SyncReport
 from jvlab.transport._storage import FULL_EVERY, KEEP
 from jvlab.wire._sync_words import Terms
 
 if TYPE_CHECKING:
     from jvlab.lab._pool import Pool
     from jvlab.layout._plan import TransferPlan
-    from jvlab.sync._connect import Agreement
+    from jvlab.sync._connections import Agreement
     from jvlab.sync._mapping import Mapping
     from jvlab.sync._meaning import Meaning
     from jvlab.sync._publish import Publisher, PublishReport
     from jvlab.sync._stepper import Stepper
     from jvlab.sync._team import Team
-    from jvlab.sync.diagnose._bisection import Bisection
-    from jvlab.transport._peer import Sender
+    from jvlab.sync.diagnose._bisect import Bisection
     from jvlab.wire._client import TeamStream
 
 
@@ -107,7 +105,7 @@ SYNC_SECONDS = 600.0
 STEP_SECONDS = 3600.0
 
 
-class Link:
+class Link(Closing):
     """A connected tree of parameters: `link.sync(params)` makes every replica of the pool hold them, bit for bit.
 
     Made by `lab.connect(params, pool)`. `link.mapping` and `link.plan` show where each value goes, `link.meaning`
@@ -127,7 +125,7 @@ class Link:
         pool: Pool,
         agreed: Agreement,
         mode: str,
-        wrap: Callable[[Sender], Sender] | None,
+        wrap: Wrap,
         on_close: Callable[[Link], None],
         team: Team | None = None,
         nonfinite: str = "refuse",
@@ -205,13 +203,10 @@ class Link:
         """Why this transport was chosen."""
         return self._agreed.reason
 
-    def matches(self, pool: Pool, agreed: Agreement, mode: str, nonfinite: str) -> bool:
+    def matches(self, agreed: Agreement, mode: str, nonfinite: str) -> bool:
         """Would connecting with these arguments give the same link?"""
-        return (
-            self.pool is pool
-            and self._agreed is agreed
-            and (self.mode, self.nonfinite) == (mode, nonfinite)
-        )
+        given = (mode, nonfinite)
+        return self._agreed is agreed and (self.mode, self.nonfinite) == given
 
     def stream_beside(self, purpose: str) -> TeamStream | None:
         """A stream between the processes of this trainer, for something else than syncs; None if it is one process.
@@ -228,9 +223,7 @@ class Link:
         """Close the channels, so that another link can hold the pool; the next call opens them again."""
         self._coordinator.let_go(deadline)
 
-    def inject(
-        self, faults: Callable[[Sender], Sender] | None
-    ) -> Callable[[Sender], Sender] | None:
+    def inject(self, faults: Wrap) -> Wrap:
         """From the next call on the channels are wrapped so, as by `faults=` of connect; returns what wrapped them."""
         before = self._coordinator.wrap
         self.let_go(Deadline(ORDER_SECONDS))
@@ -285,12 +278,12 @@ class Link:
         A multi-process trainer calls it in every process with the same arguments: all return, or all raise.
         """
         options = self._options(
-            mode=mode,
+            mode,
+            nonfinite,
             verify=verify,
             require=require,
             pause=pause,
             kv=kv,
-            nonfinite=nonfinite,
             delta=delta,
         )
         return self._sync(params, version, options, Deadline.of(timeout), progress)
@@ -313,25 +306,13 @@ class Link:
         return report
 
     def _options(
-        self,
-        *,
-        mode: str | None = None,
-        verify: str = "full",
-        require: str = "all",
-        pause: str = "keep",
-        kv: str = "keep",
-        nonfinite: str | None = None,
-        delta: str = "never",
+        self, mode: str | None = None, nonfinite: str | None = None, **others: str
     ) -> Terms:
         """The given options; mode and nonfinite default to those of connect. Checked when the sync begins."""
         return Terms(
             mode=mode or self.mode,
-            verify=verify,
-            require=require,
-            pause=pause,
-            kv=kv,
             nonfinite=nonfinite or self.nonfinite,
-            delta=delta,
+            **others,  # type: ignore[arg-type]
         )
 
     def require_one_process(self, what: str, instead: str) -> None:
@@ -390,7 +371,7 @@ class Link:
         By this link's rules, in its engine's dtypes: a pool that follows gets what `link.sync(params)` would send it.
         The link keeps the folder open for itself until it is closed.
         """
-        from jvlab.sync._publish import Publisher, PublishOptions
+        from jvlab.sync._publish import Export, Publisher, PublishOptions
 
         self.require_one_process("publish", "gather the parameters into one")
         deadline = Deadline.of(timeout)
@@ -404,7 +385,8 @@ class Link:
         publisher = self._publishers.get(name)
         if publisher is None or publisher.closed:
             folder = self._agreed.folder or self.pool.model
-            publisher = Publisher.of_link(path, self, folder, options, deadline)
+            export = Export.of_link(self, folder)
+            publisher = Publisher(path, export, timeout=deadline, **vars(options))
             self._publishers[name] = publisher
         if publisher.options != options:
             raise ConfigError(
@@ -472,19 +454,10 @@ class Link:
 
         Raises a `MeaningError` if they contradict it, as `lab.connect` with these rules would.
         """
-        given = (
-            None
-            if params is None
-            else flatten(getattr(params, "params", params)).arrays
+        remedy = (
+            "link.meaning_of(mapping, policy.params), or link.mapping.panel(policy)"
         )
-        arrays = self.remembered.arrays() if given is None else given
-        if arrays is None:
-            raise ConfigError(
-                "the parameters that this link was connected with are gone: training reused their memory, or nobody "
-                "kept them",
-                remedy="link.meaning_of(mapping, policy.params), or link.mapping.panel(policy)",
-                ask="params",
-            )
+        arrays = self.remembered.or_given(params, remedy)
         return self._agreed.meaning.of_rules(mapping, arrays, self.pool.model)
 
     @brief
@@ -553,12 +526,6 @@ class Link:
                 publisher.close()
             self.pool.links.discard(self)
             self._on_close(self)
-
-    def __enter__(self) -> Link:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"version {self.version}"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
+import math
+import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping as Dict
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +18,7 @@ import numpy as np
 
 from jvlab import _faces
 from jvlab._errors import ConfigError
+from jvlab._tracebacks import brief
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import item_bytes
 from jvlab.layout._slices import (
@@ -27,17 +32,16 @@ from jvlab.layout._slices import (
     without_number,
 )
 from jvlab.layout._types import Binding, CheckpointTensor, Note, RankLayout
-from jvlab.sync._compile_tree import trace_and_compile
-from jvlab.sync._mapping_row import MappingRow
+from jvlab.sync._compile_tree import LINK_GBPS, MappingRow, trace_and_compile
 from jvlab.trainer.models import resolve
 
 if TYPE_CHECKING:
     from jvlab.layout.rules._ruleset import Rules
+    from jvlab.sync._compile_tree import Coverage, Origin
+    from jvlab.sync._diff import Values
     from jvlab.sync._meaning import Meaning
-    from jvlab.sync._rebind import Coverage, Origin
-    from jvlab.sync._values import Values
     from jvlab.views.panels._inspector import InspectorPanel
-
+    from jvlab.wire._pool_view import PoolView
 
 # Finds the leaf, or the slice of a stacked leaf, that a name means in a mapping.
 
@@ -70,16 +74,16 @@ def find(mapping: Mapping, name: str) -> Place:
     rows = [r for r in mapping.rows if r.leaf and name in (r.tensor, r.parameter)]
     if rows:
         leaf = _only(sorted({r.leaf for r in rows}), name)
+        tensors = {r.tensor for r in rows}
         parts = {
             slice_of(b, mapping.stacked)
-            for r in rows
             for b in mapping.bindings
-            if _same(b, leaf, r.tensor)
+            if b.leaf == leaf and b.tensor in tensors
         }
         return Place(leaf, parts.pop() if len(parts) == 1 else None)
-    found = _numbered(mapping, name)
+    found = {place.name: place for place in _numbered(mapping, name)}
     if found:
-        return found[_names(found).index(_only(_names(found), name))]
+        return found[_only([*found], name)]
     raise _unknown(mapping, name)
 
 
@@ -90,16 +94,6 @@ def targets(mapping: Mapping, place: Place) -> list[str]:
     known = {p.name for p in mapping.plan.parameters}
     rows = (r for r in mapping.rows if r.name == place.name and r.parameter in known)
     return list(dict.fromkeys(r.parameter for r in rows))
-
-
-def bindings_at(mapping: Mapping, place: Place) -> list[Binding]:
-    """The bindings of a leaf, or of one of its slices."""
-    of_leaf = [b for b in mapping.bindings if b.leaf == place.leaf]
-    return [
-        b
-        for b in of_leaf
-        if place.part is None or slice_of(b, mapping.stacked) == place.part
-    ]
 
 
 def _near(paths: Sequence[str], name: str) -> list[str]:
@@ -120,14 +114,6 @@ def _only(near: Sequence[str], name: str) -> str:
         remedy=f"ask for one of: {shown}",
         name=name,
     )
-
-
-def _same(b: Binding, leaf: str, tensor: str) -> bool:
-    return b.leaf == leaf and b.tensor == tensor
-
-
-def _names(places: Sequence[Place]) -> list[str]:
-    return [p.name for p in places]
 
 
 def _given_slice(mapping: Mapping, name: str, base: str, dim: int, index: int) -> Place:
@@ -153,26 +139,18 @@ def _given_slice(mapping: Mapping, name: str, base: str, dim: int, index: int) -
 
 def _numbered(mapping: Mapping, name: str) -> list[Place]:
     """The slices that a name means which numbers layers, as if each had its own leaf."""
-    out = []
-    for shorter, number in without_number(name):
-        for leaf in _near(list(mapping.stacked), shorter):
-            of_layer = (
-                b
-                for b in mapping.bindings
-                if b.leaf == leaf and layer_number(b.tensor) == number
-            )
-            part = next((slice_of(b, mapping.stacked) for b in of_layer), None)
-            out += [Place(leaf, part, name)] if part is not None else []
-    return out
+    return [
+        Place(leaf, slice_of(b, mapping.stacked), name)
+        for shorter, number in without_number(name)
+        for leaf in _near(list(mapping.stacked), shorter)
+        for b in mapping.bindings
+        if b.leaf == leaf and layer_number(b.tensor) == number
+    ]
 
 
 def _unknown(mapping: Mapping, name: str) -> ConfigError:
     paths = [x.path for x in mapping.plan.leaves]
-    known = [
-        *paths,
-        *(r.numbered for r in mapping.rows if r.numbered),
-        *(r.tensor for r in mapping.rows),
-    ]
+    known = [*paths, *(n for r in mapping.rows for n in (r.numbered, r.tensor) if n)]
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     remedy = (
         f"did you mean {', '.join(close)}?"
@@ -239,26 +217,25 @@ class Explanation:
         """The tensors and parameters that the leaf goes to; what is the same for all slices is said once."""
         whole = self.place.part is None
         said: set[tuple[str, ...]] = set()
-        for b in bindings_at(self.mapping, self.place):
-            part = slice_of(b, self.mapping.stacked) if whole else None
+        for b in self.mapping.bindings:
+            part = slice_of(b, self.mapping.stacked)
+            if b.leaf != self.leaf or self.place.part not in (None, part):
+                continue
+            part = part if whole else None
             yield f"  {f'{part} ' if part else ''}→ {b.tensor} {list(b.tensor_shape)}"
             how = tuple(_how(b))
             if part is None or how not in said:
                 yield from (f"      {text}" for text in how)
             said.add(how)
-            for r in (
-                r
-                for r in self.mapping.rows
-                if r.tensor == b.tensor and r.leaf == self.leaf
-            ):
+            for r in self.mapping.rows:
+                if (r.tensor, r.leaf) != (b.tensor, self.leaf):
+                    continue
                 if r.status == "unused":
                     yield "      no rank takes anything from it"
                     continue
                 yield f"      → {r.parameter} on rank {r.rank_text}: {r.nbytes:,} bytes as {r.dtype} ({r.status})"
-                note = self.mapping.notes.get(r.parameter) or self.mapping.notes.get(
-                    r.tensor
-                )
-                if note:
+                notes = self.mapping.notes
+                if note := notes.get(r.parameter) or notes.get(r.tensor):
                     yield f"        {note}"
 
     def _senders(self) -> list[str]:
@@ -268,9 +245,8 @@ class Explanation:
         out = []
         for rank in sorted({r for _, r in table}):
             who = sorted((d, n) for (d, r), n in table.items() if r == rank)
-            shown = ", ".join(f"device {d}: {n:,}" for d, n in who[:8]) + (
-                " …" if len(who) > 8 else ""
-            )
+            shown = ", ".join(f"device {d}: {n:,}" for d, n in who[:8])
+            shown += " …" if len(who) > 8 else ""
             out.append(
                 f"  rank {rank} takes {sum(n for _, n in who):,} bytes from {len(who)} device(s): {shown}"
             )
@@ -334,6 +310,10 @@ def _by(step: int) -> str:
 def block_text(block: tuple[int, ...]) -> str:
     """A block-scaled format in words; `block`: of the leaf's dimensions."""
     return f"fp8, one scale per block of {' × '.join(str(n) for n in block if n > 1)} elements"
+
+
+# tensor → (parameter, dtype, status) → [(rank, elements)]
+Destinations = dict[str, dict[tuple[str, str, str], list[tuple[int, int]]]]
 
 
 class Mapping:
@@ -400,19 +380,19 @@ class Mapping:
         rows: list[MappingRow] = []
         for b in bindings:
             leaf = dtypes[b.leaf]
-            share = int(np.prod([a.size for a in b.axes], dtype=np.int64)) / max(
-                int(np.prod(b.tensor_shape, dtype=np.int64)), 1
+            share = math.prod(a.size for a in b.axes) / max(
+                math.prod(b.tensor_shape), 1
+            )
+            part = slice_of(b, stacked)
+            row = MappingRow(
+                *(b.leaf, b.rule, b.reason, b.confidence, b.tensor),
+                *("", (), leaf, "", 0, "unused", b.warning),
+                str(part or ""),
+                numbered(b.leaf, b.tensor) if part else "",
             )
             found = destinations.get(b.tensor, {})
-            part = slice_of(b, stacked)
-            layer = (str(part), numbered(b.leaf, b.tensor)) if part else ("", "")
-            why = b.leaf, b.rule, b.reason, b.confidence, b.tensor
-
-            def add(*lands: Any, b: Binding = b, why: Any = why, layer: Any = layer):
-                rows.append(MappingRow(*[*why, *lands, b.warning, *layer]))
-
             if not found:
-                add("", (), leaf, "", 0, "unused")
+                rows.append(row)
             for (parameter, dtype, kind), taken in found.items():
                 nbytes = round(sum(n for _, n in taken) * share) * item_bytes(dtype)
                 status = kind
@@ -421,16 +401,20 @@ class Mapping:
                 elif kind == "direct" and (leaf != dtype or b.add):
                     status = "cast"
                 ranks = tuple(r for r, _ in taken)
-                add(parameter, ranks, leaf, dtype, nbytes, status)
+                rows.append(
+                    replace(
+                        row,
+                        parameter=parameter,
+                        ranks=ranks,
+                        dtype=dtype,
+                        nbytes=nbytes,
+                        status=status,
+                    )
+                )
         return rows
 
-    def _destinations(
-        self,
-    ) -> dict[str, dict[tuple[str, str, str], list[tuple[int, int]]]]:
-        """Tensor → (parameter, dtype, status) → [(rank, elements)]."""
-        out: dict[str, dict[tuple[str, str, str], list[tuple[int, int]]]] = defaultdict(
-            lambda: defaultdict(list)
-        )
+    def _destinations(self) -> Destinations:
+        out: Destinations = defaultdict(lambda: defaultdict(list))
         for layout in self._layouts:
             opaque = {n.name for n in layout.opaque}
             repacked = {n.name for n in layout.repacked}
@@ -449,10 +433,8 @@ class Mapping:
                     out[t.name][p.name, p.dtype, kind].append((layout.rank, elements))
             for t in layout.tensors:
                 if t.name in opaque:
-                    size = int(np.prod(t.shape, dtype=np.int64))
-                    out[t.name]["(load_weights)", t.dtype, "opaque"].append(
-                        (layout.rank, size)
-                    )
+                    taken = (layout.rank, math.prod(t.shape))
+                    out[t.name]["(load_weights)", t.dtype, "opaque"].append(taken)
         return out
 
     @cached_property
@@ -482,17 +464,12 @@ class Mapping:
         Assumptions that this mapping's link has confirmed since, by value or by function, are left out.
         """
         found: dict[str, dict[str, None]] = defaultdict(dict)
-        still = (
-            self.ambiguous
-            if any(b.warning for b in self.bindings) and self.meaning is not None
-            else None
-        )
-        for b in self.bindings:
-            for text in filter(None, b.warning.split("; ")):
-                settled = [
-                    w for w in ("rotary", "1 + w") if w in text and still is not None
-                ]
-                if not any(w not in (still or {}).get(b.leaf, "") for w in settled):
+        warned = [b for b in self.bindings if b.warning]
+        still = self.ambiguous if warned and self.meaning is not None else None
+        for b in warned:
+            left = "rotary, 1 + w" if still is None else still.get(b.leaf, "")
+            for text in b.warning.split("; "):
+                if all(w in left for w in ("rotary", "1 + w") if w in text):
                     found[text][b.rule.split(" -> ")[0] or b.leaf] = None
         lines = []
         for text, names in found.items():
@@ -572,7 +549,7 @@ class Mapping:
         `rule` removes `replace`. `.complete` and `.problems` say whether everything is covered; if so, `.mapping` is
         the new mapping, and `lab.connect(params, pool, rules=coverage.rules)` syncs with it.
         """
-        from jvlab.sync._rebind import changed_rules, coverage_of
+        from jvlab.sync._compile_tree import changed_rules, coverage_of
 
         return coverage_of(self, changed_rules(self.rules, rule, replace))
 
@@ -599,11 +576,7 @@ class Mapping:
     def meaning(self) -> Meaning | None:
         """Whether the link's values mean the same on both sides; None if no link uses this mapping."""
         link = self._link() if self._link is not None else None
-        return (
-            link.meaning
-            if link is not None and getattr(link, "mapping", None) is self
-            else None
-        )
+        return link.meaning if link is not None and link.mapping is self else None
 
     @property
     def ambiguous(self) -> dict[str, str]:
@@ -667,3 +640,129 @@ class Mapping:
 
     def _ipython_display_(self) -> None:
         self.panel()
+
+
+# `jv.plan`, and the body of the `jvlab plan` command ------------------------------------------------------------------
+
+
+MAX_LINKS = 1024  # rows of the link table in the command's JSON
+RULES_HELP = (
+    "the trainer's tree, by the rules it is written in: policy, hf_flax, checkpoint, tunix, maxtext, gemma, "
+    "policy.<family>.scanned, or a file of rules; auto (the default) infers the rules of jvlab's own Policy tree"
+)
+
+
+@brief
+def plan(
+    params: Any,
+    model: str | os.PathLike[str] | Dict[str, Any] | PoolView,
+    tensor_parallel: int = 1,
+    replicas: int = 1,
+    mesh: object = None,
+    rules: Any = "auto",
+    link_gbps: float | None = None,
+    bucket_mib: float = 64,
+    pipeline_parallel: int = 1,
+    expert_parallel: bool = False,
+    dtype: str = "auto",
+    quantization: str | None = None,
+) -> TransferPlan:
+    """The plan from a tree of arrays or shapes to a vLLM engine that need not exist: every element is written once.
+
+    `model` is a model folder, "tiny:llama", "smollm2", a config, or a running pool (whose engine is traced, with its
+    own options).
+    `params` is any pytree of arrays or ShapeDtypeStructs; with None the tree is the one that `rules` imply, for "auto"
+    that of jvlab's own Policy. `mesh` (`"fsdp=4,tp=2"`, a dict, a jax Mesh) says how they would be sharded; without it
+    their own shardings are used. `rules` is "auto", the name of a rule set, a file, rule text, a `jv.Rules`, a list of
+    lines, or ("auto", line, line, …), which infers the remaining ones; `help(jv.Rules)` explains the lines. If `params`
+    hold values and the model folder holds weights, "auto" may compare them as evidence.
+    `quantization="fp8"` plans for an engine that quantises while loading; a model whose config.json says that it is fp8
+    in blocks needs no option. Both as an H200 was seen to hold them; connecting finds what the engine really does.
+    `link_gbps` (GB/s each way, per device and rank) is the bandwidth that `plan.predict()` assumes; without it 50, a
+    400 Gb/s port, or 2 for a pool on a CPU.
+
+    >>> jv.plan(None, model, tensor_parallel=2, mesh="fsdp=3")
+    TransferPlan(llama: 3 devices → 1 × 2 ranks, ...)
+    """
+    return Mapping.of(
+        params,
+        model,
+        tensor_parallel=tensor_parallel,
+        replicas=replicas,
+        mesh=mesh,
+        rules=rules,
+        dtype=dtype,
+        quantization=quantization,
+        bucket_mib=bucket_mib,
+        link_gbps=link_gbps,
+        pipeline_parallel=pipeline_parallel,
+        expert_parallel=expert_parallel,
+    ).plan
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `jvlab plan`."""
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="directory with a config.json (weights are not needed), or tiny:llama",
+    )
+    parser.add_argument(
+        "--mesh", default="fsdp=1", help="trainer mesh, e.g. fsdp=3,tp=2"
+    )
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N")
+    parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="N")
+    parser.add_argument("--expert-parallel", action="store_true")
+    parser.add_argument("--replicas", type=int, default=1, metavar="N")
+    parser.add_argument("--rules", default="auto", help=RULES_HELP)
+    parser.add_argument("--dtype", default="auto", help="the engine's dtype")
+    parser.add_argument(
+        "--quantization", help="fp8: the engine quantises while loading, per tensor"
+    )
+    parser.add_argument("--bucket-mib", type=float, default=64.0)
+    parser.add_argument(
+        "--link-gbps",
+        type=float,
+        nargs="+",
+        default=[LINK_GBPS],
+        help="GB/s per device, each way",
+    )
+
+
+def run_plan(args: argparse.Namespace) -> dict[str, Any]:
+    """`jvlab plan`: prints the plan from the tree that --rules describe, returns it as plain values."""
+    from jvlab.views._plan_view import plan_lines, plan_summary
+
+    timing: dict[str, float] = {}
+    names = (
+        *("tensor_parallel", "replicas", "mesh", "rules", "bucket_mib"),
+        *("pipeline_parallel", "expert_parallel", "dtype", "quantization"),
+    )
+    given = {name: getattr(args, name) for name in names}
+    link_gbps = args.link_gbps[0]
+    mapping = Mapping.of(None, args.model, link_gbps=link_gbps, timing=timing, **given)
+    made = mapping.plan
+    print("\n".join(plan_lines(made, args.link_gbps)))
+    for warning in mapping.warnings:
+        print(f"warning: {warning}")
+    table = made.all_links
+    names = (
+        "replica",
+        "device",
+        "process",
+        "rank",
+        "nbytes",
+        "copies",
+        "contiguous_bytes",
+    )
+    columns = [getattr(table, n).tolist()[:MAX_LINKS] for n in names]
+    keys = [n.replace("nbytes", "bytes") for n in names]
+    return plan_summary(made) | {
+        "mapping": mapping.summary(),
+        "warnings": list(mapping.warnings),
+        "timing": timing,
+        "predicted_s_by_gbps": {f"{g:g}": made.predict(g) for g in args.link_gbps},
+        "link_table": [
+            dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)
+        ],
+    }

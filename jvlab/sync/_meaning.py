@@ -23,22 +23,35 @@ from typing import TYPE_CHECKING, Any
 from jvlab import _faces
 from jvlab._errors import ConfigError, JvlabError, MeaningError, ModelError
 from jvlab._units import how_many
+from jvlab.layout._checkpoint import CheckpointValues
 from jvlab.layout._slices import stacked_dims, without_slice
-from jvlab.layout._tree import flatten
+from jvlab.layout._tree import as_sent, flatten
+from jvlab.layout.rules._alternatives import alternatives_of
 from jvlab.sync._value_check import (
+    Arrays,
+    Known,
     LeafEvidence,
     ambiguities_of,
     decide,
     still_ambiguous,
+)
+from jvlab.sync._value_samples import (
+    ScoreGap,
+    by_function_of,
+    by_policy,
+    compare,
+    rearranged,
+    sample,
+    slice_order,
+    untold,
 )
 from jvlab.trainer._live_policies import live_policies
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from jvlab.sync._connect import Agreement
+    from jvlab.sync._connections import Agreement
     from jvlab.sync._value_check import Verdict
-    from jvlab.sync._value_samples import ScoreGap
     from jvlab.wire._pool_view import PoolView
 
 
@@ -55,7 +68,7 @@ class RememberedParams:
         """Remember this tree's arrays; those that cannot be referenced weakly are forgotten."""
         self.take_arrays(flatten(params).arrays)
 
-    def take_arrays(self, arrays: Mapping[str, Any]) -> None:
+    def take_arrays(self, arrays: Arrays) -> None:
         """Remember these arrays by path."""
         self._refs = {}
         for path, array in arrays.items():
@@ -65,7 +78,7 @@ class RememberedParams:
                 self._refs = {}
                 return
 
-    def arrays(self) -> Mapping[str, Any] | None:
+    def arrays(self) -> Arrays | None:
         """The arrays by path; None if one of them is gone, or its memory was given to a training step."""
         found = {path: ref() for path, ref in self._refs.items()}
         alive = all(
@@ -74,7 +87,21 @@ class RememberedParams:
         )
         return found if found and alive else None
 
-    def holds(self, arrays: Mapping[str, Any]) -> bool:
+    def or_given(self, params: Any, remedy: str) -> Arrays:
+        """The arrays of this tree, or Policy, if one is given, else the remembered ones; raises if they are gone."""
+        if params is not None:
+            return flatten(as_sent(getattr(params, "params", params))).arrays
+        arrays = self.arrays()
+        if arrays is None:
+            raise ConfigError(
+                "the parameters that this link was connected with are gone: training reused their memory, or nobody "
+                "kept them",
+                remedy=remedy,
+                ask="params",  # an inspector asks for them in place
+            )
+        return arrays
+
+    def holds(self, arrays: Arrays) -> bool:
         """Are these the same arrays, with the same values? Only JAX's can be known to be: others change in place."""
         if not self._refs or arrays.keys() != self._refs.keys():
             return False
@@ -125,32 +152,29 @@ class Meaning:
 
     def text_at(self, version: int | None) -> str:
         """The summary for a sync whose values were not compared themselves, but those of `version`."""
-        if self.state == "checked":
-            at = "" if version is None else f" at version {version}"
-            rest = (
-                f", except for {how_many(len(self.ambiguous), 'leaf', 'leaves')}"
-                if self.ambiguous
-                else ""
-            )
-            return f"meaning checked by {self.how}{at}{rest}"
-        return (
-            f"meaning {self.state}: {self.why}" if self.why else f"meaning {self.state}"
-        )
+        if self.state != "checked":
+            return f"meaning {self.state}{f': {self.why}' if self.why else ''}"
+        text = f"meaning checked by {self.how}"
+        if version is not None:
+            text += f" at version {version}"
+        if self.ambiguous:
+            left = how_many(len(self.ambiguous), "leaf", "leaves")
+            text += f", except for {left}"
+        return text
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values."""
-        seen = {
-            leaf: {
-                "kind": s.kind,
-                "compared": s.compared,
-                "equal": s.equal,
-                "r": s.r,
-                "text": s.text,
-            }
-            for leaf, s in self.leaves.items()
+        fields = ("kind", "compared", "equal", "r", "text")
+        return {
+            "state": self.state,
+            "how": self.how,
+            "why": self.why,
+            "leaves": {
+                leaf: {name: getattr(s, name) for name in fields}
+                for leaf, s in self.leaves.items()
+            },
+            "ambiguous": dict(self.ambiguous),
         }
-        known = {"state": self.state, "how": self.how, "why": self.why}
-        return {**known, "leaves": seen, "ambiguous": dict(self.ambiguous)}
 
     def __repr__(self) -> str:
         how = f" by {self.how}" if self.how else ""
@@ -173,8 +197,6 @@ def unpack(trainer: Any) -> tuple[Any, Scorer | None]:
 
 def scorer_of(trainer: Any) -> Scorer:
     """A function for log P of tokens [B, T], by a Policy (held weakly) or by the `logprobs_fn` of a pair."""
-    from jvlab.sync._value_samples import by_function_of, by_policy
-
     if isinstance(trainer, tuple):
         return by_function_of(trainer[1])
     return by_policy(weakref.ref(trainer))
@@ -186,7 +208,7 @@ class MeaningCheck:
     def __init__(self, agreed: Agreement) -> None:
         self._agreed = agreed
         self.way = "auto"
-        self.scorer = None
+        self.scorer: Scorer | None = None
         self._checkpoint: Any = None  # the checkpoint the trainer loaded, if given
         self._searched_owner = False
         # the arrays whose values were compared, while they exist
@@ -197,10 +219,8 @@ class MeaningCheck:
         self._last_scorer: Scorer | None = None
         self.meaning = Meaning("pending", why="nothing was compared yet")
 
-    scorer: Scorer | None
-
     @property
-    def known(self) -> dict[str, tuple[tuple[str, str], ...]]:
+    def known(self) -> Known:
         """Leaf -> the alternative mappings that names and shapes allow."""
         return ambiguities_of(self._agreed.mapping)
 
@@ -209,7 +229,7 @@ class MeaningCheck:
         if self.scorer is None and (self.is_open or self.meaning.ambiguous):
             self.scorer = scorer_of(trainer)
 
-    def of_rules(self, mapping: Any, arrays: Mapping[str, Any], model: Any) -> Meaning:
+    def of_rules(self, mapping: Any, arrays: Arrays, model: Any) -> Meaning:
         """What these values say about other rules; raises a MeaningError if they contradict them."""
         check = MeaningCheck(replace(self._agreed, mapping=mapping))
         check.configure("auto", self._checkpoint, None)
@@ -230,10 +250,9 @@ class MeaningCheck:
         self.way = way
         self._checkpoint = checkpoint
         self.scorer = scorer
+        self._set("pending", "nothing was compared yet")
         if way == "off":
             self._set("unchecked", 'turned off by meaning="off"')
-        else:
-            self._set("pending", "nothing was compared yet")
 
     @property
     def is_open(self) -> bool:
@@ -248,9 +267,7 @@ class MeaningCheck:
 
     # By value -----------------------------------------------------------------------------------------------------
 
-    def by_value(
-        self, arrays: Mapping[str, Any], model: Any, trained: bool = False
-    ) -> None:
+    def by_value(self, arrays: Arrays, model: Any, trained: bool = False) -> None:
         """Compare with the checkpoint's values; raises a MeaningError if they contradict the mapping.
 
         After an error the meaning is as it was: what is known of other values stays true.
@@ -258,15 +275,15 @@ class MeaningCheck:
         """
         if self.way != "auto":
             return
-        files = _files(
-            model if self._checkpoint is None else self._checkpoint,
-            given=self._checkpoint is not None,
-        )
+        files = CheckpointValues.of(self._checkpoint or model)
+        if files is None and self._checkpoint is not None:
+            raise ModelError(
+                f"checkpoint={os.fspath(self._checkpoint)!r} has no safetensors files that can be read",
+                remedy="pass the folder that the trainer's parameters were loaded from",
+            )
         if files is None:
             self._set("pending", "the model folder holds no weights to compare with")
             return
-        from jvlab.sync._value_samples import rearranged, sample
-
         bindings = self._agreed.mapping.bindings
         found = sample(bindings, arrays, files)
         seen = dict(found.seen)
@@ -295,51 +312,43 @@ class MeaningCheck:
                 ):
                     seen[name] = replace(s, kind="different")
         verdict = decide(seen, (*readings, *orders), trained)
-        left = still_ambiguous(
-            self.known, seen, verdict.state == "checked", found.alike
-        )
-        state = "pending" if verdict.state == "open" else verdict.state
-        how = None if verdict.state == "open" else "value"
-        meaning = Meaning(state, how, verdict.why, seen, left)
+        checked = verdict.state == "checked"
+        left = still_ambiguous(self.known, seen, checked, found.alike)
+        meaning = Meaning(verdict.state, "value", verdict.why, seen, left)
+        if verdict.state == "open":
+            meaning = replace(meaning, state="pending", how=None)
         if verdict.state == "failed":
             raise self._refusal(meaning, verdict, readings, orders)
         self.meaning = meaning
         self._compared.take_arrays(arrays)
 
     def _orders(
-        self, leaves: set[str], arrays: Mapping[str, Any], files: Any
+        self, leaves: set[str], arrays: Arrays, files: Any
     ) -> dict[str, dict[int, int]]:
         """Stacked leaf -> index -> the index whose layer's values it holds, where layers are in another order."""
-        from jvlab.sync._value_samples import slice_order
-
         bindings = self._agreed.mapping.bindings
         out = {}
         for leaf, dim in stacked_dims(b for b in bindings if b.leaf in leaves).items():
-            order = slice_order(
-                [b for b in bindings if b.leaf == leaf], arrays.get(leaf), files, dim
-            )
-            out |= {leaf: order} if order else {}
+            bound = [b for b in bindings if b.leaf == leaf]
+            if order := slice_order(bound, arrays.get(leaf), files, dim):
+                out[leaf] = order
         return out
 
     def _alternatives(
-        self, leaves: set[str], arrays: Mapping[str, Any], files: Any
+        self, leaves: set[str], arrays: Arrays, files: Any
     ) -> dict[str, str]:
         """Leaf -> the rule under which its values match the checkpoint's, where one was found."""
-        from jvlab.layout.rules._alternatives import alternatives_of
-        from jvlab.sync._value_samples import sample
-
         mapping = self._agreed.mapping
         out: dict[str, str] = {}
-        for other in (
-            alternatives_of(mapping) if len(mapping.bindings) <= MAX_BINDINGS else ()
-        ):
+        if len(mapping.bindings) > MAX_BINDINGS:
+            return out
+        for other in alternatives_of(mapping):
             mine = {leaf for leaf in other.leaves if leaf in leaves and leaf not in out}
             if not mine or not other.rules:
                 continue
-            found = sample(
-                [b for b in other.bindings if b.leaf in mine], arrays, files
-            ).seen
-            if all(s.fits for s in found.values()):
+            bound = [b for b in other.bindings if b.leaf in mine]
+            found = sample(bound, arrays, files)
+            if all(s.fits for s in found.seen.values()):
                 out |= dict.fromkeys(mine, other.rule_text)
         return out
 
@@ -362,30 +371,22 @@ class MeaningCheck:
         lines = []
         for rule, names in by_rule.items():
             more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-            better = next(
-                (
-                    f"\n    they are by: {readings[name]}"
-                    for name in names
-                    if name in readings
-                ),
-                "",
-            )
-            mixed = [
-                f"\n    {leaf}: {_order_words(orders[leaf])}"
-                for leaf in orders
-                if _has_leaf(names, leaf)
-            ]
-            lines.append(
-                f"  {', '.join(names[:NAMED])}{more}: {wrong[names[0]].text}\n"
-                f"    by the rule: {rule}{better}{''.join(mixed[:NAMED])}"
-            )
+            lines.append(f"  {', '.join(names[:NAMED])}{more}: {wrong[names[0]].text}")
+            lines.append(f"    by the rule: {rule}")
+            better = [readings[name] for name in names if name in readings]
+            lines += [f"    they are by: {reading}" for reading in better[:1]]
+            leaves = {without_slice(name) for name in names}
+            mixed = [leaf for leaf in orders if leaf in leaves]
+            for leaf in mixed[:NAMED]:
+                order = orders[leaf].items()
+                words = [f"[{i}] holds the values of layer [{j}]" for i, j in order]
+                shown = ", ".join(words[:NAMED]) + (" …" if len(words) > NAMED else "")
+                lines.append(f"    {leaf}: its layers are in another order: {shown}")
         text = "\n".join(lines)
         rules = list(dict.fromkeys(readings.values()))
-        remedy = (
-            f"write {'; '.join(rules)}"
-            if rules
-            else "correct the rules of these leaves"
-        )
+        remedy = "correct the rules of these leaves"
+        if rules:
+            remedy = f"write {'; '.join(rules)}"
         if orders:
             remedy = f"stack the layers of {', '.join(list(orders)[:NAMED])} in the checkpoint's order"
         return MeaningError(
@@ -399,35 +400,31 @@ class MeaningCheck:
 
     # By function --------------------------------------------------------------------------------------------------
 
-    def refuse_failed(self) -> None:
-        """Refuse to sync with a mapping that was found wrong."""
+    def before_sync(self, params: Any, model: Any) -> None:
+        """Refuse a mapping found wrong; check the values of the first sync too, unless they are the connect's."""
         if self.meaning.state == "failed":
             raise MeaningError(
                 f"this mapping was found wrong, and nothing was written: {self.meaning.why}",
                 remedy='connect with corrected rules or values; meaning="off" skips the check',
                 meaning=self.meaning,
             )
-
-    def before_sync(self, params: Any, model: Any) -> None:
-        """Check the values of the first sync too, unless they are those of the connect."""
-        self.refuse_failed()
         if self.way != "auto" or self._version is not None:
             return
         arrays = flatten(params).arrays
         if not self._compared.holds(arrays):
             self.by_value(arrays, model, trained=self.meaning.state == "checked")
 
-    def committed(self, version: int, arrays: Mapping[str, Any]) -> None:
+    def committed(self, version: int, arrays: Arrays) -> None:
         """A sync was committed; the first one is the one whose values were compared."""
         self._syncs += 1
         if self._version is None:
             self._settled(version, arrays)
 
-    def _settled(self, version: int, arrays: Mapping[str, Any]) -> None:
+    def _settled(self, version: int, arrays: Arrays) -> None:
         self._version = version
         self._compared.take_arrays(arrays)
 
-    def text_of(self, version: int, arrays: Mapping[str, Any]) -> str:
+    def text_of(self, version: int, arrays: Arrays) -> str:
         """The meaning of one sync, for its report: other values than those that were compared are said to be so."""
         same = self._version in (None, version) or self._compared.holds(arrays)
         return self.meaning.text_at(None if same else self._version)
@@ -456,8 +453,6 @@ class MeaningCheck:
                 "the trainer's log-probabilities are not known (connect a jv.Policy or (params, logprobs_fn))"
             )
             return
-        from jvlab.sync._value_samples import compare
-
         found = compare(pool, params, scorer, self.known, self._agreed.mapping, seconds)
         if found.state == "unchecked":
             self.give_up(found.why)
@@ -502,8 +497,6 @@ class MeaningCheck:
         scorer = self._take_scorer(params) or self._last_scorer
         if scorer is None:
             return
-        from jvlab.sync._value_samples import compare, untold
-
         arrays = flatten(params).arrays
         same = untold(self._agreed.mapping.bindings, arrays)
         apart = {
@@ -521,11 +514,9 @@ class MeaningCheck:
                 if leaf not in apart or leaf in found.ambiguous
             }
             if left != open_:
-                how = (
-                    "function"
-                    if self.meaning.how == "function"
-                    else "value and function"
-                )
+                how = self.meaning.how
+                if how != "function":
+                    how = "value and function"
                 why = f"{self.meaning.why}; at version {version}: {found.why}"
                 self.meaning = replace(self.meaning, how=how, why=why, ambiguous=left)
                 self._settled(version, arrays)
@@ -547,23 +538,20 @@ class MeaningCheck:
         """Mark a pending meaning as unchecked, for this reason in addition to the earlier one."""
         if self.meaning.state == "pending":
             before = self.meaning.why
-            self.meaning = replace(
-                self.meaning,
-                state="unchecked",
-                why=f"{before}; {why}" if before else why,
-            )
+            why = f"{before}; {why}" if before else why
+            self.meaning = replace(self.meaning, state="unchecked", why=why)
 
     def _disagreement(self, found: ScoreGap, version: int, state: str) -> MeaningError:
         shown = ", ".join(found.suspects[:NAMED]) or "no leaf is ambiguous"
-        if found.rule:
+        remedy = "connect with corrected rules and sync again"
+        if not found.rule:
+            remedy += "; link.bisect(prompt, policy) looks for the rule"
+        else:
             shown += f"; under this rule they would agree:\n  {found.rule}\n"
         return MeaningError(
             f"version {version} arrived, but engine and trainer compute different things with it: {found.why}. "
             f"{state}. Most suspicious: {shown}",
-            remedy="connect with corrected rules and sync again"
-            + (
-                "" if found.rule else "; link.bisect(prompt, policy) looks for the rule"
-            ),
+            remedy=remedy,
             leaves=tuple(found.suspects),
             meaning=self.meaning,
             mapping=self._agreed.mapping,
@@ -582,19 +570,6 @@ def whole_leaves(
         leaf = without_slice(name)
         out.setdefault(leaf if set(slices[leaf]) <= set(wrong) else name, seen[name])
     return out
-
-
-def _has_leaf(names: Sequence[str], leaf: str) -> bool:
-    return any(without_slice(name) == leaf for name in names)
-
-
-def _order_words(order: Mapping[int, int]) -> str:
-    shown = ", ".join(
-        f"[{i}] holds the values of layer [{j}]" for i, j in list(order.items())[:NAMED]
-    )
-    return (
-        f"its layers are in another order: {shown}{' …' if len(order) > NAMED else ''}"
-    )
 
 
 def _dirty(mark_dirty: Callable[[], None]) -> str:
@@ -616,15 +591,3 @@ def owner_of(params: Any) -> Any:
         ):
             return policy
     return None
-
-
-def _files(folder: Any, given: bool) -> Any:
-    from jvlab.layout._checkpoint import CheckpointValues
-
-    found = CheckpointValues.of(folder)
-    if found is None and given:
-        raise ModelError(
-            f"checkpoint={os.fspath(folder)!r} has no safetensors files that can be read",
-            remedy="pass the folder that the trainer's parameters were loaded from",
-        )
-    return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -36,7 +37,13 @@ from jvlab.layout._plan_types import (
     source_order,
 )
 from jvlab.layout._tree import as_sent, flatten, leaf_from_array
-from jvlab.sync._quantise import Naming, sent_arrays, unchanged
+from jvlab.sync._quantise import (
+    Naming,
+    refuse_unlike,
+    sent_arrays,
+    unchanged,
+    unlike,
+)
 
 # A box as static slices, reshapes and one transpose: what a compiled pack program is made of. numpy only.
 
@@ -92,7 +99,7 @@ def box_recipe(plan: TransferPlan, link: LinkPlan, i: int) -> Recipe:
         place |= {k: len(factors) + j for j, k in enumerate(axes)}
         factors += [w for w, _ in split]
         picks += [p for _, p in split]
-        reach = int(np.prod([w for w, _ in split], dtype=np.int64))
+        reach = math.prod(w for w, _ in split)
         pad.append(max(start + reach - size, 0))
         window.append((start, start + reach))
     moved = [place[k] for k in range(len(shape)) if k in place]
@@ -161,8 +168,6 @@ class Source:
     @classmethod
     def of_arrays(cls, plan: TransferPlan, given: Mapping[str, Any]) -> Source:
         """From the trainer's arrays by path; those that feed a quantised engine are quantised here."""
-        if not plan.quantised:
-            return cls(plan, given)
         arrays, naming = sent_arrays(plan, given)
         source = cls(plan, arrays)
         source.by_path = given
@@ -172,10 +177,6 @@ class Source:
     def shard(self, path: str, device: int) -> Any:
         """The shard as a JAX, torch or numpy array on its device."""
         return self._shards[path, device]
-
-    def is_jax(self, path: str, device: int) -> bool:
-        """Is it a JAX array? Torch and numpy arrays would be copied whole for every box."""
-        return hasattr(self._shards[path, device], "devices")
 
     def memory(self, path: str, device: int) -> np.ndarray | None:
         """The shard as flat host memory, without a copy; None if it is not in host memory."""
@@ -192,53 +193,30 @@ def check_like_connected(plan: TransferPlan, arrays: Mapping[str, Any]) -> None:
     """Raise one error listing every path, shape, dtype or sharding that differs from what the plan was compiled for."""
     planned = {info.path: info for info in plan.leaves}
     problems = [
-        f"{path}: was connected, is missing now"
-        for path in planned.keys() - arrays.keys()
-    ]
-    problems += [
         f"{path}: is new, was not connected"
         for path in arrays.keys() - planned.keys() - plan._connected
     ]
     cache_: dict[object, tuple[np.ndarray, ...]] = {}
     for path, info in planned.items():
-        if path not in arrays:
-            continue
-        array = arrays[path]
-        if getattr(array, "is_deleted", bool)():
-            problems.append(f"{path}: its buffer was deleted or donated")
-            continue
-        leaf = leaf_from_array(path, array, cache_)
-        if leaf.shape != info.shape or leaf.dtype != info.dtype:
-            problems.append(
-                f"{path}: connected as {info.dtype}{info.shape}, now {leaf.dtype}{leaf.shape}"
-            )
-        elif not _same_cells(plan, info.sharding, leaf):
-            problems.append(
-                f"{path}: connected with another sharding than {getattr(array, 'sharding', 'none')}"
-            )
-    if problems:
-        more = f"\n  … and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise LayoutError(
-            f"{len(problems)} of {len(planned.keys() | arrays.keys())} leaves differ from what was connected:\n  "
-            + "\n  ".join(sorted(problems)[:8])
-            + more,
-            remedy="pass the same tree, or connect again: link = lab.connect(params, pool)",
-            problems=problems,
-        )
+        array = arrays.get(path)
+        problem = unlike(path, array, info.dtype, info.shape)
+        if not problem:
+            leaf = leaf_from_array(path, array, cache_)
+            if not _same_cells(plan, info.sharding, leaf):
+                problem = f"{path}: connected with another sharding than {getattr(array, 'sharding', 'none')}"
+        problems.append(problem)
+    refuse_unlike(problems, planned.keys() | arrays.keys())
 
 
 def _same_cells(plan: TransferPlan, index: int, leaf: Any) -> bool:
     sharding = plan.shardings[index]
     cell = np.repeat(np.arange(len(sharding.starts)), np.diff(sharding.owner_ptr))
     order = np.argsort(sharding.owners, kind="stable")
+    theirs = np.argsort(leaf.devices)
     return (
-        np.array_equal(sharding.owners[order], np.sort(leaf.devices))
-        and np.array_equal(
-            sharding.starts[cell[order]], leaf.starts[np.argsort(leaf.devices)]
-        )
-        and np.array_equal(
-            sharding.stops[cell[order]], leaf.stops[np.argsort(leaf.devices)]
-        )
+        np.array_equal(sharding.owners[order], leaf.devices[theirs])
+        and np.array_equal(sharding.starts[cell[order]], leaf.starts[theirs])
+        and np.array_equal(sharding.stops[cell[order]], leaf.stops[theirs])
     )
 
 
@@ -326,7 +304,9 @@ class LinkPack:
         return [self._values(i, box, source) for i, box in self.buckets[bucket]]
 
     def _values(self, i: int, box: Box, source: Source) -> np.ndarray:
-        if plain(box.transform) or not source.is_jax(box.leaf, self.device):
+        # torch and numpy arrays would be copied whole for every box
+        is_jax = hasattr(source.shard(box.leaf, self.device), "devices")
+        if plain(box.transform) or not is_jax:
             flat = source.memory(box.leaf, self.device)
             if flat is not None:
                 size = flat.itemsize
@@ -370,7 +350,7 @@ class LinkPack:
         """Each box of a bucket, its elements, and the bytes of one."""
         out = []
         for _, box in self.buckets[bucket]:
-            elements = int(np.prod(box.shape, dtype=np.int64))
+            elements = math.prod(box.shape)
             out.append((box, elements, box.nbytes // elements))
         return out
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import threading
@@ -50,8 +51,9 @@ from jvlab.layout._sparse import changed
 from jvlab.layout._tree import FlatTree, checkpoint_names, flatten
 from jvlab.layout.rules._rules import apply_binding
 from jvlab.sync._compile_tree import bind_rules
-from jvlab.sync._coordinator import behind
+from jvlab.sync._coordinator import behind, version_after
 from jvlab.sync._meaning import owner_of, unpack
+from jvlab.sync._transaction import Closing
 from jvlab.trainer.models import resolve
 from jvlab.transport._storage import (
     FULL_EVERY,
@@ -200,12 +202,10 @@ class Export:
 
     @property
     def total_bytes(self) -> int:
-        sizes = (
-            int(np.prod(shape, dtype=np.int64))
-            * numpy_dtype(self._types[name]).itemsize
+        return sum(
+            math.prod(shape) * numpy_dtype(self._types[name]).itemsize
             for name, shape in self.shapes.items()
         )
-        return sum(sizes)
 
     def files(self) -> dict[str, bytes]:
         """What makes a full version a checkpoint: config and tokenizer, the config with the dtype that is written."""
@@ -316,7 +316,7 @@ class _Change:
     checksum: str
 
 
-class Publisher:
+class Publisher(Closing):
     """Writes a trainer's versions into a folder or a bucket, for engines that share nothing else with it.
 
     path            a folder that both sides see, or a URL that fsspec knows: "s3://bucket/run"
@@ -368,39 +368,15 @@ class Publisher:
             shard_mib=shard_mib,
             storage_options=storage_options,
         ).check()
-        export = Export.of_tree(params, like, rules, dtype)
-        self._open(path, export, options, deadline)
-
-    @classmethod
-    def of_link(
-        cls,
-        path: str | os.PathLike[str],
-        link: Link,
-        folder: str,
-        options: PublishOptions,
-        deadline: Deadline,
-    ) -> Publisher:
-        """The publisher of `link.publish`: by its mapping, in its engine's dtypes; `folder` has its checkpoint."""
-        made = cls.__new__(cls)
-        export = Export.of_link(link, folder)
-        made._open(path, export, options.check(), deadline)
-        return made
-
-    def _open(
-        self,
-        path: str | os.PathLike[str],
-        export: Export,
-        options: PublishOptions,
-        deadline: Deadline,
-    ) -> None:
+        if not isinstance(params, Export):  # as `link.publish` gives one
+            params = Export.of_tree(params, like, rules, dtype)
         self.path = os.fspath(path)
-        self._export = export
+        self._export: Export = params
         self.options = options
-        self._model = model_of(export.shapes)
-        store = open_store(path, options.storage_options)
-        self._store = store
-        self._calls = Patient(store)
-        self._shelf = Shelf(store, self._calls)
+        self._model = model_of(params.shapes)
+        self._store = open_store(path, options.storage_options)
+        self._calls = Patient(self._store)
+        self._shelf = Shelf(self._calls)
         # what the newest version that this publisher wrote holds; None: nothing is known
         self._held: Copy | None = None
         # version -> whether it is full, of those that are visible
@@ -410,24 +386,19 @@ class Publisher:
         self._closed = False
         self.version = 0
         self.last: PublishReport | None = None
-        self._check_model(deadline)
-        self._lease = Lease(store, float(options.lease))
+        found = self._newest(deadline)
+        if found is not None:
+            self.version = found.version
+            if found.model != self._model:
+                raise ConfigError(
+                    f"{self.path} holds versions of another model: {found.name} has other tensors",
+                    remedy="one model to a folder: choose another, or remove what is there",
+                    path=self.path,
+                )
+        self._lease = Lease(self._store, float(options.lease))
         self._lease.claim(deadline)
         # a publisher that nobody kept blocks nobody
         self._release = weakref.finalize(self, self._lease.release, RELEASE_SECONDS)
-
-    def _check_model(self, deadline: Deadline) -> None:
-        """Raise if the folder holds another model's versions."""
-        found = self._newest(deadline)
-        if found is None:
-            return
-        self.version = found.version
-        if found.model != self._model:
-            raise ConfigError(
-                f"{self.path} holds versions of another model: {found.name} has other tensors",
-                remedy="one model to a folder: choose another, or remove what is there",
-                path=self.path,
-            )
 
     def _newest(self, deadline: Deadline) -> Index | None:
         """The newest version that readers would take; None if there is none."""
@@ -491,11 +462,7 @@ class Publisher:
         why = self._why_full(full, visible)
         changes: dict[str, _Change] | None = None
         if not why:
-            found = self._changes(params)
-            if isinstance(found, str):
-                why = found
-            else:
-                changes = found
+            changes, why = self._changes(params)
         if changes is None:
             base = None
             copy = self._all(params)
@@ -533,14 +500,7 @@ class Publisher:
     def _number(self, version: int | None, names: Sequence[str]) -> int:
         # incomplete ones too: their names are taken
         last = max([self.version, *versions_in(names)])
-        if version is None:
-            return last + 1
-        if not isinstance(version, int) or isinstance(version, bool) or version <= last:
-            raise ConfigError(
-                f"version must be an integer larger than {last}, which {self.path} holds, not {version!r}",
-                remedy="leave it out to use the next one",
-            )
-        return version
+        return version_after(last, version, self.path)
 
     def _why_full(self, full: bool, visible: Index | None) -> str:
         """Why everything must be written; empty if changes may be."""
@@ -555,39 +515,33 @@ class Publisher:
             return f"{self._since_full} deltas were written since the last"
         return ""
 
-    def _changes(self, params: Any) -> dict[str, _Change] | str:
-        """What differs from the version that is held; or why everything must be written."""
+    def _changes(self, params: Any) -> tuple[dict[str, _Change] | None, str]:
+        """What differs from the version that is held; or None, and why everything must be written."""
         held = self._held
         assert held is not None
         total = self._export.total_bytes
         size = 0
         out: dict[str, _Change] = {}
-        bad: list[str] = []
-        for name, new in self._export.tensors(params):
-            self._note_flaw(name, new, bad)
+        for name, new in self._tensors(params):
             flat = raw(new)
             if len(flat) > LONGEST_TENSOR:
-                return f"{name} has more than {human_bytes(LONGEST_TENSOR)}"
+                return None, f"{name} has more than {human_bytes(LONGEST_TENSOR)}"
             positions = _differing(flat, raw(held.tensors[name]))
             if not len(positions):
                 continue
             size += encoded_bytes(len(positions))
             if size >= total:
-                return "a delta would not be smaller"
+                return None, "a delta would not be smaller"
             out[name] = _Change(positions, flat[positions], checksum(flat))
-        self._refuse(bad)
-        return out
+        return out, ""
 
     def _all(self, params: Any) -> Copy:
         """Every tensor. Nothing is held until they are published: their memory would be needed twice."""
         self._held = None
         copy = Copy()
-        bad: list[str] = []
-        for name, new in self._export.tensors(params):
-            self._note_flaw(name, new, bad)
+        for name, new in self._tensors(params):
             copy.tensors[name] = new
             copy.checksums[name] = checksum(raw(new))
-        self._refuse(bad)
         return copy
 
     def _changed(self, changes: Mapping[str, _Change]) -> Copy:
@@ -597,11 +551,13 @@ class Publisher:
         new = {name: change.checksum for name, change in changes.items()}
         return Copy(tensors=held.tensors, checksums={**held.checksums, **new})
 
-    def _note_flaw(self, name: str, values: np.ndarray, bad: list[str]) -> None:
-        if self.options.nonfinite == "refuse" and flawed(values, values.dtype.name):
-            bad.append(name)
-
-    def _refuse(self, bad: list[str]) -> None:
+    def _tensors(self, params: Any) -> Iterator[tuple[str, np.ndarray]]:
+        """Name and values of each tensor; raises after the last one if some are not finite, and may not be."""
+        bad: list[str] = []
+        for name, new in self._export.tensors(params):
+            if self.options.nonfinite == "refuse" and flawed(new, new.dtype.name):
+                bad.append(name)
+            yield name, new
         if bad:
             raise NonFiniteError(
                 f"{how_many(len(bad), 'tensor')} hold NaN or Inf: {', '.join(bad[:NAMED])}",
@@ -718,8 +674,15 @@ class Publisher:
             names = self._shelf.names(deadline)
             versions = versions_in(names)
             for version in versions:
-                if version not in self._full and version <= newest:
-                    self._full[version] = self._is_full(version, names, deadline)
+                if version in self._full or version > newest:
+                    continue
+                try:
+                    index = self._shelf.complete(version, names, deadline)
+                    self._full[version] = index.base is None
+                except StorageError as error:
+                    if "why" not in error.fields:
+                        raise
+                    self._full[version] = False  # damaged: nobody can start from it
             full = [v for v in versions if self._full.get(v)]
             if len(full) > self.options.keep:
                 floor = full[self.options.keep - 1]
@@ -735,26 +698,12 @@ class Publisher:
             return tuple(gone), [f"older versions were not removed: {error.message}"]
         return tuple(gone), []
 
-    def _is_full(self, version: int, names: Sequence[str], deadline: Deadline) -> bool:
-        try:
-            return self._shelf.complete(version, names, deadline).base is None
-        except StorageError as error:
-            if "why" not in error.fields:
-                raise
-            return False  # damaged: nobody can start from it
-
     def close(self) -> None:
         """Let another publisher write there at once. Can be called twice."""
         if not self._closed:
             self._closed = True
             self._release()
             self._held = None
-
-    def __enter__(self) -> Publisher:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"version {self.version}"
@@ -817,7 +766,7 @@ class Applied:
     seconds: Mapping[str, float] = field(default_factory=dict, repr=False)
 
 
-class Follower:
+class Follower(Closing):
     """Keeps a pool at the newest complete version of a folder or bucket; made by `lab.follow(pool, path)`.
 
     `follower.version` is the published version that the pool serves, 0 before the first; `.last` says how it got there.
@@ -860,7 +809,7 @@ class Follower:
         self._closing = threading.Event()
         self._news = threading.Condition()
         self._calls = Patient(open_store(path, storage_options), self._closing.is_set)
-        self._shelf = Shelf(self._calls.store, self._calls)
+        self._shelf = Shelf(self._calls)
         self._copy: Copy | None = None
         self._link: Any = None
         # version -> how often it failed, and when it is tried again
@@ -948,15 +897,12 @@ class Follower:
                 if failed is not None:
                     self.error = failed
                 self._news.notify_all()
-            if self._pool_is_gone():
+            if self.pool is not None and self.pool.snapshot.closed:
                 self._closing.set()
             pause = min(2 * pause, LONGEST_PAUSE) if failed is not None else self._poll
             self._closing.wait(pause)
         with self._news:
             self._news.notify_all()
-
-    def _pool_is_gone(self) -> bool:
-        return self.pool is not None and bool(self.pool.snapshot.closed)
 
     def _step(self) -> None:
         """Look once: read what is new, sync it, bring newcomers to it."""
@@ -1115,12 +1061,6 @@ class Follower:
             link.close()  # ends a sync that is still under way
         if self._on_close is not None:
             self._on_close(self)
-
-    def __enter__(self) -> Follower:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "following"

@@ -10,7 +10,7 @@ and on a GPU others are approximate by one bit (seen on an H200: scales off by o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,6 +32,7 @@ from jvlab.layout._plan_types import (
 _LARGEST = np.float32(FP8_MAX)
 # vLLM's `per_block_cast_to_fp8` takes no magnitude of a block for smaller
 SMALLEST = np.float32(1e-4)
+NAMED = 8  # leaves that one message names
 Naming = Callable[[Flawed], Flawed]
 BITS = {"bfloat16": (8, 7), "float32": (8, 23)}  # exponent, mantissa
 _KNOWN: WeakKeyDictionary[TransferPlan, Quantiser] = WeakKeyDictionary()
@@ -83,32 +84,13 @@ class Quantiser:
         problems = []
         for q in self.leaves:
             array = given.get(q.path)
-            if array is None:
-                problems.append(f"{q.path}: was connected, is missing now")
-            elif not hasattr(array, "addressable_shards") or not hasattr(
-                array, "sharding"
-            ):
+            if array is not None and not hasattr(array, "addressable_shards"):
                 raise Unsupported(
                     f"{q.path} is {type(array).__name__}: leaves of a quantised engine are quantised by JAX",
                     remedy="pass jax.Arrays, e.g. jax.device_put(x); torch tensors by jax.dlpack.from_dlpack(t)",
                 )
-            elif (str(array.dtype), tuple(array.shape)) != (
-                q.source,
-                self._shapes[q.path],
-            ):
-                was = f"{q.source}{self._shapes[q.path]}"
-                problems.append(
-                    f"{q.path}: connected as {was}, now {array.dtype}{tuple(array.shape)}"
-                )
-            elif array.is_deleted():
-                problems.append(f"{q.path}: its buffer was deleted or donated")
-        if problems:
-            raise LayoutError(
-                f"{len(problems)} leaves differ from what was connected:\n  "
-                + "\n  ".join(problems[:8]),
-                remedy="pass the same tree, or connect again: link = lab.connect(params, pool)",
-                problems=problems,
-            )
+            problems.append(unlike(q.path, array, q.source, self._shapes[q.path]))
+        refuse_unlike(problems, given.keys())
 
     def _compiled(self, values: list[Any]) -> tuple[Any, Any, Any]:
         import jax
@@ -133,6 +115,33 @@ class Quantiser:
             for q, part in self._parts.items()
             if not np.isfinite(amax[part]).all()
         }
+
+
+def unlike(path: str, array: Any, dtype: str, shape: tuple[int, ...]) -> str:
+    """How an array differs from the leaf that was connected; empty if it does not."""
+    if array is None:
+        return f"{path}: was connected, is missing now"
+    if getattr(array, "is_deleted", bool)():
+        return f"{path}: its buffer was deleted or donated"
+    now = (np.dtype(array.dtype).name, tuple(array.shape))
+    if now != (dtype, shape):
+        return f"{path}: connected as {dtype}{shape}, now {now[0]}{now[1]}"
+    return ""
+
+
+def refuse_unlike(found: Iterable[str], leaves: Collection[str]) -> None:
+    """Raise if any of these says something: one error for all."""
+    problems = [text for text in found if text]
+    if not problems:
+        return
+    more = f"\n  … and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
+    raise LayoutError(
+        f"{len(problems)} of {len(leaves)} leaves differ from what was connected:\n  "
+        + "\n  ".join(sorted(problems)[:NAMED])
+        + more,
+        remedy="pass the same tree, or connect again: link = lab.connect(params, pool)",
+        problems=problems,
+    )
 
 
 def sent_arrays(

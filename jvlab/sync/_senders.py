@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -15,17 +16,153 @@ from typing import Any
 import numpy as np
 
 from jvlab._deadline import Deadline
-from jvlab._errors import DeadlineExceeded
+from jvlab._errors import DeadlineExceeded, SyncDeadline
 from jvlab.layout._digest import MASK, Flawed
 from jvlab.layout._plan import TransferPlan
-from jvlab.sync._delta import Changes, Found
-from jvlab.sync._pack import LinkPack, Source
+from jvlab.sync._pack import Encoded, LinkPack, Source
+from jvlab.transport._ipc_kernels import cupy
 from jvlab.transport._peer import Header, Sender
+from jvlab.transport._shm import available_bytes
 from jvlab.wire import jvlab_pb2 as pb
+
+Key = tuple[bytes, int]  # fingerprint of a link's pack, bucket
+THREADS = 4
+
+
+@dataclass
+class Held:
+    """What the engines hold as of one sync. It takes as much memory as one replica's weights."""
+
+    mark: str = ""  # empty: nothing is held
+    buckets: dict[Key, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(bucket.nbytes for bucket in self.buckets.values())
+
+    def of_version(self, version: int) -> bool:
+        return self.mark.startswith(f"{version}-")
+
+    def clear(self) -> None:
+        self.mark = ""
+        self.buckets = {}
+
+
+@dataclass(frozen=True)
+class Found:
+    """One bucket of a sync."""
+
+    pack: LinkPack
+    bucket: int
+    encoded: Encoded
+    digests: dict[int, int]
+    flawed: Flawed
+
+
+class Changes:
+    """What one sync changes. `mark` names what it leaves; `base` what it changes, if anything is held."""
+
+    def __init__(self, held: Held, version: int, deadline: Deadline) -> None:
+        self.mark = f"{version}-{secrets.token_hex(8)}"
+        self.base = held.mark
+        self._held = held
+        self._deadline = deadline
+        self._found: dict[Key, Found] = {}
+        self.holders: set[tuple[str, int]] = set()
+        self.without: list[str] = []  # replicas that hold another base, or none
+
+    def find(self, jobs: Iterable[tuple[LinkPack, int, bool]], source: Any) -> None:
+        """Encode every bucket, before the engines pause; the flag: take its digest too."""
+        todo: dict[Key, tuple[LinkPack, int, bool]] = {}
+        for pack, bucket, digest in jobs:
+            todo.setdefault((pack.fingerprint, bucket), (pack, bucket, digest))
+
+        def one(key: Key) -> tuple[Key, Found]:
+            pack, bucket, digest = todo[key]
+            values = pack.values(bucket, source)
+            held = self._held.buckets.get(key) if self.base else None
+            encoded = pack.encode(bucket, values, held)
+            flawed: Flawed = set()
+            digests = pack.digests(bucket, values, flawed) if digest else {}
+            return key, Found(pack, bucket, encoded, digests, flawed)
+
+        threads = ThreadPoolExecutor(THREADS, "jvlab-changes")
+        try:
+            self._found = dict(threads.map(one, todo, timeout=self._deadline.left()))
+        except TimeoutError:
+            raise SyncDeadline(
+                f"the sync's deadline of {self._deadline.seconds:g} s passed while its changes were sought",
+                remedy='pass a larger timeout=; nothing was sent. delta="never" seeks none',
+            ) from None
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def agree(self, replies: Mapping[str, Iterable[Mapping[str, Any]]]) -> None:
+        """Take the ranks' replies to PREPARE: who holds the base."""
+        for replica, ranks in replies.items():
+            held = {int(r["rank"]): bool(r["holds_base"]) for r in ranks}
+            self.holders |= {(replica, rank) for rank, holds in held.items() if holds}
+            if not all(held.values()):
+                self.without.append(replica)
+
+    def found(self, pack: LinkPack, bucket: int) -> Found:
+        return self._found[pack.fingerprint, bucket]
+
+    @property
+    def share(self) -> float | None:
+        """The share of values that changed; None if nothing was held to compare with."""
+        if not self.base:
+            return None
+        all_found = [found.encoded for found in self._found.values()]
+        return sum(e.changed for e in all_found) / max(
+            1, sum(e.elements for e in all_found)
+        )
+
+    def why_full(self, sparse: int, buckets: int) -> str:
+        """Why not every bucket was sparse; empty if all were."""
+        if not self.base:
+            return "no earlier sync's values are held"
+        if self.without:
+            names = ", ".join(self.without)
+            return f"{names} did not hold the base (new, dirty, or written by another link)"
+        if not sparse:
+            return f"{self.share:.0%} of the values changed: whole buckets are smaller"
+        if sparse < buckets:
+            return f"{buckets - sparse} of {buckets} buckets are smaller whole"
+        return ""
+
+    def committed(self) -> None:
+        """The commit is known: what the engines hold is now held here."""
+        held = self._held
+        held.mark = ""  # if this is interrupted, nothing is held
+        held.buckets = {
+            key: found.pack.advance(found.bucket, held.buckets.get(key), found.encoded)
+            for key, found in self._found.items()
+        }
+        held.mark = self.mark
+
+
+def no_room(held: Held, nbytes: int, on_gpu: bool) -> str:
+    """Why a copy of so many bytes can't be held where the shards are packed; empty if it can."""
+    # the copy, and a sync that changes everything
+    need = 2 * nbytes - held.nbytes
+    if on_gpu:
+        free = int(cupy().cuda.runtime.memGetInfo()[0])
+    else:
+        free = available_bytes()
+    if need <= free:
+        return ""
+    where = "GPU" if on_gpu else "host"
+    return f"the copy needs {need / 2**30:.1f} GiB of {where} memory, {free / 2**30:.1f} are free"
+
+
+# Channels -------------------------------------------------------------------------------------------------------------
+
 
 # ruff: noqa: B027 (hooks that only ipc needs do nothing elsewhere)
 
 
+DigestRow = tuple[str, int, int]  # parameter, rank, digest
 Exports = Mapping[str, Iterable[dict[str, Any]]]  # replica -> what each rank exported
 
 
@@ -63,6 +200,9 @@ class Sent:
             self.flawed |= found
 
 
+Progress = Callable[[Sent], None]  # called with what was sent so far
+
+
 class Senders(ABC):
     """What one trainer process sends to the ranks of each replica.
 
@@ -82,8 +222,8 @@ class Senders(ABC):
     changes: Changes | None = None  # of the sync in progress, if changes are sent
 
     def __init__(self, plan: TransferPlan, replicas: Mapping[str, int]) -> None:
-        self.plan, self.digest_replica = plan, next(iter(replicas), "")
-        self._named: dict[tuple[int, ...], list[tuple[str, int]]] = {}
+        self.plan = plan
+        self.digest_replica = next(iter(replicas), "")
 
     @property
     def replicas(self) -> dict[str, list[Any]]:
@@ -93,11 +233,11 @@ class Senders(ABC):
             out.setdefault(channel.replica, []).append(channel)
         return out
 
-    def named(self, targets: tuple[int, ...]) -> list[tuple[str, int]]:
-        """(parameter, rank) of these targets; cached, since every sync asks for the same ones."""
-        if targets not in self._named:
-            self._named[targets] = by_parameter(self.plan, targets)
-        return self._named[targets]
+    def rows(self, digests: Mapping[int, int]) -> list[DigestRow]:
+        """These digests by parameter and rank, in order of targets."""
+        targets = sorted(digests)
+        named = zip(targets, by_parameter(self.plan, targets), strict=True)
+        return [(*pair, digests[t]) for t, pair in named]
 
     @property
     @abstractmethod
@@ -153,7 +293,7 @@ class Senders(ABC):
         version: int,
         seconds: float,
         digest: bool = True,
-        progress: Callable[[Sent], None] = lambda _: None,
+        progress: Progress = lambda _: None,
         collect: bool = True,
     ) -> Sent:
         """Send everything to every rank; returns on arrival. Without `collect`, results may be left for `collect()`."""
@@ -314,9 +454,9 @@ class BucketSenders(Senders):
         return reply
 
     def ready(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
+        deadline = Deadline(seconds)
         for channel in self.channels:
-            channel.sender.ready(max(0.1, until - time.monotonic()))
+            channel.sender.ready(max(0.1, deadline.left()))
 
     def send(
         self,
@@ -331,29 +471,41 @@ class BucketSenders(Senders):
         pack = job.pack
         bucket = job.bucket
         digested = channel.replica == self.digest_replica
+        encoded: Encoded | None = None
         if self.changes is not None:
             found = self.changes.found(pack, bucket)
             if digested:
                 sent.add_digests(found.digests)
                 sent.add_flawed(found.flawed)
                 digest = False  # it is taken already
-            sparse = self.changes.sparse_for(found, channel.replica, channel.rank)
-            if sparse or not found.encoded.sparse:
-                self._send_found(found, job, channel, version, seconds, sent)
-                return None
-        with sent.timed("pack"):
-            values = pack.values(bucket, source)
+            holds = (channel.replica, channel.rank) in self.changes.holders
+            if holds or not found.encoded.sparse:
+                encoded = found.encoded
+        nbytes = job.nbytes
+        values: list[np.ndarray] = []
+        if encoded is not None:
+            nbytes = int(encoded.payload.nbytes)
+        else:
+            with sent.timed("pack"):
+                values = pack.values(bucket, source)
 
         def fill(slot: memoryview) -> None:
             with sent.timed("copy"):
+                if encoded is not None:
+                    pack.copy_out(encoded, slot)
+                    return
                 check = digested and not digest and self.changes is None
                 pack.write(bucket, values, slot, check_finite=check)
 
-        channel.sender.send(
-            Header(version, pack.device, bucket, job.nbytes), fill, seconds
-        )
-        _count(sent, channel, job.nbytes, job.nbytes)
-        if not digest or not digested:
+        header = Header(version, pack.device, bucket, nbytes)
+        channel.sender.send(header, fill, seconds)
+        channel.sent += 1
+        with sent.lock:
+            sent.bytes += nbytes
+            sent.full_bytes += job.nbytes
+            sent.buckets += 1
+            sent.sparse += encoded is not None and encoded.sparse
+        if encoded is not None or not digest or not digested:
             return None
 
         def compute_digests() -> None:
@@ -363,27 +515,6 @@ class BucketSenders(Senders):
             sent.add_flawed(flawed)
 
         return compute_digests
-
-    def _send_found(
-        self,
-        found: Found,
-        job: Job,
-        channel: SendingChannel,
-        version: int,
-        seconds: float,
-        sent: Sent,
-    ) -> None:
-        """Send a bucket that is encoded already."""
-        encoded = found.encoded
-        nbytes = int(encoded.payload.nbytes)
-
-        def fill(slot: memoryview) -> None:
-            with sent.timed("copy"):
-                job.pack.copy_out(encoded, slot)
-
-        header = Header(version, job.pack.device, job.bucket, nbytes)
-        channel.sender.send(header, fill, seconds)
-        _count(sent, channel, nbytes, job.nbytes, encoded.sparse)
 
     def settle_jobs(
         self, jobs: Iterable[Job], channel: SendingChannel, sent: Sent, seconds: float
@@ -398,7 +529,7 @@ class BucketSenders(Senders):
         version: int,
         seconds: float,
         digest: bool = True,
-        progress: Callable[[Sent], None] = lambda _: None,
+        progress: Progress = lambda _: None,
         collect: bool = True,
     ) -> Sent:
         """Send every bucket to every rank, one thread per channel; returns once every receiver has released its slots.
@@ -406,7 +537,7 @@ class BucketSenders(Senders):
         An error on one channel, or a KeyboardInterrupt here, closes all of them.
         """
         sent = Sent()
-        until = time.monotonic() + seconds
+        until = Deadline(seconds)
         stop = threading.Event()
         start = time.perf_counter()
         # One thread more than there are channels: it computes digests. A thread here waits for nothing but its channel,
@@ -454,7 +585,6 @@ class BucketSenders(Senders):
                 stop.set()
                 self.close()  # unblocks the other threads
                 raise
-        sent.seconds["sent"] = time.perf_counter() - start
         progress(sent)
         return sent
 
@@ -462,9 +592,8 @@ class BucketSenders(Senders):
         sent = Sent()
         for channel in self.replicas.get(self.digest_replica, ()):
             for job in channel.jobs:
-                sent.add_digests(
-                    job.pack.digests(job.bucket, job.pack.values(job.bucket, source))
-                )
+                values = job.pack.values(job.bucket, source)
+                sent.add_digests(job.pack.digests(job.bucket, values))
         return sent.digests
 
     def close(self) -> None:
@@ -472,20 +601,9 @@ class BucketSenders(Senders):
             channel.sender.close()
 
 
-def _count(
-    sent: Sent, channel: SendingChannel, nbytes: int, whole: int, sparse: bool = False
-) -> None:
-    channel.sent += 1
-    with sent.lock:
-        sent.bytes += nbytes
-        sent.full_bytes += whole
-        sent.buckets += 1
-        sent.sparse += sparse
-
-
-def _left(until: float, channel: SendingChannel) -> float:
-    left = until - time.monotonic()
-    if left <= 0:
+def _left(until: Deadline, channel: SendingChannel) -> float:
+    left = until.left()
+    if not left:
         raise DeadlineExceeded(
             f"the sync's deadline passed while waiting for rank {channel.rank} of {channel.replica}",
             remedy="pass a larger timeout=, or look at pool.logs()",
@@ -494,7 +612,7 @@ def _left(until: float, channel: SendingChannel) -> float:
 
 
 def _wait_for_digest(
-    digesting: Future[None] | None, until: float, channel: SendingChannel
+    digesting: Future[None] | None, until: Deadline, channel: SendingChannel
 ) -> None:
     if digesting is None:
         return

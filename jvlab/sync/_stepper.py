@@ -15,7 +15,7 @@ from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, ControlError, SyncError, VerifyError
 from jvlab._tracebacks import brief
 from jvlab.sync._senders import by_parameter
-from jvlab.sync._transaction import ABANDON_SECONDS, CheckReport, SyncReport
+from jvlab.sync._transaction import ABANDON_SECONDS, CheckReport, Closing, SyncReport
 
 if TYPE_CHECKING:
     from jvlab.sync._coordinator import Coordinator
@@ -55,7 +55,7 @@ class _Unit:
         return sum(job.nbytes for _, job in self.work)
 
 
-class Stepper:
+class Stepper(Closing):
     """The transaction of `link.sync`, held open. End it with `run()` (commits), `abort()` or `close()`.
 
     The first step prepares the engine: in direct mode it is paused from then on, in staged mode it serves its old
@@ -94,8 +94,10 @@ class Stepper:
         self._thread = threading.get_ident()  # of the one who opened it
         # kept until the end: the first commit may check their meaning
         self._params: Any = params
-        self._units = _units(self._transaction.senders.channels, link.plan, unit)
-        self._next, self._stop = 0, threading.Event()
+        # what it sends, in order: each names its tensors and its bytes
+        self.units = _units(self._transaction.senders.channels, link.plan, unit)
+        self.position = 0  # how many units have been sent
+        self._stop = threading.Event()
         self._stepping = threading.RLock()  # one step at a time, from any thread
         self.busy = False  # a step or a run is in progress
         # the tensor ahead at which the last run stopped; empty again after the next step
@@ -117,24 +119,14 @@ class Stepper:
         return self._transaction.terms.mode
 
     @property
-    def units(self) -> Sequence[_Unit]:
-        """What it sends, in order: each names its tensors and its bytes."""
-        return self._units
-
-    @property
-    def position(self) -> int:
-        """How many units have been sent."""
-        return self._next
-
-    @property
     def upcoming(self) -> str:
         """The name of the next step: its first tensor, or the one at which a run stopped."""
         if self.state in ("committed", "aborted"):
             return "nothing: it is over"
         if self.stopped_at:
             return self.stopped_at
-        if self._next < len(self._units):
-            return self._units[self._next].name
+        if self.position < len(self.units):
+            return self.units[self.position].name
         return "commit" if self.state == "verified" else "verify"
 
     @property
@@ -150,7 +142,7 @@ class Stepper:
         return halted and threading.get_ident() == self._thread
 
     def __len__(self) -> int:
-        return len(self._units) + 2
+        return len(self.units) + 2
 
     # Stepping -----------------------------------------------------------------------------------------------------
 
@@ -177,13 +169,13 @@ class Stepper:
             if self.state == "ready":
                 self._transaction.prepare()
                 self.state = "moving"
-            if self._next < len(self._units):
-                unit = self._units[self._next]
+            if self.position < len(self.units):
+                unit = self.units[self.position]
                 size = self._send(unit)
-                self._next += 1
+                self.position += 1
                 self.stopped_at = ""
                 step = self._record_step(unit.name, unit.parameters, size, start)
-                if self._next == len(self._units):
+                if self.position == len(self.units):
                     self.state = "moved"
             elif self.state == "moved":
                 self._verify_all()
@@ -217,39 +209,26 @@ class Stepper:
             reply = self._transaction.verify()
         except VerifyError as error:
             failed: Any = error.fields.get("reply")
-            self._record_checks(
-                self._compared(),
-                [n for o in getattr(failed, "outcomes", ()) for n in o.differing],
-            )
+            self._record_checks(self._compared(), getattr(failed, "outcomes", ()))
             raise
-        self._record_checks(
-            self._compared(), [n for o in reply.outcomes for n in o.differing]
-        )
+        self._record_checks(self._compared(), reply.outcomes)
 
     def _compared(self) -> set[str]:
-        if not self._transaction.digesting:
-            return set()
-        return {
-            name
-            for digests in self._transaction.expected()
-            for name in digests.parameters
-        }
+        t = self._transaction
+        expected = t.expected() if t.digesting else ()
+        return {name for digests in expected for name in digests.parameters}
 
-    def _record_checks(self, names: Iterable[str], differing: Iterable[str]) -> None:
-        wrong = {name.partition(" (")[0] for name in differing}  # "parameter (rank r)"
+    def _record_checks(self, names: Iterable[str], outcomes: Iterable[Any]) -> None:
+        # "parameter (rank r)"
+        wrong = {name.partition(" (")[0] for o in outcomes for name in o.differing}
         self.checked |= {name: name not in wrong for name in names}
 
     def _record_step(
         self, name: str, parameters: tuple[str, ...], size: int, start: float
     ) -> Step:
-        step = Step(
-            len(self.steps) + 1,
-            len(self),
-            name,
-            parameters,
-            size,
-            time.perf_counter() - start,
-        )
+        seconds = time.perf_counter() - start
+        number = len(self.steps) + 1
+        step = Step(number, len(self), name, parameters, size, seconds)
         self.steps.append(step)
         return step
 
@@ -297,17 +276,13 @@ class Stepper:
     def _run(self, patterns: list[str]) -> None:
         taken = 0
         while self.state not in ("committed", "aborted") and not self._stop.is_set():
-            stop_here = [
-                *patterns,
-                *(self.breakpoints if taken or not self._at_break else []),
-            ]
-            found = next(
-                (name for name in self.ahead for p in stop_here if re.search(p, name)),
-                None,
-            )
-            if found is not None:
+            stop_here = list(patterns)
+            if taken or not self._at_break:
+                stop_here += self.breakpoints
+            found = [n for n in self.ahead if any(re.search(p, n) for p in stop_here)]
+            if found:
                 self._at_break = True
-                self.stopped_at = found if self._next < len(self._units) else ""
+                self.stopped_at = found[0] if self.position < len(self.units) else ""
                 break
             self._at_break = False
             with self._stepping:
@@ -322,8 +297,8 @@ class Stepper:
     @property
     def ahead(self) -> tuple[str, ...]:
         """The tensors that the next step sends, in whole or in part: small ones share a bucket."""
-        if self._next < len(self._units):
-            unit = self._units[self._next]
+        if self.position < len(self.units):
+            unit = self.units[self.position]
             return (unit.name, *unit.parameters)
         return (self.upcoming,)
 
@@ -338,14 +313,16 @@ class Stepper:
         """Compare the tensors that have fully arrived with what was sent."""
         with self._stepping:
             done = {
-                name for unit in self._units[: self._next] for name in unit.parameters
+                name for unit in self.units[: self.position] for name in unit.parameters
             }
             done -= {
-                name for unit in self._units[self._next :] for name in unit.parameters
+                name for unit in self.units[self.position :] for name in unit.parameters
             }
-            report = self._coordinator.check_sent(self._transaction, done)
+            t = self._transaction
+            deadline = Deadline(t.terms.bucket_seconds)
+            report = self._coordinator.check(t.expected(done), deadline)
         names = {name for name, _ in report.digests} & done
-        self._record_checks(names, [n for o in report.outcomes for n in o.differing])
+        self._record_checks(names, report.outcomes)
         return report
 
     @brief
@@ -394,17 +371,11 @@ class Stepper:
         """`abort()`, unless it has ended already. Can be called twice."""
         self.abort()
 
-    def __enter__(self) -> Stepper:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # Display ------------------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         state = "digests equal" if self.state == "verified" else self.state
-        return f"Stepper(version {self.version}, {state}, {self._next}/{len(self._units)}, next: {self.upcoming})"
+        return f"Stepper(version {self.version}, {state}, {self.position}/{len(self.units)}, next: {self.upcoming})"
 
     def _repr_html_(self) -> str:
         return _faces.draw(self, "html")
@@ -429,28 +400,19 @@ def _regex(pattern: str) -> str:
 
 def _units(channels: Sequence[Any], plan: Any, unit: str) -> list[_Unit]:
     """One unit per bucket; or one per tensor, with all buckets that hold parts of it and are in no earlier unit."""
-    named = [
-        (
-            channel,
-            job,
-            tuple(
-                dict.fromkeys(
-                    n
-                    for n, _ in by_parameter(plan, sorted(job.pack.targets(job.bucket)))
-                )
-            ),
-        )
-        for channel in channels
-        for job in channel.jobs
-    ]
+    buckets = []
+    for channel in channels:
+        for job in channel.jobs:
+            of = by_parameter(plan, sorted(job.pack.targets(job.bucket)))
+            names = tuple(dict.fromkeys(name for name, _ in of))
+            buckets.append(_Unit(names[0], names, [(channel, job)]))
     if unit == "bucket":
-        return [
-            _Unit(names[0], names, [(channel, job)]) for channel, job, names in named
-        ]
-    order = list(dict.fromkeys(name for _, _, names in named for name in names))
+        return buckets
+    order = list(dict.fromkeys(name for b in buckets for name in b.parameters))
     units = {name: _Unit(name, (name,)) for name in order}
-    for channel, job, names in named:
-        home = min(names, key=order.index)
-        units[home].work.append((channel, job))
-        units[home].parameters = tuple(dict.fromkeys((*units[home].parameters, *names)))
+    for bucket in buckets:
+        home = units[min(bucket.parameters, key=order.index)]
+        home.work += bucket.work
+        names = (*home.parameters, *bucket.parameters)
+        home.parameters = tuple(dict.fromkeys(names))
     return [u for u in units.values() if u.work]

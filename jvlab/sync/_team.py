@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jvlab import _errors as errors
 from jvlab._deadline import Deadline
@@ -32,12 +32,13 @@ from jvlab._errors import (
     SyncError,
     TransportError,
 )
+from jvlab._files import Plain
 from jvlab._names import own_name
 from jvlab.layout._digest import NonFinite, merged
 from jvlab.layout._tree import device_processes
-from jvlab.sync._coordinator import Coordinator
+from jvlab.sync._coordinator import Coordinator, Wrap
 from jvlab.sync._pack import Source
-from jvlab.sync._senders import Senders, Sent
+from jvlab.sync._senders import Progress, Senders, Sent
 from jvlab.sync._transaction import (
     ORDER_SECONDS,
     CheckReport,
@@ -50,8 +51,7 @@ from jvlab.wire._client import Message, TeamStream
 from jvlab.wire._sync_words import CHOICES, Terms
 
 if TYPE_CHECKING:
-    from jvlab.sync._connect import Agreement
-    from jvlab.transport._peer import Sender
+    from jvlab.sync._connections import Agreement
     from jvlab.wire._client import Client
     from jvlab.wire._pool_view import PoolView
 
@@ -203,26 +203,25 @@ class Team:
 
     def _find_error(self) -> JvlabError | None:
         """An error reported by another process in this round; a cause before secondary failures."""
-        return self._cause() or next(iter(self._errors(echo=True)), None)
+        return self._cause() or self._reported(echo=True)
 
     def _cause(self) -> JvlabError | None:
         with self._stream.changed:
-            found = next(iter(self._errors(echo=False)), None)
+            found = self._reported(echo=False)
             if found is None and self._stream.over:
                 why = f"the trainer's processes are no longer connected: {self._stream.over}"
                 found = SyncError(why, remedy=RESTART, reported=True)
             return found
 
-    def _errors(self, echo: bool) -> list[JvlabError]:
+    def _reported(self, echo: bool) -> JvlabError | None:
         with self._stream.changed:
-            return [
-                self._error_of(member, message["error"])
-                for member in range(self.size)
-                for message in self._stream.messages(member)
-                if message["round"] == self._round
-                and message["step"] == "error"
-                and message["error"]["echo"] == echo
-            ]
+            for member in range(self.size):
+                for message in self._stream.messages(member):
+                    if message["round"] != self._round or message["step"] != "error":
+                        continue
+                    if message["error"]["echo"] == echo:
+                        return self._error_of(member, message["error"])
+        return None
 
     def _error_of(self, member: int, report: Mapping[str, Any]) -> JvlabError:
         kind = getattr(errors, str(report["kind"]), SyncError)
@@ -261,14 +260,10 @@ class Team:
 
     def _await(self, members: list[int], step: str, seconds: float) -> list[Message]:
         def done() -> list[Message] | None:
-            if self._errors(echo=False) or self._errors(echo=True):
+            if self._reported(echo=False) or self._reported(echo=True):
                 return [{}]
-            received = [self._next(m, step) for m in members]
-            return (
-                [m for m in received if m is not None]
-                if all(m is not None for m in received)
-                else None
-            )
+            received = [m for m in (self._next(m, step) for m in members) if m]
+            return received if len(received) == len(members) else None
 
         found = self._stream.wait(done, seconds)
         # a received message counts, even if its sender has left since
@@ -362,7 +357,9 @@ def together(
     if len(processes) < 2:
         yield None
         return
-    own = {int(d.process_index) for a in arrays.values() for d in _addressable(a)}
+    shardings = [getattr(a, "sharding", None) for a in arrays.values()]
+    here = [getattr(s, "addressable_devices", ()) for s in shardings]
+    own = {int(d.process_index) for devices in here for d in devices}
     if not own:
         raise ConfigError(
             f"this process holds none of these parameters; processes {processes} do",
@@ -376,10 +373,6 @@ def together(
     except BaseException:
         team.close()
         raise
-
-
-def _addressable(array: Any) -> Any:
-    return getattr(getattr(array, "sharding", None), "addressable_devices", ())
 
 
 def _job(arrays: Mapping[str, Any]) -> str:
@@ -411,7 +404,7 @@ class TeamCoordinator(Coordinator):
         self,
         pool: PoolView,
         agreed: Agreement,
-        wrap: Callable[[Sender], Sender] | None,
+        wrap: Wrap,
         team: Team,
     ) -> None:
         super().__init__(pool, agreed, wrap)
@@ -513,7 +506,7 @@ class TeamCoordinator(Coordinator):
         began = time.perf_counter()
         self.next_version(version)
         # None: the next version
-        wanted: dict[str, Any] = {name: getattr(options, name) for name in CHOICES}
+        wanted: Plain = {name: getattr(options, name) for name in CHOICES}
         wanted |= {"timeout": deadline.seconds, "version": version}
         is_open = self._agree(wanted, deadline)
         # raises on a mismatch, before anything is opened
@@ -526,9 +519,9 @@ class TeamCoordinator(Coordinator):
             senders,
             source,
             self._terms(options, version, deadline),
-            transport=self.transport,
-            deadline=deadline,
-            began=began,
+            self.transport,
+            deadline,
+            began,
         )
 
     def _verify(self, params: Any, deadline: Deadline) -> CheckReport:
@@ -543,9 +536,8 @@ class TeamCoordinator(Coordinator):
                 sum_of_parts.add_digests(senders.digests(senders.source(params)))
             if not team.leads:
                 team.send("digests", digests=list(sum_of_parts.digests.items()))
-                return _check_from_plain(
-                    team.receive("checked", deadline.left() + SLACK)["report"]
-                )
+                done = team.receive("checked", deadline.left() + SLACK)
+                return _from_plain(CheckReport, done["report"])
             for other in team.gather("digests", deadline.left()):
                 sum_of_parts.add_digests(
                     {int(target): int(value) for target, value in other["digests"]}
@@ -554,14 +546,11 @@ class TeamCoordinator(Coordinator):
                 report = self.check(
                     self.expected(senders, sum_of_parts.digests), deadline
                 )
-            team.send(
-                "checked",
-                report={**asdict(report), "digests": _digests_to_plain(report.digests)},
-            )
+            team.send("checked", report=_to_plain(report))
             return report
 
 
-def _endpoints(senders: Senders) -> dict[str, list[dict[str, Any]]]:
+def _endpoints(senders: Senders) -> dict[str, list[Plain]]:
     """By replica, this process's endpoint for each rank."""
     return {
         name: [channel.sender.endpoint() for channel in of]
@@ -575,11 +564,11 @@ def _endpoints(senders: Senders) -> dict[str, list[dict[str, Any]]]:
 class Shared(Transaction):
     """One process's part of a transaction."""
 
-    def __init__(self, team: Team, *of_transaction: Any, **timing: Any) -> None:
-        super().__init__(*of_transaction, **timing)
+    def __init__(self, team: Team, *of_transaction: Any) -> None:
+        super().__init__(*of_transaction)
         self._team = team
 
-    def send_all(self, progress: Callable[[Sent], None], collect: bool = True) -> None:
+    def send_all(self, progress: Progress, collect: bool = True) -> None:
         with self._team.watching(self.senders.close):
             # non-finite values in one process fail all of them
             super().send_all(progress, collect)
@@ -597,7 +586,7 @@ class Leading(Shared):
             super().prepare()
         self._team.send("move")
 
-    def send_all(self, progress: Callable[[Sent], None], collect: bool = True) -> None:
+    def send_all(self, progress: Progress, collect: bool = True) -> None:
         super().send_all(progress, collect)
         for other in self._team.gather("sent", self.deadline.left()):
             _add(self.sent, other)
@@ -607,7 +596,7 @@ class Leading(Shared):
 
     def finish(self) -> SyncReport:
         report = super().finish()
-        self._team.send("committed", report=_report_to_plain(report))
+        self._team.send("committed", report=_to_plain(report))
         return report
 
 
@@ -617,7 +606,7 @@ class Following(Shared):
     def prepare(self) -> None:
         self._team.receive("move", self._seconds_left)
 
-    def send_all(self, progress: Callable[[Sent], None], collect: bool = True) -> None:
+    def send_all(self, progress: Progress, collect: bool = True) -> None:
         super().send_all(progress, collect)
         sent = self.sent
         digests = [[target, value] for target, value in sent.digests.items()]
@@ -631,9 +620,8 @@ class Following(Shared):
         )
 
     def finish(self) -> SyncReport:
-        return _report_from_plain(
-            self._team.receive("committed", self._seconds_left)["report"]
-        )
+        done = self._team.receive("committed", self._seconds_left)
+        return _from_plain(SyncReport, done["report"])
 
     def abandon(self, error: BaseException | None = None) -> None:
         """Close the channels; the leader abandons the sync and knows each replica's state."""
@@ -656,41 +644,25 @@ def _add(sent: Sent, other: Mapping[str, Any]) -> None:
     sent.add_digests({int(target): int(value) for target, value in other["digests"]})
 
 
+Report = TypeVar("Report", SyncReport, CheckReport)
+
+
 # Reports --------------------------------------------------------------------------------------------------------------
 
 
-def _digests_to_plain(digests: Mapping[tuple[str, int], int]) -> list[list[Any]]:
-    return [[name, rank, value] for (name, rank), value in digests.items()]
+def _to_plain(report: SyncReport | CheckReport) -> Plain:
+    """A report as JSON can hold it."""
+    digests = [[*key, value] for key, value in report.digests.items()]
+    return {**asdict(report), "digests": digests}
 
 
-def _shared_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that both reports share, from JSON."""
-    outcomes = [
+def _from_plain(kind: type[Report], plain: Mapping[str, Any]) -> Report:
+    """The report that `_to_plain` was given."""
+    tuples: Plain = {k: tuple(v) for k, v in plain.items() if isinstance(v, list)}
+    if "spans" in plain:
+        tuples["spans"] = {name: tuple(at) for name, at in plain["spans"].items()}
+    tuples["outcomes"] = tuple(
         Outcome(**{**o, "differing": tuple(o["differing"])}) for o in plain["outcomes"]
-    ]
-    digests = {(name, int(rank)): int(value) for name, rank, value in plain["digests"]}
-    return {
-        "outcomes": tuple(outcomes),
-        "digests": digests,
-        "notes": tuple(plain["notes"]),
-    }
-
-
-def _report_to_plain(report: SyncReport) -> dict[str, Any]:
-    return {**asdict(report), "digests": _digests_to_plain(report.digests)}
-
-
-def _report_from_plain(plain: Mapping[str, Any]) -> SyncReport:
-    spans = {name: tuple(times) for name, times in plain["spans"].items()}
-    return SyncReport(
-        **{
-            **plain,
-            **_shared_fields(plain),
-            "nonfinite": tuple(plain["nonfinite"]),
-            "spans": spans,
-        }
     )
-
-
-def _check_from_plain(plain: Mapping[str, Any]) -> CheckReport:
-    return CheckReport(**{**plain, **_shared_fields(plain)})
+    digests = {(name, int(rank)): int(value) for name, rank, value in plain["digests"]}
+    return kind(**{**plain, **tuples, "digests": digests})

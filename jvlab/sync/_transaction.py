@@ -7,24 +7,39 @@ from __future__ import annotations
 
 import json
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from jvlab import _faces
 from jvlab._deadline import Deadline
 from jvlab._errors import JvlabError, NonFiniteError, SyncError
 from jvlab.layout._digest import NAMED, NonFinite, examine, in_sample
 from jvlab.layout._slices import distinct_leaves
-from jvlab.sync._senders import Senders, Sent
+from jvlab.sync._senders import DigestRow, Progress, Senders, Sent
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._sync_words import AFTER_VERIFY, BEFORE_BYTES, ORDER, Phase, Terms
 
 if TYPE_CHECKING:
     from jvlab.wire._client import LinkStream
     from jvlab.wire._core_channel import CoreOrders
+
+
+class Closing(ABC):
+    """What a `with` block closes."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 # What a sync or a check of live memory resulted in.
 
@@ -133,12 +148,7 @@ class SyncReport:
         """Everything but the digests as plain values."""
         plain = asdict(self)
         del plain["digests"]
-        return {
-            **plain,
-            "verified": self.verified,
-            "notes": list(self.notes),
-            "seconds": dict(self.seconds),
-        }
+        return {**plain, "verified": self.verified, "notes": list(self.notes)}
 
     def __repr__(self) -> str:
         return _faces.draw(self, "text")
@@ -200,8 +210,6 @@ def _sum(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 # Converts a sync's protobuf messages to and from plain values.
 
-DigestRow = tuple[str, int, int]  # parameter, rank, digest
-
 
 def replica_digests(replica: str, rows: list[DigestRow]) -> pb.ReplicaDigests:
     """The digests that a replica is expected to have."""
@@ -224,20 +232,16 @@ def exports_of(reply: pb.LinkReply) -> dict[str, list[dict[str, Any]]]:
 
 def outcome_of(o: pb.ReplicaOutcome) -> Outcome:
     """A replica's outcome as plain values."""
-    seconds = {part.name: part.seconds for part in o.seconds}
-    evidence = {how: int(count) for how, count in o.evidence.items()}
-    differing = tuple(o.differing)
-    reloaded = dict(o.reloaded)
     return Outcome(
         o.replica,
         o.state,
-        int(o.version),
-        int(o.bytes),
-        seconds,
+        o.version,
+        o.bytes,
+        {part.name: part.seconds for part in o.seconds},
         o.error,
-        differing,
-        evidence,
-        reloaded,
+        tuple(o.differing),
+        dict(o.evidence),
+        dict(o.reloaded),
     )
 
 
@@ -247,13 +251,8 @@ def check_report(
     """The report of a check; `version` is the fallback if no replica replied."""
     found: dict[tuple[str, int], int] = {}
     for o in outcomes:
-        found |= dict(
-            zip(
-                zip(o.found.parameters, o.found.ranks, strict=True),
-                o.found.values,
-                strict=True,
-            )
-        )
+        keys = zip(o.found.parameters, o.found.ranks, strict=True)
+        found |= dict(zip(keys, o.found.values, strict=True))
     listed = tuple(map(outcome_of, outcomes))
     return CheckReport(
         max((o.version for o in listed), default=version), listed, found, seconds
@@ -291,11 +290,9 @@ def refusal(found: Sequence[NonFinite], mode: str) -> NonFiniteError:
         "direct": "Live memory was written and nothing committed: replicas refuse to generate until a sync commits",
     }[mode]
     overflow = next((f for f in found if f.overflow), None)
-    cast = (
-        f"; or launch with a dtype that holds {overflow.leaf} ({overflow.wire} does not)"
-        if overflow
-        else ""
-    )
+    cast = ""
+    if overflow:
+        cast = f"; or launch with a dtype that holds {overflow.leaf} ({overflow.wire} does not)"
     return NonFiniteError(
         f"{count}:\n  " + "\n  ".join(map(str, found[:NAMED])) + f"{more}\n  {state}.",
         remedy=f'sync finite parameters, e.g. those of the step before{cast}; nonfinite="allow" sends them as they are',
@@ -306,52 +303,45 @@ def refusal(found: Sequence[NonFinite], mode: str) -> NonFiniteError:
     )
 
 
+@dataclass(eq=False)
 class Transaction:
     """prepare() → send … → finish(), or abandon() from anywhere. Used by one thread."""
 
-    def __init__(
-        self,
-        stream: LinkStream,
-        senders: Senders,
-        source: Any,
-        terms: Terms,
-        *,
-        transport: str,
-        deadline: Deadline,
-        began: float,
-    ) -> None:
-        # of the current call: each step of a stepper has its own
-        self.deadline = deadline
-        self.stream = stream
-        self.senders = senders
-        self.source = source
-        self.terms = terms
-        self._transport = transport
-        # if set, the engine core carries out orders at once
-        self.core: CoreOrders | None = None
-        self.replies: list[pb.LinkReply] = []
-        self.seconds: dict[str, float] = {}
-        # start and stop of each part, since the sync began
-        self.spans: dict[str, tuple[float, float]] = {}
-        self.sent = Sent()
-        self.state = "idle"
-        self._began = began
-        self._ended = 0.0
-        # for the report, if computed already
-        self._digests: dict[tuple[str, int], int] | None = None
-        self.nonfinite: list[NonFinite] = []  # found and allowed
-        self.why_full = ""  # why changes were not sought
-        # leaf → the dimension of its layers, to name a layer
-        self.stacked: Callable[[], Mapping[str, int]] = dict
+    stream: LinkStream
+    senders: Senders
+    source: Any
+    terms: Terms
+    transport: str
+    deadline: Deadline  # of the current call: each step of a stepper has its own
+    began: float
+    # if set, the engine core carries out orders at once, where it can
+    core: CoreOrders | None = None
+    replies: list[pb.LinkReply] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    # start and stop of each part, since the sync began
+    spans: dict[str, tuple[float, float]] = field(default_factory=dict)
+    sent: Sent = field(default_factory=Sent)
+    state: str = "idle"
+    _ended: float = 0.0
+    # for the report, if computed already
+    _digests: dict[tuple[str, int], int] | None = None
+    # found and allowed
+    nonfinite: list[NonFinite] = field(default_factory=list)
+    why_full: str = ""  # why changes were not sought
+    # leaf → the dimension of its layers, to name a layer
+    stacked: Callable[[], Mapping[str, int]] = dict
 
     @property
     def digesting(self) -> bool:
         return self.terms.verify != "off"
 
     def _steps(self, name: str, phases: Sequence[Phase], **more: Any) -> pb.LinkReply:
+        return self._order(name, lambda left: self.stream.steps(phases, left, **more))
+
+    def _order(self, name: str, order: Callable[[float], pb.LinkReply]) -> pb.LinkReply:
         start = time.perf_counter()
         with self._noticing_the_end():
-            reply = self.stream.steps(phases, self.deadline.left(), **more)
+            reply = order(self.deadline.left())
         self.seconds[name] = time.perf_counter() - start
         self._span(name, start)
         return self._take(reply)
@@ -372,7 +362,7 @@ class Transaction:
         return reply
 
     def _span(self, name: str, start: float) -> None:
-        self.spans[name] = (start - self._began, time.perf_counter() - self._began)
+        self.spans[name] = (start - self.began, time.perf_counter() - self.began)
 
     def prepare(self) -> None:
         """Prepare the engines to receive bytes; in direct mode they are paused from now on."""
@@ -381,9 +371,15 @@ class Transaction:
         self.senders.settle(self.source, mode == "staged")
         if self.senders.changes is not None:
             self._span("find", start)
-        reply = self._steps(
-            "prepare", BEFORE_BYTES[mode], terms=self._message, meanwhile=self._gather
-        )
+        terms = self._message
+        if (core := self.core) is not None:
+            reply = self._order(
+                "prepare", lambda left: core.prepare(terms, left, self._gather)
+            )
+        else:
+            reply = self._steps(
+                "prepare", BEFORE_BYTES[mode], terms=terms, meanwhile=self._gather
+            )
         self.senders.attach(exports_of(reply))
 
     @property
@@ -396,7 +392,7 @@ class Transaction:
     def _gather(self) -> None:
         self.senders.gather(self.source, self.digesting)
 
-    def send_all(self, progress: Callable[[Sent], None], collect: bool = True) -> None:
+    def send_all(self, progress: Progress, collect: bool = True) -> None:
         """Send everything, until it is in the engines' memory. Without `collect`, ipc's results are left for later."""
         left = max(self.deadline.left(), 0.1)
         version = self.terms.version
@@ -419,54 +415,40 @@ class Transaction:
             raise refusal(found, self.terms.mode)
         self.nonfinite = found
 
-    def expected(self) -> list[pb.ReplicaDigests]:
-        """The digests each replica must hold, taken from what was sent; with "sampled", of this version's sample."""
-        if self.terms.verify == "full":
-            targets = tuple(sorted(self.sent.digests))
-            pairs = self.senders.named(targets)
-            columns: dict[str, Any] = {
-                "parameters": [name for name, _ in pairs],
-                "ranks": [rank for _, rank in pairs],
-                "values": [self.sent.digests[t] for t in targets],
-            }
-            return [
-                pb.ReplicaDigests(replica=replica, **columns)
-                for replica in self.senders.replicas
-            ]
-        rows = [(*pair, value) for pair, value in self._named()]
+    def expected(self, only: set[str] | None = None) -> list[pb.ReplicaDigests]:
+        """The digests each replica must hold, taken from what was sent; with "sampled", of this version's sample.
+
+        `only`: of these parameters.
+        """
+        rows = self.senders.rows(self.sent.digests)
+        if only is not None:
+            rows = [row for row in rows if row[0] in only]
         if self.terms.verify == "sampled":
             rows = [row for row in rows if in_sample(row[0], self.terms.version)]
         return [replica_digests(replica, rows) for replica in self.senders.replicas]
 
-    def _named(self) -> list[tuple[tuple[str, int], int]]:
-        targets = sorted(self.sent.digests)
-        names = self.senders.named(tuple(targets))
-        return [
-            (pair, self.sent.digests[t]) for t, pair in zip(targets, names, strict=True)
-        ]
+    @property
+    def _found(self) -> dict[tuple[str, int], int]:
+        """(parameter, rank) -> digest of what was sent."""
+        rows = self.senders.rows(self.sent.digests)
+        return {(name, rank): value for name, rank, value in rows}
 
-    def run(self, progress: Callable[[Sent], None]) -> SyncReport:
+    def run(self, progress: Progress) -> SyncReport:
         """Run the whole sync; the engine core carries out its orders, if it can."""
         # Not with pause="wait": while requests finish the caller may still give up with nothing written. The core
         # compares all digests or none.
-        core = self.core
-        if (
-            core is not None
-            and core.is_open
-            and self.terms.verify in ("full", "off")
-            and self.terms.pause != "wait"
-        ):
+        able = self.terms.verify != "sampled" and self.terms.pause != "wait"
+        if self.core is not None and not (able and self.core.is_open):
+            self.core = None
+        if self.core is not None and self.terms.mode == "direct":
             with self._noticing_the_end():
-                if self.terms.mode == "direct":
-                    self._write_live(core, progress)
-                else:
-                    self._write_shadows(core, progress)
+                self._write_live(self.core, progress)
             return self.report()
         self.prepare()
         self.send_all(progress)
         return self.finish()
 
-    def _write_live(self, core: CoreOrders, progress: Callable[[Sent], None]) -> None:
+    def _write_live(self, core: CoreOrders, progress: Progress) -> None:
         """A direct sync, in one order."""
         # wait for JAX before the engine pauses
         self.senders.settle(self.source, staged=False)
@@ -474,7 +456,7 @@ class Transaction:
         def claims() -> bytes:  # runs while the engine digests its memory
             self.senders.collect(self.sent)
             self.check_finite()
-            self._digests = dict(self._named())
+            self._digests = self._found
             return self.senders.claims(self.sent)
 
         start = time.perf_counter()
@@ -490,31 +472,6 @@ class Transaction:
         self._span("exchange", start)
         reply.outcomes[0].bytes = self.sent.bytes
         self.seconds["exchange"] = self._ended - start - self.sent.seconds["move"]
-        self._take(reply)
-
-    def _write_shadows(
-        self, core: CoreOrders, progress: Callable[[Sent], None]
-    ) -> None:
-        """A staged sync, in two orders."""
-        self.senders.settle(self.source, staged=True)
-        start = time.perf_counter()
-        reply = core.prepare(self._message, self.deadline.left(), self._gather)
-        self.seconds["prepare"] = time.perf_counter() - start
-        self._span("prepare", start)
-        self.senders.attach(exports_of(self._take(reply)))
-        self.send_all(progress)
-        start = time.perf_counter()
-        reply = core.swap(
-            self._message,
-            self.deadline.left(),
-            self.expected() if self.digesting else [],
-            self.senders.claims(self.sent) if self.digesting else b"",
-            bool(self.nonfinite),
-        )
-        self._ended = time.perf_counter()
-        self.seconds["finish"] = self._ended - start
-        self._span("finish", start)
-        reply.outcomes[0].bytes = self.sent.bytes
         self._take(reply)
 
     @property
@@ -537,9 +494,18 @@ class Transaction:
 
     def finish(self) -> SyncReport:
         """Verify and commit in one order, and make the report."""
-        self._steps(
-            "finish", [Phase.VERIFY, *AFTER_VERIFY[self.terms.mode]], **self._claimed
-        )
+        if (core := self.core) is not None:
+            claims = self.senders.claims(self.sent) if self.digesting else b""
+            reply = self._order(
+                "finish",
+                lambda left: core.swap(
+                    self._message, left, claimed=claims, **self._claimed
+                ),
+            )
+            reply.outcomes[0].bytes = self.sent.bytes
+        else:
+            phases = [Phase.VERIFY, *AFTER_VERIFY[self.terms.mode]]
+            self._steps("finish", phases, **self._claimed)
         self._ended = time.perf_counter()
         return self.report()
 
@@ -577,60 +543,56 @@ class Transaction:
         for reply in self.replies:
             for o in map(outcome_of, reply.outcomes):
                 before = merged.get(o.replica, o)
-                kept = {
-                    "evidence": o.evidence or before.evidence,
-                    "reloaded": o.reloaded or before.reloaded,
-                }
                 merged[o.replica] = replace(
-                    o, seconds={**before.seconds, **o.seconds}, **kept
+                    o,
+                    seconds={**before.seconds, **o.seconds},
+                    evidence=o.evidence or before.evidence,
+                    reloaded=o.reloaded or before.reloaded,
                 )
-        seconds = {name: self.sent.seconds[name] for name in ("pack", "move")}
+        outcomes = tuple(merged.values())
+
+        def slowest(*parts: str) -> float:
+            sums = (sum(o.seconds.get(p, 0.0) for p in parts) for o in outcomes)
+            return max(sums, default=0.0)
+
+        sent = self.sent
+        seconds = {name: sent.seconds[name] for name in ("pack", "move")}
         if "find" in self.spans:
             start, stop = self.spans["find"]
             seconds["find"] = stop - start
-        for part in WORKER_PARTS:
-            slowest = max(
-                (o.seconds.get(part, 0.0) for o in merged.values()), default=0.0
-            )
-            if slowest:
-                seconds[part] = slowest
-        seconds["copy"] = self.sent.seconds["copy"]
-        seconds["trainer_digest"] = self.sent.seconds["digest"]
-        seconds["digest"] = max(seconds.get("digest", 0.0), self.sent.seconds["digest"])
-        seconds["total"] = (self._ended or time.perf_counter()) - self._began
+        seconds |= {part: s for part in WORKER_PARTS if (s := slowest(part))}
+        seconds["copy"] = sent.seconds["copy"]
+        seconds["trainer_digest"] = sent.seconds["digest"]
+        seconds["digest"] = max(seconds.get("digest", 0.0), sent.seconds["digest"])
+        seconds["total"] = (self._ended or time.perf_counter()) - self.began
         phases = (*PHASES, "admit") if "exchange" in self.seconds else PHASES
-        inside = max(
-            (sum(o.seconds.get(p, 0.0) for p in phases) for o in merged.values()),
-            default=0.0,
-        )
-        seconds["control"] = max(0.0, sum(self.seconds.values()) - inside)
-        digests = dict(self._named()) if self._digests is None else self._digests
+        seconds["control"] = max(0.0, sum(self.seconds.values()) - slowest(*phases))
         notes = [
             f"{o.replica} stayed behind: {o.error or o.state}"
-            for o in merged.values()
+            for o in outcomes
             if o.state != "committed"
         ]
         changes = self.senders.changes
         why_full = self.why_full
         if changes is not None:
-            why_full = changes.why_full(self.sent.sparse, self.sent.buckets)
+            why_full = changes.why_full(sent.sparse, sent.buckets)
         flawed = tuple(map(str, self.nonfinite))
         notes += [f"not finite, and allowed: {line}" for line in flawed]
         return SyncReport(
             version=self.terms.version,
-            bytes=self.sent.bytes,
+            bytes=sent.bytes,
             seconds=seconds,
             spans=dict(sorted(self.spans.items(), key=lambda item: item[1])),
-            outcomes=tuple(merged.values()),
-            digests=digests,
+            outcomes=outcomes,
+            digests=self._found if self._digests is None else self._digests,
             verify=self.terms.verify,
             mode=self.terms.mode,
-            transport=self._transport,
-            buckets=self.sent.buckets,
+            transport=self.transport,
+            buckets=sent.buckets,
             notes=tuple(notes),
             nonfinite=flawed,
-            delta=self.sent.sparse > 0,
+            delta=sent.sparse > 0,
             changed=None if changes is None else changes.share,
-            full_bytes=self.sent.full_bytes or self.sent.bytes,
+            full_bytes=sent.full_bytes or sent.bytes,
             why_full=why_full,
         )

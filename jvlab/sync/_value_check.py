@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jvlab.layout._slices import distinct_leaves, without_slice
-from jvlab.layout._types import Axis, Binding
+from jvlab.layout._types import Binding
 from jvlab.layout.rules._roles import Role, classify, templates
 
 # sample size per leaf: values of one row are close together in a file, rows are far apart
@@ -49,6 +49,11 @@ ONE_NUMBER = "one number everywhere"
 SAME_NUMBERS = "another leaf holds the same numbers"
 # roles that often have the same shape
 SAME_SHAPE = (("q", "k"), ("k", "v"), ("q", "v"), ("gate", "up"))
+
+
+Arrays = Mapping[str, Any]  # a tree's, by path
+# leaf -> (kind, reason) of each alternative that names and shapes allow
+Known = Mapping[str, tuple[tuple[str, str], ...]]
 
 
 @dataclass(frozen=True)
@@ -160,11 +165,11 @@ def points(
         far = np.repeat(_spread(tall, rows, random), columns)
         near = random.permutation(_spread(wide, rows * columns, random))
     count = len(far)
-    at = {
-        id(a): i
-        for axes, flat in ((slow, far), (fast, near))
-        for a, i in _unravelled(axes, flat)
-    }
+    at: dict[int, np.ndarray] = {}
+    for axes, flat in ((slow, far), (fast, near)):
+        if axes:
+            indices = np.unravel_index(flat, [a.size for a in axes])
+            at |= zip(map(id, axes), indices, strict=True)
     leaf = np.tile(np.asarray(binding.leaf_start, np.int64), (count, 1))
     tensor = np.tile(np.asarray(binding.tensor_start, np.int64), (count, 1))
     for axis in binding.axes:
@@ -178,16 +183,6 @@ def _spread(size: int, count: int, random: np.random.Generator) -> np.ndarray:
     return np.minimum(
         ((np.arange(count) + random.random(count)) * (size / count)).astype(np.int64),
         size - 1,
-    )
-
-
-def _unravelled(
-    axes: Sequence[Axis], flat: np.ndarray
-) -> list[tuple[Axis, np.ndarray]]:
-    return (
-        list(zip(axes, np.unravel_index(flat, [a.size for a in axes]), strict=True))
-        if axes
-        else []
     )
 
 
@@ -385,7 +380,7 @@ def decide(
 
 def ambiguities(
     bindings: Sequence[Binding], config: Mapping[str, Any] | None = None
-) -> dict[str, tuple[tuple[str, str], ...]]:
+) -> Known:
     """Leaf → (kind, reason) of each alternative that names and shapes allow: square, sibling, rotary, offset."""
     shapes = {b.tensor: b.tensor_shape for b in bindings}
     roles = {
@@ -401,9 +396,8 @@ def ambiguities(
         role = roles[b.tensor]
         found = out[b.leaf]
         if len(b.tensor_shape) == 2 and b.tensor_shape[0] == b.tensor_shape[1] > 1:
-            found["square"] = (
-                f"square ({b.tensor_shape[0]} × {b.tensor_shape[1]}): its transpose fits as well"
-            )
+            size = " × ".join(map(str, b.tensor_shape))
+            found["square"] = f"square ({size}): its transpose fits as well"
         beside = layers[_parent(b.tensor), role.bias, b.tensor_shape]
         similar = [
             y if x == role.base else x for x, y in SAME_SHAPE if role.base in (x, y)
@@ -417,9 +411,8 @@ def ambiguities(
             if t in beside and beside[t] != b.tensor
         ]
         if names:
-            found["sibling"] = (
-                f"{' and '.join(names)} {'has' if len(names) == 1 else 'have'} the same shape"
-            )
+            have = "has" if len(names) == 1 else "have"
+            found["sibling"] = f"{' and '.join(names)} {have} the same shape"
         if _rotary(role, config):
             found["rotary"] = "rotary order: halves or pairs, which shapes do not show"
         norm = role.base.startswith("norm") or (
@@ -443,7 +436,7 @@ def _rotary(role: Role, config: Mapping[str, Any] | None) -> bool:
 
 
 def still_ambiguous(
-    known: Mapping[str, tuple[tuple[str, str], ...]],
+    known: Known,
     seen: Mapping[str, LeafEvidence],
     checked: bool,
     alike: Collection[str] = (),
@@ -493,7 +486,7 @@ def _untold(seen: LeafEvidence, alike: bool) -> str:
 # The ambiguities that names and shapes leave in a mapping, less what a link has settled.
 
 
-def ambiguities_of(mapping: Any) -> dict[str, tuple[tuple[str, str], ...]]:
+def ambiguities_of(mapping: Any) -> Known:
     """Leaf -> the alternatives that names and shapes allow; cached on the mapping."""
     cache = mapping.__dict__
     if "_ambiguities" not in cache:
@@ -504,12 +497,16 @@ def ambiguities_of(mapping: Any) -> dict[str, tuple[tuple[str, str], ...]]:
     return cache["_ambiguities"]
 
 
+def in_words(known: Known) -> dict[str, str]:
+    """Leaf -> its alternatives in one text."""
+    return {
+        leaf: "; ".join(reason for _, reason in found) for leaf, found in known.items()
+    }
+
+
 def unsettled(mapping: Any) -> dict[str, str]:
     """Leaf -> ambiguities not settled yet; what its link settled also counts for leaves that are bound the same."""
-    known = {
-        leaf: "; ".join(reason for _, reason in found)
-        for leaf, found in ambiguities_of(mapping).items()
-    }
+    known = in_words(ambiguities_of(mapping))
     link = mapping._link() if mapping._link is not None else None
     settled = getattr(link, "meaning", None)
     if link is None or settled is None or settled.state != "checked":

@@ -7,19 +7,26 @@ import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jvlab._deadline import Deadline
 from jvlab._errors import JvlabError, LayoutError
 from jvlab._units import how_many
 from jvlab.layout._checkpoint import CheckpointValues
 from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._slices import layer_number, slice_name, stacked_dims, without_slice
-from jvlab.layout._tree import leaf_from_array
+from jvlab.layout._tree import flatten, leaf_from_array
 from jvlab.layout._types import Binding
+from jvlab.layout.rules._alternatives import (
+    Alternative,
+    alternatives_of,
+    joint,
+    reread,
+)
 from jvlab.layout.rules._roles import classify, templates
 from jvlab.sync._value_check import (
     COLUMNS,
@@ -29,9 +36,12 @@ from jvlab.sync._value_check import (
     ROWS,
     SAME_NUMBERS,
     SLIGHT,
+    Arrays,
+    Known,
     LeafEvidence,
     chosen,
     close_to,
+    in_words,
     is_flat,
     judge,
     needs_more,
@@ -119,14 +129,14 @@ def compare(
     pool: PoolView,
     params: Any,
     scorer: Scorer,
-    known: Mapping[str, tuple[tuple[str, str], ...]],
+    known: Known,
     mapping: Any,
     seconds: float,
 ) -> ScoreGap:
     """Score the same tokens on both sides; if they differ, look for an alternative rule under which they agree."""
-    until = time.monotonic() + max(0.1, min(seconds, SCORE_SECONDS))
+    until = Deadline(max(0.1, min(seconds, SCORE_SECONDS)))
     try:
-        facts = pool.facts(max(0.1, until - time.monotonic()))
+        facts = pool.facts(until)
     except JvlabError as error:
         return ScoreGap("unchecked", f"no replica could be asked: {error.message}")
     if _is_paused(pool, until):
@@ -135,7 +145,7 @@ def compare(
         )
     tokens = _tokens(int(facts.vocab_size), int(facts.max_model_len))
     try:
-        scored = pool.score(tokens.tolist(), timeout=max(0.1, until - time.monotonic()))
+        scored = pool.score(tokens.tolist(), timeout=until)
     except JvlabError as error:
         return ScoreGap("unchecked", f"the engine scored no token: {error.message}")
     engine = np.stack([np.asarray(row, np.float64) for row in scored.logprobs])[:, 1:]
@@ -147,30 +157,30 @@ def compare(
         return ScoreGap(
             "unchecked", f"the trainer scored no token: {type(error).__name__}: {error}"
         )
-    half = _half(str(facts.dtype), params)
+    kinds = [np.dtype(a.dtype).name for a in flatten(params).arrays.values()]
+    # are 16-bit floats involved on either side?
+    half = not {"bfloat16", "float16"}.isdisjoint([str(facts.dtype), *kinds])
     found = judge_scores(engine, trainer, half, known, params, ask)
+    if found.state == "failed":
+        return explain(found, engine, half, params, ask, mapping, until)
     if found.state == "checked":
         gap = max(gap_of(engine, trainer, half), (HALF if half else FULL)[0] / 10)
         blind = blind_spots(
             params, mapping, lambda tree: gap_of(ask(tree), trainer, half), gap, until
         )
         return replace(found, ambiguous={**blind, **found.ambiguous})
-    return (
-        explain(found, engine, half, params, ask, mapping, until)
-        if found.state == "failed"
-        else found
-    )
+    return found
 
 
-def _is_paused(pool: PoolView, until: float) -> bool:
+def _is_paused(pool: PoolView, until: Deadline) -> bool:
     """Is the pool paused or asleep, even after the next heartbeat? The last one may have come during the sync."""
-    until = min(until, time.monotonic() + HEARTBEAT_SECONDS)
+    until = Deadline(until.within(HEARTBEAT_SECONDS))
     while any(
         r.stats.paused or r.stats.sleeping
         for r in pool.snapshot.replicas
         if r.state == pb.READY
     ):
-        if time.monotonic() > until:
+        if until.over:
             return True
         time.sleep(0.1)
         pool.status()
@@ -181,7 +191,7 @@ def judge_scores(
     engine: np.ndarray,
     trainer: np.ndarray,
     half: bool,
-    known: Mapping[str, tuple[tuple[str, str], ...]],
+    known: Known,
     params: Any,
     ask: Callable[[Any], np.ndarray],
 ) -> ScoreGap:
@@ -196,12 +206,11 @@ def judge_scores(
     text = (
         f"{gap:.2g} nats apart ({measure} of {engine.size} tokens scored on both sides)"
     )
-    everything = {
-        leaf: "; ".join(reason for _, reason in reasons)
-        for leaf, reasons in known.items()
-    }
+    everything = in_words(known)
     if not gap <= bad:
-        return ScoreGap("failed", text, everything, tuple(_most_ambiguous(known)))
+        # leaves with the most alternatives first
+        suspects = sorted(known, key=lambda leaf: -len(known[leaf]))
+        return ScoreGap("failed", text, everything, tuple(suspects))
     if gap > fine:
         return ScoreGap(
             "unchecked",
@@ -235,25 +244,12 @@ def gap_of(one: np.ndarray, other: np.ndarray, half: bool) -> float:
     )
 
 
-def _half(engine: str, params: Any) -> bool:
-    """Are 16-bit floats involved on either side?"""
-    from jvlab.layout._tree import flatten
-
-    kinds = {engine, *(np.dtype(a.dtype).name for a in flatten(params).arrays.values())}
-    return bool(kinds & {"bfloat16", "float16"})
-
-
 def _tokens(vocabulary: int, longest: int) -> np.ndarray:
     """Token ids from the middle of the vocabulary: special tokens are at its ends."""
     low = vocabulary // 8
     high = max(vocabulary * 7 // 8, vocabulary // 8 + 2)
     shape = (SCORED_ROWS, max(2, min(TOKENS, longest - 1 if longest else TOKENS)))
     return np.random.default_rng(0).integers(low, min(high, vocabulary), shape)
-
-
-def _most_ambiguous(known: Mapping[str, tuple[tuple[str, str], ...]]) -> list[str]:
-    """Leaves with the most alternatives first."""
-    return sorted(known, key=lambda leaf: -len(known[leaf]))
 
 
 def explain(
@@ -263,27 +259,19 @@ def explain(
     params: Any,
     ask: Callable[[Any], np.ndarray],
     mapping: Any,
-    until: float,
+    until: Deadline,
 ) -> ScoreGap:
     """Look for an alternative rule under which the trainer computes what the engine does, while time is left."""
-    from jvlab.layout._tree import flatten
-    from jvlab.layout.rules._alternatives import alternatives_of, joint, reread
-
     arrays = flatten(params).arrays
     if sum(a.nbytes for a in arrays.values()) > MAX_EXPLAIN_BYTES:
         return found
     single = alternatives_of(mapping)
     for other in [*single, *joint(single)]:
-        if time.monotonic() > until:
+        if until.over:
             break
-        tree = replace_leaves(
-            params,
-            {id(arrays[leaf]): value for leaf, value in reread(other, arrays).items()},
-        )
-        if (
-            tree is not None
-            and gap_of(ask(tree), engine, half) <= (HALF if half else FULL)[0]
-        ):
+        tree = read_by(other, params, arrays)
+        near = (HALF if half else FULL)[0]
+        if tree is not None and gap_of(ask(tree), engine, half) <= near:
             return replace(found, suspects=other.leaves, rule=other.rule_text)
     return found
 
@@ -292,49 +280,38 @@ def explain(
 
 
 def blind_spots(
-    params: Any, mapping: Any, moved: Callable[[Any], float], gap: float, until: float
+    params: Any,
+    mapping: Any,
+    moved: Callable[[Any], float],
+    gap: float,
+    until: Deadline,
 ) -> dict[str, str]:
     """Leaf -> why log-probabilities cannot tell it from another: its values show no order, or both compute the same.
 
     That they depend on a leaf is not enough: two leaves that are nearly equal can still be exchanged.
     """
-    from jvlab.layout._tree import flatten
-    from jvlab.layout.rules._alternatives import alternatives_of, reread
-
     arrays = flatten(params).arrays
     out = untold(mapping.bindings, arrays)
-    swaps = (
-        [other for other in alternatives_of(mapping) if other.kind == "swapped"]
-        if len(arrays) < MANY
-        else []
-    )
-    for other in swaps:
+    same = "exchanged with a leaf of its shape, it computes nearly the same"
+    for other in alternatives_of(mapping) if len(arrays) < MANY else ():
         leaves = [leaf for leaf in other.leaves if leaf not in out]
-        size = sum(arrays[leaf].nbytes for leaf in other.leaves if leaf in arrays)
-        if not leaves or size > MAX_PERTURB_BYTES or time.monotonic() > until:
+        if other.kind != "swapped" or not leaves or until.over:
+            continue
+        if sum(arrays[leaf].nbytes for leaf in other.leaves) > MAX_PERTURB_BYTES:
             continue
         try:
-            new = {
-                id(arrays[leaf]): value for leaf, value in reread(other, arrays).items()
-            }
-            tree = replace_leaves(params, new)
+            tree = read_by(other, params, arrays)
             seen = tree is None or moved(tree) >= SENSITIVE * gap
         except Exception:  # as for `insensitive`
             seen = False
-        out |= (
-            {}
-            if seen
-            else dict.fromkeys(
-                leaves,
-                "exchanged with a leaf of its shape, it computes nearly the same",
-            )
-        )
+        if not seen:
+            out |= dict.fromkeys(leaves, same)
     return out
 
 
 def insensitive(
     params: Any,
-    known: Mapping[str, tuple[tuple[str, str], ...]],
+    known: Known,
     moved: Callable[[Any], float],
     gap: float,
 ) -> list[str]:
@@ -360,26 +337,26 @@ def perturb(params: Any, leaves: list[str], offset: bool) -> Any:
     """The same tree with these leaves flipped, or plus one; None if it is not a JAX pytree."""
     import jax.numpy as jnp
 
-    from jvlab.layout._tree import flatten
-
     arrays = flatten(params).arrays
-    wanted = {id(arrays[leaf]) for leaf in leaves if leaf in arrays}
-    if (
-        sum(arrays[leaf].nbytes for leaf in leaves if leaf in arrays)
-        > MAX_PERTURB_BYTES
-    ):
-        wanted = {id(arrays[leaves[len(leaves) // 2]])}
+    if sum(arrays[leaf].nbytes for leaf in leaves) > MAX_PERTURB_BYTES:
+        leaves = [leaves[len(leaves) // 2]]
     change = lambda a: a + 1 if offset else jnp.flip(a)
     return replace_leaves(
-        params, {id(a): change(a) for a in arrays.values() if id(a) in wanted}
+        params, {leaf: change(arrays[leaf]) for leaf in leaves}, arrays
     )
 
 
-def replace_leaves(params: Any, new: Mapping[int, Any]) -> Any:
-    """The same tree with arrays replaced by id; None if these ids are not leaves of the JAX pytree."""
+def read_by(other: Alternative, params: Any, arrays: Arrays) -> Any:
+    """The tree that the engine's values amount to if the alternative is right; None as for `replace_leaves`."""
+    return replace_leaves(params, reread(other, arrays), arrays)
+
+
+def replace_leaves(params: Any, given: Mapping[str, Any], arrays: Arrays) -> Any:
+    """The same tree with some of its `arrays` replaced; None if these are not leaves of the JAX pytree."""
     import jax
 
     flat, tree = jax.tree.flatten(params)
+    new = {id(arrays[leaf]): value for leaf, value in given.items()}
     if not new.keys() <= {id(a) for a in flat}:
         return None
     like = lambda a, b: jax.device_put(b, a.sharding) if hasattr(a, "sharding") else b
@@ -414,24 +391,15 @@ class Sampled:
 
 
 def sample(
-    bindings: Iterable[Binding],
-    arrays: Mapping[str, Any],
+    bindings: Sequence[Binding],
+    arrays: Arrays,
     checkpoint: CheckpointValues,
-    stacked: Mapping[str, int] | None = None,
 ) -> Sampled:
-    """Sample every leaf that `bindings` name, and compare with the checkpoint.
-
-    `stacked`: leaf → the dimension of its layers; default: what the bindings show.
-    """
-    bindings = list(bindings)
-    stacked = stacked_dims(bindings) if stacked is None else stacked
-    by_name: dict[str, list[Binding]] = defaultdict(list)
-    for b in bindings:
-        by_name[slice_name(b, stacked)].append(b)
+    """Sample every leaf that `bindings` name, and compare with the checkpoint."""
     tables = _tables(bindings)
     seen: dict[str, LeafEvidence] = {}
-    prints: dict[tuple[tuple[int, ...], bytes], set[str]] = defaultdict(set)
-    for name, bound in by_name.items():
+    prints: Prints = defaultdict(set)
+    for name, bound in _by_name(bindings).items():
         array = arrays.get(bound[0].leaf)
         got, want, dtypes = both_sides(bound, array, checkpoint)
         found = judge(got, want, dtypes, bound[0].rule)
@@ -448,23 +416,32 @@ def sample(
             more, theirs, _ = both_sides(bound, array, checkpoint, times=4)
             found = judge(more, theirs, dtypes, bound[0].rule)
         # an exact multiple is no other weight, whatever its name
-        seen[name] = (
-            replace(found, kind="named")
-            if found.kind == "different" and under_its_name(bound)
-            else found
-        )
+        if found.kind == "different" and under_its_name(bound):
+            found = replace(found, kind="named")
+        seen[name] = found
         if len(want):
             prints[bound[0].tensor_shape, want.tobytes()].add(name)
     return Sampled(seen, _doubles(prints))
 
 
-def _doubles(prints: Mapping[Any, set[str]]) -> frozenset[str]:
-    return frozenset(
-        name for names in prints.values() if len(names) > 1 for name in names
-    )
+# shape and values -> who has them
+Prints = dict[tuple[tuple[int, ...], bytes], set[str]]
 
 
-def _tables(bindings: list[Binding]) -> set[str]:
+def _doubles(prints: Prints) -> frozenset[str]:
+    return frozenset().union(*(names for names in prints.values() if len(names) > 1))
+
+
+def _by_name(bindings: Sequence[Binding]) -> dict[str, list[Binding]]:
+    """The bindings of each leaf, or of each slice of a stacked one."""
+    stacked = stacked_dims(bindings)
+    out: dict[str, list[Binding]] = defaultdict(list)
+    for b in bindings:
+        out[slice_name(b, stacked)].append(b)
+    return out
+
+
+def _tables(bindings: Sequence[Binding]) -> set[str]:
     """Tensors with a row for each token: embeddings and output heads."""
     # not in a layer
     flat = [
@@ -496,14 +473,15 @@ def every_row(
         return found
     rows = min(tall, MAX_ROWS)
     columns = COLUMNS if rows <= MANY_ROWS else COLUMNS // 2
-    got, want, at = _values_at(b, points(b, rows, columns), array, checkpoint)
+    at, where = points(b, rows, columns)
+    got, want = _values_at(b, at, where, array, checkpoint)
     good = np.isfinite(got) & np.isfinite(want)
     close = close_to(got, want, dtypes)
     seen = replace(found, compared=int(good.sum()), equal=int((good & close).sum()))
     apart = np.where(good & ~close, np.abs(got - want), 0.0)
     if not apart.any():
         return replace(seen, kind="equal", r=None)
-    changed, place = np.unique(at[apart > 0, 0], return_inverse=True)
+    changed, place = np.unique(where[apart > 0, 0], return_inverse=True)
     worst = np.zeros(len(changed))
     np.maximum.at(worst, place.reshape(-1), apart[apart > 0])
     odd = np.sort(changed[np.argsort(-worst, kind="stable")[:ODD_ROWS]]).tolist()
@@ -519,13 +497,8 @@ def _odd_rows(
     checkpoint: CheckpointValues,
 ) -> LeafEvidence:
     """Whether rows that are not the checkpoint's were trained, hold other numbers, or each other's."""
-    columns = np.unique(
-        np.linspace(0, b.tensor_shape[1] - 1, WIDE).round().astype(np.int64)
-    )
-    where = np.stack(
-        np.meshgrid(np.asarray(odd), columns, indexing="ij"), axis=-1
-    ).reshape(-1, 2)
-    got, want, _ = _values_at(b, (_leaf_index(b, where), where), array, checkpoint)
+    where = _grid(np.asarray(odd), _some(b.tensor_shape[1]))
+    got, want = _values_at(b, _leaf_index(b, where), where, array, checkpoint)
     here = np.isfinite(got) & np.isfinite(want)  # another process may hold some columns
     got, want = (
         np.where(here, side, 0.0).reshape(len(odd), -1) for side in (got, want)
@@ -545,12 +518,10 @@ def _odd_rows(
             seen, kind="exchanged", note=f"rows {names} hold each other's numbers"
         )
     other = int((~(own <= MOVED * np.linalg.norm(want, axis=1))).sum())
+    if not other and seen.agrees:
+        return seen
     if not other:
-        return (
-            seen
-            if seen.agrees
-            else replace(seen, kind="correlated", r=_correlation(got, want))
-        )
+        return replace(seen, kind="correlated", r=_correlation(got, want))
     if other == len(odd) and many:
         return replace(seen, kind="different", r=_correlation(got, want))
     rows = how_many(other, "row holds", "rows hold")
@@ -561,8 +532,8 @@ def _odd_rows(
 
 def rearranged(
     name: str,
-    bindings: Iterable[Binding],
-    arrays: Mapping[str, Any],
+    bindings: Sequence[Binding],
+    arrays: Arrays,
     checkpoint: CheckpointValues,
 ) -> bool:
     """Does this leaf, which is a tensor by name, hold the tensor's rows or columns in another order?"""
@@ -579,15 +550,13 @@ def rearranged(
     for dim in (0, 1):
         lines = b.tensor_shape[dim]
         across = b.tensor_shape[1 - dim]
-        columns = np.unique(np.linspace(0, across - 1, WIDE).round().astype(np.int64))
-        grid = np.stack(
-            np.meshgrid(np.arange(lines), columns, indexing="ij"), axis=-1
-        ).reshape(-1, 2)
+        columns = _some(across)
+        grid = _grid(np.arange(lines), columns)
         where = grid if dim == 0 else grid[:, ::-1]
-        got, want, _ = _values_at(b, (_leaf_index(b, where), where), array, checkpoint)
+        got, want = _values_at(b, _leaf_index(b, where), where, array, checkpoint)
         got = got.reshape(lines, -1)
         want = want.reshape(lines, -1)
-        picked = np.unique(np.linspace(0, lines - 1, WIDE).round().astype(np.int64))
+        picked = _some(lines)
         size = (want**2).sum(1)
         distance = (got[picked] ** 2).sum(1)[:, None] + size - 2 * got[picked] @ want.T
         if (
@@ -596,6 +565,17 @@ def rearranged(
         ):
             return True
     return False
+
+
+def _some(size: int) -> np.ndarray:
+    """Up to `WIDE` indices, evenly spread."""
+    return np.unique(np.linspace(0, size - 1, WIDE).round().astype(np.int64))
+
+
+def _grid(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """The indices [n, 2] of every column in every row."""
+    both = np.meshgrid(rows, columns, indexing="ij")
+    return np.stack(both, axis=-1).reshape(-1, 2)
 
 
 def _correlation(got: np.ndarray, want: np.ndarray) -> float:
@@ -615,43 +595,32 @@ def _leaf_index(b: Binding, tensor: np.ndarray) -> np.ndarray:
 
 def _values_at(
     b: Binding,
-    at: tuple[np.ndarray, np.ndarray],
+    leaf: np.ndarray,
+    tensor: np.ndarray,
     array: Any,
     checkpoint: CheckpointValues,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The leaf's values under its binding and the checkpoint's at (leaf, tensor) indices; and the tensor's indices."""
-    leaf, tensor = at
-    got = leaf_values(array, leaf) + b.add
+) -> tuple[np.ndarray, np.ndarray]:
+    """The leaf's values under its binding, and the checkpoint's, at these indices of leaf and tensor."""
+    return _bound(b, leaf_values(array, leaf)), checkpoint.at(b.tensor, tensor)
+
+
+def _bound(b: Binding, values: np.ndarray) -> np.ndarray:
+    """A leaf's values as its binding sends them."""
+    values = values + b.add
     if b.cast:
-        got = got.astype(numpy_dtype(b.cast)).astype(np.float64)
-    return got, checkpoint.at(b.tensor, tensor), tensor
+        values = values.astype(numpy_dtype(b.cast)).astype(np.float64)
+    return values
 
 
-def untold(bindings: Iterable[Binding], arrays: Mapping[str, Any]) -> dict[str, str]:
+def untold(bindings: Sequence[Binding], arrays: Arrays) -> dict[str, str]:
     """Leaf → why its values cannot be told from others': one number everywhere, or the same as another leaf's."""
-    bindings = list(bindings)
-    stacked = stacked_dims(bindings)
-    by_name: dict[str, list[Binding]] = defaultdict(list)
-    for b in bindings:
-        by_name[slice_name(b, stacked)].append(b)
     out: dict[str, str] = {}
-    prints: dict[tuple[tuple[int, ...], bytes], set[str]] = defaultdict(set)
-    for name, bound in by_name.items():
-        array = arrays.get(bound[0].leaf)
-        if (
-            array is None
-            or not _has_numbers(array)
-            or tuple(array.shape) != tuple(bound[0].leaf_shape)
-        ):
+    prints: Prints = defaultdict(set)
+    for name, bound in _by_name(bindings).items():
+        found = _sampled(chosen(bound), arrays.get(bound[0].leaf))
+        if found is None:
             continue
-        picked = chosen(bound)
-        index = np.concatenate(
-            [points(b, max(8, ROWS // len(picked)))[0] for b in picked]
-        )
-        try:
-            values = leaf_values(array, index)
-        except LayoutError:  # torch's meta device: a shape without values
-            continue
+        values = found[0]
         if is_flat(values[np.isfinite(values)]):
             out.setdefault(bound[0].leaf, ONE_NUMBER)
         else:
@@ -659,6 +628,29 @@ def untold(bindings: Iterable[Binding], arrays: Mapping[str, Any]) -> dict[str, 
     for name in sorted(_doubles(prints)):
         out.setdefault(name if name in arrays else without_slice(name), SAME_NUMBERS)
     return out
+
+
+Places = list[tuple[np.ndarray, np.ndarray]]  # indices in the leaf, in the tensor
+
+
+def _sampled(
+    picked: list[Binding], array: Any, times: int = 1
+) -> tuple[np.ndarray, Places] | None:
+    """A leaf's values at points of these bindings of it; None if it has none that can be read."""
+    if (
+        array is None
+        or not picked
+        or not _has_numbers(array)
+        or tuple(array.shape) != tuple(picked[0].leaf_shape)
+    ):
+        return None
+    rows = max(8, ROWS // len(picked))
+    places = [points(b, times * rows, times * COLUMNS) for b in picked]
+    try:
+        values = leaf_values(array, np.concatenate([leaf for leaf, _ in places]))
+    except LayoutError:  # torch's meta device: a shape without values
+        return None
+    return values, places
 
 
 def slice_order(
@@ -699,43 +691,18 @@ def both_sides(
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """One leaf's values under its bindings, the checkpoint's at the same indices, and the dtypes they were cast to."""
     picked = chosen([b for b in bound if b.tensor in checkpoint])
-    if (
-        array is None
-        or not picked
-        or not _has_numbers(array)
-        or tuple(array.shape) != tuple(picked[0].leaf_shape)
-    ):
+    found = _sampled(picked, array, times)
+    if found is None:
         return np.zeros(0), np.zeros(0), []
-    rows = max(8, ROWS // len(picked))
-    places = [points(b, times * rows, times * COLUMNS) for b in picked]
-    index = np.concatenate([leaf for leaf, _ in places])
-    try:
-        values = leaf_values(array, index)
-    except LayoutError:  # torch's meta device: a shape without values
-        return np.zeros(0), np.zeros(0), []
-    want = np.concatenate(
-        [
-            checkpoint.at(b.tensor, tensor)
-            for b, (_, tensor) in zip(picked, places, strict=True)
-        ]
-    )
-    counts = [len(leaf) for leaf, _ in places]
-    got = values + np.repeat([b.add for b in picked], counts)
-    for b, (start, stop) in zip(picked, _ranges(counts), strict=True):
-        if b.cast:
-            got[start:stop] = (
-                got[start:stop].astype(numpy_dtype(b.cast)).astype(np.float64)
-            )
-    return (
-        got,
-        want,
-        sorted({np.dtype(array.dtype).name, *(b.cast or "" for b in picked)}),
-    )
-
-
-def _ranges(counts: list[int]) -> list[tuple[int, int]]:
-    ends = np.cumsum(counts).tolist()
-    return list(zip([0, *ends[:-1]], ends, strict=True))
+    values, places = found
+    parts = np.split(values, np.cumsum([len(leaf) for leaf, _ in places])[:-1])
+    tensors = [
+        checkpoint.at(b.tensor, tensor)
+        for b, (_, tensor) in zip(picked, places, strict=True)
+    ]
+    dtypes = {np.dtype(array.dtype).name, *(b.cast or "" for b in picked)}
+    got = [_bound(b, part) for b, part in zip(picked, parts, strict=True)]
+    return np.concatenate(got), np.concatenate(tensors), sorted(dtypes)
 
 
 def _has_numbers(array: Any) -> bool:
@@ -748,7 +715,7 @@ def leaf_values(array: Any, index: np.ndarray) -> np.ndarray:
     """The elements at `index` [n, dimensions] as float64; NaN where another process holds them."""
     pieces = getattr(array, "addressable_shards", None)
     if pieces is None:
-        return np.asarray(np.asarray(array)[tuple(index.T)], np.float64)
+        return _take(array, index)
     leaf = leaf_from_array("", array)
     boxes = {
         int(d): (a, b)
@@ -757,14 +724,7 @@ def leaf_values(array: Any, index: np.ndarray) -> np.ndarray:
     out = np.full(len(index), np.nan)
     open_ = np.ones(len(index), bool)
     for piece in pieces:
-        start, stop = boxes.get(
-            int(piece.device.id), (np.zeros(0), np.asarray(leaf.shape))
-        )
-        start = (
-            start
-            if len(start) == index.shape[1]
-            else np.zeros(index.shape[1], np.int64)
-        )
+        start, stop = boxes[int(piece.device.id)]
         inside = open_ & ((index >= start) & (index < stop)).all(axis=1)
         if inside.any():
             # clip instead of selecting: a fixed index shape compiles to one program per device
@@ -779,5 +739,7 @@ def leaf_values(array: Any, index: np.ndarray) -> np.ndarray:
 def _take(data: Any, index: np.ndarray) -> np.ndarray:
     """Index in host memory without copying the rest; gather on the device otherwise."""
     if any(d.platform != "cpu" for d in getattr(data, "devices", set)()):
-        return np.asarray(data[tuple(index.astype(np.int32).T)]).astype(np.float64)
-    return np.asarray(np.asarray(data)[tuple(index.T)]).astype(np.float64)
+        index = index.astype(np.int32)
+    else:
+        data = np.asarray(data)
+    return np.asarray(data[tuple(index.T)]).astype(np.float64)

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from jvlab._errors import ConfigError
-from jvlab.transport._peer import Clock, Receiver, Sender
+from jvlab.transport._peer import (
+    Clock,
+    LoopbackSender,
+    Receiver,
+    Sender,
+    open_loopback,
+)
 
 NAMES = ("loopback", "shm", "tcp", "disk", "ipc", "nccl", "nixl")
 # shm: 1 MiB slots halve the rate, 64 MiB slots add a fifth for 4 times the memory
@@ -57,12 +63,10 @@ def choose(
     fits = shm_free_bytes >= need_bytes
     sizes = f"the rings need {_mib(need_bytes)} of memory and {_mib(shm_free_bytes)} are free"
     through = "" if device == "cpu" else f"; the bytes of {device} cross host memory"
+    if wanted == "auto" and same_host and fits:
+        why = f"both sides are on one host, which has {_mib(shm_free_bytes)} free"
+        return "shm", f"{why}{through}"
     if wanted == "auto":
-        if same_host and fits:
-            return (
-                "shm",
-                f"both sides are on one host, which has {_mib(shm_free_bytes)} free{through}",
-            )
         why = sizes if same_host else "the sides are on different hosts"
         return "tcp", f"{why}{through}"
     if wanted == "shm" and same_host and not fits:
@@ -98,11 +102,7 @@ def _check_asked(wanted: str, same_host: bool) -> None:
 
         check_installed()
     elif wanted not in ("shm", "tcp", "disk"):
-        raise ConfigError(
-            f"unknown transport {wanted!r}",
-            remedy=f'use "auto" or one of {", ".join(NAMES)}',
-            transport=wanted,
-        )
+        raise _unknown(wanted)
 
 
 def in_one_process(
@@ -153,6 +153,14 @@ def _without_ipc(device: str, engine: str) -> str:
     if device not in ("gpu", "cuda"):
         return 'put the parameters on the GPU (jax.device_put), or launch with device="cpu"'
     return 'use transport="nccl", or launch without that kernel or quantisation'
+
+
+def _unknown(name: Any) -> ConfigError:
+    return ConfigError(
+        f"unknown transport {name!r}",
+        remedy=f'use one of {", ".join(NAMES)}; lab.connect also takes "auto"',
+        transport=name,
+    )
 
 
 def _mib(size: int) -> str:
@@ -206,14 +214,8 @@ def listen(
 
         return DiskSender(slot_bytes, slots, peer, label, directory, fsync=fsync)
     if name == "loopback":
-        from jvlab.transport._peer import LoopbackSender
-
         return LoopbackSender(slot_bytes, slots, peer, label)
-    raise ConfigError(
-        f"unknown transport {name!r}",
-        remedy=f"use one of {', '.join(NAMES)}",
-        transport=name,
-    )
+    raise _unknown(name)
 
 
 def open_receiver(
@@ -248,11 +250,5 @@ def open_receiver(
 
         return DiskReceiver(endpoint, label)
     if name == "loopback":
-        from jvlab.transport._peer import open_loopback
-
         return open_loopback(endpoint)
-    raise ConfigError(
-        f"unknown transport {name!r}",
-        remedy=f"use one of {', '.join(NAMES)}",
-        transport=name,
-    )
+    raise _unknown(name)

@@ -12,7 +12,6 @@ folder, mode 0700                 written by      seen by
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import mmap
 import os
@@ -23,10 +22,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jvlab._errors import ConfigError, TransportError
+from jvlab._files import FULL
 from jvlab.layout._checkpoint import encode_header, parse_header
 from jvlab.transport._peer import (
     Bucket,
@@ -48,7 +49,6 @@ _CHECK_SECONDS = 0.05  # between two checks that the peer is alive
 _SHORTEST = 0.0005
 _LONGEST = 0.01
 LONGEST_HEAD = 1 << 16  # bytes of a bucket's header; usually 100 to 200
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _write(path: Path, text: str) -> None:
@@ -58,37 +58,30 @@ def _write(path: Path, text: str) -> None:
     os.replace(part, path)
 
 
-def _head(header: Header) -> bytes:
-    """The header of a safetensors file that holds one uint8 tensor."""
-    names = {
-        "version": str(header.version),
-        "device": str(header.device),
-        "bucket": str(header.bucket),
-    }
-    return encode_header([("bucket", (header.nbytes,))], "uint8", names, align=64)
+def _read_peer(path: Path) -> Peer:
+    return Peer.read(json.loads(path.read_text()))
 
 
-class _Wait:
-    """Polls a condition with growing pauses; each side defines what ends it early."""
-
-    def __init__(self, clock: Clock, who: Peer | str, what: str) -> None:
-        self.clock = clock
-        self.who = who
-        self.what = what
-
-    def until(self, done: Callable[[], bool], ended: Callable[[], None]) -> None:
-        pause = _SHORTEST
-        next_check = 0.0
-        while not done():
-            ended()
-            now = time.monotonic()
-            if now >= next_check:
-                next_check = now + _CHECK_SECONDS
-                if isinstance(self.who, Peer) and self.who.dead() and not done():
-                    raise lost("disk", self.who, self.what)
-            self.clock.check("disk", self.who, self.what)
-            time.sleep(min(pause, self.clock.left()))
-            pause = min(2 * pause, _LONGEST)
+def _wait(
+    clock: Clock,
+    who: Peer | str,
+    what: str,
+    done: Callable[[], bool],
+    ended: Callable[[], None],
+) -> None:
+    """Poll a condition with growing pauses; `ended` raises what ends the wait early."""
+    pause = _SHORTEST
+    next_check = 0.0
+    while not done():
+        ended()
+        now = time.monotonic()
+        if now >= next_check:
+            next_check = now + _CHECK_SECONDS
+            if isinstance(who, Peer) and who.dead() and not done():
+                raise lost("disk", who, what)
+        clock.check("disk", who, what)
+        time.sleep(min(pause, clock.left()))
+        pause = min(2 * pause, _LONGEST)
 
 
 class DiskSender:
@@ -140,23 +133,16 @@ class DiskSender:
 
     def ready(self, deadline: float) -> None:
         there = self._folder / "receiver.json"
-        _Wait(Clock(deadline), self._expected, "open its end").until(
-            there.exists, self._ended
-        )
-        found = Peer.read(json.loads(there.read_text()))
-        self._peer = Peer(
-            found.pid, found.start, found.place, found.host, self._expected
-        )
+        clock = Clock(deadline)
+        _wait(clock, self._expected, "open its end", there.exists, self._ended)
+        self._peer = replace(_read_peer(there), label=self._expected)
 
     def send(self, header: Header, fill: Fill, deadline: float) -> None:
         check_fits(self.name, header.nbytes, self.slot_bytes)
         peer = self._open()
-        wait = _Wait(
-            Clock(deadline),
-            peer,
-            f"release a bucket, so that bucket {header.bucket} has room",
-        )
-        wait.until(lambda: self._count() < self.slots, self._ended)
+        what = f"release a bucket, so that bucket {header.bucket} has room"
+        has_room = lambda: self._count() < self.slots
+        _wait(Clock(deadline), peer, what, has_room, self._ended)
         self._ended()
         path = self._folder / f"{self._sent:08d}.safetensors"
         part = path.with_suffix(".part")
@@ -166,7 +152,7 @@ class DiskSender:
         except BaseException as e:
             self._broken = True
             part.unlink(missing_ok=True)
-            if isinstance(e, OSError) and e.errno in _FULL:
+            if isinstance(e, OSError) and e.errno in FULL:
                 raise self._full(header.nbytes) from e
             if isinstance(e, FileNotFoundError):
                 raise closed_here(self.name) from e
@@ -175,7 +161,13 @@ class DiskSender:
         self._sent += 1
 
     def _store(self, part: Path, header: Header, fill: Fill) -> None:
-        head = _head(header)
+        names = {
+            "version": str(header.version),
+            "device": str(header.device),
+            "bucket": str(header.bucket),
+        }
+        tensor = ("bucket", (header.nbytes,))
+        head = encode_header([tensor], "uint8", names, align=64)
         size = len(head) + header.nbytes
         fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -210,9 +202,8 @@ class DiskSender:
     def flush(self, deadline: float) -> None:
         peer = self._open()
         what = f"release {self._count()} of {self._sent} buckets"
-        _Wait(Clock(deadline), peer, what).until(
-            lambda: self._count() == 0, self._ended_unreleased
-        )
+        is_empty = lambda: self._count() == 0
+        _wait(Clock(deadline), peer, what, is_empty, self._ended_unreleased)
         self._ended(closing=False)
 
     def arrived(self) -> int:
@@ -295,9 +286,8 @@ class DiskReceiver:
 
     def recv(self, deadline: float) -> Bucket:
         path = self._folder / f"{self._next:08d}.safetensors"
-        _Wait(Clock(deadline), self._sender, "send the next bucket").until(
-            path.exists, self._ended
-        )
+        what = "send the next bucket"
+        _wait(Clock(deadline), self._sender, what, path.exists, self._ended)
         if self._closed:
             raise closed_here(self.name)
         try:
@@ -396,12 +386,9 @@ def _sweep(parent: Path) -> None:
             ):
                 _remove(folder)  # killed while creating or removing it
                 continue
-            sender = Peer.read(json.loads((folder / "sender.json").read_text()))
+            sender = _read_peer(folder / "sender.json")
             receiver = folder / "receiver.json"
-            living = (
-                receiver.exists()
-                and not Peer.read(json.loads(receiver.read_text())).dead()
-            )
+            living = receiver.exists() and not _read_peer(receiver).dead()
         except (OSError, ValueError, TransportError):
             continue  # being created or removed right now
         if sender.dead() and not living:

@@ -25,14 +25,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from jvlab._errors import MissingDependency, TransportError
-from jvlab.transport._device_bytes import DeviceBytes
+from jvlab._files import Plain
 from jvlab.transport._peer import (
     Bucket,
     Clock,
@@ -51,6 +52,72 @@ from jvlab.transport._slots import (
     bind,
     connect,
 )
+
+
+@dataclass(eq=False)
+class DeviceBytes:
+    """`nbytes` at `pointer` on a GPU. Work on it is ordered by `stream`."""
+
+    readonly = False
+
+    pointer: int
+    nbytes: int
+    gpu: CudaGpu
+    stream: Any
+    owner: Any  # kept alive with it
+    view: Any = None  # the consumer's cached view of it
+
+    @property
+    def device(self) -> int:
+        """The GPU's ordinal."""
+        return self.gpu.ordinal
+
+    @property
+    def __cuda_array_interface__(self) -> Plain:
+        return {
+            "shape": (self.nbytes,),
+            "typestr": "|u1",
+            "data": (self.pointer, False),
+            "version": 3,
+            "strides": None,
+        }
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def __bytes__(self) -> bytes:
+        return (
+            self.gpu.get(self.pointer, self.nbytes, self.stream) if self.nbytes else b""
+        )
+
+    def __getitem__(self, key: int | slice) -> Any:
+        if isinstance(key, int):
+            return bytes(self._part(slice(key, key + 1)))[0]
+        return self._part(key)
+
+    def __setitem__(self, key: int | slice, value: Any) -> None:
+        part = self._part(slice(key, key + 1) if isinstance(key, int) else key)
+        data = bytes([value]) if isinstance(key, int) else bytes(value)
+        if len(data) != part.nbytes:
+            raise ValueError(f"{len(data)} bytes for a slice of {part.nbytes}")
+        if data:
+            self.gpu.put(part.pointer, data, self.stream)
+
+    def _part(self, key: slice) -> DeviceBytes:
+        start, stop, step = key.indices(self.nbytes)
+        if step != 1:
+            raise ValueError("device memory takes contiguous slices only")
+        size = max(0, stop - start)
+        pointer = self.pointer + start
+        return DeviceBytes(pointer, size, self.gpu, self.stream, self.owner)
+
+    def release(self) -> None:
+        """Drop the consumer's view; the transport owns the memory."""
+        self.view = None
+
+
+# libnccl --------------------------------------------------------------------------------------------------------------
+
 
 # libnccl through ctypes: non-blocking communicators of two, so that every wait can be monitored and aborted.
 # Why not `cupy.cuda.nccl`: its communicators block. A blocked ncclCommInitRank has no handle yet for commAbort, and a
@@ -194,22 +261,15 @@ class Communicator:
         return check(state.value, "a transfer") == SUCCESS
 
     def send(self, pointer: int, nbytes: int, stream: int) -> None:
-        with self._lock:
-            check(
-                library().ncclSend(
-                    pointer, nbytes, UINT8, self._peer, self._alive(), stream
-                ),
-                "ncclSend",
-            )
+        self._transfer("ncclSend", pointer, nbytes, stream)
 
     def recv(self, pointer: int, nbytes: int, stream: int) -> None:
+        self._transfer("ncclRecv", pointer, nbytes, stream)
+
+    def _transfer(self, name: str, pointer: int, nbytes: int, stream: int) -> None:
+        call = getattr(library(), name)
         with self._lock:
-            check(
-                library().ncclRecv(
-                    pointer, nbytes, UINT8, self._peer, self._alive(), stream
-                ),
-                "ncclRecv",
-            )
+            check(call(pointer, nbytes, UINT8, self._peer, self._alive(), stream), name)
 
     def _alive(self) -> ctypes.c_void_p:
         if self._comm is None:
@@ -232,47 +292,12 @@ class Communicator:
 # The GPU interface of the nccl transport: memory, streams, events (by cupy) and communicators (libnccl).
 
 
-class DevicePair(Protocol):
-    """One end of a communicator of two; no call waits for the peer."""
-
-    def ready(self) -> bool: ...
-
-    def send(self, pointer: int, nbytes: int, stream: int) -> None: ...
-
-    def recv(self, pointer: int, nbytes: int, stream: int) -> None: ...
-
-    def abort(self) -> None: ...
-
-
-class Gpu(Protocol):
-    """One GPU of this process; tests have one made of numpy arrays. Streams and events have cupy's interface."""
-
-    ordinal: int
-    segment: str  # NIXL's word for its memory
-
-    def version(self) -> int: ...
-
-    def unique_id(self) -> bytes: ...
-
-    def pair(self, identity: bytes, rank: int) -> DevicePair: ...
-
-    def current(self) -> AbstractContextManager[Any]: ...
-
-    def stream(self) -> Any: ...
-
-    def allocate(self, nbytes: int) -> Any: ...
-
-    def put(self, pointer: int, data: Any, stream: Any) -> None: ...
-
-    def get(self, pointer: int, nbytes: int, stream: Any) -> bytes: ...
-
-
 class CudaGpu:
-    """The real one. `ordinal`: the CUDA device; default: the calling thread's current one."""
+    """The calling thread's current GPU; tests have one made of numpy arrays. Streams and events are cupy's."""
 
-    segment = "VRAM"
+    segment = "VRAM"  # NIXL's word for its memory
 
-    def __init__(self, ordinal: int | None = None) -> None:
+    def __init__(self) -> None:
         try:
             import cupy
         except ImportError as e:
@@ -281,7 +306,7 @@ class CudaGpu:
                 remedy="pip install cupy-cuda12x or cupy-cuda13x",
             ) from e
         self._cupy = cupy
-        self.ordinal = cupy.cuda.runtime.getDevice() if ordinal is None else ordinal
+        self.ordinal = int(cupy.cuda.runtime.getDevice())
 
     def version(self) -> int:
         return version()
@@ -289,7 +314,7 @@ class CudaGpu:
     def unique_id(self) -> bytes:
         return unique_id()
 
-    def pair(self, identity: bytes, rank: int) -> DevicePair:
+    def pair(self, identity: bytes, rank: int) -> Communicator:
         with self.current():
             return Communicator(identity, rank)
 
@@ -323,27 +348,19 @@ class CudaGpu:
     def put(self, pointer: int, data: Any, stream: Any) -> None:
         """Copy host bytes into device memory and wait."""
         held = np.frombuffer(bytes(data), np.uint8)
-        runtime = self._cupy.cuda.runtime
-        with self.current():
-            runtime.memcpyAsync(
-                pointer,
-                held.ctypes.data,
-                held.nbytes,
-                runtime.memcpyHostToDevice,
-                stream.ptr,
-            )
-            stream.synchronize()
+        self._copy(pointer, held.ctypes.data, held.nbytes, "memcpyHostToDevice", stream)
 
     def get(self, pointer: int, nbytes: int, stream: Any) -> bytes:
         """Device memory as host bytes, after the stream's pending work."""
         out = np.empty(nbytes, np.uint8)
+        self._copy(out.ctypes.data, pointer, nbytes, "memcpyDeviceToHost", stream)
+        return out.tobytes()
+
+    def _copy(self, to: int, of: int, nbytes: int, kind: str, stream: Any) -> None:
         runtime = self._cupy.cuda.runtime
         with self.current():
-            runtime.memcpyAsync(
-                out.ctypes.data, pointer, nbytes, runtime.memcpyDeviceToHost, stream.ptr
-            )
+            runtime.memcpyAsync(to, of, nbytes, getattr(runtime, kind), stream.ptr)
             stream.synchronize()
-        return out.tobytes()
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -381,14 +398,14 @@ def wait_for(
 class Wire:
     """One end's communicator, streams and slots; closes them together, without waiting for the peer."""
 
-    def __init__(self, gpu: Gpu, slot_bytes: int, slots: int) -> None:
+    def __init__(self, gpu: CudaGpu, slot_bytes: int, slots: int) -> None:
         self.gpu = gpu
         # for NCCL; for filling or emptying slots
         self.stream, self.use = gpu.stream(), gpu.stream()
         self._memory = [
             gpu.allocate(max(slot_bytes, HELLO_BYTES)) for _ in range(slots)
         ]
-        self._pair: DevicePair | None = None
+        self._pair: Communicator | None = None
         self._lock = threading.Lock()
         self.ended = False
 
@@ -415,10 +432,7 @@ class Wire:
         memory = self._memory
         if not memory:
             raise closed_here("nccl")
-        gpu = self.gpu
-        return DeviceBytes(
-            memory[slot].ptr, nbytes, gpu.ordinal, self.use, gpu, memory[slot]
-        )
+        return DeviceBytes(memory[slot].ptr, nbytes, self.gpu, self.use, memory[slot])
 
     def move(
         self, what: str, slot: int, nbytes: int, framed: FramedSocket, clock: Clock
@@ -494,10 +508,10 @@ class NcclSender(SlotSender):
         peer: str,
         label: str,
         host: str,
-        gpu: Gpu | None = None,
+        gpu: CudaGpu | None = None,
     ) -> None:
         check_ring(self.name, slot_bytes, slots)
-        self._gpu: Gpu = gpu if gpu is not None else CudaGpu()
+        self._gpu = gpu or CudaGpu()
         self._host = host
         self._identity = b""
         self._version = self._gpu.version()
@@ -512,7 +526,7 @@ class NcclSender(SlotSender):
         self._sends: dict[int, Any] = {}
         self._clock = Clock(1.0)
 
-    def _address(self) -> dict[str, Any]:
+    def _address(self) -> Plain:
         # created late: it holds a thread and a port until both have joined
         if not self._identity:
             self._identity = self._gpu.unique_id()
@@ -573,9 +587,13 @@ class NcclReceiver(SlotReceiver):
     name = "nccl"
 
     def __init__(
-        self, endpoint: dict[str, Any], clock: Clock, label: str, gpu: Gpu | None = None
+        self,
+        endpoint: Plain,
+        clock: Clock,
+        label: str,
+        gpu: CudaGpu | None = None,
     ) -> None:
-        self._gpu: Gpu = gpu if gpu is not None else CudaGpu()
+        self._gpu = gpu or CudaGpu()
         sender = Peer.read(endpoint["sender"])
         check_versions(endpoint.get("nccl"), self._gpu.version(), sender)
         self._posted: deque[tuple[int, Header, Any]] = deque()
@@ -586,7 +604,7 @@ class NcclReceiver(SlotReceiver):
         sock = connect(family, (host, int(endpoint["port"])), self.name, sender, clock)
         super().__init__(endpoint, sock, clock, label)
 
-    def _join(self, endpoint: dict[str, Any], clock: Clock) -> None:
+    def _join(self, endpoint: Plain, clock: Clock) -> None:
         identity = bytes.fromhex(str(endpoint["identity"]))
         if len(identity) != ID_BYTES:
             raise TransportError(

@@ -34,8 +34,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jvlab._errors import ConfigError, TransportError
-from jvlab.transport._device_bytes import DeviceBytes
-from jvlab.transport._nccl import CudaGpu, Gpu
+from jvlab.transport._nccl import CudaGpu, DeviceBytes
 from jvlab.transport._peer import Bucket, Clock, closed_here, lost
 from jvlab.transport._slots import TICK, FramedSocket
 from jvlab.transport._tcp import TcpReceiver, TcpSender
@@ -80,16 +79,14 @@ def library() -> Any:
 class _DeviceSlots:
     """Slots in device memory, and the stream that fills or empties them."""
 
-    def __init__(self, gpu: Gpu, slot_bytes: int, slots: int) -> None:
+    def __init__(self, gpu: CudaGpu, slot_bytes: int, slots: int) -> None:
         self.gpu = gpu
         self.stream = gpu.stream()
         self.memory = [gpu.allocate(slot_bytes) for _ in range(slots)]
 
     def view(self, slot: int, nbytes: int) -> DeviceBytes:
         memory = self.memory[slot]
-        return DeviceBytes(
-            memory.ptr, nbytes, self.gpu.ordinal, self.stream, self.gpu, memory
-        )
+        return DeviceBytes(memory.ptr, nbytes, self.gpu, self.stream, memory)
 
     def filled(self) -> Any:
         """An event after all that was ordered on the stream so far."""
@@ -286,7 +283,7 @@ class NixlSender(TcpSender):
         host: str,
         tls: bool | None,
         on_gpu: bool = False,
-        gpu: Gpu | None = None,
+        gpu: CudaGpu | None = None,
     ) -> None:
         check_installed()
         self._agent: _Agent | None = None
@@ -354,7 +351,11 @@ class NixlReceiver(TcpReceiver):
     name = "nixl"
 
     def __init__(
-        self, endpoint: dict[str, Any], clock: Clock, label: str, gpu: Gpu | None = None
+        self,
+        endpoint: dict[str, Any],
+        clock: Clock,
+        label: str,
+        gpu: CudaGpu | None = None,
     ) -> None:
         check_installed()
         self._agent: _Agent | None = None

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jvlab._errors import ConfigError, TransportError
+from jvlab._files import Plain
 
 # The interface of every transport: one channel from a trainer process to one rollout rank. Standard library only.
 #     trainer                                        rank
@@ -76,7 +77,7 @@ class Sender(Protocol):
 
     name: str  # of the transport, for reports and errors
 
-    def endpoint(self) -> dict[str, Any]:
+    def endpoint(self) -> Plain:
         """What the receiver needs to open its end: plain values, sent through the gateway."""
         ...
 
@@ -181,7 +182,7 @@ class Peer:
                 f"the other side's description of itself is unreadable: {values!r}"
             ) from e
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> Plain:
         return asdict(self)
 
     @property
@@ -315,13 +316,13 @@ class LoopbackSender:
         self.label = label
         self.changed = threading.Condition()
         self.queue: deque[tuple[Header, bytearray]] = deque()
-        self.filling = self.sent = self.released = 0
+        self.sent = self.released = 0
         self.opened = self.closed = self.receiver_closed = False
         self.failure = ""
         self._key = secrets.token_hex(8)
         _waiting[self._key] = self
 
-    def endpoint(self) -> dict[str, Any]:
+    def endpoint(self) -> Plain:
         return {"transport": self.name, "key": self._key}
 
     def ready(self, deadline: float) -> None:
@@ -443,7 +444,7 @@ def pair(
     return sender, open_loopback(sender.endpoint())
 
 
-def open_loopback(endpoint: dict[str, Any]) -> LoopbackReceiver:
+def open_loopback(endpoint: Plain) -> LoopbackReceiver:
     """The other end of a loopback sender of this process."""
     sender = _waiting.pop(str(endpoint["key"]), None)
     if sender is None:

@@ -18,11 +18,10 @@ import os
 import secrets
 import socket
 import struct
-import sys
 from pathlib import Path
 from typing import Any
 
-from jvlab._errors import TransportError, Unsupported
+from jvlab._errors import TransportError
 from jvlab.transport._peer import Clock, Peer, check_ring, closed_here
 from jvlab.transport._slots import (
     WELCOME,
@@ -56,11 +55,7 @@ def available_bytes() -> int:
 # ----------------------------------------------------------------------------------------------------
 
 _PAGE = mmap.PAGESIZE
-_SEALS = (
-    fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    if sys.platform == "linux"
-    else 0
-)
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def _stride(slot_bytes: int) -> int:
@@ -69,7 +64,7 @@ def _stride(slot_bytes: int) -> int:
 
 def _map(fd: int, size: int) -> mmap.mmap:
     """Populate the page table now: a fault per page would cost more than the copy."""
-    return mmap.mmap(fd, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+    return mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
 def _check_owner(sock: socket.socket) -> None:
@@ -90,10 +85,6 @@ class ShmSender(SlotSender):
     name = "shm"
 
     def __init__(self, slot_bytes: int, slots: int, peer: str, label: str) -> None:
-        if not hasattr(os, "memfd_create"):
-            raise Unsupported(
-                "shm needs Linux (memfd_create)", remedy='use transport="tcp"'
-            )
         check_ring(self.name, slot_bytes, slots)
         self._stride = _stride(slot_bytes)
         self._fd = -1

@@ -16,9 +16,11 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from jvlab._errors import ConfigError, TransportError
+from jvlab._files import Plain
 from jvlab.transport._peer import (
     Bucket,
     Clock,
@@ -135,7 +137,7 @@ class FramedSocket:
         """Whether the peer closed its end or is dead; for any thread, reads nothing."""
         waiter = select.poll()
         # reported even with unread messages
-        waiter.register(self.sock, getattr(select, "POLLRDHUP", 0))
+        waiter.register(self.sock, select.POLLRDHUP)
         if waiter.poll(0):
             return True
         return isinstance(self.peer, Peer) and self.peer.dead()
@@ -214,14 +216,13 @@ def tune_tcp(sock: socket.socket) -> None:
     """No delay for small messages; a vanished host is noticed in about 10 s, whether or not something is on its way."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", 4),
-        ("TCP_KEEPINTVL", 2),
-        ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", 10_000),
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 4),
+        (socket.TCP_KEEPINTVL, 2),
+        (socket.TCP_KEEPCNT, 3),
+        (socket.TCP_USER_TIMEOUT, 10_000),
     ):
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -263,7 +264,7 @@ class SlotSender:
         # held by send and flush, which handle messages; `arrived` never waits for it
         self._busy = threading.RLock()
 
-    def endpoint(self) -> dict[str, Any]:
+    def endpoint(self) -> Plain:
         return {
             "transport": self.name,
             "token": self._token,
@@ -358,7 +359,7 @@ class SlotSender:
 
     # ---- for subclasses -------------------------------------------------------------------------------------
 
-    def _address(self) -> dict[str, Any]:
+    def _address(self) -> Plain:
         """The transport's own part of the endpoint."""
         raise NotImplementedError
 
@@ -430,8 +431,7 @@ class SlotSender:
         if not known:
             framed.close()
             return
-        peer = Peer.read(hello["peer"])
-        framed.peer = Peer(peer.pid, peer.start, peer.place, peer.host, self._expected)
+        framed.peer = replace(Peer.read(hello["peer"]), label=self._expected)
         self._send_welcome(framed, clock)
         self._join(framed, clock)
         kind, body = framed.get(clock, "open its end")
@@ -500,7 +500,7 @@ class SlotReceiver:
     name = "slots"
 
     def __init__(
-        self, endpoint: dict[str, Any], sock: socket.socket, clock: Clock, label: str
+        self, endpoint: Plain, sock: socket.socket, clock: Clock, label: str
     ) -> None:
         self.slot_bytes = int(endpoint["slot_bytes"])
         self.slots = int(endpoint["slots"])
@@ -566,7 +566,7 @@ class SlotReceiver:
 
     # ---- for subclasses -------------------------------------------------------------------------------------
 
-    def _join(self, endpoint: dict[str, Any], clock: Clock) -> None:
+    def _join(self, endpoint: Plain, clock: Clock) -> None:
         """Map or build what WELCOME described."""
         raise NotImplementedError
 

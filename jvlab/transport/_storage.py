@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -102,30 +102,17 @@ def version_name(version: int) -> str:
     return f"weight_v{version:06d}"
 
 
-def version_of(name: str) -> int | None:
-    """The number of a version's name; None for another name."""
-    found = _VERSION.fullmatch(name)
-    return int(found[1]) if found is not None else None
-
-
 def versions_in(names: Iterable[str]) -> list[int]:
     """The versions among these names, newest first; an index may still be missing."""
-    return sorted((n for n in map(version_of, names) if n is not None), reverse=True)
+    return _numbers(_VERSION, names)
+
+
+def _numbers(pattern: re.Pattern[str], names: Iterable[str]) -> list[int]:
+    found = (pattern.fullmatch(name) for name in names)
+    return sorted((int(m[1]) for m in found if m is not None), reverse=True)
 
 
 # Checksums ------------------------------------------------------------------------------------------------------------
-
-
-def hasher() -> Any:
-    """A new xxh3-128, which slime's readers know too; ten times as fast as a cryptographic one."""
-    try:
-        import xxhash
-    except ImportError as error:
-        raise MissingDependency(
-            "weights in storage are checked with xxhash, which is not installed",
-            remedy="pip install 'jvlab[storage]'",
-        ) from error
-    return xxhash.xxh3_128()
 
 
 def raw(array: np.ndarray) -> np.ndarray:
@@ -134,8 +121,15 @@ def raw(array: np.ndarray) -> np.ndarray:
 
 
 def checksum(*parts: Any) -> str:
-    """Of these bytes, one after the other."""
-    made = hasher()
+    """Of these bytes, one after the other: xxh3-128, which slime's readers know too and is fast."""
+    try:
+        import xxhash
+    except ImportError as error:
+        raise MissingDependency(
+            "weights in storage are checked with xxhash, which is not installed",
+            remedy="pip install 'jvlab[storage]'",
+        ) from error
+    made = xxhash.xxh3_128()
     for part in parts:
         made.update(part)
     return made.hexdigest()
@@ -195,21 +189,11 @@ class Index:
                 "delta_encoding": ENCODING,
                 "compression_format": COMPRESSION,
             }
-        own = {
-            "format": FORMAT,
-            "version": self.version,
-            "base": self.base,
-            "epoch": self.epoch,
-            "model": self.model,
-            "state": self.state,
-            "base_state": self.base_state,
-            "total_bytes": self.total_bytes,
-            "files": {name: list(found) for name, found in self.files.items()},
-            "by": self.by,
-        }
+        own = {"format": FORMAT, **vars(self)}
+        weight_map = own.pop("weight_map")
         content = {
             "metadata": metadata,
-            "weight_map": dict(self.weight_map),
+            "weight_map": weight_map,
             "jvlab": own,
         }
         # of its own text, so that no bit of it can change unseen
@@ -237,8 +221,7 @@ class Index:
                 "jv.Publisher writes one; versions of other writers are not read",
                 version=version,
             )
-        given = content.pop("checksum", None)
-        if given != checksum(_canonical(content)):
+        if content.pop("checksum", None) != checksum(_canonical(content)):
             raise failure(
                 Why.DAMAGED,
                 f"the index of {name} was altered: its checksum is of another text",
@@ -246,26 +229,20 @@ class Index:
                 version=version,
             )
         try:
-            found = cls(
-                version=int(own["version"]),
-                base=None if own["base"] is None else int(own["base"]),
-                epoch=int(own["epoch"]),
-                model=str(own["model"]),
-                state=str(own["state"]),
-                base_state=str(own["base_state"]),
-                total_bytes=int(own["total_bytes"]),
-                files={n: (int(size), str(c)) for n, (size, c) in own["files"].items()},
-                weight_map={str(n): str(f) for n, f in content["weight_map"].items()},
-                by=str(own["by"]),
-            )
+            given = {name: value for name, value in own.items() if name != "format"}
+            given["files"] = {
+                n: (int(size), str(c)) for n, (size, c) in own["files"].items()
+            }
+            found = cls(**given, weight_map=content["weight_map"])
             wrong = (
                 found.version != version
                 or (found.base is not None and found.base >= version)
                 or any(_FILE.fullmatch(n) is None for n in found.files)
+                or not set(found.weight_map.values()) <= found.files.keys()
             )
         except (KeyError, TypeError, ValueError, AttributeError):
             wrong = True
-        if wrong or not set(found.weight_map.values()) <= found.files.keys():
+        if wrong:
             raise failure(
                 Why.DAMAGED,
                 f"the index of {name} does not describe it",
@@ -354,65 +331,26 @@ def encoded_bytes(changes: int) -> int:
 # Stores ---------------------------------------------------------------------------------------------------------------
 
 
-class Store(Protocol):
-    """A folder, or a bucket: what versions need of it. Paths are relative, with slashes."""
-
-    where: str  # as the user named it
-
-    def names(self, folder: str = "") -> list[str]:
-        """What lies directly in it; nothing if it does not exist."""
-        ...
-
-    def read(self, path: str, limit: int) -> bytes:
-        """A small file. FileNotFoundError where there is none."""
-        ...
-
-    def read_array(self, path: str, nbytes: int) -> np.ndarray:
-        """A file that should have so many bytes, or fewer if it is shorter. FileNotFoundError where there is none."""
-        ...
-
-    def create(self, path: str, content: bytes) -> bool:
-        """Write a small file that must not exist; False if it does."""
-        ...
-
-    def replace(self, path: str, content: bytes) -> None:
-        """Write a small file; readers see the old one or the new one."""
-        ...
-
-    def begin(self, version: str, token: str) -> str:
-        """Where the files of a version are written before it is visible."""
-        ...
-
-    def put(self, path: str, parts: Iterable[Any]) -> None:
-        """Write a file, buffer after buffer."""
-        ...
-
-    def show(self, staged: str, version: str, index: bytes) -> bool:
-        """Make a finished version visible, in one step; False if another has its name."""
-        ...
-
-    def remove(self, path: str) -> None:
-        """Remove a file, or a version: its index first, so that nobody begins to read it."""
-        ...
-
-
 class Folder:
-    """A folder of this machine, or of a file system that several mount."""
+    """A folder of this machine, or of a file system that several mount. Paths are relative, with slashes."""
 
     def __init__(self, path: str) -> None:
         self.where = path
         self._root = Path(path)
 
     def names(self, folder: str = "") -> list[str]:
+        """What lies directly in it; nothing if it does not exist."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return os.listdir(self._root / folder)
         return []
 
     def read(self, path: str, limit: int) -> bytes:
+        """A small file. FileNotFoundError where there is none."""
         with (self._root / path).open("rb") as file:
             return file.read(limit)
 
     def read_array(self, path: str, nbytes: int) -> np.ndarray:
+        """A file that should have so many bytes, or fewer if it is shorter. FileNotFoundError where there is none."""
         with (self._root / path).open("rb") as file:
             # one byte more shows a file that is too long
             found = min(nbytes + 1, os.fstat(file.fileno()).st_size)
@@ -421,6 +359,7 @@ class Folder:
         return out[:size]
 
     def create(self, path: str, content: bytes) -> bool:
+        """Write a small file that must not exist; False if it does."""
         self._root.mkdir(parents=True, exist_ok=True)
         part = self._root / f".{path}.{secrets.token_hex(4)}{_PART}"
         part.write_bytes(content)
@@ -432,36 +371,35 @@ class Folder:
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            return self._create_exclusively(path, content)
+            # no hard links here; who reads it half written reads it again
+            try:
+                with (self._root / path).open("xb") as file:
+                    file.write(content)
+            except FileExistsError:
+                return False
         finally:
             part.unlink(missing_ok=True)
         return True
 
-    def _create_exclusively(self, path: str, content: bytes) -> bool:
-        """On a file system without hard links; who reads it half written reads it again."""
-        try:
-            with (self._root / path).open("xb") as file:
-                file.write(content)
-        except FileExistsError:
-            return False
-        return True
-
     def replace(self, path: str, content: bytes) -> None:
+        """Write a small file; readers see the old one or the new one."""
         part = self._root / f".{path}.{secrets.token_hex(4)}{_PART}"
         part.write_bytes(content)
         os.replace(part, self._root / path)
 
     def begin(self, version: str, token: str) -> str:
+        """Where the files of a version are written before it is visible."""
         name = f".{version}.{token}{_PART}"
         (self._root / name).mkdir(parents=True)
         return name
 
     def put(self, path: str, parts: Iterable[Any]) -> None:
+        """Write a file, buffer after buffer."""
         with (self._root / path).open("xb") as file:
-            for part in parts:
-                file.write(part)
+            file.writelines(parts)
 
     def show(self, staged: str, version: str, index: bytes) -> bool:
+        """Make a finished version visible, in one step; False if another has its name."""
         (self._root / staged / INDEX).write_bytes(index)
         try:
             # refused if there is a directory of that name, since no version is empty
@@ -473,6 +411,7 @@ class Folder:
         return True
 
     def remove(self, path: str) -> None:
+        """Remove a file, or a version: its index first, so that nobody begins to read it."""
         target = self._root / path
         if not target.is_dir():
             target.unlink(missing_ok=True)
@@ -484,7 +423,7 @@ class Folder:
 
 
 class Bucket:
-    """Any store that fsspec knows: memory://, s3://, gs://, … What it needs for that is imported by fsspec.
+    """As `Folder`, any store that fsspec knows: memory://, s3://, gs://, … What it needs is imported by fsspec.
 
     `create` is as exclusive as the store's own: by a condition on the request where there is one. Elsewhere two writers
     at the same moment are told apart by reading back what was written, which sees most collisions and not all.
@@ -564,8 +503,7 @@ class Bucket:
 
     def put(self, path: str, parts: Iterable[Any]) -> None:
         with self._fs.open(self._at(path), "wb") as file:
-            for part in parts:
-                file.write(part)
+            file.writelines(parts)
 
     def show(self, staged: str, version: str, index: bytes) -> bool:
         return self.create(f"{version}/{INDEX}", index)
@@ -575,6 +513,9 @@ class Bucket:
             self._fs.rm_file(self._at(f"{path}/{INDEX}"))
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm(self._at(path), recursive=True)
+
+
+Store = Folder | Bucket
 
 
 def open_store(
@@ -711,8 +652,7 @@ class Lock:
     @property
     def is_dead(self) -> bool:
         """Whether its process was one of this machine, and has ended."""
-        here = Identity.own().host == self.host
-        return here and Identity(self.pid, self.host, self.started).process() is None
+        return Identity.own().host == self.host and not self.is_here
 
     @property
     def is_here(self) -> bool:
@@ -726,13 +666,7 @@ def lock_name(epoch: int) -> str:
 
 def epochs_in(names: Iterable[str]) -> list[int]:
     """The writers among these names, newest first."""
-    found = (_WRITER.fullmatch(name) for name in names)
-    return sorted((int(m[1]) for m in found if m is not None), reverse=True)
-
-
-def refused_by(fences: Iterable[tuple[int, int]], index: Index) -> bool:
-    """Whether its writer had lost its place when it published this version."""
-    return any(index.epoch < epoch and index.version > last for epoch, last in fences)
+    return _numbers(_WRITER, names)
 
 
 class Lease:
@@ -746,7 +680,7 @@ class Lease:
     def __init__(self, store: Store, seconds: float) -> None:
         self._store = store
         self._calls = Patient(store)
-        self._token = secrets.token_hex(8)
+        self._shelf = Shelf(self._calls)
         self._seconds = seconds
         self._closed = threading.Event()
         self._writing = threading.Lock()
@@ -756,10 +690,6 @@ class Lease:
     def epoch(self) -> int:
         return self._lock.epoch
 
-    @property
-    def fences(self) -> tuple[tuple[int, int], ...]:
-        return self._lock.fences
-
     def claim(self, deadline: Deadline) -> None:
         """Become the writer; LinkBusy names the one there is."""
         before = self._wait_for_the_last(deadline)
@@ -767,7 +697,7 @@ class Lease:
         own = Identity.own()
         self._lock = Lock(
             epoch=epoch,
-            token=self._token,
+            token=secrets.token_hex(8),
             by=own_name(),
             pid=own.pid,
             host=own.host,
@@ -783,7 +713,7 @@ class Lease:
             self._lock.to_bytes(),
         )
         if not made:
-            raise self._busy(self._read(epoch, deadline))
+            raise self._busy(self._shelf.lock(epoch, deadline))
         try:
             self._take_over(deadline)
         except BaseException:
@@ -795,14 +725,16 @@ class Lease:
         """Fence off the writers before, and remove what they left half written."""
         self.check(deadline)
         # Only now: what was published before this epoch's file existed is its predecessor's by right.
-        names = self._calls.call("list it", deadline, self._store.names)
+        names = self._shelf.names(deadline)
         unfinished: list[str] = []
         newest = 0
         for version in versions_in(names):
-            if self._is_complete(version, deadline):
+            name = version_name(version)
+            listed = self._calls.call("list it", deadline, self._store.names, name)
+            if INDEX in listed:
                 newest = version
                 break
-            unfinished.append(version_name(version))
+            unfinished.append(name)
         fences = (*self._lock.fences, (self.epoch, newest))[-FENCES:]
         self._write(deadline, beat=1, fences=fences)
         parts = (name for name in names if name.endswith(_PART))
@@ -811,22 +743,15 @@ class Lease:
         for name in left:
             self._calls.call(f"remove {name}", deadline, self._store.remove, name)
 
-    def _is_complete(self, version: int, deadline: Deadline) -> bool:
-        found = self._calls.call(
-            "list a version", deadline, self._store.names, version_name(version)
-        )
-        return INDEX in found
-
     def _wait_for_the_last(self, deadline: Deadline) -> Lock | None:
         """The last writer, once it has ended; None if there was none."""
         seen: tuple[int, int] | None = None
         since = time.monotonic()
         while True:
-            names = self._calls.call("list it", deadline, self._store.names)
-            epochs = epochs_in(names)
+            epochs = epochs_in(self._shelf.names(deadline))
             if not epochs:
                 return None
-            lock = self._read(epochs[0], deadline)
+            lock = self._shelf.lock(epochs[0], deadline)
             if lock is not None and (lock.released or lock.is_dead):
                 return lock
             if lock is not None and lock.is_here:
@@ -842,26 +767,12 @@ class Lease:
                 raise self._busy(lock)
             time.sleep(deadline.within(min(1.0, promised / 10)))
 
-    def _read(self, epoch: int, deadline: Deadline) -> Lock | None:
-        with contextlib.suppress(FileNotFoundError):
-            return Lock.parse(
-                self._calls.call(
-                    "read its writer",
-                    deadline,
-                    self._store.read,
-                    lock_name(epoch),
-                    LONGEST_LOCK,
-                )
-            )
-        return None
-
     def check(self, deadline: Deadline) -> None:
         """Raise if another has taken over."""
-        names = self._calls.call("list it", deadline, self._store.names)
-        newest = max(epochs_in(names), default=0)
+        newest = max(epochs_in(self._shelf.names(deadline)), default=0)
         if newest > self.epoch:
             self._closed.set()
-            raise self._busy(self._read(newest, deadline), lost=True)
+            raise self._busy(self._shelf.lock(newest, deadline), lost=True)
 
     def _busy(self, lock: Lock | None, lost: bool = False) -> LinkBusy:
         who = lock.by if lock is not None and lock.by else "another writer"
@@ -1089,8 +1000,8 @@ def _entries(
 class Shelf:
     """The versions of a store as a reader sees them: which are complete, and which files lead to one."""
 
-    def __init__(self, store: Store, calls: Patient) -> None:
-        self.store = store
+    def __init__(self, calls: Patient) -> None:
+        self.store = calls.store
         self.calls = calls
 
     def names(self, deadline: Deadline) -> list[str]:
@@ -1117,23 +1028,27 @@ class Shelf:
     ) -> tuple[tuple[int, int], ...]:
         """What earlier writers may no longer publish."""
         for epoch in epochs_in(names):
-            with contextlib.suppress(FileNotFoundError):
-                text = self.calls.call(
-                    "read its writer",
-                    deadline,
-                    self.store.read,
-                    lock_name(epoch),
-                    LONGEST_LOCK,
-                )
-                # one that is half written has added no fence yet
-                if (lock := Lock.parse(text)) is not None:
-                    return lock.fences
+            # one that is half written has added no fence yet
+            if (lock := self.lock(epoch, deadline)) is not None:
+                return lock.fences
         return ()
+
+    def lock(self, epoch: int, deadline: Deadline) -> Lock | None:
+        """A writer's file; None if it is gone, being written, or not ours."""
+        name = lock_name(epoch)
+        with contextlib.suppress(FileNotFoundError):
+            read = self.store.read
+            text = self.calls.call(
+                "read its writer", deadline, read, name, LONGEST_LOCK
+            )
+            return Lock.parse(text)
+        return None
 
     def complete(self, version: int, names: Iterable[str], deadline: Deadline) -> Index:
         """The index of a version that was published by a writer in its place."""
         index = self.index(version, deadline)
-        if refused_by(self.fences(names, deadline), index):
+        fences = self.fences(names, deadline)
+        if any(index.epoch < epoch and version > last for epoch, last in fences):
             raise failure(
                 Why.FENCED,
                 f"{index.name} was published by a writer that another had replaced",

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jvlab._errors import ConfigError
+from jvlab._files import Plain
 from jvlab.transport._peer import Clock, Peer, check_ring, closed_here, lost
 from jvlab.transport._slots import (
     HELLO_SECONDS,
@@ -151,10 +152,6 @@ class _Stream:
         self._sock.close()
 
 
-def _send_all(sock: socket.socket, memory: memoryview) -> None:
-    sock.sendall(memory)
-
-
 def _receive_all(
     sock: socket.socket, memory: memoryview, clock: Clock | None = None
 ) -> None:
@@ -201,7 +198,7 @@ class TcpSender(SlotSender):
             listener.close()
             raise
 
-    def _address(self) -> dict[str, Any]:
+    def _address(self) -> Plain:
         return {
             "host": self._host,
             "port": self._port,
@@ -227,8 +224,8 @@ class TcpSender(SlotSender):
                 else:
                     found[index] = sock
             for index in range(self._count):
-                stream = _Stream(found.pop(index), _send_all, self._moved)
-                self._streams.append(stream)
+                send = lambda sock, memory: sock.sendall(memory)
+                self._streams.append(_Stream(found.pop(index), send, self._moved))
         finally:
             for sock in found.values():
                 sock.close()
@@ -274,7 +271,7 @@ class TcpReceiver(SlotReceiver):
 
     name = "tcp"
 
-    def __init__(self, endpoint: dict[str, Any], clock: Clock, label: str) -> None:
+    def __init__(self, endpoint: Plain, clock: Clock, label: str) -> None:
         self._streams: list[_Stream] = []
         self._memory: list[bytearray] = []
         self._done: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
@@ -284,7 +281,7 @@ class TcpReceiver(SlotReceiver):
         sock = self._connection(endpoint, clock)
         super().__init__(endpoint, sock, clock, label)
 
-    def _connection(self, endpoint: dict[str, Any], clock: Clock) -> socket.socket:
+    def _connection(self, endpoint: Plain, clock: Clock) -> socket.socket:
         host = str(endpoint["host"])
         sender = Peer.read(endpoint["sender"])
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -300,7 +297,7 @@ class TcpReceiver(SlotReceiver):
             clock.check(self.name, sender, "secure the connection")
             raise lost(self.name, sender, f"secure the connection ({e})") from e
 
-    def _join(self, endpoint: dict[str, Any], clock: Clock) -> None:
+    def _join(self, endpoint: Plain, clock: Clock) -> None:
         for index in range(int(endpoint["streams"])):
             sock = self._connection(endpoint, clock)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)

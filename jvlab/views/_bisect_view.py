@@ -23,7 +23,7 @@ from jvlab.views._style import (
 )
 
 if TYPE_CHECKING:
-    from jvlab.sync.diagnose._bisection import Bisection
+    from jvlab.sync.diagnose._bisect import Bisection
 
 STATES = {
     "ok": (GOOD, "ruled out"),

@@ -31,10 +31,10 @@ from jvlab.views._style import (
 
 if TYPE_CHECKING:
     from jvlab.layout._types import Axis, Binding
+    from jvlab.sync._compile_tree import MappingRow
+    from jvlab.sync._diff import Values
     from jvlab.sync._mapping import Explanation, Mapping
-    from jvlab.sync._mapping_row import MappingRow
     from jvlab.sync._meaning import Meaning
-    from jvlab.sync._values import Values
 
 
 # Search of a mapping's rows by words, status, rule and rank, as the inspector's fields do.

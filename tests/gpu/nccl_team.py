@@ -1,4 +1,4 @@
-"""Trainer and rank processes on one GPU for tests of nccl and nixl: asked over a pipe, each with its own NCCL_HOSTID."""
+"""Trainer and rank processes on one GPU for tests of nccl and nixl; each has a host id of its own."""
 
 from __future__ import annotations
 

@@ -279,7 +279,7 @@ _IMPORTED = (
     "transformers", "safetensors.torch", "transformers.models.auto.modeling_auto", "transformers.conversion_mapping",
     "vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama",
     "vllm.model_executor.models.mixtral", "vllm.model_executor.model_loader.default_loader",
-    "jvlab", "jvlab.lab._in_process", "jvlab.sync._link", "jvlab.sync._connect", "jvlab.engine._in_process",
+    "jvlab", "jvlab.lab._in_process", "jvlab.sync._link", "jvlab.sync._connections", "jvlab.engine._in_process",
     "jvlab.engine.worker._rank_sync", "jvlab.engine.tracing._trace", "jvlab.layout._plan",
 )  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +14,14 @@ import jvlab as jv
 from jvlab import errors
 from jvlab.layout._checkpoint import CheckpointValues, checkpoint_tensors
 from jvlab.layout._tree import flatten
-from jvlab.layout._types import CheckpointTensor
-from jvlab.sync._compile_tree import bind, compile_tree, shapes_for
+from jvlab.layout._types import Binding, CheckpointTensor
+from jvlab.sync._compile_tree import bind_rules, compile_tree, shapes_for
 from jvlab.sync._mapping import Mapping
 from tests.layout.plan_world import Loader
+
+
+def bind(*given: Any) -> list[Binding]:
+    return bind_rules(*given)[1]
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,8 @@ from jvlab.layout import _sparse
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import source_order
 from jvlab.sync._coordinator import Coordinator
-from jvlab.sync._delta import Changes, Held
 from jvlab.sync._pack import Source
-from jvlab.sync._senders import BucketSenders, Sent
+from jvlab.sync._senders import BucketSenders, Changes, Held, Sent
 from jvlab.transport._choose import listen, open_receiver
 from jvlab.wire._sync_words import Terms
 from tests.layout.plan_interpreter import execute, scatter_bucket, target_view

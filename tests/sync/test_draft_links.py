@@ -10,7 +10,7 @@ import pytest
 
 from jvlab import errors
 from jvlab._deadline import Deadline
-from jvlab.sync import _connect
+from jvlab.sync import _connections
 from jvlab.sync._coordinator import DRAFT, MODEL, Coordinator
 from jvlab.sync._meaning import MeaningCheck
 from jvlab.wire import jvlab_pb2 as pb
@@ -128,12 +128,12 @@ def test_what_has_no_draft_model_says_so(
     facts: pb.EngineFacts, adapter: bool, word: str
 ):
     pool: Any = SimpleNamespace(name="p", model="m", facts=lambda deadline: facts)
-    assert _connect._folder_of(MODEL, adapter, pool, Deadline(5)) == "m"
+    assert _connections._folder_of(MODEL, adapter, pool, Deadline(5)) == "m"
     with pytest.raises(errors.Unsupported, match=word) as caught:
-        _connect._folder_of(DRAFT, adapter, pool, Deadline(5))
+        _connections._folder_of(DRAFT, adapter, pool, Deadline(5))
     assert caught.value.remedy
     if facts.draft_model:
-        assert _connect._folder_of(DRAFT, False, pool, Deadline(5)) == "d"
+        assert _connections._folder_of(DRAFT, False, pool, Deadline(5)) == "d"
 
 
 def test_scores_of_the_model_say_nothing_of_its_drafts():

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock, create_autospec
 
 import numpy as np
 import pytest
 
+from jvlab._deadline import Deadline
 from jvlab._errors import TransportError
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._digest import MASK, examine
@@ -20,6 +22,11 @@ from jvlab.layout._tree import MeshSpec
 from jvlab.sync import _ipc_lanes, _ipc_senders
 from jvlab.sync._ipc_lanes import Destination, Lane, Port
 from jvlab.sync._ipc_senders import Shards
+from jvlab.sync._senders import Sent
+from jvlab.sync._transaction import Transaction
+from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire._core_channel import CoreOrders
+from jvlab.wire._sync_words import Terms
 from tests.layout.plan_interpreter import execute
 from tests.layout.plan_world import Size, World, transformer
 from tests.transport.ipc_interpreter import run
@@ -291,3 +298,37 @@ def test_poison_is_found_by_the_copy(
         assert not senders.send_all(source, 1, 30.0, digest).flawed, (
             "of the last launch alone"
         )
+
+
+@pytest.mark.parametrize("verify", ["full", "off", "sampled"])
+def test_the_engine_core_takes_a_staged_sync_in_two_orders(verify: str) -> None:
+    """Not one of which it would have to compare a sample: that goes through the gateway."""
+    outcome = pb.ReplicaOutcome(replica="p/0", state="committed", version=1)
+    ready = pb.LinkReply(state="moving", outcomes=[pb.ReplicaOutcome(replica="p/0")])
+    done = pb.LinkReply(state="idle", outcomes=[outcome])
+    core = create_autospec(CoreOrders, instance=True, is_open=True)
+    core.prepare.side_effect = lambda terms, seconds, meanwhile: (meanwhile(), ready)[1]
+    core.swap.return_value = done
+    stream = SimpleNamespace(busy=False, steps=Mock(side_effect=[ready, done]))
+    senders = Mock(changes=None, replicas={"p/0": []})
+    senders.send_all.return_value = Sent(bytes=8, digests={0: 5})
+    senders.rows.return_value = [("w", 0, 5)]
+    senders.claims.return_value = b"claims"
+    terms = Terms(1, "staged", verify=verify)
+    transaction = Transaction(
+        cast(Any, stream), senders, None, terms, "ipc", Deadline(60), 0.0, core
+    )
+    report = transaction.run(lambda sent: None)
+    assert report.verified == (verify == "full")
+    if verify == "sampled":
+        assert stream.steps.call_count == 2
+        core.prepare.assert_not_called()
+        return
+    stream.steps.assert_not_called()
+    senders.gather.assert_called_once()
+    assert report.outcomes[0].bytes == 8
+    assert core.swap.call_args.kwargs == {
+        "claimed": b"claims" if verify == "full" else b"",
+        "digests": transaction.expected() if verify == "full" else [],
+        "nonfinite": False,
+    }

@@ -12,8 +12,8 @@ from jvlab._errors import ConfigError
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._tree import MeshSpec
 from jvlab.layout._types import Note
+from jvlab.sync._compile_tree import rank_runs
 from jvlab.sync._mapping import Mapping
-from jvlab.sync._mapping_row import rank_runs
 from jvlab.views._drawing import draw, sends
 from jvlab.views._mapping_view import MAX_ROWS
 from jvlab.views._plan_view import plan_lines, plan_summary

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jvlab as jv
+from jvlab._deadline import Deadline
 from jvlab.layout._tree import flatten
 from jvlab.layout.rules._alternatives import alternatives_of, joint, reread
 from jvlab.layout.rules._builtin import policy_rules
@@ -61,7 +62,13 @@ class World:
         if found.state != "failed":
             return found
         return explain(
-            found, engine, half, self.params, self.ask, self.mapping, until=float("inf")
+            found,
+            engine,
+            half,
+            self.params,
+            self.ask,
+            self.mapping,
+            until=Deadline(600),
         )
 
 
@@ -154,7 +161,7 @@ def test_meaning_by_function_cannot_tell_leaves_apart_that_compute_the_same(
     def blind(params: Any) -> dict[str, str]:
         right = world.ask(params)
         moved = lambda tree: gap_of(world.ask(tree), right, False)
-        return blind_spots(params, world.mapping, moved, 1e-4, float("inf"))
+        return blind_spots(params, world.mapping, moved, 1e-4, Deadline(600))
 
     assert blind(world.params) == {}
     layers = world.params["layers"]

@@ -37,8 +37,7 @@ from jvlab.sync._compile_tree import (
     policy_shapes,
     trace_and_compile,
 )
-from jvlab.sync._mapping import Mapping
-from jvlab.sync._plan import add_plan_arguments, plan, run_plan
+from jvlab.sync._mapping import Mapping, add_plan_arguments, plan, run_plan
 from jvlab.trainer.models import tiny
 from tests.engine.tracing import trace_oracle as oracle
 from tests.engine.tracing.trace_oracle_configs import OWN, TINY

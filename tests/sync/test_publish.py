@@ -145,8 +145,7 @@ def publisher(where: str, model: Path, **options: Any) -> Any:
 
 
 def shelf(where: str) -> Shelf:
-    store = _storage.open_store(where)
-    return Shelf(store, Patient(store))
+    return Shelf(Patient(_storage.open_store(where)))
 
 
 def read(where: str, version: int | None = None) -> Copy:

@@ -23,12 +23,11 @@ from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._tree import MeshSpec
 from jvlab.layout.rules._builtin import policy_rules
 from jvlab.layout.rules._rules import invert_binding
-from jvlab.sync._compile_tree import policy_shapes, rules_of
+from jvlab.sync._compile_tree import changed_rules, policy_shapes, rules_of
 from jvlab.sync._diff import differences
 from jvlab.sync._mapping import Mapping
-from jvlab.sync._meaning import MeaningCheck
+from jvlab.sync._meaning import MeaningCheck, RememberedParams
 from jvlab.sync._pack import Source
-from jvlab.sync._rebind import changed_rules
 from jvlab.views._drawing import draw, sends
 from jvlab.views._mapping_view import axes_svg, detail_html
 from jvlab.views.panels._inspector import table_bytes
@@ -175,6 +174,7 @@ def test_values_and_differences_of_one_layer() -> None:
         pool=SimpleNamespace(peek=peek),
         closed=False,
         mapping=mapping,
+        remembered=RememberedParams(),
     )
     mapping._link = weakref.ref(link)
     for name in ("layers.1.o", "layers.o[1]", "model.layers.1.o_proj.weight"):

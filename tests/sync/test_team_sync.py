@@ -24,7 +24,7 @@ from jvlab.layout._tree import (
     leaves_of,
     mesh_boxes,
 )
-from jvlab.sync._connect import Agreement
+from jvlab.sync._connections import Agreement
 from jvlab.sync._link import Link
 from jvlab.sync._pack import Source
 from jvlab.sync._team import Team, together

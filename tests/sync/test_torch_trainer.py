@@ -14,7 +14,7 @@ from jvlab.layout._plan import TransferPlan
 from jvlab.layout._tree import checkpoint_names, cuda_ordinals, flatten, leaves_of
 from jvlab.layout._types import CheckpointTensor, Parameter, RankLayout
 from jvlab.sync._compile_tree import bind_rules
-from jvlab.sync._connect import _choose, _key
+from jvlab.sync._connections import _choose, _key
 from jvlab.sync._ipc_senders import KnownTensors
 from jvlab.sync._pack import Source
 
@@ -55,20 +55,31 @@ def plan_of(arrays: Any, dtype: str = "float32") -> TransferPlan:
     return compile_plan(leaves_of(kept), bindings, [layout])
 
 
+def pool_on(device: str, one_process: bool = False) -> Any:
+    snapshot = SimpleNamespace(device=device)
+    return SimpleNamespace(snapshot=snapshot, one_process=one_process)
+
+
 @pytest.fixture
 def arrays() -> Any:
     return flatten({"a.weight": torch.randn(4, 6), "b.weight": torch.randn(6)}).arrays
 
 
 def test_the_host_carries_torch(arrays: Any):
-    assert _choose("auto", True, arrays, plan_of(arrays), 1, "cpu", False)[0] == "shm"
-    assert _choose("auto", False, arrays, plan_of(arrays), 1, "cpu", False)[0] == "tcp"
+    assert (
+        _choose("auto", True, arrays, plan_of(arrays), 1, pool_on("cpu"), True)[0]
+        == "shm"
+    )
+    assert (
+        _choose("auto", False, arrays, plan_of(arrays), 1, pool_on("cpu"), True)[0]
+        == "tcp"
+    )
 
 
 def test_a_gpu_engine_and_tensors_on_the_host_are_refused_with_a_way_out(arrays: Any):
     for wanted in ("auto", "ipc", "nccl"):
         with pytest.raises(Unsupported, match="on a GPU") as caught:
-            _choose(wanted, True, arrays, plan_of(arrays), 1, "cuda", False)
+            _choose(wanted, True, arrays, plan_of(arrays), 1, pool_on("cuda"), True)
         assert 'model.to("cuda")' in caught.value.remedy
     assert cuda_ordinals(arrays) == {}
 
@@ -131,12 +142,12 @@ def test_the_remedy_works_here():
 
 def test_several_processes_never_get_ipc_or_an_engine_in_one_of_them(arrays: Any):
     with pytest.raises(ConfigError, match="trainer of several processes"):
-        _choose("auto", True, arrays, plan_of(arrays), 1, "cpu", True, alone=False)
+        _choose("auto", True, arrays, plan_of(arrays), 1, pool_on("cpu", True), False)
     with pytest.raises(
         ConfigError,
         match="ipc: the parameters are spread over several trainer processes",
     ):
-        _choose("ipc", True, arrays, plan_of(arrays), 1, "cpu", False, alone=False)
+        _choose("ipc", True, arrays, plan_of(arrays), 1, pool_on("cpu"), False)
 
 
 def test_what_changed_since_connect_is_one_error(arrays: Any):

@@ -19,9 +19,8 @@ from jvlab.layout._tree import LeafShape
 from jvlab.layout.rules._builtin import policy_rules
 from jvlab.layout.rules._rules import invert_binding
 from jvlab.layout.rules._ruleset import Rules
-from jvlab.sync._compile_tree import policy_shapes
+from jvlab.sync._compile_tree import changed_rules, policy_shapes
 from jvlab.sync._meaning import MeaningCheck
-from jvlab.sync._rebind import changed_rules
 from jvlab.sync._value_check import LeafEvidence, ambiguities, decide, judge, points
 from jvlab.sync._value_samples import sample, untold
 

@@ -17,7 +17,7 @@ import pytest
 
 from jvlab._errors import ConfigError, TransportError
 from jvlab.transport import Header, Sender, listen, open_receiver
-from jvlab.transport._device_bytes import DeviceBytes
+from jvlab.transport._nccl import DeviceBytes
 from jvlab.transport._nixl import NixlReceiver, NixlSender
 from jvlab.transport._peer import Clock
 from tests.fuzzing import in_turn

@@ -46,7 +46,7 @@ class Ends:
         self, slots: int = 2, versions: tuple[int, int] = (22907, 22907)
     ) -> None:
         self.hub = Hub()
-        self.gpus = [FakeGpu(self.hub, v) for v in versions]
+        self.gpus: list[Any] = [FakeGpu(self.hub, v) for v in versions]
         self.sender = NcclSender(
             ROOM, slots, "rank 1 of replica-0", "the trainer", "127.0.0.1", self.gpus[0]
         )

@@ -25,7 +25,7 @@ from jvlab.sync._mapping import Mapping
 from jvlab.sync._meaning import Meaning
 from jvlab.sync._transaction import CheckReport, Outcome, SyncReport
 from jvlab.sync._value_check import LeafEvidence
-from jvlab.sync.diagnose._bisection import Bisection, Check
+from jvlab.sync.diagnose._bisect import Bisection, Check
 from jvlab.trainer._run import Run
 from jvlab.wire import jvlab_pb2 as pb
 from tests.layout.plan_world import Size, World, transformer

@@ -11,13 +11,12 @@ import numpy as np
 
 from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._tree import MeshSpec
-from jvlab.sync._compile_tree import compile_tree
-from jvlab.sync._connect import Agreement
+from jvlab.sync._compile_tree import MappingRow, compile_tree
+from jvlab.sync._connections import Agreement
+from jvlab.sync._diff import Values, values_of
 from jvlab.sync._link import Link
 from jvlab.sync._mapping import Mapping
-from jvlab.sync._mapping_row import MappingRow
 from jvlab.sync._meaning import RememberedParams
-from jvlab.sync._values import Values, values_of
 from tests.layout.plan_world import Size, World, transformer
 
 RULES = """

@@ -28,7 +28,7 @@ from jvlab.layout import _sparse
 from jvlab.layout._plan_types import TargetInfo, storage_elements
 from jvlab.layout._sparse import Section
 from jvlab.transport import _ipc_kernels, _sparse_kernels
-from jvlab.transport._device_bytes import DeviceBytes
+from jvlab.transport._nccl import DeviceBytes
 
 # Copies a box of a bucket into strided memory at one core's full speed: plain runs as memcpy, transposes in blocks.
 

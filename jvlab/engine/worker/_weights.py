@@ -53,7 +53,7 @@ from jvlab.layout._plan_types import (
 )
 from jvlab.layout._sparse import Section, warm_put
 from jvlab.transport import _sparse_kernels
-from jvlab.transport._device_bytes import DeviceBytes
+from jvlab.transport._nccl import DeviceBytes
 
 # Raw copies in transposed storage: oneDNN packs from any strides, so a weight that it packs need not be transposed.
 

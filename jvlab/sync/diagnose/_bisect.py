@@ -3,33 +3,131 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jvlab import _faces
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, JvlabError
+from jvlab._files import Plain
 from jvlab.layout._plan_types import is_scales
 from jvlab.layout._tree import flatten
 from jvlab.layout.rules._alternatives import Alternative, alternatives_of
 from jvlab.record._batch import RolloutBatch
 from jvlab.record._sample import Sample
-from jvlab.sync.diagnose._bisection import Bisection, Check, largest
 from jvlab.sync.diagnose._rule_search import (
     ByFunction,
     WrongRule,
     by_value,
     checkpoint_of,
+    largest,
+    logprobs_of,
     verdict_of,
 )
 from jvlab.trainer._live_policies import live_policies
 
 if TYPE_CHECKING:
+    from jvlab.lab._pool import Pool
     from jvlab.layout.rules._ruleset import Rules
     from jvlab.sync._diff import TensorDiff
     from jvlab.sync._link import Link
+
+
+TENSOR_FIELDS = ("parameter", "rank", "share_changed", "max_change")
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result of one check: `state` is "ok", "cause", or "skipped" (the evidence says why)."""
+
+    name: str
+    state: str
+    evidence: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"Check({self.name}: {self.state}, {self.evidence})"
+
+
+@dataclass(frozen=True, eq=False)
+class Bisection:
+    """Why engine and trainer disagree on a prompt: `cause`, `verdict` and `remedy`, and the checks that led there.
+
+    `cause` is one of "state", "tensor", "version", "prefix cache", "sampler", "rule", "dtype", "model", or "" if they
+    agree. If a rule was wrong, `rules` are those in force with that one corrected.
+    `engine[t]` and `trainer[t]` are log P of `tokens[t]` given the tokens before it (NaN at 0), if they were needed.
+
+    >>> found = link.bisect("Once upon a time", policy)
+    >>> found.agrees, found.gap < 1e-3
+    (True, True)
+    >>> [check.name for check in found.checks if check.state == "ok"][:3]
+    ['state', 'tensor', 'version']
+    """
+
+    cause: str
+    verdict: str
+    remedy: str
+    checks: tuple[Check, ...]
+    tokens: np.ndarray
+    engine: np.ndarray | None = None
+    trainer: np.ndarray | None = None
+    tensors: tuple[TensorDiff, ...] = ()
+    rules: Rules | None = field(repr=False, default=None)
+
+    @property
+    def agrees(self) -> bool:
+        """Was no cause found?"""
+        return not self.cause
+
+    @property
+    def gap(self) -> float | None:
+        """The largest difference in log-probability; None if they were not compared."""
+        return (
+            None
+            if self.engine is None or self.trainer is None
+            else largest(self.engine, self.trainer)
+        )
+
+    def to_dict(self) -> Plain:
+        """Everything as plain values."""
+        listed = lambda row: (
+            None
+            if row is None
+            else [None if v != v else float(v) for v in row.tolist()]
+        )
+        return {
+            "cause": self.cause,
+            "verdict": self.verdict,
+            "remedy": self.remedy,
+            "gap": self.gap,
+            "checks": [asdict(check) for check in self.checks],
+            "tensors": [
+                {name: getattr(t, name) for name in TENSOR_FIELDS} for t in self.tensors
+            ],
+            "rules": None if self.rules is None else self.rules.to_text(),
+            "tokens": self.tokens.tolist(),
+            "engine": listed(self.engine),
+            "trainer": listed(self.trainer),
+        }
+
+    def __repr__(self) -> str:
+        return f"Bisection({self.cause or 'agree'}: {self.verdict})"
+
+    def __str__(self) -> str:
+        marks = {"ok": "✓", "cause": "✗", "skipped": "–"}
+        lines = [f"  {marks[c.state]} {c.name}: {c.evidence}" for c in self.checks]
+        return "\n".join(
+            [self.verdict, *lines, *([f"  → {self.remedy}"] if self.remedy else [])]
+        )
+
+    def _repr_html_(self) -> str:
+        return _faces.draw(self, "html")
+
+
+# The checks -----------------------------------------------------------------------------------------------------------
 
 
 # The possible causes, in the order they are checked.
@@ -43,7 +141,7 @@ CAUSES = (
     "dtype",
     "model",
 )
-NEUTRAL: dict[str, Any] = {  # sampler settings that leave log-probabilities unchanged
+NEUTRAL: Plain = {  # sampler settings that leave log-probabilities unchanged
     "temperature": 1.0,
     "top_p": 1.0,
     "top_k": 0,
@@ -73,13 +171,18 @@ def names(listed: Any) -> str:
     return ", ".join(str(name) for name in listed[:NAMED]) + more
 
 
+@dataclass(eq=False)
 class Found(Exception):
-    """Raised by a check that found the cause. `check.name` says which cause, which may be another check's."""
+    """Raised by a check that found the cause: `cause` if it is not its own, but another check's."""
 
-    def __init__(self, check: Check, verdict: str, remedy: str) -> None:
-        self.check = check
-        self.verdict = verdict
-        self.remedy = remedy
+    evidence: str
+    verdict: str
+    remedy: str
+    cause: str = ""
+
+
+class Skipped(Exception):
+    """Raised by a check that could not be made, with the reason."""
 
 
 def bisect(
@@ -108,19 +211,21 @@ def bisect(
                 remedy="pass one: link.bisect(batch[0])",
             )
         prompt = prompt[0]
+    given = prompt if isinstance(prompt, Sample) else None
     _check_arguments(prompt, policy, params)
     policy = find_policy(link) if policy is None and params is None else policy
     if params is None and policy is not None:
         params = policy.params
     search = _Search(
         link=link,
-        prompt=prompt,
+        prompt=prompt if given is None else given.prompt_token_ids.tolist(),
+        given=given,
         policy=policy,
         params=params,
         max_tokens=max_tokens,
         seed=seed,
         tolerance=tolerance,
-        deadline=deadline,
+        timeout=deadline,
         sampling=sampling,
     )
     return search.run()
@@ -166,48 +271,37 @@ def find_policy(link: Link) -> Any:
     return found[0] if found else None
 
 
+@dataclass(kw_only=True, eq=False)
 class _Search:
-    """One bisection. Each check returns its evidence, or raises `Found`."""
+    """One bisection. Each check returns its evidence, or raises `Found` or `Skipped`; `facts` are its numbers."""
 
-    def __init__(
-        self,
-        *,
-        link: Link,
-        prompt: Any,
-        policy: Any,
-        params: Any,
-        max_tokens: int,
-        seed: int,
-        tolerance: float,
-        deadline: Deadline,
-        sampling: Mapping[str, Any],
-    ) -> None:
-        self.link = link
-        self.pool = link.pool
-        self.policy = policy
-        self.params = params
-        self.given = prompt if isinstance(prompt, Sample) else None
-        self.prompt = (
-            [int(t) for t in prompt.prompt_token_ids]
-            if self.given is not None
-            else prompt
-        )
-        self.max_tokens = max_tokens
-        self.seed = seed
-        self.tolerance = tolerance
-        self.timeout = deadline
-        self.sampling = dict(sampling)
-        self.noise = 0.0  # between the engine's drawn and scored log-probabilities
-        self.status: dict[str, Any] = {}  # of the pool, set by the first check
-        self.tokens = np.zeros(0, np.int32)
-        self.engine: np.ndarray | None = None
-        self.trainer: np.ndarray | None = None
-        self.tensors: tuple[TensorDiff, ...] = ()
-        self.rules: Rules | None = None  # corrected rules, if one was wrong
-        self._rounding: float | None = None
-        self._seen = ""  # what a comparison with the checkpoint showed
-        self._tried = ""  # result of the rule search, for the verdict on the model
-        self._no_states = ""  # why the engine shows no hidden states
+    link: Link
+    prompt: Any
+    given: Sample | None  # if the prompt is one
+    policy: Any
+    params: Any
+    max_tokens: int
+    seed: int
+    tolerance: float
+    timeout: Deadline
+    sampling: Mapping[str, Any]
+    noise: float = 0.0  # between the engine's drawn and scored log-probabilities
+    facts: Plain = field(default_factory=dict)  # of the check in progress
+    # of the pool, set by the first check
+    status: Plain = field(default_factory=dict)
+    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    engine: np.ndarray | None = None
+    trainer: np.ndarray | None = None
+    tensors: tuple[TensorDiff, ...] = ()
+    rules: Rules | None = None  # corrected rules, if one was wrong
+    _rounding: float | None = None
+    _seen: str = ""  # what a comparison with the checkpoint showed
+    _tried: str = ""  # result of the rule search, for the verdict on the model
+    _no_states: str = ""  # why the engine shows no hidden states
+
+    @property
+    def pool(self) -> Pool:
+        return self.link.pool
 
     def _draw(self, **settings: Any) -> Sample:
         neutral = {
@@ -223,23 +317,15 @@ class _Search:
 
     def _scored(self, sample: Sample) -> np.ndarray:
         """log P of prompt and completion in one pass, which does not read the prefix cache."""
-        whole = np.concatenate([sample.prompt_token_ids, sample.token_ids]).astype(
-            np.int32
-        )
-        return self.pool.score([whole.tolist()], timeout=self.timeout)[0]
+        whole = _tokens(sample).tolist()
+        return self.pool.score([whole], timeout=self.timeout)[0]
 
     def _take(self, sample: Sample) -> None:
-        self.tokens = np.concatenate(
-            [sample.prompt_token_ids, sample.token_ids]
-        ).astype(np.int32)
+        self.tokens = _tokens(sample)
         self.engine = self._scored(sample)
 
     def _by_trainer(self, policy: Any, params: Any) -> np.ndarray:
-        row = np.asarray(policy.logprobs(params, self.tokens[None, :]), np.float32)[
-            0
-        ].copy()
-        row[0] = np.nan
-        return row
+        return logprobs_of(policy.logprobs(params, self.tokens[None, :]))
 
     @cached_property
     def _suspects(self) -> list[Alternative]:
@@ -263,42 +349,35 @@ class _Search:
         if wrong.alternative.rules:
             self.rules = wrong.alternative.apply(self.link.mapping.rules)
         verdict, remedy = verdict_of(wrong, gap, bool(self.link.version))
-        return Found(
-            Check("rule", "cause", wrong.evidence, wrong.facts()), verdict, remedy
-        )
+        self.facts = wrong.facts()
+        return Found(wrong.evidence, verdict, remedy, "rule")
 
     def run(self) -> Bisection:
-        steps: dict[str, Callable[[], Check]] = {
-            "state": self.state,
-            "tensor": self.tensor,
-            "version": self.version,
-            "prefix cache": self.prefix_cache,
-            "sampler": self.sampler,
-            "rule": self.rule,
-            "dtype": self.dtype,
-            "model": self.model,
-        }
-        checks: list[Check] = []
-        cause: Found | None = None
+        checks: dict[str, Check] = {}
+        cause = verdict = remedy = ""
         for name in CAUSES:
-            if cause is None:
-                try:
-                    checks.append(steps[name]())
-                    continue
-                except Found as found:
-                    cause = found
-            why = f"not asked: the {cause.check.name} explains it"
-            checks.append(
-                cause.check if name == cause.check.name else Check(name, "skipped", why)
-            )
-        verdict = (
-            (cause.check.name, cause.verdict, cause.remedy)
-            if cause
-            else ("", self.agreement(), "")
-        )
+            if cause:
+                why = f"not asked: the {cause} explains it"
+                checks.setdefault(name, Check(name, "skipped", why))
+                continue
+            self.facts = {}
+            check: Callable[[], str] = getattr(self, name.replace(" ", "_"))
+            try:
+                checks[name] = Check(name, "ok", check(), self.facts)
+            except Skipped as skipped:
+                checks[name] = Check(name, "skipped", str(skipped))
+            except Found as found:
+                cause = found.cause or name
+                verdict = found.verdict
+                remedy = found.remedy
+                why = f"not asked: the {cause} explains it"
+                checks[name] = Check(name, "skipped", why)
+                checks[cause] = Check(cause, "cause", found.evidence, self.facts)
         return Bisection(
-            *verdict,
-            tuple(checks),
+            cause,
+            verdict or self.agreement(),
+            remedy,
+            tuple(checks[name] for name in CAUSES),
             self.tokens,
             self.engine,
             self.trainer,
@@ -314,7 +393,7 @@ class _Search:
 
     # The weights: the replicas' state, what is in memory, and which version it is ---------------------------------
 
-    def state(self) -> Check:
+    def state(self) -> str:
         """Is every replica ready, clean and running?"""
         self.status = self.pool.status(timeout=self.timeout)
         for r in self.status["replicas"]:
@@ -336,57 +415,42 @@ class _Search:
                     if flag == "dirty":
                         self._dirty_by_meaning(str(r["replica"]))
                     text = f"{r['replica']} {wrong}"
-                    raise Found(
-                        Check("state", "cause", text, {flag: True}), text, remedy
-                    )
+                    self.facts = {flag: True}
+                    raise Found(text, text, remedy)
             if r["state"] != "ready":
                 text = f"{r['replica']} is not ready: {r['state']}"
-                raise Found(
-                    Check("state", "cause", text),
-                    text,
-                    "pool.wait(), or pool.restart(index)",
-                )
+                raise Found(text, text, "pool.wait(), or pool.restart(index)")
         count = len(self.status["replicas"])
-        return Check(
-            "state",
-            "ok",
-            f"{count} of {count} replicas ready, none dirty, paused or stale",
-        )
+        return f"{count} of {count} replicas ready, none dirty, paused or stale"
 
     def _dirty_by_meaning(self, replica: str) -> None:
         """A failed meaning check marks replicas dirty too: then the cause is the mapping."""
-        meaning = getattr(self.link, "meaning", None)
-        if getattr(meaning, "state", "") != "failed":
+        meaning = self.link.meaning
+        if meaning.state != "failed":
             return
         if (wrong := self._by_value()) is not None:
             raise self._wrong_rule(wrong, None)
-        text = f"{replica} is dirty because it does not compute what the trainer does: {getattr(meaning, 'why', '')}"
+        text = f"{replica} is dirty because it does not compute what the trainer does: {meaning.why}"
+        self.facts = {"how": "function"}
         raise Found(
-            Check("rule", "cause", text, {"how": "function"}),
+            text,
             f"wrong rule: {text}",
             'link = lab.connect(params, pool, meaning="off"); link.sync(params); link.bisect(prompt, policy) names it',
+            "rule",
         )
 
-    def tensor(self) -> Check:
+    def tensor(self) -> str:
         """Does live memory still hold what the last sync committed?"""
         if not self.link.version:
-            return Check(
-                "tensor",
-                "skipped",
-                "nothing was synced yet: there is no commit to compare with",
-            )
+            raise Skipped("nothing was synced yet: there is no commit to compare with")
         report = self.link.verify(timeout=self.timeout)
         if report.differing:
             shown = names(report.differing)
             self._read_values(report.differing)
             text = f"{len(report.differing)} of {len(report.digests)} digests differ from the last commit: {shown}"
+            self.facts = {"differing": list(report.differing)}
             raise Found(
-                Check(
-                    "tensor",
-                    "cause",
-                    text + self._largest_change(),
-                    {"differing": list(report.differing)},
-                ),
+                text + self._largest_change(),
                 f"the engine's memory changed after version {self.link.version} was verified: {shown}",
                 "link.sync(params) writes it again; if it recurs, something else writes there",
             )
@@ -398,37 +462,27 @@ class _Search:
             if partly
             else ""
         )
-        text = f"all {len(report.digests)} digests of live memory are those of version {report.version}{note}"
-        return Check("tensor", "ok", text, {"digests": len(report.digests)})
+        self.facts = {"digests": len(report.digests)}
+        return f"all {len(report.digests)} digests of live memory are those of version {report.version}{note}"
 
-    def version(self) -> Check:
+    def version(self) -> str:
         """Is it the version that the trainer holds?"""
         mine = self.link.version
         found = {r["replica"]: int(r["version"]) for r in self.status["replicas"]}
         behind = [f"{name} holds {v}" for name, v in found.items() if v != mine]
         if behind:
             text = f"the link's last version is {mine}, but {names(behind)}"
-            raise Found(
-                Check("version", "cause", text, found),
-                f"stale version: {text}",
-                "link.sync(params)",
-            )
+            self.facts = found
+            raise Found(text, f"stale version: {text}", "link.sync(params)")
         if self.given is not None and (
             old := sorted(set(self.given.versions.tolist()) - {mine})
         ):
             text = f"tokens of this sample were made by version {names(old)}; the engine holds {mine} now"
             remedy = "compare it with the parameters of that version, or generate again"
-            raise Found(
-                Check("version", "cause", text, {"sample": old, "engine": mine}),
-                f"stale version: {text}",
-                remedy,
-            )
+            self.facts = {"sample": old, "engine": mine}
+            raise Found(text, f"stale version: {text}", remedy)
         if self.params is None:
-            return Check(
-                "version",
-                "ok",
-                f"every replica holds version {mine}; no trainer was given to compare with",
-            )
+            return f"every replica holds version {mine}; no trainer was given to compare with"
         report = self.link.verify(self.params, timeout=self.timeout)
         read = {f"{name} (rank {rank})" for name, rank in report.digests}
         differing = [
@@ -441,33 +495,25 @@ class _Search:
                 raise self._wrong_rule(wrong, None)
             self._read_values(differing)
             text = f"{len(differing)} of {len(report.digests)} digests differ from the trainer's parameters now"
-            facts = {"engine": mine, "differing": differing}
-            check = Check(
-                "version",
-                "cause",
-                f"{text}: {names(differing)}{self._largest_change()}",
-                facts,
-            )
-            raise Found(
-                check, f"stale version: {self._why_old()}", "link.sync(policy.params)"
-            )
+            self.facts = {"engine": mine, "differing": differing}
+            raise self._stale(f"{text}: {names(differing)}{self._largest_change()}")
         # packed by the engine before the first sync: only its log-probabilities can be compared
         if unread:
             return self._unread(unread)
-        text = f"every replica holds version {mine}, bit for bit what the rules make of the trainer's parameters"
-        return Check("version", "ok", text)
+        return f"every replica holds version {mine}, bit for bit what the rules make of the trainer's parameters"
 
-    def _why_old(self) -> str:
+    def _stale(self, evidence: str) -> Found:
+        why = "nothing was ever synced: the engine holds what it loaded itself"
         if self.link.version:
-            return (
+            why = (
                 f"the trainer has moved on since version {self.link.version} was synced"
             )
-        return "nothing was ever synced: the engine holds what it loaded itself"
+        return Found(evidence, f"stale version: {why}", "link.sync(policy.params)")
 
-    def _unread(self, count: int) -> Check:
+    def _unread(self, count: int) -> str:
         text = f"{count} parameters were packed before a first sync and can't be read"
         if self.policy is None:
-            return Check("version", "skipped", f"{text}; sync once, then bisect again")
+            raise Skipped(f"{text}; sync once, then bisect again")
         self._take(
             self._draw(skip_reading_prefix_cache=True)
             if self.given is None
@@ -477,18 +523,11 @@ class _Search:
         self.trainer = self._by_trainer(self.policy, self.params)
         gap = largest(self.engine, self.trainer)
         if gap <= self.tolerance:
-            return Check(
-                "version",
-                "ok",
-                f"{text}, but the engine's numbers are the trainer's, to {gap:.2g} nats",
+            return (
+                f"{text}, but the engine's numbers are the trainer's, to {gap:.2g} nats"
             )
-        check = Check(
-            "version",
-            "cause",
-            f"{text}; the engine's numbers are {gap:.2g} nats from the trainer's",
-        )
-        raise Found(
-            check, f"stale version: {self._why_old()}", "link.sync(policy.params)"
+        raise self._stale(
+            f"{text}; the engine's numbers are {gap:.2g} nats from the trainer's"
         )
 
     def _read_values(self, differing: Any) -> None:
@@ -522,28 +561,26 @@ class _Search:
     def _beyond(self, gap: float) -> bool:
         return gap > max(self.tolerance, NOISE_FACTOR * self.noise)
 
-    def prefix_cache(self) -> Check:
+    def prefix_cache(self) -> str:
         """Draw the same prompt with and without the cache; scoring never reads it."""
         cached = self._draw()  # first: the uncached draw would overwrite stale entries
         fresh = self._draw(skip_reading_prefix_cache=True)
         self.noise = self._own_gap(fresh)
         self._take(fresh if self.given is None else self.given)
         if not self.pool.facts(self.timeout).prefix_caching:
-            return Check("prefix cache", "ok", "this engine has no prefix cache")
+            return "this engine has no prefix cache"
         gap = self._own_gap(cached)
         numbers = f"{gap:.2g} nats with the cache, {self.noise:.2g} without"
-        facts = {"with_cache": gap, "without": self.noise}
+        self.facts = {"with_cache": gap, "without": self.noise}
         if self._beyond(gap):
             raise Found(
-                Check(
-                    "prefix cache", "cause", f"drawn against scored: {numbers}", facts
-                ),
+                f"drawn against scored: {numbers}",
                 f"stale prefix cache: the KV of this prompt was computed by other weights ({numbers})",
                 "pool.pause(clear_cache=True); pool.resume() clears it; every jvlab sync does that by itself",
             )
-        return Check("prefix cache", "ok", f"drawn against scored: {numbers}", facts)
+        return f"drawn against scored: {numbers}"
 
-    def sampler(self) -> Check:
+    def sampler(self) -> str:
         """Are the engine's log-probabilities those before temperature, filters and penalties?"""
         mode = self.pool.facts(self.timeout).logprobs_mode
         odd = {
@@ -555,76 +592,50 @@ class _Search:
             return self._sampler_of_sample()
         written = ", ".join(f"{k}={v!r}" for k, v in odd.items())
         gap = self._own_gap(self._draw(**odd))
+        text = f"with {written}: {gap:.2g} nats from the model's own ({mode})"
         if not self._beyond(gap):
-            return Check(
-                "sampler",
-                "ok",
-                f"with {written}: {gap:.2g} nats from the model's own ({mode})",
-                {"gap": gap},
-            )
-        alone = (
-            {
-                k: self._own_gap(self._draw(**{k: v}))
-                for k, v in odd.items()
-                if k in NEUTRAL
-            }
-            if len(odd) > 1
-            else {}
-        )
+            self.facts = {"gap": gap}
+            return text
+        alone = {
+            k: self._own_gap(self._draw(**{k: v}))
+            for k, v in odd.items()
+            if k in NEUTRAL and len(odd) > 1
+        }
         responsible = [k for k, g in alone.items() if self._beyond(g)] or list(odd)
         shown = ", ".join(f"{k}={odd[k]!r}" for k in responsible)
-        each = (
-            "; alone: " + ", ".join(f"{k} {g:.2g}" for k, g in alone.items())
-            if alone
-            else ""
-        )
+        if alone:
+            text += "; alone: " + ", ".join(f"{k} {g:.2g}" for k, g in alone.items())
         remedy = 'launch with engine={"logprobs_mode": "raw_logprobs"}, or roll out without them'
         if responsible == ["temperature"]:
             remedy = f"policy.logprobs(params, tokens, lengths, temperature={odd['temperature']!r}) computes the same"
+        self.facts = alone
         raise Found(
-            Check(
-                "sampler",
-                "cause",
-                f"with {written}: {gap:.2g} nats from the model's own ({mode}){each}",
-                alone,
-            ),
+            text,
             f"sampler settings: the engine's log-probabilities are those after {shown}, the trainer's those before",
             remedy,
         )
 
-    def _sampler_of_sample(self) -> Check:
+    def _sampler_of_sample(self) -> str:
         if self.given is None or not len(self.given.token_ids):
-            return Check(
-                "sampler",
-                "skipped",
-                "no settings to try: pass those of your rollouts, e.g. temperature=0.7",
+            raise Skipped(
+                "no settings to try: pass those of your rollouts, e.g. temperature=0.7"
             )
         gap = self._own_gap(self.given)
         if self._beyond(gap):
             raise Found(
-                Check(
-                    "sampler",
-                    "cause",
-                    f"the sample's log-probabilities are {gap:.2g} nats from the model's own",
-                ),
+                f"the sample's log-probabilities are {gap:.2g} nats from the model's own",
                 "sampler settings: this sample's log-probabilities are not the model's own for the same tokens",
                 "pass the settings it was drawn with, e.g. link.bisect(sample, policy, temperature=0.7): it names them",
             )
-        return Check(
-            "sampler",
-            "ok",
-            f"the sample's log-probabilities are the model's own, to {gap:.2g} nats",
-        )
+        return f"the sample's log-probabilities are the model's own, to {gap:.2g} nats"
 
     # Engine against trainer: a wrong rule, rounding, or a different model -----------------------------------------
 
-    def rule(self) -> Check:
+    def rule(self) -> str:
         """Does an alternative rule explain the gap? The bits arrived, but may be in the wrong place."""
         gap = self._gap()
         if gap is not None and gap <= self.tolerance and self.link.version:
-            return Check(
-                "rule", "ok", f"{gap:.2g} nats apart: there is nothing to explain"
-            )
+            return f"{gap:.2g} nats apart: there is nothing to explain"
         if (wrong := self._by_value()) is not None:
             left = (
                 self._by_function().gap(wrong.alternative)
@@ -633,39 +644,26 @@ class _Search:
             )
             raise self._wrong_rule(replace(wrong, gap=left), gap)
         if gap is None:
-            return Check(
-                "rule",
-                "skipped",
-                f"no jv.Policy to compute with; by value: {self._seen}",
-            )
+            raise Skipped(f"no jv.Policy to compute with; by value: {self._seen}")
         if gap <= self._rounding_gap():
-            return Check(
-                "rule",
-                "ok",
-                f"{gap:.2g} nats apart, which rounding explains; by value: {self._seen}",
+            return (
+                f"{gap:.2g} nats apart, which rounding explains; by value: {self._seen}"
             )
         if not self._suspects:
-            return Check(
-                "rule",
-                "ok",
-                "the shapes allow no alternative, or the link has no rules",
-            )
+            return "the shapes allow no alternative, or the link has no rules"
         search = self._by_function()
         if not search.replaceable:
-            return Check(
-                "rule",
-                "skipped",
-                "the leaves of these parameters can't be replaced: not a JAX pytree",
+            raise Skipped(
+                "the leaves of these parameters can't be replaced: not a JAX pytree"
             )
         wrong = search.search(self._suspects)
         if wrong is not None:
             raise self._wrong_rule(wrong, gap)
         some = " (all there was time for)" if search.out_of_time else ""
         self._tried = f", and none of {search.tried} alternative rules{some} helps"
+        self.facts = {"tried": search.tried}
         text = f"{search.tried} alternative rules tried{some}: under none do trainer and engine agree"
-        return Check(
-            "rule", "ok", f"{text}; by value: {self._seen}", {"tried": search.tried}
-        )
+        return f"{text}; by value: {self._seen}"
 
     def _by_function(self) -> ByFunction:
         assert self.engine is not None
@@ -675,7 +673,7 @@ class _Search:
             self.tokens,
             self.engine,
             self._rounding_gap(),
-            SEARCH_SHARE * self.timeout.left(),
+            Deadline(SEARCH_SHARE * self.timeout.left()),
             self._states,
         )
 
@@ -701,47 +699,41 @@ class _Search:
             )
         return ROUNDING_FACTOR * self._rounding + self.tolerance
 
-    def dtype(self) -> Check:
+    def dtype(self) -> str:
         """Does rounding explain the gap?"""
         gap = self._gap()
         if gap is None:
-            return Check(
-                "dtype",
-                "skipped",
-                "no jv.Policy to compute with: pass link.bisect(prompt, policy)",
+            raise Skipped(
+                "no jv.Policy to compute with: pass link.bisect(prompt, policy)"
             )
         engine = str(self.status["dtype"])
         trainer = self.policy.compute_dtype
-        facts: dict[str, Any] = {"gap": gap, "engine": engine, "trainer": trainer}
+        self.facts = {"gap": gap, "engine": engine, "trainer": trainer}
         text = f"{gap:.2g} nats between the engine in {engine} and the trainer in {trainer}"
         if gap <= self.tolerance:
-            return Check("dtype", "ok", text, facts)
+            return text
         if engine == trainer:
-            return Check("dtype", "ok", f"{text}: not a matter of dtype", facts)
+            return f"{text}: not a matter of dtype"
         explained = self._rounding_gap()
-        facts["rounding"] = self._rounding
+        self.facts["rounding"] = self._rounding
         text += (
             f"; the trainer itself computing in {engine} moves by {self._rounding:.2g}"
         )
         if gap > explained:
-            return Check("dtype", "ok", f"{text}: too little to explain it", facts)
+            return f"{text}: too little to explain it"
         raise Found(
-            Check("dtype", "cause", text, facts),
+            text,
             f"dtype: the engine computes in {engine}, the trainer in {trainer}, and rounding explains the gap",
             f'launch with engine={{"dtype": "{trainer}"}}, or correct for it (importance ratios) in the loss',
         )
 
-    def model(self) -> Check:
+    def model(self) -> str:
         """Neither weights, rules nor dtype explain the gap: the two models compute differently."""
         if self.engine is None or self.trainer is None:
-            return Check(
-                "model",
-                "skipped",
-                "the engine's numbers were not compared with a trainer's",
-            )
+            raise Skipped("the engine's numbers were not compared with a trainer's")
         gap = largest(self.engine, self.trainer)
         if gap <= self.tolerance:
-            return Check("model", "ok", f"the two compute the same, to {gap:.2g} nats")
+            return f"the two compute the same, to {gap:.2g} nats"
         apart = np.abs(self.engine - self.trainer)
         first = int(np.argmax(np.nan_to_num(apart) > self.tolerance))
         where = (
@@ -749,35 +741,26 @@ class _Search:
             if first == 1
             else f"from position {first} on, not before: attention or positions (RoPE), or the context"
         )
-        layers, facts = self._layers()
-        part = (
-            f"starting in layer {facts['layer']}" if facts else where.partition(":")[0]
-        )
-        verdict = f"what was sent has arrived{self._tried}: engine and trainer compute differently, {part}"
+        self.facts = {"first": first}
+        layers = self._layers()
+        part = where.partition(":")[0]
+        if "layer" in self.facts:
+            part = f"starting in layer {self.facts['layer']}"
         raise Found(
-            Check(
-                "model",
-                "cause",
-                f"{gap:.2g} nats, {where}; {layers}",
-                {"first": first, **facts},
-            ),
-            verdict,
+            f"{gap:.2g} nats, {where}; {layers}",
+            f"what was sent has arrived{self._tried}: engine and trainer compute differently, {part}",
             "compare config.json of both sides: rope_theta, rms_norm_eps, sliding_window, tied embeddings",
         )
 
-    def _layers(self) -> tuple[str, dict[str, Any]]:
-        """The first layer that differs, if hidden states are available."""
+    def _layers(self) -> str:
+        """Where the two diverge, if hidden states are available."""
         states = self._states()
         if states is None:
-            return f"no layer is named: {self._no_states}", {}
-        found = compare_layers(
-            states,
-            np.asarray(self.policy.hidden(self.params, self.tokens[None, :]))[:, 0],
-        )
-        return f"layer by layer: {found}", {
-            "layer": found.layer,
-            "apart": list(found.apart),
-        }
+            return f"no layer is named: {self._no_states}"
+        mine = np.asarray(self.policy.hidden(self.params, self.tokens[None, :]))[:, 0]
+        found = compare_layers(states, mine)
+        self.facts |= {"layer": found.layer, "apart": list(found.apart)}
+        return f"layer by layer: {found}"
 
     def _states(self) -> np.ndarray | None:
         """The engine's hidden states; None if they are unavailable (`_no_states` says why)."""
@@ -788,13 +771,17 @@ class _Search:
             return None
 
 
+def _tokens(sample: Sample) -> np.ndarray:
+    """Prompt and completion."""
+    tokens = np.concatenate([sample.prompt_token_ids, sample.token_ids])
+    return tokens.astype(np.int32)
+
+
 def _rounded(policy: Any, params: Any, dtype: str) -> tuple[Any, Any]:
     """The same policy and parameters in another dtype."""
-    import dataclasses
-
     import jax
 
-    other = policy._like(params, dataclasses.replace(policy.runtime, dtype=dtype))
+    other = policy._like(params, replace(policy.runtime, dtype=dtype))
     return other, jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 

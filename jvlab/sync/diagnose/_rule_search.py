@@ -8,30 +8,37 @@ those reproduces the engine's log-probabilities. Nothing in the engine is change
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jvlab._deadline import Deadline
+from jvlab.layout._checkpoint import CheckpointValues
+from jvlab.layout._tree import flatten
 from jvlab.layout.rules._alternatives import (
     Alternative,
     Match,
     joint,
     match,
-    reread,
     together,
 )
 from jvlab.layout.rules._roles import templates
-from jvlab.sync.diagnose._bisection import largest
+from jvlab.sync._value_samples import read_by
+
+if TYPE_CHECKING:
+    from jvlab.sync._link import Link
 
 ROUNDS = 4  # greedy search: wrong rules of different kinds, found one after the other
 BETTER = 0.98  # each step must reduce the remaining distance at least by this factor
 CLEAR = 3.0  # an alternative explains a gap if it reduces it by this factor
 BEAM = 4  # partial solutions kept per round: the best one need not lead to a full one
 SMALL = 1 << 26  # models with up to this many elements are compared in every layer
-CACHE_BYTES = 1 << 30  # checkpoint tensors cached while alternatives are compared
+
+
+# how far it is from the engine, with which alternatives
+Step = tuple[float, tuple[Alternative, ...]]
 
 
 @dataclass(frozen=True)
@@ -56,40 +63,14 @@ class WrongRule:
         }
 
 
+def largest(one: np.ndarray, other: np.ndarray) -> float:
+    """The largest difference, ignoring NaN."""
+    both = np.abs(np.asarray(one, np.float64) - np.asarray(other, np.float64))
+    known = both[~np.isnan(both)]
+    return float(known.max()) if known.size else 0.0
+
+
 # By value -----------------------------------------------------------------------------------------------------------
-
-
-class SomeTensors(Mapping[str, np.ndarray]):
-    """A large checkpoint's tensors of a few layers and experts only; values are cached between comparisons."""
-
-    def __init__(
-        self, values: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]
-    ) -> None:
-        small = sum(math.prod(shape) for shape in shapes.values()) <= SMALL
-        self._values = values
-        self._names = set(shapes if small else _few(shapes)) & set(values)
-        self._kept: dict[str, np.ndarray] = {}
-        self._bytes = 0
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        if name not in self._kept:
-            if name not in self._names:
-                raise KeyError(name)
-            if self._bytes > CACHE_BYTES:
-                self._kept = {}
-                self._bytes = 0
-            self._kept[name] = self._values[name]
-            self._bytes += self._kept[name].nbytes
-        return self._kept[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def _few(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
@@ -104,16 +85,18 @@ def _few(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
                 yield name
 
 
-def checkpoint_of(link: Any) -> Mapping[str, np.ndarray] | None:
-    """The weights in the folder of the engine's model; None if there are none."""
-    from jvlab.layout._checkpoint import CheckpointValues
+def checkpoint_of(link: Link) -> dict[str, np.ndarray] | None:
+    """The weights in the folder of the engine's model, unread as yet; None if there are none.
 
-    model = getattr(link.pool, "model", None)
-    origin = link.mapping._origin
-    values = CheckpointValues.of(model) if model is not None else None
-    if values is None or origin is None:
+    Of a large model only those of a few layers and experts.
+    """
+    values = CheckpointValues.of(link.pool.model)
+    if values is None or not link.mapping.editable:
         return None
-    return SomeTensors(values, {t.name: tuple(t.shape) for t in origin.tensors})
+    shapes = {t.name: tuple(t.shape) for t in link.mapping.tensors}
+    small = sum(map(math.prod, shapes.values())) <= SMALL
+    names = shapes.keys() if small else set(_few(shapes))
+    return {name: values.stored(name) for name in names & values.keys()}
 
 
 def by_value(
@@ -154,34 +137,26 @@ def by_value(
 # By function --------------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class ByFunction:
     """Finds the alternative under which the trainer reproduces the engine's log-probabilities."""
 
-    def __init__(
-        self,
-        policy: Any,
-        params: Any,
-        tokens: np.ndarray,
-        engine: np.ndarray,
-        allowed: float,
-        seconds: float,
-        states: Callable[[], np.ndarray | None] = lambda: None,
-    ) -> None:
-        from jvlab.layout._tree import flatten
+    policy: Any
+    params: Any
+    tokens: np.ndarray
+    engine: np.ndarray
+    allowed: float
+    until: Deadline
+    states: Callable[[], np.ndarray | None] = lambda: None
+    tried: int = 0
+    # the engine's hidden states, if available; fetched when needed
+    _states: np.ndarray | None = None
 
-        self.policy = policy
-        self.params = params
-        self.tokens = tokens
-        self.engine = engine
-        self._until = time.monotonic() + seconds
-        self._fetch_states = states
-        # the engine's hidden states, if available; fetched when needed
-        self._states: np.ndarray | None = None
-        self._arrays = flatten(params).arrays
-        self.tried = 0
+    def __post_init__(self) -> None:
+        self._arrays = flatten(self.params).arrays
         # must explain most of the gap: with rounding allowed for, an irrelevant alternative might pass
-        gap = self.gap(None)
-        self.allowed = allowed if gap is None else min(allowed, gap / CLEAR)
+        if (gap := self.gap(None)) is not None:
+            self.allowed = min(self.allowed, gap / CLEAR)
 
     @property
     def replaceable(self) -> bool:
@@ -194,7 +169,7 @@ class ByFunction:
 
     @property
     def out_of_time(self) -> bool:
-        return time.monotonic() > self._until
+        return self.until.over
 
     def search(self, found: Sequence[Alternative]) -> WrongRule | None:
         """Try single alternatives, the same change in several rules, then different ones in combination."""
@@ -214,14 +189,12 @@ class ByFunction:
 
     def _beam_search(self, listed: Sequence[Alternative]) -> WrongRule | None:
         """Combine alternatives of several kinds, extending those that come closest to the engine."""
-        self._states = self._fetch_states()
+        self._states = self.states()
         measure = self.states_apart if self._states is not None else self.mean_gap
         left = measure(None)
-        beam: list[tuple[float, tuple[Alternative, ...]]] = (
-            [] if left is None else [(left, ())]
-        )
+        beam: list[Step] = [] if left is None else [(left, ())]
         for _ in range(ROUNDS):
-            steps: list[tuple[float, tuple[Alternative, ...]]] = []
+            steps: list[Step] = []
             for left, chosen in beam:
                 for a in listed:
                     both = together([*chosen, a])
@@ -254,11 +227,7 @@ class ByFunction:
     def _row(self, reading: Alternative | None) -> np.ndarray | None:
         """The trainer's log-probabilities under an alternative, of all tokens but the first."""
         found = self._run(self.policy.logprobs, reading)
-        if found is None:
-            return None
-        row = np.asarray(found, np.float32)[0].copy()
-        row[0] = np.nan
-        return row
+        return None if found is None else logprobs_of(found)
 
     def states_apart(self, reading: Alternative | None) -> float | None:
         """The difference of the hidden states after the first layer, where errors have not spread yet."""
@@ -281,25 +250,23 @@ class ByFunction:
             return None
         if reading is None:
             return compute(self.params, self.tokens[None, :])
-        import jax
-
         self.tried += 1
-        new = {
-            id(self._arrays[path]): value
-            for path, value in reread(reading, self._arrays).items()
-        }
-        like = lambda old, array: (
-            jax.device_put(array, old.sharding) if hasattr(old, "sharding") else array
-        )
-        put = lambda leaf: like(leaf, new[id(leaf)]) if id(leaf) in new else leaf
-        return compute(jax.tree.map(put, self.params), self.tokens[None, :])
+        tree = read_by(reading, self.params, self._arrays)
+        return compute(tree, self.tokens[None, :])
+
+
+def logprobs_of(scored: Any) -> np.ndarray:
+    """A trainer's log-probabilities of one row of tokens; of the first there is none."""
+    row = np.asarray(scored, np.float32)[0].copy()
+    row[0] = np.nan
+    return row
 
 
 def _nearest(
-    steps: Sequence[tuple[float, tuple[Alternative, ...]]],
-) -> list[tuple[float, tuple[Alternative, ...]]]:
+    steps: Sequence[Step],
+) -> list[Step]:
     """The `BEAM` nearest steps, without permutations of the same alternatives."""
-    seen: dict[frozenset[int], tuple[float, tuple[Alternative, ...]]] = {}
+    seen: dict[frozenset[int], Step] = {}
     for step in sorted(steps, key=lambda s: s[0]):
         seen.setdefault(frozenset(map(id, step[1])), step)
     return list(seen.values())[:BEAM]

@@ -20,10 +20,9 @@ from jvlab.views._mapping_view import (
 from jvlab.views.panels._live import Panel, open_panels
 
 if TYPE_CHECKING:
+    from jvlab.sync._compile_tree import Coverage, MappingRow
     from jvlab.sync._mapping import Mapping
-    from jvlab.sync._mapping_row import MappingRow
     from jvlab.sync._meaning import Meaning
-    from jvlab.sync._rebind import Coverage
 
 HEAD = 64  # rows that fill the first screen
 HOW = "Click a row to see its rule, axes, shardings and values."

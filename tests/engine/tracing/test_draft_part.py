@@ -19,7 +19,7 @@ from jvlab.engine.tracing._vllm_model import DraftWeights
 from jvlab.layout._layout_codec import layout_from_plain
 from jvlab.layout._types import CheckpointTensor, RankLayout
 from jvlab.sync._compile_tree import compile_tree
-from jvlab.sync._connect import taken
+from jvlab.sync._connections import taken
 from jvlab.sync._mapping import Mapping
 
 pytestmark = pytest.mark.vllm

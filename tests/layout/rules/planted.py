@@ -9,7 +9,7 @@ import pytest
 
 from jvlab.layout.rules._ruleset import Rules, stacked
 from jvlab.layout.rules._syntax import rule_text
-from jvlab.sync._rebind import changed_rules
+from jvlab.sync._compile_tree import changed_rules
 
 # Shapes chosen so that as little as possible is settled by them: q, k, v and o are square and of one shape, with as
 # many heads as numbers in a head (where an engine runs that).

@@ -13,11 +13,16 @@ from safetensors.numpy import save_file
 import jvlab as jv
 from jvlab._errors import ConfigError, CoverageError
 from jvlab.layout._tree import LeafShape
-from jvlab.layout._types import CheckpointTensor
+from jvlab.layout._types import Binding, CheckpointTensor
 from jvlab.layout.rules._rules import apply_binding, invert_binding
 from jvlab.layout.rules._ruleset import Rules
-from jvlab.sync._compile_tree import bind, bind_rules, shapes_for
+from jvlab.sync._compile_tree import bind_rules, shapes_for
 from tests.layout.rules.families import checkpoint_of, config_of, shapes
+
+
+def bind(*given: Any) -> list[Binding]:
+    return bind_rules(*given)[1]
+
 
 D, N, K, H, F, V, L, E, M = 24, 4, 2, 8, 40, 50, 3, 5, 10  # as in families.py
 Tree = dict[str, tuple[int, ...]]

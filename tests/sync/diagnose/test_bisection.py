@@ -12,8 +12,7 @@ import pytest
 import jvlab as jv
 from jvlab._errors import ConfigError, Unsupported
 from jvlab.sync._transaction import CheckReport, Outcome
-from jvlab.sync.diagnose._bisect import CAUSES, bisect, compare_layers
-from jvlab.sync.diagnose._bisection import Check
+from jvlab.sync.diagnose._bisect import CAUSES, Check, bisect, compare_layers
 
 IDS = np.array([5, 6, 7, 8], np.int32)
 
@@ -110,6 +109,7 @@ class FakeLink:
         self.spoilt: tuple[str, ...] = ()
         self.moved: tuple[str, ...] = ()
         self.mapping = SimpleNamespace(summary=lambda: {"staged": 0}, _origin=None)
+        self.meaning = SimpleNamespace(state="checked", why="")
 
     def verify(self, params: Any = None, timeout: float = 0.0) -> CheckReport:
         differing = self.spoilt if params is None else (*self.spoilt, *self.moved)
@@ -263,7 +263,7 @@ def test_a_wrong_rule_in_words_and_html_meaning():
     assert "a -&gt; b : x y -&gt; y x" in page
     assert json.loads(json.dumps(found.to_dict()))["rules"] == rules.to_text()
     link = link_with(flags={"dirty": True})
-    link.meaning = SimpleNamespace(state="failed", why="3 nats apart")  # type: ignore[attr-defined]
+    link.meaning = SimpleNamespace(state="failed", why="3 nats apart")
     dirty = ask(link)
     assert dirty.cause == "rule"
     assert "3 nats apart" in dirty.verdict

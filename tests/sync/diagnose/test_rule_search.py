@@ -9,19 +9,18 @@ import numpy as np
 import pytest
 
 import jvlab as jv
+from jvlab._deadline import Deadline
 from jvlab.layout._checkpoint import checkpoint_tensors, read_config
 from jvlab.layout._tree import flatten
 from jvlab.layout.rules._alternatives import alternatives
 from jvlab.layout.rules._builtin import policy_rules
 from jvlab.layout.rules._rules import apply_binding, invert_binding
 from jvlab.layout.rules._ruleset import Rules
-from jvlab.sync._compile_tree import policy_shapes
-from jvlab.sync._rebind import changed_rules
-from jvlab.sync.diagnose._bisection import largest
+from jvlab.sync._compile_tree import changed_rules, policy_shapes
 from jvlab.sync.diagnose._rule_search import (
     ByFunction,
-    SomeTensors,
     by_value,
+    largest,
     verdict_of,
 )
 from tests.fuzzing import soak_but
@@ -69,7 +68,13 @@ class World:
             np.asarray(self.policy.hidden(held, TOKENS[None]))[:, 0] if states else None
         )
         search = ByFunction(
-            self.policy, self.policy.params, TOKENS, numbers, 1e-3, seconds, seen
+            self.policy,
+            self.policy.params,
+            TOKENS,
+            numbers,
+            1e-3,
+            Deadline(seconds),
+            seen,
         )
         found = alternatives(wrong, self.shapes, self.tensors, self.config)
         return search.search(found), largest(numbers, self.trainer)
@@ -143,7 +148,7 @@ def test_meaning_right_or_out_of_time_names_nothing(world: World):
     numbers = np.asarray(other.logprobs(other.params, TOKENS[None]))[0].copy()
     numbers[0] = np.nan
     search = OutOfTimeAfter30(
-        world.policy, world.policy.params, TOKENS, numbers, 1e-3, 6.0
+        world.policy, world.policy.params, TOKENS, numbers, 1e-3, Deadline(6)
     )
     assert (
         search.search(
@@ -160,20 +165,19 @@ def test_meaning_of_several_wrong_rules_by_value(world: World):
     }
     for b in world.right.bind(world.shapes, world.tensors, world.config):
         apply_binding(b, np.asarray(world.arrays[b.leaf]), checkpoint[b.tensor])
-    some = SomeTensors(checkpoint, {t.name: tuple(t.shape) for t in world.tensors})
     for texts in SEVERAL.values():
         wrong = rules_with(world.right, *texts)
         found, _ = by_value(
             alternatives(wrong, world.shapes, world.tensors, world.config),
             world.arrays,
-            some,
+            checkpoint,
         )
         assert found is not None
         assert bound(world, found.alternative.apply(wrong)) == bound(world, world.right)
     right, seen = by_value(
         alternatives(world.right, world.shapes, world.tensors, world.config),
         world.arrays,
-        some,
+        checkpoint,
     )
     assert right is None
     assert "are related to" in seen

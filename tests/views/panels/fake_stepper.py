@@ -102,10 +102,11 @@ class FakeTransaction:
     def check_finite(self) -> None:
         """All is finite."""
 
-    def expected(self) -> list[pb.ReplicaDigests]:
+    def expected(self, only: set[str] | None = None) -> list[pb.ReplicaDigests]:
+        names = [n for n in self.names if only is None or n in only]
         return [
             pb.ReplicaDigests(
-                replica="p/0", parameters=list(self.names) * 2, ranks=[0, 1], values=[]
+                replica="p/0", parameters=names * 2, ranks=[0, 1], values=[]
             )
         ]
 
@@ -178,9 +179,10 @@ class FakeLink:
         transaction.log.append("abandon")
         transaction.abandoned.set()
 
-    def check_sent(self, transaction: FakeTransaction, names: set[str]) -> CheckReport:
+    def check(self, digests: list[pb.ReplicaDigests], deadline: Any) -> CheckReport:
+        names = {name for of in digests for name in of.parameters}
         self.checked.append(names)
-        bad = tuple(f"{n} (rank 0)" for n in transaction.wrong if n in names)
+        bad = tuple(f"{n} (rank 0)" for n in self.transaction.wrong if n in names)
         return CheckReport(
             6,
             (Outcome("p/0", "holds", 6, differing=bad),),

@@ -12,7 +12,7 @@ import pytest
 
 from jvlab._errors import ConfigError, CoverageError, RuleError
 from jvlab.layout.rules._ruleset import Rules
-from jvlab.sync._mapping_row import MappingRow
+from jvlab.sync._compile_tree import MappingRow
 from jvlab.sync._meaning import Meaning
 from jvlab.views._mapping_view import detail_html
 from jvlab.views.panels._inspector import InspectorPanel, table_bytes

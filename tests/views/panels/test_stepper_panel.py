@@ -65,7 +65,7 @@ def test_step_sends_one_tensor_and_shows_it_before_and_after(shown: Any):
     assert "1 of 7 tensors sent" in words_of(panel.head.value)
     panel.step.click()
     until(lambda: "read back" in panel.difference.value)
-    until(lambda: walked._next == 2)
+    until(lambda: walked.position == 2)
 
 
 def test_run_to_stops_in_front_of_the_match_and_run_commits(shown: Any):
@@ -118,7 +118,7 @@ def test_every_tensor_of_a_bucket_is_listed_and_can_be_stopped_at(shown: Any):
     walked.breakpoints.clear()
     panel.run_to.click()
     until(lambda: "done" in panel.message.value)
-    assert (walked.stopped_at, walked.upcoming, walked._next) == (
+    assert (walked.stopped_at, walked.upcoming, walked.position) == (
         "layers.1.mlp.weight",
     ) * 2 + (1,)
     assert shown.looked == ["layers.1.mlp.weight"], (
@@ -137,22 +137,22 @@ def test_every_tensor_of_a_bucket_is_listed_and_can_be_stopped_at(shown: Any):
 def test_pause_works_while_a_run_goes_on_and_nothing_runs_twice(shown: Any):
     walked, panel = shown(delay=0.05)
     panel.run.click()
-    until(lambda: walked.busy and walked._next >= 1)
+    until(lambda: walked.busy and walked.position >= 1)
     panel.refresh_now()
     assert panel.step.disabled
     assert not panel.pause.disabled
     panel.pause.click()
     until(lambda: not walked.busy)
-    stopped = walked._next
+    stopped = walked.position
     assert 1 <= stopped < len(NAMES)
     time.sleep(0.15)
-    assert walked._next == stopped
+    assert walked.position == stopped
     threads = [threading.Thread(target=walked.step) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(5)
-    assert walked._next == min(stopped + 3, len(NAMES))
+    assert walked.position == min(stopped + 3, len(NAMES))
     assert walked.link.transaction.most_inside == 1  # type: ignore[attr-defined]
 
 
