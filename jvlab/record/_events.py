@@ -21,7 +21,7 @@ import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 
@@ -270,6 +270,11 @@ class StepEvent(Event):
             self.version - v: n for v, n in sorted(self.versions.items(), reverse=True)
         }
 
+    @property
+    def mean_staleness(self) -> float:
+        """Of its tokens; NaN without any."""
+        return mean_of(self.staleness)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SyncEvent(Event):
@@ -362,6 +367,24 @@ KINDS: dict[str, type[Event]] = {
         FaultEvent,
     )
 }
+
+
+E = TypeVar("E", bound=Event)
+
+
+def only(events: Iterable[Event], *kinds: type[E]) -> list[E]:
+    """The events of these kinds."""
+    return [event for event in events if isinstance(event, kinds)]
+
+
+def run_name(events: Iterable[Event]) -> str:
+    return next((e.run for e in only(events, RunStart) if e.run), "run")
+
+
+def mean_of(histogram: Mapping[int, int]) -> float:
+    """The mean of values by how often they occur; NaN without any."""
+    total = sum(histogram.values())
+    return sum(v * n for v, n in histogram.items()) / total if total else NAN
 
 
 def event_from_json(fields: Mapping[str, Any]) -> Event:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import threading
@@ -422,17 +423,18 @@ class Record:
 
     def to_perfetto(self, path: str | os.PathLike[str]) -> str:
         """Write the timeline as Chrome trace JSON, for ui.perfetto.dev or chrome://tracing, and return its path."""
-        return _export.write(self._read(), path)
+        target = _export.to_be_written(path)
+        trace = json.dumps(_export.trace(self._read()), allow_nan=False)
+        target.write_text(trace, encoding="utf-8")
+        return str(target)
 
     def to_tensorboard(self, folder: str | os.PathLike[str]) -> str:
         """Write the steps as TensorBoard scalars and return the folder; needs tensorboardX or torch and tensorboard."""
-        sink = _export.TensorBoardSink(folder)
-        _feed(sink, self._read(), self.started)
-        return str(folder)
+        return _export.to_tensorboard(self._read(), self.started, folder)
 
     def to_wandb(self, **init: Any) -> None:
         """Log the steps to Weights & Biases; `init` goes to wandb.init."""
-        _feed(_export.WandbSink(**init), self._read(), self.started)
+        _export.to_wandb(self._read(), self.started, **init)
 
     def __repr__(self) -> str:
         return _line(self.summary())
@@ -454,14 +456,6 @@ class Record:
             or "none",
         }
         return _faces.draw(self, "html", _line(s), shown)
-
-
-def _feed(sink: Any, events: Iterable[Event], started: float) -> None:
-    try:
-        for event in events:
-            sink(event, wall=started + event.stop)
-    finally:
-        sink.close()
 
 
 def _text(value: float) -> str:
