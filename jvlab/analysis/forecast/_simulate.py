@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from jvlab._errors import MissingDependency
 from jvlab.analysis.forecast._setting import Claim, Setting, StepCosts, speeds
 from jvlab.record._metrics import split_time
 from jvlab.trainer._batching import PROBE_SAMPLES
@@ -210,12 +209,8 @@ class _Loop:
         shape: BatchShape,
         steps: int,
     ) -> None:
-        try:
-            import simpy
-        except ImportError as error:
-            raise MissingDependency(
-                "a forecast's simulation needs simpy", remedy="pip install simpy"
-            ) from error
+        import simpy
+
         self.env: Any = simpy.Environment()
         self.setting = setting
         self.rates = rates
