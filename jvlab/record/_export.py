@@ -489,6 +489,19 @@ def to_csv(columns: Columns, path: str | os.PathLike[str]) -> str:
     return str(target)
 
 
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
+    """The lines of a table of texts; its columns are aligned at the right, or at the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if number in left else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
 def to_be_written(path: str | os.PathLike[str]) -> Path:
     """The path, in a folder that exists."""
     target = Path(path)

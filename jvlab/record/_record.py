@@ -84,13 +84,7 @@ class Comparison:
         return numbers + settings
 
     def __repr__(self) -> str:
-        rows = [("", *self.names), *self.rows()]
-        widths = [max(len(row[c]) for row in rows) for c in range(3)]
-        lines = [
-            f"{a.ljust(widths[0])}  {b.rjust(widths[1])}  {c.rjust(widths[2])}".rstrip()
-            for a, b, c in rows
-        ]
-        return "\n".join(lines)
+        return "\n".join(_export.aligned([("", *self.names), *self.rows()], left=(0,)))
 
     def _repr_html_(self) -> str:
         return _faces.draw(self, "html")

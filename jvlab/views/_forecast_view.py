@@ -7,6 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from jvlab._units import human_seconds
+from jvlab.record._export import aligned
 from jvlab.views._figures import Plot, Series, draw, dress, new_figure
 from jvlab.views._palette import NEUTRAL
 from jvlab.views._palette import PHASES as PHASE_COLOURS
@@ -78,11 +79,7 @@ def _table(rows: Iterable[Any]) -> tuple[tuple[str, ...], list[list[str]]]:
 def table_text(rows: Any) -> str:
     """Forecasts as aligned text."""
     heads, cells = _table(rows)
-    widths = [max(len(line[i]) for line in (heads, *cells)) for i in range(len(heads))]
-    lines = [
-        "  ".join(word.rjust(width) for word, width in zip(line, widths, strict=True))
-        for line in (heads, *cells)
-    ]
+    lines = aligned([heads, *cells])
     return "\n".join([rows.title, *lines] if rows.title else lines)
 
 
