@@ -27,6 +27,7 @@ from jvlab.record._events import (
     StepEvent,
     event_from_json,
     noted,
+    only,
 )
 from jvlab.record._log import EVENTS, SAMPLES, LogReader, is_locked
 from jvlab.record._samples import SampleRecord, batch_of, current, sample_from_json
@@ -105,9 +106,7 @@ def compare(one: Record, other: Record) -> Comparison:
         row: _pair(float(s[key]) for s in summaries) for row, key in _SUMMARY.items()
     }
     numbers["faults"] = _pair(float(sum(s["faults"].values())) for s in summaries)
-    starts = [
-        next((e for e in r.events() if isinstance(e, RunStart)), None) for r in pair
-    ]
+    starts = [next((e for e in only(r.events(), RunStart)), None) for r in pair]
     configs = [dict(s.config) if s is not None else {} for s in starts]
     keys = dict.fromkeys([*configs[0], *configs[1]])
     differ = {
@@ -291,7 +290,7 @@ class Record:
         """The kept samples one by one, so that they need not fit in memory. After a resume: see `samples`."""
         if self.folder is None:
             return
-        resumed = [e.resumed for e in self._read() if isinstance(e, RunStart)]
+        resumed = [e.resumed for e in only(self._read(), RunStart)]
         yield from (
             self._all_samples()
             if len(resumed) < 2
@@ -355,7 +354,7 @@ class Record:
     @property
     def started(self) -> float:
         """Unix time of the first start; NaN if the record does not say."""
-        return next((e.wall for e in self._read() if isinstance(e, RunStart)), NAN)
+        return next((e.wall for e in only(self._read(), RunStart)), NAN)
 
     def follow(
         self, *, poll: float = 0.2, timeout: float | None = None

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jvlab._units import human_seconds
-from jvlab.record._events import Event, PauseEvent, StepEvent
+from jvlab.record._events import Event, PauseEvent, StepEvent, only
 from jvlab.record._metrics import union
 from jvlab.views._style import BAD, FAINT, LINE
 
@@ -107,7 +107,7 @@ def folds_of(events: Sequence[Event], window: tuple[float, float]) -> Folds:
         if not isinstance(e, PauseEvent) and e.stop > low and e.start < high
     ]
     busy = union(work)
-    ends = np.sort([e.stop for e in events if isinstance(e, StepEvent)])
+    ends = np.sort([e.stop for e in only(events, StepEvent)])
     step = float(np.median(np.diff(ends))) if len(ends) > 1 else AT_LEAST
     long = max(AT_LEAST, 2 * step)
     gaps = (

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jvlab._errors import ConfigError
-from jvlab.record._events import RunStart
+from jvlab.record._events import run_name
 from jvlab.record._record import Record
 from jvlab.record._run_status import COLUMNS, RunFeed, RunStatus, status_of
 from jvlab.views._run_view import charts, extremes_html, head_html, run_html
@@ -248,10 +248,7 @@ class RecordPanel(Dashboard):
 
     @property
     def name(self) -> str:
-        names = [
-            e.run for e in self.subject.events() if isinstance(e, RunStart) and e.run
-        ]
-        return names[-1] if names else "run"
+        return run_name(self.subject.events())
 
     @property
     def model(self) -> str:

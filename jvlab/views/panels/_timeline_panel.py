@@ -6,9 +6,8 @@ from html import escape
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jvlab._errors import ConfigError
-from jvlab.record._events import StepEvent
+from jvlab.record._events import StepEvent, only, run_name
 from jvlab.views._lanes_view import LaneData, lanes_svg
-from jvlab.views._record_plots import run_name
 from jvlab.views._style import BOX, FAINT
 from jvlab.views._timeline import STEPS, lane_data, timeline_figure, window_of
 from jvlab.views.panels._live import Panel, static_html
@@ -64,7 +63,7 @@ class Timeline:
     def __repr__(self) -> str:
         events = self.record.events()
         low, high = self.window
-        steps = sum(isinstance(e, StepEvent) for e in events)
+        steps = len(only(events, StepEvent))
         return f"Timeline({run_name(events)!r}, {steps} steps, showing {low:.1f} to {high:.1f} s)"
 
     def _repr_html_(self) -> str:
