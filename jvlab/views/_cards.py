@@ -6,7 +6,7 @@ import contextlib
 import platform
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +26,12 @@ from jvlab.views._style import (
     WAIT,
     bar,
     dot,
+    faint,
     headlines,
     hollow_dots,
     state_html,
     table,
+    unseen,
 )
 from jvlab.wire._pool_summary import (
     LEAVING,
@@ -112,9 +114,9 @@ class ProcessRows:
 
     def _replica(self, pool: Any, r: Any, local: bool) -> list[ProcessRow]:
         words, tone = replica_health(r, pool.sync)
-        local = (
-            local and r.pid > 0 and (not r.elsewhere or r.facts.host == platform.node())
-        )
+        here = not r.elsewhere or r.facts.host == platform.node()
+        local = local and r.pid > 0 and here
+        ready = r.stage == "ready"
         row = ProcessRow(
             kind="replica",
             name=r.replica,
@@ -124,17 +126,13 @@ class ProcessRows:
             pid=r.pid,
             device=pool.device,
             memory=self._memory(r.pid) if local else None,
+            version=int(r.stats.weight_version) if ready else None,
             dirty=r.dirty,
+            beat_age=r.beat_age if ready and r.beat_age >= 0 else None,
+            in_flight=r.routed if ready else None,
+            tokens_per_s=r.stats.tokens_per_s if ready else None,
             cause=r.cause,
         )
-        if r.stage == "ready":
-            row = replace(
-                row,
-                version=int(r.stats.weight_version),
-                beat_age=r.beat_age if r.beat_age >= 0 else None,
-                in_flight=r.routed,
-                tokens_per_s=r.stats.tokens_per_s,
-            )
         workers = self._descendants(r.pid) if local else []
         return [row, *(self._worker(pool, process) for process in workers)]
 
@@ -156,21 +154,18 @@ class ProcessRows:
         """vLLM's processes below a replica."""
         import psutil
 
-        scanned, found = self._workers.get(pid, (0.0, []))
-        if time.monotonic() - scanned > RESCAN_SECONDS or not scanned:
+        scanned, found = self._workers.get(pid, (-RESCAN_SECONDS, []))
+        if time.monotonic() - scanned > RESCAN_SECONDS:
             found = []
             with contextlib.suppress(psutil.Error):
                 for child in psutil.Process(pid).children(recursive=True):
                     with contextlib.suppress(psutil.Error):
                         # a forked one keeps its parent's name; multiprocessing's resource tracker holds nothing
-                        if child.name().startswith(
-                            (WORKER, "python")
-                        ) and TRACKER not in " ".join(child.cmdline()):
+                        own = child.name().startswith((WORKER, "python"))
+                        if own and TRACKER not in " ".join(child.cmdline()):
                             found.append(child)
-            self._workers = {
-                p: kept for p, kept in self._workers.items() if psutil.pid_exists(p)
-            }
-            self._workers[pid] = (time.monotonic(), found)
+            kept = {p: w for p, w in self._workers.items() if psutil.pid_exists(p)}
+            self._workers = {**kept, pid: (time.monotonic(), found)}
         return found
 
     def _memory(self, pid: int) -> int | None:
@@ -229,9 +224,7 @@ def session_html(session: Session) -> str:
                 _text(turn.text),
             ]
         )
-    hidden = (
-        f'<div style="color:{FAINT}">… {first} earlier turns</div>' if first else ""
-    )
+    hidden = unseen(first, "… {} earlier turns")
     return _card(
         repr(session), session.stats, hidden + table(HEADS, rows, numbers=(0, 1, 2, 3))
     )
@@ -255,10 +248,7 @@ def sessions_html(sessions: Sessions) -> str:
                 _text(s.turns[-1].text if s.turns else ""),
             ]
         )
-    rest = len(sessions) - len(rows)
-    more = (
-        f'<div style="color:{FAINT}">… {rest:,} more sessions</div>' if rest > 0 else ""
-    )
+    more = unseen(len(sessions) - len(rows), "… {:,} more sessions")
     heads = ("session", "turns", *HEADS[1:-1], "last text")
     return _card(
         repr(sessions), sessions.stats, table(heads, rows, numbers=(1, 2, 3, 4)) + more
@@ -270,7 +260,7 @@ def _card(title: str, stats: SessionStats, body: str) -> str:
         f"KV cache: {stats.cached_tokens:,} of {stats.prompt_tokens:,} prompt tokens not computed again "
         f"({stats.hit_rate:.0%}), about {stats.seconds_saved:.2g} s saved"
     )
-    words = f'<div style="color:{FAINT}">{escape(note)}</div>{bar(stats.hit_rate)}'
+    words = faint(escape(note)) + bar(stats.hit_rate)
     return f'<div style="{BOX}"><b>{escape(visible(title))}</b>{words}{body}</div>'
 
 
@@ -306,13 +296,9 @@ def report_html(report: DeterminismReport) -> str:
     sampling = ", ".join(f"{k}={v}" for k, v in report.sampling.items())
     note = f"on {report.device}, weight version {report.version}; {sampling}"
     causes = "".join(f"<li>{escape(cause)}</li>" for cause in report.causes)
-    why = (
-        f'<div style="color:{FAINT}">known causes:<ul>{causes}</ul></div>'
-        if causes
-        else ""
-    )
+    why = faint(f"known causes:<ul>{causes}</ul>" if causes else "")
     return (
-        f'<div style="{BOX}"><b>{escape(repr(report))}</b><div style="color:{FAINT}">{escape(note)}</div>'
+        f'<div style="{BOX}"><b>{escape(repr(report))}</b>{faint(escape(note))}'
         f"{table(heads, rows, numbers=(2, 3, 4, 5))}{why}</div>"
     )
 
@@ -359,15 +345,14 @@ def state_cell(replica: Any, sync: str = "") -> str:
 
 def pool_title(snapshot: Any, lost: bool = False) -> str:
     """The header of a pool: its worst state first, then what it is."""
-    where = f"TP {snapshot.tensor_parallel} on {escape(snapshot.device)}"
     words, found = pool_health(snapshot, lost)
-    open_sync = (
-        f" · sync {escape(stage_word(snapshot.sync))}"
-        if snapshot.sync not in ("", "idle")
-        else ""
+    facts = (
+        f"{model_name(snapshot)} · TP {snapshot.tensor_parallel} on {snapshot.device}"
     )
-    facts = f'<span style="color:{FAINT}">{escape(model_name(snapshot))} · {where}{open_sync}</span>'
-    return f"<b>{escape(snapshot.pool)}</b> {state_html(found, words)} {facts}"
+    if snapshot.sync not in ("", "idle"):
+        facts += f" · sync {stage_word(snapshot.sync)}"
+    shown = f'<span style="color:{FAINT}">{escape(facts)}</span>'
+    return f"<b>{escape(snapshot.pool)}</b> {state_html(found, words)} {shown}"
 
 
 def pool_headline(snapshot: Any) -> str:
@@ -376,21 +361,15 @@ def pool_headline(snapshot: Any) -> str:
     if snapshot.closed or not ready:
         return ""
     versions = sorted({r.stats.weight_version for r in ready})
+    differ = "" if len(versions) == 1 else "differ"
     all_of_them = sum(r.stage not in LEAVING for r in snapshot.replicas)
+    well = sum(is_well(r, snapshot.sync) for r in ready)
     return headlines(
         [
             (f"{sum(r.stats.tokens_per_s for r in ready):,.0f}", "", "tokens/s"),
             (f"{sum(r.routed for r in ready):,}", "", "requests in flight"),
-            (
-                " and ".join(map(str, versions)),
-                "" if len(versions) == 1 else "differ",
-                "weight version",
-            ),
-            (
-                str(sum(is_well(r, snapshot.sync) for r in ready)),
-                f"of {all_of_them}",
-                "replicas ready",
-            ),
+            (" and ".join(map(str, versions)), differ, "weight version"),
+            (str(well), f"of {all_of_them}", "replicas ready"),
         ]
     )
 
@@ -400,24 +379,17 @@ def pool_html(pool: Pool, lost: bool = False) -> str:
     snapshot = pool.snapshot
     rows = []
     # whatever it was when it was last seen
-    over = f"{dot(TONES['idle'])} {'gone' if lost else 'closed'}"
+    over = f"{dot(IDLE)} {'gone' if lost else 'closed'}"
     for r in snapshot.replicas:
-        ready = r.stage == "ready" and not snapshot.closed
-        rows.append(
-            [
-                escape(r.replica),
-                state_cell(r, snapshot.sync) if not snapshot.closed else over,
-                str(r.stats.weight_version) if ready else "–",
-                str(r.routed) if ready else "–",
-                f"{r.stats.tokens_per_s:.0f}" if ready else "–",
-                f'<span style="white-space:pre-wrap">{escape(r.cause[:300])}</span>',
-            ]
-        )
-    body = table(
-        ("replica", "state", "version", "in flight", "tokens/s", ""),
-        rows,
-        numbers=(2, 3, 4),
-    )
+        stats = ["–", "–", "–"]
+        if r.stage == "ready" and not snapshot.closed:
+            version = str(r.stats.weight_version)
+            stats = [version, str(r.routed), f"{r.stats.tokens_per_s:.0f}"]
+        state = over if snapshot.closed else state_cell(r, snapshot.sync)
+        cause = f'<span style="white-space:pre-wrap">{escape(r.cause[:300])}</span>'
+        rows.append([escape(r.replica), state, *stats, cause])
+    heads = ("replica", "state", "version", "in flight", "tokens/s", "")
+    body = table(heads, rows, numbers=(2, 3, 4))
     # nothing of a closed pool is alive
     body = hollow_dots(body) if snapshot.closed else body
     return f'<div style="{BOX};margin:2px 0">{pool_title(snapshot, lost)}{pool_headline(snapshot)}{body}</div>'
@@ -435,10 +407,8 @@ def lab_state(snapshots: list[Any]) -> str:
 
 def lab_html(lab: Lab) -> str:
     pools = list(lab.known_pools.values())
-    cards = "".join(_faces.draw(pool, "html") for pool in pools)
-    inside = (
-        f'<div style="border-left:2px solid {LINE};padding-left:10px">{cards}</div>'
-        if cards
-        else ""
-    )
+    inside = "".join(_faces.draw(pool, "html") for pool in pools)
+    if inside:
+        style = f"border-left:2px solid {LINE};padding-left:10px"
+        inside = f'<div style="{style}">{inside}</div>'
     return f'<div style="{BOX}"><b>{escape(repr(lab))}</b> {lab_state([p.snapshot for p in pools])}{inside}</div>'
