@@ -37,7 +37,7 @@ from jvlab.layout._plan_types import (
 
 if TYPE_CHECKING:
     from jvlab.sync._transaction import SyncReport
-    from jvlab.views.panels._plan_panel import PlanPanel
+    from jvlab.views._plan_view import PlanPanel
 
 
 # A transfer plan as bytes and back: a JSON header, then the raw little-endian arrays; no pickle. numpy only.

@@ -1,4 +1,4 @@
-"""`SyncReport`, `CheckReport`, `Meaning` and `Link` as HTML; both reports also as one line."""
+"""`SyncReport`, `CheckReport`, `Meaning`, `Link`, `Stepper` and `Bisection` as HTML; the stepper's panel."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import itertools
 import re
 import weakref
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
+from jvlab._errors import GatewayUnreachable, JvlabError
 from jvlab._states import state
 from jvlab._units import human_bytes, human_seconds
 from jvlab.layout._slices import distinct_leaves, without_slice
+from jvlab.record._token_pieces import visible
 from jvlab.views._palette import PHASES, TONES
 from jvlab.views._style import (
     BAD,
@@ -30,9 +35,13 @@ from jvlab.views._style import (
     bar,
     dot,
     headlines,
+    hollow_dots,
+    message_html,
+    sparkline,
     state_html,
     table,
 )
+from jvlab.views.panels._live import ConfirmButton, PartsPanel, box
 from jvlab.wire._pool_summary import replica_health
 
 if TYPE_CHECKING:
@@ -41,6 +50,7 @@ if TYPE_CHECKING:
     from jvlab.sync._meaning import Meaning
     from jvlab.sync._stepper import Stepper
     from jvlab.sync._transaction import CheckReport, Outcome, SyncReport
+    from jvlab.sync.diagnose._bisection import Bisection
 
 
 # A snapshot of a `Stepper`, and that snapshot as a table.
@@ -481,3 +491,317 @@ def meaning_html(meaning: Meaning) -> str:
     )
     body = table(("leaf", "observed", "ambiguous"), rows) if rows else ""
     return f'<div style="{BOX}">{meaning_line(meaning)}{body}{more}</div>'
+
+
+DESCRIBE_SECONDS = 2.0  # deadline for the engines' state
+OVER = ("committed", "aborted")
+
+
+class StepperPanel(PartsPanel):
+    """Step, run, run to a breakpoint, pause, abort, verify; shows progress and the engines' state."""
+
+    hz = 4.0
+    remedy = (
+        "jv.Lab.attach(), then link.stepper(params): the gateway abandoned this one"
+    )
+
+    scripts = ("controls.js", "stepper.js")
+    css_class = "jv-stepper"
+    # names, units and sizes are sent once; after that only position, digest results and breakpoints
+    traits: ClassVar[dict[str, Any]] = {
+        **PartsPanel.traits,
+        "names": [],
+        "units": [],
+        "sizes": [],
+        "position": 0,
+        "ticks": "",
+        "breaks": [],
+        "over": False,
+    }
+
+    @staticmethod
+    def is_over(subject: Stepper) -> bool:
+        return subject.state in OVER
+
+    @property
+    def progress(self) -> str:
+        return snapshot(self.subject).progress
+
+    def make_parts(self) -> None:
+        stepper: Stepper = self.subject
+        s = snapshot(stepper)
+        self.list = self.widget
+        self.list.names = list(s.names)
+        self.list.units = list(s.units)
+        self.list.sizes = list(s.sizes)
+        self.list.on_msg(lambda _, content, __: self._clicked(content))
+        parts = self.parts
+        self.head, self.message, self.difference = (
+            parts.html(c) for c in ("jv-head", "jv-message", "jv-diff")
+        )
+        self.pattern = parts.add(
+            "text",
+            "jv-pattern",
+            placeholder="regex of a tensor",
+            width="16em",
+            wrong="",
+        )
+        self.pattern.on_press(self._run_to)
+        self.compare = parts.add(
+            "check", "jv-compare", description="differences", value=True
+        )
+        rows = parts.add("draw", "jv-list", draw="tensors")
+        parts.arrange(
+            box(
+                self.head,
+                box(*self._buttons(), row=True),
+                rows,
+                self.difference,
+                self.message,
+            )
+        )
+        self._write()
+
+    def _buttons(self) -> list[Any]:
+        stepper: Stepper = self.subject
+        button = self.parts.button
+        self.step = button(
+            "step",
+            "stepper.step()",
+            "jv-step",
+            lambda: self._advance(stepper.step, "step", one=True),
+        )
+        self.run = button(
+            "run", "stepper.run()", "jv-run", lambda: self._advance(stepper.run, "run")
+        )
+        self.run_to = button(
+            "run to", "stepper.run(until=regex)", "jv-run-to", self._run_to
+        )
+        self.pause = button(
+            "pause",
+            "stepper.pause()",
+            "jv-stop",
+            lambda: self.act(stepper.pause, "pause"),
+        )
+        self.verify = button(
+            "verify", "stepper.verify()", "jv-verify", lambda: self.act(self._verify)
+        )
+        self.abort = button("abort", "stepper.abort()", "jv-abort")
+        self._confirm = ConfirmButton(
+            self.abort, lambda: self.act(stepper.abort, "abort")
+        )
+        return [
+            self.step,
+            self.run,
+            self.pattern,
+            self.run_to,
+            self.pause,
+            self.verify,
+            self.abort,
+            self.compare,
+        ]
+
+    # Actions of the buttons ---------------------------------------------------------------------------------------
+
+    def _run_to(self) -> None:
+        until = self.pattern.value.strip()
+        if not until:
+            self.pattern.wrong = "give a regular expression: the run stops before the first tensor that it matches"
+            return
+        try:
+            matches = [name for name in self.list.names if re.search(until, name)]
+        except re.error as error:
+            self.pattern.wrong = f"not a regular expression: {error}"
+            return
+        if not matches:
+            self.pattern.wrong = "no tensor has this name"
+            return
+        self.pattern.wrong = ""
+        self._advance(lambda: self.subject.run(until=until), f"run to {until}")
+
+    def _advance(self, method: Callable[[], Any], text: str, one: bool = False) -> None:
+        self.act(lambda: self._advance_and_compare(method, one), text)
+
+    def _advance_and_compare(self, method: Callable[[], Any], one: bool) -> None:
+        """After a single step, compare its tensor before and after; after a run, show the next tensor."""
+        stepper: Stepper = self.subject
+        name = stepper.upcoming
+        before = self._diff(name) if one else None
+        method()
+        if one:
+            self._compare(name, {"before": before, "after": self._diff(name)})
+        else:
+            self._compare(stepper.upcoming, {"ahead": self._diff(stepper.upcoming)})
+
+    def _diff(self, name: str) -> list[TensorDiff] | str | None:
+        """`stepper.diff(name)`, or why it failed; None if there is no such tensor or comparing is switched off."""
+        stepper: Stepper = self.subject
+        if (
+            not self.compare.value
+            or name not in self.list.names
+            or stepper.state in OVER
+        ):
+            return None
+        try:
+            return stepper.diff(name)
+        # some tensors cannot be read back; stepping continues
+        except JvlabError as error:
+            return error.message
+
+    def _compare(
+        self, name: str, diffs: dict[str, list[TensorDiff] | str | None]
+    ) -> None:
+        found = {when: diff for when, diff in diffs.items() if isinstance(diff, list)}
+        why = next((diff for diff in diffs.values() if isinstance(diff, str)), "")
+        if found:
+            self.difference.value = diff_html(name, found)
+        elif why:
+            faint = f'<span style="color:{FAINT}">{escape(why)}</span>'
+            self.difference.value = (
+                f'<div style="{BOX}">{tensor_name(name)} {faint}</div>'
+            )
+        else:
+            self.difference.value = ""
+
+    def _clicked(self, content: Any) -> None:
+        """A tensor in the list was clicked."""
+        index = content.get("look") if isinstance(content, dict) else None
+        if isinstance(index, int) and 0 <= index < len(self.list.names):
+            name = self.list.names[index]
+            self.act(lambda: self._compare(name, {"now": self._diff(name)}))
+
+    def _verify(self) -> None:
+        report = self.subject.verify()
+        self.say(repr(report), bad=not report.ok)
+
+    # Display ------------------------------------------------------------------------------------------------------
+
+    def say(self, text: str, bad: bool = False) -> None:
+        self.message.value = message_html(text, bad)
+
+    def refresh(self) -> None:
+        pool = self.subject.link.pool
+        try:
+            # polled, since the gateway does not push when only a heartbeat's numbers changed
+            pool.look(DESCRIBE_SECONDS)
+        except (JvlabError, CancelledError, TimeoutError) as error:
+            self._lost(isinstance(error, GatewayUnreachable), error)
+            return
+        self._write()
+        self.found()
+
+    def _lost(self, gone: bool, error: BaseException) -> None:
+        """The gateway did not answer: nothing is known of the engines."""
+        what = "gateway gone" if gone else "the gateway does not answer"
+        with self.parts.together():
+            self.head.value = hollow_dots(self.head.value)
+            for part in (self.step, self.run, self.run_to, self.verify, self.pause):
+                part.why = what
+            self.say(str(error) or what, bad=True)
+        self.lose(what, "lab = jv.Lab()" if gone else "lab.panel()")
+
+    def _write(self) -> None:
+        stepper: Stepper = self.subject
+        s = snapshot(stepper)
+        over = f"the sync is {s.state}" if s.state in OVER else ""
+        with self.parts.together():
+            self.head.value = head_html(s, stepper.link.pool.snapshot)
+            for part in (self.step, self.run, self.run_to, self.verify):
+                part.why = over or ("a step is being sent" if s.busy else "")
+            self.pause.why = "" if s.busy else "nothing runs"
+            self.abort.why = over
+            self._confirm.disarm(only_if_expired=True)
+        with self.list.hold_sync():
+            self.list.position = s.position
+            self.list.ticks = s.ticks
+            self.list.breaks = list(s.breaks)
+            self.list.over = s.state in OVER
+
+    @property
+    def done(self) -> bool:
+        return self.subject.state in OVER and not self.subject.busy
+
+
+STATES = {
+    "ok": (GOOD, "ruled out"),
+    "cause": (BAD, "the cause"),
+    "skipped": (IDLE, "not asked"),
+}
+POINTS = 120  # of the gap's curve, to keep saved notebooks small
+
+
+def bisection_html(found: Bisection) -> str:
+    """The verdict, then the evidence."""
+    colour = GOOD if found.agrees else BAD
+    title = f"<b>{escape(found.cause or 'agree')}</b>: {escape(visible(found.verdict))}"
+    remedy = (
+        f'<div>→ <code style="font-family:{MONO}">{escape(found.remedy)}</code></div>'
+        if found.remedy
+        else ""
+    )
+    head = f'<div style="border-left:3px solid {colour};padding:2px 10px;margin:2px 0 6px">{title}{remedy}</div>'
+    wrap = lambda text: (
+        f'<div style="white-space:normal;max-width:60em">{escape(visible(text))}</div>'
+    )
+    rows = []
+    for check in found.checks:
+        shade, word = STATES[check.state]
+        rows.append([f"{dot(shade)} {word}", escape(check.name), wrap(check.evidence)])
+    checks = table(("", "check", "evidence"), rows)
+    return f'<div style="{BOX}">{head}{checks}{_rule(found)}{_tensors(found)}{_curve(found)}</div>'
+
+
+def _rule(found: Bisection) -> str:
+    """The current rule, and the one to write instead."""
+    facts = next(
+        (c.facts for c in found.checks if c.name == "rule" and c.state == "cause"), {}
+    )
+    code = lambda text: (
+        f'<code style="font-family:{MONO}">{escape(visible(text))}</code>'
+    )
+    rows = [
+        [word, code(text)]
+        for word, key in (("now", "now"), ("write", "write"))
+        for text in facts.get(key, ())
+    ]
+    return table(("", "rule"), rows) if rows else ""
+
+
+def _tensors(found: Bisection) -> str:
+    if not found.tensors:
+        return ""
+    rows = [
+        [
+            f'<code style="font-family:{MONO}">{escape(t.parameter)}</code>',
+            str(t.rank),
+            escape(str(list(t.shape))),
+            f"{t.share_changed:.1%}",
+            f"{t.max_change:.3g}",
+            f"{t.norm_change:.3g}",
+            f"{t.norm_now:.3g}",
+        ]
+        for t in found.tensors
+    ]
+    heads = (
+        "parameter",
+        "rank",
+        "shape",
+        "elements that differ",
+        "largest",
+        "‖difference‖",
+        "‖engine‖",
+    )
+    line = f'<div style="border-top:1px solid {LINE};margin:6px 0 2px;color:{FAINT}">engine against trainer</div>'
+    return line + table(heads, rows, numbers=(1, 3, 4, 5, 6))
+
+
+def _curve(found: Bisection) -> str:
+    """|engine − trainer| along the tokens."""
+    if found.engine is None or found.trainer is None or found.gap is None:
+        return ""
+    apart = np.nan_to_num(np.abs(found.engine - found.trainer))[1:]
+    step = max(1, -(-len(apart) // POINTS))
+    peaks = [float(apart[i : i + step].max()) for i in range(0, len(apart), step)]
+    text = f"|engine − trainer| along {len(found.tokens)} tokens, at most {found.gap:.2g} nats"
+    curve = sparkline(peaks, 240, 24, PALETTE[0])
+    return f'<div style="margin-top:6px">{curve} <span style="color:{FAINT}">{text}</span></div>'

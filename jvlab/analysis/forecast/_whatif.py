@@ -33,7 +33,7 @@ from jvlab.trainer._micro_batches import Packer
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from jvlab.views.panels._forecast_panel import ForecastPanel
+    from jvlab.views._forecast_view import ForecastPanel
 
 
 # `Forecast`: what one setting is expected to do; `ForecastTable`: several of them.

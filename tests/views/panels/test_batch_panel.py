@@ -13,8 +13,7 @@ import jvlab as jv
 from jvlab._errors import ConfigError
 from jvlab.record._token_pieces import TokenSplitter, split_tokens, visible
 from jvlab.views import _batch_view
-from jvlab.views._batch_view import batch_data, batch_html
-from jvlab.views.panels._batch_panel import BatchPanel
+from jvlab.views._batch_view import BatchPanel, batch_data, batch_html
 from jvlab.views.panels._live import close_tree
 from tests.views.batches import EVIL, compared, make_batch, make_sample
 

@@ -29,8 +29,14 @@ from jvlab.record._samples import SampleRecord
 from jvlab.record._writer import RecordWriter
 from jvlab.trainer._grpo import grpo
 from jvlab.trainer._run import Run
-from jvlab.views._run_view import CHARTS, extremes_html, head_html, run_html
-from jvlab.views.panels._dashboard import RecordPanel, RunPanel
+from jvlab.views._run_view import (
+    CHARTS,
+    RecordPanel,
+    RunPanel,
+    extremes_html,
+    head_html,
+    run_html,
+)
 from jvlab.views.panels._live import SHARE
 from tests.trainer.fake_pool import FakePool, fresh_params, logprobs_fn, task, world
 from tests.views.html_checks import check
