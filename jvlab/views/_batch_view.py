@@ -312,46 +312,18 @@ class BatchPanel(Panel):
         groups = self._data["groups"]
         if not 0 <= prompt < len(groups):
             raise ConfigError(
-                f"there is no prompt {prompt}",
-                remedy=f"from 0 to {len(groups) - 1}",
-                prompt=prompt,
+                f"there is no prompt {prompt}", remedy=f"from 0 to {len(groups) - 1}"
             )
         count = len(groups[prompt]["samples"])
         if not 0 <= sample < count:
             raise ConfigError(
                 f"prompt {prompt} has no sample {sample}",
                 remedy=f"from 0 to {count - 1}",
-                sample=sample,
             )
         with self.widget.hold_sync():
             self.widget.prompt = prompt
             self.widget.sample = sample
             self.widget.reference = -1
-
-    def diff(self, sample: int | None = 0) -> None:
-        """Underline what the prompt's other samples have and this one has not, like the key d; None: no longer."""
-        count = len(self._data["groups"][self.widget.prompt]["samples"])
-        if sample is not None and not 0 <= sample < count:
-            raise ConfigError(
-                f"there is no sample {sample}",
-                remedy=f"from 0 to {count - 1}",
-                sample=sample,
-            )
-        self.widget.reference = -1 if sample is None else sample
-
-    def search(self, text: str) -> list[tuple[int, int]]:
-        """Mark a text, ignoring case, and return the (prompt, sample) that have it; sample -1 is the prompt itself."""
-        self.widget.query = text
-        wanted = text.lower()
-        groups = self._data["groups"]
-        return [
-            (at, index)
-            for at, group in enumerate(groups)
-            for index, found in enumerate(
-                [group["prompt"], *(s["text"] for s in group["samples"])], -1
-            )
-            if wanted and wanted in found.lower()
-        ]
 
     def __repr__(self) -> str:
         return f"BatchPanel({self.subject!r}, {'closed' if self.closed else f'coloured by {self.colour}'})"

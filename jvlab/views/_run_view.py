@@ -372,9 +372,9 @@ SMOOTHING = {"none": 1, "5 steps": 5, "20 steps": 20, "100 steps": 100}
 
 
 class Dashboard(PartsPanel):
-    """What the panels of a run and of a record share. `cost` is the CPU time of an update, `load` the share of a core.
+    """What the panels of a run and of a record share.
 
-    `smooth(steps)` and `compare(other)` do what the field and `run.panel(compare=...)` do.
+    `compare(other)` does what `run.panel(compare=...)` does.
     """
 
     hz = 2.0
@@ -397,8 +397,6 @@ class Dashboard(PartsPanel):
     def __init__(self, subject: Any, compare: Any = None) -> None:
         self.feed: RunFeed | None = None
         self.other: RunFeed | None = None
-        self.updates = 0
-        self._update_seconds = 0.0
         self._read: tuple[Any, Any] = (None, None)  # the samples that are shown
         self._rows_due = self._other_due = 0.0
         super().__init__(subject)
@@ -445,7 +443,7 @@ class Dashboard(PartsPanel):
             value="none",
             options=list(SMOOTHING),
         )
-        self.smoothing.on_change(lambda: self._smooth(SMOOTHING[self.smoothing.value]))
+        self.smoothing.on_change(self._smooth)
         drawn = parts.add("draw", "jv-figure", draw="curves")
         parts.arrange(
             box(
@@ -458,18 +456,9 @@ class Dashboard(PartsPanel):
         )
         self.refresh()  # complete from the start, in case the notebook is saved now
 
-    def _smooth(self, steps: int) -> None:
-        self.curves.smoothing = steps
-
-    def smooth(self, steps: int) -> None:
-        """Draw each curve as the mean of its last `steps` steps, over the faint curve itself; 1: only the curve."""
-        words = next((name for name, count in SMOOTHING.items() if count == steps), "")
-        if not words:
-            known = ", ".join(map(str, SMOOTHING.values()))
-            raise ConfigError(
-                f"smoothing over {steps!r} steps", remedy=f"one of {known}"
-            )
-        self.smoothing.value = words
+    def _smooth(self) -> None:
+        """Each curve as the mean of its last steps, over the faint curve itself."""
+        self.curves.smoothing = SMOOTHING[self.smoothing.value]
 
     def compare(self, other: Any) -> None:
         """Draw another run (or its record) behind this one; None removes it."""
@@ -507,16 +496,11 @@ class Dashboard(PartsPanel):
     def _send_missing(self, content: Any) -> None:
         """A canvas that has just been drawn reports how many rows it has; send it the rest."""
         have = content.get("have") if isinstance(content, dict) else None
-        if (
-            isinstance(have, int)
-            and self.feed is not None
-            and 0 <= have < len(self.feed.rows)
-        ):
-            self._append(have)
+        if isinstance(have, int) and self.feed and 0 <= have < len(self.feed.rows):
+            self._append(self.feed, have)
 
-    def _append(self, first: int) -> None:
-        assert self.feed is not None
-        self.curves.send({"first": first}, buffers=[self.feed.rows[first:].tobytes()])
+    def _append(self, feed: RunFeed, first: int) -> None:
+        self.curves.send({"first": first}, buffers=[feed.rows[first:].tobytes()])
 
     def say(self, text: str, bad: bool = False) -> None:
         self.message.value = message_html(text, bad)
@@ -527,27 +511,18 @@ class Dashboard(PartsPanel):
         return run_html(self.name, self.status(), self.feed, self.model)
 
     def refresh(self) -> None:
-        began = time.thread_time()
-        if self._feed() is not None:
-            self._write()
-        self.updates += 1
-        self._update_seconds += time.thread_time() - began
-
-    def _feed(self) -> RunFeed | None:
         if self.feed is None:
             try:
                 self.feed = RunFeed(self.open_record())
             except ConfigError:  # nothing recorded yet
-                return None
-        return self.feed
+                return
+        self._write(self.feed)
 
-    def _write(self) -> None:
-        feed = self.feed
+    def _write(self, feed: RunFeed) -> None:
         status = self.status()
-        assert feed is not None
         first = feed.read()
         if first is not None:
-            self._append(first)
+            self._append(feed, first)
             self.curves.facts = {
                 "alarm": feed.alarm,
                 "split": feed.split(),
@@ -570,11 +545,6 @@ class Dashboard(PartsPanel):
 
     def update_controls(self, status: RunStatus) -> None:
         """Enable the controls that are of use now."""
-
-    @property
-    def cost(self) -> float:
-        """Mean CPU seconds of the kernel per update."""
-        return self._update_seconds / max(1, self.updates)
 
 
 # The panel of a record: the dashboard of a run whose process is not this one, or has ended.

@@ -15,7 +15,6 @@ from jvlab.views._mapping_view import (
     detail_html,
     dtype_text,
     mapping_headline,
-    search_rows,
 )
 from jvlab.views.panels._live import Panel, open_panels
 
@@ -121,23 +120,6 @@ class InspectorPanel(Panel):
                 self.act(lambda: self.values_of(str(message["name"])))
 
     # Actions of fields and buttons --------------------------------------------------------------------------------
-
-    def search(
-        self,
-        text: str = "",
-        *,
-        status: str = "",
-        rule: str = "",
-        rank: int | None = None,
-    ) -> list[MappingRow]:
-        """Show the rows that `mapping.search` finds, and return them."""
-        self.widget.query = {
-            "text": text,
-            "status": status,
-            "rule": rule,
-            "rank": "" if rank is None else str(rank),
-        }
-        return search_rows(self.rows, text, status, rule, rank)
 
     def select(self, name: str) -> MappingRow:
         """Show one row by name, as in `mapping.explain`: a leaf or a slice of it, a tensor or a vLLM parameter."""

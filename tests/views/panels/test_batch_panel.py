@@ -233,17 +233,11 @@ def test_a_reward_of_parts_is_their_sum_and_keeps_them(model: str, tmp_path):
         batch.with_rewards([{"form": "good"}, 0.5])  # type: ignore[list-item]
 
 
-def test_twins_of_diff_and_search(model: str):
+def test_a_selection_compares_with_nothing_of_the_prompt_before(model: str):
     panel = BatchPanel(make_batch(model))
-    panel.diff(2)
-    assert panel.widget.reference == 2
-    with pytest.raises(ConfigError, match="from 0 to 3"):
-        panel.diff(4)
+    panel.widget.reference = 2
     panel.select(1)
-    assert panel.widget.reference == -1, "of the prompt before"
-    assert panel.search("SAYS 3") == [(0, 3), (1, 3), (2, 3)]
-    assert panel.search("prompt 1:") == [(1, -1)]
-    assert panel.search("") == []
+    assert panel.widget.reference == -1
     panel.close()
 
 
