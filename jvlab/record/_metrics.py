@@ -53,24 +53,6 @@ def measure(intervals: object) -> float:
     return float((joined[:, 1] - joined[:, 0]).sum())
 
 
-def intersect(a: object, b: object) -> np.ndarray:
-    """Points in both."""
-    return _combine(a, b, lambda x, y: x & y)
-
-
-def subtract(a: object, b: object) -> np.ndarray:
-    """Points in a that are not in b."""
-    return _combine(a, b, lambda x, y: x & ~y)
-
-
-def _combine(a: object, b: object, keep) -> np.ndarray:
-    left = union(a)
-    right = union(b)
-    cuts = np.unique(np.concatenate([left.ravel(), right.ravel()]))
-    chosen = keep(_containing(left, cuts[:-1]) >= 0, _containing(right, cuts[:-1]) >= 0)
-    return union(np.stack([cuts[:-1], cuts[1:]], axis=1)[chosen])
-
-
 def _containing(disjoint: np.ndarray, points: np.ndarray) -> np.ndarray:
     """Index of the interval that contains each point; -1: none."""
     if not len(disjoint):
@@ -317,7 +299,8 @@ def utilisation(events: Sequence[Event]) -> dict[str, float]:
 
     Pauses and syncs do not count. "pool" is the mean over the replicas that generated anything.
     """
-    total = measure(sessions(events))
+    frames = union(sessions(events))
+    total = measure(frames)
     if not total:
         return {}
     work: dict[str, list[Event]] = {}
@@ -329,7 +312,8 @@ def utilisation(events: Sequence[Event]) -> dict[str, float]:
     for actor, found in sorted(work.items()):
         of_it = [p for p in pauses if not p.replicas or actor in p.replicas]
         stood = spans(of_it if actor in replicas else ())
-        out[actor] = measure(subtract(spans(found), stood)) / total
+        worked = split_time({"work": spans(found), "stood": stood}, frames).together
+        out[actor] = float(worked.get(("work",), np.zeros(1)).sum()) / total
     if replicas:
         out["pool"] = float(np.mean([out[r] for r in sorted(replicas)]))
     return out

@@ -276,9 +276,6 @@ class BatchPanel(Panel):
     def build(self) -> Any:
         return self.new_widget(data=self._data, colour=self._first)
 
-    def refresh(self) -> None:
-        """Nothing to refresh."""
-
     def _check(self, colour: str) -> None:
         if colour not in COLOURS:
             raise ConfigError(

@@ -7,13 +7,11 @@ import platform
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 from jvlab import _faces
-from jvlab._errors import GatewayUnreachable, JvlabError
 from jvlab._states import state, worst
 from jvlab._units import human_bytes
 from jvlab.record._sample import shorten
@@ -34,7 +32,6 @@ from jvlab.views._style import (
     faint,
     headlines,
     hollow_dots,
-    message_html,
     sparkline,
     state_html,
     table,
@@ -438,7 +435,6 @@ PROCESS_HEADS = (
     "",
 )
 NUMBERS = (2, 4, 5, 6, 7, 8)
-NEW_LAB = "lab = jv.Lab()"
 
 
 def rows_html(rows: Iterable[ProcessRow], rates: dict[str, deque[float]]) -> str:
@@ -511,34 +507,14 @@ class PoolSection:
 
     def _make_buttons(self) -> None:
         pool = self.pool
-        button = self._panel.parts.button
-        self.sleep = self._confirm_button(
-            "sleep", "pool.sleep()", "jv-sleep", pool.sleep
-        )
-        self.restart = self._confirm_button(
-            "restart",
-            "pool.restart(replica)",
-            "jv-restart",
-            lambda: pool.restart(self.replica.index),
-        )
-        self.close = self._confirm_button(
-            "close pool", "pool.close()", "jv-close-pool", pool.close
-        )
-        self.pause = button(
-            "pause",
-            'pool.pause("keep")',
-            "jv-pause",
-            lambda: self._do("pause", pool.pause),
-        )
-        self.resume = button(
-            "resume",
-            "pool.resume()",
-            "jv-resume",
-            lambda: self._do("resume", pool.resume),
-        )
-        self.wake = button(
-            "wake", "pool.wake()", "jv-wake", lambda: self._do("wake", pool.wake)
-        )
+        restart = lambda: pool.restart(self.replica.index)
+        self.pause = self._button("pause", 'pool.pause("keep")', pool.pause)
+        self.resume = self._button("resume", "pool.resume()", pool.resume)
+        self.wake = self._button("wake", "pool.wake()", pool.wake)
+        self.sleep = self._button("sleep", "pool.sleep()", pool.sleep, True)
+        tip = "pool.restart(replica)"
+        self.restart = self._button("restart", tip, restart, True)
+        self.close = self._button("close pool", "pool.close()", pool.close, True)
 
     @property
     def buttons(self) -> list[PanelPart]:
@@ -566,15 +542,17 @@ class PoolSection:
     def remove(self) -> None:
         self._panel.parts.remove(self.text, self.log_text, *self.buttons)
 
-    def _confirm_button(
-        self, text: str, tip: str, css_class: str, work: Callable[[], object]
+    def _button(
+        self, text: str, tip: str, work: Callable[[], object], confirm: bool = False
     ) -> PanelPart:
+        """A button of the pool; `confirm`: a second click acts."""
+        css_class = f"jv-{text.replace(' ', '-')}"
         made = self._panel.parts.button(text, tip, css_class)
-        self._confirm.append(ConfirmButton(made, lambda: self._do(text, work)))
-        return made
-
-    def _do(self, text: str, work: Callable[[], object]) -> None:
-        self._panel.act(work, f"{text} {self.pool.name}")
+        act = lambda: self._panel.act(work, f"{text} {self.pool.name}")
+        if confirm:
+            self._confirm.append(ConfirmButton(made, act))
+            return made
+        return made.on_press(act)
 
     def _toggle_log(self) -> None:
         self.log_text.hidden = not self.log.value
@@ -659,7 +637,6 @@ class PoolsPanel(PartsPanel):
     def make_parts(self) -> None:
         self._rows = ProcessRows(self.subject)
         self._sections: dict[str, PoolSection] = {}
-        self.message = self.parts.html("jv-message")
         self.top()
         self.arrange()
         self.refresh()  # complete from the start, in case the notebook is saved now
@@ -684,35 +661,16 @@ class PoolsPanel(PartsPanel):
         """The pools to show."""
         raise NotImplementedError
 
-    def say(self, text: str, bad: bool = False) -> None:
-        self.message.value = message_html(text, bad)
-
     def refresh(self) -> None:
-        if self.done:
-            return
-        try:
-            status, rows = self._rows.read()
-        # the next refresh tries again
-        except (JvlabError, CancelledError, TimeoutError) as error:
-            if not self.done:
-                self._lost(isinstance(error, GatewayUnreachable), error)
-            return
-        with self.parts.together():
-            self.take(status, rows)
-        self.found()
+        answer = None if self.done else self.ask(self._rows.read)
+        if answer is not None:
+            with self.parts.together():
+                self.take(*answer)
+            self.found()
 
-    def _lost(self, gone: bool, error: BaseException) -> None:
-        """The gateway did not answer."""
-        what = "gateway gone" if gone else "the gateway does not answer"
-        with self.parts.together():
-            for section in self._sections.values():
-                section.lose(what)
-            self.lost_head(what)
-            self.say(str(error) or what, bad=True)
-        self.lose(what, NEW_LAB if gone else self.remedy)
-
-    def lost_head(self, what: str) -> None:
-        """Say in the header that the gateway is gone."""
+    def show_lost(self, what: str) -> None:
+        for section in self._sections.values():
+            section.lose(what)
 
     def take(self, status: Any, rows: list[ProcessRow]) -> None:
         """Write the lab's status into the parts; sections are added and removed with the pools."""
@@ -789,10 +747,10 @@ class LabPanel(PoolsPanel):
         self.close_button.why = ""
         self._confirm.disarm(only_if_expired=True)
 
-    def lost_head(self, what: str) -> None:
-        self.text.value = (
-            f'<div style="{BOX}"><b>Lab</b> {state_html(state("gone"), what)}</div>'
-        )
+    def show_lost(self, what: str) -> None:
+        super().show_lost(what)
+        title = f"<b>Lab</b> {state_html(state('gone'), what)}"
+        self.text.value = f'<div style="{BOX}">{title}</div>'
         self.close_button.why = what
 
     @staticmethod

@@ -307,9 +307,6 @@ class ForecastPanel(Panel):
             for name, label in LABELS.items()
         ]
 
-    def refresh(self) -> None:
-        """Nothing: a forecast changes only when a slider is moved."""
-
     def static_html(self) -> str:
         """The plan, and the forecast that the sliders asked for last."""
         return static_html(self.plan) + forecast_html(self.forecast)

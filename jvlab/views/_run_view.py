@@ -29,7 +29,6 @@ from jvlab.views._style import (
     MONO,
     bar,
     headlines,
-    message_html,
     state_html,
 )
 from jvlab.views.panels._live import ConfirmButton, PartsPanel, box
@@ -403,25 +402,29 @@ class Dashboard(PartsPanel):
         if compare is not None:
             self.compare(compare)
 
-    # What it shows; subclasses say where that comes from ------------------------------------------------------------
+    # What it shows of a run; a record says where else that comes from
 
     @property
     def name(self) -> str:
         """The run's name."""
-        raise NotImplementedError
+        return self.subject.name
 
     @property
     def model(self) -> str:
         """The folder of the run's model, whose tokenizer decodes prompts; empty if it is not known."""
-        raise NotImplementedError
+        return self.subject.model
 
     def status(self) -> RunStatus:
         """The run's status now."""
-        raise NotImplementedError
+        return self.subject.status
 
     def open_record(self) -> Record:
         """The run's record; ConfigError while there is none."""
-        raise NotImplementedError
+        return self.subject.record
+
+    @property
+    def progress(self) -> str:
+        return f"step {self.status().step}"
 
     def make_controls(self) -> list[Any]:
         """Parts for the bar above the curves."""
@@ -431,7 +434,7 @@ class Dashboard(PartsPanel):
 
     def make_parts(self) -> None:
         parts = self.parts
-        self.head, self.message = parts.html("jv-head"), parts.html("jv-message")
+        self.head = parts.html("jv-head")
         self.samples = parts.html("jv-extremes")
         self.curves = self.widget
         self.curves.on_msg(lambda _, content, __: self._send_missing(content))
@@ -501,9 +504,6 @@ class Dashboard(PartsPanel):
 
     def _append(self, feed: RunFeed, first: int) -> None:
         self.curves.send({"first": first}, buffers=[feed.rows[first:].tobytes()])
-
-    def say(self, text: str, bad: bool = False) -> None:
-        self.message.value = message_html(text, bad)
 
     # Its updates ----------------------------------------------------------------------------------------------------
 
@@ -587,10 +587,6 @@ class RecordPanel(Dashboard):
     def open_record(self) -> Record:
         return self.subject
 
-    @property
-    def progress(self) -> str:
-        return f"step {self._status.step}"
-
 
 # The panel of a run: its dashboard, with buttons that pause, resume, stop and change the staleness bound.
 
@@ -604,48 +600,18 @@ class RunPanel(Dashboard):
         self._over = run.done
         super().__init__(run, compare)
 
-    @property
-    def name(self) -> str:
-        return self.subject.name
-
-    @property
-    def model(self) -> str:
-        return self.subject.model
-
-    def status(self) -> RunStatus:
-        return self.subject.status
-
-    def open_record(self) -> Record:
-        return self.subject.record
-
-    @property
-    def progress(self) -> str:
-        return f"step {self.subject.status.step}"
-
     def make_controls(self) -> list[Any]:
         run: Run = self.subject
-        parts = self.parts
         button = self.parts.button
-        self.pause = button(
-            "pause", "run.pause()", "jv-pause", lambda: self.act(run.pause, "pause")
-        )
-        self.resume = button(
-            "resume",
-            "run.resume()",
-            "jv-resume",
-            lambda: self.act(run.resume, "resume"),
-        )
+        pause = lambda: self.act(run.pause, "pause")
+        resume = lambda: self.act(run.resume, "resume")
+        stop = lambda: self.act(run.stop, "stop after this step")
+        self.pause = button("pause", "run.pause()", "jv-pause", pause)
+        self.resume = button("resume", "run.resume()", "jv-resume", resume)
         self.stop = button("stop", "run.stop()", "jv-stop")
-        self._confirm = ConfirmButton(
-            self.stop, lambda: self.act(run.stop, "stop after this step")
-        )
-        self.bound = parts.add(
-            "number",
-            "jv-bound",
-            description="max staleness",
-            value=run.max_staleness,
-            wrong="",
-        )
+        self._confirm = ConfirmButton(self.stop, stop)
+        field = {"description": "max staleness", "value": run.max_staleness}
+        self.bound = self.parts.add("number", "jv-bound", wrong="", **field)
         self.bound.on_press(self._set_bound)
         self.apply = button("set", "run.max_staleness = k", "jv-set", self._set_bound)
         return [self.pause, self.resume, self.stop, self.bound, self.apply]

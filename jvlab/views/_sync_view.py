@@ -7,14 +7,13 @@ import itertools
 import re
 import weakref
 from collections.abc import Callable
-from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from jvlab._errors import GatewayUnreachable, JvlabError
+from jvlab._errors import JvlabError
 from jvlab._states import state
 from jvlab._units import human_bytes, human_seconds
 from jvlab.layout._slices import distinct_leaves, without_slice
@@ -36,7 +35,6 @@ from jvlab.views._style import (
     dot,
     headlines,
     hollow_dots,
-    message_html,
     sparkline,
     state_html,
     table,
@@ -536,9 +534,8 @@ class StepperPanel(PartsPanel):
         self.list.sizes = list(s.sizes)
         self.list.on_msg(lambda _, content, __: self._clicked(content))
         parts = self.parts
-        self.head, self.message, self.difference = (
-            parts.html(c) for c in ("jv-head", "jv-message", "jv-diff")
-        )
+        self.head = parts.html("jv-head")
+        self.difference = parts.html("jv-diff")
         self.pattern = parts.add(
             "text",
             "jv-pattern",
@@ -565,41 +562,21 @@ class StepperPanel(PartsPanel):
     def _buttons(self) -> list[Any]:
         stepper: Stepper = self.subject
         button = self.parts.button
-        self.step = button(
-            "step",
-            "stepper.step()",
-            "jv-step",
-            lambda: self._advance(stepper.step, "step", one=True),
-        )
-        self.run = button(
-            "run", "stepper.run()", "jv-run", lambda: self._advance(stepper.run, "run")
-        )
-        self.run_to = button(
-            "run to", "stepper.run(until=regex)", "jv-run-to", self._run_to
-        )
-        self.pause = button(
-            "pause",
-            "stepper.pause()",
-            "jv-stop",
-            lambda: self.act(stepper.pause, "pause"),
-        )
-        self.verify = button(
-            "verify", "stepper.verify()", "jv-verify", lambda: self.act(self._verify)
-        )
+        step = lambda: self._advance(stepper.step, "step", one=True)
+        run = lambda: self._advance(stepper.run, "run")
+        pause = lambda: self.act(stepper.pause, "pause")
+        abort = lambda: self.act(stepper.abort, "abort")
+        verify = lambda: self.act(self._verify)
+        tip = "stepper.run(until=regex)"
+        self.step = button("step", "stepper.step()", "jv-step", step)
+        self.run = button("run", "stepper.run()", "jv-run", run)
+        self.run_to = button("run to", tip, "jv-run-to", self._run_to)
+        self.pause = button("pause", "stepper.pause()", "jv-stop", pause)
+        self.verify = button("verify", "stepper.verify()", "jv-verify", verify)
         self.abort = button("abort", "stepper.abort()", "jv-abort")
-        self._confirm = ConfirmButton(
-            self.abort, lambda: self.act(stepper.abort, "abort")
-        )
-        return [
-            self.step,
-            self.run,
-            self.pattern,
-            self.run_to,
-            self.pause,
-            self.verify,
-            self.abort,
-            self.compare,
-        ]
+        self._confirm = ConfirmButton(self.abort, abort)
+        walking = [self.step, self.run, self.pattern, self.run_to, self.pause]
+        return [*walking, self.verify, self.abort, self.compare]
 
     # Actions of the buttons ---------------------------------------------------------------------------------------
 
@@ -676,29 +653,19 @@ class StepperPanel(PartsPanel):
 
     # Display ------------------------------------------------------------------------------------------------------
 
-    def say(self, text: str, bad: bool = False) -> None:
-        self.message.value = message_html(text, bad)
-
     def refresh(self) -> None:
         pool = self.subject.link.pool
-        try:
-            # polled, since the gateway does not push when only a heartbeat's numbers changed
-            pool.look(DESCRIBE_SECONDS)
-        except (JvlabError, CancelledError, TimeoutError) as error:
-            self._lost(isinstance(error, GatewayUnreachable), error)
-            return
-        self._write()
-        self.found()
+        # polled, since the gateway does not push when only a heartbeat's numbers changed
+        if self.ask(lambda: pool.look(DESCRIBE_SECONDS)) is not None:
+            self._write()
+            self.found()
 
-    def _lost(self, gone: bool, error: BaseException) -> None:
-        """The gateway did not answer: nothing is known of the engines."""
-        what = "gateway gone" if gone else "the gateway does not answer"
-        with self.parts.together():
-            self.head.value = hollow_dots(self.head.value)
-            for part in (self.step, self.run, self.run_to, self.verify, self.pause):
-                part.why = what
-            self.say(str(error) or what, bad=True)
-        self.lose(what, "lab = jv.Lab()" if gone else "lab.panel()")
+    another = "lab.panel()"
+
+    def show_lost(self, what: str) -> None:
+        self.head.value = hollow_dots(self.head.value)
+        for part in (self.step, self.run, self.run_to, self.verify, self.pause):
+            part.why = what
 
     def _write(self) -> None:
         stepper: Stepper = self.subject

@@ -18,13 +18,15 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from importlib.resources import files
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
+from jvlab._errors import GatewayUnreachable, JvlabError
 from jvlab._files import Plain
 from jvlab._progress import in_kernel, in_marimo
 from jvlab.views import _palette
-from jvlab.views._style import hollow_dots, notice_html
+from jvlab.views._style import hollow_dots, message_html, notice_html
 
 # The JavaScript and CSS files of panels: plain files in static/, concatenated where one uses another.
 
@@ -170,8 +172,7 @@ class Panel:
         return widget_class(type(self))(**values)
 
     def refresh(self) -> None:
-        """Write the newest snapshot into the widget."""
-        raise NotImplementedError
+        """Write the newest snapshot into the widget; nothing, where nothing changes by itself."""
 
     @property
     def done(self) -> bool:
@@ -522,6 +523,8 @@ def _make_all_static() -> None:
         make_static(panel.subject)
 
 
+NEW_LAB = "lab = jv.Lab()"
+T = TypeVar("T")
 ARMED_SECONDS = 3.0  # within which a second click confirms
 
 
@@ -740,10 +743,36 @@ class PartsPanel(Panel):
     def build(self) -> Any:
         made = self.widget = self.new_widget()
         self.parts = Parts(self._send)
+        self.message = self.parts.html("jv-message")
         with self.parts.together():
             self.make_parts()
         made.on_msg(lambda _, content, __: self._message(content))
         return made
+
+    def say(self, text: str, bad: bool = False) -> None:
+        self.message.value = message_html(text, bad)
+
+    def ask(self, question: Callable[[], T]) -> T | None:
+        """What the gateway answers; None if it does not, and the panel says so."""
+        try:
+            return question()
+        except (JvlabError, CancelledError, TimeoutError) as error:
+            if not self.done:
+                gone = isinstance(error, GatewayUnreachable)
+                what = "gateway gone" if gone else "the gateway does not answer"
+                with self.parts.together():
+                    self.show_lost(what)
+                    self.say(str(error) or what, bad=True)
+                self.lose(what, NEW_LAB if gone else self.another)
+        return None
+
+    @property
+    def another(self) -> str:
+        """What to do if the gateway is there but does not answer."""
+        return self.remedy
+
+    def show_lost(self, what: str) -> None:
+        """Say that what is shown is of the past, and of each button that it cannot work."""
 
     def _message(self, content: Any) -> None:
         """A message of the page. A click that waited while a cell ran was meant for what was on show then: ignored."""

@@ -137,9 +137,8 @@ def test_an_error_is_shown_with_its_remedy(
             "CPU workers <cannot> sleep", remedy="pool.pause() stops generation"
         )
 
-    section = panel._sections["p"]
     monkeypatch.setattr(pool, "sleep", sleep)
-    section._do("sleep", pool.sleep)
+    panel.act(pool.sleep, "sleep p")
     until(told(panel, "pool.pause() stops generation"))
     assert "&lt;cannot&gt;" in panel.message.value
 
