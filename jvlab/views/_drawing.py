@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 import math
 from collections import defaultdict
 from collections.abc import Collection
@@ -96,73 +97,54 @@ def draw(plan: TransferPlan, leaf: str, parameters: Collection[str] = ()) -> Dra
     wanted = set(plan.member_target[members].tolist())
     info = plan.leaves[index]
     sharding = plan.shardings[info.sharding]
-    source = _cells(sharding)
-    pieces = {
-        int(device): piece
-        for piece in range(len(sharding.starts))
-        for device in sharding.owners[
-            sharding.owner_ptr[piece] : sharding.owner_ptr[piece + 1]
-        ]
-    }
+    counts = np.diff(sharding.owner_ptr)
+    each = np.repeat(np.arange(len(counts)), counts).tolist()
+    pieces = dict(zip(sharding.owners.tolist(), each, strict=True))
     grouped: dict[int, list[Rect]] = defaultdict(list)
     for link in _links(plan, index, members) if wanted else ():
         for i in np.flatnonzero(link.leaf == index).tolist():
             target = int(link.target[i])
             if target in wanted and len(grouped[target]) < MAX_RECTS:
-                grouped[target] += _target_rects(
-                    plan, link, i, target, pieces[link.device]
-                )
-    order = sorted(grouped, key=lambda t: (plan.target_rank[t], t))
-    targets = [
-        (
-            int(plan.target_rank[t]),
-            plan.parameters[plan.target_parameter[t]],
-            grouped[t],
-        )
-        for t in order
-    ]
+                piece = pieces[link.device]
+                grouped[target] += _target_rects(plan, link, i, target, piece)
+    targets = []
+    for t in sorted(grouped, key=lambda t: (plan.target_rank[t], t))[:MAX_RANKS]:
+        parameter = plan.parameters[plan.target_parameter[t]]
+        targets.append((int(plan.target_rank[t]), parameter, grouped[t]))
     several = len({int(plan.target_parameter[t]) for t in wanted}) > 1
-    more = len(wanted) - len(targets[:MAX_RANKS])
+    more = len(wanted) - len(targets)
     left_out = f"{more} more {'parameters' if several else 'ranks'}" if more > 0 else ""
-    return Drawing(leaf, info.shape, source, targets[:MAX_RANKS], left_out)
+    return Drawing(leaf, info.shape, _cells(sharding), targets, left_out)
 
 
 def _cells(sharding: Sharding) -> list[Rect]:
     """The devices' shards projected to two dimensions: sharded dimensions are preferred, then the longest."""
-    nd = len(sharding.shape)
-    chosen = sorted(range(nd), key=lambda d: (sharding.whole[d], -sharding.shape[d]))[
-        :2
-    ]
-    y, x = [*sorted(chosen), None, None][:2] if nd > 1 else (None, 0 if nd else None)
+    dims = range(len(sharding.shape))
+    order = sorted(dims, key=lambda d: (sharding.whole[d], -sharding.shape[d]))
+    y, x = [None, None, *sorted(order[:2])][-2:]
     rects = []
     for u in range(min(len(sharding.starts), MAX_RECTS)):
-        owners = sharding.owners[
-            sharding.owner_ptr[u] : sharding.owner_ptr[u + 1]
-        ].tolist()
-        spans = [_span(sharding, u, d) for d in (x, y)]
-        text = (
-            f"device {', '.join(map(str, owners[:6]))}{' …' if len(owners) > 6 else ''}: "
-            + " × ".join(
-                f"{a}:{b}"
-                for a, b in zip(
-                    sharding.starts[u].tolist(), sharding.stops[u].tolist(), strict=True
-                )
-            )
+        first, last = sharding.owner_ptr[u : u + 2]
+        owners = [str(owner) for owner in sharding.owners[first:last]]
+        some = lambda most, owners=owners: (
+            ", ".join(owners[:most]) + " …" * (len(owners) > most)
         )
-        label = ", ".join(map(str, owners[:4])) + (" …" if len(owners) > 4 else "")
-        rects.append(
-            Rect(spans[0][0], spans[1][0], spans[0][1], spans[1][1], u, label, text)
-        )
+        ends = zip(sharding.starts[u], sharding.stops[u], strict=True)
+        held = " × ".join(f"{start}:{stop}" for start, stop in ends)
+        left, width = _span(sharding, u, x)
+        top, height = _span(sharding, u, y)
+        text = f"device {some(6)}: {held}"
+        rects.append(Rect(left, top, width, height, u, some(4), text))
     return rects
 
 
 def _span(sharding: Sharding, u: int, d: int | None) -> tuple[float, float]:
+    """Where a shard begins along a dimension and how much of it it holds; of no dimension all."""
     if d is None or not sharding.shape[d]:
         return 0.0, 1.0
+    start = sharding.starts[u, d]
     size = sharding.shape[d]
-    return float(sharding.starts[u, d] / size), float(
-        (sharding.stops[u, d] - sharding.starts[u, d]) / size
-    )
+    return float(start / size), float((sharding.stops[u, d] - start) / size)
 
 
 def _target_rects(
@@ -170,42 +152,30 @@ def _target_rects(
 ) -> list[Rect]:
     """Box i of a link in the parameter's rows × columns: exact rectangles, or their bounding one if too many."""
     info = plan.parameters[plan.target_parameter[target]]
-    total = max(int(np.prod(info.shape, dtype=np.int64)), 1)
+    total = max(math.prod(info.shape), 1)
     columns = info.shape[-1] if len(info.shape) > 1 else total
     rows = max(total // columns, 1)
     y, x = divmod(int(link.dst_offset[i]), columns)
-    axes = [
-        (n, s)
-        for n, s in zip(
-            link.shape[i].tolist(), link.dst_strides[i].tolist(), strict=True
-        )
-        if n > 1
-    ]
     split: list[tuple[int, int]] = []
+    axes = zip(link.shape[i].tolist(), link.dst_strides[i].tolist(), strict=True)
     for n, s in axes:  # an axis that wraps around rows is split in two
         if s < columns < n * s and columns % s == 0 and n % (columns // s) == 0:
             split += [(columns // s, s), (n // (columns // s), columns)]
-        else:
+        elif n > 1:
             split.append((n, s))
     across = _runs(x, [(n, s) for n, s in split if s < columns], columns)
     down = _runs(y, [(n, s // columns) for n, s in split if s >= columns], rows)
     if len(across) * len(down) > MAX_RUNS:
         across = [(across[0][0], across[-1][1])]
         down = [(down[0][0], down[-1][1])]
-    text = f"device {link.device} → rank {link.rank}: {int(link.nbytes[i]):,} bytes"
-    return [
-        Rect(
-            a / columns,
-            c / rows,
-            (b - a) / columns,
-            (d - c) / rows,
-            piece,
-            str(link.device),
-            text,
-        )
-        for a, b in across
-        for c, d in down
-    ]
+    label = str(link.device)
+    text = f"device {label} → rank {link.rank}: {int(link.nbytes[i]):,} bytes"
+    rects = []
+    for a, b in across:
+        for c, d in down:
+            size = ((b - a) / columns, (d - c) / rows)
+            rects.append(Rect(a / columns, c / rows, *size, piece, label, text))
+    return rects
 
 
 def _runs(start: int, axes: list[tuple[int, int]], limit: int) -> list[tuple[int, int]]:
@@ -224,14 +194,8 @@ def colour(piece: int) -> tuple[int, int, int]:
     """A fixed colour per piece: the palette's, then hues a golden angle apart; readable on light and dark."""
     if piece < len(PALETTE):
         return tuple(bytes.fromhex(PALETTE[piece][1:]))  # type: ignore[return-value]
-    hue = (piece * 137.508) % 360 / 60
-    c = 0.42
-    m = 0.36
-    x = c * (1 - abs(hue % 2 - 1))
-    r, g, b = [(c, x, 0), (x, c, 0), (0, c, x), (0, x, c), (x, 0, c), (c, 0, x)][
-        int(hue)
-    ]
-    return tuple(int(255 * (v + m)) for v in (r, g, b))  # type: ignore[return-value]
+    shade = colorsys.hsv_to_rgb(piece * 137.508 % 360 / 360, 0.54, 0.78)
+    return tuple(int(255 * v) for v in shade)  # type: ignore[return-value]
 
 
 def ink(piece: int) -> str:

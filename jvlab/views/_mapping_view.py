@@ -27,6 +27,7 @@ from jvlab.views._style import (
     dot,
     headlines,
     table,
+    unseen,
 )
 
 if TYPE_CHECKING:
@@ -58,6 +59,12 @@ def search_rows(
     sort: str = "",
 ) -> list[MappingRow]:
     """Rows that contain every word, ignoring case; `sort` is a column, with a leading "-" in descending order."""
+    column = sort.removeprefix("-")
+    if column and column not in COLUMNS:
+        raise ConfigError(
+            f"no column is called {column!r}",
+            remedy=f"sort by one of {', '.join(COLUMNS)}",
+        )
     words = text.lower().split()
     found = [
         r
@@ -67,33 +74,15 @@ def search_rows(
         and (rank is None or rank in r.ranks)
         and _holds(r, words)
     ]
-    column = sort.removeprefix("-")
-    if column and column not in COLUMNS:
-        raise ConfigError(
-            f"no column is called {column!r}",
-            remedy=f"sort by one of {', '.join(COLUMNS)}",
-        )
-    return (
-        sorted(found, key=lambda r: _key(r, column), reverse=sort.startswith("-"))
-        if column
-        else found
-    )
+    if column:
+        found.sort(key=lambda r: _key(r, column), reverse=sort.startswith("-"))
+    return found
 
 
 def _holds(row: MappingRow, words: Sequence[str]) -> bool:
-    if not words:
-        return True
-    columns = (
-        row.name,
-        row.numbered,
-        row.rule,
-        row.tensor,
-        row.parameter,
-        dtype_text(row),
-        row.status,
-    )
-    low = [c.lower() for c in columns]
-    return all(any(word in c for c in low) for word in words)
+    cells = (row.name, row.numbered, row.rule, row.tensor, row.parameter, row.status)
+    low = "\n".join([*cells, dtype_text(row)]).lower()
+    return all(word in low for word in words)
 
 
 def _key(row: MappingRow, column: str) -> Any:
@@ -156,7 +145,7 @@ def axes_svg(b: Binding) -> str:
             y0 + ROW,
             low[id(a)] + AXIS_BOX / 2,
             y1,
-            _colour(number[id(a)]),
+            rank_colour(number[id(a)]),
         )
         for a in b.axes
     )
@@ -222,17 +211,13 @@ def _boxes(
         which = number[id(a)]
         at = f'x="{x + AXIS_BOX / 2}" y="{y + ROW / 2 + 4}"'
         out.append(
-            f'<rect x="{x}" y="{y}" width="{AXIS_BOX}" height="{ROW}" rx="3" fill="{_colour(which)}"/>'
-            f'<text {at} text-anchor="middle" fill="{_ink(which)}">{a.size}</text>'
+            f'<rect x="{x}" y="{y}" width="{AXIS_BOX}" height="{ROW}" rx="3" fill="{rank_colour(which)}"/>'
+            f'<text {at} text-anchor="middle" fill="{rank_ink(which)}">{a.size}</text>'
         )
     return "".join(out)
 
 
-def _colour(i: int) -> str:
-    return PALETTE[i % len(PALETTE)]
-
-
-def _ink(i: int) -> str:
+def rank_ink(i: int) -> str:
     """Black, or white on the two dark colours of the palette."""
     return "#fff" if i % len(PALETTE) in (0, 5) else "#000"
 
@@ -250,8 +235,7 @@ MAX_SHOWN = 8  # ranks
 def values_html(*found: Values) -> str:
     """One line of three histograms per rank: engine, trainer, difference."""
     rows = "".join(_one(v) for v in found[:MAX_SHOWN])
-    more = len(found) - MAX_SHOWN
-    note = f'<div style="color:{FAINT}">{more} more ranks</div>' if more > 0 else ""
+    note = unseen(len(found) - MAX_SHOWN, "{} more ranks")
     return f'<div style="{BOX}">{rows}{note}</div>'
 
 
@@ -482,41 +466,24 @@ def rank_colour(rank: int) -> str:
 
 def mapping_figure(explanation: Explanation) -> object:
     """The same drawing with matplotlib."""
-    drawing = draw(explanation.mapping.plan, explanation.leaf, explanation.parameters)
-    panels = [(f"JAX {list(drawing.shape)}", drawing.source)]
-    panels += [
-        (f"rank {rank} {list(info.shape)}", rects)
-        for rank, info, rects in drawing.targets
-    ]
-    figure = new_figure(2.4 * len(panels), 2.8)
     from matplotlib.patches import Rectangle
 
-    for axes, (title, rects) in zip(
-        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
-    ):
+    drawing = draw(explanation.mapping.plan, explanation.leaf, explanation.parameters)
+    panels = [(f"JAX {list(drawing.shape)}", drawing.source)]
+    for rank, info, rects in drawing.targets:
+        panels.append((f"rank {rank} {list(info.shape)}", rects))
+    figure = new_figure(2.4 * len(panels), 2.8)
+    edge: dict[str, Any] = {"edgecolor": "#888888", "linewidth": 0.5}
+    middle: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
+    all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (title, rects) in zip(all_axes, panels, strict=True):
         for r in rects:
             fill = tuple(v / 255 for v in colour(r.piece))
-            axes.add_patch(
-                Rectangle(
-                    (r.x, r.y),
-                    r.w,
-                    r.h,
-                    facecolor=fill,
-                    edgecolor="#888888",
-                    linewidth=0.5,
-                )
-            )
+            axes.add_patch(Rectangle((r.x, r.y), r.w, r.h, facecolor=fill, **edge))
             if r.w > 0.15 and r.h > 0.08:
-                axes.text(
-                    r.x + r.w / 2,
-                    r.y + r.h / 2,
-                    r.label,
-                    ha="center",
-                    va="center",
-                    fontsize=8,
-                )
-        axes.set(xlim=(0, 1), ylim=(1, 0), xticks=[], yticks=[], title=title)
-        axes.title.set_fontsize(9)
+                axes.text(r.x + r.w / 2, r.y + r.h / 2, r.label, **middle)
+        axes.set(xlim=(0, 1), ylim=(1, 0), xticks=[], yticks=[])
+        axes.set_title(title, fontsize=9)
     figure.suptitle(explanation.place.name, fontsize=10)
     return figure
 
@@ -562,65 +529,41 @@ def detail_html(
 def _facts(
     mapping: Mapping | None, row: MappingRow, meaning: Meaning | None
 ) -> list[tuple[str, str]]:
-    out = [
-        (
-            "rule",
-            f'<span style="font-family:{MONO};font-size:12px">{escape(row.rule) or "none"}</span>',
-        )
-    ]
+    """What is known of a row, as pairs of a name and HTML."""
+    style = f"font-family:{MONO};font-size:12px"
+    rule = f'<span style="{style}">{escape(row.rule) or "none"}</span>'
     if row.status == "problem":
-        return [*out, ("problem", escape(row.reason))]
-    if row.reason:
-        out.append(
-            ("because", escape(f"{row.reason} (confidence {row.confidence:.2f})"))
-        )
-    if row.warning:
-        out.append(("warning", escape(row.warning)))
+        return [("rule", rule), ("problem", escape(row.reason))]
+    because = f"{row.reason} (confidence {row.confidence:.2f})" if row.reason else ""
     size = (
-        f"{human_bytes(row.nbytes)} as {escape(dtype_text(row))}"
-        if row.nbytes
-        else "nothing"
+        f"{human_bytes(row.nbytes)} as {dtype_text(row)}" if row.nbytes else "nothing"
     )
-    out.append(
-        (
-            "moves",
-            f"{size} to rank{'s' * (len(row.ranks) > 1)} {row.rank_text}"
-            if row.ranks
-            else size,
-        )
-    )
-    out.append(
-        ("status", f"{dot(DOTS[row.status])} {row.status}: {STATUS_WORDS[row.status]}")
-    )
+    if row.ranks:
+        size += f" to rank{'s' * (len(row.ranks) > 1)} {row.rank_text}"
     seen = meaning.leaves.get(row.name) if meaning is not None else None
+    value = ""
     if seen is not None:
         tone = BAD if seen.contradicts else GOOD if seen.agrees else WAIT
-        out.append(
-            (
-                "by value",
-                f"{dot(tone)} {'wrong: ' * seen.contradicts}{escape(seen.text)}",
-            )
-        )
-    left = (
-        meaning.ambiguous
-        if meaning is not None and meaning.state == "checked"
-        else None
-    )
-    if left is None:
-        left = mapping.ambiguous if mapping is not None else {}
+        value = f"{dot(tone)} {'wrong: ' * seen.contradicts}{escape(seen.text)}"
+    left = mapping.ambiguous if mapping is not None else {}
+    if meaning is not None and meaning.state == "checked":
+        left = meaning.ambiguous
+    unclear = ""
     if row.leaf in left:
-        out.append(
-            (
-                "ambiguous",
-                f"{escape(left[row.leaf])}; only a value or a function can tell",
-            )
-        )
-    note = (
-        mapping.notes.get(row.parameter) or mapping.notes.get(row.tensor)
-        if mapping is not None
-        else None
-    )
-    return [*out, ("note", escape(note))] if note else out
+        unclear = f"{left[row.leaf]}; only a value or a function can tell"
+    notes = mapping.notes if mapping is not None else {}
+    note = notes.get(row.parameter) or notes.get(row.tensor) or ""
+    facts = {
+        "rule": rule,
+        "because": escape(because),
+        "warning": escape(row.warning),
+        "moves": escape(size),
+        "status": f"{dot(DOTS[row.status])} {row.status}: {STATUS_WORDS[row.status]}",
+        "by value": value,
+        "ambiguous": escape(unclear),
+        "note": escape(note),
+    }
+    return [(name, html) for name, html in facts.items() if html]
 
 
 def _pictures(mapping: Mapping, row: MappingRow) -> str:
@@ -658,24 +601,12 @@ def _senders(mapping: Mapping, leaf: str, parameters: Collection[str]) -> str:
         return ""
     ranks = sorted({r for _, r in found})
     devices = sorted({d for d, _ in found})
+    size = lambda link: human_bytes(found[link]) if link in found else ""
+    shown = ranks[:MAX_RANKS]
     rows = [
-        [
-            f"device {d}",
-            *(
-                human_bytes(found[d, r]) if (d, r) in found else ""
-                for r in ranks[:MAX_RANKS]
-            ),
-        ]
-        for d in devices[:MAX_DEVICES]
+        [f"device {d}", *(size((d, r)) for r in shown)] for d in devices[:MAX_DEVICES]
     ]
-    heads = ["", *(f"rank {r}" for r in ranks[:MAX_RANKS])]
-    left = [
-        f"{len(x) - most} more {what}"
-        for x, most, what in (
-            (devices, MAX_DEVICES, "devices"),
-            (ranks, MAX_RANKS, "ranks"),
-        )
-        if len(x) > most
-    ]
-    more = f'<div style="color:{FAINT}">{", ".join(left)}</div>' if left else ""
+    heads = ["", *(f"rank {r}" for r in shown)]
+    more = unseen(len(devices) - MAX_DEVICES, "{} more devices")
+    more += unseen(len(ranks) - MAX_RANKS, "{} more ranks")
     return f'<div style="margin-top:6px">{table(heads, rows, range(1, len(heads)))}{more}</div>'

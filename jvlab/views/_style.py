@@ -64,17 +64,6 @@ def unseen(count: int, words: str) -> str:
     return faint(words.format(count)) if count > 0 else ""
 
 
-def mono(text: str) -> str:
-    """A name of code; escaped."""
-    return f'<span style="font-family:{MONO}">{escape(text)}</span>'
-
-
-def plain_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of numbers as texts, which are escaped."""
-    cells = [[escape(cell) for cell in row] for row in rows]
-    return table(heads, cells, range(len(heads)))
-
-
 def table(
     heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()
 ) -> str:
