@@ -12,8 +12,8 @@ from jvlab._errors import ConfigError
 from jvlab._units import how_many
 from jvlab.record._sample import spans_text
 from jvlab.record._token_pieces import TokenSplitter, visible
-from jvlab.views._drawing import ink
 from jvlab.views._figures import Plot, dress, new_figure
+from jvlab.views._mapping_view import ink
 from jvlab.views._style import BOX, MONO, PALETTE, faint, table, unseen
 from jvlab.views.panels._live import Panel
 

@@ -48,6 +48,13 @@ class Heat:
     across: int
     links: dict[tuple[int, int], int]  # cell -> its link, where each is one link
 
+    @property
+    def block(self) -> str:
+        """What a cell is, if it is more than a link."""
+        if self.down * self.across == 1:
+            return ""
+        return f"a cell is {self.down} devices × {self.across} ranks"
+
 
 def link_heat(plan: TransferPlan) -> Heat:
     """The heat map of a plan, which `heat_svg` and `plan_figure` draw."""
@@ -83,9 +90,10 @@ def heat_svg(plan: TransferPlan) -> str:
         y = head + r * h
         link = f' data-link="{heat.links[r, c]}"' if heat.links else ""
         size = human_bytes(int(n))
+        name = _cell_name(plan, heat, r, c)
         parts.append(
             f'<rect x="{x}" y="{y}" width="{w - 1}" height="{h - 1}" fill="{PALETTE[0]}" '
-            f'fill-opacity="{0.1 + 0.65 * n / top:.2f}"{link}><title>{_cell_name(plan, heat, r, c)}: {size}</title></rect>'
+            f'fill-opacity="{0.1 + 0.65 * n / top:.2f}"{link}><title>{name}: {size}</title></rect>'
         )
         if w >= 60:
             at = f'x="{x + w / 2}" y="{y + h / 2 + 4}"'
@@ -93,8 +101,7 @@ def heat_svg(plan: TransferPlan) -> str:
                 f'<text {at} text-anchor="middle" fill="currentColor" pointer-events="none">{size}</text>'
             )
     parts += _heads(plan, heat, (left, head, w, h))
-    cell = f", a cell is {heat.down} devices × {heat.across} ranks"
-    title = f"bytes per link{'' if heat.links else cell}"
+    title = f"bytes per link, {heat.block}" if heat.block else "bytes per link"
     size = f'width="{left + width * w + 8}" height="{head + rows * h + 6}"'
     return (
         f'<div style="{BOX};overflow-x:auto">{faint(title)}'
@@ -401,8 +408,7 @@ def plan_figure(plan: TransferPlan) -> object:
     for r in range(1, plan.replicas):
         axes.axvline(r * plan.ranks - 0.5, color="white", linewidth=0.8)
     axes.set(xlabel="rollout rank", ylabel="trainer device", title=title)
-    block = f"a cell: {heat.down} devices × {heat.across} ranks"
-    figure.colorbar(image, ax=axes, label=block if not heat.links else "")
+    figure.colorbar(image, ax=axes, label=heat.block)
     return figure
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jvlab.analysis.forecast._observe import GroupRow, Observation
-from jvlab.analysis.forecast._setting import (
+from jvlab.analysis.forecast._simulate import (
     GENERATION,
     REWARD,
     SYNC,

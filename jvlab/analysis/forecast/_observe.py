@@ -18,7 +18,7 @@ import numpy as np
 
 from jvlab._errors import ConfigError
 from jvlab._units import how_many
-from jvlab.analysis.forecast._setting import Setting
+from jvlab.analysis.forecast._simulate import Setting
 from jvlab.record import _metrics
 from jvlab.record._events import (
     Event,

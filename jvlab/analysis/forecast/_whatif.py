@@ -20,11 +20,13 @@ from jvlab.analysis.forecast._observe import (
     observations,
     typical_step,
 )
-from jvlab.analysis.forecast._setting import LIMITS, Setting, StepCosts
 from jvlab.analysis.forecast._simulate import (
+    LIMITS,
     BatchShape,
     Bounds,
+    Setting,
     Simulated,
+    StepCosts,
     closed_form,
     simulate,
 )

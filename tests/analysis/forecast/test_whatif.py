@@ -17,7 +17,7 @@ import jvlab as jv
 from jvlab._errors import ConfigError
 from jvlab.analysis.forecast._calibrate import calibrate, fit
 from jvlab.analysis.forecast._observe import Observation
-from jvlab.analysis.forecast._setting import Setting
+from jvlab.analysis.forecast._simulate import Setting
 from jvlab.analysis.forecast._whatif import Lengths, WhatIf
 from jvlab.record._record import Record
 from jvlab.trainer._micro_batches import Packer
