@@ -44,41 +44,40 @@ MEASURED = ("measured", "error")
 
 def _cells(row: Any, measured: bool) -> list[str]:
     s = row.setting
+    sizes = (
+        s.prompts_per_step,
+        s.group_size,
+        s.max_tokens,
+        s.max_staleness,
+        s.replicas,
+    )
     out = [
-        str(v)
-        for v in (
-            s.prompts_per_step,
-            s.group_size,
-            s.max_tokens,
-            s.max_staleness,
-            s.replicas,
-        )
-    ]
-    out += [
+        *map(str, sizes),
         f"{row.step_s:.3g}",
         f"{row.low:.3g} – {row.high:.3g}" if row.low == row.low else "–",
         f"{row.tokens_per_s:,.0f}",
-    ]
-    out += [
         f"{row.staleness_mean:.2f}",
         f"{row.idle_s / row.step_s:.0%}",
         f"{row.engine_busy:.0%} busy",
     ]
-    if measured:
-        out += (
-            ["–", "–"]
-            if row.error is None
-            else [f"{row.measured_s:.3g}", f"{100 * row.error:+.1f} %"]
-        )
-    return out
+    if not measured:
+        return out
+    if row.error is None:
+        return [*out, "–", "–"]
+    return [*out, f"{row.measured_s:.3g}", f"{100 * row.error:+.1f} %"]
 
 
 def _table(rows: Iterable[Any]) -> tuple[tuple[str, ...], list[list[str]]]:
     rows = list(rows)
     measured = any(row.error is not None for row in rows)
-    return (*HEADS, *(MEASURED if measured else ())), [
-        _cells(row, measured) for row in rows
-    ]
+    heads = (*HEADS, *MEASURED) if measured else HEADS
+    return heads, [_cells(row, measured) for row in rows]
+
+
+def _rows_html(rows: Iterable[Any]) -> str:
+    heads, lines = _table(rows)
+    cells = [[escape(cell) for cell in line] for line in lines]
+    return table(heads, cells, numbers=range(len(heads)))
 
 
 def table_text(rows: Any) -> str:
@@ -90,14 +89,8 @@ def table_text(rows: Any) -> str:
 
 def table_html(rows: Any) -> str:
     """Forecasts as a table."""
-    heads, cells = _table(rows)
     title = f"<b>{escape(rows.title)}</b>" if rows.title else ""
-    body = table(
-        heads,
-        [[escape(cell) for cell in line] for line in cells],
-        numbers=range(len(heads)),
-    )
-    return f'<div style="{BOX};overflow-x:auto">{title}{body}</div>'
+    return f'<div style="{BOX};overflow-x:auto">{title}{_rows_html(rows)}</div>'
 
 
 def _bars(row: Any) -> list[tuple[str, float, str]]:
@@ -169,10 +162,7 @@ def whatif_html(plan: Any) -> str:
     known = table(
         ("", ""), [[f"<b>{escape(k)}</b>", escape(v)] for k, v in facts.items()]
     )
-    heads, cells = _table(plan.predict(max_staleness=k) for k in (0, 1, 2))
-    ahead = table(
-        heads, [[escape(c) for c in line] for line in cells], numbers=range(len(heads))
-    )
+    ahead = _rows_html(plan.predict(max_staleness=k) for k in (0, 1, 2))
     rule = f'<div style="border-top:1px solid {LINE};margin:6px 0"></div>'
     return f'<div style="{BOX};overflow-x:auto"><b>{escape(repr(plan))}</b>{known}{rule}{ahead}</div>'
 

@@ -38,6 +38,7 @@ from jvlab.views._style import (
     sparkline,
     state_html,
     table,
+    unseen,
 )
 from jvlab.views.panels._live import ConfirmButton, PartsPanel, box
 from jvlab.wire._pool_summary import replica_health
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 UNKNOWN = "."
 RIGHT = "="
 WRONG = "x"
+TICKS = {None: UNKNOWN, True: RIGHT, False: WRONG}
 CONTEXT = 4  # rows of the static table before and after the current one
 
 
@@ -118,20 +120,16 @@ class _Cache:
 
     def __init__(self, stepper: Stepper) -> None:
         units = stepper.units
-        self.rows = tuple(
-            (name, number) for number, u in enumerate(units) for name in unit_names(u)
-        )
+        named = [(name, at) for at, u in enumerate(units) for name in unit_names(u)]
+        self.names = tuple(name for name, _ in named)
+        self.units = tuple(at for _, at in named)
         self.sizes = tuple(u.nbytes for u in units)
         steps: dict[tuple[str, int], list[int]] = {}
         for number, unit in enumerate(units):
             for channel, job in unit.work:
-                steps.setdefault((channel.replica, channel.rank), [0] * len(units))[
-                    number
-                ] += job.nbytes
-        self.sent = {
-            key: [0, *itertools.accumulate(found)]
-            for key, found in sorted(steps.items())
-        }
+                key = (channel.replica, channel.rank)
+                steps.setdefault(key, [0] * len(units))[number] += job.nbytes
+        self.sent = {k: [0, *itertools.accumulate(v)] for k, v in sorted(steps.items())}
         self._values: dict[str, tuple[Any, Any]] = {}
 
     def get(self, what: str, key: Any, make: Callable[[], Any]) -> Any:
@@ -154,30 +152,26 @@ def snapshot(stepper: Stepper) -> StepperSnapshot:
     if stepper not in _caches:
         _caches[stepper] = _Cache(stepper)
     cache = _caches[stepper]
+    names = cache.names
     position = stepper.position
     checked = dict(stepper.checked)
     patterns = tuple(stepper.breakpoints)
-    names, units = zip(*cache.rows, strict=True) if cache.rows else ((), ())
-    ticks = cache.get(
-        "ticks", checked, lambda: "".join(_tick(checked, name) for name in names)
-    )
+    tick = lambda: "".join(TICKS[checked.get(name)] for name in names)
+    sent = cache.sent.items()
     return StepperSnapshot(
-        stepper.version,
-        stepper.state,
-        stepper.busy,
-        position,
-        names,
-        units,
-        cache.sizes,
-        ticks,
-        cache.get("breaks", patterns, lambda: _breaks(names, patterns)),
-        stepper.upcoming,
-        tuple(
-            RankProgress(*key, sums[position], sums[-1])
-            for key, sums in cache.sent.items()
-        ),
-        stepper.mode,
-        stepper.link.transport,
+        version=stepper.version,
+        state=stepper.state,
+        busy=stepper.busy,
+        position=position,
+        names=names,
+        units=cache.units,
+        sizes=cache.sizes,
+        ticks=cache.get("ticks", checked, tick),
+        breaks=cache.get("breaks", patterns, lambda: _breaks(names, patterns)),
+        upcoming=stepper.upcoming,
+        ranks=tuple(RankProgress(*k, sums[position], sums[-1]) for k, sums in sent),
+        mode=stepper.mode,
+        transport=stepper.link.transport,
     )
 
 
@@ -187,10 +181,6 @@ def _breaks(names: tuple[str, ...], patterns: tuple[str, ...]) -> tuple[int, ...
     return tuple(
         i for i, name in enumerate(names) if any(p.search(name) for p in compiled)
     )
-
-
-def _tick(checked: dict[str, bool], name: str) -> str:
-    return UNKNOWN if name not in checked else RIGHT if checked[name] else WRONG
 
 
 def engine_line(pool: Any) -> str:
@@ -210,15 +200,10 @@ def head_html(s: StepperSnapshot, pool: Any) -> str:
     """Title, engines and progress: the part that is always visible."""
     found = state("waiting" if s.state == "ready" else s.state)
     number, unit = human_bytes(s.bytes_done).split(" ")
-    large = [
-        (f"{s.tensors_done:,}", f"of {len(s.names):,}", "tensors sent"),
-        *(
-            []
-            if s.alone
-            else [(f"{s.position:,}", f"of {len(s.sizes):,}", "buckets sent")]
-        ),
-        (number, f"{unit} of {human_bytes(sum(s.sizes))}", "bytes sent"),
-    ]
+    large = [(f"{s.tensors_done:,}", f"of {len(s.names):,}", "tensors sent")]
+    if not s.alone:
+        large.append((f"{s.position:,}", f"of {len(s.sizes):,}", "buckets sent"))
+    large.append((number, f"{unit} of {human_bytes(sum(s.sizes))}", "bytes sent"))
     title = (
         f"<b>Sync to version {s.version}</b> {state_html(found)}{' …' if s.busy else ''} "
         f'<span style="color:{FAINT}">{escape(s.mode)} over {escape(s.transport)} · next: '
@@ -266,7 +251,7 @@ def tensor_name(name: str) -> str:
 def stepper_html(stepper: Stepper) -> str:
     """The static view: the state and the tensors around the current one."""
     s = snapshot(stepper)
-    at = next((i for i, unit in enumerate(s.units) if unit >= s.position), len(s.names))
+    at = s.tensors_done
     first = max(0, min(at - CONTEXT, len(s.names) - 2 * CONTEXT - 1))
     digest = {
         RIGHT: f'<span style="color:{GOOD}">✓ digest</span>',
@@ -275,30 +260,20 @@ def stepper_html(stepper: Stepper) -> str:
     rows = []
     for i in range(first, min(len(s.names), first + 2 * CONTEXT + 1)):
         unit = s.units[i]
-        word, colour = (
-            ("sent", GOOD)
-            if unit < s.position
-            else ("next", WAIT)
-            if unit == s.position
-            else ("waits", IDLE)
-        )
-        if s.state == "aborted" and unit >= s.position:
-            word = "not sent"
-            colour = IDLE
-        shared = i > 0 and s.units[i - 1] == unit
-        rows.append(
-            [
-                f'<span style="font-family:{MONO}">{escape(s.names[i])}</span>',
-                f'<span style="color:{FAINT}">same bucket</span>'
-                if shared
-                else human_bytes(s.sizes[unit]),
-                f"{dot(colour)} {word}",
-                digest.get(s.ticks[i], ""),
-                "● break" if i in s.breaks else "",
-            ]
-        )
-    left = len(s.names) - len(rows)
-    more = f'<div style="color:{FAINT}">and {left} more</div>' if left > 0 else ""
+        state = f"{dot(IDLE)} waits"
+        if unit < s.position:
+            state = f"{dot(GOOD)} sent"
+        elif s.state == "aborted":
+            state = f"{dot(IDLE)} not sent"
+        elif unit == s.position:
+            state = f"{dot(WAIT)} next"
+        size = human_bytes(s.sizes[unit])
+        if i > 0 and s.units[i - 1] == unit:
+            size = f'<span style="color:{FAINT}">same bucket</span>'
+        name = f'<span style="font-family:{MONO}">{escape(s.names[i])}</span>'
+        stop = "● break" if i in s.breaks else ""
+        rows.append([name, size, state, digest.get(s.ticks[i], ""), stop])
+    more = unseen(len(s.names) - len(rows), "and {} more")
     body = table(("tensor", "bytes", "", "", ""), rows, numbers=(1,))
     report = sync_html(stepper.report) if stepper.report is not None else ""
     return f'<div style="{BOX}">{head_html(s, stepper.link.pool.snapshot)}{body}{more}{report}</div>'
@@ -386,15 +361,8 @@ def waterfall(report: SyncReport) -> str:
     inside = spans.get("move") or next(iter(spans.values()))
     rows = [(name, *span, PHASES["sync"], "") for name, span in spans.items()]
     if pause := seconds.get("pause", 0.0):
-        rows.append(
-            (
-                "paused",
-                max(0.0, total - pause),
-                total,
-                TONES["wait"],
-                "generation was paused, until the end",
-            )
-        )
+        how = "generation was paused, until the end"
+        rows.append(("paused", max(0.0, total - pause), total, TONES["wait"], how))
     for name in INSIDE:
         if took := seconds.get(name, 0.0):
             how = "seconds of work, in pieces that overlap with the others"
@@ -467,26 +435,17 @@ def meaning_html(meaning: Meaning) -> str:
     """The line, and a table of what was observed, wrong and ambiguous leaves first."""
     wrong = [leaf for leaf, seen in meaning.leaves.items() if seen.contradicts]
     # slices of stacked leaves
-    open_ = [
-        name for name in meaning.leaves if without_slice(name) in meaning.ambiguous
-    ]
-    unseen = [
-        leaf
-        for leaf in meaning.ambiguous
-        if leaf not in {without_slice(name) for name in open_}
-    ]
-    listed = list(dict.fromkeys([*wrong, *open_, *unseen, *meaning.leaves]))
+    open_ = [n for n in meaning.leaves if without_slice(n) in meaning.ambiguous]
+    named = {without_slice(name) for name in open_}
+    unseen_ = [leaf for leaf in meaning.ambiguous if leaf not in named]
+    listed = list(dict.fromkeys([*wrong, *open_, *unseen_, *meaning.leaves]))
     rows = []
     for leaf in listed[:SHOWN]:
         seen = meaning.leaves.get(leaf)
         why = meaning.ambiguous.get(without_slice(leaf), "")
         name = f'<span style="font-family:{MONO}">{escape(leaf)}</span>'
         rows.append([name, escape(seen.text if seen else "not compared"), escape(why)])
-    more = (
-        f'<div style="color:{FAINT}">and {len(listed) - SHOWN} more</div>'
-        if len(listed) > SHOWN
-        else ""
-    )
+    more = unseen(len(listed) - SHOWN, "and {} more")
     body = table(("leaf", "observed", "ambiguous"), rows) if rows else ""
     return f'<div style="{BOX}">{meaning_line(meaning)}{body}{more}</div>'
 

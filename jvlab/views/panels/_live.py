@@ -427,26 +427,17 @@ class _Output:
 
     def _bundle(self, dated: bool = True) -> dict[str, Any]:
         panel = self.panel
-        subject = self.panel.subject
+        html = panel.static_html()
         if not panel.hosted:
-            view = {
-                "version_major": 2,
-                "version_minor": 0,
-                "model_id": panel.widget.model_id,
-            }
-            return {
-                "text/plain": repr(subject),
-                "text/html": panel.static_html(),
-                WIDGET: view,
-            }
-        notice = panel.widget.notice or (
-            panel.snapshot_line() if panel.mounted else panel.dated()
+            view = {"version_major": 2, "version_minor": 0}
+            view["model_id"] = panel.widget.model_id
+            return {**_bundle(panel.subject, html), WIDGET: view}
+        words = panel.snapshot_line() if panel.mounted else panel.dated()
+        notice = notice_html(panel.widget.notice or words) if dated else ""
+        marked = (
+            f'<div data-jv-panel="{panel.panel_id}">{notice}{hollow_dots(html)}</div>'
         )
-        html = (notice_html(notice) if dated else "") + hollow_dots(panel.static_html())
-        return {
-            "text/plain": repr(subject),
-            "text/html": f'<div data-jv-panel="{panel.panel_id}">{html}</div>',
-        }
+        return _bundle(panel.subject, marked)
 
     def renew(self) -> None:
         """Write the newest snapshot, if it differs from the last one."""
@@ -461,9 +452,11 @@ class _Output:
         html = self.panel.static_html()
         if _ending and not self.panel.done:
             html = notice_html(self.panel.snapshot_line()) + hollow_dots(html)
-        self._handle.update(
-            {"text/plain": repr(self.panel.subject), "text/html": html}, raw=True
-        )
+        self._handle.update(_bundle(self.panel.subject, html), raw=True)
+
+
+def _bundle(subject: Any, html: str) -> dict[str, Any]:
+    return {"text/plain": repr(subject), "text/html": html}
 
 
 def show(subject: Any, make: Callable[[], Panel] | None = None) -> Panel | None:
@@ -472,8 +465,7 @@ def show(subject: Any, make: Callable[[], Panel] | None = None) -> Panel | None:
         from IPython.display import display
 
         hint = HINT if make is not None and in_kernel() else ""
-        html = static_html(subject) + hint
-        display({"text/plain": repr(subject), "text/html": html}, raw=True)
+        display(_bundle(subject, static_html(subject) + hint), raw=True)
         return None
     panel = make()
     if not in_marimo():
@@ -489,15 +481,13 @@ def follow(subject: Any, active: Callable[[Any], bool]) -> None:
     """Without widgets: show the static view, and update it at each change that `subject` reports to its listeners."""
     from IPython.display import display
 
-    def bundle() -> dict[str, str]:
-        return {"text/plain": repr(subject), "text/html": static_html(subject) + HINT}
-
-    handle = display(bundle(), raw=True, display_id=True)
+    now = lambda: _bundle(subject, static_html(subject) + HINT)
+    handle = display(now(), raw=True, display_id=True)
     if handle is None or not active(subject):
         return
 
     def changed(_: Any) -> None:
-        handle.update(bundle(), raw=True)
+        handle.update(now(), raw=True)
         if not active(subject) and changed in subject.listeners:
             subject.listeners.remove(changed)
 
