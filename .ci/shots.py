@@ -44,7 +44,7 @@ PANELS = {
     "timeline": (
         ".jv-timeline-panel",
         ".jv-timeline .jv-lanes[data-paints]",
-        "from jvlab.views.panels._timeline_panel import Timeline\nfrom jvlab.record._record import Record\n"
+        "from jvlab.views._timeline import Timeline\nfrom jvlab.record._record import Record\n"
         "from tests.record.synthetic import made_up\npanel = Timeline(Record.of(made_up(30, staleness=1))).panel()",
     ),
     "plan": (

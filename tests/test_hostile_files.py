@@ -162,7 +162,13 @@ def put(name: str, data: bytes) -> Callable[[dict[str, bytes]], Any]:
     return lambda members: members.update({f"{name}.npy": data})
 
 
-OVERLAP = put("ends", npy(np.array([9, 0, 9])))
+SHAPES = {
+    "prompt_token_ids": [2],
+    "token_ids": [3],
+    "logprobs": [3],
+    "versions": [3],
+    "trainer_logprobs": [3],
+}
 HUGE_SHAPE = (
     npy(np.zeros(9, np.int32))
     .replace(b"(9,), }", b"(9" + b"0" * 15 + b",), }")
@@ -174,13 +180,18 @@ BATCHES = {
     "a header of other things": put("header", text_member([1, 2])),
     "no text": put("header", text_member(b"\xff\xfe\x00")),
     "many digits": put("header", text_member(b'{"format": ' + b"9" * 100_000 + b"}")),
-    "pieces that overlap": OVERLAP,
-    "negative pieces": put("ends", npy(np.array([-1, 3, 9]))),
-    "too few pieces": put("ends", npy(np.array([9]))),
-    "numbers of another kind": put("tokens", npy(np.zeros(9, np.float64))),
-    "objects": put("tokens", npy(np.zeros(9, np.int32)).replace(b"'<i4'", b"'|O' ")),
-    "a shape that is not there": put("tokens", HUGE_SHAPE),
-    "a strange array header": put("tokens", npy(np.zeros(9, np.int32)).replace(b"{'descr'", b"[[[[[[[[")),
+    "no shapes": altered(shapes={}),
+    "negative shapes": altered(shapes={**SHAPES, "token_ids": [-3]}),
+    "shapes of no array": altered(shapes={**SHAPES, "token_ids": []}),
+    "shapes of more than there is": altered(shapes={**SHAPES, "token_ids": [4]}),
+    "shapes of less": altered(shapes={**SHAPES, "logprobs": [2]}),
+    "shapes of an unknown array": altered(shapes={**SHAPES, "evil": [0]}),
+    "shapes of digits": altered(shapes={**SHAPES, "token_ids": [10**300]}),
+    "shapes of text": altered(shapes="abc"),
+    "numbers of another kind": put("token_ids", npy(np.zeros(9, np.float64))),
+    "objects": put("token_ids", npy(np.zeros(9, np.int32)).replace(b"'<i4'", b"'|O' ")),
+    "a shape that is not there": put("token_ids", HUGE_SHAPE),
+    "a strange array header": put("token_ids", npy(np.zeros(9, np.int32)).replace(b"{'descr'", b"[[[[[[[[")),
     "another array": put("evil", npy(np.zeros(1))),
     "no arrays": lambda members: members.clear(),
     "an index that is a text": altered(prompt_index="x"),
@@ -210,9 +221,9 @@ def test_hostile_batch_files_of_other_compression_are_refused(
 
 def test_hostile_batch_with_a_broken_stream(tmp_path: Path, good_batch: bytes):
     """zlib's own errors, which are none of zipfile's."""
-    found = good_batch.find(b"tokens.npy")
+    found = good_batch.find(b"token_ids.npy")
     broken = bytearray(good_batch)
-    start = found + len(b"tokens.npy") + 20
+    start = found + len(b"token_ids.npy") + 20
     broken[start : start + 8] = b"\xff" * 8
     (tmp_path / "b.npz").write_bytes(broken)
     with pytest.raises(ConfigError, match="is not a rollout batch"):
@@ -223,7 +234,7 @@ def test_hostile_bombs_are_refused_before_they_are_read(
     tmp_path: Path, good_batch: bytes
 ):
     path = repacked(
-        tmp_path, good_batch, put("tokens", npy(np.zeros(10_000_000, np.int32)))
+        tmp_path, good_batch, put("token_ids", npy(np.zeros(10_000_000, np.int32)))
     )
     assert path.stat().st_size < 100_000
     tracemalloc.start()

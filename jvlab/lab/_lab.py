@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from jvlab.sync._link import Link
     from jvlab.sync._publish import Follower
     from jvlab.views._cards import ProcessRow
+    from jvlab.views._timeline import Timeline
     from jvlab.views.panels._live import Panel
-    from jvlab.views.panels._timeline_panel import Timeline
     from jvlab.wire import jvlab_pb2 as pb
     from jvlab.wire._client import Client
     from jvlab.wire.processes._labs import LabInfo

@@ -38,7 +38,7 @@ from jvlab.layout._types import from_row, to_row
 
 if TYPE_CHECKING:
     from jvlab.sync._transaction import SyncReport
-    from jvlab.views.panels._plan_panel import PlanPanel
+    from jvlab.views._plan_view import PlanPanel
 
 
 # A transfer plan as bytes and back: a JSON header, then the raw little-endian arrays; no pickle. numpy only.

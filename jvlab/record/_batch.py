@@ -8,27 +8,20 @@ import math
 import os
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    BinaryIO,
-    Literal,
-    TypeGuard,
-    TypeVar,
-    overload,
-)
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeGuard, overload
 
 import numpy as np
 
 from jvlab import _faces
-from jvlab._errors import ConfigError, MissingDependency
+from jvlab._errors import ConfigError
 from jvlab._files import parse_object
 from jvlab._names import model_words
 from jvlab._units import how_many
 from jvlab.record._events import coerce
+from jvlab.record._export import aligned, needed
 from jvlab.record._sample import (
     FINISH_REASONS,
     Sample,
@@ -40,42 +33,6 @@ from jvlab.record._sample import (
 
 if TYPE_CHECKING:
     import pandas
-
-
-# A trainer's log-probabilities of a batch's completions, one row per sample.
-
-
-def trainer_rows(
-    batch: RolloutBatch, trainer: Any, params: Any, temperature: float, replay: str
-) -> list[Any]:
-    """The policy's log-probabilities of every completion, or the rows passed in; one per sample."""
-    check_replay(replay)
-    if not hasattr(trainer, "logprobs"):
-        given = list(trainer)
-        if replay != "none":
-            raise ConfigError(
-                f"replay={replay!r} of rows that are given",
-                remedy="pass a jv.Policy, or leave it out",
-            )
-        if len(given) != len(batch):
-            raise ConfigError(
-                f"{len(given)} rows for {len(batch)} samples",
-                remedy="pass one array per sample, in order",
-            )
-        return given
-    arrays = batch.arrays(pad_to="power_of_two")  # few lengths, so few compilations
-    tree = trainer.params if params is None else params
-    experts = expert_arrays(batch.samples, arrays["tokens"].shape[1], replay)
-    more = {"routes": tuple(experts.values())} if experts else {}
-    rows = np.asarray(
-        trainer.logprobs(
-            tree, arrays["tokens"], arrays["lengths"], temperature=temperature, **more
-        )
-    )
-    ends = zip(
-        rows, arrays["prompt_lengths"].tolist(), arrays["lengths"].tolist(), strict=True
-    )
-    return [row[start:stop] for row, start, stop in ends]
 
 
 # A reward made of parts: what a reward function returns as a mapping, and the number that training uses.
@@ -179,23 +136,18 @@ class RolloutBatch(Sequence[Sample]):
             )
         mine = {s.prompt_index: s.prompt_token_ids for s in self.samples}
         clash = any(
-            s.prompt_index in mine
-            and not np.array_equal(mine[s.prompt_index], s.prompt_token_ids)
+            not np.array_equal(mine[s.prompt_index], s.prompt_token_ids)
             for s in other.samples
+            if s.prompt_index in mine
         )
         shift = max(mine) + 1 if clash else 0
-        moved = tuple(
-            replace(s, prompt_index=s.prompt_index + shift) if shift else s
-            for s in other.samples
-        )
+        moved = [replace(s, prompt_index=s.prompt_index + shift) for s in other.samples]
         known = self.seconds is not None and other.seconds is not None
         return RolloutBatch(
             samples=(*self.samples, *moved),
-            model=self.model
-            if self.model == other.model
-            else ", ".join(dict.fromkeys([self.model, other.model])),
+            model=", ".join(dict.fromkeys([self.model, other.model])),
             logprobs_mode=self.logprobs_mode,
-            notes=(*self.notes, *(n for n in other.notes if n not in self.notes)),
+            notes=tuple(dict.fromkeys([*self.notes, *other.notes])),
             seconds=(self.seconds or 0.0) + (other.seconds or 0.0) if known else None,
         )
 
@@ -288,71 +240,55 @@ class RolloutBatch(Sequence[Sample]):
         listed = list(sessions)
         if not listed:
             raise ConfigError("no sessions were given", remedy="pass at least one")
-        if rewards is not None and len(rewards) != len(listed):
+        given = [None] * len(listed) if rewards is None else list(rewards)
+        if len(given) != len(listed):
             raise ConfigError(
-                f"{len(rewards)} rewards for {len(listed)} sessions",
+                f"{len(given)} rewards for {len(listed)} sessions",
                 remedy="pass one per session, in order",
             )
-        given = [None] * len(listed) if rewards is None else list(rewards)
-        samples = [
-            session.sample(reward)
-            for session, reward in zip(listed, given, strict=True)
-        ]
+        pairs = zip(listed, given, strict=True)
+        samples = [session.sample(reward) for session, reward in pairs]
         places = {(s.prompt_index, s.sample_index) for s in samples}
         # pool.session numbers each from 0: number them by prompt
         if len(places) < len(samples):
             prompts: dict[bytes, int] = {}
-            counts: dict[int, int] = {}
+            counts: collections.Counter[int] = collections.Counter()
             for i, s in enumerate(samples):
                 number = prompts.setdefault(s.prompt_token_ids.tobytes(), len(prompts))
-                samples[i] = replace(
-                    s, prompt_index=number, sample_index=counts.get(number, 0)
-                )
-                counts[number] = counts.get(number, 0) + 1
-        pool = listed[0].pool
-        notes = tuple(
-            dict.fromkeys(
-                note for s in listed for turn in s.turns for note in turn.notes
-            )
-        )
+                place = {"prompt_index": number, "sample_index": counts[number]}
+                samples[i] = replace(s, **place)
+                counts[number] += 1
+        notes = [note for s in listed for turn in s.turns for note in turn.notes]
         return cls(
-            tuple(samples),
-            model=pool.model,
+            samples,
+            model=listed[0].pool.model,
             logprobs_mode=listed[0].logprobs_mode,
-            notes=notes,
+            notes=tuple(dict.fromkeys(notes)),
         )
 
     def to_pandas(self) -> pandas.DataFrame:
         """One row per sample: texts, reward, mean log-probability, versions, tokens; token by token: `arrays()`."""
-        try:
-            import pandas
-        except ImportError as e:
-            raise MissingDependency(
-                "a DataFrame needs pandas",
-                remedy="pip install pandas; batch.arrays() and batch.table() need nothing",
-            ) from e
+        why = "a DataFrame needs pandas; batch.arrays() and batch.table() need nothing"
+        pandas = needed("pandas", why)
         parts = sorted({name for s in self.samples for name in s.reward_parts})
         rows = []
         for s in self.samples:
             own = s.versions[s.own].tolist()
-            row: dict[str, Any] = {
+            rewards = {f"reward_{n}": s.reward_parts.get(n, math.nan) for n in parts}
+            gap = None if s.gap is None else float(np.abs(s.gap).max(initial=0.0))
+            row = {
                 "prompt_index": s.prompt_index,
                 "sample_index": s.sample_index,
                 "prompt": s.prompt,
                 "text": s.text,
                 "reward": math.nan if s.reward is None else s.reward,
-                **{
-                    f"reward_{name}": s.reward_parts.get(name, math.nan)
-                    for name in parts
-                },
+                **rewards,
                 "finish_reason": s.finish_reason,
-                "tokens": int(s.own.sum()),
+                "tokens": len(own),
                 "prompt_tokens": len(s.prompt_token_ids),
                 "cached_tokens": s.cached_tokens,
                 "mean_logprob": s.mean_logprob,
-                "gap": math.nan
-                if s.gap is None
-                else float(np.abs(s.gap).max(initial=0.0)),
+                "gap": math.nan if gap is None else gap,
                 "first_version": min(own, default=-1),
                 "last_version": max(own, default=-1),
                 "replica": s.replica,
@@ -373,19 +309,25 @@ class RolloutBatch(Sequence[Sample]):
         cls, path: str | os.PathLike[str], *, max_bytes: int = 2 << 30
     ) -> RolloutBatch:
         """Read what `save` wrote; a file that declares more than `max_bytes` is refused before it is read."""
-        return _load(path, cls, max_bytes)
+        # outside the try: a missing file stays a FileNotFoundError
+        with open(path, "rb") as stream:
+            try:
+                return cls(**_fields(_read(stream, max_bytes), max_bytes))
+            # whatever zipfile, zlib and numpy raise for bytes that they cannot or must not read
+            except Exception as e:
+                raise ConfigError(
+                    f"{os.fspath(path)} is not a rollout batch: {str(e)[:300] or type(e).__name__}",
+                    remedy="load a file that RolloutBatch.save of this jvlab wrote; a larger one with max_bytes=",
+                    path=os.fspath(path),
+                ) from e
 
     def __repr__(self) -> str:
         prompts = len({s.prompt_index for s in self.samples})
         ends = collections.Counter(s.finish_reason for s in self.samples)
         counts = {"sample": len(self), "prompt": prompts, "token": self.tokens}
-        parts = [
-            *(how_many(number, what) for what, number in counts.items()),
-            _version_text(self.versions),
-        ]
-        parts += [
-            f"{ends[reason]} {reason}" for reason in FINISH_REASONS if ends[reason]
-        ]
+        parts = [how_many(number, what) for what, number in counts.items()]
+        parts.append(_version_text(self.versions))
+        parts += [f"{ends[why]} {why}" for why in FINISH_REASONS if ends[why]]
         if self.model:
             parts.append(f"model {model_words(self.model)}")
         if self.notes:
@@ -394,51 +336,15 @@ class RolloutBatch(Sequence[Sample]):
 
     def table(self, rows: int = SHOWN, width: int = 40) -> str:
         """The first `rows` samples as plain text."""
-        head = (
-            "prompt",
-            "sample",
-            "prompt text",
-            "text",
-            "finish",
-            "tokens",
-            "logprob",
-            "version",
-        )
-        body = [tuple(shorten(cell, width) for cell in row) for row in self._rows(rows)]
-        widths = [max(len(row[c]) for row in [head, *body]) for c in range(len(head))]
-        right = {0, 1, 5, 6}
-        lines = [
-            "  ".join(
-                cell.rjust(w) if c in right else cell.ljust(w)
-                for c, (cell, w) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in [head, *body]
-        ]
-        rest = len(self) - len(body)
+        head = ("prompt", "sample", "prompt text", "text", "finish")
+        head += ("tokens", "logprob", "version")
+        shown = self.samples[:rows]
+        body = [[shorten(cell, width) for cell in _cells(s)] for s in shown]
+        lines = aligned([head, *body], left=(2, 3, 4, 7))
+        rest = len(self) - len(shown)
+        more = [f"… {rest} more"] if rest > 0 else []
         notes = [f"note: {note}" for note in self.notes]
-        return "\n".join(
-            [
-                repr(self),
-                *(line.rstrip() for line in lines),
-                *([f"… {rest} more"] if rest > 0 else []),
-                *notes,
-            ]
-        )
-
-    def _rows(self, rows: int) -> Iterator[tuple[str, ...]]:
-        for s in self.samples[:rows]:
-            yield (
-                str(s.prompt_index),
-                str(s.sample_index),
-                s.prompt
-                if s.prompt is not None
-                else f"{len(s.prompt_token_ids)} tokens",
-                s.text if s.error is None else f"{s.text} [{s.error}]",
-                s.finish_reason,
-                str(len(s.token_ids)),
-                f"{s.mean_logprob:.3f}",
-                spans_text(s),
-            )
+        return "\n".join([repr(self), *lines, *more, *notes])
 
     # Rewards, the trainer's logprobs, displays -----------------------------------------------------------------------
 
@@ -446,24 +352,25 @@ class RolloutBatch(Sequence[Sample]):
         self, rewards: Sequence[float | Mapping[str, float] | None]
     ) -> RolloutBatch:
         """The same batch with a reward for each sample, in order; of a mapping of named parts, their sum."""
-        if len(rewards) != len(self):
-            raise ConfigError(
-                f"{len(rewards)} rewards for {len(self)} samples",
-                remedy="pass one per sample, in order",
-            )
-        for given in rewards:
+        self._check_count(len(rewards), "rewards")
+        scored = []
+        for sample, given in zip(self.samples, rewards, strict=True):
             if isinstance(given, Mapping) and not is_parted(given):
                 raise ConfigError(
                     f"a reward is {given!r}",
                     remedy="a number, or a mapping of names to numbers",
                 )
-        pairs = zip(
-            self.samples,
-            (PartedReward(r) if is_parted(r) else r for r in rewards),
-            strict=True,
-        )
-        scored = (replace(s, reward=r, reward_parts=parts_of(r)) for s, r in pairs)  # type: ignore[arg-type]
-        return replace(self, samples=tuple(scored))
+            reward: Any = PartedReward(given) if is_parted(given) else given
+            parts = parts_of(reward)
+            scored.append(replace(sample, reward=reward, reward_parts=parts))
+        return replace(self, samples=scored)
+
+    def _check_count(self, count: int, what: str) -> None:
+        if count != len(self):
+            raise ConfigError(
+                f"{count} {what} for {len(self)} samples",
+                remedy="pass one per sample, in order",
+            )
 
     def compare(
         self,
@@ -480,15 +387,36 @@ class RolloutBatch(Sequence[Sample]):
         temperature  of the sampling, if the engine's logprobs are processed ones
         replay       of a policy with experts: "ids" takes the experts that the engine chose, "full" their weights too
         """
+        check_replay(replay)
+        if hasattr(trainer, "logprobs"):
+            rows = self._trainer_rows(trainer, params, temperature, replay)
+        else:
+            rows = list(trainer)
+            self._check_count(len(rows), "rows")
+            if replay != "none":
+                raise ConfigError(
+                    f"replay={replay!r} of rows that are given",
+                    remedy="pass a jv.Policy, or leave it out",
+                )
+        pairs = zip(self.samples, rows, strict=True)
+        compared = tuple(replace(s, trainer_logprobs=row) for s, row in pairs)
+        return replace(self, samples=compared)
 
-        pairs = zip(
-            self.samples,
-            trainer_rows(self, trainer, params, temperature, replay),
-            strict=True,
+    def _trainer_rows(
+        self, trainer: Any, params: Any, temperature: float, replay: str
+    ) -> list[np.ndarray]:
+        """The policy's log-probabilities of every completion, one row per sample."""
+        arrays = self.arrays(pad_to="power_of_two")  # few lengths, so few compilations
+        tokens = arrays["tokens"]
+        lengths = arrays["lengths"]
+        tree = trainer.params if params is None else params
+        experts = expert_arrays(self.samples, tokens.shape[1], replay)
+        more = {"routes": tuple(experts.values())} if experts else {}
+        rows = np.asarray(
+            trainer.logprobs(tree, tokens, lengths, temperature=temperature, **more)
         )
-        return replace(
-            self, samples=tuple(replace(s, trainer_logprobs=row) for s, row in pairs)
-        )
+        ends = zip(rows, arrays["prompt_lengths"], lengths, strict=True)
+        return [row[start:stop] for row, start, stop in ends]
 
     def panel(self, colour: str | None = None) -> Any:
         """Show the viewer: completions coloured token by token, samples of a prompt side by side.
@@ -505,6 +433,18 @@ class RolloutBatch(Sequence[Sample]):
 
     def _ipython_display_(self) -> None:
         self.panel()
+
+
+def _cells(s: Sample) -> Iterator[str]:
+    """A sample's row of the table."""
+    yield str(s.prompt_index)
+    yield str(s.sample_index)
+    yield f"{len(s.prompt_token_ids)} tokens" if s.prompt is None else s.prompt
+    yield s.text if s.error is None else f"{s.text} [{s.error}]"
+    yield s.finish_reason
+    yield str(len(s.token_ids))
+    yield f"{s.mean_logprob:.3f}"
+    yield spans_text(s)
 
 
 def _width(longest: int, pad_to: int | Sequence[int] | str | None) -> int:
@@ -588,10 +528,9 @@ class Scores:
         return f"Scores({len(self)} sequences, {tokens} tokens)"
 
 
-# A batch as a file: one .npz with a JSON header for texts and flat arrays for numbers, no pickle ----------------------
+# A batch as a file: one .npz with a JSON header for texts and shapes, flat arrays for numbers, no pickle --------------
 
-Batch = TypeVar("Batch")
-_FORMAT = "jvlab rollout batch 1"
+_FORMAT = "jvlab rollout batch 2"
 # the fields of a sample that are in the header; files of earlier versions have fewer
 _SAMPLE: dict[str, Any] = {
     "prompt_index": int,
@@ -614,69 +553,45 @@ _COMMON: dict[str, Any] = {
     "notes": tuple[str, ...],
     "seconds": float | None,
 }
+# those that are arrays: of all samples one after the other, each with its shape in the header
 _ARRAYS = {
-    "header": "u1",
-    "prompt_tokens": "<i4",
-    "prompt_ends": "<i8",
-    "tokens": "<i4",
+    "prompt_token_ids": "<i4",
+    "token_ids": "<i4",
     "logprobs": "<f4",
-    "ends": "<i8",
-    "spans": "<i8",
-    "span_ends": "<i8",
-    "compared": "?",
+    "versions": "<i8",
     "trainer_logprobs": "<f4",
-    "masked": "?",
     "loss_mask": "?",
-    "expert_shapes": "<i8",
     "expert_ids": "<i2",
-    "weighed": "?",
     "expert_weights": "<f4",
 }
-_COLUMNS = {"spans": 3, "expert_shapes": 2}  # of those that are tables
-MAX_BYTES = 2 << 30
+_MEMBERS = {"header": "u1", **_ARRAYS}
 # of max_bytes per value in the header: about what a Python object takes
 BYTES_PER_PART = 256
 
 
 def _save(batch: RolloutBatch, path: str | os.PathLike[str]) -> str:
     """Write to a temporary file, then rename: a reader never sees half a file."""
-    samples = batch.samples
-    header = {
-        "format": _FORMAT,
-        "batch": {name: getattr(batch, name) for name in _COMMON},
-        "samples": [{name: getattr(s, name) for name in _SAMPLE} for s in samples],
-    }
-    spans = [np.array(s.version_spans, np.int64).reshape(-1, 3) for s in samples]
-    arrays = {
-        # ASCII escapes keep every str, unpaired surrogates included
-        "header": np.frombuffer(json.dumps(header).encode("ascii"), np.uint8),
-        "prompt_tokens": _joined([s.prompt_token_ids for s in samples], np.int32),
-        "prompt_ends": _ends(s.prompt_token_ids for s in samples),
-        "tokens": _joined([s.token_ids for s in samples], np.int32),
-        "logprobs": _joined([s.logprobs for s in samples], np.float32),
-        "ends": _ends(s.token_ids for s in samples),
-        "spans": _joined([part.ravel() for part in spans], np.int64).reshape(-1, 3),
-        "span_ends": _ends(spans),
-    }
-    trainer = [s.trainer_logprobs for s in samples]
-    arrays |= _some("compared", "trainer_logprobs", trainer, np.float32)
-    arrays |= _some("masked", "loss_mask", [s.loss_mask for s in samples], np.bool_)
-    if any(s.expert_ids is not None for s in samples):
-        # for each sample how many layers and chosen experts: 0 and 0 if it has none
-        ids = [s.expert_ids for s in samples]
-        shapes = [(0, 0) if row is None else row.shape[1:] for row in ids]
-        weights = [s.expert_weights for s in samples]
-        arrays["expert_shapes"] = np.array(shapes, np.int64)
-        arrays["expert_ids"] = _joined([r for r in ids if r is not None], np.int16)
-        arrays["weighed"] = np.array([row is not None for row in weights])
-        arrays |= _some("weighed", "expert_weights", weights, np.float32)
-        arrays.setdefault("expert_weights", np.zeros(0, np.float32))
+    entries = []
+    rows = {name: [np.zeros(0, kind)] for name, kind in _ARRAYS.items()}
+    for sample in batch.samples:
+        arrays = {name: getattr(sample, name) for name in _ARRAYS}
+        known = {name: row for name, row in arrays.items() if row is not None}
+        for name, row in known.items():
+            rows[name].append(row.ravel())
+        entry = {name: getattr(sample, name) for name in _SAMPLE}
+        entries.append({**entry, "shapes": {n: row.shape for n, row in known.items()}})
+    common = {name: getattr(batch, name) for name in _COMMON}
+    header = {"format": _FORMAT, "batch": common, "samples": entries}
+    # ASCII escapes keep every str, unpaired surrogates included
+    text = np.frombuffer(json.dumps(header).encode("ascii"), np.uint8)
+    columns = {name: np.concatenate(parts) for name, parts in rows.items()}
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, part = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
     try:
         with os.fdopen(handle, "wb") as f:
-            np.savez_compressed(f, **arrays)  # plain numbers only: nothing is pickled
+            # plain numbers only: nothing is pickled
+            np.savez_compressed(f, header=text, **columns)
         os.chmod(part, 0o644)
         os.replace(part, target)
     except BaseException:
@@ -685,53 +600,12 @@ def _save(batch: RolloutBatch, path: str | os.PathLike[str]) -> str:
     return str(target)
 
 
-def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype), *(part.ravel() for part in parts)])
-
-
-def _ends(parts: Iterable[np.ndarray]) -> np.ndarray:
-    return np.cumsum([len(part) for part in parts], dtype=np.int64)
-
-
-def _some(
-    flag: str, name: str, rows: Sequence[np.ndarray | None], dtype: type
-) -> dict[str, np.ndarray]:
-    """A column that only some samples have, and which; nothing if none has it."""
-    known = [row for row in rows if row is not None]
-    if not known:
-        return {}
-    has = np.array([row is not None for row in rows])
-    return {flag: has, name: _joined(known, dtype)}
-
-
-def _load(
-    path: str | os.PathLike[str],
-    build: Callable[..., Batch],
-    max_bytes: int = MAX_BYTES,
-) -> Batch:
-    """Read a file that `save` wrote, and call `build` with its fields.
-
-    Anything else is an error that names the file; at most `max_bytes` are read.
-    """
-    # outside the try: a missing file stays a FileNotFoundError
-    with open(path, "rb") as stream:
-        try:
-            return build(**_fields(_read(stream, max_bytes), max_bytes))
-        # whatever zipfile, zlib and numpy raise for bytes that they cannot or must not read
-        except Exception as e:
-            raise ConfigError(
-                f"{os.fspath(path)} is not a rollout batch: {str(e)[:300] or type(e).__name__}",
-                remedy="load a file that RolloutBatch.save of this jvlab wrote; a larger one with max_bytes=",
-                path=os.fspath(path),
-            ) from e
-
-
 def _read(stream: BinaryIO, max_bytes: int) -> dict[str, np.ndarray]:
     """The arrays, by name. Their declared sizes are summed before any is read, and compared with what is read."""
     with zipfile.ZipFile(stream) as archive:
         found = archive.infolist()
         names = [info.filename for info in found]
-        if len(found) > len(_ARRAYS) or not {f"{n}.npy" for n in _ARRAYS} >= set(names):
+        if sorted(names) != sorted(f"{name}.npy" for name in _MEMBERS):
             shown = ", ".join(name[:40] for name in names[:8])
             raise ValueError(f"it holds other arrays: {shown}")
         total = sum(info.file_size for info in found)
@@ -739,23 +613,20 @@ def _read(stream: BinaryIO, max_bytes: int) -> dict[str, np.ndarray]:
             raise ValueError(
                 f"it declares {total:,} bytes, more than max_bytes={max_bytes:,}"
             )
-        return {
-            info.filename.removesuffix(".npy"): _array(archive, info) for info in found
-        }
+        return dict(_array(archive, info) for info in found)
 
 
-def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
+def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[str, np.ndarray]:
     """One array. numpy reads its head; it would allocate what that declares, so the size is checked before."""
     name = info.filename.removesuffix(".npy")
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ValueError(f"{name} is compressed in a way that save does not use")
     with archive.open(info) as stream:
         np.lib.format.read_magic(stream)
-        shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
-        fits = shape[1:] == ((_COLUMNS[name],) if name in _COLUMNS else ())
-        if fortran or not shape or not fits or dtype != _ARRAYS[name]:
+        shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+        if len(shape) != 1 or dtype != _MEMBERS[name]:
             raise ValueError(f"{name} is an array of {dtype} of shape {shape}")
-        size = math.prod(shape) * dtype.itemsize
+        size = shape[0] * dtype.itemsize
         if not 0 <= size <= info.file_size:
             raise ValueError(
                 f"{name} declares {size:,} bytes but has {info.file_size:,}"
@@ -763,7 +634,7 @@ def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
         data = stream.read(size)
         if len(data) != size or stream.read(1):
             raise ValueError(f"{name} is longer or shorter than it declares")
-    return np.frombuffer(data, dtype).reshape(shape)
+    return name, np.frombuffer(data, dtype)
 
 
 def _fields(file: dict[str, np.ndarray], max_bytes: int) -> dict[str, Any]:
@@ -774,27 +645,23 @@ def _fields(file: dict[str, np.ndarray], max_bytes: int) -> dict[str, Any]:
         raise ValueError(
             f"its format is {str(header['format'])[:60]!r}, not {_FORMAT!r}"
         )
-    entries = [_typed(entry, _SAMPLE, "a sample") for entry in header["samples"]]
-    ends = [file[name] for name in ("prompt_ends", "ends", "span_ends")]
-    if {len(column) for column in ends} != {len(entries)}:
-        raise ValueError(f"its arrays are not those of {len(entries)} samples")
-    prompts = _split(file["prompt_tokens"], ends[0])
-    tokens = _split(file["tokens"], ends[1])
-    lengths = [len(ids) for ids in tokens]
-    columns = {
-        "prompt_token_ids": prompts,
-        "token_ids": tokens,
-        "logprobs": _split(file["logprobs"], ends[1]),
-        "versions": _split(file["spans"], ends[2]),
-        "trainer_logprobs": _rows(file, "trainer_logprobs", "compared", lengths),
-        "loss_mask": _rows(file, "loss_mask", "masked", lengths),
-        **_experts(file, [len(p) + n for p, n in zip(prompts, lengths, strict=True)]),
-    }
-    samples = [
-        Sample(**entry, **dict(zip(columns, values, strict=True)))
-        for entry, *values in zip(entries, *columns.values(), strict=True)
-    ]
+    used = dict.fromkeys(_ARRAYS, 0)
+    samples = []
+    for entry in header["samples"]:
+        arrays = {}
+        for name, shape in coerce(_SHAPES, entry["shapes"]).items():
+            start = used[name]
+            used[name] += math.prod(shape)
+            if min(shape) < 0 or used[name] > len(file[name]):
+                raise ValueError(f"{name} has no array of shape {shape}")
+            arrays[name] = file[name][start : used[name]].reshape(shape)
+        samples.append(Sample(**_typed(entry, _SAMPLE, "a sample"), **arrays))
+    if any(len(column) != used[name] for name, column in file.items()):
+        raise ValueError(f"its arrays are not those of {len(samples)} samples")
     return {"samples": samples, **_typed(header["batch"], _COMMON, "the batch")}
+
+
+_SHAPES = dict[str, tuple[int, ...]]
 
 
 def _typed(given: Any, hints: Mapping[str, Any], what: str) -> dict[str, Any]:
@@ -807,45 +674,3 @@ def _typed(given: Any, hints: Mapping[str, Any], what: str) -> dict[str, Any]:
         except (TypeError, ValueError, OverflowError) as e:
             raise TypeError(f"{name} of {what} is {str(value)[:60]!r}") from e
     return out
-
-
-def _experts(
-    file: Mapping[str, np.ndarray], lengths: Sequence[int]
-) -> dict[str, list[Any]]:
-    """The experts of each sample, which has so many tokens; None where it has none."""
-    if "expert_shapes" not in file:
-        return {}
-    shapes = file["expert_shapes"].tolist()
-    sizes = [n * math.prod(shape) for n, shape in zip(lengths, shapes, strict=True)]
-    known = {"chosen": np.array([min(shape) > 0 for shape in shapes], bool), **file}
-    return {
-        name: [
-            None if row is None else row.reshape(n, *shape)
-            for row, n, shape in zip(
-                _rows(known, name, flag, sizes), lengths, shapes, strict=True
-            )
-        ]
-        for name, flag in (("expert_ids", "chosen"), ("expert_weights", "weighed"))
-    }
-
-
-def _rows(
-    file: Mapping[str, np.ndarray], name: str, flag: str, lengths: Sequence[int]
-) -> list[np.ndarray | None]:
-    """Column `name`, split by sample; None for samples whose `flag` is not set."""
-    if flag not in file:
-        return [None] * len(lengths)
-    has = file[flag].tolist()
-    known = [n for n, flagged in zip(lengths, has, strict=True) if flagged]
-    rows = iter(_split(file[name], np.cumsum(known, dtype=np.int64)))
-    return [next(rows) if flagged else None for flagged in has]
-
-
-def _split(values: np.ndarray, ends: np.ndarray) -> list[np.ndarray]:
-    last = int(ends[-1]) if len(ends) else 0
-    if last != len(values):
-        raise ValueError(f"{len(values)} values where {last} are declared")
-    # could exceed the file
-    if len(ends) and (ends[0] < 0 or (np.diff(ends) < 0).any()):
-        raise ValueError("its pieces overlap")
-    return np.split(values, ends[:-1]) if len(ends) else []

@@ -8,6 +8,7 @@ are floats write them as the strings "NaN", "Infinity" and "-Infinity" and read 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -21,7 +22,7 @@ import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 
@@ -254,13 +255,9 @@ class StepEvent(Event):
     @property
     def expert_extremes(self) -> dict[str, float]:
         """Of all layers the largest `max`, the smallest `min` and `entropy`; NaN without experts."""
-        worst = lambda name, of: (
-            of(self.experts[name]) if self.experts.get(name) else NAN
-        )
+        worst = {"max": max, "min": min, "entropy": min}
         return {
-            "max": worst("max", max),
-            "min": worst("min", min),
-            "entropy": worst("entropy", min),
+            name: of(self.experts.get(name) or (NAN,)) for name, of in worst.items()
         }
 
     @property
@@ -269,6 +266,11 @@ class StepEvent(Event):
         return {
             self.version - v: n for v, n in sorted(self.versions.items(), reverse=True)
         }
+
+    @property
+    def mean_staleness(self) -> float:
+        """Of its tokens; NaN without any."""
+        return mean_of(self.staleness)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,28 +366,39 @@ KINDS: dict[str, type[Event]] = {
 }
 
 
+E = TypeVar("E", bound=Event)
+
+
+def only(events: Iterable[Event], *kinds: type[E]) -> list[E]:
+    """The events of these kinds."""
+    return [event for event in events if isinstance(event, kinds)]
+
+
+def run_name(events: Iterable[Event]) -> str:
+    return next((e.run for e in only(events, RunStart) if e.run), "run")
+
+
+def mean_of(histogram: Mapping[int, int]) -> float:
+    """The mean of values by how often they occur; NaN without any."""
+    total = sum(histogram.values())
+    return sum(v * n for v, n in histogram.items()) / total if total else NAN
+
+
 def event_from_json(fields: Mapping[str, Any]) -> Event:
     """The event of a JSON object. One from a newer jvlab, or a malformed one, is an `UnknownEvent`."""
     kind = str(fields.get("kind", "unknown"))
     rest = {k: v for k, v in fields.items() if k != "kind"}
-    if kind in KINDS:
-        try:
-            return KINDS[kind].from_fields(rest)
-        except (ConfigError, TypeError):
-            # a field changed its type or a required one is missing: keep all fields as they are
-            pass
-    base = {"actor": str, "start": float, "stop": float}
+    # unless a field changed its type, or a required one is missing: then all fields are kept as they are
+    with contextlib.suppress(ConfigError, TypeError, KeyError):
+        return KINDS[kind].from_fields(rest)
     known = {}
-    for name, hint in base.items():
-        try:
+    for name, hint in (("actor", str), ("start", float), ("stop", float)):
+        with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
             known[name] = coerce(hint, rest[name])
-        except (KeyError, TypeError, ValueError, OverflowError):
-            continue
     if known.get("stop", 0.0) < known.get("start", 0.0):
         known.pop("stop")
-    return UnknownEvent(
-        name=kind, **known, extra={k: v for k, v in rest.items() if k not in known}
-    )
+    extra = {k: v for k, v in rest.items() if k not in known}
+    return UnknownEvent(name=kind, **known, extra=extra)
 
 
 @functools.cache
@@ -395,33 +408,27 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _hint_text(hint: Any) -> str:
-    return (
-        hint.__name__
-        if isinstance(hint, type) and not typing.get_args(hint)
-        else str(hint).replace("typing.", "")
-    )
+    plain_type = isinstance(hint, type) and not typing.get_args(hint)
+    return hint.__name__ if plain_type else str(hint).replace("typing.", "")
 
 
 def coerce(hint: Any, value: Any) -> Any:
     """A value as its declared type: from numpy, from a 0-d array of any library, or from JSON. Never lossy."""
+    if hint is Any:
+        return value
+    if hint is float and isinstance(value, str):
+        return _NON_FINITE[value] if value in _NON_FINITE else _reject(value)
     if hint is float:
-        if isinstance(value, str):
-            return _NON_FINITE[value] if value in _NON_FINITE else _reject(value)
         return float(value)
     if hint is int:
-        whole = (
-            int(value)
-            if isinstance(value, float) and value.is_integer()
-            else operator.index(_scalar(value))
-        )
-        return whole if -LARGE <= whole < LARGE else _reject(value)
+        if not isinstance(value, float) or not value.is_integer():
+            value = operator.index(_scalar(value))
+        return int(value) if -LARGE <= value < LARGE else _reject(value)
     if hint is bool:
         value = _scalar(value)
         return bool(value) if isinstance(value, (bool, np.bool_)) else _reject(value)
     if hint is str:
         return str(value) if isinstance(value, str) else _reject(value)
-    if hint is Any:
-        return value
     return _coerce_many(typing.get_origin(hint), typing.get_args(hint), value)
 
 
@@ -438,14 +445,14 @@ def _coerce_many(origin: Any, args: tuple[Any, ...], value: Any) -> Any:
         return tuple(coerce(args[0], v) for v in value)
     if origin is tuple:
         return tuple(coerce(hint, v) for hint, v in zip(args, value, strict=True))
-    if origin is dict:
-        key = (
-            (lambda k: coerce(int, int(k) if isinstance(k, str) else k))
-            if args[0] is int
-            else str
-        )
-        return {key(k): coerce(args[1], v) for k, v in dict(value).items()}
-    raise TypeError(f"no rule for {origin}")
+    if origin is not dict:
+        raise TypeError(f"no rule for {origin}")
+    out = {}
+    for key, v in dict(value).items():
+        if args[0] is int:
+            key = coerce(int, int(key) if isinstance(key, str) else key)
+        out[key if args[0] is int else str(key)] = coerce(args[1], v)
+    return out
 
 
 def _all_of(kind: type, value: Any) -> bool:

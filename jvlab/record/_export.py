@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import functools
 import importlib
 import json
+import math
 import os
 import queue
 import secrets
 import sys
 import threading
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,6 @@ import numpy as np
 from jvlab._errors import ConfigError, MissingDependency
 from jvlab.record._events import (
     NAN,
-    DraftEvent,
     EvaluationEvent,
     Event,
     FaultEvent,
@@ -32,7 +33,9 @@ from jvlab.record._events import (
     StepEvent,
     SyncEvent,
     clock,
+    only,
     plain,
+    run_name,
 )
 from jvlab.record._metrics import lanes
 
@@ -52,211 +55,64 @@ def trace(events: Sequence[Event]) -> dict[str, Any]:
     actors: dict[str, list[Event]] = {}
     for event in known:
         actors.setdefault(event.actor or "run", []).append(event)
-    out: list[dict[str, Any]] = [_meta("process_name", 0, _run_name(events))]
+    out = [_meta("process_name", 0, {"name": run_name(events)})]
     thread = 0
     for actor in sorted(actors, key=_order):
         own = actors[actor]
         lane = lanes([(e.start, e.stop) for e in own])
-        count = max(lane, default=0) + 1
-        for i in range(count):
-            out.append(
-                _meta(
-                    "thread_name", thread + i, actor if not i else f"{actor} ({i + 1})"
-                )
-            )
-            out.append(_meta("thread_sort_index", thread + i, thread + i, "sort_index"))
+        for i in range(max(lane) + 1):
+            name = f"{actor} ({i + 1})" if i else actor
+            out.append(_meta("thread_name", thread + i, {"name": name}))
+            place = {"sort_index": thread + i}
+            out.append(_meta("thread_sort_index", thread + i, place))
         out += [_slice(e, thread + at) for e, at in zip(own, lane, strict=True)]
-        thread += count
-    for event in known:
-        if isinstance(event, StepEvent):
-            out += _counters(event)
-    return {
-        "traceEvents": out,
-        "displayTimeUnit": "ms",
-        "otherData": {"source": "jvlab record"},
-    }
-
-
-def write(events: Sequence[Event], path: str | os.PathLike[str]) -> str:
-    """Write the trace to a file and return its path."""
-    target = _target(path)
-    target.write_text(json.dumps(trace(events), allow_nan=False), encoding="utf-8")
-    return str(target)
+        thread += max(lane) + 1
+    for event in only(known, StepEvent):
+        out += _counters(event)
+    other = {"source": "jvlab record"}
+    return {"traceEvents": out, "displayTimeUnit": "ms", "otherData": other}
 
 
 def _order(actor: str) -> tuple[int, str]:
     return (0 if actor == "trainer" else 1 if actor.startswith("pool") else 2, actor)
 
 
-def _run_name(events: Sequence[Event]) -> str:
-    return next((e.run for e in events if isinstance(e, RunStart)), "run")
-
-
-def _meta(what: str, thread: int, value: object, key: str = "name") -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": PID, "tid": thread, "args": {key: value}}
+def _meta(what: str, thread: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": PID, "tid": thread, "args": args}
 
 
 def _slice(event: Event, thread: int) -> dict[str, Any]:
-    fields = {
-        k: v
-        for k, v in event.to_json().items()
-        if k not in ("kind", "actor", "start", "stop")
-    }
-    base = {
-        "name": _name(event),
-        "cat": event.kind,
-        "pid": PID,
-        "tid": thread,
-        "ts": event.start * 1e6,
-        "args": fields,
-    }
+    fields = event.to_json()
+    for name in ("kind", "actor", "start", "stop"):
+        del fields[name]
+    match event:
+        case StepEvent():
+            name = f"step {event.step}"
+        case SyncEvent():
+            name = f"sync version {event.version}"
+        case RolloutEvent():
+            versions = ", ".join(map(str, sorted(event.versions)))
+            name = f"generate, version {versions or 'unknown'}"
+        case FaultEvent():
+            name = event.fault
+        case _:
+            name = event.kind.replace("_", " ")
+    base = {"name": name, "cat": event.kind, "pid": PID, "tid": thread}
+    base |= {"ts": event.start * 1e6, "args": fields}
     if isinstance(event, (FaultEvent, RunStart, RunStop)) or not event.seconds > 0:
         return base | {"ph": "i", "s": "p" if isinstance(event, FaultEvent) else "t"}
     return base | {"ph": "X", "dur": event.seconds * 1e6}
 
 
-def _name(event: Event) -> str:
-    match event:
-        case StepEvent():
-            return f"step {event.step}"
-        case SyncEvent():
-            return f"sync version {event.version}"
-        case RolloutEvent():
-            return "generate, version " + (
-                ", ".join(str(v) for v in sorted(event.versions)) or "unknown"
-            )
-        case FaultEvent():
-            return event.fault
-        case _:
-            return event.kind.replace("_", " ")
-
-
 def _counters(event: StepEvent) -> list[dict[str, Any]]:
-    values = {name: plain(getattr(event, name)) for name in COUNTERS}
-    total = sum(event.versions.values())
-    if total:
-        values["staleness"] = (
-            sum(level * n for level, n in event.staleness.items()) / total
-        )
+    values = {name: getattr(event, name) for name in COUNTERS}
+    values["staleness"] = event.mean_staleness
+    base = {"ph": "C", "pid": PID, "tid": 0, "ts": event.stop * 1e6}
     return [
-        {
-            "name": name,
-            "ph": "C",
-            "pid": PID,
-            "tid": 0,
-            "ts": event.stop * 1e6,
-            "args": {name: value},
-        }
+        {"name": name, **base, "args": {name: value}}
         for name, value in values.items()
-        if not isinstance(value, str)  # a counter must be a finite number
+        if math.isfinite(value)
     ]
-
-
-# Dashboards for a run, if installed: TensorBoard and Weights & Biases. Each is called with every event.
-
-STEP_SCALARS = {
-    "reward/mean": "reward_mean",
-    "reward/std": "reward_std",
-    "train/loss": "loss",
-    "train/kl": "kl",
-    "train/entropy": "entropy",
-    "train/grad_norm": "grad_norm",
-    "train/clip_fraction": "clip_fraction",
-    "train/learning_rate": "learning_rate",
-    "health/logprob_gap": "logprob_gap",
-}
-
-
-class Scalars:
-    """Converts events to named scalars per step."""
-
-    def __init__(self) -> None:
-        self.step = 0
-
-    def __call__(self, event: Event) -> dict[str, float]:
-        """The scalars that an event measured; none for most events."""
-        match event:
-            case StepEvent():
-                self.step = event.step
-                found = {
-                    name: getattr(event, field) for name, field in STEP_SCALARS.items()
-                }
-                found |= {f"ratio/{key}": value for key, value in event.ratios.items()}
-                found |= {
-                    "health/skipped": float(event.skipped),
-                    "time/train_s": event.seconds,
-                }
-                if total := sum(event.versions.values()):
-                    found["staleness/mean"] = (
-                        sum(s * n for s, n in event.staleness.items()) / total
-                    )
-                    found["staleness/max"] = max(event.staleness)
-            case SyncEvent():
-                found = {
-                    "sync/gb_per_s": event.gb_per_s,
-                    "sync/seconds": event.seconds,
-                    "sync/pause_s": event.pause,
-                }
-            case RolloutEvent() if event.seconds > 0:
-                found = {"rollout/tokens_per_s": event.tokens / event.seconds}
-            case DraftEvent() if event.drafted:
-                found = {"rollout/acceptance": event.accepted / event.drafted}
-            case _:
-                found = {}
-        return {name: float(value) for name, value in found.items() if value == value}
-
-
-class TensorBoardSink:
-    """Scalars as TensorBoard event files in a folder; needs tensorboardX, or torch and tensorboard."""
-
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._scalars, self._writer = Scalars(), _summary_writer()(str(folder))
-
-    def __call__(self, event: Event, *, wall: float | None = None) -> None:
-        for name, value in self._scalars(event).items():
-            self._writer.add_scalar(name, value, self._scalars.step, walltime=wall)
-
-    def close(self) -> None:
-        """Flush and close the files."""
-        self._writer.close()
-
-
-def _summary_writer() -> Any:
-    for module in ("tensorboardX", "torch.utils.tensorboard"):
-        try:
-            return importlib.import_module(module).SummaryWriter
-        except ImportError:
-            continue
-    raise MissingDependency(
-        "TensorBoard files need a writer", remedy="pip install tensorboardX"
-    )
-
-
-class WandbSink:
-    """Scalars to a Weights & Biases run; `init` goes to wandb.init, for instance project="...", mode="offline"."""
-
-    def __init__(self, **init: Any) -> None:
-        try:
-            import wandb
-        except ImportError as e:
-            raise MissingDependency(
-                "logging to Weights & Biases needs wandb", remedy="pip install wandb"
-            ) from e
-        self._scalars = Scalars()
-        self._run: Any = wandb.init(**init)
-
-    def __call__(self, event: Event, *, wall: float | None = None) -> None:
-        numbers = self._scalars(event)
-        if numbers:
-            self._run.log(
-                numbers
-                | {"step": self._scalars.step}
-                | ({} if wall is None else {"wall": wall})
-            )
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
 
 
 # Reports: where `jv.grpo(report_to=...)` sends a run while it runs, by the names that users of TRL know.
@@ -264,15 +120,19 @@ class WandbSink:
 IDS = "reports.json"  # in a run's folder: what a report needs to go on after a resume
 QUEUED = 10_000  # numbers of steps that may wait for a report
 END_S = 60.0  # for a report to finish
+GLOBAL_STEP = "train/global_step"
 
 
-def trl_metrics(event: Event) -> dict[str, float]:
-    """What TRL's GRPOTrainer logs, of a step or an evaluation; {} for other events."""
+def trl_metrics(event: Event) -> tuple[dict[str, float], int]:
+    """What TRL's GRPOTrainer logs of a step or an evaluation, without NaN, and how many steps were done.
+
+    ({}, 0) for other events.
+    """
     if isinstance(event, EvaluationEvent):
         found = {"eval_reward": event.reward_mean, "eval_reward_std": event.reward_std}
-        return _finite(found)
+        return _known(found), event.step
     if not isinstance(event, StepEvent):
-        return {}
+        return {}, 0
     more = event.extra
     found = {
         "loss": event.loss,
@@ -297,10 +157,44 @@ def trl_metrics(event: Event) -> dict[str, float]:
         found[f"sampling/importance_sampling_ratio/{name}"] = ratio
     if event.versions:
         found["staleness/max"] = max(event.staleness)
-    return _finite({**found, **more.get("logged", {})})
+    return _known(found | more.get("logged", {})), event.step + 1
 
 
-def _finite(found: Mapping[str, Any]) -> dict[str, float]:
+def numbers_of(
+    events: Iterable[Event],
+) -> Iterator[tuple[dict[str, float], int, Event]]:
+    """The same of all events that have numbers, named as the dashboards show them."""
+    for event in events:
+        numbers, step = trl_metrics(event)
+        if numbers:
+            yield _prefixed(numbers), step, event
+
+
+def to_tensorboard(
+    events: Iterable[Event], started: float, folder: str | os.PathLike[str]
+) -> str:
+    """Write the steps of a record as TensorBoard's files."""
+    writer = _library("tensorboard")(str(folder))
+    try:
+        for numbers, step, event in numbers_of(events):
+            for name, value in numbers.items():
+                writer.add_scalar(name, value, step, walltime=started + event.stop)
+    finally:
+        writer.close()
+    return str(folder)
+
+
+def to_wandb(events: Iterable[Event], started: float, **init: Any) -> None:
+    """Log the steps of a record as a run of Weights & Biases."""
+    run = _library("wandb").init(**init)
+    try:
+        for numbers, step, event in numbers_of(events):
+            run.log({**numbers, GLOBAL_STEP: step, "wall": started + event.stop})
+    finally:
+        run.finish()
+
+
+def _known(found: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in found.items() if value == value}
 
 
@@ -311,10 +205,13 @@ class Report:
     """
 
     def __init__(
-        self, name: str, open_log: Callable[[], tuple[Log, Callable[[], None]]]
+        self,
+        name: str,
+        open_log: Callable[[], tuple[Log, Callable[[], None]]],
+        seen: int = 0,
     ) -> None:
         self.__name__ = name
-        self.seen = 0  # tokens of all steps so far
+        self.seen = seen  # tokens of all steps so far
         self._open = open_log
         self._began = clock()
         self._queue: queue.Queue[tuple[dict[str, float], int] | None] = queue.Queue(
@@ -332,19 +229,21 @@ class Report:
         self._check()
         if isinstance(event, RunStop):
             self._end()
-        numbers = trl_metrics(event)
+        numbers, step = trl_metrics(event)
         if isinstance(event, StepEvent):
             self.seen += event.extra.get("sequence_tokens", event.tokens)
             numbers["num_tokens"] = float(self.seen)
             numbers["step_time"] = event.stop - self._began
             self._began = event.stop
         if numbers:
-            done = event.step + isinstance(event, StepEvent)  # type: ignore[attr-defined]
-            try:
-                self._queue.put_nowait((numbers, done))
-            except queue.Full:
-                self._error = TimeoutError(f"{QUEUED} steps wait for it")
-                self._check()
+            self._put((numbers, step))
+            self._check()
+
+    def _put(self, what: tuple[dict[str, float], int] | None) -> None:
+        try:
+            self._queue.put_nowait(what)
+        except queue.Full:
+            self._error = self._error or TimeoutError(f"{QUEUED} steps wait for it")
 
     def _check(self) -> None:
         if self._error is None:
@@ -377,10 +276,7 @@ class Report:
 
     def close(self) -> None:
         """Let its thread end."""
-        try:
-            self._queue.put_nowait(None)
-        except queue.Full:
-            self._error = self._error or TimeoutError(f"{QUEUED} steps wait for it")
+        self._put(None)
 
 
 Log = Callable[[dict[str, float], int], Any]
@@ -401,13 +297,11 @@ def reports(
             opened: Any = lambda log=where: (log, lambda: None)
         else:
             name = str(where)
-            library = _library(name)
+            about = plain(dict(config))
             opened = functools.partial(
-                PLACES[name], library, folder, plain(dict(config)), resumed
+                PLACES[name], _library(name), folder, about, resumed
             )
-        report = Report(name, opened)
-        report.seen = seen
-        made.append(report)
+        made.append(Report(name, opened, seen))
     return made
 
 
@@ -430,14 +324,13 @@ def check_reports(to: Any) -> tuple[Any, ...]:
 
 
 def _library(name: str) -> Any:
-    if name == "tensorboard":
-        return _summary_writer()
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise MissingDependency(
-            f"report_to={name!r} needs {name}", remedy=f"pip install {name}"
-        ) from error
+    """The library, or of TensorBoard the class that writes its files."""
+    if name != "tensorboard":
+        return needed(name, f"{name} is not installed")
+    for module in ("tensorboardX", "torch.utils.tensorboard"):
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(module).SummaryWriter
+    return needed("tensorboardX", "TensorBoard files need a writer")
 
 
 def _prefixed(numbers: Mapping[str, float]) -> dict[str, float]:
@@ -469,11 +362,9 @@ def _to_wandb(
         dir=str(folder),
         config=dict(config),
     )
-    run.define_metric("train/global_step")
-    run.define_metric("*", step_metric="train/global_step", step_sync=True)
-    log = lambda numbers, step: run.log(
-        {**_prefixed(numbers), "train/global_step": step}
-    )
+    run.define_metric(GLOBAL_STEP)
+    run.define_metric("*", step_metric=GLOBAL_STEP, step_sync=True)
+    log = lambda numbers, step: run.log({**_prefixed(numbers), GLOBAL_STEP: step})
     return log, run.finish
 
 
@@ -574,40 +465,22 @@ def event_columns(
 
 def to_pandas(columns: Columns) -> pandas.DataFrame:
     """The columns as a DataFrame."""
-    try:
-        import pandas
-    except ImportError as e:
-        raise MissingDependency(
-            "a DataFrame needs pandas",
-            remedy="pip install pandas; record.steps() and to_csv() need nothing",
-        ) from e
-    return pandas.DataFrame(dict(columns))
+    return needed("pandas", "a DataFrame needs pandas").DataFrame(dict(columns))
 
 
 def to_parquet(columns: Columns, path: str | os.PathLike[str]) -> str:
     """Write the columns as one Parquet file."""
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as e:
-        raise MissingDependency(
-            "a Parquet file needs pyarrow",
-            remedy="pip install pyarrow; to_csv() needs nothing",
-        ) from e
-    target = _target(path)
-    table = pyarrow.table(
-        {
-            name: pyarrow.array(values, from_pandas=False)
-            for name, values in columns.items()
-        }
-    )
-    parquet.write_table(table, target)
+    pyarrow = needed("pyarrow", "a Parquet file needs pyarrow; to_csv() needs nothing")
+    parquet = importlib.import_module("pyarrow.parquet")
+    target = to_be_written(path)
+    arrays = {n: pyarrow.array(v, from_pandas=False) for n, v in columns.items()}
+    parquet.write_table(pyarrow.table(arrays), target)
     return str(target)
 
 
 def to_csv(columns: Columns, path: str | os.PathLike[str]) -> str:
     """Write the columns as CSV: NaN as `nan`, missing values empty."""
-    target = _target(path)
+    target = to_be_written(path)
     with target.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(columns)
@@ -616,7 +489,29 @@ def to_csv(columns: Columns, path: str | os.PathLike[str]) -> str:
     return str(target)
 
 
-def _target(path: str | os.PathLike[str]) -> Path:
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
+    """The lines of a table of texts; its columns are aligned at the right, or at the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if number in left else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def to_be_written(path: str | os.PathLike[str]) -> Path:
+    """The path, in a folder that exists."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     return target
+
+
+def needed(library: str, why: str) -> Any:
+    """An optional library; MissingDependency with its `pip install` if it is not there."""
+    try:
+        return importlib.import_module(library)
+    except ImportError as error:
+        raise MissingDependency(why, remedy=f"pip install {library}") from error

@@ -22,19 +22,16 @@ from jvlab.record._events import (
     ScoreEvent,
     StepEvent,
     SyncEvent,
+    mean_of,
+    only,
 )
 
 # Arithmetic of half-open time intervals, as (n, 2) arrays: unions, differences, and a split of time among phases.
 
 
-def tidy(intervals: object) -> np.ndarray:
+def tidy(intervals: Any) -> np.ndarray:
     """As an (n, 2) float array, without empty and NaN intervals."""
-    given = (
-        list(intervals)
-        if isinstance(intervals, Iterable) and not isinstance(intervals, np.ndarray)
-        else intervals
-    )
-    array = np.asarray(given, float).reshape(-1, 2)
+    array = np.asarray(intervals, float).reshape(-1, 2)
     return array[array[:, 1] > array[:, 0]]
 
 
@@ -54,24 +51,6 @@ def measure(intervals: object) -> float:
     """Seconds that at least one interval covers."""
     joined = union(intervals)
     return float((joined[:, 1] - joined[:, 0]).sum())
-
-
-def intersect(a: object, b: object) -> np.ndarray:
-    """Points in both."""
-    return _combine(a, b, lambda x, y: x & y)
-
-
-def subtract(a: object, b: object) -> np.ndarray:
-    """Points in a that are not in b."""
-    return _combine(a, b, lambda x, y: x & ~y)
-
-
-def _combine(a: object, b: object, keep) -> np.ndarray:
-    left = union(a)
-    right = union(b)
-    cuts = np.unique(np.concatenate([left.ravel(), right.ravel()]))
-    chosen = keep(_containing(left, cuts[:-1]) >= 0, _containing(right, cuts[:-1]) >= 0)
-    return union(np.stack([cuts[:-1], cuts[1:]], axis=1)[chosen])
 
 
 def _containing(disjoint: np.ndarray, points: np.ndarray) -> np.ndarray:
@@ -137,13 +116,11 @@ def split_time(phases: Mapping[str, object], windows: object) -> TimeSplit:
     )
 
 
-def rate(intervals: object, amounts: object, edges: np.ndarray) -> np.ndarray:
+def rate(intervals: Any, amounts: Any, edges: np.ndarray) -> np.ndarray:
     """Amount per second in each bin between the edges; amounts are spread evenly over their intervals."""
-    spans = np.asarray(intervals, float).reshape(-1, 2)
-    weights = np.asarray(amounts, float).reshape(-1)
     total = np.zeros(len(edges))
     # one at a time: runs have many, bins are few
-    for (start, stop), amount in zip(spans, weights, strict=True):
+    for (start, stop), amount in zip(intervals, amounts, strict=True):
         if stop > start:
             total += amount * np.clip((edges - start) / (stop - start), 0.0, 1.0)
         else:
@@ -221,7 +198,7 @@ def counted(events: Sequence[Event]) -> list[Event]:
     so they count once. Times and rates include both.
     """
     work = (RolloutEvent, RewardEvent)
-    if sum(isinstance(e, RunStart) for e in events) < 2:
+    if len(only(events, RunStart)) < 2:
         return list(events)
     out: list[Event] = []
     again: set[int] = set()  # groups generated after the current event
@@ -267,19 +244,16 @@ class Staleness:
 def staleness(events: Sequence[Event]) -> Staleness:
     """The staleness of every step's batch, per token."""
     steps = trained(events)
-    counts = [e.staleness for e in steps]
-    levels = np.array(sorted({s for c in counts for s, n in c.items() if n}), np.int64)
-    tokens = np.array(
-        [[c.get(int(s), 0) for s in levels] for c in counts], np.int64
-    ).reshape(len(steps), len(levels))
-    total = tokens.sum(axis=1)
-    some = total > 0
-    mean = np.full(len(steps), NAN)
-    most = np.full(len(steps), NAN)
-    mean[some] = (tokens[some] @ levels) / total[some]
-    most[some] = [levels[row > 0].max() for row in tokens[some]]
+    counts = [Counter(e.staleness) for e in steps]
+    levels = sorted({s for c in counts for s, n in c.items() if n})
+    shape = (len(steps), len(levels))
+    tokens = np.array([[c[s] for s in levels] for c in counts], np.int64)
     return Staleness(
-        np.array([e.step for e in steps], np.int64), levels, tokens, mean, most
+        steps=np.array([e.step for e in steps], np.int64),
+        levels=np.array(levels, np.int64),
+        tokens=tokens.reshape(shape),
+        mean=np.array([e.mean_staleness for e in steps], float),
+        max=np.array([max(+c, default=NAN) for c in counts], float),
     )
 
 
@@ -305,14 +279,9 @@ def step_windows(events: Sequence[Event]) -> np.ndarray:
     return np.array(out, float).reshape(-1, 2)
 
 
-def phase_spans(events: Iterable[Event]) -> dict[str, np.ndarray]:
+def phase_spans(events: Sequence[Event]) -> dict[str, np.ndarray]:
     """The intervals of each phase."""
-    grouped: dict[str, list[Event]] = {name: [] for name in PHASES}
-    names = {kind: name for name, kind in PHASES.items()}
-    for event in events:
-        if type(event) in names:
-            grouped[names[type(event)]].append(event)
-    return {name: spans(found) for name, found in grouped.items()}
+    return {name: spans(only(events, kind)) for name, kind in PHASES.items()}
 
 
 def step_times(events: Sequence[Event]) -> TimeSplit:
@@ -330,25 +299,23 @@ def utilisation(events: Sequence[Event]) -> dict[str, float]:
 
     Pauses and syncs do not count. "pool" is the mean over the replicas that generated anything.
     """
-    total = measure(sessions(events))
+    frames = union(sessions(events))
+    total = measure(frames)
     if not total:
         return {}
     work: dict[str, list[Event]] = {}
-    for event in events:
-        if isinstance(event, (RolloutEvent, ScoreEvent, RewardEvent, StepEvent)):
-            work.setdefault(event.actor, []).append(event)
-    pauses = [e for e in events if isinstance(e, PauseEvent)]
-    replicas = sorted({e.actor for e in events if isinstance(e, RolloutEvent)})
+    for event in only(events, RolloutEvent, ScoreEvent, RewardEvent, StepEvent):
+        work.setdefault(event.actor, []).append(event)
+    pauses = only(events, PauseEvent)
+    replicas = {e.actor for e in only(events, RolloutEvent)}
     out = {}
     for actor, found in sorted(work.items()):
-        stood = spans(
-            p
-            for p in pauses
-            if actor in replicas and (not p.replicas or actor in p.replicas)
-        )
-        out[actor] = measure(subtract(spans(found), stood)) / total
+        of_it = [p for p in pauses if not p.replicas or actor in p.replicas]
+        stood = spans(of_it if actor in replicas else ())
+        worked = split_time({"work": spans(found), "stood": stood}, frames).together
+        out[actor] = float(worked.get(("work",), np.zeros(1)).sum()) / total
     if replicas:
-        out["pool"] = float(np.mean([out[r] for r in replicas]))
+        out["pool"] = float(np.mean([out[r] for r in sorted(replicas)]))
     return out
 
 
@@ -358,14 +325,14 @@ def utilisation(events: Sequence[Event]) -> dict[str, float]:
 def throughput(events: Sequence[Event]) -> dict[str, float]:
     """Means over the run's time. `sync_gb_per_s` counts only the time of syncs. NaN if there is nothing to measure."""
     total = measure(sessions(events))
-    rollouts = [e for e in events if isinstance(e, RolloutEvent)]
-    steps = [e for e in events if isinstance(e, StepEvent)]
-    syncs = [e for e in events if isinstance(e, SyncEvent)]
+    rollouts = only(events, RolloutEvent)
+    steps = only(events, StepEvent)
+    syncs = only(events, SyncEvent)
+    generated = sum(e.tokens for e in rollouts)
     over = lambda amount, seconds: amount / seconds if seconds > 0 else NAN
-    generating = measure(spans(rollouts))
     return {
-        "tokens_per_s": over(sum(e.tokens for e in rollouts), total),
-        "tokens_per_s_generating": over(sum(e.tokens for e in rollouts), generating),
+        "tokens_per_s": over(generated, total),
+        "tokens_per_s_generating": over(generated, measure(spans(rollouts))),
         "samples_per_s": over(sum(e.samples for e in rollouts), total),
         "trained_tokens_per_s": over(sum(e.tokens for e in steps), total),
         "steps_per_s": over(len(steps), total),
@@ -389,14 +356,11 @@ def rates(events: Sequence[Event], bins: int = 100) -> RatesOverTime:
     """Tokens and samples per second in equal bins; an event's amount is spread evenly over its duration."""
     frame = sessions(events)
     frame = frame[np.isfinite(frame).all(axis=1)]
-    low, high = (
-        (float(frame[:, 0].min()), float(frame[:, 1].max()))
-        if len(frame)
-        else (0.0, 0.0)
-    )
+    low = float(frame[:, 0].min()) if len(frame) else 0.0
+    high = float(frame[:, 1].max()) if len(frame) else 0.0
     edges = np.linspace(low, high if high > low else low + 1.0, bins + 1)
-    rollouts = [e for e in events if isinstance(e, RolloutEvent)]
-    steps = [e for e in events if isinstance(e, StepEvent)]
+    rollouts = only(events, RolloutEvent)
+    steps = only(events, StepEvent)
     return RatesOverTime(
         edges,
         rate(spans(rollouts), [e.tokens for e in rollouts], edges),
@@ -410,12 +374,10 @@ def rates(events: Sequence[Event], bins: int = 100) -> RatesOverTime:
 
 def gap_alarm(events: Iterable[Event], given: float | None = None) -> float:
     """The threshold: `given`, else the run's own, else the default."""
-    own = [
-        e.gap_alarm
-        for e in events
-        if isinstance(e, RunStart) and e.gap_alarm == e.gap_alarm
-    ]
-    return given if given is not None else own[-1] if own else GAP_ALARM
+    if given is not None:
+        return given
+    own = [e.gap_alarm for e in only(events, RunStart) if e.gap_alarm == e.gap_alarm]
+    return own[-1] if own else GAP_ALARM
 
 
 def alarms(events: Sequence[Event], threshold: float | None = None) -> list[StepEvent]:
@@ -424,6 +386,7 @@ def alarms(events: Sequence[Event], threshold: float | None = None) -> list[Step
     return [e for e in trained(events) if e.logprob_gap > limit]
 
 
+WHOLE = ("step", "version", "samples", "tokens", "dropped", "regenerated")
 SCALARS = (
     "step",
     "version",
@@ -461,31 +424,28 @@ def step_table(events: Sequence[Event]) -> dict[str, np.ndarray]:
     records of a step are not in it, on-policy: the engines generate again by then.
     """
     steps = trained(events)
-    kinds = {"skipped": bool} | dict.fromkeys(
-        ("step", "version", "samples", "tokens", "dropped", "regenerated"), np.int64
-    )
+    column = lambda values, kind=float: np.array(list(values), kind)
+    kinds = {"skipped": bool} | dict.fromkeys(WHOLE, np.int64)
     table = {
-        name: np.array([getattr(e, name) for e in steps], kinds.get(name, float))
+        name: column((getattr(e, name) for e in steps), kinds.get(name, float))
         for name in SCALARS
     }
     for key in sorted({k for e in steps for k in e.ratios}):
-        table[f"ratio_{key}"] = np.array([e.ratios.get(key, NAN) for e in steps], float)
+        table[f"ratio_{key}"] = column(e.ratios.get(key, NAN) for e in steps)
     if any(e.experts for e in steps):
-        worst = [e.expert_extremes for e in steps]
-        table |= {
-            f"expert_{k}": np.array([w[k] for w in worst], float)
-            for k in ("max", "min", "entropy")
-        }
+        for key in ("max", "min", "entropy"):
+            table[f"expert_{key}"] = column(e.expert_extremes[key] for e in steps)
     stale = staleness(events)
-    table |= {"staleness_mean": stale.mean, "staleness_max": stale.max}
     split = step_times(events)
-    table |= {f"{name}_s": seconds for name, seconds in split.busy.items()}
-    table |= {
+    return {
+        **table,
+        "staleness_mean": stale.mean,
+        "staleness_max": stale.max,
+        **{f"{name}_s": seconds for name, seconds in split.busy.items()},
         "overlap_s": split.overlap,
         "idle_s": split.idle,
         "window_s": split.windows[:, 1] - split.windows[:, 0],
     }
-    return table
 
 
 def ratios_by_staleness(events: Sequence[Event]) -> dict[int, dict[str, float]]:
@@ -511,10 +471,9 @@ def acceptance(events: Iterable[Event]) -> dict[int, float]:
     """Version → share of the tokens drafted for it that it accepted; empty without speculative decoding."""
     drafted: Counter[int] = Counter()
     accepted: Counter[int] = Counter()
-    for event in events:
-        if isinstance(event, DraftEvent):
-            drafted[event.version] += event.drafted
-            accepted[event.version] += event.accepted
+    for event in only(events, DraftEvent):
+        drafted[event.version] += event.drafted
+        accepted[event.version] += event.accepted
     return {v: accepted[v] / n for v, n in sorted(drafted.items()) if n}
 
 
@@ -522,32 +481,30 @@ def summary(events: Sequence[Event]) -> dict[str, Any]:
     """The run's summary statistics."""
     steps = trained(events)
     once = counted(events)
-    made = lambda found: sum(e.samples for e in found if isinstance(e, RolloutEvent))
-    syncs = [e for e in events if isinstance(e, SyncEvent)]
+    made = lambda found: sum(e.samples for e in only(found, RolloutEvent))
+    syncs = only(events, SyncEvent)
     stale = staleness(events)
     times = run_times(events)
-    starts = [e for e in events if isinstance(e, RunStart)]
-    last_end = next(
-        (e for e in reversed(events) if isinstance(e, (RunStart, RunStop))), None
-    )
+    starts = only(events, RunStart)
+    last_end = only(events, RunStart, RunStop)[-1:]
     gaps = [e.logprob_gap for e in steps if e.logprob_gap == e.logprob_gap]
     pauses = [e.pause for e in syncs if e.pause == e.pause]
     return {
         "run": starts[0].run if starts else "",
-        "ended": last_end.reason if isinstance(last_end, RunStop) else None,
+        "ended": next((e.reason for e in only(last_end, RunStop)), None),
         "sessions": len(starts),
         "seconds": measure(sessions(events)),
         "steps": len(steps),
         "skipped": sum(e.skipped for e in steps),
         "reward_first": steps[0].reward_mean if steps else NAN,
         "reward_last": steps[-1].reward_mean if steps else NAN,
-        "rollouts": sum(isinstance(e, RolloutEvent) for e in once),
+        "rollouts": len(only(once, RolloutEvent)),
         "samples": made(once),
         # generated before a resume and again after it; counted once above
         "replayed": made(events) - made(once),
-        "tokens": sum(e.tokens for e in once if isinstance(e, RolloutEvent)),
+        "tokens": sum(e.tokens for e in only(once, RolloutEvent)),
         "reward_failures": sum(
-            e.failures + e.timeouts for e in once if isinstance(e, RewardEvent)
+            e.failures + e.timeouts for e in only(once, RewardEvent)
         ),
         "syncs": len(syncs),
         "syncs_verified": sum(e.verified is True for e in syncs),
@@ -555,20 +512,15 @@ def summary(events: Sequence[Event]) -> dict[str, Any]:
         "sync_pause_mean_s": float(np.mean(pauses)) if pauses else NAN,
         "acceptance": acceptance(events),
         "max_staleness": int(stale.levels.max(initial=0)),
-        "mean_staleness": _mean(stale.histogram),
+        "mean_staleness": mean_of(stale.histogram),
         "dropped": sum(e.dropped for e in steps),
         "regenerated": sum(e.regenerated for e in steps),
         "logprob_gap": max(gaps, default=NAN),
         "gap_alarm": gap_alarm(events),
         "alarms": len(alarms(events)),
-        "faults": dict(Counter(e.fault for e in events if isinstance(e, FaultEvent))),
+        "faults": dict(Counter(e.fault for e in only(events, FaultEvent))),
         **throughput(events),
         "utilisation": utilisation(events),
         "time": {name: float(s.sum()) for name, s in times.busy.items()}
         | {"overlap": float(times.overlap.sum()), "idle": float(times.idle.sum())},
     }
-
-
-def _mean(histogram: dict[int, int]) -> float:
-    total = sum(histogram.values())
-    return sum(level * n for level, n in histogram.items()) / total if total else NAN

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import threading
@@ -26,6 +27,7 @@ from jvlab.record._events import (
     StepEvent,
     event_from_json,
     noted,
+    only,
 )
 from jvlab.record._log import EVENTS, SAMPLES, LogReader, is_locked
 from jvlab.record._samples import SampleRecord, batch_of, current, sample_from_json
@@ -72,24 +74,13 @@ class Comparison:
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Name, one, other: numbers, then settings, as text."""
-        numbers = [
-            (name, _cell_text(one), _cell_text(other))
-            for name, (one, other) in self.numbers.items()
+        out = [
+            (n, _text(a, True), _text(b, True)) for n, (a, b) in self.numbers.items()
         ]
-        settings = [
-            (name, repr(one), repr(other))
-            for name, (one, other) in self.settings.items()
-        ]
-        return numbers + settings
+        return out + [(n, repr(a), repr(b)) for n, (a, b) in self.settings.items()]
 
     def __repr__(self) -> str:
-        rows = [("", *self.names), *self.rows()]
-        widths = [max(len(row[c]) for row in rows) for c in range(3)]
-        lines = [
-            f"{a.ljust(widths[0])}  {b.rjust(widths[1])}  {c.rjust(widths[2])}".rstrip()
-            for a, b, c in rows
-        ]
-        return "\n".join(lines)
+        return "\n".join(_export.aligned([("", *self.names), *self.rows()], left=(0,)))
 
     def _repr_html_(self) -> str:
         return _faces.draw(self, "html")
@@ -101,28 +92,22 @@ def compare(one: Record, other: Record) -> Comparison:
     summaries = [record.summary() for record in pair]
     rewards = [record.steps()["reward_mean"] for record in pair]
     common = min(map(len, rewards))
-    numbers: dict[str, tuple[float, float]] = {
-        "reward, first step": _pair(_mean(r[:1]) for r in rewards),
-        f"reward, last {_LAST} steps": _pair(_mean(r[-_LAST:]) for r in rewards),
-        f"reward, same {common} steps": _pair(_mean(r[:common]) for r in rewards),
+    parts = {
+        "reward, first step": slice(1),
+        f"reward, last {_LAST} steps": slice(-_LAST, None),
+        f"reward, same {common} steps": slice(common),
     }
-    numbers |= {
-        row: _pair(float(s[key]) for s in summaries) for row, key in _SUMMARY.items()
-    }
-    numbers["faults"] = _pair(float(sum(s["faults"].values())) for s in summaries)
-    starts = [
-        next((e for e in r.events() if isinstance(e, RunStart)), None) for r in pair
-    ]
-    configs = [dict(s.config) if s is not None else {} for s in starts]
+    numbers = {row: [_mean(r[part]) for r in rewards] for row, part in parts.items()}
+    for row, key in _SUMMARY.items():
+        numbers[row] = [float(s[key]) for s in summaries]
+    numbers["faults"] = [float(sum(s["faults"].values())) for s in summaries]
+    starts = [only(r.events(), RunStart)[:1] for r in pair]
+    configs = [dict(found[0].config) if found else {} for found in starts]
     keys = dict.fromkeys([*configs[0], *configs[1]])
-    differ = {
-        k: (configs[0].get(k), configs[1].get(k))
-        for k in keys
-        if configs[0].get(k) != configs[1].get(k)
-    }
-    return Comparison(
-        _names(one, other, [s["run"] for s in summaries]), numbers, differ
-    )
+    settings = {k: [config.get(k) for config in configs] for k in keys}
+    differ = {k: (a, b) for k, (a, b) in settings.items() if a != b}
+    names = _names(one, other, [s["run"] for s in summaries])
+    return Comparison(names, {k: (a, b) for k, (a, b) in numbers.items()}, differ)
 
 
 def _names(one: Record, other: Record, runs: list[str]) -> tuple[str, str]:
@@ -134,27 +119,9 @@ def _names(one: Record, other: Record, runs: list[str]) -> tuple[str, str]:
     return "this", "other"
 
 
-def _pair(values: Any) -> tuple[float, float]:
-    first, second = values
-    return first, second
-
-
 def _mean(values: np.ndarray) -> float:
-    return (
-        float(np.nanmean(values))
-        if len(values) and not np.isnan(values).all()
-        else math.nan
-    )
-
-
-def _cell_text(value: float) -> str:
-    if value != value:
-        return "–"
-    return (
-        f"{value:,.0f}"
-        if float(value).is_integer() or abs(value) >= 1000
-        else f"{value:.3g}"
-    )
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else math.nan
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -170,25 +137,23 @@ class _WallClock:
         self._known = False
 
     def shift(self, fields: dict[str, Any]) -> dict[str, Any]:
-        start, stop, wall = (
-            _number(fields.get(name)) for name in ("start", "stop", "wall")
-        )
-        if start == start and fields.get("kind") == RunStart.tag and wall == wall:
-            self._wall = wall if self._wall != self._wall else self._wall
-            self._shift = max(wall - self._wall, self._reach) - start
-            self._known = True
-        elif start == start and not self._known:  # a record without a RunStart
-            self._shift = -start
-            self._known = True
+        names = ("start", "stop", "wall")
+        start, stop, wall = (_number(fields.get(name)) for name in names)
+        if start == start:
+            if fields.get("kind") == RunStart.tag and wall == wall:
+                self._wall = wall if self._wall != self._wall else self._wall
+                self._shift = max(wall - self._wall, self._reach) - start
+                self._known = True
+            elif not self._known:  # a record without a RunStart
+                self._shift = -start
+                self._known = True
         if stop == stop:
             self._reach = max(self._reach, stop + self._shift)
-        times = (("start", start), ("stop", stop))
-        return {
-            **fields,
-            **{
-                n: t + self._shift if t == t else "NaN" for n, t in times if n in fields
-            },
-        }
+        out = dict(fields)
+        for name, time_ in (("start", start), ("stop", stop)):
+            if name in fields:
+                out[name] = time_ + self._shift if time_ == time_ else "NaN"
+        return out
 
 
 def _number(value: object) -> float:
@@ -296,7 +261,7 @@ class Record:
         """The kept samples one by one, so that they need not fit in memory. After a resume: see `samples`."""
         if self.folder is None:
             return
-        resumed = [e.resumed for e in self._read() if isinstance(e, RunStart)]
+        resumed = [e.resumed for e in only(self._read(), RunStart)]
         yield from (
             self._all_samples()
             if len(resumed) < 2
@@ -360,7 +325,7 @@ class Record:
     @property
     def started(self) -> float:
         """Unix time of the first start; NaN if the record does not say."""
-        return next((e.wall for e in self._read() if isinstance(e, RunStart)), NAN)
+        return next((e.wall for e in only(self._read(), RunStart)), NAN)
 
     def follow(
         self, *, poll: float = 0.2, timeout: float | None = None
@@ -422,17 +387,18 @@ class Record:
 
     def to_perfetto(self, path: str | os.PathLike[str]) -> str:
         """Write the timeline as Chrome trace JSON, for ui.perfetto.dev or chrome://tracing, and return its path."""
-        return _export.write(self._read(), path)
+        target = _export.to_be_written(path)
+        trace = json.dumps(_export.trace(self._read()), allow_nan=False)
+        target.write_text(trace, encoding="utf-8")
+        return str(target)
 
     def to_tensorboard(self, folder: str | os.PathLike[str]) -> str:
         """Write the steps as TensorBoard scalars and return the folder; needs tensorboardX or torch and tensorboard."""
-        sink = _export.TensorBoardSink(folder)
-        _feed(sink, self._read(), self.started)
-        return str(folder)
+        return _export.to_tensorboard(self._read(), self.started, folder)
 
     def to_wandb(self, **init: Any) -> None:
         """Log the steps to Weights & Biases; `init` goes to wandb.init."""
-        _feed(_export.WandbSink(**init), self._read(), self.started)
+        _export.to_wandb(self._read(), self.started, **init)
 
     def __repr__(self) -> str:
         return _line(self.summary())
@@ -456,40 +422,26 @@ class Record:
         return _faces.draw(self, "html", _line(s), shown)
 
 
-def _feed(sink: Any, events: Iterable[Event], started: float) -> None:
-    try:
-        for event in events:
-            sink(event, wall=started + event.stop)
-    finally:
-        sink.close()
-
-
-def _text(value: float) -> str:
-    return (
-        "–"
-        if value != value
-        else f"{value:,.0f}"
-        if abs(value) >= 1000
-        else f"{value:.3g}"
-    )
+def _text(value: float, whole: bool = False) -> str:
+    """A number in a few characters; `whole`: one without decimals as it is."""
+    if value != value:
+        return "–"
+    exact = whole and float(value).is_integer()
+    return f"{value:,.0f}" if exact or abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _line(s: Mapping[str, Any]) -> str:
+    steps = how_many(s["steps"], "step")
     state = "running" if s["running"] else s["ended"] or "not ended"
     if state == "interrupted":
-        state = f"interrupted after {how_many(s['steps'], 'step')}"
-    parts = [
-        how_many(s["steps"], "step"),
-        f"{s['samples']:,} samples",
-        f"{s['syncs']:,} syncs",
-    ]
+        state = f"interrupted after {steps}"
+    parts = [steps, f"{s['samples']:,} samples", f"{s['syncs']:,} syncs"]
     if s["steps"]:
         parts.append(f"reward {_text(s['reward_first'])} → {_text(s['reward_last'])}")
     if s["alarms"]:
-        parts.append(f"{s['alarms']} gap alarm{'s' * (s['alarms'] != 1)}")
+        parts.append(how_many(s["alarms"], "gap alarm"))
     if s["faults"]:
-        count = sum(s["faults"].values())
-        parts.append(f"{count} fault{'s' * (count != 1)}")
+        parts.append(how_many(sum(s["faults"].values()), "fault"))
     if s["damaged"]:
         parts.append(f"{s['damaged']} damaged lines skipped")
     return f"Record({s['run']!r}: {', '.join([*parts, state])})"
@@ -501,11 +453,5 @@ def calls_of(client: Any) -> Record:
     if not events:
         return Record.of(())
     at = events[0].start
-    return Record.of(
-        [
-            RunStart(
-                run="this session", actor="trainer", start=at, stop=at, wall=time.time()
-            ),
-            *events,
-        ]
-    )
+    times = {"start": at, "stop": at, "wall": time.time()}
+    return Record.of([RunStart(run="this session", actor="trainer", **times), *events])

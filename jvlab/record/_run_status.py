@@ -18,6 +18,7 @@ from jvlab.record._events import (
     RunStart,
     RunStop,
     StepEvent,
+    only,
 )
 from jvlab.record._metrics import GAP_ALARM, phase_spans, split_time
 from jvlab.record._record import Record
@@ -122,15 +123,13 @@ class RunFeed:
         self._tokens = 0
         stale = event.staleness
         self.histogram.update(stale)
-        total = sum(stale.values())
-        mean = sum(age * n for age, n in stale.items()) / total if total else math.nan
         return (
             event.step,
             event.reward_mean,
             event.reward_std,
             event.logprob_gap,
             tokens / seconds if seconds > 0 else math.nan,
-            mean,
+            event.mean_staleness,
             max(stale, default=math.nan),
             event.loss,
             event.entropy,
@@ -229,11 +228,9 @@ def status_of(record: Record, samples: bool = True) -> RunStatus:
     # before reading: a writer that ends meanwhile has said how
     running = record.running
     events = record.events()
-    start = next((e for e in reversed(events) if isinstance(e, RunStart)), None)
-    stop = next(
-        (e for e in reversed(events) if isinstance(e, RunStart | RunStop)), None
-    )
-    ended = stop if isinstance(stop, RunStop) else None
+    start = next(iter(reversed(only(events, RunStart))), None)
+    last_word = only(events, RunStart, RunStop)[-1:]
+    ended = next(iter(only(last_word, RunStop)), None)
     state = ended.reason if ended else "running" if running else INTERRUPTED
     trained = _metrics.trained(events)
     config = start.config if start else {}

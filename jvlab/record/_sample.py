@@ -19,40 +19,29 @@ Spans = tuple[tuple[int, int, int], ...]
 
 def versions_of(given: Any, count: int, **where: object) -> np.ndarray:
     """One version per token, int64 and read-only, from one per token or from spans that cover `count` tokens."""
+    remedy = "pass one whole number per token, or contiguous (version, start, stop) from 0 to the number of tokens"
     try:
         array = np.array(given, np.int64)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(
-            f"versions {given!r}: {error}",
-            remedy="pass one whole number per token",
-            **where,
-        ) from error
+        why = f"versions {given!r}: {error}"
+        raise ConfigError(why, remedy=remedy, **where) from error
+    why = ""
     if array.size and array.ndim == 1:
         if len(array) != count:
-            raise ConfigError(
-                f"{len(array)} versions for {count} tokens",
-                remedy="pass one per token",
-                **where,
-            )
+            why = f"{len(array)} versions for {count} tokens"
     elif array.size and array.shape[1:] != (3,):
-        raise ConfigError(
-            f"versions of shape {array.shape}",
-            remedy="pass one per token, or (version, start, stop)s",
-        )
+        why = f"versions of shape {array.shape}"
     else:
         spans = array.reshape(-1, 3)
         edges = [0, *spans[:, 2].tolist()]
-        if (
-            spans[:, 1].tolist() != edges[:-1]
-            or edges[-1] != count
-            or (spans[:, 1] >= spans[:, 2]).any()
-        ):
-            raise ConfigError(
-                f"version spans {tuple(map(tuple, spans.tolist()))} do not cover {count} tokens once, in order",
-                remedy="pass contiguous (version, start, stop) from 0 to the number of tokens",
-                **where,
-            )
-        array = np.repeat(spans[:, 0], spans[:, 2] - spans[:, 1])
+        follow = spans[:, 1].tolist() == edges[:-1] and edges[-1] == count
+        if not follow or (spans[:, 1] >= spans[:, 2]).any():
+            told = tuple(map(tuple, spans.tolist()))
+            why = f"version spans {told} do not cover {count} tokens once, in order"
+        else:
+            array = np.repeat(spans[:, 0], spans[:, 2] - spans[:, 1])
+    if why:
+        raise ConfigError(why, remedy=remedy, **where)
     array.setflags(write=False)
     return array
 
@@ -81,26 +70,25 @@ def frozen_routes(
     ids: Any, weights: Any, tokens: int, **where: int
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Ids as int16 and weights as float32, read-only, both [tokens, layers, chosen]; raises if shapes do not fit."""
-    if ids is None:
-        if weights is not None:
-            raise ConfigError(
-                "expert_weights without expert_ids",
-                remedy="pass both, or ids alone",
-                **where,
-            )
-        return None, None
-    found = [np.array(ids, np.int16)] + (
-        [] if weights is None else [np.array(weights, np.float32)]
-    )
-    for array in found:
-        if array.ndim != 3 or array.shape != found[0].shape or len(array) != tokens:
+    if ids is None and weights is not None:
+        raise ConfigError(
+            "expert_weights without expert_ids",
+            remedy="pass both, or ids alone",
+            **where,
+        )
+    chosen = None if ids is None else np.array(ids, np.int16)
+    weighed = None if weights is None else np.array(weights, np.float32)
+    for array in (chosen, weighed):
+        if array is None or chosen is None:
+            continue
+        if array.ndim != 3 or array.shape != chosen.shape or len(array) != tokens:
             raise ConfigError(
                 f"experts of shape {array.shape} for {tokens} tokens, prompt included",
                 remedy="pass [tokens, layers, chosen], -1 where none is known",
                 **where,
             )
         array.setflags(write=False)
-    return found[0], found[1] if weights is not None else None
+    return chosen, weighed
 
 
 def expert_arrays(
@@ -141,6 +129,16 @@ def expert_arrays(
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
+# arrays of a sample with one number for each token
+COLUMNS = {
+    "prompt_token_ids": np.int32,
+    "token_ids": np.int32,
+    "logprobs": np.float32,
+    "trainer_logprobs": np.float32,
+    "loss_mask": np.bool_,
+}
+
+
 def _frozen(values: object, dtype: type, what: str) -> np.ndarray:
     array = np.array(values, dtype=dtype)
     if array.ndim != 1:
@@ -153,9 +151,9 @@ def _frozen(values: object, dtype: type, what: str) -> np.ndarray:
     return array
 
 
-def _arrays_equal(one: np.ndarray | None, other: np.ndarray | None) -> bool:
-    if one is None or other is None:
-        return one is other
+def _equal(one: Any, other: Any) -> bool:
+    if not isinstance(one, np.ndarray) or not isinstance(other, np.ndarray):
+        return one is other if one is None or other is None else one == other
     return np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
 
 
@@ -200,47 +198,18 @@ class Sample:
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)
-        put(
-            "prompt_token_ids",
-            _frozen(self.prompt_token_ids, np.int32, "prompt_token_ids"),
-        )
-        put("token_ids", _frozen(self.token_ids, np.int32, "token_ids"))
-        count = len(self.token_ids)
-        given = np.full(count, np.nan) if self.logprobs is None else self.logprobs
-        put("logprobs", _frozen(given, np.float32, "logprobs"))
-        put("seconds", dict(self.seconds))
-        put("reward", None if self.reward is None else float(self.reward))
-        if self.trainer_logprobs is not None:
-            put(
-                "trainer_logprobs",
-                _frozen(self.trainer_logprobs, np.float32, "trainer_logprobs"),
-            )
-        if self.loss_mask is not None:
-            put("loss_mask", _frozen(self.loss_mask, np.bool_, "loss_mask"))
-        put(
-            "reward_parts",
-            {
-                str(name): float(value)
-                for name, value in (self.reward_parts or {}).items()
-            },
-        )
-        put("cached_tokens", int(self.cached_tokens or 0))
-        put(
-            "adapter",
-            None
-            if self.adapter is None
-            else (str(self.adapter[0]), int(self.adapter[1])),
-        )
         where = {"prompt_index": self.prompt_index, "sample_index": self.sample_index}
-        columns = (
-            ("logprobs", given),
-            ("trainer_logprobs", self.trainer_logprobs),
-            ("loss_mask", self.loss_mask),
-        )
-        for what, values in columns:
+        for name, kind in COLUMNS.items():
+            if (given := getattr(self, name)) is not None:
+                put(name, _frozen(given, kind, name))
+        count = len(self.token_ids)
+        if self.logprobs is None:
+            put("logprobs", _frozen(np.full(count, np.nan), np.float32, "logprobs"))
+        for name in ("logprobs", "trainer_logprobs", "loss_mask"):
+            values = getattr(self, name)
             if values is not None and len(values) != count:
                 raise ConfigError(
-                    f"{len(values)} {what} for {count} tokens",
+                    f"{len(values)} {name} for {count} tokens",
                     remedy="pass one per token",
                     **where,
                 )
@@ -250,6 +219,14 @@ class Sample:
                 remedy=f"one of {', '.join(FINISH_REASONS)}",
                 **where,
             )
+        put("seconds", dict(self.seconds))
+        put("reward", None if self.reward is None else float(self.reward))
+        parts = self.reward_parts or {}
+        put("reward_parts", {str(name): float(v) for name, v in parts.items()})
+        put("cached_tokens", int(self.cached_tokens or 0))
+        if self.adapter is not None:
+            name, version = self.adapter
+            put("adapter", (str(name), int(version)))
         put("versions", versions_of(self.versions, count, **where))
         length = len(self.prompt_token_ids) + count
         ids, weights = frozen_routes(
@@ -271,11 +248,9 @@ class Sample:
     @property
     def own(self) -> np.ndarray:
         """Which tokens the model generated, bool: all but observations between the turns of a session."""
-        return (
-            np.ones(len(self.token_ids), bool)
-            if self.loss_mask is None
-            else self.loss_mask
-        )
+        if self.loss_mask is not None:
+            return self.loss_mask
+        return np.ones(len(self.token_ids), bool)
 
     @property
     def mean_logprob(self) -> float:
@@ -299,21 +274,7 @@ class Sample:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sample):
             return NotImplemented
-        arrays = (
-            "prompt_token_ids",
-            "token_ids",
-            "logprobs",
-            "versions",
-            "trainer_logprobs",
-            "loss_mask",
-        )
-        arrays += ("expert_ids", "expert_weights")
-        return all(
-            _arrays_equal(getattr(self, n), getattr(other, n))
-            if n in arrays
-            else getattr(self, n) == getattr(other, n)
-            for n in self.__dataclass_fields__
-        )
+        return all(_equal(value, vars(other)[n]) for n, value in vars(self).items())
 
     __hash__ = None  # type: ignore[assignment]  # holds arrays and a dict
 
@@ -327,10 +288,7 @@ class Sample:
 def spans_text(sample: Sample) -> str:
     """The versions of a sample's own tokens, in order, as text."""
     found = [v for v, _, _ in sample.version_spans if v >= 0]
-    return (
-        ", ".join(str(v) for i, v in enumerate(found) if not i or v != found[i - 1])
-        or "none"
-    )
+    return ", ".join(str(v) for v, _ in itertools.groupby(found)) or "none"
 
 
 def shorten(text: str, width: int) -> str:

@@ -27,8 +27,8 @@ Sink = Callable[[Event], None]
 class RecordWriter:
     """Opens a new or resumed run folder for writing, and appends to it from any thread.
 
-    `keep_samples`: every n-th sample's content is kept, 0 for none. `sinks` are called with every event, for instance
-    `TensorBoardSink`; one that raises is reported as a fault and not called again: a dashboard cannot stop a run.
+    `keep_samples`: every n-th sample's content is kept, 0 for none. `sinks` are called with every event;
+    one that raises is reported as a fault and not called again: a dashboard cannot stop a run.
     """
 
     def __init__(

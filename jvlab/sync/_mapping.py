@@ -239,7 +239,7 @@ class Explanation:
                     yield f"        {note}"
 
     def _senders(self) -> list[str]:
-        from jvlab.views._drawing import sends
+        from jvlab.views._mapping_view import sends
 
         table = sends(self.mapping.plan, self.leaf, parameters=self.parameters)
         out = []

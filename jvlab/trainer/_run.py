@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from jvlab.record._samples import SampleRecord
+    from jvlab.views._timeline import Timeline
     from jvlab.views.panels._live import Panel
-    from jvlab.views.panels._timeline_panel import Timeline
 
 
 # Scores a recorded sample again under the weights that generated it.

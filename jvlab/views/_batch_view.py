@@ -1,19 +1,21 @@
-"""A `RolloutBatch` as an HTML table with coloured tokens, and as data for the widget; how samples lie in rows."""
+"""A `RolloutBatch` as an HTML table with coloured tokens, and the viewer; how samples lie in rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from html import escape
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from jvlab._errors import ConfigError
+from jvlab._units import how_many
 from jvlab.record._sample import spans_text
-from jvlab.record._token_pieces import TokenSplitter, TokenTexts, visible
-from jvlab.views._drawing import ink
-from jvlab.views._figures import new_figure
-from jvlab.views._style import BOX, FAINT, MONO, PALETTE, table
+from jvlab.record._token_pieces import TokenSplitter, visible
+from jvlab.views._figures import Plot, dress, new_figure
+from jvlab.views._mapping_view import ink
+from jvlab.views._style import BOX, MONO, PALETTE, faint, table, unseen
+from jvlab.views.panels._live import Panel
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from jvlab.record._batch import RolloutBatch
     from jvlab.record._sample import Sample
     from jvlab.trainer._micro_batches import Packing
+
 
 ROWS = 10  # samples in the static table
 TEXT = 280  # characters of a text in it
@@ -36,16 +39,10 @@ def batch_html(batch: RolloutBatch) -> str:
     budget = [SPANS]
     rewards = any(s.reward is not None for s in batch.samples)
     gaps = any(s.trainer_logprobs is not None for s in batch.samples)
-    heads = [
-        "prompt",
-        "sample",
-        "prompt text",
-        "completion",
-        *(["reward"] if rewards else []),
-        "finish",
-        "tokens",
-    ]
-    heads += ["mean logprob", *(["largest gap"] if gaps else []), "version"]
+    reward_head = ["reward"] if rewards else []
+    gap_head = ["largest gap"] if gaps else []
+    heads = ["prompt", "sample", "prompt text", "completion", *reward_head]
+    heads += ["finish", "tokens", "mean logprob", *gap_head, "version"]
     rows = []
     for s in batch.samples[:ROWS]:
         row = [
@@ -60,12 +57,8 @@ def batch_html(batch: RolloutBatch) -> str:
         rows.append([*row, spans_text(s)])
     numbers = ("prompt", "sample", "reward", "tokens", "mean logprob", "largest gap")
     right = [i for i, head in enumerate(heads) if head in numbers]
-    rest = len(batch) - len(rows)
-    more = (
-        f'<div style="color:{FAINT}">… {rest:,} more samples; batch.panel() shows them all</div>'
-        if rest > 0
-        else ""
-    )
+    words = "… {:,} more samples; batch.panel() shows them all"
+    more = unseen(len(batch) - len(rows), words)
     notes = "".join(f"<li>{escape(visible(note))}</li>" for note in batch.notes)
     notes = f"<ul>{notes}</ul>" if notes else ""
     title = f"<div><b>{escape(visible(repr(batch)))}</b></div>"
@@ -79,11 +72,8 @@ def number(value: float | None) -> str:
 
 def _parts(sample: Sample) -> str:
     """What a reward is the sum of, small below it."""
-    lines = (
-        f"{escape(visible(name))} {number(value)}"
-        for name, value in sample.reward_parts.items()
-    )
-    return "".join(f'<div style="color:{FAINT}">{line}</div>' for line in lines)
+    parts = sample.reward_parts.items()
+    return "".join(faint(f"{escape(visible(n))} {number(v)}") for n, v in parts)
 
 
 def largest_gap(sample: Sample) -> float | None:
@@ -107,15 +97,11 @@ def _text(text: str, limit: int = TEXT, narrow: int = 22) -> str:
 
 def _completion(sample: Sample, splitter: TokenSplitter, budget: list[int]) -> str:
     """A completion with its tokens coloured, within the budget of coloured runs."""
-    pieces = (
-        splitter(sample)
-        if budget[0] > 0 and not sample.error
-        else TokenTexts(why="not asked for")
-    )
-    if pieces.why or np.isnan(sample.logprobs).all():
-        return _text(
-            sample.text if sample.error is None else f"{sample.text} [{sample.error}]"
-        )
+    if sample.error is not None:
+        return _text(f"{sample.text} [{sample.error}]")
+    pieces = splitter(sample) if budget[0] > 0 else None
+    if pieces is None or pieces.why or np.isnan(sample.logprobs).all():
+        return _text(sample.text)
     out = []
     left = TEXT
     levels = [_level(v) for v in sample.logprobs.tolist()]
@@ -149,45 +135,42 @@ def _run(text: str, level: int) -> str:
 def batch_data(batch: RolloutBatch) -> dict[str, Any]:
     """The batch as plain values: prompts with their samples, token by token, up to `WIDGET_TOKENS`."""
     splitter = TokenSplitter(batch.model)
-    groups = []
+    groups: list[dict[str, Any]] = []
+    gaps: list[float] = []
     tokens = 0
     every = batch.groups()
     for group in every:
         tokens += sum(len(s.token_ids) for s in group)
         if groups and tokens > WIDGET_TOKENS:
             break
-        first = group[0]
-        prompt = splitter.prompt_text(first)
+        gaps += [abs(g) for s in group if s.gap is not None for g in s.gap.tolist()]
         groups.append(
             {
-                "prompt": visible(prompt),
-                "number": first.prompt_index,
+                "prompt": visible(splitter.prompt_text(group[0])),
+                "number": group[0].prompt_index,
                 "samples": [_sample(s, splitter) for s in group],
             }
         )
-    gaps = [
-        abs(g) for group in groups for s in group["samples"] for g in s["gap"] or ()
-    ]
     left = len(every) - len(groups)
+    words = (
+        f"{left:,} more prompts do not fit on one page: batch[a:b].panel() shows a part"
+    )
     return {
         "title": visible(repr(batch)),
         "groups": groups,
         "versions": list(batch.versions),
         "palette": list(PALETTE),
         "floor": FLOOR,
-        "reach": max((g for g in gaps if g == g), default=0.0),
+        "reach": _rounded(max((g for g in gaps if g == g), default=0.0)),
         "compared": bool(gaps),
         "notes": [visible(note) for note in batch.notes],
-        "left": f"{left:,} more prompts do not fit on one page: batch[a:b].panel() shows a part"
-        if left
-        else "",
+        "left": words if left else "",
     }
 
 
 def _sample(s: Sample, splitter: TokenSplitter) -> dict[str, Any]:
     pieces = splitter(s)
     ids = s.token_ids.tolist()
-    gap = None if s.gap is None else list(_rounded(s.gap))
     return {
         "number": s.sample_index,
         "ids": ids,
@@ -195,21 +178,21 @@ def _sample(s: Sample, splitter: TokenSplitter) -> dict[str, Any]:
         "pieces": [visible(t) for t in pieces.texts] or [f"⟨{i}⟩" for i in ids],
         "special": sorted(pieces.special),
         "text": visible(s.text),
-        "logprobs": list(_rounded(s.logprobs)),
-        "gap": gap,
-        "versions": s.token_versions.tolist(),
+        "logprobs": [_rounded(v) for v in s.logprobs.tolist()],
+        "gap": None if s.gap is None else [_rounded(v) for v in s.gap.tolist()],
+        "versions": s.versions.tolist(),
         "parts": {visible(name): value for name, value in s.reward_parts.items()},
         "reward": s.reward if s.reward == s.reward else None,
-        "mean": None if s.mean_logprob != s.mean_logprob else round(s.mean_logprob, 4),
+        "mean": _rounded(s.mean_logprob),
         "finish": s.finish_reason,
         "error": visible(s.error or ""),
         "replica": s.replica,
     }
 
 
-def _rounded(values: np.ndarray) -> Iterator[float | None]:
+def _rounded(value: float) -> float | None:
     """Six digits are enough for colours and tooltips; None for NaN, which JSON does not have."""
-    return (None if v != v else float(f"{v:.6g}") for v in values.tolist())
+    return None if value != value else float(f"{value:.6g}")
 
 
 # How samples lie in the rows of a step: each sample in its colour, padding hatched.
@@ -224,70 +207,120 @@ def packing_figure(*packings: Packing) -> Figure:
     most = min(max(len(p.rows) for p in packings), MAX_ROWS)
     longest = max(max(p.widths) for p in packings)
     figure = new_figure(5.2 * len(packings), 1.1 + ROW * most)
-    for axes, packing in zip(
-        figure.subplots(1, len(packings), squeeze=False)[0], packings, strict=True
-    ):
+    all_axes = figure.subplots(1, len(packings), squeeze=False)[0]
+    for axes, packing in zip(all_axes, packings, strict=True):
         _packed_rows(axes, packing, longest)
-        passes = len(packing.shapes)
-        shapes = packing.compiled
-        counts = (
-            f"{passes} pass{'es' * (passes != 1)}, {shapes} shape{'s' * (shapes != 1)}"
-        )
-        axes.set_title(
-            f"{100 * packing.padding:.1f} % padding, {counts}", fontsize=10, loc="left"
-        )
+        passes = how_many(len(packing.shapes), "pass", "passes")
+        counts = f"{passes}, {how_many(packing.compiled, 'shape')}"
+        title = f"{100 * packing.padding:.1f} % padding, {counts}"
+        dress(axes, Plot(title, "tokens of a row", "", ()))
         axes.set(xlim=(0, longest), ylim=(most - 0.4, -0.6), yticks=[])
-        axes.set_xlabel("tokens of a row", fontsize=9)
-        axes.tick_params(labelsize=8)
-        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.grid(visible=False)
+        axes.spines["left"].set_visible(False)
     return figure
 
 
 def _packed_rows(axes: Any, packing: Packing, longest: int) -> None:
-    for y, (samples, width) in enumerate(
-        zip(packing.rows[:MAX_ROWS], packing.widths, strict=False)
-    ):
+    middle: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6.5}
+    shown = zip(packing.rows[:MAX_ROWS], packing.widths, strict=False)
+    for y, (samples, width) in enumerate(shown):
         at = 0
         for sample in samples:
             size = int(packing.lengths[sample])
-            axes.barh(
-                y,
-                size,
-                left=at,
-                height=0.8,
-                color=PALETTE[sample % len(PALETTE)],
-                edgecolor="white",
-                linewidth=0.6,
-            )
+            place = sample % len(PALETTE)
+            edge = {"edgecolor": "white", "linewidth": 0.6}
+            axes.barh(y, size, 0.8, at, color=PALETTE[place], **edge)
             if size > NUMBERED * longest:
-                shade = ink(sample % len(PALETTE))
-                axes.text(
-                    at + size / 2,
-                    y,
-                    str(sample),
-                    ha="center",
-                    va="center",
-                    fontsize=6.5,
-                    color=shade,
-                )
+                axes.text(at + size / 2, y, str(sample), color=ink(place), **middle)
             at += size
         if at < width:
-            axes.barh(
-                y,
-                width - at,
-                left=at,
-                height=0.8,
-                facecolor="none",
-                edgecolor="#999999",
-                hatch="////",
-                linewidth=0,
-            )
+            hatched = {"edgecolor": "#999999", "hatch": "////", "linewidth": 0}
+            axes.barh(y, width - at, 0.8, at, facecolor="none", **hatched)
     first = 0
     for count, _ in packing.shapes[:-1]:  # a line between micro-batches
         first += count
         if first < MAX_ROWS:
             axes.axhline(first - 0.5, color="#999999", linewidth=0.5)
-    if len(packing.rows) > MAX_ROWS:
-        axes.text(
-            0, MAX_ROWS - 0.5, f"{len(packing.rows) - MAX_ROWS} more rows", fontsize=7
-        )
+    left = len(packing.rows) - MAX_ROWS
+    if left > 0:
+        axes.text(0, MAX_ROWS - 0.5, f"{left} more rows", fontsize=7)
+
+
+COLOURS = ("logprob", "gap", "version")
+
+
+class BatchPanel(Panel):
+    """The viewer's Python side. Its methods do the same as the viewer's buttons and keys."""
+
+    hz = 0.01  # a batch never changes
+    moving = False
+    scripts = ("diff.js", "rollout.js")
+    css = ("rollout.css",)
+    css_class = "jv-rollout-panel"
+    # `reference`: the sample that the others are compared with; -1: none
+    traits: ClassVar[dict[str, Any]] = {
+        "data": {},
+        "colour": "logprob",
+        "prompt": 0,
+        "sample": 0,
+        "reference": -1,
+        "query": "",
+    }
+
+    def __init__(self, batch: RolloutBatch, colour: str | None = None) -> None:
+        self._data = batch_data(batch)
+        self._first = colour or ("gap" if self._data["compared"] else "logprob")
+        self._check(self._first)
+        super().__init__(batch)
+
+    def build(self) -> Any:
+        return self.new_widget(data=self._data, colour=self._first)
+
+    def _check(self, colour: str) -> None:
+        if colour not in COLOURS:
+            raise ConfigError(
+                f"colour={colour!r}",
+                remedy=f"one of {', '.join(COLOURS)}",
+                colour=colour,
+            )
+        if colour == "gap" and not self._data["compared"]:
+            raise ConfigError(
+                "this batch has no log-probabilities of the trainer",
+                remedy="show batch.compare(policy) instead",
+            )
+
+    @property
+    def colour(self) -> str:
+        """What tokens are coloured by: "logprob", "gap" or "version"."""
+        return self.widget.colour
+
+    @property
+    def at(self) -> tuple[int, int]:
+        """The selected (prompt, sample), each counted from 0 in the order shown."""
+        return self.widget.prompt, self.widget.sample
+
+    def colour_by(self, colour: str) -> None:
+        """Colour tokens by "logprob", "gap" or "version", like the three buttons and the key c."""
+        self._check(colour)
+        self.widget.colour = colour
+
+    def select(self, prompt: int, sample: int = 0) -> None:
+        """Go to a prompt and one of its samples, counted from 0, like the arrow buttons and keys."""
+        groups = self._data["groups"]
+        if not 0 <= prompt < len(groups):
+            raise ConfigError(
+                f"there is no prompt {prompt}", remedy=f"from 0 to {len(groups) - 1}"
+            )
+        count = len(groups[prompt]["samples"])
+        if not 0 <= sample < count:
+            raise ConfigError(
+                f"prompt {prompt} has no sample {sample}",
+                remedy=f"from 0 to {count - 1}",
+            )
+        with self.widget.hold_sync():
+            self.widget.prompt = prompt
+            self.widget.sample = sample
+            self.widget.reference = -1
+
+    def __repr__(self) -> str:
+        return f"BatchPanel({self.subject!r}, {'closed' if self.closed else f'coloured by {self.colour}'})"

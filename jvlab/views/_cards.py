@@ -1,17 +1,19 @@
-"""`Lab` and `Pool` as a line and as a table, from the last snapshot; no RPC."""
+"""`Lab` and `Pool` as a line and as a table, from the last snapshot; no RPC. Their panels: live, with buttons."""
 
 from __future__ import annotations
 
 import contextlib
 import platform
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 from jvlab import _faces
-from jvlab._states import worst
+from jvlab._states import state, worst
+from jvlab._units import human_bytes
 from jvlab.record._sample import shorten
 from jvlab.record._token_pieces import visible
 from jvlab.views._palette import TONES
@@ -19,6 +21,7 @@ from jvlab.views._style import (
     BAD,
     BOX,
     FAINT,
+    FILL,
     GOOD,
     IDLE,
     LINE,
@@ -26,16 +29,21 @@ from jvlab.views._style import (
     WAIT,
     bar,
     dot,
+    faint,
     headlines,
     hollow_dots,
+    sparkline,
     state_html,
     table,
+    unseen,
 )
+from jvlab.views.panels._live import ConfirmButton, PanelPart, PartsPanel, box
 from jvlab.wire._pool_summary import (
     LEAVING,
     is_well,
     model_name,
     pool_health,
+    pool_state,
     replica_health,
     stage_word,
 )
@@ -112,9 +120,9 @@ class ProcessRows:
 
     def _replica(self, pool: Any, r: Any, local: bool) -> list[ProcessRow]:
         words, tone = replica_health(r, pool.sync)
-        local = (
-            local and r.pid > 0 and (not r.elsewhere or r.facts.host == platform.node())
-        )
+        here = not r.elsewhere or r.facts.host == platform.node()
+        local = local and r.pid > 0 and here
+        ready = r.stage == "ready"
         row = ProcessRow(
             kind="replica",
             name=r.replica,
@@ -124,17 +132,13 @@ class ProcessRows:
             pid=r.pid,
             device=pool.device,
             memory=self._memory(r.pid) if local else None,
+            version=int(r.stats.weight_version) if ready else None,
             dirty=r.dirty,
+            beat_age=r.beat_age if ready and r.beat_age >= 0 else None,
+            in_flight=r.routed if ready else None,
+            tokens_per_s=r.stats.tokens_per_s if ready else None,
             cause=r.cause,
         )
-        if r.stage == "ready":
-            row = replace(
-                row,
-                version=int(r.stats.weight_version),
-                beat_age=r.beat_age if r.beat_age >= 0 else None,
-                in_flight=r.routed,
-                tokens_per_s=r.stats.tokens_per_s,
-            )
         workers = self._descendants(r.pid) if local else []
         return [row, *(self._worker(pool, process) for process in workers)]
 
@@ -156,21 +160,18 @@ class ProcessRows:
         """vLLM's processes below a replica."""
         import psutil
 
-        scanned, found = self._workers.get(pid, (0.0, []))
-        if time.monotonic() - scanned > RESCAN_SECONDS or not scanned:
+        scanned, found = self._workers.get(pid, (-RESCAN_SECONDS, []))
+        if time.monotonic() - scanned > RESCAN_SECONDS:
             found = []
             with contextlib.suppress(psutil.Error):
                 for child in psutil.Process(pid).children(recursive=True):
                     with contextlib.suppress(psutil.Error):
                         # a forked one keeps its parent's name; multiprocessing's resource tracker holds nothing
-                        if child.name().startswith(
-                            (WORKER, "python")
-                        ) and TRACKER not in " ".join(child.cmdline()):
+                        own = child.name().startswith((WORKER, "python"))
+                        if own and TRACKER not in " ".join(child.cmdline()):
                             found.append(child)
-            self._workers = {
-                p: kept for p, kept in self._workers.items() if psutil.pid_exists(p)
-            }
-            self._workers[pid] = (time.monotonic(), found)
+            kept = {p: w for p, w in self._workers.items() if psutil.pid_exists(p)}
+            self._workers = {**kept, pid: (time.monotonic(), found)}
         return found
 
     def _memory(self, pid: int) -> int | None:
@@ -229,9 +230,7 @@ def session_html(session: Session) -> str:
                 _text(turn.text),
             ]
         )
-    hidden = (
-        f'<div style="color:{FAINT}">… {first} earlier turns</div>' if first else ""
-    )
+    hidden = unseen(first, "… {} earlier turns")
     return _card(
         repr(session), session.stats, hidden + table(HEADS, rows, numbers=(0, 1, 2, 3))
     )
@@ -255,10 +254,7 @@ def sessions_html(sessions: Sessions) -> str:
                 _text(s.turns[-1].text if s.turns else ""),
             ]
         )
-    rest = len(sessions) - len(rows)
-    more = (
-        f'<div style="color:{FAINT}">… {rest:,} more sessions</div>' if rest > 0 else ""
-    )
+    more = unseen(len(sessions) - len(rows), "… {:,} more sessions")
     heads = ("session", "turns", *HEADS[1:-1], "last text")
     return _card(
         repr(sessions), sessions.stats, table(heads, rows, numbers=(1, 2, 3, 4)) + more
@@ -270,7 +266,7 @@ def _card(title: str, stats: SessionStats, body: str) -> str:
         f"KV cache: {stats.cached_tokens:,} of {stats.prompt_tokens:,} prompt tokens not computed again "
         f"({stats.hit_rate:.0%}), about {stats.seconds_saved:.2g} s saved"
     )
-    words = f'<div style="color:{FAINT}">{escape(note)}</div>{bar(stats.hit_rate)}'
+    words = faint(escape(note)) + bar(stats.hit_rate)
     return f'<div style="{BOX}"><b>{escape(visible(title))}</b>{words}{body}</div>'
 
 
@@ -306,13 +302,9 @@ def report_html(report: DeterminismReport) -> str:
     sampling = ", ".join(f"{k}={v}" for k, v in report.sampling.items())
     note = f"on {report.device}, weight version {report.version}; {sampling}"
     causes = "".join(f"<li>{escape(cause)}</li>" for cause in report.causes)
-    why = (
-        f'<div style="color:{FAINT}">known causes:<ul>{causes}</ul></div>'
-        if causes
-        else ""
-    )
+    why = faint(f"known causes:<ul>{causes}</ul>" if causes else "")
     return (
-        f'<div style="{BOX}"><b>{escape(repr(report))}</b><div style="color:{FAINT}">{escape(note)}</div>'
+        f'<div style="{BOX}"><b>{escape(repr(report))}</b>{faint(escape(note))}'
         f"{table(heads, rows, numbers=(2, 3, 4, 5))}{why}</div>"
     )
 
@@ -359,15 +351,14 @@ def state_cell(replica: Any, sync: str = "") -> str:
 
 def pool_title(snapshot: Any, lost: bool = False) -> str:
     """The header of a pool: its worst state first, then what it is."""
-    where = f"TP {snapshot.tensor_parallel} on {escape(snapshot.device)}"
     words, found = pool_health(snapshot, lost)
-    open_sync = (
-        f" · sync {escape(stage_word(snapshot.sync))}"
-        if snapshot.sync not in ("", "idle")
-        else ""
+    facts = (
+        f"{model_name(snapshot)} · TP {snapshot.tensor_parallel} on {snapshot.device}"
     )
-    facts = f'<span style="color:{FAINT}">{escape(model_name(snapshot))} · {where}{open_sync}</span>'
-    return f"<b>{escape(snapshot.pool)}</b> {state_html(found, words)} {facts}"
+    if snapshot.sync not in ("", "idle"):
+        facts += f" · sync {stage_word(snapshot.sync)}"
+    shown = f'<span style="color:{FAINT}">{escape(facts)}</span>'
+    return f"<b>{escape(snapshot.pool)}</b> {state_html(found, words)} {shown}"
 
 
 def pool_headline(snapshot: Any) -> str:
@@ -376,21 +367,15 @@ def pool_headline(snapshot: Any) -> str:
     if snapshot.closed or not ready:
         return ""
     versions = sorted({r.stats.weight_version for r in ready})
+    differ = "" if len(versions) == 1 else "differ"
     all_of_them = sum(r.stage not in LEAVING for r in snapshot.replicas)
+    well = sum(is_well(r, snapshot.sync) for r in ready)
     return headlines(
         [
             (f"{sum(r.stats.tokens_per_s for r in ready):,.0f}", "", "tokens/s"),
             (f"{sum(r.routed for r in ready):,}", "", "requests in flight"),
-            (
-                " and ".join(map(str, versions)),
-                "" if len(versions) == 1 else "differ",
-                "weight version",
-            ),
-            (
-                str(sum(is_well(r, snapshot.sync) for r in ready)),
-                f"of {all_of_them}",
-                "replicas ready",
-            ),
+            (" and ".join(map(str, versions)), differ, "weight version"),
+            (str(well), f"of {all_of_them}", "replicas ready"),
         ]
     )
 
@@ -400,24 +385,17 @@ def pool_html(pool: Pool, lost: bool = False) -> str:
     snapshot = pool.snapshot
     rows = []
     # whatever it was when it was last seen
-    over = f"{dot(TONES['idle'])} {'gone' if lost else 'closed'}"
+    over = f"{dot(IDLE)} {'gone' if lost else 'closed'}"
     for r in snapshot.replicas:
-        ready = r.stage == "ready" and not snapshot.closed
-        rows.append(
-            [
-                escape(r.replica),
-                state_cell(r, snapshot.sync) if not snapshot.closed else over,
-                str(r.stats.weight_version) if ready else "–",
-                str(r.routed) if ready else "–",
-                f"{r.stats.tokens_per_s:.0f}" if ready else "–",
-                f'<span style="white-space:pre-wrap">{escape(r.cause[:300])}</span>',
-            ]
-        )
-    body = table(
-        ("replica", "state", "version", "in flight", "tokens/s", ""),
-        rows,
-        numbers=(2, 3, 4),
-    )
+        stats = ["–", "–", "–"]
+        if r.stage == "ready" and not snapshot.closed:
+            version = str(r.stats.weight_version)
+            stats = [version, str(r.routed), f"{r.stats.tokens_per_s:.0f}"]
+        state = over if snapshot.closed else state_cell(r, snapshot.sync)
+        cause = f'<span style="white-space:pre-wrap">{escape(r.cause[:300])}</span>'
+        rows.append([escape(r.replica), state, *stats, cause])
+    heads = ("replica", "state", "version", "in flight", "tokens/s", "")
+    body = table(heads, rows, numbers=(2, 3, 4))
     # nothing of a closed pool is alive
     body = hollow_dots(body) if snapshot.closed else body
     return f'<div style="{BOX};margin:2px 0">{pool_title(snapshot, lost)}{pool_headline(snapshot)}{body}</div>'
@@ -435,10 +413,346 @@ def lab_state(snapshots: list[Any]) -> str:
 
 def lab_html(lab: Lab) -> str:
     pools = list(lab.known_pools.values())
-    cards = "".join(_faces.draw(pool, "html") for pool in pools)
-    inside = (
-        f'<div style="border-left:2px solid {LINE};padding-left:10px">{cards}</div>'
-        if cards
-        else ""
-    )
+    inside = "".join(_faces.draw(pool, "html") for pool in pools)
+    if inside:
+        style = f"border-left:2px solid {LINE};padding-left:10px"
+        inside = f'<div style="{style}">{inside}</div>'
     return f'<div style="{BOX}"><b>{escape(repr(lab))}</b> {lab_state([p.snapshot for p in pools])}{inside}</div>'
+
+
+MAX_POINTS = 60  # of a sparkline
+LOG_LINES = 30
+PROCESS_HEADS = (
+    "process",
+    "state",
+    "pid",
+    "device",
+    "memory",
+    "version",
+    "beat",
+    "in flight",
+    "tokens/s",
+    "",
+)
+NUMBERS = (2, 4, 5, 6, 7, 8)
+
+
+def rows_html(rows: Iterable[ProcessRow], rates: dict[str, deque[float]]) -> str:
+    """The table of processes."""
+    shown = []
+    for row in rows:
+        number = lambda value, form="{}": "–" if value is None else form.format(value)
+        name = (
+            f'<span style="color:{FAINT}">└ {escape(row.name)}</span>'
+            if row.kind == "worker"
+            else escape(row.name)
+        )
+        flag = (
+            f' <b style="color:{BAD}">dirty</b>'
+            if row.dirty and "dirty" not in row.state
+            else ""
+        )
+        late = f' style="color:{BAD}"' if (row.beat_age or 0) > 5 else ""
+        beat = (
+            "–" if row.beat_age is None else f"<span{late}>{row.beat_age:.1f} s</span>"
+        )
+        blank = row.kind != "replica"
+        shown.append(
+            [
+                name,
+                f"{dot(row.colour)} {escape(row.state)}{flag}",
+                str(row.pid or "–"),
+                escape(row.device),
+                number(row.memory and human_bytes(row.memory)),
+                "" if blank else number(row.version),
+                "" if blank else beat,
+                "" if blank else number(row.in_flight),
+                "" if blank else number(row.tokens_per_s, "{:.0f}"),
+                sparkline(list(rates.get(row.name, ())))
+                + f'<span style="white-space:pre-wrap">{escape(row.cause[:300])}'
+                "</span>",
+            ]
+        )
+    return table(PROCESS_HEADS, shown, NUMBERS)
+
+
+class PoolSection:
+    """The parts of one pool: its processes and its buttons, each of which calls a method of the pool."""
+
+    def __init__(self, pool: Pool, panel: PartsPanel) -> None:
+        self.pool = pool
+        self._panel = panel
+        self._rates: dict[str, deque[float]] = {}
+        self._log_due = 0.0
+        parts = panel.parts
+        self.text = parts.html("jv-pool")
+        self.log_text = parts.html("jv-log-text")
+        self.log_text.hidden = True
+        names = [r.replica for r in pool.snapshot.replicas]
+        self.replica = parts.add(
+            "select", "jv-replica", options=names, value=names[0] if names else ""
+        )
+        self.replica.change(tooltip="the replica that restart and log are about")
+        self.log = parts.add(
+            "toggle",
+            "jv-log",
+            description="log",
+            tooltip="pool.logs(replica)",
+            value=False,
+            style="",
+        )
+        self.log.on_change(self._toggle_log)
+        self._confirm: list[ConfirmButton] = []
+        self._make_buttons()
+
+    def _make_buttons(self) -> None:
+        pool = self.pool
+        restart = lambda: pool.restart(self.replica.index)
+        self.pause = self._button("pause", 'pool.pause("keep")', pool.pause)
+        self.resume = self._button("resume", "pool.resume()", pool.resume)
+        self.wake = self._button("wake", "pool.wake()", pool.wake)
+        self.sleep = self._button("sleep", "pool.sleep()", pool.sleep, True)
+        tip = "pool.restart(replica)"
+        self.restart = self._button("restart", tip, restart, True)
+        self.close = self._button("close pool", "pool.close()", pool.close, True)
+
+    @property
+    def buttons(self) -> list[PanelPart]:
+        return [
+            self.pause,
+            self.resume,
+            self.sleep,
+            self.wake,
+            self.replica,
+            self.restart,
+            self.log,
+            self.close,
+        ]
+
+    @property
+    def box(self) -> dict[str, Any]:
+        """The layout of the section."""
+        return box(
+            self.text,
+            box(*self.buttons, row=True),
+            self.log_text,
+            css_class=f"jv-pool-{self.pool.name}",
+        )
+
+    def remove(self) -> None:
+        self._panel.parts.remove(self.text, self.log_text, *self.buttons)
+
+    def _button(
+        self, text: str, tip: str, work: Callable[[], object], confirm: bool = False
+    ) -> PanelPart:
+        """A button of the pool; `confirm`: a second click acts."""
+        css_class = f"jv-{text.replace(' ', '-')}"
+        made = self._panel.parts.button(text, tip, css_class)
+        act = lambda: self._panel.act(work, f"{text} {self.pool.name}")
+        if confirm:
+            self._confirm.append(ConfirmButton(made, act))
+            return made
+        return made.on_press(act)
+
+    def _toggle_log(self) -> None:
+        self.log_text.hidden = not self.log.value
+        self._log_due = 0.0
+        self._panel.act(self._panel.refresh_now)
+
+    def update(self, snapshot: Any, rows: list[ProcessRow]) -> None:
+        """Show the gateway's reply."""
+        own = [row for row in rows if row.pool == snapshot.pool]
+        for row in own:
+            if row.tokens_per_s is not None:
+                self._rates.setdefault(row.name, deque(maxlen=MAX_POINTS)).append(
+                    row.tokens_per_s
+                )
+        head = pool_title(snapshot) + pool_headline(snapshot)
+        self.text.value = (
+            f'<div style="{BOX}">{head}{rows_html(own, self._rates)}</div>'
+        )
+        for confirm in self._confirm:
+            confirm.disarm(only_if_expired=True)
+        self._enable(snapshot)
+        self._update_log()
+
+    def _enable(self, snapshot: Any) -> None:
+        """Say of each button why it cannot work now, or nothing."""
+        replicas = {r.replica: r for r in snapshot.replicas}
+        if list(replicas) != self.replica.options:
+            kept = (
+                self.replica.value
+                if self.replica.value in replicas
+                else next(iter(replicas), "")
+            )
+            self.replica.change(options=list(replicas), value=kept)
+        ready = [r for r in replicas.values() if r.stage == "ready"]
+        paused = [r for r in ready if r.stats.paused]
+        asleep = [r for r in ready if r.stats.sleeping]
+        none = "" if ready else "no replica is ready"
+        self.pause.why = none or (
+            "it is paused already" if len(paused) == len(ready) else ""
+        )
+        self.resume.why = "" if paused else "nothing is paused"
+        cpu = (
+            "an engine on a CPU cannot sleep; pause stops generation"
+            if snapshot.device == "cpu"
+            else ""
+        )
+        self.sleep.why = (
+            cpu or none or ("it is asleep already" if len(asleep) == len(ready) else "")
+        )
+        self.wake.why = "" if asleep else "nothing is asleep"
+        chosen = replicas.get(self.replica.value)
+        gone = chosen is not None and chosen.stage in ("failed", "restarting")
+        self.restart.why = "" if gone else f"{self.replica.value} has not failed"
+        self.log.why = self.close.why = self.replica.why = ""
+
+    def lose(self, why: str) -> None:
+        """The gateway is gone: what is shown is of the past, and no button can work."""
+        self.text.value = hollow_dots(self.text.value)
+        for button in self.buttons:
+            button.why = why
+
+    def _update_log(self) -> None:
+        if not self.log.value or time.monotonic() < self._log_due:
+            return
+        self._log_due = time.monotonic() + 2.0
+        lines = self.pool.logs(self.replica.index, LOG_LINES)
+        # a reversed column is scrolled to its end: the newest line stays visible
+        style = f"display:flex;flex-direction:column-reverse;max-height:18em;overflow:auto;background:{FILL}"
+        text = f"font-family:{MONO};font-size:11px;line-height:1.35;padding:6px;margin:0;white-space:pre-wrap"
+        self.log_text.value = (
+            f'<div style="{style}"><pre style="{text}">{escape(lines)}</pre></div>'
+        )
+
+
+class PoolsPanel(PartsPanel):
+    """The common part of a lab's and a pool's panel: one call to the gateway per second, and a line for messages."""
+
+    hz = 1.0
+    remedy = "jv.Lab.attach()"
+    css_class = "jv-lab-panel"
+
+    def make_parts(self) -> None:
+        self._rows = ProcessRows(self.subject)
+        self._sections: dict[str, PoolSection] = {}
+        self.top()
+        self.arrange()
+        self.refresh()  # complete from the start, in case the notebook is saved now
+
+    @property
+    def done(self) -> bool:
+        return self.is_over(self.subject)
+
+    def top(self) -> None:
+        """Make the parts above the pools."""
+
+    def head(self) -> list[dict[str, Any]]:
+        """The layout above the pools."""
+        return []
+
+    def arrange(self) -> None:
+        self.parts.arrange(
+            box(*self.head(), *(s.box for s in self._sections.values()), self.message)
+        )
+
+    def pools(self) -> dict[str, Pool]:
+        """The pools to show."""
+        raise NotImplementedError
+
+    def refresh(self) -> None:
+        answer = None if self.done else self.ask(self._rows.read)
+        if answer is not None:
+            with self.parts.together():
+                self.take(*answer)
+            self.found()
+
+    def show_lost(self, what: str) -> None:
+        for section in self._sections.values():
+            section.lose(what)
+
+    def take(self, status: Any, rows: list[ProcessRow]) -> None:
+        """Write the lab's status into the parts; sections are added and removed with the pools."""
+        if self.widget.notice:  # it was lost, and is back
+            self.say("")
+        open_now = {p.pool: p for p in status.pools if not p.closed}
+        pools = {name: pool for name, pool in self.pools().items() if name in open_now}
+        for name in [n for n in self._sections if n not in pools]:
+            self._sections.pop(name).remove()
+        for name, pool in pools.items():
+            if name not in self._sections:
+                self._sections[name] = PoolSection(pool, self)
+            self._sections[name].update(open_now[name], rows)
+        self.arrange()
+
+
+class PoolPanel(PoolsPanel):
+    """The panel of one pool."""
+
+    @property
+    def remedy(self) -> str:  # type: ignore[override]
+        return f"jv.Lab.attach().pools[{self.subject.name!r}]"
+
+    def pools(self) -> dict[str, Pool]:
+        return {self.subject.name: self.subject}
+
+    @staticmethod
+    def is_over(subject: Pool) -> bool:
+        return subject.snapshot.closed
+
+    @staticmethod
+    def is_renewed(subject: Pool) -> bool:
+        return pool_state(subject.snapshot).startswith("starting")
+
+
+class LabPanel(PoolsPanel):
+    """The panel of a lab: its gateway and every pool."""
+
+    def top(self) -> None:
+        self.text = self.parts.html("jv-gateway", escape(repr(self.subject)))
+        self.close_button = self.parts.button(
+            "close lab", "lab.close()", "jv-close-lab"
+        )
+        self._confirm = ConfirmButton(self.close_button, self._close_lab)
+
+    def head(self) -> list[dict[str, Any]]:
+        return [box(self.text, self.close_button, row=True)]
+
+    def _close_lab(self) -> None:
+        lab: Lab = self.subject
+        self.act(lab.close, "close the lab")
+
+    def pools(self) -> dict[str, Pool]:
+        return self.subject.known_pools
+
+    def take(self, status: Any, rows: list[ProcessRow]) -> None:
+        super().take(status, rows)
+        gateway = rows[0]
+        memory = f" · {human_bytes(gateway.memory)}" if gateway.memory else ""
+        holders = (
+            f"{len(status.holders)} holder{'s' if len(status.holders) != 1 else ''}"
+        )
+        lease = (
+            "no lease: stays until it is closed"
+            if status.detached
+            else f"lease {status.lease_seconds:.0f} s"
+        )
+        facts = f"pid {gateway.pid}{memory} · {holders} · {lease} · jvlab {escape(status.version)}"
+        health = lab_state(list(status.pools)) or state_html(
+            state("serving"), "gateway serving"
+        )
+        title = f'<b>Lab</b> {health} <span style="color:{FAINT}">{facts}</span>'
+        self.text.value = f'<div style="{BOX}">{title}</div>'
+        self.close_button.why = ""
+        self._confirm.disarm(only_if_expired=True)
+
+    def show_lost(self, what: str) -> None:
+        super().show_lost(what)
+        title = f"<b>Lab</b> {state_html(state('gone'), what)}"
+        self.text.value = f'<div style="{BOX}">{title}</div>'
+        self.close_button.why = what
+
+    @staticmethod
+    def is_over(subject: Lab) -> bool:
+        return subject.closed

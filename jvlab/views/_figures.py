@@ -98,13 +98,9 @@ def _svg(figure: Figure) -> str:
     from matplotlib import rc_context
 
     out = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with rc_context({"svg.fonttype": "path"}):
-        figure.savefig(
-            out,
-            format="svg",
-            dpi=2 * DPI,
-            metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")),
-        )
+        figure.savefig(out, format="svg", dpi=2 * DPI, metadata=nothing)
     return out.getvalue()
 
 
@@ -124,11 +120,7 @@ def _laid_out(figure: Figure) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _data_as_pixels(figure: Figure) -> Iterator[None]:
-    drawn = [
-        artist
-        for ax in figure.axes
-        for artist in (*ax.lines, *ax.collections, *ax.patches)
-    ]
+    drawn = [a for ax in figure.axes for a in (*ax.lines, *ax.collections, *ax.patches)]
     before = [artist.get_rasterized() for artist in drawn]
     for artist in drawn:
         artist.set_rasterized(True)
@@ -144,43 +136,27 @@ def _small_png(full: bytes) -> str:
     from PIL import Image
 
     small = io.BytesIO()
-    Image.open(io.BytesIO(full)).quantize(48, Image.Quantize.FASTOCTREE).save(
-        small, "png", optimize=True
-    )
+    picture = Image.open(io.BytesIO(full)).quantize(48, Image.Quantize.FASTOCTREE)
+    picture.save(small, "png", optimize=True)
     return base64.b64encode(small.getvalue()).decode()
 
 
 def for_any_theme(figure: Figure) -> None:
     """Draw what frames the data in a grey that a light and a dark page both show; the data's colours stay."""
+    from matplotlib.legend import Legend
+    from matplotlib.spines import Spine
     from matplotlib.text import Text
 
-    texts: list[Any] = [*figure.texts]
-    for title in ("_suptitle", "_supxlabel", "_supylabel"):
-        texts += [found] if (found := getattr(figure, title, None)) is not None else []
-    legends: list[Any] = [*figure.legends]
     for ax in figure.axes:
-        # with the data; the axes' other texts are its titles, left, centre and right
-        written = set(ax.texts)
-        texts += [
-            child
-            for child in ax.get_children()
-            if isinstance(child, Text) and child not in written
-        ]
-        texts += [
-            ax.xaxis.label,
-            ax.yaxis.label,
-            ax.xaxis.offsetText,
-            ax.yaxis.offsetText,
-        ]
-        legends += [found] if (found := ax.get_legend()) is not None else []
         ax.tick_params(which="both", colors=NEUTRAL)
-        for spine in ax.spines.values():
-            spine.set_edgecolor(NEUTRAL)
-    for legend in legends:
+    for spine in figure.findobj(Spine):
+        spine.set_edgecolor(NEUTRAL)
+    for legend in figure.findobj(Legend):
         legend.get_frame().set_facecolor("none")
-        texts += [*legend.get_texts(), legend.get_title()]
-    for text in texts:
-        text.set_color(NEUTRAL)
+    with_the_data = [text for ax in figure.axes for text in ax.texts]
+    for text in figure.findobj(Text):
+        if text not in with_the_data:
+            text.set_color(NEUTRAL)
 
 
 # A plot as a description, and its drawing -----------------------------------------------------------------------------

@@ -1,20 +1,26 @@
-"""`jv.whatif`'s plan and its forecasts as text, HTML and a figure."""
+"""`jv.whatif`'s plan and its forecasts as text, HTML and a figure; the panel with a slider for each setting."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from jvlab._errors import ConfigError
 from jvlab._units import human_seconds
+from jvlab.record._export import aligned
 from jvlab.views._figures import Plot, Series, draw, dress, new_figure
 from jvlab.views._palette import NEUTRAL
 from jvlab.views._palette import PHASES as PHASE_COLOURS
 from jvlab.views._style import BOX, FAINT, IDLE, LINE, PALETTE, WAIT, headlines, table
+from jvlab.views.panels._live import Panel, static_html
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from jvlab.analysis.forecast._whatif import Forecast, WhatIf
+
 
 PHASES = ("generate", "reward", "train", "sync")
 BOUNDS = (0, 1, 2, 3)  # staleness bounds in the figure
@@ -38,64 +44,53 @@ MEASURED = ("measured", "error")
 
 def _cells(row: Any, measured: bool) -> list[str]:
     s = row.setting
+    sizes = (
+        s.prompts_per_step,
+        s.group_size,
+        s.max_tokens,
+        s.max_staleness,
+        s.replicas,
+    )
     out = [
-        str(v)
-        for v in (
-            s.prompts_per_step,
-            s.group_size,
-            s.max_tokens,
-            s.max_staleness,
-            s.replicas,
-        )
-    ]
-    out += [
+        *map(str, sizes),
         f"{row.step_s:.3g}",
         f"{row.low:.3g} – {row.high:.3g}" if row.low == row.low else "–",
         f"{row.tokens_per_s:,.0f}",
-    ]
-    out += [
         f"{row.staleness_mean:.2f}",
         f"{row.idle_s / row.step_s:.0%}",
         f"{row.engine_busy:.0%} busy",
     ]
-    if measured:
-        out += (
-            ["–", "–"]
-            if row.error is None
-            else [f"{row.measured_s:.3g}", f"{100 * row.error:+.1f} %"]
-        )
-    return out
+    if not measured:
+        return out
+    if row.error is None:
+        return [*out, "–", "–"]
+    return [*out, f"{row.measured_s:.3g}", f"{100 * row.error:+.1f} %"]
 
 
 def _table(rows: Iterable[Any]) -> tuple[tuple[str, ...], list[list[str]]]:
     rows = list(rows)
     measured = any(row.error is not None for row in rows)
-    return (*HEADS, *(MEASURED if measured else ())), [
-        _cells(row, measured) for row in rows
-    ]
+    heads = (*HEADS, *MEASURED) if measured else HEADS
+    return heads, [_cells(row, measured) for row in rows]
+
+
+def _rows_html(rows: Iterable[Any]) -> str:
+    heads, lines = _table(rows)
+    cells = [[escape(cell) for cell in line] for line in lines]
+    return table(heads, cells, numbers=range(len(heads)))
 
 
 def table_text(rows: Any) -> str:
     """Forecasts as aligned text."""
     heads, cells = _table(rows)
-    widths = [max(len(line[i]) for line in (heads, *cells)) for i in range(len(heads))]
-    lines = [
-        "  ".join(word.rjust(width) for word, width in zip(line, widths, strict=True))
-        for line in (heads, *cells)
-    ]
+    lines = aligned([heads, *cells])
     return "\n".join([rows.title, *lines] if rows.title else lines)
 
 
 def table_html(rows: Any) -> str:
     """Forecasts as a table."""
-    heads, cells = _table(rows)
     title = f"<b>{escape(rows.title)}</b>" if rows.title else ""
-    body = table(
-        heads,
-        [[escape(cell) for cell in line] for line in cells],
-        numbers=range(len(heads)),
-    )
-    return f'<div style="{BOX};overflow-x:auto">{title}{body}</div>'
+    return f'<div style="{BOX};overflow-x:auto">{title}{_rows_html(rows)}</div>'
 
 
 def _bars(row: Any) -> list[tuple[str, float, str]]:
@@ -167,10 +162,7 @@ def whatif_html(plan: Any) -> str:
     known = table(
         ("", ""), [[f"<b>{escape(k)}</b>", escape(v)] for k, v in facts.items()]
     )
-    heads, cells = _table(plan.predict(max_staleness=k) for k in (0, 1, 2))
-    ahead = table(
-        heads, [[escape(c) for c in line] for line in cells], numbers=range(len(heads))
-    )
+    ahead = _rows_html(plan.predict(max_staleness=k) for k in (0, 1, 2))
     rule = f'<div style="border-top:1px solid {LINE};margin:6px 0"></div>'
     return f'<div style="{BOX};overflow-x:auto"><b>{escape(repr(plan))}</b>{known}{rule}{ahead}</div>'
 
@@ -255,3 +247,108 @@ def _parts(ax: Axes, rows: Sequence[Any]) -> None:
     ax.invert_yaxis()
     # beside the bars, not on them
     ax.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+
+
+LABELS = {
+    "prompts_per_step": "prompts a step",
+    "group_size": "samples of each",
+    "max_tokens": "tokens at most",
+    "max_staleness": "staleness K",
+    "replicas": "replicas",
+}
+PLACEMENTS = ("shared", "trainer apart", "apart")
+
+
+class ForecastPanel(Panel):
+    """The sliders; `predict` does what they do, `reset` goes back to the measured setting."""
+
+    hz = 0.2  # nothing changes by itself
+    moving = False  # its snapshot is renewed when a slider was moved
+    scripts = ("forecast.js",)
+    css = ("forecast.css",)
+    css_class = "jv-forecast-panel"
+    traits: ClassVar[dict[str, Any]] = {
+        "title": "",
+        "sliders": [],
+        "places": [],
+        "chosen": {},
+        "result": "",
+        "note": "",
+        "answers": 0,  # `answers`: forecasts so far
+    }
+
+    def __init__(self, plan: WhatIf) -> None:
+        self.plan = plan
+        self.forecast: Forecast = plan.predict()
+        super().__init__(plan)
+
+    def build(self) -> Any:
+        widget = self.new_widget(
+            title=repr(self.plan), sliders=self._sliders(), places=list(PLACEMENTS)
+        )
+        widget.on_msg(self._moved)
+        self._write(widget)
+        return widget
+
+    def _sliders(self) -> list[dict[str, Any]]:
+        base = self.plan.setting
+        return [
+            {"name": name, "label": label, "values": _values(name, getattr(base, name))}
+            for name, label in LABELS.items()
+        ]
+
+    def static_html(self) -> str:
+        """The plan, and the forecast that the sliders asked for last."""
+        return static_html(self.plan) + forecast_html(self.forecast)
+
+    def say(self, text: str, bad: bool = False) -> None:
+        self.widget.note = text
+
+    def _moved(self, _: Any, message: Any, __: Any) -> None:
+        if not isinstance(message, dict):
+            return
+        if message.get("do") == "reset":
+            self.act(self.reset)
+        elif message.get("do") == "predict" and isinstance(message.get("values"), dict):
+            self.act(lambda: self.predict(**message["values"]))
+
+    def predict(self, **changes: Any) -> Forecast:
+        """`plan.predict(**changes)`, shown."""
+        unknown = set(changes) - {*LABELS, "placement"}
+        if unknown:
+            raise ConfigError(
+                f"no slider for {', '.join(sorted(unknown))}",
+                remedy=f"one of {', '.join(LABELS)}",
+            )
+        self.forecast = self.plan.predict(**changes)
+        with self.widget.hold_sync():
+            self._write(self.widget)
+        self.save_snapshot()
+        return self.forecast
+
+    def reset(self) -> Forecast:
+        """The measured setting again."""
+        return self.predict()
+
+    def _write(self, widget: Any) -> None:
+        setting = self.forecast.setting
+        widget.chosen = {
+            **{name: getattr(setting, name) for name in LABELS},
+            "placement": setting.placement,
+        }
+        widget.result = forecast_html(self.forecast)
+        widget.note = ""
+        widget.answers += 1
+
+    def __repr__(self) -> str:
+        return f"ForecastPanel({self.forecast!r})"
+
+
+def _values(name: str, base: int) -> list[int]:
+    """The stops of a slider, the measured value among them."""
+    if name == "max_staleness":
+        return sorted({*range(9), base})
+    if name == "replicas":
+        return sorted({1, 2, 3, 4, 6, 8, 12, 16, base})
+    steps = {max(round(base * 2 ** (k / 2)), 1) for k in range(-6, 7)}
+    return sorted(steps | {base})

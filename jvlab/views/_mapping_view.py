@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import colorsys
+import math
 import re
+from collections import defaultdict
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +15,9 @@ import numpy as np
 
 from jvlab._errors import ConfigError
 from jvlab._units import human_bytes
+from jvlab.layout._plan import TransferPlan, expand_link
+from jvlab.layout._plan_types import LinkPlan, Sharding, TargetInfo
 from jvlab.layout._slices import fixed_dims
-from jvlab.views._drawing import Drawing, Rect, colour, draw, ink, sends
 from jvlab.views._figures import new_figure
 from jvlab.views._style import (
     BAD,
@@ -27,6 +32,7 @@ from jvlab.views._style import (
     dot,
     headlines,
     table,
+    unseen,
 )
 
 if TYPE_CHECKING:
@@ -35,6 +41,196 @@ if TYPE_CHECKING:
     from jvlab.sync._diff import Values
     from jvlab.sync._mapping import Explanation, Mapping
     from jvlab.sync._meaning import Meaning
+
+
+MAX_RANKS = 8  # parameters drawn side by side
+MAX_DEVICES = 512
+MAX_RECTS = 1500  # in one panel
+MAX_RUNS = 64  # rectangles per box
+MAX_POINTS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Rect:
+    """A rectangle in a unit square, coloured by piece of the leaf; labelled with the devices that hold or send it."""
+
+    x: float
+    y: float
+    w: float
+    h: float
+    piece: int
+    label: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """The leaf on its devices, and each (rank, parameter) it is written to."""
+
+    leaf: str
+    shape: tuple[int, ...]
+    source: list[Rect]
+    targets: list[tuple[int, TargetInfo, list[Rect]]]
+    left_out: str = ""  # what is not drawn: "4 more ranks"
+
+
+def _members(
+    plan: TransferPlan, leaf: str, parameters: Collection[str]
+) -> tuple[int, np.ndarray]:
+    """A leaf's index, and its members of the plan: those that are written to these parameters; to any, if none."""
+    index = next(i for i, x in enumerate(plan.leaves) if x.path == leaf)
+    found = np.flatnonzero(plan.member_leaf == index)
+    if not parameters:
+        return index, found
+    wanted = np.array([info.name in parameters for info in plan.parameters], bool)
+    return index, found[wanted[plan.target_parameter[plan.member_target[found]]]]
+
+
+def _links(
+    plan: TransferPlan, index: int, members: np.ndarray, replica: int = 0
+) -> list[LinkPlan]:
+    """The links that carry some members of a leaf, expanded for its classes only; for the ranks that are drawn."""
+    ranks = np.unique(plan.target_rank[plan.member_target[members]])
+    devices = np.unique(plan.shardings[plan.leaves[index].sharding].owners)
+    classes = np.unique(plan.member_class[members]).tolist()
+    pairs = [(int(d), int(r)) for r in ranks[:MAX_RANKS] for d in devices[:MAX_DEVICES]]
+    return [expand_link(plan, d, r, replica, classes) for d, r in pairs]
+
+
+def sends(
+    plan: TransferPlan, leaf: str, replica: int = 0, parameters: Collection[str] = ()
+) -> dict[tuple[int, int], int]:
+    """Bytes of one leaf per (device, rank), without expanding links; only to some parameters, if these are given."""
+    out: dict[tuple[int, int], int] = defaultdict(int)
+    for m in _members(plan, leaf, parameters)[1].tolist():
+        c = int(plan.member_class[m])
+        sharding = plan.shardings[plan.class_sharding[c]]
+        first = int(plan.member_ptr[c])
+        last = int(plan.member_ptr[c + 1])
+        boxes = np.arange(plan.box_ptr[c], plan.box_ptr[c + 1])
+        base, count = plan.owners_of(boxes)
+        turn = (m - first + plan.box_turn[boxes] + replica * (last - first)) % count
+        rank = int(plan.target_rank[plan.member_target[m]])
+        for d, n in zip(
+            sharding.owners[base + turn].tolist(),
+            plan.box_bytes[boxes].tolist(),
+            strict=True,
+        ):
+            out[d, rank] += n
+    return dict(out)
+
+
+def draw(plan: TransferPlan, leaf: str, parameters: Collection[str] = ()) -> Drawing:
+    """The geometry of one leaf on both sides; only some of the parameters it goes to, if these are given."""
+    index, members = _members(plan, leaf, parameters)
+    wanted = set(plan.member_target[members].tolist())
+    info = plan.leaves[index]
+    sharding = plan.shardings[info.sharding]
+    counts = np.diff(sharding.owner_ptr)
+    each = np.repeat(np.arange(len(counts)), counts).tolist()
+    pieces = dict(zip(sharding.owners.tolist(), each, strict=True))
+    grouped: dict[int, list[Rect]] = defaultdict(list)
+    for link in _links(plan, index, members) if wanted else ():
+        for i in np.flatnonzero(link.leaf == index).tolist():
+            target = int(link.target[i])
+            if target in wanted and len(grouped[target]) < MAX_RECTS:
+                piece = pieces[link.device]
+                grouped[target] += _target_rects(plan, link, i, target, piece)
+    targets = []
+    for t in sorted(grouped, key=lambda t: (plan.target_rank[t], t))[:MAX_RANKS]:
+        parameter = plan.parameters[plan.target_parameter[t]]
+        targets.append((int(plan.target_rank[t]), parameter, grouped[t]))
+    several = len({int(plan.target_parameter[t]) for t in wanted}) > 1
+    more = len(wanted) - len(targets)
+    left_out = f"{more} more {'parameters' if several else 'ranks'}" if more > 0 else ""
+    return Drawing(leaf, info.shape, _source_rects(sharding), targets, left_out)
+
+
+def _source_rects(sharding: Sharding) -> list[Rect]:
+    """The devices' shards projected to two dimensions: sharded dimensions are preferred, then the longest."""
+    dims = range(len(sharding.shape))
+    order = sorted(dims, key=lambda d: (sharding.whole[d], -sharding.shape[d]))
+    y, x = [None, None, *sorted(order[:2])][-2:]
+    rects = []
+    for u in range(min(len(sharding.starts), MAX_RECTS)):
+        first, last = sharding.owner_ptr[u : u + 2]
+        owners = [str(owner) for owner in sharding.owners[first:last]]
+        some = lambda most, owners=owners: (
+            ", ".join(owners[:most]) + " …" * (len(owners) > most)
+        )
+        ends = zip(sharding.starts[u], sharding.stops[u], strict=True)
+        held = " × ".join(f"{start}:{stop}" for start, stop in ends)
+        left, width = _span(sharding, u, x)
+        top, height = _span(sharding, u, y)
+        text = f"device {some(6)}: {held}"
+        rects.append(Rect(left, top, width, height, u, some(4), text))
+    return rects
+
+
+def _span(sharding: Sharding, u: int, d: int | None) -> tuple[float, float]:
+    """Where a shard begins along a dimension and how much of it it holds; of no dimension all."""
+    if d is None or not sharding.shape[d]:
+        return 0.0, 1.0
+    start = sharding.starts[u, d]
+    size = sharding.shape[d]
+    return float(start / size), float((sharding.stops[u, d] - start) / size)
+
+
+def _target_rects(
+    plan: TransferPlan, link: LinkPlan, i: int, target: int, piece: int
+) -> list[Rect]:
+    """Box i of a link in the parameter's rows × columns: exact rectangles, or their bounding one if too many."""
+    info = plan.parameters[plan.target_parameter[target]]
+    total = max(math.prod(info.shape), 1)
+    columns = info.shape[-1] if len(info.shape) > 1 else total
+    rows = max(total // columns, 1)
+    y, x = divmod(int(link.dst_offset[i]), columns)
+    split: list[tuple[int, int]] = []
+    axes = zip(link.shape[i].tolist(), link.dst_strides[i].tolist(), strict=True)
+    for n, s in axes:  # an axis that wraps around rows is split in two
+        if s < columns < n * s and columns % s == 0 and n % (columns // s) == 0:
+            split += [(columns // s, s), (n // (columns // s), columns)]
+        elif n > 1:
+            split.append((n, s))
+    across = _runs(x, [(n, s) for n, s in split if s < columns], columns)
+    down = _runs(y, [(n, s // columns) for n, s in split if s >= columns], rows)
+    if len(across) * len(down) > MAX_RUNS:
+        across = [(across[0][0], across[-1][1])]
+        down = [(down[0][0], down[-1][1])]
+    label = str(link.device)
+    text = f"device {label} → rank {link.rank}: {int(link.nbytes[i]):,} bytes"
+    rects = []
+    for a, b in across:
+        for c, d in down:
+            size = ((b - a) / columns, (d - c) / rows)
+            rects.append(Rect(a / columns, c / rows, *size, piece, label, text))
+    return rects
+
+
+def _runs(start: int, axes: list[tuple[int, int]], limit: int) -> list[tuple[int, int]]:
+    """The indices start + Σ i·step as runs [a, b) within the limit."""
+    if math.prod(n for n, _ in axes) > MAX_POINTS:
+        return [(start, min(start + sum((n - 1) * s for n, s in axes) + 1, limit))]
+    points = np.array([start])
+    for n, s in axes:
+        points = (points[:, None] + np.arange(n) * s).reshape(-1)
+    points = np.unique(np.minimum(points, limit - 1))
+    cut = np.flatnonzero(np.diff(points) > 1) + 1
+    return [(int(p[0]), int(p[-1]) + 1) for p in np.split(points, cut)]
+
+
+def colour(piece: int) -> tuple[int, int, int]:
+    """A fixed colour per piece: the palette's, then hues a golden angle apart; readable on light and dark."""
+    if piece < len(PALETTE):
+        return tuple(bytes.fromhex(PALETTE[piece][1:]))  # type: ignore[return-value]
+    shade = colorsys.hsv_to_rgb(piece * 137.508 % 360 / 360, 0.54, 0.78)
+    return tuple(int(255 * v) for v in shade)  # type: ignore[return-value]
+
+
+def ink(piece: int) -> str:
+    """Black or white, whichever is readable on a piece's colour."""
+    red, green, blue = colour(piece)
+    return "#000" if 0.299 * red + 0.587 * green + 0.114 * blue > 110 else "#fff"
 
 
 # Search of a mapping's rows by words, status, rule and rank, as the inspector's fields do.
@@ -58,6 +254,12 @@ def search_rows(
     sort: str = "",
 ) -> list[MappingRow]:
     """Rows that contain every word, ignoring case; `sort` is a column, with a leading "-" in descending order."""
+    column = sort.removeprefix("-")
+    if column and column not in COLUMNS:
+        raise ConfigError(
+            f"no column is called {column!r}",
+            remedy=f"sort by one of {', '.join(COLUMNS)}",
+        )
     words = text.lower().split()
     found = [
         r
@@ -67,33 +269,15 @@ def search_rows(
         and (rank is None or rank in r.ranks)
         and _holds(r, words)
     ]
-    column = sort.removeprefix("-")
-    if column and column not in COLUMNS:
-        raise ConfigError(
-            f"no column is called {column!r}",
-            remedy=f"sort by one of {', '.join(COLUMNS)}",
-        )
-    return (
-        sorted(found, key=lambda r: _key(r, column), reverse=sort.startswith("-"))
-        if column
-        else found
-    )
+    if column:
+        found.sort(key=lambda r: _key(r, column), reverse=sort.startswith("-"))
+    return found
 
 
 def _holds(row: MappingRow, words: Sequence[str]) -> bool:
-    if not words:
-        return True
-    columns = (
-        row.name,
-        row.numbered,
-        row.rule,
-        row.tensor,
-        row.parameter,
-        dtype_text(row),
-        row.status,
-    )
-    low = [c.lower() for c in columns]
-    return all(any(word in c for c in low) for word in words)
+    cells = (row.name, row.numbered, row.rule, row.tensor, row.parameter, row.status)
+    low = "\n".join([*cells, dtype_text(row)]).lower()
+    return all(word in low for word in words)
 
 
 def _key(row: MappingRow, column: str) -> Any:
@@ -156,7 +340,7 @@ def axes_svg(b: Binding) -> str:
             y0 + ROW,
             low[id(a)] + AXIS_BOX / 2,
             y1,
-            _colour(number[id(a)]),
+            rank_colour(number[id(a)]),
         )
         for a in b.axes
     )
@@ -222,17 +406,13 @@ def _boxes(
         which = number[id(a)]
         at = f'x="{x + AXIS_BOX / 2}" y="{y + ROW / 2 + 4}"'
         out.append(
-            f'<rect x="{x}" y="{y}" width="{AXIS_BOX}" height="{ROW}" rx="3" fill="{_colour(which)}"/>'
-            f'<text {at} text-anchor="middle" fill="{_ink(which)}">{a.size}</text>'
+            f'<rect x="{x}" y="{y}" width="{AXIS_BOX}" height="{ROW}" rx="3" fill="{rank_colour(which)}"/>'
+            f'<text {at} text-anchor="middle" fill="{rank_ink(which)}">{a.size}</text>'
         )
     return "".join(out)
 
 
-def _colour(i: int) -> str:
-    return PALETTE[i % len(PALETTE)]
-
-
-def _ink(i: int) -> str:
+def rank_ink(i: int) -> str:
     """Black, or white on the two dark colours of the palette."""
     return "#fff" if i % len(PALETTE) in (0, 5) else "#000"
 
@@ -250,8 +430,7 @@ MAX_SHOWN = 8  # ranks
 def values_html(*found: Values) -> str:
     """One line of three histograms per rank: engine, trainer, difference."""
     rows = "".join(_one(v) for v in found[:MAX_SHOWN])
-    more = len(found) - MAX_SHOWN
-    note = f'<div style="color:{FAINT}">{more} more ranks</div>' if more > 0 else ""
+    note = unseen(len(found) - MAX_SHOWN, "{} more ranks")
     return f'<div style="{BOX}">{rows}{note}</div>'
 
 
@@ -482,50 +661,31 @@ def rank_colour(rank: int) -> str:
 
 def mapping_figure(explanation: Explanation) -> object:
     """The same drawing with matplotlib."""
-    drawing = draw(explanation.mapping.plan, explanation.leaf, explanation.parameters)
-    panels = [(f"JAX {list(drawing.shape)}", drawing.source)]
-    panels += [
-        (f"rank {rank} {list(info.shape)}", rects)
-        for rank, info, rects in drawing.targets
-    ]
-    figure = new_figure(2.4 * len(panels), 2.8)
     from matplotlib.patches import Rectangle
 
-    for axes, (title, rects) in zip(
-        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
-    ):
+    drawing = draw(explanation.mapping.plan, explanation.leaf, explanation.parameters)
+    panels = [(f"JAX {list(drawing.shape)}", drawing.source)]
+    for rank, info, rects in drawing.targets:
+        panels.append((f"rank {rank} {list(info.shape)}", rects))
+    figure = new_figure(2.4 * len(panels), 2.8)
+    edge: dict[str, Any] = {"edgecolor": "#888888", "linewidth": 0.5}
+    middle: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
+    all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (title, rects) in zip(all_axes, panels, strict=True):
         for r in rects:
             fill = tuple(v / 255 for v in colour(r.piece))
-            axes.add_patch(
-                Rectangle(
-                    (r.x, r.y),
-                    r.w,
-                    r.h,
-                    facecolor=fill,
-                    edgecolor="#888888",
-                    linewidth=0.5,
-                )
-            )
+            axes.add_patch(Rectangle((r.x, r.y), r.w, r.h, facecolor=fill, **edge))
             if r.w > 0.15 and r.h > 0.08:
-                axes.text(
-                    r.x + r.w / 2,
-                    r.y + r.h / 2,
-                    r.label,
-                    ha="center",
-                    va="center",
-                    fontsize=8,
-                )
-        axes.set(xlim=(0, 1), ylim=(1, 0), xticks=[], yticks=[], title=title)
-        axes.title.set_fontsize(9)
+                axes.text(r.x + r.w / 2, r.y + r.h / 2, r.label, **middle)
+        axes.set(xlim=(0, 1), ylim=(1, 0), xticks=[], yticks=[])
+        axes.set_title(title, fontsize=9)
     figure.suptitle(explanation.place.name, fontsize=10)
     return figure
 
 
 # One row of a mapping in detail: rule and reason, its effect on the axes, both shardings, bytes per sender.
 
-# of the table of senders
-MAX_DEVICES = 16
-MAX_RANKS = 8
+MAX_SENDERS = 16  # rows of the table of senders
 STATUS_WORDS = {
     "direct": "copied, not converted",
     "cast": "converted on the way, on the trainer's device",
@@ -562,65 +722,41 @@ def detail_html(
 def _facts(
     mapping: Mapping | None, row: MappingRow, meaning: Meaning | None
 ) -> list[tuple[str, str]]:
-    out = [
-        (
-            "rule",
-            f'<span style="font-family:{MONO};font-size:12px">{escape(row.rule) or "none"}</span>',
-        )
-    ]
+    """What is known of a row, as pairs of a name and HTML."""
+    style = f"font-family:{MONO};font-size:12px"
+    rule = f'<span style="{style}">{escape(row.rule) or "none"}</span>'
     if row.status == "problem":
-        return [*out, ("problem", escape(row.reason))]
-    if row.reason:
-        out.append(
-            ("because", escape(f"{row.reason} (confidence {row.confidence:.2f})"))
-        )
-    if row.warning:
-        out.append(("warning", escape(row.warning)))
+        return [("rule", rule), ("problem", escape(row.reason))]
+    because = f"{row.reason} (confidence {row.confidence:.2f})" if row.reason else ""
     size = (
-        f"{human_bytes(row.nbytes)} as {escape(dtype_text(row))}"
-        if row.nbytes
-        else "nothing"
+        f"{human_bytes(row.nbytes)} as {dtype_text(row)}" if row.nbytes else "nothing"
     )
-    out.append(
-        (
-            "moves",
-            f"{size} to rank{'s' * (len(row.ranks) > 1)} {row.rank_text}"
-            if row.ranks
-            else size,
-        )
-    )
-    out.append(
-        ("status", f"{dot(DOTS[row.status])} {row.status}: {STATUS_WORDS[row.status]}")
-    )
+    if row.ranks:
+        size += f" to rank{'s' * (len(row.ranks) > 1)} {row.rank_text}"
     seen = meaning.leaves.get(row.name) if meaning is not None else None
+    value = ""
     if seen is not None:
         tone = BAD if seen.contradicts else GOOD if seen.agrees else WAIT
-        out.append(
-            (
-                "by value",
-                f"{dot(tone)} {'wrong: ' * seen.contradicts}{escape(seen.text)}",
-            )
-        )
-    left = (
-        meaning.ambiguous
-        if meaning is not None and meaning.state == "checked"
-        else None
-    )
-    if left is None:
-        left = mapping.ambiguous if mapping is not None else {}
+        value = f"{dot(tone)} {'wrong: ' * seen.contradicts}{escape(seen.text)}"
+    left = mapping.ambiguous if mapping is not None else {}
+    if meaning is not None and meaning.state == "checked":
+        left = meaning.ambiguous
+    unclear = ""
     if row.leaf in left:
-        out.append(
-            (
-                "ambiguous",
-                f"{escape(left[row.leaf])}; only a value or a function can tell",
-            )
-        )
-    note = (
-        mapping.notes.get(row.parameter) or mapping.notes.get(row.tensor)
-        if mapping is not None
-        else None
-    )
-    return [*out, ("note", escape(note))] if note else out
+        unclear = f"{left[row.leaf]}; only a value or a function can tell"
+    notes = mapping.notes if mapping is not None else {}
+    note = notes.get(row.parameter) or notes.get(row.tensor) or ""
+    facts = {
+        "rule": rule,
+        "because": escape(because),
+        "warning": escape(row.warning),
+        "moves": escape(size),
+        "status": f"{dot(DOTS[row.status])} {row.status}: {STATUS_WORDS[row.status]}",
+        "by value": value,
+        "ambiguous": escape(unclear),
+        "note": escape(note),
+    }
+    return [(name, html) for name, html in facts.items() if html]
 
 
 def _pictures(mapping: Mapping, row: MappingRow) -> str:
@@ -658,24 +794,12 @@ def _senders(mapping: Mapping, leaf: str, parameters: Collection[str]) -> str:
         return ""
     ranks = sorted({r for _, r in found})
     devices = sorted({d for d, _ in found})
+    size = lambda link: human_bytes(found[link]) if link in found else ""
+    shown = ranks[:MAX_RANKS]
     rows = [
-        [
-            f"device {d}",
-            *(
-                human_bytes(found[d, r]) if (d, r) in found else ""
-                for r in ranks[:MAX_RANKS]
-            ),
-        ]
-        for d in devices[:MAX_DEVICES]
+        [f"device {d}", *(size((d, r)) for r in shown)] for d in devices[:MAX_SENDERS]
     ]
-    heads = ["", *(f"rank {r}" for r in ranks[:MAX_RANKS])]
-    left = [
-        f"{len(x) - most} more {what}"
-        for x, most, what in (
-            (devices, MAX_DEVICES, "devices"),
-            (ranks, MAX_RANKS, "ranks"),
-        )
-        if len(x) > most
-    ]
-    more = f'<div style="color:{FAINT}">{", ".join(left)}</div>' if left else ""
+    heads = ["", *(f"rank {r}" for r in shown)]
+    more = unseen(len(devices) - MAX_SENDERS, "{} more devices")
+    more += unseen(len(ranks) - MAX_RANKS, "{} more ranks")
     return f'<div style="margin-top:6px">{table(heads, rows, range(1, len(heads)))}{more}</div>'

@@ -1,22 +1,35 @@
-"""A transfer plan as text, HTML, and a heat map of bytes per link."""
+"""A transfer plan as text, HTML, and a heat map of bytes per link; its panel."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from jvlab._errors import ConfigError
 from jvlab._units import how_many, human_bytes, human_seconds
 from jvlab.views._figures import new_figure
-from jvlab.views._lanes_view import LaneBar, LaneData
-from jvlab.views._mapping_view import rank_colour
-from jvlab.views._style import BOX, FAINT, LINE, PALETTE, bar, headlines, table
+from jvlab.views._mapping_view import rank_colour, rank_ink
+from jvlab.views._style import (
+    BOX,
+    FAINT,
+    LINE,
+    PALETTE,
+    bar,
+    faint,
+    headlines,
+    table,
+    unseen,
+)
+from jvlab.views._timeline import LaneBar, LaneData
+from jvlab.views.panels._live import Panel
 
 if TYPE_CHECKING:
     from jvlab.layout._plan import TransferPlan
+    from jvlab.layout._plan_types import LinkPlan
 
 
 # Parts of a plan's HTML: bytes per link as a heat map, buckets as lanes, predicted and measured seconds, one link.
@@ -34,6 +47,13 @@ class Heat:
     down: int
     across: int
     links: dict[tuple[int, int], int]  # cell -> its link, where each is one link
+
+    @property
+    def block(self) -> str:
+        """What a cell is, if it is more than a link."""
+        if self.down * self.across == 1:
+            return ""
+        return f"a cell is {self.down} devices × {self.across} ranks"
 
 
 def link_heat(plan: TransferPlan) -> Heat:
@@ -57,113 +77,97 @@ def link_heat(plan: TransferPlan) -> Heat:
 def heat_svg(plan: TransferPlan) -> str:
     """The heat map as SVG; darker is more."""
     heat = link_heat(plan)
-    grid = heat.grid
-    down = heat.down
-    across = heat.across
-    which = heat.links
-    top = max(int(grid.max(initial=0)), 1)
-    rows = grid.shape[0]
-    width = grid.shape[1]
+    top = max(int(heat.grid.max(initial=0)), 1)
+    rows, width = heat.grid.shape
     w, h = (72, 22) if width <= 8 else (max(12, 560 // width), 14 if rows <= 24 else 8)
     left = 66
     head = 36
     parts = []
-    for (r, c), n in np.ndenumerate(grid):
+    for (r, c), n in np.ndenumerate(heat.grid):
         if not n:
             continue
         x = left + c * w
         y = head + r * h
-        link = f' data-link="{which[r, c]}"' if which else ""
-        name = _cell_name(plan, int(r), int(c), down, across)
+        link = f' data-link="{heat.links[r, c]}"' if heat.links else ""
+        size = human_bytes(int(n))
+        name = _cell_name(plan, heat, r, c)
         parts.append(
             f'<rect x="{x}" y="{y}" width="{w - 1}" height="{h - 1}" fill="{PALETTE[0]}" '
-            f'fill-opacity="{0.1 + 0.65 * n / top:.2f}"{link}><title>{name}: {human_bytes(int(n))}</title></rect>'
+            f'fill-opacity="{0.1 + 0.65 * n / top:.2f}"{link}><title>{name}: {size}</title></rect>'
         )
         if w >= 60:
             at = f'x="{x + w / 2}" y="{y + h / 2 + 4}"'
-            text = f"{human_bytes(int(n))}</text>"
             parts.append(
-                f'<text {at} text-anchor="middle" fill="currentColor" pointer-events="none">{text}'
+                f'<text {at} text-anchor="middle" fill="currentColor" pointer-events="none">{size}</text>'
             )
-    parts += _heads(plan, rows, width, down, across, (left, head, w, h))
-    block = f", a cell is {down} devices × {across} ranks" if down * across > 1 else ""
+    parts += _heads(plan, heat, (left, head, w, h))
+    title = f"bytes per link, {heat.block}" if heat.block else "bytes per link"
     size = f'width="{left + width * w + 8}" height="{head + rows * h + 6}"'
     return (
-        f'<div style="{BOX};overflow-x:auto"><div style="color:{FAINT}">bytes per link{block}</div>'
+        f'<div style="{BOX};overflow-x:auto">{faint(title)}'
         f'<svg {size} font-size="11" role="img" aria-label="bytes per link">{"".join(parts)}</svg></div>'
     )
 
 
-def _cell_name(plan: TransferPlan, r: int, c: int, down: int, across: int) -> str:
-    if down * across > 1:
-        return f"devices from {plan.devices[r * down]}, ranks from {c * across}"
+def _cell_name(plan: TransferPlan, heat: Heat, r: int, c: int) -> str:
+    if not heat.links:
+        return (
+            f"devices from {plan.devices[r * heat.down]}, ranks from {c * heat.across}"
+        )
     to = _rank_text(plan, c // plan.ranks, c % plan.ranks)
     return f"device {plan.devices[r]} → {to}"
 
 
 def _heads(
-    plan: TransferPlan,
-    rows: int,
-    width: int,
-    down: int,
-    across: int,
-    place: tuple[int, int, int, int],
+    plan: TransferPlan, heat: Heat, place: tuple[int, int, int, int]
 ) -> list[str]:
+    """The names of the heat map's rows and columns."""
     left, head, w, h = place
-    step_r = max(1, -(-14 // h))
-    step_c = max(1, -(-34 // w))
+    rows, width = heat.grid.shape
+    word = "device " if h > 14 else ""
     out = [
         f'<text x="{left - 6}" y="{head + r * h + h / 2 + 4}" text-anchor="end" fill="currentColor">'
-        f"{'device ' if h > 14 else ''}{plan.devices[r * down]}</text>"
-        for r in range(0, rows, step_r)
+        f"{word}{plan.devices[r * heat.down]}</text>"
+        for r in range(0, rows, max(1, -(-14 // h)))
     ]
-    for c in range(0, width, step_c):
-        rank = c * across % plan.ranks
+    for c in range(0, width, max(1, -(-34 // w))):
+        rank = c * heat.across % plan.ranks
         name = f"rank {rank}" if w >= 40 else str(rank)
         out.append(
             f'<text x="{left + (c + 0.5) * w}" y="{head - 8}" text-anchor="middle" fill="currentColor">{name}</text>'
-        )
-        out.append(
             f'<rect x="{left + c * w}" y="{head - 5}" width="{w - 1}" height="3" fill="{rank_colour(rank)}"/>'
         )
-    if plan.replicas > 1 and across == 1:
-        for r in range(plan.replicas):
-            out.append(
-                f'<text x="{left + r * plan.ranks * w}" y="12" fill="currentColor">replica {r}</text>'
-            )
+    if plan.replicas > 1 and heat.across == 1:
+        out += [
+            f'<text x="{left + r * plan.ranks * w}" y="12" fill="currentColor">replica {r}</text>'
+            for r in range(plan.replicas)
+        ]
     return out
 
 
 def bucket_lanes(plan: TransferPlan, link_gbps: float | None = None) -> LaneData:
     """The schedule of buckets: a lane per device, coloured by destination rank."""
     slots = plan.schedule(link_gbps)
-    devices = plan.devices.tolist()
-    shown = {d: i for i, d in enumerate(devices[:MAX_LANES])}
+    shown = plan.devices.tolist()[:MAX_LANES]
     links = plan.all_links
-    where = {
-        (int(d), int(p), int(r)): i
-        for i, (d, p, r) in enumerate(
-            zip(links.device, links.replica, links.rank, strict=True)
-        )
-    }
+    keys = zip(links.device, links.replica, links.rank, strict=True)
+    where = {(int(d), int(p), int(r)): i for i, (d, p, r) in enumerate(keys)}
     bars = []
     for s in slots:
         if s.device not in shown:
             continue
         to = _rank_text(plan, s.replica, s.rank)
         text = f"device {s.device} → {to}: {human_bytes(s.nbytes)} in {human_seconds(s.seconds)}"
-        ink = "#fff" if s.rank % len(PALETTE) in (0, 5) else "#000"
-        link = where[s.device, s.replica, s.rank]
         bars.append(
             LaneBar(
-                shown[s.device],
-                s.start,
-                s.seconds,
-                rank_colour(s.rank),
-                text,
-                to,
-                ink,
-                link=link,
+                row=shown.index(s.device),
+                start=s.start,
+                seconds=s.seconds,
+                colour=rank_colour(s.rank),
+                text=text,
+                label=to,
+                ink=rank_ink(s.rank),
+                link=where[s.device, s.replica, s.rank],
             )
         )
     end = max((s.start + s.seconds for s in slots), default=1e-6)
@@ -192,15 +196,14 @@ def times_html(plan: TransferPlan, link_gbps: float | None = None) -> str:
         ]
         for a, b, s, colour in rows
     ]
-    if len(rows) == 1:
-        note = f'<div style="color:{FAINT}">nothing measured yet: link.sync(params), and look again</div>'
-    else:
+    note = "nothing measured yet: link.sync(params), and look again"
+    if plan.reports:
         last = plan.reports[-1]
         through = f"{last.gbps:.2f} GB/s reached" if last.gbps else ""
-        note = f'<div style="color:{FAINT}">{escape(through)}; predictions exclude latency, packing and digests</div>'
+        note = f"{through}; predictions exclude latency, packing and digests"
     return (
         f'<div style="{BOX}"><div style="color:{FAINT}">seconds</div>'
-        f"{table(('', '', 'time', '', ''), body, (2,))}{note}</div>"
+        f"{table(('', '', 'time', '', ''), body, (2,))}{faint(note)}</div>"
     )
 
 
@@ -238,8 +241,7 @@ def link_html(plan: TransferPlan, index: int) -> str:
         [escape(plan.leaves[i].path), human_bytes(n), _level(n / top[0][1])]
         for i, n in top
     ]
-    more = int((weight > 0).sum()) - len(top)
-    note = f'<div style="color:{FAINT}">{more:,} more leaves</div>' if more > 0 else ""
+    note = unseen(int((weight > 0).sum()) - len(top), "{:,} more leaves")
     heads = ("heaviest leaves", "bytes", "")
     return f'<div style="{BOX};border-top:1px solid {LINE};padding:6px 0">{head}{table(heads, rows, (1,))}{note}</div>'
 
@@ -347,7 +349,7 @@ def _rank_text(plan: TransferPlan, replica: int, rank: int) -> str:
 
 def plan_html(plan: TransferPlan) -> str:
     """Summary, heat map, buckets, predicted and measured seconds; the largest links in a collapsed table."""
-    from jvlab.views._lanes_view import lanes_svg
+    from jvlab.views._timeline import lanes_svg
 
     gbps = f"{plan.link_gbps:g} GB/s"
     lanes = lanes_svg(bucket_lanes(plan), "buckets on their way")
@@ -377,12 +379,8 @@ def _link_table(plan: TransferPlan) -> str:
             )
         )
     heads = ("device", "process", "replica", "rank", "bytes", "copies", "contiguous")
-    more = len(links) - len(order)
-    note = (
-        f"<p>{more:,} lighter links are not shown; <code>plan.all_links</code> has all.</p>"
-        if more > 0
-        else ""
-    )
+    words = "{:,} lighter links are not shown; <code>plan.all_links</code> has all."
+    note = unseen(len(links) - len(order), words)
     return (
         f'<details><summary style="cursor:pointer">the {len(order)} heaviest links</summary>'
         f'<div style="max-height:360px;overflow:auto">{table(heads, rows, range(7))}</div>{note}</details>'
@@ -393,31 +391,111 @@ def plan_figure(plan: TransferPlan) -> object:
     """The heat map as a matplotlib figure, its axes numbered by device and rank."""
     heat = link_heat(plan)
     columns = plan.replicas * plan.ranks
-    figure = new_figure(
-        1.8 + 0.35 * min(columns, 24), 1.6 + 0.22 * min(len(plan.devices), 32)
-    )
+    wide = 1.8 + 0.35 * min(columns, 24)
+    figure = new_figure(wide, 1.6 + 0.22 * min(len(plan.devices), 32))
     axes = figure.subplots()
     edges = np.array(heat.grid.shape) * (heat.down, heat.across) - 0.5
+    look: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
     extent = (-0.5, edges[1], edges[0], -0.5)
-    image = axes.imshow(
-        heat.grid / 1e6, aspect="auto", interpolation="nearest", extent=extent
-    )
-    several = (
-        f", {plan.replicas} replicas of {plan.ranks} side by side"
-        if plan.replicas > 1
-        else ""
-    )
+    image = axes.imshow(heat.grid / 1e6, extent=extent, **look)
+    title = "MB per link"
+    if plan.replicas > 1:
+        title += f", {plan.replicas} replicas of {plan.ranks} side by side"
+        step = max(plan.ranks // max(MAX_TICKS // plan.replicas, 1), 1)
+        ticks = [c for c in range(columns) if c % plan.ranks % step == 0]
+        ticks = ticks[: 4 * MAX_TICKS]
+        axes.set_xticks(ticks, [str(c % plan.ranks) for c in ticks], fontsize=7)
     for r in range(1, plan.replicas):
         axes.axvline(r * plan.ranks - 0.5, color="white", linewidth=0.8)
-    axes.set(
-        xlabel="rollout rank", ylabel="trainer device", title=f"MB per link{several}"
-    )
-    if plan.replicas > 1:
-        step = max(plan.ranks // max(MAX_TICKS // plan.replicas, 1), 1)
-        ticks = [c for c in range(columns) if c % plan.ranks % step == 0][
-            : 4 * MAX_TICKS
-        ]
-        axes.set_xticks(ticks, [str(c % plan.ranks) for c in ticks], fontsize=7)
-    block = f"a cell: {heat.down} devices × {heat.across} ranks"
-    figure.colorbar(image, ax=axes, label=block if not heat.links else "")
+    axes.set(xlabel="rollout rank", ylabel="trainer device", title=title)
+    figure.colorbar(image, ax=axes, label=heat.block)
     return figure
+
+
+class PlanPanel(Panel):
+    """The plan's panel; `predict` and `select` do the same as its field and clicks."""
+
+    hz = 1.0  # a sync may have been measured
+    moving = False
+    scripts = ("lanes.js", "plan.js")
+    css = ("lanes.css",)
+    css_class = "jv-plan-panel"
+    traits: ClassVar[dict[str, Any]] = {
+        "title": "",
+        "headline": "",
+        "heat": "",
+        "times": "",
+        "detail": "",
+        "note": "",
+        "picked": -1,
+        "gbps": 50.0,
+        "lanes": {},
+    }
+
+    def __init__(self, plan: TransferPlan) -> None:
+        self.plan = plan
+        self._last_version = -1
+        super().__init__(plan)
+
+    def build(self) -> Any:
+        gbps = self.plan.link_gbps
+        widget = self.new_widget(
+            title=plan_title(self.plan),
+            headline=plan_headline(self.plan),
+            heat=heat_svg(self.plan),
+            times=times_html(self.plan),
+            gbps=gbps,
+            lanes=bucket_lanes(self.plan).plain(),
+        )
+        widget.observe(lambda change: self._picked(change["new"]), "picked")
+        widget.on_msg(self._pressed)
+        return widget
+
+    def refresh(self) -> None:
+        newest = self.plan.reports[-1].version if self.plan.reports else -1
+        if newest != self._last_version:
+            self._last_version = newest
+            self.widget.times = times_html(self.plan, self.widget.gbps)
+
+    def say(self, text: str, bad: bool = False) -> None:
+        self.widget.note = text
+
+    def _pressed(self, _: Any, message: dict[str, Any], __: Any) -> None:
+        if message.get("do") == "predict":
+            self.act(lambda: self.predict(message["gbps"]))
+
+    def predict(self, link_gbps: float) -> float:
+        """`plan.predict(link_gbps)`, shown with the schedule of buckets at that speed."""
+        if not isinstance(link_gbps, (int, float)) or not link_gbps > 0:
+            raise ConfigError(
+                f"GB/s must be above 0, not {link_gbps!r}",
+                remedy="50 is a 400 Gb/s port",
+            )
+        with self.widget.hold_sync():
+            self.widget.gbps = float(link_gbps)
+            self.widget.times = times_html(self.plan, link_gbps)
+            self.widget.headline = plan_headline(self.plan, link_gbps)
+            self.widget.lanes = bucket_lanes(self.plan, link_gbps).plain()
+        self.say("")
+        return self.plan.predict(link_gbps)
+
+    def select(self, device: int, rank: int, replica: int = 0) -> LinkPlan:
+        """`plan.link(device, rank, replica)`, shown below the heat map."""
+        links = self.plan.all_links
+        found = (
+            (links.device == device) & (links.rank == rank) & (links.replica == replica)
+        ).nonzero()[0]
+        if not len(found):
+            raise ConfigError(
+                f"device {device} sends nothing to rank {rank} of replica {replica}"
+            )
+        self.widget.picked = int(found[0])
+        return self.plan.link(device, rank, replica)
+
+    def _picked(self, at: int) -> None:
+        self.widget.detail = (
+            link_html(self.plan, at) if 0 <= at < len(self.plan.all_links) else ""
+        )
+
+    def __repr__(self) -> str:
+        return f"PlanPanel({len(self.plan.all_links)} links)"

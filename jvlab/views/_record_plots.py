@@ -10,7 +10,14 @@ import numpy as np
 
 from jvlab._units import how_many
 from jvlab.record import _metrics
-from jvlab.record._events import EvaluationEvent, Event, RunStart, StepEvent, SyncEvent
+from jvlab.record._events import (
+    EvaluationEvent,
+    Event,
+    StepEvent,
+    SyncEvent,
+    only,
+    run_name,
+)
 from jvlab.record._record import Record
 from jvlab.views._figures import EMPTY, Plot, Series, draw, dress, new_figure
 from jvlab.views._palette import PHASES, SERIES, version_colour
@@ -36,10 +43,6 @@ CURVES = {
     "logprob_gap": ("Trainer against engine", "largest logprob gap (nats)"),
 }
 Table = dict[str, np.ndarray]
-
-
-def run_name(events: Sequence[Event]) -> str:
-    return next((e.run for e in events if isinstance(e, RunStart) and e.run), "run")
 
 
 def _figure(title: str, plots: Sequence[Plot], high: float, **grid: Any) -> Figure:
@@ -127,7 +130,7 @@ def _reward(table: Table) -> Series:
 def _evaluations(
     events: Sequence[Event], colour: str, label: str = "", mark: str = "o-"
 ) -> Series:
-    found = [e for e in events if isinstance(e, EvaluationEvent)]
+    found = only(events, EvaluationEvent)
     rewards = [e.reward_mean for e in found]
     return Series([e.step for e in found], rewards, colour, label, mark)
 
@@ -300,7 +303,7 @@ def _shade(i: int, count: int) -> Any:
 def throughput_figure(record: Record) -> Figure:
     """Tokens and samples per second over time, the speed of each sync, and how busy each actor was."""
     events = record.events()
-    steps = sum(isinstance(e, StepEvent) for e in events)
+    steps = len(only(events, StepEvent))
     # several steps per bin, to avoid aliasing
     rates = _metrics.rates(events, min(max(steps // 4, MIN_BINS), MAX_BINS))
     mean = _metrics.throughput(events)
@@ -321,7 +324,7 @@ def throughput_figure(record: Record) -> Figure:
             "samples",
             [stairs(rates.samples, "generate")],
         ),
-        _syncs([e for e in events if isinstance(e, SyncEvent)], mean["sync_gb_per_s"]),
+        _syncs(only(events, SyncEvent), mean["sync_gb_per_s"]),
         Plot("Share of the time busy", "useful work (% of the run)", "", ()),
     ]
     figure = _figure(f"{run_name(events)}: throughput", plots, 6.5)

@@ -12,12 +12,12 @@ FACES: dict[str, dict[str, str]] = {
         "staleness": "_record_plots:staleness_figure",
         "throughput": "_record_plots:throughput_figure",
         "timeline": "_timeline:timeline_figure",
-        "lanes": "panels._timeline_panel:Timeline",
-        "panel": "panels._dashboard:RecordPanel.show",
+        "lanes": "_timeline:Timeline",
+        "panel": "_run_view:RecordPanel.show",
     },
     "RolloutBatch": {
         "html": "_batch_view:batch_html",
-        "panel": "panels._batch_panel:BatchPanel.show",
+        "panel": "_batch_view:BatchPanel.show",
     },
     # the trainer's
     "Packing": {"figure": "_batch_view:packing_figure"},
@@ -26,7 +26,7 @@ FACES: dict[str, dict[str, str]] = {
         "text": "_run_view:run_text",
         "html": "_run_view:card",
         "comparison": "_record_plots:compare_figure",
-        "panel": "panels._dashboard:RunPanel.show",
+        "panel": "_run_view:RunPanel.show",
         "card": "panels._live:show",
     },
     # from a tree to a verified version
@@ -46,32 +46,32 @@ FACES: dict[str, dict[str, str]] = {
     "Meaning": {"html": "_sync_view:meaning_html"},
     "Stepper": {
         "html": "_sync_view:stepper_html",
-        "panel": "panels._stepper_panel:StepperPanel.show",
+        "panel": "_sync_view:StepperPanel.show",
     },
     "SyncReport": {"text": "_sync_view:sync_line", "html": "_sync_view:sync_html"},
     "TransferPlan": {
         "text": "_plan_view:plan_text",
         "html": "_plan_view:plan_html",
         "figure": "_plan_view:plan_figure",
-        "panel": "panels._plan_panel:PlanPanel.show",
+        "panel": "_plan_view:PlanPanel.show",
     },
     "Values": {"html": "_mapping_view:values_html"},
     # what you hold
     "DeterminismReport": {"html": "_cards:report_html"},
     "Lab": {
         "html": "_cards:lab_html",
-        "panel": "panels._lab_panel:LabPanel.show",
+        "panel": "_cards:LabPanel.show",
         "end": "panels._live:make_static",
     },
     "Pool": {
         "text": "_cards:pool_line",
         "html": "_cards:pool_html",
-        "panel": "panels._lab_panel:PoolPanel.show",
+        "panel": "_cards:PoolPanel.show",
     },
     "Session": {"html": "_cards:session_html"},
     "Sessions": {"html": "_cards:sessions_html"},
     # is it right, why not, what if
-    "Bisection": {"html": "_bisect_view:bisection_html"},
+    "Bisection": {"html": "_sync_view:bisection_html"},
     "Forecast": {"html": "_forecast_view:forecast_html"},
     "ForecastTable": {
         "text": "_forecast_view:table_text",
@@ -80,6 +80,6 @@ FACES: dict[str, dict[str, str]] = {
     "WhatIf": {
         "html": "_forecast_view:whatif_html",
         "figure": "_forecast_view:whatif_figure",
-        "panel": "panels._forecast_panel:ForecastPanel.show",
+        "panel": "_forecast_view:ForecastPanel.show",
     },
 }

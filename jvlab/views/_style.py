@@ -54,6 +54,16 @@ def notice_html(text: str) -> str:
     return f'<div style="{style}">{words}</div>'
 
 
+def faint(text: str) -> str:
+    """A line of lesser weight, as HTML; nothing for an empty one."""
+    return f'<div style="color:{FAINT}">{text}</div>' if text else ""
+
+
+def unseen(count: int, words: str) -> str:
+    """What is said of those that are not shown, `words.format(count)`; nothing if there are none."""
+    return faint(words.format(count)) if count > 0 else ""
+
+
 def table(
     heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()
 ) -> str:
@@ -82,11 +92,8 @@ def headlines(items: Iterable[tuple[str, str, str]]) -> str:
         f'<div style="color:{FAINT}">{escape(below)}</div></div>'
         for number, beside, below in items
     )
-    return (
-        f'<div style="display:flex;flex-wrap:wrap;gap:4px 36px;margin:2px 0 6px">{shown}</div>'
-        if shown
-        else ""
-    )
+    style = "display:flex;flex-wrap:wrap;gap:4px 36px;margin:2px 0 6px"
+    return f'<div style="{style}">{shown}</div>' if shown else ""
 
 
 def bar(share: float, colour: str = PALETTE[0], width: str = "16em") -> str:

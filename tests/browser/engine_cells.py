@@ -21,7 +21,7 @@ def attach(lab: Any) -> str:
     for their second click: on a busy machine it comes later than a hand's."""
     return (
         f"import jvlab as jv\nlab = jv.Lab.attach({lab.address!r}, {lab._token!r})\npool = lab.pools['steered']\n"
-        "import jvlab.views.panels._parts\njvlab.views.panels._parts.ARMED_SECONDS = 120.0\nprint(pool)"
+        "import jvlab.views.panels._live\njvlab.views.panels._live.ARMED_SECONDS = 120.0\nprint(pool)"
     )
 
 

@@ -62,7 +62,7 @@ def test_the_panel_shows_and_steers_a_real_engine(
     page.wait(f"{POOL} .jv-pool polyline")
     shots(page, "lab", PANEL)
 
-    page.run("jvlab.views.panels._parts.ARMED_SECONDS = 3.0")
+    page.run("jvlab.views.panels._live.ARMED_SECONDS = 3.0")
     page.click(f"{POOL} .jv-close-pool")
     page.wait(f"{POOL} .jv-close-pool", text="really close pool?")
     page.until(

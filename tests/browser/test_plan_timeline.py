@@ -15,7 +15,7 @@ panel = plan.panel()
 """
 TIMELINE = """
 from jvlab.record._record import Record
-from jvlab.views.panels._timeline_panel import Timeline
+from jvlab.views._timeline import Timeline
 from tests.record.synthetic import made_up
 timeline = Timeline(Record.of(made_up(30, staleness=1)))
 panel = timeline.panel()

@@ -98,7 +98,7 @@ def test_rewards_tell_the_order_and_what_was_cut_short_counts():
 @pytest.mark.parametrize("folder", [False, True])
 def test_its_panel_draws_it(tmp_path: Path, folder: bool):
     """Nobody told losses, gaps and, in memory, samples."""
-    from jvlab.views.panels._dashboard import RecordPanel
+    from jvlab.views._run_view import RecordPanel
 
     journal = Journal("run", tmp_path / "run" if folder else None)
     sync(journal, 1, first=True)

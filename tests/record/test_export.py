@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from jvlab._errors import ConfigError, MissingDependency
 from jvlab.gateway._http_server import prometheus_text
 from jvlab.record import _export
-from jvlab.record._events import Event, FaultEvent, RolloutEvent, StepEvent, SyncEvent
+from jvlab.record._events import Event, FaultEvent, RolloutEvent, StepEvent
 from jvlab.record._export import check_reports
 from jvlab.record._record import Record
 from tests.record.synthetic import made_up
@@ -282,14 +282,18 @@ def test_tensorboard_gets_every_measured_number(
     module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tensorboardX", module)
     record.to_tensorboard(tmp_path)
-    rewards = [(step, value) for name, value, step, _ in calls if name == "reward/mean"]
+    rewards = [
+        (step, value) for name, value, step, _ in calls if name == "train/reward"
+    ]
     table = record.steps()
     assert rewards == list(
-        zip(table["step"].tolist(), table["reward_mean"].tolist(), strict=True)
+        zip((table["step"] + 1).tolist(), table["reward_mean"].tolist(), strict=True)
     )
     gaps = table["logprob_gap"]
     # NaN: not measured, not drawn
-    assert sum(name == "health/logprob_gap" for name, *_ in calls) == sum(gaps == gaps)
+    assert sum(
+        name == "train/sampling/sampling_logp_difference/max" for name, *_ in calls
+    ) == sum(gaps == gaps)
     assert all(wall > 1.6e9 for *_, wall in calls)
     assert closed == [True]
 
@@ -300,7 +304,7 @@ def test_real_tensorboardx(record: Record, tmp_path: Path) -> None:
     assert sum(f.stat().st_size for f in tmp_path.iterdir()) > 1000
 
 
-def test_wandb_gets_one_log_per_event_with_numbers(
+def test_wandb_gets_one_log_per_step(
     record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logged, finished, module = [], [], types.ModuleType("wandb")
@@ -308,9 +312,9 @@ def test_wandb_gets_one_log_per_event_with_numbers(
     module.init = lambda **init: run if init == {"project": "x"} else None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
     record.to_wandb(project="x")
-    kinds = (StepEvent, SyncEvent, RolloutEvent)
-    assert len(logged) == sum(isinstance(e, kinds) for e in record.events())
-    assert [x["step"] for x in logged if "reward/mean" in x] == list(range(25))
+    steps = [x["train/global_step"] for x in logged if "train/reward" in x]
+    assert steps == list(range(1, 26)), "as a report of the run counts"
+    assert all(x["wall"] > 1.6e9 for x in logged)
     assert finished == [True]
 
 

@@ -9,12 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jvlab.record._metrics import (
-    intersect,
     lanes,
     measure,
     rate,
     split_time,
-    subtract,
     union,
 )
 
@@ -41,12 +39,6 @@ def test_union_is_disjoint_sorted_and_covers_the_same(given: list) -> None:
     assert measure(given) == len(cells(given))
     assert (joined[:, 0] < joined[:, 1]).all()
     assert (joined[1:, 0] > joined[:-1, 1]).all()  # not even touching
-
-
-@given(intervals, intervals)
-def test_intersection_and_difference(a: list, b: list) -> None:
-    assert cells(intersect(a, b)) == cells(a) & cells(b)
-    assert cells(subtract(a, b)) == cells(a) - cells(b)
 
 
 @given(

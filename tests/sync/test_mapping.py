@@ -14,8 +14,7 @@ from jvlab.layout._tree import MeshSpec
 from jvlab.layout._types import Note
 from jvlab.sync._compile_tree import rank_runs
 from jvlab.sync._mapping import Mapping
-from jvlab.views._drawing import draw, sends
-from jvlab.views._mapping_view import MAX_ROWS
+from jvlab.views._mapping_view import MAX_ROWS, draw, sends
 from jvlab.views._plan_view import plan_lines, plan_summary
 from tests.layout.plan_world import Size, World, transformer
 

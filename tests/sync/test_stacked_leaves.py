@@ -28,8 +28,7 @@ from jvlab.sync._diff import differences
 from jvlab.sync._mapping import Mapping
 from jvlab.sync._meaning import MeaningCheck, RememberedParams
 from jvlab.sync._pack import Source
-from jvlab.views._drawing import draw, sends
-from jvlab.views._mapping_view import axes_svg, detail_html
+from jvlab.views._mapping_view import axes_svg, detail_html, draw, sends
 from jvlab.views.panels._inspector import table_bytes
 from tests.layout.plan_world import Size, World, transformer
 from tests.views.html_checks import check as check_html

@@ -13,9 +13,14 @@ from jvlab._errors import ConfigError
 from jvlab.record._events import RolloutEvent, StepEvent
 from jvlab.record._record import Record
 from jvlab.views._palette import PHASES
-from jvlab.views._plan_view import bucket_lanes, heat_svg, link_html, times_html
-from jvlab.views.panels._plan_panel import PlanPanel
-from jvlab.views.panels._timeline_panel import Timeline, TimelinePanel
+from jvlab.views._plan_view import (
+    PlanPanel,
+    bucket_lanes,
+    heat_svg,
+    link_html,
+    times_html,
+)
+from jvlab.views._timeline import Timeline, TimelinePanel
 from tests.record.synthetic import made_up
 from tests.views.html_checks import check as check_html
 from tests.views.mapping_world import small_mapping

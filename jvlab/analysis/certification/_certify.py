@@ -26,24 +26,11 @@ if TYPE_CHECKING:
 CHECKING = 0.8  # of the time is for checks; the rest is left to restore the weights
 
 
-def _functions() -> dict[str, Callable[[Subject], Finding]]:
+def _function(name: str) -> Callable[[Subject], Finding]:
+    """A check, by its name."""
     from jvlab.analysis.certification import _checks
 
-    return {
-        "unchanged": _checks.unchanged,
-        "scored": _checks.scored,
-        "reference": _checks.reference,
-        "arrives direct": lambda subject: _checks.arrives(subject, "direct"),
-        "arrives staged": lambda subject: _checks.arrives(subject, "staged"),
-        "prefix cache": _checks.prefix_cache,
-        "graphs": _checks.graphs,
-        "failed staged": _checks.failed_staged,
-        "failed direct": _checks.failed_direct,
-        "sleep 1": _checks.sleep_keeps,
-        "sleep 2": _checks.sleep_drops,
-        "adapters": _checks.adapters,
-        "restored": _checks.restored,
-    }
+    return getattr(_checks, name.replace(" ", "_"))
 
 
 @brief
@@ -86,7 +73,6 @@ def certify(
     subject = Subject(pool, Deadline(CHECKING * whole.left()), transport, seed)
     subject.open(params)
     rows: list[CertificateRow] = []
-    functions = _functions()
     try:
         with Progress(
             len(wanted), f"{pool.name}: certify", unit="check", show=progress
@@ -95,13 +81,13 @@ def certify(
                 bar.remark(name)
                 if name == "restored":
                     subject.deadline = whole
-                rows.append(_row(name, functions[name], subject))
+                rows.append(_row(name, _function(name), subject))
                 bar.advance(1, name)
     # a bug, or an interrupt: the pool must not keep values of ours
     except BaseException:
         subject.deadline = whole
         if not subject.refused and subject.held != "original":
-            _row("restored", functions["restored"], subject)
+            _row("restored", _function("restored"), subject)
         raise
     finally:
         subject.close()

@@ -111,6 +111,14 @@ def arrives(subject: Subject, mode: str) -> Finding:
     return compare(subject, wanted, f"do not hold what was synced ({mode})")
 
 
+def arrives_direct(subject: Subject) -> Finding:
+    return arrives(subject, "direct")
+
+
+def arrives_staged(subject: Subject) -> Finding:
+    return arrives(subject, "staged")
+
+
 def _named(error: JvlabError) -> str:
     """The first tensor that an error names."""
     outcomes = getattr(error.fields.get("reply"), "outcomes", ())
@@ -391,7 +399,7 @@ POWER = 4.0
 MOST_KINDS = 200
 
 
-def sleep_keeps(subject: Subject) -> Finding:
+def sleep_1(subject: Subject) -> Finding:
     """Sleep at level 1 and wake: every weight is as before."""
     if not subject.refused:
         subject.hold("original")
@@ -428,7 +436,7 @@ def sleep_keeps(subject: Subject) -> Finding:
 
 
 @needs_link
-def sleep_drops(subject: Subject) -> Finding:
+def sleep_2(subject: Subject) -> Finding:
     """Sleep at level 2 and wake: nothing is served before a sync, and all of it after."""
     subject.hold("original")
     try:

@@ -61,14 +61,29 @@ def known_values(originals: Mapping[str, np.ndarray], seed: int) -> Values:
     return out
 
 
-def _rows(layout: RankLayout) -> Iterator[tuple[str, str, int]]:
-    """(tensor, parameter, row) of every copy."""
+class _Copy:
+    """One copy of a layout: a box of a checkpoint tensor, and the box of a live parameter that it fills."""
+
+    def __init__(self, layout: RankLayout, row: int, formats: Mapping[str, Any]):
+        self.tensor = layout.tensors[int(layout.tensor[row])].name
+        self.parameter = layout.parameters[int(layout.parameter[row])].name
+        self.how = formats.get(self.parameter)  # if it is quantised
+        self.at = int(layout.dst_offset[row])
+        self._from = int(layout.src_offset[row])
+        self._shape = layout.shape[row]
+        self._strides = (layout.src_strides[row], layout.dst_strides[row])
+
+    def source(self, flat: np.ndarray) -> np.ndarray:
+        return _box(flat, self._from, self._shape, self._strides[0])
+
+    def target(self, flat: np.ndarray) -> np.ndarray:
+        return _box(flat, self.at, self._shape, self._strides[1])
+
+
+def _copies(layout: RankLayout) -> Iterator[_Copy]:
+    formats = {f.parameter: f for f in layout.formats}
     for row in range(len(layout.tensor)):
-        yield (
-            layout.tensors[int(layout.tensor[row])].name,
-            layout.parameters[int(layout.parameter[row])].name,
-            row,
-        )
+        yield _Copy(layout, row, formats)
 
 
 def _box(
@@ -89,27 +104,21 @@ def as_loaded(
     out: Memory = {}
     largest = largest_of_groups(layouts, values)
     for layout in layouts:
-        out |= {
-            key: flat.copy() for key, flat in before.items() if key[0] == layout.rank
-        }
-        formats = {f.parameter: f for f in layout.formats}
-        for tensor, parameter, row in _rows(layout):
-            flat = out.get((layout.rank, parameter))
+        rank = layout.rank
+        out |= {key: flat.copy() for key, flat in before.items() if key[0] == rank}
+        for copy in _copies(layout):
+            flat = out.get((rank, copy.parameter))
             # can't be read, or is loaded by the model's own code
-            if flat is None or tensor not in values:
+            if flat is None or copy.tensor not in values:
                 continue
-            shape = layout.shape[row]
-            at = int(layout.dst_offset[row])
-            source = np.ascontiguousarray(values[tensor]).reshape(-1)
-            box = _box(
-                source, int(layout.src_offset[row]), shape, layout.src_strides[row]
-            )
-            if (how := formats.get(parameter)) is not None:
-                scale = np.float32(largest[tensor]) / np.float32(FP8_MAX)
+            given = np.ascontiguousarray(values[copy.tensor])
+            box = copy.source(given.reshape(-1))
+            if (how := copy.how) is not None:
+                scale = np.float32(largest[copy.tensor]) / np.float32(FP8_MAX)
                 box = quantised(box.astype(numpy_dtype(how.loaded)), scale)
-                if (scales := out.get((layout.rank, how.scale))) is not None:
-                    scales[at // how.block] = scale
-            _box(flat, at, shape, layout.dst_strides[row])[...] = box.astype(flat.dtype)
+                if (scales := out.get((rank, how.scale))) is not None:
+                    scales[copy.at // how.block] = scale
+            copy.target(flat)[...] = box.astype(flat.dtype)
     return out
 
 
@@ -121,26 +130,22 @@ def largest_of_groups(
     Whole tensors, not a rank's part of them: vLLM takes the maximum over the ranks that hold shards.
     """
     largest: dict[str, float] = {}
-    blocks: set[frozenset[str]] = set()
+    blocks: dict[tuple[int, str, int], set[str]] = {}
     for layout in layouts:
-        formats = {f.parameter: f for f in layout.formats}
-        fused: dict[tuple[str, int], set[str]] = {}
-        for tensor, parameter, row in _rows(layout):
-            if (how := formats.get(parameter)) is None or tensor not in values:
+        for copy in _copies(layout):
+            name = copy.tensor
+            if (how := copy.how) is None or name not in values:
                 continue
-            fused.setdefault(
-                (parameter, int(layout.dst_offset[row]) // how.block), set()
-            ).add(tensor)
-            if tensor not in largest:
-                loaded = (
-                    values[tensor].astype(numpy_dtype(how.loaded)).astype(np.float32)
-                )
-                largest[tensor] = float(np.abs(loaded).max(initial=0.0))
-        blocks |= {frozenset(names) for names in fused.values()}
+            block = (layout.rank, copy.parameter, copy.at // how.block)
+            blocks.setdefault(block, set()).add(name)
+            if name not in largest:
+                loaded = values[name].astype(numpy_dtype(how.loaded))
+                wide = np.abs(loaded.astype(np.float32))
+                largest[name] = float(wide.max(initial=0.0))
     settled = False
     while not settled:  # ranks may hold different parts of what shares a scale
         settled = True
-        for names in blocks:
+        for names in blocks.values():
             most = max(largest[n] for n in names)
             settled = settled and all(largest[n] == most for n in names)
             largest |= dict.fromkeys(names, most)
@@ -168,30 +173,22 @@ def values_held(
     values = {n: np.zeros(t.shape, numpy_dtype(t.dtype)) for n, t in tensors.items()}
     seen = {n: np.zeros(max(v.size, 1), bool) for n, v in values.items()}
     for layout in layouts:
-        formats = {f.parameter: f for f in layout.formats}
-        for tensor, parameter, row in _rows(layout):
-            flat = memory.get((layout.rank, parameter))
-            how = formats.get(parameter)
-            scales = None if how is None else memory.get((layout.rank, how.scale))
-            if flat is None or tensor in opaque or (how is not None and scales is None):
+        for copy in _copies(layout):
+            flat = memory.get((layout.rank, copy.parameter))
+            if flat is None or copy.tensor in opaque:
                 continue
-            shape = layout.shape[row]
-            offset = int(layout.src_offset[row])
-            strides = layout.src_strides[row]
-            at = int(layout.dst_offset[row])
-            box = _box(flat, at, shape, layout.dst_strides[row])
-            if how is not None and scales is not None:
-                box = (box.astype(np.float32) * scales[at // how.block]).astype(
-                    numpy_dtype(how.loaded)
-                )
-            target = values[tensor].reshape(-1)
-            _box(target, offset, shape, strides)[...] = box.astype(target.dtype)
-            _box(seen[tensor], offset, shape, strides)[...] = True
-    left = {
-        n: opaque.get(n) or "not all of it is in the engine's memory"
-        for n, s in seen.items()
-        if not s.all()
-    }
+            box = copy.target(flat)
+            if (how := copy.how) is not None:
+                scales = memory.get((layout.rank, how.scale))
+                if scales is None:
+                    continue
+                wide = box.astype(np.float32) * scales[copy.at // how.block]
+                box = wide.astype(numpy_dtype(how.loaded))
+            target = values[copy.tensor].reshape(-1)
+            copy.source(target)[...] = box.astype(target.dtype)
+            copy.source(seen[copy.tensor])[...] = True
+    partly = "not all of it is in the engine's memory"
+    left = {n: opaque.get(n) or partly for n, s in seen.items() if not s.all()}
     return values, left
 
 
@@ -220,33 +217,15 @@ def differences(wanted: Memory, found: Memory) -> list[Difference]:
     for (rank, name), one in wanted.items():
         other = found.get((rank, name))
         if other is None or other.size != one.size or other.dtype != one.dtype:
-            out.append(
-                Difference(
-                    name,
-                    rank,
-                    0,
-                    float(one.size),
-                    0.0 if other is None else float(other.size),
-                    0,
-                    0,
-                )
-            )
+            size = 0.0 if other is None else float(other.size)
+            out.append(Difference(name, rank, 0, float(one.size), size, 0, 0))
             continue
         bits = np.dtype(f"u{one.itemsize}")
         wrong = np.flatnonzero(one.view(bits) != other.view(bits))
         if len(wrong):
             at = int(wrong[0])
-            out.append(
-                Difference(
-                    name,
-                    rank,
-                    at,
-                    float(one[at]),
-                    float(other[at]),
-                    len(wrong),
-                    one.size,
-                )
-            )
+            pair = (float(one[at]), float(other[at]))
+            out.append(Difference(name, rank, at, *pair, len(wrong), one.size))
     return out
 
 

@@ -9,15 +9,14 @@ and prior drawn anew.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from jvlab.analysis.forecast._observe import GroupRow, Observation, StepRow
-from jvlab.analysis.forecast._setting import (
+from jvlab.analysis.forecast._observe import GroupRow, Observation
+from jvlab.analysis.forecast._simulate import (
     GENERATION,
     REWARD,
     SYNC,
@@ -25,7 +24,7 @@ from jvlab.analysis.forecast._setting import (
     StepCosts,
     speeds,
 )
-from jvlab.record._metrics import intersect, measure, subtract, union
+from jvlab.record._metrics import split_time, union
 
 # Non-negative least squares with a prior, for many weightings at once: numpy only.
 
@@ -164,64 +163,45 @@ def calibrate(seen: Sequence[Observation], seed: int = 0, draws: int = DRAWS) ->
     generation = _generation_rows(seen)
     training = _training_rows(seen)
     cores = max(o.cores for o in seen)
-    loads, posterior = _loads(generation, training, cores)
+    activities = (
+        (generation, _generation_prior(generation.features), False),
+        (training, TRAINING_PRIOR, True),
+    )
+    loads, posterior = _loads(activities, cores)
     random = np.random.default_rng(seed)
     chosen = random.choice(len(posterior), draws, p=posterior)
     loads = loads[[int(np.argmax(posterior)), *chosen]]
     costs = []
     errors = []
-    for rows, prior in (
-        (generation, _generation_prior(generation.features)),
-        (training, TRAINING_PRIOR),
-    ):
-        work = rows.work(loads, cores, rows is training)
+    for rows, prior, trainer in activities:
+        work = rows.work(loads, cores, trainer)
         found = _fit_draws(rows.features, work, prior, random)
-        errors.append(
-            float(np.sqrt(np.mean(np.square(residuals(rows.features, work, found)[0]))))
-        )
+        off = residuals(rows.features, work, found)[0]
+        errors.append(float(np.sqrt(np.mean(np.square(off)))))
         costs.append(found)
-    syncs = _pair_draws(
-        [(1.0, s.replicas) for o in seen for s in o.syncs],
-        _sync_seconds(seen),
-        draws,
-        random,
-    )
-    rewards = _pair_draws(*_rewards(seen), draws, random)
+    syncs = [s for o in seen for s in o.syncs]
+    sizes = [(1.0, s.replicas) for s in syncs]
+    costs.append(_pair_draws(sizes, [s.stop - s.start for s in syncs], draws, random))
+    costs.append(_pair_draws(*_rewards(seen), draws, random))
+    names = (*GENERATION, *TRAINING, *SYNC, *REWARD, "engine_load", "train_load")
     pauses = _pauses(seen)
-    parts = {GENERATION: costs[0], TRAINING: costs[1], SYNC: syncs, REWARD: rewards}
-    made = []
-    for i, load in enumerate(loads.tolist()):
-        found = {
-            name: float(v)
-            for names, values in parts.items()
-            for name, v in zip(names, values[i], strict=True)
-        }
-        made.append(
-            StepCosts(
-                **found, **pauses, engine_load=load[0], train_load=load[1], cores=cores
-            )
-        )
-    overlapping = bool(
-        generation.seconds[:, :, 1].sum() or generation.seconds[:, 1:].sum()
-    )
-    return Fit(made[0], tuple(made[1:]), errors[0], errors[1], overlapping)
+    made = [
+        StepCosts(**dict(zip(names, values, strict=True)), **pauses, cores=cores)
+        for values in np.concatenate([*costs, loads], axis=1).tolist()
+    ]
+    beside = generation.seconds
+    overlapping = bool(beside[:, :, 1].sum() or beside[:, 1:].sum())
+    return Fit(made[0], tuple(made[1:]), *errors, overlapping)
 
 
 def _generation_prior(features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """What the parts of generation take as far as one knows before any measurement."""
     _, samples, computed, steps, rows, context = features.mean(axis=0)
-    fixed = (
-        np.array(
-            [
-                REQUEST_STEPS,
-                SAMPLE_STEPS * samples,
-                PROMPT_ROWS * computed * steps / max(rows, 1e-9),
-            ]
-        )
-        / steps
-    )
+    rows = max(rows, 1e-9)
+    prompts = PROMPT_ROWS * computed * steps / rows
+    fixed = np.array([REQUEST_STEPS, SAMPLE_STEPS * samples, prompts]) / steps
     fixed *= min(1.0, 0.5 / fixed.sum())
-    moving = np.array([1.0, 1.0, context / max(rows, 1e-9) / ROW_CONTEXT])
+    moving = np.array([1.0, 1.0, context / rows / ROW_CONTEXT])
     moving *= (1.0 - fixed.sum()) / moving.sum()
     mean = np.concatenate([fixed, moving])
     return mean, mean * np.array([1.2, 1.2, 1.2, 0.6, 0.6, 0.8]) + 1e-3
@@ -247,27 +227,22 @@ def _fit_draws(
 
 
 def _loads(
-    generation: _WorkRows, training: _WorkRows, cores: int
+    activities: Iterable[tuple[_WorkRows, tuple, bool]], cores: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Loads of an engine and of the trainer on a grid [B, 2], and how likely each pair is."""
     loads = np.stack([values.ravel() for values in np.meshgrid(GRID, GRID)], axis=1)
     score = -0.5 * np.square((loads - LOAD_PRIOR[0]) / LOAD_PRIOR[1]).sum(axis=1)
-    for rows, prior in (
-        (generation, _generation_prior(generation.features)),
-        (training, TRAINING_PRIOR),
-    ):
-        work = rows.work(loads, cores, rows is training)
+    for rows, prior, trainer in activities:
+        work = rows.work(loads, cores, trainer)
         unlikely = np.zeros(len(work))
         noise = NOISE
         for _ in range(2):  # the second time with the noise that the first has shown
             costs = fit(rows.features, work, *prior, noise, np.ones_like(work))
             off = np.abs(residuals(rows.features, work, costs)) / noise
-            unlikely = np.where(off < 1.5, np.square(off) / 2, 1.5 * (off - 0.75)).sum(
-                axis=1
-            )
-            noise = max(
-                NOISE, 1.48 * noise * float(np.median(off[np.argmin(unlikely)]))
-            )
+            huber = np.where(off < 1.5, np.square(off) / 2, 1.5 * (off - 0.75))
+            unlikely = huber.sum(axis=1)
+            typical = float(np.median(off[np.argmin(unlikely)]))
+            noise = max(NOISE, 1.48 * noise * typical)
         score = score - unlikely
     likely = np.exp(score - score.max())
     return loads, likely / likely.sum()
@@ -281,14 +256,9 @@ def _generation_rows(seen: Sequence[Observation]) -> _WorkRows:
     features = []
     seconds = []
     for o in seen:
-        busy = {
-            name: union([(g.start, g.stop) for g in o.groups if g.replica == name])
-            for name in _replicas(o)
-        }
-        training = union([(s.start, s.stop) for s in o.steps])
-        paused = union(
-            [(s.stop - min(s.pause, s.stop - s.start), s.stop) for s in o.syncs]
-        )
+        busy = _busy(o)
+        training = [(s.start, s.stop) for s in o.steps]
+        paused = [(s.stop - min(s.pause, s.stop - s.start), s.stop) for s in o.syncs]
         for group in _last_groups(o):
             features.append(_generation_features(o, group))
             others = [spans for name, spans in busy.items() if name != group.replica]
@@ -300,97 +270,74 @@ def _training_rows(seen: Sequence[Observation]) -> _WorkRows:
     features = []
     seconds = []
     for o in seen:
-        busy = [
-            union([(g.start, g.stop) for g in o.groups if g.replica == name])
-            for name in _replicas(o)
-        ]
+        busy = list(_busy(o).values())
         for step in o.counted:
             features.append([1.0, step.tokens, step.tokens * step.span])
-            seconds.append(
-                _beside(
-                    (step.start, step.stop), busy, np.empty((0, 2)), np.empty((0, 2))
-                )
-            )
+            seconds.append(_beside((step.start, step.stop), busy))
     return _WorkRows(np.array(features), _stack(seconds))
 
 
-def _replicas(o: Observation) -> list[str]:
-    return sorted({g.replica for g in o.groups})
+def _busy(o: Observation) -> dict[str, np.ndarray]:
+    """When each replica generated."""
+    return {
+        name: union([(g.start, g.stop) for g in o.groups if g.replica == name])
+        for name in o.replicas
+    }
 
 
 def _last_groups(o: Observation) -> Iterable[GroupRow]:
     """Of each counted step and replica, the group that ended last."""
-    by_index = {g.index: g for g in o.groups}
     for step in o.counted:
-        own = [by_index[i] for i in step.groups if i in by_index]
-        for name in sorted({g.replica for g in own}):
-            yield max((g for g in own if g.replica == name), key=lambda g: g.stop)
+        last: dict[str, GroupRow] = {}
+        for group in sorted(o.groups_of(step), key=lambda g: (g.replica, g.stop)):
+            last[group.replica] = group
+        yield from last.values()
 
 
 def _generation_features(o: Observation, group: GroupRow) -> list[float]:
     """What an engine did while it generated a group: see `GENERATION`."""
-    beside = [
-        g
-        for g in o.groups
-        if g.replica == group.replica and g.start < group.stop and g.stop > group.start
-    ]
-    early = group.start - 0.05 * (group.stop - group.start)
-    entered = [g for g in beside if g.start >= early]
-    # each replica scores its part
-    probes = [p for p in o.probes if early <= p.start < group.stop]
-    steps = max(group.lengths)
-    at = group.start + (group.stop - group.start) * (np.arange(SLICES) + 0.5) / SLICES
+    took = group.stop - group.start
+    early = group.start - 0.05 * took
+    at = group.start + took * (np.arange(SLICES) + 0.5) / SLICES
     rows = np.zeros(SLICES)
     context = np.zeros(SLICES)
-    for g in beside:
+    # each replica scores its part
+    probes = [p for p in o.probes if early <= p.start < group.stop]
+    samples = sum(p.samples for p in probes) / o.setting.replicas
+    computed = sum(p.tokens for p in probes) / o.setting.replicas
+    for g in o.groups:
+        if g.replica != group.replica or g.start >= group.stop or g.stop <= group.start:
+            continue
         sizes = np.array(g.lengths)
         share = (at - g.start) / max(g.stop - g.start, 1e-9)
         progress = share * sizes.max()
         running = ((sizes[:, None] > progress) & (share >= 0) & (share < 1)).sum(axis=0)
         rows += running
         context += running * (g.prompt + progress)
-    return [
-        1.0,
-        float(sum(len(g.lengths) for g in entered))
-        + sum(p.samples for p in probes) / o.setting.replicas,
-        float(sum(g.computed for g in entered))
-        + sum(p.tokens for p in probes) / o.setting.replicas,
-        float(steps),
-        steps * float(rows.mean()),
-        steps * float(context.mean()),
-    ]
+        if g.start >= early:
+            samples += len(sizes)
+            computed += g.computed
+    steps = float(max(group.lengths))
+    decoded = [steps, steps * float(rows.mean()), steps * float(context.mean())]
+    return [1.0, samples, computed, *decoded]
 
 
 def _beside(
     span: tuple[float, float],
     engines: Sequence[np.ndarray],
-    training: np.ndarray,
-    paused: np.ndarray,
+    training: object = (),
+    paused: object = (),
 ) -> np.ndarray:
     """[engines + 1, 2]: seconds of the span beside so many of these engines at work, without and with training."""
-    own = subtract([span], paused)
+    others = {str(number): spans for number, spans in enumerate(engines)}
+    split = split_time({"train": training, "paused": paused, **others}, [span])
     found = np.zeros((len(engines) + 1, 2))
-    levels = [own]  # levels[k]: time beside at least k engines
-    for k in range(1, len(engines) + 1):
-        levels.append(_at_least(own, engines, k))
-    levels.append(np.empty((0, 2)))
-    for k in range(len(engines) + 1):
-        exactly = subtract(levels[k], levels[k + 1])
-        found[k, 1] = measure(intersect(exactly, training))
-        found[k, 0] = measure(exactly) - found[k, 1]
+    found[0, 0] = split.idle[0]
+    for names, seconds in split.together.items():
+        if "paused" not in names:
+            trained = int("train" in names)
+            found[len(names) - trained, trained] += seconds[0]
     return found
-
-
-def _at_least(own: np.ndarray, engines: Sequence[np.ndarray], count: int) -> np.ndarray:
-    """The part of `own` in which at least `count` engines work."""
-    inside = [intersect(own, spans) for spans in engines]
-    cuts = np.unique(np.concatenate([spans.ravel() for spans in [own, *inside]]))
-    middle = (cuts[:-1] + cuts[1:]) / 2
-    active = sum(
-        ((spans[:, :1] <= middle) & (middle < spans[:, 1:])).any(axis=0).astype(int)
-        for spans in inside
-    )
-    return union(np.stack([cuts[:-1], cuts[1:]], axis=1)[active >= count])
 
 
 def _stack(tables: Sequence[np.ndarray]) -> np.ndarray:
@@ -401,10 +348,6 @@ def _stack(tables: Sequence[np.ndarray]) -> np.ndarray:
 # What is not work -----------------------------------------------------------------------------------------------------
 
 
-def _sync_seconds(seen: Sequence[Observation]) -> list[float]:
-    return [s.stop - s.start for o in seen for s in o.syncs]
-
-
 def _rewards(
     seen: Sequence[Observation],
 ) -> tuple[list[tuple[float, float]], list[float]]:
@@ -412,14 +355,9 @@ def _rewards(
     features = []
     seconds = []
     for o in seen:
-        by_index = {g.index: g for g in o.groups}
-        for step in o.counted:
-            own = [by_index[i] for i in step.groups if i in by_index]
-            if own:
-                features.append((1.0, float(len(own[0].lengths))))
-                seconds.append(
-                    max(max(g.rewarded for g in own) - max(g.stop for g in own), 1e-6)
-                )
+        for own in filter(None, map(o.groups_of, o.counted)):
+            features.append((1.0, float(len(own[0].lengths))))
+            seconds.append(max(g.rewarded for g in own) - max(g.stop for g in own))
     return features, seconds
 
 
@@ -432,44 +370,22 @@ def _pair_draws(
     """Costs [1 + draws, 2] of a fixed part and a part for each."""
     if not seconds:
         return np.zeros((1 + draws, 2))
-    target = np.broadcast_to(
-        np.maximum(np.asarray(seconds, float), 1e-6), (1 + draws, len(seconds))
-    )
+    target = np.maximum(np.tile(seconds, (1 + draws, 1)), 1e-6)
     return _fit_draws(np.asarray(features, float), target, PAIR_PRIOR, random)
 
 
 def _pauses(seen: Sequence[Observation]) -> dict[str, float]:
     """Medians of the moments between phases; of on-policy runs where there are any, as others overlap them."""
-    strict = [o for o in seen if o.setting.max_staleness == 0] or list(seen)
-    take = []
-    hand = []
-    resume = []
-    share = []
-    for o in strict:
-        rewarded = {g.index: g.rewarded for g in o.groups}
+    found: dict[str, list[float]] = {"take": [], "hand": [], "resume": [], "pause": []}
+    for o in [o for o in seen if not o.setting.max_staleness] or seen:
         for step in o.counted:
-            known = [rewarded[i] for i in step.groups if i in rewarded]
-            take.append(max(step.start - max(known, default=step.start), 0.0))
-        hand += [_until(o.steps, s.start) for s in o.syncs]
-        starts = sorted(g.start for g in o.groups)
-        resume += [
-            max(next((t for t in starts if t >= s.stop), s.stop) - s.stop, 0.0)
-            for s in o.syncs
-        ]
-    for o in seen:
-        share += [
-            min(s.pause / (s.stop - s.start), 1.0) for s in o.syncs if s.stop > s.start
-        ]
-    middle = lambda values: statistics.median(values) if values else 0.0
-    hand = [h for h in hand if math.isfinite(h)]
-    return {
-        "take": middle(take),
-        "hand": middle(hand),
-        "resume": middle(resume),
-        "pause": middle(share),
-    }
-
-
-def _until(steps: Sequence[StepRow], start: float) -> float:
-    """Seconds from the end of training to this sync."""
-    return min((start - s.stop for s in steps if s.stop <= start), default=math.nan)
+            known = [g.rewarded for g in o.groups_of(step)]
+            found["take"].append(max(step.start - max(known, default=step.start), 0.0))
+        for sync in o.syncs:
+            ended = [sync.start - s.stop for s in o.steps if s.stop <= sync.start]
+            found["hand"] += sorted(ended)[:1]
+            later = [g.start - sync.stop for g in o.groups if g.start >= sync.stop]
+            found["resume"].append(min(later, default=0.0))
+    for sync in [s for o in seen for s in o.syncs if s.stop > s.start]:
+        found["pause"].append(min(sync.pause / (sync.stop - sync.start), 1.0))
+    return {name: statistics.median(v) if v else 0.0 for name, v in found.items()}

@@ -7,15 +7,18 @@ was generated ahead.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import numpy as np
+
 from jvlab._errors import ConfigError
 from jvlab._units import how_many
-from jvlab.analysis.forecast._setting import Setting
+from jvlab.analysis.forecast._simulate import Setting
 from jvlab.record import _metrics
 from jvlab.record._events import (
     Event,
@@ -25,6 +28,7 @@ from jvlab.record._events import (
     ScoreEvent,
     StepEvent,
     SyncEvent,
+    only,
 )
 from jvlab.record._record import Record
 
@@ -110,43 +114,10 @@ class Observation:
         """Raise ConfigError for what no run can have shown; a fit would end in nonsense, or in an error of numpy's."""
         for name in ROWS:
             for at, row in enumerate(getattr(self, name)):
-                self._check(
-                    _is_span(row),
-                    f"{name[:-1]} {at} from {row.start!r} to {row.stop!r}",
-                )
-        for group in self.groups:
-            self._check(
-                bool(group.lengths) and min(group.lengths) >= 0,
-                f"group {group.index} with no samples",
-            )
-            prompt = (
-                _is_number(group.prompt)
-                and group.prompt >= 0
-                and _is_number(group.computed)
-            )
-            self._check(
-                prompt and _is_number(group.rewarded), f"group {group.index}: {group}"
-            )
-        for at, step in enumerate(self.steps):
-            self._check(
-                all(
-                    map(
-                        _is_number,
-                        (step.tokens, step.span, step.window, step.staleness),
-                    )
-                ),
-                f"step {at}: {step}",
-            )
-        for sync in self.syncs:
-            self._check(
-                _is_number(sync.pause) and sync.pause >= 0 and sync.replicas > 0,
-                f"a sync: {sync}",
-            )
-        for probe in self.probes:
-            self._check(
-                _is_number(probe.samples) and _is_number(probe.tokens),
-                f"a probe: {probe}",
-            )
+                what = f"{name[:-1]} {at}"
+                span = _is_number(row.start) and row.start <= row.stop
+                self._check(span, f"{what} from {row.start!r} to {row.stop!r}")
+                self._check(_is_plausible(row), f"{what}: {row}")
         self._check(0 <= self.padding < 1, f"padding {self.padding}")
         self._check(0 <= self.stopped <= 1, f"stopped {self.stopped}")
         self._check(1 <= self.cores <= MOST_CORES, f"{self.cores} cores")
@@ -161,33 +132,33 @@ class Observation:
 
     def _check_content(self) -> None:
         """Raise ConfigError if a step's parts cannot be told from it."""
-        known = {group.index: group for group in self.groups}
-        counted = [
-            step
-            for step in self.counted
-            if any(index in known for index in step.groups)
-        ]
-        if not counted:
+        taken = [group for step in self.counted for group in self.groups_of(step)]
+        if not taken:
             raise ConfigError(
                 f"the record of {self.name!r} does not say what its steps were trained on",
                 remedy="pass a record with rollouts of the same run; ten steps after those that compile are enough",
             )
-        self._check(
-            any(max(known[i].lengths) for s in counted for i in s.groups if i in known),
-            "no generated token",
-        )
-        self._check(
-            all(s.tokens > 0 and s.stop > s.start for s in counted),
-            "a step without tokens or time",
-        )
-        taken = [known[i] for s in counted for i in s.groups if i in known]
-        self._check(
-            all(g.stop > g.start for g in taken),
-            "a group that was generated in no time",
-        )
-        self._check(
-            self.step_s > 0, f"steps that follow each other after {self.step_s:g} s"
-        )
+        own = [step for step in self.counted if self.groups_of(step)]
+        self._check(any(max(g.lengths) for g in taken), "no generated token")
+        worked = all(s.tokens > 0 and s.stop > s.start for s in own)
+        self._check(worked, "a step without tokens or time")
+        took = all(g.stop > g.start for g in taken)
+        self._check(took, "a group that was generated in no time")
+        follow = f"steps that follow each other after {self.step_s:g} s"
+        self._check(self.step_s > 0, follow)
+
+    def groups_of(self, step: StepRow) -> list[GroupRow]:
+        """What a step was trained on, as far as it is known."""
+        return [self._by_index[i] for i in step.groups if i in self._by_index]
+
+    @functools.cached_property
+    def _by_index(self) -> dict[int, GroupRow]:
+        return {group.index: group for group in self.groups}
+
+    @property
+    def replicas(self) -> list[str]:
+        """Those that generated."""
+        return sorted({g.replica for g in self.groups})
 
     @property
     def counted(self) -> list[StepRow]:
@@ -231,55 +202,33 @@ class Observation:
                 f"a value of type {type(source).__name__} holds no record of a run",
                 remedy="jv.whatif(run), jv.whatif(jv.Record.open(folder)), or several of them",
             )
-        try:
+        with _understood(f"{record!r} holds a value of the wrong kind", ANOTHER):
             return _observe(record)
-        except ConfigError:
-            raise
-        except ABSURD as error:
-            raise ConfigError(
-                f"{record!r} holds a value of the wrong kind: {error!r}", remedy=ANOTHER
-            ) from error
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
-        rows = {name: [_plain(row) for row in getattr(self, name)] for name in ROWS}
-        return {
-            "name": self.name,
-            "setting": asdict(self.setting),
-            **rows,
-            "stopped": self.stopped,
-            "padding": round(self.padding, DIGITS),
-            "token_budget": self.token_budget,
-            "short_rows": self.short_rows,
-            "cores": self.cores,
-            "facts": dict(self.facts),
-        }
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        rows = {name: [_plain(row) for row in plain[name]] for name in ROWS}
+        padding = round(self.padding, DIGITS)
+        return {**plain, "setting": asdict(self.setting), **rows, "padding": padding}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Observation:
         """What `to_json` wrote."""
-        try:
+        what = "this is not an observation of a run"
+        with _understood(what, "pass what Observation.to_json() returned"):
+            rows = {
+                name: tuple(_row(kind, row) for row in values[name])
+                for name, kind in ROWS.items()
+            }
+            numbers = {name: kind(values[name]) for name, kind in NUMBERS.items()}
             return cls(
                 name=values["name"],
                 setting=Setting(**values["setting"]),
-                **{
-                    name: tuple(_row(kind, row) for row in values[name])
-                    for name, kind in ROWS.items()
-                },
-                stopped=float(values["stopped"]),
-                padding=float(values["padding"]),
-                token_budget=int(values["token_budget"]),
-                short_rows=bool(values["short_rows"]),
-                cores=int(values["cores"]),
                 facts=dict(values.get("facts", {})),
+                **rows,
+                **numbers,
             )
-        except ConfigError:
-            raise
-        except ABSURD as error:
-            raise ConfigError(
-                f"this is not an observation of a run: {error!r}",
-                remedy="pass what Observation.to_json() returned",
-            ) from error
 
 
 ROWS: dict[str, Any] = {
@@ -288,15 +237,38 @@ ROWS: dict[str, Any] = {
     "syncs": SyncRow,
     "probes": ProbeRow,
 }
+NUMBERS: dict[str, Any] = {
+    "stopped": float,
+    "padding": float,
+    "token_budget": int,
+    "short_rows": bool,
+    "cores": int,
+}
+TIMES = ("start", "stop", "rewarded")  # whose zero means nothing
+
+
+@contextlib.contextmanager
+def _understood(what: str, remedy: str) -> Iterator[None]:
+    """Raises ConfigError for values of another kind."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ABSURD as error:
+        raise ConfigError(f"{what}: {error!r}", remedy=remedy) from error
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-def _is_span(row: Any) -> bool:
-    """Whether it starts and ends, in this order."""
-    return _is_number(row.start) and _is_number(row.stop) and row.start <= row.stop
+def _is_plausible(row: Any) -> bool:
+    """Whether its numbers are finite, and none but times below zero."""
+    sizes = getattr(row, "lengths", (0,))
+    numbers = {n: v for n, v in vars(row).items() if not isinstance(v, (str, tuple))}
+    return min(sizes, default=-1) >= 0 and all(
+        _is_number(v) and (n in TIMES or v >= 0) for n, v in numbers.items()
+    )
 
 
 def typical_step(windows: Sequence[float], bound: int) -> float:
@@ -339,48 +311,50 @@ def _row(kind: Any, values: Sequence[Any]) -> Any:
 
 def _observe(record: Record) -> Observation:
     events = record.events()
-    starts = [e for e in events if isinstance(e, RunStart)]
+    starts = only(events, RunStart)
     steps = _metrics.trained(events)
-    if not starts or len(steps) < 2:
+    if not starts:
         raise ConfigError(
-            f"{record!r} has {how_many(len(steps), 'step')}; the first compiles, and a forecast needs at least one more"
-            if starts
-            else f"{record!r} does not say when and with what settings the run began",
-            remedy="wait for the second step, or pass the record of a longer run"
-            if starts
-            else ANOTHER,
+            f"{record!r} does not say when and with what settings the run began",
+            remedy=ANOTHER,
         )
+    if len(steps) < 2:
+        raise ConfigError(
+            f"{record!r} has {how_many(len(steps), 'step')}; the first compiles; a forecast needs at least one more",
+            remedy="wait for the second step, or pass the record of a longer run",
+        )
+    start = starts[-1]
     groups = _groups(record, events)
-    setting = _setting(starts[-1].config, groups)
+    setting = _setting(start.config, groups)
     rows = _steps(events, steps, groups, setting.max_staleness)
     if not any(row.counted for row in rows):
         raise ConfigError(
-            f"every step of {starts[-1].run!r} compiled or was among its last {setting.max_staleness}",
+            f"every step of {start.run!r} compiled or was among its last {setting.max_staleness}",
             remedy="pass the record of a longer run: two or three steps compile, ten more are enough",
         )
-    syncs = [e for e in events if isinstance(e, SyncEvent)]
-    limit = setting.max_tokens
     lengths = [n for g in groups.values() for n in g.lengths]
+    short = sum(n < setting.max_tokens for n in lengths)
+    last = steps[-1].extra
     return Observation(
-        name=starts[-1].run,
+        name=start.run,
         setting=setting,
         groups=tuple(groups.values()),
         steps=tuple(rows),
         syncs=tuple(
             SyncRow(e.start, e.stop, _number(e.pause), max(len(e.replicas), 1))
-            for e in syncs[1:]
+            for e in only(events, SyncEvent)[1:]
         ),
         probes=tuple(
             ProbeRow(e.start, e.stop, e.samples, e.tokens)
-            for e in events
-            if isinstance(e, ScoreEvent) and e.what == "probe"
+            for e in only(events, ScoreEvent)
+            if e.what == "probe"
         ),
-        stopped=sum(n < limit for n in lengths) / max(len(lengths), 1),
+        stopped=short / max(len(lengths), 1),
         padding=statistics.fmean(float(e.extra.get("padding", 0.0)) for e in steps),
-        token_budget=int(steps[-1].extra.get("token_budget", 0)),
-        short_rows=bool(steps[-1].extra.get("short_rows", False)),
-        cores=int(starts[-1].config.get("cores", 1)),
-        facts={"jvlab": starts[-1].jvlab, "model": starts[-1].config.get("model", "")},
+        token_budget=int(last.get("token_budget", 0)),
+        short_rows=bool(last.get("short_rows", False)),
+        cores=int(start.config.get("cores", 1)),
+        facts={"jvlab": start.jvlab, "model": start.config.get("model", "")},
     )
 
 
@@ -394,19 +368,15 @@ def _groups(record: Record, events: Sequence[Event]) -> dict[int, GroupRow]:
                 remedy="pass the record of a task without an environment",
             )
         lengths.setdefault(sample.group, []).append(len(sample.tokens))
-    rewarded = {
-        g: e.stop for e in events if isinstance(e, RewardEvent) for g in e.groups
-    }
+    rewarded = {g: e.stop for e in only(events, RewardEvent) for g in e.groups}
     found: dict[int, GroupRow] = {}
-    for e in events:
-        if not isinstance(e, RolloutEvent) or len(e.groups) != 1 or not e.samples:
+    for e in only(events, RolloutEvent):
+        if len(e.groups) != 1 or not e.samples:
             continue
-        index = e.groups[0]
+        (index,) = e.groups
         own = lengths.get(index, [])
-        # not kept: their mean
-        own = (
-            own if len(own) == e.samples else [round(e.tokens / e.samples)] * e.samples
-        )
+        if len(own) != e.samples:  # not kept: their mean
+            own = [round(e.tokens / e.samples)] * e.samples
         found[index] = GroupRow(
             index=index,
             replica=e.actor,
@@ -421,24 +391,17 @@ def _groups(record: Record, events: Sequence[Event]) -> dict[int, GroupRow]:
 
 
 def _setting(config: Mapping[str, Any], groups: Mapping[int, GroupRow]) -> Setting:
-    try:
+    prompts = [g.prompt for g in groups.values()] or [0.0]
+    what = "the record does not say what the run's settings were"
+    with _understood(what, "pass a record of jv.grpo"):
         return Setting(
             prompts_per_step=int(config["prompts_per_step"]),
             group_size=int(config["group_size"]),
             max_tokens=int(config["sampling"]["max_tokens"]),
             max_staleness=int(config["max_staleness"]),
             replicas=max(len({g.replica for g in groups.values()}), 1),
-            prompt_tokens=statistics.fmean(g.prompt for g in groups.values())
-            if groups
-            else 0.0,
+            prompt_tokens=statistics.fmean(prompts),
         )
-    except ConfigError:
-        raise
-    except ABSURD as error:
-        raise ConfigError(
-            f"the record does not say what the run's settings were: {error!r}",
-            remedy="pass a record of jv.grpo",
-        ) from error
 
 
 def _steps(
@@ -447,28 +410,26 @@ def _steps(
     groups: Mapping[int, GroupRow],
     bound: int,
 ) -> list[StepRow]:
-    windows = _metrics.step_windows(events)
-    compiled = [at for at, e in enumerate(steps) if e.extra.get("compiled")]
-    first = max([1, *(at + 1 for at in compiled)])
-    stale = _metrics.staleness(events).mean
+    windows = np.diff(_metrics.step_windows(events))[:, 0]
+    compiled = [at + 1 for at, e in enumerate(steps) if e.extra.get("compiled")]
+    first = max([1, *compiled])
     out = []
     for at, event in enumerate(steps):
         own = [groups[g] for g in event.groups if g in groups]
         sizes = [n + g.prompt for g in own for n in g.lengths]
         padding = float(event.extra.get("padding", 0.0))
+        short = event.extra.get("short_rows")
         mean = statistics.fmean(sizes) if sizes else 0.0
         out.append(
             StepRow(
                 start=event.start,
                 stop=event.stop,
                 tokens=sum(sizes) / max(1.0 - padding, 1e-3),
-                span=float(event.extra["row_length"])
-                if event.extra.get("short_rows")
-                else mean,
+                span=float(event.extra["row_length"]) if short else mean,
                 groups=event.groups,
                 counted=first <= at < len(steps) - bound,
-                window=float(windows[at, 1] - windows[at, 0]),
-                staleness=_number(stale[at]),
+                window=float(windows[at]),
+                staleness=_number(event.mean_staleness),
             )
         )
     return out
@@ -483,6 +444,7 @@ def _number(value: float) -> float:
 
 SAMPLES = 8  # of each prompt, in `jvlab bench grpo --model`
 BENCHES = "pass the JSON of `jvlab bench grpo --model` or `jvlab bench whatif`, a run, or a jv.Record"
+UNREADABLE = "a run of this bench cannot be read"
 PROMPT_TOKENS = 40.0  # about, of its prompts
 
 
@@ -498,71 +460,55 @@ class Measured:
 
 def observations(source: Any) -> list[Observation]:
     """What a source shows; of the result of a bench, its on-policy runs, or those it was to be fitted to."""
-    if not (isinstance(source, Mapping) and "runs" in source):
+    if not _is_bench(source):
         return [Observation.of(source)]
     rows = _rows(source)
-    if any("observation" in row for row in rows):
-        return [
-            Observation.of(row["observation"])
-            for row in rows
-            if row.get("use") == "fit"
-        ]
-    with _understood():
+    if "observation" in rows[0]:
+        fitted = [row for row in rows if row.get("use") == "fit"]
+        return [Observation.of(row["observation"]) for row in fitted]
+    with _understood(UNREADABLE, BENCHES):
         return [_observation(row, source) for row in rows if not row["max_staleness"]]
 
 
 def measured(source: Any) -> list[Measured]:
     """The settings of a source with their step times; of the result of a bench, all of them."""
-    if isinstance(source, Mapping) and "runs" in source:
-        rows = _rows(source)
-        if any("observation" in row for row in rows):
-            return [m for row in rows for m in measured(row["observation"])]
-        with _understood():
-            return [
-                Measured(
-                    _measured_setting(row, source),
-                    float(row["step_s"]),
-                    1,
-                    len(row["steps_s"]),
-                )
-                for row in rows
-            ]
-    seen = Observation.of(source)
-    return [Measured(seen.setting, seen.step_s, seen.first, len(seen.counted))]
+    if not _is_bench(source):
+        seen = Observation.of(source)
+        return [Measured(seen.setting, seen.step_s, seen.first, len(seen.counted))]
+    rows = _rows(source)
+    if "observation" in rows[0]:
+        return [m for row in rows for m in measured(row["observation"])]
+    with _understood(UNREADABLE, BENCHES):
+        return [
+            Measured(
+                _measured_setting(row, source),
+                float(row["step_s"]),
+                1,
+                len(row["steps_s"]),
+            )
+            for row in rows
+        ]
 
 
-@contextlib.contextmanager
-def _understood() -> Iterator[None]:
-    """Raises ConfigError for values of another kind than a bench writes."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except ABSURD as error:
-        raise ConfigError(
-            f"a run of this bench cannot be read: {error!r}", remedy=BENCHES
-        ) from error
+def _is_bench(source: Any) -> bool:
+    return isinstance(source, Mapping) and "runs" in source
 
 
-def _rows(result: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+def _rows(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """jvlab's own runs in the result of a bench."""
     runs = result["runs"]
-    if not isinstance(runs, Sequence) or not all(
-        isinstance(row, Mapping) for row in runs
-    ):
+    if not isinstance(runs, list) or not all(isinstance(r, Mapping) for r in runs):
         raise ConfigError(
             "this is not the result of `jvlab bench grpo --model` or `jvlab bench whatif`",
             remedy=BENCHES,
         )
     rows = [row for row in runs if row.get("who", "jvlab") == "jvlab"]
-    if not rows or not all(
-        {"observation"} <= set(row) or {"tokens", "steps_s"} <= set(row) for row in rows
-    ):
-        raise ConfigError(
-            "no run in it says how long its steps were",
-            remedy="pass a run, or a jv.Record",
-        )
-    return rows
+    for known in ({"observation"}, {"tokens", "steps_s"}):
+        if rows and all(known <= set(row) for row in rows):
+            return rows
+    raise ConfigError(
+        "no run in it says how long its steps were", remedy="pass a run, or a jv.Record"
+    )
 
 
 def _measured_setting(row: Mapping[str, Any], result: Mapping[str, Any]) -> Setting:

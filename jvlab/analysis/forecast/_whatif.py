@@ -20,11 +20,13 @@ from jvlab.analysis.forecast._observe import (
     observations,
     typical_step,
 )
-from jvlab.analysis.forecast._setting import LIMITS, Setting, StepCosts
 from jvlab.analysis.forecast._simulate import (
+    LIMITS,
     BatchShape,
     Bounds,
+    Setting,
     Simulated,
+    StepCosts,
     closed_form,
     simulate,
 )
@@ -33,7 +35,7 @@ from jvlab.trainer._micro_batches import Packer
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from jvlab.views.panels._forecast_panel import ForecastPanel
+    from jvlab.views._forecast_view import ForecastPanel
 
 
 # `Forecast`: what one setting is expected to do; `ForecastTable`: several of them.
@@ -504,53 +506,36 @@ def _candidates(
     base: Setting, limits: Mapping[str, float], fixed: Mapping[str, Any]
 ) -> list[Setting]:
     """Settings worth a simulation: numbers of replicas and where they are, staleness bounds, sizes of the batch."""
-    devices = int(min(limits.get("devices", base.devices), LIMITS["replicas"] + 1))
-    most = int(
-        min(limits.get("replicas", max(devices - 1, base.replicas)), LIMITS["replicas"])
-    )
+    at_most = lambda name, usual, top: int(min(limits.get(name, usual), top))
+    devices = at_most("devices", base.devices, LIMITS["replicas"] + 1)
+    usual = max(devices - 1, base.replicas)
+    most = at_most("replicas", usual, LIMITS["replicas"])
+    bound = at_most("max_staleness", MOST_STALENESS, LIMITS["max_staleness"])
     places = {(base.placement, base.replicas)}
-    if devices >= 1:
-        places |= {("shared", n) for n in _counts(min(most, max(base.replicas, 1)))}
-    if devices >= 2:
-        places |= {("apart", n) for n in _counts(min(most, devices - 1))}
-    bounds = range(
-        int(min(limits.get("max_staleness", MOST_STALENESS), LIMITS["max_staleness"]))
-        + 1
-    )
-    sizes = {
-        max(round(base.prompts_per_step * f), 1)
-        for f in (FACTORS if "step_s" in limits else (1,))
-    }
-    choices = {
-        "placement_replicas": sorted(places),
-        "max_staleness": [fixed["max_staleness"]]
-        if "max_staleness" in fixed
-        else list(bounds),
-        "prompts_per_step": [base.prompts_per_step]
-        if "prompts_per_step" in fixed
-        else sorted(sizes),
-    }
+    places |= {("shared", n) for n in _counts(min(most, base.replicas))}
+    places |= {("apart", n) for n in _counts(min(most, devices - 1))}
+    factors = FACTORS if "step_s" in limits else (1,)
+    sizes = sorted({max(round(base.prompts_per_step * f), 1) for f in factors})
     out = []
-    for (placement, replicas), bound, prompts in itertools.product(*choices.values()):
-        if (
-            fixed.get("placement", placement) != placement
-            or fixed.get("replicas", replicas) != replicas
-        ):
-            continue
-        setting = base.changed(
-            placement=placement,
-            replicas=replicas,
-            max_staleness=bound,
-            prompts_per_step=prompts,
-        )
-        if setting.devices <= devices and replicas <= most:
+    for place, staleness, prompts in itertools.product(
+        sorted(places), range(bound + 1), sizes
+    ):
+        found = {
+            "placement": place[0],
+            "replicas": place[1],
+            "max_staleness": staleness,
+            "prompts_per_step": prompts,
+        }
+        setting = base.changed(**(found | fixed))
+        fits = setting.devices <= devices and setting.replicas <= most
+        if fits and setting not in out:
             out.append(setting)
     return out
 
 
 def _counts(most: int) -> list[int]:
-    """1, 2, 4, ... and the largest."""
-    return sorted({2**k for k in range(most.bit_length()) if 2**k <= most} | {most})
+    """1, 2, 4, ... and the largest; none below 1."""
+    return sorted({2**k for k in range(most.bit_length())} | {most}) if most > 0 else []
 
 
 def _exceeds(forecast: Forecast, limits: Mapping[str, float]) -> bool:

@@ -15,7 +15,6 @@ from jvlab.views._mapping_view import (
     detail_html,
     dtype_text,
     mapping_headline,
-    search_rows,
 )
 from jvlab.views.panels._live import Panel, open_panels
 
@@ -120,23 +119,6 @@ class InspectorPanel(Panel):
                 self.act(lambda: self.values_of(str(message["name"])))
 
     # Actions of fields and buttons --------------------------------------------------------------------------------
-
-    def search(
-        self,
-        text: str = "",
-        *,
-        status: str = "",
-        rule: str = "",
-        rank: int | None = None,
-    ) -> list[MappingRow]:
-        """Show the rows that `mapping.search` finds, and return them."""
-        self.widget.query = {
-            "text": text,
-            "status": status,
-            "rule": rule,
-            "rank": "" if rank is None else str(rank),
-        }
-        return search_rows(self.rows, text, status, rule, rank)
 
     def select(self, name: str) -> MappingRow:
         """Show one row by name, as in `mapping.explain`: a leaf or a slice of it, a tensor or a vLLM parameter."""
@@ -361,56 +343,41 @@ def table_bytes(
     `ambiguous`: leaf -> the readings of it that are still open.
     Long names are lines of text, repeated ones are named once and numbered; JSON alone took three times as long.
     """
+    columns: list[dict[str, Any]] = []
     parts: list[bytes] = []
 
-    def put(data: bytes) -> dict[str, int]:
+    def add(kind: str, key: str, title: str, values: list[Any], **more: Any) -> None:
+        if kind == "text":
+            data = "\n".join(v.replace("\n", " ") for v in values).encode()
+        elif kind == "number":
+            data = np.array(values, "<f8").tobytes()
+        else:
+            at = {name: i for i, name in enumerate(dict.fromkeys(values))}
+            data = np.array([at[v] for v in values], "<u4").tobytes()
+            more["names"] = list(at)
+        where = {"at": sum(map(len, parts)), "length": len(data)}
         parts.append(data)
-        return {"at": sum(map(len, parts[:-1])), "length": len(data)}
+        columns.append(
+            {"kind": kind, "key": key, "title": title, **more, "bytes": where}
+        )
 
-    def text(key: str, title: str, values: list[str]) -> dict[str, Any]:
-        lines = "\n".join(v.replace("\n", " ") for v in values)
-        return {
-            "kind": "text",
-            "key": key,
-            "title": title,
-            "bytes": put(lines.encode()),
-        }
-
-    def code(key: str, title: str, values: list[str]) -> dict[str, Any]:
-        names = list(dict.fromkeys(values))
-        at = {n: i for i, n in enumerate(names)}
-        codes = np.array([at[v] for v in values], "<u4").tobytes()
-        return {
-            "kind": "code",
-            "key": key,
-            "title": title,
-            "names": names,
-            "bytes": put(codes),
-        }
-
-    ranks = code("ranks", "ranks", [r.rank_text for r in rows])
     sets = {r.rank_text: list(r.ranks) for r in rows}
-    ranks |= {"sets": [sets[n] for n in ranks["names"]], "searched": False}
-    status = code("status", "status", [r.status for r in rows])
-    status |= {"colours": [DOTS[n] for n in status["names"]]}
+    colours = [DOTS[name] for name in dict.fromkeys(r.status for r in rows)]
+    ranks = {"sets": list(sets.values()), "searched": False}
     open_ = {leaf: f"ambiguous: {why}" for leaf, why in (ambiguous or {}).items()}
-    sizes = np.array([r.nbytes for r in rows], "<f8").tobytes()
-    columns = [
-        text("leaf", "JAX leaf", [r.name for r in rows]),
-        code("rule", "rule", [r.rule for r in rows]),
-        text("tensor", "checkpoint tensor", [r.tensor for r in rows]),
-        text("parameter", "vLLM parameter", [r.parameter for r in rows]),
-        ranks,
-        code("dtype", "dtype", [dtype_text(r) for r in rows]),
-        {"kind": "number", "key": "bytes", "title": "bytes", "bytes": put(sizes)},
-        status,
-        code("meaning", "meaning", [open_.get(r.leaf, "") for r in rows]),
-    ]
+    add("text", "leaf", "JAX leaf", [r.name for r in rows])
+    add("code", "rule", "rule", [r.rule for r in rows])
+    add("text", "tensor", "checkpoint tensor", [r.tensor for r in rows])
+    add("text", "parameter", "vLLM parameter", [r.parameter for r in rows])
+    add("code", "ranks", "ranks", [r.rank_text for r in rows], **ranks)
+    add("code", "dtype", "dtype", [dtype_text(r) for r in rows])
+    add("number", "bytes", "bytes", [r.nbytes for r in rows])
+    add("code", "status", "status", [r.status for r in rows], colours=colours)
+    add("code", "meaning", "meaning", [open_.get(r.leaf, "") for r in rows])
     if any(r.numbered for r in rows):
         # searched, not shown
-        columns.append(text("numbered", "", [r.numbered for r in rows]))
+        add("text", "numbered", "", [r.numbered for r in rows])
     every = sorted({r for held in sets.values() for r in held})
-    header = json.dumps(
-        {"count": len(rows), "columns": columns, "ranks": every}, ensure_ascii=False
-    ).encode()
+    about = {"count": len(rows), "columns": columns, "ranks": every}
+    header = json.dumps(about, ensure_ascii=False).encode()
     return b"".join((len(header).to_bytes(4, "little"), header, *parts))

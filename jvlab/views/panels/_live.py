@@ -17,13 +17,16 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from importlib.resources import files
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
+from jvlab._errors import GatewayUnreachable, JvlabError
+from jvlab._files import Plain
 from jvlab._progress import in_kernel, in_marimo
 from jvlab.views import _palette
-from jvlab.views._style import hollow_dots, notice_html
+from jvlab.views._style import hollow_dots, message_html, notice_html
 
 # The JavaScript and CSS files of panels: plain files in static/, concatenated where one uses another.
 
@@ -169,8 +172,7 @@ class Panel:
         return widget_class(type(self))(**values)
 
     def refresh(self) -> None:
-        """Write the newest snapshot into the widget."""
-        raise NotImplementedError
+        """Write the newest snapshot into the widget; nothing, where nothing changes by itself."""
 
     @property
     def done(self) -> bool:
@@ -425,26 +427,17 @@ class _Output:
 
     def _bundle(self, dated: bool = True) -> dict[str, Any]:
         panel = self.panel
-        subject = self.panel.subject
+        html = panel.static_html()
         if not panel.hosted:
-            view = {
-                "version_major": 2,
-                "version_minor": 0,
-                "model_id": panel.widget.model_id,
-            }
-            return {
-                "text/plain": repr(subject),
-                "text/html": panel.static_html(),
-                WIDGET: view,
-            }
-        notice = panel.widget.notice or (
-            panel.snapshot_line() if panel.mounted else panel.dated()
+            view = {"version_major": 2, "version_minor": 0}
+            view["model_id"] = panel.widget.model_id
+            return {**_bundle(panel.subject, html), WIDGET: view}
+        words = panel.snapshot_line() if panel.mounted else panel.dated()
+        notice = notice_html(panel.widget.notice or words) if dated else ""
+        marked = (
+            f'<div data-jv-panel="{panel.panel_id}">{notice}{hollow_dots(html)}</div>'
         )
-        html = (notice_html(notice) if dated else "") + hollow_dots(panel.static_html())
-        return {
-            "text/plain": repr(subject),
-            "text/html": f'<div data-jv-panel="{panel.panel_id}">{html}</div>',
-        }
+        return _bundle(panel.subject, marked)
 
     def renew(self) -> None:
         """Write the newest snapshot, if it differs from the last one."""
@@ -459,9 +452,11 @@ class _Output:
         html = self.panel.static_html()
         if _ending and not self.panel.done:
             html = notice_html(self.panel.snapshot_line()) + hollow_dots(html)
-        self._handle.update(
-            {"text/plain": repr(self.panel.subject), "text/html": html}, raw=True
-        )
+        self._handle.update(_bundle(self.panel.subject, html), raw=True)
+
+
+def _bundle(subject: Any, html: str) -> dict[str, Any]:
+    return {"text/plain": repr(subject), "text/html": html}
 
 
 def show(subject: Any, make: Callable[[], Panel] | None = None) -> Panel | None:
@@ -470,8 +465,7 @@ def show(subject: Any, make: Callable[[], Panel] | None = None) -> Panel | None:
         from IPython.display import display
 
         hint = HINT if make is not None and in_kernel() else ""
-        html = static_html(subject) + hint
-        display({"text/plain": repr(subject), "text/html": html}, raw=True)
+        display(_bundle(subject, static_html(subject) + hint), raw=True)
         return None
     panel = make()
     if not in_marimo():
@@ -487,15 +481,13 @@ def follow(subject: Any, active: Callable[[Any], bool]) -> None:
     """Without widgets: show the static view, and update it at each change that `subject` reports to its listeners."""
     from IPython.display import display
 
-    def bundle() -> dict[str, str]:
-        return {"text/plain": repr(subject), "text/html": static_html(subject) + HINT}
-
-    handle = display(bundle(), raw=True, display_id=True)
+    now = lambda: _bundle(subject, static_html(subject) + HINT)
+    handle = display(now(), raw=True, display_id=True)
     if handle is None or not active(subject):
         return
 
     def changed(_: Any) -> None:
-        handle.update(bundle(), raw=True)
+        handle.update(now(), raw=True)
         if not active(subject) and changed in subject.listeners:
             subject.listeners.remove(changed)
 
@@ -519,3 +511,278 @@ def _make_all_static() -> None:
     _ending = True
     for panel in list(_shown):
         make_static(panel.subject)
+
+
+NEW_LAB = "lab = jv.Lab()"
+T = TypeVar("T")
+ARMED_SECONDS = 3.0  # within which a second click confirms
+
+
+def _field(name: str) -> Any:
+    def get(part: PanelPart) -> Any:
+        return part.state[name]
+
+    def put(part: PanelPart, value: Any) -> None:
+        part.change(**{name: value})
+
+    return property(get, put)
+
+
+class PanelPart:
+    """One button, field or piece of HTML. A change reaches the page at once, or at the end of `parts.together()`."""
+
+    value = _field("value")
+    description = _field("description")
+    style = _field("style")  # "danger" while a button asks for confirmation
+    hidden = _field("hidden")
+    options = _field("options")
+    wrong = _field("wrong")  # what is wrong with a field's value, shown beside it
+    why = _field("why")  # why it cannot be used now; empty if it can
+
+    def __init__(
+        self, parts: Parts, name: str, kind: str, css_class: str, **state: Any
+    ) -> None:
+        self._parts = parts
+        self.name = name
+        self.state: Plain = {
+            "kind": kind,
+            "class": css_class,
+            "value": "",
+            "description": "",
+            "tooltip": "",
+            "why": "",
+            "hidden": False,
+            **state,
+        }
+        self._pressed: list[Callable[[], object]] = []
+        self._changed: list[Callable[[], object]] = []
+
+    @property
+    def disabled(self) -> bool:
+        return bool(self.state["why"])
+
+    @property
+    def index(self) -> int:
+        """Of a selection: the place of its value among the options."""
+        return self.options.index(self.value) if self.value in self.options else 0
+
+    def change(self, **state: Any) -> None:
+        """Change several fields with one message; nothing is sent if nothing differs."""
+        if any(self.state.get(name) != value for name, value in state.items()):
+            new_value = "value" in state and state["value"] != self.state["value"]
+            self.state.update(state)
+            self._parts.changed()
+            if new_value:
+                self._call(self._changed)
+
+    def on_press(self, act: Callable[[], object]) -> PanelPart:
+        self._pressed.append(act)
+        return self
+
+    def on_change(self, act: Callable[[], object]) -> PanelPart:
+        self._changed.append(act)
+        return self
+
+    def click(self) -> None:
+        """What a click in the page does; a disabled button does nothing."""
+        if not self.disabled:
+            self.press()
+
+    def press(self) -> None:
+        """What the button does, whether or not it is of use now."""
+        self._call(self._pressed)
+
+    @staticmethod
+    def _call(handlers: list[Callable[[], object]]) -> None:
+        for handler in list(handlers):
+            handler()
+
+
+class Parts:
+    """The parts of one panel, and how they are laid out; `send` takes both to the page."""
+
+    def __init__(self, send: Callable[[Plain, Plain], None]) -> None:
+        self._send = send
+        self._parts: dict[str, PanelPart] = {}
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._dirty = False
+        self._numbers = 0
+        self.tree: Plain = {"of": []}
+
+    def add(self, kind: str, css_class: str, **state: Any) -> PanelPart:
+        """Make a part. It is shown once a tree passed to `arrange` names it."""
+        self._numbers += 1
+        part = PanelPart(self, f"{css_class}-{self._numbers}", kind, css_class, **state)
+        self._parts[part.name] = part
+        return part
+
+    def html(self, css_class: str, value: str = "") -> PanelPart:
+        return self.add("html", css_class, value=value)
+
+    def button(
+        self,
+        text: str,
+        tip: str,
+        css_class: str,
+        act: Callable[[], object] | None = None,
+    ) -> PanelPart:
+        part = self.add("button", css_class, description=text, tooltip=tip, style="")
+        return part.on_press(act) if act is not None else part
+
+    def remove(self, *parts: PanelPart) -> None:
+        for part in parts:
+            self._parts.pop(part.name, None)
+        self.changed()
+
+    def arrange(self, tree: Plain) -> None:
+        """Lay the parts out: boxes `{"of": [names and boxes], "row": bool, "class": str}`."""
+        if tree != self.tree:
+            self.tree = tree
+            self.changed()
+
+    def changed(self) -> None:
+        with self._lock:
+            self._dirty = True
+            if not self._depth:
+                self._flush()
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Send the changes made inside with one message."""
+        with self._lock:
+            self._depth += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._depth -= 1
+                if not self._depth and self._dirty:
+                    self._flush()
+
+    def _flush(self) -> None:
+        self._dirty = False
+        self._send(
+            {name: dict(part.state) for name, part in self._parts.items()}, self.tree
+        )
+
+    def received(self, message: Any) -> bool:
+        """Take a message of the page: a press, or a field's new value."""
+        part = (
+            self._parts.get(str(message.get("part")))
+            if isinstance(message, dict)
+            else None
+        )
+        if part is None:
+            return False
+        if message.get("press"):
+            part.click()
+        elif (
+            "value" in message and not part.disabled and message["value"] != part.value
+        ):
+            # the same value comes again when Enter is pressed, after it: what is wrong with it must stay in sight
+            part.change(value=message["value"], wrong="")
+        return True
+
+
+def box(*parts: PanelPart | Plain, row: bool = False, css_class: str = "") -> Plain:
+    """A box of parts and boxes, for `Parts.arrange`."""
+    return {
+        "of": [p.name if isinstance(p, PanelPart) else p for p in parts],
+        "row": row,
+        "class": css_class,
+    }
+
+
+class ConfirmButton:
+    """A button that asks for confirmation: a second click within `ARMED_SECONDS` acts."""
+
+    def __init__(self, button: PanelPart, act: Callable[[], object]) -> None:
+        self.button = button
+        self._act = act
+        self._text = button.description
+        self._until = 0.0
+        button.on_press(self.click)
+
+    def click(self) -> None:
+        if time.monotonic() < self._until:
+            self.disarm()
+            self._act()
+            return
+        self._until = time.monotonic() + ARMED_SECONDS
+        self.button.change(description=f"really {self._text}?", style="danger")
+
+    def disarm(self, only_if_expired: bool = False) -> None:
+        if self._until and (not only_if_expired or time.monotonic() >= self._until):
+            self._until = 0.0
+            self.button.change(description=self._text, style="")
+
+
+# A panel made of parts: buttons, fields and HTML that the kernel describes and controls.js draws.
+
+# a busy page or network takes less; a running cell usually more
+STALE_CLICK_SECONDS = 4.0
+
+
+class PartsPanel(Panel):
+    """A subclass makes its parts in `make_parts()`; changes made in `refresh()` reach the page with one message."""
+
+    scripts = ("controls.js", "parts.js")
+    traits: ClassVar[Plain] = {"parts": {}, "arrangement": {"of": []}}
+
+    def build(self) -> Any:
+        made = self.widget = self.new_widget()
+        self.parts = Parts(self._send)
+        self.message = self.parts.html("jv-message")
+        with self.parts.together():
+            self.make_parts()
+        made.on_msg(lambda _, content, __: self._message(content))
+        return made
+
+    def say(self, text: str, bad: bool = False) -> None:
+        self.message.value = message_html(text, bad)
+
+    def ask(self, question: Callable[[], T]) -> T | None:
+        """What the gateway answers; None if it does not, and the panel says so."""
+        try:
+            return question()
+        except (JvlabError, CancelledError, TimeoutError) as error:
+            if not self.done:
+                gone = isinstance(error, GatewayUnreachable)
+                what = "gateway gone" if gone else "the gateway does not answer"
+                with self.parts.together():
+                    self.show_lost(what)
+                    self.say(str(error) or what, bad=True)
+                self.lose(what, NEW_LAB if gone else self.another)
+        return None
+
+    @property
+    def another(self) -> str:
+        """What to do if the gateway is there but does not answer."""
+        return self.remedy
+
+    def show_lost(self, what: str) -> None:
+        """Say that what is shown is of the past, and of each button that it cannot work."""
+
+    def _message(self, content: Any) -> None:
+        """A message of the page. A click that waited while a cell ran was meant for what was on show then: ignored."""
+        if (
+            isinstance(content, dict)
+            and content.get("press")
+            and (age := self.age_of(content)) > STALE_CLICK_SECONDS
+        ):
+            self.say(
+                f"a click came {age:.0f} s late, because a cell was running: nothing was done; click again",
+                bad=True,
+            )
+            return
+        self.parts.received(content)
+
+    def make_parts(self) -> None:
+        """Make the parts, and arrange them."""
+        raise NotImplementedError
+
+    def _send(self, parts: Plain, arrangement: Plain) -> None:
+        with self.widget.hold_sync():
+            self.widget.parts = parts
+            self.widget.arrangement = arrangement

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jvlab.analysis.forecast._setting import Setting, StepCosts
-from jvlab.analysis.forecast._simulate import BatchShape, _Loop
+from jvlab.analysis.forecast._simulate import BatchShape, Setting, StepCosts, _Loop
 from jvlab.record._events import (
     RewardEvent,
     RolloutEvent,

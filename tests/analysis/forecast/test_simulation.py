@@ -7,12 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jvlab.analysis.forecast._setting import Setting, StepCosts, speeds
 from jvlab.analysis.forecast._simulate import (
     BatchShape,
+    Setting,
     Simulated,
+    StepCosts,
     closed_form,
     simulate,
+    speeds,
 )
 from tests.analysis.forecast.synthetic import RATES, setting
 

@@ -17,7 +17,7 @@ import jvlab as jv
 from jvlab._errors import ConfigError
 from jvlab.analysis.forecast._calibrate import calibrate, fit
 from jvlab.analysis.forecast._observe import Observation
-from jvlab.analysis.forecast._setting import Setting
+from jvlab.analysis.forecast._simulate import Setting
 from jvlab.analysis.forecast._whatif import Lengths, WhatIf
 from jvlab.record._record import Record
 from jvlab.trainer._micro_batches import Packer
@@ -501,10 +501,10 @@ ABSURD: dict[str, tuple[Callable[[list[Any]], list[Any]], str]] = {
     ),
     "all at once": (changed(start=1.0, stop=1.0), "time"),
     "no tokens": (changed("rollout", tokens=0), "no generated token"),
-    "tokens below zero": (changed("rollout", tokens=-50), "no samples"),
+    "tokens below zero": (changed("rollout", tokens=-50), "group 0"),
     "prompts below zero": (changed("rollout", prompt_tokens=-50), "prompt_tokens"),
     "samples below zero": (changed("rollout", samples=-4), "prompt_tokens"),
-    "pause below zero": (changed("sync", pause=-4.0), "a sync"),
+    "pause below zero": (changed("sync", pause=-4.0), "sync 0"),
     "unknown size": (configured(group_size="x"), "settings"),
     "no size": (configured(group_size=None), "settings"),
     "size of zero": (configured(group_size=0), "group_size=0"),

@@ -13,8 +13,7 @@ import jvlab as jv
 from jvlab._errors import ConfigError
 from jvlab.record._token_pieces import TokenSplitter, split_tokens, visible
 from jvlab.views import _batch_view
-from jvlab.views._batch_view import batch_data, batch_html
-from jvlab.views.panels._batch_panel import BatchPanel
+from jvlab.views._batch_view import BatchPanel, batch_data, batch_html
 from jvlab.views.panels._live import close_tree
 from tests.views.batches import EVIL, compared, make_batch, make_sample
 
@@ -234,17 +233,11 @@ def test_a_reward_of_parts_is_their_sum_and_keeps_them(model: str, tmp_path):
         batch.with_rewards([{"form": "good"}, 0.5])  # type: ignore[list-item]
 
 
-def test_twins_of_diff_and_search(model: str):
+def test_a_selection_compares_with_nothing_of_the_prompt_before(model: str):
     panel = BatchPanel(make_batch(model))
-    panel.diff(2)
-    assert panel.widget.reference == 2
-    with pytest.raises(ConfigError, match="from 0 to 3"):
-        panel.diff(4)
+    panel.widget.reference = 2
     panel.select(1)
-    assert panel.widget.reference == -1, "of the prompt before"
-    assert panel.search("SAYS 3") == [(0, 3), (1, 3), (2, 3)]
-    assert panel.search("prompt 1:") == [(1, -1)]
-    assert panel.search("") == []
+    assert panel.widget.reference == -1
     panel.close()
 
 

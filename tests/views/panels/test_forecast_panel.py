@@ -10,9 +10,8 @@ import pytest
 import jvlab as jv
 from jvlab._errors import ConfigError
 from jvlab.analysis.forecast._whatif import WhatIf
-from jvlab.views._forecast_view import forecast_html
+from jvlab.views._forecast_view import ForecastPanel, forecast_html
 from jvlab.views.panels import _live
-from jvlab.views.panels._forecast_panel import ForecastPanel
 from tests.analysis.forecast.synthetic import record, setting
 from tests.views.html_checks import check
 from tests.views.panels.test_panel_leaks import Output

@@ -140,15 +140,6 @@ def test_the_panel_selects_edits_and_resets(
     panel.reset()
     assert panel.coverage is None
     assert panel.rows is panel.mapping.rows
-    assert [r.leaf for r in panel.search("layers.1. q_proj", status="cast")] == [
-        "layers.1.q"
-    ]
-    assert panel.widget.query == {
-        "text": "layers.1. q_proj",
-        "status": "cast",
-        "rule": "",
-        "rank": "",
-    }
 
 
 def test_values_of_both_sides() -> None:

@@ -12,10 +12,9 @@ import pytest
 
 import jvlab as jv
 from jvlab.gateway import _registry as reg
-from jvlab.views._cards import pool_headline, pool_html, pool_title
+from jvlab.views._cards import LabPanel, PoolPanel, pool_headline, pool_html, pool_title
 from jvlab.views._palette import TONES
-from jvlab.views.panels import _parts
-from jvlab.views.panels._lab_panel import LabPanel, PoolPanel
+from jvlab.views.panels import _live
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._pool_summary import pool_summary
 from tests.gateway.fake_lab import FakeLab
@@ -113,7 +112,7 @@ def test_what_could_lose_work_asks_first(
     section.sleep.press()
     assert section.sleep.description == "really sleep?"
     assert section.sleep.style == "danger"
-    monkeypatch.setattr(_parts, "ARMED_SECONDS", 0.05)
+    monkeypatch.setattr(_live, "ARMED_SECONDS", 0.05)
     panel.refresh_now()
     assert section.sleep.description == "really sleep?", "three seconds have not passed"
     section.sleep.press()
@@ -138,9 +137,8 @@ def test_an_error_is_shown_with_its_remedy(
             "CPU workers <cannot> sleep", remedy="pool.pause() stops generation"
         )
 
-    section = panel._sections["p"]
     monkeypatch.setattr(pool, "sleep", sleep)
-    section._do("sleep", pool.sleep)
+    panel.act(pool.sleep, "sleep p")
     until(told(panel, "pool.pause() stops generation"))
     assert "&lt;cannot&gt;" in panel.message.value
 

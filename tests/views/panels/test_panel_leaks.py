@@ -35,7 +35,7 @@ def plan() -> Callable[[], Any]:
 
 def timeline() -> Callable[[], Any]:
     from jvlab.record._record import Record
-    from jvlab.views.panels._timeline_panel import Timeline
+    from jvlab.views._timeline import Timeline
     from tests.record.synthetic import made_up
 
     made = Timeline(Record.of(made_up(20)))

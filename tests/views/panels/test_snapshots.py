@@ -11,9 +11,9 @@ import pytest
 from jvlab._states import TABLE, state, worst
 from jvlab.views._palette import TONES
 from jvlab.views._style import dot
+from jvlab.views._sync_view import StepperPanel
 from jvlab.views.panels import _live
 from jvlab.views.panels._live import WIDGET, Panel
-from jvlab.views.panels._stepper_panel import StepperPanel
 from tests.views.panels.fake_stepper import stepper
 from tests.views.panels.test_panel_leaks import Output
 

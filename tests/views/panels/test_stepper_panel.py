@@ -13,8 +13,7 @@ import pytest
 from jvlab._errors import ConfigError, SyncError, VerifyError
 from jvlab.sync._diff import TensorDiff
 from jvlab.sync._stepper import Stepper
-from jvlab.views._sync_view import snapshot
-from jvlab.views.panels._stepper_panel import StepperPanel
+from jvlab.views._sync_view import StepperPanel, snapshot
 from tests.views.html_checks import check
 from tests.views.panels.calls import calls
 from tests.views.panels.fake_stepper import EVIL, NAMES, stepper
