@@ -20,6 +20,7 @@ from jvlab.gateway._routing import at_least_version
 from jvlab.gateway._sync import SYNC_AGAIN, PoolSync
 from jvlab.gateway._sync_types import Standing
 from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire._client import EOF
 from jvlab.wire._rpc_errors import CallFailed, received, refused
 from jvlab.wire._sync_words import Phase, Terms, failure_code
 
@@ -32,7 +33,6 @@ from jvlab.wire._sync_words import Phase, Terms, failure_code
 # it: the older one is a dead stream.
 
 MAX_MEMBERS = 65_536
-EOF: object = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 Context = grpc.aio.ServicerContext
 Delivery = tuple["TeamMember", pb.TeamEvent]  # recipient, event
 
@@ -83,14 +83,8 @@ class TeamTable:
         team = self._forming.setdefault(key, TrainerTeam(order.size))
         deliveries: list[Delivery] = []
         if (old := team.members.get(order.member)) is not None:
-            deliveries.append(
-                (
-                    old,
-                    _over(
-                        f"{order.name} joined as member {order.member} too, after {old.name}"
-                    ),
-                )
-            )
+            why = f"{order.name} joined as member {order.member} too, after {old.name}"
+            deliveries.append((old, pb.TeamEvent(over=why)))
         member = team.members[order.member] = TeamMember(order.member, order.name, team)
         if len(team.members) == team.size:
             team.running = True
@@ -134,12 +128,8 @@ class TeamTable:
             return self._rolls(team)
         rest = list(team.members.values())
         team.members = {}
-        over = _over(f"member {member.member} of {team.size} ({member.name}) has gone")
-        return [(other, over) for other in rest]
-
-
-def _over(why: str) -> pb.TeamEvent:
-    return pb.TeamEvent(over=why)
+        why = f"member {member.member} of {team.size} ({member.name}) has gone"
+        return [(other, pb.TeamEvent(over=why)) for other in rest]
 
 
 class Teams:
@@ -181,7 +171,7 @@ class Teams:
         # however a stream breaks, the others must be notified
         except Exception as error:
             why = f"its stream broke: {error}"
-        member.outbox.put_nowait(_over(why))
+        member.outbox.put_nowait(pb.TeamEvent(over=why))
 
     def _deliver(self, deliveries: list[Delivery]) -> None:
         for member, event in deliveries:
@@ -294,7 +284,8 @@ class PoolLinks:
             why = calls.failed(name, epoch, lost)
             kind, error = ("lost", why) if why else ("failed", error)
         if kind == "ok":
-            self._remember(name, outcome)
+            # what the calls of one order reported of a replica goes into its reply
+            self._details.setdefault(name, pb.ReplicaOutcome()).MergeFrom(outcome)
             if outcome.failed:
                 kind = failure_code(outcome.kind, bool(outcome.differing))
                 error = outcome.error
@@ -349,22 +340,6 @@ class PoolLinks:
                 if not order.cleanup:
                     request.call = self._call
         return request
-
-    def _remember(self, replica: str, outcome: pb.ReplicaOutcome) -> None:
-        """Merge what the calls of one order reported of a replica."""
-        kept = self._details.setdefault(replica, pb.ReplicaOutcome())
-        kept.seconds.extend(outcome.seconds)
-        kept.kind = outcome.kind or kept.kind
-        kept.bytes = max(kept.bytes, outcome.bytes)
-        kept.differing.extend(outcome.differing)
-        kept.exports_json.extend(outcome.exports_json)
-        kept.core_channel.extend(outcome.core_channel)
-        if outcome.HasField("found"):
-            kept.found.CopyFrom(outcome.found)
-        if outcome.evidence:  # one call reports all of it
-            kept.evidence.clear()
-            kept.evidence.update(outcome.evidence)
-        kept.reloaded.update(outcome.reloaded)
 
     # To the trainer -------------------------------------------------------------------------------------------------
 
@@ -643,7 +618,7 @@ class Links:
         links = None
         try:
             # no deadline: a trainer is silent between two syncs; its connection is watched
-            while (order := await context.read()) is not grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]
+            while (order := await context.read()) is not EOF:
                 problem = self._order_problem(order, links)
                 if problem is not None:
                     reply = pb.LinkReply(

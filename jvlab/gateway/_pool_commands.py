@@ -175,6 +175,7 @@ class PoolReplicas:
         self.track = gateway.calls.track
         self.untrack = gateway.calls.untrack
         self.failed = gateway.calls.failed
+        self.loss = gateway.registry.cause
 
     def board(self) -> Board:
         return self._gateway.loads.board(self._pool, self._version, self._names)
@@ -201,9 +202,6 @@ class PoolReplicas:
     def run(self, replica: str) -> int:
         known = self._gateway.registry.find(replica)
         return -1 if known is None else known.run
-
-    def loss(self, replica: str) -> str:
-        return self._gateway.registry.cause(replica)
 
     def deadline_error(self, replicas: Sequence[str]) -> CallFailed:
         return self._gateway.deadline_error(self._pool, replicas)
@@ -368,26 +366,21 @@ class Steering:
             self._orders[pool] -= 1
             if not self._orders[pool]:
                 del self._orders[pool]
-        failed = [answer for answer in answers if isinstance(answer, JvlabError)]
+        failed = [answer for answer in answers if isinstance(answer, BaseException)]
         if failed:
             # all or none: don't leave a pool half paused or half asleep
             if undo is not None:
-                done = [
-                    r
-                    for r, answer in zip(replicas, answers, strict=True)
-                    if isinstance(answer, pb.SteerReply)
-                ]
                 # One that did not answer in time undoes a pause itself, when its call is cancelled; a sleep may have
                 # been done in part, and one that did not sleep wakes without doing anything.
-                steered = done if order.what == pb.PAUSE else replicas
-                undone = [self._in_background(self._undo(r, undo)) for r in steered]
+                undone = [
+                    self._in_background(self._undo(replica, undo))
+                    for replica, answer in zip(replicas, answers, strict=True)
+                    if order.what != pb.PAUSE or isinstance(answer, pb.SteerReply)
+                ]
                 if undone:
                     left = max(0.0, until - time.monotonic())
                     await asyncio.wait(undone, timeout=left)
             raise failed[0]
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
         self._done(order)
         self._announce(pool)  # held requests may go on
         return pb.SteerReply(

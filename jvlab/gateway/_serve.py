@@ -21,7 +21,6 @@ from jvlab._errors import ConfigError
 from jvlab._files import read_json_object
 from jvlab.gateway import _registry as reg
 from jvlab.gateway._gateway import Gateway
-from jvlab.gateway._http_server import serve_metrics
 from jvlab.gateway._servicers import LabServicer, RegistryServicer
 from jvlab.wire import _security as security
 from jvlab.wire import jvlab_pb2_grpc as rpc
@@ -280,6 +279,8 @@ async def serve(
         )
     metrics = None
     if options.metrics_port is not None:
+        from jvlab.gateway._http_server import serve_metrics
+
         metrics = await serve_metrics(gateway.lab_status, token, options.metrics_port)
     facts = {
         "lab": lab,

@@ -46,6 +46,34 @@ def _remaining(context: Context) -> float:
     )
 
 
+def _relayed(method: str, order_of: Callable[[Any], Any]) -> Any:
+    """A method that streams the reply of the replica that the request names; of any that is ready, if it names none."""
+
+    async def relay(
+        self: LabServicer, request: Any, context: Context
+    ) -> AsyncIterator[Any]:
+        asked = _ready(self.gateway.registry, request.pool, request.replica)
+        order = order_of(request)
+        order.epoch = asked.epoch
+        calls = self.gateway.calls
+        async for event in calls.stream(asked.name, method, order, _remaining(context)):
+            yield event
+
+    return relay
+
+
+def _ready(registry: reg.Registry, pool: str, name: str) -> reg.Replica:
+    """The ready replica of this name; any, if the name is empty."""
+    ready = registry.ready(pool)
+    for replica in ready:
+        if name in ("", replica.name):
+            return replica
+    if not name:
+        raise refused(f"no replica of {pool} is ready")
+    names = ", ".join(r.name for r in ready) or "none"
+    raise refused(f"replica {name!r} of pool {pool!r} is not ready; ready: {names}")
+
+
 @reports_errors
 class LabServicer(rpc.LabServicer):
     """What notebooks and scripts call."""
@@ -285,31 +313,6 @@ class LabServicer(rpc.LabServicer):
     async def Steer(self, request: pb.SteerCall, context: Context) -> pb.SteerReply:
         return await self.gateway.steer(request, _remaining(context))
 
-    async def Trace(
-        self, request: pb.TraceCall, context: Context
-    ) -> AsyncIterator[pb.TraceEvent]:
-        asked = self._ready(request.pool, request.replica)
-        order = pb.RolloutTraceRequest(epoch=asked.epoch, tensors=request.tensors)
-        async for event in self._relay(asked.name, "Trace", order, context):
-            yield event
-
-    def _relay(
-        self, replica: str, method: str, order: Any, context: Context
-    ) -> AsyncIterator[Any]:
-        """Stream this replica's reply to one order."""
-        return self.gateway.calls.stream(replica, method, order, _remaining(context))
-
-    def _ready(self, pool: str, name: str) -> reg.Replica:
-        """The ready replica of this name; any, if the name is empty."""
-        ready = self.gateway.registry.ready(pool)
-        for replica in ready:
-            if name in ("", replica.name):
-                return replica
-        if not name:
-            raise refused(f"no replica of {pool} is ready")
-        names = ", ".join(r.name for r in ready) or "none"
-        raise refused(f"replica {name!r} of pool {pool!r} is not ready; ready: {names}")
-
     async def Logs(self, request: pb.LogsRequest, context: Context) -> pb.LogsReply:
         known = self.gateway.registry.find(request.replica)
         process = (
@@ -331,23 +334,12 @@ class LabServicer(rpc.LabServicer):
     async def Team(self, request_iterator: Any, context: Context) -> None:
         await self.gateway.teams.serve(context)
 
-    async def Peek(
-        self, request: pb.PeekCall, context: Context
-    ) -> AsyncIterator[pb.PeekEvent]:
-        asked = self._ready(request.pool, request.replica)
-        order = pb.RolloutPeekRequest(
-            epoch=asked.epoch, rank=request.rank, parameter=request.parameter
-        )
-        async for event in self._relay(asked.name, "Peek", order, context):
-            yield event
-
-    async def Hidden(
-        self, request: pb.HiddenCall, context: Context
-    ) -> AsyncIterator[pb.HiddenEvent]:
-        asked = self._ready(request.pool, request.replica)
-        order = pb.RolloutHiddenRequest(epoch=asked.epoch, tokens=request.tokens)
-        async for event in self._relay(asked.name, "Hidden", order, context):
-            yield event
+    Trace = _relayed("Trace", lambda r: pb.RolloutTraceRequest(tensors=r.tensors))
+    Hidden = _relayed("Hidden", lambda r: pb.RolloutHiddenRequest(tokens=r.tokens))
+    Peek = _relayed(
+        "Peek",
+        lambda r: pb.RolloutPeekRequest(rank=r.rank, parameter=r.parameter),
+    )
 
     async def Restart(self, request: pb.RestartRequest, context: Context) -> pb.Empty:
         self.gateway.restart(request.pool, request.replica)
@@ -397,7 +389,9 @@ def _check_limits(gateway: Gateway, start: pb.GenerateStart) -> None:
     lengths = [len(prompt.tokens.ids) for prompt in start.prompts]
     sampling = read_object(start.sampling_json, "sampling_json")
     gateway.limits(start.pool).check(
-        of_prompts(lengths, start.n, sampling, gateway.model_len(start.pool))
+        of_prompts(
+            lengths, start.n, sampling, gateway.facts_of(start.pool).max_model_len
+        )
     )
 
 

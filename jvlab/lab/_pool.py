@@ -250,11 +250,11 @@ class Pool:
         request = pb.PoolRequest(pool=self.name)
 
         async def ask() -> pb.PoolStatus:
-            call = self.client.begin("Status", request, deadline=Deadline(seconds))
             waited = round(deadline.seconds - deadline.left() + seconds, 1)
-            return await self.client.guard(
-                call, f"waiting for pool {self.name!r}", waited
-            )
+            with self.client.translating(f"waiting for pool {self.name!r}", waited):
+                return await self.client.begin(
+                    "Status", request, deadline=Deadline(seconds)
+                )
 
         self.renew(self.client.loop.run(ask()))
 
@@ -510,36 +510,27 @@ class Pool:
         deadline: Deadline,
     ) -> AsyncGenerator[Sample, None]:
         """Samples of one Generate call, on the client's loop; grants credit as they are consumed."""
-        import grpc
-
-        from jvlab.wire._client import translate
-
         await self.client.back(deadline)
         call = self.client.begin("Generate", deadline=deadline)
         tally = RolloutTally()
         try:
-            await call.write(pb.GenerateCall(start=start))
-            if not start.window:
-                await call.done_writing()
-            # Samples the gateway may not start before we grant credit; while there are any, it can't have finished.
-            withheld = (
-                len(start.prompts) * start.n - start.window if start.window else 0
-            )
-            async for event in call:
-                lost = event.lost
-                notes.extend(LostNote(n, lost) if lost else n for n in event.notes)
-                for message in event.samples:
-                    sample = _prompts.to_sample(message, prompts)
-                    tally.add(sample)
-                    yield sample
-                    if withheld > 0 and not call.done():
-                        withheld -= 1
-                        await call.write(pb.GenerateCall(credit=1))
-        except grpc.aio.AioRpcError as error:
-            client = self.client
-            raise translate(
-                error, "generate", deadline.seconds, client.address, client.away
-            ) from None
+            with self.client.translating("generate", deadline.seconds):
+                await call.write(pb.GenerateCall(start=start))
+                if not start.window:
+                    await call.done_writing()
+                # Samples the gateway may not start before we grant credit; while there are any, it can't have finished.
+                total = len(start.prompts) * start.n
+                withheld = total - start.window if start.window else 0
+                async for event in call:
+                    lost = event.lost
+                    notes.extend(LostNote(n, lost) if lost else n for n in event.notes)
+                    for message in event.samples:
+                        sample = _prompts.to_sample(message, prompts)
+                        tally.add(sample)
+                        yield sample
+                        if withheld > 0 and not call.done():
+                            withheld -= 1
+                            await call.write(pb.GenerateCall(credit=1))
         finally:
             call.cancel()
             note(self.client, *tally.events())

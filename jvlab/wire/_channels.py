@@ -65,11 +65,9 @@ def joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def open_channel(
-    address: str, trust: Trust, max_message: int = security.MAX_MESSAGE
-) -> grpc.aio.Channel:
+def open_channel(address: str, trust: Trust) -> grpc.aio.Channel:
     """A channel on which the token may travel: plain text on this machine only."""
-    options = security.options(max_message)
+    options = security.options()
     if trust.pem:
         if trust.name:
             options.append(("grpc.ssl_target_name_override", trust.name))
@@ -79,7 +77,8 @@ def open_channel(
     if not security.is_loopback(host_of(address)):
         raise ConfigError(
             f"{address} is not on this machine: the token would cross the network in clear text",
-            remedy="give the gateway's certificate: --tls-ca FILE",
+            remedy="give the fingerprint that the gateway printed, or its certificate: --fingerprint sha256:…, "
+            "--tls-ca FILE, or these arguments of jv.Lab.attach",
             address=address,
         )
     return grpc.aio.insecure_channel(address, options=options)
