@@ -15,7 +15,6 @@ measures one side, then the other, in alternating order. The ratio is of the med
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import statistics
 import time
@@ -24,8 +23,8 @@ from typing import Any
 
 from jvlab.bench._side import Lines, Side, model_of, prompts_of, timed, vllm_build
 
-CASES = {"batch": (64, 8, 32), "single": (1, 1, 64)}  # prompts, n, tokens
-REPEAT = {"batch": 1, "single": 5}  # runs per round; a short case needs more
+# prompts, n, tokens, runs per round: a short case needs more
+CASES = {"batch": (64, 8, 32, 1), "single": (1, 1, 64, 5)}
 
 
 def plain_side(order: dict[str, Any], lines: Lines) -> None:
@@ -57,9 +56,9 @@ def run_bench_launch(
 
     device = resolve_device(device)
     path = model_of(model)
-    engine: dict[str, Any] = {"max_model_len": 512} | (
-        {"enforce_eager": True} if eager else {}
-    )
+    engine: dict[str, Any] = {"max_model_len": 512}
+    if eager:
+        engine["enforce_eager"] = True
     print(f"bench launch on {device}: {path}", flush=True)
     seconds = []
     if os.environ.get("JVLAB_WARM") != "0":
@@ -147,7 +146,7 @@ def run_bench_rollout(
         result[f"{case}_samples"] = {
             side: [round(r, 1) for r in rates] for side, rates in sides.items()
         }
-        prompts, n, tokens = CASES[case]
+        prompts, n, tokens, _ = CASES[case]
         print(
             f"{case}: {prompts} prompts × n={n} × {tokens} tokens: plain {rate['plain']:.1f} tokens/s, "
             f"jvlab {rate['jvlab']:.1f}, ratio {result[f'{case}_ratio']:.3f}",
@@ -161,10 +160,10 @@ def _measure(pool: Any, plain: Side, rounds: int) -> dict[str, dict[str, list[fl
         case: {"plain": [], "jvlab": []} for case in CASES
     }
     for turn in range(rounds + 1):  # the first one warms up and does not count
-        for case, (count, n, tokens) in CASES.items():
+        for case, (count, n, tokens, runs) in CASES.items():
             prompts = prompts_of(count)
             for side in ("plain", "jvlab") if turn % 2 else ("jvlab", "plain"):
-                for _ in range(REPEAT[case]):
+                for _ in range(runs):
                     if side == "plain":
                         seconds, made = plain.ask(
                             {"prompts": prompts, "n": n, "max_tokens": tokens}
@@ -178,13 +177,4 @@ def _measure(pool: Any, plain: Side, rounds: int) -> dict[str, dict[str, list[fl
                         )
                     if turn:
                         times[case][side].append(made / seconds)
-        print(
-            json.dumps(
-                {
-                    c: {s: [round(r) for r in v[-1:]] for s, v in d.items()}
-                    for c, d in times.items()
-                }
-            ),
-            flush=True,
-        )
     return times

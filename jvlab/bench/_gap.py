@@ -119,7 +119,6 @@ def run_bench_gap(
             what: {k: row[k] for k in ("mean", "p99", "largest")}
             for what, row in causes.items()
         },
-        "router": "no router in this model",
         "rows": rows,
         "engine_tokens_per_s": rates,
     }

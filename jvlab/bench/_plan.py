@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import resource
 import tempfile
@@ -129,10 +130,7 @@ def _measured(
     step: str, cases: dict[str, PlanCase], folder: str
 ) -> dict[str, dict[str, Any]]:
     """One step in a new process, to measure its peak memory."""
-    order = {
-        "folder": folder,
-        "cases": {name: asdict(case) for name, case in cases.items()},
-    }
+    order = {"folder": folder, "cases": {n: asdict(c) for n, c in cases.items()}}
     quiet = {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
     with Side(f"jvlab.bench._plan:{step}_side", order, quiet) as side:
         return side.receive()
@@ -143,23 +141,20 @@ def _measured(
 
 def trace_side(order: dict[str, Any], lines: Lines) -> None:
     """Traces with vLLM, and writes the ranks' layouts."""
-    imported, trace_offline = timed(_import_tracing)
+    place = "jvlab.engine.tracing._offline"
+    imported, tracing = timed(importlib.import_module, place)
     out = {}
     for name, case in _cases(order).items():
         parts = case.tensor_parallel
-        seconds, layouts = timed(trace_offline, case.config, tensor_parallel=parts)
+        seconds, layouts = timed(
+            tracing.trace_offline, case.config, tensor_parallel=parts
+        )
         out[name] = {
             "trace_s": round(seconds, 3),
             "import_vllm_s": round(imported, 3),
         }
         save_layouts(Path(order["folder"]) / name, layouts)
     lines.send(out)
-
-
-def _import_tracing() -> Any:
-    from jvlab.engine.tracing._offline import trace_offline
-
-    return trace_offline
 
 
 def plan_side(order: dict[str, Any], lines: Lines) -> None:

@@ -86,12 +86,12 @@ def vllm_side(order: dict[str, Any], lines: Lines) -> None:
         lines.send((outside, max(inside)))
 
 
-def memcpy_gbps(size: int = 256 << 20, rounds: int = 5) -> float:
+def memcpy_gbps() -> float:
     """Single-thread memcpy of this machine in GB/s; the best of a few."""
-    source = np.ones(size, np.uint8)
-    target = np.zeros(size, np.uint8)
-    best = min(seconds_of(lambda: np.copyto(target, source), rounds))
-    return size / best / 1e9
+    source = np.ones(256 << 20, np.uint8)
+    target = np.zeros_like(source)
+    best = min(seconds_of(lambda: np.copyto(target, source), 5))
+    return source.nbytes / best / 1e9
 
 
 def run_bench_sync(

@@ -17,7 +17,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from jvlab._errors import ControlError
@@ -34,18 +34,8 @@ SAME = {"temperature": 0.0, "ignore_eos": True}
 Tokens = list[list[int]]
 
 
-class Way(Protocol):
-    """One way to an engine."""
-
-    name: str
-
-    def ask(self, prompts: Tokens, tokens: int) -> tuple[Tokens, int]:
-        """Greedy tokens of each prompt, and the weights' version."""
-        ...
-
-
 class PoolWay:
-    """A pool's own API."""
+    """A pool's own API. `ask` returns greedy tokens of each prompt, and the weights' version."""
 
     def __init__(self, name: str, pool: Pool) -> None:
         self.name = name
@@ -111,6 +101,9 @@ class HttpWay:
         self._connection.close()
 
 
+Way = PoolWay | HttpWay
+
+
 def run_bench_topology(
     rounds: int = 5,
     model: str | None = None,
@@ -122,21 +115,10 @@ def run_bench_topology(
     grpc_vs_inprocess_ratio, http_vs_inprocess_ratio   a one-token request, against the same in process
     overhead_ms, request_ms, tokens_per_s              per way; overhead: the request minus the engine's own time
     freshness_ms                                       per way: from the start of a sync to a token of its version
-    routes_per_s, route_p99_ms, gateway                the gateway alone; see `measure_gateway`
+    routes_per_s, route_p99_ms, gateway                the gateway alone; see `run_bench_gateway`
     """
-    from jvlab.bench._topology_gateway import LAST, run_bench_gateway
-
-    result = measure_ways(rounds, model, device)
-    print(f"gateway alone, {requests} requests:", flush=True)
-    gateway = run_bench_gateway(None, requests)
-    return {**result, **{key: gateway[key] for key in LAST}, "gateway": gateway}
-
-
-def measure_ways(
-    rounds: int = 5, model: str | None = None, device: str = "auto"
-) -> dict[str, Any]:
-    """The four ways to an engine, without the gateway's own benchmark."""
     import jvlab as jv
+    from jvlab.bench._topology_gateway import LAST, run_bench_gateway
     from jvlab.lab._launch_settings import resolve_device
 
     device = resolve_device(device)
@@ -174,7 +156,9 @@ def measure_ways(
         result["freshness_ms"] = _freshness(ways, links, params, rounds)
         result["transports"] = {name: link.transport for name, link in links.items()}
     _show(result)
-    return result
+    print(f"gateway alone, {requests} requests:", flush=True)
+    gateway = run_bench_gateway(requests=requests)
+    return {**result, **{key: gateway[key] for key in LAST}, "gateway": gateway}
 
 
 def _ways(local: Pool, remote: Pool, ends: ExitStack) -> list[Way]:

@@ -16,7 +16,6 @@ import json
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,14 @@ from jvlab.wire import jvlab_pb2_grpc as rpc
 
 POOL = "sim"
 # of the row with most replicas
-LAST = ("routes_per_s", "route_p50_ms", "route_p99_ms", "gateway_mib")
-LAST += ("floor_routes_per_s", "floor_p99_ms")
+LAST = (
+    "routes_per_s",
+    "route_p50_ms",
+    "route_p99_ms",
+    "gateway_mib",
+    "floor_routes_per_s",
+    "floor_p99_ms",
+)
 START_SECONDS = 120.0
 CALL_SECONDS = 600.0
 WARM = 1000
@@ -52,10 +57,10 @@ FACTS = pb.EngineFacts(
 )
 
 
-def measure_gateway(
-    replicas: Sequence[int], requests: int, concurrency: int, routing: str = "least"
+def run_bench_gateway(
+    replicas: Sequence[int] | None = None, requests: int = 10_000
 ) -> dict[str, Any]:
-    """Requests routed per second, latency and memory for each number of replicas.
+    """`jvlab bench gateway`: prints a line for each number of replicas, and returns everything.
 
     routes_per_s, route_p99_ms   for the largest number of replicas, with `concurrency` requests in flight
     floor_routes_per_s, floor_p99_ms  the same requests through a bare server of grpc.aio
@@ -63,39 +68,25 @@ def measure_gateway(
                                  which does not depend on other load (`route_cpu_ms`), and one call with all requests
                                  as its prompts (`batch_routes_per_s`)
     """
+    concurrency = min(64, max(1, requests // 16))
     # no deadline: every call in it has one
-    # a notebook's main thread already runs a loop
-    with ThreadPoolExecutor(1, "bench-topology") as thread:
-        run = thread.submit(
-            lambda: asyncio.run(_measure(replicas, requests, concurrency, routing))
-        )
-        rows = run.result()  # no deadline: every call in it has one
-    last = rows[-1]
-    return {
-        **{name: last[name] for name in LAST},
-        "requests": requests,
-        "concurrency": concurrency,
-        "routing": routing,
-        "rows": rows,
-    }
-
-
-def run_bench_gateway(replicas: Sequence[int] | None, requests: int) -> dict[str, Any]:
-    """`jvlab bench gateway`: prints a line for each number of replicas, and returns everything."""
-    found = measure_gateway(
-        replicas or (1, 10, 100, 1000), requests, min(64, max(1, requests // 16))
-    )
-    for row in found["rows"]:
+    rows = asyncio.run(_measure(replicas or (1, 10, 100, 1000), requests, concurrency))
+    for row in rows:
         print(
             f"{row['replicas']:4} simulated replicas: {row['routes_per_s']:5.0f} requests/s, p50 "
             f"{row['route_p50_ms']:.1f} ms, p99 {row['route_p99_ms']:.1f} ms, {row['gateway_mib']:.0f} MiB; "
             f"bare grpc.aio {row['floor_routes_per_s']:.0f} requests/s, p99 {row['floor_p99_ms']:.1f} ms"
         )
-    return found
+    return {
+        **{name: rows[-1][name] for name in LAST},
+        "requests": requests,
+        "concurrency": concurrency,
+        "rows": rows,
+    }
 
 
 async def _measure(
-    counts: Sequence[int], requests: int, concurrency: int, routing: str
+    counts: Sequence[int], requests: int, concurrency: int
 ) -> list[dict[str, Any]]:
     rows = []
     warm = min(WARM, requests)
@@ -113,7 +104,7 @@ async def _measure(
             channel = grpc.aio.insecure_channel(address, options=security.options())
             async with channel:
                 stub = rpc.LabStub(channel)
-                await _launch(stub, metadata, count, routing)
+                await _launch(stub, metadata, count)
                 simulated = ends.enter_context(Side(f"{__name__}:replicas_side", order))
                 order["ports"] = simulated.receive()
                 ready = await _wait_ready(stub, metadata, count)
@@ -152,7 +143,7 @@ def _cpu_seconds(process: Side) -> float:
 # Requests -----------------------------------------------------------------------------------------------------------
 
 
-async def _launch(stub: rpc.LabStub, metadata: Any, count: int, routing: str) -> None:
+async def _launch(stub: rpc.LabStub, metadata: Any, count: int) -> None:
     order = pb.LaunchRequest(
         pool=POOL,
         model="simulated",
@@ -162,7 +153,6 @@ async def _launch(stub: rpc.LabStub, metadata: Any, count: int, routing: str) ->
         device="cpu",
         engine_json="{}",
         env_json="{}",
-        routing=routing,
     )
     await stub.Launch(order, timeout=START_SECONDS, metadata=metadata)
 

@@ -49,7 +49,6 @@ def run_bench_train(
     model: str | None = None,
     lengths: Sequence[int] | None = None,
     device: str = "auto",
-    remat: str | None = None,
 ) -> Plain:
     """Measure; prints a line for each shape and side, returns the facts."""
     import jvlab as jv
@@ -70,13 +69,13 @@ def run_bench_train(
             else jv.models.tiny("qwen3", f"{scratch}/model", **sizes)
         )
         shapes = [(max(TOKENS[device] // n, 1), n) for n in lengths]
-        order = {"model": path, "shapes": shapes, "device": device, "remat": remat}
+        order = {"model": path, "shapes": shapes, "device": device}
         print(f"bench train on {device}: {path}", flush=True)
         found = {
             side: {tuple(r["shape"]): r for r in _rows(side, order, scratch)}
             for side in ("jax", "torch")
         }
-        return _facts(found, shapes, device, path, remat)
+        return _facts(found, shapes, device, path)
 
 
 def _rows(side: str, order: Plain, scratch: str) -> Iterator[Plain]:
@@ -101,7 +100,6 @@ def _facts(
     shapes: list[tuple[int, int]],
     device: str,
     path: str,
-    remat: str | None,
 ) -> Plain:
     # the first shape that could be computed knows the device
     known = next(row for row in found["jax"].values() if "peak" in row)
@@ -110,7 +108,7 @@ def _facts(
     out: Plain = {
         "device": device,
         "model": path,
-        "remat": remat or "chosen by length",
+        "remat": "chosen by length",
         "attention": known["attention"],
         "peak_flops": peak,
         "peak_from": known["peak_from"],
@@ -153,19 +151,19 @@ def _facts(
     }
 
 
-def drawn_padding(budget: int = 16384, steps: int = 8, samples: int = 256) -> float:
+def drawn_padding() -> float:
     """The share of padding when answers as a reasoning model gives them are packed, over several steps."""
     import numpy as np
 
     from jvlab.trainer._micro_batches import Packer
 
     rng = np.random.default_rng(0)
-    packer = Packer(budget)
+    packer = Packer(16384)
     tokens = 0
     computed = 0
-    for _ in range(steps):
-        answers = np.minimum(rng.lognormal(7.2, 0.7, samples).astype(int) + 1, 4096)
-        lengths = answers + np.repeat(rng.integers(60, 300, samples // 8), 8)
+    for _ in range(8):
+        answers = np.minimum(rng.lognormal(7.2, 0.7, 256).astype(int) + 1, 4096)
+        lengths = answers + np.repeat(rng.integers(60, 300, 32), 8)
         tokens += int(lengths.sum())
         computed += sum(part.tokens for part in packer.parts(lengths))
     return 1 - tokens / computed
@@ -197,9 +195,7 @@ def jax_side(order: Plain, lines: Lines) -> None:
     import jvlab as jv
 
     dtype = "bfloat16" if order["device"] == "cuda" else "float32"
-    policy = jv.Policy.from_pretrained(
-        order["model"], dtype=dtype, remat=order["remat"]
-    )
+    policy = jv.Policy.from_pretrained(order["model"], dtype=dtype)
     step = jax.jit(
         jax.value_and_grad(lambda p, x, m: -policy.logprobs_fn(p, x, m).mean())
     )

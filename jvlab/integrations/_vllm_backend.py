@@ -419,19 +419,18 @@ class TrainerEngine(TrainerWeightTransferEngine[JvlabTrainerInitInfo]):
 
     def connect(self) -> None:
         """Make the plan; every rank gathers the tensors, and rank 0 connects."""
-        from jvlab._deadline import Deadline
-        from jvlab.integrations._vllm_server import open_link
+        from jvlab.integrations.vllm import connect
 
         tensors = dict(self._tensors())
         info = self._info
         if info.rank == 0:
-            self._link = open_link(
+            self._link = connect(
                 self.client,
                 tensors,
                 rules=info.rules,
                 transport=info.transport,
                 mode=info.mode,
-                deadline=Deadline.of(info.timeout),
+                timeout=info.timeout,
             )
 
     def send_weights(self, weight_version: int | None = None) -> None:

@@ -23,7 +23,7 @@ from tests.gateway.fake_lab import FakeLab
 
 
 def test_a_small_run():
-    found = bench.measure_gateway((1, 3), requests=40, concurrency=4, routing="prefix")
+    found = bench.run_bench_gateway((1, 3), requests=40)
     assert [row["replicas"] for row in found["rows"]] == [1, 3]
     assert found["routes_per_s"] == found["rows"][-1]["routes_per_s"] > 0
     assert found["route_p99_ms"] >= found["route_p50_ms"] > 0
@@ -38,7 +38,7 @@ def test_a_small_run():
 def test_a_gateway_that_does_not_come_up_is_told(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_side.sys, "executable", "/bin/false")
     with pytest.raises(jv.JvlabError, match="the gateway side ended with 1"):
-        bench.measure_gateway((1,), requests=1, concurrency=1)
+        bench.run_bench_gateway((1,), requests=1)
 
 
 def test_many_changes_are_watched_as_few_pictures(
