@@ -22,6 +22,7 @@ from jvlab._units import human_bytes
 from jvlab.bench._shapes import shaped
 from jvlab.bench._side import folder_for, median_ms, model_of, vllm_build
 from jvlab.bench._sync import SIZES
+from jvlab.lab._launch_settings import resolve_device
 
 SHARES = (0.001, 0.01, 0.1, 0.5)
 HEADLINE = 0.01
@@ -89,9 +90,10 @@ def _linked(
 
 
 def run_bench_delta(
-    rounds: int, model: str | None, device: str, size: str = "4"
+    rounds: int, model: str | None = None, device: str = "auto", size: str = "4"
 ) -> dict[str, Any]:
     """Measure every transport, mode and share; prints a line for each, returns the facts."""
+    device = resolve_device(device)
     rows = []
     with _linked(model, device, size, adam=False) as (policy, _, linked):
         for transport in TRANSPORTS[device]:
@@ -125,7 +127,7 @@ def run_bench_delta(
 
 
 def run_bench_adam(
-    steps: int, model: str | None, device: str, size: str = "4"
+    steps: int = 8, model: str | None = None, device: str = "auto", size: str = "4"
 ) -> dict[str, Any]:
     """Syncs after each of so many steps of Adam, from the same parameters at each rate; prints a line for each step.
 
@@ -134,6 +136,7 @@ def run_bench_adam(
     import jax
     import jax.numpy as jnp
 
+    device = resolve_device(device)
     rows: list[dict[str, Any]] = []
     with (
         _linked(model, device, size, adam=True) as (policy, pool, linked),
