@@ -229,7 +229,7 @@ class Agent:
         }
         if host.alone:
             own |= {"index": 0, "replicas": 1}
-        process = self.process = RolloutProcess.of_order(
+        process = self.process = RolloutProcess(
             {**order, **own}, self._folder, host.token, self._warm
         )
         print(

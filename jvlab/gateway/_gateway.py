@@ -38,7 +38,11 @@ from jvlab.wire._rpc_errors import CallFailed, refused
 from jvlab.wire._security import Tls
 from jvlab.wire.processes._identity import Identity
 from jvlab.wire.processes._pool_spec import AWAY_SECONDS
-from jvlab.wire.processes._rollout_process import GRACE_SECONDS, RolloutProcess
+from jvlab.wire.processes._rollout_process import (
+    GRACE_SECONDS,
+    RolloutProcess,
+    order_of,
+)
 from jvlab.wire.processes._warm import WarmProcesses
 
 if TYPE_CHECKING:
@@ -234,9 +238,8 @@ class Gateway:
         folder = self.folder
         match spec.place:
             case "local":
-                return RolloutProcess(
-                    replica, spec, index, folder, self.address, self.token, self.warm
-                )
+                order = order_of(replica, spec, index) | {"gateway": self.address}
+                return RolloutProcess(order, folder, self.token, self.warm)
             case "join":
                 return JoinedProcess(replica, spec, index, folder, self.away)
             case place if place in self.process_factories:

@@ -16,7 +16,6 @@ from jvlab.gateway import _registry as reg
 from jvlab.gateway import _sync_types as sync
 from jvlab.gateway._dispatch import being_cancelled
 from jvlab.gateway._pool_commands import ReplicaCalls
-from jvlab.gateway._routing import at_least_version
 from jvlab.gateway._sync import SYNC_AGAIN, PoolSync
 from jvlab.gateway._sync_types import Standing
 from jvlab.wire import jvlab_pb2 as pb
@@ -541,14 +540,12 @@ class Links:
     def holding(self, pool: str, version: int) -> list[str]:
         """Ready replicas that are not dirty and hold this version or a later one, stale ones included."""
         members = self.of(pool).machine.members
-        known = {
-            r.name: members[r.name]
-            for r in self._registry.ready(pool)
-            if r.name in members
-        }
-        return at_least_version(
-            {name: m.version for name, m in known.items() if not m.dirty}, version
-        )
+        ready = [r.name for r in self._registry.ready(pool) if r.name in members]
+        return [
+            name
+            for name in ready
+            if not members[name].dirty and members[name].version >= version
+        ]
 
     def syncing(
         self, pool: str, avoid: frozenset[str] = frozenset(), version: int = 0

@@ -170,14 +170,17 @@ class PoolReplicas:
         self._gateway = gateway
         self._pool = pool
         self._version = version
+        # parts in flight there; those that have arrived are no longer
         self.count = gateway.count
         self.served = gateway.served
         self.track = gateway.calls.track
         self.untrack = gateway.calls.untrack
+        # why it counts as lost after a failed call; empty if it does not
         self.failed = gateway.calls.failed
         self.loss = gateway.registry.cause
 
     def board(self) -> Board:
+        """Replicas that may be given work, with their requests in flight."""
         return self._gateway.loads.board(self._pool, self._version, self._names)
 
     def _names(self) -> list[str]:
@@ -187,23 +190,28 @@ class PoolReplicas:
         return [replica.name for replica in links.serving(self._pool)]
 
     def wait_for(self, avoid: frozenset[str]) -> asyncio.Event | None:
+        """Set when a sync in progress, or a restart, may have made another replica serve; None: nothing to wait for."""
         gateway = self._gateway
         waits = gateway.links.syncing(self._pool, avoid, self._version)
         waits = waits or gateway.registry.returning(self._pool)
         return gateway.change(self._pool) if waits else None
 
     def barred(self) -> EngineDirty | None:
+        """Why no live replica may be given work; None if one may."""
         return self._gateway.links.barred(self._pool, self._version)
 
     def epoch(self, replica: str) -> int:
+        """The epoch of orders to it now."""
         known = self._gateway.registry.find(replica)
         return -1 if known is None else known.epoch
 
     def run(self, replica: str) -> int:
+        """Tells its process from those that had its name before."""
         known = self._gateway.registry.find(replica)
         return -1 if known is None else known.run
 
     def deadline_error(self, replicas: Sequence[str]) -> CallFailed:
+        """The error for work that these replicas did not finish in time."""
         return self._gateway.deadline_error(self._pool, replicas)
 
 

@@ -20,10 +20,10 @@ from jvlab.gateway._pool_commands import PoolReplicas
 from jvlab.gateway._replica_processes import ReplicaProcess, check_reachable
 from jvlab.gateway._routing import (
     POLICIES,
+    check_policy,
     in_turn,
     keep_home,
     prefix_key,
-    unknown_policy,
 )
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire import jvlab_pb2_grpc as rpc
@@ -126,8 +126,7 @@ class LabServicer(rpc.LabServicer):
             limits_json=request.limits_json or "{}",
             restarts=request.restarts,
         )
-        if spec.routing not in POLICIES:
-            raise unknown_policy(spec.routing)
+        check_policy(spec.routing)
         _check_spec(spec)
         start = lambda: self.gateway.handle(reg.LaunchRequested(spec, time.monotonic()))
         if spec.http:
@@ -209,8 +208,7 @@ class LabServicer(rpc.LabServicer):
         gateway = self.gateway
         pool = gateway.registry.pool(start.pool)
         routing = start.routing or pool.spec.routing
-        if routing not in POLICIES:
-            raise unknown_policy(routing)
+        check_policy(routing)
         if start.min_version < 0:
             raise SamplingError(
                 f"min_version must not be negative, but is {start.min_version}"

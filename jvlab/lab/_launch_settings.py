@@ -13,7 +13,7 @@ from typing import Any, TypedDict, TypeVar
 
 from jvlab._errors import ConfigError, UnknownName, Unsupported
 from jvlab._names import check_name
-from jvlab.gateway._routing import POLICIES
+from jvlab.gateway._routing import check_policy
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire.processes._pool_spec import (
     MAX_REPLICAS,
@@ -35,16 +35,6 @@ def launch_fields(http: bool | int, key: bool = False) -> dict[str, Any]:
             remedy="True takes a free port",
         )
     return {"http": True, "http_port": http, "http_key": key}
-
-
-def check_routing(routing: str | None) -> None:
-    if routing is not None and routing not in POLICIES:
-        names = ", ".join(map(repr, POLICIES))
-        raise ConfigError(
-            f"routing={routing!r} is not known",
-            remedy=f"one of {names}",
-            routing=routing,
-        )
 
 
 def place_fields(place: str | dict[str, Any] | None) -> dict[str, Any]:
@@ -296,7 +286,7 @@ class LaunchOptions:
 
         if self.load not in ("auto", "dummy"):
             raise ConfigError(f"load must be 'auto' or 'dummy', not {self.load!r}")
-        check_routing(self.routing)
+        check_policy(self.routing)
         bounds = _limits.check_given(self.limits)
         path = models.resolve(self.model)
         device = resolve_device(self.device)

@@ -34,6 +34,7 @@ from jvlab._names import LostNote, check_name, own_name
 from jvlab._progress import Progress
 from jvlab._tracebacks import brief
 from jvlab.engine import _vllm
+from jvlab.gateway._routing import check_policy
 from jvlab.lab import _adapters, _launch_settings, _prompts
 from jvlab.lab._in_process import (
     INSTEAD,
@@ -343,7 +344,8 @@ class Pool:
         home      the replica that gets the prompts, if it still serves
         """
         self._refuse_own_stepper("generate")
-        _launch_settings.check_routing(routing)
+        if routing is not None:
+            check_policy(routing)
         least = 0  # the pool's current version
         if min_version is not None:
             remedy = "versions start with the first sync; leave it out for the pool's current one"

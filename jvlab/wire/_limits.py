@@ -69,20 +69,11 @@ def _too_deep(what: str) -> ConfigError:
     return ConfigError(f"{what} is nested more than {MAX_DEPTH} deep", remedy=_REMEDY)
 
 
-def _exceeds_depth(value: Any) -> bool:
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        parts = [part.values() if isinstance(part, dict) else part for part in level]
-        level = [
-            child
-            for part in parts
-            if isinstance(part, (list, type({}.values())))
-            for child in part
-        ]
-        level = [child for child in level if isinstance(child, (list, dict))]
-        if not level:
-            return False
-    return True
+def _exceeds_depth(value: Any, depth: int = MAX_DEPTH) -> bool:
+    parts = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, (dict, list)):
+        return False
+    return not depth or any(_exceeds_depth(part, depth - 1) for part in parts)
 
 
 # ----------------------------------------------------------------------------------------------------

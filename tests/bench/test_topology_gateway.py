@@ -110,7 +110,7 @@ def test_results_that_wait_go_into_one_message_and_notes_keep_their_place():
         def cancel(self) -> None: ...
 
     async def run(parts: int) -> list[Any]:
-        replicas = Replicas()
+        replicas: Any = Replicas()
         dispatch = Dispatch(
             replicas,
             [Item(i, {0, 1}) for i in range(parts)],

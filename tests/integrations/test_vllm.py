@@ -165,7 +165,9 @@ def test_a_server_that_never_answers_has_a_deadline():
 
     server = words.Server(Silent())  # type: ignore[arg-type]
     try:
-        with pytest.raises(errors.SyncDeadline, match="0 ranks of vLLM.s server connected"):
+        with pytest.raises(
+            errors.SyncDeadline, match="0 ranks of vLLM's server connected"
+        ):
             server.invite(Deadline(0.5))
     finally:
         over.set()
