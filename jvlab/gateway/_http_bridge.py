@@ -2,7 +2,6 @@
 
 GET  /bridge/status         what pool.status() returns
 GET  /bridge/version        the committed version, and each replica's
-GET  /bridge/mapping        where vLLM's own loader puts every checkpoint element, traced in the live engine
 POST /bridge/notify_update  load a checkpoint from a folder: one sync, verified by digests
 POST /bridge/pause, /bridge/resume
 GET  /bridge/openapi.json   the OpenAPI document of these routes
@@ -29,14 +28,10 @@ from pydantic.json_schema import models_json_schema
 from jvlab._files import Plain
 from jvlab._version import __version__
 from jvlab.gateway._http_server import Handler, Refusal, read_body
-from jvlab.layout._checkpoint import checkpoint_tensors
-from jvlab.layout._layout_codec import layout_from_bytes
-from jvlab.layout._types import CheckpointTensor, Note, Parameter, RankLayout
 from jvlab.wire import _security
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._limits import read_object
 from jvlab.wire._pool_summary import pool_summary
-from jvlab.wire._rpc_errors import refused
 from jvlab.wire._sync_words import CHOICES
 
 if TYPE_CHECKING:
@@ -239,56 +234,6 @@ class StatusAnswer(Answer):
     replicas: list[ReplicaAnswer]
 
 
-class StridedCopy(Answer):
-    """One strided copy; offsets and strides count elements."""
-
-    tensor: str
-    """from this checkpoint tensor"""
-    parameter: str
-    """to this parameter"""
-    shape: list[int]
-    """of the box"""
-    src_offset: int
-    """first element in the tensor"""
-    src_strides: list[int]
-    """in the tensor"""
-    dst_offset: int
-    """first element in the parameter's storage"""
-    dst_strides: list[int]
-    """in the parameter's storage"""
-
-
-class RankAnswer(Answer):
-    """One rank of the engine."""
-
-    rank: int
-    coords: Plain
-    """its index in each kind of parallelism"""
-    parameters: list[Parameter]
-    copies: list[StridedCopy]
-    """that the loader makes"""
-    opaque: list[Note]
-    """tensors that must go whole through load_weights"""
-    staged: list[Note]
-    """parameters that are repacked after loading"""
-    padding: list[Note]
-    """elements that no tensor fills"""
-    unused: list[str]
-    """tensors that this rank does not use"""
-
-
-class Traced(Answer):
-    """The traced mapping."""
-
-    pool: str
-    model: str
-    """path or hub id"""
-    replica: str
-    """which was traced"""
-    tensors: list[CheckpointTensor]
-    ranks: list[RankAnswer]
-
-
 class ErrorFields(Answer):
     """What and why."""
 
@@ -334,13 +279,6 @@ STEER_FAILURES = {
 ROUTES = (
     Route("GET", "status", "One fresh snapshot of the pool", StatusAnswer),
     Route("GET", "version", "Which weights the pool serves", Versions),
-    Route(
-        "GET",
-        "mapping",
-        "Where vLLM's own loader puts every checkpoint element, traced in the live engine",
-        Traced,
-        failures={400: "the model's folder can't be read", 409: "no replica is ready"},
-    ),
     Route(
         "POST",
         "notify_update",
@@ -564,7 +502,6 @@ class Updates:
 
 # ----------------------------------------------------------------------------------------------------
 
-TRACE_SECONDS = 300.0
 STEER_SECONDS = 600.0
 HTTP = "an HTTP client"  # who paused a pool, for display
 
@@ -583,7 +520,6 @@ class Bridge:
         answers = {
             "status": self._status,
             "version": self._version,
-            "mapping": self._mapping,
             "pause": self._pause,
             "resume": self._resume,
             "notify_update": self._updates.take,
@@ -610,29 +546,6 @@ class Bridge:
                 replica.replica: replica.version for replica in status.replicas
             },
         }
-
-    async def _mapping(self, _: Mapping[str, Any]) -> Plain:
-        model = self._gateway.registry.pool(self._pool).spec.model
-        tensors = await asyncio.to_thread(checkpoint_tensors, model)
-        ready = self._gateway.registry.ready(self._pool)
-        if not ready:
-            raise refused(f"no replica of {self._pool} is ready")
-        asked = ready[0]
-        listed = [
-            pb.TraceTensor(name=t.name, shape=t.shape, dtype=t.dtype) for t in tensors
-        ]
-        order = pb.RolloutTraceRequest(epoch=asked.epoch, tensors=listed)
-        events = self._gateway.calls.stream(asked.name, "Trace", order, TRACE_SECONDS)
-        layouts = [layout_from_bytes(event.layout) async for event in events]
-        layouts.sort(key=lambda layout: layout.rank)
-        traced = Traced(
-            pool=self._pool,
-            model=model,
-            replica=asked.name,
-            tensors=list(layouts[0].tensors),
-            ranks=list(map(_rank, layouts)),
-        )
-        return traced.model_dump(mode="json")
 
     async def _pause(self, body: Mapping[str, Any]) -> Plain:
         mode = body.get("mode", "keep")
@@ -665,33 +578,3 @@ def _handler(route: Route, answer: Any) -> Handler:
         return web.json_response(await answer(fields))
 
     return handle
-
-
-def _rank(layout: RankLayout) -> RankAnswer:
-    return RankAnswer(
-        rank=layout.rank,
-        coords=dict(layout.coords),
-        parameters=list(layout.parameters),
-        copies=[_copy(layout, row) for row in range(len(layout.tensor))],
-        opaque=list(layout.opaque),
-        staged=list(layout.repacked),
-        padding=list(layout.padding),
-        unused=list(layout.unused),
-    )
-
-
-def _copy(layout: RankLayout, row: int) -> StridedCopy:
-    """One strided copy; trailing dimensions of size 1 are left out."""
-    shape = layout.shape[row].tolist()
-    while len(shape) > 1 and shape[-1] == 1:
-        shape.pop()
-    kept = len(shape)
-    return StridedCopy(
-        tensor=layout.tensors[layout.tensor[row]].name,
-        parameter=layout.parameters[layout.parameter[row]].name,
-        shape=shape,
-        src_offset=int(layout.src_offset[row]),
-        src_strides=layout.src_strides[row].tolist()[:kept],
-        dst_offset=int(layout.dst_offset[row]),
-        dst_strides=layout.dst_strides[row].tolist()[:kept],
-    )

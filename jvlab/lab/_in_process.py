@@ -18,9 +18,9 @@ import random
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -39,7 +39,6 @@ from jvlab.wire._local_calls import LocalClient, LocalStub
 if TYPE_CHECKING:
     from jvlab.engine._engine import Engine
 
-Made = TypeVar("Made")
 INSTEAD = (
     "lab = jv.Lab(); pool = lab.launch(...) runs engines in processes of their own"
 )
@@ -169,11 +168,11 @@ class EngineHost(Gateway):
             gc.collect()
 
 
-def open_pool(
-    make: Callable[[LocalClient, pb.PoolStatus, EngineHost], Made],
-    options: LaunchOptions,
-) -> Made:
-    """See `Pool.in_process`. `make` builds the pool once the engine is up."""
+Opened = tuple[LocalClient, pb.PoolStatus, "EngineHost"]
+
+
+def open_pool(options: LaunchOptions) -> Opened:
+    """See `Pool.in_process`: what the pool is made of, once the engine is up."""
     if options.name is not None:
         check_name("pool", options.name)
     http = options.http or options.http_key
@@ -202,7 +201,7 @@ def open_pool(
                 pool=_open[0],
             )
         _open.append(host)
-    return _start(host, make)
+    return _start(host)
 
 
 def refuse_restarts(restarts: int) -> None:
@@ -271,9 +270,7 @@ def _restored_state() -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
-def _start(
-    host: EngineHost, make: Callable[[LocalClient, pb.PoolStatus, EngineHost], Made]
-) -> Made:
+def _start(host: EngineHost) -> Opened:
     """Start the engine in the background loop and wait for it."""
     client = LocalClient()
     title = f"{host.spec.pool}: imports vLLM and starts its engine in this process"
@@ -298,9 +295,12 @@ def _start(
         if replica.facts.vllm_warning:
             warnings.warn(replica.facts.vllm_warning, stacklevel=4)
     client.stub = LocalStub(LabServicer(host))
-    pool = make(client, snapshot, host)
+    return client, snapshot, host
+
+
+def claim(pool: Any) -> None:
+    """The engine that was started is this pool's."""
     _open[0] = pool
-    return pool
 
 
 def _end_later(client: LocalClient, host: EngineHost) -> None:

@@ -14,6 +14,7 @@ from typing import Any, TypedDict, TypeVar
 from jvlab._errors import ConfigError, UnknownName, Unsupported
 from jvlab._names import check_name
 from jvlab.gateway._routing import check_policy
+from jvlab.layout._checkpoint import expert_count, read_config
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire.processes._pool_spec import (
     MAX_REPLICAS,
@@ -90,7 +91,10 @@ def share_card(engine: float) -> None:
         if not os.environ.get(FRACTION) and not os.environ.get(OLD_FRACTION):
             os.environ[FRACTION] = str(share)
         os.environ.setdefault(ALLOCATOR, ELASTIC)
-        _allocate_share()
+        # allocate the share now, at the first array: the engine measures free memory while it starts
+        import jax
+
+        jax.block_until_ready(jax.numpy.zeros(1))
         return
     import jax
 
@@ -111,13 +115,6 @@ def share_card(engine: float) -> None:
         taken=taken,
         total=total,
     )
-
-
-def _allocate_share() -> None:
-    """Make JAX allocate its share now (at its first array): the engine measures free memory while it starts."""
-    import jax
-
-    jax.block_until_ready(jax.numpy.zeros(1))
 
 
 def give_back() -> None:
@@ -290,7 +287,7 @@ class LaunchOptions:
         bounds = _limits.check_given(self.limits)
         path = models.resolve(self.model)
         device = resolve_device(self.device)
-        latent = self.deterministic and _latent_attention(path)
+        latent = self.deterministic and "kv_lora_rank" in _config_of(path)
         engine, env = _determinism.launch_settings(
             device, self.engine, self.env, self.deterministic, self.speculative, latent
         )
@@ -306,7 +303,11 @@ class LaunchOptions:
                 **given,
                 "head_dtype": str(arguments.pop("head_dtype")),
             }
-        if device == "cpu" and arguments.get("enable_lora") and _has_experts(path):
+        if (
+            device == "cpu"
+            and arguments.get("enable_lora")
+            and expert_count(_config_of(path)) > 1
+        ):
             raise Unsupported(
                 "vLLM 0.32.0 cannot adapt a model with experts on a CPU: without Triton it dies at the first token",
                 remedy="launch without enable_lora and sync link.sync(policy.merge().params), or use a GPU",
@@ -315,7 +316,7 @@ class LaunchOptions:
         if (
             arguments.get("enable_return_routed_experts")
             and os.path.isdir(path)
-            and not _has_experts(path)
+            and expert_count(_config_of(path)) <= 1
         ):
             raise ConfigError(
                 "enable_return_routed_experts, but the model has no experts",
@@ -369,18 +370,9 @@ def check_restarts(restarts: Any) -> None:
         )
 
 
-def _has_experts(model: str) -> bool:
-    """Whether a local model is a mixture of experts; False for a hub id."""
-    from jvlab.layout._checkpoint import expert_count, read_config
-
-    return os.path.isdir(model) and expert_count(read_config(model)) > 1
-
-
-def _latent_attention(model: str) -> bool:
-    """Whether a local model uses multi-head latent attention; False for a hub id."""
-    from jvlab.layout._checkpoint import read_config
-
-    return os.path.isdir(model) and "kv_lora_rank" in read_config(model)
+def _config_of(model: str) -> dict[str, Any]:
+    """The config of a local model; empty for a hub id."""
+    return read_config(model) if os.path.isdir(model) else {}
 
 
 def resolve_device(device: str) -> str:

@@ -22,7 +22,6 @@ one prompt per line             completions below, as a RolloutBatch; -o also ke
 
 A word is taken for a variable where one of that name exists; elsewhere name=value, as in Python."""
 COMMANDS = ("status", "sync", "bisect", "help")
-COMMON = ("n=", "max_tokens=", "temperature=", "top_p=", "seed=", "stop=", "-o")
 
 
 class MagicError(ConfigError):
@@ -197,40 +196,6 @@ class JvMagics(Magics):
             next(iter(policies.values())) if len(policies) == 1 else None,
         )
 
-    # Completion ---------------------------------------------------------------------------------------------------
-
-    def complete_jv(self, _shell: Any, event: Any) -> list[str]:
-        """Complete commands, then their arguments."""
-        words = event.text_until_cursor.split()
-        if len(words) < 2 or (
-            len(words) == 2 and not event.text_until_cursor.endswith(" ")
-        ):
-            return list(COMMANDS)
-        if words[1] == "sync":
-            return [
-                *self._every("Policy"),
-                "mode=",
-                "verify=",
-                "pause=",
-                "kv=",
-                "nonfinite=",
-            ]
-        return []
-
-    def complete_rollout(self, _shell: Any, event: Any) -> list[str]:
-        """Complete pools and their sampling parameters."""
-        pools = self._every("Pool")
-        facts = [
-            r.facts
-            for pool in pools.values()
-            for r in pool.snapshot.replicas
-            if r.HasField("facts")
-        ]
-        known = sorted(
-            {f"{name}=" for each in facts for name in each.sampling_names} - set(COMMON)
-        )
-        return [*pools, *COMMON, *known]
-
 
 def _kind(name: str) -> type:
     import jvlab
@@ -270,8 +235,5 @@ def _parse(line: str) -> tuple[list[str], dict[str, Any], str]:
 
 
 def load(shell: Any) -> None:
-    """Register the magics and their completion."""
-    magics = JvMagics(shell)
-    shell.register_magics(magics)
-    shell.set_hook("complete_command", magics.complete_jv, str_key="%jv")
-    shell.set_hook("complete_command", magics.complete_rollout, str_key="%%rollout")
+    """Register the magics."""
+    shell.register_magics(JvMagics(shell))

@@ -39,11 +39,13 @@ from jvlab.lab import _adapters, _launch_settings, _prompts
 from jvlab.lab._in_process import (
     INSTEAD,
     EngineHost,
+    claim,
     open_pool,
     refuse_restarts,
     release,
 )
 from jvlab.lab._launch_settings import LaunchArguments, LaunchOptions, shows_options
+from jvlab.lab._session import Session, Sessions, open_sessions
 from jvlab.record._batch import RolloutBatch, Scores
 from jvlab.record._events import RolloutTally, ScoreEvent, clock, note
 from jvlab.record._sample import Sample
@@ -53,13 +55,21 @@ from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._client import Client, Stream
 from jvlab.wire._limits import Asked, Limits
 from jvlab.wire._local_calls import LocalClient
-from jvlab.wire._pool_summary import absent, out_of_sight, waiting_for
+from jvlab.wire._pool_summary import (
+    LEAVING,
+    absent,
+    model_name,
+    out_of_sight,
+    pool_health,
+    pool_summary,
+    staying,
+    waiting_for,
+)
 from jvlab.wire._sync_words import CHOICES
 from jvlab.wire.processes._pool_spec import MAX_REPLICAS
 
 if TYPE_CHECKING:
     from jvlab.lab._determinism import DeterminismReport
-    from jvlab.lab._session import Session, Sessions
     from jvlab.layout._types import CheckpointTensor, RankLayout
     from jvlab.sync._link import Link
     from jvlab.views.panels._live import Panel
@@ -74,7 +84,6 @@ LOOK_SECONDS = 0.5  # between two looks at what a call waits for
 SILENT_SECONDS = 1.0  # without a result, until a bar says what is waited for
 RATE_SECONDS = 2.0  # between two questions for a pool's tokens/s
 STAGES = ("process", "weights", "warm-up", "ready")
-LEAVING = (pb.DRAINING, pb.CLOSED)  # states of replicas that `scale` removes
 
 
 class Pool:
@@ -109,7 +118,8 @@ class Pool:
         """
         asked = LaunchOptions.of("Pool.in_process", model, options)
         refuse_restarts(options.get("restarts", 0))
-        pool = open_pool(InProcessPool, asked)
+        pool = InProcessPool(*open_pool(asked))
+        claim(pool)
         pool.colocated = asked.colocate
         return pool
 
@@ -210,9 +220,10 @@ class Pool:
                 done()
                 and (not confirm or (self._gateway_answers(deadline, bar) and done()))
             ):
+                stages = [r.stage for r in staying(self.snapshot)]
                 bar.to(
                     min(
-                        (_stage_number(r) for r in _staying(self.snapshot)),
+                        (STAGES.index(s) if s in STAGES else 0 for s in stages),
                         default=0,
                     )
                 )
@@ -299,11 +310,7 @@ class Pool:
                     replica.log_tail,
                     here=not replica.elsewhere,
                 )
-        return all(
-            replica.state == pb.READY
-            for replica in snapshot.replicas
-            if replica.state not in LEAVING
-        )
+        return all(replica.state == pb.READY for replica in staying(snapshot))
 
     def facts(self, timeout: float | Deadline = 900.0) -> pb.EngineFacts:
         """The engine's facts; waits for the pool if it is still starting."""
@@ -718,16 +725,12 @@ class Pool:
         self, prompt: Any, *, routing: str | None = None, **sampling: Any
     ) -> Session:
         """A multi-turn session with one replica: `s.generate(8)`, `s.append(observation)`, `s.generate(8)`, ..."""
-        from jvlab.lab._session import Session
-
         return Session(self, prompt, sampling, routing=routing)
 
     def sessions(
         self, prompts: Any, n: int = 1, *, routing: str | None = None, **sampling: Any
     ) -> Sessions:
         """`n` sessions for each prompt, whose turns run concurrently: `group.generate(8)`."""
-        from jvlab.lab._session import open_sessions
-
         return open_sessions(self, prompts, n, routing, sampling)
 
     def check_determinism(
@@ -876,8 +879,6 @@ class Pool:
 
     def status(self, *, timeout: float | Deadline = 30.0) -> dict[str, Any]:
         """One fresh snapshot: replicas with state, version, requests in flight, KV use, prefix hit rate, tokens/s."""
-        from jvlab.wire._pool_summary import pool_summary
-
         return pool_summary(self._refresh(Deadline.of(timeout)))
 
     def _refresh(self, deadline: Deadline) -> pb.PoolStatus:
@@ -1027,7 +1028,7 @@ class Pool:
         self.renew(self.client.call("Scale", order, deadline))
         if not wait:
             return self
-        while leaving := [r for r in self.snapshot.replicas if r.state in LEAVING]:
+        while leaving := [r for r in self.snapshot.replicas if r.stage in LEAVING]:
             if self.snapshot.closed:
                 break  # `wait` says why
             if deadline.over:
@@ -1119,7 +1120,7 @@ class Pool:
     @property
     def replicas(self) -> int:
         """The number of replicas, without those that are leaving."""
-        return len(_staying(self.snapshot))
+        return len(staying(self.snapshot))
 
     def __repr__(self) -> str:
         return _faces.draw(self, "text")
@@ -1135,14 +1136,9 @@ class Pool:
         self.panel()
 
 
-def _staying(snapshot: pb.PoolStatus) -> list[pb.ReplicaStatus]:
-    """The replicas that are not leaving; of a closed pool, all it had."""
-    return [r for r in snapshot.replicas if snapshot.closed or r.state not in LEAVING]
-
-
 def _not_ready(snapshot: pb.PoolStatus) -> str:
     """The replicas that are not ready, and the stage of each."""
-    late = [r for r in _staying(snapshot) if r.state != pb.READY]
+    late = [r for r in staying(snapshot) if r.state != pb.READY]
     words = [
         f"{r.replica}, which is at {r.stage}" + (f" ({r.cause})" if r.cause else "")
         for r in late
@@ -1150,13 +1146,9 @@ def _not_ready(snapshot: pb.PoolStatus) -> str:
     return "; ".join(words) or f"a replica of {snapshot.pool}"
 
 
-def _stage_number(replica: pb.ReplicaStatus) -> int:
-    return STAGES.index(replica.stage) if replica.stage in STAGES else 0
-
-
 def _stage_text(snapshot: pb.PoolStatus) -> str:
     """The pool's name; with replicas in different stages, also the stage of each."""
-    stages = [replica.stage for replica in _staying(snapshot)]
+    stages = [replica.stage for replica in staying(snapshot)]
     if len(set(stages)) <= 1:
         return snapshot.pool
     return f"{snapshot.pool}: " + ", ".join(
@@ -1233,8 +1225,6 @@ class InProcessPool(Pool):
         return self
 
     def __repr__(self) -> str:
-        from jvlab.wire._pool_summary import model_name, pool_health
-
         now = self.snapshot
         return f"Pool({now.pool!r}, {model_name(now)!r}, in process on {now.device}, {pool_health(now)[0]})"
 

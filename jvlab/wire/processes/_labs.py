@@ -211,11 +211,6 @@ def stop_lab(name: str, timeout: float = 30.0) -> dict[str, Any]:
     Shortly before the timeout, what is left is killed: first the gateway, whose supervisors then end their processes
     and remove temporary folders and shared memory; then the rest.
     """
-    import psutil
-
-    from jvlab.wire import jvlab_pb2 as pb
-    from jvlab.wire._client import Client
-
     timeout = check_timeout(timeout)
     info = find_lab(name)
     started = time.monotonic()

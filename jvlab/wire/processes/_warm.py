@@ -24,12 +24,12 @@ import contextlib
 import json
 import os
 import socket
-import struct
 import sys
 from pathlib import Path
 from typing import Any
 
 from jvlab.wire import _security
+from jvlab.wire._security import user_of
 from jvlab.wire.processes._identity import home
 from jvlab.wire.processes._supervisor import KILLED
 
@@ -65,20 +65,13 @@ def namespaces() -> list[str]:
     return [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid", "mnt")]
 
 
-def user_of(connection: socket.socket) -> int:
-    """The user of the process at the other end."""
-    return struct.unpack(
-        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    )[1]
-
-
 class ForkedSupervisor:
     """A supervisor forked by a warm process, with the interface of `asyncio.subprocess.Process`."""
 
     def __init__(self, stdin: int, stdout: int) -> None:
         self.pid = 0
         self.returncode: int | None = None
-        self.stdin = _Writer(stdin)
+        self.stdin = os.fdopen(stdin, "wb", 0)
         self._stdout = stdout
         self._started = False
         self._end: asyncio.Task[bytes] | None = None
@@ -112,21 +105,6 @@ class ForkedSupervisor:
             self.returncode = int(last[-1]) if last else KILLED
         self._transport.close()
         return self.returncode
-
-
-class _Writer:
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self.closed = False
-
-    def write(self, data: bytes) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self._descriptor, data)
-
-    def close(self) -> None:
-        if not self.closed:
-            self.closed = True
-            os.close(self._descriptor)
 
 
 class _OwnWarm:
