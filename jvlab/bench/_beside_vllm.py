@@ -21,13 +21,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from jvlab._files import Plain
 from jvlab.bench._side import Lines, Side, model_of, prompts_of, timed, vllm_build
 
 # prompts, n, tokens, runs per round: a short case needs more
 CASES = {"batch": (64, 8, 32, 1), "single": (1, 1, 64, 5)}
 
 
-def plain_side(order: dict[str, Any], lines: Lines) -> None:
+def plain_side(order: Plain, lines: Lines) -> None:
     """Import vLLM and start one engine; report how long each took, then the seconds and tokens of each generation."""
     imported, vllm = timed(lambda: importlib.import_module("vllm"))
     started, llm = timed(vllm.LLM, **order)
@@ -48,7 +49,7 @@ def plain_side(order: dict[str, Any], lines: Lines) -> None:
 
 def run_bench_launch(
     rounds: int = 5, model: str | None = None, device: str = "auto", eager: bool = False
-) -> dict[str, Any]:
+) -> Plain:
     """Measure; prints a line for each launch, returns the facts."""
     import jvlab as jv
     from jvlab.engine import _defaults
@@ -56,7 +57,7 @@ def run_bench_launch(
 
     device = resolve_device(device)
     path = model_of(model)
-    engine: dict[str, Any] = {"max_model_len": 512}
+    engine: Plain = {"max_model_len": 512}
     if eager:
         engine["enforce_eager"] = True
     print(f"bench launch on {device}: {path}", flush=True)
@@ -104,7 +105,7 @@ def _jvlab_side(
 
 def run_bench_rollout(
     rounds: int = 5, model: str | None = None, load: str = "auto", device: str = "auto"
-) -> dict[str, Any]:
+) -> Plain:
     """Measure both sides; prints a table as it goes, returns the facts."""
     import jvlab as jv
     from jvlab.engine import _defaults
@@ -112,7 +113,7 @@ def run_bench_rollout(
 
     device = resolve_device(device)
     path = model_of(model)
-    engine: dict[str, Any] = {"max_model_len": 512}
+    engine: Plain = {"max_model_len": 512}
     if device == "cuda":
         engine["gpu_memory_utilization"] = 0.4  # two engines share the GPU
     if not (Path(path) / "tokenizer.json").is_file():
@@ -130,7 +131,7 @@ def run_bench_rollout(
         pool = lab.launch(path, load=load, engine=engine, env=env, device=device).wait()
         plain.receive()
         times = _measure(pool, plain, rounds)
-    result: dict[str, Any] = {
+    result: Plain = {
         "device": device,
         "model": path,
         "rounds": rounds,

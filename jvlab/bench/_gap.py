@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from jvlab._errors import ConfigError
+from jvlab._files import Plain
 from jvlab.bench._side import model_of, timed
 from jvlab.layout._checkpoint import read_config
 
@@ -24,7 +25,7 @@ TOKENS = 256
 ROUNDS = 2
 SCORED = 16  # completions of each engine that the policies score
 # name -> engine arguments, deterministic
-ENGINES: dict[str, dict[str, tuple[dict[str, Any], bool]]] = {
+ENGINES: dict[str, dict[str, tuple[Plain, bool]]] = {
     "cuda": {
         "bfloat16": ({"dtype": "bfloat16"}, False),
         "bfloat16, float32 head": (
@@ -77,7 +78,7 @@ CAUSES: dict[str, tuple[str, str]] = {
 
 def run_bench_gap(
     model: str | None = None, device: str = "auto", eager: bool = False
-) -> dict[str, Any]:
+) -> Plain:
     """Measure every pair; prints a table, returns the facts."""
     # the engines share the GPU
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -126,11 +127,11 @@ def run_bench_gap(
 
 def _sample(
     lab: Any, path: str, device: str, eager: bool
-) -> tuple[dict[str, Any], dict[str, float]]:
+) -> tuple[Plain, dict[str, float]]:
     """What each engine sampled, and its tokens/s."""
     wanted = ENGINES[device]
     vocabulary = int(read_config(path)["vocab_size"])
-    common: dict[str, Any] = {
+    common: Plain = {
         "max_model_len": 1024,
         "enforce_eager": eager or device == "cpu",
     }
@@ -174,7 +175,7 @@ def _sample(
     return batches, rates
 
 
-def _compare(path: str, batches: dict[str, Any]) -> list[dict[str, Any]]:
+def _compare(path: str, batches: Plain) -> list[Plain]:
     """Every policy against every engine's samples."""
     import jvlab as jv
 

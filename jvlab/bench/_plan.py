@@ -9,8 +9,9 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from jvlab._files import Plain
 from jvlab.bench._side import Lines, Side, timed
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class PlanCase:
     """One planning job."""
 
     model: str  # which traced model
-    config: dict[str, Any] = field(repr=False)
+    config: Plain = field(repr=False)
     tensor_parallel: int
     mesh: str
     replicas: int = 1
@@ -97,13 +98,13 @@ def growth_cases() -> dict[str, PlanCase]:
     return out
 
 
-def run_bench_plan() -> dict[str, Any]:
+def run_bench_plan() -> Plain:
     """`jvlab bench plan`. The seconds run from leaves, tensors and traced layouts to a proven plan.
 
     The parts (bind; compile and prove) and their growth are in `cases`; tracing and vLLM's import are reported apart.
     """
     jobs = {**CASES, **growth_cases()}
-    done: dict[str, dict[str, Any]] = {}
+    done: dict[str, Plain] = {}
     with tempfile.TemporaryDirectory(prefix="jvlab-plan-") as folder:
         models = {case.model: case for case in jobs.values()}
         traced = _measured("trace", models, folder)
@@ -126,9 +127,7 @@ def run_bench_plan() -> dict[str, Any]:
     }
 
 
-def _measured(
-    step: str, cases: dict[str, PlanCase], folder: str
-) -> dict[str, dict[str, Any]]:
+def _measured(step: str, cases: dict[str, PlanCase], folder: str) -> dict[str, Plain]:
     """One step in a new process, to measure its peak memory."""
     order = {"folder": folder, "cases": {n: asdict(c) for n, c in cases.items()}}
     quiet = {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
@@ -139,7 +138,7 @@ def _measured(
 # ---- the two steps, each in a process of its own -------------------------------------------------------------
 
 
-def trace_side(order: dict[str, Any], lines: Lines) -> None:
+def trace_side(order: Plain, lines: Lines) -> None:
     """Traces with vLLM, and writes the ranks' layouts."""
     place = "jvlab.engine.tracing._offline"
     imported, tracing = timed(importlib.import_module, place)
@@ -157,17 +156,17 @@ def trace_side(order: dict[str, Any], lines: Lines) -> None:
     lines.send(out)
 
 
-def plan_side(order: dict[str, Any], lines: Lines) -> None:
+def plan_side(order: Plain, lines: Lines) -> None:
     """Reads the layouts; binds, compiles, proves."""
     folder = Path(order["folder"])
     lines.send({name: _plan(name, c, folder) for name, c in _cases(order).items()})
 
 
-def _cases(order: dict[str, Any]) -> dict[str, PlanCase]:
+def _cases(order: Plain) -> dict[str, PlanCase]:
     return {name: PlanCase(**spec) for name, spec in order["cases"].items()}
 
 
-def _plan(name: str, case: PlanCase, folder: Path) -> dict[str, Any]:
+def _plan(name: str, case: PlanCase, folder: Path) -> Plain:
     from jvlab.layout._compile import compile_plan
     from jvlab.layout._proof import prove
     from jvlab.layout._tree import leaves_of

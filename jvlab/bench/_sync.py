@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from jvlab._errors import LaunchError
+from jvlab._files import Plain
 from jvlab.bench._side import (
     Lines,
     Side,
@@ -41,7 +42,7 @@ SIZES = {  # about 500 MB of float32
     "vocab_size": 16384,
     "head_dim": 64,
 }
-WAYS: dict[str, dict[str, Any]] = {
+WAYS: dict[str, Plain] = {
     "direct": {"mode": "direct", "verify": "off"},
     "direct_verified": {"mode": "direct", "verify": "full"},
     "staged": {"mode": "staged", "verify": "off"},
@@ -73,7 +74,7 @@ class VllmPeer(WorkerExtension):
         return timed(runner.reload_weights, **source)[0]
 
 
-def vllm_side(order: dict[str, Any], lines: Lines) -> None:
+def vllm_side(order: Plain, lines: Lines) -> None:
     """Plain vLLM, which reloads as it is told, until it is killed."""
     from vllm import LLM
 
@@ -96,7 +97,7 @@ def memcpy_gbps() -> float:
 
 def run_bench_sync(
     rounds: int = 5, model: str | None = None, transport: str = "auto"
-) -> dict[str, Any]:
+) -> Plain:
     """Measure every way on both kinds of engine; prints a table as it goes, returns the facts."""
     from jvlab.engine import _defaults
 
@@ -111,7 +112,7 @@ def run_bench_sync(
         cores = _defaults.usable_cores()
         options = {"max_model_len": 256}
         arguments = _defaults.engine_arguments(path, "cpu", 1, "auto", options)
-        result: dict[str, Any] = {
+        result: Plain = {
             "device": "cpu",
             "rounds": rounds,
             "memcpy_gbps": floor,
@@ -132,7 +133,7 @@ def run_bench_sync(
 
 def _jvlab_times(
     path: str, env: dict[str, str], rounds: int, written: Path, transport: str
-) -> dict[str, Any]:
+) -> Plain:
     import jax
 
     import jvlab as jv
@@ -140,7 +141,7 @@ def _jvlab_times(
 
     policy = Policy.from_pretrained(path)
     jax.block_until_ready(policy.params)
-    out: dict[str, Any] = {"reports": {way: [] for way in WAYS}, "write": []}
+    out: Plain = {"reports": {way: [] for way in WAYS}, "write": []}
     with jv.Lab() as lab:
         pool = lab.launch(
             path, load="dummy", engine={"max_model_len": 256}, env=env
@@ -162,7 +163,7 @@ def _jvlab_times(
 
 
 def _vllm_times(
-    arguments: dict[str, Any], env: dict[str, str], rounds: int, written: Path
+    arguments: Plain, env: dict[str, str], rounds: int, written: Path
 ) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {"peer_reload": [], "peer_feed": []}
     with Side("jvlab.bench._sync:vllm_side", arguments, env) as plain:
@@ -175,11 +176,9 @@ def _vllm_times(
     return times
 
 
-def _facts(
-    ours: dict[str, Any], theirs: dict[str, list[float]], floor: float
-) -> dict[str, Any]:
+def _facts(ours: Plain, theirs: dict[str, list[float]], floor: float) -> Plain:
     """Medians of everything, in milliseconds, and ratios."""
-    out: dict[str, Any] = {}
+    out: Plain = {}
     for way, reports in ours["reports"].items():
         for part in PARTS:
             out[f"{way}_{part}_ms"] = median_ms(
@@ -198,7 +197,7 @@ def _facts(
     return out
 
 
-def _claims(engines: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _claims(engines: dict[str, Plain]) -> Plain:
     """The headline numbers, for vLLM's default engine; the move is the trainer's copy into the ring alone."""
     default = engines["packed"]
     live = engines["live"]
@@ -217,7 +216,7 @@ def _claims(engines: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _table(kind: str, f: dict[str, Any]) -> str:
+def _table(kind: str, f: Plain) -> str:
     lines = [f"{kind} weights:"]
     for way in WAYS:
         lines.append(

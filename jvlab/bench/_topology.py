@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from jvlab._errors import ControlError
+from jvlab._files import Plain
 from jvlab.bench._side import median_ms, model_of, prompts_of, timed, vllm_build
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def run_bench_topology(
     model: str | None = None,
     device: str = "auto",
     requests: int = 10_000,
-) -> dict[str, Any]:
+) -> Plain:
     """Measure the ways, then the gateway alone; prints a table as it goes, returns the facts.
 
     grpc_vs_inprocess_ratio, http_vs_inprocess_ratio   a one-token request, against the same in process
@@ -123,7 +124,7 @@ def run_bench_topology(
 
     device = resolve_device(device)
     path = model_of(model)
-    engine: dict[str, Any] = {"max_model_len": 512}
+    engine: Plain = {"max_model_len": 512}
     if device == "cuda":
         # two engines and a trainer share the GPU
         engine["gpu_memory_utilization"] = 0.3
@@ -191,7 +192,7 @@ def _turns(ways: Sequence[Way], rounds: int) -> list[Way]:
     ]
 
 
-def _requests(ways: Sequence[Way], rounds: int) -> dict[str, Any]:
+def _requests(ways: Sequence[Way], rounds: int) -> Plain:
     """Sequential one-token requests, each with its own prompt, so that no prefix is cached."""
     seconds: dict[str, list[float]] = {way.name: [] for way in ways}
     prompts = prompts_of(REQUESTS)
@@ -220,7 +221,7 @@ def _requests(ways: Sequence[Way], rounds: int) -> dict[str, Any]:
     }
 
 
-def _throughput(ways: Sequence[Way], rounds: int) -> dict[str, Any]:
+def _throughput(ways: Sequence[Way], rounds: int) -> Plain:
     count, tokens = BATCH
     rates: dict[str, list[float]] = {way.name: [] for way in ways}
     for way in _turns(ways, rounds):
@@ -259,7 +260,7 @@ def _freshness(
     return {name: median_ms(times) for name, times in found.items()}
 
 
-def _show(result: dict[str, Any]) -> None:
+def _show(result: Plain) -> None:
     print(
         f"{'':16} {'1 token':>10} {'overhead':>10} {'tokens/s':>9} {'fresh after':>12}"
     )

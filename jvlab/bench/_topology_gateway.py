@@ -23,6 +23,7 @@ import grpc.aio
 import psutil
 
 from jvlab._errors import ControlError
+from jvlab._files import Plain
 from jvlab.bench._side import Lines, Side
 from jvlab.gateway import _registry as reg
 from jvlab.gateway._gateway import Gateway
@@ -59,7 +60,7 @@ FACTS = pb.EngineFacts(
 
 def run_bench_gateway(
     replicas: Sequence[int] | None = None, requests: int = 10_000
-) -> dict[str, Any]:
+) -> Plain:
     """`jvlab bench gateway`: prints a line for each number of replicas, and returns everything.
 
     routes_per_s, route_p99_ms   for the largest number of replicas, with `concurrency` requests in flight
@@ -87,7 +88,7 @@ def run_bench_gateway(
 
 async def _measure(
     counts: Sequence[int], requests: int, concurrency: int
-) -> list[dict[str, Any]]:
+) -> list[Plain]:
     rows = []
     warm = min(WARM, requests)
     for count in counts:
@@ -251,7 +252,7 @@ async def _batch(stub: rpc.LabStub, metadata: Any, requests: int) -> float:
 
 
 async def _floor(
-    order: dict[str, Any], metadata: Any, requests: int, concurrency: int
+    order: Plain, metadata: Any, requests: int, concurrency: int
 ) -> dict[str, float]:
     """The same requests over as many hops, through a bare server instead of a gateway."""
     with Side(f"{__name__}:bare_side", order) as bare:
@@ -267,7 +268,7 @@ async def _floor(
 # The other processes ------------------------------------------------------------------------------------------------
 
 
-def gateway_side(order: dict[str, Any], lines: Lines) -> None:
+def gateway_side(order: Plain, lines: Lines) -> None:
     """A gateway that starts no processes; says where it listens."""
 
     async def run() -> None:
@@ -313,12 +314,12 @@ class SimulatedReplica(rpc.RolloutServicer):
             yield pb.SampleBatch(samples=samples)
 
 
-def bare_side(order: dict[str, Any], lines: Lines) -> None:
+def bare_side(order: Plain, lines: Lines) -> None:
     """The floor: a server that passes calls on; says where it listens."""
     asyncio.run(_pass_on(order, lines))
 
 
-async def _pass_on(order: dict[str, Any], lines: Lines) -> None:
+async def _pass_on(order: Plain, lines: Lines) -> None:
     metadata = security.authorization(order["token"])
     addresses = [f"127.0.0.1:{port}" for port in order["ports"]]
     channels = [
@@ -348,7 +349,7 @@ async def _pass_on(order: dict[str, Any], lines: Lines) -> None:
     await server.wait_for_termination()
 
 
-def replicas_side(order: dict[str, Any], lines: Lines) -> None:
+def replicas_side(order: Plain, lines: Lines) -> None:
     """Simulated replicas, each on its own port, registered and sending heartbeats; says the ports."""
     asyncio.run(_simulate(order["token"], order["gateway"], order["count"], lines))
 

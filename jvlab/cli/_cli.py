@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jvlab._errors import ConfigError, JvlabError
+from jvlab._files import Plain
 from jvlab._version import __version__
 from jvlab.analysis.certification._certificate import CHECKS
 from jvlab.engine._agent import add_join_arguments
@@ -189,7 +190,7 @@ def _add_options(parser: argparse.ArgumentParser, table: Options) -> None:
     for flag, default, text in table:
         match default:
             case False:
-                how: dict[str, Any] = {"action": "store_true"}
+                how: Plain = {"action": "store_true"}
             case (first, *_):
                 how = {"choices": [c for c in default if c], "default": first}
             case _ if default is REQUIRED:
@@ -257,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 # The body of each command: returns what --json prints.
 
 
-def _doctor(arguments: argparse.Namespace) -> dict[str, Any]:
+def _doctor(arguments: argparse.Namespace) -> Plain:
     from jvlab.cli._doctor import diagnose, render
 
     found = diagnose()
@@ -270,19 +271,19 @@ def _doctor(arguments: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _demo(arguments: argparse.Namespace) -> dict[str, Any]:
+def _demo(arguments: argparse.Namespace) -> Plain:
     from jvlab.cli._demo import run_demo
 
     return run_demo(arguments.seed, arguments.max_staleness, arguments.steps)
 
 
-def _gateway(arguments: argparse.Namespace) -> dict[str, Any]:
+def _gateway(arguments: argparse.Namespace) -> Plain:
     from jvlab.gateway._launcher import run_gateway
 
     return run_gateway(arguments)
 
 
-def _rollout(arguments: argparse.Namespace) -> dict[str, Any]:
+def _rollout(arguments: argparse.Namespace) -> Plain:
     from jvlab.engine import _agent, _process
 
     if arguments.follow:
@@ -301,7 +302,7 @@ def _rollout(arguments: argparse.Namespace) -> dict[str, Any]:
 LOOK_SECONDS = 0.2  # between two looks at what a follower did
 
 
-def run_follow(arguments: argparse.Namespace) -> dict[str, Any]:
+def run_follow(arguments: argparse.Namespace) -> Plain:
     """The body of `jvlab rollout --follow`: until Ctrl-C or SIGTERM, or until the pool is closed."""
     import jvlab as jv
 
@@ -354,14 +355,14 @@ def report_follower(follower: Any) -> None:
         time.sleep(LOOK_SECONDS)
 
 
-def _warm(arguments: argparse.Namespace) -> dict[str, Any]:
+def _warm(arguments: argparse.Namespace) -> Plain:
     from jvlab.engine._warm import run_host
     from jvlab.lab._launch_settings import resolve_device
 
     run_host(resolve_device(arguments.device))
 
 
-def run_ps(arguments: Any) -> dict[str, Any]:
+def run_ps(arguments: Any) -> Plain:
     """The body of `jvlab ps`."""
     labs = list_labs()
     width = max((len(info.name) for info in labs), default=0)
@@ -373,7 +374,7 @@ def run_ps(arguments: Any) -> dict[str, Any]:
     return {"labs": [info.plain() for info in labs]}
 
 
-def run_stop(arguments: Any) -> dict[str, Any]:
+def run_stop(arguments: Any) -> Plain:
     """The body of `jvlab stop`."""
     done = stop_lab(arguments.name, arguments.timeout)
     if not arguments.json:
@@ -384,7 +385,7 @@ def run_stop(arguments: Any) -> dict[str, Any]:
     return done
 
 
-def run_certify(arguments: argparse.Namespace) -> dict[str, Any]:
+def run_certify(arguments: argparse.Namespace) -> Plain:
     """The certificate as plain values; its table is printed unless JSON was asked for."""
     import jvlab as jv
 
@@ -443,11 +444,11 @@ BENCHED: dict[str, tuple[str, str]] = {
 BENCHES = [name for name in BENCHED if " " not in name]
 
 
-def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
+def _bench(arguments: argparse.Namespace) -> Plain:
     place, options = BENCHED[_which_bench(arguments)]
     module, _, name = place.partition(":")
     run = getattr(importlib.import_module(f"jvlab.bench.{module}"), name)
-    given: dict[str, Any] = {}
+    given: Plain = {}
     for word in options.split():
         parameter, _, option = word.partition("=")
         value = getattr(arguments, option or parameter)
@@ -486,7 +487,7 @@ def _which_bench(arguments: argparse.Namespace) -> str:
 SHIPPED = "share/jvlab/notebooks"
 
 
-def _lab(arguments: argparse.Namespace) -> dict[str, Any]:
+def _lab(arguments: argparse.Namespace) -> Plain:
     import subprocess
 
     root = _tutorials()
@@ -521,7 +522,7 @@ def _tutorials() -> Path:
     return copy
 
 
-Run = Callable[[argparse.Namespace], dict[str, Any]]
+Run = Callable[[argparse.Namespace], Plain]
 COMMANDS: dict[str, tuple[str, Run, Options]] = {
     "doctor": (
         "what this machine can run; for what it cannot, why not and what to install",

@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 
 from jvlab._errors import JvlabError
+from jvlab._files import Plain
 from jvlab._version import __version__
 from jvlab.gateway import _registry as reg
 from jvlab.gateway._link_service import Links, Teams
@@ -81,7 +82,7 @@ class Gateway:
         self.warm = WarmProcesses(folder)
         self.place = "local"  # who starts processes, unless a launch says otherwise
         # where `plain` is kept; None: this gateway does not come back
-        self.keep: Callable[[dict[str, Any]], None] | None = None
+        self.keep: Callable[[Plain], None] | None = None
         # where other hosts reach it, over TLS
         self.public: tuple[str, Tls] | None = None
         self.away = AWAY_SECONDS  # that joined replicas and it wait for each other
@@ -304,7 +305,7 @@ class Gateway:
         if self.keep is not None and not self.registry.ending:
             self.keep(self._plain())
 
-    def _plain(self) -> dict[str, Any]:
+    def _plain(self) -> Plain:
         plain = self.registry.plain()
         for kept in plain["pools"]:
             name = kept["spec"]["pool"]
@@ -323,7 +324,7 @@ class Gateway:
                 )
         return plain
 
-    async def restore(self, saved: dict[str, Any]) -> None:
+    async def restore(self, saved: Plain) -> None:
         """Go on where `_plain` was taken. The server's addresses are known, and it does not listen yet."""
         hosts = {
             row["name"]: row.pop("host")

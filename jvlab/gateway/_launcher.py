@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from jvlab._errors import ConfigError, GatewayUnreachable
+from jvlab._files import Plain
 from jvlab._names import check_name
 from jvlab.gateway._serve import GatewayOptions
 from jvlab.wire import _security as security
@@ -24,7 +25,7 @@ from jvlab.wire.processes._identity import _CHILDREN, home, read_secret
 START_DEADLINE = 30.0
 
 
-def run_gateway(arguments: Any) -> dict[str, Any]:
+def run_gateway(arguments: Any) -> Plain:
     """The body of `jvlab gateway`: serves until the lab ends."""
     from jvlab.gateway._serve import StateFile, serve
     from jvlab.wire import _channels
@@ -71,7 +72,7 @@ def run_gateway(arguments: Any) -> dict[str, Any]:
 
 def start_gateway(
     options: GatewayOptions, name: str | None = None
-) -> tuple[dict[str, Any], int]:
+) -> tuple[Plain, int]:
     """Start a gateway in a session of its own, so that it outlives this process; (its lab file, its pid)."""
     with _claimed(name) as folder:
         return _start_in(folder, options)
@@ -155,7 +156,7 @@ _WHO = (
 )
 
 
-def _start_in(folder: Path, options: GatewayOptions) -> tuple[dict[str, Any], int]:
+def _start_in(folder: Path, options: GatewayOptions) -> tuple[Plain, int]:
     command = [
         sys.executable,
         "-m",

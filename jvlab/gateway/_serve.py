@@ -11,7 +11,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import grpc
 import grpc.aio
@@ -19,7 +19,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from jvlab._deadline import check_timeout
 from jvlab._errors import ConfigError
-from jvlab._files import read_json_object
+from jvlab._files import Plain, read_json_object
 from jvlab.gateway import _registry as reg
 from jvlab.gateway._gateway import Gateway
 from jvlab.gateway._servicers import LabServicer, RegistryServicer
@@ -109,7 +109,7 @@ class StateFile:
             # of a write that its death cut off; the name is `write_private`'s
             for cut in self.path.parent.glob(f"{glob.escape(self.path.name)}.*.new"):
                 cut.unlink(missing_ok=True)
-            self.facts: dict[str, Any] = self._read()
+            self.facts: Plain = self._read()
         except BlockingIOError:
             os.close(self._lock)
             raise ConfigError(
@@ -120,7 +120,7 @@ class StateFile:
             os.close(self._lock)
             raise
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self) -> Plain:
         try:
             status = self.path.stat()
         except FileNotFoundError:
@@ -155,7 +155,7 @@ class StateFile:
             )
         return known
 
-    def write(self, state: dict[str, Any]) -> None:
+    def write(self, state: Plain) -> None:
         """Replace the file if anything changed. A disk that fails is reported, and tried again at the next call."""
         text = json.dumps({**self.facts, "state": state})
         if text == self._text:

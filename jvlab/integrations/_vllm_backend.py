@@ -28,6 +28,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.logger import init_logger
 
 from jvlab._errors import ConfigError, EngineDirty, JvlabError, SyncError, Unsupported
+from jvlab._files import Plain
 from jvlab._version import __version__
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._guarded(self._need_trainer)
         self._started = True
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
+    def update_weights(self, update_info: Plain) -> None:
         """Carry out a sync's orders; bytes arrive meanwhile."""
         # not vLLM's own: it synchronises an accelerator, which a CPU has not
         self.receive_weights(self.parse_update_info(update_info))
@@ -227,7 +228,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._session = info.session
         self._channel.send(HELLO, 0, hello)
 
-    def _facts(self) -> dict[str, Any]:
+    def _facts(self) -> Plain:
         from jvlab.engine._vllm_versions import build
 
         assert self._state is not None
@@ -266,7 +267,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         self._need_trainer()
         until = time.monotonic() + seconds
-        failed: dict[str, Any] | None = None
+        failed: Plain | None = None
         while True:
             try:
                 kind, _, payload = self._channel.receive(until)
@@ -286,9 +287,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             failed = answer if "error" in answer else None
             self._channel.send(words.ANSWER, 0, words.encode(answer))
 
-    def _carry_out(
-        self, do: str, args: list[Any], known: tuple[str, ...]
-    ) -> dict[str, Any]:
+    def _carry_out(self, do: str, args: list[Any], known: tuple[str, ...]) -> Plain:
         """One order; errors are returned."""
         try:
             if do not in known:
@@ -302,7 +301,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             said = {"error": text, "remedy": "see the server's log", "kind": ""}
         return {"rank": self._rank, **said}
 
-    def _run(self, do: str, args: list[Any]) -> dict[str, Any]:
+    def _run(self, do: str, args: list[Any]) -> Plain:
         from jvlab.engine.tracing._trace import trace_worker
         from jvlab.layout._layout_codec import plain_to_bytes
         from jvlab.wire._sync_words import Terms

@@ -42,6 +42,7 @@ from jvlab._errors import (
     Unsupported,
     VerifyError,
 )
+from jvlab._files import Plain
 from jvlab._version import __version__
 from jvlab.engine._engine_sync import (
     checked,
@@ -79,7 +80,7 @@ def encode(message: Any) -> bytes:
 def decode(payload: bytes) -> Any:
     """What `encode` was given."""
 
-    def made(found: dict[str, Any]) -> Any:
+    def made(found: Plain) -> Any:
         return (
             base64.b64decode(found["base64"]) if found.keys() == {"base64"} else found
         )
@@ -93,7 +94,7 @@ def decode(payload: bytes) -> Any:
 class FourCalls(Protocol):
     """vLLM's `VLLMWeightSyncClient`."""
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+    def init_weight_transfer_engine(self, init_info: Plain) -> None: ...
 
     def start_weight_update(self) -> None: ...
 
@@ -118,7 +119,7 @@ class HttpCalls:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self.deadline: Deadline | None = None  # of the calls that are made next
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+    def init_weight_transfer_engine(self, init_info: Plain) -> None:
         self.ask("POST", "/init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:
@@ -237,7 +238,7 @@ class Server:
         # the same, if it is reached by its address: only then can it be paused
         self.http = calls if isinstance(calls, HttpCalls) else None
         self.name = self.http.url if self.http is not None else "vLLM's server"
-        self.hellos: dict[int, dict[str, Any]] = {}  # rank -> what it said of itself
+        self.hellos: dict[int, Plain] = {}  # rank -> what it said of itself
         self._ranks: dict[int, CoreChannel] = {}
         self._listener: socket.socket | None = None
         self._session = ""
@@ -279,7 +280,7 @@ class Server:
             self.hang_up(str(error))
             raise
 
-    def _begin_conversation(self, deadline: Deadline, info: dict[str, Any]) -> None:
+    def _begin_conversation(self, deadline: Deadline, info: Plain) -> None:
         given = {**info, "session": self._session, "seconds": deadline.left()}
         self.call("init_weight_transfer_engine", deadline, given)
 
@@ -354,14 +355,14 @@ class Server:
             self.hang_up(str(error))
             raise
 
-    def order(self, deadline: Deadline, do: str, *args: Any) -> list[dict[str, Any]]:
+    def order(self, deadline: Deadline, do: str, *args: Any) -> list[Plain]:
         """The answers of all ranks, in their order; raises the first error among them."""
         message = encode({"do": do, "args": args})
         for rank in sorted(self._ranks):
             self._send(rank, ORDER, deadline, message)
         return checked([self._answer(rank, deadline) for rank in sorted(self._ranks)])
 
-    def _answer(self, rank: int, deadline: Deadline) -> dict[str, Any]:
+    def _answer(self, rank: int, deadline: Deadline) -> Plain:
         until = time.monotonic() + deadline.left()
         call = self._call
         assert call is not None
@@ -570,7 +571,7 @@ class ServerStream:
         self._server.end(deadline)
         return self._outcome("ready", **self._facts_of(answers))
 
-    def _facts_of(self, answers: list[dict[str, Any]]) -> dict[str, Any]:
+    def _facts_of(self, answers: list[Plain]) -> Plain:
         slowest: dict[str, float] = {}
         evidence: dict[str, int] = {}
         for answer in answers:
@@ -761,7 +762,7 @@ class ServerPool:
     def renew(self, snapshot: pb.PoolStatus) -> None:
         """Nothing to store: `snapshot` is made of what the ranks say."""
 
-    def status(self, *, timeout: float | Deadline = 30.0) -> dict[str, Any]:
+    def status(self, *, timeout: float | Deadline = 30.0) -> Plain:
         """Its version, and whether it is dirty."""
         return {"version": self.client.version, "dirty": self.client.dirty}
 

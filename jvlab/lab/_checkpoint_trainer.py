@@ -23,6 +23,7 @@ from jvlab._errors import (
     ModelError,
     NonFiniteError,
 )
+from jvlab._files import Plain
 from jvlab.layout._checkpoint import DTYPES, read_header
 from jvlab.wire.processes._identity import read_secret
 
@@ -104,7 +105,7 @@ class Updater:
         )
         self._connections = Connections()
 
-    def update(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def update(self, fields: Mapping[str, Any]) -> Plain:
         """Sync the checkpoint at `fields["path"]`."""
         tensors = read_checkpoint(fields["path"])
         self._pool.status()  # replicas may have joined since
@@ -125,7 +126,7 @@ class Updater:
         self._client.close()
 
 
-def _reply(report: Any) -> dict[str, Any]:
+def _reply(report: Any) -> Plain:
     digests: dict[str, dict[str, str]] = {}
     for (parameter, rank), value in report.digests.items():
         digests.setdefault(parameter, {})[str(rank)] = f"{value:016x}"
@@ -149,7 +150,7 @@ def _reply(report: Any) -> dict[str, Any]:
     }
 
 
-def _failure(error: JvlabError) -> dict[str, Any]:
+def _failure(error: JvlabError) -> Plain:
     status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
     outcomes = error.fields.get("outcomes")
     states = (

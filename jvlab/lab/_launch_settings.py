@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar
 
 from jvlab._errors import ConfigError, UnknownName, Unsupported
+from jvlab._files import Plain
 from jvlab._names import check_name
 from jvlab.gateway._routing import check_policy
 from jvlab.layout._checkpoint import expert_count, read_config
@@ -26,7 +27,7 @@ from jvlab.wire.processes._pool_spec import (
 # Options as fields of a request.
 
 
-def launch_fields(http: bool | int, key: bool = False) -> dict[str, Any]:
+def launch_fields(http: bool | int, key: bool = False) -> Plain:
     """`launch(http=...)` as request fields: True takes a free port, a number that port."""
     if isinstance(http, bool):
         return {"http": http, "http_key": key}
@@ -38,7 +39,7 @@ def launch_fields(http: bool | int, key: bool = False) -> dict[str, Any]:
     return {"http": True, "http_port": http, "http_key": key}
 
 
-def place_fields(place: str | dict[str, Any] | None) -> dict[str, Any]:
+def place_fields(place: str | Plain | None) -> Plain:
     """`launch(place=...)` as request fields."""
     if place is None:
         return {}
@@ -68,7 +69,7 @@ ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 ELASTIC = "cuda_async"
 
 
-def engine_arguments(given: dict[str, Any]) -> dict[str, Any]:
+def engine_arguments(given: Plain) -> Plain:
     """The engine's arguments: its share of the GPU, and sleep mode, so that `pool.sleep` can free it."""
     return {"gpu_memory_utilization": ENGINE_SHARE, "enable_sleep_mode": True, **given}
 
@@ -160,7 +161,7 @@ class EngineSettings:
 
     model: str  # resolved
     device: str
-    engine: dict[str, Any]
+    engine: Plain
     env: dict[str, str]
     limits: dict[str, int]
 
@@ -193,16 +194,16 @@ class LaunchArguments(TypedDict, total=False):
     tensor_parallel: int
     load: str
     device: str
-    engine: dict[str, Any] | None
+    engine: Plain | None
     env: dict[str, str] | None
     name: str | None
     colocate: bool
     routing: str
     deterministic: bool
-    speculative: dict[str, Any] | None
+    speculative: Plain | None
     http: bool | int
     http_key: bool
-    place: str | dict[str, Any] | None
+    place: str | Plain | None
     limits: Mapping[str, int | None] | None
     restarts: int
 
@@ -216,16 +217,16 @@ class LaunchOptions:
     tensor_parallel: int = 1
     load: str = "auto"
     device: str = "auto"
-    engine: dict[str, Any] | None = None
+    engine: Plain | None = None
     env: dict[str, str] | None = None
     name: str | None = None
     colocate: bool = False
     routing: str = "least"
     deterministic: bool = False
-    speculative: dict[str, Any] | None = None
+    speculative: Plain | None = None
     http: bool | int = False
     http_key: bool = False
-    place: str | dict[str, Any] | None = None
+    place: str | Plain | None = None
     limits: Mapping[str, int | None] | None = None
     restarts: int = RESTARTS
 
@@ -370,7 +371,7 @@ def check_restarts(restarts: Any) -> None:
         )
 
 
-def _config_of(model: str) -> dict[str, Any]:
+def _config_of(model: str) -> Plain:
     """The config of a local model; empty for a hub id."""
     return read_config(model) if os.path.isdir(model) else {}
 

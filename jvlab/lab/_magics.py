@@ -11,6 +11,7 @@ from typing import Any
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from jvlab._errors import ConfigError
+from jvlab._files import Plain
 
 HELP = """%jv status                      every lab, pool and link in this notebook, asked now
 %jv sync [params] [mode=staged] bring parameters into the engines by the one link; default: the one policy's
@@ -80,12 +81,12 @@ class JvMagics(Magics):
     # Finding ------------------------------------------------------------------------------------------------------
 
     @property
-    def _namespace(self) -> dict[str, Any]:
+    def _namespace(self) -> Plain:
         shell = self.shell
         assert shell is not None  # magics always have one
         return shell.user_ns
 
-    def _every(self, kind: str) -> dict[str, Any]:
+    def _every(self, kind: str) -> Plain:
         """Variable -> object of that kind, each object once, without IPython's own names (_, _1)."""
         wanted = _kind(kind)
         seen = set()
@@ -203,7 +204,7 @@ def _kind(name: str) -> type:
     return getattr(jvlab, name)
 
 
-def _parse(line: str) -> tuple[list[str], dict[str, Any], str]:
+def _parse(line: str) -> tuple[list[str], Plain, str]:
     """(words, name=value pairs, the name after -o); values are Python literals, or else text."""
     try:
         parts = shlex.split(line, posix=True)
@@ -212,7 +213,7 @@ def _parse(line: str) -> tuple[list[str], dict[str, Any], str]:
             f"{line!r}: {error}", remedy="close the quotation mark"
         ) from error
     words: list[str] = []
-    options: dict[str, Any] = {}
+    options: Plain = {}
     keep = ""
     while parts:
         part = parts.pop(0)

@@ -26,8 +26,8 @@ import os
 import socket
 import sys
 from pathlib import Path
-from typing import Any
 
+from jvlab._files import Plain
 from jvlab.wire import _security
 from jvlab.wire._security import user_of
 from jvlab.wire.processes._identity import home
@@ -46,7 +46,7 @@ def shared_socket() -> Path | None:
     return Path(given) if os.sep in given else home() / "warm.socket"
 
 
-def can_fork(order: dict[str, Any]) -> bool:
+def can_fork(order: Plain) -> bool:
     """Whether a fork of a warm process can carry out this order.
 
     Not with variables other than jvlab's own, which imports may have read, nor with Ray, an import of its own.
@@ -160,9 +160,7 @@ class WarmProcesses:
         self._joined = joined
         self._known: dict[tuple[str, bool], _OwnWarm | _SharedWarm] = {}
 
-    async def fork(
-        self, order: dict[str, Any], log: Path, grace: float
-    ) -> ForkedSupervisor:
+    async def fork(self, order: Plain, log: Path, grace: float) -> ForkedSupervisor:
         """A supervisor for this order, forked as soon as the imports are done. Raises OSError if that fails."""
         async with self._starting:
             connection = await self._connection(order)
@@ -184,7 +182,7 @@ class WarmProcesses:
         await supervisor.connect()
         return supervisor
 
-    async def _connection(self, order: dict[str, Any]) -> socket.socket:
+    async def _connection(self, order: Plain) -> socket.socket:
         """The socket of the warm process for this order, which is started if there is none."""
         # for a local model, vLLM is imported with the hub switched off
         key = order["device"], Path(order["model"]).is_dir()
@@ -225,9 +223,7 @@ class WarmProcesses:
                     raise PermissionError(f"it belongs to user {user}")
                 await loop.sock_sendall(connection, json.dumps(request).encode())
                 received = await loop.sock_recv(connection, MAX_ORDER_BYTES)
-                reply: dict[str, Any] = json.loads(
-                    received or b'{"refused": "it ended"}'
-                )
+                reply: Plain = json.loads(received or b'{"refused": "it ended"}')
         except (OSError, ValueError) as error:  # TimeoutError is an OSError
             reply = {"refused": str(error) or type(error).__name__}
         except BaseException:  # cancelled
@@ -242,7 +238,7 @@ class WarmProcesses:
             )
         return None
 
-    async def _start(self, order: dict[str, Any]) -> _OwnWarm:
+    async def _start(self, order: Plain) -> _OwnWarm:
         """Start our own; it imports vLLM first."""
         connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.setblocking(False)
