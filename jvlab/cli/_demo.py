@@ -133,22 +133,15 @@ def _greedy_check(policy: jv.Policy, pool: jv.Pool) -> Plain:
 
 def _facts(run: Run, gap: float, syncs_before: int) -> Plain:
     s = run.record.summary()
+    gaps = (gap, s["logprob_gap"])
+    same = ("reward_first", "reward_last", "max_staleness", "steps", "samples")
+    same += ("tokens", "dropped", "alarms", "faults")
     return {
-        "reward_first": s["reward_first"],
-        "reward_last": s["reward_last"],
-        "logprob_gap": max(gap, s["logprob_gap"])
-        if math.isfinite(s["logprob_gap"])
-        else gap,
+        **{name: s[name] for name in same},
+        "logprob_gap": max(g for g in gaps if math.isfinite(g)),
         "syncs": s["syncs"] + syncs_before,
         "syncs_verified": s["syncs_verified"] + syncs_before,
-        "max_staleness": s["max_staleness"],
         "tokens_per_s": s["tokens_per_s_generating"],
-        "steps": s["steps"],
-        "samples": s["samples"],
-        "tokens": s["tokens"],
-        "dropped": s["dropped"],
-        "alarms": s["alarms"],
-        "faults": s["faults"],
         "run": str(run.folder),
     }
 

@@ -9,10 +9,11 @@ no replica may serve                          503 and why
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -263,6 +264,15 @@ class Front:
         )
 
 
+@contextlib.contextmanager
+def _to_client() -> Iterator[None]:
+    """Inside, the client's connection may break, not the replica's."""
+    try:
+        yield
+    except ConnectionError as error:
+        raise _ClientGone from error
+
+
 class _Attempt:
     """One request to one replica: counted as in flight there, and cancelled if the replica is lost."""
 
@@ -364,14 +374,15 @@ class _Attempt:
         rest = b""
         async for chunk in reply.content.iter_any():
             whole, found, rest = (rest + chunk).rpartition(EVENT_END)
-            if not found:
-                continue
-            await self._to_client(lambda: self._begin(answer))
-            await self._to_client(lambda part=whole + found: answer.write(part))
-        await self._to_client(lambda: self._begin(answer))
-        if rest:
-            await self._to_client(lambda: answer.write(rest))
-        await self._to_client(answer.write_eof)
+            if found:
+                with _to_client():
+                    await self._begin(answer)
+                    await answer.write(whole + found)
+        with _to_client():
+            await self._begin(answer)
+            if rest:
+                await answer.write(rest)
+            await answer.write_eof()
         return answer
 
     async def _begin(self, answer: web.StreamResponse) -> None:
@@ -379,24 +390,15 @@ class _Attempt:
             self.answer = answer
             await answer.prepare(self._request)
 
-    @staticmethod
-    async def _to_client(write: Callable[[], Awaitable[Any]]) -> None:
-        try:
-            await write()
-        except ConnectionError as error:  # the client's connection, not the replica's
-            raise _ClientGone from error
-
     async def end_with_error(self, reason: str) -> web.StreamResponse:
         """The status is already sent: send the error as an event, and end without [DONE]."""
         assert self.answer is not None
         body = error_body(
             502, f"{reason}; the answer is not complete", "ask again", "replica_lost"
         )
-        try:
+        with contextlib.suppress(ConnectionError):  # the client left too
             await self.answer.write(b"data: " + json.dumps(body).encode() + EVENT_END)
             await self.answer.write_eof()
-        except ConnectionError:
-            pass  # the client left too
         return self.answer
 
 

@@ -175,8 +175,7 @@ def open_pool(options: LaunchOptions) -> Opened:
     """See `Pool.in_process`: what the pool is made of, once the engine is up."""
     if options.name is not None:
         check_name("pool", options.name)
-    http = options.http or options.http_key
-    _refuse(options.replicas, options.tensor_parallel, http, options.place)
+    _refuse(options)
     chosen = options.settings()
     spec = reg.PoolSpec(
         options.name or "in-process",
@@ -213,26 +212,33 @@ def refuse_restarts(restarts: int) -> None:
         )
 
 
-def _refuse(replicas: int, tensor_parallel: int, http: bool | int, place: Any) -> None:
-    if replicas != 1:
-        raise Unsupported(
-            f"one process holds one engine, not {replicas} replicas", remedy=INSTEAD
-        )
-    if tensor_parallel != 1:
-        raise Unsupported(
-            f"tensor_parallel={tensor_parallel} needs a process for each rank, and this engine is in this one",
-            remedy=INSTEAD,
-        )
-    if place is not None:
-        raise Unsupported(
-            f"place={place!r}: an in-process engine can't be placed elsewhere",
-            remedy=INSTEAD,
-        )
-    if http is not False:
-        raise Unsupported(
+def _refuse(options: LaunchOptions) -> None:
+    """Raise for an option of `lab.launch` that an engine in this process cannot have."""
+    parallel = options.tensor_parallel
+    for wrong, text, remedy in (
+        (
+            options.replicas != 1,
+            f"one process holds one engine, not {options.replicas} replicas",
+            INSTEAD,
+        ),
+        (
+            parallel != 1,
+            f"tensor_parallel={parallel} needs a process for each rank, and this engine is in this one",
+            INSTEAD,
+        ),
+        (
+            options.place is not None,
+            f"place={options.place!r}: an in-process engine can't be placed elsewhere",
+            INSTEAD,
+        ),
+        (
+            options.http or options.http_key,
             "an engine in this process serves no port",
-            remedy="lab.launch(..., http=True)",
-        )
+            "lab.launch(..., http=True)",
+        ),
+    ):
+        if wrong:
+            raise Unsupported(text, remedy=remedy)
 
 
 def _environment(device: str, model: str, given: dict[str, str]) -> dict[str, str]:

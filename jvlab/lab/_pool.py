@@ -1212,9 +1212,7 @@ class InProcessPool(Pool):
             if self.client.loop.stopping:
                 return
             self._connections.close()
-            if not self.snapshot.closed:
-                self.client.call("ClosePool", pb.PoolRequest(pool=self.name), deadline)
-                self.forget("close() was called")
+            super().close(deadline)
             try:
                 self.client.loop.run(self._host.tear_down())
             finally:

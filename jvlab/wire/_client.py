@@ -305,13 +305,12 @@ class Client:
 
     @contextlib.contextmanager
     def translating(self, what: str, seconds: float) -> Iterator[None]:
-        """Inside, gRPC's errors are raised as ours."""
+        """Inside, gRPC's errors are raised as ours. `what`: a method, which becomes words ("set adapter"), or words."""
         try:
             yield
         except grpc.aio.AioRpcError as error:
-            raise translate(
-                error, spaced(what), seconds, self.address, self.away
-            ) from None
+            words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", what).lower()
+            raise translate(error, words, seconds, self.address, self.away) from None
 
     async def gather(self, method: str, request: Any, deadline: Deadline) -> list[Any]:
         """All messages of a streaming reply."""
@@ -362,11 +361,6 @@ class Client:
                 self.loop.run(self._channel.close(None))
             finally:
                 self.loop.stop()
-
-
-def spaced(method: str) -> str:
-    """A method's name as words: "SetAdapter" is "set adapter"."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", method).lower()
 
 
 def translate(

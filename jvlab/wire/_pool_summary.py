@@ -10,6 +10,27 @@ from jvlab._states import State, state, worst
 from jvlab.wire import jvlab_pb2 as pb
 
 LEAVING = ("draining", "closed")  # after pool.scale: no longer part of the pool
+# fields of a replica, and of its stats, that a summary has by their own names
+OF_REPLICA = (
+    "pid",
+    "epoch",
+    "served",
+    "dirty",
+    "stale",
+    "beat_age",
+    "restarts",
+    "restarts_left",
+    "awaited",
+)
+OF_STATS = (
+    "running",
+    "waiting",
+    "kv_use",
+    "tokens_per_s",
+    "generated_tokens",
+    "paused",
+    "sleeping",
+)
 
 
 def staying(snapshot: Any) -> list[Any]:
@@ -53,35 +74,21 @@ def pool_summary(snapshot: Any) -> dict[str, Any]:
             {
                 "replica": r.replica,
                 "state": r.stage,
-                "pid": r.pid,
-                "epoch": r.epoch,
                 "version": s.weight_version,
                 "health": replica_health(r, snapshot.sync)[0],
                 "ready": is_well(r, snapshot.sync),
                 "in_flight": r.routed,
-                "served": r.served,
-                "running": s.running,
-                "waiting": s.waiting,
-                "kv_use": s.kv_use,
                 "prefix_hit_rate": s.prefix_hits / s.prefix_queries
                 if s.prefix_queries
                 else 0.0,
-                "tokens_per_s": s.tokens_per_s,
-                "generated_tokens": s.generated_tokens,
-                "paused": s.paused,
-                "sleeping": s.sleeping,
-                "dirty": r.dirty,
-                "stale": r.stale,
-                "beat_age": r.beat_age,
                 "cause": r.cause or None,
-                "restarts": r.restarts,
-                "restarts_left": r.restarts_left,
-                "awaited": r.awaited,
                 "deaths": list(r.deaths),
                 "acceptance_rate": _accepted([r]),
                 "http_url": r.facts.http_url or None,
                 "adapters": {a.name: a.version for a in s.adapters},
             }
+            | {name: getattr(r, name) for name in OF_REPLICA}
+            | {name: getattr(s, name) for name in OF_STATS}
         )
     queries = sum(r.stats.prefix_queries for r in snapshot.replicas)
     hits = sum(r.stats.prefix_hits for r in snapshot.replicas)
