@@ -64,7 +64,6 @@ layers.{i}.moe.router.bias -> model.layers.{i}.mlp.gate.e_score_correction_bias
 class PlanCase:
     """One planning job."""
 
-    model: str  # which traced model
     config: Plain = field(repr=False)
     tensor_parallel: int
     mesh: str
@@ -73,42 +72,20 @@ class PlanCase:
 
 
 CASES = {
-    "dense_405b": PlanCase("dense_405b", LLAMA_405B, 8, "fsdp=256", 4),
-    "moe_671b": PlanCase("moe_671b", DEEPSEEK_671B, 16, "fsdp=512", 1, DEEPSEEK_RULES),
+    "dense_405b": PlanCase(LLAMA_405B, 8, "fsdp=256", 4),
+    "moe_671b": PlanCase(DEEPSEEK_671B, 16, "fsdp=512", 1, DEEPSEEK_RULES),
 }
-DEVICE_GROWTH = (8, 64, 512, 2048)
-LAYER_GROWTH = (8, 31, 126)
-
-
-def growth_cases() -> dict[str, PlanCase]:
-    """How planning grows: with devices (the dense model), and with tensors (layers of the dense model)."""
-    out = {
-        f"devices={n}": PlanCase("dense_405b", LLAMA_405B, 8, f"fsdp={n}")
-        for n in DEVICE_GROWTH
-    }
-    out |= {
-        f"layers={n}": PlanCase(
-            f"layers_{n}", {**LLAMA_405B, "num_hidden_layers": n}, 8, "fsdp=256"
-        )
-        for n in LAYER_GROWTH
-    }
-    out["moe, data-parallel copies"] = PlanCase(
-        "moe_671b", DEEPSEEK_671B, 16, "dp=8,fsdp=64", 1, DEEPSEEK_RULES
-    )
-    return out
 
 
 def run_bench_plan() -> Plain:
     """`jvlab bench plan`. The seconds run from leaves, tensors and traced layouts to a proven plan.
 
-    The parts (bind; compile and prove) and their growth are in `cases`; tracing and vLLM's import are reported apart.
+    The parts (bind; compile and prove) are in `cases`; tracing and vLLM's import are reported apart.
     """
-    jobs = {**CASES, **growth_cases()}
     done: dict[str, Plain] = {}
     with tempfile.TemporaryDirectory(prefix="jvlab-plan-") as folder:
-        models = {case.model: case for case in jobs.values()}
-        traced = _measured("trace", models, folder)
-        for name, case in jobs.items():
+        traced = _measured("trace", CASES, folder)
+        for name, case in CASES.items():
             r = _measured("plan", {name: case}, folder)[name]
             done[name] = r
             print(
@@ -120,8 +97,8 @@ def run_bench_plan() -> Plain:
     return {
         "dense_405b_s": done["dense_405b"]["total_s"],
         "moe_671b_s": done["moe_671b"]["total_s"],
-        "peak_gib": max(done[n]["peak_gib"] for n in CASES),
-        "trace_s": {n: r["trace_s"] for n, r in traced.items() if n in CASES},
+        "peak_gib": max(r["peak_gib"] for r in done.values()),
+        "trace_s": {n: r["trace_s"] for n, r in traced.items()},
         "import_vllm_s": max(r["import_vllm_s"] for r in traced.values()),
         "cases": done,
     }
@@ -174,7 +151,7 @@ def _plan(name: str, case: PlanCase, folder: Path) -> Plain:
     from jvlab.layout.rules._ruleset import Rules
     from jvlab.sync._compile_tree import bind, policy_shapes
 
-    layouts = load_layouts(folder / case.model)
+    layouts = load_layouts(folder / name)
     tensors = list(layouts[0].tensors)
     if case.rules == "policy":
         shapes = policy_shapes(case.config, tensors, "float32")
