@@ -61,7 +61,6 @@ def run_bench_gateway(
                                  (`batch_routes_per_s`)
     """
     concurrency = min(64, max(1, requests // 16))
-    # no deadline: every call in it has one
     rows = asyncio.run(_measure(replicas or (1, 10, 100, 1000), requests, concurrency))
     for row in rows:
         print(

@@ -368,6 +368,7 @@ class Lab:
         self.known_pools: dict[str, Pool] = {}
         self._connections = Connections()
         self._followers: set[Follower] = set()
+        self._held = asyncio.Event()
         self._holding = self.client.loop.submit(self._hold())
         try:
             self.client.loop.run(self._wait_held(deadline))
@@ -380,13 +381,13 @@ class Lab:
 
     async def _wait_held(self, deadline: Deadline) -> None:
         """Wait until the gateway has registered our hold."""
-        while not getattr(self, "_is_held", False):
-            if deadline.over:
-                raise GatewayUnreachable(
-                    f"the gateway at {self.address} did not confirm our hold within {deadline.seconds:g} s",
-                    remedy="is its process stopped? try again with a larger timeout= if it is only slow",
-                )
-            await asyncio.sleep(0.01)
+        try:
+            await asyncio.wait_for(self._held.wait(), deadline.left())
+        except TimeoutError:
+            raise GatewayUnreachable(
+                f"the gateway at {self.address} did not confirm our hold within {deadline.seconds:g} s",
+                remedy="is its process stopped? try again with a larger timeout= if it is only slow",
+            ) from None
 
     async def _hold(self) -> None:
         request = pb.HoldRequest(holder=self._holder)
@@ -395,7 +396,7 @@ class Lab:
         open_stream = lambda: self.client.stub.Hold(
             request, timeout=LONGEST, metadata=metadata
         )
-        await self.client.follow(open_stream, lambda _: setattr(self, "_is_held", True))
+        await self.client.follow(open_stream, lambda _: self._held.set())
 
     @property
     def _starts_here(self) -> bool:
@@ -707,12 +708,6 @@ class Lab:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    async def __aenter__(self) -> Lab:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(self.close)
 
     def __repr__(self) -> str:
         state = "detached" if self._detached else "closed" if self._closed else "open"

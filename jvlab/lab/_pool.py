@@ -314,21 +314,21 @@ class Pool:
 
     def facts(self, timeout: float | Deadline = 900.0) -> pb.EngineFacts:
         """The engine's facts; waits for the pool if it is still starting."""
-        found: list[pb.EngineFacts] = []
 
-        def up() -> bool:
+        def up() -> list[pb.EngineFacts]:
             snapshot = self.snapshot
-            found[:] = [
+            found = [
                 r.facts
                 for r in snapshot.replicas
                 if r.state == pb.READY and not snapshot.closed
             ]
             if not found:
                 self._all_ready()  # raises if none will become ready
-            return bool(found)
+            return found
 
-        if not up():
-            self._wait_until(Deadline.of(timeout), None, up)
+        deadline = Deadline.of(timeout)
+        while not (found := up()):
+            self._wait_until(deadline, None, up)
         return found[0]
 
     # Generate -----------------------------------------------------------------------------------------------------
@@ -1062,12 +1062,6 @@ class Pool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(self.close)
 
     @property
     def limits(self) -> dict[str, int]:

@@ -209,12 +209,6 @@ class Stream(Generic[T]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    async def __aenter__(self) -> Stream[T]:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
 
 class Client:
     """A channel to one gateway, with its token on every call."""
