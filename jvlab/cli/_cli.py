@@ -498,7 +498,7 @@ def _lab(arguments: argparse.Namespace) -> Plain:
         f"--port={arguments.port}",
         f"--notebook-dir={root}",
     ]
-    if hasattr(os, "geteuid") and os.geteuid() == 0:
+    if os.geteuid() == 0:
         command.append("--allow-root")  # containers often have no other user
     # no deadline: JupyterLab runs until its user ends it
     return {"exit": subprocess.call(command)}

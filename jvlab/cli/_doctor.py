@@ -71,16 +71,11 @@ def _cpu() -> Facts:
     if named is None and shutil.which("lscpu"):
         named = re.search(r"^Model name:\s*(.+)$", _run(["lscpu"]), re.MULTILINE)
     model = named.group(1) if named else platform.processor() or platform.machine()
-    usable = (
-        len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count()
-    )
     return {
         "model": model,
         "arch": platform.machine(),
         "cores": os.cpu_count(),
-        "usable_cores": usable,
+        "usable_cores": len(os.sched_getaffinity(0)),
     }
 
 
@@ -257,8 +252,6 @@ def _shared_memory() -> Facts:
     segment = shared_memory.SharedMemory(create=True, size=4096)
     segment.close()
     segment.unlink()
-    if not Path("/dev/shm").is_dir():
-        return {"total_gib": None, "free_gib": None}
     usage = shutil.disk_usage("/dev/shm")
     return {
         "total_gib": round(usage.total / _GIB, 2),
@@ -561,7 +554,7 @@ def _warnings(facts: Facts) -> list[str]:
         )
     shm = facts["shared_memory"] or {}
     files = facts["open_files"] or {}
-    if shm.get("total_gib") is not None and shm["total_gib"] < _SHM_WANTED:
+    if shm.get("total_gib", _SHM_WANTED) < _SHM_WANTED:
         found.append(
             f"/dev/shm has {shm['total_gib']} GiB: models will not fit; docker run --shm-size=8g"
         )

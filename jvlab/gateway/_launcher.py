@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import secrets
@@ -21,6 +22,7 @@ from jvlab._names import check_name
 from jvlab.gateway._serve import GatewayOptions
 from jvlab.wire import _security as security
 from jvlab.wire.processes._identity import _CHILDREN, home, read_secret
+from jvlab.wire.processes._labs import list_labs
 
 START_DEADLINE = 30.0
 
@@ -113,8 +115,6 @@ def _claimed(name: str | None) -> Iterator[Path]:
 
 def _lock(file: IO[bytes], name: str) -> None:
     """Wait for labs that are just starting under a name of their own; another process may be stopped meanwhile."""
-    import fcntl
-
     deadline = time.monotonic() + 2 * START_DEADLINE
     while True:
         try:
@@ -131,8 +131,6 @@ def _lock(file: IO[bytes], name: str) -> None:
 
 def taken(name: str) -> bool:
     """Whether a lab of this name runs, or may run on another host."""
-    from jvlab.wire.processes._labs import list_labs
-
     return any(
         info.name == name and info.state != "unreadable"
         for info in list_labs(query=False)

@@ -52,8 +52,7 @@ def can_fork(order: Plain) -> bool:
     Not with variables other than jvlab's own, which imports may have read, nor with Ray, an import of its own.
     """
     return (
-        sys.platform == "linux"
-        and os.environ.get("JVLAB_WARM", "1") != "0"
+        os.environ.get("JVLAB_WARM", "1") != "0"
         and all(name.startswith("JVLAB_") for name in order["env"])
         and order["engine"].get("distributed_executor_backend") != "ray"
         and len(json.dumps(order)) < MAX_ORDER_BYTES
@@ -104,6 +103,7 @@ class ForkedSupervisor:
             last = (await asyncio.shield(self._end)).decode().split()
             self.returncode = int(last[-1]) if last else KILLED
         self._transport.close()
+        self.stdin.close()
         return self.returncode
 
 
