@@ -87,7 +87,7 @@ def test_the_document_is_what_is_served(fake_lab: FakeLab, bridge: httpx.Client)
     }
     assert of_bridge - documented == {("GET", "/bridge/openapi.json")}
     assert documented <= of_bridge
-    asked = {"status", "version", "mapping", "notify_update", "pause", "resume"}
+    asked = {"status", "version", "notify_update", "pause", "resume"}
     assert {path.removeprefix("/bridge/") for _, path in documented} == asked
     schemas = document["components"]["schemas"]
     for schema in schemas.values():
